@@ -1,4 +1,4 @@
-"""Check what the demo printed and left behind.
+"""Check the output and the files of the demo.
 
 python .ci/check_demo.py LOG RUN_DIR            # accuracy, a good checkpoint, the best one, the scalars
 python .ci/check_demo.py --again LOG RUN_DIR    # a later run went elsewhere
@@ -14,7 +14,7 @@ WANTED = 0.95
 
 
 def main() -> None:
-    """Exit with a message if something is not as promised."""
+    """Exit with a message at the first failed check."""
     again = "--again" in sys.argv
     log, run_dir = (Path(argument) for argument in sys.argv[-2:])
     text = log.read_text()

@@ -1,7 +1,7 @@
-"""Counts the files that an event, a checkpoint and ``trainbus run`` cross on their way; fails beyond the limits.
+"""Count the files that an event, a checkpoint and ``trainbus run`` pass through; fail beyond the limits.
 
-A file is crossed when one of its functions is called between the two ends of the way; a module that is only imported is not.
-Files outside the rooms of a checkpoint or a command are listed apart: they give their state, hear an event, or are made by the
+A file counts if one of its functions is called between the two ends of the way. An import alone does not count. Files outside
+the packages of a checkpoint or a command are listed separately: they provide state, handle an event, or are created by the
 configuration.
 
     python .ci/count_files.py            # each way with its files
@@ -39,7 +39,7 @@ COMMAND = (
 
 
 class Way:
-    """The files of ours whose functions are called while it is followed, in order, on all threads."""
+    """Record trainbus's files whose functions are called in a block, in order, on all threads."""
 
     def __init__(self, rooms: tuple[str, ...] = ("",)) -> None:
         self.files: dict[str, list[str]] = {}
@@ -154,7 +154,7 @@ def command() -> Way:
 
 
 def report(name: str, way: Way, limit: int, goal: int | None = None) -> bool:
-    """Print the files of a way; False if there are more than ``limit``, which is the goal, or what has been reached so far."""
+    """Print the files of a way; return False if there are more than ``limit``: the goal, or the best figure so far."""
     print(f"{name}: {len(way.files)} files, limit {limit}" + (f", goal {goal}: MISSED" if goal else ""))
     for file, functions in way.files.items():
         print(f"    {file}: {', '.join(list(dict.fromkeys(functions))[:4])}")

@@ -12,21 +12,21 @@ BENCHMARKS = ("bridges", "checkpoint", "costs", "dispatch", "ema", "logging", "o
 
 
 def main() -> None:
-    for name, alone in (("soak", soak), ("crash", crash)):  # no comparisons: they have options and verdicts of their own
+    for name, alone in (("soak", soak), ("crash", crash)):  # not comparisons: they have their own options and verdicts
         if sys.argv[1:2] == [name]:
             alone.main(sys.argv[2:])
             return
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="trainbus side by side with its peers.")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"which to run (default all): {', '.join(BENCHMARKS)}")
-    parser.add_argument("--quick", action="store_true", help="a few rounds only, to see that everything runs")
+    parser.add_argument("--quick", action="store_true", help="a few rounds only, to check that everything runs")
     parser.add_argument("--parts", action="store_true", help="training: each hook by itself, into training-parts.json")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results", help="default: benchmarks/results")
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - set(BENCHMARKS):
-        parser.error(f"no benchmark named {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+        parser.error(f"{', '.join(sorted(unknown))}: not a benchmark; the benchmarks are {', '.join(BENCHMARKS)}")
 
     if arguments.parts and arguments.names != ["training"]:
-        parser.error("--parts belongs to one benchmark: python -m benchmarks training --parts")
+        parser.error("--parts works with one benchmark only: python -m benchmarks training --parts")
 
     where = environment()
     report.heading(where)

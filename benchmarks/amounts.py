@@ -1,4 +1,4 @@
-"""Figures as text, in tables and charts."""
+"""Format figures for tables and charts."""
 
 from benchmarks.harness import Comparison
 
@@ -6,7 +6,7 @@ UNITS = {"ns": 1e9, "µs": 1e6, "ms": 1e3}
 
 
 def goal(comparison: Comparison) -> str:
-    """What the subject's figure is to be, as a multiple of the floor or in the comparison's unit."""
+    """Format the goal for the subject's figure, as a multiple of the floor or in the comparison's unit."""
     budget = comparison.budget
     if budget.seconds is not None:
         return f"{amount(budget.seconds, comparison.unit)} {comparison.unit}"

@@ -1,9 +1,9 @@
-"""A step of plain Python beside a save: what the writer takes from the training while it works.
+"""Measure how much longer a step of plain Python takes while a save is being written.
 
-The step needs the GIL for all of its 2 ms, as a loop of many small operations does. It is timed while a save is under way,
-from when ``save`` has returned until the disk has it; then the next save is made. Who can save on the calling thread only
-(torch.save, safetensors) is put on a thread by hand, and spared the copy that this would need. The blocking ways of DCP and
-MMEngine take no part. A thread that only writes as many bytes shows what any work beside the step costs on this machine.
+The step needs the GIL for all of its 2 ms, as a loop of many small operations does. It is timed from the return of ``save``
+until the file is on disk; then the next save begins. Libraries that save on the calling thread only (torch.save, safetensors)
+get a thread by hand, without the copy that this would need. The blocking ways of DCP and MMEngine take no part. A thread that
+only writes as many bytes shows the cost of any work beside the step on this machine.
 """
 
 import statistics
@@ -23,11 +23,11 @@ from benchmarks.saving import RAW, Size, prepared, raw_write, remove, sync
 
 NO_SAVE = "no save"
 STEP = 0.002  # seconds
-TRIAL = 50_000  # turns of its loop, to see how long they take
+TRIAL = 50_000  # iterations of its loop, to calibrate their duration
 LIMIT = 1.1  # of the p99
 ON_A_THREAD = ("torch.save + fsync", "safetensors")
 LONGEST = 4.0
-"""Seconds of a sample: beside whom steps take so much longer gets fewer of them, and is not asked again."""
+"""Seconds of a sample. A contender that slows the steps down too much gets fewer of them, and only one sample."""
 
 _numbers = count(1)
 
@@ -36,7 +36,7 @@ StartSave = Callable[[], Future[object]]
 
 
 def steps(settings: Settings, size: Size, directory: Path, tick: Tick) -> list[Comparison]:
-    """The median step and the 99th percentile, over those of steps without a save."""
+    """Compare the median step and the 99th percentile with those of steps without a save."""
     rounds, number = settings.rounds(quick=1, full=11), settings.rounds(quick=100, full=500)
     step = python_step()
     with ExitStack() as scopes:
@@ -95,7 +95,7 @@ class Steps:
 
 
 def start_save(saver: Saver, directory: Path, pool: ThreadPoolExecutor) -> Future[object]:
-    """Save, and let a thread see to it that the disk has it and remove it."""
+    """Save, and sync and remove the file on a thread."""
     path = directory / f"beside_{next(_numbers)}"
     if saver.background:
         saver.save(path)
@@ -117,7 +117,7 @@ def finish(saving: Future[object] | None) -> None:
 
 
 def python_step() -> Step:
-    """Python that takes about 2 ms and never lets go of the GIL by itself."""
+    """Run Python for about 2 ms without releasing the GIL."""
 
     def work(number: int) -> int:
         total = 0

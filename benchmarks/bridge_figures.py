@@ -1,4 +1,4 @@
-"""Figures of a bus in other people's trainers: seconds that it adds to an iteration."""
+"""Figures of a bus in another library's trainer: seconds added to an iteration."""
 
 import statistics
 from collections.abc import Iterator, Mapping
@@ -13,14 +13,14 @@ from benchmarks.harness import SUBJECT, Samples
 ALONE, EMPTY = "alone", "an empty callback"
 NO_OP, EVERYTHING = f"{SUBJECT}, a no-op for every event", f"{SUBJECT}, everything on"
 LIMIT = 15e-6
-"""Seconds that a bus may add while nobody listens."""
+"""Seconds that a bus without subscribers may add."""
 ROW = 10
 """Of the design's budgets."""
 
 
 @dataclass(frozen=True)
 class Added:
-    """What one way adds to an iteration of its trainer alone; seconds."""
+    """The time that one way adds to an iteration of its trainer alone; in seconds."""
 
     trainer: str
     name: str
@@ -34,13 +34,13 @@ class Added:
 
     @property
     def met(self) -> bool | None:
-        """Whether it keeps the budget; None for those that have none."""
+        """Whether it keeps the budget; None without a budget."""
         return self.median <= LIMIT if self.name == SUBJECT else None
 
 
 @dataclass(frozen=True)
 class BridgeFigures:
-    """What was measured, by trainer; seconds per iteration, one entry a round."""
+    """The measurements by trainer: seconds per iteration, one entry a round."""
 
     samples: Mapping[str, Samples]
     left_out: Mapping[str, str]
@@ -49,7 +49,7 @@ class BridgeFigures:
     chart: ClassVar[str] = "bridges_chart"
 
     def rows(self) -> Iterator[Added]:
-        """What each way adds, trainer after trainer."""
+        """The added time of each way, trainer after trainer."""
         for trainer, samples in self.samples.items():
             for name, times in samples.items():
                 if name != ALONE:
@@ -68,7 +68,7 @@ class BridgeFigures:
                 style = "bold" if row.name == SUBJECT else ""
                 grid.add_row(f"  {row.name}", signed(row.median), signed(row.minimum), verdict, style=style)
             grid.add_section()
-        grid.caption = f"budget: row {ROW}, a bus that nobody listens to adds ≤ {amount(LIMIT, 'µs')} µs"
+        grid.caption = f"budget: row {ROW}, a bus without subscribers adds ≤ {amount(LIMIT, 'µs')} µs"
         return grid
 
     def as_dict(self) -> dict[str, object]:

@@ -1,9 +1,9 @@
-"""A bus in other people's trainers: what it adds to an iteration.
+"""Measure the time that a bus adds to an iteration of another library's trainer.
 
-Each trainer trains a tiny model alone, with an empty callback of its own, with a bus that nobody listens to, with an inline
-handler of all events that does nothing, and with everything on: scalars of every iteration, EMA and a check of the loss. All
-of a trainer's ways alternate in one process, each time with a new trainer. The figure of a training is the median of its
-iterations, from the beginning of one forward pass to the next; what is added is the difference within a round.
+Each trainer trains a tiny model in these ways: alone, with an empty callback, with a bus without subscribers, with an inline
+no-op handler of all events, and with everything on (scalars of every iteration, EMA, a check of the loss). All ways of a
+trainer alternate in one process, each time with a new trainer. The figure of a training is the median of its iterations, from
+the beginning of one forward pass to the next. The added time is the difference within a round.
 """
 
 import inspect
@@ -71,7 +71,7 @@ def everything() -> Bus:
 
 
 def per_iteration(train: Callable[..., object], iterations: int, make: MakeBus | None = None) -> float:
-    """Train a new model; the median of the seconds per iteration."""
+    """Train a new model; return the median of the seconds per iteration."""
     model = Tiny()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     with tempfile.TemporaryDirectory(prefix="trainbus-bench-") as directory:

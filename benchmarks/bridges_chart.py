@@ -1,4 +1,4 @@
-"""One picture of a bus in other people's trainers: the microseconds that it adds to an iteration."""
+"""Draw the microseconds that a bus adds to an iteration of other trainers."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -59,6 +59,6 @@ def draw_panel(axes: Axes, rows: Sequence[Added], reach: float) -> None:
 def legend(environment: Mapping[str, object]) -> str:
     marks = (
         "Medians of the differences to the trainer alone, with their quartiles; "
-        f"dashed: the budget of {amount(LIMIT, 'µs')} µs for a bus that nobody listens to."
+        f"dashed: the budget of {amount(LIMIT, 'µs')} µs for a bus without subscribers."
     )
     return textwrap.fill(f"{marks} {chart.machine(environment)}", chart.FOOTNOTE_COLUMNS)

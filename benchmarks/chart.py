@@ -1,4 +1,4 @@
-"""One picture a benchmark: how many times the floor, on a log scale, with the figures beside the bars."""
+"""Draw one chart per benchmark: multiples of the floor on a log scale, with the figures beside the bars."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ SUBJECT_BAR, FLOOR_BAR, PEER_BAR = "#0969da", "#57606a", "#c9d1d9"
 # Inches; at the 8 inches that a README shows without scaling down, 9 points stay readable.
 WIDTH, BAR_PITCH, TITLE_HEIGHT, FOOTNOTE_HEIGHT = 8.0, 0.25, 0.55, 0.5
 FOOTNOTE_COLUMNS = 150
-FEW, WIDE = 4, 14.0  # more panels than a few stand in two columns
+FEW, WIDE = 4, 14.0  # with more panels than this, the chart has two columns
 TITLE_COLUMNS = 52
 NEXT_TO_NOTHING = 0.05  # times the floor
 
@@ -45,9 +45,9 @@ def draw(comparisons: Sequence[Comparison], environment: Mapping[str, object], p
 
 
 def scale(axes: Axes, comparisons: Sequence[Comparison]) -> None:
-    """A log axis has no zero to grow from: bars start a little below the floor, so that the floor can be seen too.
+    """Set the scale of the axis. A log axis has no zero, so bars start a little below the floor, which stays visible.
 
-    What is next to nothing, or less (a difference of two times), has a place on a linear one only.
+    Values near zero or below it (differences of two times) need a linear axis.
     """
     ratios = [row.ratio for comparison in comparisons for row in comparison.rows()]
     if min(ratios) < NEXT_TO_NOTHING:
@@ -55,7 +55,7 @@ def scale(axes: Axes, comparisons: Sequence[Comparison]) -> None:
         return
     low = 0.8 * min(ratios)
     axes.set_xscale("log")
-    # The longest bar leaves two fifths of the width to its label, or as much as it has itself where more is to be said.
+    # The label of the longest bar gets two fifths of the bar's length, or all of it if there are remarks.
     room = 1.0 if any(comparison.remarks for comparison in comparisons) else 0.4
     axes.set_xlim(low, max(ratios) * (max(ratios) / low) ** room)
 

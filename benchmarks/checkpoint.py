@@ -1,8 +1,11 @@
-"""Checkpoints: what they cost the training, and when they are safe.
+"""Checkpoints: their cost for the training, and the time until they are durable.
 
-``saving`` measures how long training stands still, how long until the disk has it, and how fast a commit is; ``overlapping``
-what a step takes longer beside a copy; ``beside`` what a step of Python takes while a save is under way; ``slow_disk``
-whole runs on a disk of 20 MB/s. Files lie where temporary files do (``TMPDIR``): a disk, if the figures are to say anything.
+- ``saving``: how long training stands still, how long until the file is on disk, and how fast a commit is.
+- ``overlapping``: how much longer a step takes beside a copy.
+- ``beside``: how much longer a step of Python takes while a save is being written.
+- ``slow_disk``: whole runs on a disk of 20 MB/s.
+
+Files are in the folder of temporary files (``TMPDIR``), which must be on a disk for meaningful figures.
 """
 
 from collections.abc import Callable
@@ -23,7 +26,7 @@ def run(settings: Settings) -> list[Comparison]:
         def tick(done: int, rounds: int, before: int = number) -> None:
             settings.tick_part(before, len(parts), done, rounds)
 
-        # A directory for each, so that the disk is not asked for more at once than one of them needs.
+        # A directory for each, so that the disk holds the files of only one of them at a time.
         with one_thread(), saving.place() as directory:
             comparisons += part(settings, directory, tick)
     return comparisons

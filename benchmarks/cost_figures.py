@@ -1,4 +1,4 @@
-"""Figures of profilers: seconds that they add to an iteration, and what they tell."""
+"""Figures of profilers: seconds that they add to an iteration, and the content of their reports."""
 
 import statistics
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ LIMITED = "A step of 1 ms"
 
 @dataclass(frozen=True)
 class Overhead:
-    """What a profiler adds to an iteration of its own system's loop."""
+    """The time that a profiler adds to an iteration of its own system's loop."""
 
     system: str
     name: str
@@ -36,7 +36,7 @@ class Overhead:
 
 @dataclass(frozen=True)
 class CostFigures:
-    """What was measured, by system; seconds per iteration, one entry a round."""
+    """The measurements by system: seconds per iteration, one entry a round."""
 
     title: str
     samples: Mapping[str, Samples]
@@ -46,14 +46,14 @@ class CostFigures:
     chart: ClassVar[str] = "costs_chart"
 
     def rows(self) -> Iterator[Overhead]:
-        """What each profiler adds, system after system."""
+        """The added time of each profiler, system after system."""
         for system, samples in self.samples.items():
             for name, times in samples.items():
                 if name != ALONE:
                     yield overhead(system, name, times, samples[ALONE], self.told[name])
 
     def met(self, row: Overhead) -> bool | None:
-        """Whether it keeps the budget; None for those that have none."""
+        """Whether it keeps the budget; None without a budget."""
         return row.share <= LIMIT if row.name == SUBJECT and self.title.startswith(LIMITED) else None
 
     def table(self) -> Table:

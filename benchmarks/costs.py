@@ -1,10 +1,10 @@
-"""What a profiler adds to a training, in each system's own loop, and what its report can tell.
+"""Measure the time that a profiler adds to a training, in each system's own loop, and check its report.
 
-The job is that of ``training`` with every feature on: scalars at every iteration, an average, a schedule, and a checkpoint
-after each third of a run. The figure is the median iteration of its second half: what a profiler does at each of them, but
-neither what it does once, such as its report, nor what it does now and then beside the training. (The mean has all of it, and
-moves by 5 % from run to run on a shared machine.) The ways of a system alternate in one process; TraceML has processes of its
-own, see ``peers.traceml``.
+The job is the one of ``training`` with every feature on: scalars at every iteration, an average, a schedule, and a checkpoint
+after each third of a run. The figure is the median iteration of the second half. It includes the profiler's work at each
+iteration, but neither its work once per run, such as the report, nor its occasional work beside the training. (The mean
+includes all of it, and varies by 5 % from run to run on a shared machine.) The ways of a system alternate in one process.
+TraceML has separate processes, see ``peers.traceml``.
 """
 
 import importlib
@@ -74,7 +74,7 @@ def traceml(rounds: int, repeats: int) -> tuple[Mapping[str, Samples], Told]:
     """Train with TraceML and without it, in turn: samples by the size of the step.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: TraceML is not installed.
     """
     peer = importlib.import_module("benchmarks.peers.traceml")
     sizes = dict(SIZES.values())

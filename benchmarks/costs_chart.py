@@ -1,4 +1,4 @@
-"""One picture of what measuring adds: the share of an iteration, by profiler."""
+"""Draw the share of an iteration that measuring adds, by profiler."""
 
 import textwrap
 from collections.abc import Mapping, Sequence

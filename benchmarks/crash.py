@@ -1,15 +1,15 @@
 """``python -m benchmarks crash [--kills N]``: kill a training that saves all the time, again and again; nothing may be lost.
 
-Not one of the comparisons: nothing is timed. A real training process is killed with SIGKILL at random instants (some counted
-from the moment at which a save begins or is reported, a tenth of them in a directory without any checkpoint), and another one
-goes on in the same directory. After every kill:
+This is not a comparison: nothing is timed. A real training process is killed with SIGKILL at random instants, and another one
+continues in the same directory. Some instants are counted from the begin or the report of a save; a tenth of the kills happen
+in a directory without a checkpoint. After every kill:
 
-- each checkpoint file there loads, verifies, and is the state of exactly one step, the one in its name;
-- what was reported as committed is there, unless retention has removed it for newer ones;
-- ``last_checkpoint`` names a file, and none older than the newest reported one;
-- the next process goes on from that file;
+- each checkpoint file loads, verifies, and is the state of exactly one step, the one in its name;
+- each file reported as committed exists, unless retention removed it for newer ones;
+- ``last_checkpoint`` names a file at least as new as the newest reported one;
+- the next process resumes from that file.
 
-and at the end each state that was found is one that a run without a kill goes through, random states included.
+At the end, each state that was found is a state of a run without kills, random states included.
 """
 
 import argparse
@@ -37,9 +37,9 @@ from eventloop import CheckpointError
 from eventloop.checkpoint import TEMPORARY_PREFIX, load, verify
 
 LIVES = 10  # kills in one directory
-LATEST = 0.25  # seconds after the start within which a kill that waits for nothing strikes; training begins after some 0.05
-CLOSE = 0.006  # seconds after an event within which a kill that waits for it strikes; a save takes some 0.003
-PATIENCE = 30.0  # seconds for a process to get where it should be killed
+LATEST = 0.25  # seconds after the start within which a kill without a trigger happens; training begins after about 0.05
+CLOSE = 0.006  # seconds after an event within which a kill triggered by it happens; a save takes about 0.003
+PATIENCE = 30.0  # seconds for a process to reach the point of its kill
 
 
 class LostError(AssertionError):
@@ -48,7 +48,7 @@ class LostError(AssertionError):
 
 @dataclass
 class Moment:
-    """When to kill: so many lines of this kind after the start, and then so many seconds. And how that process saves."""
+    """The moment of a kill: a number of lines of a kind after the start, then some seconds; and how that process saves."""
 
     kind: str
     count: int
@@ -66,7 +66,7 @@ class Moment:
 
 @dataclass
 class Directory:
-    """One work dir and what was said about it."""
+    """One work dir, and the reports about it."""
 
     path: Path
     reported: list[str] = field(default_factory=list)
@@ -74,7 +74,7 @@ class Directory:
     chains: dict[int, int] = field(default_factory=dict)
 
     def check(self, lines: list[dict], seen: Counter) -> None:
-        """See that nothing is lost after a process said ``lines`` and was killed."""
+        """Check that nothing is lost after a process reported ``lines`` and was killed."""
         self._check_beginning(lines)
         for line in lines:
             self.reported += line.get("committed", [])
@@ -92,14 +92,14 @@ class Directory:
     def _check_beginning(self, lines: list[dict]) -> None:
         for line in lines:
             if "began" in line and line["began"] != self.goes_on_at:
-                raise LostError(f"the run went on at step {line['began']}, the newest checkpoint was of {self.goes_on_at}")
+                raise LostError(f"the run resumed at step {line['began']}, the newest checkpoint was of step {self.goes_on_at}")
 
     def _check_file(self, path: Path) -> int:
         try:
             verify(path)
             state = load(path)
         except CheckpointError as error:
-            raise LostError(f"a file in plain sight that does not load: {error}") from error
+            raise LostError(f"a file with a final name does not load: {error}") from error
         step, model = state["progress"]["iter"], state["state_dict"]
         momenta = [one["momentum_buffer"] for one in state["optimizer"]["optimizer"]["state"].values()]
         weights = [value for name, value in model.items() if name.startswith("weights.")]
@@ -114,7 +114,7 @@ class Directory:
             raise LostError(f"{path} is not the state of one step: counts {counts}, {[one.flatten()[:3] for one in wrong]}")
         chain = int(model["chain"])
         if self.chains.setdefault(step, chain) != chain:
-            raise LostError(f"{path}: step {step} was another one before the kill")
+            raise LostError(f"{path}: step {step} had another state before the kill")
         return step
 
     def _check_reported(self, steps: dict[str, int]) -> None:
@@ -127,13 +127,13 @@ class Directory:
             else:
                 replaced = any(score(steps[other]) > score(step) for other in best)
             if not replaced:
-                raise LostError(f"{name} was reported as committed and is gone; there are {sorted(steps)}")
+                raise LostError(f"{name} was reported as committed, but is missing; found {sorted(steps)}")
 
     def _check_pointer(self, steps: dict[str, int], seen: Counter) -> None:
         pointer = self.path / "last_checkpoint"
         if not pointer.is_file():
             if self.reported:
-                raise LostError(f"{self.reported[-1]} was reported as committed, and there is no last_checkpoint")
+                raise LostError(f"{self.reported[-1]} was reported as committed, but last_checkpoint is missing")
             # A file of the first save, not reported yet: the run may resume from it.
             self.goes_on_at = max(steps.values(), default=0)
             return
@@ -146,7 +146,7 @@ class Directory:
 
 
 def live(directory: Path, moment: Moment) -> list[dict]:
-    """Start a training, kill it at ``moment``, and return what it said."""
+    """Start a training, kill it at ``moment``, and return its reports."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -180,7 +180,7 @@ def _wait_for(moment: Moment, reading: int, said: bytearray) -> None:
 
 
 def run(kills: int, seed: int, place: Path) -> dict:
-    """Kill so many processes; return what was seen on the way."""
+    """Kill a number of processes; return the counts of what was seen."""
     rng = random.Random(seed)
     seen: Counter = Counter()
     found: dict[int, int] = {}
@@ -201,12 +201,12 @@ def run(kills: int, seed: int, place: Path) -> dict:
     if found:
         truth = crash_job.chains(max(found))
         if other := [step for step, chain in found.items() if truth[step] != chain]:
-            raise LostError(f"a run without kills is in another state after the steps {sorted(other)}")
+            raise LostError(f"a run without kills has another state after the steps {sorted(other)}")
     return {"kills": kills, "seed": seed, "seconds": time.perf_counter() - began, "steps compared": len(found), **seen}
 
 
 def _warm_up(directory: Path) -> None:
-    """Have all imported and initialised what a training needs: the processes are forked from this one, in milliseconds."""
+    """Import and initialise everything that a training needs, so that processes are forked in milliseconds."""
     crash_job.make_loop(crash_job.saving(), work_dir=directory, steps=8).run()
     crash_job.make_loop(crash_job.saving(), work_dir=directory, steps=12).run(resume="auto")
     # A fork takes along only one thread. (Those of numpy's BLAS do not count: it shuts them down before a fork.)
@@ -218,7 +218,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks crash", description=__doc__)
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="write the result there, as JSON")
+    parser.add_argument("--out", type=Path, help="file for the result, as JSON")
     options = parser.parse_args(arguments)
     where = environment()
     torch.set_num_threads(1)

@@ -1,8 +1,8 @@
-"""The training that ``crash.py`` kills: it saves after each iteration, and every number in it tells which step it is of.
+"""The training that ``crash.py`` kills. It saves after each iteration, and every number in its state identifies the step.
 
 After t steps each weight is t (t + 1) / 2 and each momentum -t (gradient -1, learning rate 1, momentum 1), and each number
 of the buffer ``seen`` is t, all exact in float64; a checkpoint that mixes two steps shows. ``chain`` is a digest of all random
-draws and of the order of the data so far; a run that has not resumed bitwise shows.
+draws and of the order of the data so far, so it shows a run that did not resume bitwise.
 """
 
 import json
@@ -111,12 +111,12 @@ def make_loop(*hooks: Hook, work_dir: Path | None = None, steps: int = 1_000_000
 
 
 def saving(staging: str = "block") -> Hook:
-    """After each iteration, and of every second validation the best."""
+    """Return a hook that saves after each iteration, and the best checkpoint after every second validation."""
     return CheckpointHook(1, by_epoch=False, max_keep_ckpts=KEEP, save_best="score", rule="greater", staging=staging)
 
 
 def train_until_killed(work_dir: Path, pipe: int, staging: str) -> NoReturn:
-    """The life of a forked process."""
+    """Train in a forked process until it is killed."""
     log = os.open(work_dir.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     os.dup2(log, 1)
     os.dup2(log, 2)
@@ -130,7 +130,7 @@ def train_until_killed(work_dir: Path, pipe: int, staging: str) -> NoReturn:
 
 
 def chains(steps: int) -> dict[int, int]:
-    """``chain`` after each step of a run that is never stopped."""
+    """Return ``chain`` after each step of an uninterrupted run."""
     found: dict[int, int] = {}
     loop = make_loop(steps=steps)
     loop.bus.on("after_train_iter", lambda event: found.update({event.progress.iter + 1: int(loop.model.chain)}))

@@ -64,7 +64,7 @@ class Job:
 
 
 class Clocked(Job):
-    """A job that knows how long an iteration took."""
+    """A job that measures the duration of an iteration."""
 
     def __init__(self, iterations: int, **options: int) -> None:
         super().__init__(iterations, checkpoint_interval=iterations // 3, **options)

@@ -1,4 +1,4 @@
-"""Measure the cost of telling 10, 1 or no hooks that an iteration is over.
+"""Measure the cost of publishing the end of an iteration to 10, 1 or no hooks.
 
 With hooks, the event is ready-made and the same for all. Without hooks, the time includes making the event (for the others, the
 arguments); the floor is then the event alone, made and thrown away.
@@ -17,7 +17,7 @@ from eventloop.events import AfterTrainIter
 PEERS = ("pyee", "mmengine", "psygnal", "pluggy", "ignite", "blinker", "lightning")
 EMPTY_LOOP = "empty loop"
 SECONDS_PER_SAMPLE = 0.002
-"""Short, so that a round is over before the machine's mood changes; long enough for a clock of 50 ns."""
+"""Short, so that the machine's speed is constant within a round; long enough for a clock of 50 ns."""
 
 Dispatch = Callable[[Mapping[str, object], int], Statement]
 
@@ -51,7 +51,7 @@ def compare(settings: Settings, handlers: int, title: str, floor: str, budget: B
 
 
 def announcement() -> dict[str, object]:
-    """The globals of a script that has a run, where it stands, and an event to tell of it."""
+    """Return the globals of a script that has a run, its progress, and an event."""
     run = object()
     progress = Progress(epoch=0, iter=0, max_iters=300)
     event = AfterTrainIter(run=run, progress=progress, batch_idx=0, batch=None, outputs=None)

@@ -1,4 +1,4 @@
-"""Figures of handing events over: what it costs the publisher, and when they arrive."""
+"""Figures of handing events over: the cost for the publisher, and the time until they arrive."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -14,12 +14,12 @@ MICROSECONDS, MILLISECONDS = 1e6, 1e3
 
 @dataclass(frozen=True)
 class Round:
-    """What one contender showed in one round; seconds."""
+    """The measurements of one contender in one round; in seconds."""
 
     publisher: Sequence[float]
-    """Of each publish, what reading the clock costs taken off."""
+    """Duration of each publish, without the time of reading the clock."""
     delivery: Sequence[float]
-    """From each publish to its arrival; empty for those that deliver nothing in this process."""
+    """Time from each publish to its arrival; empty for contenders that deliver outside of this process."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +45,12 @@ class Figures:
     rate: float | None
     """Events per second."""
     met: bool | None
-    """Whether it keeps the promise; None without one."""
+    """Whether it keeps the budget; None without a budget."""
 
 
 @dataclass(frozen=True)
 class HandOffFigures:
-    """What was measured under one condition."""
+    """The measurements under one condition."""
 
     title: str
     floor: str

@@ -1,4 +1,4 @@
-"""One picture of hand-offs: cost on the publisher and time until arrival on one axis, a panel for each condition."""
+"""Draw hand-offs: the cost for the publisher and the time until arrival on one axis, one panel per condition."""
 
 import textwrap
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,8 @@
 """The method: everything alternates in many short rounds, and ratios are taken within a round.
 
 On a shared machine the speed drifts by tens of percent within seconds. Two contenders that run one after the other in
-the same round see the same drift, so their ratio holds still while both figures move; the median over rounds then drops
-the rounds in which a neighbour woke up in between.
+the same round see the same drift, so their ratio is stable although both figures move. The median over rounds drops
+rounds that another process disturbed in the middle.
 """
 
 import gc
@@ -48,7 +48,7 @@ Samples = dict[str, list[float]]
 """Seconds per operation, one entry a round, by contender."""
 
 Tick = Callable[[int, int], None]
-"""Told after every round how many of how many are done."""
+"""Called after every round with the number of finished rounds and of all rounds."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Settings:
     tick: Tick = lambda done, rounds: None
 
     def tick_part(self, part: int, parts: int, done: int, rounds: int) -> None:
-        """Tell how far one of several parts of a benchmark has come; ``part`` counts from 0."""
+        """Report the progress of one of several parts of a benchmark; ``part`` counts from 0."""
         self.tick(part * rounds + done, parts * rounds)
 
     def rounds(self, quick: int, full: int) -> int:
@@ -73,10 +73,10 @@ class Budget:
     """A promise of the design: the subject's figure over the floor's figure is at most ``limit``."""
 
     row: int | str | None
-    """Of the design's table; None for those that stand elsewhere."""
+    """Row in the design's table; None for budgets from elsewhere."""
     limit: float
     seconds: float | None = None
-    """Where the promise is not a multiple of the floor: the subject's own figure is at most this."""
+    """Limit for the subject's own figure, if the budget is not a multiple of the floor."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,14 @@ class Row:
     median: float
     minimum: float
     ratio: float
-    """To the floor."""
+    """Ratio to the floor."""
     quartiles: tuple[float, float]
     """Of the ratio over the rounds; of the figure over the floor's median where a baseline was taken off."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What one benchmark measured under one condition: seconds per operation, one entry a round and contender."""
+    """The measurements of a benchmark under one condition: seconds per operation, by contender, one entry a round."""
 
     title: str
     unit: str
@@ -106,7 +106,7 @@ class Comparison:
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Peers that could not take part, with the reason."""
     remarks: Mapping[str, str] = field(default_factory=dict)
-    """What else is to be said of a contender, in a word or two."""
+    """Notes on contenders, a word or two each."""
 
     chart: ClassVar[str] = "chart"
     """The module that draws it."""
@@ -148,10 +148,10 @@ class Comparison:
 
 
 def in_blocks(settings: Settings, blocks: int, measure_block: Callable[[Tick], Samples]) -> Samples:
-    """Measure several times over with contenders made anew, and put the rounds together.
+    """Measure several times with new contenders, and join the rounds.
 
-    Where the allocator happens to put functions, code and tensors makes the same work up to 15 % faster or slower for as
-    long as they live; one set of contenders would measure its luck.
+    The same work is up to 15 % faster or slower depending on where the allocator puts functions, code and tensors, for as
+    long as these live. One set of contenders would measure this luck.
     """
     samples: Samples = {}
     for block in range(1 if settings.quick else blocks):
@@ -167,7 +167,7 @@ def in_blocks(settings: Settings, blocks: int, measure_block: Callable[[Tick], S
 def measure(contenders: Mapping[str, Sample], rounds: int, tick: Tick) -> Samples:
     """Run every contender once per round, in turn, after one round that does not count."""
     samples: Samples = {name: [] for name in contenders}
-    # What is alive now stays alive: without it each collection between the rounds would walk all of torch.
+    # Freeze the objects that exist now, or each collection between the rounds would traverse all of torch.
     gc.collect()
     gc.freeze()
     try:
@@ -185,7 +185,7 @@ def measure(contenders: Mapping[str, Sample], rounds: int, tick: Tick) -> Sample
 
 @contextmanager
 def paused_gc() -> Iterator[None]:
-    """Collect before, not during: a collection must not count for the contestant that happens to trigger it."""
+    """Collect garbage before a block, not in it, where it would count for the contender that happens to trigger it."""
     gc.collect()
     gc.disable()
     try:
@@ -196,7 +196,7 @@ def paused_gc() -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Limit torch to one thread: on few shared cores a second one measures the neighbours."""
+    """Limit torch to one thread, because on few shared cores a second thread measures other processes."""
     import torch
 
     threads = torch.get_num_threads()
@@ -208,7 +208,7 @@ def one_thread() -> Iterator[None]:
 
 
 def environment() -> dict[str, object]:
-    """The machine and the versions that a figure is worth nothing without."""
+    """Return the machine and the versions, without which figures mean nothing."""
     return {
         "commit": _commit(),
         "cpu": _cpu_model(),

@@ -1,7 +1,7 @@
-"""Six scalars logged at every iteration: what it costs the training thread until it may go on.
+"""Measure the time that logging six scalars takes on the training thread at every iteration.
 
-Everybody writes all six at every iteration: floats first, then 0-dim tensors, as they come out of a step. Whoever hands
-them over to a thread is given the time to write them between the samples; those who write inline take theirs as they go.
+All contenders write all six at every iteration: first floats, then 0-dim tensors, as a step returns them. Contenders that
+write on another thread get the time for it between the samples. The others write within the measured time.
 """
 
 import tempfile
@@ -18,12 +18,12 @@ from benchmarks.harness import Budget, Comparison, Sample, Settings, measure, on
 from benchmarks.peers import Logged, Logs, direct, handwritten, load, trainbus
 
 PEERS = ("tensorboard", "mmengine", "mlflow")
-LEFT_OUT = {"wandb": "it is not installed here, and what it does by default needs its service"}
+LEFT_OUT = {"wandb": "it is not installed, and by default it needs its service"}
 NAMES = ("loss", "accuracy", "grad_norm", "lr", "time", "data_time")
 SECONDS_PER_SAMPLE = 0.002
 MOST = 200  # iterations per sample; with those before, less than a third of what a lane holds
-WARM = 100  # iterations before each sample: the contender before left its own code and data in the caches
-AWAKE = 0.002  # seconds after which a consumer that was woken waits for more, as it does all the time beside a step
+WARM = 100  # iterations before each sample, because the previous contender left its code and data in the caches
+AWAKE = 0.002  # seconds after which a woken consumer waits for more, as usual beside a step
 
 
 def run(settings: Settings) -> list[Comparison]:

@@ -1,9 +1,9 @@
-"""Measure what a training thread pays to hand an event to a consumer, and when the event arrives.
+"""Measure the time that a training thread needs to hand an event to a consumer, and the time until the event arrives.
 
 The publisher hands over as fast as it can, every 20 µs, and every millisecond. In between it multiplies matrices, or takes
-a step of training: both let go of the GIL as real work does, so consumers can run, and both leave the caches to the next
-publish as cold as training does. (A spin would keep the GIL from the consumer.) Each publish is timed by itself;
-what reading the clock costs under the same condition in the same round is taken off.
+a step of training. Both release the GIL as real work does, so that consumers can run, and both leave the caches as cold as
+training does. (A busy loop would keep the GIL from the consumer.) Each publish is timed separately, and the time of reading the
+clock under the same condition in the same round is subtracted.
 
 Last: how much longer a step of plain Python takes while a handler computes in Python too.
 """
@@ -28,7 +28,7 @@ from eventloop.errors import SubscribeError
 PEERS = ("anyio", "pyee", "bubus")
 LINGER = 0.01  # the default of a lane
 PROMISE = Promise(3, 0.4e-6, 2 * LINGER, of=(f"{SUBJECT}, thread lane", f"{SUBJECT}, async lane"))
-PATIENCE = 60  # seconds until what was handed over has to have arrived
+PATIENCE = 60  # seconds within which an event must arrive
 ENOUGH = 0.05  # seconds that a burst has to take for its rate to count
 LONGEST = 20_000  # events of a burst
 
@@ -82,7 +82,7 @@ def hand_offs(
 def one_round(hand_off: HandOffs, scenario: Scenario, clock: float) -> Round:
     """Hand over one series of events to a consumer made for it, and wait until all have arrived."""
     with receiver(hand_off) as (way, arrived), paused_gc():
-        series(way, scenario.work, 20)  # its first events find the consumer asleep, and its code was never run
+        series(way, scenario.work, 20)  # warm up: the consumer sleeps, and its code is cold
         arrival(way, arrived, 20)
         arrived.clear()
         spent = series(way, scenario.work, scenario.events)
@@ -122,17 +122,17 @@ def arrival(way: HandOff, arrived: list[tuple[int, int]], events: int) -> None:
     """Wait for events to arrive.
 
     Raises:
-        RuntimeError: they do not.
+        RuntimeError: they do not arrive in time.
     """
     deadline = time.monotonic() + PATIENCE
     while way.delivers and len(arrived) < events:
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{len(arrived)} of {events} events have arrived after {PATIENCE} s")
+            raise RuntimeError(f"only {len(arrived)} of {events} events arrived within {PATIENCE} s")
         time.sleep(0.0005)
 
 
 def clock_alone(work: Work | None, events: int) -> float:
-    """What :func:`series` measures when there is nothing to measure, at the median; seconds."""
+    """Return the median of :func:`series` for an empty publish, in seconds."""
     spent = []
     now = time.perf_counter_ns
     for _ in range(events):
@@ -148,7 +148,7 @@ def clock_alone(work: Work | None, events: int) -> float:
 
 
 def events_per_second(contenders: Mapping[str, HandOffs], settings: Settings) -> dict[str, list[float]]:
-    """The rate of a burst that is published as fast as it can be, until its last event has arrived."""
+    """Return the rate of a burst published as fast as possible, until its last event arrives."""
     sizes = {name: long_enough(hand_off) for name, hand_off in contenders.items() if name != stdlib.FLOOR}
     rates: dict[str, list[float]] = {name: [] for name in sizes}
     rounds = settings.rounds(quick=1, full=5)
@@ -160,7 +160,7 @@ def events_per_second(contenders: Mapping[str, HandOffs], settings: Settings) ->
 
 
 def long_enough(hand_off: HandOffs) -> int:
-    """How many events make a burst next to which starting and lingering are nothing."""
+    """Return the number of events of a burst that makes starting and lingering negligible."""
     events = 200
     while events < LONGEST and burst(hand_off, events) < ENOUGH:
         events *= 4
@@ -168,7 +168,7 @@ def long_enough(hand_off: HandOffs) -> int:
 
 
 def burst(hand_off: HandOffs, events: int) -> float:
-    """Seconds from the first publish to the last arrival."""
+    """Return the seconds from the first publish to the last arrival."""
     with receiver(hand_off) as (way, arrived), paused_gc():
         start = time.perf_counter_ns()
         series(way, None, events)
@@ -180,7 +180,7 @@ def burst(hand_off: HandOffs, events: int) -> float:
 
 
 def interference(settings: Settings) -> Comparison:
-    """A step of plain Python that publishes once, while the handler computes in plain Python for half as long."""
+    """Measure a step of plain Python that publishes once, while the handler computes in plain Python for half as long."""
     number = trainbus.BUSY_COUNT
     contenders: dict[str, Sample] = {"no handler": partial(python_steps, Bus(), number)}
     left_out = {}
@@ -203,7 +203,7 @@ def interference(settings: Settings) -> Comparison:
 
 
 def python_steps(bus: Bus, number: int, steps: int = 150) -> float:
-    """Seconds per step; the drain afterwards is not counted."""
+    """Return the seconds per step, without the drain afterwards."""
     with bus:
         bus.publish(trainbus.published(0))
         if bus.subscriptions:
@@ -230,7 +230,7 @@ def all_scenarios() -> list[Scenario]:
 
 
 def matrix_product(seconds: float) -> Work:
-    """A product of square matrices that takes about so long."""
+    """Return a product of square matrices that takes about ``seconds``."""
     for size in range(32, 512, 8):
         left, right, out = (torch.rand(size, size) for _ in range(3))
         product = partial(torch.mm, left, right, out=out)

@@ -1,8 +1,8 @@
-"""Copying while the next forward and backward pass run: what a step takes longer for the save before it.
+"""Measure how much longer a step takes after a save whose copy overlaps the forward and backward pass.
 
-The step is one of the saved model itself, on one thread: forward, backward, and the optimizer's step, which waits for the copy.
-The floor copies first and then takes the step. What is measured against it is the copy alone; where the file is written as
-well, a thread does that as soon as it has the copy, beside this step and those after it.
+The step trains the saved model itself, on one thread: forward, backward, and the optimizer's step, which waits for the copy.
+The floor copies first and then takes the step. The copy alone is compared with it. If the file is written as well, a thread
+does so after the copy, beside this step and the next ones.
 """
 
 import time
@@ -30,7 +30,7 @@ _numbers = count(1)
 
 
 def steps(settings: Settings, size: Size, directory: Path, tick: Tick) -> Comparison:
-    """What the copy adds to the step after it, over what it takes by itself."""
+    """Measure the time that the copy adds to the step after it, against the copy alone."""
     training, small = Training(size), size.elements == SIDE
     with ExitStack() as scopes:
         overlap = scopes.enter_context(closing(Overlap([training.optimizer])))
@@ -88,7 +88,7 @@ class Training:
 
 
 class Written:
-    """Steps after saves that are written; the file must hold the weights from before the step."""
+    """Take steps after saves that are written; each file must hold the weights from before the step."""
 
     def __init__(self, training: Training, saver: AsyncSaver, directory: Path) -> None:
         self.training = training
@@ -109,7 +109,7 @@ class Written:
     def check(self, before: list[torch.Tensor]) -> None:
         saved = load(self.path)["model"]
         if not all(map(torch.equal, saved, before)) or any(map(torch.equal, saved, self.training.weights)):
-            raise RuntimeError("the file does not hold the weights of the moment of the save")
+            raise RuntimeError("the file does not hold the weights at the moment of the save")
         self.checked = True
 
 

@@ -1,6 +1,6 @@
 """``python -m benchmarks.readme [--check]``: write the table of figures in ``benchmarks/README.md``.
 
-Its figures are those of the files in ``benchmarks/results/``.
+The figures come from the files in ``benchmarks/results/``.
 
 ``--check`` writes nothing, and fails if the table differs from the files.
 """
@@ -65,9 +65,9 @@ ROWS: Sequence[tuple[str, str, str, Sequence[str]]] = (
         ["A save of 30 M"],
     ),
     ("the same with 100 M parameters", "ms", "savers", ["A save of 100 M"]),
-    ("a bus in a trainer, nobody listens: added per iteration", "µs", "bridges", ["Added to an iteration"]),
+    ("a bus without subscribers in a trainer: added per iteration", "µs", "bridges", ["Added to an iteration"]),
 )
-"""What was measured, unit, file, and patterns for the beginnings of the titles of its comparisons."""
+"""Text of the row, unit, file, and patterns for the beginnings of the titles of its comparisons."""
 
 
 def main() -> None:

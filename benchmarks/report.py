@@ -1,4 +1,4 @@
-"""The table on the terminal, the JSON file and the chart."""
+"""Print the table, and write the JSON file and the chart."""
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ def heading(environment: Mapping[str, object]) -> None:
 
 @contextmanager
 def progress(name: str) -> Iterator[Callable[[int, int], None]]:
-    """A status line; redrawn between rounds only, so that no refresh thread runs beside the measurement."""
+    """Show a status line, redrawn between rounds only, so that no refresh thread runs beside the measurement."""
 
     def tick(done: int, rounds: int) -> None:
         if console.is_terminal:

@@ -1,4 +1,4 @@
-"""Figures of checkpoints in a training: the steps around them, and when they are durable."""
+"""Figures of checkpoints in a training: the steps around them, and the time until they are durable."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -65,13 +65,13 @@ class Row:
 
     @property
     def met(self) -> bool | None:
-        """Whether it keeps the budget; None for those of others."""
+        """Whether it keeps the budget; None for other systems."""
         return self.ratio <= LIMIT if self.name.startswith(SUBJECT) else None
 
 
 @dataclass(frozen=True)
 class SaverFigures:
-    """Everybody's checkpoints of one size."""
+    """The checkpoints of all ways, of one size."""
 
     title: str
     runs: Mapping[str, Sequence[Run]]

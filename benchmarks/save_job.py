@@ -1,9 +1,9 @@
-"""One process of `savers`: trains, saves now and then, and notes how long each step took and when each file was durable.
+"""One process of `savers`: train, save regularly, and record the duration of each step and when each file is durable.
 
-A step is the time from the beginning of one forward pass to the beginning of the next, whatever the trainer does in between.
-A checkpoint is durable when it stands under its name and a thread has synced it: a trainer gains nothing by leaving that out.
-Before the next checkpoint the training waits for it, and copies the same tensors into memory that was touched before, which is
-the floor. The first checkpoint is checked. The process ends after the last one, whatever its trainer would do then.
+A step is the time from the beginning of one forward pass to the beginning of the next, including all work of the trainer. A
+checkpoint is durable when it has its name and a thread has synced it, so a trainer gains nothing by leaving out the sync.
+Before the next checkpoint the training waits for it, and copies the same tensors into memory that was touched before: the
+floor. The first checkpoint is checked. The process ends after the last one, before any further work of its trainer.
 """
 
 import os
@@ -31,7 +31,7 @@ LEARNING_RATE = 1e-4
 
 @dataclass(frozen=True)
 class Size:
-    """A model of so many linear layers, and what a training with it does."""
+    """A model of a number of linear layers, and the parameters of its training."""
 
     name: str
     layers: int
@@ -51,11 +51,11 @@ class Run(msgspec.Struct):
     steps: list[float]
     copies: list[float] = []
     durable: list[float] = []
-    """From the end of the step before, had that saved nothing."""
+    """Time from the end of the step before, without that step's save."""
 
 
 class Layers(nn.Module):
-    """Linear layers of which every step goes through a few, in turn, so that it is short however many there are."""
+    """Linear layers of which each step uses a few, in turn, so that a step of a large model is short, too."""
 
     def __init__(self, size: Size, tick: Callable[[], object]) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Layers(nn.Module):
 
 
 class SaveJob(Job):
-    """What is trained; a trainer's module sees to how."""
+    """The training job; a trainer's module runs it."""
 
     def __init__(self, size: Size, directory: Path, tick: Callable[[], object]) -> None:
         model = Layers(size, tick)
@@ -89,7 +89,7 @@ class SaveJob(Job):
         ]
 
     def _prime(self) -> None:
-        """Have the optimizer make the state of all layers, which it would do in their first turns."""
+        """Make the optimizer create the state of all layers, which it would else do when each is first used."""
         for weight in self.model.parameters():
             weight.grad = torch.zeros_like(weight)
         self.optimizer.step()
@@ -98,7 +98,7 @@ class SaveJob(Job):
 
 @dataclass
 class Stopwatch:
-    """Is told of the beginning of each step; notes what is measured."""
+    """Record the times; called at the beginning of each step."""
 
     size: Size
     directory: Path
@@ -123,7 +123,7 @@ class Stopwatch:
         self.begins.append(time.perf_counter())
 
     def watch(self, step: int) -> None:
-        """Have a thread see to the checkpoint of the step that has ended now."""
+        """Watch the checkpoint of the step that has just ended, on a thread."""
         number = step // self.size.interval - 1
         if number == 0:
             self.floor()  # to be compared with the file
@@ -142,7 +142,7 @@ class Stopwatch:
             self.failed = error
 
     def settle(self, saves: int) -> None:
-        """Wait for the newest of so many checkpoints, and measure the floor."""
+        """Wait for the newest checkpoint, and measure the floor."""
         self.watcher.join()
         if self.failed is not None:
             raise self.failed
@@ -161,15 +161,15 @@ class Stopwatch:
 
 
 def await_name(path: Path) -> None:
-    """Return when there is something of this name.
+    """Wait until a file of this name exists.
 
     Raises:
-        TimeoutError: there is nothing after two minutes.
+        TimeoutError: it does not exist after two minutes.
     """
     deadline = time.monotonic() + PATIENCE
     while not path.exists():
         if time.monotonic() > deadline:
-            raise TimeoutError(f"no {path.name} after {PATIENCE:.0f} s; there are {sorted(path.parent.iterdir())}")
+            raise TimeoutError(f"{path.name} is missing after {PATIENCE:.0f} s; found {sorted(path.parent.iterdir())}")
         time.sleep(LOOK)
 
 
@@ -190,16 +190,16 @@ class Copy:
         """Raise an error unless these are the weights of the last copy.
 
         Raises:
-            RuntimeError: they are not.
+            RuntimeError: they differ.
         """
         weights = dict(zip(self.names, self.targets, strict=False))
         wrong = [name for name, weight in weights.items() if name not in saved or not torch.equal(saved[name], weight)]
         if wrong:
-            raise RuntimeError(f"{len(wrong)} of {len(weights)} weights are not in the file as they were, such as {wrong[0]}")
+            raise RuntimeError(f"{len(wrong)} of {len(weights)} weights differ in the file, such as {wrong[0]}")
 
 
 def train(title: str, name: str, size: Size, directory: Path) -> None:
-    """Train in this way; the process ends in it."""
+    """Train in this way, and end the process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     modules, _ = load()

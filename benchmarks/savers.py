@@ -1,7 +1,7 @@
-"""Checkpoints inside other people's trainers: how long a step stands still, and when the file is safe.
+"""Measure checkpoints inside other trainers: how long a step stands still, and when the file is durable.
 
-Every trainer saves its own way and by trainbus, weights and AdamW's state, every so many steps; each way in a process of its
-own, which has the memory for itself, and all of them in turn, several times over. `save_job` says what is measured.
+Every trainer saves weights and AdamW's state at regular steps, in its own way and by trainbus. Each way runs in a separate
+process with its own memory. All ways run in turn, several times. `save_job` describes the measurement.
 """
 
 import multiprocessing
@@ -35,10 +35,10 @@ def run(settings: Settings) -> list[SaverFigures]:
 
 
 def alone(title: str, name: str, size: Size) -> Run:
-    """Train in a process of its own.
+    """Train in a separate process.
 
     Raises:
-        RuntimeError: it failed; it has printed why.
+        RuntimeError: the process failed, and printed the reason.
     """
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload([f"benchmarks.trainers.{module}" for module in TRAINERS])  # imported once for all

@@ -1,4 +1,4 @@
-"""One picture of checkpoints in other people's trainers: the stall, and when the file is durable, on one axis."""
+"""Draw checkpoints in other trainers: the stall, and the time until the file is durable, on one axis."""
 
 import textwrap
 from collections.abc import Mapping, Sequence

@@ -1,12 +1,12 @@
 """Measure repeated saves of a model: how long the training stands still, and how long until the file is on disk.
 
-Every contestant saves the same float32 tensors, whose values change before each save. The stall ends when training may change
-them again. A save is done when its files would survive a power cut: the benchmark syncs every file itself, so that a contestant
-gains nothing by leaving that out. The first two saves do not count: they check that a file holds the weights of one step
-although the weights change as soon as the stall is over. MMEngine's hook gathers the weights by itself; the others get them.
+Every contender saves the same float32 tensors, whose values change before each save. The stall ends when training may change
+them again. A save is done when its files would survive a power cut. The benchmark syncs every file itself, so that a contender
+gains nothing by leaving that out. The first two saves are not timed: they check that a file holds the weights of one step
+although the weights change as soon as the stall is over. MMEngine's hook gathers the weights itself; the others get them.
 
 The floor of the stall is one ``torch._foreach_copy_`` of all tensors. One memcpy of as many bytes in a single piece is shown
-beside it. With many small tensors it is far below, and no contestant can come near it.
+beside it. With many small tensors it is far below, and no contender can come near it.
 """
 
 import os
@@ -31,9 +31,9 @@ FOREACH, MEMCPY, RAW = "one foreach copy", "one memcpy", "raw write + fsync"
 CHECKED = 2
 """Saves that are checked and not timed: the first, and one that finds what the first has prepared."""
 PATIENCE = 5.0
-"""Seconds: who takes longer at first is not asked again, and those figures stand for all rounds."""
+"""Seconds. A contender that takes longer in the first round is measured once, and its figures count for all rounds."""
 SECONDS_PER_SAMPLE, MOST = 0.5, 7
-"""A sample is the median of as many saves as fit in there, of so many at most."""
+"""Seconds of a sample, and its largest number of saves. A sample is the median of the saves that fit in."""
 CHUNK = 16 << 20  # bytes per call of write()
 
 _numbers = count(1)
@@ -85,7 +85,7 @@ def saves(settings: Settings, size: Size, directory: Path, tick: Tick) -> list[C
 
 
 def prepared(scopes: ExitStack, model: nn.Module, directory: Path) -> tuple[dict[str, Saver], dict[str, str]]:
-    """Everybody's ways to save, and the reasons of those who cannot."""
+    """Return all ways to save, and the reasons for those that cannot."""
     modules, left_out = load(PEERS)
     ways: dict[str, Savers] = {**trainbus.SAVERS, **handwritten.SAVERS}
     for module in modules.values():
@@ -130,7 +130,7 @@ class Saving:
         return statistics.median(stalls), statistics.median(totals)
 
     def save(self, *, check: bool = False) -> tuple[float, float]:
-        """Save once and remove it; the seconds of the stall, and until the disk has it."""
+        """Save once and remove the file; return the seconds of the stall, and until the file is on disk."""
         step = next(_numbers)
         path = self.directory / f"save_{step}"
         fill(self.weights, step)
@@ -154,7 +154,7 @@ class Saving:
         """Raise an error unless these are all the weights, of this step.
 
         Raises:
-            RuntimeError: they are not.
+            RuntimeError: they differ.
         """
         loaded = list(self.saver.read(path))
         values = {float(value) for tensor in loaded for value in (tensor.min(), tensor.max())}
@@ -166,7 +166,7 @@ class Saving:
 
 
 def commits(settings: Settings, size: Size, directory: Path, tick: Tick) -> Comparison:
-    """What is staged, written with its digest, beside as many bytes written without anything."""
+    """Measure writing a staged tree with its digest, beside writing as many bytes without any work."""
     weights = list(size.model().parameters())
     buffer = StageBuffer()
 
@@ -191,7 +191,7 @@ def commits(settings: Settings, size: Size, directory: Path, tick: Tick) -> Comp
 
 
 def foreach_copy(model: nn.Module) -> Sample:
-    """All tensors into memory that is there, in one call."""
+    """Copy all tensors into existing memory, in one call."""
     weights = [tensor.detach() for tensor in model.parameters()]
     flat = torch.zeros(sum(weight.numel() for weight in weights))
     views = flat.split([weight.numel() for weight in weights])
@@ -199,7 +199,7 @@ def foreach_copy(model: nn.Module) -> Sample:
 
 
 def memcpy(model: nn.Module, size: Size) -> Sample:
-    """As many bytes in one piece."""
+    """Copy as many bytes in one piece."""
     source, target = torch.zeros(2, size.bytes, dtype=torch.uint8)
     return timed([source], lambda: target.copy_(source))
 
@@ -221,7 +221,7 @@ def timed(weights: list[Tensor], work: Callable[[], object]) -> Sample:
 
 
 def raw_write(size: Size, directory: Path) -> Sample:
-    """As many bytes from memory, written in large pieces and synced once."""
+    """Write as many bytes from memory in large pieces, and sync once."""
     data = memoryview(torch.ones(size.bytes, dtype=torch.uint8).numpy())
 
     def sample() -> float:
@@ -252,13 +252,13 @@ def fill(weights: list[Tensor], value: float) -> None:
 
 
 def files(path: Path) -> Iterator[Path]:
-    """A checkpoint is one file, or a directory of some."""
+    """Return the files of a checkpoint: one file, or those of a directory."""
     yield from (path.rglob("*") if path.is_dir() else ())
     yield path
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold everything at this path, and the name itself."""
+    """Sync everything at this path, and its name."""
     for each in (*files(path), path.parent):
         descriptor = os.open(each, os.O_RDONLY)
         os.fsync(descriptor)

@@ -1,10 +1,10 @@
 """The digits job with checkpoints of 18 MB on a disk of 20 MB/s, in the loop of each system, over the bare loop.
 
-Every feature is on, as in ``training``, on a larger model and larger batches; what a run leaves to be written when its last
-iteration is over is waited for. First a checkpoint is due every 2.4 s, of which the disk is busy for 0.9, and the last one
-after the last iteration, where nothing can hide it: of 24 in a minute, that alone makes 1.6 %. Then checkpoints are due four
-times as often as the disk can take them. What the disk is, and how it is throttled: see ``throttle``. All of this runs in one
-process of its own; the bare loop and the arithmetic run between all others, for a shorter while, since they wait for no disk.
+Every feature is on, as in ``training``, with a larger model and larger batches. The wait for pending writes after the last
+iteration is included. In the first scenario, a checkpoint is due every 2.4 s, of which the disk is busy for 0.9 s. The last one
+is due after the last iteration, where no step can hide it: with 24 checkpoints a minute, this alone makes 1.6 %. In the second,
+checkpoints are due four times as often as the disk can take them. For the disk, see ``throttle``. All of this runs in one
+separate process. The bare loop and the arithmetic run between all others, for a shorter time, because they wait for no disk.
 
 Every file is loaded and must hold the weights of an iteration after which one was due, as a hook of the optimizer saw them.
 """
@@ -33,7 +33,7 @@ from benchmarks.peers import handwritten, load, trainbus
 PEERS = ("ignite", "mmengine", "lightning")
 BARE, ARITHMETIC = "bare loop", "arithmetic inline"
 BATCH_SIZE = 384
-"""Large enough that a step is not mostly the arithmetic of its features, which is another benchmark's."""
+"""Large enough that the arithmetic of the features is a small part of a step; another benchmark measures that."""
 
 Train = Callable[[Job, Path], None]
 Contender = tuple[Train, ModuleType]
@@ -45,10 +45,10 @@ class Scenario:
 
     title: str
     seconds: float
-    """Of the bare loop, from one to the next."""
+    """Seconds of the bare loop from one checkpoint to the next."""
     due: int
     dropping: bool = False
-    """Whether those take part who may leave some out."""
+    """Whether contenders that may skip checkpoints take part."""
     budget: Budget | None = None
     hidden: int = 1024
     """Makes 1.1 M weights: 18 MB with their average and AdamW's two moments."""
@@ -61,7 +61,7 @@ class Scenario:
 
 
 class Figures(msgspec.Struct):
-    """What one scenario gave: seconds per iteration, and the checkpoints that were committed in a run."""
+    """The result of a scenario: seconds per iteration, and the number of committed checkpoints of a run."""
 
     samples: Samples
     committed: dict[str, int]
@@ -84,7 +84,7 @@ def compare(settings: Settings, directory: Path, tick: Tick) -> list[Comparison]
     """Run everything in a process with a slow disk.
 
     Raises:
-        NoThrottleError: no disk can be throttled here.
+        NoThrottleError: disks cannot be throttled on this machine.
     """
     out = directory / "figures.json"
     arguments = [str(out), *(["--quick"] if settings.quick else [])]
@@ -121,8 +121,8 @@ def main() -> None:
 def run(scenario: Scenario, part: int, parts: int) -> Figures:
     """Run each system once, and between them the loops that save nothing.
 
-    A run takes so long that the machine may be another one afterwards. So each is put in proportion to the bare loops right
-    before and after it, and given as what it would have taken at their median.
+    A run takes so long that the machine's speed may change. So each run is divided by the bare loops right before and after
+    it, and multiplied by their median.
     """
     interval = max(1, round(scenario.seconds / statistics.median(bare(scenario) for _ in range(3))))
     systems = contenders(dropping=scenario.dropping)
@@ -131,7 +131,7 @@ def run(scenario: Scenario, part: int, parts: int) -> Figures:
     for number, (name, (train, module)) in enumerate(systems.items(), start=1):
         took, committed[name] = saving(train, module, scenario.job(interval * scenario.due, interval))
         if committed[name] != scenario.due and name not in DROPPING:
-            raise RuntimeError(f"{name} has committed {committed[name]} of {scenario.due} checkpoints")
+            raise RuntimeError(f"{name} committed only {committed[name]} of {scenario.due} checkpoints")
         bares.append(bare(scenario))
         floors.append(seconds(handwritten.train_floor, scenario.job(scenario.ground), Path()) / bares[-1])
         ratios[name] = took / statistics.mean(bares[-2:])
@@ -155,19 +155,19 @@ DROPPING: dict[str, Contender] = {
 
 
 def bare(scenario: Scenario) -> float:
-    """An iteration of the bare loop."""
+    """Return the seconds of an iteration of the bare loop."""
     return seconds(handwritten.train_bare, scenario.job(scenario.ground), Path())
 
 
 def seconds(train: Train, job: Job, work_dir: Path) -> float:
-    """Seconds per iteration, the wait after the last one included."""
+    """Return the seconds per iteration, including the wait after the last one."""
     with paused_gc():
         train(job, work_dir)
         return (time.perf_counter() - job.data.started) / job.iterations
 
 
 def saving(train: Train, module: ModuleType, job: Job) -> tuple[float, int]:
-    """A run with checkpoints: seconds of an iteration, and how many checkpoints there are."""
+    """Run with checkpoints; return the seconds of an iteration, and the number of checkpoints."""
     with tempfile.TemporaryDirectory() as directory, witnessed(job) as seen:
         before = throttle.written()
         took = seconds(train, job, Path(directory))
@@ -178,7 +178,7 @@ def saving(train: Train, module: ModuleType, job: Job) -> tuple[float, int]:
 
 @contextmanager
 def witnessed(job: Job) -> Iterator[dict[int, list[Tensor]]]:
-    """The weights after each step with a due checkpoint, which are the same for all systems."""
+    """Return the weights after each step with a due checkpoint, which are the same for all systems."""
     seen: dict[int, list[Tensor]] = {}
     steps = 0
 
@@ -194,21 +194,21 @@ def witnessed(job: Job) -> Iterator[dict[int, list[Tensor]]]:
 
 
 def check(module: ModuleType, paths: list[Path], seen: dict[int, list[Tensor]], paid: int) -> None:
-    """Nobody wins by going around the disk, or by writing something else.
+    """Check that all files went through the slow disk and hold the right weights.
 
     Raises:
-        RuntimeError: a file was not paid for, or holds no weights of those moments, or the same as another.
+        RuntimeError: a file bypassed the slow disk, holds weights of another moment, or the same weights as another file.
     """
     total = sum(path.stat().st_size for path in paths)
     if paid < total:
-        raise RuntimeError(f"{module.__name__} was held up for {paid:,} bytes and has files of {total:,}")
+        raise RuntimeError(f"{module.__name__} wrote {paid:,} bytes to the slow disk, but its files have {total:,}")
     moments = [moment(list(module.weights(path)), seen) for path in paths]
     if None in moments or len(set(moments)) < len(paths):
         raise RuntimeError(f"{module.__name__}: {[path.name for path in paths]} are of the iterations {moments}")
 
 
 def moment(weights: list[Tensor], seen: dict[int, list[Tensor]]) -> int | None:
-    """The iteration after which the weights were these, all of them."""
+    """Return the iteration after which all weights had these values."""
     for iteration, then in seen.items():
         if len(weights) == len(then) and all(map(torch.equal, weights, then)):
             return iteration

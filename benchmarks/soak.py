@@ -1,6 +1,6 @@
 """``python -m benchmarks soak [--events N]``: publish millions of events to every kind of handler; memory must stay flat.
 
-Not one of the comparisons: nothing is timed. It fails if the resident memory of this process, or that of its worker process,
+This is not a comparison: nothing is timed. It fails if the resident memory of this process, or that of its worker process,
 grows after the first tenth, in which pools and caches fill.
 """
 
@@ -20,11 +20,11 @@ from eventloop.events import AfterTrainIter
 
 SAMPLES = 100
 WARM = 0.1  # of the run, before memory counts
-GROWTH = 8.0  # MB that are still flat: arenas and fragments, not events (a leak of 10 bytes an event is 100 MB in ten million)
+GROWTH = 8.0  # MB of allowed growth, for arenas and fragments (a leak of 10 bytes per event is 100 MB in ten million events)
 
 
 class Counter:
-    """Keeps nothing of what it is called with but how much that was."""
+    """Count its arguments without keeping them."""
 
     def __init__(self) -> None:
         self.seen = 0
@@ -76,7 +76,7 @@ def run(number: int) -> dict:
             bus.publish(AfterTrainIter(progress=Progress(iter=i), batch_idx=i, outputs={"loss": loss, "lr": 0.1}))
             if (i + 1) % step == 0:
                 samples.append(sample(i + 1, began, show=(i + 1) // step % 10 == 0))
-                # Cancelled and subscribed anew: handles, routes and lanes must go, too.
+                # Cancel and subscribe again, because handles, routes and lanes must be freed, too.
                 with bus.on("after_train_iter", counters[3].one, offload="thread"):
                     bus.publish(AfterTrainIter(progress=Progress(iter=i)))
         bus.drain()
@@ -115,7 +115,7 @@ def sample(events: int, began: float, *, show: bool) -> dict:
 
 
 def growth(series: list[float]) -> float:
-    """Return by how much the last quarter lies above the first, in medians: single peaks (a full lane) say nothing."""
+    """Return the growth of the median from the first to the last quarter; single peaks (a full lane) do not count."""
     quarter = max(1, len(series) // 4)
     first, last = sorted(series[:quarter]), sorted(series[-quarter:])
     return round(last[len(last) // 2] - first[len(first) // 2], 2)
@@ -124,7 +124,7 @@ def growth(series: list[float]) -> float:
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks soak", description=__doc__)
     parser.add_argument("--events", type=int, default=10_000_000)
-    parser.add_argument("--out", type=Path, help="write the result there, as JSON")
+    parser.add_argument("--out", type=Path, help="file for the result, as JSON")
     options = parser.parse_args(arguments)
     where = environment()
     result = run(options.events)

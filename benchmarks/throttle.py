@@ -1,10 +1,10 @@
 """A slow disk: a process in which writing below one directory is limited to a rate.
 
-``throttle.c`` is compiled here and loaded before everything else (``LD_PRELOAD``), so it stands between the C library and
-for every caller: Python's files, torch's C++ writer, Rust. A call of write() and its kin returns when its bytes had their
-turn on the one disk of the process; no rights are needed for that, and no file system. Such a disk has no cache that takes a
-checkpoint at once and loses it in a power cut: a program that does not sync would never notice the disk. :func:`written`
-says how many bytes had to wait so far; files of more bytes than that have found a way around.
+``throttle.c`` is compiled here and loaded before all other libraries (``LD_PRELOAD``), so it replaces functions of the C
+library for every caller: Python's files, torch's C++ writer, Rust. A call of write() and its variants returns when its bytes
+had their turn on the process's one disk. This needs neither privileges nor a file system. The disk has no cache that takes a
+checkpoint at once and loses it in a power cut; with such a cache, a program without syncs would never notice the disk.
+:func:`written` returns the number of bytes that had to wait so far. Files with more bytes have bypassed the disk.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ def compiled(directory: Path) -> Path:
     """Compile the library into a directory.
 
     Raises:
-        NoThrottleError: with the reason.
+        NoThrottleError: the compiler is missing or failed; with the reason.
     """
     library = directory / "throttle.so"
     command = [os.environ.get("CC", "cc"), "-O2", "-shared", "-fPIC", str(SOURCE), "-o", str(library), "-ldl", "-lpthread"]
@@ -46,7 +46,7 @@ def throttled(module: str, *arguments: str, directory: Path) -> Iterator[subproc
     """Run a module in a process for which ``directory`` lies on the slow disk, temporary files included.
 
     Raises:
-        NoThrottleError: there is none.
+        NoThrottleError: the library cannot be compiled.
         RuntimeError: the process failed.
     """
     disk = directory / "disk"
@@ -70,7 +70,7 @@ def throttled(module: str, *arguments: str, directory: Path) -> Iterator[subproc
 
 
 def written() -> int:
-    """Bytes that this process was held up for so far; only in a throttled one."""
+    """Return the bytes that had to wait so far; only in a throttled process."""
     count = ctypes.CDLL(None).throttle_bytes
     count.restype = ctypes.c_uint64
     return count()

@@ -1,9 +1,9 @@
-"""The digits job with every feature on, in each system's loop: what is added per iteration to the bare loop.
+"""Measure the time that each system adds per iteration to the bare loop, on the digits job with every feature on.
 
 Features: loss and learning rate written at every iteration, an exponential moving average, a cosine schedule stepped at
 every iteration, and a checkpoint (model, average, optimizer, schedule) every 100 iterations. The clock starts at the
 first batch and stops when the run has returned with everything written. The job is one long epoch, and then short epochs.
-``--parts`` measures each hook by itself instead.
+``--parts`` measures each hook alone instead.
 """
 
 import tempfile
@@ -42,7 +42,7 @@ def run(settings: Settings) -> list[Comparison]:
         SUBJECT: (partial(trainbus.train, hooks=()), None),
         f"{SUBJECT}, run.train": (trainbus.train_own_loop, None),
     }
-    # Runs are long enough that setting up and the last write do not pass for iterations.
+    # Runs are long enough that set-up and the last write are negligible.
     iterations, epochs = (100, 2) if settings.quick else (1000, 20)
     long_epoch = partial(Job, iterations)
     short_epochs = partial(Job, epochs * BATCHES_PER_EPOCH, epochs=epochs, batch_size=BATCH_SIZE)
@@ -86,7 +86,7 @@ def parts(settings: Settings) -> Comparison:
 
 
 def phase(train: Train, make: Callable[[], Job], wrote: ModuleType | None = None) -> Sample:
-    """One run on a fresh model in a fresh directory; checks that it wrote the required files."""
+    """Run once on a fresh model in a fresh directory, and check that the required files were written."""
 
     def sample() -> float:
         job = make()
@@ -101,10 +101,10 @@ def phase(train: Train, make: Callable[[], Job], wrote: ModuleType | None = None
 
 
 def check_files(module: ModuleType, directory: Path, iterations: int) -> None:
-    """No contender may win by leaving something out.
+    """Check that no contender left work out.
 
     Raises:
-        RuntimeError: there are too few or too many checkpoints, or too few lines of scalars.
+        RuntimeError: too few or too many checkpoints, or too few lines of scalars.
     """
     checkpoints = len(list(directory.glob(module.CHECKPOINTS)))
     lines = sum(len(path.read_text().splitlines()) for path in directory.glob(module.SCALARS))

@@ -1,7 +1,7 @@
 """One script for one process and for several: ``python examples/ddp.py``, ``torchrun --nproc-per-node 2 examples/ddp.py``.
 
-Several processes share each batch. What is written is written by the first of them, and metrics are those of all. A run that is
-started again goes on where it was, also with another number of processes.
+Several processes share each batch. The first one writes all files, and metrics cover all processes. Started again, the run
+continues where it was, also with another number of processes.
 """
 
 import sys
@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from trainbus import Bus, CheckpointHook, DistSamplerSeedHook, LoggerHook, PreemptionHook, TrainLoop
 
-BATCH = 64  # of all processes together: so many rows make one step, however many share them
+BATCH = 64  # rows of one step, shared by all processes
 
 
 def step(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""A loop of one's own, with the bus in it: ``python examples/own_loop.py``. Trains y = sin(x) in a second, and keeps the best.
+"""Your own loop with a bus: ``python examples/own_loop.py``. Trains y = sin(x) in a second, and keeps the best checkpoint.
 
 Three lines make an ordinary PyTorch script publish every event (``Run``, ``run.epochs``, ``run.train``), and any hook works in
-it. The body stays what it was: forward, backward, step.
+it. The body stays unchanged: forward, backward, step.
 """
 
 import sys
@@ -15,7 +15,7 @@ from trainbus import Bus, CheckpointHook, ConsoleWriter, EMAHook, IterTimerHook,
 
 
 def train(work_dir: Path, epochs: int = 20, resume: str | None = None) -> float:
-    """Train, validating after each epoch; return the last validation's loss, that of the averaged weights."""
+    """Train, and validate the averaged weights after each epoch; return the last validation's loss."""
     torch.manual_seed(0)
     x = torch.linspace(-3, 3, 640).unsqueeze(1)
     data = torch.utils.data.TensorDataset(x, torch.sin(x))

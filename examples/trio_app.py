@@ -1,7 +1,7 @@
 """Training inside a trio program, with a consumer beside it and a time limit: ``python examples/trio_app.py 5``.
 
-``loop.arun()`` trains on a thread of its own, so everything else in the nursery goes on meanwhile. Cancelled, it ends the run
-at the next safe mount point, and lets the cancellation pass; when the bus closes, what was published has been delivered.
+``loop.arun()`` trains on a separate thread, so all other tasks in the nursery continue. If it is cancelled, the run ends at the
+next safe mount point, and the cancellation continues. The bus closes after all published events are delivered.
 """
 
 import sys
@@ -32,14 +32,14 @@ def make_loop(bus: Bus) -> TrainLoop:
 
 
 async def watch(events: AsyncIterator[Any]) -> None:
-    """Print what comes by, as slowly as it likes: training does not wait, the newest event replaces the one before."""
+    """Print events slowly. Training does not wait, because the newest event replaces the one before."""
     async for event in events:
         print(f"iteration {event.progress.iter + 1:>6,}   loss {event.outputs['loss']:.5f}")
         await trio.sleep(0.25)
 
 
 async def main(seconds: float) -> int:
-    """Train for so long and return how many iterations it were."""
+    """Train for some seconds, and return the number of iterations."""
     bus = Bus()
     loop = make_loop(bus)
     async with trio.open_nursery() as nursery, bus:  # the bus ends first, with it the stream, and with that the watcher

@@ -1,4 +1,4 @@
-"""One module per contender: what a user of that library would write for the jobs of the benchmarks.
+"""One module per contender, with the code that a user of that library would write for the jobs of the benchmarks.
 
 A module may define any of
 
@@ -11,8 +11,8 @@ A module may define any of
 - ``train(job, work_dir)`` with ``CHECKPOINTS`` and ``SCALARS`` (patterns of the files it writes): the digits job; and
   ``weights(path)``: the trained weights of the model in such a checkpoint, in the order of its parameters.
 
-Modules import their library at the top; a peer that is not installed is left out with its name. ``trainbus``, ``handwritten``
-and ``stdlib`` need nothing but what trainbus needs.
+Modules import their library at the top. A peer that is not installed is reported and left out. ``trainbus``, ``handwritten``
+and ``stdlib`` need only trainbus's dependencies.
 """
 
 import importlib
@@ -47,7 +47,7 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Statement:
-    """Source to be timed, and the globals it runs with, as in a training script."""
+    """Source to time, and its globals, as in a training script."""
 
     code: str
     names: Mapping[str, object]
@@ -56,24 +56,24 @@ class Statement:
 
 
 class Stamped(msgspec.Struct, frozen=True):
-    """The event of those that have no events of their own: when it was published, by ``perf_counter_ns``."""
+    """The event for contenders without an event class: the time of its publish, by ``perf_counter_ns``."""
 
     at: int
 
 
 Receive = Callable[[Any], None]
-"""Notes that something arrived; takes anything with ``at``."""
+"""Notes an arrival; takes any object with ``at``."""
 
 
 @dataclass(frozen=True)
 class HandOff:
-    """One way to hand over, ready to be used."""
+    """One way to hand events over, ready to use."""
 
     publish: Callable[[Any], object]
     make: Callable[[int], Any] = Stamped
     """Make the published object; not timed."""
     delivers: bool = True
-    """False if the contestant has no consumer, or has it in another process."""
+    """False if the contender has no consumer, or has it in another process."""
 
 
 HandOffs = Callable[[Receive], AbstractContextManager[HandOff]]
@@ -94,20 +94,20 @@ Logs = Callable[[Path, Mapping[str, object]], AbstractContextManager[Logged]]
 
 @dataclass(frozen=True)
 class Saver:
-    """One way to save the weights of a model, ready to be used again and again."""
+    """One way to save the weights of a model, ready for repeated use."""
 
     save: Callable[[Path], object]
-    """Under a name that nothing has yet; when it returns, training may change the weights."""
+    """Save under an unused name; after the return, training may change the weights."""
     read: Callable[[Path], Iterable[Tensor]]
-    """The weights in what was saved there, in the order of the model's state dict."""
+    """Load the weights saved there, in the order of the model's state dict."""
     settle: Callable[[], object] = lambda: None
-    """Waits until the last save is complete; the disk need not have it yet."""
+    """Wait until the last save is complete; it need not be on the disk yet."""
     background: bool = False
-    """Whether something is left to be written when ``save`` returns."""
+    """Whether ``save`` returns before the file is written."""
 
 
 Savers = Callable[[nn.Module, Path], AbstractContextManager[Saver]]
-"""Gets ready to save this model again and again, with a directory for what else it writes."""
+"""Prepares repeated saves of this model, with a directory for further files."""
 
 
 Report = Callable[[], str]
@@ -118,20 +118,20 @@ BY_NAME, IN_THE_REST, ALL_HANDLERS = "by name", "in the rest", "in a sum of hand
 
 @dataclass(frozen=True)
 class Told:
-    """Where a profiler's report has the time of logging and of checkpoints."""
+    """The part of a profiler's report that has the time of logging and of checkpoints."""
 
     logging: str
     checkpoints: str
     shows: tuple[str, ...] = ()
-    """Words that the report must have for this to be true."""
+    """Words that the report must contain for this to be true."""
     hides: tuple[str, ...] = ()
-    """Words that it must not have."""
+    """Words that it must not contain."""
 
     def check(self, name: str, report: str) -> None:
-        """Raise RuntimeError if the report is another one."""
+        """Raise RuntimeError if the report has other words."""
         wrong = [word for word in self.shows if word not in report] + [word for word in self.hides if word in report]
         if wrong:
-            raise RuntimeError(f"the report of {name} is not what the benchmark says of it: {', '.join(wrong)}\n{report}")
+            raise RuntimeError(f"the report of {name} does not match the benchmark's description: {', '.join(wrong)}\n{report}")
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class Profiled:
 
 
 def load(names: tuple[str, ...]) -> tuple[dict[str, ModuleType], dict[str, str]]:
-    """Import the named peers: the modules by title, and the reasons of those that are left out."""
+    """Import the named peers; return the modules by title, and the reasons for those left out."""
     modules, left_out = {}, {}
     for name in names:
         try:
@@ -155,7 +155,7 @@ def load(names: tuple[str, ...]) -> tuple[dict[str, ModuleType], dict[str, str]]
 
 
 def no_op_handlers(count: int) -> list[Callable[[object], None]]:
-    """Distinct functions of one argument that do nothing."""
+    """Return distinct no-op functions of one argument."""
 
     def make() -> Callable[[object], None]:
         def handler(event: object) -> None:

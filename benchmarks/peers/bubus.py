@@ -1,6 +1,6 @@
 """bubus: pydantic events on an asyncio bus.
 
-It dispatches on the thread of its loop only, so a publisher elsewhere asks the loop for that.
+It dispatches on the thread of its loop only, so other publishers call into the loop.
 """
 
 import asyncio

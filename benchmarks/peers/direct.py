@@ -1,4 +1,4 @@
-"""What no dispatcher can beat: the calls themselves, written out or in a loop."""
+"""The lower bound for every dispatcher: the calls themselves, written out or in a loop."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -38,7 +38,7 @@ def six_floats(work_dir: Path, scalars: Mapping[str, object]) -> Iterator[Logged
 
 @contextmanager
 def six_tensors(work_dir: Path, scalars: Mapping[str, object]) -> Iterator[Logged]:
-    """The values taken as they are, on their device: one copy of all."""
+    """Copy all values once, on their device."""
     row = torch.empty(len(scalars)).unbind()
     names = {"copy": torch._foreach_copy_, "row": row, "tensors": tuple(scalars.values())}
     yield Logged(Statement("copy(row, tensors)", names))

@@ -49,7 +49,7 @@ def in_background(kind: AsyncCheckpointerType, kept: bool, model: nn.Module, wor
             with hushed():
                 dcp.async_save({"nothing": torch.zeros(1)}, checkpoint_id=work_dir / "first", **options).result()
         if kept:
-            # Without a CUDA device it can neither pin memory nor stage on a thread of its own.
+            # Without a CUDA device it can neither pin memory nor stage on a separate thread.
             options["async_stager"] = stager = DefaultStager(StagingOptions(False, shared, False, False))
             scopes.callback(stager.close)
         yield Saver(save, partial(read, weights), settle, background=True)
@@ -63,7 +63,7 @@ def read(weights: Mapping[str, Tensor], path: Path) -> Iterable[Tensor]:
 
 @contextmanager
 def group() -> Iterator[None]:
-    """The process group that saving from another process asks for; made once, and kept for that process."""
+    """Create the process group that saving from another process needs, once, and keep it for that process."""
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -73,20 +73,20 @@ def group() -> Iterator[None]:
 
 
 def need_files(tensors: int) -> None:
-    """Memory that is shared with a process is an open file for each tensor.
+    """Raise the limit of open files, because shared memory needs one for each tensor.
 
     Raises:
-        OSError: so many are not allowed here.
+        OSError: the limit cannot be raised so far.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard < tensors + SPARE_FILES:
-        raise OSError(f"it needs an open file for each of {tensors:,} tensors, and this user may have {hard:,}")
+        raise OSError(f"it needs an open file for each of {tensors:,} tensors, but this user's limit is {hard:,}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @contextmanager
 def hushed() -> Iterator[None]:
-    """The process that the first save starts logs every later one to the terminal that it is given."""
+    """Silence the process that the first save starts: it logs every later save to the terminal that it inherits."""
     saved = os.dup(2)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)

@@ -1,4 +1,4 @@
-"""Plain PyTorch: the bare loop, the floor, and the loop most people write first, which blocks for every feature."""
+"""Plain PyTorch: the bare loop, the floor, and the usual hand-written loop, which blocks for every feature."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ def epochs(job: Job) -> Iterator[Batch]:
 
 
 def train_bare(job: Job, work_dir: Path) -> None:
-    """No feature at all: forward, backward, optimizer step."""
+    """Train without features: forward, backward, optimizer step."""
     optimizer = job.optimizer()
     for batch in epochs(job):
         loss = job.loss(job.model, batch)
@@ -50,7 +50,7 @@ def train_floor(job: Job, work_dir: Path) -> None:
 
 
 def train(job: Job, work_dir: Path, batches: Callable[[Job], Iterator[Batch]] = epochs) -> None:
-    """Every feature, each where it is due."""
+    """Train with every feature, each where it is due."""
     optimizer = job.optimizer()
     scheduler = job.scheduler(optimizer)
     weights = [parameter.detach() for parameter in job.model.parameters()]
@@ -82,7 +82,7 @@ def weights(path: Path) -> Iterable[Tensor]:
 
 @contextmanager
 def savers(model: nn.Module, work_dir: Path) -> Iterator[Saver]:
-    """torch.save into a file that is made to last."""
+    """Save by torch.save into a file that is then synced."""
     weights = model.state_dict()
 
     def save(path: Path) -> None:
@@ -99,7 +99,7 @@ SAVERS = {"torch.save + fsync": savers}
 
 @contextmanager
 def logs(work_dir: Path, scalars: Mapping[str, object]) -> Iterator[Logged]:
-    """A line of JSON through Python's own logging."""
+    """Log a line of JSON through Python's logging."""
     handler = logging.FileHandler(work_dir / SCALARS)
     logger = logging.Logger("scalars", logging.INFO)
     logger.addHandler(handler)

@@ -99,14 +99,14 @@ def weights(path: Path) -> Iterable[Tensor]:
 
 @contextmanager
 def savers(model: nn.Module, work_dir: Path) -> Iterator[Saver]:
-    """Its plugin that saves on a thread, without the Trainer around it."""
+    """Save by its plugin that writes on a thread, without the Trainer around it."""
     weights = model.state_dict()
     plugin = AsyncCheckpointIO(TorchCheckpointIO())
 
     def save(path: Path) -> None:
         plugin.save_checkpoint({"state_dict": weights}, path)
 
-    # Tearing down is its only way to wait; the next save starts a thread again.
+    # Tearing down is the only way to wait; the next save starts a thread again.
     yield Saver(save, lambda path: torch.load(path)["state_dict"].values(), plugin.teardown, background=True)
 
 
@@ -115,7 +115,7 @@ SAVERS = {"Lightning AsyncCheckpointIO": savers}
 
 @contextmanager
 def hushed() -> Iterator[None]:
-    """Without the hints on workers and accelerators, which would end up between the tables."""
+    """Silence the hints on workers and accelerators, which would appear between the tables."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     with warnings.catch_warnings():

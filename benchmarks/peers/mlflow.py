@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions want to be told that a folder is meant
+os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # newer versions need to know that this is a folder
 
 import mlflow
 

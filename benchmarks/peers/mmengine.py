@@ -83,7 +83,7 @@ def train(job: Job, work_dir: Path) -> None:
             },
         },
         custom_hooks=[{"type": "EMAHook", "momentum": MOMENTUM}],
-        # Scalars go to scalars.json all the same; this saves MMEngine the terminal lines, which the others do not write.
+        # Scalars still go to scalars.json. This leaves out MMEngine's terminal lines, which the others do not write.
         log_level="ERROR",
         experiment_name=f"digits_{next(_run_number)}",
     )
@@ -102,12 +102,12 @@ class Holder(BaseModel):
         self.net = model
 
     def forward(self) -> None:
-        """Never called."""
+        """Do nothing; required by the base class, and never called."""
 
 
 @contextmanager
 def savers(model: nn.Module, work_dir: Path) -> Iterator[Saver]:
-    """Its CheckpointHook on a Runner whose optimizer has no state, so that all contestants write as many bytes."""
+    """Save by its CheckpointHook on a Runner whose optimizer has no state, so that all contenders write as many bytes."""
     hook = CheckpointHook(interval=1)
     runner = Runner(
         model=Holder(model),
@@ -135,7 +135,7 @@ SAVERS = {"MMEngine CheckpointHook": savers}
 
 @contextmanager
 def logs(work_dir: Path, scalars: Mapping[str, object]) -> Iterator[Logged]:
-    """What its default hooks do with the outputs of an iteration, with LocalVisBackend, on a runner without a model."""
+    """Log as its default hooks do with the outputs of an iteration, with LocalVisBackend, on a runner without a model."""
     name = f"logging_{next(_run_number)}"
     runner = SimpleNamespace(
         iter=6,

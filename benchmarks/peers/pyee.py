@@ -25,7 +25,7 @@ def offload() -> Mapping[str, HandOffs]:
 
 @contextmanager
 def asyncio_emitter(receive: Receive) -> Iterator[HandOff]:
-    """It makes a task per event, which the thread of the loop only can: a publisher elsewhere asks the loop for that."""
+    """Publish from another thread by calling into the loop, because the emitter makes a task per event."""
 
     async def handle(event: object) -> None:
         receive(event)

@@ -1,4 +1,4 @@
-"""safetensors: its own writer. It does not wait for the disk."""
+"""safetensors: its own writer, which does not wait for the disk."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What the standard library offers for handing something to another thread or to an event loop on it."""
+"""The standard library's ways to hand an object to another thread or to an event loop on it."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ def offload() -> Mapping[str, HandOffs]:
 
 @contextmanager
 def append(receive: Receive) -> Iterator[HandOff]:
-    """Nobody takes anything out: the least that handing over can cost."""
+    """Append without a consumer: the least cost of handing over."""
     yield HandOff(deque().append, delivers=False)
 
 
@@ -80,7 +80,7 @@ def queue_handler(receive: Receive) -> Iterator[HandOff]:
 
 @contextmanager
 def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """An asyncio event loop on a thread of its own, as a training script would run one."""
+    """An asyncio event loop on a separate thread, as a training script would run one."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()

@@ -1,7 +1,7 @@
 """TraceML: the hand-written loop under ``traceml run``, with ``trace_step`` around each iteration.
 
-It patches torch for the whole process and has a process of its own beside it, so each training is a process, with several
-jobs one after the other, and so is the hand-written loop that it is compared with.
+It patches torch for the whole process and starts another process beside it. So each training is a process with several jobs
+one after the other, and so is the hand-written loop that it is compared with.
 """
 
 import json
@@ -19,7 +19,7 @@ from benchmarks.harness import one_thread, paused_gc
 from benchmarks.peers import IN_THE_REST, Told, handwritten
 
 ROOT = Path(__file__).parent.parent.parent
-# Not a file of this folder, whose names would hide other modules.
+# Not a file in this folder, whose names would hide other modules.
 SCRIPT = "from benchmarks.peers.traceml import main\nmain()\n"
 
 TOLD = Told(IN_THE_REST, IN_THE_REST, shows=("Residual",), hides=("torch.save", "scalars"))
@@ -32,12 +32,12 @@ def traced(job: Job) -> Iterator[Batch]:
 
 
 def seconds(sizes: Mapping[int, int], repeats: int, *, with_traceml: bool) -> tuple[list[list[float]], str]:
-    """Train in a process of its own.
+    """Train in a separate process.
 
     Args:
         sizes: number of iterations, by width of the model.
-        repeats: how often each job is run.
-        with_traceml: or without.
+        repeats: number of runs of each job.
+        with_traceml: True to train under TraceML.
 
     Returns:
         Seconds per iteration, a list for each size; and what was printed, TraceML's report.
@@ -58,7 +58,7 @@ def seconds(sizes: Mapping[int, int], repeats: int, *, with_traceml: bool) -> tu
 
 
 def main() -> None:
-    """Train, in that process: each job once to warm up, and then as often as asked."""
+    """Train in that process: each job once to warm up, and then ``repeats`` times."""
     sizes, repeats, with_traceml, out = sys.argv[1:]
     batches = handwritten.epochs
     if with_traceml == "True":

@@ -1,4 +1,4 @@
-"""trainbus: Bus.publish, its ExponentialMovingAverage, and TrainLoop with the hooks of the house."""
+"""trainbus: Bus.publish, its ExponentialMovingAverage, and TrainLoop with its own hooks."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -92,7 +92,7 @@ def async_lane(options: Mapping[str, Any], receive: Receive) -> Iterator[HandOff
 
 @contextmanager
 def lane_alone(receive: Receive) -> Iterator[HandOff]:
-    """Past ``bus.publish`` and the route: what handing over itself costs."""
+    """Hand over to the lane directly, without ``bus.publish`` and the route."""
     bus = Bus()
     subscription = bus.on(Published, receive, offload="thread")
     with bus:
@@ -104,7 +104,7 @@ def published(at: int) -> Published:
 
 
 def busy_handler(event: Published) -> None:
-    """Some 0.5 ms of Python; at the top level of a module, so that another process can import it."""
+    """Run about 0.5 ms of Python; at the top level of a module, so that another process can import it."""
     count(BUSY_COUNT)
 
 
@@ -116,7 +116,7 @@ BUSY_COUNT = 10_000
 
 
 def count(number: int) -> int:
-    """Python that never lets go of the GIL by itself."""
+    """Run Python without releasing the GIL."""
     total = 0
     for i in range(number):
         total += i & 7
@@ -148,7 +148,7 @@ def make(name: str, job: Job, optimizer: torch.optim.Optimizer, saving: Mapping[
 
 
 def train(job: Job, work_dir: Path, hooks: Iterable[str] = HOOKS, *, timing: bool = False, **saving: Any) -> Bus:
-    """With the hooks of these names, and options of the CheckpointHook; returns the bus."""
+    """Train with the hooks of these names, and options of the CheckpointHook; return the bus."""
     optimizer = job.optimizer()
     bus = Bus(timing=timing)
     bus.add(*(make(name, job, optimizer, saving) for name in hooks))
@@ -179,7 +179,7 @@ PROFILERS = {
 
 
 def train_own_loop(job: Job, work_dir: Path) -> None:
-    """Train by ``run.train()`` around a loop of one's own, without any hook."""
+    """Train in an own loop around ``run.train()``, without hooks."""
     optimizer = job.optimizer()
     loader = job.loader()
     with Run(Bus(), model=job.model, optimizer=optimizer, work_dir=work_dir) as run:
@@ -203,7 +203,7 @@ def weights(path: Path) -> Iterable[Tensor]:
 
 @contextmanager
 def savers(model: nn.Module, work_dir: Path) -> Iterator[Saver]:
-    """The engine without the hook."""
+    """Save by the engine, without the hook."""
     weights = model.state_dict()
     with closing(AsyncSaver()) as saver:
         yield Saver(lambda path: saver.save(weights, path), lambda path: load(path).values(), saver.wait, background=True)

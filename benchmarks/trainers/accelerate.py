@@ -20,7 +20,7 @@ from eventloop.bridges import attach
 
 
 def train_with(job: Job, *, bus: Bus | None = None) -> None:
-    """Train with a bus or with none; a loop of one's own has no callbacks."""
+    """Train with or without a bus; an own loop has no callbacks."""
     accelerator = Accelerator(cpu=True)
     model, optimizer, loader = accelerator.prepare(job.model, job.optimizer, job.loader())
     with ExitStack() as scopes:

@@ -1,4 +1,4 @@
-"""What the trainers train: a model that notes when its forward passes begin, on the same row again and again."""
+"""The job of all trainers: a model that records when its forward passes begin, on the same row again and again."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ Batch = dict[str, Tensor]
 
 
 class Rows(NamedTuple):
-    """Of a batch: how many, and how long each is."""
+    """The rows of a batch: their number and length."""
 
     number: int
     width: int
@@ -20,7 +20,7 @@ class Rows(NamedTuple):
 
 @dataclass
 class Job:
-    """A trainer calls ``model(**batch)["loss"]``, ``backward()`` and the optimizer's step, so many times."""
+    """The model and the steps. A trainer calls ``model(**batch)["loss"]``, ``backward()`` and the optimizer's step."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
@@ -41,7 +41,7 @@ class Job:
 
 
 class Same(Dataset[Batch]):
-    """One row, again and again."""
+    """A dataset of one row, repeated."""
 
     def __init__(self, length: int, width: int) -> None:
         self.length = length

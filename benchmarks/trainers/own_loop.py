@@ -1,4 +1,4 @@
-"""A loop of one's own: the ways to save that need no trainer."""
+"""An own loop: the ways to save that need no trainer."""
 
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -45,7 +45,7 @@ def dcp_async(job: SaveJob) -> None:
 
 
 def complete(part: Path, whole: Path, previous: Path, _: Future[object]) -> None:
-    """DCP has no name for a complete checkpoint."""
+    """Rename a complete checkpoint, because DCP does not mark it, and remove the previous one."""
     part.rename(whole)
     if previous.exists():
         remove(previous)

@@ -1,4 +1,4 @@
-"""Train a tiny transformer, made from a configuration, on a made-up task. Started again, it goes on where it was."""
+"""Train a tiny transformer, made from a configuration, on a made-up task. Started again, it continues where it was."""
 
 from pathlib import Path
 

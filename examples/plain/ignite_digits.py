@@ -1,4 +1,4 @@
-"""Train a small network on scikit-learn's handwritten digits with Ignite. Started again, it goes on where it was."""
+"""Train a small network on scikit-learn's handwritten digits with Ignite. Started again, it continues where it was."""
 
 from pathlib import Path
 
