@@ -172,8 +172,8 @@ def make_loop(work_dir: Path, epochs: int, seed: int, console: Console) -> Train
 def run_demo(work_dir: Path, *, epochs: int = 20, seed: int = 0, resume: bool = False, table: bool = False) -> int:
     """Train for ``epochs`` in total, test, and print what happened; return the exit status.
 
-    ``seed`` is that of weights, shuffling and split; ``resume`` continues from the newest checkpoint in ``work_dir``; ``table``
-    also prints the table of hooks.
+    ``seed`` sets weights, shuffling and split. ``resume`` continues from the newest checkpoint in ``work_dir``. ``table`` also
+    prints the table of hooks.
     """
     torch.set_num_threads(1)  # the network is too small for more; offloaded work uses the other cores
     console = Console()

@@ -24,7 +24,7 @@ class TraceHook(Hook):
     With several processes each writes its own, ``trace.rank1.json`` for rank 1. ``trainbus trace merge`` makes one picture of
     them, also with the file of a ``ProfilerHook(json_trace_path=...)``, whose kernels then have the same time axis.
 
-    A thread of its own makes the file after the window, with some 3 kB an iteration. For 50 iterations that takes some 40 ms
+    A thread of its own makes the file after the window, with about 3 kB an iteration. For 50 iterations that takes about 40 ms
     of the interpreter's time, in small pieces. The run measures all the time (``bus.timing``); the window adds next to nothing.
 
     Args:

@@ -50,7 +50,7 @@ class HostedRun(Run):
         optimizer: the optimizer, or several by name; None in a validation or test.
         work_dir: directory for the files of hooks.
         suffix: end of the names of the trainer's checkpoints, such as ``.ckpt``.
-        name: name of the experiment; by default that of the work dir.
+        name: name of the experiment; by default the name of the work dir.
     """
 
     # The bridge sets these when they are known.
@@ -199,7 +199,7 @@ class HostedRun(Run):
         raise TrainingError("run.apply_state() works in your own loop only; here the trainer's own resume restores the bus")
 
     def _flat(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Return the weights as checkpoints have them: those of the only model without its name."""
+        """Return the weights in the layout of checkpoints: without a model's name if there is only one model."""
         return weights.get("model", {}) if set(self.models) == {"model"} else weights
 
     def _changed(self, before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Any]) -> Weights:

@@ -1,4 +1,4 @@
-"""The bridge to Ignite: an ``Engine`` publishes the mount points of a training, and another one those of validations."""
+"""The bridge to Ignite: one ``Engine`` publishes the mount points of a training, and another one publishes validations."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class IgniteBridge(Bridge):
     Args:
         bus: the bus.
         trainer: the engine that trains.
-        model: the model, or several by name; by default those that the training step uses and the optimizers train.
-        optimizer: the optimizer, or several by name; by default those that the training step uses.
+        model: the model, or several by name; by default the models that the training step uses and the optimizers train.
+        optimizer: the optimizer, or several by name; by default the optimizers that the training step uses.
         evaluator: the engine whose runs are validations. Run it in a handler of the trainer, or alone.
         to_save: objects of requested checkpoints by name, as in ``Checkpoint``; by default model, optimizer, trainer, and the
             schedules and scalers that the training step uses. A resumed run is exact only if all that has state is there.

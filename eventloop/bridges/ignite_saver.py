@@ -21,7 +21,7 @@ class TrainbusSaver(DiskSaver):  # type: ignore[misc]  # types of Ignite are not
         saver = TrainbusSaver("runs/digits", trainer)
         trainer.add_event_handler(Events.EPOCH_COMPLETED, Checkpoint(to_save, saver, n_saved=2))
 
-    The files are those of ``torch.save``; ``Checkpoint.load_objects`` and ``torch.load`` read them.
+    The files have torch.save's format; ``Checkpoint.load_objects`` and ``torch.load`` read them.
 
     - A file gets its name when it is complete and durable.
     - A file that ``Checkpoint`` removes is kept until its successor is durable, and stays if that fails.

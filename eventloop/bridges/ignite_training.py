@@ -48,7 +48,7 @@ class TrainerRuns:
         self.opened: HostedRun | None = None  # the last run
         self.driver: HostedDriver | None = None  # while a run is open
         self.last: HostedRun | None = None  # the last one that trained
-        self.error: BaseException | None = None  # the last one, until Ignite goes on
+        self.error: BaseException | None = None  # the last error, until Ignite continues
         self.in_run = False
         self._left_off = ""  # the scope in which Ignite's run was interrupted
         self._terminated = False
@@ -188,7 +188,7 @@ class TrainerRuns:
         self.error = None
         _, drive = self.running()
         scopes = drive.state.scopes
-        if "iter" in scopes:  # a handler of EXCEPTION_RAISED swallowed an exception, and Ignite goes on
+        if "iter" in scopes:  # a handler of EXCEPTION_RAISED swallowed an exception, and Ignite continues
             drive.abandon_iteration()
         if "epoch" in scopes:
             drive.end_epoch()

@@ -51,7 +51,7 @@ class LightningBridge(Bridge):
     """The trainer's metrics before the present validation or test."""
 
     def install(self) -> None:
-        """Add the callback before those that save, and wrap the methods."""
+        """Add the callback before all callbacks that save, and wrap the methods."""
         trainer, strategy = self.trainer, self.trainer.strategy
         if _has_base(strategy.launcher, "_MultiProcessingLauncher"):
             raise ConfigurationError(
@@ -67,7 +67,7 @@ class LightningBridge(Bridge):
         self.trainer.callbacks[:] = [one for one in self.trainer.callbacks if one is not self]
 
     def __getattr__(self, name: str) -> None:
-        # Lightning looks up every method of a callback, and skips those that are not callable.
+        # Lightning looks up every method of a callback, and skips methods that are not callable.
         if not name.startswith("on_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -112,7 +112,7 @@ class LightningBridge(Bridge):
             self._drive.fail(exception)
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-        """End a validation's or test's run, or that of a training without a batch."""
+        """End the run of a validation or a test, or of a training without a batch."""
         if self.running is not None:
             self._drive.end_run()
 
@@ -238,7 +238,7 @@ class LightningBridge(Bridge):
         self._before = dict(self.trainer.callback_metrics)
 
     def _metrics(self) -> dict[str, Any]:
-        """Return the metrics of the current validation or test: those that are other objects than before it."""
+        """Return the metrics of the current validation or test: the entries that were replaced since its begin."""
         found = self.trainer.callback_metrics
         return {name: value.item() for name, value in found.items() if value is not self._before.get(name)}
 

@@ -1,6 +1,6 @@
 """``TrainbusCheckpointIO``: Lightning's checkpoints, written beside the training. It needs no bus.
 
-The files are those of ``torch.save``, so ``load_from_checkpoint`` and other programs read them without trainbus. Lightning
+The files have torch.save's format, so ``load_from_checkpoint`` and other programs read them without trainbus. Lightning
 is not imported before the first object is made.
 """
 
@@ -54,7 +54,7 @@ class TrainbusCheckpointIO:
     (``save_last="link"``) then names the successor. Two checkpoints may be under way; a third one waits.
 
     The end of ``fit()`` waits for the files; so does ``trainer.save_checkpoint()`` outside of it. If a save fails, the next
-    one or the end of ``fit()`` raises its error, and what it should have replaced is still there.
+    one or the end of ``fit()`` raises its error, and the checkpoint that it should have replaced is kept.
 
     Strategies that write shards (DeepSpeed, FSDP with ``state_dict_type="sharded"``) do not use a ``CheckpointIO``; a warning
     says so.

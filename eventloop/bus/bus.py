@@ -84,7 +84,7 @@ class Bus(TypedOn, Streams):
     Args:
         hooks: hooks to :meth:`add`.
         backend: event loop of the bus's thread, ``"asyncio"`` (on uvloop if it is installed) or ``"trio"``.
-        timing: measure every call, for :meth:`costs` and ``stats.seconds``; it takes some 0.3 µs a handler.
+        timing: measure every call, for :meth:`costs` and ``stats.seconds``; it takes about 0.3 µs a handler.
         drain_timeout: seconds that a clean exit waits for offloaded handlers before it raises OffloadError.
         abort_timeout: seconds that an exit by exception waits; it then logs undelivered events instead of raising.
     """
@@ -173,10 +173,15 @@ class Bus(TypedOn, Streams):
         A module has no torch hook while its events have no subscriber. Events are published while the bus is open, and also
         while it is not if all subscribers are inline. Filters count the events of all modules together.
 
-        Backward events have the limits of torch's full backward hooks: an in-place operation on inputs or outputs of the module
-        (``ReLU(inplace=True)`` right before or after it) raises an error, a tensor that does not require gradients has None as
-        its gradient, and on a GPU autograd's thread publishes them. ``torch.compile`` has a graph break at each watched module,
-        so ``fullgraph=True`` is an error, and the first subscription after compiling recompiles the model once.
+        Backward events have the limits of torch's full backward hooks:
+
+        - An in-place operation on inputs or outputs of the module (``ReLU(inplace=True)`` right before or after it) raises an
+          error.
+        - The gradient of a tensor that does not require gradients is None.
+        - On a GPU, autograd's thread publishes them.
+
+        ``torch.compile`` has a graph break at each watched module, so ``fullgraph=True`` is an error. The first subscription
+        after compiling recompiles the model once.
 
         Args:
             model: a model, also inside a wrapper (``torch.compile``, data parallel), which names do not contain. Held weakly.

@@ -82,7 +82,7 @@ def mount(*events: type[Event] | str, **options: Any) -> Callable[[Method], Meth
     Args:
         *events: one or several mount points, if the method's name is not the mount point. An offloaded method of several has
             one lane for all of them, so that they arrive in the order in which they were published.
-        **options: those of ``bus.on``, such as a ``priority`` other than the hook's (``offload="process"`` only for a
+        **options: options of ``bus.on``, such as a ``priority`` other than the hook's (``offload="process"`` only for a
             ``@staticmethod``: the hook itself stays in this process). An ``operator.attrgetter``, except as ``when`` or
             ``capture``, takes the value from the hook when it is added to a bus: ``every=attrgetter("interval")``.
     """
@@ -131,7 +131,7 @@ def mount_points_of(cls: type[Hook]) -> list[str]:
 
 
 def _marks(cls: type[Hook]) -> Iterator[tuple[str, Mount]]:
-    """Yield the methods of a hook's class, those of its bases first, each with its ``@mount`` options."""
+    """Yield the methods of a hook's class, base classes first, each with its ``@mount`` options."""
     names: dict[str, None] = {}
     for base in reversed(cls.__mro__):
         if base not in (object, Hook):

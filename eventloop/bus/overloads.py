@@ -28,7 +28,7 @@ class TypedOn:
         Args:
             event: the class or the name; ``Event`` hears everything, a group (``"after_iter"``) all its events.
             handler: takes one argument: the event, what ``capture`` returned, or with ``batch`` a list of either.
-            **options: those of :class:`eventloop.bus.HandlerOptions`. For an offloaded handler also ``capture``, which picks on
+            **options: see :class:`eventloop.bus.HandlerOptions`. For an offloaded handler also ``capture``, which picks on
                 the publisher's thread what the handler gets a copy of, and ``batch``, the most events per call.
 
         Raises:
@@ -51,7 +51,7 @@ class TypedOn:
         Args:
             event: as for :meth:`on`.
             *more: further mount points, in the order in which their events are published.
-            **options: those of :class:`eventloop.bus.StreamOptions`, and ``capture``.
+            **options: see :class:`eventloop.bus.StreamOptions`, and ``capture``.
 
         Raises:
             BusStateError: no event loop is running here.

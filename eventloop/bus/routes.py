@@ -79,7 +79,7 @@ def compile_route(
 ) -> Route:
     """Return the function that calls ``heard`` in the order of their priorities.
 
-    ``count`` is that of publishes; it increases only if a filter compares it. A ``recorder`` gets the span of the event and of
+    ``count`` counts publishes; it increases only if a filter compares it. A ``recorder`` gets the span of the event and of
     each call that does not raise. With ``ranges``, each call is a range of torch's profiler.
     """
     if not heard and recorder is not None:

@@ -94,7 +94,7 @@ class _Inbox:
         return arrived
 
     def leave(self) -> None:
-        """Cancel the subscription; a publisher that waits for room goes on."""
+        """Cancel the subscription; a publisher that waits for room continues."""
         self._left = True
         self._lane.full = "drop_new"  # before it is retired: a publisher that waits then drops its event, without an error
         self.subscription.cancel()

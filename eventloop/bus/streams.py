@@ -1,4 +1,4 @@
-"""``bus.stream`` and ``bus.keep``: the events that applications read, and those that the bus keeps for them."""
+"""``bus.stream`` and ``bus.keep``: let applications read events, and keep the last events for them."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Stats(DrainReport, frozen=True):
     """Counts of one subscription: ``published``, ``delivered``, ``failed``, ``dropped``, ``pending`` and the fields below.
 
     ``published == delivered + failed + dropped + pending`` at every moment. Offloaded ones count always; inline ones count
-    isolated errors always and what they delivered only while ``bus.timing`` is on, because counting costs as much as a call.
+    isolated errors always and delivered events only while ``bus.timing`` is on, because counting costs as much as a call.
     ``bytes`` is the size of the captured tensors that are pending; ``calls`` and ``seconds`` are counted while ``bus.timing``
     is on (of an offloaded one, the hand-off on the publisher).
     """

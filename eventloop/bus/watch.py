@@ -35,7 +35,7 @@ class Watch:
     def __init__(self, model: nn.Module, patterns: tuple[str, ...], detach: Callable[[Watch], object]) -> None:
         found = _matching(model, patterns or ("*",))
         self.names = tuple(found)
-        """The qualified names of the watched modules; that of the model itself is ``""``."""
+        """The qualified names of the watched modules; the model itself is ``""``."""
         self._modules = weakref.WeakValueDictionary(found)
         self._detach = detach
 
@@ -138,7 +138,7 @@ def _matching(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Modul
         if not called:
             raise SubscribeError(
                 f"{pattern!r} matches only {type(named[names[0]]).__name__} containers of {kind}, which are never called "
-                f'themselves, so there would be no events; watch what they hold: "{names[0]}.*"'
+                f'themselves, so there would be no events; watch the modules in them: "{names[0]}.*"'
             )
         for name in called:
             found.setdefault(named[name], name)  # a module with two names goes by the first

@@ -33,7 +33,7 @@ Join = Callable[..., torch.Tensor]
 
 
 class Changed(Exception):  # noqa: N818 - not an error: it asks for a new layout
-    """The tensors are not those of the layout."""
+    """The tensors differ from the layout."""
 
 
 class Batch(NamedTuple):
@@ -52,7 +52,7 @@ class Batch(NamedTuple):
     pointers: list[int]
 
     def check(self, sources: Tensors) -> None:
-        """Raise Changed if tensors are not those of the layout, as far as copying them does not show it by a RuntimeError."""
+        """Raise Changed if tensors differ from the layout in a way that copying does not report by a RuntimeError."""
         if _form(sources, self.join) != self.form:
             raise Changed
 

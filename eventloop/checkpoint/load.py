@@ -51,12 +51,12 @@ class _Tree(msgspec.Struct, array_like=True):
 def load(path: AsPath, map_location: str | torch.device = "cpu") -> Any:
     """Read and verify a checkpoint, a file or a URL, and rebuild the tree with all tensors on the device ``map_location``.
 
-    The file is read once into one buffer, of which the tensors are parts (each with a storage of its own): the buffer
-    lives as long as one of them does.
+    The file is read once into one buffer. The tensors are parts of it, each with a separate storage, so the buffer lives
+    as long as one of them.
 
     Raises:
         FileNotFoundError: the file does not exist.
-        CheckpointDamagedError: the bytes are not those that were written, or not those of a checkpoint.
+        CheckpointDamagedError: the bytes differ from those that were written, or are not a checkpoint.
         CheckpointError: a newer trainbus or torch wrote it.
     """
     device = torch.device(map_location)

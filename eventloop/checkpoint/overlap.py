@@ -1,4 +1,4 @@
-"""Copy the tensors that only ``optimizer.step`` changes while the training goes on.
+"""Copy the tensors that only ``optimizer.step`` changes while the training continues.
 
 Parameters and the state of optimizers make up nearly all of a checkpoint, and between two steps nothing changes them. So
 they are copied on a thread while the next forward and backward pass run, and the next step waits for the copy: the fence,
@@ -51,7 +51,7 @@ class Overlap:
         self._process = 0
 
     def divide(self, pairs: Iterable[Pair]) -> tuple[list[Pair], list[Pair]]:
-        """Return the pairs to copy at once, and those that only a step changes."""
+        """Return the pairs to copy at once, and the pairs that only a step changes."""
         parameters = chain.from_iterable(group["params"] for one in self._optimizers for group in one.param_groups)
         values = chain.from_iterable(state.values() for one in self._optimizers for state in one.state.values())
         owned = {value.data_ptr() for value in chain(parameters, values) if type(value) in _PLAIN} - {0}

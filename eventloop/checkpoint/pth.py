@@ -45,7 +45,7 @@ class ForeignFormat(NamedTuple):
     recognises: Callable[[Any], bool]
     """Returns True for a tree of this format, as `load_pth` returns it."""
     convert: Callable[[Any], Converted]
-    """Returns the state of a run that goes on from such a tree, and notes for the user."""
+    """Returns the state of a run that continues from such a tree, and notes for the user."""
     objects: Mapping[str, ToPlain] = {}
     """For each class that its pickles name."""
 
@@ -59,7 +59,7 @@ def register_format(foreign: ForeignFormat) -> None:
 
 
 def convert_foreign(tree: Any) -> Converted | None:
-    """Return the state of a run that goes on from ``tree``; None if no registered format recognises it."""
+    """Return the state of a run that continues from ``tree``; None if no registered format recognises it."""
     return next((known.convert(tree) for known in _formats if known.recognises(tree)), None)
 
 
@@ -74,7 +74,7 @@ def load_pth(path: str | os.PathLike[str]) -> Any:
 
     Raises:
         FileNotFoundError: the file does not exist.
-        CheckpointDamagedError: the bytes are not those that were written.
+        CheckpointDamagedError: the bytes differ from those that were written.
         CheckpointError: not a file of ``torch.save``, or it names code that would have to be run (the error lists all names).
     """
     path = Path(path)

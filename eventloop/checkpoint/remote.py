@@ -4,7 +4,7 @@ Such a store has no rename that is safe everywhere and no fsync: a file counts w
 uploaded under a temporary name, its size is compared, and then a copy or move within the store gives it its name. If a step
 before that fails, the name keeps what it had.
 
-A failure of a store, of whatever type (OSError, HTTP, time-outs, credentials …), arrives as a `CheckpointError` that is
+A failure of a store, of any type (OSError, HTTP, time-outs, credentials …), arrives as a `CheckpointError` that is
 chained from it.
 """
 
@@ -27,7 +27,7 @@ class RemotePath:
     """A URL (``protocol://...``) with the part of `pathlib.Path` that checkpoints need, and with durable writes.
 
     Raises:
-        ConfigurationError: fsspec, or what it needs for this protocol, is not installed, or the protocol is unknown.
+        ConfigurationError: fsspec, or its package for this protocol, is not installed, or the protocol is unknown.
     """
 
     def __init__(self, url: str, fs: Any = None) -> None:

@@ -159,7 +159,7 @@ class AsyncSaver:
         busy: the behaviour of `save` while another save is being written: ``"wait"`` waits for it, ``"skip"`` does nothing,
             ``"replace"`` replaces the one that waits (never the one that is being written), ``"queue"`` waits only if another
             one waits already. The last two need staging memory twice.
-        overlap: optimizers; their parameters and state are copied while the caller goes on, up to their next step (see
+        overlap: optimizers; their parameters and state are copied while the caller continues, up to their next step (see
             :mod:`eventloop.checkpoint.overlap`).
     """
 
@@ -195,7 +195,7 @@ class AsyncSaver:
             tree: what `stage` takes.
             path: the file to write.
             write: called on the saver's thread with the copy and the path, for files of another format
-                (`Pickled.write` for those of ``torch.save``). The copy is released afterwards.
+                (`Pickled.write` for files of ``torch.save``). The copy is released afterwards.
             raises: if False, only the future has the error of this save.
 
         Returns:
@@ -228,12 +228,12 @@ class AsyncSaver:
         staged = stage(tree, self._buffer, overlap=self._overlap)
         self._entered += 1
         job = _Job(staged, path, self._entered, write, raises, future)
-        self._turns.enter(job)  # from here on it is written, or replaced, whatever strikes
+        self._turns.enter(job)  # from here on it is written or replaced, even after Ctrl-C
         self._bell.put(None)
         return future
 
     def after_commit(self, action: Callable[[], object]) -> None:
-        """Call ``action`` once the saves so far are durable, for example to remove what they replace.
+        """Call ``action`` once the saves so far are durable, for example to remove the files that they replace.
 
         It runs on the saver's thread, or at once if no save is under way. While the last save has failed, it waits for the
         next one that succeeds, and is dropped if none does. Its error is raised like that of a save.

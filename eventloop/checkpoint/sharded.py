@@ -64,7 +64,7 @@ class Parts:
 
         A collective. All processes raise CheckpointError if one of them fails.
         """
-        self._agree(lambda: make_directory(self._directory) if self.first else None)  # after each step all go on, or none
+        self._agree(lambda: make_directory(self._directory) if self.first else None)  # all processes continue, or none
         self._agree(self._write_parts)
         return int(self._agree(lambda: self._finish(write) if self.first else 0)[0])
 

@@ -1,4 +1,4 @@
-"""Staging: copy a tree so that training may go on at once, while the copy is written elsewhere."""
+"""Staging: copy a tree, so that training continues at once while the copy is written elsewhere."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class _Memory:
         self.lease: weakref.ref[StagedTree] | None = None
         # Copies from CUDA devices that may be under way.
         self.events: list[torch.cuda.Event] = []
-        # The copies of an Overlap; they go on when the StagedTree is released before their end.
+        # The copies of an Overlap; they continue if the StagedTree is released before their end.
         self.late: Future[None] | None = None
 
     def _target(self, batch: Batch) -> Target:
@@ -179,7 +179,7 @@ def stage(tree: object, buffer: StageBuffer | None = None, *, overlap: Overlap |
     Args:
         tree: containers of numbers, text, arrays and tensors.
         buffer: memory to use again.
-        overlap: copies the tensors of its optimizers later, while the caller goes on; their next step waits for it.
+        overlap: copies the tensors of its optimizers later, while the caller continues; their next step waits for it.
 
     Raises:
         CheckpointValueError: for a value that a checkpoint cannot hold, with its path.

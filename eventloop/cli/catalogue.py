@@ -29,7 +29,7 @@ Modules = Annotated[list[str] | None, Parameter(name="--import", metavar="MODULE
 
 
 def list_hooks(name: str | None = None, /, *, imports: Modules = None) -> None:
-    """List every registered hook: options, types, defaults, mount points; or show one with what its options do.
+    """List all registered hooks with options, types, defaults and mount points; or show one hook with its descriptions.
 
     Args:
         name: a hook, a logger's writer, or an average, such as CheckpointHook.
@@ -82,7 +82,7 @@ def _show(name: str) -> None:
             console.print(Text.assemble((option.name, "bold"), ": ", (describe(option.annotation), "dim"), " ", shown))
             console.print(Padding(Text(_plain(descriptions.get(option.name, ""))), (0, 0, 0, 4), expand=False))
     if signature.rest_of is not None:
-        console.print(f"\nFurther options are those of {signature.rest_of}.")
+        console.print(f"\nFurther options: all options of {signature.rest_of}.")
 
 
 def _plain(text: str) -> str:
@@ -103,7 +103,7 @@ def _options(kind: str, signature: Signature, width: int) -> Table:
             shown = Text("required", style="red") if option.default is option.empty else Text(_default(option), style="green")
             table.add_row(option.name, Text(describe(option.annotation), style="dim"), shown)
     if signature.rest_of is not None:
-        table.add_row(f"those of {signature.rest_of}", "", "")
+        table.add_row(f"all options of {signature.rest_of}", "", "")
     return table
 
 

@@ -1,4 +1,4 @@
-"""``trainbus run`` and ``trainbus demo``: train in a new folder, or in that of a run to resume."""
+"""``trainbus run`` and ``trainbus demo``: train in a new folder, or in the folder of a run to resume."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def find(kind: str, name: str) -> type[Any]:
     if name in _found[kind]:
         return _found[kind][name].cls
     hint = did_you_mean(name, _found[kind])
-    known = "" if hint else f"; registered: {names or 'none (`import hooks` registers those that come with trainbus)'}"
+    known = "" if hint else f"; registered: {names or 'none (`import hooks` registers the built-in ones)'}"
     absent = [f" ({entry.system}'s: {entry.note})" for entry in _migrations.get(name, ()) if not entry.ours]
     raise UnknownNameError(f"{name!r} is not a registered {kind}{hint}{known}{''.join(absent[:1])}")
 

@@ -43,7 +43,7 @@ def add_hooks(bus: Bus, hooks: Iterable[Any], *, imports: Sequence[str] = (), mo
             constructor, and optionally ``priority`` and ``name``. A table also describes an option that is an object.
         imports: modules that ``module:attribute`` may name.
         model: value of a required parameter ``model`` that a table lacks.
-        optimizer: the same for ``optimizer``, such as that of a scheduler; a mapping if there are several.
+        optimizer: the same for ``optimizer``, such as a scheduler's; a mapping if there are several.
 
     Raises:
         ConfigurationError: an entry is invalid; the message has its position (``hooks[2].interval``) and the nearest name.

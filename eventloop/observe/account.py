@@ -51,7 +51,7 @@ NEEDED: Final = _MARKS | {name for first, following, _ in WITHIN for name in (fi
 _ALSO_MARKS: Final = ("before_val_iter", "after_val_iter", "before_test_iter", "after_test_iter")
 _STEP_BEGINS: Final = ("before_train_epoch", "after_train_iter", "after_val")
 """An iteration begins at the end of the last one of these."""
-_MOST_PENDING: Final = 1 << 18  # spans without a mark, some 10 MB
+_MOST_PENDING: Final = 1 << 18  # spans without a mark, about 10 MB
 _MOST_BETWEEN: Final = 1 << 12  # spans while no run is open, which may lie in the before_run of the next
 
 

@@ -24,7 +24,7 @@ PERIOD: Final = 2.0
 
 _COMPARES: Final = 0.25  # of a period after all have written
 _READS: Final = 0.5
-_IN_A_ROW: Final = 3  # comparisons in which a rank must stand out; that of one may begin a new epoch a moment before others
+_IN_A_ROW: Final = 3  # comparisons in which a rank must stand out; in a single one, it may have begun a new epoch before others
 _SILENT: Final = 5  # periods without an answer
 
 log = get_logger()

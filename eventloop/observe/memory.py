@@ -28,7 +28,7 @@ _FEWEST: Final = 6  # samples behind the warm-up
 _STEADY: Final = 4 << 20  # bytes of growth above which the objects of hooks are counted
 _SOON, _APART = 2.0, 10.0  # least seconds from the first count of hooks to the second, and then from each to the next
 _MOST_OBJECTS: Final = 200_000  # of one hook
-_PAUSE_EVERY: Final = 500  # objects, some 0.5 ms
+_PAUSE_EVERY: Final = 500  # objects, about 0.5 ms
 _LEAST: Final = 16  # bytes that a hook must keep per iteration to be reported
 
 
@@ -86,7 +86,7 @@ class Memory:
         return [process, *sorted(self._hook_growth(), key=lambda one: -one.bytes)]
 
     def _process_growth(self) -> Growth | None:
-        """Compare the minimum of the last third with that of the first, because memory that comes and goes is no growth."""
+        """Compare the minimum of the last third with the first third's, because temporary memory is not growth."""
         own = self._samples
         own = own[int(_WARM_UP * len(own)) :]
         third = len(own) // 3

@@ -21,8 +21,10 @@ _Weighed = tuple[float, str]
 def expensive(costs: Costs, most: int = 3) -> list[str]:
     """Return a sentence for each of the most expensive things that matter, the worst one first.
 
-    These are: waiting for data from 5 % of the time, a hook from 3 %, a full lane or checkpoints from 1 %, lost events,
-    memory that grows, and a rank that the others wait for. A run without any of them has no sentence.
+    - waiting for data, from 5 % of the time;
+    - a hook, from 3 %;
+    - a full lane or checkpoints, from 1 %;
+    - lost events, growing memory, and a rank that the others wait for.
     """
     found = [*_data(costs), *_hooks(costs), *_lanes(costs), *_checkpoints(costs), *_memory(costs), *_ranks(costs)]
     return [sentence for _, sentence in sorted(found, key=lambda one: -one[0])[:most]]
@@ -46,7 +48,7 @@ def size(number: float) -> str:
 
 
 def hook_of(name: str) -> str:
-    """Return the name of the hook in that of its method: ``"EMAHook"`` for ``"EMAHook.after_train_iter"``."""
+    """Return the hook's part of a method's name: ``"EMAHook"`` for ``"EMAHook.after_train_iter"``."""
     return name.rpartition(".")[0] or name
 
 

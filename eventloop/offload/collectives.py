@@ -53,7 +53,7 @@ def collectives_allowed() -> Iterator[None]:
 
 
 class _Refusal(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: unannotated
-    """Sees all operators of its thread, and those of ``torch.distributed`` among them, however they are called."""
+    """Intercept all operators of its thread, including those of ``torch.distributed``, by whatever call."""
 
     def __init__(self, label: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch: unannotated

@@ -99,7 +99,7 @@ class _Consumer:
 
 
 def _sources(items: list[Any], arrived: list[Any]) -> Sources:
-    """Return the events of ``items`` of a lane; ``arrived`` holds those that have arrived."""
+    """Return the events of ``items`` of a lane; ``arrived`` holds the items that have arrived."""
     found: Sources = []
     for item, value in zip_longest(items, arrived):
         if isinstance(item, Snapshot) and item.source is not None:

@@ -48,7 +48,7 @@ _HAS_GIL: Final = getattr(sys, "_is_gil_enabled", lambda: True)()
 _SHUT: Final = -1  # a gate that lets no publisher pass
 DROPPED: Final = threading.Lock()  # instead of a bell: the publisher does not wait
 _WORTH_A_WAKE_UP: Final = 32  # events; with fewer, lingering would save nothing
-_UNKNOWN: Final = 1.0  # seconds; a handler that has done nothing for so long is slow, whatever its speed
+_UNKNOWN: Final = 1.0  # seconds; a handler that finished no event for so long counts as slow
 _NOT_OPEN = "the bus is not open: wrap the publishing code in `with bus:` (a Run or TrainLoop does it for you)"
 
 
@@ -79,7 +79,7 @@ class Lane:
         self.capacity = capacity  # most events in the queue
         self._half = (capacity + 1) // 2
         self.contextual = False
-        """Whether items are queued as tuples of the publisher's context and the item (some 100 ns)."""
+        """Whether items are queued as tuples of the publisher's context and the item (about 100 ns)."""
         self.context = copy_context()  # of the subscriber, for handlers whose items come without one
         self.linger = linger  # seconds after which the consumer looks again
         self.full = full  # when it is full: wait, drop the oldest or the newest, keep only the newest, or raise
@@ -328,7 +328,7 @@ class Lane:
         self.wake()
 
     def give_up(self, reason: str) -> None:
-        """Retire, and drop the queued events and those of publishes under way."""
+        """Retire, and drop all events, queued or being published."""
         self.given_up = True
         self.retire(reason)
         self.discard()
@@ -340,7 +340,7 @@ class Lane:
             self._set_gate()
             self._wake = None
             self._owns = bool
-            self._armed = False  # so that a late publisher looks for the consumer, and discards what it appends
+            self._armed = False  # so that a late publisher looks for the consumer, and discards its event
         self.discard()
 
     def discard(self) -> None:

@@ -57,11 +57,11 @@ class Meter:
             self._add(self.handled, began, perf_counter_ns())
 
     def works(self, process: int, began: int, ended: int) -> None:
-        """Record a call in a worker process, whose clock is that of this process."""
+        """Record a call in a worker process, which has the same clock as this process."""
         self._add(self.worked, began, ended, thread=process)
 
     def timed(self, item: Any, depth: int) -> Snapshot:
-        """Return an item of the lane as one that records its arrival; ``depth`` is that of the queue with it."""
+        """Wrap an item of the lane to record its arrival; ``depth`` is the length of the queue with it."""
         if not isinstance(item, Snapshot):
             return _Timed(item, meter=self, queued=perf_counter_ns(), depth=depth)
         fields = (item.value, item.pending, item.finish, item.nbytes, item.source)

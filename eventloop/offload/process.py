@@ -218,7 +218,7 @@ def serve(pipe: Connection, segment: Segment, target: Importable, batched: bool)
     for number in SIGNALS:
         # A handler that does nothing, and not SIG_IGN, which programs started by the user's handler would inherit.
         signal.signal(number, lambda *_: None)
-        signal.siginterrupt(number, False)  # a read in the handler's C code goes on
+        signal.siginterrupt(number, False)  # a read in the handler's C code continues
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by the parent until now
     torch.set_num_threads(1)  # the training needs the others
     _send(pipe, _outcome(target.load))

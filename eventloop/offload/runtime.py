@@ -49,7 +49,7 @@ class Runtime:
             consumer = ThreadConsumer(delivery, Caller(delivery.handler, lane.label, delivery.timeout, self), self)
         else:
             consumer = ThreadConsumer(delivery, ProcessCaller(delivery, delivery.target), self)
-        self._serving()  # forgets those that have ended
+        self._serving()  # forgets consumers that have ended
         lane.attach(partial(self._wake, consumer), self._must_not_wait)
         lane.wake()
 
@@ -76,7 +76,7 @@ class Runtime:
         return self.report()
 
     def settle(self, deadline: Deadline) -> bool:
-        """Drain until no event was published meanwhile: those that the last handlers published are delivered, too."""
+        """Drain until no event was published meanwhile, so that events of the last handlers are delivered, too."""
         before = None
         while True:
             self.drain(deadline)
@@ -123,7 +123,7 @@ class Runtime:
         if not self._loop.stop(max(CANCEL_GRACE, deadline.left)):  # threads that hang may have left no time
             tasks = [one.lane.label for one in consumers if isinstance(one, TaskConsumer) and not one.ended()]
             behind += [f"{label}, which continues after it was cancelled" for label in tasks] or [self._loop.name]
-        # Also those that a late publisher has woken: its wake-up sees that the loop stops, or is seen here.
+        # Also consumers woken by a late publisher: its wake-up sees that the loop stops, or is seen here.
         for consumer in {*consumers, *self._serving()}:
             consumer.lane.detach()
         if behind:

@@ -33,7 +33,7 @@ class ScalarTaker:
         self._fetches: dict[torch.device, _Fetches] = {}
 
     def take(self, outputs: Mapping[str, Any]) -> tuple[dict[str, Any], list[Stack]]:
-        """Return the scalars of ``outputs`` by name, and stacks that bring those of other devices, which are None until then.
+        """Return the scalars of ``outputs`` by name, and stacks for the scalars of other devices, which are None until read.
 
         Other entries (logits, batches, objects) are left out.
         """

@@ -88,7 +88,7 @@ class SizedLane(Lane):
         self._own.bytes = 0
 
     def _drop_for(self, size: int, budget: float) -> bool:
-        # Only queued values can make room: not those that the handler or another publisher holds.
+        # Only queued values can make room, not values that the handler or another publisher holds.
         queued = list(self._queue)  # at once: other publishers may append
         if sum(map(self._size, queued)) < self.bytes + size - budget:
             return False

@@ -82,7 +82,7 @@ def checked_stateful(things: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def device_of(device: str | torch.device | None, models: Mapping[str, torch.nn.Module]) -> torch.device:
-    """Return the given device, or that of the models; raise ConfigurationError if torch cannot use it."""
+    """Return the given device, or the models' device; raise ConfigurationError if torch cannot use it."""
     if device is not None:
         try:
             torch.empty(0, device=device)

@@ -202,7 +202,7 @@ class Feed:
 
 
 class Feeds:
-    """Keep the feed of the training data from epoch to epoch, and that of the last validation or test."""
+    """Keep the feed of the training data from epoch to epoch, and the feed of the last validation or test."""
 
     def __init__(self, device: torch.device) -> None:
         self.train: Feed | None = None

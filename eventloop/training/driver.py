@@ -91,7 +91,7 @@ class Driver(Session):
         return self._last if self._last is not None else self.feed is not None and self.feed.last
 
     def expect(self, data: Iterable[Any], *, max_epochs: int | None, max_iters: int | None) -> None:
-        """Tell the hooks, before the run begins, what it will train."""
+        """Set the limits and loaders of the training for hooks, before the run begins."""
         self._saves.feeds.expected = data
         self.state.counters.max_epochs, self.state.counters.max_iters = max_epochs, max_iters
 
@@ -191,7 +191,7 @@ class Driver(Session):
             self._bus.publish(event)
 
     def end_iteration(self, outputs: Mapping[str, Any] | None = None) -> None:
-        """Publish ``after_train_iter`` with ``outputs`` and those of ``run.report()``, and count the iteration."""
+        """Publish ``after_train_iter`` with ``outputs`` and reported outputs (``run.report()``), and count the iteration."""
         state = self.state
         if state.scopes.innermost != "iter":
             self._take_turn("end_iteration")
@@ -238,7 +238,7 @@ class Driver(Session):
         self._begin_evaluation_iteration("begin_validation_iteration", "val", batch)
 
     def end_validation_iteration(self, outputs: Mapping[str, Any] | None = None) -> None:
-        """Publish ``after_val_iter`` with ``outputs`` and those of ``run.report()``, and feed the metrics."""
+        """Publish ``after_val_iter`` with ``outputs`` and reported outputs (``run.report()``), and feed the metrics."""
         self._end_evaluation_iteration("end_validation_iteration", "val", outputs)
 
     def end_validation(self, metrics: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def set_generators(loader: Iterable[Any], states: list[torch.Tensor | None], but
 
 
 def random_states(loader: Iterable[Any]) -> dict[str, Any]:
-    """Return the states of all global generators, and of those that ``loader`` owns."""
+    """Return the states of all global generators, and of the generators that ``loader`` owns."""
     return {"rng": get_rng_state(), "generators": generator_states(loader)}
 
 
@@ -74,7 +74,7 @@ def passes_made(loader: Iterable[Any]) -> int | None:
 
 
 def restore_loader(loader: Any, state: Mapping[str, Any], restored: set[torch.Generator], *, workers: bool) -> None:
-    """Make the next pass follow those of a saved run, except for generators in ``restored`` (loaders may share one)."""
+    """Make the next pass continue a saved run's, except for generators in ``restored`` (loaders may share one)."""
     if workers:
         start_persistent_workers(loader)
     if (count := state.get("counted")) is not None and _held(loader) is not loader:  # not in older checkpoints

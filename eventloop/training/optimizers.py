@@ -117,7 +117,7 @@ def warn_of_overridden(saved: Mapping[str, Any], given: Mapping[str, Any]) -> No
     ]
     if changed:
         log.warning(
-            "your options differ from the checkpoint, and a resumed run uses those of the checkpoint; "
+            "your options differ from the checkpoint, and a resumed run uses the checkpoint's; "
             "start a new run, or set them in a handler of before_train",
             options="; ".join(changed),
         )

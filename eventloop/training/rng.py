@@ -45,7 +45,7 @@ def get_rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Restore the states of :func:`get_rng_state`; skip those of CUDA if the number of devices differs."""
+    """Restore the states of :func:`get_rng_state`; skip CUDA's if the number of devices differs."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     np.random.set_state(state["numpy"])
@@ -55,7 +55,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def other_rng_state(state: Mapping[str, Any] | None, rank: int) -> Mapping[str, Any] | None:
-    """Derive the random states of ``rank`` from those of rank 0."""
+    """Derive the random states of ``rank`` from the states of rank 0."""
     if state is None:
         return None
     now = get_rng_state()

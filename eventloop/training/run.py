@@ -68,7 +68,7 @@ class Run:
         resume: path or URL of a checkpoint, or of a directory for its newest good checkpoint. ``"auto"`` searches
             ``work_dir`` and the directories of the hooks, and begins a new run if it finds none.
         strict: False loads only the matching part of a checkpoint of another model or optimizer.
-        name: name of the experiment; by default that of the work dir.
+        name: name of the experiment; by default the name of the work dir.
         config: your configuration, for the record (see ``RuntimeInfoHook``).
         counters: counts of an earlier run to continue.
         accelerator: the ``accelerate.Accelerator`` that prepared model, optimizer and loaders. Saves and stops wait for the
@@ -145,7 +145,7 @@ class Run:
 
     @property
     def checkpoint_suffix(self) -> str:
-        """End of the names of this run's checkpoints: ``.safetensors``, or that of the trainer that writes them."""
+        """Suffix of this run's checkpoints: ``.safetensors``, or the suffix of the trainer that writes them."""
         return ".safetensors"
 
     @property
@@ -368,7 +368,7 @@ class Run:
         All ranks must call it, at the same mount point. Inside an accumulation window it waits for the window's step.
 
         Raises:
-            TrainingError: the run is not that of a ``TrainLoop`` with ``val_data``.
+            TrainingError: the run does not belong to a ``TrainLoop`` with ``val_data``.
         """
         if self.state.validate is None:
             raise TrainingError(
@@ -412,7 +412,7 @@ class Run:
         self._saves.directories.append(as_path(directory))
 
     def note_options(self, owner: str, options: Any) -> None:
-        """Record options that a checkpoint overrides; a resume warns about those that the program has changed.
+        """Record options that a checkpoint overrides; a resume warns about options that the program changed.
 
         Args:
             owner: checkpoint key that holds them, such as ``"optimizer"``.

@@ -23,7 +23,7 @@ _LIGHTNING: Final = tuple(
         f"{package}.callbacks.{base}",
         name=f"{package}.Callback",
         refusal=(
-            "callbacks of Lightning use some 45 attributes of its Trainer, private ones too, which a run does not have; "
+            "callbacks of Lightning use about 45 attributes of its Trainer, private ones too, which a run does not have; "
             f"add {ours} instead, or give the callback to a Lightning Trainer, and attach the bus to it: bus.attach(trainer)"
         ),
     )

@@ -120,7 +120,7 @@ class Callbacks(CallbackHandler):  # type: ignore[misc]
     def restore(self, states: Mapping[str, Any]) -> list[str]:
         """Set the attributes that callbacks had exported, by the name of their class; return the names without a callback.
 
-        Arguments of their constructors stay those of the program.
+        Arguments of their constructors keep the program's values.
         """
         for name, state in states.items():
             saved = state if isinstance(state, list) else [state]

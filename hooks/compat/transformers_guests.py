@@ -31,7 +31,7 @@ _NEEDED: Final[Mapping[str, tuple[str, ...]]] = {
     "on_prediction_step": ("after_val_iter", "after_test_iter"),
     "on_save": ("checkpoint_staged", "checkpoint_committed", "checkpoint_failed", "checkpoint_skipped", *_ITERATIONS),
 }
-"""The mount points that a method of a callback needs, besides those that come a few times per epoch."""
+"""The mount points that a method of a callback needs, besides those published a few times per epoch."""
 
 
 @register

@@ -44,7 +44,7 @@ class Fanout:
         self._smoothed = [target for target in self._targets if target not in self._raw]
 
     def train(self, iterations: Iterable[tuple[Mapping[str, Any], Where]]) -> None:
-        """Pass on the outputs of iterations, of which only the numbers count."""
+        """Pass the numbers among the outputs of iterations to the writers."""
         self._open_late()
         rows: list[Row] = []
         # This thread shares the GIL with training: few calls per iteration, and only values that a writer reads.

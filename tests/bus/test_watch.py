@@ -214,7 +214,7 @@ def test_a_pattern_that_matches_nothing_names_the_nearest(bus, model):
 
 
 def test_a_container_that_is_never_called_is_an_error_that_says_what_to_watch(bus, model):
-    with pytest.raises(SubscribeError, match=r'watch what they hold: "encoder.layers.\*"'):
+    with pytest.raises(SubscribeError, match=r'watch the modules in them: "encoder.layers.\*"'):
         bus.watch(model, "encoder.layers")
 
 

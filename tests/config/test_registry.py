@@ -80,7 +80,7 @@ def test_the_error_without_registered_names_says_what_to_import():
     class Base:
         pass
 
-    with pytest.raises(UnknownNameError, match=r"registered: none \(`import hooks` registers those that come with trainbus\)"):
+    with pytest.raises(UnknownNameError, match=r"registered: none \(`import hooks` registers the built-in ones\)"):
         find("kind_of_these_tests", "x")
     assert Base not in [entry.cls for entry in registered("hook")]
 

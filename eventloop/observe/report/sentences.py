@@ -36,7 +36,7 @@ def _state(run: History) -> str:
         case "killed":
             return f"The run was killed after {after}{sessions}: its process ended without recording an end."
         case "running":
-            return f"The run goes on; so far {after}{sessions}."
+            return f"The run is still training; so far {after}{sessions}."
         case "unknown":
             return f"The run is on another machine ({last.environment.machine.host}), not ended; so far {after}{sessions}."
         case state:

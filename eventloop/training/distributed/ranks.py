@@ -151,7 +151,7 @@ class Agreement:
         self._launch(self.asked())
 
     def take_rates(self, own: Rates) -> Rates:
-        """Return the learning rates that all ranks have asked for, given those of this rank. A collective."""
+        """Return the learning rates requested by all ranks, given the requests of this rank. A collective."""
         self.rates = False
         return [one for some in self.ranks.gather(own) for one in some]
 
@@ -221,9 +221,9 @@ class Agreement:
 def join_ranks(
     bus: Bus, models: Mapping[str, torch.nn.Module], requests: Callable[[], Requests], *, trains: bool
 ) -> Agreement | None:
-    """Join a new run with those of the other ranks, and set the rank of the bus. A collective.
+    """Join a new run with the runs of the other ranks, and set the rank of the bus. A collective.
 
-    Return None if there is only one process. ``requests`` is that of :class:`Agreement`. ``trains`` is False for a run without
+    Return None if there is only one process. ``requests`` is as in :class:`Agreement`. ``trains`` is False for a run without
     an optimizer; else warn about models whose weights are not synchronised between ranks.
 
     Raises:

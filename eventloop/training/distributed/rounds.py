@@ -133,7 +133,7 @@ class Rounds:
             self._arrive((self._point[0], self._point[1] + 1))
 
     def take_rates(self, own: Rates) -> Rates:
-        """Return the learning rates to set now; those of this rank since then wait for another round."""
+        """Return the learning rates to set now; later requests of this rank wait for another round."""
         self._own.rates.extend(own)
         rates, self._rates, self.rates = self._rates, [], False
         return rates
@@ -153,7 +153,7 @@ class Rounds:
         while self._agent.is_alive():
             waits = self._stands is not None or self._beyond(point)
             self._apply()  # after the line above: the agent hands a result over before it ends the wait
-            if self.paused:  # settle() goes on
+            if self.paused:  # settle() continues
                 return
             if waits:
                 self._wake.set()
@@ -230,7 +230,7 @@ class Rounds:
         else:
             self._results.append(result)
         self._number += 1
-        self._release()  # last: the training thread goes on
+        self._release()  # last: the training thread continues
 
     def _answer(self, opened: Point) -> _Answer:
         deadline = time.monotonic() + _SKEW

@@ -17,7 +17,7 @@ from eventloop.training.loaders import length_of
 
 
 class Share:
-    """Count the samples of each batch of a loader, without those that a ``DistributedSampler`` repeats.
+    """Count the samples of each batch of a loader, without samples that a ``DistributedSampler`` repeats.
 
     The sampler pads all ranks to the same number of samples, so the last sample of some ranks is a repeat. A pass leaves the
     repeat out. If the rank would lose a batch by that, the batch stays and counts 0: forward passes of a wrapped model may

@@ -42,7 +42,7 @@ def peek(path: str | os.PathLike[str] | AnyPath) -> Progress:
 
     Raises:
         CheckpointNotFoundError: the file does not exist.
-        CheckpointDamagedError: the header is damaged, or those of all checkpoints in the directory are.
+        CheckpointDamagedError: the header is damaged, or the headers of all checkpoints in the directory are.
         CheckpointError: the file is not a checkpoint of a run, the directory holds none, or the store does not answer.
     """
     file, state = read_checkpoint(as_path(path), outline, "give a checkpoint, or a directory of checkpoints")
@@ -83,7 +83,7 @@ def find_checkpoint(*directories: AnyPath, known: Iterable[AnyPath] = (), read: 
     """Read the newest good checkpoint in some directories; return None if they have no checkpoint.
 
     The file that ``last_checkpoint`` names, in any of ``directories`` and ``known``, comes first, then the files with the most
-    progress. The progress is read from the files, because their times may be those of copies. A file that cannot be read
+    progress. The progress is read from the files, because copied files have other times. A file that cannot be read
     (damaged, a link, a FIFO, a device) is logged, and the previous one is tried.
 
     Raises:

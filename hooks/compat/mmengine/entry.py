@@ -82,7 +82,7 @@ def _history(buffer: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy of nested values without those that a checkpoint cannot hold."""
+    """Return a copy of nested values without values that a checkpoint cannot hold."""
     if isinstance(value, Mapping):
         kept = {key: _plain(entry) for key, entry in value.items()}
         return {key: entry for key, entry in kept.items() if entry is not _ABSENT}

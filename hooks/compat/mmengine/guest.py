@@ -36,7 +36,7 @@ _STATE: Final[Mapping[str, tuple[str, ...]]] = {
 class MMEngineHook(GuestHook):
     """A hook of MMEngine on a bus. The hooks of one bus share a :class:`~hooks.compat.mmengine.runner.GuestRunner`.
 
-    The priority is that of the guest. In ``after_train_iter``, the priorities 0 to 39 become 31 to 39, because MMEngine calls
+    The priority is the guest's. In ``after_train_iter``, the priorities 0 to 39 become 31 to 39, because MMEngine calls
     that method after the optimizer step. A guest with ``state_dict`` and ``load_state_dict`` has its state in checkpoints.
     """
 

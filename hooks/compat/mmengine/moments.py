@@ -180,7 +180,7 @@ class Moments:
         return parts.by_name(self.run.optimizers, self.optim_wrapper) if self.run.optimizers else {}
 
     def _make_schedulers(self) -> None:
-        """Make the schedulers of the configuration. In a resumed run the rates stay those that were loaded."""
+        """Make the schedulers of the configuration. In a resumed run the loaded rates stay."""
         described = self.run.config.get("param_scheduler")
         if described is None or not self.run.optimizers:
             return

@@ -27,7 +27,7 @@ def test_a_callback_of_lightning_is_refused_with_the_reason_and_ours_for_it(pack
         Bus().add(kind(**options))
     message = str(caught.value)
     assert message.startswith(
-        f"{name} is a {package}.Callback, which cannot be a guest: callbacks of Lightning use some 45 attr"
+        f"{name} is a {package}.Callback, which cannot be a guest: callbacks of Lightning use about 45 attr"
     )
     assert f"; add {ours}" in message
     assert message.endswith("attach the bus to it: bus.attach(trainer)")
