@@ -108,7 +108,7 @@ class LoggerHook(Hook):
         if out_dir is None and not keep_local:
             raise ConfigurationError("keep_local=False deletes files after copying them to out_dir=; give out_dir=, too")
         self._out_dir = None if out_dir is None else Path(out_dir)
-        self._out_suffix = one_or_more("out_suffix", out_suffix, 'an end of file names or several, such as (".json", ".log")')
+        self._out_suffix = one_or_more("out_suffix", out_suffix, 'a suffix of file names or several, such as (".json", ".log")')
         self._keep_local = keep_local
         self._by_epoch = log_metric_by_epoch
         self._fanout = Fanout(

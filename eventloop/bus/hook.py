@@ -148,7 +148,7 @@ def check_single(hook: object) -> None:
     if isinstance(hook, list | tuple | set | frozenset | Iterator):
         raise SubscribeError(f"bus.add takes the hooks one by one, not in a {type(hook).__name__}: write bus.add(*hooks)")
     if isinstance(hook, str | Mapping):
-        raise SubscribeError(f"bus.add takes hook objects; write add_hooks(bus, [{hook!r}]) to have them made")
+        raise SubscribeError(f"bus.add takes hook objects; write add_hooks(bus, [{hook!r}]) to create them")
 
 
 def _check_state(hook: Hook) -> None:

@@ -357,7 +357,7 @@ class Run:
         """
         if self.state.epoch_ends is None:
             raise TrainingError(
-                "run.end_epoch() ends an epoch of run.train(loader), and there is none that can end early: an iteration-based "
+                "run.end_epoch() needs an epoch of run.train(loader) that can end early: an iteration-based "
                 "training is one epoch, and another trainer ends its epochs itself"
             )
         self.state.epoch_ends = True
@@ -373,7 +373,7 @@ class Run:
         if self.state.validate is None:
             raise TrainingError(
                 "run.validate_now() needs the training of a TrainLoop with val_data=: your own loop validates where it calls "
-                "run.validate(loader), and another trainer where it was told to"
+                "run.validate(loader), and another trainer by its own settings"
             )
         self.state.validation_asked = True
 

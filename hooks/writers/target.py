@@ -134,7 +134,7 @@ class Target:
                 del self._calls[self._done - 1]
                 self._lost += 1
                 if self._lost.bit_count() == 1:
-                    log.exception("a writer failed on a call, which is dropped", writer=self._name, exc_info=error)
+                    log.exception("a writer failed on a call; the call is dropped", writer=self._name, exc_info=error)
 
     def _make(self, call: tuple[Any, ...]) -> None:
         getattr(self._writer, call[0])(*call[1:])
