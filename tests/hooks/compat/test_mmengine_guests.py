@@ -379,7 +379,7 @@ def with_hook(tmp_path, method, **job):
     ("use", "says"),
     [
         (lambda runner: runner.build_model, r"MMEngine's hook Asks uses runner.build_model: a trainbus run does not have"),
-        (lambda runner: runner.train_loop.val_interval, r"Asks uses runner.train_loop.val_interval: a run"),
+        (lambda runner: runner.train_loop.val_interval, r"Asks uses runner.train_loop.val_interval: a trainbus run"),
         (lambda runner: runner.val_dataloader, r"Asks uses runner.val_dataloader: the run has not validated yet"),
     ],
 )

@@ -429,7 +429,7 @@ def test_should_save_writes_a_checkpoint_after_the_validation_that_was_asked_for
     [
         ("should_save", "the run has no directory for checkpoints"),
         ("should_evaluate", r"run.validate_now\(\) needs the training of a TrainLoop"),
-        ("should_epoch_stop", r"run.end_epoch\(\) ends an epoch of"),
+        ("should_epoch_stop", r"run.end_epoch\(\) needs an epoch of"),
     ],
 )
 def test_a_decision_that_the_run_cannot_follow_is_an_error_that_names_the_callback(tmp_path, flag, reason):
