@@ -35,6 +35,15 @@ def on_post_page(output: str, **_: Any) -> str:
     )
 
 
+def on_post_template(output_content: str, template_name: str, **_: Any) -> str:
+    """Say on the page of a wrong address where to go."""
+    if template_name != "404.html":
+        return output_content
+    output_content = on_post_page(output_content)
+    way = '<p>There is no such page. Search above, or go to the <a href="/index.html">first page</a>.</p>'
+    return output_content.replace("<h1>404 - Not found</h1>", f"<h1>404 - Not found</h1>{way}")
+
+
 def drawing(name: str, title: str) -> str:
     """Return a drawing as a part of a page."""
     text = (ROOT / "docs" / "drawings" / f"{name}.svg").read_text(encoding="utf-8")

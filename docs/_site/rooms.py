@@ -27,7 +27,7 @@ ROOMS = {
 FURTHER = {"eventloop.errors": ("eventloop.log", "eventloop.checks"), "eventloop.bridges": ("eventloop.bridges.ignite_saver",)}
 """Modules whose public names are on the page of a package."""
 TRAINBUS = "trainbus"
-FIRST = ("Bus", "Event", "TrainLoop", "Run", "Hook", "Writer", "AsyncSaver", "attach", "Costs")
+FIRST = ("Bus", "Event", "TrainLoop", "Run", "Hook", "AsyncSaver", "Writer", "attach", "Costs")
 """Names that come first on their pages."""
 
 

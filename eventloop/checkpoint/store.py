@@ -194,7 +194,7 @@ def open_file(path: AnyPath) -> Iterator[tuple[BinaryIO, int]]:
 
 
 def list_files(directory: AnyPath) -> list[tuple[AnyPath, float | None]]:
-    """The files in a directory, if it is there, and when each was last changed (Unix time in s; None if unknown)."""
+    """Return the files in a directory, if it is there, and when each was last changed (Unix time in s; None if unknown)."""
     if isinstance(directory, RemotePath):
         return [*directory.files()]
     return [(path, _modified(path)) for path in directory.glob("*") if not path.is_dir()]

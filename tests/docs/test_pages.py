@@ -1,10 +1,11 @@
 """What a reader finds on each page: the order of the site, drawings and snippets before prose."""
 
 import re
+import tomllib
 
 import pytest
 
-from .pages import DOCS, blocks
+from .pages import DOCS, ROOT, blocks
 
 NAVIGATION = ["Home", "Start", "Concepts", "Guides", "Migrate", "Reference", "Internals", "Benchmarks", "Changelog"]
 CONCEPTS = sorted(path.name for path in (DOCS / "concepts").glob("*.md") if path.stem != "index")
@@ -42,6 +43,12 @@ def test_a_guide_has_code_before_its_first_section(name):
     found = blocks(f"docs/guides/{name}")
     end = head(DOCS / "guides" / name).count("\n") + 1
     assert any(block.line < end and block.language in ("python", "toml") for block in found)
+
+
+def test_the_page_of_the_installation_has_every_extra():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    text = (DOCS / "start" / "install.md").read_text(encoding="utf-8")
+    assert not [extra for extra in project["optional-dependencies"] if f"`{extra}`" not in text]
 
 
 @pytest.mark.parametrize("folder", ["concepts", "guides", "migrate", "internals"])
