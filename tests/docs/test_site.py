@@ -83,3 +83,19 @@ def test_the_drawings_are_those_that_the_script_draws():
     script = [sys.executable, str(DOCS / "_site" / "drawings.py"), "--check"]
     checked = subprocess.run(script, text=True, capture_output=True)  # noqa: S603
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+def test_the_page_of_a_wrong_address_leads_on(site):
+    assert (
+        'href="/index.html"' in re.search(r"404 - Not found</h1>.*?</article>", (site / "404.html").read_text(), re.DOTALL)[0]
+    )
+
+
+def test_dialogs_have_a_name_for_screen_readers(site):
+    nameless = [
+        path.name
+        for path in site.rglob("*.html")
+        for tag in re.findall(r'<[^>]*role="dialog"[^>]*>', path.read_text(encoding="utf-8"))
+        if "aria-label" not in tag
+    ]
+    assert not nameless
