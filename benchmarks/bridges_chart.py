@@ -4,18 +4,15 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from benchmarks import chart
 from benchmarks.amounts import amount
 from benchmarks.bridge_figures import LIMIT, Added, BridgeFigures, signed
-from benchmarks.chart import FLOOR_BAR, INK, MUTED, PEER_BAR, SUBJECT_BAR
+from benchmarks.chart import FLOOR_BAR, PEER_BAR, SUBJECT_BAR
 from benchmarks.harness import SUBJECT
+from benchmarks.panels import LIGHT, finish, stacked
 
-GOAL = "#1a7f37"
-LIGHT = "#80b6f4"  # a bus with something to do
 WIDTH, ROW, TITLE, FOOT = 8.0, 0.25, 0.5, 0.6  # inches
 
 
@@ -25,15 +22,9 @@ def draw(results: Sequence[BridgeFigures], environment: Mapping[str, object], pa
     panels = [[row for row in rows if row.trainer == trainer] for trainer in result.samples]
     heights = [ROW * len(panel) + TITLE for panel in panels]
     reach = 1.25 * max(max(row.median, row.quartiles[1]) for row in rows)
-    with mpl.rc_context({"font.family": "sans-serif", "font.size": 9, "text.color": INK}):
-        figure = Figure(figsize=(WIDTH, sum(heights) + FOOT), dpi=200, facecolor="white")
-        figure.set_layout_engine("constrained")
-        for axes, panel in zip(figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights).flat, panels, strict=True):
+    with stacked(heights, legend(environment), path, width=WIDTH, foot=FOOT) as drawn:
+        for axes, panel in zip(drawn, panels, strict=True):
             draw_panel(axes, panel, reach)
-        share = FOOT / figure.get_figheight()
-        figure.get_layout_engine().set(rect=(0.01, share, 0.98, 0.99 - share), hspace=0.06)
-        figure.text(0.01, share * 0.15, legend(environment), fontsize=6.5, color=MUTED, va="bottom", linespacing=1.4)
-        figure.savefig(path)
 
 
 def draw_panel(axes: Axes, rows: Sequence[Added], reach: float) -> None:
@@ -45,15 +36,8 @@ def draw_panel(axes: Axes, rows: Sequence[Added], reach: float) -> None:
         text = f"{signed(row.median)} µs"
         axes.annotate(text, (spot, place), (5, 0), textcoords="offset points", va="center", weight=weight)
     axes.set_xlim(min(0, *(row.quartiles[0] for row in rows)), reach)
-    axes.axvline(LIMIT, color=GOAL, linewidth=1, linestyle=(0, (4, 3)), zorder=0)
     title = f"{rows[0].trainer}: added to an iteration of {amount(rows[0].alone, 'µs')} µs"
-    axes.set_title(title, loc="left", fontsize=10, weight="bold")
-    axes.set_yticks(range(len(rows)), [row.name for row in rows])
-    for tick, row in zip(axes.get_yticklabels(), rows, strict=True):
-        tick.set(weight="bold" if row.name == SUBJECT else "normal", color=INK)
-    axes.tick_params(which="both", left=False, bottom=False, labelbottom=False)
-    axes.set_ylim(len(rows) - 0.4, -0.6)
-    axes.spines[:].set_visible(False)
+    finish(axes, title, [row.name for row in rows], LIMIT, bold=[row.name == SUBJECT for row in rows])
 
 
 def legend(environment: Mapping[str, object]) -> str:

@@ -103,6 +103,20 @@ class Visitor:
         return self.client.post(f"/runs/{page}/{command}", **options)
 
 
+@contextmanager
+def failing(server: Server, message: str) -> Iterator[Job]:
+    """A training on the server's page 1 that fails in its seventh iteration."""
+    job = Job(Bus(Watcher(server.board)))
+
+    @job.bus.on("after_train_iter", once=7)
+    def fail(event: Any) -> None:
+        raise RuntimeError(message)
+
+    with job:
+        until(lambda: server.board.get(1) is not None)
+        yield job
+
+
 def messages(lines: Iterator[str]) -> Iterator[tuple[int, str, Any]]:
     number, kind = 0, ""
     for line in lines:

@@ -17,23 +17,11 @@ from hooks import CheckpointHook, Dashboard
 
 from ..scripts import Script
 from ..waiting import until
-from .dashboards import DATA, Job, Visitor, serving, step, wait_for, watched
+from .dashboards import DATA, Job, Visitor, failing, serving, step, wait_for, watched
 
 pytest.importorskip("httpx")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
-
-
-@pytest.fixture
-def server():
-    with serving() as one:
-        yield one
-
-
-@pytest.fixture
-def visitor(server):
-    with Visitor(server) as one:
-        yield one
 
 
 def test_a_visitor_is_told_everything_in_order_until_the_run_ends(server, visitor, tmp_path):
@@ -170,17 +158,9 @@ def test_stop_ends_the_run_in_order(server, visitor, paused):
 
 
 def test_a_failed_run_says_why(server, visitor):
-    job = Job(Bus(Watcher(server.board)))
-
-    @job.bus.on("after_train_iter", once=7)
-    def fail(event):
-        raise RuntimeError("out of luck")
-
-    with job:
-        until(lambda: server.board.get(1) is not None)
-        with visitor.told() as told:
-            assert wait_for(told, "state", state="failed")["reason"] == "RuntimeError: out of luck"
-            assert list(told) == []
+    with failing(server, "out of luck"), visitor.told() as told:
+        assert wait_for(told, "state", state="failed")["reason"] == "RuntimeError: out of luck"
+        assert list(told) == []
 
 
 def test_unknown_runs_commands_and_files_are_not_found(server, visitor):

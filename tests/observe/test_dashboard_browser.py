@@ -11,7 +11,7 @@ from eventloop.observe.dashboard import Watcher
 from hooks import CheckpointHook
 
 from ..waiting import until
-from .dashboards import Job, serving, watched
+from .dashboards import Job, failing, watched
 
 playwright = pytest.importorskip("playwright.sync_api")
 pytest.importorskip("httpx")
@@ -46,12 +46,6 @@ def tab(browser):
     yield page
     context.close()
     assert [text for text in said if "ERR_" not in text and "status of 4" not in text] == []
-
-
-@pytest.fixture
-def server():
-    with serving() as one:
-        yield one
 
 
 def text(tab, name):
@@ -161,14 +155,7 @@ def test_a_late_visitor_sees_the_whole_run_and_how_it_ended(server, tab, tmp_pat
 
 
 def test_a_failed_run_says_why(server, tab):
-    job = Job(Bus(Watcher(server.board)))
-
-    @job.bus.on("after_train_iter", once=7)
-    def fail(event):
-        raise RuntimeError("out of <b>luck</b>")
-
-    with job:
-        until(lambda: server.board.get(1) is not None)
+    with failing(server, "out of <b>luck</b>"):
         tab.goto(server.url)
         wait(tab, "state", "failed")
         wait_for_event(tab, "RuntimeError: out of <b>luck</b>")

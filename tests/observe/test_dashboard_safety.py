@@ -31,18 +31,6 @@ FOLDER = str(Path(dashboard.__file__).parent)
 STATIC = Path(dashboard.__file__).with_name("static")
 
 
-@pytest.fixture
-def server():
-    with serving() as one:
-        yield one
-
-
-@pytest.fixture
-def visitor(server):
-    with Visitor(server) as one:
-        yield one
-
-
 # ------------------------------------------------------------------------------------------------------------- the token
 
 

@@ -3,13 +3,12 @@
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Iterable, Iterator
-from typing import Any
 
 import pytest
 
 import eventloop
 import hooks
+from docs._site import migration_table
 from eventloop.config import Migration, OptionChange, find
 from hooks.compat import TABLE
 
@@ -57,41 +56,10 @@ POINTRIX_HOOKS = {"LogHook": "", "CheckPointHook": "", "Writer": "", "Tensorboar
 THEIRS = {"MMEngine": MMENGINE_HOOKS, "iMIX": IMIX_HOOKS, "Pointrix": POINTRIX_HOOKS}
 
 
-def markdown(entries: Iterable[Migration]) -> str:
-    """Return the README's table in Markdown."""
-    return "\n".join(("| there | here | options |", "|---|---|---|", *_rows(entries)))
-
-
 def renamed(entry: Migration, option: str) -> str:
     """Return our name of an option; "" if we have none."""
     change = entry.options[option]
     return change if isinstance(change, str) else change.ours
-
-
-def _rows(entries: Iterable[Migration]) -> Iterator[str]:
-    for entry in entries:
-        names = {theirs: renamed(entry, theirs) for theirs in entry.options}
-        changed = {theirs: ours for theirs, ours in names.items() if ours not in ("", theirs)}
-        changes = [f"`{theirs}` → `{ours}`{_also(entry.options[theirs])}" for theirs, ours in changed.items()]
-        gone = ", ".join(f"`{theirs}`" for theirs, ours in names.items() if not ours)
-        parts = (
-            "the same" if any(theirs == ours for theirs, ours in names.items()) else "",
-            ", ".join(changes),
-            f"no {gone}" if gone else "",
-            f"`{_written(entry.preset)}`" if entry.preset else "",
-            entry.note,
-        )
-        here = ", ".join(f"`{name}`" for name in entry.ours) or "-"
-        there = ", ".join(f"`{name}`" for name in (entry.name, *entry.aliases))
-        yield f"| {entry.system} {there} | {here} | {'; '.join(part for part in parts if part)} |"
-
-
-def _also(change: str | OptionChange) -> str:
-    return f" with `{_written(change.also)}`" if isinstance(change, OptionChange) and change.also else ""
-
-
-def _written(options: dict[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 @pytest.mark.parametrize("system", THEIRS)
@@ -145,7 +113,7 @@ def test_names_of_other_systems_are_registered(entry) -> None:
     ],
 )
 def test_differences_of_options_with_the_same_name_are_in_the_table(name: str, says: str) -> None:
-    (row,) = [row for row in markdown(TABLE).splitlines() if row.startswith(f"| MMEngine `{name}`")]
+    (row,) = [row for row in map(migration_table.row, TABLE) if row.startswith(f"| MMEngine `{name}`")]
     assert says in row
 
 
