@@ -61,14 +61,17 @@ class Made:
         self.expected: Counter[str] = Counter()
         self.wall = 0
         self.steps: list[int] = []
+        self.cut = False  # a validation was left, by a break or a stop, which nothing tells
 
     def spend(self, what: str) -> None:
+        what = "validation" if self.cut and what in ("waiting for data", "between epochs", "rest") else what
         spent = self.draw(st.integers(1, 9))
         self.now += spent
         self.wall += spent
         self.expected[what] += spent
 
     def event(self, name: str) -> None:
+        self.cut = False
         began = self.now
         self.spend(name)
         for handler in self.draw(st.lists(st.sampled_from(HANDLERS), max_size=2)):
@@ -99,7 +102,9 @@ class Made:
         self.spend("validation")
         self.event("after_val_iter")
         self.spend("validation")
-        self.event("after_val")
+        self.cut = self.draw(st.booleans())
+        if not self.cut:
+            self.event("after_val")
 
     def run(self) -> None:
         self.now += 50  # not of a run

@@ -166,6 +166,29 @@ def test_your_own_loop_adds_up():
     assert parts["validation"].seconds > 0
 
 
+@pytest.mark.parametrize("options", [{"max_iters": 6, "val_interval": 2}, {"max_epochs": 2}])
+def test_a_validation_that_a_stop_cuts_short_adds_up(options):
+    bus = Bus(timing=True)
+    bus.on("after_val_iter", lambda event: event.run.stop())
+    bus.on("after_train", lambda event: time.sleep(0.02))
+    make_loop(bus=bus, val_data=batches(2), **options).run()
+    assert check(bus.costs())["validation"].seconds > 0
+
+
+def test_validations_that_are_left_by_break_add_up():
+    bus = Bus(timing=True)
+    bus.on("after_train", lambda event: time.sleep(0.02))
+    with Run(bus, model=small_model()) as run:
+        for _ in run.epochs(3):
+            for batch in run.train(batches(3)):
+                run.report(loss=loss_of(run.model, batch))
+            for _ in run.validate(batches(2)):
+                break
+    costs = bus.costs()
+    parts = check(costs)
+    assert parts["validation"].seconds < costs.wall / 2
+
+
 class InnerOfCostTests(Event):
     """An event that handlers publish."""
 
