@@ -17,14 +17,7 @@ Ints = NDArray[np.int64]
 _ENDS: Final = ("after_run", "on_exception")
 _EPOCH_ENDS: Final = ("after_train_epoch", "after_train", *_ENDS)
 # A break or a stop ends a validation without its after_val.
-_EVALUATION_ENDS: Final = (
-    "before_val",
-    "before_test",
-    "before_train_epoch",
-    "before_train_iter",
-    "after_train_iter",
-    *_EPOCH_ENDS,
-)
+_EVALUATION_ENDS: Final = ("before_train_epoch", "before_train_iter", "after_train_iter", *_EPOCH_ENDS)
 
 BETWEEN: Final[Sequence[tuple[str, tuple[str, ...], str]]] = (
     ("before_val", ("after_val", *_EVALUATION_ENDS), "validation"),
