@@ -19,7 +19,7 @@ class Totals:
         self.calls = np.zeros(0, np.int64)
         self.sums = np.zeros(0, np.int64)
         self.most = np.zeros(0, np.int64)
-        self._bins = np.zeros((0, BINS * _DOUBLINGS), np.int64)
+        self._bins: dict[int, dict[int, int]] = {}  # counts by name and bin; a name of a subscription that is gone keeps few
 
     def add(self, names: NDArray[np.int64], durations: NDArray[np.int64]) -> None:
         """Add durations, each with the id of its name."""
@@ -32,7 +32,11 @@ class Totals:
         self.sums += np.bincount(names, durations, minlength=size).astype(np.int64)
         np.maximum.at(self.most, names, durations)
         bins = np.minimum(np.log2(np.maximum(durations, 1)) * BINS, BINS * _DOUBLINGS - 1).astype(np.int64)
-        np.add.at(self._bins, (names, bins), 1)
+        found, counts = np.unique(names * (BINS * _DOUBLINGS) + bins, return_counts=True)
+        for place, number in zip(found.tolist(), counts.tolist(), strict=True):
+            name, index = divmod(place, BINS * _DOUBLINGS)
+            own = self._bins.setdefault(name, {})
+            own[index] = own.get(index, 0) + number
 
     def calls_of(self, name: int) -> int:
         """Return the number of calls of a name."""
@@ -54,12 +58,12 @@ class Totals:
         """Return the duration in ns that ``share`` of the calls do not exceed, exact to 5 %; 0 without calls."""
         if name >= len(self.calls) or not self.calls[name]:
             return 0.0
-        reached = np.cumsum(self._bins[name])
-        index = int(np.searchsorted(reached, share * reached[-1]))
+        bins = sorted(self._bins[name].items())
+        reached = np.cumsum([number for _, number in bins])
+        index, _ = bins[int(np.searchsorted(reached, share * reached[-1]))]
         return float(min(2.0 ** ((index + 0.5) / BINS), float(self.most[name])))
 
     def _grow(self, size: int) -> None:
         more = size - len(self.calls)
         if more > 0:
             self.calls, self.sums, self.most = (np.pad(one, (0, more)) for one in (self.calls, self.sums, self.most))
-            self._bins = np.pad(self._bins, ((0, more), (0, 0)))

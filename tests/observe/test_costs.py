@@ -1,5 +1,7 @@
+import gc
 import threading
 import time
+import tracemalloc
 
 import pytest
 import torch
@@ -30,6 +32,26 @@ def check(costs: Costs) -> dict[str, Part]:
 def test_costs_of_a_bus_that_does_not_measure_are_an_error():
     with pytest.raises(BusStateError, match=r"Bus\(timing=True\)"):
         Bus().costs()
+
+
+def test_subscriptions_that_come_and_go_leave_little_behind():
+    bus, event = Bus(timing=True), AfterTrainIter(progress=None)
+
+    def come_and_go(times: int) -> None:
+        for _ in range(times):
+            with bus.on("after_train_iter", lambda event: None):
+                bus.publish(event)
+        bus.recorder.drain()
+
+    come_and_go(200)
+    tracemalloc.start()
+    try:
+        come_and_go(500)
+        gc.collect()
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 500 * 2500  # bytes; with a histogram of fixed size for each it would be 4700
 
 
 def test_costs_before_any_run_are_empty():
