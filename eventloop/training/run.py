@@ -33,7 +33,7 @@ from eventloop.training.rng import checked_seed
 from eventloop.training.saves.capture import Saves
 from eventloop.training.saves.request import OnError, SaveRequest
 from eventloop.training.saves.restore import HOSTED, Restore
-from eventloop.training.state import Counters, RunState
+from eventloop.training.state import ITERATIONS, Counters, RunState
 from eventloop.training.update import Update
 
 
@@ -237,13 +237,16 @@ class Run:
     def report(self, *unnamed: Any, **entries: Any) -> None:
         """Add named entries to the outputs of the current iteration; tensors stay on their device.
 
+        Between two iterations entries are lost, which is logged once; see ``EvaluateHook`` for values of an epoch.
+
         Raises:
             TrainingError: an entry has no name, or the run is not open.
         """
         if unnamed:
             raise TrainingError("run.report() takes entries by name only, such as run.report(loss=loss)")
-        if not self.state.scopes.innermost:
+        if self.state.scopes.innermost not in ITERATIONS:
             self.state.check_open("run.report()")
+            self.state.lose(entries)
         self.state.outputs.update(entries)
 
     def costs(self) -> Any:

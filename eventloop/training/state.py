@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 import torch
@@ -75,6 +75,10 @@ def how_far(state: Any) -> tuple[int, ...]:
     # Iterations first: the other counts change between two iterations.
     counts = [progress.get(name, 0) for name in ("iter", "epoch", "validations", "tests")]
     return tuple(counts) if all(type(count) is int for count in counts) else ()
+
+
+ITERATIONS: Final = frozenset({"iter", "val iter", "test iter"})
+"""Scopes in which a run has outputs."""
 
 
 class Scopes:
@@ -162,6 +166,7 @@ class RunState:
         """Grows with each iteration and after each handler that may have changed the state of the run."""
         self.scopes = Scopes()
         self.outputs: dict[str, Any] = {}
+        self._lost = False
         self.stepped: set[int] = set()
         """The ``id`` of each optimizer that has stepped in the current iteration."""
         self.validation_rng: dict[str, Any] | None = None
@@ -227,6 +232,16 @@ class RunState:
             raise TrainingError(
                 f"{methods} can only be called in a run that has begun and not ended: write `with Run(...) as run:` around the "
                 "loop"
+            )
+
+    def lose(self, entries: Iterable[str]) -> None:
+        """Log once that entries were reported between two iterations."""
+        if not self._lost:
+            self._lost = True
+            log.warning(
+                "run.report() was called between two iterations, so these entries are lost: call it in the body of run.train() "
+                "or run.validate(), or in a hook's method of an iteration; EvaluateHook logs values of an epoch",
+                entries=", ".join(entries),
             )
 
     def go_on(self) -> None:

@@ -322,6 +322,25 @@ def test_an_epoch_without_a_step_of_the_optimizer_is_warned_of(parts, steps):
     assert sum("no optimizer has stepped" in entry["event"] for entry in logs) == (not steps)
 
 
+def test_entries_that_are_reported_between_two_iterations_are_told_once(parts):
+    seen = []
+    bus = Bus()
+    bus.on("after_iter", lambda event: seen.append(sorted(event.outputs)))
+    with capture_logs() as logs, Run(bus, model=parts.model()) as run:
+        for epoch in run.epochs(2):
+            for _ in run.train(parts.batches(1)):
+                run.report(loss=1.0)
+            assert not logs
+            for _ in run.validate(parts.batches(1)):
+                run.report(accuracy=1.0)
+            if epoch == 1:
+                for name in ("score", "other"):
+                    run.report(**{name: 1.0})
+    assert seen == [["loss"], ["accuracy"]] * 2
+    (told,) = [entry for entry in logs if "between two iterations" in entry["event"]]
+    assert told["entries"] == "score"
+
+
 def test_errors_of_report_and_publish_show_the_call(job):
     run, _ = job
     with run:
