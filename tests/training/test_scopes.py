@@ -474,13 +474,6 @@ def test_the_reason_of_a_stop_is_kept(parts, bus):
     assert reasons == ["enough"]
 
 
-def test_stop_without_a_run_does_nothing(parts, bus, trace):
-    loop = parts.loop(bus, max_epochs=1)
-    loop.stop()
-    loop.run()
-    assert len(trace.of("after_train_iter")) == 3
-
-
 def test_a_stopped_loop_continues_with_the_next_run(parts, bus, trace):
     stop_at(bus, "after_train_epoch", once=1)
     loop = parts.loop(bus, val_data=None)
