@@ -95,7 +95,7 @@ def test_a_run_that_fails_ends_with_the_same_lines(here, capsys):
     assert "train/loss " in out
 
 
-def test_a_pipe_gets_80_columns_without_escape_codes(here):
+def test_a_file_gets_80_columns_without_escape_codes(here):
     words = ["run", DIGITS, "loop.max_epochs=1", "--costs"]
     done = run_script(
         f"""

@@ -72,7 +72,7 @@ def test_touching_a_live_field_is_an_error_that_names_capture(event, field):
         getattr(arrived(event), field)
 
 
-def test_an_event_without_live_fields_is_passed_unchanged():
+def test_an_event_without_live_fields_is_passed_unchanged(registry):
     class Plain(Event):
         number: int
 

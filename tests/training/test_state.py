@@ -268,7 +268,7 @@ def test_validation_restores_the_mode_of_every_submodule(parts):
     assert [module.training for module in model] == [True, False, True, True, True]
 
 
-def test_a_user_event_can_be_published_in_the_step(parts, bus):
+def test_a_user_event_can_be_published_in_the_step(parts, bus, registry):
     class Pruned(Event):
         kept: int
 
