@@ -33,7 +33,7 @@ def test_nothing_is_overwritten(tmp_path, capsys, monkeypatch, there):
     monkeypatch.chdir(tmp_path)
     (tmp_path / there).write_text("mine")
     assert main(["init"]) == 2
-    assert f"{there}: already there" in capsys.readouterr().err
+    assert f"{there}: exists already" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [there]
 
 
@@ -44,7 +44,7 @@ def test_a_script_and_a_configuration_share_their_parts(tmp_path, capsys, monkey
     assert sorted(path.name for path in tmp_path.iterdir()) == ["parts.py", "train.py", "train.toml"]
     (tmp_path / "parts.py").write_text("mine")
     assert main(["init", "other.py"]) == 2
-    assert "parts.py: already there" in capsys.readouterr().err
+    assert "parts.py: exists already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["train.yaml", "train", "parts.py"])
