@@ -95,7 +95,7 @@ class BridgeFigures:
 
 
 def signed(seconds: float) -> str:
-    """Microseconds with their sign."""
+    """Format seconds as microseconds with a sign."""
     return f"{'+' if seconds >= 0 else ''}{amount(seconds, 'µs')}"
 
 

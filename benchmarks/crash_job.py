@@ -61,7 +61,7 @@ def score(step: int) -> float:
 
 
 class Teller(Hook):
-    """Writes each event to a pipe, one line each; the pipe keeps its lines when the process is killed."""
+    """Write each event to a pipe, one line each. The pipe keeps its lines when the process is killed."""
 
     priority = 0  # before anything is deleted
 

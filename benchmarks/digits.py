@@ -50,7 +50,7 @@ class Job:
         return torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
 
     def scheduler(self, optimizer: torch.optim.Optimizer) -> CosineAnnealingLR:
-        """To be stepped after every iteration."""
+        """The schedule, stepped after every iteration."""
         return CosineAnnealingLR(optimizer, T_max=self.iterations)
 
     def loader(self) -> DataLoader:
@@ -98,7 +98,7 @@ class ClockedBatches(Dataset[Batch]):
 
 
 class TimedBatches(ClockedBatches):
-    """Notes when each batch was asked for."""
+    """Record when each batch is requested."""
 
     def __init__(self, batches: list[Batch], length: int) -> None:
         super().__init__(batches, length)

@@ -53,7 +53,7 @@ Tick = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Settings:
-    """How long to measure."""
+    """The length of the measurement."""
 
     quick: bool = False
     parts: bool = False

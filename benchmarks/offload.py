@@ -37,7 +37,7 @@ Work = Callable[[], object]
 
 @dataclass(frozen=True)
 class Scenario:
-    """What the publisher does between two events."""
+    """The publisher's work between two events."""
 
     title: str
     work: Work | None

@@ -45,7 +45,7 @@ class Size:
 
 
 class Run(msgspec.Struct):
-    """What one process noted; seconds."""
+    """The measurements of one process; in seconds."""
 
     interval: int
     steps: list[float]

@@ -41,7 +41,7 @@ _numbers = count(1)
 
 @dataclass(frozen=True)
 class Size:
-    """What is saved."""
+    """The number and the size of the saved tensors."""
 
     tensors: int
     elements: int

@@ -41,7 +41,7 @@ Contender = tuple[Train, ModuleType]
 
 @dataclass(frozen=True)
 class Scenario:
-    """When checkpoints are due."""
+    """The times at which checkpoints are due."""
 
     title: str
     seconds: float

@@ -42,7 +42,7 @@ def _plain() -> Any:
 
 
 class _Stderr:
-    """Writes to ``sys.stderr``, or if that fails to the process's own: a line that cannot be written must not end a training.
+    """Write to ``sys.stderr``, or if that fails to the process's own, because a failed log line must not end a training.
 
     A live display of rich (a progress bar) replaces ``sys.stderr`` while it is shown, and its terminal can disappear. Each
     line is one write: flushed in its middle, rich's replacement prints colours as text, and other writers' lines to the same

@@ -54,7 +54,7 @@ def mark_ranges(on: bool) -> None:
 
 
 class Attachment(Protocol):
-    """What :meth:`Bus.attach` returns: a :class:`eventloop.bridges.Bridge`."""
+    """The interface of the :class:`eventloop.bridges.Bridge` that :meth:`Bus.attach` returns."""
 
     @property
     def missing(self) -> Mapping[str, str]:

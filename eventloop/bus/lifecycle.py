@@ -320,7 +320,7 @@ class Lifecycle:
 
 
 class _CloseDeadline(Deadline):
-    """How long closing waits for handlers. Another thread may abort it later."""
+    """The deadline until which closing waits for handlers. Another thread may abort it later."""
 
     def __init__(self, bus: Lifecycle, *, abort: bool) -> None:
         check_value("abort", abort, bool)

@@ -41,7 +41,7 @@ class Pair(NamedTuple):
 
 
 class Overlap:
-    """Copies the parameters and state of optimizers on a thread. Each gets a step pre-hook, until `close`."""
+    """Copy the parameters and state of optimizers on a thread. Each optimizer gets a step pre-hook, until `close`."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._optimizers = list(optimizers)

@@ -40,7 +40,7 @@ ToPlain = Callable[[tuple[Any, ...], Any], Any]
 
 
 class ForeignFormat(NamedTuple):
-    """How the checkpoints of one other system are read."""
+    """The functions that read the checkpoints of another system."""
 
     recognises: Callable[[Any], bool]
     """Returns True for a tree of this format, as `load_pth` returns it."""
@@ -161,7 +161,7 @@ class _Inert:
 
 
 class _Reviver:
-    """Copies a tree with plain data in place of stand-ins. Tensors are not copied; in all, they have ``size`` bytes at most."""
+    """Copy a tree with plain data in place of placeholders. Tensors are not copied; together they have at most ``size`` bytes."""
 
     def __init__(self, size: int, known: Mapping[str, ToPlain]) -> None:
         self._size = size

@@ -126,8 +126,8 @@ _DECODE_CONTAINER: Final[dict[int, Callable[[Any], object]]] = {
     Code.SCALAR: lambda parts: number_array(parts[0], (), parts[1])[()],
 }
 
-# MessagePack, by the first byte of a token: its length in bytes, without a payload whose length it tells (of the beginning of a
-# map or list, whose parts follow, it is that of the beginning);
+# MessagePack, by the first byte of a token: its length in bytes, without a payload (for a map or list, the length of its
+# header only);
 _STEPS: Final = bytes(
     (
         *(1,) * 0xA0,  # small integers, maps, lists

@@ -73,15 +73,15 @@ class RemotePath:
             return self._info()
 
     def exists(self) -> bool:
-        """Whether it is a file or a directory."""
+        """Return whether it is a file or a directory."""
         return bool(self._type())
 
     def is_file(self) -> bool:
-        """Whether it is a file."""
+        """Return whether it is a file."""
         return self._type() == "file"
 
     def is_dir(self) -> bool:
-        """Whether there are files below it: stores of objects have no other directories."""
+        """Return whether there are files below it; object stores have no other directories."""
         return self._type() == "directory"
 
     def _type(self) -> str:

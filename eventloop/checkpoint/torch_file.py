@@ -118,7 +118,7 @@ class _Reference(NamedTuple):
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles as ``torch.save`` does: a storage becomes a reference to a record of the file.
+    """Pickle as ``torch.save`` does: a storage becomes a reference to a record of the file.
 
     Source: ``torch.serialization._save``, ``torch.Tensor._reduce_ex_internal``.
     """

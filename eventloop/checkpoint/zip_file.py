@@ -36,7 +36,7 @@ _END: Final = struct.Struct("<4s4H2IH")
 
 
 class ZipLayout:
-    """Where each record of a file lies; ``records`` are names and contents."""
+    """The position of each record in a file; ``records`` are names and contents."""
 
     def __init__(self, records: Sequence[tuple[str, Part]]) -> None:
         self._records: list[tuple[bytes, int, bytes, bytes, Part]] = []

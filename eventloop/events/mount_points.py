@@ -211,7 +211,7 @@ class CheckpointStaged(RunEvent, kw_only=True):
 
 
 class CostsMeasured(Event, kw_only=True):
-    """What the run has cost up to now; every two seconds of a run while ``bus.timing`` is on, from a thread of the recorder.
+    """The costs of the run so far; every two seconds of a run while ``bus.timing`` is on, from a thread of the recorder.
 
     ``costs`` is an :class:`eventloop.observe.Costs`, summed since the beginning of the run.
     """
@@ -241,7 +241,7 @@ class LearningRateSet(Event, kw_only=True):
 
 
 class RanksMeasured(Event, kw_only=True):
-    """How long the last iterations took on each rank; every two seconds while ``bus.timing`` is on, with several processes.
+    """The times of the last iterations on each rank; every two seconds while ``bus.timing`` is on, with several processes.
 
     Published on all ranks that measure, from a thread of the recorder. ``ranks`` is an :class:`eventloop.observe.RankCosts`,
     equal on all ranks. Its ``straggler`` is a rank that the others have waited for in three comparisons in a row.

@@ -46,7 +46,7 @@ class Delivery(msgspec.Struct, frozen=True):
 
 
 class _Consumer:
-    """Takes the items of a lane, and accounts for each that it has taken."""
+    """Take the items of a lane, and count the outcome of each."""
 
     def __init__(self, delivery: Delivery) -> None:
         self.delivery = delivery
@@ -219,7 +219,7 @@ class ThreadConsumer(_Consumer):
 
 
 class TaskConsumer(_Consumer):
-    """Delivers a lane's items to an async handler in a task of the bus's event loop; cancels a call after its timeout."""
+    """Deliver a lane's items to an async handler in a task of the bus's event loop; cancel a call after its timeout."""
 
     def __init__(self, delivery: Delivery, loop: Loop, mark: object) -> None:
         super().__init__(delivery)
@@ -307,7 +307,7 @@ Consumer = ThreadConsumer | TaskConsumer
 
 
 class Reader:
-    """Waits in an event loop for the items of a lane."""
+    """Wait in an event loop for the items of a lane."""
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane

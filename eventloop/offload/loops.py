@@ -28,7 +28,7 @@ CallSoon = Callable[[Callable[[], object]], object]
 
 
 class Loop:
-    """Starts tasks in an event loop, from callbacks of that loop."""
+    """Start tasks in an event loop, from callbacks of that loop."""
 
     name: str  # for the log, when it does not end
 

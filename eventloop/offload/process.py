@@ -39,7 +39,7 @@ log = get_logger()
 
 
 class ProcessCaller(Caller):
-    """Calls a handler in a spawned process; ``timeout`` does not count the start of one."""
+    """Call a handler in a spawned process; ``timeout`` does not count the start of the process."""
 
     def __init__(self, delivery: Delivery, target: Importable) -> None:
         super().__init__(delivery.handler, delivery.lane.label, delivery.timeout)

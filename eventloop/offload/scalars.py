@@ -101,7 +101,7 @@ class DeviceStack(msgspec.Struct, eq=False):
 
 
 class _Fetches:
-    """Copies of one group's stacks to the host: each takes all that wait."""
+    """Copy the stacks of one group to the host; each copy takes all waiting stacks."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

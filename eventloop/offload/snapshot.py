@@ -83,7 +83,7 @@ def nbytes(value: Any) -> int:
 
 
 class Copies:
-    """Copies values so that no other code can change them, and remembers on which GPUs copies were queued."""
+    """Copy values so that no other code can change them, and remember on which GPUs copies were queued."""
 
     def __init__(self) -> None:
         self._gpus: set[torch.device] = set()

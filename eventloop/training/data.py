@@ -278,8 +278,8 @@ class Feeds:
 
     def forget(self) -> None:
         """Drop references to the data when the run ends."""
-        # A run is a reference cycle. If the garbage collector freed a DataLoader with persistent workers in it, its queues
-        # would end before its iterator, and torch would wait 5 s for each worker.
+        # A run is a reference cycle. If the garbage collector freed a DataLoader with persistent workers in it, the queues
+        # would end before the iterator. torch would then wait 5 s for each worker.
         self.train = self.expected = None
         self._evaluated.clear()
 
