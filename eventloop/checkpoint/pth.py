@@ -161,7 +161,7 @@ class _Inert:
 
 
 class _Reviver:
-    """Copy a tree with plain data in place of placeholders. Tensors are not copied; together they have at most ``size`` bytes."""
+    """Copy a tree with plain data in place of placeholders. Tensors are not copied; they have at most ``size`` bytes."""
 
     def __init__(self, size: int, known: Mapping[str, ToPlain]) -> None:
         self._size = size
