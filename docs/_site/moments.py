@@ -30,23 +30,18 @@ HEAD = ["| mount point | fields | filters count | when |", "|---|---|---|---|"]
 def page() -> str:
     """Return the page."""
     names = mount_points()
-    groups = [name for name in names if resolve(name).group and name in BUILTIN]
     single = [name for name in BUILTIN if name in names and not resolve(name).group]
     further = [name for name in names if name not in BUILTIN and resolve(name).__module__.startswith("hooks")]
-    bases = [name for name in _all_names() if resolve(name).group]
+    groups = [name for name in BUILTIN if resolve(name).group]
     lines = [INTRODUCTION, "## In the order of a run", "", *HEAD, *map(row, single), ""]
     lines += ["## Groups", "", "Subscribing to a group hears all of its events.", "", "| group | hears |", "|---|---|"]
-    for name in dict.fromkeys([*groups, *bases]):
+    for name in groups:
         cls = resolve(name)
         found = [one for one in single if issubclass(resolve(one), cls)]
         heard = ", ".join(f"`{one}`" for one in found) if len(found) < len(single) / 2 else "every event that has a `run`"
         lines.append(f"| `{name}` | {heard} |")
     lines += ["| `Event` (the class) | everything |", "", "## Published by hooks", "", *HEAD, *map(row, further), ""]
     return "\n".join(lines)
-
-
-def _all_names() -> list[str]:
-    return list(BUILTIN)
 
 
 def row(name: str) -> str:
