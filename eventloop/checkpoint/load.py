@@ -141,6 +141,10 @@ def check_memory(size: int) -> None:
         raise CheckpointDamagedError(f"it needs {size:,} bytes of memory, and this machine has {memory:,}")
 
 
+class _ForeignError(CheckpointDamagedError):
+    """The file is of another format; a search for a good checkpoint skips it like a damaged one."""
+
+
 @contextmanager
 def _opened(path: AsPath) -> Iterator[tuple[BinaryIO, int, Header, int]]:
     """Open a checkpoint and read its header; yield the file, its size, the header and the CRC-32 of that."""
@@ -148,12 +152,19 @@ def _opened(path: AsPath) -> Iterator[tuple[BinaryIO, int, Header, int]]:
         try:
             try:
                 prefix = file.read(LENGTH_BYTES)
+                if prefix.startswith((ZIP, LEGACY)):
+                    name = Path(str(path)).with_suffix(".safetensors").name
+                    raise _ForeignError(
+                        f"{path} is a file of torch.save: `trainbus checkpoint import {path} {name}` converts it"
+                    )
                 text = _read(file, container.header_bytes(prefix, size))
                 yield file, size, container.parse(text, size - LENGTH_BYTES - len(text)), crc32((prefix, text))
             except container.NewerError as error:  # unless a bit has flipped
                 file.seek(0)
                 _read_checked(file, 0, size - DIGEST_BYTES)
                 raise CheckpointError(f"{path} cannot be read here: {error}") from None
+        except _ForeignError:
+            raise
         except CheckpointDamagedError as error:
             raise CheckpointDamagedError(f"{path} is damaged: {error}") from error.__cause__
         except MemoryError as error:

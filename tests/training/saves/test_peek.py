@@ -75,3 +75,13 @@ def test_peek_at_another_file_is_an_error_naming_it(tmp_path):
         peek(tmp_path / "weights.safetensors")
     with pytest.raises(CheckpointDamagedError, match="no good checkpoint"), capture_logs():
         peek(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["old.pth", "old.safetensors"])
+def test_a_file_of_torch_save_is_named_with_the_command_that_converts_it(tmp_path, name):
+    torch.save({"state_dict": {}}, tmp_path / name)
+    with pytest.raises(
+        CheckpointError, match=r"is a file of torch.save: `trainbus checkpoint import .* old.safetensors`"
+    ) as told:
+        peek(tmp_path / name)
+    assert "damaged" not in str(told.value)
