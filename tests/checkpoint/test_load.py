@@ -118,7 +118,7 @@ def test_files_of_other_formats_are_refused(path):
     assert_damaged(path, path.read_bytes(), "does not name trainbus's format")
     torch.save({"w": torch.ones(3)}, path)
     for read in (load, verify):
-        with pytest.raises(CheckpointDamagedError, match="is a file of torch.save: `trainbus checkpoint import"):
+        with pytest.raises(CheckpointDamagedError, match=r"is a file of torch\.save: `trainbus checkpoint import"):
             read(path)
 
 
