@@ -1,12 +1,10 @@
 """``trainbus``, the name that programs import."""
 
-import ast
 import pydoc
 import subprocess
 import sys
 from importlib import metadata
 from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 
 import pytest
 
@@ -36,24 +34,6 @@ def test_names_can_be_imported_singly_and_with_star():
     names = {}
     exec("from trainbus import *", names)  # noqa: S102
     assert set(PUBLIC) < set(names)
-
-
-def test_installed_type_checkers_see_the_same_names_as_those_of_the_checkout():
-    root = Path(trainbus.__file__).parent
-    [here] = [one for one in ast.parse((root / "trainbus.py").read_text()).body if "TYPE_CHECKING" in ast.unparse(one)[:16]]
-    installed = ast.parse((root / "trainbus-stubs" / "__init__.pyi").read_text())
-    imports = [
-        [ast.unparse(one) for one in block.body if isinstance(one, ast.ImportFrom | ast.AnnAssign)]
-        for block in (here, installed)
-    ]
-    assert imports[0] == imports[1] != []
-
-
-def test_help_works_without_the_libraries_that_some_names_need(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ignite", None)  # as if it were not installed
-    monkeypatch.delitem(vars(trainbus), "TrainbusSaver", raising=False)
-    assert "TrainbusSaver" not in dir(trainbus)
-    assert "class Bus" in pydoc.render_doc(trainbus, renderer=pydoc.plaintext)
 
 
 def test_an_unknown_name_is_an_error():
