@@ -1,6 +1,5 @@
 """``trainbus``, the name that programs import."""
 
-import pydoc
 import subprocess
 import sys
 from importlib import metadata
