@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -124,9 +125,16 @@ class Evidence(Hook):
         if event.bytes:  # not a second name of a file
             self.checkpoints, self.bytes, self.stall = self.checkpoints + 1, event.bytes, self.stall + event.stall
 
+    def told(self) -> str:
+        """Return a sentence on the checkpoints."""
+        size, waited = f"{self.bytes / 1e3:.0f} kB", f"{self.stall * 1e3:.0f} ms in all"
+        many = "" if self.checkpoints == 1 else "s"
+        return f"{self.checkpoints} checkpoint{many} of {size} written beside the training, which waited {waited}"
+
 
 def make_bus(optimizer: torch.optim.Optimizer, epochs: int, console: Console) -> Bus:
     """Return a bus with all the hooks of the demo."""
+    writers = [hooks.JSONLinesWriter(interval=1), *[hooks.TensorBoardWriter()] * (find_spec("tensorboard") is not None)]
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warm_up, over=34))
     return Bus(
         hooks.OptimizerHook(grad_clip=5.0),
@@ -134,7 +142,7 @@ def make_bus(optimizer: torch.optim.Optimizer, epochs: int, console: Console) ->
         hooks.ParamSchedulerHook(schedule, by="iter"),
         hooks.RuntimeInfoHook(),
         hooks.CheckInvalidLossHook(),
-        hooks.LoggerHook(interval=20, writers=[hooks.JSONLinesWriter(interval=1)]),
+        hooks.LoggerHook(interval=20, writers=writers),
         hooks.ProgressBar(console),
         hooks.CheckpointHook(interval=1, save_best="accuracy", max_keep_ckpts=2),
         hooks.RunRecordHook(),
@@ -198,11 +206,10 @@ def run_demo(work_dir: Path, *, epochs: int = 20, seed: int = 0, resume: bool = 
     if evidence.best[1]:
         summary.add_row("best epoch", f"{evidence.best[1]}, validation accuracy {evidence.best[0]:.2%}")
     summary.add_row("trained", f"{loop.counters.iter} iterations in all, {seconds:.1f} s in this session")
-    if evidence.checkpoints:
-        written = f"{evidence.checkpoints} of {evidence.bytes / 1e3:.0f} kB, for which training waited"
-        summary.add_row("checkpoints", f"{written} {evidence.stall * 1e3:.0f} ms in all")
-    console.print("", *tables, summary, "", last_lines(work_dir, loop.bus), "")
-    console.print(Text(_NEXT.format(folder=work_dir, more=epochs + 20)), soft_wrap=True)
+    written = f"{evidence.told()}\n" if evidence.checkpoints else ""
+    console.print("", *tables, summary, Text(written), last_lines(work_dir, loop.bus), "")
+    curves = _CURVES if any(work_dir.glob("tensorboard/*")) else ""
+    console.print(Text((_NEXT + curves).format(folder=work_dir, more=epochs + 20)), soft_wrap=True)
     return 0
 
 
@@ -217,3 +224,5 @@ next: trainbus report {folder}    curves, costs and checkpoints on a page
       trainbus demo --resume --out {folder} --epochs {more}
       trainbus demo --hooks    the table of hooks
       trainbus init    a training of your own to begin with"""
+
+_CURVES: Final = "\n      tensorboard --logdir {folder}"

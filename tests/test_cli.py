@@ -1,6 +1,7 @@
 import io
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -65,6 +66,22 @@ def test_completion_scripts_complete_commands_and_options(here, shell):
         assert word in script
 
 
+@pytest.mark.parametrize(
+    ("line", "offered"),
+    [
+        ("trainbus che", {"checkpoint"}),
+        ("trainbus checkpoint ", {"ls", "verify", "show", "export", "import"}),
+        ("trainbus run --d", {"--dashboard", "--dry-run"}),
+    ],
+)
+def test_bash_completes_commands_and_options(here, line, offered):
+    assert main(["--install-completion", "--shell", "bash", "--output", "script"]) == 0
+    words = line.split(" ")
+    press_tab = f"source script; COMP_WORDS=({line} ''); COMP_CWORD={len(words) - 1}; _trainbus; echo ${{COMPREPLY[@]}}"
+    done = subprocess.run(["bash", "-c", press_tab], capture_output=True, text=True, check=True)  # noqa: S603, S607
+    assert set(done.stdout.split()) == offered
+
+
 def test_the_demo_leaves_checkpoints_scalars_of_every_iteration_and_a_summary(here, capsys):
     assert main(["demo", "--epochs", "2"]) == 0
     run = here / "runs/digits"
@@ -79,7 +96,7 @@ def test_the_demo_leaves_checkpoints_scalars_of_every_iteration_and_a_summary(he
         "averaged weights",
         "raw weights",
         "best epoch",
-        "2 of 641 kB, for which training waited",
+        "2 checkpoints of 641 kB written beside the training, which waited",
         "train/loss",
         "trainbus report",
     ):
@@ -96,6 +113,20 @@ def test_the_demo_fits_a_screen_and_a_half_of_80_columns(here, capsys, monkeypat
     [result] = [line for line in lines if line.startswith("test accuracy")]
     averaged, raw = map(float, re.findall(r"([\d.]+)%", result))
     assert averaged > raw + 1
+
+
+def test_the_demo_and_its_report_count_the_same_checkpoints(here, capsys):
+    assert main(["demo", "--epochs", "3"]) == 0
+    [told] = re.findall(r"^\d+ checkpoints", capsys.readouterr().out, re.MULTILINE)
+    assert main(["report", "runs/digits"]) == 0
+    assert f"\n{told} held training up" in capsys.readouterr().out
+
+
+def test_the_demo_writes_for_tensorboard_where_it_is_installed(here, capsys):
+    pytest.importorskip("tensorboard")
+    assert main(["demo", "--epochs", "1"]) == 0
+    assert capsys.readouterr().out.endswith("tensorboard --logdir runs/digits\n")
+    assert list((here / "runs/digits/tensorboard").glob("events.*"))
 
 
 def test_the_demo_shows_its_hooks(here, capsys):

@@ -16,6 +16,9 @@ from eventloop.events.event import lineage, mount_points, resolve
 from eventloop.events.mount_points import BUILTIN
 
 
+_USUAL = "1024 block"  # the lane that a handler gets without options; not shown
+
+
 class Row(msgspec.Struct, frozen=True):
     """One subscription at one mount point."""
 
@@ -42,8 +45,8 @@ class Description(msgspec.Struct, frozen=True):
         table = Table(title="Hooks in the order of a run", title_justify="left", box=None, padding=(0, 1, 0, 0))
         table.add_column("mount point, hook", no_wrap=True)
         table.add_column("priority", no_wrap=True)
-        table.add_column("runs")  # this column and the filter wrap in a narrow terminal
-        table.add_column("filter")
+        table.add_column("runs", overflow="fold")  # this column and the filter wrap in a narrow terminal
+        table.add_column("filter", overflow="fold", min_width=8)
         if self.ranks:
             table.add_column("ranks", no_wrap=True)
         if self.stats:
@@ -56,7 +59,8 @@ class Description(msgspec.Struct, frozen=True):
             if row.mount_point != previous:
                 table.add_row(row.mount_point, style="bold")
                 previous = row.mount_point
-            runs = f"{row.mode.removeprefix('offloaded: ')} {row.lane}" if row.lane else row.mode
+            lane = row.lane.removeprefix(_USUAL).removeprefix(", ")
+            runs = f"{row.mode.removeprefix('offloaded: ')} {lane}".rstrip()
             cells = [f" {_short(row)}", f"{row.priority} {row.priority_name}", runs, row.filter, *[row.ranks] * self.ranks]
             figures = _figures(row.stats)[: self.stats + timed]
             table.add_row(*cells, *figures, style="cyan" if row.lane else "")
@@ -125,4 +129,5 @@ def _figures(stats: Stats) -> tuple[str, str]:
     events = str(stats.delivered or stats.calls or "")
     if stats.dropped or stats.failed:
         events += f" ({stats.dropped} dropped, {stats.failed} failed)"
-    return events, f"{stats.seconds * 1e3:.1f}" if stats.calls else ""
+    milliseconds = stats.seconds * 1e3
+    return events, f"{milliseconds:.{1 if milliseconds < 100 else 0}f}" if stats.calls else ""

@@ -23,6 +23,7 @@ from eventloop.events.event import mount_points, resolve
 from eventloop.events.mount_points import BUILTIN
 
 _TITLES = {"hook": "Hooks", "writer": "Writers (for the loggers' writers)", "average": "Averages (for EMAHook's ema_type)"}
+_USES = {"hook": "bus.add({}(…))", "writer": "LoggerHook(writers=[{}(…)])", "average": 'EMAHook(ema_type="{}")'}
 _COUNTED = {"iter": "iterations", "batch": "batches", "publish": "publishes"}
 
 Modules = Annotated[list[str] | None, Parameter(name="--import", metavar="MODULE")]
@@ -56,6 +57,7 @@ def list_hooks(name: str | None = None, /, *, imports: Modules = None) -> None:
             console.print(Text.assemble((entry.name, "bold cyan"), aliases))
             console.print(Padding(Group(*lines), (0, 0, 0, 2)))
             console.print()
+    console.print("next: trainbus hooks NAME explains one and its options", highlight=False)
 
 
 def _where(cls: type[Any]) -> Text:
@@ -83,6 +85,9 @@ def _show(name: str) -> None:
             console.print(Padding(Text(_plain(descriptions.get(option.name, ""))), (0, 0, 0, 4), expand=False))
     if signature.rest_of is not None:
         console.print(f"\nFurther options: all options of {signature.rest_of}.")
+    console.print(f"\nin a script: {_USES[kind].format(cls.__name__)}", markup=False)
+    if kind == "hook":
+        console.print(f'in a configuration: [[custom_hooks]] with type = "{cls.__name__}"', markup=False)
 
 
 def _plain(text: str) -> str:
@@ -120,6 +125,7 @@ def list_events(*, imports: Modules = None) -> None:
     if further:
         console.print()
         console.print(_event_table("Declared by hooks and by your modules", further))
+    console.print('\nin a script: @bus.on("after_train_iter") above a function that takes the event', highlight=False)
 
 
 def _event_table(title: str, names: list[str]) -> Table:

@@ -31,7 +31,19 @@ def test_one_hook_is_shown_with_the_type_default_and_description_of_each_option(
 @pytest.mark.parametrize("name", ["JSONLinesWriter", "StochasticWeightAverage"])
 def test_writers_and_averages_are_shown_too(capsys, name):
     assert main(["hooks", name]) == 0
-    assert capsys.readouterr().out.startswith(f"{name}\n")
+    out = capsys.readouterr().out
+    assert out.startswith(f"{name}\n")
+    assert name in out.splitlines()[-1]  # how to use it
+
+
+@pytest.mark.parametrize("command", ["hooks", "events"])
+def test_a_list_fits_80_columns_has_no_escape_codes_and_ends_with_what_to_do_next(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([command]) == 0
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "\x1b" not in out
+    assert out.splitlines()[-1].startswith(("next: trainbus hooks NAME", "in a script: @bus.on("))
 
 
 def test_an_unknown_name_is_an_error_with_the_nearest_ones(capsys):
