@@ -77,7 +77,7 @@ def test_completion_scripts_complete_commands_and_options(here, shell):
 def test_bash_completes_commands_and_options(here, line, offered):
     assert main(["--install-completion", "--shell", "bash", "--output", "script"]) == 0
     words = line.split(" ")
-    press_tab = f"source script; COMP_WORDS=({line} ''); COMP_CWORD={len(words) - 1}; _trainbus; echo ${{COMPREPLY[@]}}"
+    press_tab = f"source ./script; COMP_WORDS=({line} ''); COMP_CWORD={len(words) - 1}; _trainbus; echo ${{COMPREPLY[@]}}"
     done = subprocess.run(["bash", "-c", press_tab], capture_output=True, text=True, check=True)  # noqa: S603, S607
     assert set(done.stdout.split()) == offered
 

@@ -15,7 +15,6 @@ from eventloop.events import Event
 from eventloop.events.event import lineage, mount_points, resolve
 from eventloop.events.mount_points import BUILTIN
 
-
 _USUAL = "1024 block"  # the lane that a handler gets without options; not shown
 
 
