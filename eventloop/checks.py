@@ -66,8 +66,10 @@ def check_options(init: Callable[P, R]) -> Callable[P, R]:
 def check_value(option: str, value: object, annotation: Any, error: type[Exception] = ConfigurationError) -> None:
     """Raise ``error`` unless ``annotation`` allows ``value``; the message names the allowed values."""
     if not any(_allows(member, value) for member in _members(annotation)):
-        text = repr(value)
-        shown = text if len(text) <= 80 and "\n" not in text else f"<{type(value).__name__}>"  # a module, a tensor
+        text, kind = repr(value), type(value)
+        if kind.__module__ == "numpy" and kind.__name__ not in text:  # numpy 1 shows the number alone
+            text = f"{kind.__name__}({text})"
+        shown = text if len(text) <= 80 and "\n" not in text else f"<{kind.__name__}>"  # a module, a tensor
         raise error(f"{option}={shown}: give {', or '.join(map(_described, _members(annotation)))}")
 
 
