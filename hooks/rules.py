@@ -56,8 +56,11 @@ def score_of(subject: str, value: Any) -> float:
 
 def missing_metric(subject: str, metric: str | None, metrics: Mapping[str, Any]) -> TrainingError:
     """Return the error for a validation without a value of ``metric``. The message begins with ``subject``."""
-    there = ", ".join(repr(name) for name, value in metrics.items() if value is not None) or "none"
-    return TrainingError(f"{subject} the metric {metric!r}, which this validation did not return; it returned {there}")
+    returned = [name for name, value in metrics.items() if value is not None]
+    there = ", ".join(map(repr, returned)) or "none"
+    near = next((name for name in returned if metric and (metric.endswith(name) or name.endswith(metric))), None)
+    hint = f" (did you mean {near!r}?)" if near else ""  # trainers differ in prefixes: 'eval_loss', 'val/loss', 'loss'
+    return TrainingError(f"{subject} the metric {metric!r}, which this validation did not return{hint}; it returned {there}")
 
 
 class BestMetrics:

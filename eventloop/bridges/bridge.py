@@ -41,6 +41,8 @@ class Bridge:
     """Name of the trainer's class, for messages."""
     missing: ClassVar[Mapping[str, str]] = {}
     """The mount points that this trainer cannot publish, with the reason."""
+    instead: ClassVar[Mapping[str, str]] = {}
+    """What to write instead of an option that only other bridges have."""
 
     def __init__(self, bus: Bus, trainer: Any) -> None:
         self.bus = bus
@@ -153,9 +155,8 @@ def _check_options(kind: type[Bridge], options: Iterable[str]) -> None:
     known = [one.name for one in signature.parameters.values() if one.kind is one.KEYWORD_ONLY]
     for name in options:
         if name not in known:
-            raise ConfigurationError(
-                f"bus.attach({name}=...) is not an option for {kind.host}; the options are: {', '.join(known) or 'none'}"
-            )
+            way_out = kind.instead.get(name) or f"the options are: {', '.join(known) or 'none'}"
+            raise ConfigurationError(f"bus.attach({name}=...) is not an option for {kind.host}; {way_out}")
 
 
 def _shown(trainer: object) -> str:

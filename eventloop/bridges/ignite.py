@@ -59,6 +59,9 @@ class IgniteBridge(Bridge):
     """
 
     host = "an ignite.engine.Engine"
+    instead: ClassVar[Mapping[str, str]] = {
+        "checkpoints": "write TrainbusSaver(folder, trainer) in the place of DiskSaver, which needs no bus"
+    }
     missing: ClassVar[Mapping[str, str]] = {
         **dict.fromkeys(("before_forward", "after_forward", "before_backward", "after_backward"), _INSIDE),
         **dict.fromkeys(("before_test", "before_test_epoch", "before_test_iter"), _NO_TEST),

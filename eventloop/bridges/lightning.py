@@ -31,6 +31,10 @@ class LightningBridge(Bridge):
 
     host: ClassVar[str] = "lightning.Trainer"
     missing: ClassVar[Mapping[str, str]] = {}
+    instead: ClassVar[Mapping[str, str]] = {
+        "checkpoints": "write Trainer(plugins=[TrainbusCheckpointIO()]), which needs no bus",
+        "work_dir": "files of hooks go to trainer.log_dir: write Trainer(default_root_dir=...)",
+    }
 
     state_key = _legacy_state_key = "trainbus"
 

@@ -54,6 +54,7 @@ class TransformersBridge(Bridge):
 
     host = "a transformers.Trainer"
     missing: ClassVar[Mapping[str, str]] = {}
+    instead: ClassVar[Mapping[str, str]] = {"work_dir": "files of hooks go to args.output_dir"}
 
     def __init__(self, bus: Any, trainer: Any, *, checkpoints: bool = False) -> None:
         super().__init__(bus, trainer)

@@ -116,6 +116,8 @@ def find(kind: str, name: str) -> type[Any]:
     names = ", ".join(entry.name for entry in registered(kind))
     if name in _found[kind]:
         return _found[kind][name].cls
+    if name not in _migrations and (elsewhere := next(filter(None, (find(kind, name) for find in _finders)), None)):
+        return elsewhere
     hint = did_you_mean(name, _found[kind])
     known = "" if hint else f"; registered: {names or 'none (`import hooks` registers the built-in ones)'}"
     absent = [f" ({entry.system}'s: {entry.note})" for entry in _migrations.get(name, ()) if not entry.ours]
@@ -256,6 +258,14 @@ class PriorityScale(msgspec.Struct, frozen=True):
 
 
 _migrations: dict[str, list[Migration]] = {}
+_finders: list[Callable[[str, str], type | None]] = []
+
+
+def register_finder(find: Callable[[str, str], type | None]) -> None:
+    """Call ``find(kind, name)`` for a name that is not registered: another system may have a class of that name."""
+    if find not in _finders:
+        _finders.append(find)
+
 priority_scales: dict[str, PriorityScale] = {}
 """The scales of other systems by their keys."""
 

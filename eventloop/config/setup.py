@@ -41,6 +41,7 @@ def add_hooks(bus: Bus, hooks: Iterable[Any], *, imports: Sequence[str] = (), mo
         bus: the bus.
         hooks: names, or tables with ``type`` (a registered name, a class, or ``module:attribute``), options of the
             constructor, and optionally ``priority`` and ``name``. A table also describes an option that is an object.
+            MMEngine's ``default_hooks``, a mapping of such tables, is accepted as it is; None in it is no hook.
         imports: modules that ``module:attribute`` may name.
         model: value of a required parameter ``model`` that a table lacks.
         optimizer: the same for ``optimizer``, such as a scheduler's; a mapping if there are several.
@@ -54,6 +55,9 @@ def add_hooks(bus: Bus, hooks: Iterable[Any], *, imports: Sequence[str] = (), mo
 
 def hooks_in(entries: Any, maker: Maker, where: str) -> list[Chosen]:
     """Return the hooks of a list of tables, names or hook objects; see :func:`add_hooks`."""
+    if isinstance(entries, Mapping) and all(one is None or isinstance(one, Mapping | Hook) for one in entries.values()):
+        given = {name: one for name, one in entries.items() if one is not None}  # MMEngine's default_hooks; None is off
+        return [hook_from(entry, maker, inside(where, name)) for name, entry in given.items()]
     if isinstance(entries, str | Mapping) or not isinstance(entries, Iterable):
         raise wrong(where, f"expected a list of hooks, got {kind_of(entries)}")
     return [hook_from(entry, maker, inside(where, index)) for index, entry in enumerate(entries)]

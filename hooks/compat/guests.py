@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Final
+import sys
+from typing import Any, Final
 
 from eventloop.bus import GuestKind
 
@@ -41,3 +42,17 @@ GUESTS: tuple[GuestKind, ...] = (
     *_LIGHTNING,
 )
 """Each kind, with the adapter that is imported for the first hook of that kind, or the reason for a refusal."""
+
+
+def find_in_mmengine(kind: str, name: str) -> type | None:
+    """Return the hook that a module of the user has registered in MMEngine's ``HOOKS`` or in a registry derived from it."""
+    registry = sys.modules.get("mmengine.registry") if kind == "hook" else None
+    return None if registry is None else _within(registry.HOOKS, name)
+
+
+def _within(registry: Any, name: str) -> type | None:
+    """Look in a registry of MMEngine and in its children. Nothing is imported, as ``registry.get`` would do."""
+    if name in registry.module_dict:
+        found: type = registry.module_dict[name]
+        return found
+    return next(filter(None, (_within(child, name) for child in registry.children.values())), None)

@@ -829,3 +829,9 @@ def test_handlers_that_come_and_go_during_a_training():
     whole = [(name, index) for index in (2, 3) for name in ("after_backward", "before_optimizer_step", "after_train_iter")]
     assert seen == whole
     assert (bridge.run.counters.iter, bridge.run.counters.update) == (6, 6)
+
+
+@pytest.mark.parametrize(("option", "way_out"), [("checkpoints", "TrainbusCheckpointIO"), ("work_dir", "default_root_dir=")])
+def test_an_option_of_other_bridges_is_an_error_with_lightnings_way(option, way_out):
+    with pytest.raises(ConfigurationError, match=rf"{option}=.*not an option for lightning.*{way_out}"):
+        Bus().attach(trainer_of(max_epochs=1), **{option: True})

@@ -267,6 +267,12 @@ def test_a_missing_metric_is_an_error_naming_the_others(job: SimpleNamespace, tm
         best_loop(job, tmp_path, CheckpointHook(save_best="accuracy"), 0.5).run()
 
 
+@pytest.mark.parametrize("name", ["eval_loss", "val/loss"])
+def test_the_error_for_a_metric_with_the_prefix_of_a_trainer_names_ours(job: SimpleNamespace, tmp_path: Path, name: str) -> None:
+    with pytest.raises(TrainingError, match="did you mean 'loss'"):
+        best_loop(job, tmp_path, CheckpointHook(save_best=name), 0.5).run()
+
+
 def test_a_validation_alone_writes_no_best_file(job: SimpleNamespace, tmp_path: Path) -> None:
     """Neither with weights that are not trained yet, nor after training; so `resume="auto"` finds what was trained."""
     hook = CheckpointHook(save_best="acc", save_last=False)

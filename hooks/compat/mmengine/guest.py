@@ -159,6 +159,7 @@ class MMEngineHook(GuestHook):
             self._runner.save(event.checkpoint)
         if "before_save_checkpoint" in self.heard:
             self.begin_run()
+            event.checkpoint.setdefault("meta", self._runner.meta())
             self._save(event.checkpoint)
 
     def after_train(self, event: ev.AfterTrain) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
 
+import mmengine
 from mmengine.logging import MessageHub
 
 from eventloop import TrainingError
@@ -52,6 +54,8 @@ class Moments:
 
         @property
         def by_iter(self) -> bool: ...
+        @property
+        def seed(self) -> int | None: ...
         @property
         def epoch(self) -> int: ...
         @property
@@ -162,6 +166,11 @@ class Moments:
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Add the guests' state to a checkpoint."""
         checkpoint[ENTRY] = entry_of(self.message_hub, self.param_schedulers, self._wrappers())
+
+    def meta(self) -> dict[str, Any]:
+        """Return the facts that MMEngine's checkpoints have under ``"meta"``, for hooks that read them or add to them."""
+        facts = {"epoch": self.epoch, "iter": self.iter, "seed": self.seed, "experiment_name": self.experiment_name}
+        return {**facts, "time": time.strftime("%Y%m%d_%H%M%S"), "mmengine_version": mmengine.__version__}
 
     def absent(self, name: str) -> NoReturn:
         """Raise the error for a missing attribute."""

@@ -24,6 +24,7 @@ from mmengine.hooks import (
     RuntimeInfoHook,
     SyncBuffersHook,
 )
+from mmengine.registry import HOOKS as mmengine_hooks
 from mmengine.runner import load_checkpoint
 
 import hooks as own_hooks
@@ -520,3 +521,40 @@ def test_a_checkpoint_saved_within_a_validation_continues_exactly(tmp_path):
     same(whole.model.state_dict(), resumed.model.state_dict())
     left, right = (checkpoint(tmp_path / side / "epoch_2.pth") for side in ("whole", "cut"))
     same(left["ema_state_dict"], right["ema_state_dict"])
+
+
+def test_default_hooks_of_a_configuration_are_added_as_they_are_and_none_is_off():
+    bus = Bus()
+    add_hooks(bus, {"timer": {"type": "IterTimerHook"}, "logger": None, "checkpoint": {"type": "CheckpointHook", "interval": 1}})
+    assert [type(hook).__name__ for hook in bus.hooks] == ["IterTimerHook", "CheckpointHook"]
+
+
+def test_a_hook_that_is_registered_in_mmengine_has_its_name_in_a_list_of_hooks(tmp_path):
+    class Registered(Hook):
+        def __init__(self, interval):
+            self.interval = interval
+
+    mmengine_hooks.register_module(name="RegisteredInMMEngine", module=Registered)
+    try:
+        bus = Bus()
+        add_hooks(bus, [{"type": "RegisteredInMMEngine", "interval": 3, "priority": "VERY_HIGH"}])
+    finally:
+        mmengine_hooks.module_dict.pop("RegisteredInMMEngine")
+    (guest,) = (hook.guest for hook in bus.hooks)
+    assert type(guest) is Registered and guest.interval == 3
+
+
+def test_a_hook_adds_to_the_meta_data_of_a_checkpoint_and_finds_it_after_a_resume(tmp_path):
+    seen = []
+
+    class Author(Hook):
+        def before_save_checkpoint(self, runner, checkpoint):
+            assert checkpoint["meta"]["epoch"] == runner.epoch and checkpoint["meta"]["iter"] == runner.iter
+            checkpoint["meta"]["author"] = "me"
+
+        def after_load_checkpoint(self, runner, checkpoint):
+            seen.append(checkpoint["meta"])
+
+    ours(tmp_path, [Author(), own_hooks.CheckpointHook(interval=1)], max_epochs=1)
+    ours(tmp_path, [Author(), own_hooks.CheckpointHook(interval=1)], max_epochs=2, resume="auto")
+    assert seen[0]["author"] == "me" and seen[0]["epoch"] == 1
