@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -12,7 +11,7 @@ import msgspec
 import torch
 
 from eventloop import events as ev
-from eventloop.bridges.saves import CHECKED, HostSaves
+from eventloop.bridges.saves import CHECKED, HostSaves, Writing
 from eventloop.bus import Bus
 from eventloop.checkpoint import AnyPath, weights_only
 from eventloop.errors import CheckpointError, ConfigurationError, TrainingError
@@ -117,7 +116,7 @@ class HostedRun(Run):
         """True if a failure of the current save ends the training; False if a hook asked for a log line only."""
         return self._saves.raises
 
-    def writing(self, path: AnyPath) -> AbstractContextManager[None]:
+    def writing(self, path: AnyPath) -> Writing:
         """Report the file that the trainer writes in a ``with`` block, requested by a hook or not, as committed or failed.
 
         The block may come later, on the thread that writes.
@@ -175,7 +174,7 @@ class HostedRun(Run):
         self.bus.load_state_dict(state["bus"])
         self.state.resumed = True
         self.state.progress = self.counters.snapshot()
-        log.info("the bus has resumed", path=path, epoch=self.counters.epoch, iter=self.counters.iter)
+        log.info("the bus has resumed", **({"path": path} if path else {}), epoch=self.counters.epoch, iter=self.counters.iter)
 
     def resume_without_entry(self, counters: Counters, path: str = "") -> None:
         """Continue with the trainer's own counts from a checkpoint that was saved without a bus; warn if hooks have state."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,10 +14,12 @@ from ignite.handlers.checkpoint import CheckpointEvents
 from eventloop import events as ev
 from eventloop.bridges import ignite_files
 from eventloop.bridges.bridge import Bridge
+from eventloop.bridges.foreign_calls import ignite_handlers
 from eventloop.bridges.hosted import HostedRun
 from eventloop.bridges.ignite_files import RequestedFiles
 from eventloop.bridges.ignite_training import TrainerRuns
 from eventloop.bridges.ignite_validation import EvaluatorRuns
+from eventloop.bridges.saves import Writing
 from eventloop.bridges.training_step import trained_by
 from eventloop.bus import Bus, Subscription
 from eventloop.checkpoint import AnyPath, unwrapped
@@ -144,9 +145,12 @@ class IgniteBridge(Bridge):
     ) -> None:
         """Call functions of this bridge around an engine's run, its steps, and the handlers of some events."""
         inner_run, inner_step, inner_fire = engine.run, engine._process_function, engine._fire_event
+        handlers = inner_fire
 
         @wraps(inner_run)
         def wrapped_run(*arguments: Any, **named: Any) -> State:
+            nonlocal handlers
+            handlers = ignite_handlers(engine, self.bus, inner_fire)
             return run(inner_run, *arguments, **named)
 
         @wraps(inner_step)
@@ -156,7 +160,7 @@ class IgniteBridge(Bridge):
         def fire(event: Any, *arguments: Any, **named: Any) -> None:
             if (call := before.get(event)) is not None:
                 call()
-            inner_fire(event, *arguments, **named)
+            handlers(event, *arguments, **named)
             if (call := after.get(event)) is not None:
                 call()
 
@@ -186,7 +190,7 @@ class IgniteBridge(Bridge):
         entry, weights = run.gather_entry("")
         return {"entry": entry, "weights": weights}
 
-    def _told(self, run: HostedRun, path: Path) -> AbstractContextManager[None]:
+    def _told(self, run: HostedRun, path: Path) -> Writing:
         """Return a context that reports the writing of a file by `TrainbusSaver`."""
         self._since = 0.0
         return run.writing(path)
@@ -217,15 +221,19 @@ class IgniteBridge(Bridge):
         run, _ = self._training.running()
         told = run.writing(path)
         try:
-            entry, weights = run.gather_entry(str(path))
-            states: dict[int, dict[str, Any]] = {id(self): {"entry": entry, "weights": weights}}
-            for name, changed in weights.items():
-                states[id(run.models[name])] = {**run.models[name].state_dict(), **changed}
-            objects = ignite_files.with_states(self.to_save, states)
-            self._files.save(path, objects, told, raises=run.save_raises)
+            with told.copying():
+                self._copy(run, path, told)
         except Exception:
             with told:
                 raise
+
+    def _copy(self, run: HostedRun, path: AnyPath, told: Writing) -> None:
+        entry, weights = run.gather_entry(str(path))
+        states: dict[int, dict[str, Any]] = {id(self): {"entry": entry, "weights": weights}}
+        for name, changed in weights.items():
+            states[id(run.models[name])] = {**run.models[name].state_dict(), **changed}
+        objects = ignite_files.with_states(self.to_save, states)
+        self._files.save(path, objects, told, raises=run.save_raises)
 
     def settle_files(self) -> None:
         """Wait until all files are durable and reported on the bus; raise the CheckpointError of a failed one."""
@@ -242,6 +250,6 @@ class IgniteBridge(Bridge):
         if (path := ignite_files.newest(self._engines(), self)) is not None:
             names, seconds = [str(path)], time.perf_counter() - since
             told = ev.CheckpointCommitted(
-                progress=run.progress, path=names[0], names=names, bytes=path.stat().st_size, seconds=seconds
+                progress=run.progress, path=names[0], names=names, bytes=path.stat().st_size, seconds=seconds, stall=seconds
             )
             self.bus.publish(told)

@@ -12,6 +12,7 @@ from ignite import distributed
 from ignite.engine import Engine
 from ignite.handlers import DiskSaver
 
+from eventloop.bridges.saves import Writing
 from eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, Pickled, StagedTree, remove, stage
 
 
@@ -46,7 +47,7 @@ class TrainbusSaver(DiskSaver):  # type: ignore[misc]  # types of Ignite are not
         self._removed: list[str] = []  # since the last save
         self._kept: set[str] = set()
         #: Makes a context for the writing of one file: a bridge reports it there. Used once.
-        self.told: Callable[[Path], AbstractContextManager[None]] | None = None
+        self.told: Callable[[Path], Writing] | None = None
         inner = trainer.run
 
         @wraps(inner)
@@ -71,11 +72,13 @@ class TrainbusSaver(DiskSaver):  # type: ignore[misc]  # types of Ignite are not
             return
         path, told, self.told = self._directory / filename, self.told, None
         pickled = Pickled(checkpoint)
-        write = partial(_write, pickled, nullcontext() if told is None else told(path))
+        writing = None if told is None else told(path)
+        write = partial(_write, pickled, writing or nullcontext())
         self._kept.add(filename)
         if self._in_run:
             self._saver = self._saver or AsyncSaver()
-            self._saver.save(pickled.storages, path, write=write)
+            with nullcontext() if writing is None else writing.copying():
+                self._saver.save(pickled.storages, path, write=write)
             for name in self._take_removed():
                 self._saver.after_commit(partial(self._remove, name))
         else:

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 
 from eventloop.bridges.bridge import Bridge
+from eventloop.bridges.foreign_calls import time_lightning
 from eventloop.bridges.hosted import HostedDriver, HostedRun
 from eventloop.bridges.lightning_iterations import Iterations, named
 from eventloop.bridges.lightning_saver import plugin_of
@@ -90,6 +91,7 @@ class LightningBridge(Bridge):
         run.train_data = trainer.train_dataloader
         run.validates = bool(trainer.enable_validation)
         run.foreign_schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
+        time_lightning(trainer, run, self.state_key)
         self._iterations = Iterations(self, trainer, run, self._begin_epoch, self._settle)
         self._resume(run)
         self._drive.begin_train(**_limits(trainer, run.epoch_length))
@@ -284,8 +286,9 @@ class LightningBridge(Bridge):
             return
         plugin.around, plugin.raises = writing, run.save_raises
         try:
-            self._add_entry(run, checkpoint, filepath)
-            original(checkpoint, filepath, *arguments, **options)
+            with writing.copying():
+                self._add_entry(run, checkpoint, filepath)
+                original(checkpoint, filepath, *arguments, **options)
         except Exception:
             with writing:
                 raise

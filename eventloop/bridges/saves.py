@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from threading import get_ident
+from types import TracebackType
 from typing import Any, Final
 
 from eventloop import events as ev
+from eventloop.bus import Bus
 from eventloop.checkpoint import AnyPath, link
 from eventloop.errors import ConfigurationError
 from eventloop.events import Progress
@@ -21,6 +24,47 @@ log = get_logger()
 
 CHECKED: Final = str(Path())
 """The path that stands for a check: the state is gathered, but not written."""
+
+
+class Writing(AbstractContextManager[None]):
+    """A context in which a checkpoint is written, on the training thread or on another one; used once."""
+
+    told: AbstractContextManager[None]
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus, self._thread, self._begin = bus, get_ident(), time.perf_counter()
+        self._span: AbstractContextManager[None] = nullcontext()
+        self.here = False
+        """True if the training thread writes."""
+        self.copied = 0.0
+        """Seconds for which the training thread copied the state, if another one writes."""
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Measure a block in which the training thread copies the state and hands it to the thread that writes."""
+        start = time.perf_counter()
+        with self._bus.span("copying for checkpoints"):
+            try:
+                yield
+            finally:
+                self.copied = time.perf_counter() - start
+
+    def __enter__(self) -> None:
+        self.here = get_ident() == self._thread
+        if self.here:
+            self._span = self._bus.span("writing checkpoints")
+        elif not self.copied:  # the other thread was as fast as the hand-over
+            self.copied = time.perf_counter() - self._begin
+        self._span.__enter__()
+        self.told.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        try:
+            return self.told.__exit__(kind, error, trace)
+        finally:
+            self._span.__exit__(None, None, None)
 
 
 class HostSaves(Saves):
@@ -96,16 +140,19 @@ class HostSaves(Saves):
         finally:
             self._others, self.raises = [], True
 
-    def writing(self, path: AnyPath) -> AbstractContextManager[None]:
+    def writing(self, path: AnyPath) -> Writing:
         """Return a context that publishes ``checkpoint_committed`` or ``checkpoint_failed`` when it ends.
 
-        The trainer writes in it. It may be entered later, and on another thread.
+        The trainer writes in it. It may be entered later, and on another thread: then the training waits only for
+        :meth:`Writing.copying`.
         """
         others, self._others = self._others, []
-        return self._told(path, others, self._run.state.progress)
+        writing = Writing(self._run.bus)
+        writing.told = self._told(path, others, self._run.state.progress, writing)
+        return writing
 
     @contextmanager
-    def _told(self, path: AnyPath, others: list[AnyPath], progress: Progress) -> Iterator[None]:
+    def _told(self, path: AnyPath, others: list[AnyPath], progress: Progress, writing: Writing) -> Iterator[None]:
         start, names = time.perf_counter(), [str(path), *map(str, others)]
         told: dict[str, Any] = {"progress": progress, "path": names[0], "names": names}
         # After the run, the trainer may still save, but the bus may be closed.
@@ -121,7 +168,8 @@ class HostSaves(Saves):
             raise
         if first and told_here:
             seconds = time.perf_counter() - start
-            self._run.bus.publish(ev.CheckpointCommitted(**told, bytes=_size(path), seconds=seconds))
+            stall = seconds if writing.here else writing.copied
+            self._run.bus.publish(ev.CheckpointCommitted(**told, bytes=_size(path), seconds=seconds, stall=stall))
 
     def _check(self, request: SaveRequest) -> None:
         request.check(sharded=False)

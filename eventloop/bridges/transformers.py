@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 
 from eventloop.bridges.bridge import Bridge
+from eventloop.bridges.foreign_calls import time_transformers
 from eventloop.bridges.hosted import HostedDriver, HostedRun
 from eventloop.bridges.transformers_evaluations import Evaluations, abandon_evaluation, has_length
 from eventloop.bridges.transformers_folders import Folders, local, read_entry
@@ -149,6 +150,7 @@ class TransformersBridge(Bridge):
         run.train_data = data
         self._length = run.epoch_length = len(data) if has_length(data) else None
         publish_iterations(trainer, run, drive, optimizer, self._settle)
+        time_transformers(trainer, run)
         epoch, batches = self._position(state)
         unfinished = self._resume is not None and self._restore(state, self._resume, epoch, batches)
         drive.begin_train(**self._limits(state))
@@ -281,7 +283,7 @@ class TransformersBridge(Bridge):
         folder = self._folders.next(trial)
         told, filled = run.writing(folder), self._folders.filled(*run.gather_entry(str(folder)))
         if self._saver is not None and self._saver.is_open:
-            with filled:
+            with told.copying(), filled:
                 self._saver.save(partial(original, model, trial), folder, told, own=True)
             return
         with told, filled:
@@ -294,7 +296,7 @@ class TransformersBridge(Bridge):
         told, filled = run.writing(path), self._folders.filled(*run.gather_entry(str(path)))
         if self._saver is not None and self._saver.is_open:
             save = partial(trainer._save_checkpoint, trainer.model_wrapped, None)
-            with filled:
+            with told.copying(), filled:
                 self._saver.save(save, local(path), told, own=False, raises=run.save_raises)
             return
         with told, filled:

@@ -266,6 +266,7 @@ def register_finder(find: Callable[[str, str], type | None]) -> None:
     if find not in _finders:
         _finders.append(find)
 
+
 priority_scales: dict[str, PriorityScale] = {}
 """The scales of other systems by their keys."""
 

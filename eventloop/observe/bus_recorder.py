@@ -6,7 +6,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any, Final, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -32,6 +32,13 @@ class Call(NamedTuple):
 
     subscription: Subscription
     mount_point: str
+
+
+class ForeignCall(NamedTuple):
+    """The name of a span: a callback of another library, in whose trainer the bus is."""
+
+    label: str
+    moment: str
 
 
 class StreamCall(NamedTuple):
@@ -84,6 +91,10 @@ class BusRecorder(Recorder):
     def packer(self, steps: int) -> Callable[..., bytes]:
         """Return the function that packs the integers of records of publishes with this number of handlers."""
         return packer(steps)
+
+    def call(self, label: str, moment: str) -> AbstractContextManager[None]:
+        """Record a ``with`` block as a call of another library's callback."""
+        return self.span(ForeignCall(label, moment))
 
     def meter_of(self, subscription: Subscription) -> Meter | None:
         """Return the meter for the lane of a subscription; None for a stream, which is too short-lived."""
@@ -184,6 +195,8 @@ class BusRecorder(Recorder):
             return Part("waiting", name.subscription.label, calls, seconds, share, mean, p99, name.subscription.mount_point)
         if isinstance(name, StreamCall):
             return Part("hand-off", "stream", calls, seconds, share, mean, p99, name.mount_point)
+        if isinstance(name, ForeignCall):
+            return Part("hook", name.label, calls, seconds, share, mean, p99, name.moment)
         if not isinstance(name, Call):
             return Part("training", name, calls, seconds, share, mean, p99)
         group = "hook" if name.subscription.mode == "inline" else "hand-off"

@@ -84,8 +84,11 @@ def _lanes(costs: Costs) -> Iterator[_Weighed]:
             yield lane.dropped / all_of_it, lost
 
 
+_CHECKPOINTS: Final = ("copying for checkpoints", "waiting for checkpoints", "writing checkpoints")
+
+
 def _checkpoints(costs: Costs) -> Iterator[_Weighed]:
-    own = [part for part in costs.parts if part.name in ("copying for checkpoints", "waiting for checkpoints")]
+    own = [part for part in costs.parts if part.name in _CHECKPOINTS]
     share, seconds = sum(part.share for part in own), sum(part.seconds for part in own)
     if share >= _STALL:
         waits = any(part.name == "waiting for checkpoints" and 2 * part.seconds > seconds for part in own)

@@ -268,7 +268,9 @@ def test_a_missing_metric_is_an_error_naming_the_others(job: SimpleNamespace, tm
 
 
 @pytest.mark.parametrize("name", ["eval_loss", "val/loss"])
-def test_the_error_for_a_metric_with_the_prefix_of_a_trainer_names_ours(job: SimpleNamespace, tmp_path: Path, name: str) -> None:
+def test_the_error_for_a_metric_with_the_prefix_of_a_trainer_names_ours(
+    job: SimpleNamespace, tmp_path: Path, name: str
+) -> None:
     with pytest.raises(TrainingError, match="did you mean 'loss'"):
         best_loop(job, tmp_path, CheckpointHook(save_best=name), 0.5).run()
 

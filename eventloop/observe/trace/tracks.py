@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eventloop.observe.account import BETWEEN, WITHIN
-from eventloop.observe.bus_recorder import Call, LaneSpan
+from eventloop.observe.bus_recorder import Call, ForeignCall, LaneSpan
 from eventloop.observe.spans import BEGIN, END, NAME, THREAD, Spans
 
 ITERATION: Final = ("before_train_iter", "after_train_iter")
@@ -181,7 +181,7 @@ class Tracks:
         begin, training = self._window.begin, self._window.training
         for number in np.unique(self._spans[:, NAME]).tolist():
             name = self._window.names[number]
-            if isinstance(name, str | Call):
+            if isinstance(name, str | Call | ForeignCall):
                 own = self._spans[self._spans[:, NAME] == number]
                 own = own[(own[:, THREAD] != training) | (own[:, END] <= self.end)]
                 title, kind = _titled(name)
@@ -288,9 +288,11 @@ def _is(name: Any, kind: str) -> bool:
     return isinstance(name, LaneSpan) and name.kind == kind
 
 
-def _titled(name: str | Call) -> tuple[str, str]:
+def _titled(name: str | Call | ForeignCall) -> tuple[str, str]:
     if isinstance(name, str):
         return name, "event"
+    if isinstance(name, ForeignCall):
+        return name.label, "hook"
     label = name.subscription.label
     return (label, "hook") if name.subscription.lane is None else (f"hand-off to {label}", "hand-off")
 

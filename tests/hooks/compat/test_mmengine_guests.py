@@ -24,7 +24,7 @@ from mmengine.hooks import (
     RuntimeInfoHook,
     SyncBuffersHook,
 )
-from mmengine.registry import HOOKS as mmengine_hooks
+from mmengine.registry import HOOKS
 from mmengine.runner import load_checkpoint
 
 import hooks as own_hooks
@@ -525,7 +525,9 @@ def test_a_checkpoint_saved_within_a_validation_continues_exactly(tmp_path):
 
 def test_default_hooks_of_a_configuration_are_added_as_they_are_and_none_is_off():
     bus = Bus()
-    add_hooks(bus, {"timer": {"type": "IterTimerHook"}, "logger": None, "checkpoint": {"type": "CheckpointHook", "interval": 1}})
+    add_hooks(
+        bus, {"timer": {"type": "IterTimerHook"}, "logger": None, "checkpoint": {"type": "CheckpointHook", "interval": 1}}
+    )
     assert [type(hook).__name__ for hook in bus.hooks] == ["IterTimerHook", "CheckpointHook"]
 
 
@@ -534,12 +536,12 @@ def test_a_hook_that_is_registered_in_mmengine_has_its_name_in_a_list_of_hooks(t
         def __init__(self, interval):
             self.interval = interval
 
-    mmengine_hooks.register_module(name="RegisteredInMMEngine", module=Registered)
+    HOOKS.register_module(name="RegisteredInMMEngine", module=Registered)
     try:
         bus = Bus()
         add_hooks(bus, [{"type": "RegisteredInMMEngine", "interval": 3, "priority": "VERY_HIGH"}])
     finally:
-        mmengine_hooks.module_dict.pop("RegisteredInMMEngine")
+        HOOKS.module_dict.pop("RegisteredInMMEngine")
     (guest,) = (hook.guest for hook in bus.hooks)
     assert type(guest) is Registered and guest.interval == 3
 
