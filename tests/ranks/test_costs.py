@@ -86,7 +86,8 @@ def train(
         loop.bus.on("after_train_iter", lambda event: loop.stop(), after=80)
     with capture_logs() as logs:
         loop.run()
-    warnings = [line["event"] for line in logs if line["log_level"] == "warning"]
+    told = [line["event"] for line in logs if line["log_level"] == "warning"]
+    warnings = [one for one in told if "has no work dir" not in one]  # nor has it any in most of these tests
     return measured, loop.bus.costs() if loop.bus.timing else None, warnings
 
 
