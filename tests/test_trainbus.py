@@ -1,5 +1,6 @@
 """``trainbus``, the name that programs import."""
 
+import pydoc
 import subprocess
 import sys
 from importlib import metadata
@@ -33,6 +34,13 @@ def test_names_can_be_imported_singly_and_with_star():
     names = {}
     exec("from trainbus import *", names)  # noqa: S102
     assert set(PUBLIC) < set(names)
+
+
+def test_help_works_without_the_libraries_that_some_names_need(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ignite", None)  # as if it were not installed
+    monkeypatch.delitem(vars(trainbus), "TrainbusSaver", raising=False)
+    assert "TrainbusSaver" not in dir(trainbus)
+    assert "class Bus" in pydoc.render_doc(trainbus, renderer=pydoc.plaintext)
 
 
 def test_an_unknown_name_is_an_error():
