@@ -33,6 +33,7 @@ from eventloop.training.rng import checked_seed
 from eventloop.training.saves.capture import Saves
 from eventloop.training.saves.request import OnError, SaveRequest
 from eventloop.training.saves.restore import HOSTED, Restore
+from eventloop.training.session import DEFAULT_NAME
 from eventloop.training.state import ITERATIONS, Counters, RunState
 from eventloop.training.update import Update
 
@@ -105,7 +106,7 @@ class Run:
         self.work_dir = None if work_dir is None else given.checked_work_dir(work_dir)
         self.device = given.device_of(device, self.models)
         self.seed = None if seed is None else checked_seed(seed)
-        self.name = name or (self.work_dir.name if self.work_dir else "run")
+        self.name = name or (self.work_dir.name if self.work_dir else DEFAULT_NAME)
         self.config = config or {}
         self.counters = counters or Counters()
         self.counters.run_name = self.name

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -40,6 +41,9 @@ _TURNS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "test iter": ("inside an iteration of a test", ("end_test_iteration", "abandon_test")),
 }
 """Words for each innermost scope, and the calls allowed in it. :meth:`Session.fail` is allowed in every open scope."""
+
+DEFAULT_NAME: Final = "run"
+"""Name of a run without ``name=`` and ``work_dir=``."""
 
 _open: list[RunView] = []
 """Open runs of this process."""
@@ -78,6 +82,7 @@ class Session:
         """
         self._take_turn("begin_run")
         self._patience = None
+        self._number_name()
         try:
             self._bus.adopt_thread(self._run.name, self._interrupt, self.state.refuse, lambda: self.state.progress)
             if self._bus.state == "idle":
@@ -215,6 +220,14 @@ class Session:
             lock()
         else:
             self.state.ranks.from_first(lock)
+
+    def _number_name(self) -> None:
+        """Tell a run without a name and a work dir from the other open ones, for dashboards and streams."""
+        run: Any = self._run
+        taken = {other.name for other in _open}
+        if run.work_dir is None and run.name == DEFAULT_NAME and run.name in taken:
+            run.name = next(name for number in count(2) if (name := f"{DEFAULT_NAME}-{number}") not in taken)
+            self.state.counters.run_name = run.name
 
     def _warn_of_others(self) -> None:
         """Warn about another open run if one of the two has a seed: both draw from the same random state."""

@@ -565,3 +565,14 @@ def test_a_bus_that_cannot_be_opened_takes_the_next_run(parts, bus, monkeypatch)
             _run_of(bus, parts, "first").drive().begin_run()
     with _run_of(bus, parts, "second"):
         assert bus.state == "open"
+
+
+def test_open_runs_without_a_name_are_told_apart(parts):
+    buses = [Bus() for _ in range(3)]
+    traces = [parts.Trace(one) for one in buses]
+    with Run(buses[0], model=parts.model()) as first, Run(buses[1], model=parts.model()) as second:
+        with Run(buses[2], model=parts.model(), name="run") as third:
+            names = [first.name, second.name, third.name]
+        assert names[1] not in (names[0], names[2])
+    assert len(set(names)) == 3
+    assert [trace.of("after_run")[0].progress.run_name for trace in traces] == names
