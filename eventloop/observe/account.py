@@ -185,7 +185,7 @@ class _Found:
 
 def _among(names: Ints, wanted: Sequence[int]) -> NDArray[np.bool_]:
     """Return ``np.isin(names, wanted)``, faster: ids are small numbers."""
-    table = np.zeros(max(names.max(initial=0), *wanted, 0) + 1, np.bool_)
+    table = np.zeros(max(int(names.max(initial=0)), *wanted, 0) + 1, np.bool_)
     table[list(wanted)] = True
     return table[names]
 
