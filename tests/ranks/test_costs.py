@@ -65,13 +65,14 @@ def train(
     took = {part: 0.05 if slow.get(part) == rank else 0.002 for part in ("data", "hook", "step")}
     loop = jobs.make_loop(
         work_dir,
-        RunRecordHook(costs=rank in timing),
+        *([] if work_dir is None else [RunRecordHook(costs=rank in timing)]),
         train_data=Data(took["data"]),
         step=slow_step(took["step"]),
         val_data=None,
         val_step=None,
         metrics=None,
     )
+    loop.bus.timing = rank in timing
     loop.bus.on("after_train_iter", Histograms(took["hook"]))
     measured: list[RankCosts] = []
 
