@@ -125,16 +125,21 @@ class Evidence(Hook):
         if event.bytes:  # not a second name of a file
             self.checkpoints, self.bytes, self.stall = self.checkpoints + 1, event.bytes, self.stall + event.stall
 
-    def told(self) -> str:
-        """Return a sentence on the checkpoints."""
+    @property
+    def sentence(self) -> str:
+        """What the checkpoints cost, or an empty string."""
+        if not self.checkpoints:
+            return ""
         size, waited = f"{self.bytes / 1e3:.0f} kB", f"{self.stall * 1e3:.0f} ms in all"
         many = "" if self.checkpoints == 1 else "s"
-        return f"{self.checkpoints} checkpoint{many} of {size} written beside the training, which waited {waited}"
+        return f"{self.checkpoints} checkpoint{many} of {size} written beside the training, which waited {waited}\n"
 
 
 def make_bus(optimizer: torch.optim.Optimizer, epochs: int, console: Console) -> Bus:
     """Return a bus with all the hooks of the demo."""
-    writers = [hooks.JSONLinesWriter(interval=1), *[hooks.TensorBoardWriter()] * (find_spec("tensorboard") is not None)]
+    writers: list[hooks.Writer] = [hooks.JSONLinesWriter(interval=1)]
+    if find_spec("tensorboard") is not None:
+        writers.append(hooks.TensorBoardWriter())
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(warm_up, over=34))
     return Bus(
         hooks.OptimizerHook(grad_clip=5.0),
@@ -206,8 +211,7 @@ def run_demo(work_dir: Path, *, epochs: int = 20, seed: int = 0, resume: bool = 
     if evidence.best[1]:
         summary.add_row("best epoch", f"{evidence.best[1]}, validation accuracy {evidence.best[0]:.2%}")
     summary.add_row("trained", f"{loop.counters.iter} iterations in all, {seconds:.1f} s in this session")
-    written = f"{evidence.told()}\n" if evidence.checkpoints else ""
-    console.print("", *tables, summary, Text(written), last_lines(work_dir, loop.bus), "")
+    console.print("", *tables, summary, Text(evidence.sentence), last_lines(work_dir, loop.bus), "")
     curves = _CURVES if any(work_dir.glob("tensorboard/*")) else ""
     console.print(Text((_NEXT + curves).format(folder=work_dir, more=epochs + 20)), soft_wrap=True)
     return 0

@@ -2,6 +2,7 @@ import io
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -122,6 +123,16 @@ def test_the_demo_and_its_report_count_the_same_checkpoints(here, capsys):
     assert f"\n{told} held training up" in capsys.readouterr().out
 
 
+def test_the_demo_needs_no_tensorboard(here, capsys, monkeypatch):
+    from hooks import demo
+
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # an import fails
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    assert main(["demo", "--epochs", "1"]) == 0
+    assert "tensorboard" not in capsys.readouterr().out
+
+
 def test_the_demo_writes_for_tensorboard_where_it_is_installed(here, capsys):
     pytest.importorskip("tensorboard")
     assert main(["demo", "--epochs", "1"]) == 0
@@ -153,9 +164,10 @@ def test_the_filters_of_the_demos_hook_table_stay_in_one_line_in_80_columns():
 
 def test_a_second_run_does_not_overwrite_the_first(here):
     main(["demo", "--epochs", "1"])
-    first = {path: path.read_bytes() for path in (here / "runs/digits").iterdir()}
+    files = lambda: {path: path.read_bytes() for path in (here / "runs/digits").rglob("*") if path.is_file()}  # noqa: E731
+    first = files()
     main(["demo", "--epochs", "1"])
-    assert {path: path.read_bytes() for path in (here / "runs/digits").iterdir()} == first
+    assert files() == first
     assert (here / "runs/digits-2/last_checkpoint").exists()
 
 

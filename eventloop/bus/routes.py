@@ -122,7 +122,7 @@ def _write(
 ) -> tuple[list[str], dict[str, Any], dict[int, int]]:
     """Return a route's lines, the objects that they name, and the subscription's index by line number."""
     lines = [f"def {name_of(event_type)}(event):"]
-    ends = ", ".join([*(f"end_{index}" for index in range(len(heard))), "ended"])
+    ends = ", ".join([*(f"_end_{index}" for index in range(len(heard))), "ended"])
     if recorder is not None:
         lines += ["    began = clock()", f"    {ends.replace(',', ' =')} = 0"]
     lines.append("    try:")
@@ -158,14 +158,14 @@ def _write_call(
     if ranges:
         block = [f"with record_function({title(one.label, name_of(event_type))!r}):", *_indent(block)]
     if timed:
-        block.append(f"end_{index} = clock()")
+        block.append(f"_end_{index} = clock()")
     if terms:
         block = [f"if {' and '.join(terms)}:", *_indent(block)]
     if one.on_error == "log":
         bound[f"_isolate_{index}"] = one.isolate
         block = ["try:", *_indent(block), "except Exception as error:", f"    _isolate_{index}(error, event)"]
         if timed:
-            block.append(f"    end_{index} = -clock()  # no call that counts, and the next one begins here")
+            block.append(f"    _end_{index} = -clock()  # no call that counts, and the next one begins here")
     return block, bound
 
 

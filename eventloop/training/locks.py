@@ -15,7 +15,7 @@ from eventloop.log import get_logger
 
 NAME: Final = ".trainbus.lock"
 _MOST: Final = 200  # bytes to read of the holder's name
-_READ_ONLY: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
+_LASTING: Final = (errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 _TRIES: Final = 100  # each fails only if a training ends at that moment
 
 log = get_logger()
@@ -24,7 +24,7 @@ log = get_logger()
 class DirectoryLock:
     """Lock a directory, created if missing, by ``flock`` on a file in it, until :meth:`release` or the end of this process.
 
-    If the file system supports no locks, or has no room for the file, a warning is logged, and the training continues.
+    If the file system supports no locks, or fails at that moment, a warning is logged, and the training continues.
 
     Raises:
         ConfigurationError: the directory cannot be made or written, or another training holds it; the error names its process.
@@ -43,7 +43,7 @@ class DirectoryLock:
                 f"another work_dir, or {end}"
             ) from None
         except OSError as error:
-            if error.errno in _READ_ONLY or not directory.is_dir():
+            if error.errno in _LASTING:
                 raise ConfigurationError(
                     f"{directory} cannot be written ({error.strerror}): give another work_dir, or out_dir of the hook"
                 ) from error

@@ -92,9 +92,12 @@ def test_a_removed_folder_is_created_again_for_later_data(events, logged, tmp_pa
             loop.bus.drain()
             shutil.rmtree(tmp_path / "tensorboard")
 
+    before = set(threading.enumerate())
     loop = logged.loop(TensorBoardWriter(), work_dir=tmp_path, every=remove)
     with structlog.testing.capture_logs() as lines:
         loop.run()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(30)  # or its exception would be seen by a later test
     told = {line["event"] for line in lines if line["log_level"] != "debug"}
     assert told == {"a writer failed and will be tried again", "a writer works again"}
     assert scalars(events(tmp_path / "tensorboard"), "train/loss") == [(step, float(step)) for step in (4, 5, 6)]
