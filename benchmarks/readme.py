@@ -66,6 +66,12 @@ ROWS: Sequence[tuple[str, str, str, Sequence[str]]] = (
     ),
     ("the same with 100 M parameters", "ms", "savers", ["A save of 100 M"]),
     ("a bus without subscribers in a trainer: added per iteration", "µs", "bridges", ["Added to an iteration"]),
+    (
+        "measuring where the time goes, steps of 1 ms; 5 ms: added per iteration",
+        "µs",
+        "costs",
+        ["A step of 1", "A step of 5"],
+    ),
 )
 """Text of the row, unit, file, and patterns for the beginnings of the titles of its comparisons."""
 
