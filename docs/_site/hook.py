@@ -40,7 +40,7 @@ def on_post_template(output_content: str, template_name: str, **_: Any) -> str:
     if template_name != "404.html":
         return output_content
     output_content = on_post_page(output_content)
-    way = '<p>There is no such page. Search above, or go to the <a href="/index.html">first page</a>.</p>'
+    way = '<p>This page does not exist. Search above, or go to the <a href="/index.html">first page</a>.</p>'
     return output_content.replace("<h1>404 - Not found</h1>", f"<h1>404 - Not found</h1>{way}")
 
 

@@ -103,7 +103,7 @@ def registered(kind: str) -> list[Registered]:
     """Return the registered classes of a kind (``"hook"``, ``"writer"``, ``"average"``), in order of registration.
 
     Raises:
-        UnknownNameError: there is no such kind.
+        UnknownNameError: the kind is unknown.
     """
     load_builtin()
     if kind not in _bases:
@@ -245,7 +245,7 @@ class Migration(msgspec.Struct, frozen=True):
     ours: tuple[str, ...] = ()  # trainbus's classes for it, the replacement first; empty if there is none
     options: dict[str, str | OptionChange] = {}  # its options, with their names in trainbus or their changes
     preset: dict[str, Any] = {}  # trainbus options that its name implies; given options override them
-    note: str = ""  # further differences, or why there is no replacement
+    note: str = ""  # further differences, or the reason why nothing replaces it
     aliases: tuple[str, ...] = ()
 
 

@@ -41,7 +41,7 @@ def add_hooks(bus: Bus, hooks: Iterable[Any], *, imports: Sequence[str] = (), mo
         bus: the bus.
         hooks: names, or tables with ``type`` (a registered name, a class, or ``module:attribute``), options of the
             constructor, and optionally ``priority`` and ``name``. A table also describes an option that is an object.
-            MMEngine's ``default_hooks``, a mapping of such tables, is accepted as it is; None in it is no hook.
+            MMEngine's ``default_hooks``, a mapping of such tables, is accepted as it is; entries that are None are left out.
         imports: modules that ``module:attribute`` may name.
         model: value of a required parameter ``model`` that a table lacks.
         optimizer: the same for ``optimizer``, such as a scheduler's; a mapping if there are several.

@@ -124,4 +124,4 @@ class SizedLane(Lane):
 
 
 class _Refused(Exception):  # noqa: N818 - never leaves this module
-    """The newest event must be dropped, because there is no room for it."""
+    """Drop the newest event, because the lane has no room for it."""

@@ -271,7 +271,7 @@ class Run:
         """Make and publish an event of this class, if it has a subscriber. Its fields ``run`` and ``progress`` are filled in.
 
         Raises:
-            TrainingError: ``event`` is no class of events.
+            TrainingError: ``event`` is not a class derived from ``Event``.
         """
         route = self.heard(event, True)
         if not route:

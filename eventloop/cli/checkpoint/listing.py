@@ -31,7 +31,7 @@ class Found(msgspec.Struct):
     modified: float | None
     state: Literal["complete", "verified", "damaged", "unreadable", "weights"] = "complete"
     problem: str = ""  # why it is damaged or unreadable
-    progress: tuple[int, ...] = ()  # iteration, epoch …; () if unknown, or if the file is no checkpoint of a run
+    progress: tuple[int, ...] = ()  # iteration, epoch …; () if unknown, or if the file does not hold the state of a run
 
 
 def ls(directory: FileOrURL, /, *, verify: bool = False) -> int:

@@ -52,7 +52,7 @@ class Access:
 
     @property
     def mode(self) -> str:
-        """What permits changing a run: "token", "application" (``may_change``) or "nobody" (read-only)."""
+        """How a request may change a run: by "token", by "application" (``may_change``), or not at all: "nobody"."""
         return "token" if self._token is not None else "application" if self._may_change is not None else "nobody"
 
     def allows(self, request: Request) -> bool:
