@@ -65,7 +65,7 @@ def no_op() -> Bus:
 
 def everything() -> Bus:
     bus = Bus()
-    bus.add(RuntimeInfoHook(), EMAHook(momentum=MOMENTUM), CheckInvalidLossHook())
+    bus.add(RuntimeInfoHook(), EMAHook("ExponentialMovingAverage", momentum=MOMENTUM), CheckInvalidLossHook())
     bus.add(LoggerHook(interval=1, writers=[JSONLinesWriter()]))
     return bus
 

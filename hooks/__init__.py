@@ -1,7 +1,7 @@
 """The built-in hooks. They use only public names of ``eventloop``."""
 
 from hooks.autograd import AutogradAnomalyDetectHook, AutogradProfilerHook
-from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WeightAverage
+from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WarmupEMA, WeightAverage
 from hooks.check_loss import CheckInvalidLossHook
 from hooks.checkpoint import CheckpointHook
 from hooks.compat import register_other_systems
@@ -60,6 +60,7 @@ __all__ = [
     "TraceHook",
     "TransformersHook",
     "WandbWriter",
+    "WarmupEMA",
     "WeightAverage",
     "Writer",
 ]

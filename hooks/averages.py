@@ -8,7 +8,7 @@
         average.update_parameters(model)
     average.swap(model)                       # evaluate the averaged weights, then swap again
 
-The formulas are those of ``mmengine.model.averaged_model`` (MMEngine 0.10).
+The formulas are those of ``mmengine.model.averaged_model`` (MMEngine 0.10); ``WarmupEMA`` has TensorFlow's.
 """
 
 from __future__ import annotations
@@ -153,6 +153,21 @@ class ExponentialMovingAverage(WeightAverage):
 
     def blend(self, averages: Tensors, weights: Tensors) -> None:
         torch._foreach_lerp_(averages, weights, self.momentum)
+
+
+@register
+class WarmupEMA(ExponentialMovingAverage):
+    """An exponential moving average that forgets the first weights soon, also in a short training.
+
+    Its momentum is ``max(momentum, 9 / (10 + n))`` after ``n`` averagings, so that the decay ``1 - momentum`` is
+    ``min(decay, (1 + n) / (10 + n))``. The source is ``num_updates`` of TensorFlow's ``tf.train.ExponentialMovingAverage``.
+
+    Args:
+        momentum: share of the new weights in the end, between 0 and 1.
+    """
+
+    def blend(self, averages: Tensors, weights: Tensors) -> None:
+        torch._foreach_lerp_(averages, weights, max(self.momentum, 9 / (10 + self.steps // self.interval)))
 
 
 @register

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -12,7 +13,13 @@ from eventloop import ConfigurationError, Hook, Priority, check_options, events,
 from eventloop.checkpoint import unwrapped
 from eventloop.config import OptionsOf, find
 from eventloop.errors import UnknownNameError
-from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WeightAverage
+from hooks.averages import (
+    ExponentialMovingAverage,
+    MomentumAnnealingEMA,
+    StochasticWeightAverage,
+    WarmupEMA,
+    WeightAverage,
+)
 from hooks.options import Name, NonNegativeInt, added_late, model_name
 
 log = get_logger()
@@ -32,7 +39,9 @@ class EMAHook(Hook):
     raw weights, and resuming swaps them back. A checkpoint that was saved without this hook gives a warning, and the average
     begins with its weights.
 
-    Until ``begin_iter`` or ``begin_epoch`` the average equals the weights.
+    Until ``begin_iter`` or ``begin_epoch`` the average equals the weights. From there on the default average warms up, so that
+    it follows a short training, too. ``ema_type="ExponentialMovingAverage"`` has no warm-up. Lists of hooks and configurations
+    use that one unless they give ``ema_type``, because ``EMAHook`` is MMEngine's name there.
 
     Args:
         ema_type: a class derived from :class:`WeightAverage`, or the registered name of one.
@@ -53,7 +62,7 @@ class EMAHook(Hook):
     @check_options
     def __init__(
         self,
-        ema_type: type[WeightAverage] | str = ExponentialMovingAverage,
+        ema_type: type[WeightAverage] | str = WarmupEMA,
         *,
         strict_load: bool = False,
         begin_iter: NonNegativeInt = 0,
@@ -76,6 +85,7 @@ class EMAHook(Hook):
         self._model = torch.nn.Module()  # until before_run
         self.average: WeightAverage | None = None
         """The average, or None before its first update."""
+        self._horizon_checked = False
         self._in_checkpoint = False
 
     def before_run(self, event: events.BeforeRun) -> None:
@@ -85,9 +95,10 @@ class EMAHook(Hook):
         self._alone = set(models) == {"model"}
         if models[self._model_name] is not self._model:
             self._model, self.average = models[self._model_name], None
+        self._horizon_checked = False
 
     def before_train_epoch(self, event: events.BeforeTrainEpoch) -> None:
-        """Check that training reaches its first averaged update; from here on the number of iterations is known."""
+        """Check options against the length of the training, which is known from here on."""
         for option, begin, last in (
             ("begin_epoch", self.begin_epoch, event.progress.max_epochs or 1),
             ("begin_iter", self.begin_iter, event.run.total_iters),
@@ -96,6 +107,9 @@ class EMAHook(Hook):
                 hint = "; iteration-based training is one epoch: give begin_iter=" if event.progress.max_epochs is None else ""
                 end = f"this training ends with {option.removeprefix('begin_')} {last}; give {last} at most{hint}"
                 raise ConfigurationError(f"{self.label}({option}={begin}): nothing would be averaged, as {end}")
+        if not self._horizon_checked:
+            self._horizon_checked = True
+            self._check_horizon(event)
 
     def after_train_iter(self, event: events.AfterTrainIter) -> None:
         run, progress = event.run, event.progress
@@ -150,6 +164,22 @@ class EMAHook(Hook):
         self.average = self._type(self._model, **self._options)
         return self.average
 
+    def _check_horizon(self, event: events.BeforeTrainEpoch) -> None:
+        """Log if the average would look back beyond the first update, as far as the number of updates is known."""
+        run, options = event.run, inspect.signature(self._type).bind(self._model, **self._options)
+        options.apply_defaults()
+        given = options.arguments
+        bounded = issubclass(self._type, ExponentialMovingAverage) and {"momentum", "interval"} <= given.keys()
+        if run.total_iters is None or not bounded:
+            return
+        momentum, interval = given["momentum"], given["interval"]
+        before = max(self.begin_iter - 1, (self.begin_epoch - 1) * (run.epoch_length or 0), 0)
+        updates, horizon = math.ceil((run.total_iters - before) / (run.accumulation or 1)), round(interval / momentum)
+        if horizon > updates:
+            advice = f"set momentum={min(10 * interval / updates, 0.5):.2g} to average its last tenth"
+            long = f"momentum={momentum} averages {horizon} updates, more than the {updates} of this training"
+            log.warning(f"{self.label}: {long}; {advice}")
+
     def _weights_in(self, entry: Any) -> dict[str, torch.Tensor]:
         """Return a copy of the model's part of ``state_dict`` or ``ema_state_dict``."""
         return dict(entry if self._alone else entry[self._model_name])
@@ -176,7 +206,7 @@ def _average_type(ema_type: type[WeightAverage] | str, options: dict[str, Any]) 
         inspect.signature(kind).bind(probe, **options)
     except TypeError as error:
         raise ConfigurationError(f"EMAHook with {kind.__name__}: {error}") from None
-    if kind in (ExponentialMovingAverage, StochasticWeightAverage, MomentumAnnealingEMA):
+    if kind in (WarmupEMA, ExponentialMovingAverage, StochasticWeightAverage, MomentumAnnealingEMA):
         kind(probe, **options)  # raises now if a value is out of range
     return kind
 

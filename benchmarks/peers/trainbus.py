@@ -136,7 +136,7 @@ def make(name: str, job: Job, optimizer: torch.optim.Optimizer, saving: Mapping[
         case "RuntimeInfoHook":
             return RuntimeInfoHook()  # reports the learning rate
         case "EMAHook":
-            return EMAHook(momentum=MOMENTUM)
+            return EMAHook("ExponentialMovingAverage", momentum=MOMENTUM)  # without warm-up, as the peers
         case "LoggerHook":
             return LoggerHook(interval=1, writers=[JSONLinesWriter()])
         case "ParamSchedulerHook":

@@ -56,6 +56,7 @@ class HostedRun(Run):
     train_data: Iterable[Any] | None = None
     epoch_length: int | None = None
     evaluation_length: int | None = None
+    accumulation: int | None = None
 
     def __init__(
         self,

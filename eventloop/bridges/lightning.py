@@ -89,6 +89,7 @@ class LightningBridge(Bridge):
         length = trainer.num_training_batches
         run.epoch_length = None if length == float("inf") else length
         run.train_data = trainer.train_dataloader
+        run.accumulation = trainer.accumulate_grad_batches if module.automatic_optimization else None
         run.validates = bool(trainer.enable_validation)
         run.foreign_schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
         time_lightning(trainer, run, self.state_key)

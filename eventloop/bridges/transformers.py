@@ -147,7 +147,7 @@ class TransformersBridge(Bridge):
         run, drive = self.run_begun, self._drive
         run.foreign_schedulers = [SimpleNamespace(optimizer=one) for one in (optimizer, trainer.optimizer)]
         run.state.around_rates = partial(set_rates, trainer, optimizer)
-        run.train_data = data
+        run.train_data, run.accumulation = data, trainer.args.gradient_accumulation_steps
         self._length = run.epoch_length = len(data) if has_length(data) else None
         publish_iterations(trainer, run, drive, optimizer, self._settle)
         time_transformers(trainer, run)

@@ -23,6 +23,7 @@ from hooks import (
     EMAIterHook,
     EmptyCacheHook,
     EvaluateHook,
+    ExponentialMovingAverage,
     Fp16OptimizerHook,
     IterTimerHook,
     JSONLinesWriter,
@@ -129,7 +130,7 @@ def test_a_custom_hooks_list_of_mmengines_is_accepted_as_it_is():
         ProfilerHook,
         ParamSchedulerHook,
     ]
-    assert [hook._type for hook in hooks[:3]][::2] == [StochasticWeightAverage, MomentumAnnealingEMA]
+    assert [hook._type for hook in hooks[:3]] == [StochasticWeightAverage, ExponentialMovingAverage, MomentumAnnealingEMA]
 
 
 def test_without_schedulers_mmengines_scheduler_hook_subscribes_nothing():

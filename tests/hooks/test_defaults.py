@@ -28,7 +28,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "published_keys": None,
         "save_begin": 0,
     },
-    "EMAHook": {"ema_type": hooks.ExponentialMovingAverage, "strict_load": False, "begin_iter": 0, "begin_epoch": 0},
+    "EMAHook": {"ema_type": hooks.WarmupEMA, "strict_load": False, "begin_iter": 0, "begin_epoch": 0},
     "EarlyStoppingHook": {
         "rule": None,
         "min_delta": 0.1,

@@ -15,9 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eventloop import Bus, CheckpointError, ConfigurationError, Hook, Run, TrainingError
 from eventloop.checkpoint import load, save
-from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WeightAverage
+from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WarmupEMA, WeightAverage
 from hooks.checkpoint import CheckpointHook
 from hooks.ema import EMAHook
+from hooks.optimizer import OptimizerHook
+
+KINDS = [WarmupEMA, ExponentialMovingAverage, StochasticWeightAverage, MomentumAnnealingEMA]
 
 
 def values(number: int = 6) -> list[torch.Tensor]:
@@ -70,6 +73,18 @@ def test_annealed_momentum_falls_to_its_floor() -> None:
         momentum = max(0.4, 2 / (2 + step))
         expected = (1 - momentum) * expected + momentum * weight
         torch.testing.assert_close(seen[step], expected)
+
+
+@pytest.mark.parametrize("interval", [1, 2])
+def test_the_default_average_warms_up_to_its_momentum(interval: int) -> None:
+    model = nn.Linear(3, 2)
+    weights = values(24)
+    seen = history(WarmupEMA(model, momentum=0.5, interval=interval), model, weights)[::interval]
+    expected = weights[0]
+    for n, weight in enumerate(weights[interval::interval], start=1):
+        decay = min(0.5, (1 + n) / (10 + n))
+        expected = decay * expected + (1 - decay) * weight
+        torch.testing.assert_close(seen[n], expected)
 
 
 def test_buffers_are_the_models_own_unless_they_are_averaged() -> None:
@@ -130,7 +145,7 @@ def test_swap_exchanges_storage_and_undoes_itself() -> None:
     assert model.weight.data_ptr() == raw
 
 
-@pytest.mark.parametrize("kind", [ExponentialMovingAverage, StochasticWeightAverage, MomentumAnnealingEMA])
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_update_is_one_torch_call_for_any_number_of_parameters(kind: type[WeightAverage]) -> None:
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))
     average = kind(model)
@@ -206,12 +221,12 @@ def test_wrong_options_are_errors_at_construction(options: dict[str, Any], name:
 
 
 class Reference(Hook):
-    """Averages by the formula, after the update and before the others."""
+    """Averages by the formula with warm-up, after the update and before the others."""
 
     priority = 31
 
     def __init__(self, momentum: float, begin: int = 1) -> None:
-        self.momentum, self.begin, self.average = momentum, begin, None
+        self.momentum, self.begin, self.average, self.updates = momentum, begin, None, 1
 
     def after_train_iter(self, event: Any) -> None:
         if not event.run.updated:
@@ -220,7 +235,9 @@ class Reference(Hook):
         if self.average is None or event.progress.iter + 1 <= self.begin:
             self.average = weights
         else:
-            self.average = [torch.lerp(old, new, self.momentum) for old, new in zip(self.average, weights, strict=True)]
+            share = 1 - min(1 - self.momentum, (1 + self.updates) / (10 + self.updates))
+            self.average = [torch.lerp(old, new, share) for old, new in zip(self.average, weights, strict=True)]
+            self.updates += 1
 
 
 class Watch(Hook):
@@ -293,9 +310,26 @@ def test_a_begin_beyond_the_training_is_an_error(job: Any, options: Any, length:
     job.loop(EMAHook(**{option: begin if "begin_epoch=" in last else 1}), **length).run()
 
 
-def test_an_accumulation_window_is_one_update(job: SimpleNamespace) -> None:
-    from hooks.optimizer import OptimizerHook
+@pytest.mark.parametrize(
+    ("options", "accumulate", "says"),
+    [
+        ({"momentum": 0.05}, 1, ("momentum=0.05", "20 updates", "the 8 of", "momentum=0.5 ")),
+        ({"momentum": 0.5, "interval": 2}, 3, ("4 updates", "the 3 of")),
+        ({"momentum": 0.3, "begin_epoch": 2}, 1, None),
+        ({"momentum": 0.2, "begin_epoch": 2}, 1, ("5 updates", "the 4 of")),
+        ({"momentum": 0.125}, 1, None),
+        ({"ema_type": StochasticWeightAverage}, 1, None),
+    ],
+)
+def test_a_horizon_beyond_the_training_is_logged_once(job: Any, options: Any, accumulate: int, says: Any) -> None:
+    with capture_logs() as logs:
+        job.loop(OptimizerHook(accumulate=accumulate), EMAHook(**options)).run()
+    said = [entry["event"] for entry in logs if entry["log_level"] == "warning" and "EMAHook" in entry["event"]]
+    assert len(said) == (says is not None)
+    assert all(part in said[0] for part in says or ())
 
+
+def test_an_accumulation_window_is_one_update(job: SimpleNamespace) -> None:
     hook = EMAHook()
     job.loop(OptimizerHook(accumulate=3), hook).run()
     assert hook.average is not None
@@ -433,7 +467,7 @@ def test_saved_now_and_saved_in_a_validation_is_the_same(job: SimpleNamespace, t
         assert job.same(inside[key], outside[key])
 
 
-@pytest.mark.parametrize("kind", [ExponentialMovingAverage, StochasticWeightAverage, MomentumAnnealingEMA])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stop", [3, 4, 6])
 def test_a_resumed_run_ends_with_the_same_bits(
     job: SimpleNamespace, tmp_path: Path, kind: type[WeightAverage], stop: int
@@ -532,9 +566,7 @@ def test_all_new_storage_in_a_large_model_is_seen_within_a_few_updates() -> None
 
 
 def test_an_unknown_option_is_answered_with_the_nearest_or_with_all():
-    with pytest.raises(
-        ConfigurationError, match=r"^EMAHook with ExponentialMovingAverage has no option momentun=; did you mean momentum="
-    ):
+    with pytest.raises(ConfigurationError, match=r"^EMAHook with WarmupEMA has no option momentun=; did you mean momentum="):
         EMAHook(momentun=0.1)
     with pytest.raises(ConfigurationError, match=r"no option decay=; its options are ema_type, .*, momentum, interval"):
         EMAHook(decay=0.999)

@@ -49,6 +49,7 @@ TABLE = (
         "EMAHook",
         ("EMAHook", "ExponentialMovingAverage", "MomentumAnnealingEMA", "StochasticWeightAverage"),
         same("ema_type strict_load begin_iter begin_epoch momentum interval update_buffers gamma"),
+        {"ema_type": "ExponentialMovingAverage"},
         note="averages after each optimizer step; there after each iteration, within an accumulation window, too",
     ),
     _hook(
