@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Mapping
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import msgspec
 from eventloop import Hook, Priority, check_options, get_logger, mount, register
 from eventloop import events as ev
 from eventloop.observe import (
+    FACTS,
     RECORD,
     Costs,
     RankCosts,
@@ -192,8 +195,9 @@ class RunRecordHook(Hook):
         try:
             facts = read_facts(folder)
         except RunFolderError as error:
-            log.warning("the record of earlier sessions cannot be read and is kept as run.json.old", error=str(error))
-            (folder / "run.json").rename(folder / "run.json.old")
+            kept = _free(folder / "run.json.old")
+            log.warning("the record of earlier sessions cannot be read and is kept", file=str(kept), error=str(error))
+            (folder / FACTS).rename(kept)
             return []
         return [] if facts is None else facts.sessions
 
@@ -221,6 +225,12 @@ class RunRecordHook(Hook):
 
 
 _STAGES = {"before_train": "train", "before_val": "val", "before_test": "test"}
+
+
+def _free(wanted: Path) -> Path:
+    """Return ``wanted``, or ``wanted-2``, ``wanted-3`` … if it exists."""
+    names = (wanted.with_name(f"{wanted.name}-{number}") for number in count(2))
+    return next(path for path in chain([wanted], names) if not os.path.lexists(path))
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

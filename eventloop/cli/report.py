@@ -11,7 +11,7 @@ from eventloop.checkpoint import commit_bytes
 from eventloop.cli.common import say
 from eventloop.cli.runs import best_metric
 from eventloop.errors import ConfigurationError
-from eventloop.observe import RunFolderError, find_runs, is_run
+from eventloop.observe import RunFolderError, find_runs
 from eventloop.observe.verdict import size
 
 
@@ -57,7 +57,7 @@ def report(run: Path, /, *runs: Path, output: Annotated[Path | None, Parameter(a
 def _check(folder: Path) -> None:
     if not folder.is_dir():
         raise ConfigurationError(f"{folder}: no such folder; list the runs in runs/ by: trainbus runs")
-    if not is_run(folder) and (found := find_runs(folder)):
+    if (found := find_runs(folder)) and found != [folder]:
         names = ", ".join(str(one) for one in found[:5])
         more = f" and {len(found) - 5} more" if len(found) > 5 else ""
         raise RunFolderError(f"{folder}: not the folder of a run, but it contains some; give one of {names}{more}")

@@ -16,7 +16,7 @@ from rich.text import Text
 from eventloop.cli.common import printable, say, to_terminal
 from eventloop.errors import ConfigurationError
 from eventloop.observe import RunFolder, RunFolderError, find_runs
-from eventloop.observe.record import Validation, read_lines
+from eventloop.observe.record import Validation
 
 _STYLES = {"running": "green", "failed": "red", "killed": "red", "interrupted": "yellow"}
 
@@ -57,7 +57,7 @@ def _row(run: RunFolder, folder: Path) -> tuple[str | Text, ...]:
     facts = run.facts()
     name = printable(str(run.path.relative_to(folder)) if run.path != folder else run.path.name)
     size = filesize.decimal(_bytes(run.path))
-    lines = list(read_lines(run.record()))
+    lines = list(run.lines())
     found = best_metric([line.metrics for line in lines if isinstance(line, Validation)])
     best = "" if found is None else found[0]
     if not facts.sessions:
@@ -69,10 +69,10 @@ def _row(run: RunFolder, folder: Path) -> tuple[str | Text, ...]:
 
 
 def _bytes(folder: Path) -> int:
-    """Return the size of the files in a folder, without files that a run removes meanwhile."""
+    """Return the size of the files in a folder, without files that a run removes meanwhile or that cannot be read."""
     total = 0
     for file in folder.rglob("*"):
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             status = file.lstat()
             total += status.st_size if S_ISREG(status.st_mode) else 0
     return total

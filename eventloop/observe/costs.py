@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 from rich.console import Group, RenderableType
 
 from eventloop.bus.figures import Figures, plain
 from eventloop.bus.handler import title
+from eventloop.observe.bounds import Change, Count, Number
 from eventloop.observe.ranks import RankCosts
 from eventloop.observe.totals import BINS
+
+Bin = Annotated[int, msgspec.Meta(ge=0, le=64 * BINS)]
 
 
 class Histogram(msgspec.Struct, frozen=True):
     """Counts of durations: ``counts[i]`` of those from ``2**(i / 8)`` ns on, below ``2**((i + 1) / 8)`` ns."""
 
-    counts: dict[int, int] = {}
-    seconds: float = 0.0
+    counts: dict[Bin, Count] = {}
+    seconds: Number = 0.0
     """The sum of the durations."""
 
     @property
@@ -45,11 +48,11 @@ class Part(msgspec.Struct, frozen=True):
 
     group: str
     name: str
-    calls: int
-    seconds: float
-    share: float
-    mean: float = 0.0
-    p99: float = 0.0
+    calls: Count
+    seconds: Number
+    share: Number
+    mean: Number = 0.0
+    p99: Number = 0.0
     mount_point: str = ""
 
 
@@ -58,29 +61,29 @@ class LaneCosts(msgspec.Struct, frozen=True):
 
     name: str
     mount_points: list[str]
-    delivered: int
-    failed: int
-    dropped: int
-    pending: int
-    seconds: float = 0.0
+    delivered: Count
+    failed: Count
+    dropped: Count
+    pending: Count
+    seconds: Number = 0.0
     """Time in the handler."""
-    waited: float = 0.0
+    waited: Number = 0.0
     """Time that publishers waited for room in the full lane."""
-    depth_mean: float = 0.0
-    depth_max: int = 0
-    age_mean: float = 0.0
+    depth_mean: Number = 0.0
+    depth_max: Count = 0
+    age_mean: Number = 0.0
     """Time from publish to delivery."""
-    age_max: float = 0.0
+    age_max: Number = 0.0
 
 
 class Growth(msgspec.Struct, frozen=True):
     """Growth of memory in a window of time. ``name`` is the name of a hook, or "process"."""
 
     name: str
-    bytes: int
+    bytes: Change
     """Growth within the window."""
-    seconds: float
-    iterations: int
+    seconds: Number
+    iterations: Count
     """Length of the window."""
 
 
@@ -90,15 +93,15 @@ class Costs(msgspec.Struct, frozen=True):
     Print it, or read ``parts``.
     """
 
-    wall: float
+    wall: Number
     parts: list[Part]
     steps: Histogram = Histogram()
     """Durations of iterations, from the end of one to the end of the next; waiting for data included."""
     lanes: list[LaneCosts] = []
-    memory: int = 0
+    memory: Count = 0
     """Resident memory of the process in bytes."""
     growth: list[Growth] = []
-    dropped: int = 0
+    dropped: Count = 0
     """Number of lost spans; their time is missing from the parts."""
     ranks: RankCosts | None = None
     """The comparison of all ranks; None with a single process and in the first two seconds."""

@@ -17,6 +17,8 @@ from subprocess import DEVNULL
 import msgspec
 import torch
 
+from eventloop.observe.bounds import Count
+
 
 class Machine(msgspec.Struct, frozen=True):
     """The computer: its name, processor, number of usable cores, memory in bytes, and GPUs."""
@@ -24,8 +26,8 @@ class Machine(msgspec.Struct, frozen=True):
     host: str
     system: str
     processor: str
-    cores: int
-    memory: int
+    cores: Count
+    memory: Count
     gpus: list[str]
 
 
@@ -40,7 +42,7 @@ class Git(msgspec.Struct, frozen=True):
 class Process(msgspec.Struct, frozen=True):
     """The identity of a process, to find out later whether it still runs. ``began`` and ``boot`` are empty where unknown."""
 
-    pid: int
+    pid: Count
     host: str
     boot: str
     began: str

@@ -23,6 +23,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from eventloop.observe.bounds import Count, Number
+
 SIGNIFICANT: Final = 0.1
 """A rank is a straggler if the others wait this share of an iteration for it."""
 
@@ -69,40 +71,40 @@ class RankTimes(msgspec.Struct, frozen=True):
 
     group: str
     name: str
-    min: float
-    median: float
-    max: float
-    rank: int
+    min: Number
+    median: Number
+    max: Number
+    rank: Count
     host: str
 
 
 class Straggler(msgspec.Struct, frozen=True):
     """A rank that the others wait for. Times are seconds per iteration."""
 
-    rank: int
+    rank: Count
     host: str
     group: str
     name: str
     """The part that it is slow at, as in :class:`Part`: "waiting for data", "forward" or the name of a hook."""
-    seconds: float
+    seconds: Number
     """Time of this part on the straggler."""
-    others: float
+    others: Number
     """Median time of this part on the other ranks."""
-    waited: float
+    waited: Number
     """Time that the other ranks wait for the straggler."""
 
 
 class RankCosts(msgspec.Struct, frozen=True):
     """The times of all ranks side by side. Print it, or read ``times``, which has the whole iteration first."""
 
-    world_size: int
-    iterations: int
+    world_size: Count
+    iterations: Count
     """Iterations that were compared; the smallest number of all ranks."""
-    seconds: float
+    seconds: Number
     """Mean time of an iteration; the median of the ranks."""
     times: list[RankTimes]
     straggler: Straggler | None = None
-    missing: list[int] = []
+    missing: list[Count] = []
     """Ranks without times: they do not measure, or stopped reporting."""
 
     def __rich__(self) -> Group:

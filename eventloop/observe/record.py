@@ -1,35 +1,36 @@
-"""Read the lines of ``record.jsonl`` as objects. Skips lines of unknown kinds or fields, such as of a newer trainbus."""
+"""The lines of ``record.jsonl`` as objects. Unknown kinds and fields, such as of a newer trainbus, are skipped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Mapping
+from typing import Any, Final, TypeVar, get_args
 
 import msgspec
 
+from eventloop.observe.bounds import Count, Number, Time
 from eventloop.observe.costs import Costs
 
 
 class Line(msgspec.Struct, kw_only=True, tag_field="kind"):
     """Base of all lines: the time in seconds since 1970, and the epochs and iterations completed by then."""
 
-    time: float
-    epoch: int = 0
-    iter: int = 0
+    time: Time
+    epoch: Count = 0
+    iter: Count = 0
 
 
 class Validation(Line, tag="validation"):
     """The metrics of a validation, and its duration in seconds."""
 
     metrics: dict[str, float] = {}
-    seconds: float = 0.0
+    seconds: Number = 0.0
 
 
 class Test(Line, tag="test"):
     """The metrics of a test, and its duration in seconds."""
 
     metrics: dict[str, float] = {}
-    seconds: float = 0.0
+    seconds: Number = 0.0
 
 
 class Checkpoint(Line, tag="checkpoint"):
@@ -39,9 +40,9 @@ class Checkpoint(Line, tag="checkpoint"):
     """
 
     names: list[str] = []
-    bytes: int = 0
-    stall: float = 0.0
-    seconds: float = 0.0
+    bytes: Count = 0
+    stall: Number = 0.0
+    seconds: Number = 0.0
 
 
 class FailedCheckpoint(Line, tag="checkpoint_failed"):
@@ -74,11 +75,18 @@ AnyLine = Validation | Test | Checkpoint | FailedCheckpoint | SkippedCheckpoint 
 L = TypeVar("L", bound=Line)
 
 
-def read_lines(lines: Iterable[Mapping[str, Any]]) -> Iterator[AnyLine]:
-    """Yield lines as objects."""
-    for line in lines:
-        whole = {**line, "costs": line} if line.get("kind") == "costs" else line
-        try:
-            yield msgspec.convert(whole, AnyLine, strict=False, str_keys=True)
-        except msgspec.ValidationError:
-            continue
+_KINDS: Final = {kind.__struct_config__.tag for kind in get_args(AnyLine)}
+
+
+def read_line(line: Mapping[str, Any]) -> AnyLine | None:
+    """Return a line as an object; None if its kind is unknown.
+
+    Raises:
+        msgspec.ValidationError: a field is damaged.
+    """
+    kind = line.get("kind")
+    if isinstance(kind, str) and kind not in _KINDS:
+        return None
+    whole = {**line, "costs": line} if kind == "costs" else line
+    read: AnyLine = msgspec.convert(whole, AnyLine, strict=False, str_keys=True)
+    return read

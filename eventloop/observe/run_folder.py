@@ -8,17 +8,23 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from stat import S_ISREG
+from typing import Any, BinaryIO, Final, Literal, TypeVar
 
 import msgspec
 import orjson
 
 from eventloop.checkpoint import commit_bytes
 from eventloop.errors import TrainbusError
+from eventloop.observe.bounds import LATEST, Count, Time
 from eventloop.observe.environment import Environment
+from eventloop.observe.record import AnyLine, read_line
 
 FACTS: Final = "run.json"
 """Name of the file that describes a run."""
@@ -27,23 +33,29 @@ RECORD: Final = "record.jsonl"
 SCALARS: Final = "scalars.jsonl"
 """Name of the file with the scalars, one JSON object a line."""
 
+_MOST: Final = 16 << 20
+"""Bytes of run.json, and of one line of the other files; what is longer is damaged."""
+_DEEPEST: Final = 100
+"""Levels of a configuration; what is deeper is damaged."""
+
+T = TypeVar("T")
 State = Literal["running", "finished", "stopped", "interrupted", "failed", "killed", "unknown"]
 
 
 class Session(msgspec.Struct, kw_only=True):
     """One process of a run, from ``before_run`` to its end. Times are seconds since 1970."""
 
-    began: float
+    began: Time
     environment: Environment
-    world_size: int = 1
+    world_size: Count = 1
     stages: list[str] = []
     resumed_from: str = ""
-    ended: float | None = None
+    ended: Time | None = None
     state: Literal["running", "finished", "stopped", "interrupted", "failed"] = "running"
     reason: str = ""
     """The error, or the reason given to ``run.stop()``."""
-    epoch: int = 0
-    iter: int = 0
+    epoch: Count = 0
+    iter: Count = 0
 
     @property
     def state_now(self) -> State:
@@ -69,7 +81,7 @@ class RunFolderError(TrainbusError):
 
 
 class RunDamagedError(RunFolderError):
-    """The ``run.json`` of a run cannot be read."""
+    """A file of a run cannot be read."""
 
 
 class Damage(msgspec.Struct):
@@ -93,6 +105,8 @@ class RunFolder:
         self.path = path
         self.damaged: dict[str, Damage] = {}
         if not is_run(path):
+            if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
+                raise RunDamagedError(f"{path} cannot be read: permission denied")
             raise RunFolderError(f"{path}: not the folder of a run: it has neither {FACTS} nor {SCALARS}")
 
     def facts(self) -> RunFacts:
@@ -101,11 +115,15 @@ class RunFolder:
 
     def record(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of ``record.jsonl``."""
-        return self._lines(RECORD)
+        return self._lines(RECORD, _decoded)
+
+    def lines(self) -> Iterator[AnyLine]:
+        """Yield the lines of ``record.jsonl`` of known kinds, as objects."""
+        return self._lines(RECORD, lambda line: read_line(_decoded(line)))
 
     def scalars(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of ``scalars.jsonl``. The later one of two lines with the same step counts."""
-        return self._lines(SCALARS)
+        return self._lines(SCALARS, _decoded)
 
     def ends(self) -> list[float]:
         """Return the end of each session, in seconds since 1970. A killed session ends with its last line in a file."""
@@ -114,7 +132,7 @@ class RunFolder:
         killed = [index for index, one in enumerate(sessions) if one.ended is None]
         signs = sorted(self._signs(only_last=killed == [len(sessions) - 1])) if killed else []
         return [
-            one.ended or max(one.began, signs[before - 1] if (before := bisect_left(signs, until)) else 0.0)
+            max(one.began, one.ended or (signs[before - 1] if (before := bisect_left(signs, until)) else 0.0))
             for one, until in zip(sessions, following, strict=False)
         ]
 
@@ -127,53 +145,72 @@ class RunFolder:
         path = self.path / SCALARS
         scalars = _tail(path) if only_last else self.scalars()
         for lines in (self.record(), scalars):
-            yield from (line["time"] for line in lines if isinstance(line.get("time"), int | float))
+            yield from (time for line in lines if isinstance(time := line.get("time"), int | float) and 0 <= time <= LATEST)
 
-    def _lines(self, name: str) -> Iterator[dict[str, Any]]:
-        """Yield the objects in a file of JSON lines. An incomplete last line is skipped without counting as damage."""
+    def _lines(self, name: str, read: Callable[[bytes], T | None]) -> Iterator[T]:
+        """Yield what ``read`` returns for the lines of a file. An incomplete last line is skipped without counting as damage.
+
+        Raises:
+            RunDamagedError: the file cannot be read.
+        """
         self.damaged.pop(name, None)
         path = self.path / name
-        if not path.is_file():
+        if not os.path.lexists(path):
             return
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+        with _opened(path) as file:
+            for number, line in enumerate(_split(file), 1):
                 if not line.endswith(b"\n"):
                     return
-                value = _decoded(line)
-                if value is not None:
-                    yield value
-                else:
+                try:
+                    value = read(line)
+                except (ValueError, RecursionError, msgspec.ValidationError):
                     self.damaged.setdefault(name, Damage(0, number)).lines += 1
+                else:
+                    if value is not None:
+                        yield value
 
 
 def is_run(path: Path) -> bool:
     """Return True for the folder of a run."""
-    return (path / FACTS).is_file() or (path / SCALARS).is_file()
+    return any(os.path.lexists(path / name) for name in (FACTS, SCALARS))
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return the folders of runs in a folder and its subfolders, by name. Does not search within a run's folder."""
+    """Return the folders of runs in a folder and its subfolders, by name, and folders that cannot be read.
+
+    Does not search within a run's folder.
+    """
     if is_run(folder):
         return [folder]
-    below = sorted(one for one in folder.iterdir() if one.is_dir() and not one.is_symlink() and not one.name.startswith("."))
-    return [run for one in below for run in find_runs(one)]
+    try:
+        below = sorted(one.name for one in os.scandir(folder) if one.is_dir(follow_symlinks=False))
+    except OSError:
+        return [folder]
+    return [run for name in below if not name.startswith(".") for run in find_runs(folder / name)]
 
 
 def read_facts(folder: Path) -> RunFacts | None:
     """Return the content of ``run.json``; None if the file does not exist.
 
     Raises:
-        RunDamagedError: the file is damaged, or of a newer trainbus.
+        RunDamagedError: the file is damaged, cannot be read, or is of a newer trainbus.
     """
     path = folder / FACTS
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
+    way_out = "move it away: the next session writes a new one"
+    with _opened(path) as file:
+        content = file.read(_MOST + 1)
+    if len(content) > _MOST:
+        raise RunDamagedError(f"{path} is damaged (more than {_MOST:,} bytes); {way_out}")
     try:
-        facts = msgspec.json.decode(path.read_bytes(), type=RunFacts)
-    except msgspec.DecodeError as error:
-        raise RunDamagedError(f"{path} is damaged ({error}); move it away: the next session writes a new one") from None
+        facts = msgspec.json.decode(content, type=RunFacts)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise RunDamagedError(f"{path} is damaged ({error}); {way_out}") from None
     if facts.format > 1:
         raise RunDamagedError(f"{path} has format {facts.format}, but this trainbus reads format 1; upgrade trainbus")
+    if _is_deep(facts.config):
+        raise RunDamagedError(f"{path} is damaged (its config has more than {_DEEPEST} levels); {way_out}")
     return facts
 
 
@@ -196,22 +233,51 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _decoded(line: bytes) -> dict[str, Any] | None:
-    """Return the object in a line; None if it is damaged."""
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [inner for one in level for inner in (one.values() if isinstance(one, dict) else one)]
+        level = [one for one in level if isinstance(one, dict | list)]
+    return bool(level)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file; raise RunDamagedError if it is not a regular one, or cannot be read."""
+    try:
+        if not S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
+            raise RunDamagedError(f"{path} is not a regular file; move it away")
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise RunDamagedError(f"{path} cannot be read ({error.strerror})") from error
+
+
+def _split(file: BinaryIO) -> Iterator[bytes]:
+    """Yield the lines of a file; of one that is too long, nothing but its end."""
+    for line in iter(partial(file.readline, _MOST), b""):
+        rest = line
+        while len(rest) == _MOST and not rest.endswith(b"\n"):
+            rest = file.readline(_MOST)
+        yield line if rest is line else rest[-1:]
+
+
+def _decoded(line: bytes) -> dict[str, Any]:
+    """Return the object in a line; ValueError or RecursionError if it is damaged."""
     try:
         value = orjson.loads(line)
     except orjson.JSONDecodeError:
-        try:
-            value = json.loads(line)  # knows NaN and Infinity, which orjson does not
-        except (ValueError, RecursionError):
-            return None
-    return value if isinstance(value, dict) else None
+        value = json.loads(line)  # knows NaN and Infinity, which orjson does not
+    if not isinstance(value, dict):
+        raise ValueError("not an object")  # noqa: TRY004 - damage, as what is not JSON
+    return value
 
 
 def _tail(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the objects in the last 64 KiB of a file of JSON lines."""
-    if path.is_file():
-        with path.open("rb") as file:
+    if os.path.lexists(path):
+        with _opened(path) as file:
             file.seek(max(0, path.stat().st_size - (1 << 16)))
-            decoded = map(_decoded, file.read().splitlines())
-            yield from (one for one in decoded if one is not None)
+            for line in file.read(1 << 16).splitlines():
+                with suppress(ValueError, RecursionError):
+                    yield _decoded(line)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import isfinite
-from typing import Any, Final
+from typing import Final
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
+
+from eventloop.observe.curves import Curve
 
 WIDTH: Final = 80  # columns at most
 _LEVELS, _PLAIN_LEVELS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
@@ -43,22 +45,18 @@ def bars(values: Sequence[float], width: int, levels: str = _LEVELS) -> str:
     means = [_mean(values[begin:end]) for begin, end in pairwise(edges)]
     finite = [one for one in means if one is not None]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
-    scale = (len(levels) - 1) / (high - low) if high > low else 0.0
-    return "".join(" " if one is None else levels[round((one - low) * scale)] for one in means)
+    half = high / 2 - low / 2  # the whole may be more than the largest float
+    heights = [None if one is None else (one / 2 - low / 2) / (half or 1.0) for one in means]
+    return "".join(" " if one is None else levels[round(one * (len(levels) - 1))] for one in heights)
 
 
-def main_curve(lines: Iterable[Mapping[str, Any]]) -> Sparkline | None:
-    """Return the curve of the main scalar of a run, from its ``scalars.jsonl``; None if there is none.
+def main_curve(curves: Mapping[str, Curve]) -> Sparkline | None:
+    """Return the curve of the main scalar of a run; None if there is none.
 
     It is the training's loss, or the first scalar named like a loss, or else the first metric of the validations.
     """
-    curves: dict[str, dict[int, float]] = {}
-    for line in lines:
-        for name, value in line.items():
-            if _rank(name) < _NO_CURVE and isinstance(value, int | float):
-                curves.setdefault(name, {})[line["step"]] = value  # a repeated step of a resumed run counts once
     name = min(curves, key=_rank, default="")  # the first of several equally good names
-    return Sparkline(name, list(curves[name].values())) if name else None
+    return Sparkline(name, curves[name].values.tolist()) if _rank(name) < _NO_CURVE else None
 
 
 _NO_CURVE: Final = 3
@@ -71,4 +69,4 @@ def _rank(name: str) -> int:
 
 def _mean(values: Sequence[float]) -> float | None:
     finite = [one for one in values if isfinite(one)]
-    return sum(finite) / len(finite) if finite else None
+    return sum(one / len(finite) for one in finite) if finite else None

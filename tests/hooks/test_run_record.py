@@ -92,13 +92,19 @@ def test_a_stopped_run_has_the_reason(tmp_path):
     assert (session.state, session.reason) == ("stopped", "enough")
 
 
-def test_an_unreadable_run_json_is_kept_under_another_name(tmp_path):
-    (tmp_path / "run.json").write_text("{")
+@pytest.mark.parametrize(
+    "content", [b"{", b'{"name": "", "config": %s}' % (b"[" * 5_000 + b"]" * 5_000), None], ids=["cut", "deep", "folder"]
+)
+def test_an_unreadable_run_json_is_kept_under_a_free_name_and_recording_goes_on(tmp_path, content):
+    (tmp_path / "run.json.old").write_text("an earlier one")
+    (tmp_path / "run.json").mkdir() if content is None else (tmp_path / "run.json").write_bytes(content)
     with capture_logs() as logs:
         make_loop(RunRecordHook(), work_dir=tmp_path).run()
-    assert (tmp_path / "run.json.old").read_text() == "{"
+    kept = tmp_path / "run.json.old-2"
+    assert kept.is_dir() if content is None else kept.read_bytes() == content
+    assert (tmp_path / "run.json.old").read_text() == "an earlier one"
     assert RunFolder(tmp_path).facts().sessions[0].state == "finished"
-    assert "run.json.old" in logs[0]["event"]
+    assert [line["file"] for line in logs if line["log_level"] == "warning"] == [str(kept)]
 
 
 def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch):

@@ -1,12 +1,19 @@
 import math
 import os
+import re
 import socket
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from eventloop.observe import Damage, RunDamagedError, RunFolder, RunFolderError, encode_line, find_runs, read_facts
+from eventloop import Bus
+from eventloop.cli import main
+from eventloop.cli.runs import best_metric
+from eventloop.observe import Damage, RunDamagedError, RunFolder, RunFolderError, encode_line, find_runs, last_lines, read_facts
 from eventloop.observe.environment import this_process
+from eventloop.observe.report import History, build_report, verdict
 
 from .folders import BEGAN, GONE, HERE, loss_lines, session, write_record, write_run, write_scalars
 
@@ -59,11 +66,71 @@ def test_a_line_of_the_record_holds_anything():
     assert line == {"a": "nan", "b": ["inf"], "c": {"1": "<class 'object'>"}, "d": [1, 2]}
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b'{"name": 3}', b""])
+NESTED = b"[" * 5_000 + b"]" * 5_000
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(b"{", b"[]", b'{"name": 3}', b"", b'{"name": "\xff"}', b'{"name": "", "x": %s}' % NESTED),
+        b'{"name": "", "config": {"x": %s}}' % (b"[" * 200 + b"]" * 200),
+    ],
+)
 def test_a_damaged_run_json_is_an_error_that_names_it(tmp_path, content):
     (tmp_path / "run.json").write_bytes(content)
     with pytest.raises(RunDamagedError, match=r"run\.json is damaged.*move it away"):
         RunFolder(tmp_path).facts()
+
+
+@pytest.mark.parametrize("name", ["run.json", "record.jsonl", "scalars.jsonl"])
+@pytest.mark.parametrize("put", [os.mkdir, os.mkfifo])
+def test_a_file_that_is_not_a_file_is_an_error_that_names_it(tmp_path, name, put):
+    write_run(tmp_path)
+    (tmp_path / name).unlink()
+    put(tmp_path / name)
+    with pytest.raises(RunDamagedError, match=re.escape(name)):
+        History(tmp_path)
+
+
+HOSTILE = [
+    b"1e300",
+    b"1" + b"0" * 400,
+    b"-1",
+    b"null",
+    b"true",
+    b'"nan"',
+    b'"\\ud800"',
+    b"{}",
+    b"[]",
+    NESTED,
+    b"9007199254740993",
+]
+TOKEN = re.compile(rb'-?\d[\d.e+-]*|"[^"]*"(?!:)|null')
+
+
+@settings(max_examples=30)
+@given(st.sampled_from(["run.json", "record.jsonl", "scalars.jsonl"]), st.data())
+def test_any_damage_is_read_around_or_told(tmp_path_factory, name, data):
+    folder = tmp_path_factory.mktemp("runs")
+    path = write_run(folder / "a", session(epoch=5, iter=50), session(BEGAN + 200, lasted=None)) / name
+    write_run(folder / "b")
+    content = path.read_bytes()
+    if data.draw(st.booleans()):
+        token = data.draw(st.sampled_from(list(TOKEN.finditer(content))))
+        content = content[: token.start()] + data.draw(st.sampled_from(HOSTILE)) + content[token.end() :]
+    else:
+        place = data.draw(st.integers(0, len(content) - 1))
+        content = content[:place] + bytes([content[place] ^ data.draw(st.integers(1, 255))]) + content[place + 1 :]
+    path.write_bytes(content)
+    assert main(["runs", str(folder)]) in (0, 1)
+    str(last_lines(folder / "a", Bus()))
+    try:
+        history = History(folder / "a")
+    except RunDamagedError as error:
+        assert "run.json" in str(error)
+    else:
+        assert verdict(history, best_metric)
+        assert build_report([history], best_metric)
 
 
 def test_a_run_json_of_a_newer_trainbus_is_an_error_that_says_so(tmp_path):

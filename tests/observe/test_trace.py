@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import json
+import re
 import time
 
 import numpy as np
@@ -148,6 +150,45 @@ def test_a_file_that_is_no_trace_is_an_error_that_names_it(tmp_path, content, ca
     assert main(["trace", "merge", str(tmp_path / "bad.json"), "-o", str(tmp_path / "c.json")]) == 2
     assert "bad.json" in capsys.readouterr().err
     assert not (tmp_path / "c.json").exists()
+
+
+GOOD = {"baseTimeNanoseconds": 1, "traceEvents": [{"ph": "X", "pid": 1, "tid": 1, "ts": 1.5, "name": "a"}]}
+
+
+@pytest.mark.parametrize(
+    "event", [{"ts": "soon"}, {"ts": 1e300}, {"pid": [1]}, {"pid": 2**63}, {"id": {}}, {"args": {"x": 1}}, 3, {}], ids=str
+)
+def test_fields_that_are_damaged_are_an_error_that_names_the_file(tmp_path, event, capsys):
+    deep: object = 0
+    for _ in range(500):
+        deep = [deep]
+    if isinstance(event, dict) and "args" in event:
+        event["args"]["x"] = deep
+    bad = tmp_path / "bad.json"
+    with bad.open("wb") as file:
+        file.write(json.dumps(GOOD | {"traceEvents": [event]}).encode())
+    status = main(["trace", "merge", str(bad), str(bad), "-o", str(tmp_path / "out.json")])
+    assert status == (0 if event == {} else 2)
+    assert ("bad.json" in capsys.readouterr().err) == (event != {})
+
+
+@pytest.mark.parametrize("place", range(0, 100, 7))
+def test_a_flipped_bit_in_a_compressed_file_is_an_error_that_names_it(tmp_path, place):
+    content = bytearray(gzip.compress(orjson.dumps(GOOD), mtime=0))
+    content[place % len(content)] ^= 16
+    (tmp_path / "bad.json.gz").write_bytes(content)
+    try:
+        assert read_trace(tmp_path / "bad.json.gz") == GOOD  # a field of the header that gzip does not verify
+    except TraceError as error:
+        assert "bad.json.gz" in str(error)
+
+
+def test_a_file_that_is_too_large_is_an_error_whether_it_is_compressed_or_not(tmp_path):
+    (tmp_path / "a.json.gz").write_bytes(gzip.compress(b" " * 100_000))
+    (tmp_path / "a.json").write_bytes(b" " * 100_000)
+    for name in ("a.json", "a.json.gz"):
+        with pytest.raises(TraceError, match=f"{re.escape(name)} has more than 99,999 bytes"):
+            read_trace(tmp_path / name, most=99_999)
 
 
 def test_a_trace_of_unknown_time_cannot_be_merged(tmp_path):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eventloop.observe.report.curves import Array, Curve
+from eventloop.observe.curves import Array, Curve
 from eventloop.observe.report.history import History
 from eventloop.observe.verdict import duration
 

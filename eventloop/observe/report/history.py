@@ -12,8 +12,8 @@ import msgspec
 import numpy as np
 
 from eventloop.observe.costs import Costs, Histogram, LaneCosts, Part
-from eventloop.observe.record import L, Measured, read_lines
-from eventloop.observe.report.curves import Array, Curve, read_curves
+from eventloop.observe.curves import Array, Curve, read_curves
+from eventloop.observe.record import L, Measured
 from eventloop.observe.run_folder import Damage, RunFacts, RunFolder, Session
 
 
@@ -33,7 +33,7 @@ class History:
         run = RunFolder(folder)
         self.path = folder
         self.facts: RunFacts = run.facts()
-        self._lines = list(read_lines(run.record()))
+        self._lines = list(run.lines())
         self.curves: dict[str, Curve] = read_curves(run.scalars())
         self.ends: list[float] = run.ends()
         self.damaged: dict[str, Damage] = run.damaged

@@ -15,12 +15,15 @@ Precision:
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final, NotRequired, TypedDict, cast
 
+import msgspec
 import orjson
+from msgspec import Meta
 
 from eventloop.checkpoint import commit_bytes
 from eventloop.errors import TrainbusError
@@ -58,26 +61,54 @@ def write_trace(
         rest: called regularly, so that other threads can run.
     """
     events = _events(process, tracks, arrows, counters, clock[0])
-    commit_bytes(path, b"".join(_encoded(events, {_BASE: clock[1], "otherData": facts}, rest)))
+    commit_bytes(path, b"".join(_joined(map(orjson.dumps, events), {_BASE: clock[1], "otherData": facts}, rest)))
 
 
-def read_trace(path: Path) -> dict[str, Any]:
+def read_trace(path: Path, most: int = 1 << 30) -> dict[str, Any]:
     """Read a trace in Chrome's format, plain or compressed by gzip.
 
+    Args:
+        path: the file.
+        most: the largest number of bytes, decompressed.
+
     Raises:
-        TraceError: the file is not a trace.
-        OSError: the file cannot be read.
+        TraceError: the file cannot be read, is not a trace, is damaged, or is larger than ``most``.
     """
-    data = path.read_bytes()
     try:
-        trace = orjson.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
-    except (OSError, EOFError, orjson.JSONDecodeError) as error:
+        with path.open("rb") as file:
+            compressed = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if compressed else path.open("rb") as file:
+            data = file.read(most + 1)
+        if len(data) > most:
+            raise TraceError(f"{path} has more than {most:,} bytes; trace fewer iterations")
+        trace = orjson.loads(data)
+        if isinstance(trace, list):
+            trace = {"traceEvents": trace}
+        msgspec.convert(trace, _Trace)
+    except (OSError, EOFError, zlib.error, orjson.JSONDecodeError, msgspec.ValidationError) as error:
         raise TraceError(f"{path} is not a trace in Chrome's JSON format: {error}") from None
-    if isinstance(trace, list):
-        trace = {"traceEvents": trace}
-    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
-        raise TraceError(f"{path} is not a trace in Chrome's JSON format: it has no traceEvents")
-    return trace
+    return cast("dict[str, Any]", trace)
+
+
+_Time = Annotated[float, Meta(ge=-1e16, le=1e16)]
+_Integer = Annotated[int, Meta(ge=-(2**53), le=2**53)]
+
+
+class _Event(TypedDict, total=False):
+    """The fields that :func:`merge` reads."""
+
+    ph: str
+    ts: _Time
+    pid: _Integer | str
+    id: int | str
+    cat: str
+    name: str
+
+
+class _Trace(TypedDict):
+    traceEvents: list[_Event]
+    baseTimeNanoseconds: NotRequired[Annotated[int, Meta(ge=0, le=2**62)]]
+    otherData: NotRequired[dict[str, Any]]
 
 
 def merge(traces: Mapping[str, dict[str, Any]]) -> bytes:
@@ -86,31 +117,37 @@ def merge(traces: Mapping[str, dict[str, Any]]) -> bytes:
     Processes with equal numbers get new ones. The times of trainbus's files and of torch's profiler are aligned.
 
     Raises:
-        TraceError: a trace lacks the origin of its times.
+        TraceError: a trace lacks the origin of its times, or has too many levels.
     """
     for name, trace in traces.items():
-        if not isinstance(trace.get(_BASE), int):
+        if _BASE not in trace:
             raise TraceError(
                 f"{name} lacks the origin of its times ({_BASE}), so it cannot be aligned with the others; merge files of "
                 "TraceHook and of torch.profiler (torch 2.4 or later)"
             )
     begin = min(trace[_BASE] + _first(trace) for trace in traces.values())
-    events: list[dict[str, Any]] = []
+    lines: list[bytes] = []
+    facts: dict[str, orjson.Fragment] = {}
     taken: set[Any] = set()
     flows: dict[tuple[Any, ...], int] = {}
-    for index, trace in enumerate(traces.values()):
+    for index, (name, trace) in enumerate(traces.items()):
         processes: dict[Any, Any] = {}
-        for event in trace["traceEvents"]:
-            if (process := event.get("pid")) is not None and process not in processes:
-                processes[process] = _free(process, taken | set(processes.values()))
-            events.append(_moved(event, trace[_BASE] - begin, index, processes, flows))
+        try:
+            for event in trace["traceEvents"]:
+                if (process := event.get("pid")) is not None and process not in processes:
+                    processes[process] = _free(process, taken | set(processes.values()))
+                lines.append(orjson.dumps(_moved(event, trace[_BASE] - begin, index, processes, flows)))
+            facts[name] = orjson.Fragment(orjson.dumps(trace.get("otherData", {})))
+        except orjson.JSONEncodeError as error:  # it writes fewer levels than it reads
+            raise TraceError(f"{name} cannot be merged: {error}") from None
         taken |= set(processes.values())
-    facts = {"merged": {name: trace.get("otherData", {}) for name, trace in traces.items()}}
-    return b"".join(_encoded(events, {_BASE: begin, "otherData": facts}, lambda: None))
+    return b"".join(_joined(lines, {_BASE: begin, "otherData": {"merged": facts}}, lambda: None))
 
 
 def _first(trace: Mapping[str, Any]) -> int:
-    return min((round(event["ts"] * 1000) for event in trace["traceEvents"] if "ts" in event and event["ph"] != "M"), default=0)
+    return min(
+        (round(event["ts"] * 1000) for event in trace["traceEvents"] if "ts" in event and event.get("ph") != "M"), default=0
+    )
 
 
 def _free(process: Any, taken: set[Any]) -> Any:
@@ -160,12 +197,12 @@ def _events(
             yield {"ph": "C", "name": counter.name, "pid": number, "ts": (at - zero) / 1000, "args": {counter.unit: value}}
 
 
-def _encoded(events: Iterable[dict[str, Any]], header: Mapping[str, Any], rest: Callable[[], object]) -> Iterator[bytes]:
+def _joined(lines: Iterable[bytes], header: Mapping[str, Any], rest: Callable[[], object]) -> Iterator[bytes]:
     yield orjson.dumps({"displayTimeUnit": "ms", **header})[:-1] + b',"traceEvents":[\n'
-    waiting = iter(events)
+    waiting = iter(lines)
     separator = b""
     while together := list(islice(waiting, _TOGETHER)):
-        yield separator + b",\n".join(map(orjson.dumps, together))
+        yield separator + b",\n".join(together)
         separator = b",\n"
         rest()
     yield b"\n]}\n"

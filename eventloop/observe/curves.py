@@ -8,9 +8,12 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eventloop.observe.bounds import LATEST
+
 Array = NDArray[np.float64]
 
 _PLACES: Final = ("step", "epoch", "iter", "time")
+_MOST: Final = 2.0**53  # of epochs and iterations: larger ones are damaged
 _BATCH: Final = 50_000  # lines read before they become arrays
 
 
@@ -104,7 +107,8 @@ def _piece(columns: Mapping[str, int], table: Array, index: int) -> Array:
     lines = table[:, 0]
     missing = np.full_like(lines, np.nan)
     epochs, times, steps, iterations = (
-        _known(table[:, columns[name]]) if name in columns else missing for name in ("epoch", "time", "step", "iter")
+        _within(table[:, columns[name]], most) if name in columns else missing
+        for name, most in (("epoch", _MOST), ("time", LATEST), ("step", _MOST), ("iter", _MOST))
     )
     places = np.where(np.isfinite(iterations), iterations, np.where(np.isfinite(steps), steps, lines))
     values = table[:, index]
@@ -113,8 +117,9 @@ def _piece(columns: Mapping[str, int], table: Array, index: int) -> Array:
     return piece
 
 
-def _known(column: Array) -> Array:
-    return np.where(column == _MISSING, np.nan, column)
+def _within(column: Array, most: float) -> Array:
+    """Return a column with NaN for what is missing, negative or too large."""
+    return np.where((column >= 0) & (column <= most), column, np.nan)
 
 
 def _joined(pieces: list[Array]) -> Curve:
