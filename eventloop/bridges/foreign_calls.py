@@ -19,10 +19,10 @@ _CALLBACK: Final = "[Callback]"
 _MODULE: Final = "[LightningModule]"
 
 
-def time_lightning(trainer: Any, run: HostedRun, own: str) -> None:
+def time_lightning(trainer: Any, run: HostedRun, own: Any) -> None:
     """Time callbacks and ``on_`` methods of the module, whose calls Lightning reports to its profiler.
 
-    ``own`` is the ``state_key`` of our callback, whose handlers are timed by the bus.
+    ``own`` is our callback, whose handlers are timed by the bus. Without it, Lightning's tuner is running.
     """
     if not run.bus.timing:
         return
@@ -31,7 +31,7 @@ def time_lightning(trainer: Any, run: HostedRun, own: str) -> None:
     begun: dict[str, AbstractContextManager[None]] = {}
 
     def timed_start(action: str) -> None:
-        if (span := _span(bus, action, own)) is not None:
+        if own in trainer.callbacks and (span := _span(bus, action, own.state_key)) is not None:
             begun[action] = span
             span.__enter__()
         start(action)

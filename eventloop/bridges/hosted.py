@@ -25,7 +25,7 @@ from eventloop.training.distributed.rounds import Rounds, join_rounds
 from eventloop.training.metrics import Metrics
 from eventloop.training.optimizers import warn_if_useless
 from eventloop.training.saves.capture import FORMAT, unwrapped_state
-from eventloop.training.state import Count, Counters
+from eventloop.training.state import ITERATIONS, Count, Counters
 
 log = get_logger()
 
@@ -252,6 +252,26 @@ class HostedDriver(Driver):
         state.scopes.leave("iter")
         if state.cancelled or state.paused or state.rates or state.agreement is not None:
             state.handle_requests()
+
+    def begin_unheard(self, *, last: bool) -> None:
+        """Begin an iteration without ``before_train_iter``, for a batch that the trainer leaves out."""
+        state = self.state
+        if state.scopes.innermost != "epoch":
+            self._take_turn("begin_iteration")
+        state.progress = state.counters.snapshot()
+        state.outputs = {}
+        state.stepped.clear()
+        self._batch, self._last, state.validation_rng = None, last, None
+        state.scopes.enter("iter")
+
+    def take_batch(self, batch: Any, *, last: bool) -> None:
+        """Set the batch of the present iteration behind its step, for a step that fetches its batches itself."""
+        self._batch, self._last = batch, last
+
+    def drop_iteration(self) -> None:
+        """End the present iteration, if there is one, uncounted and without its ``after_x``: it found no batch."""
+        if (scope := self.state.scopes.innermost) in ITERATIONS:
+            self.state.scopes.leave(scope)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Publish ``before_optimizer_step``, when the gradients are complete."""

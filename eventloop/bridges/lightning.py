@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 import torch
 
@@ -21,6 +21,9 @@ from eventloop.bridges.lightning_saver import plugin_of
 from eventloop.checkpoint import AnyPath, as_path
 from eventloop.errors import ConfigurationError
 from eventloop.training.state import Counters
+
+_TUNER_FILES: Final = (".lr_find_", ".scale_batch_size_")
+"""Begins of the names of files from which Lightning's tuner restores the trainer. They are none of the run's checkpoints."""
 
 
 class LightningBridge(Bridge):
@@ -92,7 +95,7 @@ class LightningBridge(Bridge):
         run.accumulation = trainer.accumulate_grad_batches if module.automatic_optimization else None
         run.validates = bool(trainer.enable_validation)
         run.foreign_schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
-        time_lightning(trainer, run, self.state_key)
+        time_lightning(trainer, run, self)
         self._iterations = Iterations(self, trainer, run, self._begin_epoch, self._settle)
         self._resume(run)
         self._drive.begin_train(**_limits(trainer, run.epoch_length))
@@ -158,6 +161,8 @@ class LightningBridge(Bridge):
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         """End the epoch, unless a validation at its end has done so."""
         scopes, run = self._drive.state.scopes, self.run
+        if self._iterations.step_fetches:
+            self._drive.drop_iteration()
         if "iter" in scopes:  # the module's on_train_batch_start returned -1
             self._drive.abandon_iteration()
         if "epoch" in scopes:
@@ -213,6 +218,7 @@ class LightningBridge(Bridge):
         """End a validation with the metrics that the module has logged in it."""
         if trainer.sanity_checking:
             return
+        self._drive.drop_iteration()
         self._drive.end_validation(self._metrics())
         run = self.run
         if run is not None and "epoch" in self._drive.state.scopes:  # else the epoch's end follows, where Lightning saves
@@ -236,6 +242,7 @@ class LightningBridge(Bridge):
 
     def on_test_end(self, trainer: Any, module: Any) -> None:
         """End a test with the metrics that the module has logged in it."""
+        self._drive.drop_iteration()
         self._drive.end_test(self._metrics())
 
     def _begin_evaluation(self, lengths: list[int | float]) -> None:
@@ -276,7 +283,7 @@ class LightningBridge(Bridge):
         self, original: Callable[..., None], checkpoint: dict[str, Any], filepath: Any, *arguments: Any, **options: Any
     ) -> None:
         run = self._trained
-        if run is None:
+        if run is None or self not in self.trainer.callbacks or as_path(filepath).name.startswith(_TUNER_FILES):
             original(checkpoint, filepath, *arguments, **options)
             return
         plugin, writing = plugin_of(self.trainer), run.writing(as_path(filepath))

@@ -7,6 +7,9 @@ These methods are replaced while a training runs, because Lightning's callbacks 
   pass. It runs inside ``optimizer.step(closure)``, so torch's step hook comes before it: see :meth:`Iterations._before_step`.
 
 An iteration without subscribers is only counted. A handler that is subscribed during such an iteration gets the next one.
+
+Lightning's tuner (``lr_find()``, ``scale_batch_size()``) trains for a few steps with other ``trainer.callbacks``, also inside
+a training. These steps are none of the run, so all of the above passes them on while the bridge is not among the callbacks.
 """
 
 from __future__ import annotations
@@ -55,6 +58,8 @@ class Iterations:
         self._begin_epoch, self._settle = begin_epoch, settle
         self._heard, self._state, self._scopes, self._saves = run.heard, run.state, run.state.scopes, run.saves
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
+        self.step_fetches = type(trainer.fit_loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher"
+        """True if the module's ``training_step(dataloader_iter)`` takes its batches from the iterator itself."""
         self._undo: list[Callable[[], object]] = []
         self._published = False
         """True if events of the present iteration are published."""
@@ -71,7 +76,8 @@ class Iterations:
         run.defer(self._forget)
         run.defer(replaced(strategy, "on_train_batch_start", self.begin))
         for optimizer in run.optimizers.values():
-            run.defer(stepping(optimizer).register_step_post_hook(drive.around_step(optimizer)[1]).remove)
+            after_step = partial(self._after_step, drive.around_step(optimizer)[1])
+            run.defer(stepping(optimizer).register_step_post_hook(after_step).remove)
 
     def _forget(self) -> None:
         self._listen(listens=False)
@@ -85,6 +91,8 @@ class Iterations:
         # This method and end() make few calls: after a step of the model each costs about a microsecond.
         if self._strategy_start is not None:
             self._strategy_start(batch, batch_idx)
+        if self._callback not in self._trainer.callbacks:
+            return
         if self._scopes.innermost != "epoch":
             self._begin_epoch(batch_idx)
         self.last = batch_idx + 1 >= self.length or self._progress.is_last_batch
@@ -100,12 +108,14 @@ class Iterations:
         if not self._published:
             self._listen(listens=True)
         self._choose_hooks()
-        self._batch, self._waits = batch, None
-        self._drive.begin_iteration(batch, last=self.last)
+        self._batch, self._waits = None if self.step_fetches else batch, None
+        self._drive.begin_iteration(self._batch, last=self.last)
 
     def end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Replace ``callback.on_train_batch_end``."""
         accumulate, drive, state = trainer.accumulate_grad_batches, self._drive, self._state
+        if self.step_fetches or self._scopes.innermost != "iter":
+            self._catch_up(batch, batch_idx)
         state.in_window = accumulate > 1 and not self.last and (batch_idx + 1) % accumulate != 0
         if self._published:
             drive.end_iteration()
@@ -114,6 +124,22 @@ class Iterations:
             drive.end_unheard()
         if state.stop or state.agreement is not None or self._saves.due:
             self._settle()
+
+    def _catch_up(self, batch: Any, batch_idx: int) -> None:
+        """Tell the run what is known only now: a batch that a step has fetched itself, or one that is None.
+
+        Lightning leaves out a batch that is None, but reports its end.
+        """
+        begun = self._scopes.innermost == "iter"
+        if not begun and self._scopes.innermost != "epoch":
+            self._begin_epoch(batch_idx)
+        self.last = batch_idx + 1 >= self.length or self._progress.is_last_batch
+        if begun:
+            self._drive.take_batch(batch, last=self.last)
+        else:
+            if self._published:
+                self._listen(listens=False)
+            self._drive.begin_unheard(last=self.last)
 
     def _listen(self, *, listens: bool) -> None:
         """Install or remove the functions that publish events in Lightning and torch."""
@@ -139,6 +165,8 @@ class Iterations:
 
     def _training_step(self, *arguments: Any, **options: Any) -> Any:
         run = self._run
+        if self._callback not in self._trainer.callbacks:
+            return self._strategy_step(*arguments, **options)
         if run.heard(ev.BeforeForward, True):
             run.publish(ev.BeforeForward, batch=self._batch)
         output = self._strategy_step(*arguments, **options)
@@ -162,10 +190,16 @@ class Iterations:
     # complete.
 
     def _before_step(self, before_step: Callable[[], None], _: Any, arguments: tuple[Any, ...], options: Any) -> None:
+        if self._callback not in self._trainer.callbacks:
+            return
         if (arguments[1:2] or (options.get("closure"),))[0] is None:
             before_step()
         else:
             self._waits = before_step
+
+    def _after_step(self, after_step: Callable[[], None], *step: Any) -> None:
+        if self._callback in self._trainer.callbacks:
+            after_step()
 
     def _gradients_complete(self, trainer: Any, module: Any, optimizer: torch.optim.Optimizer) -> None:
         before_step, self._waits = self._waits, None

@@ -513,6 +513,62 @@ def test_nothing_left_to_train_is_a_run_without_a_training(tmp_path):
     assert bus.state == "idle"
 
 
+@pytest.mark.filterwarnings("ignore:train_dataloader yielded None")
+@pytest.mark.parametrize("names", [[], ["after_train_iter"], ["before_train_epoch"]])
+def test_a_batch_that_is_none_is_counted_and_left_out(names):
+    numbers, seen = iter(range(8)), []
+
+    def collate(samples):
+        return None if next(numbers) in (0, 2, 3) else torch.utils.data.default_collate(samples)
+
+    bus = Bus()
+    for name in names:
+        bus.on(name, lambda event: seen.append(event.progress.iter))
+    bridge = bus.attach(trainer := trainer_of(max_epochs=1, num_sanity_val_steps=0))
+    trainer.fit(Module(), DataLoader(data().dataset, 2, collate_fn=collate), data(1))
+    assert seen == {"after_train_iter": [1], "before_train_epoch": [0]}.get("".join(names), [])
+    counters = bridge.run.counters
+    assert (counters.iter, counters.update, counters.epoch, counters.validations) == (4, trainer.global_step, 1, 1)
+
+
+class Fetching(Module):
+    """Steps that take their batches from the loader's iterator themselves."""
+
+    def training_step(self, dataloader_iter):
+        batch, _, _ = next(dataloader_iter)
+        return self.loss(batch)
+
+    def validation_step(self, dataloader_iter):
+        batch, _, _ = next(dataloader_iter)
+        return {"size": len(batch[0])}
+
+
+class Unsized(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(data(3).dataset)
+
+
+@pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
+@pytest.mark.parametrize("loader", [data(3), DataLoader(Unsized(), 2)], ids=["sized", "unsized"])
+def test_steps_that_fetch_their_batches_themselves(loader):
+    """The batch is known after such a step, and the end of an unsized loader only in the step that finds no batch."""
+    bus, seen, before = Bus(), [], []
+    names = heard(bus)
+    bus.on("before_train_iter", lambda event: before.append(event.batch))
+    bus.on("after_train_iter", lambda event: seen.append((event.progress.epoch, event.progress.iter, event.batch[0])))
+    bridge = bus.attach(trainer := trainer_of(limit_val_batches=0))
+    trainer.fit(module := Fetching(), loader, loader)
+    assert [(epoch, index) for epoch, index, _ in seen] == [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4), (1, 5)]
+    assert all(torch.equal(x, own[0]) for (_, _, x), own in zip(seen, [*data(3), *data(3)], strict=True))
+    assert set(before) == {None}
+    counters = bridge.run.counters
+    assert (counters.epoch, counters.iter, counters.update) == (2, 6, trainer.global_step)
+    trainer.limit_val_batches = 1.0
+    trainer.validate(module, loader, verbose=False)
+    assert names.count("after_val_iter") == 3
+    assert names[-3:] == ["after_val_epoch", "after_val", "after_run"]
+
+
 # ---------------------------------------------------------------------------------------------------------- our hooks
 
 
@@ -777,6 +833,66 @@ def test_a_learning_rate_finder_does_not_disturb_the_run():
         one.fit(Tuned(), data(6))
     assert names.count("before_run") == names.count("after_run") == 1
     assert names.count("after_train_iter") == plain.global_step > 0  # 6; Lightning 2.5.0 leaves out those that the finder made
+
+
+class EarlyFinder(callbacks.LearningRateFinder):
+    """Look for a rate at the begin of epochs, as in Lightning's documentation."""
+
+    def on_fit_start(self, *args):
+        pass
+
+    def on_train_epoch_start(self, trainer, module):
+        self.lr_find(trainer, module)
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.filterwarnings("ignore:.*Failed to compute suggestion", "ignore:The .* does not have many workers")
+def test_a_finder_inside_a_training_does_not_disturb_the_run(first):
+    """The finder trains, saves and restores with other callbacks, and none of it is seen or changed by the bus."""
+
+    def trained(bus, *hooks):
+        finder = EarlyFinder(num_training_steps=3, update_attr=False)
+        trainer = trainer_of(callbacks=[finder] if first else [])
+        if bus is not None:
+            bus.timing = True
+            bridge = bus.attach(trainer)
+            bus.add(*hooks)
+        if not first:
+            trainer.callbacks.append(finder)
+        trainer.fit(module := Module(), data(4))
+        return module, trainer, bus and bridge.run.counters
+
+    bus = Bus()
+    names = heard(bus)
+    plain, trainer, _ = trained(None)
+    for module, same, counters in (trained(Bus()), trained(bus, ema := EMAHook(momentum=0.1))):
+        assert_same(module.state_dict(), plain.state_dict())
+        assert (counters.iter, counters.update) == (8, 8)
+        assert same.global_step == trainer.global_step
+    assert names.count("after_train_iter") == names.count("after_optimizer_step") == names.count("after_forward") == 8
+    assert "checkpoint_committed" not in names
+    assert ema.average.steps == 8
+    assert not any("_LRCallback" in part.name for part in bus.costs().parts)
+
+
+@pytest.mark.filterwarnings("ignore:.*Failed to compute suggestion")
+@pytest.mark.parametrize("search", ["lr_find", "scale_batch_size"])
+def test_a_tuner_after_a_fit_leaves_the_raw_weights(search):
+    class Sized(Module):
+        lr, batch_size = 0.01, 2
+
+        def train_dataloader(self):
+            return data(2)
+
+        val_dataloader = train_dataloader
+
+    bus = Bus(EMAHook(momentum=0.1))
+    bus.attach(trainer := trainer_of())
+    trainer.fit(module := Sized())
+    raw = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    options = {"lr_find": {"num_training": 3}, "scale_batch_size": {"max_trials": 1}}[search]
+    getattr(pl.tuner.Tuner(trainer), search)(module, **options)
+    assert_same(module.state_dict(), raw)
 
 
 def test_the_old_name_of_the_package(tmp_path):
