@@ -47,7 +47,7 @@ class AcceleratorSaves(Bridge):
         ConfigurationError: ``checkpoints`` is False, or the state is sharded.
     """
 
-    host = "an accelerate.Accelerator"
+    host, trains = "an accelerate.Accelerator", "save_state"
     missing: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, bus: Bus, accelerator: Any, *, checkpoints: bool = False) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, ClassVar, Final, Self
 
+from eventloop.bridges.copies import Unattached, announce_copies, attached, replaced
 from eventloop.bridges.hosted import HostedRun
 from eventloop.bus import Bus, Subscription
 from eventloop.errors import ConfigurationError, SubscribeError, TrainingError
@@ -26,8 +26,6 @@ _BRIDGES: Final[Mapping[str, tuple[str, str]]] = {
 }
 """Module and class of the bridge for each class of trainers, by its full name, so that no library is imported to compare."""
 
-_attached: weakref.WeakSet[Bridge] = weakref.WeakSet()
-
 
 class Bridge:
     """A bus in another library's trainer, from ``bus.attach(trainer)`` to :meth:`detach`.
@@ -41,6 +39,8 @@ class Bridge:
     """Name of the trainer's class, for messages."""
     missing: ClassVar[Mapping[str, str]] = {}
     """The mount points that this trainer cannot publish, with the reason."""
+    trains: ClassVar[str] = ""
+    """The replaced method by which the trainer begins; a copy of the trainer says there that it has no bus."""
     instead: ClassVar[Mapping[str, str]] = {}
     """What to write instead of an option that only other bridges have."""
 
@@ -76,6 +76,9 @@ class Bridge:
     def __exit__(self, *error: object) -> None:
         self.detach()
 
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return Unattached, (self.host,)  # in a copy of the trainer
+
     def warn_of_missing(self, subscriptions: Iterable[Subscription]) -> None:
         """Log a warning for each missing mount point that has a subscription."""
         heard = [(name, one.label) for one in subscriptions for name in one.mount_points if name in self.missing]
@@ -99,13 +102,6 @@ class Bridge:
         self.on_detach(replaced(owner, name, value))
 
 
-def replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute of one object, such as a method; return the function that undoes it."""
-    undo = partial(setattr, owner, name, vars(owner)[name]) if name in vars(owner) else partial(delattr, owner, name)
-    setattr(owner, name, value)
-    return undo
-
-
 def attach(trainer: object, **options: Any) -> Bridge:
     """Attach a new bus to another library's trainer, for an option that needs no hooks.
 
@@ -122,7 +118,7 @@ def connect(bus: Bus, trainer: object, **options: Any) -> Bridge:
     Raises:
         SubscribeError: a bus is attached to this trainer already, or no bridge knows the trainer.
     """
-    for one in _attached:
+    for one in attached:
         if one.trainer is trainer:
             whose = "this bus" if one.bus is bus else "another bus"
             raise SubscribeError(
@@ -138,15 +134,17 @@ def connect(bus: Bus, trainer: object, **options: Any) -> Bridge:
     kind: type[Bridge] = getattr(importlib.import_module(found[0]), found[1])
     _check_options(kind, options)
     bridge = kind(bus, trainer, **options)
-    bridge.on_detach(partial(_attached.discard, bridge))
+    bridge.on_detach(partial(attached.discard, bridge))
     try:
         bridge.on_detach(partial(bus.remove_bridge, bridge))
         bridge.install()
+        if bridge.trains:
+            announce_copies(trainer, bridge.trains, bridge.host)
         bus.add_bridge(bridge)
     except BaseException:
         bridge.detach()
         raise
-    _attached.add(bridge)
+    attached.add(bridge)
     return bridge
 
 

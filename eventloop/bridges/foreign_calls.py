@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any, Final
 
-from eventloop.bridges.bridge import replaced
+from eventloop.bridges.copies import replaced
 from eventloop.bridges.hosted import HostedRun
 
 _CALLBACK: Final = "[Callback]"

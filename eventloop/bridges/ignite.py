@@ -59,7 +59,7 @@ class IgniteBridge(Bridge):
         ConfigurationError: no model or no optimizer was found.
     """
 
-    host = "an ignite.engine.Engine"
+    host, trains = "an ignite.engine.Engine", "run"
     instead: ClassVar[Mapping[str, str]] = {
         "checkpoints": "write TrainbusSaver(folder, trainer) in the place of DiskSaver, which needs no bus"
     }

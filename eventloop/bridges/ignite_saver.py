@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial, wraps
+from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from ignite import distributed
 from ignite.engine import Engine
 from ignite.handlers import DiskSaver
 
+from eventloop.bridges.copies import replaced
 from eventloop.bridges.saves import Writing
 from eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, Pickled, StagedTree, remove, stage
 
@@ -48,13 +49,21 @@ class TrainbusSaver(DiskSaver):  # type: ignore[misc]  # types of Ignite are not
         self._kept: set[str] = set()
         #: Makes a context for the writing of one file: a bridge reports it there. Used once.
         self.told: Callable[[Path], Writing] | None = None
-        inner = trainer.run
+        self._trainer = trainer
+        self._join()
 
-        @wraps(inner)
-        def run(*arguments: Any, **named: Any) -> Any:
-            return self._around(inner, *arguments, **named)
+    def _join(self) -> None:
+        """Make the engine's ``run()`` wait for the files."""
+        inner = self._trainer.run
+        replaced(self._trainer, "run", update_wrapper(partial(self._around, inner), inner))
 
-        trainer.run = run
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, which has no file under way and belongs to a copy of the engine."""
+        return {**vars(self), "_saver": None, "_in_run": False, "told": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._join()
 
     @property
     def dirname(self) -> Path:

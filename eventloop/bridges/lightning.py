@@ -16,6 +16,7 @@ import torch
 from eventloop.bridges.bridge import Bridge
 from eventloop.bridges.foreign_calls import time_lightning
 from eventloop.bridges.hosted import HostedDriver, HostedRun
+from eventloop.bridges.lightning_copy import UnattachedCallback
 from eventloop.bridges.lightning_iterations import Iterations, named
 from eventloop.bridges.lightning_saver import plugin_of
 from eventloop.checkpoint import AnyPath, as_path
@@ -73,6 +74,9 @@ class LightningBridge(Bridge):
 
     def _remove_callback(self) -> None:
         self.trainer.callbacks[:] = [one for one in self.trainer.callbacks if one is not self]
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return UnattachedCallback, (self.host,)  # in a copy of the trainer
 
     def __getattr__(self, name: str) -> None:
         # Lightning looks up every method of a callback, and skips methods that are not callable.

@@ -21,7 +21,7 @@ from typing import Any, Final
 import torch
 
 from eventloop import events as ev
-from eventloop.bridges.bridge import replaced
+from eventloop.bridges.copies import replaced
 from eventloop.bridges.hosted import HostedRun
 from eventloop.training.optimizers import stepping
 

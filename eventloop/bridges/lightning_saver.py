@@ -76,6 +76,15 @@ class TrainbusCheckpointIO:
         self.raises = True
         """False if the error of the next save is for ``around`` only."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy, which has no file under way."""
+        first: dict[str, Any] = {"_saver": None, "_files": {}, "_last": None, "_trainer": None, "around": None, "raises": True}
+        return {**vars(self), **first}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        _join_lightning()  # perhaps in another process
+        vars(self).update(state)
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
         """Copy ``checkpoint`` and queue the copy to be written to ``path``, a file or a URL.
 

@@ -53,7 +53,7 @@ class TransformersBridge(Bridge):
             ``train()`` waits for them. If a save fails, the next one, or the end of ``train()``, raises its error.
     """
 
-    host = "a transformers.Trainer"
+    host, trains = "a transformers.Trainer", "train"
     missing: ClassVar[Mapping[str, str]] = {}
     instead: ClassVar[Mapping[str, str]] = {"work_dir": "files of hooks go to args.output_dir"}
 
@@ -63,7 +63,7 @@ class TransformersBridge(Bridge):
         self._saver = FolderSaver(trainer, self._folders) if checkpoints else None
         self._drive: HostedDriver
         self._resume: str | None = None
-        self._looping = False
+        self._called = self._looping = False
         self._evaluations = Evaluations(trainer)
         self._training: HostedRun | None = None
         """The run, from the beginning of its first epoch until it ends."""
@@ -105,7 +105,11 @@ class TransformersBridge(Bridge):
             resume_from_checkpoint = self._folders.newest() or True
         elif resume_from_checkpoint:
             verify_folder(Path(resume_from_checkpoint))
-        return original(resume_from_checkpoint, *args, **kwargs)
+        self._called = True
+        try:
+            return original(resume_from_checkpoint, *args, **kwargs)
+        finally:
+            self._called = False
 
     def _loop(self, original: Method, *args: Any, **kwargs: Any) -> Any:
         """Run the trainer's loop, which a smaller batch size may repeat after an error."""
@@ -135,7 +139,7 @@ class TransformersBridge(Bridge):
     def _on_train_begin(self, original: Method, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         if self._looping:
             self._begin_train(state, self.trainer.callback_handler.train_dataloader)
-        else:
+        elif self._called:  # else by a shallow copy of the trainer, which shares the callbacks
             log.warning(f"{type(self.trainer).__name__} overrides the training loop, so no mount points are published")
         return original(args, state, control, **kwargs)
 

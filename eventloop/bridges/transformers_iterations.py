@@ -9,17 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from eventloop import events as ev
+from eventloop.bridges.copies import replaced
 from eventloop.bridges.hosted import HostedDriver, HostedRun
 from eventloop.bridges.transformers_evaluations import abandon_evaluation
 
 Method = Callable[..., Any]
-
-_ABSENT: Final = object()
 
 
 def publish_iterations(
@@ -34,10 +33,10 @@ def publish_iterations(
     on_substep_end = _around_end(handler.on_substep_end, run, drive, loss, None)
     on_step_end = _around_end(handler.on_step_end, run, drive, loss, steps)
     log_save_evaluate = _around_log_save_evaluate(trainer, run, settle)
-    run.defer(_replaced(trainer, "training_step", training_step))
-    run.defer(_replaced(handler, "on_substep_end", on_substep_end))
-    run.defer(_replaced(handler, "on_step_end", on_step_end))
-    run.defer(_replaced(trainer, "_maybe_log_save_evaluate", log_save_evaluate))
+    run.defer(replaced(trainer, "training_step", training_step))
+    run.defer(replaced(handler, "on_substep_end", on_substep_end))
+    run.defer(replaced(handler, "on_step_end", on_step_end))
+    run.defer(replaced(trainer, "_maybe_log_save_evaluate", log_save_evaluate))
 
 
 class _Steps:
@@ -112,8 +111,8 @@ def _publishing_passes(trainer: Any, run: HostedRun, inputs: Any) -> Iterator[No
         run.publish(ev.AfterBackward)
 
     with ExitStack() as undo:
-        undo.callback(_replaced(trainer, "compute_loss", compute_loss))
-        undo.callback(_replaced(trainer.accelerator, "backward", differentiate))
+        undo.callback(replaced(trainer, "compute_loss", compute_loss))
+        undo.callback(replaced(trainer.accelerator, "backward", differentiate))
         yield
 
 
@@ -154,17 +153,3 @@ def _unless_skipped(optimizer: torch.optim.Optimizer, hook: Method) -> Method:
             hook()
 
     return unless_skipped
-
-
-def _replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Set an attribute of one object; return the function that undoes it."""
-    former = vars(owner).get(name, _ABSENT)
-    setattr(owner, name, value)
-
-    def undo() -> None:
-        if former is _ABSENT:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, former)
-
-    return undo

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from eventloop.errors import CheckpointError, ConfigurationError
+from eventloop.log import get_logger
 from eventloop.training.saves.capture import unwrapped_state
 from eventloop.training.saves.restore import HOSTED, Restore
 
-_entries: WeakKeyDictionary[Any, AcceleratorEntry] = WeakKeyDictionary()
+log = get_logger()
 
 
 def register(accelerator: Any, run: Any, restore: Restore) -> None:
@@ -23,9 +23,10 @@ def register(accelerator: Any, run: Any, restore: Restore) -> None:
     """
     if not (callable(getattr(accelerator, "register_for_checkpointing", None)) and hasattr(accelerator, "sync_gradients")):
         raise ConfigurationError(f"accelerator={accelerator!r}: give an accelerate.Accelerator")
-    entry = _entries.get(accelerator)
+    # In the accelerator and not in a table of ours: a copy of it has a copy of the entry. Seen in accelerate 0.20 to 1.15.
+    entry = next((one for one in accelerator._custom_objects if isinstance(one, AcceleratorEntry)), None)
     if entry is None:  # once, because Accelerate loads only folders with as many objects as are registered
-        entry = _entries[accelerator] = AcceleratorEntry()
+        entry = AcceleratorEntry()
         accelerator.register_for_checkpointing(entry)
     entry.run, entry.restore = run, restore
 
@@ -36,11 +37,17 @@ class AcceleratorEntry:
     Accelerate saves and loads models and optimizers. The entry has weights only if a hook replaces them (``EMAHook``).
     """
 
-    run: Any
+    run: Any = None
+    """The run; None in a copy of the accelerator, until a run gets it."""
     restore: Restore
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return AcceleratorEntry, ()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the run; in the body of ``run.train()``, end the current iteration first."""
+        if self.run is None:
+            return {}
         self.run.state.check_open("accelerator.save_state()")
         if self.run.state.scopes.innermost == "iter":
             self.run.drive().end_iteration()
@@ -54,6 +61,9 @@ class AcceleratorEntry:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state, now or when the run begins. Accelerate has loaded models and optimizers already."""
+        if self.run is None:
+            log.warning("this is a copy of an accelerator, and has no run: call Run(accelerator=...) before load_state()")
+            return
         if not isinstance(state, Mapping) or "progress" not in state:
             raise CheckpointError("accelerator.load_state(): the folder has no state of a trainbus run")
         optimizers = {name: optimizer.state_dict() for name, optimizer in self.run.optimizers.items()}
