@@ -133,5 +133,5 @@ def warn_unvalidated(event: AfterTrain | AfterRun, subject: str) -> None:
     done = event.progress
     if event.run.train_data is None:  # nothing was left to train
         return
-    if event.run.validates is None and (done.epoch == done.max_epochs or done.iter == done.max_iters):
+    if event.run.validates is None and not done.validation and (done.epoch == done.max_epochs or done.iter == done.max_iters):
         log.warning(f"{subject} needs a metric of validations, but this training had none; call run.validate(...) in your loop")

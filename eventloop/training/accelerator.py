@@ -9,6 +9,7 @@ import torch
 
 from eventloop.errors import CheckpointError, ConfigurationError
 from eventloop.log import get_logger
+from eventloop.training.repeat import end_repeated
 from eventloop.training.saves.capture import unwrapped_state
 from eventloop.training.saves.restore import HOSTED, Restore
 
@@ -49,6 +50,7 @@ class AcceleratorEntry:
         if self.run is None:
             return {}
         self.run.state.check_open("accelerator.save_state()")
+        end_repeated(self.run.state)
         if self.run.state.scopes.innermost == "iter":
             self.run.drive().end_iteration()
         gathered: dict[str, Any] = {}

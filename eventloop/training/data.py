@@ -56,6 +56,8 @@ class Feed:
         self.start: dict[str, Any] | None = None
         """Random states at the start of the pass, and whether workers were running; None before the first pass."""
         self.resuming = False
+        self.repeats_last = False
+        """True if the interrupted pass of a resumed run must begin with the last batch that was used."""
         self._again: Mapping[str, Any] | None = None
         """The random states to begin with, if the saved run had begun the pass and taken no batch."""
         self._warned = False
@@ -82,12 +84,18 @@ class Feed:
         if again is not None:
             set_random_states(self.loader, again)
         if self.resuming and self.used and self.start is not None:
+            self.used -= self.repeats_last
             self._iterator = iter(self.loader) if has_state(self.loader) else self._remaining(self.start)
         else:
             self.start = {**random_states(self.loader), "workers": has_workers(self.loader)}
             self.used = 0
             self._iterator = iter(self.loader)
-        self.resuming = False
+        self.resuming = self.repeats_last = False
+
+    @property
+    def can_repeat(self) -> bool:
+        """True if the interrupted pass of a resumed run can begin with the last batch that was used."""
+        return self.resuming and self.used > 0 and self.start is not None and not has_state(self.loader)
 
     def _remaining(self, start: Mapping[str, Any]) -> Iterator[Any]:
         """Return an iterator over the rest of the pass that began with the random states ``start``."""

@@ -20,6 +20,7 @@ from eventloop.training.arguments import Limit
 from eventloop.training.data import Feed
 from eventloop.training.distributed.shares import Share, forward_alone
 from eventloop.training.metrics import Metrics, NamedMetrics
+from eventloop.training.repeat import warn_if_left_out
 from eventloop.training.rng import get_rng_state
 from eventloop.training.session import Session
 
@@ -190,8 +191,11 @@ class Driver(Session):
             event = ev.BeforeTrainIter(run=self._run, progress=state.progress, batch_idx=state.counters.batches, batch=batch)
             self._bus.publish(event)
 
-    def end_iteration(self, outputs: Mapping[str, Any] | None = None) -> None:
-        """Publish ``after_train_iter`` with ``outputs`` and reported outputs (``run.report()``), and count the iteration."""
+    def end_iteration(self, outputs: Mapping[str, Any] | None = None, *, validates: bool = False) -> None:
+        """Publish ``after_train_iter`` with ``outputs`` and reported outputs (``run.report()``), and count the iteration.
+
+        ``validates`` tells that :meth:`begin_validation` comes next: a run resumed from a save made here then validates first.
+        """
         state = self.state
         if state.scopes.innermost != "iter":
             self._take_turn("end_iteration")
@@ -202,6 +206,8 @@ class Driver(Session):
             event = ev.AfterTrainIter(run=self._run, progress=progress, batch_idx=index, batch=batch, outputs=state.outputs)
             self._bus.publish(event)
         self._count_iteration()
+        if validates:
+            state.counters.phase = "val"
         if state.agreement is not None:
             state.agreement.exchange()
         if self._saves.requests or state.save_now or state.agreement is not None:
@@ -287,6 +293,7 @@ class Driver(Session):
         self._in_step = len(lengths) > 1 and length is not None and set(lengths) == {length}
         # Only a validation inside a training is a phase of it that a resumed run repeats.
         if stage == "val" and state.training:
+            warn_if_left_out(state.counters, self._saves.resumes_training_at)
             state.validation_asked = False
             state.counters.phase = "val"
             state.validation_rng = get_rng_state()

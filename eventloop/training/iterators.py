@@ -17,6 +17,8 @@ from eventloop.log import get_logger
 from eventloop.training.data import Feed
 from eventloop.training.driver import Driver
 from eventloop.training.metrics import Metrics
+from eventloop.training.repeat import Repeat, end_repeated, end_unvalidated
+from eventloop.training.saves.capture import SavedRun
 
 log = get_logger()
 
@@ -24,8 +26,9 @@ log = get_logger()
 class Bodies:
     """Track the open ``for`` statements of the user's loop, for all iterators of a run; end the scopes that they left."""
 
-    def __init__(self, drive: Driver) -> None:
+    def __init__(self, drive: Driver, run: SavedRun) -> None:
         self.drive = drive
+        self.run = run
         self.scopes = drive.state.scopes
         self.forget()
 
@@ -47,6 +50,7 @@ class Bodies:
 
     def drop_iteration(self) -> None:
         """End an open iteration without its ``after_train_iter``."""
+        end_unvalidated(self.drive.state)
         if "iter" in self.scopes:
             self.drive.abandon_iteration()
 
@@ -116,6 +120,7 @@ class Epochs(_Steps):
         self._state = bodies.drive.state
         self._pending_validation = bodies.drive.validation_comes_first
         self._yielded = False
+        self._iter = self._state.counters.iter
         self._begun_at: tuple[int, int, int] | None = None
         """The progress when the last epoch to train was yielded."""
 
@@ -162,7 +167,7 @@ class Epochs(_Steps):
         else:
             limit = f"max_epochs={counters.max_epochs}"
             done = counters.max_epochs is not None and counters.epoch >= counters.max_epochs
-        if done and self._begun_at is None:
+        if done and self._begun_at is None and counters.iter == self._iter:
             log.warning(
                 f"nothing is left to train: an earlier run reached {limit}; give a larger limit to continue; to start over, "
                 "make a new loop that does not resume",
@@ -239,10 +244,11 @@ class TrainBatches(Batches):
             return None
         bodies, drive = self._bodies, self._drive
         state, counters = drive.state, drive.state.counters
-        if not self._begun and not state.should_stop():
-            self._begin()
+        if not self._begun and not state.should_stop() and (repeated := self._begin()) is not None:
+            return repeated
         if state.scopes.innermost != "iter":
             bodies.abandon_evaluation()
+            end_unvalidated(state)
         ended = state.scopes.innermost == "iter"
         if ended:
             drive.end_iteration()  # handles requests
@@ -263,9 +269,9 @@ class TrainBatches(Batches):
         drive.begin_iteration(batch[0])
         return batch
 
-    def _begin(self) -> None:
-        """Begin the epoch; first end an epoch whose body was left."""
-        bodies = self._bodies
+    def _begin(self) -> tuple[Any] | None:
+        """Begin the epoch; first end an epoch whose body was left. Return the batch of an iteration to repeat, if any."""
+        bodies, drive = self._bodies, self._drive
         self._begun = True
         bodies.begin_train()
         if bodies.training is not None and not bodies.left:
@@ -275,8 +281,11 @@ class TrainBatches(Batches):
             )
         bodies.end_epoch()
         bodies.training = self
-        self._drive.state.epoch_ends = None if self._endless else False
-        self._drive.begin_epoch(self._feed, endless=self._endless)
+        drive.state.epoch_ends = None if self._endless else False
+        inside = drive.validation_comes_first and drive.state.counters.batches > 0 and not drive.loop_driven
+        repeat = Repeat(bodies.run, self._feed) if inside else None
+        drive.begin_epoch(self._feed, endless=self._endless)
+        return None if repeat is None else repeat.begin()
 
     def leave(self) -> None:
         """Note that the body was left, by ``break`` if its epoch is still open.
@@ -291,6 +300,7 @@ class EvaluationBatches(Batches):
 
     def __init__(self, bodies: Bodies, feed: Feed, metrics: Metrics, stage: Stage) -> None:
         drive, validates = bodies.drive, stage == "val"
+        self._validates = validates
         self._bodies = bodies
         self._feed = feed
         self._method = "run.validate()" if validates else "run.test()"
@@ -314,8 +324,10 @@ class EvaluationBatches(Batches):
             bodies.abandon_evaluation()
             if bodies.left:
                 bodies.end_epoch()
+            if self._validates:
+                end_repeated(state)
             if "iter" in state.scopes:
-                bodies.drive.end_iteration()
+                bodies.drive.end_iteration(validates=self._validates)
             self._over = state.should_stop()
             if self._over:
                 return None

@@ -34,7 +34,7 @@ from eventloop.training.saves.capture import Saves
 from eventloop.training.saves.request import OnError, SaveRequest
 from eventloop.training.saves.restore import HOSTED, Restore
 from eventloop.training.session import DEFAULT_NAME
-from eventloop.training.state import ITERATIONS, Counters, RunState
+from eventloop.training.state import ITERATIONS, REPEATED, Counters, RunState
 from eventloop.training.update import Update
 
 
@@ -123,7 +123,7 @@ class Run:
         self._saves = Saves(self, self._feeds)
         self._restore = Restore(self, self._saves, resume, strict=strict)
         self._driver = Driver(self, self.bus, self.state, self._saves, self._restore, moves=device is not None)
-        self._bodies = Bodies(self._driver)
+        self._bodies = Bodies(self._driver, self)
         if accelerator is not None:
             register(accelerator, self, self._restore)
             self.state.accelerator = accelerator
@@ -459,7 +459,7 @@ class Run:
             )
         if self._bodies.left:
             self._bodies.drop_iteration()
-        if "iter" in self.state.scopes:
+        if self.state.scopes.innermost in ("iter", REPEATED):
             raise TrainingError(
                 "run.gather_state() was called within an iteration, which is not counted yet: call it between iterations, "
                 "after the `for` statement over run.train(loader), or between two epochs"

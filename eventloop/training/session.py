@@ -24,7 +24,7 @@ from eventloop.training.optimizers import stepping, warn_if_useless
 from eventloop.training.rng import seed_everything
 from eventloop.training.saves.capture import Saves
 from eventloop.training.saves.restore import Restore
-from eventloop.training.state import RunState
+from eventloop.training.state import REPEATED, RunState
 from eventloop.training.update import check_updates
 
 log = get_logger()
@@ -35,6 +35,7 @@ _TURNS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "train": ("inside a training", ("begin_epoch", "begin_validation", "begin_test", "end_train")),
     "epoch": ("inside an epoch", ("begin_iteration", "begin_validation", "begin_test", "end_epoch", "abandon_epoch")),
     "iter": ("inside an iteration", ("end_iteration", "abandon_iteration", "abandon_epoch")),
+    REPEATED: ("inside an iteration that is repeated after a resume", ("abandon_epoch",)),
     "val": ("inside a validation", ("begin_validation_iteration", "end_validation", "abandon_validation")),
     "val iter": ("inside an iteration of a validation", ("end_validation_iteration", "abandon_validation")),
     "test": ("inside a test", ("begin_test_iteration", "end_test", "abandon_test")),

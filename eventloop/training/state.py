@@ -77,7 +77,10 @@ def how_far(state: Any) -> tuple[int, ...]:
     return tuple(counts) if all(type(count) is int for count in counts) else ()
 
 
-ITERATIONS: Final = frozenset({"iter", "val iter", "test iter"})
+REPEATED: Final = "repeated iter"
+"""The scope of an iteration that a resumed run repeats; see :mod:`eventloop.training.repeat`."""
+
+ITERATIONS: Final = frozenset({"iter", "val iter", "test iter", REPEATED})
 """Scopes in which a run has outputs."""
 
 

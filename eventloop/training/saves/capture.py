@@ -9,6 +9,7 @@ name to that file. States are equal if their versions are equal (see :meth:`Save
 
 from __future__ import annotations
 
+import copy
 import secrets
 import time
 from collections.abc import Collection, Iterable
@@ -29,7 +30,7 @@ from eventloop.training.optimizers import forget_options, stepping
 from eventloop.training.rng import get_rng_state
 from eventloop.training.saves.request import SaveRequest, merged
 from eventloop.training.saves.write import CheckpointWriter, SaveJob
-from eventloop.training.state import RunState
+from eventloop.training.state import Counters, RunState
 
 FORMAT = 1
 """Version of the state's layout, saved as ``"format"`` in every checkpoint."""
@@ -65,6 +66,8 @@ class Saves:
         """True if a model is sharded, so that every rank writes its part."""
         self._rank_states: tuple[Any, ...] = ()
         self._token = ""
+        self.resumes_training_at: Counters | None = None
+        """The counts in the last save, if a run that resumes from it does not begin with a validation."""
 
     def open(self, ranks: Ranks | None) -> None:
         """Accept requests until the innermost scope ends. A collective if a model is sharded."""
@@ -261,11 +264,13 @@ class Saves:
         ``"state_dict"`` holds the weights of the only model, or a mapping of model names to weights.
         """
         run = self._run
+        counters = run.state.counters
+        self.resumes_training_at = copy.copy(counters) if counters.phase == "train" else None
         models = {name: unwrapped_state(model) for name, model in run.models.items()}
         state: dict[str, Any] = {
             "format": FORMAT,
             "state_dict": models["model"] if set(models) == {"model"} else models,
-            "progress": run.state.counters.state_dict(),
+            "progress": counters.state_dict(),
             **self._state_of_rank(),
             "bus": run.bus.state_dict(),
             "stateful": {name: thing.state_dict() for name, thing in run.stateful.items()},

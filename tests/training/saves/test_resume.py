@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 import itertools
@@ -17,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch.nn import functional as F  # noqa: N812 - the usual name
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
@@ -34,6 +36,7 @@ from eventloop import (
     load_weights,
 )
 from eventloop.checkpoint import load, save
+from eventloop.training.saves.discover import peek
 
 SAMPLES = 22  # five batches of four, and one of two
 
@@ -710,7 +713,7 @@ def own_loop(parts, tmp_path, *, resume=None, nested=False):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     schedule = Decay(optimizer)
     bus = Bus()
-    trace = parts.Trace(bus)
+    trace = parts.Trace(bus, inside=True)
     requests = {"after_train_iter": 8, "after_train_epoch": 1, "after_val_iter": 4, "after_val": 1}
     for mount_point, count in requests.items():
         heard = []
@@ -722,7 +725,7 @@ def own_loop(parts, tmp_path, *, resume=None, nested=False):
             priority=95,
         )
     train, val = shuffled(), shuffled()
-    indices = []
+    indices, seen = [], {}
     with Run(
         bus,
         model=model,
@@ -741,12 +744,14 @@ def own_loop(parts, tmp_path, *, resume=None, nested=False):
                 optimizer.step()
                 run.report(loss=loss)
                 if nested and run.progress.iter % 4 == 3:
+                    seen[run.progress.iter] = copy.deepcopy(model.state_dict())
                     for val_batch in run.validate(val):
                         run.report(loss=parts.step(model, val_batch))
             for val_batch in run.validate(val):
                 run.report(loss=parts.step(model, val_batch) + torch.rand(()))
             schedule.step()
-    return {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "torch": torch.get_rng_state()}, indices, trace
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "torch": torch.get_rng_state(), "seen": seen}
+    return state, indices, trace
 
 
 @pytest.mark.parametrize(
@@ -783,8 +788,56 @@ def test_a_users_own_loop_validates_at_last_if_a_stop_in_its_last_iteration_cut_
     assert trace.of("after_train_iter") == []
 
 
-def test_a_save_in_a_validation_inside_the_epoch_resumes_in_that_epoch(parts, tmp_path):
-    own_loop(parts, tmp_path, nested=True)
-    _, indices, trace = own_loop(parts, tmp_path / "again", resume=tmp_path / "after_val_iter.safetensors", nested=True)
-    assert indices == [0, 1]
-    assert [e.progress.iter for e in trace.of("after_train_iter")] == list(range(4, 12))
+@pytest.mark.parametrize(("saved", "done"), [("after_val_iter", 4), ("after_train_iter", 8)])
+def test_a_validation_in_the_body_of_a_users_own_loop_is_not_left_out_by_a_resume(parts, tmp_path, saved, done):
+    through, _, whole = own_loop(parts, tmp_path, nested=True)
+    resumed, _, trace = own_loop(parts, tmp_path / "b", resume=tmp_path / f"{saved}.safetensors", nested=True)
+    through["seen"] = {iteration: weights for iteration, weights in through["seen"].items() if iteration >= done - 1}
+    parts.assert_same(resumed, through)
+    assert [e.progress.iter for e in trace.of("after_train_iter")] == list(range(done, 12))
+    assert [e.progress.iter for e in trace.of("after_optimizer_step")] == list(range(done, 12))
+    scores = [[(e.progress.iter, e.metrics) for e in one.of("after_val_epoch")] for one in (trace, whole)]
+    assert scores[0] == [one for one in scores[1] if one[0] >= done]
+
+
+def test_a_resume_that_cannot_reach_the_validation_in_its_body_warns(parts, tmp_path):
+    def train(loader, *, validates, resume=None):
+        model = parts.model()
+        bus = Bus()
+        bus.on("before_val", lambda e: e.run.request_save("here.safetensors"), once=1)
+        with capture_logs() as logs, Run(bus, model=model, work_dir=tmp_path, resume=resume) as run:
+            for _ in run.epochs(max_iters=4):
+                for _ in run.train(loader, endless=True):
+                    if run.progress.iter == 1 and validates:
+                        for batch in run.validate(parts.batches(1)):
+                            run.report(loss=parts.step(model, batch))
+        assert run.progress.iter == 4
+        return [one["reason"] for one in logs if one["log_level"] == "warning" and "reason" in one]
+
+    for loader, validates in ((parts.batches(3), False), (StatefulLoader(parts.batches(3)), True)):
+        assert train(loader, validates=True) == []
+        assert len(train(loader, validates=validates, resume=tmp_path / "here.safetensors")) == 1
+
+
+def test_a_save_before_a_validation_that_the_run_does_not_know_of_warns(parts, tmp_path):
+    def train(**options):
+        model, bus = parts.model(), Bus()
+        bus.on("after_train_iter", lambda e: e.run.request_save("here.safetensors"))
+        drive = Run(bus, model=model, work_dir=tmp_path).drive()
+        drive.begin_run()
+        drive.begin_train()
+        drive.begin_epoch()
+        with capture_logs() as logs:
+            drive.begin_iteration()
+            drive.end_iteration(**options)
+            drive.begin_validation()
+            drive.end_validation()
+        drive.end_epoch()
+        drive.end_train()
+        drive.end_run()
+        return [one for one in logs if one["log_level"] == "warning"], peek(tmp_path / "here.safetensors").stage
+
+    warnings, stage = train()
+    assert len(warnings) == 1
+    assert stage == "train"
+    assert train(validates=True) == ([], "val")
