@@ -161,9 +161,7 @@ class CheckpointHook(Hook):
         if self._kept.best.names:
             check_validated(event, f"{self.label}(save_best=...)")
         if directory is not None and event.run.rank == 0:
-            sweep(directory)
-            parts = isinstance(directory, Path) and sweep_shards(directory)
-            self._sharded = parts or any(map(is_sharded, event.run.models.values()))
+            self._sharded = sweep(directory) or any(map(is_sharded, event.run.models.values()))
         self._began_at = event.progress.iter if self._loaded_here or not event.progress.iter else None
 
     def after_train(self, event: events.AfterTrain) -> None:
@@ -231,6 +229,7 @@ class CheckpointHook(Hook):
         for name in gone:
             with self._errors("cannot remove an old checkpoint", directory / name):
                 remove(directory / name)
+                log.debug("removed an old checkpoint", hook=self.label, path=str(directory / name))
         if self._sharded:  # also when a newer file of the same name has replaced one
             with self._errors("cannot remove parts of old checkpoints", directory):
                 sweep_shards(Path(str(directory)), still=0)  # this is the only thread that writes

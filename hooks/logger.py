@@ -26,6 +26,7 @@ from hooks.smoothing import Smoother
 from hooks.writers.base import RunFacts, Where, Writer
 from hooks.writers.console import ConsoleWriter
 from hooks.writers.fanout import Fanout
+from hooks.writers.files import FileWriter
 from hooks.writers.json_lines import JSONLinesWriter
 from hooks.writers.outbox import send
 
@@ -72,7 +73,7 @@ class LoggerHook(Hook):
         interval_exp_name: iterations between lines with the experiment's name.
         out_dir: after the run, copy the work dir's files into a subfolder of this folder with the name of the work dir.
         out_suffix: suffixes of the files to copy.
-        keep_local: False deletes files of the work dir after they are copied.
+        keep_local: False deletes the files of the writers after they are copied. Other files are copied and stay.
         log_metric_by_epoch: False uses iterations as the step of metrics.
         window_size: number of iterations to average over.
         mean_pattern: regular expression; scalars whose names contain a match are averaged.
@@ -106,7 +107,9 @@ class LoggerHook(Hook):
         writers: _Writers | None = None,
     ) -> None:
         if out_dir is None and not keep_local:
-            raise ConfigurationError("keep_local=False deletes files after copying them to out_dir=; give out_dir=, too")
+            raise ConfigurationError(
+                "keep_local=False deletes the writers' files after copying them to out_dir=; give out_dir=, too"
+            )
         self._out_dir = None if out_dir is None else Path(out_dir)
         self._out_suffix = one_or_more("out_suffix", out_suffix, 'a suffix of file names or several, such as (".json", ".log")')
         self._keep_local = keep_local
@@ -214,7 +217,8 @@ class LoggerHook(Hook):
         facts, self._facts = self._facts, None
         self._fanout.close(finished=finished)
         if finished and facts is not None and self._out_dir is not None and facts.work_dir is not None:
-            copies = send(facts.work_dir, self._out_dir, self._out_suffix, keep_local=self._keep_local)
+            own = [facts.work_dir / writer.filename for writer in self._fanout.writers if isinstance(writer, FileWriter)]
+            copies = send(facts.work_dir, self._out_dir, self._out_suffix, moved=() if self._keep_local else own)
             log.info("files copied", out_dir=str(self._out_dir), files=len(copies))
 
 

@@ -5,12 +5,22 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from eventloop import CheckpointError, get_logger
-from eventloop.checkpoint import TEMPORARY_PREFIX, AnyPath, check_regular, is_folder, is_plain_name, list_files, remove
+from eventloop.checkpoint import (
+    TEMPORARY_PREFIX,
+    AnyPath,
+    check_regular,
+    is_folder,
+    is_plain_name,
+    list_files,
+    remove,
+    sweep_shards,
+)
 from eventloop.events import Slot
 from hooks.rules import BestMetrics
 
@@ -152,10 +162,11 @@ class RetentionPolicy:
         return False
 
 
-def sweep(directory: AnyPath) -> None:
-    """Remove temporary files that a killed process left in ``directory``.
+def sweep(directory: AnyPath) -> bool:
+    """Remove what a killed process left in ``directory``; return True if that has sharded tensors of checkpoints.
 
-    Files that changed within the last minute stay, because another process may be writing them, and so do files without a time.
+    It is temporary files, and sharded tensors without their checkpoint. What has changed within the last minute stays, because
+    another process may be writing it, and so do files without a time.
     """
     for path, changed in list_files(directory):
         leftover = path.name.startswith(TEMPORARY_PREFIX) and path.suffix == ".tmp"
@@ -166,3 +177,8 @@ def sweep(directory: AnyPath) -> None:
             log.info("removed a file that a killed process left behind", path=str(path))
         except CheckpointError as error:
             log.warning("cannot remove a temporary file", path=str(path), error=str(error))
+    try:
+        return isinstance(directory, Path) and sweep_shards(directory, still=_STILL)
+    except CheckpointError as error:
+        log.warning("cannot remove the sharded tensors of a checkpoint that does not exist", error=str(error))
+        return True

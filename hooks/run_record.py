@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 import weakref
 from collections.abc import Mapping
-from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +12,7 @@ import msgspec
 
 from eventloop import Hook, Priority, check_options, get_logger, mount, register
 from eventloop import events as ev
+from eventloop.checkpoint import free_name
 from eventloop.observe import (
     FACTS,
     RECORD,
@@ -195,7 +194,7 @@ class RunRecordHook(Hook):
         try:
             facts = read_facts(folder)
         except RunFolderError as error:
-            kept = _free(folder / "run.json.old")
+            kept = free_name(folder / f"{FACTS}.old")
             log.warning("the record of earlier sessions cannot be read and is kept", file=str(kept), error=str(error))
             (folder / FACTS).rename(kept)
             return []
@@ -225,12 +224,6 @@ class RunRecordHook(Hook):
 
 
 _STAGES = {"before_train": "train", "before_val": "val", "before_test": "test"}
-
-
-def _free(wanted: Path) -> Path:
-    """Return ``wanted``, or ``wanted-2``, ``wanted-3`` … if it exists."""
-    names = (wanted.with_name(f"{wanted.name}-{number}") for number in count(2))
-    return next(path for path in chain([wanted], names) if not os.path.lexists(path))
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -13,9 +11,24 @@ from typing import Any, ClassVar, Final
 
 from eventloop.bridges.bridge import Bridge
 from eventloop.bus import Bus
-from eventloop.checkpoint import TEMPORARY_PREFIX, AsyncSaver, FolderFiles, verify_folder
+from eventloop.checkpoint import (
+    TEMPORARY_PREFIX,
+    AsyncSaver,
+    FolderFiles,
+    discard_folder,
+    files_in,
+    free_name,
+    remove_leftover,
+    verify_folder,
+)
 from eventloop.checkpoint.folder_files import DIGESTS_FILE
 from eventloop.errors import CheckpointError, ConfigurationError
+from eventloop.log import get_logger
+
+log = get_logger()
+
+_NAMED: Final = re.compile(r"checkpoint_(\d+)")
+"""Names of folders by automatic naming."""
 
 _REFUSED: Final = {
     "FSDP": "FSDP writes its own shards, on all ranks",
@@ -81,7 +94,7 @@ class AcceleratorSaves(Bridge):
         try:
             if first:
                 final.parent.mkdir(parents=True, exist_ok=True)
-                shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
+                remove_leftover(temporary)
             accelerator.wait_for_everyone()
             with self._unnamed(), files.recorded() if first else nullcontext():
                 original(str(temporary), *args, **options)
@@ -94,7 +107,7 @@ class AcceleratorSaves(Bridge):
                     self._saver.after_commit(self._rotate)
         except BaseException:
             if first:
-                shutil.rmtree(temporary, ignore_errors=True)
+                discard_folder(temporary)
             raise
         return final
 
@@ -132,14 +145,15 @@ class AcceleratorSaves(Bridge):
             project.automatic_checkpoint_naming = before
 
     def _rotate(self) -> None:
-        """Remove the oldest folders beyond the limit, as the accelerator does before a save."""
+        """Remove the oldest folders of automatic naming beyond the limit, as the accelerator does before a save."""
         limit = self.trainer.project_configuration.total_limit
         directory = Path(self.trainer.project_dir) / "checkpoints"
-        numbered = [(int(found[0]), path) for path in directory.iterdir() if (found := re.findall(r"(\d+)$", path.name))]
+        numbered = [(int(found[1]), path) for path in directory.iterdir() if (found := _NAMED.fullmatch(path.name))]
         for _, path in sorted(numbered)[:-limit] if limit else ():
-            aside = directory.parent / f"{TEMPORARY_PREFIX}{path.name}.old"
+            aside = free_name(directory.parent / f"{TEMPORARY_PREFIX}{path.name}.old")
             path.rename(aside)
-            shutil.rmtree(aside, ignore_errors=True)
+            discard_folder(aside)
+            log.debug("removed an old checkpoint", path=str(path))
 
     def _settle(self) -> None:
         """Wait on all ranks until every folder is durable; raise the error of a save that failed."""
@@ -162,13 +176,9 @@ class AcceleratorSaves(Bridge):
 
 def _check_replaced(final: Path, files: FolderFiles) -> None:
     """Raise CheckpointError if a folder that would be replaced has files other than those of a checkpoint."""
-    known = {*files.tree, DIGESTS_FILE, *_names(files.folder)}
-    if other := sorted(_names(final) - known):
+    known = {*files.tree, DIGESTS_FILE, *files_in(files.folder)}
+    if other := sorted(files_in(final) - known):
         raise CheckpointError(
             f"{final} holds other files than a checkpoint ({', '.join(other[:3])}): a save would remove them, so give "
             "accelerator.save_state() a separate folder"
         )
-
-
-def _names(folder: Path) -> set[str]:
-    return {os.path.relpath(path, folder) for path in folder.rglob("*") if path.is_file()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,11 +12,14 @@ from typing import Any, Final
 import torch
 
 from eventloop.checkpoint import (
+    FORMER_PREFIX,
     STATE_FILE,
     TEMPORARY_PREFIX,
     AnyPath,
     commit_folder,
+    discard_folder,
     is_folder,
+    remove_leftover,
     sync_folder,
     verify_folder,
 )
@@ -56,7 +58,9 @@ class Folders:
         found = []
         for state in Path(self._trainer.args.output_dir).glob(f"*/{_STATE}"):
             folder = state.parent
-            if folder.name.startswith(TEMPORARY_PREFIX) or not (folder.name.startswith(f"{_PREFIX}-") or is_folder(folder)):
+            if folder.name.startswith((TEMPORARY_PREFIX, FORMER_PREFIX)) or not (
+                folder.name.startswith(f"{_PREFIX}-") or is_folder(folder)
+            ):
                 continue
             try:
                 steps = json.loads(state.read_bytes())["global_step"]
@@ -104,7 +108,7 @@ class Folders:
                 commit_folder(written, path)
         finally:
             if trainer.args.should_save:
-                shutil.rmtree(self.temporary(path), ignore_errors=True)
+                discard_folder(self.temporary(path))
 
     def temporary(self, path: Path) -> Path:
         """Return the directory in which the trainer writes a folder: the same on all ranks, which each write a file."""
@@ -121,7 +125,7 @@ class Folders:
         trainer, first, state = self._trainer, self._trainer.args.should_save, self._trainer.state
         directory, former = self.temporary(path), state.best_model_checkpoint
         if first:
-            shutil.rmtree(directory, ignore_errors=True)  # of a process that was killed
+            remove_leftover(directory)
         trainer.accelerator.wait_for_everyone()
         self.writing = directory
         try:

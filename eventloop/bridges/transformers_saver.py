@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from eventloop.bridges.transformers_folders import Folders
-from eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, FolderFiles, StagedTree
+from eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, FolderFiles, StagedTree, discard_folder
 from eventloop.errors import ConfigurationError
 from eventloop.log import get_logger
 
@@ -98,7 +97,7 @@ class FolderSaver:
                 saver.save(files.tree, path, write=partial(_write, files, told, raises, after))
         except Exception:
             if saver is not None:
-                shutil.rmtree(self._folders.temporary(path), ignore_errors=True)
+                discard_folder(self._folders.temporary(path))
                 with told:
                     raise
             raise
@@ -143,7 +142,7 @@ def _write(
             raise
         return CommitInfo(path, 0, "", 0.0)  # the report has logged the error
     finally:
-        shutil.rmtree(files.folder.parent, ignore_errors=True)
+        discard_folder(files.folder.parent)
     if after is not None:
         after()
     return info

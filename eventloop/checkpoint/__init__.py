@@ -6,7 +6,17 @@ file that the safetensors package opens.
 
 from eventloop.checkpoint.commit import TEMPORARY_PREFIX
 from eventloop.checkpoint.export import export_tree, export_weights, is_weights, weights_only
-from eventloop.checkpoint.folder import STATE_FILE, commit_folder, is_folder, sync_folder
+from eventloop.checkpoint.folder import (
+    FORMER_PREFIX,
+    STATE_FILE,
+    commit_folder,
+    discard_folder,
+    files_in,
+    free_name,
+    is_folder,
+    remove_leftover,
+    sync_folder,
+)
 from eventloop.checkpoint.folder_files import FolderFiles, verify_folder
 from eventloop.checkpoint.load import file_kind, inspect, load, outline, verify
 from eventloop.checkpoint.overlap import Overlap, Staging
@@ -32,6 +42,7 @@ from eventloop.checkpoint.torch_file import Pickled
 from eventloop.checkpoint.wrappers import unwrapped, without_wrappers
 
 __all__ = [
+    "FORMER_PREFIX",
     "STATE_FILE",
     "TEMPORARY_PREFIX",
     "AnyPath",
@@ -53,9 +64,12 @@ __all__ = [
     "commit_bytes",
     "commit_folder",
     "convert_foreign",
+    "discard_folder",
     "export_tree",
     "export_weights",
     "file_kind",
+    "files_in",
+    "free_name",
     "has_shards",
     "inspect",
     "is_folder",
@@ -72,6 +86,7 @@ __all__ = [
     "outline",
     "register_format",
     "remove",
+    "remove_leftover",
     "save",
     "stage",
     "sweep_shards",

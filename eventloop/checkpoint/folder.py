@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Collection
+from itertools import count
 from pathlib import Path
 from typing import Final
 
 from eventloop.checkpoint.commit import failing, sync_directory, temporary_name
 from eventloop.errors import CheckpointError
+from eventloop.log import get_logger
 
 STATE_FILE: Final = "trainbus.pt"
 """The file in such a folder that holds the state of the bus."""
+FORMER_PREFIX: Final = "former-"
+"""The names of replaced folders with other files begin with it: no host takes such a folder for one of its checkpoints."""
+
+log = get_logger()
 
 
 def is_folder(path: object) -> bool:
@@ -31,13 +38,17 @@ def sync_folder(folder: Path) -> None:
         sync_directory(folder.parent)
 
 
-def commit_folder(written: Path, folder: Path, *, replace: bool = False) -> None:
+def commit_folder(written: Path, folder: Path, *, replace: bool = False, known: Collection[str] = ()) -> None:
     """Make a complete folder durable, then rename it to ``folder``; a folder of that name is replaced.
+
+    With ``replace``, a former folder with files of an unknown origin is kept as ``former-<name>``: files that are neither in
+    ``written`` nor in ``known``.
 
     Raises:
         CheckpointError: the folder of that name has no state of a bus, and ``replace`` is False; or a step failed.
     """
     sync_folder(written)
+    unknown = sorted(files_in(folder) - files_in(written) - set(known)) if replace else []
     former = _set_aside(folder, replace=replace) if folder.exists() else None
     with failing(f"cannot write {folder}"):
         try:
@@ -47,8 +58,13 @@ def commit_folder(written: Path, folder: Path, *, replace: bool = False) -> None
                 former.rename(folder)
             raise
         sync_directory(folder.parent)
-    if former is not None:
-        shutil.rmtree(former, ignore_errors=True)
+    if former is not None and unknown:
+        kept = free_name(folder.with_name(f"{FORMER_PREFIX}{folder.name}"))
+        with failing(f"cannot keep the former {folder}"):
+            former.rename(kept)
+        log.warning("the former folder has other files than the checkpoint, so it is kept", path=str(kept), files=unknown[:8])
+    elif former is not None:
+        discard_folder(former)
 
 
 def link_folder(existing: Path, new: Path) -> None:
@@ -61,7 +77,40 @@ def link_folder(existing: Path, new: Path) -> None:
 
 def remove_folder(folder: Path) -> None:
     """Remove a folder that holds the state of a bus; under its name it disappears at once."""
-    shutil.rmtree(_set_aside(folder), ignore_errors=True)
+    discard_folder(_set_aside(folder))
+
+
+def remove_leftover(folder: Path) -> None:
+    """Remove a folder with a temporary name that a killed process left, if it is there, and log that.
+
+    Raises:
+        CheckpointError: it cannot be removed.
+    """
+    if folder.is_dir():
+        with failing(f"cannot remove {folder}"):
+            shutil.rmtree(folder)
+        log.info("removed a folder that a killed process left behind", path=str(folder))
+
+
+def discard_folder(folder: Path) -> None:
+    """Remove a folder with a temporary name, if it is there; log an error, because no checkpoint depends on it."""
+    try:
+        shutil.rmtree(folder)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        log.warning("cannot remove a temporary folder", path=str(folder), error=str(error))
+
+
+def files_in(folder: Path) -> set[str]:
+    """Return the names of all files below a folder, relative to it."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
+
+
+def free_name(path: Path) -> Path:
+    """Return ``path``, or the first of ``path-2``, ``path-3`` … that does not exist."""
+    names = (path if number == 1 else path.with_name(f"{path.name}-{number}") for number in count(1))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def _set_aside(folder: Path, *, replace: bool = False) -> Path:

@@ -12,7 +12,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import wraps
 from pathlib import Path
@@ -21,7 +21,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from eventloop.checkpoint.commit import CHUNK, failing
+from eventloop.checkpoint.commit import CHUNK, discard, failing
 from eventloop.checkpoint.container import crc32, readable
 from eventloop.checkpoint.export import safetensors_file
 from eventloop.checkpoint.folder import commit_folder
@@ -92,7 +92,8 @@ class FolderFiles:
     def write(self, staged: StagedTree, path: AnyPath) -> CommitInfo:
         """Write the files, make them durable, and rename the folder to ``path``; a writer for `AsyncSaver.save`.
 
-        A folder that is at ``path`` is replaced. If it fails, the temporary folder is removed.
+        A folder that is at ``path`` is replaced; one that has other files than a checkpoint is kept as ``former-<name>``. If
+        the save fails, the temporary folder is removed.
 
         Args:
             staged: of `tree`.
@@ -107,9 +108,10 @@ class FolderFiles:
                 digests = self._write_files(staged.tree())
                 encoded = msgspec.json.format(msgspec.json.encode(digests))
                 (self.folder / DIGESTS_FILE).write_bytes(encoded)
-            commit_folder(self.folder, Path(str(path)), replace=True)
-        except BaseException:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            final = Path(str(path))
+            commit_folder(self.folder, final, replace=True, known=_recorded_files(final))
+        except BaseException as error:
+            discard(str(self.folder), shutil.rmtree, error)
             raise
         size = sum(each.bytes for each in digests.values())
         return CommitInfo(path, size, readable(crc32((encoded,))), time.perf_counter() - start)
@@ -141,21 +143,31 @@ def verify_folder(folder: Path) -> None:
     Raises:
         CheckpointDamagedError: a file is missing or has changed.
     """
-    try:
-        encoded = (folder / DIGESTS_FILE).read_bytes()
-    except FileNotFoundError:
-        return
-    try:
-        digests = msgspec.json.decode(encoded, type=dict[str, FileDigest])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CheckpointDamagedError(f"{folder / DIGESTS_FILE} cannot be read: {error}") from error
-    for name, expected in digests.items():
+    for name, expected in _read_digests(folder).items():
         try:
             found = _digest_of(folder / name)
         except OSError as error:
             raise CheckpointDamagedError(f"{folder / name} cannot be read: {error}") from error
         if found != expected:
             raise CheckpointDamagedError(f"{folder / name} is damaged: its digest is another than when it was written")
+
+
+def _read_digests(folder: Path) -> dict[str, FileDigest]:
+    try:
+        encoded = (folder / DIGESTS_FILE).read_bytes()
+    except FileNotFoundError:
+        return {}
+    try:
+        return msgspec.json.decode(encoded, type=dict[str, FileDigest])
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointDamagedError(f"{folder / DIGESTS_FILE} cannot be read: {error}") from error
+
+
+def _recorded_files(folder: Path) -> Collection[str]:
+    """Return the names of the files that an earlier save wrote into a folder; empty if it does not tell."""
+    with suppress(CheckpointDamagedError, OSError):
+        return _read_digests(folder)
+    return ()
 
 
 _lock: Final = threading.Lock()

@@ -102,7 +102,8 @@ def take_shards(
 ) -> tuple[dict[str, Any], Parts]:
     """Return the tree ``state`` with a name in place of each sharded tensor, and those tensors, copied.
 
-    ``token`` is one that no earlier checkpoint had, the same on all processes; for ``group`` see :class:`Parts`.
+    ``token`` is 8 hexadecimal digits that no earlier checkpoint had, the same on all processes; for ``group`` see
+    :class:`Parts`.
     """
     tensors: dict[str, DTensor] = {}
 

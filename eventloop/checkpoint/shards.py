@@ -7,7 +7,7 @@ The index is JSON, in place of the pickle that torch writes. `sharded` writes an
 from __future__ import annotations
 
 import os
-import shutil
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -18,12 +18,13 @@ from typing import Annotated, Any, Final
 import msgspec
 import torch
 
-from eventloop.checkpoint.commit import CHUNK
+from eventloop.checkpoint.commit import CHUNK, TEMPORARY_PREFIX, failing
 from eventloop.checkpoint.container import crc32, elements, readable
 from eventloop.checkpoint.load import load, outline
 from eventloop.checkpoint.rebuild import DTYPES
 from eventloop.checkpoint.store import AsPath, file_size, is_plain_name, read_small
 from eventloop.errors import CheckpointDamagedError, CheckpointError
+from eventloop.log import get_logger
 
 SHARDS: Final = "shards"
 """Key of the tree under which the directory is named."""
@@ -31,6 +32,15 @@ SUFFIX: Final = ".shards"
 DIGESTS: Final = "digests.json"
 INDEX: Final = "index.json"
 MAX_INDEX_BYTES: Final = 1 << 30
+
+_NAME: Final = re.compile(rf".+-[0-9a-f]{{8}}{re.escape(SUFFIX)}", re.DOTALL)
+"""Names of directories: the name of the file, and a token."""
+_PART: Final = re.compile(
+    rf"__\d+_\d+\.distcp|{re.escape(INDEX)}|(\d+|index)\.{re.escape(DIGESTS)}|{re.escape(TEMPORARY_PREFIX)}.+\.tmp"
+)
+"""Names of the files in them."""
+
+log = get_logger()
 
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Shape = tuple[_Size, ...]
@@ -163,9 +173,13 @@ def verify_shards(state: Any, path: object) -> None:
 def sweep_shards(directory: Path, *, still: float = 60.0) -> bool:
     """Remove directories of sharded tensors that no checkpoint in ``directory`` names; return True if there were any at all.
 
-    One that has changed in the last ``still`` seconds is being written, and stays.
+    Only a directory that `sharded` has named and filled is one. One that has changed in the last ``still`` seconds is being
+    written, and stays. Each removal is logged.
+
+    Raises:
+        CheckpointError: a directory cannot be removed.
     """
-    found = [one for one in directory.glob(f"*{SUFFIX}") if one.is_dir()]
+    found = {one: parts for one in directory.glob(f"*{SUFFIX}") if (parts := _own_parts(one))}
     if not found:
         return False
     named = set()
@@ -175,10 +189,27 @@ def sweep_shards(directory: Path, *, still: float = 60.0) -> bool:
         except (CheckpointError, OSError):
             return True  # it may name any of them
         named.add(str(tree[SHARDS]) if has_shards(tree) else "")
-    for one in found:
+    for one, parts in found.items():
         if one.name not in named and time.time() - one.stat().st_mtime >= still:
-            shutil.rmtree(one, ignore_errors=True)
+            with failing(f"cannot remove {one}"):
+                for part in parts:
+                    part.unlink(missing_ok=True)
+                one.rmdir()  # which fails if something else has come into it
+            log.info("removed the sharded tensors of a checkpoint that does not exist", path=str(one))
     return True
+
+
+def _own_parts(directory: Path) -> list[Path]:
+    """Return the files in a directory if its name and all its files are of `sharded`, tensors last; else an empty list."""
+    if not _NAME.fullmatch(directory.name) or directory.is_symlink() or not directory.is_dir():
+        return []
+    parts = sorted(directory.iterdir(), key=_has_tensors)  # so that what is left after a kill is still known
+    own = all(_PART.fullmatch(one.name) and one.is_file() and not one.is_symlink() for one in parts)
+    return parts if own and any(map(_has_tensors, parts)) else []
+
+
+def _has_tensors(part: Path) -> bool:
+    return part.suffix == ".distcp"
 
 
 def digest_of(file: Path) -> str:

@@ -14,6 +14,8 @@ from eventloop.errors import ConfigurationError
 from eventloop.observe import RunFolderError, find_runs
 from eventloop.observe.verdict import size
 
+_GENERATOR = b'content="trainbus report"'
+
 
 def report(run: Path, /, *runs: Path, output: Annotated[Path | None, Parameter(alias="-o")] = None) -> int:
     """Write a report on a run, or a comparison of several runs: one HTML file that needs no network.
@@ -38,6 +40,8 @@ def report(run: Path, /, *runs: Path, output: Annotated[Path | None, Parameter(a
     if path.is_dir() or not path.parent.is_dir():
         what = "is a folder; name a file in it" if path.is_dir() else f"cannot be written: no folder {path.parent}"
         raise ConfigurationError(f"{path} {what}")
+    if output is None and path.is_file() and _GENERATOR not in path.read_bytes()[:4096]:
+        raise ConfigurationError(f"{path} exists and is not a report of trainbus; give another file with -o, or move it away")
     histories = [History(folder) for folder in folders]
     page = build_report(histories, best_metric)
     try:

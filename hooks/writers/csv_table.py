@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, BinaryIO
 
 from eventloop import check_options, register
+from eventloop.checkpoint import TEMPORARY_PREFIX
 from hooks.options import Name, PositiveInt
 from hooks.writers.base import Where
 from hooks.writers.files import FileWriter
@@ -46,7 +47,7 @@ class CSVWriter(FileWriter):
 
     def _add_columns(self, names: list[str]) -> None:
         self.close()
-        copy = self.path.with_name(f"{self.path.name}.tmp")
+        copy = self.path.with_name(f"{TEMPORARY_PREFIX}{self.path.name}.tmp")
         copy.unlink(missing_ok=True)  # left by a killed process, or a symbolic link
         with self.path.open("r", encoding="utf-8", newline="") as old, copy.open("x", encoding="utf-8", newline="") as new:
             rows, lines = csv.writer(new, lineterminator="\n"), csv.reader(old)

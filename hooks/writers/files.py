@@ -9,8 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
+from eventloop import get_logger
 from eventloop.checkpoint import commit_bytes
 from hooks.writers.base import RunFacts, Writer
+
+log = get_logger()
 
 
 class FileWriter(Writer):
@@ -115,4 +118,6 @@ def _cut_incomplete_line(descriptor: int, path: Path) -> None:
             break
         end = begin
     if end < size:
+        lost = os.pread(descriptor, min(size - end, 200), end).decode(errors="replace")
+        log.warning("removed an incomplete last line, which a killed process left", path=str(path), line=lost)
         os.ftruncate(descriptor, end)

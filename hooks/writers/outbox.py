@@ -4,38 +4,43 @@ from __future__ import annotations
 
 import csv
 import shutil
+from collections.abc import Collection
 from contextlib import closing
 from pathlib import Path
 
+from eventloop import get_logger
 from hooks.writers.base import RunFacts
 from hooks.writers.csv_table import CSVWriter
 
+log = get_logger()
 
-def send(work_dir: Path, out_dir: Path, suffixes: tuple[str, ...], *, keep_local: bool) -> list[Path]:
+
+def send(work_dir: Path, out_dir: Path, suffixes: tuple[str, ...], *, moved: Collection[Path] = ()) -> list[Path]:
     """Copy the files below ``work_dir`` whose names end in one of ``suffixes`` to ``<out_dir>/<name of work_dir>``.
 
-    Without ``keep_local``, each file is deleted after copying, and a later run of the same work dir appends to the copy.
+    Files in ``moved`` are deleted after copying, and a later run of the same work dir appends to the copy.
     """
     target = out_dir / work_dir.resolve().name
     # Listed before copying, without the files of the target, which may be inside the work dir.
     files = [path for path in sorted(work_dir.rglob("*")) if path.is_file() and path.name.endswith(suffixes)]
     files = [path for path in files if not path.resolve().is_relative_to(target.resolve())]
-    return [_send_one(path, target / path.relative_to(work_dir), keep_local=keep_local) for path in files]
+    return [_send_one(path, target / path.relative_to(work_dir), move=path in moved) for path in files]
 
 
-def _send_one(path: Path, copy: Path, *, keep_local: bool) -> Path:
+def _send_one(path: Path, copy: Path, *, move: bool) -> Path:
     copy.parent.mkdir(parents=True, exist_ok=True)
     if copy.is_symlink():
         copy.unlink()  # do not write to the link's target
-    if keep_local or not copy.exists() or path.suffix not in (".jsonl", ".log", ".csv"):
+    if not move or not copy.exists() or path.suffix not in (".jsonl", ".log", ".csv"):
         shutil.copyfile(path, copy)
     elif path.suffix == ".csv":
         add_rows(path, copy)
     else:
         with path.open("rb") as source, copy.open("ab") as end:
             shutil.copyfileobj(source, end)
-    if not keep_local:
+    if move:
         path.unlink()
+        log.info("moved a file", path=str(path), to=str(copy))
     return copy
 
 

@@ -253,14 +253,15 @@ def test_training_goes_on_while_a_folder_is_written_and_the_end_waits(tmp_path, 
 
 def test_folders_beyond_the_limit_go_when_their_successor_is_durable(tmp_path, disk):
     job, directory, before = named(tmp_path, limit=2), tmp_path / "checkpoints", []
-    disk.fails = lambda name: before.append(folders(directory))
+    disk.fails = lambda name: before.append([name for name in folders(directory) if name != "notes_1"])
     disk.go.set()
+    (directory / "notes_1").mkdir(parents=True)
     for _ in range(4):
         job.accelerator.save_state()
         learn(job)
     job.accelerator.end_training()
     assert before == [[], ["checkpoint_0"], ["checkpoint_0", "checkpoint_1"], ["checkpoint_1", "checkpoint_2"]]
-    assert folders(directory) == ["checkpoint_2", "checkpoint_3"]
+    assert folders(directory) == ["checkpoint_2", "checkpoint_3", "notes_1"]
     assert folders(tmp_path) == ["checkpoints"]
 
 

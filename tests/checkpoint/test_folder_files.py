@@ -7,6 +7,7 @@ import safetensors.torch
 import torch
 from safetensors.torch import load_file
 from safetensors.torch import save_file as safe_save_file
+from structlog.testing import capture_logs
 
 from eventloop.checkpoint import AsyncSaver, FolderFiles, stage, verify_folder
 from eventloop.errors import CheckpointDamagedError, CheckpointError
@@ -45,6 +46,23 @@ def test_the_files_are_those_of_the_library(tmp_path, written, monkeypatch):
     back = torch.load(ours / "optimizer.pt", weights_only=False)
     assert (back["state"][0]["step"].item(), back["args"]) == (3.0, threading.local)
     assert (ours / "config.json").read_text() == "{}"
+
+
+def test_a_folder_that_is_replaced_loses_no_file_of_another_origin(tmp_path, written):
+    final, _ = written
+    for former in ("former-final", "former-final-2"):
+        (final / "inner" / "notes.txt").write_text("precious")
+        files = FolderFiles(tmp_path / "temporary")
+        files.folder.mkdir()  # now without most of the files
+        with capture_logs() as logs:
+            files.write(stage({}), final)
+        assert (tmp_path / former / "inner" / "notes.txt").read_text() == "precious"
+        assert [entry["files"] for entry in logs] == [["inner/notes.txt"]]
+        (final / "inner").mkdir()
+    files = FolderFiles(tmp_path / "temporary")
+    files.folder.mkdir()
+    files.write(stage({}), final)
+    assert {path.name for path in tmp_path.iterdir()} == {"final", "former-final", "former-final-2"}
 
 
 def test_what_is_written_is_the_state_of_the_copy_and_the_folder_appears_complete(tmp_path):

@@ -27,6 +27,7 @@ from eventloop.cli import main
 from eventloop.errors import CheckpointDamagedError
 from hooks import CheckpointHook
 
+TOKEN = "0123abcd"  # noqa: S105 - no secret
 WEIGHTS = {"w": torch.arange(6.0).view(3, 2), "b": torch.ones(4)}
 
 
@@ -49,7 +50,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     try:
         mesh = init_device_mesh("cpu", (1,))
         tensors = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in WEIGHTS.items()}
-        tree, parts = take_shards({"state_dict": tensors}, path, "token", distributed.group.WORLD)
+        tree, parts = take_shards({"state_dict": tensors}, path, TOKEN, distributed.group.WORLD)
         parts.commit(lambda: save(tree, path).bytes)
     finally:
         distributed.destroy_process_group()
@@ -292,6 +293,39 @@ def test_a_run_without_shards_executes_no_pickle_and_uses_the_previous_file(tmp_
         resumed.run(resume="auto")
     assert [entry["path"] for entry in logs if "damaged" in entry["event"]] == [str(tmp_path / "epoch_2.safetensors")]
     assert not (tmp_path / "sprung").exists()
+
+
+FOREIGN = {
+    "train.shards": {"0.tar": b"precious"},
+    f"train-{TOKEN}.shards": {"0.tar": b"precious"},
+    f"empty-{TOKEN}.shards": {},
+    f"index-{TOKEN}.shards": {"index.json": b"{}"},
+    f"torch-{TOKEN}.shards": {".metadata": b"precious", "__0_0.distcp": b"precious"},
+    f"more-{TOKEN}.shards": {"index.json": b"{}", "__0_0.distcp": b"precious", "notes.txt": b"precious"},
+    "upper-0123ABCD.shards": {"__0_0.distcp": b"precious"},
+}
+
+
+def test_only_directories_of_trainbus_are_removed_and_each_removal_is_logged(place):
+    for name, parts in FOREIGN.items():
+        (place / name).mkdir()
+        for part, content in parts.items():
+            (place / name / part).write_bytes(content)
+    (place / f"link-{TOKEN}.shards").symlink_to(shards_of_a := place / f"a-{TOKEN}.shards")
+    left = place / f"b-{TOKEN}.shards"
+    shutil.copytree(shards_of_a, left)
+    for one in place.glob("*.shards"):
+        os.utime(one, (0, 0))
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data, bus = [torch.ones(1, 2)], Bus(CheckpointHook(1))
+    loop = TrainLoop(model, optimizer, step=lambda m, b: m(b).sum(), train_data=data, bus=bus, max_epochs=2, work_dir=place)
+    with capture_logs() as logs:
+        loop.run()
+    assert {one.name for one in place.glob("*.shards")} == {*FOREIGN, f"link-{TOKEN}.shards", shards_of_a.name}
+    assert {one: {part.name: part.read_bytes() for part in (place / one).iterdir()} for one in FOREIGN} == FOREIGN
+    assert [entry["path"] for entry in logs if "removed" in entry["event"]] == [str(left)]
+    load_whole(place / "a.safetensors")
 
 
 def test_verify_reads_the_sharded_tensors_too(place, capsys):

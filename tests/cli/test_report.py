@@ -24,6 +24,10 @@ def test_a_report_is_written_in_the_folder_of_the_run_and_its_verdict_is_printed
     assert re.fullmatch(r"a/report\.html \([\d.]+ kB\): open it in a browser", lines[-1])
     assert Path("a/report.html").read_text().startswith("<!doctype html>")
     assert main(["report", "a"]) == 0  # again
+    Path("a/report.html").write_text("of another program")
+    assert main(["report", "a"]) != 0
+    assert "a/report.html" in capsys.readouterr().err
+    assert Path("a/report.html").read_text() == "of another program"
 
 
 def test_a_report_on_several_runs_is_written_in_the_current_folder_or_where_it_is_wanted(here, capsys):

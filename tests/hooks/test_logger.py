@@ -611,14 +611,16 @@ def test_copies_do_not_follow_symbolic_links(tmp_path):
     assert len(copy.read_text().splitlines()) == 14
 
 
-def test_keep_local_false_deletes_local_files_and_appends_later_lines_to_the_copy(tmp_path):
+def test_keep_local_false_deletes_files_of_writers_only_and_appends_later_lines_to_the_copy(tmp_path):
     bus = bus_with(JSONLinesWriter(interval=1), out_dir=tmp_path / "archive", keep_local=False)
     work_dir = tmp_path / "digits"
     loop = make_loop(bus, work_dir=work_dir, val_data=DATA[:1], max_epochs=1)
     loop.run()
-    (work_dir / "weights.safetensors").write_bytes(b"stays")
+    for name in ("weights.safetensors", "train.py", "mine.jsonl"):
+        (work_dir / name).write_text("mine")
     loop.val()
-    assert [path.name for path in work_dir.iterdir()] == ["weights.safetensors"]
+    assert {path.name for path in work_dir.iterdir()} == {"weights.safetensors", "train.py", "mine.jsonl"}
+    assert (tmp_path / "archive" / "digits" / "mine.jsonl").read_text() == "mine"
     assert len((tmp_path / "archive" / "digits" / "scalars.jsonl").read_text().splitlines()) == 7 + 1 + 1
 
 

@@ -100,7 +100,7 @@ def test_an_empty_file_name_is_an_error():
 def test_rows_of_a_later_run_are_appended_to_the_copy_when_local_files_are_deleted(tmp_path):
     for step, name in ((1, "a"), (2, "b")):
         write(tmp_path / "run", (step, {name: float(step)}))
-        (copy,) = send(tmp_path / "run", tmp_path / "out", (".csv",), keep_local=False)
+        (copy,) = send(tmp_path / "run", tmp_path / "out", (".csv",), moved=[tmp_path / "run" / "scalars.csv"])
         assert not (tmp_path / "run" / "scalars.csv").exists()
     assert [(row["step"], row["a"], row["b"]) for row in rows(copy)] == [("1", "1.0", ""), ("2", "", "2.0")]
 
