@@ -81,9 +81,10 @@ class TrainerRuns:
             return
         engine, run = self._trainer, self.open(self._optimizers)
         self._resume(run)
-        drive = run.drive()
+        drive = run.driver
         drive.watch_steps()
-        drive.begin_train(max_epochs=engine.state.max_epochs, max_iters=getattr(engine.state, "max_iters", None))
+        max_epochs, max_iters = _limits(engine.state)
+        drive.begin_train(max_epochs=max_epochs, max_iters=max_iters)
         if drive.should_stop():
             engine.terminate()
 
@@ -93,8 +94,8 @@ class TrainerRuns:
         state, self.opened, self._bridge.run = self._trainer.state, run, run
         run.validates = None if self._validates else False
         run.train_data, run.epoch_length = state.dataloader, state.epoch_length
-        run.drive().begin_run()
-        self.driver = run.drive()
+        run.driver.begin_run()
+        self.driver = run.driver
         return run
 
     def _resume(self, run: HostedRun) -> None:
@@ -151,7 +152,9 @@ class TrainerRuns:
         run, drive = self.running()
         self.leave_epoch()
         state, counters = self._trainer.state, run.counters
-        run.epoch_length = state.epoch_length
+        # Ignite's handlers may change all of this.
+        run.train_data, run.epoch_length = state.dataloader, state.epoch_length
+        counters.max_epochs, counters.max_iters = _limits(state)
         counters.epoch, counters.iter = state.epoch - 1, state.iteration
         # An engine that was terminated begins its next epoch with the first batch; else it continues in the epoch.
         counters.batches = 0 if self._terminated or not state.epoch_length else state.iteration % state.epoch_length
@@ -226,3 +229,11 @@ class TrainerRuns:
         """Return the open run and its driver."""
         assert self.opened is not None and self.driver is not None  # noqa: S101 - the callers know
         return self.opened, self.driver
+
+
+def _limits(state: State) -> tuple[int | None, int | None]:
+    """Return the limit that ends the engine's run, in epochs or iterations, because Ignite may set both."""
+    epochs, iters, length = state.max_epochs, getattr(state, "max_iters", None), state.epoch_length
+    if epochs is None or iters is None:
+        return epochs, iters
+    return (None, iters) if length is None or iters <= epochs * length else (epochs, None)

@@ -21,7 +21,7 @@ from ignite.engine import (
     create_supervised_evaluator,
     create_supervised_trainer,
 )
-from ignite.handlers import Checkpoint, DiskSaver, EarlyStopping
+from ignite.handlers import Checkpoint, DiskSaver, EarlyStopping, FastaiLRFinder
 from ignite.metrics import Accuracy, Loss
 
 from eventloop import Bus, ConfigurationError, Event, SubscribeError, TrainingError, from_json
@@ -436,6 +436,45 @@ def test_an_epoch_that_the_engine_ends_early_ends_if_ignite_says_so():
         assert epochs[:4] == [(0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 3)]
         assert names.count("after_train_epoch") == ended
         assert names.count("before_train_epoch") == 2
+
+
+@pytest.mark.filterwarnings("ignore:Run completed without loss diverging")
+def test_a_learning_rate_finder_may_make_the_run_longer():
+    seen, bus = [], Bus()
+    bus.on("before_train_epoch", lambda event: seen.append((event.progress.max_epochs, event.run.total_iters)))
+    job, finder = Job(bus), FastaiLRFinder()
+    with finder.attach(job.trainer, {"model": job.model, "optimizer": job.optimizer}, num_iter=5, diverge_th=1e9) as trainer:
+        trainer.run(batches(4))
+    assert len(finder.get_results()["lr"]) == job.bridge.run.counters.iter == 5
+    assert seen == [(None, 5)] * 2
+
+
+def test_a_limit_and_data_that_handlers_change_are_those_of_the_next_epoch():
+    seen, bus, other = [], Bus(), batches(4, seed=1)
+    bus.on("before_train_epoch", lambda event: seen.append((event.progress.max_epochs, event.run.train_data)))
+    job, first = Job(bus), batches(4)
+
+    @job.trainer.on(Events.EPOCH_COMPLETED(once=1))
+    def change(engine):
+        engine.state.max_epochs = 3
+        engine.set_data(other)
+
+    job.trainer.run(first, max_epochs=2)
+    assert [(limit, data is other) for limit, data in seen] == [(2, False), (3, True), (3, True)]
+
+
+@pytest.mark.skipif("max_iters" not in inspect.signature(Engine.run).parameters, reason="Ignite has max_iters since 0.5.5")
+def test_an_engine_with_both_limits_is_run_again():
+    class Unsized:
+        def __iter__(self):
+            return iter(batches(4))
+
+    job = Job(Bus())
+    job.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=6), job.trainer.terminate)
+    job.trainer.run(Unsized(), max_iters=10)
+    assert job.trainer.state.max_epochs == 3  # Ignite sets it when the data has ended once
+    job.trainer.run(Unsized())
+    assert job.bridge.run.counters.iter == job.trainer.state.iteration == 10
 
 
 @pytest.mark.skipif("max_iters" not in inspect.signature(Engine.run).parameters, reason="Ignite has max_iters since 0.5.5")
