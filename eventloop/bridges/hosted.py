@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
-import msgspec
 import torch
 
 from eventloop import events as ev
+from eventloop.bridges.entry import check_entry
 from eventloop.bridges.saves import CHECKED, HostSaves, Writing
 from eventloop.bus import Bus
 from eventloop.checkpoint import AnyPath, weights_only
-from eventloop.errors import CheckpointError, ConfigurationError, TrainingError
+from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.events import Stage
 from eventloop.log import get_logger
 from eventloop.training import Driver, Run, Update, checkpoint_keys
@@ -25,12 +25,24 @@ from eventloop.training.distributed.rounds import Rounds, join_rounds
 from eventloop.training.metrics import Metrics
 from eventloop.training.optimizers import warn_if_useless
 from eventloop.training.saves.capture import FORMAT, unwrapped_state
-from eventloop.training.state import ITERATIONS, Count, Counters
+from eventloop.training.state import ITERATIONS, Counters
 
 log = get_logger()
 
 Weights = Mapping[str, Mapping[str, torch.Tensor]]
 """Tensors by the name of the model and their name in its ``state_dict()``."""
+
+_TRAINS: Final = "the trainer's own fit(), train() or run() does this"
+
+
+def _refused(call: str, instead: str) -> Callable[..., NoReturn]:
+    """Return a method that refuses what only a loop of one's own has."""
+
+    def refuse(self: Run, *arguments: Any, **named: Any) -> NoReturn:
+        raise TrainingError(f"run.{call}() is for your own loop, and here another trainer has the loop: {instead}")
+
+    refuse.__doc__ = f"Raise TrainingError: {instead}."
+    return refuse
 
 
 class HostedRun(Run):
@@ -92,9 +104,19 @@ class HostedRun(Run):
     def window_open(self, is_open: bool) -> None:
         self.state.in_window = is_open
 
-    def drive(self) -> HostedDriver:
-        """Return the :class:`HostedDriver` of this run."""
+    @property
+    def driver(self) -> HostedDriver:
+        """The :class:`HostedDriver` of this run, for its bridge."""
         return self._driver
+
+    # A second loop would take the turns of the trainer, which could not continue.
+    epochs = _refused("epochs", _TRAINS)
+    train = _refused("train", _TRAINS)
+    drive = _refused("drive", _TRAINS)
+    validate = _refused("validate", "let the trainer validate by its own settings, or evaluate in an EvaluateHook")
+    test = _refused("test", "call the trainer's own test or prediction after the training, or evaluate in an EvaluateHook")
+    gather_state = _refused("gather_state", "the trainer's checkpoints have the state of the bus")
+    apply_state = _refused("apply_state", "the trainer's own resume restores the bus")
 
     # --------------------------------------------------------------------------------------------------- checkpoints
 
@@ -161,7 +183,7 @@ class HostedRun(Run):
         Raises:
             CheckpointError: the value is not such an entry, or its format is too new.
         """
-        _check(entry)
+        check_entry(entry)
         own: dict[str, Any] = {name: unwrapped_state(model) for name, model in self.models.items()}
         for name, tensors in (weights or {}).items():
             keys = checkpoint_keys(self.models[name])
@@ -187,16 +209,6 @@ class HostedRun(Run):
         self.counters.load_state_dict(counters.state_dict())
         self.state.resumed = True
         self.state.progress = self.counters.snapshot()
-
-    def gather_state(self, into: MutableMapping[str, Any]) -> NoReturn:
-        """Raise TrainingError: the trainer's checkpoints have the state of the bus."""
-        raise TrainingError(
-            "run.gather_state() works in your own loop only; the trainer's checkpoints have the state of the bus"
-        )
-
-    def apply_state(self, from_: Mapping[str, Any]) -> NoReturn:
-        """Raise TrainingError: the trainer resumes, and the bus with it."""
-        raise TrainingError("run.apply_state() works in your own loop only; here the trainer's own resume restores the bus")
 
     def _flat(self, weights: dict[str, Any]) -> dict[str, Any]:
         """Return the weights in the layout of checkpoints: without a model's name if there is only one model."""
@@ -330,28 +342,3 @@ class _HostMetrics(Metrics):
 
     def update(self, outputs: Mapping[str, Any], samples: int = 1) -> None:
         """Do nothing, so that a validation costs nothing."""
-
-
-class _Entry(msgspec.Struct):
-    """The types that a resume requires: the trainer's file may hold any others."""
-
-    format: int
-    progress: Counters
-    bus: _BusEntry
-    info: dict[str, Any] = {}
-
-
-class _BusEntry(msgspec.Struct):
-    hooks: dict[str, Any]
-    publishes: dict[str, Count]
-
-
-def _check(entry: object) -> None:
-    try:
-        known = msgspec.convert(entry, _Entry)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(f"the checkpoint does not hold the state of a bus: {error}") from error
-    if known.format > FORMAT:
-        raise CheckpointError(
-            f"the checkpoint has format {known.format}, but this trainbus reads up to {FORMAT}; upgrade trainbus"
-        )

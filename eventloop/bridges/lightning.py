@@ -135,7 +135,7 @@ class LightningBridge(Bridge):
         given = {"optimizer": optimizers[0]} if len(optimizers) == 1 else _numbered(optimizers)
         run = HostedRun(self.bus, model=trainer.lightning_module, optimizer=given, work_dir=trainer.log_dir, suffix=".ckpt")
         run.config = dict(trainer.lightning_module.hparams)
-        self.run, self._drive = run, run.drive()
+        self.run, self._drive = run, run.driver
         self._drive.begin_run()
         return run
 

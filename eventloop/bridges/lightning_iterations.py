@@ -54,7 +54,7 @@ class Iterations:
         self._callback = callback
         self._trainer = trainer
         self._run = run
-        self._drive = drive = run.drive()
+        self._drive = drive = run.driver
         self._begin_epoch, self._settle = begin_epoch, settle
         self._heard, self._state, self._scopes, self._saves = run.heard, run.state, run.state.scopes, run.saves
         self._progress = trainer.fit_loop.epoch_loop.batch_progress

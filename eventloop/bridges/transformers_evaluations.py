@@ -27,7 +27,7 @@ class Evaluations:
 
     def evaluate(self, run: HostedRun, stage: Stage, original: Method, *args: Any, **kwargs: Any) -> Any:
         """Replace ``evaluate`` or ``predict`` of the trainer; return its result."""
-        self._run, self._drive = run, run.drive()
+        self._run, self._drive = run, run.driver
         drive, val = self._drive, stage == "val"
         abandon_evaluation(run)
         run.evaluation_length = None
@@ -63,9 +63,9 @@ def abandon_evaluation(run: HostedRun) -> None:
     """End an evaluation whose error a callback has caught."""
     scopes = run.state.scopes
     if "val" in scopes:
-        run.drive().abandon_validation()
+        run.driver.abandon_validation()
     elif "test" in scopes:
-        run.drive().abandon_test()
+        run.driver.abandon_test()
 
 
 def has_length(data: Any) -> bool:

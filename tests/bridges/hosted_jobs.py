@@ -22,7 +22,7 @@ def trainer(bus, folder, *, epochs=EPOCHS, attached=True, slow=0.0):
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = HostedRun(bus, model=model, optimizer=optimizer, work_dir=folder, suffix=".pt")
-    drive, done, saved = run.drive(), 0, []
+    drive, done, saved = run.driver, 0, []
 
     def save(path):
         distributed.barrier()
@@ -139,7 +139,7 @@ def one_rank_evaluates(folder):
 
     def ask(event):
         if rank() == 0 and event.progress.iter == 3:
-            drive = event.run.drive()
+            drive = event.run.driver
             drive.state.settle()  # a safe point that the other rank does not have
             event.run.stop()
             drive.state.settle()

@@ -45,7 +45,7 @@ class Host:
         return saved["bus"]
 
     def fit(self, epochs, batches=4, resume=None, validate=True):
-        drive, run = self.run.drive(), self.run
+        drive, run = self.run.driver, self.run
         entry = None if resume is None else self.load(resume)
         drive.begin_run()
         try:
@@ -122,7 +122,7 @@ def test_the_mode_of_the_model_and_the_metrics_are_the_hosts():
     bus, metrics = Bus(), []
     bus.on("after_val_epoch", lambda event: metrics.append(event.metrics))
     host = Host(bus)
-    drive = host.run.drive()
+    drive = host.run.driver
     drive.begin_run()
     drive.begin_train()
     drive.begin_validation()
@@ -246,12 +246,12 @@ def test_a_file_has_the_averaged_weights_and_each_tensor_once(tmp_path):
 
 def test_an_entry_of_another_program_is_refused():
     host = Host(Bus())
-    host.run.drive().begin_run()
+    host.run.driver.begin_run()
     with pytest.raises(CheckpointError, match="state of a bus"):
         host.run.restore_entry({"format": 1, "progress": {"epoch": "many"}, "bus": {}})
     with pytest.raises(CheckpointError, match="format 99"):
         host.run.restore_entry({"format": 99, "progress": {}, "bus": {"hooks": {}, "publishes": {}}})
-    host.run.drive().end_run()
+    host.run.driver.end_run()
 
 
 def test_a_hook_that_steps_the_optimizers_is_refused():
@@ -287,12 +287,18 @@ def test_an_exception_is_told_first_and_undone_things_are_undone():
     assert bus.state == "idle"
 
 
-def test_the_runs_own_resume_is_refused():
-    run = Host(Bus()).run
-    with pytest.raises(TrainingError, match="the trainer's own resume"):
-        run.apply_state({})
-    with pytest.raises(TrainingError, match="the trainer's checkpoints"):
-        run.gather_state({})
+@pytest.mark.parametrize("call", ["epochs", "train", "validate", "test", "drive", "gather_state", "apply_state"])
+def test_what_only_a_loop_of_ones_own_has_is_refused_and_the_host_continues(call):
+    bus, counting = Bus(), Counting()
+    bus.add(counting)
+
+    @bus.on("after_train_iter")
+    def ask(event):
+        with pytest.raises(TrainingError, match=rf"run.{call}\(\) is for your own loop.* trainer"):
+            getattr(event.run, call)(*() if call == "drive" else ([torch.ones(1, 3)],))
+
+    Host(bus).fit(2)
+    assert len(counting.iters) == 8
 
 
 @pytest.mark.parametrize("what", [object(), nn.Linear(1, 1), signal])
