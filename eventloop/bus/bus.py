@@ -243,11 +243,6 @@ class Bus(TypedOn, Streams):
         if route is not None:
             route(event)
 
-    # CPython begins its error for wrong arguments with this name. Taking *args to explain the mistake costs a publish 10 %.
-    publish.__qualname__ = (
-        "bus.publish takes an event that was made, bus.publish(Ev(x=1)); run.publish(Ev, x=1) makes one: publish"
-    )
-
     def wants(self, event: type[Event] | str) -> bool:
         """Return True if publishing ``event`` does anything; False lets a caller skip building it."""
         try:
@@ -429,7 +424,7 @@ class Bus(TypedOn, Streams):
 
     def _measure(self, subscription: Subscription) -> None:
         if subscription.lane is not None:
-            subscription.lane.measure(None if self._recorder is None else self._recorder.meter_of(subscription))
+            subscription.lane.meter = None if self._recorder is None else self._recorder.meter_of(subscription)
 
     def _shut(self, runtime: Runtime, grace: float, *, abandon: bool) -> dict[str, int]:
         try:
@@ -462,7 +457,9 @@ class Bus(TypedOn, Streams):
         """Publish an event whose route is not cached, after raising errors of offloaded handlers."""
         event_type: type = type(event)
         if not issubclass(event_type, Event):
-            what = "a class: make an instance of it" if issubclass(event_type, type) else event_type.__name__
+            what = event_type.__name__
+            if isinstance(event, type):
+                what = f"a class: bus.publish({event.__name__}(...)), or run.publish({event.__name__}, ...), which makes one"
             raise TypeError(f"bus.publish takes an event, an instance of an Event class, not {what}")
         self.raise_failures()
         route = self._find_route(event_type)

@@ -196,7 +196,7 @@ class ThreadConsumer(_Consumer):
 
     def _deliver(self, taken: list[Any]) -> None:
         meter = self.lane.meter
-        call = self._caller.call if meter is None else partial(meter.call, self._caller.call)
+        call = self._caller.call if meter is None else partial(meter.record_call, self._caller.call)
         for context, items in self._calls(taken):
             if self._abandoned or self.lane.given_up:
                 self._drop_held()
@@ -275,7 +275,7 @@ class TaskConsumer(_Consumer):
             arrived = [await arrive_async(item) for item in items]
             argument = arrived[0] if self.delivery.batch is None else arrived
             called = await_through(context.run, self.delivery.handler(argument))
-            await self._limited(called if self.lane.meter is None else self.lane.meter.awaits(called))
+            await self._limited(called if self.lane.meter is None else self.lane.meter.record_await(called))
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is reported, and the lane goes on
             self._fail(error, items, arrived)
         except anyio.get_cancelled_exc_class() as error:

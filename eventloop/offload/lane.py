@@ -1,12 +1,12 @@
 """One bounded FIFO queue between the publishers and the consumer of an offloaded subscription.
 
-Counting. ``pending`` is the number of slots taken in the lane whose events are neither delivered, dropped nor failed. So the
-counts always add up, also when Ctrl-C strikes in the publisher.
+Locking. The way of an event into a lane with room is one ``deque.append``, which is atomic and documented to be so. Everything
+else happens with the lock held. So publishers on several threads may find the same last slot free: each can then exceed the
+capacity by one event. The lock is re-entrant: a signal handler, or a finalizer that the garbage collector calls, may publish
+while its thread holds it.
 
-Reserving. A publisher reserves a slot without the lock (which costs half a microsecond and more when the caches are cold, as
-they are after a training step): it compares two numbers and adds one, and CPython switches threads, and looks for signals,
-only between calls. The lock guards everything else, and the *gate*, the number of slots that may be reserved in this way. A
-gate that is shut without need costs time only: publishers then go by the lock.
+Counting. ``pending`` is derived from the queue and from what the consumer has taken and not counted. So the counts add up even
+if Ctrl-C strikes in a publisher: an event is published if it is in the queue, and not otherwise.
 
 Ending. A *closed* lane refuses events with an error: its bus is not open. A *retired* lane (its subscription was cancelled)
 still takes events of publishes under way, because a cancel takes effect at the next publish.
@@ -14,8 +14,9 @@ still takes events of publishes under way, because a cancel takes effect at the 
 Waking. A wake-up per event costs the publisher 10 µs and more, so the consumer stays *armed* after a drain and looks again
 after ``linger``; only after an empty look does it disarm, and only a publisher that finds the lane disarmed wakes it. No
 wake-up is lost: the consumer disarms first and looks once more afterwards, the publisher appends first and reads the flag
-afterwards, so at least one of the two sees the other. While the consumer of a large lane lingers, the gate stands at half of
-the capacity: the publisher that comes there wakes the consumer, so that a long linger does not fill the lane.
+afterwards, so at least one of the two sees the other. That takes a GIL, which gives all threads one order of reads and writes.
+Without it every event goes by the lock. While the consumer of a large lane lingers, the bound stands at half of the capacity:
+the publisher that comes there wakes the consumer, so that a long linger does not fill the lane.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextvars import copy_context
+from enum import Enum
 from functools import partial
+from operator import sub
 from typing import Any, Final, Literal
 
 from eventloop.errors import LaneClosedError, LaneFullError
@@ -45,11 +48,20 @@ POLL = 0.2
 log = get_logger()
 
 _HAS_GIL: Final = getattr(sys, "_is_gil_enabled", lambda: True)()
-_SHUT: Final = -1  # a gate that lets no publisher pass
-DROPPED: Final = threading.Lock()  # instead of a bell: the publisher does not wait
 _WORTH_A_WAKE_UP: Final = 32  # events; with fewer, lingering would save nothing
 _UNKNOWN: Final = 1.0  # seconds; a handler that finished no event for so long counts as slow
 _NOT_OPEN = "the bus is not open: wrap the publishing code in `with bus:` (a Run or TrainLoop does it for you)"
+
+
+# Ctrl-C cannot come between the acquisition of a lock in C and the block of its `with` statement (python/cpython#74174).
+assert type(threading.RLock()).__module__ == "_thread"  # noqa: S101
+
+
+class Outcome(Enum):
+    """What came of a publish that does not wait for room."""
+
+    QUEUED = "queued"
+    DROPPED = "dropped"
 
 
 class Lane:
@@ -57,7 +69,7 @@ class Lane:
 
     Args:
         label: name of the subscription, for errors.
-        prepare: makes an item of an event, on the publisher's thread.
+        make_item: makes an item of an event, on the publisher's thread.
         capacity: number of events that may wait.
         full: what happens to an event when so many wait; see :class:`eventloop.bus.HandlerOptions`.
         linger: seconds after which the consumer looks into the queue again.
@@ -69,7 +81,7 @@ class Lane:
     def __init__(
         self,
         label: str,
-        prepare: Callable[[Any], Any],
+        make_item: Callable[[Any], Any],
         *,
         capacity: int = 1024,
         full: Full = "block",
@@ -83,35 +95,31 @@ class Lane:
         self.context = copy_context()  # of the subscriber, for handlers whose items come without one
         self.linger = linger  # seconds after which the consumer looks again
         self.full = full  # when it is full: wait, drop the oldest or the newest, keep only the newest, or raise
-        self._prepare = prepare  # makes an item of an event, on the publisher's thread once a slot is reserved
-        self._prepares = prepare  # the same, also while a meter has another one in its place
+        self._make_item = make_item
         self.meter: Meter | None = None
+        """Records the events of the lane from the next one on."""
         self._queue: deque[Any] = deque()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         # Locks, all taken, of threads that wait for a change. A Condition would lose track of its own lock at a Ctrl-C in it.
         self._waiting: deque[threading.Lock] = deque()
-        self._lingers = False  # until an item is taken, or the consumer was woken; changed with the lock held
-        self._reserved = 0  # slots ever taken, with those given back; changed without the lock, so only by += without a call
-        self._freed = 0  # slots that were free again; those not free are queued, or reserved by a publisher that prepares
-        self._gate = _SHUT  # how far ``_reserved`` may go without the lock; changed with the lock held
-        self._returned = 0  # the ones given back, because preparing failed
+        self._lingers = False  # until an item is taken, or the consumer was woken
+        self._bound = 0  # the length of the queue up to which an event needs no lock
+        self._held = 0  # items that the consumer has taken and not counted
         self._delivered = 0
         self._failed = 0
         self._dropped = 0
-        self._refused = 0  # events that were dropped without a slot
+        self._refused = 0  # events that were dropped and never in the queue
         self._closed = True
         self._armed = True  # until a consumer attaches and disarms it, there is none to wake
         self._wake: Callable[[], object] | None = None
         self._owns: Callable[[], bool] = bool  # returns False
         self.max_bytes: int | None = None
-        self.bytes = 0
-        """Size of the captured tensors that are pending."""
         self._stuck_since: float | None = None
         self._warned = False
         self.warns = full in ("block", "drop_old", "drop_new")
         """Whether to warn when it is full; done once."""
         self._filled = ""  # what it was full of, until the warning is logged
-        self._idle = (time.monotonic(), 0, 0)  # when it was empty last, and what was delivered and queued by then
+        self._idle = (time.monotonic(), 0, 0)  # the moment when it was empty last
         self._retired = False
         self.given_up = False
         """True once the rest of the queue will not be delivered."""
@@ -120,84 +128,73 @@ class Lane:
     # ------------------------------------------------------------------------------------------- publisher's side
 
     def put(self, event: Any) -> None:
-        """Queue ``event`` as the policy allows. It takes the time of a copy, and rarely a lock, unless it must wait for a slot.
+        """Queue the item of ``event`` as the policy allows. It takes the time of a copy, unless it must wait for a slot.
 
         Raises:
             LaneClosedError: no consumer is attached, or the lane closed while waiting.
             LaneFullError: it is full and the policy is ``"raise"``, or waiting would be a deadlock.
         """
-        reserved = hurry = False
-        waited = False
-        try:
-            # No call from here to the last of the three: neither Ctrl-C nor another thread can come between them.
-            if self._reserved < self._gate:
-                self._reserved += 1
-                reserved = True
-            while not reserved:
-                with self._lock:
-                    bell = None
-                    self._gate = _SHUT  # so that no other publisher takes the slot that is freed here
-                    if self._lingers and self._reserved - self._freed >= self._half:
-                        self._lingers, hurry = False, True
-                    if self._closed or self._reserved - self._freed >= self.capacity:
-                        bell = self._make_room(f"{self.capacity} events wait", "queue", self._drop_for_slot, waited=waited)
-                    if bell is None:
-                        # Without a call in between, as above.
-                        self._reserved += 1
-                        reserved = True
-                    elif bell is DROPPED:
-                        self._refused += 1
-                    self._set_gate()
-                if self._filled:
-                    self._warn()
-                if bell is DROPPED:
-                    return
-                if bell is not None:
-                    waited = True
-                    self._wait(bell)
-            item = self._prepare(event)
-            if self.contextual:
-                item = (copy_context(), item)
-        except BaseException:
-            while reserved:
-                try:
-                    with self._lock:
-                        self._give_back()
-                        self._freed += 1
-                        self._returned += 1
-                        reserved = False
-                        self._notify()
-                except KeyboardInterrupt:  # another one, on top of the error that is raised below
-                    continue
-            if self.ending:
-                self.wake()  # the consumer may have stayed for this slot only
-            raise
-        self._queue.append(item)
-        # Read after the append: see the module's docstring.
-        if not self._armed:
-            self._wake_up()
-        elif hurry:
-            self.wake()
-
-    def _give_back(self) -> None:
-        """Undo what preparing the event has reserved besides its slot; called with the lock held, perhaps more than once."""
+        # No item is made of an event that is dropped, except if another publisher takes the slot meanwhile.
+        if len(self._queue) >= self._bound and not self._enter():
+            return
+        item = self._make_item(event)
+        if self.meter is not None:
+            item = self.meter.record_queued(item, len(self._queue) + 1)
+        self.put_as_is(item)
 
     def put_as_is(self, event: Any) -> None:
         """:meth:`put` for an event that needs no preparing: it is queued as it is."""
         item = (copy_context(), event) if self.contextual else event
-        if self._reserved >= self._gate:
-            self.put(event)
+        if len(self._queue) >= self._bound:
+            self._enter(item)
             return
-        # No call since the comparison, and none before the append: there is nothing to undo when Ctrl-C strikes.
-        self._reserved += 1
         self._queue.append(item)
+        # Read after the append: see the module's docstring.
         if not self._armed:
             self._wake_up()
 
+    def _enter(self, *item: Any) -> bool:
+        """Wait for a slot, or make one, as the policy allows; queue ``item`` there, if given. False if it was dropped."""
+        return self._admit(self._full, "queue", self._drop_for_slot, partial(self._queue.extend, item))
+
+    def _admit(self, lacks: Callable[[], str], option: str, drop: Callable[[], bool], accept: Callable[[], object]) -> bool:
+        """Wait for room, or make it, as the policy allows, and call ``accept``; return False if the event was dropped.
+
+        The functions are called with the lock held. ``lacks`` says what fills the lane, if anything; ``drop`` returns False if
+        dropping queued events is not enough; ``option`` is the one that gives more room.
+        """
+        waited = False
+        while True:
+            with self._lock:
+                hurry = self._lingers and self._used() >= self._half
+                self._lingers = self._lingers and not hurry
+                what, answer = lacks(), None
+                if what or self._closed:
+                    answer = self._make_room(what, option, drop, waited=waited)
+                if answer is None:
+                    accept()
+                    answer = Outcome.QUEUED
+                elif answer is Outcome.DROPPED:
+                    self._refused += 1
+                self._set_bound()
+                asleep = not self._armed and bool(self._queue)
+            if self._filled:
+                self._warn()
+            if isinstance(answer, Outcome):
+                if asleep:
+                    self._wake_up()
+                elif hurry:
+                    self.wake()
+                return answer is Outcome.QUEUED
+            waited = True
+            self._wait(answer)
+
+    def _full(self) -> str:
+        return f"{self.capacity} events wait" if self._used() >= self.capacity else ""
+
     def fill(self, items: Sequence[Any]) -> None:
-        """Queue items that are prepared, and for which there is room, before the lane has publishers."""
+        """Queue items for which there is room, before the lane has publishers."""
         with self._lock:
-            self._reserved += len(items)
             self._queue.extend(items)
 
     def _wake_up(self) -> None:
@@ -211,14 +208,11 @@ class Lane:
             self._armed = False
             raise
 
-    def _make_room(self, what: str, option: str, drop: Callable[[], bool], *, waited: bool) -> threading.Lock | None:
-        """Make room as the policy allows, perhaps by ``drop``, which returns False if that is not enough.
-
-        Called with the lock held. Returns None if there is room now, else a bell to wait for, or DROPPED.
-        """
+    def _make_room(self, what: str, option: str, drop: Callable[[], bool], *, waited: bool) -> threading.Lock | Outcome | None:
+        """Make room as the policy allows. Return None if there is room now, else a bell to wait for, or ``DROPPED``."""
         if self._closed or (self._retired and waited):
             if self._retired and (not waited or self.full != "block"):
-                return DROPPED  # of a cancelled subscription, by a publish that was under way when the bus closed
+                return Outcome.DROPPED  # of a cancelled subscription, by a publish that was under way when the bus closed
             raise LaneClosedError(f"{self.label} is offloaded, but {self._reason}")
         if self.warns:
             self.warns, self._filled = False, what  # logged without the lock, because loggers may publish
@@ -234,34 +228,22 @@ class Lane:
                 f"the lane of {self.label} is full ({what}); its handler is slower than its events: give it a larger "
                 f'{option}=, a filter such as every=, or full="drop_old"'
             )
-        return None if self.full != "drop_new" and drop() else DROPPED
+        return None if self.full != "drop_new" and drop() else Outcome.DROPPED
 
     def _drop_for_slot(self) -> bool:
         self._drop(1 if self.full == "drop_old" else len(self._queue))
         return True
 
     def _drop(self, most: int) -> None:
-        # A slot may belong to a publisher that has not appended yet, and then the queue holds nothing to drop.
         for _ in range(min(most, len(self._queue))):
-            # Counted first: Ctrl-C can come after the call below, and not before it.
-            self._freed += 1
-            self._dropped += 1
+            self._dropped += 1  # first, because Ctrl-C comes after calls
             self._queue.popleft()
         self._notify()
-
-    def measure(self, meter: Meter | None) -> None:
-        """Count in ``meter`` from the next event on; None: count no more."""
-        self.meter = meter
-        self._prepare = self._prepares if meter is None else partial(self._prepare_timed, meter)
-
-    def _prepare_timed(self, meter: Meter, event: Any) -> Any:
-        return meter.timed(self._prepares(event), self._reserved - self._freed)
 
     def _warn(self) -> None:
         """Log how fast the handler is and how fast its events come: since the queue was empty last, it has had no rest."""
         what, self._filled = self._filled, ""
-        since, delivered, queued = self._idle
-        seconds, done, came = time.monotonic() - since, self._delivered + self._failed - delivered, self._reserved - queued
+        seconds, done, came = map(sub, self._moment(), self._idle)
         if not done and seconds < _UNKNOWN:
             self.warns = True  # when the speed of the handler is known
             return
@@ -279,7 +261,7 @@ class Lane:
         if self.meter is None:
             self._sleep(bell)
         else:
-            self.meter.wait(partial(self._sleep, bell))
+            self.meter.record_wait(partial(self._sleep, bell))
 
     def _sleep(self, bell: threading.Lock) -> None:
         """Wait as :meth:`_wait` does; log once which handler keeps its publishers waiting."""
@@ -306,10 +288,10 @@ class Lane:
             self._owns = owns
             self._armed = False
             self._stuck_since, self._warned = None, False
-            self._idle = (time.monotonic(), self._delivered + self._failed, self._reserved)
+            self._idle = self._moment()
             self._closed = False
             self._reason = _NOT_OPEN
-            self._set_gate()
+            self._set_bound()
 
     def close(self, reason: str = _NOT_OPEN) -> None:
         """Refuse events from now on; publishers that wait for a slot are released with an error. Idempotent."""
@@ -337,7 +319,7 @@ class Lane:
         """Forget the consumer, which is gone, as its loop may be, and drop the queued events."""
         with self._lock:
             self._closed = True
-            self._set_gate()
+            self._set_bound()
             self._wake = None
             self._owns = bool
             self._armed = False  # so that a late publisher looks for the consumer, and discards its event
@@ -354,9 +336,9 @@ class Lane:
         return self._closed or self._retired
 
     def finished(self) -> bool:
-        """Return True if it is ending and every slot is free: no publisher is even preparing an event."""
+        """Return True if it is ending and every slot is free."""
         with self._lock:
-            return self.ending and self._reserved == self._freed
+            return self.ending and not self._used()
 
     def wake(self) -> bool:
         """Wake the consumer, needed or not; False if there is none."""
@@ -372,18 +354,17 @@ class Lane:
             return []
         with self._lock:
             items = [self._queue.popleft() for _ in range(min(most, len(self._queue)))]
-            self._freed += len(items)
+            self._held += len(items)
             self._lingers = False
             self._notify()
         return items
 
     def begin_lingering(self) -> None:
         """Have a publisher wake the consumer early if half of the lane fills up; not if that would be every few events."""
-        self._idle = (time.monotonic(), self._delivered + self._failed, self._reserved)
-        if self._half >= _WORTH_A_WAKE_UP:
-            with self._lock:
-                self._lingers = True
-                self._set_gate()
+        with self._lock:
+            self._idle = self._moment()
+            self._lingers = self._half >= _WORTH_A_WAKE_UP
+            self._set_bound()
 
     def count(self, *, delivered: int = 0, dropped: int = 0, failed: int = 0) -> None:
         """Count items that the consumer took: the handler returned, was not called, or raised."""
@@ -391,18 +372,20 @@ class Lane:
             self._delivered += delivered
             self._dropped += dropped
             self._failed += failed
+            self._held -= delivered + dropped + failed
             if self._waiting:
                 self._notify()
 
     def disarm(self) -> bool:
         """Announce that the consumer is about to sleep; False if an item came in meanwhile and it must not."""
-        self._armed = False
-        if self._queue:
-            self._armed = True
-            return False
-        if not self.linger:
-            self._idle = (time.monotonic(), self._delivered + self._failed, self._reserved)
-        return True
+        with self._lock:
+            self._armed = False
+            if self._queue:
+                self._armed = True
+                return False
+            if not self.linger:
+                self._idle = self._moment()
+            return True
 
     # ----------------------------------------------------------------------------------------------- both sides
 
@@ -410,8 +393,25 @@ class Lane:
     def stats(self) -> DrainReport:
         """The counts at this moment, since the lane was made."""
         with self._lock:
-            done = self._returned + self._delivered + self._dropped + self._failed
-            return DrainReport(self._delivered, self._dropped + self._refused, self._failed, self._reserved - done)
+            return DrainReport(self._delivered, self._dropped + self._refused, self._failed, self._used() + self._held)
+
+    @property
+    def bytes(self) -> int:
+        """Size of the captured tensors that are pending."""
+        return 0
+
+    def _used(self) -> int:
+        """Return the number of slots that are taken."""
+        return len(self._queue)
+
+    def _amounts(self) -> tuple[int, int]:
+        """Return the number of events that are delivered, dropped from the queue or failed; and that of all that came."""
+        done = self._delivered + self._dropped + self._failed
+        return done, done + self._used() + self._held
+
+    def _moment(self) -> tuple[float, int, int]:
+        """Return the time, and the number of events that the handler is done with, and of all that came."""
+        return time.monotonic(), self._delivered + self._failed, self._amounts()[1]
 
     def join(self, deadline: Deadline) -> bool:
         """Wait until all events published before this call are done; False if ``deadline`` came first."""
@@ -419,9 +419,10 @@ class Lane:
         target = None
         while True:
             with self._lock:
+                done, came = self._amounts()
                 if target is None:
-                    target = self._reserved
-                if self._returned + self._delivered + self._dropped + self._failed >= target:
+                    target = came
+                if done >= target or done == came:  # came: less than the target, if an event could not be copied
                     return True
                 bell = self._bell()
             left = deadline.left
@@ -431,7 +432,7 @@ class Lane:
 
     def become_inert(self) -> None:
         """Close the lane in a forked child: it has no consumer, and a thread of the parent may have held the lock."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._waiting.clear()
         self._queue.clear()
         self.detach()
@@ -445,10 +446,10 @@ class Lane:
 
     def _notify(self) -> None:
         """Wake the waiting threads: something has changed; called with the lock held."""
-        self._set_gate()
+        self._set_bound()
         while self._waiting:
             self._waiting.popleft().release()
 
-    def _set_gate(self) -> None:
+    def _set_bound(self) -> None:
         most = self._half if self._lingers else self.capacity
-        self._gate = self._freed + most if _HAS_GIL and not self._closed else _SHUT
+        self._bound = most if _HAS_GIL and not self._closed else 0

@@ -32,7 +32,7 @@ class Meter:
         self.depths = self.deepest = self.arrived = 0
         """The sum and the maximum of the queue's depths that arrived events have seen, and their number."""
 
-    def wait(self, wait: Callable[[], object]) -> None:
+    def record_wait(self, wait: Callable[[], object]) -> None:
         """Record a call in which a publisher waits for a slot."""
         began = perf_counter_ns()
         try:
@@ -40,7 +40,7 @@ class Meter:
         finally:
             self._add(self.waiting, began, perf_counter_ns())
 
-    def call(self, handler: Callable[[Any], object], what: Any) -> None:
+    def record_call(self, handler: Callable[[Any], object], what: Any) -> None:
         """Record a call of the handler."""
         began = perf_counter_ns()
         try:
@@ -48,7 +48,7 @@ class Meter:
         finally:
             self._add(self.handled, began, perf_counter_ns())
 
-    async def awaits(self, called: Awaitable[object]) -> None:
+    async def record_await(self, called: Awaitable[object]) -> None:
         """Record an awaited call of the handler."""
         began = perf_counter_ns()
         try:
@@ -56,18 +56,18 @@ class Meter:
         finally:
             self._add(self.handled, began, perf_counter_ns())
 
-    def works(self, process: int, began: int, ended: int) -> None:
+    def record_work(self, process: int, began: int, ended: int) -> None:
         """Record a call in a worker process, which has the same clock as this process."""
         self._add(self.worked, began, ended, thread=process)
 
-    def timed(self, item: Any, depth: int) -> Snapshot:
+    def record_queued(self, item: Any, depth: int) -> Snapshot:
         """Wrap an item of the lane to record its arrival; ``depth`` is the length of the queue with it."""
         if not isinstance(item, Snapshot):
             return _Timed(item, meter=self, queued=perf_counter_ns(), depth=depth)
         fields = (item.value, item.pending, item.finish, item.nbytes, item.source)
         return _Timed(*fields, meter=self, queued=perf_counter_ns(), depth=depth)
 
-    def arrives(self, queued: int, depth: int) -> None:
+    def record_arrival(self, queued: int, depth: int) -> None:
         """Record the delivery of an item; on the consumer's thread only."""
         self._add(self.queued, queued, perf_counter_ns())
         self.arrived += 1
@@ -81,5 +81,5 @@ class _Timed(Snapshot, eq=False, kw_only=True):
     depth: int
 
     def resolve(self) -> Any:
-        self.meter.arrives(self.queued, self.depth)
+        self.meter.record_arrival(self.queued, self.depth)
         return Snapshot.resolve(self)

@@ -72,7 +72,7 @@ class ProcessCaller(Caller):
             with self._lock:
                 self._busy = False
         if (meter := self._lane.meter) is not None:
-            meter.works(process.pid, reply.begun, reply.ended)
+            meter.record_work(process.pid, reply.begun, reply.ended)
         if reply.kind:
             raise _error(reply, process.pid)
 

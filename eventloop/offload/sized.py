@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import threading
 from collections import deque
 from collections.abc import Callable
+from contextvars import copy_context
 from functools import partial
-from typing import Any, Final
+from itertools import accumulate
+from typing import Any
 
 from eventloop.errors import LaneFullError
-from eventloop.offload.lane import DROPPED, Lane
+from eventloop.offload.lane import Lane
 from eventloop.offload.snapshot import Snapshot, capture, nbytes
-
-_WARN: Final = threading.Lock()  # instead of a bell: there is room now, and a warning to log without the lock
 
 
 class SizedLane(Lane):
@@ -21,16 +19,24 @@ class SizedLane(Lane):
 
     The tensors and arrays that are queued or in the handler have at most ``max_bytes`` together; None counts them only. The
     order is: a slot, then ``picks``, then its bytes, then the copy. So nothing is copied that has no room.
+
+    A publish holds its slot and its bytes under a key of its own until its copy is queued. Giving them back twice does nothing,
+    so that it does not matter where Ctrl-C strikes.
     """
 
     chunk = 1  # a value that was taken holds its bytes, and cannot be dropped any more
 
     def __init__(self, label: str, picks: Callable[[Any], Any], *, max_bytes: int | None = None, **options: Any) -> None:
-        super().__init__(label, self._captured, **options)
-        self._picks = picks
+        super().__init__(label, picks, **options)
         self.max_bytes = max_bytes
-        self._own = threading.local()  # ``bytes`` that this thread has reserved for the event that it is preparing
-        self._in_hand: deque[int] = deque()  # sizes of values that were taken and are not counted yet, oldest first
+        self._reserved: dict[object, int] = {}  # the bytes of each publish that has a slot, and no copy in the queue yet
+        self._taken: deque[int] = deque()  # the bytes of values that were taken and are not counted yet, oldest first
+
+    @property
+    def bytes(self) -> int:
+        """Size of the captured tensors that are pending."""
+        with self._lock:
+            return sum(self._reserved.values()) + sum(map(self._size, self._queue)) + sum(self._taken)
 
     def put(self, event: Any) -> None:
         """Queue a copy of the captured value, as the policy allows for slots and for bytes.
@@ -38,90 +44,86 @@ class SizedLane(Lane):
         Raises:
             LaneFullError: also for a value that is larger than the whole budget.
         """
-        self._own.bytes = 0
+        publish = object()
         try:
-            super().put(event)
-        except _Refused:  # its slot was given back; now the event counts as published and dropped
-            with self._lock:
-                self._refused += 1
+            if self._admit(self._full, "queue", self._drop_for_slot, partial(self._reserved.setdefault, publish, 0)):
+                picked = self._make_item(event)
+                size = nbytes(picked)
+                if self._reserve(publish, size):
+                    snapshot = capture(picked)
+                    snapshot.nbytes = size
+                    snapshot.source = type(event), getattr(event, "progress", None)
+                    self._queue_reserved(publish, snapshot)
+        finally:
+            self._give_back(publish)
 
-    def _captured(self, event: Any) -> Snapshot:
-        picked = self._picks(event)
-        self._own.bytes = 0  # a capture may publish, too
-        size = nbytes(picked)
-        budget = math.inf if self.max_bytes is None else self.max_bytes
-        if size > budget:
+    def _reserve(self, publish: object, size: int) -> bool:
+        """Wait for bytes, or make room for them, as the policy allows; return False if the value was dropped."""
+        if self.max_bytes is not None and size > self.max_bytes:
             raise LaneFullError(
-                f"capture= of {self.label} picked {size:,} bytes, more than its whole max_bytes={budget:,}; give it a larger "
-                "budget, or capture less"
+                f"capture= of {self.label} picked {size:,} bytes, more than its whole max_bytes={self.max_bytes:,}; give it a "
+                "larger budget, or capture less"
             )
-        waited = False
-        while True:
-            with self._lock:
-                bell = None
-                if self.bytes + size > budget:
-                    what = f"{self.bytes:,} of max_bytes={budget:,} wait, and {size:,} more came"
-                    bell = self._make_room(what, "max_bytes", partial(self._drop_for, size, budget), waited=waited)
-                    if bell is None and self._filled:
-                        bell = _WARN
-                if bell is None:
-                    # Without a call in between: Ctrl-C finds both, or neither.
-                    self.bytes += size
-                    self._own.bytes = size
-                    break
-            if self._filled:
-                self._warn()
-            if bell is DROPPED:
-                raise _Refused
-            if bell is not _WARN:
-                waited = True
-                self._wait(bell)
-        snapshot = capture(picked)
-        snapshot.nbytes = size
-        snapshot.source = type(event), getattr(event, "progress", None)
-        return snapshot
+        accept = partial(self._reserved.__setitem__, publish, size)
+        return self._admit(partial(self._lacks, size), "max_bytes", partial(self._drop_for, size), accept)
 
-    def _give_back(self) -> None:
-        # Not undone where it was reserved: Ctrl-C may strike after that call has returned (it does where torch.compile has
-        # replaced the interpreter's way to call functions).
-        self.bytes -= self._own.bytes
-        self._own.bytes = 0
+    def _queue_reserved(self, publish: object, snapshot: Snapshot) -> None:
+        timed = snapshot if self.meter is None else self.meter.record_queued(snapshot, self._used())
+        item = (copy_context(), timed) if self.contextual else timed
+        with self._lock:
+            self._queue.append(item)
+            self._reserved.pop(publish)
+            asleep = not self._armed
+        if asleep:
+            self._wake_up()
 
-    def _drop_for(self, size: int, budget: float) -> bool:
+    def _give_back(self, publish: object) -> None:
+        while publish in self._reserved:
+            try:
+                with self._lock:
+                    self._reserved.pop(publish)
+                    self._notify()
+            except KeyboardInterrupt:  # another one, on top of the error that is raised
+                continue
+        if self.ending:
+            self.wake()  # the consumer may have stayed for this slot only
+
+    def _lacks(self, size: int) -> str:
+        if self.max_bytes is None or (used := self.bytes) + size <= self.max_bytes:
+            return ""
+        return f"{used:,} of max_bytes={self.max_bytes:,} wait, and {size:,} more came"
+
+    def _drop_for(self, size: int) -> bool:
         # Only queued values can make room, not values that the handler or another publisher holds.
-        queued = list(self._queue)  # at once: other publishers may append
-        if sum(map(self._size, queued)) < self.bytes + size - budget:
+        excess = self.bytes + size - (self.max_bytes or 0)
+        queued = list(map(self._size, self._queue))
+        if sum(queued) < excess:
             return False
-        if self.full == "latest":
-            self._drop(len(queued))
-        while self.bytes + size > budget:
-            self._drop(1)
+        number = (
+            len(queued)
+            if self.full == "latest"
+            else next(n for n, so_far in enumerate(accumulate(queued), 1) if so_far >= excess)
+        )
+        self._drop(number)
         return True
 
     def _size(self, item: Any) -> int:
         size: int = (item[1] if self.contextual else item).nbytes
         return size
 
-    def _drop(self, most: int) -> None:
-        for _ in range(min(most, len(self._queue))):
-            size = self._size(self._queue[0])
-            # Without a call in between, as in the lane's own.
-            self.bytes -= size
-            super()._drop(1)
-
     def take(self, most: int) -> list[Any]:
         """Return queued items, oldest first; their slots are free again, their bytes are not yet."""
-        items = super().take(most)
-        self._in_hand.extend(map(self._size, items))
+        with self._lock:
+            items = super().take(most)
+            self._taken.extend(map(self._size, items))
         return items
 
     def count(self, *, delivered: int = 0, dropped: int = 0, failed: int = 0) -> None:
         """Count items that the consumer took, oldest first, and free their bytes."""
         with self._lock:
             for _ in range(delivered + dropped + failed):
-                self.bytes -= self._in_hand.popleft()
-        super().count(delivered=delivered, dropped=dropped, failed=failed)
+                self._taken.popleft()
+            super().count(delivered=delivered, dropped=dropped, failed=failed)
 
-
-class _Refused(Exception):  # noqa: N818 - never leaves this module
-    """Drop the newest event, because the lane has no room for it."""
+    def _used(self) -> int:
+        return len(self._queue) + len(self._reserved)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from pathlib import Path
-from types import FrameType
 from typing import Any, Self
 
 import numpy as np
@@ -124,6 +122,7 @@ class Run:
         self._restore = Restore(self, self._saves, resume, strict=strict)
         self._driver = Driver(self, self.bus, self.state, self._saves, self._restore, moves=device is not None)
         self._bodies = Bodies(self._driver, self)
+        self._in_handlers = False  # while handlers of this run's events are called, but for those in an iteration
         if accelerator is not None:
             register(accelerator, self, self._restore)
             self.state.accelerator = accelerator
@@ -288,7 +287,11 @@ class Run:
         else:
             name = type(kind).__name__ if isinstance(kind, Event) else "MyEvent"
             raise TrainingError(f"run.publish() takes a class, run.publish({name}, ...), not {kind!r}; bus.publish() an event")
-        self.bus.publish(made)
+        before, self._in_handlers = self._in_handlers, True
+        try:
+            self.bus.publish(made)
+        finally:
+            self._in_handlers = before
 
     def defer(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` when the innermost open scope ends, even by an exception; last registered, first called."""
@@ -452,17 +455,13 @@ class Run:
             CheckpointValueError: a value is neither a tensor nor a plain value; the error names its path.
         """
         self.state.check_open("run.gather_state()")
-        if _in_handler():
-            raise TrainingError(
-                "run.gather_state() was called by a handler, but later handlers may still change the state: call it in the "
-                "training loop, between iterations, or call run.request_save() in the handler"
-            )
-        if self._bodies.left:
+        if self._bodies.left and not self._in_handlers:
             self._bodies.drop_iteration()
-        if self.state.scopes.innermost in ("iter", REPEATED):
+        if self._in_handlers or self.state.scopes.innermost in ("iter", REPEATED):
             raise TrainingError(
-                "run.gather_state() was called within an iteration, which is not counted yet: call it between iterations, "
-                "after the `for` statement over run.train(loader), or between two epochs"
+                "run.gather_state() was called within an iteration or a handler: call it in the training loop, after the `for` "
+                "statement over run.train(loader) or between two epochs; a handler calls run.request_save(), because later "
+                "handlers may still change the state"
             )
         into[HOSTED] = self._saves.gather()
 
@@ -532,16 +531,3 @@ class Run:
             self._driver.fail(failure)
             raise
         self._driver.end_run()
-
-
-def _in_handler() -> bool:
-    """Return True if a handler of a run's event is calling on this thread."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if frame.f_code is Run.publish.__code__:
-            return True
-        # The driver publishes on its bus. Other events there are the program's own, whose handlers may train.
-        if frame.f_code is Bus.publish.__code__ and isinstance(frame.f_locals["event"], RunEvent):
-            return True
-        frame = frame.f_back
-    return False

@@ -46,8 +46,10 @@ def test_publishing_a_class_is_an_error_showing_the_call():
     bus = Bus()
     bus.on("after_train_iter", lambda event: None)
     for _ in range(3):
-        with pytest.raises(TypeError, match=r"bus.publish\(Ev\(x=1\)\); run.publish\(Ev, x=1\) makes one.*'progress'"):
+        with pytest.raises(TypeError, match=r"Bus.publish\(\).*'progress'"):
             bus.publish(AfterTrainIter, progress=P)
+        with pytest.raises(TypeError, match=r"publish\(AfterTrainIter\("):
+            bus.publish(AfterTrainIter)
         warm(bus)
 
 

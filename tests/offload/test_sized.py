@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from eventloop import Bus, LaneFullError, Progress, SubscribeError
 from eventloop.events import AfterRun, BeforeRun
-from eventloop.offload import Owned
+from eventloop.offload import Owned, sized, snapshot
 from eventloop.offload.snapshot import nbytes
 
 KB = torch.zeros(250)  # 1000 bytes
@@ -230,18 +230,17 @@ def test_an_interrupt_between_copy_and_queue_releases_the_bytes(monkeypatch):
     """It can strike there where torch.compile has replaced the way in which the interpreter calls functions."""
     bus = Bus()
     subscription = bus.on("after_run", lambda tensor: None, offload="thread", capture=lambda event: event.run, max_bytes=1500)
-    prepare = subscription.lane._prepare
     with bus:
         for i in range(3):
 
-            def struck(event):
-                prepare(event)
+            def struck(value):
+                snapshot.capture(value)
                 raise KeyboardInterrupt
 
-            monkeypatch.setattr(subscription.lane, "_prepare", struck)
+            monkeypatch.setattr(sized, "capture", struck)
             with pytest.raises(KeyboardInterrupt):
                 bus.publish(numbered(i))
-            monkeypatch.setattr(subscription.lane, "_prepare", prepare)
+            monkeypatch.undo()
             bus.publish(numbered(i))
         assert bus.drain().pending == 0
     assert (subscription.stats.published, subscription.stats.bytes) == (3, 0)

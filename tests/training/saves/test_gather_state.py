@@ -256,7 +256,7 @@ def test_a_state_within_an_accumulation_window_has_its_gradients(parts, tmp_path
 def test_within_an_iteration_no_state_is_gathered(parts, tmp_path):
     with Run(model=parts.model(), work_dir=tmp_path) as run:
         for _ in run.train([1, 2]):
-            with pytest.raises(TrainingError, match=r"within an iteration.*call it between iterations"):
+            with pytest.raises(TrainingError, match="within an iteration"):
                 run.gather_state({})
         run.gather_state({})
 
@@ -266,7 +266,7 @@ def test_within_an_iteration_no_state_is_gathered(parts, tmp_path):
 )
 def test_gathering_state_in_a_handler_is_an_error_with_advice(parts, bus, tmp_path, mount_point):
     bus.on(mount_point, lambda e: e.run.gather_state({}))
-    with pytest.raises(TrainingError, match=r"by a handler.*run\.request_save\(\)"):
+    with pytest.raises(TrainingError, match=r"a handler calls run\.request_save\(\)"):
         parts.loop(bus, work_dir=tmp_path).run()
 
 
