@@ -106,6 +106,8 @@ class RunRecordHook(Hook):
         self._run: weakref.ref[Any] | None = None
         self._costs_at = self._ranks_at = 0.0
         self._straggler: tuple[int, str] | None = None
+        self._loaded: dict[str, Any] | None = None
+        self._trains = False
         self.timing = costs
 
     @mount(
@@ -141,18 +143,30 @@ class RunRecordHook(Hook):
         if kind == "ranks":
             self._compared(noted["ranks"], noted["time"], session)
             return
+        self._trains = self._trains or kind == "before_train"
         if not kind.startswith("checkpoint"):  # the request may be of an earlier iteration
-            session.epoch, session.iter = noted["epoch"], noted["iter"]
-        if kind in _STAGES:
+            self._advance(session, noted["epoch"], noted["iter"])
+        if kind == "resume":
+            self._loaded = noted
+        elif kind in _STAGES:
             self._began[kind] = noted["time"]
+            if kind == "before_train" and self._loaded is not None:  # a test of a checkpoint resumes nothing
+                session.resumed_from = self._loaded["path"]
+                self._happened(self._folder, self._loaded, session)
+            self._loaded = None
             if _STAGES[kind] not in session.stages:
                 session.stages.append(_STAGES[kind])
                 write_facts(self._folder, self._facts)
         elif kind != "before_run":
             self._happened(self._folder, noted, session)
 
+    def _advance(self, session: Session, epoch: int, iteration: int) -> None:
+        if self._trains or "train" not in session.stages:  # a test after the training may be of an earlier checkpoint
+            session.epoch, session.iter = epoch, iteration
+
     def _begin(self, noted: Mapping[str, Any]) -> None:
-        self._folder = None
+        self._folder = self._loaded = None
+        self._trains = False
         if noted["work_dir"] is None:
             log.warning("RunRecordHook writes nothing, because the run has no work dir: give it work_dir=")
             return
@@ -184,7 +198,7 @@ class RunRecordHook(Hook):
 
     def _append_state(self, kind: str, measured: Costs | RankCosts, now: float, session: Session) -> None:
         if self._run is not None and (run := self._run()) is not None:
-            session.epoch, session.iter = run.progress.epoch, run.progress.iter
+            self._advance(session, run.progress.epoch, run.progress.iter)
         where = {"time": now, "kind": kind, "epoch": session.epoch, "iter": session.iter}
         self._lines.append(encode_line(where | msgspec.to_builtins(measured, str_keys=True)))
         self._lines.flush()
@@ -208,8 +222,6 @@ class RunRecordHook(Hook):
                 noted["seconds"] = noted["time"] - self._began.get("before_val", noted["time"])
             case "test":
                 noted["seconds"] = noted["time"] - self._began.get("before_test", noted["time"])
-            case "resume":
-                session.resumed_from = noted["path"]
             case "end":
                 if self._run is not None and (run := self._run()) is not None and (costs := run.costs()) is not None:
                     self._costs_at = 0.0

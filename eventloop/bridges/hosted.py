@@ -25,6 +25,7 @@ from eventloop.training.distributed.rounds import Rounds, join_rounds
 from eventloop.training.metrics import Metrics
 from eventloop.training.optimizers import warn_if_useless
 from eventloop.training.saves.capture import FORMAT, unwrapped_state
+from eventloop.training.saves.restore import publish_loaded
 from eventloop.training.state import ITERATIONS, Counters
 
 log = get_logger()
@@ -189,7 +190,7 @@ class HostedRun(Run):
             keys = checkpoint_keys(self.models[name])
             own[name] |= {keys[long]: tensor for long, tensor in tensors.items()}
         state = {**entry, "state_dict": self._flat(own)}
-        self.publish(ev.AfterLoadCheckpoint, path=path, checkpoint=state)
+        publish_loaded(self, path, state, state["progress"])
         for name, tensors in self._changed(own, state["state_dict"]).items():
             self.models[name].load_state_dict(dict(tensors), strict=False)
         self.counters.load_state_dict(state["progress"])
@@ -202,7 +203,7 @@ class HostedRun(Run):
     def resume_without_entry(self, counters: Counters, path: str = "") -> None:
         """Continue with the trainer's own counts from a checkpoint that was saved without a bus; warn if hooks have state."""
         own = {name: unwrapped_state(model) for name, model in self.models.items()}
-        self.publish(ev.AfterLoadCheckpoint, path=path, checkpoint={"state_dict": self._flat(own)})
+        publish_loaded(self, path, {"state_dict": self._flat(own)}, counters.state_dict())
         hooks = [hook.label for hook in self.bus.hooks if hook.stateful]
         if hooks:
             log.warning("the checkpoint was saved without this bus; its hooks start anew", path=path, hooks=hooks)

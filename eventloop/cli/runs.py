@@ -57,14 +57,14 @@ def _row(run: RunFolder, folder: Path) -> tuple[str | Text, ...]:
     facts = run.facts()
     name = printable(str(run.path.relative_to(folder)) if run.path != folder else run.path.name)
     size = filesize.decimal(_bytes(run.path))
-    lines = list(run.lines())
-    found = best_metric([line.metrics for line in lines if isinstance(line, Validation)])
+    timeline = run.timeline()
+    found = best_metric([line.metrics for line in timeline.lines if isinstance(line, Validation)])
     best = "" if found is None else found[0]
     if not facts.sessions:
         return name, "unknown", "", best, "", size
     last = facts.sessions[-1]
     shown = Text(last.state_now, style=_STYLES.get(last.state_now, ""))
-    epoch = max([last.epoch, *(line.epoch for line in lines if line.time >= last.began)])
+    epoch = max([last.epoch, *(line.epoch for line in timeline.lines if line.time >= last.began)])
     return name, shown, str(epoch), best, str(timedelta(seconds=round(run.seconds()))), size
 
 

@@ -75,7 +75,10 @@ class BeforeRun(RunEvent, kw_only=True):
 
 
 class AfterLoadCheckpoint(RunEvent, kw_only=True):
-    """A checkpoint was read and is about to be applied; hooks may change ``checkpoint`` in place."""
+    """A checkpoint was read and is about to be applied; hooks may change ``checkpoint`` in place.
+
+    ``progress`` is that of the checkpoint.
+    """
 
     path: str = ""
     checkpoint: Live[dict[str, Any]] = ABSENT

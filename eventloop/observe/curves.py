@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eventloop.observe.bounds import LATEST
+from eventloop.observe.timeline import Cut
 
 Array = NDArray[np.float64]
 
@@ -44,11 +45,11 @@ class Curve(NamedTuple):
         return Curve(*(column[chosen] for column in self))
 
 
-def read_curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
+def read_curves(lines: Iterable[Mapping[str, Any]], cuts: Iterable[Cut] = ()) -> dict[str, Curve]:
     """Return the curve of each scalar, by its name.
 
     A line is ``{"step": 10, "epoch": 1, "iter": 10, "time": 1764000000.5, "train/loss": 0.5, ...}``. Where the iterations
-    go back, because a run was resumed, the later lines count.
+    go back, because a run was resumed, the later lines count. A resume among ``cuts`` drops what it abandoned.
     """
     tables: list[tuple[dict[str, int], Array]] = []
     waiting: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
@@ -69,7 +70,7 @@ def read_curves(lines: Iterable[Mapping[str, Any]]) -> dict[str, Curve]:
         for name, index in columns.items():
             if name not in _PLACES and name:
                 pieces.setdefault(name, []).append(_piece(columns, table, index))
-    curves = ((name, _joined(own)) for name, own in pieces.items())
+    curves = ((name, _joined(own, tuple(cuts))) for name, own in pieces.items())
     return {name: curve for name, curve in curves if len(curve.values)}
 
 
@@ -122,9 +123,11 @@ def _within(column: Array, most: float) -> Array:
     return np.where((column >= 0) & (column <= most), column, np.nan)
 
 
-def _joined(pieces: list[Array]) -> Curve:
+def _joined(pieces: list[Array], cuts: Iterable[Cut]) -> Curve:
     """Join pieces to one curve. Drops points that a resumed run repeats: at or after the iteration of a later point."""
     rows = np.concatenate(pieces)
+    for cut in cuts:
+        rows = rows[~((rows[:, 3] < cut.time) & (rows[:, 1] > cut.iter))]
     if len(pieces) > 1:
         rows = rows[np.argsort(rows[:, 0], kind="stable")]
     later = np.minimum.accumulate(rows[::-1, 1])[::-1]

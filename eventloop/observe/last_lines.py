@@ -8,7 +8,6 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from eventloop.bus import Bus
-from eventloop.observe.curves import read_curves
 from eventloop.observe.run_folder import RunFolder, RunFolderError, is_run
 from eventloop.observe.sparkline import main_curve
 from eventloop.observe.verdict import expensive
@@ -23,7 +22,7 @@ def last_lines(folder: Path, bus: Bus) -> Group:
     """
     lines: list[RenderableType] = []
     try:
-        curve = main_curve(read_curves(RunFolder(folder).scalars())) if is_run(folder) else None
+        curve = main_curve(RunFolder(folder).curves()) if is_run(folder) else None
     except RunFolderError as error:
         lines.append(Text(f"no curve: {error}"))
     else:

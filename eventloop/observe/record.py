@@ -65,13 +65,20 @@ class Resume(Line, tag="resume"):
     path: str = ""
 
 
+class End(Line, tag="end"):
+    """The end of a session."""
+
+    state: str = ""
+    reason: str = ""
+
+
 class Measured(Line, tag="costs"):
     """The costs since the beginning of the session."""
 
     costs: Costs
 
 
-AnyLine = Validation | Test | Checkpoint | FailedCheckpoint | SkippedCheckpoint | Resume | Measured
+AnyLine = Validation | Test | Checkpoint | FailedCheckpoint | SkippedCheckpoint | Resume | End | Measured
 L = TypeVar("L", bound=Line)
 
 

@@ -23,8 +23,10 @@ import orjson
 from eventloop.checkpoint import commit_bytes
 from eventloop.errors import TrainbusError
 from eventloop.observe.bounds import LATEST, Count, Time
+from eventloop.observe.curves import Curve, read_curves
 from eventloop.observe.environment import Environment
 from eventloop.observe.record import AnyLine, read_line
+from eventloop.observe.timeline import Timeline
 
 FACTS: Final = "run.json"
 """Name of the file that describes a run."""
@@ -136,9 +138,22 @@ class RunFolder:
             for one, until in zip(sessions, following, strict=False)
         ]
 
+    def timeline(self) -> Timeline:
+        """Return the record without what the run abandoned."""
+        return Timeline(self.lines())
+
+    def spans(self, timeline: Timeline) -> list[tuple[float, float]]:
+        """Return when each stretch of a timeline began and ended, in seconds since 1970."""
+        sessions = self.facts().sessions
+        return timeline.spans([(one.began, end) for one, end in zip(sessions, self.ends(), strict=True)])
+
     def seconds(self) -> float:
-        """Return the time of all sessions together."""
-        return sum(end - one.began for one, end in zip(self.facts().sessions, self.ends(), strict=True))
+        """Return the time of all sessions together, without what the run abandoned."""
+        return sum(end - began for began, end in self.spans(self.timeline()))
+
+    def curves(self) -> dict[str, Curve]:
+        """Return the curve of each scalar, by its name, without what the run abandoned."""
+        return read_curves(self.scalars(), self.timeline().cuts)
 
     def _signs(self, *, only_last: bool) -> Iterator[float]:
         """Yield the times of lines. With ``only_last``, read only the end of ``scalars.jsonl``, which may be long."""

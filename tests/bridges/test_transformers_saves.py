@@ -183,7 +183,7 @@ def test_true_resumes_from_the_newest_folder_also_from_one_that_a_hook_has_named
     make(tmp_path, bus, save_strategy="steps", save_steps=5).train()
     (tmp_path / "checkpoint-99").mkdir()  # the process was killed before it was complete
     bus, begun = Bus(), []
-    bus.on("after_load_checkpoint", lambda event: begun.append((Path(event.path).name, event.checkpoint["progress"]["iter"])))
+    bus.on("after_load_checkpoint", lambda event: begun.append((Path(event.path).name, event.progress.iter)))
     make(tmp_path, bus, num_train_epochs=3).train(resume_from_checkpoint=True)
     assert begun == [("epoch_2", 16)]
 

@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 
 from eventloop.cli import main
+from eventloop.cli.runs import best_metric
+from eventloop.observe import RunFacts, write_facts
+from eventloop.observe.report import History, verdict
 
-from ..observe.folders import session, write_record, write_run, write_scalars
+from ..observe.folders import BEGAN, loss_lines, session, write_record, write_run, write_scalars
 
 
 @pytest.fixture
@@ -109,6 +112,50 @@ def test_the_epochs_of_a_run_that_was_killed_are_those_of_its_record(here, capsy
     write_run(Path("a"), session(lasted=None, epoch=1))
     assert main(["runs", "a"]) == 0
     assert rows(capsys.readouterr().out)["a"][:2] == ["unknown", "10"]
+
+
+@pytest.mark.parametrize("same_process", [True, False])
+def test_what_a_resume_abandons_counts_nowhere_and_is_told_in_a_sentence(here, capsys, same_process):
+    first = session(BEGAN, lasted=50, epoch=5, iter=40)
+    sessions = [first] if same_process else [first, session(BEGAN + 1000, lasted=10, epoch=4, iter=32)]
+    after = BEGAN + (50 if same_process else 1000)
+    if same_process:
+        first.ended, first.epoch, first.iter = BEGAN + 60, 4, 32
+    write_facts(Path("a"), RunFacts(name="digits", sessions=sessions))
+    scores = [0.1, 0.5, 0.3, 0.4, 0.9]
+    write_record(
+        Path("a"),
+        *(
+            {"time": BEGAN + 10 * i, "kind": "validation", "epoch": i, "iter": 8 * i, "metrics": {"accuracy": score}}
+            for i, score in enumerate(scores, 1)
+        ),
+        {"time": after + 1, "kind": "resume", "epoch": 3, "iter": 24, "path": "/a/epoch_3.safetensors"},
+        {"time": after + 2, "kind": "validation", "epoch": 3, "iter": 24, "metrics": {"accuracy": 0.3}},
+        {"time": after + 8, "kind": "validation", "epoch": 4, "iter": 32, "metrics": {"accuracy": 0.45}},
+    )
+    write_scalars(Path("a"), *loss_lines(40, per_epoch=8), *loss_lines(8, begin=25, began=after + 1 - 24, per_epoch=8))
+    assert main(["runs", "."]) == 0
+    seconds = 30 + 9 + (0 if same_process else 1)
+    assert rows(capsys.readouterr().out)["a"][1:4] == ["4", "accuracy 0.5", f"0:00:{seconds}"]
+    history = History(Path("a"))
+    assert (history.epochs, history.iterations, history.seconds) == (4, 32, seconds)
+    loss = history.curves["train/loss"]
+    assert loss.iterations.tolist() == list(range(1, 33))
+    assert loss.times[24] == after + 2
+    state, abandoned, best, *_ = verdict(history, best_metric)
+    assert "4 epochs and 32 iterations" in state
+    assert abandoned.startswith("16 iterations and 3 validations were abandoned")
+    assert "epoch 3, iteration 24, from epoch_3.safetensors" in abandoned
+    assert best.endswith("at epoch 2, iteration 16; 4 validations.")
+
+
+def test_a_run_that_goes_back_and_has_nothing_left_to_train_tells_the_present_one(here, capsys):
+    write_facts(
+        Path("a"), RunFacts(name="digits", sessions=[session(epoch=5, iter=40), session(BEGAN + 1000, epoch=3, iter=24)])
+    )
+    write_scalars(Path("a"), *loss_lines(40, per_epoch=8))
+    write_record(Path("a"), {"time": BEGAN + 1001, "kind": "resume", "epoch": 3, "iter": 24, "path": ""})
+    assert verdict(History(Path("a")), best_metric)[0].startswith("The run finished after 3 epochs and 24 iterations")
 
 
 def test_a_loss_is_best_when_least_and_nan_is_never_best(here, capsys):

@@ -55,15 +55,28 @@ def test_checkpoints_and_validations_count_finished_epochs_and_iterations(tmp_pa
     assert places == {(kind, epoch, 4 * epoch) for kind in ("checkpoint", "validation") for epoch in (1, 2)}
 
 
-def test_a_resumed_run_has_two_sessions_and_a_line_with_the_checkpoint(tmp_path, monkeypatch):
-    make_loop(CheckpointHook(), RunRecordHook(), work_dir=tmp_path, max_epochs=1).run()
+def test_a_resumed_run_has_two_sessions_and_a_line_with_the_place_of_the_checkpoint(tmp_path, monkeypatch):
+    make_loop(CheckpointHook(interval=1), RunRecordHook(), work_dir=tmp_path, max_epochs=3).run()
     other = msgspec.structs.replace(environment(), process=Process(1, "elsewhere", "", ""))
     monkeypatch.setattr(run_record, "environment", lambda: other)
-    make_loop(CheckpointHook(), RunRecordHook(), work_dir=tmp_path, max_epochs=2).run(resume="auto")
+    make_loop(CheckpointHook(interval=1), RunRecordHook(), work_dir=tmp_path, max_epochs=4).run(
+        resume=tmp_path / "epoch_2.safetensors"
+    )
     first, second = RunFolder(tmp_path).facts().sessions
-    assert (first.epoch, first.state, second.epoch, second.state) == (1, "finished", 2, "finished")
-    assert second.resumed_from.endswith("epoch_1.safetensors")
-    assert "resume" in kinds(tmp_path)
+    assert (first.epoch, first.state, second.epoch, second.state) == (3, "finished", 4, "finished")
+    assert second.resumed_from.endswith("epoch_2.safetensors")
+    [line] = [line for line in RunFolder(tmp_path).record() if line["kind"] == "resume"]
+    assert (line["epoch"], line["iter"], line["path"]) == (2, 8, second.resumed_from)
+
+
+def test_a_test_of_an_earlier_checkpoint_resumes_nothing(tmp_path):
+    make_loop(CheckpointHook(interval=1), RunRecordHook(), work_dir=tmp_path).run()
+    with Run(Bus(RunRecordHook()), model=small_model(), work_dir=tmp_path, resume=tmp_path / "epoch_1.safetensors") as run:
+        for _ in run.test(batches(1)):
+            pass
+    assert "resume" not in kinds(tmp_path)
+    [session] = RunFolder(tmp_path).facts().sessions
+    assert (session.epoch, session.iter, session.resumed_from) == (2, 8, "")
 
 
 @pytest.mark.parametrize(

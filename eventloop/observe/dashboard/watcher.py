@@ -120,6 +120,7 @@ class Watcher(Hook):
                 limits = {"max_epochs": progress.max_epochs, "max_iters": progress.max_iters}
                 page.feed.post("progress", limits, replace=True)
             case ev.AfterLoadCheckpoint():
+                page.epoch = progress.epoch
                 page.note("resume", iter=progress.iter, path=event.path)
             case ev.AfterValEpoch() | ev.AfterTestEpoch():
                 page.note("metrics", iter=progress.iter, stage=progress.stage, values=_numbers(event.metrics))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,16 +35,19 @@ class History:
         run = RunFolder(folder)
         self.path = folder
         self.facts: RunFacts = run.facts()
-        self._lines = list(run.lines())
-        self.curves: dict[str, Curve] = read_curves(run.scalars())
+        self.timeline = run.timeline()
+        self.curves: dict[str, Curve] = read_curves(run.scalars(), self.timeline.cuts)
         self.ends: list[float] = run.ends()
+        self._spans = run.spans(self.timeline)
         self.damaged: dict[str, Damage] = run.damaged
-        self._stretches = _stretches(self.lines(Measured), [one.began for one in self.sessions[1:]])
+        measured = [line for line in (*self.timeline.lines, *self.timeline.abandoned) if isinstance(line, Measured)]
+        measured.sort(key=lambda line: line.time)
+        self._stretches = _stretches(measured, [one.began for one in self.sessions[1:]])
         self._epochs = _epochs(self.curves.values())
 
     def lines(self, kind: type[L]) -> list[L]:
-        """Return the lines of ``record.jsonl`` of one kind, such as ``Validation``."""
-        return [line for line in self._lines if isinstance(line, kind)]
+        """Return the lines of ``record.jsonl`` of one kind, such as ``Validation``, without what the run abandoned."""
+        return [line for line in self.timeline.lines if isinstance(line, kind)]
 
     @property
     def sessions(self) -> list[Session]:
@@ -56,9 +61,12 @@ class History:
 
     @property
     def seconds(self) -> float:
-        """The time of all sessions together; of a run without ``run.json``, from its first to its last scalar."""
+        """The time of all sessions together, without what was abandoned.
+
+        Of a run without ``run.json``, from its first to its last scalar.
+        """
         if self.sessions:
-            return sum(end - one.began for one, end in zip(self.sessions, self.ends, strict=True))
+            return sum(end - began for began, end in self._spans)
         return max((float(np.nanmax(self.elapsed(one.times))) for one in self._timed()), default=0.0)
 
     @property
@@ -71,37 +79,48 @@ class History:
     @property
     def iterations(self) -> int:
         """The number of iterations that the run completed."""
-        known = [one.iter for one in self.sessions] + [int(one.iterations[-1]) for one in self.curves.values()]
+        known = [iteration for _, iteration in self._reached] + [int(one.iterations[-1]) for one in self.curves.values()]
         return max(known, default=0)
 
     @property
     def epochs(self) -> int:
         """The number of epochs that the run completed."""
         known = [float(np.nanmax(one.epochs)) for one in self.curves.values() if np.isfinite(one.epochs).any()]
-        return int(max([one.epoch for one in self.sessions] + known, default=0))
+        return int(max([epoch for epoch, _ in self._reached] + known, default=0))
+
+    @property
+    def _reached(self) -> list[tuple[int, int]]:
+        """The last epoch and iteration of each session that no later one has abandoned."""
+        begins = [*(one.began for one in self.sessions[1:]), math.inf]
+        limits = [self.timeline.limit(began) for began in begins]
+        return [
+            (int(min(one.epoch, epoch)), int(min(one.iter, iteration)))
+            for one, (epoch, iteration) in zip(self.sessions, limits, strict=False)
+        ]
 
     @cached_property
     def costs(self) -> Costs | None:
-        """The costs of all sessions together; None if they were not measured."""
+        """The costs of all sessions together, also of what was abandoned; None if they were not measured."""
         return _sum([one[-1].costs for one in self._stretches])
 
     def step_times(self) -> list[StepTimes]:
         """Return the durations of the iterations between any two measurements of the costs."""
+        kept = {line.time for line in self.lines(Measured)}
         found = []
         for stretch in self._stretches:
             before = Histogram()
             for line in stretch:
                 steps = line.costs.steps.since(before)
-                if steps.total:
+                if steps.total and line.time in kept:
                     found.append(StepTimes(line.epoch, line.iter, line.time, steps))
                 before = line.costs.steps
         return found
 
     def elapsed(self, times: Array) -> Array:
-        """Return times since 1970 as seconds of the run, without the pauses between its sessions."""
+        """Return times since 1970 as seconds of the run, without pauses and without what was abandoned."""
         passed = times - self.began
-        for end, after in zip(self.ends, self.sessions[1:], strict=False):
-            passed = passed - np.where(times >= after.began, max(0.0, after.began - end), 0.0)
+        for (_, end), (after, _) in pairwise(self._spans):
+            passed = passed - np.where(times >= after, max(0.0, after - end), 0.0)
         return np.maximum(passed, 0.0)
 
     def epochs_at(self, curve: Curve) -> Array:

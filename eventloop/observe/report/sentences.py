@@ -19,7 +19,7 @@ _MOST: Final = 6
 
 def verdict(run: History, best: Best) -> list[str]:
     """Return the state of a run, its best metric, what was expensive, its checkpoints, and what was lost."""
-    return [_state(run), *_best(run, best), *_costs(run), *_checkpoints(run), *_lost(run), *_not_finite(run)]
+    return [_state(run), *_abandoned(run), *_best(run, best), *_costs(run), *_checkpoints(run), *_lost(run), *_not_finite(run)]
 
 
 def _state(run: History) -> str:
@@ -44,6 +44,22 @@ def _state(run: History) -> str:
                 state
             ]
             return f"The run {how} after {after}{sessions}{reason}."
+
+
+def _abandoned(run: History) -> Iterator[str]:
+    cuts = [cut for cut in run.timeline.cuts if cut.lost]
+    if not cuts:
+        return
+    last, validations = cuts[-1], sum(isinstance(line, Validation) for line in run.timeline.abandoned)
+    lost = count(sum(cut.lost for cut in cuts), "iteration") + (
+        f" and {count(validations, 'validation')}" if validations else ""
+    )
+    source = f", from {last.path.rstrip('/').rpartition('/')[2]}" if last.path else ""
+    again = f" (it went back {len(cuts)} times)" if len(cuts) > 1 else ""
+    yield (
+        f"{lost} were abandoned when the run was resumed at epoch {last.epoch}, iteration {last.iter:,}{source}{again}; "
+        "only the costs include them."
+    )
 
 
 def _best(run: History, best: Best) -> Iterator[str]:

@@ -28,6 +28,13 @@ HOSTED: Final = "trainbus"
 log = get_logger()
 
 
+def publish_loaded(run: SavedRun, path: str, checkpoint: dict[str, Any], progress: Mapping[str, Any]) -> None:
+    """Publish ``after_load_checkpoint`` with the progress in the checkpoint, which the run does not have yet."""
+    counters = msgspec.structs.replace(run.state.counters)
+    counters.load_state_dict(dict(progress))
+    run.bus.publish(ev.AfterLoadCheckpoint(run=run, progress=counters.snapshot(), path=path, checkpoint=checkpoint))
+
+
 class Restore:
     """Restore the state that a run resumes from. ``source`` and ``strict`` are the run's ``resume=`` and ``strict=``."""
 
@@ -103,7 +110,7 @@ class Restore:
     def _apply(self, state: Mapping[str, Any], path: str) -> None:
         """Load a checked state into the run; set the random states last, so that no other step draws from them."""
         run, state = self._run, dict(state)
-        run.publish(ev.AfterLoadCheckpoint, path=path, checkpoint=state)
+        publish_loaded(run, path, state, state["progress"])
         saved = state["state_dict"] if set(run.models) != {"model"} else {"model": state["state_dict"]}
         if absent := sorted(run.models.keys() - saved.keys()):
             raise CheckpointError(
