@@ -13,6 +13,7 @@ from eventloop import ConfigurationError, Hook, Priority, check_options, events,
 from eventloop.checkpoint import unwrapped
 from eventloop.config import OptionsOf, find
 from eventloop.errors import UnknownNameError
+from eventloop.training import checkpoint_keys
 from hooks.averages import (
     ExponentialMovingAverage,
     MomentumAnnealingEMA,
@@ -20,7 +21,7 @@ from hooks.averages import (
     WarmupEMA,
     WeightAverage,
 )
-from hooks.options import Name, NonNegativeInt, added_late, model_name
+from hooks.options import Name, NonNegativeInt, added_late, check_averages_alone, model_name
 
 log = get_logger()
 
@@ -87,6 +88,7 @@ class EMAHook(Hook):
         """The average, or None before its first update."""
         self._horizon_checked = False
         self._in_checkpoint = False
+        self._lacking_told = False
 
     def before_run(self, event: events.BeforeRun) -> None:
         """Find the model. The average of an earlier run of the same model is kept."""
@@ -99,6 +101,7 @@ class EMAHook(Hook):
 
     def before_train_epoch(self, event: events.BeforeTrainEpoch) -> None:
         """Check options against the length of the training, which is known from here on."""
+        check_averages_alone(self.label, event.run)
         for option, begin, last in (
             ("begin_epoch", self.begin_epoch, event.progress.max_epochs or 1),
             ("begin_iter", self.begin_iter, event.run.total_iters),
@@ -133,10 +136,24 @@ class EMAHook(Hook):
         # Tensors that are not averaged (buffers) are the same in both, so the file stores them once.
         averaged = raw = weights
         if average is not None and average.steps:
+            self._warn_of_lacking(set(average.tensors) - weights.keys())
             other = weights | {key: tensor for key, tensor in average.tensors.items() if key in weights}
             averaged, raw = (weights, other) if average.swapped else (other, weights)
         self._put(event.checkpoint, "state_dict", averaged)
         self._put(event.checkpoint, RAW_WEIGHTS, raw)
+
+    def _warn_of_lacking(self, lacking: set[str]) -> None:
+        """Warn once of trained weights that another trainer's checkpoint leaves out, or has other values for."""
+        if not lacking or self._lacking_told:
+            return
+        keys = checkpoint_keys(self._model)
+        trained = {keys.get(name) for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+        if others := sorted(lacking & trained):
+            self._lacking_told = True
+            log.warning(
+                "code of the trainer leaves these weights out of its checkpoint or changes them, so their average is not in it",
+                weights=others,
+            )
 
     def after_load_checkpoint(self, event: events.AfterLoadCheckpoint) -> None:
         """Load the averaged weights from ``state_dict``, and put the raw ones there for the model."""

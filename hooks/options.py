@@ -9,6 +9,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from eventloop import ConfigurationError
+from eventloop.events import RunView
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
@@ -37,3 +38,10 @@ def model_name(label: str, models: Collection[str], name: str | None) -> str:
 def added_late(label: str) -> ConfigurationError:
     """Return the error of a hook that was added to a bus during a run, after the event in which it finds its model."""
     return ConfigurationError(f"{label} was added during a run; add it before the run begins")
+
+
+def check_averages_alone(label: str, run: RunView) -> None:
+    """Raise ConfigurationError if the trainer around a run averages the weights, too: a validation has one average."""
+    if run.foreign_averages:
+        others = ", ".join(run.foreign_averages)
+        raise ConfigurationError(f"{label} averages the weights, and so does the trainer's {others}: remove one of them")

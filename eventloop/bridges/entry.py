@@ -1,10 +1,11 @@
-"""The entry of a bus in another trainer's checkpoint: what a resume requires of it."""
+"""The state of a bus in another trainer's checkpoint: its schema, and which of the trainer's tensors are the model's."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import msgspec
+import torch
 
 from eventloop.errors import CheckpointError
 from eventloop.training.saves.capture import FORMAT
@@ -26,7 +27,7 @@ class _BusEntry(msgspec.Struct):
 
 
 def check_entry(entry: object) -> None:
-    """Raise CheckpointError if a value is not the entry of a bus, or its format is too new."""
+    """Raise CheckpointError if the value is not the state of a bus, or its format is too new."""
     try:
         known = msgspec.convert(entry, _Entry)
     except msgspec.ValidationError as error:
@@ -35,3 +36,17 @@ def check_entry(entry: object) -> None:
         raise CheckpointError(
             f"the checkpoint has format {known.format}, but this trainbus reads up to {FORMAT}; upgrade trainbus"
         )
+
+
+def same_tensor(one: object, other: object) -> bool:
+    """Return True if two values are tensors in one place in memory."""
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return False
+    here, there = _part(one), _part(other)
+    return here.device == there.device and here.data_ptr() == there.data_ptr() and here.shape == there.shape
+
+
+def _part(tensor: Any) -> torch.Tensor:
+    """Return the part of a sharded tensor that is in this process; any other tensor itself."""
+    part: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return part

@@ -10,7 +10,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from eventloop import events as ev
-from eventloop.bridges.entry import check_entry
+from eventloop.bridges.entry import check_entry, same_tensor
 from eventloop.bridges.saves import CHECKED, HostSaves, Writing
 from eventloop.bus import Bus
 from eventloop.checkpoint import AnyPath, weights_only
@@ -147,18 +147,26 @@ class HostedRun(Run):
         """
         return self._saves.writing(path)
 
-    def gather_entry(self, path: str) -> tuple[dict[str, Any], Weights]:
+    def gather_entry(self, path: str, stored: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], Weights]:
         """Return the state of the bus for the trainer's checkpoint ``path``, and the weights to store in the checkpoint.
 
-        ``path`` is empty where the trainer names the file later, and `CHECKED` where none is written.
         The entry holds plain values and tensors by reference. The weights are only those that hooks replace (``EMAHook`` gives
         the averaged ones); their raw values are in the entry.
+
+        Args:
+            path: the file; empty where the trainer names it later, and `CHECKED` where none is written.
+            stored: the tensors that the checkpoint will hold, of the only model. Hooks get those that are the model's own, and
+                none that the user's code has left out or replaced. By default they get all.
 
         Raises:
             CheckpointValueError: a value is neither a tensor nor a plain value; the error names its path.
         """
         heard = self.heard(ev.BeforeSaveCheckpoint, True)
         own = {name: unwrapped_state(model) for name, model in self.models.items()} if heard else {}
+        if heard and stored is not None:
+            keys = checkpoint_keys(self.models["model"])
+            kept = {key for long, key in keys.items() if same_tensor(stored.get(long), own["model"][key])}
+            own["model"] = {key: tensor for key, tensor in own["model"].items() if key in kept}
         entry: dict[str, Any] = {
             "format": FORMAT,
             "state_dict": self._flat(own),
@@ -221,7 +229,8 @@ class HostedRun(Run):
         changed = {}
         for name, own in before.items():
             keys = checkpoint_keys(self.models[name])
-            replaced = {long: now[name][key] for long, key in keys.items() if now[name].get(key, own[key]) is not own[key]}
+            known = [(long, key) for long, key in keys.items() if key in own and key in now[name]]
+            replaced = {long: now[name][key] for long, key in known if now[name][key] is not own[key]}
             if replaced:
                 changed[name] = replaced
         return changed

@@ -23,6 +23,9 @@ from eventloop.checkpoint import AnyPath, as_path
 from eventloop.errors import ConfigurationError
 from eventloop.training.state import Counters
 
+_AVERAGES: Final = ("WeightAveraging", "StochasticWeightAveraging")
+"""Lightning's callbacks that average the weights."""
+
 _TUNER_FILES: Final = (".lr_find_", ".scale_batch_size_")
 """Begins of the names of files from which Lightning's tuner restores the trainer. They are none of the run's checkpoints."""
 
@@ -99,6 +102,9 @@ class LightningBridge(Bridge):
         run.accumulation = trainer.accumulate_grad_batches if module.automatic_optimization else None
         run.validates = bool(trainer.enable_validation)
         run.foreign_schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
+        run.foreign_averages = [
+            type(one).__name__ for one in trainer.callbacks if any(_has_base(one, kind) for kind in _AVERAGES)
+        ]
         time_lightning(trainer, run, self)
         self._iterations = Iterations(self, trainer, run, self._begin_epoch, self._settle)
         self._resume(run)
@@ -311,7 +317,7 @@ class LightningBridge(Bridge):
                 pass
 
     def _add_entry(self, run: HostedRun, checkpoint: dict[str, Any], filepath: Any) -> None:
-        entry, weights = run.gather_entry(str(filepath))
+        entry, weights = run.gather_entry(str(filepath), checkpoint["state_dict"])
         checkpoint["state_dict"] = {**checkpoint["state_dict"], **weights.get("model", {})}
         if "callbacks" in checkpoint:  # not in one with the weights only
             checkpoint["callbacks"][self.state_key] = entry

@@ -115,6 +115,8 @@ class Run:
         """Whether the training has validations; None before the first one in the user's own loop."""
         self.foreign_schedulers: Collection[object] = ()
         """Learning-rate schedulers that another trainer steps; empty in your own loop."""
+        self.foreign_averages: Collection[str] = ()
+        """Names of the parts of another trainer that average the weights, too; empty in your own loop."""
         self.resumed_from: AnyPath | None = None
         self.options = options_given(self.optimizers, seed)
         self._feeds = Feeds(self.device)

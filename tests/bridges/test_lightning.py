@@ -610,6 +610,68 @@ def test_a_checkpoint_after_the_fit_has_the_state_of_the_bus_too(tmp_path):
     assert saved["callbacks"]["trainbus"]["progress"]["iter"] == 8
 
 
+class Frozen(Module):
+    """The frozen part is not in the file, and a buffer is replaced on its way there: common recipes."""
+
+    def __init__(self):
+        super().__init__()
+        self.backbone = nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("scale", torch.ones(1))
+        self.strict_loading = False
+
+    def loss(self, batch):
+        return super().loss((self.backbone(batch[0]) * self.scale, batch[1]))
+
+    def on_save_checkpoint(self, checkpoint):
+        weights = {name: tensor for name, tensor in checkpoint["state_dict"].items() if not name.startswith("backbone")}
+        checkpoint["state_dict"] = weights | {"scale": weights["scale"].clone(), "more": torch.ones(1)}
+
+
+def test_what_the_module_takes_out_of_a_checkpoint_stays_out(tmp_path):
+    def trained(*hooks, epochs=2, ckpt_path=None):
+        bus = Bus(*hooks)
+        bus.attach(trainer := trainer_of(tmp_path, max_epochs=epochs))
+        trainer.fit(module := Frozen(), data(), ckpt_path=ckpt_path)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        return module, torch.load(tmp_path / "last.ckpt", weights_only=False)
+
+    _, plain = trained()
+    _, averaged = trained(ema := EMAHook(momentum=0.1))
+    assert list(averaged["state_dict"]) == list(plain["state_dict"])
+    assert torch.equal(averaged["state_dict"]["net.0.weight"], ema.average.tensors["net.0.weight"])
+    raw = averaged["callbacks"]["trainbus"]["ema_state_dict"]
+    assert set(raw) == {name for name in averaged["state_dict"] if name.startswith("net")}
+    resumed, _ = trained(again := EMAHook(momentum=0.1), epochs=3, ckpt_path=tmp_path / "last.ckpt")
+    module, _ = trained(ema := EMAHook(momentum=0.1), epochs=3)
+    assert_same(resumed.net.state_dict(), module.net.state_dict())
+    for name in raw:
+        assert torch.equal(again.average.tensors[name], ema.average.tensors[name])
+
+
+def test_averages_that_cannot_be_in_a_checkpoint_are_warned_of(tmp_path):
+    class Half(Module):
+        def on_save_checkpoint(self, checkpoint):
+            checkpoint["state_dict"] = {name: tensor.half() for name, tensor in checkpoint["state_dict"].items()}
+
+    bus = Bus(EMAHook(momentum=0.1))
+    bus.attach(trainer := trainer_of(tmp_path))
+    trainer.fit(module := Half(), data())
+    with structlog.testing.capture_logs() as logs:
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+        trainer.save_checkpoint(tmp_path / "b.ckpt")
+    saved = torch.load(tmp_path / "b.ckpt", weights_only=False)["state_dict"]
+    assert_same(saved, {name: tensor.half() for name, tensor in module.state_dict().items()})
+    assert [one["weights"] for one in logs if "weights" in one] == [sorted(saved)]
+
+
+@pytest.mark.parametrize("other", [callbacks.EMAWeightAveraging(), callbacks.StochasticWeightAveraging(0.1)])
+def test_averages_beside_those_of_lightning_are_refused(other):
+    bus = Bus(EMAHook(momentum=0.1))
+    bus.attach(trainer := trainer_of(callbacks=[other]))
+    with pytest.raises(ConfigurationError, match=type(other).__name__):
+        trainer.fit(Module(), data())
+
+
 def test_checkpoints_of_ours_are_lightnings(tmp_path):
     bus, told = Bus(), []
     bus.add(CheckpointHook(interval=1, save_best="val_loss", max_keep_ckpts=1))

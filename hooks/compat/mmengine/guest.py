@@ -14,6 +14,7 @@ from eventloop import mount
 from eventloop.bus import GuestHook
 from hooks.compat.mmengine.entry import restore_averages
 from hooks.compat.mmengine.runner import GuestRunner, join
+from hooks.options import check_averages_alone
 
 _UPDATED: Final = 31
 """The first priority after the optimizer update of ``TrainLoop``, because MMEngine steps before ``after_train_iter``."""
@@ -116,6 +117,8 @@ class MMEngineHook(GuestHook):
         self._runner.begin(trains=True)
 
     def before_train_epoch(self, event: ev.BeforeTrainEpoch) -> None:
+        if self._swaps:
+            check_averages_alone(self.label, event.run)
         self._runner.begin_epoch()
         if not self._runner.stops:
             self.call("before_train_epoch")
