@@ -18,7 +18,7 @@ from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.events import Event, Stage
 from eventloop.training.arguments import Limit
 from eventloop.training.data import Feed
-from eventloop.training.distributed.shares import Share, forward_alone
+from eventloop.training.distributed.shares import Share, check_even, forward_alone
 from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.repeat import warn_if_left_out
 from eventloop.training.rng import get_rng_state
@@ -137,6 +137,9 @@ class Driver(Session):
         self._take_turn("begin_epoch")
         state = self.state
         feed = self.feed = None if data is None else self._saves.feeds.for_training(data)
+        if state.ranks is not None and not endless:
+            length = None if feed is None else feed.length
+            check_even(state.ranks, self._run.models.values(), length, first=not self._begun)
         state.scopes.enter("epoch")
         state.go_on()
         if not ((state.resumed and not self._begun) if feed is None else feed.resuming):

@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 from structlog.testing import capture_logs
+from torch import distributed
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
-from eventloop import Hook, get_logger
+from eventloop import Bus, Hook, Run, TrainingError, get_logger
 from eventloop.training.distributed import ranks as agreements
 from hooks import CheckpointHook, ConsoleWriter, EarlyStoppingHook, JSONLinesWriter, LoggerHook, ProgressBar
 
@@ -207,6 +210,40 @@ def test_an_unmergeable_metric_is_taken_from_rank_0_with_a_warning(outcomes):
     assert first.value["synced"] == 2.0
     assert "merge_state" in first.output
     assert "synced" not in first.output
+
+
+def uneven() -> Any:
+    rank = distributed.get_rank()
+    model = jobs.make_loop(None).model
+    loaders = [DataLoader(torch.randn(count, 4)) for count in (3, 3 + 2 * (rank == 0))]
+
+    def train(run: Run, loader: Any) -> int:
+        for _ in run.epochs(1):
+            for index, inputs in enumerate(run.train(loader), 1):
+                model(inputs).mean().backward()
+                if index == 3:
+                    break
+        return run.progress.iter
+
+    trained = []
+    for loader in loaders:
+        with capture_logs() as logs, Run(Bus(), model=model) as run:
+            trained.append(train(run, loader))
+    warned = [one["batches"] for one in logs if one["log_level"] == "warning" and "batches" in one]
+    with Join([model]), Run(Bus(), model=model) as run:
+        trained.append(train(run, loaders[0]))
+    with pytest.raises(TrainingError) as caught, Join([model]), Run(Bus(), model=model) as run:
+        train(run, loaders[1])
+    return trained, warned, str(caught.value)
+
+
+def test_uneven_batches_are_warned_of_at_once_and_refused_inside_torchs_join(outcomes):
+    for outcome in outcomes(uneven, group_timeout=30):
+        assert outcome.exitcode == 0, outcome.output
+        trained, warned, error = outcome.value
+        assert trained == [3, 3, 3]
+        assert warned == ["rank 0: 5, rank 1: 3"]
+        assert "rank 0: 5, rank 1: 3" in error
 
 
 def plain_model() -> None:

@@ -1,4 +1,4 @@
-"""Validation across ranks: count each sample once, and let ranks run different numbers of batches."""
+"""Data across ranks: check that a training has as many batches on each, and count each sample of a validation once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from eventloop.checkpoint import is_sharded
 from eventloop.errors import TrainingError
+from eventloop.log import get_logger
+from eventloop.training.distributed.ranks import Ranks
 from eventloop.training.loaders import length_of
+
+log = get_logger()
 
 
 class Share:
@@ -57,6 +61,43 @@ class Share:
         before = {name: attributes[name] for name in ("num_samples", "total_size")}
         attributes.update(num_samples=self._samples, total_size=len(self._sampler.dataset))
         return partial(attributes.update, before)
+
+
+def check_even(ranks: Ranks, models: Iterable[torch.nn.Module], length: int | None, *, first: bool) -> None:
+    """Check, where an epoch begins, that all ranks train the same number of batches. A collective of some of these calls.
+
+    Args:
+        ranks: all processes.
+        models: the models to train.
+        length: batches of this rank in the epoch; None if unknown.
+        first: True for the first epoch of a run; later ones are only checked inside ``Join``.
+
+    Raises:
+        TrainingError: torch's ``Join`` is enabled for a model, and the numbers differ or are unknown. A rank without batches
+            would stay in ``Join``, and could not meet the others where the run exchanges requests and saves.
+    """
+    joined = any(_is_joined(module) for model in models for module in model.modules())
+    if not (joined or first):
+        return
+    lengths = ranks.gather(length)
+    told = ", ".join(f"rank {rank}: {'unknown' if one is None else one}" for rank, one in enumerate(lengths))
+    if joined and (None in lengths or len(set(lengths)) > 1):
+        raise TrainingError(
+            "a run inside torch's Join (Accelerate's join_uneven_inputs) needs equal numbers of batches on all ranks, because "
+            f"they meet at the end of each epoch; they have {told}. Give the DataLoader a DistributedSampler (Accelerate: "
+            "even_batches=True), or Join enable=False"
+        )
+    if len(set(lengths)) > 1 and None not in lengths:
+        log.warning(
+            "the ranks have different numbers of training batches, and those with more would wait for the others: give the "
+            "DataLoader a DistributedSampler, or leave the loop on all ranks after the smallest number",
+            batches=told,
+        )
+
+
+def _is_joined(module: torch.nn.Module) -> bool:
+    # torch has no public access to it (torch/distributed/algorithms/join.py, Join._set_joinable_configs, 2.1 to 2.13).
+    return bool(getattr(getattr(module, "_join_config", None), "enable", False))
 
 
 def forward_alone(models: Iterable[torch.nn.Module], lengths: list[int | None]) -> Callable[[], object]:
