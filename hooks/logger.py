@@ -20,9 +20,10 @@ import msgspec
 from eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, register
 from eventloop.config import registered
 from eventloop.events import AfterRun, AfterTrainEpoch, AfterTrainIter, CheckpointStaged, ImageReported, OnException, Slot
+from hooks import log_state
 from hooks.evaluate import Evaluated
 from hooks.options import PositiveInt, one_or_more
-from hooks.smoothing import Smoother
+from hooks.smoothing import MEASURED, Smoother
 from hooks.writers.base import RunFacts, Where, Writer
 from hooks.writers.console import ConsoleWriter
 from hooks.writers.fanout import Fanout
@@ -37,6 +38,7 @@ _Writers = Annotated[
 ]
 
 _tokens = count(1)
+_WINDOWS = "logger_windows"  # key in checkpoints
 
 
 class LogRecord(events.RunEvent, kw_only=True):
@@ -57,8 +59,10 @@ class LoggerHook(Hook):
 
     - Training scalars are written when the batch number within the epoch is a multiple of the interval, with the step
       ``iter + 1``. The step of metrics is the number of finished epochs (of iterations in iteration-based runs).
-    - Keys that match ``mean_pattern`` are the mean of the last ``window_size`` iterations since the last resume. A writer with
-      an interval of 1 gets the raw values.
+    - All measurements of a line are means over the same last ``window_size`` iterations. States are current: learning rates,
+      momenta, ``weight_decay``, ``loss_scale``, ``eta``. A scalar that none of these iterations reported keeps its last value.
+      A writer with an interval of 1 gets the raw values. This holds for all writers: the terminal, JSON lines, TensorBoard.
+    - Checkpoints hold the windows, so the lines of a resumed run are those of an uninterrupted one.
     - Names begin with their stage: ``train/loss``, ``val/accuracy``, and ``eval/<name>`` for results of an ``EvaluateHook``.
     - Images (``run.report_image``) go to the writers that take them.
 
@@ -76,7 +80,8 @@ class LoggerHook(Hook):
         keep_local: False deletes the files of the writers after they are copied. Other files are copied and stay.
         log_metric_by_epoch: False uses iterations as the step of metrics.
         window_size: number of iterations to average over.
-        mean_pattern: regular expression; scalars whose names contain a match are averaged.
+        mean_pattern: regular expression; scalars whose names contain a match are averaged, others are current. By default all
+            but the states above. ``"loss|time|data_time|grad_norm"`` is MMEngine's choice.
         custom_cfg: further windows; see :class:`hooks.smoothing.Smoother`.
         writers: writer objects; by default the terminal and ``scalars.jsonl`` in the work dir.
 
@@ -102,7 +107,7 @@ class LoggerHook(Hook):
         log_metric_by_epoch: bool = True,
         *,
         window_size: PositiveInt = 10,
-        mean_pattern: str = r"loss|time|data_time|grad_norm",
+        mean_pattern: str = MEASURED,
         custom_cfg: Sequence[Mapping[str, Any]] = (),
         writers: _Writers | None = None,
     ) -> None:
@@ -123,11 +128,15 @@ class LoggerHook(Hook):
         )
         self._idle_without_work_dir = [type(writer).__name__ for writer in writers or () if writer.needs_work_dir]
         self._token = next(_tokens)
+        self._unwritten = log_state.Unwritten()
+        self._restored: dict[str, Any] | None = None  # until the thread of the lane takes it
+        self._begun = 0  # how often the windows began anew or with those of a checkpoint
         # A thread that was abandoned in a hanging writer may wake up later: it ends its batch before the next thread begins.
         self._writing = Lock()
         # Used only by the lane's thread, like the fanout.
         self._epoch_length: int | None = None
         self._facts: RunFacts | None = None
+        self._at = 0  # how far this thread has come with `_begun`
 
     # --------------------------------------------------------------------------------- inline: on the training thread
 
@@ -138,10 +147,39 @@ class LoggerHook(Hook):
         if work_dir is None and self._idle_without_work_dir:
             writers = ", ".join(self._idle_without_work_dir)
             log.warning("these writers write nothing, because the run has no work dir: give it work_dir=", writers=writers)
-        self._record(run, "open", name=run.name, work_dir=work_dir, seed=run.seed, config=_plain(run.config))
+        self._begun, self._restored = self._begun + 1, None
+        facts = {"name": run.name, "work_dir": work_dir, "seed": run.seed, "config": _plain(run.config)}
+        self._record(run, "open", begun=self._begun, **facts)
 
     def before_train_epoch(self, event: events.BeforeTrainEpoch) -> None:
-        self._record(event.run, "begin_epoch", epoch_length=event.run.epoch_length)
+        state, self._restored = self._restored, None
+        self._begun += state is not None
+        self._record(event.run, "begin_epoch", begun=self._begun, epoch_length=event.run.epoch_length, state=state)
+
+    def before_save_checkpoint(self, event: events.BeforeSaveCheckpoint) -> None:
+        own = next(one for one in event.run.bus.subscriptions if one.hook is self and one.lane is not None)
+        unfinished = own.waiting()  # before the windows: an iteration may be in both, but must not be in neither
+        at, length, skipped = self._at, self._epoch_length, 0
+        windows: Mapping[str, Any] | None
+        windows, done = self._fanout.state_dict()
+        waiting: list[log_state.Waiting] = []
+        for one, late in unfinished:
+            if isinstance(one, AfterTrainIter) and one.progress.iter >= done:
+                waiting.append(log_state.Waiting(one.outputs, _where(one.progress, one.batch_idx + 1, length), late))
+            elif isinstance(one, LogRecord) and one.logger == self._token and "begun" in one.facts:
+                length = one.facts.get("epoch_length")
+                if one.facts["begun"] > at:
+                    (windows, skipped, waiting), done = log_state.parts(one.facts.get("state")), 0
+        state = self._unwritten.take(windows, skipped, waiting, self._fanout.reach)
+        event.checkpoint.setdefault(_WINDOWS, {})[self._place(event.run)] = state
+
+    def after_load_checkpoint(self, event: events.AfterLoadCheckpoint) -> None:
+        state = event.checkpoint.get(_WINDOWS, {}).get(self._place(event.run))  # 0.2 saved none
+        self._restored = None if state is None else log_state.read(state)
+
+    def _place(self, run: events.RunView) -> str:
+        """Return the key of this logger among those on the bus, which may have one name."""
+        return str([hook for hook in run.bus.hooks if isinstance(hook, LoggerHook)].index(self))
 
     @mount("after_val_epoch", "after_test_epoch")
     def evaluated(self, event: events.AfterValEpoch | events.AfterTestEpoch) -> None:
@@ -197,6 +235,9 @@ class LoggerHook(Hook):
         match event.kind:
             case "begin_epoch":
                 self._epoch_length = facts["epoch_length"]
+                if facts["state"] is not None:
+                    self._fanout.load_state_dict(*log_state.parts(facts["state"]))
+                self._at = facts["begun"]
             case "metrics":
                 where = _where(event.progress)
                 numbers = {name: value for name, value in event.outputs.items() if isinstance(value, int | float)}
@@ -208,6 +249,7 @@ class LoggerHook(Hook):
                 work_dir = None if facts["work_dir"] is None else Path(facts["work_dir"])
                 self._facts = RunFacts(facts["name"], work_dir, facts["seed"], facts["config"])
                 self._fanout.open(self._facts)
+                self._at = facts["begun"]
 
     def _step(self, where: Where) -> int:
         by_epoch = where.stage != "train" and self._by_epoch and where.max_iters is None

@@ -14,11 +14,15 @@ import msgspec
 from eventloop import ConfigurationError, check_options
 from hooks.options import PositiveInt
 
+MEASURED = r"^(?!(.*/)?(lr|momentum|weight_decay|loss_scale|eta)(/|$))"
+"""Matches the names of measurements, and not those of states: learning rates and the like, which are logged as they are."""
+
 
 class Smoother:
     """Collect the scalars of every iteration, and return the values to log.
 
-    The arguments are options of ``LoggerHook``. ``custom_cfg`` has mappings with ``data_src`` (the scalar's name),
+    The arguments are options of ``LoggerHook``. All means are over the same iterations, also of a scalar that only some of them
+    report. ``custom_cfg`` has mappings with ``data_src`` (the scalar's name),
     ``method_name`` (``"mean"``, ``"min"``, ``"max"``, ``"current"``), ``window_size`` (iterations, ``"epoch"`` or ``"global"``,
     the default) and ``log_name`` (by default the window replaces ``data_src``).
     """
@@ -27,10 +31,10 @@ class Smoother:
     def __init__(
         self,
         window_size: PositiveInt = 10,
-        mean_pattern: str = r"loss|time|data_time|grad_norm",
+        mean_pattern: str = MEASURED,
         custom_cfg: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        self._window_size = window_size
+        self.window_size = window_size
         try:
             self._mean_pattern = re.compile(mean_pattern)
         except re.error as error:
@@ -46,7 +50,8 @@ class Smoother:
         """Forget all scalars."""
         self._latest: dict[str, float] = {}
         self._seen: dict[str, int] = {}
-        self._windows: dict[str, deque[float] | None] = {}  # None for a scalar that is not averaged
+        # The last values, each with the number of its iteration; None for a scalar that is not averaged.
+        self._windows: dict[str, deque[tuple[int, float]] | None] = {}
         self.count = 0
         """Number of iterations so far."""
         for custom in self._customs:
@@ -63,10 +68,9 @@ class Smoother:
             self._latest[key] = value
             self._seen[key] = self.count
             if key not in self._windows:
-                averaged = self._mean_pattern.search(key) is not None
-                self._windows[key] = deque(maxlen=self._window_size) if averaged else None
+                self._windows[key] = self._window(key)
             if (window := self._windows[key]) is not None:
-                window.append(value)
+                window.append((self.count, value))
         for custom in self._customs:
             if custom.options.data_src in scalars:
                 custom.add(scalars[custom.options.data_src])
@@ -79,9 +83,30 @@ class Smoother:
         values = {}
         for key, seen in self._seen.items():
             if seen > since:
-                window = self._windows[key] if smooth else None
-                values[key] = self._latest[key] if window is None else sum(window) / len(window)
+                window = (self._windows[key] if smooth else None) or ()
+                own = [value for number, value in window if number > self.count - self.window_size] or [self._latest[key]]
+                values[key] = sum(own) / len(own) if window else own[0]
         return values | {custom.options.log_name: custom.value() for custom in self._customs if custom.count}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all windows, as plain values."""
+        keys = {key: [self._seen[key], value, list(self._windows[key] or ())] for key, value in self._latest.items()}
+        return {"count": self.count, "keys": keys, "customs": [custom.state_dict() for custom in self._customs]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue with the windows of :meth:`state_dict`; custom windows only where these are the same."""
+        self.begin_run()
+        self.count = state["count"]
+        for key, (seen, latest, values) in state["keys"].items():
+            self._seen[key], self._latest[key], self._windows[key] = seen, latest, self._window(key)
+            if (window := self._windows[key]) is not None:
+                window.extend((number, value) for number, value in values)
+        known = {custom["name"]: custom for custom in state["customs"]}
+        for custom in self._customs:
+            custom.load_state_dict(known.get(custom.state_dict()["name"]))
+
+    def _window(self, key: str) -> deque[tuple[int, float]] | None:
+        return deque(maxlen=self.window_size) if self._mean_pattern.search(key) else None
 
 
 _FOLDS: dict[str, Callable[[float, float], float]] = {"mean": add, "min": min, "max": max, "current": lambda _, new: new}
@@ -112,6 +137,16 @@ class _Window:
     def clear(self) -> None:
         self._values.clear()
         self.count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        options = self.options
+        name = f"{options.log_name} {options.data_src} {options.method_name} {options.window_size}"
+        return {"name": name, "count": self.count, "values": list(self._values)}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        if state is not None:
+            self._values.extend(state["values"])
+            self.count = state["count"]
 
     def add(self, value: float) -> None:
         self.count += 1

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Literal, Protocol, Self
 
 import msgspec
+import torch
 
 from eventloop.bus.filters import make_filter
 from eventloop.bus.handler import Mode, checked_options, label_of, location_of, make_lane, mode_of
@@ -18,7 +19,7 @@ from eventloop.errors import HandlerTimeoutError, SubscribeError, WorkerDiedErro
 from eventloop.events import Event
 from eventloop.events.event import moment, name_of
 from eventloop.log import get_logger
-from eventloop.offload import Delivery, DrainReport, Runtime, Sources, absent_entry, importable_of, is_plain
+from eventloop.offload import Delivery, DrainReport, Runtime, Sources, absent_entry, importable_of, is_plain, unarrived
 
 _MOST_TIMEOUTS = 3  # abandoned threads, or worker processes that fail to start, after which a handler is retired
 _OFFLOADED = "in the offloaded"  # begins the note on an error of an offloaded handler
@@ -110,6 +111,13 @@ class Subscription:
             # A timed call that raises is not in calls.
             return Stats(delivered=calls, failed=failed, calls=calls, seconds=seconds)
         return Stats(**msgspec.structs.asdict(self.lane.stats), bytes=self.lane.bytes, calls=calls, seconds=seconds)
+
+    def waiting(self) -> list[tuple[Any, list[tuple[list[str], torch.Tensor]]]]:
+        """Return the events that an offloaded handler has not finished, oldest first; does not wait for a device.
+
+        Each comes with the scalars that it lacks, because they are still on a device: names, and their values in one tensor.
+        """
+        return [] if self.lane is None else [unarrived(item) for item in self.lane.waiting()]
 
     def __repr__(self) -> str:
         return f"<Subscription {self.label} to {self.mount_point}, priority {self.priority}, {self.mode}>"

@@ -2,7 +2,7 @@
 
 from eventloop.offload.collectives import collectives_allowed
 from eventloop.offload.consumers import Delivery, Reader, Sources, arrive_async
-from eventloop.offload.detach import absent_entry, detacher, from_json, from_msgpack, is_plain
+from eventloop.offload.detach import absent_entry, detacher, from_json, from_msgpack, is_plain, unarrived
 from eventloop.offload.drain import Deadline, DrainReport
 from eventloop.offload.importable import importable_of
 from eventloop.offload.lane import Full, Lane
@@ -37,4 +37,5 @@ __all__ = [
     "in_thread",
     "is_plain",
     "threadsafe_call",
+    "unarrived",
 ]

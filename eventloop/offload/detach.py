@@ -205,6 +205,15 @@ def _filled(taken: tuple[Event, list[tuple[dict[str, Any], list[Stack]]]]) -> Ev
     return event
 
 
+def unarrived(item: Any) -> tuple[Any, list[tuple[list[str], torch.Tensor]]]:
+    """Return the event of a lane's item, and what its scalars still lack: names, and their stacked values on a device."""
+    if not isinstance(item, Snapshot) or item.finish is not _filled:
+        return (item.value if isinstance(item, Snapshot) else item), []
+    event, parts = item.value
+    stacks = [stack for _, stacks in parts for stack in stacks]
+    return event, [(names, values.tensor if isinstance(values, DeviceStack) else values) for names, values in stacks]
+
+
 def _live_property(event_type: type[Event], name: str) -> property:
     mount = name_of(event_type)
 

@@ -104,7 +104,7 @@ class Lane:
         self._waiting: deque[threading.Lock] = deque()
         self._lingers = False  # until an item is taken, or the consumer was woken
         self._bound = 0  # the length of the queue up to which an event needs no lock
-        self._held = 0  # items that the consumer has taken and not counted
+        self._held: list[Any] = []  # items that the consumer has taken and not counted, oldest first
         self._delivered = 0
         self._failed = 0
         self._dropped = 0
@@ -354,10 +354,16 @@ class Lane:
             return []
         with self._lock:
             items = [self._queue.popleft() for _ in range(min(most, len(self._queue)))]
-            self._held += len(items)
+            self._held += items
             self._lingers = False
             self._notify()
         return items
+
+    def waiting(self) -> list[Any]:
+        """Return the items that the handler has not finished, oldest first; waits for none of them."""
+        with self._lock:
+            items = [*self._held, *list(self._queue)]  # the queue at once: publishers append without the lock
+        return [item for _, item in items] if self.contextual else items
 
     def begin_lingering(self) -> None:
         """Have a publisher wake the consumer early if half of the lane fills up; not if that would be every few events."""
@@ -372,7 +378,7 @@ class Lane:
             self._delivered += delivered
             self._dropped += dropped
             self._failed += failed
-            self._held -= delivered + dropped + failed
+            del self._held[: delivered + dropped + failed]
             if self._waiting:
                 self._notify()
 
@@ -393,7 +399,7 @@ class Lane:
     def stats(self) -> DrainReport:
         """The counts at this moment, since the lane was made."""
         with self._lock:
-            return DrainReport(self._delivered, self._dropped + self._refused, self._failed, self._used() + self._held)
+            return DrainReport(self._delivered, self._dropped + self._refused, self._failed, self._used() + len(self._held))
 
     @property
     def bytes(self) -> int:
@@ -407,7 +413,7 @@ class Lane:
     def _amounts(self) -> tuple[int, int]:
         """Return the number of events that are delivered, dropped from the queue or failed; and that of all that came."""
         done = self._delivered + self._dropped + self._failed
-        return done, done + self._used() + self._held
+        return done, done + self._used() + len(self._held)
 
     def _moment(self) -> tuple[float, int, int]:
         """Return the time, and the number of events that the handler is done with, and of all that came."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from contextvars import copy_context
 from functools import partial
@@ -30,13 +29,12 @@ class SizedLane(Lane):
         super().__init__(label, picks, **options)
         self.max_bytes = max_bytes
         self._reserved: dict[object, int] = {}  # the bytes of each publish that has a slot, and no copy in the queue yet
-        self._taken: deque[int] = deque()  # the bytes of values that were taken and are not counted yet, oldest first
 
     @property
     def bytes(self) -> int:
         """Size of the captured tensors that are pending."""
         with self._lock:
-            return sum(self._reserved.values()) + sum(map(self._size, self._queue)) + sum(self._taken)
+            return sum(self._reserved.values()) + sum(map(self._size, (*self._queue, *self._held)))
 
     def put(self, event: Any) -> None:
         """Queue a copy of the captured value, as the policy allows for slots and for bytes.
@@ -110,20 +108,6 @@ class SizedLane(Lane):
     def _size(self, item: Any) -> int:
         size: int = (item[1] if self.contextual else item).nbytes
         return size
-
-    def take(self, most: int) -> list[Any]:
-        """Return queued items, oldest first; their slots are free again, their bytes are not yet."""
-        with self._lock:
-            items = super().take(most)
-            self._taken.extend(map(self._size, items))
-        return items
-
-    def count(self, *, delivered: int = 0, dropped: int = 0, failed: int = 0) -> None:
-        """Count items that the consumer took, oldest first, and free their bytes."""
-        with self._lock:
-            for _ in range(delivered + dropped + failed):
-                self._taken.popleft()
-            super().count(delivered=delivered, dropped=dropped, failed=failed)
 
     def _used(self) -> int:
         return len(self._queue) + len(self._reserved)

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from threading import Lock
 from typing import Any
 
+import msgspec
+
 from eventloop import get_logger
+from hooks.log_state import Waiting
 from hooks.smoothing import Smoother
 from hooks.writers.base import Row, RunFacts, Where, Writer, as_image
 from hooks.writers.target import Target
@@ -16,7 +20,10 @@ _NUMBERS = (int, float)
 
 
 class Fanout:
-    """Pass the scalars and images of a run to writers. Only one thread at a time may use it. Options are LoggerHook's."""
+    """Pass the scalars and images of a run to writers. Options are LoggerHook's.
+
+    Only one thread at a time may use it; any thread may call :meth:`state_dict`.
+    """
 
     def __init__(
         self, writers: Sequence[Writer], *, interval: int, ignore_last: bool, interval_exp_name: int, smoother: Smoother
@@ -26,6 +33,8 @@ class Fanout:
         self._ignore_last = ignore_last
         self._interval_exp_name = interval_exp_name
         self._smoother = smoother
+        self._smoothing = Lock()  # never held while a writer is called
+        self._last = Where("train", 0, 0)
         self._targets: list[Target] = []
         self._raw: list[Target] = []
         self._smoothed: list[Target] = []
@@ -35,8 +44,9 @@ class Fanout:
     def open(self, run: RunFacts) -> None:
         """Begin a run; without a work dir, without the writers that need one."""
         self._opened = True
-        self._smoother.begin_run()
-        self._run, self._last = run, Where("train", 0, 0)
+        with self._smoothing:
+            self._smoother.begin_run()
+            self._run, self._last = run, Where("train", 0, 0)
         chosen = [writer for writer in self.writers if run.work_dir is not None or not writer.needs_work_dir]
         self._targets = [Target(writer, writer.interval or self._interval, run) for writer in chosen]
         # A writer of every iteration gets raw values, which can still be smoothed later.
@@ -64,9 +74,35 @@ class Fanout:
     def end_epoch(self) -> None:
         """Write the last iterations of a training epoch that are not written yet."""
         for target in self._smoothed:
-            left = target.written < self._smoother.count
-            if left and (not self._ignore_last or self._last.batch <= target.interval):
+            left = self._last.batch % target.interval
+            if left and (not self._ignore_last or self._last.batch < target.interval):
                 self._write_train(target)
+
+    @property
+    def reach(self) -> int:
+        """The number of iterations that a line may depend on; 0 if it may depend on all."""
+        return 0 if self._smoother.customised else max([self._smoother.window_size, *(one.interval for one in self._targets)])
+
+    def state_dict(self) -> tuple[dict[str, Any], int]:
+        """Return what the next line depends on, and the number of iterations of the run that are in it."""
+        with self._smoothing:
+            return {"smoother": self._smoother.state_dict(), "last": msgspec.to_builtins(self._last)}, self._last.iter
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, skipped: int, since: Iterable[Waiting]) -> None:
+        """Continue where :meth:`state_dict` was taken, or anew, after further iterations whose lines are written.
+
+        Args:
+            state: the state; None begins anew.
+            skipped: number of iterations after it that no later line depends on.
+            since: the iterations after those.
+        """
+        with self._smoothing:
+            if state is not None:
+                self._smoother.load_state_dict(state["smoother"])
+                self._last = msgspec.convert(state["last"], Where)
+            self._smoother.count += skipped
+        for one in since:
+            self._push(one.outputs, one.where)
 
     def evaluated(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
         self._open_late()
@@ -106,18 +142,22 @@ class Fanout:
             for target in self._raw:
                 target.give_rows(rows)
 
+    def _push(self, outputs: Mapping[str, Any], where: Where) -> None:
+        with self._smoothing:
+            if where.epoch != self._last.epoch:
+                self._smoother.begin_epoch()
+            self._last = where
+            self._smoother.push({name: value for name, value in outputs.items() if isinstance(value, _NUMBERS)})
+
     def _smooth(self, outputs: Mapping[str, Any], where: Where) -> None:
-        if where.epoch != self._last.epoch:
-            self._smoother.begin_epoch()
-        self._last = where
-        self._smoother.push({name: value for name, value in outputs.items() if isinstance(value, _NUMBERS)})
+        self._push(outputs, where)
         for target in self._smoothed:
             if where.batch % target.interval == 0:
                 self._write_train(target)
 
     def _write_train(self, target: Target) -> None:
-        values = self._smoother.read(target.written, smooth=target.interval > 1)
-        target.written = self._smoother.count
+        smoother, smooth = self._smoother, target.interval > 1
+        values = smoother.read(smoother.count - max(target.interval, smooth * smoother.window_size), smooth=smooth)
         target.give("write_scalars", _named(values), self._last.iter, self._last)
 
 

@@ -33,8 +33,6 @@ class Target:
         self.takes_images = type(writer).write_image is not Writer.write_image
         self._takes_text = type(writer).write_text is not Writer.write_text
         self._takes_rows = _takes_rows(type(writer))
-        self.written = 0
-        """Number of iterations whose scalars were written."""
         self._writer = writer
         self._name = type(writer).__name__
         self._run = run

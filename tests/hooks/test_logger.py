@@ -17,6 +17,7 @@ from eventloop import Bus, ConfigurationError, Run, TrainLoop
 from hooks.checkpoint import CheckpointHook
 from hooks.evaluate import Evaluated
 from hooks.logger import LoggerHook
+from hooks.runtime_info import RuntimeInfoHook
 from hooks.timer import IterTimerHook
 from hooks.writers import ConsoleWriter, CSVWriter, JSONLinesWriter, Writer
 
@@ -582,6 +583,59 @@ def test_a_resumed_run_appends_to_the_same_file(tmp_path):
     one(max_epochs=2).run(resume="auto")
     steps = [json.loads(line)["step"] for line in (tmp_path / "scalars.jsonl").read_text().splitlines()]
     assert steps == list(range(1, 15))
+
+
+class Late(torch.Tensor):
+    """A tensor whose number is read only on the logger's thread, as one on a GPU."""
+
+
+class Held(Notes):
+    """A writer that keeps the thread of its logger busy, so that all iterations wait in the lane, until a file is staged."""
+
+    def __init__(self):
+        super().__init__()
+        self.free = threading.Event()
+
+    def open(self, run):
+        assert self.free.wait(30)
+        super().open(run)
+
+
+def several(as_type):
+    """A step with a loss, an accuracy, and a norm that only every third batch reports."""
+
+    def step(model, batch):
+        loss = model(batch[0]).square().mean()
+        calls = step.calls = step.calls + 1
+        outputs = {"loss": loss, "accuracy": loss.detach().as_subclass(as_type) * calls, "count": 2 * calls}
+        return outputs | {"norm": loss.item()} if calls % 3 == 0 else outputs
+
+    step.calls = 0
+    return step
+
+
+@pytest.mark.parametrize(("as_type", "held"), [(torch.Tensor, False), (torch.Tensor, True), (Late, True)])
+def test_the_lines_of_a_resumed_run_are_those_of_an_uninterrupted_one(tmp_path, as_type, held):
+    epoch_mean = {"data_src": "accuracy", "log_name": "mean", "window_size": "epoch"}
+
+    def train(step, *, stop=None, **options):
+        torch.manual_seed(0)
+        writers, bus = [Held() if stop and held else Notes(), Notes(interval=3)], Bus()
+        loggers = LoggerHook(4, writers=writers, ignore_last=False), LoggerHook(5, writers=[Notes()], custom_cfg=[epoch_mean])
+        bus.add(*loggers, CheckpointHook(interval=5, by_epoch=False), RuntimeInfoHook())
+        if stop:
+            bus.on("after_train_iter", lambda event: event.progress.iter + 1 == stop and event.run.stop(), priority=95)
+        if stop and held:
+            bus.on("checkpoint_staged", lambda event: writers[0].free.set())
+        loop = make_loop(bus, step=step, max_epochs=3, work_dir=tmp_path / ("parts" if options or stop else "whole"))
+        loop.run(**options)
+        return [one.scalars() for hook in loggers for one in hook._fanout.writers]
+
+    whole = train(several(as_type))
+    step = several(as_type)
+    before = train(step, stop=10)
+    after = train(step, resume="auto")
+    assert whole == [one + two for one, two in zip(before, after, strict=True)]
 
 
 def test_a_nan_is_written_as_nan(tmp_path):

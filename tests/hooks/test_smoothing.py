@@ -11,12 +11,19 @@ def push(smoother, *losses, **others):
         smoother.push({"loss": loss, **others})
 
 
-def test_matching_keys_are_averaged_over_the_window_and_others_are_the_latest():
+def test_measurements_are_averaged_over_the_same_iterations_and_states_are_current():
     smoother = Smoother(window_size=2)
-    smoother.push({"loss": 1.0, "lr": 0.1, "aux_loss": 4.0})
-    smoother.push({"loss": 2.0, "lr": 0.2, "aux_loss": 6.0})
-    smoother.push({"loss": 4.0, "lr": 0.3, "aux_loss": 8.0})
-    assert smoother.read() == {"loss": 3.0, "lr": 0.3, "aux_loss": 7.0}
+    for value, lr in ((1.0, 0.1), (2.0, 0.2), (4.0, 0.3)):
+        states = {"lr": lr, "gan/lr/group1": lr, "momentum": lr, "eta": lr}
+        smoother.push({"loss": value, "accuracy": 2 * value, **states} | ({"rare": value} if value != 4.0 else {}))
+    assert smoother.read() == {"loss": 3.0, "accuracy": 6.0, "rare": 2.0, **dict.fromkeys(states, 0.3)}
+
+
+def test_mmengines_pattern_averages_matching_keys_only():
+    smoother = Smoother(window_size=2, mean_pattern="loss|time|data_time|grad_norm")
+    push(smoother, 1.0, 2.0, accuracy=0.5)
+    push(smoother, 4.0, accuracy=0.75)
+    assert smoother.read() == {"loss": 3.0, "accuracy": 0.75}
 
 
 def test_unsmoothed_values_are_the_latest():

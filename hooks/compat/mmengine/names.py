@@ -28,7 +28,8 @@ TABLE = (
         ("LoggerHook",),
         same("interval ignore_last interval_exp_name out_dir out_suffix keep_local log_metric_by_epoch")
         | {"file_client_args": _COPIES, "backend_args": _COPIES},
-        note="with window_size, mean_pattern and custom_cfg of its log processor; files are copied within the file system",
+        note="with window_size, mean_pattern and custom_cfg of its log processor. By default all measurements are averaged; "
+        'mean_pattern="loss|time|data_time|grad_norm" is its choice. Files are copied within the file system',
     ),
     _hook(
         "ParamSchedulerHook",
