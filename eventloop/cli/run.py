@@ -24,6 +24,7 @@ from eventloop.observe import is_run, last_lines
 from eventloop.training.distributed.launch import from_first, process_group
 from eventloop.training.distributed.ranks import this_rank
 from eventloop.training.loop import TrainLoop
+from eventloop.training.saves.resumable import resumed_with
 
 _RUNS = Path("runs")
 
@@ -214,14 +215,15 @@ def _to_resume(folder: Path | None, default: Path) -> Path:
 
 @contextmanager
 def _resumable(work_dir: Path, arguments: str) -> Iterator[None]:
-    """Create the folder of a run; add the ``arguments`` that resume it as a note to Ctrl-C."""
+    """Create the folder of a run, and let the run tell, at an early end, that the ``arguments`` resume it."""
     try:
         work_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"{work_dir}: cannot create this folder: {error.strerror}") from None
-    try:
-        yield
-    except KeyboardInterrupt as interrupt:
-        saved = (work_dir / "last_checkpoint").exists()
-        interrupt.add_note(f"continue from the last checkpoint with {arguments}" if saved else "no checkpoint was written yet")
-        raise
+    with resumed_with(arguments):
+        try:
+            yield
+        except KeyboardInterrupt as interrupt:
+            if not (work_dir / "last_checkpoint").exists():
+                interrupt.add_note("no checkpoint was written yet")
+            raise

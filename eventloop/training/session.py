@@ -13,7 +13,7 @@ import torch
 
 from eventloop import events as ev
 from eventloop.bus import Bus
-from eventloop.errors import LaneFullError, TrainingError
+from eventloop.errors import LaneFullError, RunCancelled, TrainingError
 from eventloop.events import Event
 from eventloop.events.run_view import RunView
 from eventloop.log import get_logger
@@ -119,6 +119,8 @@ class Session:
             self._abort(error)
             raise
         self._close()
+        if state.stops and not state.counters.complete and (line := self._saves.resume_line()):
+            log.info(f"the run was stopped; {line}", iter=state.counters.iter, reason=reason)
 
     def fail(self, error: BaseException) -> None:
         """Publish ``on_exception``, end all scopes, and drain for at most the bus's ``abort_timeout`` seconds.
@@ -166,6 +168,7 @@ class Session:
         self._share_failure(error)
         self._patience = Deadline(self._bus.abort_timeout)
         with ExitStack() as last:  # a second Ctrl-C, for example in a handler of on_exception, must not leave anything open
+            last.callback(self._tell_resume, error)  # last of all: the lanes have written their checkpoints
             last.callback(self._close, abort=True)
             last.callback(self.state.scopes.unwind)
             try:
@@ -178,6 +181,15 @@ class Session:
             except Exception as failure:
                 log.exception("a handler of on_exception failed")
                 error.add_note(f"then a handler of on_exception failed: {failure!r}")
+
+    def _tell_resume(self, error: BaseException) -> None:
+        """Add the line that resumes the run to an error; log it for a cancellation, whose error the application may replace."""
+        if not (line := self._saves.resume_line()):
+            return
+        if isinstance(error, RunCancelled):
+            log.info(f"the run was cancelled; {line}", iter=self.state.counters.iter)
+        else:
+            error.add_note(line)
 
     def _share_failure(self, error: BaseException) -> None:
         """Share an error with the other ranks."""

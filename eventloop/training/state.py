@@ -57,6 +57,11 @@ class Counters(msgspec.Struct):
             self.epoch, self.iter, self.update, index, passes, self.max_epochs, self.max_iters, stage, self.run_name
         )
 
+    @property
+    def complete(self) -> bool:
+        """True if the training has reached its limit."""
+        return self.epoch == self.max_epochs or self.iter == self.max_iters
+
     def state_dict(self) -> dict[str, int | str]:
         """Return the counts to save. A resumed run may have other limits and another name."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if name not in _OWN}

@@ -435,4 +435,4 @@ def test_ctrl_c_prints_how_to_resume(here, trained, capsys):
     assert main(["run", trained, "--resume", "runs/mine", "step=user_parts_for_tests:interrupted", "loop.max_epochs=2"]) == 130
     said = capsys.readouterr().err
     assert "trainbus run: interrupted" in said
-    assert "continue from the last checkpoint with --resume runs/mine" in said
+    assert "epoch_1.safetensors with --resume runs/mine\n" in said

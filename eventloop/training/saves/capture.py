@@ -29,6 +29,7 @@ from eventloop.training.distributed.ranks import Agreement, Ranks, own_group
 from eventloop.training.optimizers import forget_options, stepping
 from eventloop.training.rng import get_rng_state
 from eventloop.training.saves.request import SaveRequest, merged
+from eventloop.training.saves.resumable import resume_line
 from eventloop.training.saves.write import CheckpointWriter, SaveJob
 from eventloop.training.state import Counters, RunState
 
@@ -143,6 +144,13 @@ class Saves:
             for request in asked:
                 self._refuse(request)
         self.wait()  # even if the bus stays open: the next run may resume from the file
+
+    def resume_line(self) -> str:
+        """Return the line that tells how to continue a training that ended early; empty if nothing can be resumed from."""
+        run, writer = self._run, self._writer
+        if writer is None or run.rank or not run.state.has_trained:
+            return ""
+        return resume_line(writer.newest or run.resumed_from, self.directories if run.work_dir is not None else ())
 
     def wait(self) -> None:
         """Wait until no save is being written."""

@@ -63,6 +63,8 @@ class CheckpointWriter:
         """Directories that exist durably (a power cut cannot remove them), each with the path of its ``last_checkpoint``."""
         self._late: set[Subscription] = set()  # slow handlers of checkpoint_staged
         self._skipped = 0
+        self.newest: AnyPath | None = None
+        """The path of the newest durable checkpoint."""
         self.failed: set[AnyPath] = set()
         """Paths that could not be written."""
         self.lane = bus.on(
@@ -155,6 +157,7 @@ class CheckpointWriter:
                 self.failed.discard(path)
         finally:
             if done:
+                self.newest = done[0]
                 seconds, names = time.perf_counter() - start, [str(path) for path in done]
                 told: dict[str, Any] = {"progress": job.progress, "path": names[0], "names": names}
                 self._bus.publish(CheckpointCommitted(**told, bytes=size, seconds=seconds, stall=job.stall))

@@ -30,6 +30,7 @@ from eventloop import (
     ConfigurationError,
     Hook,
     Run,
+    RunCancelled,
     SeededDataset,
     TrainLoop,
     Update,
@@ -841,3 +842,36 @@ def test_a_save_before_a_validation_that_the_run_does_not_know_of_warns(parts, t
     assert len(warnings) == 1
     assert stage == "train"
     assert train(validates=True) == ([], "val")
+
+
+def raises(error):
+    raise error
+
+
+ENDS = {
+    "Ctrl-C": lambda e: raises(KeyboardInterrupt()),
+    "an exception": lambda e: raises(ZeroDivisionError()),
+    "stop": lambda e: e.run.stop(),
+    "cancel": lambda e: e.run.cancel(),
+}
+
+
+@pytest.mark.parametrize("place", ["work dir", "out_dir", "nowhere"])
+@pytest.mark.parametrize("end", ENDS)
+def test_a_run_that_ends_early_tells_last_how_to_continue_if_it_can(parts, tmp_path, end, place):
+    work_dir, out_dir = (None, tmp_path) if place == "out_dir" else (tmp_path, None)
+    bus = Bus()
+    if place != "nowhere":
+        bus.on("after_train_iter", lambda e: e.run.request_save("here.safetensors", directory=out_dir), once=2)
+    bus.on("after_train_iter", ENDS[end], when=lambda e: e.progress.iter == 2, priority=99)
+    loop = parts.loop(bus, max_epochs=5, val_data=None, work_dir=work_dir)
+    notes = []
+    with capture_logs() as logs:
+        try:
+            loop.run()
+        except (KeyboardInterrupt, ZeroDivisionError, RunCancelled) as error:
+            notes = getattr(error, "__notes__", [])
+    told = [text for text in [*notes, logs[-1]["event"] if logs else ""] if "here.safetensors with resume=" in text]
+    way = {"work dir": '"auto"', "out_dir": f'"{tmp_path / "here.safetensors"}"', "nowhere": None}[place]
+    assert [text.partition("resume=")[2] for text in told] == ([] if way is None else [way])
+    assert way is None or end in ("stop", "cancel") or told == notes[-1:]
