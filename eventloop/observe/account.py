@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eventloop.observe.spans import BEGIN, END, FIELDS, NAME, Spans
-from eventloop.observe.totals import BINS
+from eventloop.observe.totals import BINS, Totals
 
 Ints = NDArray[np.int64]
 
@@ -74,6 +74,8 @@ class Account:
         """Durations of iterations, as :class:`eventloop.observe.Histogram` counts them."""
         self.stepped = 0
         """The time of all iterations in ns."""
+        self.calls = Totals()
+        """The calls in these runs, without the time of the spans within them."""
         self._beside = beside
         self._until: int | None = None  # counted up to here; None before the first run
         self._ended = False
@@ -97,7 +99,7 @@ class Account:
     def add(self, spans: Spans) -> None:
         """Add spans of this thread, in the order of their ends."""
         # compress() takes rows four times as fast as an index of booleans.
-        counted = spans.compress(~_among(spans[:, NAME], self._beside()), axis=0)
+        counted = spans.compress(~among(spans[:, NAME], self._beside()), axis=0)
         pending = np.concatenate([self._pending, counted])
         for begin in np.sort(pending[pending[:, NAME] == self._first, BEGIN]):
             # Spans within before_run were noted before it.
@@ -111,8 +113,8 @@ class Account:
 
     def _count(self, pending: Spans) -> Spans:
         """Count spans up to the last mark, and return the others."""
-        marks = np.sort(pending[:, END].compress(_among(pending[:, NAME], self._marks)))
-        self._ended = self._ended or bool(_among(pending[:, NAME], self._ends).any())
+        marks = np.sort(pending[:, END].compress(among(pending[:, NAME], self._marks)))
+        self._ended = self._ended or bool(among(pending[:, NAME], self._ends).any())
         until = self._known_until(pending, marks)
         if self._until is None or until <= self._until:
             return pending
@@ -120,11 +122,16 @@ class Account:
         window, rest = pending.compress(known, axis=0), pending.compress(~known, axis=0)
         found = _Found(window)
         self._count_steps(found)
+        calls = len(window)
         window = np.concatenate([window, self._made(found, marks, until)])
         window[:, BEGIN] = np.maximum(window[:, BEGIN], self._until)
-        window = window.compress(window[:, END] > window[:, BEGIN], axis=0)
+        counted = window[:, END] > window[:, BEGIN]
+        calls = int(np.count_nonzero(counted[:calls]))
+        window = window.compress(counted, axis=0)
         if len(window):
-            own = np.bincount(window[:, NAME], exclusive(window)).astype(np.int64)
+            exclusive_times = exclusive(window)
+            self.calls.add(window[:calls, NAME], exclusive_times[:calls])
+            own = np.bincount(window[:, NAME], exclusive_times).astype(np.int64)
             size = max(len(own), len(self._own))
             self._own = np.pad(self._own, (0, size - len(self._own))) + np.pad(own, (0, size - len(own)))
         self.wall += until - self._until
@@ -183,7 +190,7 @@ class _Found:
         return np.sort(np.concatenate(found)) if found else np.zeros(0, np.int64)
 
 
-def _among(names: Ints, wanted: Sequence[int]) -> NDArray[np.bool_]:
+def among(names: Ints, wanted: Sequence[int]) -> NDArray[np.bool_]:
     """Return ``np.isin(names, wanted)``, faster: ids are small numbers."""
     table = np.zeros(max(int(names.max(initial=0)), *wanted, 0) + 1, np.bool_)
     table[list(wanted)] = True

@@ -15,7 +15,7 @@ from eventloop.bus.subscription import Subscription
 from eventloop.errors import LaneClosedError
 from eventloop.events import CostsMeasured, Event, RanksMeasured
 from eventloop.events.event import name_of, registry
-from eventloop.observe.account import NEEDED, Account
+from eventloop.observe.account import NEEDED, Account, among
 from eventloop.observe.costs import Costs, Histogram, LaneCosts, Part
 from eventloop.observe.exchange import RankExchange
 from eventloop.observe.memory import Memory
@@ -70,7 +70,8 @@ class BusRecorder(Recorder):
         super().__init__()
         self._bus: Any = weakref.proxy(bus)
         self._told = 0.0  # when costs were published last
-        self._totals = Totals()
+        self._totals = Totals()  # of lanes
+        self._of_lanes: list[int] = []  # ids of their spans
         self._accounts: dict[int, Account] = {}
         self._meters: dict[Subscription, Meter] = {}
         self._beside: list[int] = []  # ids of spans outside of the account
@@ -102,6 +103,7 @@ class BusRecorder(Recorder):
             return None
         if subscription not in self._meters:
             ids = {kind: self.id_of(LaneSpan(subscription, kind)) for kind in get_args(Kind)}
+            self._of_lanes += ids.values()
             self._beside += [ids["queued"], ids["handled"], ids["worked"]]
             self._meters[subscription] = Meter(self.add, **ids)
         return self._meters[subscription]
@@ -180,27 +182,27 @@ class BusRecorder(Recorder):
                 publishing += spent
             elif spent or isinstance(name, Call | StreamCall):
                 own[name] += spent
-        parts = [self._part(name, spent, wall) for name, spent in own.items()]
+        parts = [self._part(accounts, name, spent, wall) for name, spent in own.items()]
         rest = wall - sum(own.values()) - publishing
         for name, spent in (("publishing", publishing), ("rest", rest)):
             parts.append(Part(group="trainbus", name=name, calls=0, seconds=spent / 1e9, share=spent / max(wall, 1)))
         return parts
 
-    def _part(self, name: Any, spent: int, wall: int) -> Part:
+    def _part(self, accounts: list[Account], name: Any, spent: int, wall: int) -> Part:
         seconds, share = spent / 1e9, spent / max(wall, 1)
         number = self.id_of(name)
-        calls, mean = self._totals.calls_of(number), self._totals.mean(number) / 1e9
-        p99 = self._totals.quantile(number, 0.99) / 1e9
+        calls = sum(one.calls.calls_of(number) for one in accounts)
+        p99 = max((one.calls.quantile(number, 0.99) for one in accounts), default=0.0) / 1e9
         if isinstance(name, LaneSpan):
-            return Part("waiting", name.subscription.label, calls, seconds, share, mean, p99, name.subscription.mount_point)
+            return Part("waiting", name.subscription.label, calls, seconds, share, p99, name.subscription.mount_point)
         if isinstance(name, StreamCall):
-            return Part("hand-off", "stream", calls, seconds, share, mean, p99, name.mount_point)
+            return Part("hand-off", "stream", calls, seconds, share, p99, name.mount_point)
         if isinstance(name, ForeignCall):
-            return Part("hook", name.label, calls, seconds, share, mean, p99, name.moment)
+            return Part("hook", name.label, calls, seconds, share, p99, name.moment)
         if not isinstance(name, Call):
-            return Part("training", name, calls, seconds, share, mean, p99)
+            return Part("training", name, calls, seconds, share, p99)
         group = "hook" if name.subscription.mode == "inline" else "hand-off"
-        return Part(group, name.subscription.label, calls, seconds, share, mean, p99, name.mount_point)
+        return Part(group, name.subscription.label, calls, seconds, share, p99, name.mount_point)
 
     def _lane_costs(self, one: Subscription, lane: Lane, meter: Meter) -> LaneCosts:
         stats, totals = lane.stats, self._totals
@@ -221,7 +223,8 @@ class BusRecorder(Recorder):
 
     def _add(self, spans: Spans) -> None:
         numbers, durations = spans[:, NAME], spans[:, END] - spans[:, BEGIN]
-        self._totals.add(numbers, durations)
+        of_lanes = among(numbers, self._of_lanes)
+        self._totals.add(numbers[of_lanes], durations[of_lanes])
         names = self.names
         calls, sums = np.bincount(numbers), np.bincount(numbers, durations)
         for number in np.flatnonzero(calls).tolist():

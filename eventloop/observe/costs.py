@@ -44,16 +44,20 @@ class Histogram(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One line of the costs. ``seconds`` excludes nested parts; ``mean`` and ``p99`` are of whole calls."""
+    """One line of the costs. ``seconds``, ``share``, ``mean`` and ``p99`` all leave out the parts within it."""
 
     group: str
     name: str
     calls: Count
     seconds: Number
     share: Number
-    mean: Number = 0.0
     p99: Number = 0.0
     mount_point: str = ""
+
+    @property
+    def mean(self) -> float:
+        """Seconds per call; 0 without calls."""
+        return self.seconds / self.calls if self.calls else 0.0
 
 
 class LaneCosts(msgspec.Struct, frozen=True):

@@ -37,7 +37,6 @@ def some_costs(wall: float = 10.0, iterations: int = 100) -> Costs:
             iterations,
             share * wall,
             share,
-            share * wall / iterations,
             2 * share * wall / iterations,
             "after_train_iter",
         )

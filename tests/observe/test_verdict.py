@@ -7,7 +7,7 @@ STEPS = Histogram({160: 1000})
 
 
 def part(name, share, *, group="hook", calls=1000, mount_point="after_train_iter"):
-    return Part(group, name, calls, share * 10, share, share * 10 / max(calls, 1), 0.0, mount_point)
+    return Part(group, name, calls, share * 10, share, 0.0, mount_point)
 
 
 def training(name, share):

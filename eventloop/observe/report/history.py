@@ -174,9 +174,8 @@ def _sum(all_costs: Sequence[Costs]) -> Costs | None:
 
 def _add_parts(parts: Sequence[Part], wall: float) -> Part:
     calls, seconds = sum(one.calls for one in parts), sum(one.seconds for one in parts)
-    mean = sum(one.mean * one.calls for one in parts) / calls if calls else 0.0
     p99 = max(one.p99 for one in parts)
-    return msgspec.structs.replace(parts[0], calls=calls, seconds=seconds, share=seconds / max(wall, 1e-9), mean=mean, p99=p99)
+    return msgspec.structs.replace(parts[0], calls=calls, seconds=seconds, share=seconds / max(wall, 1e-9), p99=p99)
 
 
 def _add_lanes(lanes: Sequence[LaneCosts]) -> LaneCosts:

@@ -157,7 +157,7 @@ function showCosts(costs) {
   const cell = (text, className = "number") => make("td", { className }, text);
   $("parts").replaceChildren(...costs.parts.slice(0, 15).map((part, index) => make("tr", {},
     make("td", {}, swatch(index), name(part)), cell(percent(part.share)), cell(part.seconds.toFixed(2)), cell(part.calls ? whole(part.calls) : ""),
-    cell(part.calls ? duration(part.mean) : ""), cell(part.calls ? duration(part.p99) : ""))));
+    cell(part.calls ? duration(part.seconds / part.calls) : ""), cell(part.calls ? duration(part.p99) : ""))));
   $("lanes").hidden = costs.lanes.length === 0;
   const bad = number => cell(whole(number), number ? "number bad" : "number");
   $("lane-rows").replaceChildren(...costs.lanes.map(lane => make("tr", {},
