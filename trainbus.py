@@ -90,7 +90,8 @@ def _find(name: str) -> Any:
         for package in map(_own, _PUBLIC):
             if name in package.__all__:
                 return getattr(package, name)
-    raise AttributeError(f"module 'trainbus' has no attribute {name!r}")
+    hint = "" if name.startswith("_") else importlib.import_module("eventloop.spelling").did_you_mean(name, _public())
+    raise AttributeError(f"module 'trainbus' has no attribute {name!r}{hint}")
 
 
 def _public() -> list[str]:

@@ -55,7 +55,7 @@ def check_options(init: Callable[P, R]) -> Callable[P, R]:
         for option, value in (*zip(named[1:], args[1:], strict=False), *kwargs.items()):
             if option not in options and not takes_any:
                 owner = type(args[0]).__name__ if args and init.__name__ == "__init__" else init.__name__
-                raise ConfigurationError.unknown_option(owner, option, options)
+                raise ConfigurationError.unknown_option(owner, option, options, value)
             if option in annotations():
                 check_value(option, value, annotations()[option])
         return init(*args, **kwargs)

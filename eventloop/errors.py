@@ -7,8 +7,9 @@ All errors derive from :class:`TrainbusError`, and also from the builtin that de
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
 from typing import Self
+
+from eventloop.spelling import option_meant
 
 
 class TrainbusError(Exception):
@@ -71,11 +72,10 @@ class ConfigurationError(TrainbusError, ValueError):
     """An option of a run, loop or hook that cannot work; raised when the object is made or the run starts."""
 
     @classmethod
-    def unknown_option(cls, owner: str, option: str, known: Iterable[str]) -> Self:
-        """Make the error for an option that ``owner`` does not have; it names the nearest one, or all."""
+    def unknown_option(cls, owner: str, option: str, known: Iterable[str], value: object = None) -> Self:
+        """Make the error for an option that ``owner`` does not have; it names the one that was meant, or all."""
         known = list(known)
-        near = get_close_matches(option, known, n=1)
-        hint = f"did you mean {near[0]}=?" if near else f"its options are {', '.join(known)}" if known else "it has none"
+        hint = option_meant(option, value, known) or (f"its options are {', '.join(known)}" if known else "it has none")
         return cls(f"{owner} has no option {option}=; {hint}")
 
 

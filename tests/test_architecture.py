@@ -15,7 +15,7 @@ ROOT = Path(eventloop.__file__).parent.parent
 PACKAGES_OF_OURS = ("eventloop", "hooks", "trainbus")
 PUBLIC = (
     "eventloop",
-    *(f"eventloop.{name}" for name in ("bus", "checkpoint", "config", "errors", "events", "observe", "training")),
+    *(f"eventloop.{name}" for name in ("bus", "checkpoint", "config", "errors", "events", "observe", "spelling", "training")),
     "eventloop.observe.dashboard",
 )
 FILES = [*sorted(file for package in ("eventloop", "hooks") for file in ROOT.glob(f"{package}/**/*.py")), ROOT / "trainbus.py"]

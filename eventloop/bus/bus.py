@@ -27,6 +27,7 @@ from eventloop.errors import BusStateError, SubscribeError
 from eventloop.events import Event
 from eventloop.events.event import lineage, name_of, resolve
 from eventloop.offload import Backend, Runtime
+from eventloop.spelling import answers_names
 
 _joined = itertools.count(1)  # runs with other ranks; equal on all of them
 
@@ -70,6 +71,7 @@ class Attachment(Protocol):
     def __exit__(self, *error: object) -> None: ...
 
 
+@answers_names
 class Bus(TypedOn, Streams):
     """An in-process event bus. Plain handlers run inline, in order of priority; async and blocking ones are offloaded.
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, cast, get_type_hints
 
@@ -17,6 +16,7 @@ from eventloop.bus.priority import PriorityLike
 from eventloop.checks import check_picks, check_value, is_async, is_generator
 from eventloop.errors import SubscribeError
 from eventloop.offload import Full, Lane, SizedLane, detacher
+from eventloop.spelling import option_meant
 
 Mode = Literal["inline", "async", "thread", "process", "stream", "history"]
 _Events = Annotated[int, Meta(ge=1, description="a positive number of events")]
@@ -87,8 +87,7 @@ def checked_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options that are not None; raise SubscribeError for an unknown one or an invalid value."""
     for name in options:
         if name not in _OPTIONS:
-            near = get_close_matches(name, _OPTIONS, n=1)
-            hint = f"did you mean {near[0]}=?" if near else f"the options are {', '.join(_OPTIONS)}"
+            hint = option_meant(name, options[name], _OPTIONS) or f"the options are {', '.join(_OPTIONS)}"
             raise SubscribeError(f"{name}= is not an option; {hint}")
     given = {name: value for name, value in options.items() if value is not None}
     for name, value in given.items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from enum import IntEnum
 from typing import Annotated
 
@@ -11,6 +10,7 @@ from msgspec import Meta
 
 from eventloop.checks import check_value
 from eventloop.errors import SubscribeError
+from eventloop.spelling import nearest
 
 
 class Priority(IntEnum):
@@ -39,12 +39,10 @@ class Priority(IntEnum):
         if isinstance(value, str):
             named = table.get(value.strip().upper())
             if named is None:
-                near = get_close_matches(value.upper(), table, n=1)
+                near = nearest(value, table, most=1)
                 hint = f" (did you mean {near[0]}?)" if near else ""
-                raise SubscribeError(
-                    f"priority={value!r} is not a priority name{hint}; use an integer from 0 to 100 or one of "
-                    f"{', '.join(table)}"
-                )
+                advice = f"use an integer from 0 to 100 or one of {', '.join(table)}"
+                raise SubscribeError(f"priority={value!r} is not a priority name{hint}; {advice}")
             return int(named)
         number = int(value) if isinstance(value, IntEnum) else value
         words = f"an integer from 0 (runs first) to 100 (runs last), or one of {', '.join(table)}"

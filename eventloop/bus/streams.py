@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Unpack, get_type_hints
 
 import msgspec
@@ -17,6 +17,7 @@ from eventloop.errors import BusStateError, SubscribeError
 from eventloop.events import Event
 from eventloop.events.event import resolve
 from eventloop.offload import Lane
+from eventloop.spelling import option_meant
 
 _FILTERS = (*FilterOptions.__annotations__,)
 _KNOWN = ("capture", *StreamOptions.__annotations__)
@@ -63,10 +64,7 @@ class Streams(Lifecycle):
         Raises:
             SubscribeError: as for :meth:`on`.
         """
-        for name in options:
-            if name not in _FILTERS:
-                known = ", ".join(("last", "capture", *_FILTERS))
-                raise SubscribeError(f"bus.keep has no option {name}=; its options are {known}")
+        _check_names("bus.keep", options, _FILTERS, further=("last", "capture"))
         check_value("last", last, _EVENTS, SubscribeError)
         with self._lock:
             kept = self._kept(tuple(map(resolve, (event, *more))), capture, options, max(1, last))
@@ -74,9 +72,7 @@ class Streams(Lifecycle):
         return kept.subscription
 
     def _stream(self, events: Sequence[type[Event] | str], options: dict[str, Any]) -> Any:
-        for name in options:
-            if name not in _KNOWN:
-                raise SubscribeError(f"bus.stream has no option {name}=; its options are {', '.join(_KNOWN)}")
+        _check_names("bus.stream", options, _KNOWN)
         given: dict[str, Any] = {"full": "drop_old", **options}
         replay = given.pop("replay", None)
         types = tuple(map(resolve, events))
@@ -169,6 +165,15 @@ class _Branch:
     def cancel(self) -> None:
         self._history.leave(self.lane)
         self._left()
+
+
+def _check_names(owner: str, options: Mapping[str, Any], known: Sequence[str], *, further: Sequence[str] = ()) -> None:
+    """Raise SubscribeError for an unknown option; ``further`` are the owner's other options."""
+    for name in options:
+        if name not in known:
+            every = (*further, *known)
+            hint = option_meant(name, options[name], every) or f"its options are {', '.join(every)}"
+            raise SubscribeError(f"{owner} has no option {name}=; {hint}")
 
 
 def _lane(events: tuple[type[Event], ...], replay: int, options: dict[str, Any]) -> Lane:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, Self
 
@@ -22,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from eventloop.errors import SubscribeError
 from eventloop.events import AfterModuleBackward, AfterModuleForward, BeforeModuleBackward, BeforeModuleForward, ModuleEvent
+from eventloop.spelling import nearest
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -159,7 +159,7 @@ def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _nearest(pattern: str, named: dict[str, nn.Module]) -> str:
     names = [name for name in named if name]
-    near = get_close_matches(pattern, names, n=3, cutoff=0.5)
+    near = nearest(pattern, names, most=3, cutoff=0.5)
     if near:
         return f"; did you mean {' or '.join(map(repr, near))}?"
     return f"; it has {', '.join(map(repr, names[:5]))}{', ...' * (len(names) > 5)}" if names else "; it has no submodules"

@@ -19,8 +19,9 @@ from typing import Annotated, Any, Literal, NamedTuple, NewType, TypeVar, Union
 import msgspec
 
 from eventloop.config.names import Imports, find, is_reference, kind_of_base, registered, translated
-from eventloop.config.read import FromText, check_keys, did_you_mean, inside, kind_of, parsed, settle, wrong
+from eventloop.config.read import FromText, check_keys, inside, kind_of, parsed, settle, wrong
 from eventloop.errors import TrainbusError
+from eventloop.spelling import did_you_mean
 
 _EMPTY = inspect.Parameter.empty
 _SCALARS = (bool, int, float, str, bytes)

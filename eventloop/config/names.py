@@ -25,8 +25,9 @@ from typing import Any, TypeVar, overload
 import msgspec
 
 from eventloop.builtin import load_builtin
-from eventloop.config.read import did_you_mean, inside, kind_of, settle, wrong
+from eventloop.config.read import inside, kind_of, settle, wrong
 from eventloop.errors import RegistrationError, UnknownNameError
+from eventloop.spelling import did_you_mean
 
 C = TypeVar("C", bound=type)
 

@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from eventloop.errors import ConfigurationError
+from eventloop.spelling import did_you_mean
 
 _LARGEST_FILE = 10_000_000  # bytes
 _LARGEST_INTEGER = 10_000  # bits; Python can still write it as a decimal number
@@ -272,16 +272,6 @@ def kind_of(value: Any) -> str:
     if isinstance(value, str):
         return f"str {shortened(str(value))!r}"
     return f"{type(value).__name__} {value!r}" if isinstance(value, bool | int | float) else shortened(repr(value))
-
-
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ``" (did you mean 'this' or 'that'?)"``, or "" if no known name is similar."""
-    lower: dict[str, str] = {}
-    for one in known:
-        lower.setdefault(one.lower(), one)  # the first of several spellings: aliases come last
-    near = get_close_matches(name.lower(), lower, n=2, cutoff=0.6)
-    near = near or [one for one in lower if len(name) > 2 and re.search(rf"(\b|_){re.escape(name.lower())}", one)][:2]
-    return f" (did you mean {' or '.join(repr(lower[one]) for one in near)}?)" if near else ""
 
 
 def check_keys(

@@ -17,8 +17,9 @@ from eventloop.bus.hook import Hook
 from eventloop.bus.priority import Priority, PriorityLike
 from eventloop.config.make import Maker, Signature, derived
 from eventloop.config.names import Imports, priority_scales, registrable
-from eventloop.config.read import check_keys, did_you_mean, inside, kind_of, parsed, settle, wrong
+from eventloop.config.read import check_keys, inside, kind_of, parsed, settle, wrong
 from eventloop.errors import ConfigurationError, SubscribeError
+from eventloop.spelling import did_you_mean
 from eventloop.training.arguments import device_of
 from eventloop.training.distributed.launch import own_device, shared
 from eventloop.training.distributed.ranks import is_parallel, world_size

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from difflib import get_close_matches
 from functools import cache
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
@@ -26,6 +25,7 @@ import msgspec
 import torch
 
 from eventloop.errors import EventDefinitionError, UnknownEventError
+from eventloop.spelling import nearest
 
 T = TypeVar("T")
 
@@ -173,7 +173,7 @@ def resolve(event: type[Event] | str) -> type[Event]:
 def suggest(name: str) -> str:
     """Return the end of an error message: the mount points nearest to ``name``."""
     ours = _translated(name.lower())
-    near = [ours] if ours in registry else get_close_matches(ours, registry, n=3, cutoff=0.6)
+    near = [ours] if ours in registry else nearest(ours, registry, most=3)
     if near:
         return f"; did you mean {' or '.join(repr(match) for match in near)}?"
     return "; declare it by subclassing Event, or see the known ones with `trainbus events`"

@@ -16,6 +16,7 @@ from eventloop.errors import BusStateError, ConfigurationError, RunCancelled, Tr
 from eventloop.events import AfterForward, BeforeForward
 from eventloop.log import get_logger
 from eventloop.offload import in_thread
+from eventloop.spelling import answers_names
 from eventloop.training.arguments import Config, Data, Limit, Models, OnBus, Optimizers, Resume, Stateful, Step, check_step
 from eventloop.training.iterators import EvaluationBatches
 from eventloop.training.metrics import Metrics, NamedMetrics
@@ -26,6 +27,7 @@ from eventloop.training.update import Update
 log = get_logger()
 
 
+@answers_names
 class TrainLoop:
     """Train, validate and test ``model``, and publish every mount point on ``bus``.
 

@@ -18,6 +18,7 @@ from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.events import Event, Progress, RunEvent
 from eventloop.events.shared import Shared
+from eventloop.spelling import answers_names
 from eventloop.training import arguments as given
 from eventloop.training.accelerator import register
 from eventloop.training.data import Feeds
@@ -36,6 +37,7 @@ from eventloop.training.state import ITERATIONS, REPEATED, Counters, RunState
 from eventloop.training.update import Update
 
 
+@answers_names
 class Run:
     """One run of a training, validation or test: a context manager that opens the bus if it is idle.
 

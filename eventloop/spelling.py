@@ -1,0 +1,120 @@
+"""Find the name that was meant: for a misspelt name, or for the name of the same thing in another library."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, TypeVar
+
+C = TypeVar("C", bound=type)
+
+_INTERVAL = ("interval", "every", "period", "val_interval")
+_PUBLISH, _ON, _OFF = ("publish",), ("on",), ("off",)
+_LOOP = ("run", "train")
+_EPOCHS, _ITERS = ("max_epochs",), ("max_iters",)
+
+_ELSEWHERE: dict[str, tuple[str, ...]] = {
+    # options: Lightning's, Hugging Face's, Ignite's, Keras's
+    **dict.fromkeys(("every", "interval", "period", "freq", "frequency", "n", "every_n"), _INTERVAL),
+    **dict.fromkeys(("every_n_epochs", "every_n_steps", "every_n_iters", "every_n_train_steps", "save_every"), _INTERVAL),
+    **dict.fromkeys(("save_freq", "save_steps", "log_every", "log_every_n_steps", "logging_steps", "log_interval"), _INTERVAL),
+    **dict.fromkeys(("check_val_every_n_epoch", "val_check_interval", "eval_steps", "eval_interval"), ("val_interval",)),
+    "mode": ("rule",),
+    **dict.fromkeys(("metric", "metric_name", "metric_for_best_model", "monitor", "save_best"), ("monitor", "save_best")),
+    **dict.fromkeys(("save_top_k", "save_total_limit", "n_saved", "max_to_keep", "keep"), ("max_keep_ckpts",)),
+    **dict.fromkeys(("dirpath", "save_dir", "output_dir", "log_dir", "default_root_dir"), ("work_dir", "out_dir")),
+    "filename": ("filename_tmpl",),
+    "decay": ("momentum",),
+    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "n_epochs"), _EPOCHS),
+    **dict.fromkeys(("steps", "max_steps", "num_steps", "total_steps", "iterations", "iters", "num_iters"), _ITERS),
+    **dict.fromkeys(("train_loader", "train_dataloader", "train_dataloaders", "train_dataset", "dataloader"), ("train_data",)),
+    **dict.fromkeys(("val_loader", "val_dataloader", "val_dataloaders", "eval_dataset", "valid_loader"), ("val_data",)),
+    **dict.fromkeys(("accumulation_steps", "gradient_accumulation_steps", "accumulate_grad_batches"), ("accumulate",)),
+    **dict.fromkeys(("gradient_clip_val", "max_grad_norm", "clip_grad", "max_norm"), ("grad_clip",)),
+    **dict.fromkeys(("precision", "mixed_precision", "fp16", "bf16"), ("amp",)),
+    **dict.fromkeys(("logger", "loggers"), ("writers",)),
+    **dict.fromkeys(("scheduler", "lr_scheduler"), ("scheduler", "schedulers")),
+    "training_step": ("step",),
+    "validation_step": ("val_step",),
+    **dict.fromkeys(("condition", "filter", "event_filter", "predicate"), ("when",)),
+    **dict.fromkeys(("thread", "background", "blocking", "executor"), ("offload",)),
+    **dict.fromkeys(("queue_size", "maxsize", "capacity", "buffer", "buffer_size"), ("queue",)),
+    # methods
+    **dict.fromkeys(("log", "log_dict", "log_metrics", "log_metric", "add_scalar", "log_scalar"), ("report",)),
+    **dict.fromkeys(("log_image", "add_image"), ("report_image",)),
+    **dict.fromkeys(("fit", "train", "start", "launch"), _LOOP),
+    **dict.fromkeys(("evaluate", "eval", "val", "validate", "validation"), ("validate", "val")),
+    **dict.fromkeys(("save", "save_checkpoint"), ("checkpoint_now",)),
+    **dict.fromkeys(("terminate", "abort", "should_stop"), ("stop",)),
+    **dict.fromkeys(("emit", "fire", "fire_event", "send", "dispatch", "trigger", "notify"), _PUBLISH),
+    **dict.fromkeys(("subscribe", "listen", "add_listener", "add_event_handler", "add_handler", "connect", "once"), _ON),
+    **dict.fromkeys(("unsubscribe", "remove_listener", "remove_event_handler", "remove_handler", "disconnect"), _OFF),
+    **dict.fromkeys(("add_callback", "add_hook", "register_hook", "register"), ("add",)),
+    # classes
+    "trainer": ("TrainLoop",),
+    **dict.fromkeys(("eventbus", "messagebus"), ("Bus",)),
+    "callback": ("Hook",),
+    "modelcheckpoint": ("CheckpointHook",),
+    "earlystopping": ("EarlyStoppingHook",),
+    "learningratemonitor": ("RuntimeInfoHook",),
+}
+"""Names elsewhere, in lower case, and our names for the same thing; the first one that is known is meant."""
+
+_VALUES = {"rule": {"min": "less", "max": "greater"}}
+
+
+def nearest(name: str, known: Iterable[str], *, most: int = 2, cutoff: float = 0.6) -> list[str]:
+    """Return the names of ``known`` that ``name`` may stand for, the best first: at most one if another library calls it so."""
+    lower: dict[str, str] = {}
+    for one in known:
+        lower.setdefault(one.lower(), one)  # the first of several spellings: aliases come last
+    wanted = name.lower()
+    for ours in _ELSEWHERE.get(wanted, ()):
+        if ours.lower() in lower:
+            return [lower[ours.lower()]]
+    near = get_close_matches(wanted, lower, n=most, cutoff=cutoff)
+    near = near or [one for one in lower if len(name) > 2 and re.search(rf"(\b|_){re.escape(wanted)}", one)][:most]
+    return [lower[one] for one in near]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return ``" (did you mean 'this' or 'that'?)"``, or "" if no known name is similar."""
+    near = nearest(name, known)
+    return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
+
+
+def option_meant(name: str, value: object, known: Iterable[str]) -> str:
+    """Return ``'did you mean rule="less"?'`` for the option ``mode="min"``, or "" if no known option is similar."""
+    for near in nearest(name, known, most=1):
+        ours = _VALUES.get(near, {}).get(value) if isinstance(value, str) else None
+        return f"did you mean {near}=?" if ours is None else f'did you mean {near}="{ours}"?'
+    return ""
+
+
+class _Elsewhere:
+    """An attribute that other libraries have. It is not there: reading it raises an AttributeError that names ours."""
+
+    def __init__(self, name: str, ours: str) -> None:
+        self._name, self._ours = name, ours
+
+    def __get__(self, instance: object, owner: type) -> Any:
+        message = f"{owner.__name__!r} has no attribute {self._name!r}; did you mean {self._ours!r}?"
+        raise AttributeError(message, name=self._name, obj=None)  # obj: Python would add a guess of its own
+
+
+def answers_names(cls: C) -> C:
+    """Decorate a class: a method's name in another library is an AttributeError that names the method.
+
+    A ``__getattr__`` would do the same, and slow down every access to an attribute.
+    """
+    there = set(dir(cls))
+    answered = {name for name in _ELSEWHERE.keys() - there if not there.isdisjoint(_ELSEWHERE[name])}
+    for name in answered:
+        setattr(cls, name, _Elsewhere(name, next(ours for ours in _ELSEWHERE[name] if ours in there)))
+
+    def names(self: object) -> list[str]:
+        return [name for name in object.__dir__(self) if name not in answered]
+
+    cls.__dir__ = names  # type: ignore[assignment]  # of a class, as mypy sees it
+    return cls

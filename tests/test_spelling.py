@@ -1,0 +1,55 @@
+"""The one name that is meant by a misspelt name, or by what another library calls the same thing."""
+
+import pytest
+
+import trainbus
+from eventloop import Bus, ConfigurationError, Run, SubscribeError, TrainLoop
+from eventloop.spelling import did_you_mean, nearest
+from hooks import CheckpointHook, EarlyStoppingHook, EvaluateHook, LoggerHook
+
+
+@pytest.mark.parametrize(
+    ("make", "meant"),
+    [
+        (lambda: LoggerHook(every=5), "interval="),
+        (lambda: EvaluateHook(every=5, function=print), "period="),
+        (lambda: EarlyStoppingHook("speed", mode="min"), 'rule="less"'),
+        (lambda: CheckpointHook(monitor="acc"), "save_best="),
+        (lambda: TrainLoop(epochs=3), "max_epochs="),
+        (lambda: Bus().on("after_train_iter", print, interval=5), "every="),
+        (lambda: Bus().stream("after_train_iter", interval=5), "every="),
+        (lambda: Bus().keep("after_train_iter", interval=5), "every="),
+    ],
+)
+def test_an_option_of_another_library_is_answered_with_the_one_name(make, meant):
+    with pytest.raises((ConfigurationError, SubscribeError)) as caught:
+        make()
+    assert str(caught.value).endswith(f"did you mean {meant}?")
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "meant"),
+    [
+        (Run, "log", "report"),
+        (Run, "fit", "train"),
+        (TrainLoop, "fit", "run"),
+        (TrainLoop, "train", "run"),
+        (Bus, "subscribe", "on"),
+        (Bus, "emit", "publish"),
+        (trainbus, "Trainer", "TrainLoop"),
+    ],
+)
+def test_a_name_of_another_library_is_answered_with_ours(owner, name, meant):
+    with pytest.raises(AttributeError, match=f"did you mean '{meant}'"):
+        getattr(owner, name)
+    assert hasattr(owner, meant)
+
+
+def test_names_of_other_libraries_are_not_listed_as_attributes():
+    assert {"on", "publish"} <= set(dir(Bus()))
+    assert {"subscribe", "emit"}.isdisjoint(dir(Bus()))
+
+
+def test_a_misspelt_name_is_answered_with_the_nearest_in_its_own_spelling():
+    assert nearest("momentun", ["Momentum", "monitor"], most=1) == ["Momentum"]
+    assert did_you_mean("nothing like it", ["a", "b"]) == ""
