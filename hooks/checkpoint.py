@@ -212,7 +212,7 @@ class CheckpointHook(Hook):
         """Save if a metric is the best so far."""
         if not self._kept.best.names or not event.run.training:
             return
-        if not event.metrics:
+        if not event.metrics and self._kept.best.names == ("auto",):
             log.warning("this validation has no metrics; the best checkpoint stays", hook=self.label)
             return
         by_epoch = self.by_epoch and event.progress.max_iters is None

@@ -9,7 +9,7 @@ from typing import Any
 from eventloop import Hook, Priority, check_options, get_logger, register
 from eventloop.events import AfterRun, AfterValEpoch, BeforeTrain, RunView
 from hooks.options import Distance, Finite, Name, PositiveInt
-from hooks.rules import Rule, check_validated, find_rule, is_better, missing_metric, score_of, warn_unvalidated
+from hooks.rules import Rule, check_validated, find_rule, is_better, missing_metric, value_of, warn_unvalidated
 
 log = get_logger()
 
@@ -30,7 +30,8 @@ class EarlyStoppingHook(Hook):
         rule: ``"greater"`` or ``"less"`` is better; by default inferred from the name, see :func:`hooks.rules.find_rule`.
         min_delta: an improvement must be larger than this, in the metric's unit. MMEngine's default suits percentages: for an
             accuracy between 0 and 1, give less. With 0 any improvement counts.
-        strict: raise an error if a validation lacks the metric or it is None; False logs a warning.
+        strict: raise an error if a validation did not return the metric; False logs a warning (MMEngine's default). A value of
+            None is skipped, with a warning.
         check_finite: stop at a value that is not finite. False counts NaN as no improvement.
         patience: number of validations without improvement before the stop.
         stopping_threshold: value in the metric's unit beyond which training ends at once.
@@ -50,7 +51,7 @@ class EarlyStoppingHook(Hook):
         monitor: Name,
         rule: Rule | None = None,
         min_delta: Distance = 0.1,
-        strict: bool = False,
+        strict: bool = True,
         check_finite: bool = True,
         patience: PositiveInt = 5,
         stopping_threshold: Finite | None = None,
@@ -88,14 +89,13 @@ class EarlyStoppingHook(Hook):
     def after_val_epoch(self, event: AfterValEpoch) -> None:
         if not event.run.training:
             return
-        value = event.metrics.get(self.monitor)
-        if value is None:
-            error = missing_metric(f"{self.label} watches", self.monitor, event.metrics)
-            if self.strict:
-                raise error
-            log.warning(str(error))
+        watches = f"{self.label} watches"
+        if self.monitor not in event.metrics and not self.strict:
+            log.warning(str(missing_metric(watches, self.monitor, event.metrics)))
             return
-        score, best = score_of(f"monitor={self.monitor!r}: its value", value), self.best_score
+        score, best = value_of(watches, self.monitor, event.metrics), self.best_score
+        if score is None:
+            return
         needed = None if best is None else best + (self.min_delta if self.rule == "greater" else -self.min_delta)
         self._last_score = score
         if is_better(self.rule, score, needed):

@@ -14,7 +14,7 @@ import torch
 from eventloop import ConfigurationError, Hook, Priority, TrainingError, check_options, get_logger, mount, register
 from eventloop.events import AfterTrain, AfterTrainEpoch, AfterTrainIter, BeforeTrain, RunEvent, RunView
 from hooks.options import Name, NonNegativeInt
-from hooks.rules import Rule, find_rule, is_better, score_of
+from hooks.rules import Rule, find_rule, is_better, missing_metric, score_of
 
 log = get_logger()
 
@@ -156,7 +156,7 @@ class EvaluateHook(Hook):
         if self.monitor is None:
             self._follow(next(iter(metrics)))
         if self.monitor not in metrics:
-            raise TrainingError(f"{self.label}: monitor={self.monitor!r}, but the function returned only {', '.join(metrics)}")
+            raise missing_metric(f"{self.label} follows", str(self.monitor), metrics, what="the function")
         best = None if self.best is None else self.best.metrics[self.monitor]
         if self.rule is not None and is_better(self.rule, metrics[self.monitor], best):
             self.best = result

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from eventloop import ConfigurationError, TrainingError, get_logger
 from eventloop.events import AfterRun, AfterTrain, BeforeTrain
+from eventloop.spelling import did_you_mean
 from hooks.options import one_or_more
 
 log = get_logger()
@@ -54,13 +55,28 @@ def score_of(subject: str, value: Any) -> float:
         raise TrainingError(f"{subject} is a {type(value).__name__}, not a single number") from error
 
 
-def missing_metric(subject: str, metric: str | None, metrics: Mapping[str, Any]) -> TrainingError:
-    """Return the error for a validation without a value of ``metric``. The message begins with ``subject``."""
-    returned = [name for name, value in metrics.items() if value is not None]
-    there = ", ".join(map(repr, returned)) or "none"
-    near = next((name for name in returned if metric and (metric.endswith(name) or name.endswith(metric))), None)
-    hint = f" (did you mean {near!r}?)" if near else ""  # trainers differ in prefixes: 'eval_loss', 'val/loss', 'loss'
-    return TrainingError(f"{subject} the metric {metric!r}, which this validation did not return{hint}; it returned {there}")
+def missing_metric(subject: str, metric: str, metrics: Mapping[str, Any], what: str = "this validation") -> TrainingError:
+    """Return the error for a validation without ``metric``. The message begins with ``subject``."""
+    there = ", ".join(map(repr, metrics)) or "none"
+    near = [name for name in metrics if metric.endswith(name) or name.endswith(metric)]  # 'eval_loss', 'val/loss', 'loss'
+    hint = f" (did you mean {near[0]!r}?)" if near else did_you_mean(metric, metrics)
+    return TrainingError(f"{subject} the metric {metric!r}, which {what} did not return{hint}; it returned {there}")
+
+
+def value_of(subject: str, metric: str, metrics: Mapping[str, Any]) -> float | None:
+    """Return the value of a metric that a hook follows; None, with a warning, if the validation computed None.
+
+    This is the rule of all hooks. The messages begin with ``subject``: ``"EarlyStoppingHook watches"``.
+
+    Raises:
+        TrainingError: the validation did not return the metric, or its value is not a number.
+    """
+    if metric not in metrics:
+        raise missing_metric(subject, metric, metrics)
+    if metrics[metric] is None:
+        log.warning(f"{subject} the metric {metric!r}, which is None in this validation; the hook skips it")
+        return None
+    return score_of(f"{subject} the metric {metric!r}, whose value", metrics[metric])
 
 
 class BestMetrics:
@@ -108,14 +124,11 @@ class BestMetrics:
         Raises:
             TrainingError: a metric is missing, or is not a number.
         """
-        self.found([next(iter(metrics))])
+        self.found(list(metrics)[:1])
         for metric in self.names:
-            if metric not in metrics:
-                raise missing_metric("save_best is", metric, metrics)
-            if metrics[metric] is not None:
-                score = score_of(f"save_best={metric!r}: its value", metrics[metric])
-                if is_better(self._rule_of(metric), score, best.get(metric)):
-                    yield metric, score
+            score = value_of("save_best is", metric, metrics)
+            if score is not None and is_better(self._rule_of(metric), score, best.get(metric)):
+                yield metric, score
 
     def _rule_of(self, metric: str) -> Rule:
         return self._rules.get(metric, self._rules.get("auto")) or find_rule(metric, self._greater, self._less)

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, register
 from eventloop.events import Slot
-from hooks.rules import check_validated, missing_metric, score_of, warn_unvalidated
+from hooks.rules import check_validated, value_of, warn_unvalidated
 
 log = get_logger()
 
@@ -130,11 +130,9 @@ class ParamSchedulerHook(Hook):
     def after_val_epoch(self, event: events.AfterValEpoch) -> None:
         if not event.run.training:
             return
-        value = event.metrics.get(str(self.monitor))
-        if value is None:
-            raise missing_metric(f"{self.label} steps by", self.monitor, event.metrics)
-        for scheduler in self.schedulers.values():
-            scheduler.step(score_of(f"monitor={self.monitor!r}: its value", value))
+        value = value_of(f"{self.label} steps by", str(self.monitor), event.metrics)
+        for scheduler in () if value is None else self.schedulers.values():
+            scheduler.step(value)
 
     def before_save_checkpoint(self, event: events.BeforeSaveCheckpoint) -> None:
         """Put the schedulers' states into the checkpoint; ``CheckpointHook`` may leave them out."""

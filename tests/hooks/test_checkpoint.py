@@ -262,11 +262,6 @@ def test_several_metrics_have_a_best_each(job: SimpleNamespace, tmp_path: Path) 
     assert len([name for name in best if name.startswith("best_loss_epoch_")]) == 1
 
 
-def test_a_missing_metric_is_an_error_naming_the_others(job: SimpleNamespace, tmp_path: Path) -> None:
-    with pytest.raises(TrainingError, match="'acc', 'loss'"):
-        best_loop(job, tmp_path, CheckpointHook(save_best="accuracy"), 0.5).run()
-
-
 @pytest.mark.parametrize("name", ["eval_loss", "val/loss"])
 def test_the_error_for_a_metric_with_the_prefix_of_a_trainer_names_ours(
     job: SimpleNamespace, tmp_path: Path, name: str

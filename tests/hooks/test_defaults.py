@@ -32,7 +32,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "EarlyStoppingHook": {
         "rule": None,
         "min_delta": 0.1,
-        "strict": False,
+        "strict": True,
         "check_finite": True,
         "patience": 5,
         "stopping_threshold": None,

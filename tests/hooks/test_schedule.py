@@ -9,7 +9,7 @@ import torch
 from structlog.testing import capture_logs
 from torch.optim import lr_scheduler
 
-from eventloop import Bus, ConfigurationError, Hook, Run, TrainingError, TrainLoop
+from eventloop import Bus, ConfigurationError, Hook, Run, TrainLoop
 from eventloop.checkpoint import load
 from hooks.checkpoint import CheckpointHook
 from hooks.optimizer import OptimizerHook
@@ -69,12 +69,6 @@ def test_by_metric_steps_with_it_after_validations_of_training_only(job: SimpleN
     loop.val()
     (optimizer,) = (hook.schedulers["ReduceLROnPlateau"].optimizer for hook in loop.bus.hooks[:1])
     assert optimizer.param_groups[0]["lr"] == 0.25  # of the third validation, none of the last
-
-
-def test_a_missing_metric_is_an_error_naming_the_others(job: SimpleNamespace) -> None:
-    loop, _ = scheduled(job, "metric", make=lr_scheduler.ReduceLROnPlateau, monitor="acc", val_data=job.batches(1))
-    with pytest.raises(TrainingError, match=r"'acc'.*'loss'"):
-        loop.run()
 
 
 def test_with_several_optimizers_a_scheduler_follows_its_own(job: SimpleNamespace) -> None:

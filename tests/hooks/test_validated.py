@@ -1,4 +1,4 @@
-"""Hooks that go by metrics of validations, in a training without any."""
+"""Hooks that go by metrics of validations, in a training without any, and in one whose validations lack the metric."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,16 +8,16 @@ import torch
 from structlog.testing import capture_logs
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from eventloop import Bus, ConfigurationError, Hook, Run
+from eventloop import Bus, ConfigurationError, Hook, Run, TrainingError
 from hooks.checkpoint import CheckpointHook
 from hooks.early_stopping import EarlyStoppingHook
 from hooks.schedule import ParamSchedulerHook
 
 HOOKS = {
-    "EarlyStoppingHook": lambda optimizer: EarlyStoppingHook("loss"),
-    "CheckpointHook(save_best=...)": lambda optimizer: CheckpointHook(save_best="loss", save_last=False),
-    'ParamSchedulerHook(by="metric")': lambda optimizer: ParamSchedulerHook(
-        ReduceLROnPlateau(optimizer), by="metric", monitor="loss"
+    "EarlyStoppingHook": lambda optimizer, metric="loss": EarlyStoppingHook(metric, patience=1),
+    "CheckpointHook(save_best=...)": lambda optimizer, metric="loss": CheckpointHook(save_best=metric, save_last=False),
+    'ParamSchedulerHook(by="metric")': lambda optimizer, metric="loss": ParamSchedulerHook(
+        ReduceLROnPlateau(optimizer), by="metric", monitor=metric
     ),
 }
 
@@ -89,3 +89,31 @@ def test_a_resumed_run_that_has_nothing_left_to_train_is_not(job: Any, label: st
                     run.report(loss=job.loss(model, batch))
     assert any("nothing is left" in entry["event"] for entry in logs)
     assert not [entry for entry in logs if "had none" in entry["event"]]
+
+
+@pytest.mark.parametrize(("metric", "meant"), [("eval_loss", "'loss'"), ("acccuracy", "'accuracy'")])
+def test_a_metric_that_the_first_validation_lacks_is_an_error_with_the_nearest(
+    job: Any, label: str, tmp_path: Any, metric: str, meant: str
+) -> None:
+    model = job.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    data = {"val_data": job.batches(1), "metrics": {"accuracy": job.Scores(0.5, 0.5)}}
+    loop = job.loop(HOOKS[label](optimizer, metric), model=model, optimizer=optimizer, work_dir=tmp_path, max_epochs=2, **data)
+    with pytest.raises(TrainingError) as caught, capture_logs():
+        loop.run()
+    assert label.split("(")[0] in str(caught.value) or "save_best" in str(caught.value)
+    assert f"{metric!r}" in str(caught.value)
+    assert f"did you mean {meant}?" in str(caught.value)
+    assert loop.counters.epoch == 1
+
+
+def test_a_metric_that_is_none_in_a_validation_is_skipped_with_a_warning(job: Any, label: str, tmp_path: Any) -> None:
+    model = job.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    data = {"val_data": job.batches(1), "metrics": {"accuracy": job.Scores(None, 0.5)}}
+    hook = HOOKS[label](optimizer, "accuracy")
+    loop = job.loop(hook, model=model, optimizer=optimizer, work_dir=tmp_path, max_epochs=2, **data)
+    with capture_logs() as logs:
+        loop.run()
+    assert loop.counters.epoch == 2
+    assert len([entry for entry in logs if "'accuracy'" in entry["event"] and entry["log_level"] == "warning"]) == 1

@@ -57,7 +57,7 @@ TABLE = (
         "EarlyStoppingHook",
         ("EarlyStoppingHook",),
         same("monitor rule min_delta strict check_finite patience stopping_threshold"),
-        note="an improvement must be larger than `min_delta`; there one of exactly `min_delta` counts, too",
+        note="`strict=True` by default; an improvement must be larger than `min_delta`, there it may be equal",
     ),
     _hook("EmptyCacheHook", ("EmptyCacheHook",), same("before_epoch after_epoch after_iter")),
     _hook("SyncBuffersHook", ("SyncBuffersHook",), note="no options there"),
