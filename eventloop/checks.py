@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import types
@@ -135,13 +136,64 @@ def _described(member: Any) -> str:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return True for coroutine functions, partials of them, and objects with an async ``__call__``."""
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    """Return True for coroutine functions, objects with an async ``__call__``, and partials of them."""
+    return any(map(inspect.iscoroutinefunction, _called(function)))
 
 
 def is_generator(function: Callable[..., Any]) -> bool:
-    """Return True for a function with ``yield`` in it; calling it runs nothing."""
-    return inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function)
+    """Return True for a function (or ``__call__``) with ``yield`` in it; calling it runs nothing."""
+    return any(inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in _called(function))
+
+
+def _called(function: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the function that a call runs: itself, or the ``__call__`` of its type; of a partial, those of what it calls."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function, type(function).__call__
+
+
+_LOST = {types.CoroutineType: "a coroutine", types.GeneratorType: "a generator", types.AsyncGeneratorType: "an async generator"}
+
+
+def check_returned(value: object) -> bool:
+    """Return True; raise SubscribeError if ``value``, which a handler returned, is a coroutine or a generator.
+
+    Nothing of it has run, and nothing would: a decorated async function and ``lambda event: ship(event)`` are plain functions.
+    """
+    kind = _LOST.get(type(value))
+    if kind is None:
+        return True
+    name = getattr(value, "__qualname__", "")
+    if isinstance(value, types.CoroutineType):
+        value.close()  # without a warning that it was never awaited
+    raise SubscribeError(
+        f"a handler returned {kind} of {name}, which does not run, because its caller does not await it: subscribe the async "
+        f"function {name} itself, or call it in an `async def` that awaits it"
+    )
+
+
+def may_return(function: Callable[..., Any]) -> bool:
+    """Return False if a call certainly returns None, or is of a function in C, which makes no coroutine."""
+    called = next((one for one in _called(function) if hasattr(one, "__code__")), None)
+    if called is None:
+        return False
+    code, constants = called.__code__.co_code, called.__code__.co_consts
+    nothing = []  # where None is returned; as bytes, because dis.get_instructions takes a millisecond for a handler
+    for at in range(0, len(code), 2):
+        if code[at] == _RETURN_CONST and constants[code[at + 1]] is not None:
+            return True
+        if code[at] == _RETURN_VALUE:
+            loaded = at >= 2 and code[at - 2] == _LOAD_CONST and constants[code[at - 1]] is None
+            if not loaded or code[at - 4 : at - 3] == _EXTENDED_ARG:
+                return True
+            nothing.append(at)
+    # A jump brings another value: ``return this or None``.
+    return not set(nothing).isdisjoint(dis.findlabels(code))  # type: ignore[arg-type]  # it takes bytes, as its page says
+
+
+_RETURN_CONST = dis.opmap.get("RETURN_CONST")  # of Python 3.12 and 3.13
+_RETURN_VALUE, _LOAD_CONST = dis.opmap["RETURN_VALUE"], dis.opmap["LOAD_CONST"]
+_EXTENDED_ARG = bytes([dis.opmap["EXTENDED_ARG"]])
 
 
 def check_arity(function: Callable[..., Any], who: str, what: str) -> None:

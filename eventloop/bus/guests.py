@@ -21,6 +21,7 @@ import msgspec
 
 from eventloop.builtin import load_builtin
 from eventloop.bus.hook import Hook, check_single
+from eventloop.checks import is_async
 from eventloop.errors import SubscribeError
 
 
@@ -87,6 +88,12 @@ def as_hook(given: object) -> Hook:
         )
     if kind.refusal:
         raise SubscribeError(f"{type(given).__name__} is a {kind.name or kind.base}, which cannot be a guest: {kind.refusal}")
+    for name in dir(type(given)):
+        if name.startswith(("before_", "after_", "on_")) and is_async(getattr(type(given), name)):
+            raise SubscribeError(
+                f"{type(given).__name__}.{name} is async, but nothing awaits methods of a {kind.name or kind.base}: make it "
+                "a plain method, or derive the class from eventloop.Hook, whose async methods are offloaded"
+            )
     module, _, name = kind.adapter.partition(":")
     adapter: type[GuestHook] = getattr(importlib.import_module(module), name)
     return adapter(given)

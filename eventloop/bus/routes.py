@@ -29,6 +29,7 @@ from eventloop.bus.filters import COUNTS
 from eventloop.bus.handler import title
 from eventloop.bus.priority import Priority
 from eventloop.bus.subscription import Subscription
+from eventloop.checks import check_returned
 from eventloop.events import Event
 from eventloop.events.event import name_of
 
@@ -93,6 +94,7 @@ def compile_route(
         "__name__": __name__,
         "count": count.next,
         "blame": _blame(heard, owners),
+        "check": check_returned,
         "record_function": record_function,
     }
     if recorder is not None:
@@ -154,7 +156,10 @@ def _write_call(
     bound[f"{name}_{index}"] = one.call_for(event_type)
     # One line, because names of hooks and paths may contain newlines.
     comment = " ".join(f"{one.priority} {Priority.label(one.priority)}: {one.label}, {one.location}".split())
-    block = [f"{name}_{index}(event)  # {comment.encode('utf-8', 'backslashreplace').decode()}"]
+    call = f"{name}_{index}(event)"
+    if one.may_return:  # the others return None, and pay nothing
+        call = f"if (got := {call}) is not None: check(got)"
+    block = [f"{call}  # {comment.encode('utf-8', 'backslashreplace').decode()}"]
     if ranges:
         block = [f"with record_function({title(one.label, name_of(event_type))!r}):", *_indent(block)]
     if timed:

@@ -14,7 +14,7 @@ from eventloop.bus.handler import Mode, checked_options, label_of, location_of, 
 from eventloop.bus.history import History
 from eventloop.bus.hook import Hook, Ranks
 from eventloop.bus.priority import Priority
-from eventloop.checks import check_arity
+from eventloop.checks import check_arity, may_return
 from eventloop.errors import HandlerTimeoutError, SubscribeError, WorkerDiedError, stopped
 from eventloop.events import Event
 from eventloop.events.event import moment, name_of
@@ -78,6 +78,7 @@ class Subscription:
             self.batch: int | None = given.get("batch")
             check_arity(handler, "a handler", "the event" if self.batch is None else "a list of events")
             self._target = importable_of(handler) if self.mode == "process" else None
+            self.may_return = self.mode == "inline" and may_return(handler)
             self.lane = make_lane(f"{self.label} ({self.mount_point})", self.mode, given)
         except SubscribeError as error:
             raise SubscribeError(f"cannot subscribe {self.label} to {self.mount_point}: {error}") from None

@@ -10,6 +10,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from eventloop.checks import check_returned
 from eventloop.errors import HandlerTimeoutError
 
 T = TypeVar("T")
@@ -46,14 +47,14 @@ class Caller:
             BaseException: the error of the handler.
         """
         if self._timeout is None:
-            self._handler(what)
+            _call(self._handler, what)
             return
         if self._calls is None:
             calls: SimpleQueue[_Call | None] = SimpleQueue()
             OwnedThread(self._owner, partial(_make_calls, calls), f"trainbus {self._label}").start()
             self._calls = calls
         outcome: Future[object] = Future()
-        self._calls.put((outcome, partial(contextvars.copy_context().run, self._handler, what)))
+        self._calls.put((outcome, partial(contextvars.copy_context().run, _call, self._handler, what)))
         try:
             error = outcome.exception(self._timeout)
         except TimeoutError:
@@ -81,6 +82,10 @@ class Caller:
 def timed_out(label: str, timeout: float, what: str) -> str:
     """Return the message for a handler that took too long."""
     return f"{label} took longer than its timeout={timeout:g} s; {what}"
+
+
+def _call(handler: Callable[[Any], object], what: Any) -> None:
+    check_returned(handler(what))
 
 
 _Call = tuple[Future[object], Callable[[], object]]

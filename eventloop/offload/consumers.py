@@ -17,6 +17,7 @@ import anyio
 import anyio.lowlevel
 import msgspec
 
+from eventloop.checks import check_returned
 from eventloop.errors import HandlerTimeoutError, OffloadError
 from eventloop.events import Event
 from eventloop.offload.callers import Caller, OwnedThread, timed_out
@@ -275,7 +276,8 @@ class TaskConsumer(_Consumer):
             arrived = [await arrive_async(item) for item in items]
             argument = arrived[0] if self.delivery.batch is None else arrived
             called = await_through(context.run, self.delivery.handler(argument))
-            await self._limited(called if self.lane.meter is None else self.lane.meter.record_await(called))
+            call = called if self.lane.meter is None else self.lane.meter.record_await(called)
+            check_returned(await self._limited(call))
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is reported, and the lane goes on
             self._fail(error, items, arrived)
         except anyio.get_cancelled_exc_class() as error:
@@ -292,15 +294,13 @@ class TaskConsumer(_Consumer):
             self._held -= len(items)
             self.lane.count(delivered=len(items))
 
-    async def _limited(self, called: Awaitable[object]) -> None:
+    async def _limited(self, called: Awaitable[object]) -> object:
         timeout = self.delivery.timeout
         if timeout is None:
-            await called
-            return
-        with anyio.move_on_after(timeout) as scope:
-            await called
-        if scope.cancelled_caught:
-            raise HandlerTimeoutError(timed_out(self.lane.label, timeout, "it was cancelled"))
+            return await called
+        with anyio.move_on_after(timeout):
+            return await called
+        raise HandlerTimeoutError(timed_out(self.lane.label, timeout, "it was cancelled"))
 
 
 Consumer = ThreadConsumer | TaskConsumer

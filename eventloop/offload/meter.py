@@ -48,11 +48,11 @@ class Meter:
         finally:
             self._add(self.handled, began, perf_counter_ns())
 
-    async def record_await(self, called: Awaitable[object]) -> None:
-        """Record an awaited call of the handler."""
+    async def record_await(self, called: Awaitable[object]) -> object:
+        """Record an awaited call of the handler; return its result."""
         began = perf_counter_ns()
         try:
-            await called
+            return await called
         finally:
             self._add(self.handled, began, perf_counter_ns())
 

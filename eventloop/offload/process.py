@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import torch
 
+from eventloop.checks import check_returned
 from eventloop.errors import HandlerTimeoutError, OffloadError, WorkerDiedError
 from eventloop.log import get_logger
 from eventloop.offload.callers import Caller, timed_out
@@ -228,7 +229,7 @@ def serve(pipe: Connection, segment: Segment, target: Importable, batched: bool)
 
 def _call(target: Importable, ticket: bytes, segment: Segment, *, batched: bool) -> None:
     items = unpack(ticket, segment)
-    target.load()(items if batched else items[0])
+    check_returned(target.load()(items if batched else items[0]))
 
 
 def _outcome(work: Callable[[], object]) -> bytes:

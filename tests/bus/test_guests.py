@@ -116,6 +116,14 @@ def test_a_priority_of_several_hooks_is_for_guests_and_others():
     assert sorted(one.priority for one in bus.subscriptions) == [20, 33, 33]
 
 
+def test_a_guest_with_an_async_method_is_an_error_because_nothing_awaits_it():
+    class Waits(Theirs):
+        async def before_run(self): ...
+
+    with pytest.raises(SubscribeError, match=r"Waits\.before_run"):
+        Bus().add(Waits())
+
+
 def test_an_unknown_object_is_an_error_that_names_the_kinds_of_guests():
     known = r"bus.add takes Hook objects and guests \(.*theirs.Hook\), not object; derive the class"
     with pytest.raises(SubscribeError, match=known):

@@ -1,3 +1,4 @@
+import functools
 import gc
 import linecache
 import pickle
@@ -11,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from eventloop import Bus, Event, Hook, Progress
 from eventloop.bus import mark_ranges
-from eventloop.errors import LaneClosedError
+from eventloop.errors import LaneClosedError, SubscribeError
 from eventloop.events import AfterRun, AfterTrainEpoch, AfterTrainIter, AfterValIter, BeforeModuleForward, BeforeRun
 
 EVENT = AfterTrainIter(progress=Progress(epoch=1, iter=7))
@@ -271,13 +272,83 @@ def test_c_code_called_from_a_route_can_import():
     assert heard == [0, 1, 2]
 
 
-def test_a_coroutine_that_is_not_awaited_is_warned_of():
-    async def later(): ...
+async def later(event): ...
+
+
+async def rows(event):
+    yield event
+
+
+def hiding(function):
+    @functools.wraps(function)
+    def call(event):
+        return function(event)
+
+    return call
+
+
+class Returns(Hook):
+    def after_train_iter(self, event):
+        return later(event)
+
+
+@pytest.mark.parametrize("handler", [lambda event: later(event) or None, hiding(later), lambda event: rows(event)])
+def test_a_coroutine_that_a_plain_handler_returns_is_an_error_that_names_both(handler):
+    bus = Bus()
+    subscription = bus.on("after_train_iter", handler)
+    with pytest.raises(SubscribeError, match=r"later|rows") as caught:
+        bus.publish(EVENT)
+    assert f"in {subscription.label} (inline" in noted(caught.value)
+
+
+def test_a_coroutine_that_only_some_calls_return_is_found_too():
+    bus = Bus(Returns(), timing=True)
+    bus.on("after_train_epoch", lambda event: event.progress.epoch == 7 and later(event))
+    bus.publish(AfterTrainEpoch(progress=Progress(epoch=1)))
+    with pytest.raises(SubscribeError, match="later"):
+        bus.publish(AfterTrainEpoch(progress=Progress(epoch=7)))
+    with pytest.raises(SubscribeError, match="later"):
+        bus.publish(EVENT)
+
+
+def test_a_coroutine_is_no_answer_of_when():
+    bus, heard = Bus(), []
+    bus.on("after_train_iter", heard.append, when=lambda event: later(event))
+    with pytest.raises(SubscribeError, match="later"):
+        bus.publish(EVENT)
+    assert not heard
+
+
+@pytest.mark.parametrize("timeout", [None, 10.0])
+@pytest.mark.parametrize("kind", ["thread", "async"])
+def test_a_coroutine_that_an_offloaded_handler_returns_is_an_error(kind, timeout):
+    async def awaited(event):
+        return later(event)
 
     bus = Bus()
-    bus.on("after_train_iter", lambda event: later())
-    with pytest.warns(RuntimeWarning, match="never awaited"):
+    if kind == "async":
+        bus.on("after_train_iter", awaited, timeout=timeout)
+    else:
+        bus.on("after_train_iter", hiding(later), offload="thread", timeout=timeout)
+    with pytest.raises(SubscribeError, match="later"), capture_logs(), bus:
         bus.publish(EVENT)
+
+
+def test_what_handlers_return_otherwise_is_ignored_and_what_cannot_return_anything_is_not_looked_at():
+    def given(event):
+        return event.progress.iter
+
+    class Callee:
+        def __call__(self, event):
+            if event.progress.iter:
+                return
+
+    bus, heard = Bus(), []
+    for handler in (given, functools.partial(given), Callee(), heard.append):
+        bus.on("after_train_iter", handler)
+    bus.publish(EVENT)
+    assert heard == [EVENT]
+    assert [line for line in lines(bus) if "check" in line and not line.startswith("if (got := given_")] == []
 
 
 def test_an_isolated_handler_does_not_swallow_an_offloaded_failure():

@@ -96,7 +96,9 @@ class AsyncCallee:
     async def __call__(self, event): ...
 
 
-@pytest.mark.parametrize("handler", [asynchronous, AsyncCallee(), functools.partial(asynchronous)])
+@pytest.mark.parametrize(
+    "handler", [asynchronous, AsyncCallee(), functools.partial(asynchronous), functools.partial(AsyncCallee())]
+)
 def test_async_callables_are_offloaded_by_nature(handler):
     assert Bus().on("after_train_iter", handler).mode == "async"
 
