@@ -43,13 +43,21 @@ def list_hooks(name: str | None = None, /, *, imports: Modules = None) -> None:
         _show(name)
         return
     console = Console()
+    listed = {kind: sorted(registered(kind), key=lambda entry: entry.name.lower()) for kind in _TITLES}
+    names = max(len(entry.name) for entries in listed.values() for entry in entries)
+    for kind, title in _TITLES.items():  # what there is, before pages of options
+        console.print(Text(title, style="bold"))
+        table = Table.grid(Column(width=names, no_wrap=True), Column(), padding=(0, 2, 0, 0))
+        for entry in listed[kind]:
+            table.add_row(Text(entry.name, style="cyan"), Text(_summary(entry.cls)))
+        console.print(Padding(table, (0, 0, 1, 2), expand=False))
     for kind, title in _TITLES.items():
-        console.rule(f"[bold]{title}", align="left")
-        entries = [(entry, Signature(entry.cls)) for entry in registered(kind)]
+        console.rule(f"[bold]{title}: options", align="left")
+        entries = [(entry, Signature(entry.cls)) for entry in listed[kind]]
         width = max((len(name) for _, signature in entries for name in signature.options), default=0)
         for entry, signature in entries:
             aliases = (f" = {', '.join(entry.aliases)}" if entry.aliases else "", "cyan")
-            summary = (inspect.getdoc(entry.cls) or "").partition("\n\n")[0].replace("\n", " ")
+            summary = _summary(entry.cls)
             lines: list[RenderableType] = [Text(summary)] if summary else []
             if kind == "hook":
                 lines.append(_where(entry.cls))
@@ -58,6 +66,10 @@ def list_hooks(name: str | None = None, /, *, imports: Modules = None) -> None:
             console.print(Padding(Group(*lines), (0, 0, 0, 2)))
             console.print()
     console.print("next: trainbus hooks NAME explains one and its options", highlight=False)
+
+
+def _summary(cls: type[Any]) -> str:
+    return (inspect.getdoc(cls) or "").partition("\n\n")[0].replace("\n", " ").replace("``", "`")
 
 
 def _where(cls: type[Any]) -> Text:

@@ -1,5 +1,7 @@
 """``trainbus init``: what it writes trains."""
 
+import re
+
 import pytest
 
 from eventloop.checkpoint import verify
@@ -26,6 +28,13 @@ def test_what_is_written_trains_and_resumes(tmp_path, capsys, monkeypatch, name)
     assert (run / "run.json").exists()
     assert len(list(run.glob("epoch_*.safetensors"))) == 3
     verify(run / "epoch_20.safetensors")
+
+
+def test_the_length_of_a_written_training_stands_in_one_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, length in (("train.py", r"\b20\b"), ("mine.toml", r"(?<!loop\.)\b20\b")):
+        assert main(["init", name]) == 0
+        assert len(re.findall(length, (tmp_path / name).read_text())) == 1
 
 
 @pytest.mark.parametrize("there", ["train.py", "parts.py"])
