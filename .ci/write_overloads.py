@@ -14,6 +14,8 @@ from eventloop.events.event import registry
 TARGET = Path(__file__).parent.parent / "eventloop" / "bus" / "overloads.pyi"
 
 HEAD = """# Written from the events by .ci/write_overloads.py. What the functions do is in overloads.py.
+# mypy: disable-error-code="overload-overlap"
+# An event class is callable, and so a handler as mypy sees it; but it takes its fields by name only, and no event.
 
 from collections.abc import Callable
 from typing import Any, Literal, Protocol, TypeVar, Unpack, overload
@@ -117,6 +119,59 @@ TAIL = """    # A mount point of the user's own, by name: the checker cannot kno
     @overload
     def on(self, event: str, handler: Callable[[ev.Event], object], /, **options: Unpack[HandlerOptions]) -> Subscription: ...
     # Of several classes, the event is of their nearest common base: match tells them apart.
+    @overload
+    def on(self, event: type[_E], second: type[_E], /, *more: type[_E], **options: Unpack[HandlerOptions]) -> Listens[_E]: ...
+    @overload
+    def on(
+        self, event: type[_E], second: type[_E], handler: Callable[[_E], object], /, **options: Unpack[HandlerOptions]
+    ) -> Subscription: ...
+    @overload
+    def on(
+        self,
+        event: type[_E],
+        second: type[_E],
+        third: type[_E],
+        handler: Callable[[_E], object],
+        /,
+        **options: Unpack[HandlerOptions],
+    ) -> Subscription: ...
+    # Names, capture= or batch= of several: the decorator takes any handler, and a call has two or three mount points.
+    @overload
+    def on(
+        self,
+        event: type[ev.Event] | str,
+        second: type[ev.Event] | str,
+        /,
+        *more: type[ev.Event] | str,
+        capture: Callable[[Any], Any] = ...,
+        batch: int = ...,
+        **options: Unpack[HandlerOptions],
+    ) -> Listens[Any]: ...
+    @overload
+    def on(
+        self,
+        event: type[ev.Event] | str,
+        second: type[ev.Event] | str,
+        handler: Callable[[Any], object],
+        /,
+        *,
+        capture: Callable[[Any], Any] = ...,
+        batch: int = ...,
+        **options: Unpack[HandlerOptions],
+    ) -> Subscription: ...
+    @overload
+    def on(
+        self,
+        event: type[ev.Event] | str,
+        second: type[ev.Event] | str,
+        third: type[ev.Event] | str,
+        handler: Callable[[Any], object],
+        /,
+        *,
+        capture: Callable[[Any], Any] = ...,
+        batch: int = ...,
+        **options: Unpack[HandlerOptions],
+    ) -> Subscription: ...
     @overload
     def stream(
         self, event: type[_E], /, *more: type[_E], capture: Callable[[_E], _T], **options: Unpack[StreamOptions]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Annotated, Any, Protocol, Self
 
@@ -115,16 +115,16 @@ class Bus(TypedOn, Streams):
 
     # ----------------------------------------------------------------------------------------------- subscribing
 
-    def _on(self, event: type[Event] | str, handler: Callable[..., Any], options: dict[str, Any]) -> Any:
-        event_type = resolve(event)
+    def _on(self, events: Sequence[type[Event] | str], handler: Callable[..., Any], options: dict[str, Any]) -> Any:
+        types = tuple(dict.fromkeys(map(resolve, events)))
         if handler is decorates:
 
             def subscribe(function: Callable[..., Any]) -> Callable[..., Any]:
-                self._on(event_type, function, options)
+                self._on(types, function, options)
                 return function
 
             return subscribe
-        subscription = Subscription(self, (event_type,), handler, **options)
+        subscription = Subscription(self, types, handler, **options)
         self._insert([subscription])
         return subscription
 

@@ -18,8 +18,8 @@ class TypedOn:
     _on: Callable[..., Any]
     _stream: Callable[..., Any]
 
-    def on(self, event: type[Event] | str, handler: Callable[..., Any] = decorates, /, **options: Any) -> Any:
-        """Subscribe a handler to an event class or mount-point name.
+    def on(self, event: type[Event] | str, /, *more: Any, **options: Any) -> Any:
+        """Subscribe a handler to an event class or mount-point name, or to several: ``bus.on(event, *more, handler)``.
 
         As a decorator (``@bus.on("after_train_iter", priority=50)``) it returns the function unchanged; called with a
         function it returns a :class:`Subscription`. Plain functions run inline, on the publisher's thread; async ones on
@@ -27,14 +27,18 @@ class TypedOn:
 
         Args:
             event: the class or the name; ``Event`` hears everything, a group (``"after_iter"``) all its events.
-            handler: takes one argument: the event, what ``capture`` returned, or with ``batch`` a list of either.
+            *more: further mount points, in the order of an offloaded handler's one lane. Then, unless this is a decorator,
+                the handler. It takes one argument: the event, what ``capture`` returned, or with ``batch`` a list of either.
             **options: see :class:`eventloop.bus.HandlerOptions`. For an offloaded handler also ``capture``, which picks on
                 the publisher's thread what the handler gets a copy of, and ``batch``, the most events per call.
 
         Raises:
             SubscribeError: an option that cannot work, or (UnknownEventError) a name that no event declares.
         """
-        return self._on(event, handler, options)
+        *events, last = (event, *more)
+        if not more or isinstance(last, str) or (isinstance(last, type) and issubclass(last, Event)):
+            return self._on((*events, last), decorates, options)
+        return self._on(events, last, options)
 
     def stream(self, event: type[Event] | str, /, *more: type[Event] | str, **options: Any) -> Any:
         """Subscribe by iterating: ``async for event in bus.stream("after_train_iter", every=10)``, in asyncio or trio.

@@ -45,6 +45,18 @@ def hears_the_group(event: AfterIter) -> None: ...
 def hears_everything(event: Event) -> None: ...
 
 
+@bus.on(AfterTrainIter, AfterValIter)
+def of_two_classes(event: AfterIter) -> None: ...
+
+
+@bus.on("after_train_iter", AfterValIter, "after_test_iter", every=10)
+def of_several_names(event: AfterIter) -> None: ...
+
+
+of_two: Subscription = bus.on(AfterTrainIter, AfterValIter, of_two_classes)
+of_three: Subscription = bus.on("after_train_iter", "after_val_iter", "after_test_iter", of_several_names, priority=10)
+
+
 @bus.on(AfterTrainIter, every=100)
 async def asynchronous(event: AfterTrainIter) -> None: ...
 
