@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
 from eventloop.log import get_logger
-from eventloop.observe.ranks import RankCosts, Spent, Straggler, compare, slow_at
+from eventloop.observe.ranks import RankCosts, Spent, Straggler, compare, seconds_of, slow_at
 
 PERIOD: Final = 2.0
 """Seconds between two comparisons."""
@@ -151,8 +152,7 @@ class Comparison:
         """The last report of each rank."""
         self.number = 0
         self._compared: dict[int, Spent] = {}  # where the last comparison of recent iterations ended
-        self._suspect: Straggler | None = None
-        self._in_a_row = 0
+        self._windows: deque[tuple[Straggler | None, dict[int, Spent]]] = deque(maxlen=_IN_A_ROW)
         self._told: set[tuple[int, str]] = set()
 
     def update(self, reports: dict[int, Report]) -> None:
@@ -184,14 +184,27 @@ class Comparison:
         if found is None or whole is None:
             return None
         self.number += 1
-        return Result(self.number, msgspec.structs.replace(found, straggler=self._confirmed(found)), whole)
+        self._windows.append((found.straggler, recent))
+        found = msgspec.structs.replace(found, straggler=self._confirmed(found))
+        slow = whole.straggler  # one figure of the whole run has no spread that it could be held against
+        named = slow is not None and (slow.rank, slow.name) in self._told
+        return Result(self.number, found, whole if named else msgspec.structs.replace(whole, straggler=None))
 
     def _confirmed(self, found: RankCosts) -> Straggler | None:
-        """Return the straggler if the last comparisons all found the same rank; warn about it once."""
-        now, before = found.straggler, self._suspect
-        same = now is not None and before is not None and now.rank == before.rank
-        self._suspect, self._in_a_row = now, self._in_a_row + 1 if same else 1
-        if now is None or self._in_a_row < _IN_A_ROW:
+        """Return the straggler if the last comparisons carry it; warn about it once.
+
+        All must have found this rank at this part. Its smallest lead must exceed the spread of every rank's own figures: a busy
+        machine delays any rank, now one and now another.
+        """
+        now, windows = found.straggler, list(self._windows)
+        if now is None or len(windows) < _IN_A_ROW:
+            return None
+        leads = [one.seconds - one.others for one, _ in windows if one is not None and _place(one) == _place(now)]
+        ranks = set.intersection(*(set(spent) for _, spent in windows))
+        if len(leads) < _IN_A_ROW or now.rank not in ranks:
+            return None
+        figures = [[seconds_of(spent[rank], now.group, now.name) for _, spent in windows] for rank in ranks]
+        if min(leads) <= max(max(own) - min(own) for own in figures):
             return None
         if (now.rank, now.name) not in self._told:
             self._told.add((now.rank, now.name))
@@ -200,6 +213,10 @@ class Comparison:
                 f"{now.waited * 1e3:.3g} ms of each iteration of {found.seconds * 1e3:.3g} ms: {slow_at(now)}"
             )
         return now
+
+
+def _place(one: Straggler) -> tuple[int, str, str]:
+    return one.rank, one.group, one.name
 
 
 def _get(store: Any, keys: list[str]) -> list[bytes]:

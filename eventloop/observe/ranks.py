@@ -153,6 +153,11 @@ def compare(spent: Mapping[int, Spent], world_size: int) -> RankCosts | None:
     )
 
 
+def seconds_of(one: Spent, group: str, name: str) -> float:
+    """Return the seconds per iteration of one part."""
+    return one.parts.get(group, {}).get(name, 0.0) / one.iterations
+
+
 def _per_iteration(one: Spent) -> dict[Name, float]:
     return {(group, name): seconds / one.iterations for group, named in one.parts.items() for name, seconds in named.items()}
 
