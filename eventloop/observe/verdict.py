@@ -15,6 +15,11 @@ _STALL: Final = 0.01
 _LEAK: Final = 0.01  # of the resident memory, within one window
 _LEAST: Final = 16 << 20  # bytes
 
+_UNSEEN: Final = (
+    ". No hook or handler keeps it: look at the step, the model and the data. A list of losses keeps their graphs: append "
+    "loss.item(). tracemalloc finds other Python objects"
+)
+
 _Weighed = tuple[float, str]
 
 
@@ -102,7 +107,11 @@ def _memory(costs: Costs) -> Iterator[_Weighed]:
     if process is None or process.bytes < max(_LEAST, _LEAK * costs.memory):
         return
     hooks = sorted((one for one in grown.values() if one.bytes > 0), key=lambda one: -one.bytes)
-    whose = f"; {hooks[0].name} keeps {size(hooks[0].bytes / max(hooks[0].iterations, 1))} more each iteration" if hooks else ""
+    whose = (
+        f"; {hooks[0].name} keeps {size(hooks[0].bytes / max(hooks[0].iterations, 1))} more each iteration"
+        if hooks
+        else _UNSEEN
+    )
     sentence = f"Memory grew by {size(process.bytes)} in {duration(process.seconds)}, {process.iterations} iterations{whose}."
     yield min(1.0, process.bytes / max(costs.memory, 1)), sentence
 

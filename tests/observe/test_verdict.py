@@ -108,3 +108,10 @@ def test_a_rank_that_the_others_wait_for_is_named():
         "others."
     ]
     assert expensive(costs(training("backward", 0.9), ranks=RankCosts(4, 100, 0.096, []))) == []
+
+
+def test_a_leak_without_a_suspect_says_where_to_look():
+    grown = [Growth("process", 291_000_000, 60.0, 1000)]
+    [sentence] = expensive(costs(part("Fast", 0.01), memory=1 << 30, growth=grown))
+    assert "291 MB" in sentence
+    assert "loss.item()" in sentence
