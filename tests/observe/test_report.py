@@ -406,3 +406,17 @@ def test_a_run_without_costs_has_no_step_times(tmp_path):
     assert History(tmp_path).costs is None
     assert History(tmp_path).step_times() == []
     assert Histogram().total == 0
+
+
+def test_further_names_of_a_file_are_one_checkpoint(tmp_path):
+    run = write_run(tmp_path / "run")
+    before = len(History(run).checkpoints())
+    common = {"kind": "checkpoint", "epoch": 4}
+    write_record(
+        run,
+        {"time": 3e9, "iter": 127, "names": ["epoch_4.safetensors"], "bytes": 1000, "stall": 0.1, "seconds": 0.2} | common,
+        {"time": 3e9, "iter": 128, "names": ["best_accuracy_epoch_4.safetensors"], "bytes": 0} | common,
+    )
+    history = History(run)
+    assert history.checkpoints()[before:][0].names == ["epoch_4.safetensors", "best_accuracy_epoch_4.safetensors"]
+    assert len(history.checkpoints()) == before + 1

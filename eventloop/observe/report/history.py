@@ -15,7 +15,7 @@ import numpy as np
 
 from eventloop.observe.costs import Costs, Histogram, LaneCosts, Part
 from eventloop.observe.curves import Array, Curve, read_curves
-from eventloop.observe.record import L, Measured
+from eventloop.observe.record import Checkpoint, L, Measured
 from eventloop.observe.run_folder import Damage, RunFacts, RunFolder, Session
 
 
@@ -48,6 +48,16 @@ class History:
     def lines(self, kind: type[L]) -> list[L]:
         """Return the lines of ``record.jsonl`` of one kind, such as ``Validation``, without what the run abandoned."""
         return [line for line in self.timeline.lines if isinstance(line, kind)]
+
+    def checkpoints(self) -> list[Checkpoint]:
+        """Return the written checkpoints, each with all names of its file."""
+        found: list[Checkpoint] = []
+        for line in self.lines(Checkpoint):
+            if line.bytes or not found:
+                found.append(line)
+            else:  # further names of the file that was written last
+                found[-1] = msgspec.structs.replace(found[-1], names=[*found[-1].names, *line.names])
+        return found
 
     @property
     def sessions(self) -> list[Session]:

@@ -40,6 +40,8 @@
       return sum / all;
     });
   };
+  // As hooks.smoothing.MEASURED: what is set and not measured is drawn as it is, in steps.
+  const isState = (title) => /(^|\/)(lr|momentum|weight_decay|loss_scale|eta)(\/|$)/.test(title);
   const hasAxis = (name) => data.axes.some((axis) => axis[name].some((value) => value !== null));
 
   const prepared = (chart) => {
@@ -56,13 +58,13 @@
       const rising = kept.filter(([place], i) => i === kept.length - 1 || place < kept[i + 1][0]);
       const x = rising.map(([place]) => place / size), y = rising.map(([, value]) => value);
       const c = (several ? one.run : index) % 8 + 1, dash = (several ? one.run : index) >= 8 ? [6, 4] : undefined;
-      const smoothed = view.smoothing > 0 && chart.unit === "";
+      const smoothed = view.smoothing > 0 && chart.unit === "" && !isState(chart.title);
       if (smoothed) {
         tables.push([x, y]);
         lines.push({ label: one.name, colour: c, faint: true });
       }
       tables.push([x, smoothed ? smooth(y, view.smoothing) : y]);
-      lines.push({ label: one.name, colour: c, dash });
+      lines.push({ label: one.name, colour: c, dash, paths: isState(chart.title) ? uPlot.paths.stepped({ align: 1 }) : undefined });
     });
     return { table: tables.length > 1 ? uPlot.join(tables) : tables[0], lines, log, unit };
   };
@@ -93,7 +95,7 @@
         }),
       ],
       series: [{}, ...lines.map((line) => ({
-        stroke: () => colour(`--series-${line.colour}`) + (line.faint ? "55" : ""), width: line.faint ? 1 : 1.75, dash: line.dash,
+        stroke: () => colour(`--series-${line.colour}`) + (line.faint ? "55" : ""), width: line.faint ? 1 : 1.75, dash: line.dash, paths: line.paths,
         points: { show: line.faint ? false : undefined, size: 5, fill: () => colour(`--series-${line.colour}`) }, spanGaps: false,
       }))],
       hooks: { setCursor: [() => tell(chart, lines, value)] },

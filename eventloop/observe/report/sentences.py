@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from eventloop.observe.record import Checkpoint, FailedCheckpoint, SkippedCheckpoint, Validation
+from eventloop.observe.record import FailedCheckpoint, SkippedCheckpoint, Validation
 from eventloop.observe.report.history import History
 from eventloop.observe.verdict import duration, expensive
 
@@ -82,7 +82,7 @@ def _costs(run: History) -> Iterator[str]:
 
 
 def _checkpoints(run: History) -> Iterator[str]:
-    if written := [line for line in run.lines(Checkpoint) if line.bytes]:  # the others are further names of a file
+    if written := run.checkpoints():
         held = (
             f"{count(len(written), 'checkpoint')} held training up for {duration(sum(line.stall for line in written))} in all"
         )

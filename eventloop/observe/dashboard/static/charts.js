@@ -7,6 +7,9 @@ const HEIGHT = 210;
 const LAST = ["lr", "momentum", "time", "data_time", "eta", "epoch"];  // of less interest, below the others
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
+// As hooks.smoothing.MEASURED: what is set and not measured is drawn as it is, in steps.
+const isState = name => /(^|\/)(lr|momentum|weight_decay|loss_scale|eta)(\/|$)/.test(name);
+
 class Curve {
   constructor() { this.x = []; this.y = []; }
   add(x, y) {
@@ -57,7 +60,7 @@ class Chart {
     if (log !== this.isLog) { this.isLog = log; this.drop(); }
     const { train, val, test } = this.curves;
     const tables = [];
-    if (train) tables.push([train.x, train.y, smoothed(train.y, this.owner.weight)]);
+    if (train) tables.push(isState(this.name) ? [train.x, train.y] : [train.x, train.y, smoothed(train.y, this.owner.weight)]);
     for (const one of [val, test]) if (one) tables.push([one.x, one.y]);
     return tables.length > 1 ? uPlot.join(tables) : tables[0];
   }
@@ -80,7 +83,9 @@ class Chart {
     const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { stroke: css("--line"), width: 1 }, font: "12px system-ui, sans-serif" };
     const dot = colour => ({ show: true, size: 6, fill: colour, stroke: colour });
     const series = [{}];
-    if (this.curves.train) {
+    if (this.curves.train && isState(this.name)) {
+      series.push({ label: "train", stroke: css("--series-1"), width: 2, points: { show: false }, paths: uPlot.paths.stepped({ align: 1 }) });
+    } else if (this.curves.train) {
       series.push({ label: "train", stroke: `${css("--series-1")}55`, width: 1, points: { show: false } });
       series.push({ label: "smoothed", stroke: css("--series-1"), width: 2, points: { show: false } });
     }

@@ -33,8 +33,14 @@ const told = {
     note(time, iter, `${stage === "val" ? "validation" : "test"}: ${Object.entries(values).map(([name, value]) => `${name} ${show(value)}`).join(", ")}`);
   },
   checkpoint({ time, iter, names, bytes, stall, seconds }) {
-    files.push({ names, iter, bytes, stall, seconds });
-    note(time, iter, `checkpoint ${names.join(", ")} is on disk`);
+    const last = files.at(-1);
+    if (!bytes && last) {  // further names of the file that was written last
+      last.names.push(...names);
+      note(time, iter, `checkpoint ${last.names[0]} is also called ${names.join(", ")}`);
+    } else {
+      files.push({ names: [...names], iter, bytes, stall, seconds });
+      note(time, iter, `checkpoint ${names.join(", ")} is on disk`);
+    }
     showFiles();
   },
   checkpoint_failed: ({ time, iter, names, reason }) => note(time, iter, `checkpoint ${names.join(", ")} failed: ${reason}`, "bad"),
@@ -151,7 +157,7 @@ function showCosts(costs) {
     `Step: median ${duration(costs.steps.p50)}, p90 ${duration(costs.steps.p90)}, p99 ${duration(costs.steps.p99)}`,
     `${duration(costs.wall)} measured`,
     ...(costs.memory ? [`memory ${size(costs.memory)}`] : []),
-    ...costs.growth.map(one => `${one.name} grew by ${size(one.bytes)} in ${duration(one.seconds)}`),
+    ...costs.growth.map(one => `${one.name} ${one.bytes < 0 ? "shrank" : "grew"} by ${size(Math.abs(one.bytes))} in ${duration(one.seconds)}`),
     ...(costs.dropped ? [`${whole(costs.dropped)} spans were lost`] : []),
   ].join(" · ");
   const cell = (text, className = "number") => make("td", { className }, text);
@@ -189,7 +195,7 @@ function showFiles() {
   const stalls = files.reduce((sum, one) => sum + one.stall, 0), written = files.filter(one => one.bytes).length; // not further names
   $("saved").textContent = `${whole(written)} written; training waited ${duration(stalls)} for them in all. Newest first.`;
   $("files").replaceChildren(...files.slice(-50).reverse().map(one => make("tr", {},
-    make("td", {}, one.names.join(", ")), ...[whole(one.iter), size(one.bytes), duration(one.stall), duration(one.seconds)].map(text => make("td", { className: "number" }, text)))));
+    make("td", {}, one.names.join(", ")), ...[whole(one.iter), ...(one.bytes ? [size(one.bytes), duration(one.stall), duration(one.seconds)] : ["", "", ""])].map(text => make("td", { className: "number" }, text)))));
 }
 
 // ---------------------------------------------------------------------------------------------------- what is asked for
