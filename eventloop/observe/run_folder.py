@@ -101,6 +101,7 @@ class RunFolder:
 
     Raises:
         RunFolderError: the folder has neither ``run.json`` nor ``scalars.jsonl``.
+        RunDamagedError: the folder cannot be read.
     """
 
     def __init__(self, path: Path) -> None:

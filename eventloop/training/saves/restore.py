@@ -29,8 +29,11 @@ log = get_logger()
 
 
 def publish_loaded(run: SavedRun, path: str, checkpoint: dict[str, Any], progress: Mapping[str, Any]) -> None:
-    """Publish ``after_load_checkpoint`` with the progress in the checkpoint, which the run does not have yet."""
-    counters = msgspec.structs.replace(run.state.counters)
+    """Publish ``after_load_checkpoint`` with the progress in the checkpoint, which the run does not have yet.
+
+    It has no limits, which belong to the training that begins later.
+    """
+    counters = msgspec.structs.replace(run.state.counters, max_epochs=None, max_iters=None)
     counters.load_state_dict(dict(progress))
     run.bus.publish(ev.AfterLoadCheckpoint(run=run, progress=counters.snapshot(), path=path, checkpoint=checkpoint))
 
