@@ -17,6 +17,7 @@ from eventloop.bus.hook import Hook, subscriptions_of
 from eventloop.bus.lifecycle import forget_routes, log
 from eventloop.bus.overloads import TypedOn, decorates
 from eventloop.bus.priority import PriorityLike
+from eventloop.bus.redefined import redefines
 from eventloop.bus.routes import Count, Route, compile_route, route_source
 from eventloop.bus.stats import BusStats
 from eventloop.bus.streams import Streams
@@ -125,7 +126,12 @@ class Bus(TypedOn, Streams):
 
             return subscribe
         subscription = Subscription(self, types, handler, **options)
-        self._insert([subscription])
+        with self._lock:
+            old = [one for one in self.subscriptions if one.hook is None and redefines(handler, one.handler)]
+            if old:
+                log.info("a handler was replaced, because it was defined again", handler=old[0].label)
+                self.remove(*old)
+            self._insert([subscription])
         return subscription
 
     def off(self, what: object) -> None:
@@ -147,6 +153,8 @@ class Bus(TypedOn, Streams):
         A ``priority`` applies to all their methods and overrides those of the class and ``@mount``. Hooks with state need
         different names.
 
+        In a notebook, a hook whose class a cell has defined again replaces the old one of the same name.
+
         Hooks of another system are guests: the bus adds an adapter that calls them; see :mod:`eventloop.bus.guests`.
         """
         self.add_chosen([(hook, priority) for hook in hooks])
@@ -163,7 +171,11 @@ class Bus(TypedOn, Streams):
                 own = options if priority is None else {**options, "priority": priority}
                 subscriptions.append(Subscription(self, events, method, hook, **own))
         with self._lock:
-            check_distinct([*self.hooks, *hooks])
+            replaced = [one for one in self.hooks if any(redefines(new, one) for new in hooks)]
+            check_distinct([*(one for one in self.hooks if one not in replaced), *hooks])
+            for old in replaced:
+                log.info("a hook was replaced, because its class was defined again", hook=old.label)
+                self.off(old)
             self._insert(subscriptions)
             self.hooks += tuple(hooks)
         if any(hook.timing for hook in hooks):

@@ -156,7 +156,7 @@ def label_of(handler: object, hook: Hook | None) -> str:
     """Return the name of a handler in tables: ``"watch"``, ``"EMAHook.after_train_iter"``, ``"lambda at train.py:12"``."""
     if not callable(handler):
         return repr(handler)  # for the error that refuses it
-    name = str(getattr(_unwrapped(handler), "__name__", type(handler).__name__))
+    name = str(getattr(unwrapped(handler), "__name__", type(handler).__name__))
     if name == "<lambda>":  # several have this name
         name = f"lambda at {location_of(handler).rpartition('/')[2]}"
     return name if hook is None else f"{hook.label}.{name}"
@@ -170,14 +170,15 @@ def title(name: str, mount_point: str) -> str:
 
 def location_of(handler: Callable[..., Any]) -> str:
     """Return the folder, file and line of a handler's code: ``"mine/train.py:12"``."""
-    function = _unwrapped(handler)
+    function = unwrapped(handler)
     code = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     if code is None:
         return "builtin"
     return f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_firstlineno}"
 
 
-def _unwrapped(handler: Any) -> Any:
+def unwrapped(handler: Any) -> Any:
+    """Return the user's function in a handler: without partial, method and decorators that wrap."""
     if isinstance(handler, functools.partial):
         handler = handler.func
     return inspect.unwrap(getattr(handler, "__func__", handler))

@@ -1,0 +1,48 @@
+"""Definitions in a notebook: a cell that is executed again defines its functions and hook classes anew.
+
+The new definition replaces what the old one has subscribed, as it replaces the name in the notebook. A definition is known by
+its code. The functions of one ``def`` in a loop share their code, and all stay; so do two definitions at different lines of a
+cell or file. A script executes no definition twice, so nothing is replaced there.
+"""
+
+from __future__ import annotations
+
+from types import CodeType
+from typing import Any
+
+from eventloop.bus.guests import GuestHook
+from eventloop.bus.handler import unwrapped
+from eventloop.bus.hook import Hook
+
+_PROMPTS = ("<stdin>", "<console>")  # each input has this file name, and begins at line 1
+
+
+def redefines(new: Any, old: Any) -> bool:
+    """Return True if a function, or a hook with its label, is from a later definition of what ``old`` is from."""
+    if isinstance(new, Hook) and isinstance(old, Hook):
+        if new.label != old.label:
+            return False
+        new, old = _class_of(new), _class_of(old)
+    else:
+        new, old = unwrapped(new), unwrapped(old)
+    names = {(getattr(one, "__module__", ""), getattr(one, "__qualname__", "")) for one in (new, old)}
+    module, name = names.pop()
+    if names or module != "__main__" or name == "_":
+        return False
+    later, earlier = _code_of(new), _code_of(old)
+    if later is None or earlier is None or later is earlier:
+        return False
+    elsewhere = later.co_filename != earlier.co_filename
+    if later.co_name == "<lambda>":
+        return later == earlier and not elsewhere  # the same cell again
+    return elsewhere or later.co_firstlineno == earlier.co_firstlineno or later.co_filename in _PROMPTS
+
+
+def _class_of(hook: Hook) -> type:
+    return type(hook.guest) if isinstance(hook, GuestHook) else type(hook)
+
+
+def _code_of(defined: Any) -> CodeType | None:
+    """Return the code of a function, or of the first function in the body of a class."""
+    found = vars(defined).values() if isinstance(defined, type) else (defined,)
+    return next((code for one in found if isinstance(code := getattr(one, "__code__", None), CodeType)), None)
