@@ -31,7 +31,9 @@ def check_entry(entry: object) -> None:
     try:
         known = msgspec.convert(entry, _Entry)
     except msgspec.ValidationError as error:
-        raise CheckpointError(f"the checkpoint does not hold the state of a bus: {error}") from error
+        raise CheckpointError(
+            f"the checkpoint does not hold the state of a bus: {error}; remove it from the checkpoint to resume without it"
+        ) from error
     if known.format > FORMAT:
         raise CheckpointError(
             f"the checkpoint has format {known.format}, but this trainbus reads up to {FORMAT}; upgrade trainbus"

@@ -21,11 +21,11 @@ from eventloop.bridges.bridge import Bridge
 from eventloop.bridges.foreign_calls import time_transformers
 from eventloop.bridges.hosted import HostedDriver, HostedRun
 from eventloop.bridges.transformers_evaluations import Evaluations, abandon_evaluation, has_length
-from eventloop.bridges.transformers_folders import Folders, local, read_entry
+from eventloop.bridges.transformers_folders import Folders, check_folder, local, read_entry
 from eventloop.bridges.transformers_iterations import publish_iterations
 from eventloop.bridges.transformers_rates import set_rates
 from eventloop.bridges.transformers_saver import FolderSaver
-from eventloop.checkpoint import AnyPath, verify_folder
+from eventloop.checkpoint import AnyPath
 from eventloop.errors import ConfigurationError
 from eventloop.events import Stage
 from eventloop.log import get_logger
@@ -104,7 +104,7 @@ class TransformersBridge(Bridge):
         if resume_from_checkpoint is True:  # the trainer finds only folders with its own names
             resume_from_checkpoint = self._folders.newest() or True
         elif resume_from_checkpoint:
-            verify_folder(Path(resume_from_checkpoint))
+            check_folder(Path(resume_from_checkpoint))
         self._called = True
         try:
             return original(resume_from_checkpoint, *args, **kwargs)

@@ -32,6 +32,9 @@ Weights = Mapping[str, Mapping[str, torch.Tensor]]
 
 _PREFIX: Final = "checkpoint"
 _STATE: Final = "trainer_state.json"
+_READ: Final = ("*.safetensors", "*.bin", "*.index.json", "*.pt", "*.pth", _STATE)
+"""The files that a resumed training reads. It has its configuration and tokenizer already."""
+_WEIGHTS: Final = ("*model*.safetensors", "*model*.bin")
 
 
 class Folders:
@@ -54,7 +57,11 @@ class Folders:
         return Path(self._trainer._get_output_dir(trial)) / f"{_PREFIX}-{self._trainer.state.global_step}"
 
     def newest(self) -> str | None:
-        """Return the folder in the trainer's ``output_dir`` that has the most steps, and is complete; None without any."""
+        """Return the folder in the trainer's ``output_dir`` that has the most steps, and is complete; None without any.
+
+        Raises:
+            CheckpointDamagedError: there are folders, but all are damaged.
+        """
         found = []
         for state in Path(self._trainer.args.output_dir).glob(f"*/{_STATE}"):
             folder = state.parent
@@ -67,7 +74,20 @@ class Folders:
             except (ValueError, KeyError):  # the process was killed while it wrote the file
                 continue
             found.append((steps, state.stat().st_mtime, folder))
-        return next((str(folder) for *_, folder in sorted(found, reverse=True) if _is_whole(folder)), None)
+        damage: list[str] = []
+        for *_, folder in sorted(found, reverse=True):
+            try:
+                check_folder(folder)
+            except CheckpointDamagedError as error:
+                log.warning("a damaged checkpoint is skipped; trying the previous one", path=str(folder), error=str(error))
+                damage.append(str(error))
+                continue
+            if damage:
+                log.warning("the training resumes from an earlier checkpoint", path=str(folder))
+            return str(folder)
+        if damage:
+            raise CheckpointDamagedError(f"no good checkpoint in {self._trainer.args.output_dir}: {'; '.join(damage)}")
+        return None
 
     @contextmanager
     def filled(self, entry: Mapping[str, Any], weights: Weights) -> Iterator[None]:
@@ -155,13 +175,22 @@ def local(path: AnyPath) -> Path:
     return path
 
 
-def _is_whole(folder: Path) -> bool:
-    try:
-        verify_folder(folder)
-    except CheckpointDamagedError as error:
-        log.warning("a damaged checkpoint is skipped", path=str(folder), error=str(error))
-        return False
-    return True
+def check_folder(folder: Path) -> None:
+    """Compare the files of a folder that a resumed training reads with their digests; warn of other changes.
+
+    The trainer decides whether it needs a file that is missing: it begins with a new optimizer if there is none, and finds
+    weights that were split anew.
+
+    Raises:
+        CheckpointDamagedError: files have changed, or there are no weights any more.
+    """
+    missing, changed = verify_folder(folder, _READ)
+    if missing and not any(any(folder.rglob(pattern)) for pattern in _WEIGHTS):
+        raise CheckpointDamagedError(f"{folder} is damaged: {', '.join(missing)} is missing; resume from another checkpoint")
+    if missing:
+        log.warning("files of the checkpoint are missing; the trainer resumes without them", path=str(folder), files=missing)
+    if changed:
+        log.warning("files of the checkpoint have changed; a resume does not read them", path=str(folder), files=changed)
 
 
 def read_entry(folder: Path) -> Mapping[str, Any] | None:

@@ -12,11 +12,13 @@ import shutil
 import sys
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from functools import wraps
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import torch
@@ -33,6 +35,8 @@ from eventloop.errors import CheckpointDamagedError
 
 DIGESTS_FILE: Final = "trainbus-digests.json"
 """The file in such a folder that holds the size and the digest of each other file."""
+_NAMES: Final = ("save", "save_file", "safe_save_file")
+"""The names of the recorded functions in modules."""
 
 _Save = Callable[..., Any]
 _Keep = Callable[..., None]
@@ -137,19 +141,42 @@ class FolderFiles:
         return None
 
 
-def verify_folder(folder: Path) -> None:
+class FolderChanges(NamedTuple):
+    """The names of the files in a folder that its digests do not fit."""
+
+    missing: list[str]
+    changed: list[str]
+
+
+def verify_folder(folder: Path, reads: Collection[str] = ("*",)) -> FolderChanges:
     """Compare a folder with its digests, if it has them.
 
+    Args:
+        folder: the folder.
+        reads: patterns of the names of files that its reader reads. The others may change.
+
+    Returns:
+        The files that are missing, which is for the reader to judge, and the changed files that it does not read.
+
     Raises:
-        CheckpointDamagedError: a file is missing or has changed.
+        CheckpointDamagedError: files that are read have changed. The error names them.
     """
-    for name, expected in _read_digests(folder).items():
+    differing = FolderChanges([], [])
+    for name, expected in sorted(_read_digests(folder).items()):
         try:
-            found = _digest_of(folder / name)
+            if _digest_of(folder / name) != expected:
+                differing.changed.append(name)
+        except FileNotFoundError:
+            differing.missing.append(name)
         except OSError as error:
             raise CheckpointDamagedError(f"{folder / name} cannot be read: {error}") from error
-        if found != expected:
-            raise CheckpointDamagedError(f"{folder / name} is damaged: its digest is another than when it was written")
+    damaged = [name for name in differing.changed if any(fnmatchcase(Path(name).name, pattern) for pattern in reads)]
+    if damaged:
+        raise CheckpointDamagedError(
+            f"{folder} is damaged: {', '.join(damaged)} changed after it was saved. If that was on purpose, "
+            f"remove {DIGESTS_FILE} from the folder; else resume from another checkpoint"
+        )
+    return differing
 
 
 def _read_digests(folder: Path) -> dict[str, FileDigest]:
@@ -160,7 +187,9 @@ def _read_digests(folder: Path) -> dict[str, FileDigest]:
     try:
         return msgspec.json.decode(encoded, type=dict[str, FileDigest])
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise CheckpointDamagedError(f"{folder / DIGESTS_FILE} cannot be read: {error}") from error
+        raise CheckpointDamagedError(
+            f"{folder / DIGESTS_FILE} cannot be read: {error}. Remove it to load the folder unchecked, or load another one"
+        ) from error
 
 
 def _recorded_files(folder: Path) -> Collection[str]:
@@ -173,8 +202,35 @@ def _recorded_files(folder: Path) -> Collection[str]:
 _lock: Final = threading.Lock()
 _recording: Final[dict[int, tuple[FolderFiles, ...]]] = {}
 """The recordings of each thread, innermost last. The replaced functions look here, so one set of them serves all threads."""
-_installed: Final[list[tuple[_Save, _Save]]] = []
-"""The replacements, with the original functions."""
+_installed: Final[list[tuple[_Save, _Save, _Aliases]]] = []
+"""The replacements, with the original functions and their names."""
+
+
+class _Aliases:
+    """The modules that have a function, and its names there: ``from … import save_file as …`` makes another one.
+
+    A process has thousands of modules, so each is searched once. A module that gets the function later writes at once, which is
+    slower, and correct. Its function may be a replacement, which without a recording calls the original.
+    """
+
+    def __init__(self) -> None:
+        self._searched: set[str] = set()
+        self._found: list[tuple[Any, str]] = []
+
+    def replace(self, function: _Save, other: _Save) -> None:
+        """Replace a function in all modules."""
+        for name in set(sys.modules) - self._searched:
+            self._searched.add(name)
+            module = sys.modules.get(name)
+            if type(getattr(module, "__dict__", None)) is dict:
+                self._found += [(module, alias) for alias in _NAMES if vars(module).get(alias) is function]
+        for module, alias in self._found:
+            if vars(module).get(alias) is function:
+                setattr(module, alias, other)
+
+
+_aliases: Final[defaultdict[_Save, _Aliases]] = defaultdict(_Aliases)
+"""The names of each original function."""
 
 
 def _install() -> None:
@@ -185,17 +241,18 @@ def _install() -> None:
     )
     for library, name, keep, options in stand_ins:
         original = getattr(library, name, None)
-        if original is None or any(original is one for one, _ in _installed):  # not imported, or another thread was here
+        if original is None or any(original is one for one, *_ in _installed):  # not imported, or another thread was here
             continue
         stand_in = _stand_in(original, keep, options)
-        _installed.append((stand_in, original))
-        _replace(original, stand_in)
+        _installed.append((stand_in, original, _aliases[original]))
+        _aliases[original].replace(original, stand_in)
 
 
 def _uninstall() -> None:
     """Restore the functions, also in modules that were imported meanwhile."""
     while _installed:
-        _replace(*_installed[-1])
+        stand_in, original, aliases = _installed[-1]
+        aliases.replace(stand_in, original)
         _installed.pop()
 
 
@@ -211,18 +268,6 @@ def _stand_in(original: _Save, keep: _Keep, options: frozenset[str]) -> _Save:
         return original(*args, **kwargs)
 
     return save
-
-
-def _replace(function: _Save, other: _Save) -> None:
-    for module, alias in _names_of(function):
-        setattr(module, alias, other)
-
-
-def _names_of(function: Callable[..., Any]) -> list[tuple[Any, str]]:
-    """Return the modules that have a function, and its names there: ``from … import save_file as …`` makes another one."""
-    modules = [module for module in list(sys.modules.values()) if type(getattr(module, "__dict__", None)) is dict]
-    aliases = ("save", "save_file", "safe_save_file")
-    return [(module, name) for module in modules for name in aliases if vars(module).get(name) is function]
 
 
 def _fill(path: Path, fill: Callable[[int], int]) -> int:

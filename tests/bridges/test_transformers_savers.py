@@ -21,7 +21,7 @@ from eventloop.checkpoint import folder_files  # noqa: E402
 from hooks import CheckpointHook, EMAHook  # noqa: E402
 
 from .jobs import assert_same, weights_of  # noqa: E402
-from .transformers_jobs import Plain, gpt2, make  # noqa: E402
+from .transformers_jobs import Plain, gpt2, make, plain_data, tokens  # noqa: E402
 
 EVERY_FIVE = {"save_strategy": "steps", "save_steps": 5}
 BEST = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True, "num_train_epochs": 4}
@@ -239,14 +239,60 @@ def test_a_damaged_folder_is_refused_and_true_takes_the_one_before(tmp_path):
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    with pytest.raises(CheckpointDamagedError, match=r"model\.safetensors is damaged"):
+    with pytest.raises(CheckpointDamagedError, match=r"model\.safetensors changed .* remove trainbus-digests\.json"):
         make(tmp_path, Bus()).train(resume_from_checkpoint=str(weights.parent))
     bus, begun = Bus(), []
     bus.on("after_load_checkpoint", lambda event: begun.append(Path(event.path).name))
     with structlog.testing.capture_logs() as logs:
         make(tmp_path, bus, num_train_epochs=3).train(resume_from_checkpoint=True)
     assert begun == ["checkpoint-15"]
-    assert any("damaged" in one["event"] for one in logs)
+    assert any("damaged" in one["event"] and "model.safetensors" in one["error"] for one in logs)
+    (weights.parent / "trainbus-digests.json").unlink()  # the way out that the error names
+    make(tmp_path, bus, num_train_epochs=3).train(resume_from_checkpoint=True)
+    assert begun[1:] == ["checkpoint-16"]
+
+
+def without_optimizer(folder):
+    (folder / "optimizer.pt").unlink()
+
+
+def with_other_configuration(folder):
+    (folder / "config.json").write_text('{"model_type": "gpt2", "n_layer": 2}')
+
+
+def split_anew(folder):
+    model = GPT2LMHeadModel.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder, max_shard_size="10KB")
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [(without_optimizer, ["optimizer.pt"]), (with_other_configuration, ["config.json"]), (split_anew, ["model.safetensors"])],
+)
+@pytest.mark.parametrize("which", ["checkpoint-2", True])
+def test_a_folder_that_a_person_edited_resumes_as_in_the_trainer_and_says_what_changed(tmp_path, which, edit, named):
+    options = {"model": gpt2, "data": tokens(4), "num_train_epochs": 1}
+    saving(tmp_path, save_strategy="steps", save_steps=1, **options).train()
+    edit(tmp_path / "checkpoint-2")
+    bus, begun = Bus(), []
+    bus.on("after_load_checkpoint", lambda event: begun.append(Path(event.path).name))
+    resumed = make(tmp_path, bus, **options | {"num_train_epochs": 2})
+    with structlog.testing.capture_logs() as logs:
+        resumed.train(resume_from_checkpoint=which if which is True else str(tmp_path / which))
+    assert (begun, resumed.state.global_step) == (["checkpoint-2"], 4)
+    assert named in [entry["files"] for entry in logs if "files" in entry]
+
+
+def test_without_a_good_folder_true_is_an_error_that_names_the_files(tmp_path):
+    saving(tmp_path, data=plain_data(4), num_train_epochs=1, save_strategy="epoch").train()
+    (tmp_path / "checkpoint-2" / "optimizer.pt").write_bytes(b"")
+    with pytest.raises(CheckpointDamagedError, match=r"no good checkpoint .*-2 .*optimizer\.pt.*remove trainbus-digests"):
+        make(tmp_path, Bus()).train(resume_from_checkpoint=True)
+    (tmp_path / "checkpoint-2" / "optimizer.pt").unlink()
+    (tmp_path / "checkpoint-2" / "model.safetensors").unlink()
+    with pytest.raises(CheckpointDamagedError, match=r"no good checkpoint .*model\.safetensors"):
+        make(tmp_path, Bus()).train(resume_from_checkpoint=True)
 
 
 def test_callbacks_that_handle_on_save_find_the_folder(tmp_path):

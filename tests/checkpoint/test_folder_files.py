@@ -130,15 +130,33 @@ def test_threads_record_at_the_same_time_and_leave_nothing_behind(tmp_path):
 
 def test_a_module_that_is_imported_meanwhile_has_the_librarys_function_afterwards(tmp_path, monkeypatch):
     original, module = torch.save, types.ModuleType("imported_late")
-    monkeypatch.setitem(sys.modules, "imported_late", module)
     tmp_path.joinpath("folder").mkdir()
     for _ in range(2):
         files = FolderFiles(tmp_path / "folder")
         with files.recorded():
+            monkeypatch.setitem(sys.modules, "imported_late", module)
             module.save = torch.save
             module.save(torch.ones(3), tmp_path / "folder" / "x.pt")
         assert list(files.tree) == ["x.pt"]
         assert module.save is original
+
+
+def test_modules_are_searched_once(tmp_path, monkeypatch):
+    class Counted(types.ModuleType):
+        looks = 0
+
+        def __getattribute__(self, name):
+            if name == "__dict__":
+                Counted.looks += 1
+            return super().__getattribute__(name)
+
+    monkeypatch.setitem(sys.modules, "counted", Counted("counted"))
+    with FolderFiles(tmp_path).recorded():
+        first = Counted.looks
+    for _ in range(3):
+        with FolderFiles(tmp_path).recorded():
+            pass
+    assert Counted.looks == first > 0
 
 
 def test_a_changed_or_missing_file_is_found(written):
@@ -149,13 +167,13 @@ def test_a_changed_or_missing_file_is_found(written):
     verify_folder(folder)
     data = bytearray((folder / "config.json").read_bytes())
     (folder / "config.json").write_bytes(data[::-1])
-    with pytest.raises(CheckpointDamagedError, match=r"config\.json is damaged"):
+    (folder / "optimizer.pt").write_bytes(b"")
+    with pytest.raises(CheckpointDamagedError, match=r"config\.json, optimizer\.pt .*remove trainbus-digests\.json"):
         verify_folder(folder)
-    (folder / "config.json").unlink()
-    with pytest.raises(CheckpointDamagedError, match=r"config\.json cannot be read"):
-        verify_folder(folder)
+    (folder / "optimizer.pt").unlink()
+    assert verify_folder(folder, ["*.pt"]) == (["optimizer.pt"], ["config.json"])
     (folder / "trainbus-digests.json").write_text("{")
-    with pytest.raises(CheckpointDamagedError, match=r"digests\.json cannot be read"):
+    with pytest.raises(CheckpointDamagedError, match=r"digests\.json cannot be read.*Remove it"):
         verify_folder(folder)
     (folder / "trainbus-digests.json").unlink()
     verify_folder(folder)  # of another program
