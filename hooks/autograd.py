@@ -73,7 +73,9 @@ class AutogradProfilerHook(Hook):
 
     def before_train(self, event: BeforeTrain) -> None:
         if event.run.work_dir is None and self._output_dir is None:
-            raise ConfigurationError(f"{self.label} has no folder for its files: give it output_dir=, or the run a work_dir")
+            raise ConfigurationError(
+                f"{self.label} has no folder for its files: give it output_dir=; or {event.run.work_dir_advice}"
+            )
 
     def before_train_iter(self, event: BeforeTrainIter) -> None:
         if self._enable_predicate(event):

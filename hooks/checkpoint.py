@@ -157,7 +157,7 @@ class CheckpointHook(Hook):
     def before_train(self, event: events.BeforeTrain) -> None:
         directory = self._kept.directory
         if self._saves and directory is None:
-            raise ConfigurationError(f"{self.label} has no directory: give the run a work_dir, or the hook an out_dir")
+            raise ConfigurationError(f"{self.label} has no directory: give it out_dir=; or {event.run.work_dir_advice}")
         if self._kept.best.names:
             check_validated(event, f"{self.label}(save_best=...)")
         if directory is not None and event.run.rank == 0:

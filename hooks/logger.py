@@ -146,7 +146,7 @@ class LoggerHook(Hook):
         work_dir = None if run.work_dir is None else str(run.work_dir)
         if work_dir is None and self._idle_without_work_dir:
             writers = ", ".join(self._idle_without_work_dir)
-            log.warning("these writers write nothing, because the run has no work dir: give it work_dir=", writers=writers)
+            log.warning(f"these writers write nothing, as the run has no work dir: {run.work_dir_advice}", writers=writers)
         self._begun, self._restored = self._begun + 1, None
         facts = {"name": run.name, "work_dir": work_dir, "seed": run.seed, "config": _plain(run.config)}
         self._record(run, "open", begun=self._begun, **facts)

@@ -46,7 +46,8 @@ def _noted(event: Any) -> dict[str, Any]:
         case ev.BeforeRun():
             run = event.run
             facts = {"name": run.name, "seed": run.seed, "config": dict(run.config), "world_size": run.world_size}
-            return noted | facts | {"run": weakref.ref(run), "work_dir": None if run.work_dir is None else str(run.work_dir)}
+            place = {"work_dir": None if run.work_dir is None else str(run.work_dir), "advice": run.work_dir_advice}
+            return noted | facts | place | {"run": weakref.ref(run)}
         case ev.AfterLoadCheckpoint():
             return noted | {"kind": "resume", "path": event.path}
         case ev.AfterValEpoch() | ev.AfterTestEpoch():
@@ -168,7 +169,7 @@ class RunRecordHook(Hook):
         self._folder = self._loaded = None
         self._trains = False
         if noted["work_dir"] is None:
-            log.warning("RunRecordHook writes nothing, because the run has no work dir: give it work_dir=")
+            log.warning(f"RunRecordHook writes nothing, because the run has no work dir: {noted['advice']}")
             return
         folder = Path(noted["work_dir"])
         self._run, self._costs_at = noted["run"], noted["time"] + 10

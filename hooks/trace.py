@@ -50,7 +50,7 @@ class TraceHook(Hook):
     def before_train(self, event: BeforeTrain) -> None:
         run = event.run
         if run.work_dir is None:
-            raise ConfigurationError(f"{self.label} writes to the work dir, but the run has none; give work_dir=")
+            raise ConfigurationError(f"{self.label} writes to the work dir, but the run has none; {run.work_dir_advice}")
         if run.bus.recorder is None:
             raise ConfigurationError(f"{self.label} needs bus.timing, but it was set to False; leave it on")
         self._count, self._patience = 0, _PATIENCE

@@ -139,7 +139,13 @@ class LightningBridge(Bridge):
     def _begin(self, optimizers: list[torch.optim.Optimizer]) -> HostedRun:
         trainer = self.trainer
         given = {"optimizer": optimizers[0]} if len(optimizers) == 1 else _numbered(optimizers)
-        run = HostedRun(self.bus, model=trainer.lightning_module, optimizer=given, work_dir=trainer.log_dir, suffix=".ckpt")
+        folder, name = trainer.log_dir, None
+        if remote := "://" in str(folder) and not str(folder).startswith("file://"):
+            name = str(folder).rstrip("/").rpartition("/")[2]
+        work_dir = None if remote else folder
+        run = HostedRun(self.bus, model=trainer.lightning_module, optimizer=given, work_dir=work_dir, suffix=".ckpt", name=name)
+        advice = f"trainer.log_dir is the URL {folder}; " if remote else ""
+        run.work_dir_advice = f"{advice}give the first logger, or Trainer(default_root_dir=), a local directory"
         run.config = dict(trainer.lightning_module.hparams)
         self.run, self._drive = run, run.driver
         self._drive.begin_run()

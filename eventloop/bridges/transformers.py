@@ -166,7 +166,7 @@ class TransformersBridge(Bridge):
 
     def _begin_run(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         trainer, args = self.trainer, self.trainer.args
-        run = HostedRun(self.bus, model=trainer.model, optimizer=optimizer, work_dir=args.output_dir)
+        run = HostedRun(self.bus, model=trainer.model, optimizer=optimizer, work_dir=Path(args.output_dir))
         self.run, self._drive = run, run.driver
         run.validates = True if args.eval_strategy != "no" or args.eval_on_start else None
         handler = signal.getsignal(signal.SIGTERM)

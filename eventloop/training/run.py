@@ -117,6 +117,8 @@ class Run:
         """Whether the training has validations; None before the first one in the user's own loop."""
         self.foreign_schedulers: Collection[object] = ()
         """Learning-rate schedulers that another trainer steps; empty in your own loop."""
+        self.work_dir_advice = "give the run work_dir="
+        """What the user can do if the run has no work dir, for messages."""
         self.foreign_averages: Collection[str] = ()
         """Names of the parts of another trainer that average the weights, too; empty in your own loop."""
         self.resumed_from: AnyPath | None = None

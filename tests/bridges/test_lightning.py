@@ -957,6 +957,20 @@ def test_a_tuner_after_a_fit_leaves_the_raw_weights(search):
     assert_same(module.state_dict(), raw)
 
 
+def test_a_remote_root_trains_without_a_work_dir(tmp_path):
+    bus, told = Bus(), []
+    bus.on("checkpoint_committed", lambda event: told.append(event.path))
+    bridge = bus.attach(trainer := trainer_of("memory://bucket/run", enable_checkpointing=True, max_epochs=1))
+    bus.add(CheckpointHook(out_dir="memory://bucket/ours", interval=1), EMAHook(momentum=0.5))
+    trainer.fit(Module(), data())
+    assert (bridge.run.work_dir, bridge.run.name) == (None, "run")
+    assert {path.rpartition("/")[0] for path in told} == {"memory://bucket/ours", "memory://bucket/run/checkpoints"}
+    bus.attach(trainer := trainer_of("memory://bucket/run"))
+    bus.add(CheckpointHook(name="local", interval=1))
+    with pytest.raises(ConfigurationError, match=r"default_root_dir=.*"):
+        trainer.fit(Module(), data())
+
+
 def test_the_old_name_of_the_package(tmp_path):
     old = pytest.importorskip("pytorch_lightning")
 

@@ -174,5 +174,5 @@ def _refusals(run: Any) -> dict[str, str]:
         refusals["lr"] = "this run has no optimizer"
         refusals["checkpoint"] = "this run does not train"
     elif run.work_dir is None:
-        refusals["checkpoint"] = "this run has no work_dir; create it with work_dir="
+        refusals["checkpoint"] = f"this run has no work dir: {run.work_dir_advice}"
     return refusals

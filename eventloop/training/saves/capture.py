@@ -93,7 +93,7 @@ class Saves:
         if directory is not None:
             return as_path(directory)
         if self._run.work_dir is None:
-            raise ConfigurationError("the run has no directory for checkpoints: give it work_dir=")
+            raise ConfigurationError(f"the run has no directory for checkpoints: {self._run.work_dir_advice}")
         return self._run.work_dir
 
     def request(self, request: SaveRequest) -> None:

@@ -15,10 +15,6 @@ from hooks.compat.mmengine.entry import ENTRY, entry_of, restore_hub, restore_sc
 
 _UNKNOWN_DATA: Final = "the training data is unknown before the first epoch"
 _REASONS: Final[Mapping[str, str]] = {
-    "work_dir": "give the run work_dir=",
-    "log_dir": "give the run work_dir=",
-    "logger": "give the run work_dir=",
-    "visualizer": "give the run work_dir=",
     "model": "the run has several models, but MMEngine's runner has one",
     "optim_wrapper": "the run has no optimizer",
     "max_epochs": "the run has no limit yet: it gets one from run.epochs()",
@@ -174,7 +170,10 @@ class Moments:
 
     def absent(self, name: str) -> NoReturn:
         """Raise the error for a missing attribute."""
-        reason = _REASONS.get(name, "a trainbus run does not have this attribute")
+        if name in ("work_dir", "log_dir", "logger", "visualizer"):
+            reason = self.run.work_dir_advice
+        else:
+            reason = _REASONS.get(name, "a trainbus run does not have this attribute")
         raise MissingAttributeError(f"{self._caller} uses runner.{name}: {reason}", name=name, obj=self)
 
     def refuse(self, action: str, reason: str) -> NoReturn:
