@@ -325,7 +325,7 @@ def test_a_damaged_folder_is_not_loaded(tmp_path):
     with (tmp_path / "state" / "optimizer.bin").open("r+b") as file:
         file.seek(-20, 2)
         file.write(b"?")
-    with pytest.raises(CheckpointError, match=r"optimizer\.bin is damaged"):
+    with pytest.raises(CheckpointError, match=r"optimizer\.bin changed"):
         job.accelerator.load_state(tmp_path / "state")
 
 
