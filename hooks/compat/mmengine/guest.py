@@ -21,7 +21,7 @@ _UPDATED: Final = 31
 
 _STAGES: Final = (
     *("before_train_iter", "after_train_iter", "before_val_iter", "after_val_iter", "before_test_iter", "after_test_iter"),
-    *("after_train_epoch", "before_val_epoch", "after_val_epoch", "before_test_epoch", "after_test_epoch"),
+    *("before_val_epoch", "after_val_epoch", "before_test_epoch", "after_test_epoch"),
 )
 """The mount points that an adapter subscribes to only if its guest overrides their methods. It needs the others itself."""
 

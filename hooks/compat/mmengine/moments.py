@@ -71,7 +71,8 @@ class Moments:
         """True if a guest has stopped the training."""
         self._adapters: list[Adapter] = []
         self._calling: list[Any] = []
-        self._epoch_open = False
+        self._epoch_open: list[Adapter] = []
+        """The adapters whose guests have not had ``after_train_epoch`` of the present epoch."""
         self._entry: Mapping[str, Any] | None = None
         self._wrapper: tuple[list[int], Any] | None = None
         self.param_schedulers: Any = None
@@ -80,8 +81,8 @@ class Moments:
     def enter(self, run: Any) -> None:
         """Begin a new run."""
         self.run = run
-        self.trains = self.stops = self._epoch_open = False
-        self._adapters, self._entry = [], None
+        self.trains = self.stops = False
+        self._adapters, self._epoch_open, self._entry = [], [], None
         if self._wrapper is not None and self._wrapper[0] != [id(one) for one in run.optimizers.values()]:
             self._wrapper = self.param_schedulers = None
         if not self._named:
@@ -126,18 +127,16 @@ class Moments:
             self.stop_if_asked()
             return
         self.begin(trains=True, now=True)
-        self._epoch_open = True
+        self._epoch_open = list(self._adapters)
 
     def end_epoch(self, by: Adapter | None) -> None:
         """Call ``after_train_epoch`` of one guest, or of all if an iteration-based training was stopped."""
-        if by is None and not (self._epoch_open and self.by_iter):
-            return
-        for adapter in self._adapters if by is None else [by]:
+        due = [by] if by is not None else self._epoch_open if self.by_iter else []
+        self._epoch_open = [adapter for adapter in self._epoch_open if adapter not in due]
+        for adapter in due:
             adapter.call("after_train_epoch")
-        if by is None or by is self._adapters[-1]:
-            self._epoch_open = False
-            if self.stops and self.run.validates is False:
-                self.stop_if_asked()
+        if by is not None and self.run.validates is False:
+            self.stop_if_asked()
 
     def ask_to_stop(self, *, stops: bool) -> None:
         """Stop as MMEngine does: after the iteration in iteration-based training, else after the epoch and its validation."""

@@ -349,7 +349,7 @@ def test_only_the_methods_that_a_guest_overrides_are_called_in_iterations_and_ep
     bus.add(EMAHook())
     heard = {one.mount_point for one in bus.subscriptions}
     assert "after_train_iter" in heard
-    assert not heard & {"before_train_iter", "before_val_iter", "after_val_iter", "after_train_epoch"}
+    assert not heard & {"before_train_iter", "before_val_iter", "after_val_iter"}
     assert {one.priority for one in bus.subscriptions} == {50}
 
 
@@ -423,32 +423,54 @@ def test_several_models_are_refused(tmp_path):
                     pass
 
 
-def test_a_stop_from_an_iteration_ends_after_the_epoch_and_its_validation(tmp_path):
-    class Stops(Hook):
-        def __init__(self):
-            self.seen = []
+class Few(Hook):
+    """A hook that overrides little: not the end of an epoch."""
 
-        def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
-            if runner.iter == 9:
-                runner.train_loop.stop_training = True
+    def __init__(self, priority, last, **_):
+        self.priority, self.last = priority, last
 
-        def before_train_epoch(self, runner):
-            self.seen.append(("epoch", runner.epoch))
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None):
+        if runner.iter == self.last:
+            runner.train_loop.stop_training = True
 
-        def after_train_epoch(self, runner):
-            self.seen.append(("end", runner.iter))
 
-        def after_val(self, runner):
-            self.seen.append(("val", runner.iter))
+class Every(Few):
+    """A hook that overrides each method, and counts its calls."""
 
-        def after_train(self, runner):
-            self.seen.append(("over", runner.iter))
+    def __init__(self, priority, last, calls):
+        super().__init__(priority, last)
+        self.calls = calls
 
-    for job in ({"max_epochs": 4}, {"max_epochs": 4, "validates": False}, {"max_iters": 20, "val_interval": 6}):
-        there, here = Stops(), Stops()
-        theirs(tmp_path / "theirs", [there], **job)
-        ours(tmp_path / "ours", [here], **job)
-        assert here.seen == there.seen
+
+def counted(stage):
+    def method(self, runner, *args, **kwargs):
+        self.calls.append((stage, runner.epoch, runner.iter))
+        if stage == "after_train_iter":
+            super(Every, self).after_train_iter(runner, *args, **kwargs)
+
+    return method
+
+
+for _stage in Hook.stages:
+    setattr(Every, _stage, counted(_stage))
+
+
+@pytest.mark.parametrize("kinds", [(Every, Few), (Few, Every), (Every, Every)])
+@pytest.mark.parametrize("job", [{"max_epochs": 3}, {"max_iters": 20, "val_interval": 6}])
+def test_each_method_of_each_guest_is_called_as_often_as_by_mmengine(tmp_path, job, kinds):
+    """Also with a stop in an iteration, which ends after the epoch and its validation."""
+
+    def called(run, last, **options):
+        calls = []
+        hooks = [kind(priority, last, calls=calls) for kind, priority in zip(kinds, ("HIGH", "LOWEST"), strict=True)]
+        run(tmp_path / run.__name__, hooks, **job, **options)
+        return calls
+
+    for last in (9, None):
+        for validates in (True, False):
+            here = called(ours, last, validates=validates)
+            assert here == called(theirs, last, validates=validates)
+            assert len({stage for stage, *_ in here}) == (14 if validates else 8)
 
 
 def test_a_guest_is_added_once_and_taken_off():
