@@ -78,7 +78,7 @@ def test_ls_shows_the_progress_of_each_file_oldest_first(trainbus):
     make("epoch_9.safetensors", 9, age=60)
     result = trainbus("ls", ".")
     assert result.status == 0
-    rows = [line.split() for line in result.out.splitlines()]
+    rows = [line.replace("→", "").split() for line in result.out.splitlines()]
     assert rows[0] == ["file", "epoch", "iter", "size", "when", "state"]
     assert [row[:3] for row in rows[1:]] == [["epoch_9.safetensors", "9", "90"], ["epoch_10.safetensors", "10", "100"]]
     assert [row[-1] for row in rows[1:]] == ["complete", "complete"]
@@ -90,7 +90,9 @@ def test_ls_goes_by_the_progress_in_the_files_and_not_by_their_times(trainbus):
     make("epoch_10.safetensors", 10, age=90)
     make("epoch_9.safetensors", 9)
     rows = trainbus("ls", ".").out.splitlines()[1:]
-    assert [row.split()[0] for row in rows] == ["epoch_2.safetensors", "epoch_9.safetensors", "epoch_10.safetensors"]
+    names = [row.replace("→", "").split()[0] for row in rows]
+    assert names == ["epoch_2.safetensors", "epoch_9.safetensors", "epoch_10.safetensors"]
+    assert rows[2].split()[0] == "→"  # what resume="auto" takes
 
 
 def test_ls_marks_the_newest_and_shows_all_names_of_one_file(trainbus):
@@ -177,7 +179,7 @@ def test_ls_lists_other_files_beside_a_pipe_named_like_a_checkpoint(trainbus):
     os.mkfifo("pipe.safetensors")
     result = trainbus("ls", ".")
     assert result.status == 1
-    assert any(line.split()[0] == "epoch_1.safetensors" for line in result.out.splitlines()[1:])
+    assert any("epoch_1.safetensors" in line.split() for line in result.out.splitlines()[1:])
     assert "pipe.safetensors is a FIFO and not a regular file" in result.out
 
 

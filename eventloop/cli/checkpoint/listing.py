@@ -16,7 +16,7 @@ from rich.text import Text
 from eventloop.checkpoint import TEMPORARY_PREFIX, AnyPath, file_kind, list_files, outline, verify, verify_shards
 from eventloop.cli.common import FileOrURL, check_checkpoint, printable, say, status_of, to_terminal
 from eventloop.errors import CheckpointDamagedError, CheckpointError
-from eventloop.training.saves.discover import file_named, read_pointer
+from eventloop.training.saves.discover import file_named, is_candidate, newest_first, read_pointer
 from eventloop.training.saves.write import LAST
 from eventloop.training.state import how_far
 
@@ -46,7 +46,7 @@ def ls(directory: FileOrURL, /, *, verify: bool = False) -> int:
     text = read_pointer(directory)
     newest = file_named(directory, text, []) if text else None
     if files:
-        to_terminal().print(_table(files, newest))
+        to_terminal().print(_table(files, _newest(files, newest)))
     else:
         say(f"no checkpoints in {directory}")
     if text:
@@ -104,7 +104,7 @@ def _find(directory: AnyPath) -> list[Found]:
         raise CheckpointError(f"{directory} is a file, not a directory; show it by: trainbus checkpoint show {directory}")
     found: dict[object, Found] = {}
     for path, modified in sorted(list_files(directory), key=lambda file: _natural(file[0].name)):
-        if not path.name.startswith(".") and path.suffix == ".safetensors":
+        if is_candidate(path):
             with suppress(OSError):  # removed meanwhile, or a broken link
                 identity, size, changed = status_of(path, modified)
                 found.setdefault(identity, Found([], size, changed)).names.append(path)
@@ -150,6 +150,17 @@ def _table(files: list[Found], newest: AnyPath | None) -> Table:
             f"[{_STYLES[found.state]}]{found.state}[/]",
         )
     return table
+
+
+def _newest(files: list[Found], named: AnyPath | None) -> AnyPath | None:
+    """Return the file that ``resume="auto"`` takes."""
+    known = {path: found for found in files for path in found.names}
+    order = newest_first(
+        {path: found.modified for path, found in known.items()},
+        [] if named not in known else [named],
+        lambda path: None if known[path].problem else known[path].progress,
+    )
+    return next((path for path in order if known[path].progress and not known[path].problem), None)
 
 
 def _when(seconds: float | None) -> str:

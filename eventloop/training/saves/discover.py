@@ -82,9 +82,8 @@ def load_verified(path: AnyPath) -> Any:
 def find_checkpoint(*directories: AnyPath, known: Iterable[AnyPath] = (), read: Read = load_verified) -> Found | None:
     """Read the newest good checkpoint in some directories; return None if they have no checkpoint.
 
-    The file that ``last_checkpoint`` names, in any of ``directories`` and ``known``, comes first, then the files with the most
-    progress. The progress is read from the files, because copied files have other times. A file that cannot be read
-    (damaged, a link, a FIFO, a device) is logged, and the previous one is tried.
+    The order is that of `newest_first`; ``last_checkpoint`` may name a file in any of ``directories`` and ``known``. A file
+    that cannot be read (damaged, a link, a FIFO, a device) is logged, and the previous one is tried.
 
     Raises:
         CheckpointDamagedError: there are checkpoints, but none can be read.
@@ -110,30 +109,55 @@ def find_checkpoint(*directories: AnyPath, known: Iterable[AnyPath] = (), read: 
 
 
 def _newest_first(directories: Iterable[AnyPath], known: Iterable[AnyPath], damage: list[str]) -> Iterator[AnyPath]:
-    files = {directory: [path for path, _ in list_files(directory)] for directory in directories}
-    pointers = [directory for directory in files if directory / LAST in files[directory]]
-    named = [_pointed_to(directory, [*files, *known], damage) for directory in pointers]
-    first = list(dict.fromkeys(path for path in named if path is not None))
-    if len(first) > 1:
-        first.sort(key=_rank, reverse=True)
+    listed = {directory: dict(list_files(directory)) for directory in directories}
+    pointers = [directory for directory, files in listed.items() if directory / LAST in files]
+    named = [_pointed_to(directory, [*listed, *known], damage) for directory in pointers]
+    files = {path: changed for files in listed.values() for path, changed in files.items() if is_candidate(path)}
+    yield from newest_first(files, [path for path in named if path is not None], _far)
+
+
+def is_candidate(path: AnyPath) -> bool:
+    """Return True if the name of a file is that of a checkpoint."""
+    return path.suffix == ".safetensors" and not path.name.startswith(".")
+
+
+def newest_first(
+    files: Mapping[AnyPath, float | None], named: Iterable[AnyPath], far: Callable[[AnyPath], tuple[int, ...] | None]
+) -> Iterator[AnyPath]:
+    """Yield checkpoints in the order in which a resume tries them, by their progress.
+
+    ``last_checkpoint`` tells the present training from an earlier, longer one in the same directory. So of the files with more
+    progress than the one that it names, only those written after that one are newer: a process that was killed had no time
+    to name them. Times alone decide nothing, because copied files have others.
+
+    Args:
+        files: the checkpoints, each with its Unix time of change in s (None if unknown).
+        named: the files that pointers name; they may be missing, or outside of ``files``.
+        far: returns the progress in a file, as a tuple to compare; None if it cannot be read.
+    """
+
+    def rank(path: AnyPath) -> tuple[bool, tuple[int, ...], bool, str]:
+        # An unreadable file comes first: it is logged, and may be the newest.
+        progress = far(path)
+        return progress is None, progress or (), not path.name.startswith("best_"), path.name
+
+    first = sorted(dict.fromkeys(named), key=rank, reverse=True)
+    limit, since = next(((rank(path), files.get(path)) for path in first if far(path)), (None, None))
+    if limit is not None and since is not None:
+        later = {path: rank(path) for path, changed in files.items() if changed is None or changed > since}
+        ahead = [path for path, found in later.items() if found[:2] > limit[:2]]
+        first = [*sorted(ahead, key=lambda path: later[path], reverse=True), *first]
     yield from first
-    others = [path for paths in files.values() for path in paths if path.suffix == ".safetensors" and path.name[0] != "."]
-    ranks = {path: _rank(path) for path in others}
-    # Files with more progress than last_checkpoint are from an earlier, longer training in the same directory.
-    limit = next((rank for rank in map(ranks.get, first) if rank is not None and rank[1]), None)
-    for path in sorted(others, key=lambda path: (limit is None or ranks[path] <= limit, ranks[path]), reverse=True):
-        if path not in first:
-            yield path
+    ranks = {path: rank(path) for path in files if path not in first}
+    yield from sorted(ranks, key=lambda path: (limit is None or ranks[path] <= limit, ranks[path]), reverse=True)
 
 
-def _rank(path: AnyPath) -> tuple[bool, tuple[int, ...], bool, str]:
-    """Return a sort key by progress. An unreadable file comes first: it is logged, and may be the newest."""
-    regular = not path.name.startswith("best_")
+def _far(path: AnyPath) -> tuple[int, ...] | None:
     try:
         check_regular(path)
-        return False, how_far(outline(path)), regular, path.name
+        return how_far(outline(path))
     except (CheckpointDamagedError, OSError):
-        return True, (), regular, path.name
+        return None
 
 
 # ------------------------------------------------------------------- last_checkpoint: a hint without a digest

@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from eventloop import Bus, CheckpointDamagedError, CheckpointError, ConfigurationError, Update
 from eventloop.checkpoint import load, save
+from eventloop.cli import main
 
 
 def saving(parts, work_dir, **options):
@@ -79,6 +80,20 @@ def test_a_damaged_newest_file_gives_way_to_none_of_a_longer_training_before_in_
     file.write_bytes(data)
     with capture_logs():
         assert began(parts, "auto", work_dir=tmp_path) == (3, tmp_path / "epoch_1.safetensors")
+
+
+def test_the_newest_complete_save_is_taken_if_the_process_was_killed_before_last_checkpoint_named_it(parts, tmp_path, capsys):
+    saving(parts, tmp_path)
+    (tmp_path / "last_checkpoint").write_text("epoch_2.safetensors")
+    for age, epoch in enumerate((3, 2, 1)):
+        os.utime(tmp_path / f"epoch_{epoch}.safetensors", (1e9 - age, 1e9 - age))
+    for resume in ("auto", tmp_path):
+        assert began(parts, resume, work_dir=tmp_path) == (9, tmp_path / "epoch_3.safetensors")
+    assert main(["checkpoint", "ls", str(tmp_path)]) == 0
+    assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[:-1] if "→" in line] == ["epoch_3.safetensors"]
+    damage(tmp_path / "epoch_3.safetensors")
+    with capture_logs():
+        assert began(parts, "auto", work_dir=tmp_path) == (6, tmp_path / "epoch_2.safetensors")
 
 
 def test_of_files_of_one_state_the_best_is_the_last_choice(parts, tmp_path):
