@@ -97,7 +97,7 @@ def test_the_demo_leaves_checkpoints_scalars_of_every_iteration_and_a_summary(he
         "averaged weights",
         "raw weights",
         "best epoch",
-        "2 checkpoints of 641 kB written beside the training, which waited",
+        f"2 checkpoints of {newest.stat().st_size / 1000:.0f} kB written beside the training, which waited",
         "train/loss",
         "trainbus report",
     ):
