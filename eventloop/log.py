@@ -7,12 +7,15 @@ warnings and errors, with their rank.
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
-from typing import Any, cast
+from typing import Any, TextIO, cast
 
 import structlog
 from structlog.typing import FilteringBoundLogger
+
+from eventloop.terminal import printable
 
 
 def get_logger() -> FilteringBoundLogger:
@@ -35,10 +38,21 @@ def _plain() -> Any:
             *([lambda _, __, event: {**event, "rank": rank}] if rank else []),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="%Y-%m-%d %H:%M:%S", utc=False),
-            structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=structlog.dev.plain_traceback),
+            lambda _, __, event: {name: _escaped(value) for name, value in event.items()},
+            structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=_traceback),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING if rank else logging.INFO),
     )
+
+
+def _escaped(value: Any) -> Any:
+    return printable(value, keep="\n") if isinstance(value, str) else value
+
+
+def _traceback(file: TextIO, exc_info: Any) -> None:
+    whole = io.StringIO()
+    structlog.dev.plain_traceback(whole, exc_info)
+    file.write(printable(whole.getvalue(), keep="\n"))
 
 
 class _Stderr:

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hooks
 from eventloop import Bus, ConfigurationError, Hook, TrainLoop
 from eventloop.observe import last_lines
+from eventloop.terminal import cell
 
 BATCH: Final = 32
 WRONG: Final = 0.2
@@ -191,7 +192,9 @@ def run_demo(work_dir: Path, *, epochs: int = 20, seed: int = 0, resume: bool = 
     torch.set_num_threads(1)  # the network is too small for more; offloaded work uses the other cores
     console = Console()
     loop = make_loop(work_dir, epochs, seed, console)
-    console.print(_INTRODUCTION.format(epochs=epochs, folder=work_dir), highlight=False)
+    console.print(
+        Text.assemble(("trainbus demo", "bold"), cell(_INTRODUCTION.format(epochs=epochs, folder=work_dir), keep="\n"))
+    )
     tables: list[Any] = []
 
     def take_table(event: Any) -> None:
@@ -213,12 +216,12 @@ def run_demo(work_dir: Path, *, epochs: int = 20, seed: int = 0, resume: bool = 
     summary.add_row("trained", f"{loop.counters.iter} iterations in all, {seconds:.1f} s in this session")
     console.print("", *tables, summary, Text(evidence.sentence), last_lines(work_dir, loop.bus), "")
     curves = _CURVES if any(work_dir.glob("tensorboard/*")) else ""
-    console.print(Text((_NEXT + curves).format(folder=work_dir, more=epochs + 20)), soft_wrap=True)
+    console.print(cell((_NEXT + curves).format(folder=work_dir, more=epochs + 20), keep="\n"), soft_wrap=True)
     return 0
 
 
 _INTRODUCTION: Final = """\
-[bold]trainbus demo[/]: a small network learns handwritten digits for {epochs} epochs.
+: a small network learns handwritten digits for {epochs} epochs.
 A fifth of its labels are wrong. Checkpoints and logs are written beside the
 training, into {folder}.
 """

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from eventloop import Hook, Priority, Scalars, check_options, get_logger, mount, register
 from eventloop.events import AfterEpoch, AfterIter, BeforeEpoch, BeforeRun, RunEvent
+from eventloop.terminal import printable
 
 log = get_logger()
 
@@ -120,7 +121,7 @@ class ProgressBar(Hook):
 
     def _draw(self, event: BarMoved) -> None:
         progress, title = self._progress, _title(event)
-        details = [f"{name} {value:.4f}" for name, value in self._losses.items()]
+        details = [f"{printable(name)} {value:.4f}" for name, value in self._losses.items()]
         if event.progress.stage == "train" and self._eta is not None:
             details.append(f"eta {timedelta(seconds=round(self._eta))}")
         if title != self._title:  # a new task, because rich ignores an update to total=None (a loader without a length)
@@ -140,7 +141,7 @@ def _new_progress(console: Console) -> Progress:
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("[dim]{task.fields[details]}"),
+        TextColumn("{task.fields[details]}", style="dim", markup=False),
         console=console,
         auto_refresh=False,  # rich would draw from its own thread, whose errors we could not handle
         transient=True,

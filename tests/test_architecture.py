@@ -17,6 +17,7 @@ PUBLIC = (
     "eventloop",
     *(f"eventloop.{name}" for name in ("bus", "checkpoint", "config", "errors", "events", "observe", "spelling", "training")),
     "eventloop.observe.dashboard",
+    "eventloop.terminal",
 )
 FILES = [*sorted(file for package in ("eventloop", "hooks") for file in ROOT.glob(f"{package}/**/*.py")), ROOT / "trainbus.py"]
 

@@ -46,3 +46,12 @@ def test_a_line_is_a_single_write(monkeypatch):
     get_logger().error("a handler failed")
     assert [piece.count("\n") for piece in pieces] == [1, 1]
     assert all(piece.endswith("\n") for piece in pieces)
+
+
+def test_control_characters_in_values_and_tracebacks_do_not_reach_the_terminal(capsys):
+    error = ValueError("a\x1b[31m\r")
+    get_logger().error("no \x1b[2J", path="b\x1b[31m", exc_info=error)
+    text = capsys.readouterr().err
+    assert "\x1b" not in text
+    assert "\r" not in text
+    assert "ValueError: a\\x1b[31m" in text

@@ -14,6 +14,7 @@ from eventloop.bus.subscription import Stats, Subscription
 from eventloop.events import Event
 from eventloop.events.event import lineage, mount_points, resolve
 from eventloop.events.mount_points import BUILTIN
+from eventloop.terminal import cell
 
 _USUAL = "1024 block"  # the lane that a handler gets without options; not shown
 
@@ -56,13 +57,13 @@ class Description(msgspec.Struct, frozen=True):
         previous = ""
         for row in self.rows:
             if row.mount_point != previous:
-                table.add_row(row.mount_point, style="bold")
+                table.add_row(cell(row.mount_point), style="bold")
                 previous = row.mount_point
             lane = row.lane.removeprefix(_USUAL).removeprefix(", ")
             runs = f"{row.mode.removeprefix('offloaded: ')} {lane}".rstrip()
             cells = [f" {_short(row)}", f"{row.priority} {row.priority_name}", runs, row.filter, *[row.ranks] * self.ranks]
             figures = _figures(row.stats)[: self.stats + timed]
-            table.add_row(*cells, *figures, style="cyan" if row.lane else "")
+            table.add_row(*map(cell, (*cells, *figures)), style="cyan" if row.lane else "")
         return table
 
     def __str__(self) -> str:

@@ -8,6 +8,8 @@ import msgspec
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.text import Text
 
+from eventloop.terminal import cell, printable
+
 _WIDTH = 80
 
 
@@ -24,8 +26,8 @@ class Figures(msgspec.Struct, frozen=True):
     """As many texts as there are heads; missing ones at the end are empty."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        yield Text(self.title, style="bold")
-        rows = [[*row, *[""] * (len(self.names) - len(row))] for row in (self.names, *self.rows)]
+        yield cell(self.title, "bold")
+        rows = [[*map(printable, row), *[""] * (len(self.names) - len(row))] for row in (self.names, *self.rows)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)][1:]
         room = min(options.max_width, _WIDTH) - sum(widths) - len(widths)
         first = max((len(name) for name, *_ in rows if len(name) <= room), default=0)

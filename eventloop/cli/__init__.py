@@ -13,15 +13,16 @@ from collections.abc import Sequence
 
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownOptionError, UnusedCliTokensError
 from rich.console import Console
+from rich.text import Text
 from torch.distributed import is_torchelastic_launched
 
 import trainbus
 from eventloop.cli import catalogue, init, report, run, runs, trace
 from eventloop.cli.checkpoint import exchange, listing, show
-from eventloop.cli.common import say
 from eventloop.config.read import shortened
 from eventloop.errors import CheckpointDamagedError, TrainbusError
 from eventloop.observe import RunDamagedError
+from eventloop.terminal import cell
 
 app = App(
     name="trainbus",
@@ -97,5 +98,6 @@ def _fail(status: int, command: str, message: str, error: BaseException) -> int:
     rank = f" (rank {os.environ['RANK']})" if is_torchelastic_launched() else ""
     lines = "\n".join([message, *getattr(error, "__notes__", ())])
     # One write, so that the lines of several ranks do not mix.
-    say((f"{command}{rank}:", "bold red"), f" {lines}", console=Console(stderr=True, highlight=False))
+    text = Text.assemble((f"{command}{rank}:", "bold red"), " ", cell(lines, keep="\n"))
+    Console(stderr=True, highlight=False).print(text, soft_wrap=True)
     return status

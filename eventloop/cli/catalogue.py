@@ -21,6 +21,7 @@ from eventloop.config.make import Signature, describe
 from eventloop.config.names import Imports
 from eventloop.events.event import mount_points, resolve
 from eventloop.events.mount_points import BUILTIN
+from eventloop.terminal import cell
 
 _TITLES = {"hook": "Hooks", "writer": "Writers (for the loggers' writers)", "average": "Averages (for EMAHook's ema_type)"}
 _USES = {"hook": "bus.add({}(…))", "writer": "LoggerHook(writers=[{}(…)])", "average": 'EMAHook(ema_type="{}")'}
@@ -49,7 +50,7 @@ def list_hooks(name: str | None = None, /, *, imports: Modules = None) -> None:
         console.print(Text(title, style="bold"))
         table = Table.grid(Column(width=names, no_wrap=True), Column(), padding=(0, 2, 0, 0))
         for entry in listed[kind]:
-            table.add_row(Text(entry.name, style="cyan"), Text(_summary(entry.cls)))
+            table.add_row(cell(entry.name, "cyan"), cell(_summary(entry.cls)))
         console.print(Padding(table, (0, 0, 1, 2), expand=False))
     for kind, title in _TITLES.items():
         console.rule(f"[bold]{title}: options", align="left")
@@ -58,11 +59,11 @@ def list_hooks(name: str | None = None, /, *, imports: Modules = None) -> None:
         for entry, signature in entries:
             aliases = (f" = {', '.join(entry.aliases)}" if entry.aliases else "", "cyan")
             summary = _summary(entry.cls)
-            lines: list[RenderableType] = [Text(summary)] if summary else []
+            lines: list[RenderableType] = [cell(summary)] if summary else []
             if kind == "hook":
                 lines.append(_where(entry.cls))
             lines.append(_options(kind, signature, width))
-            console.print(Text.assemble((entry.name, "bold cyan"), aliases))
+            console.print(Text.assemble(cell(entry.name, "bold cyan"), cell(*aliases)))
             console.print(Padding(Group(*lines), (0, 0, 0, 2)))
             console.print()
     console.print("next: trainbus hooks NAME explains one and its options", highlight=False)
@@ -74,7 +75,7 @@ def _summary(cls: type[Any]) -> str:
 
 def _where(cls: type[Any]) -> Text:
     priority = Priority.parse(cls.priority)
-    return Text(f"priority {priority} {Priority.label(priority)}, at {', '.join(mount_points_of(cls))}", style="dim")
+    return cell(f"priority {priority} {Priority.label(priority)}, at {', '.join(mount_points_of(cls))}", "dim")
 
 
 def _show(name: str) -> None:
@@ -86,17 +87,19 @@ def _show(name: str) -> None:
     signature = Signature(cls)
     text = re.split(r"^(?:Args|Raises|Attributes):$", inspect.getdoc(cls) or "", maxsplit=1, flags=re.MULTILINE)[0].strip()
     console.print(Text(cls.__name__, style="bold cyan"))
-    console.print(Text(_plain(text)))
+    console.print(cell(_plain(text), keep="\n"))
     if kind == "hook":
         console.print(_where(cls))
     for option in signature.options.values():
         if kind != "average" or option.name != "model":  # the hook gives it
             shown = ("required", "red") if option.default is option.empty else (f"= {_default(option)}", "green")
             console.print()
-            console.print(Text.assemble((option.name, "bold"), ": ", (describe(option.annotation), "dim"), " ", shown))
-            console.print(Padding(Text(_plain(descriptions.get(option.name, ""))), (0, 0, 0, 4), expand=False))
+            console.print(
+                Text.assemble(cell(option.name, "bold"), ": ", cell(describe(option.annotation), "dim"), " ", cell(*shown))
+            )
+            console.print(Padding(cell(_plain(descriptions.get(option.name, "")), keep="\n"), (0, 0, 0, 4), expand=False))
     if signature.rest_of is not None:
-        console.print(f"\nFurther options: all options of {signature.rest_of}.")
+        console.print(f"\nFurther options: all options of {signature.rest_of}.", markup=False)
     console.print(f"\nin a script: {_USES[kind].format(cls.__name__)}", markup=False)
     if kind == "hook":
         console.print(f'in a configuration: [[custom_hooks]] with type = "{cls.__name__}"', markup=False)
@@ -117,10 +120,10 @@ def _options(kind: str, signature: Signature, width: int) -> Table:
     table = Table.grid(Column(width=width, no_wrap=True), *fold, padding=(0, 2, 0, 0), expand=True)
     for option in signature.options.values():
         if kind != "average" or option.name != "model":  # the hook gives it
-            shown = Text("required", style="red") if option.default is option.empty else Text(_default(option), style="green")
-            table.add_row(option.name, Text(describe(option.annotation), style="dim"), shown)
+            shown = Text("required", style="red") if option.default is option.empty else cell(_default(option), "green")
+            table.add_row(cell(option.name), cell(describe(option.annotation), "dim"), shown)
     if signature.rest_of is not None:
-        table.add_row(f"all options of {signature.rest_of}", "", "")
+        table.add_row(cell(f"all options of {signature.rest_of}"), "", "")
     return table
 
 
@@ -149,7 +152,7 @@ def _event_table(title: str, names: list[str]) -> Table:
         hints = typing.get_type_hints(event, include_extras=True)
         fields = sorted(event.__struct_fields__, key=["progress", "run"].count)  # an event's own fields first
         row = ", ".join(f"{field}: {_kind(hints[field])}" for field in fields)
-        table.add_row(name, _COUNTED.get(event.counts, f"{event.counts}s"), row)
+        table.add_row(*map(cell, (name, _COUNTED.get(event.counts, f"{event.counts}s"), row)))
     return table
 
 

@@ -13,6 +13,7 @@ from rich.text import Text
 from eventloop.checkpoint import AnyPath, RemotePath, as_path, file_kind
 from eventloop.config.read import shortened
 from eventloop.errors import CheckpointError
+from eventloop.terminal import cell
 
 
 def _as_integer(_: Any, tokens: Sequence[Token]) -> int:
@@ -35,17 +36,8 @@ def to_terminal() -> Console:
 
 def say(*parts: str | tuple[str, str], console: Console | None = None) -> None:
     """Write parts (texts, or texts with a style) as one unwrapped line; escape control characters in them."""
-    safe = [_escaped(part) if isinstance(part, str) else (_escaped(part[0]), part[1]) for part in parts]
-    (console or to_terminal()).print(Text.assemble(*safe), soft_wrap=True)
-
-
-def _escaped(text: str) -> str:
-    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
-
-
-def printable(name: object) -> str:
-    """Return a name from a file; escape it if it has unprintable characters."""
-    return name if isinstance(name, str) and name.isprintable() and name else repr(name)
+    cells = [cell(part) if isinstance(part, str) else cell(*part) for part in parts]
+    (console or to_terminal()).print(Text.assemble(*cells), soft_wrap=True)
 
 
 def status_of(path: AnyPath, modified: float | None = None) -> tuple[object, int, float | None]:

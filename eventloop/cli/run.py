@@ -21,6 +21,7 @@ from eventloop.config import Setup, override, read
 from eventloop.config.read import SUFFIXES, shortened
 from eventloop.errors import ConfigurationError
 from eventloop.observe import is_run, last_lines
+from eventloop.terminal import cell
 from eventloop.training.distributed.launch import from_first, process_group
 from eventloop.training.distributed.ranks import this_rank
 from eventloop.training.loop import TrainLoop
@@ -78,7 +79,7 @@ def run(
             loop.bus.add(TraceHook())
         if dashboard is not None:
             _add_dashboard(loop, dashboard)
-        console.print(f"[bold]trainbus run[/] {config} → {work_dir}", highlight=False)
+        console.print(Text.assemble(("trainbus run", "bold"), cell(f" {config} → {work_dir}")))
         if dry_run:
             console.print(loop.bus.describe())
             console.print("not trained (--dry-run)", style="dim")
@@ -91,7 +92,7 @@ def run(
                     console.print("", loop.bus.costs())
                 console.print("", last_lines(work_dir, loop.bus))
             if is_run(work_dir):
-                console.print(Text(f"\nnext: trainbus report {work_dir}"), soft_wrap=True)
+                console.print(cell(f"\nnext: trainbus report {work_dir}", keep="\n"), soft_wrap=True)
 
 
 def demo(
@@ -153,9 +154,9 @@ def _train(loop: TrainLoop, work_dir: Path, console: Console, *, resume: str | N
     table = Table.grid(padding=(0, 2))
     for name, metrics in results.items():
         if metrics:
-            table.add_row(name, ", ".join(f"{metric} {_shown(value)}" for metric, value in metrics.items()))
+            table.add_row(name, cell(", ".join(f"{metric} {_shown(value)}" for metric, value in metrics.items())))
     table.add_row("trained", f"{loop.counters.iter} iterations in all, {seconds:.1f} s in this session")
-    table.add_row("files in", str(work_dir))
+    table.add_row("files in", cell(str(work_dir)))
     console.print()
     console.print(table)
 

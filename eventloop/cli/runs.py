@@ -13,10 +13,11 @@ from rich import filesize
 from rich.table import Table
 from rich.text import Text
 
-from eventloop.cli.common import printable, say, to_terminal
+from eventloop.cli.common import say, to_terminal
 from eventloop.errors import ConfigurationError
 from eventloop.observe import RunFolder, RunFolderError, find_runs
 from eventloop.observe.record import Validation
+from eventloop.terminal import cell
 
 _STYLES = {"running": "green", "failed": "red", "killed": "red", "interrupted": "yellow"}
 
@@ -55,11 +56,11 @@ def list_runs(folder: Path = Path("runs"), /) -> int:
 
 def _row(run: RunFolder, folder: Path) -> tuple[str | Text, ...]:
     facts = run.facts()
-    name = printable(str(run.path.relative_to(folder)) if run.path != folder else run.path.name)
+    name = cell(str(run.path.relative_to(folder)) if run.path != folder else run.path.name)
     size = filesize.decimal(_bytes(run.path))
     timeline = run.timeline()
     found = best_metric([line.metrics for line in timeline.lines if isinstance(line, Validation)])
-    best = "" if found is None else found[0]
+    best = cell("" if found is None else found[0])
     if not facts.sessions:
         return name, "unknown", "", best, "", size
     last = facts.sessions[-1]

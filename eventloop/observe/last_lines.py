@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Group, RenderableType
-from rich.text import Text
 
 from eventloop.bus import Bus
 from eventloop.observe.run_folder import RunFolder, RunFolderError, is_run
 from eventloop.observe.sparkline import main_curve
 from eventloop.observe.verdict import expensive
+from eventloop.terminal import cell
 
 
 def last_lines(folder: Path, bus: Bus) -> Group:
@@ -24,9 +24,9 @@ def last_lines(folder: Path, bus: Bus) -> Group:
     try:
         curve = main_curve(RunFolder(folder).curves()) if is_run(folder) else None
     except RunFolderError as error:
-        lines.append(Text(f"no curve: {error}"))
+        lines.append(cell(f"no curve: {error}"))
     else:
         lines += [] if curve is None else [curve]
     if bus.timing:
-        lines += map(Text, expensive(bus.costs()))
+        lines += map(cell, expensive(bus.costs()))
     return Group(*lines)

@@ -21,9 +21,9 @@ from typing import Final
 import msgspec
 from rich.console import Group
 from rich.table import Table
-from rich.text import Text
 
 from eventloop.observe.bounds import Count, Number
+from eventloop.terminal import cell
 
 SIGNIFICANT: Final = 0.1
 """A rank is a straggler if the others wait this share of an iteration for it."""
@@ -116,11 +116,11 @@ class RankCosts(msgspec.Struct, frozen=True):
         table.add_column("slowest")
         for one in self.times:
             each = (f"{seconds * 1e3:.3f}" for seconds in (one.min, one.median, one.max))
-            table.add_row(one.name, *each, f"rank {one.rank} ({one.host})")
+            table.add_row(cell(one.name), *each, cell(f"rank {one.rank} ({one.host})"))
         slow, missing = self.straggler, ", ".join(map(str, self.missing))
         lines = [f"The other ranks wait for rank {slow.rank}: {slow_at(slow)}"] if slow is not None else []
         lines += [f"Not measured: rank {missing}"] if missing else []
-        return Group(table, *map(Text, lines))
+        return Group(table, *map(cell, lines))
 
 
 def slow_at(told: Straggler) -> str:

@@ -11,6 +11,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from eventloop.observe.curves import Curve
+from eventloop.terminal import printable
 
 WIDTH: Final = 80  # columns at most
 _LEVELS, _PLAIN_LEVELS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
@@ -31,7 +32,7 @@ class Sparkline:
         self.values = values
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        head, tail = f"{self.name} {self.values[0]:.4g} ", f" {self.values[-1]:.4g}"
+        head, tail = f"{printable(self.name)} {self.values[0]:.4g} ", f" {self.values[-1]:.4g}"
         room = min(WIDTH, options.max_width) - len(head) - len(tail)
         levels = _PLAIN_LEVELS if options.ascii_only else _LEVELS
         line = Text.assemble(head, (bars(self.values, max(room, 1), levels), "cyan"), tail)

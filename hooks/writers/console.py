@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.text import Text
 
 from eventloop import check_options, get_logger, register
+from eventloop.terminal import cell
 from hooks.options import NonNegativeInt, PositiveInt
 from hooks.writers.base import Where, Writer
 
@@ -43,11 +44,11 @@ class ConsoleWriter(Writer):
         short = {name.removeprefix(f"{where.stage}/"): value for name, value in scalars.items()}
         # Learning rates first, times last; the sort is stable, so the rest stays in the order of the outputs.
         names = sorted(short, key=lambda name: _LAST.index(name) + 2 if name in _LAST else not _is_rate(name))
-        values = [Text.assemble((name, "dim"), " ", format_number(name, short[name], self._digits)) for name in names]
+        values = [Text.assemble(cell(name, "dim"), " ", format_number(name, short[name], self._digits)) for name in names]
         self._print([_moment(where), *values])
 
     def write_text(self, name: str, text: str, where: Where) -> None:
-        self._print([Text.assemble((name, "dim"), " ", text)])
+        self._print([Text.assemble(cell(name, "dim"), " ", cell(text, keep="\n"))])
 
     def _print(self, parts: list[Text]) -> None:
         console = self._console if self._console is not None else get_console()

@@ -2,12 +2,25 @@
 
 import re
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
+from eventloop import Bus
+from eventloop.bus.figures import plain
 from eventloop.cli import main
 from eventloop.cli.runs import best_metric
-from eventloop.observe import RunFacts, write_facts
+from eventloop.observe import (
+    Costs,
+    LaneCosts,
+    Part,
+    RankCosts,
+    RankTimes,
+    RunFacts,
+    Straggler,
+    last_lines,
+    write_facts,
+)
 from eventloop.observe.report import History, verdict
 
 from ..observe.folders import BEGAN, loss_lines, session, write_record, write_run, write_scalars
@@ -184,6 +197,39 @@ def test_a_folder_without_runs_says_so_and_a_missing_one_is_a_mistake(here, caps
     assert capsys.readouterr().out == "no runs in runs\n"
     assert main(["runs", "missing"]) == 2
     assert "missing: no such folder" in capsys.readouterr().err
+
+
+EVIL = "acc[/foo][red]\x1b[31m\r\n:smile:"
+
+
+@pytest.mark.parametrize("command", [["runs", "runs"], ["report", "runs/[bold]a\x1b[31m"], ["runs", "runs/[bold]a\x1b[31m"]])
+def test_names_are_neither_markup_nor_control_characters(here, capsys, command):
+    folder = write_run(Path("runs") / "[bold]a\x1b[31m", session(state="failed", reason=EVIL))
+    write_record(folder, {"time": 1764000080.0, "kind": "validation", "epoch": 9, "iter": 90, "metrics": {EVIL: 0.95}})
+    write_scalars(folder, {"step": 101, EVIL: float("nan")})
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    assert not {"\x1b", "\r", "☺", "😃"} & set(out)
+    assert "[bold]a" in out
+    assert command[0] == "runs" or "acc[/foo][red]\\x1b[31m\\r\\n:smile:" in out
+
+
+def test_the_tables_of_a_bus_print_names_as_they_are(here):
+    part = Part("hook", EVIL, 1, 1.0, 0.5, 1.0, EVIL)
+    lane = LaneCosts(EVIL, [EVIL], 1, 0, 1, 0, 1.0, 1.0)
+    times = RankTimes("hook", EVIL, 1.0, 1.0, 1.0, 0, EVIL)
+    costs = Costs(
+        2.0, [part], lanes=[lane], ranks=RankCosts(2, 1, 1.0, [times], Straggler(0, EVIL, "hook", EVIL, 1.0, 0.5, 0.5))
+    )
+    bus = Bus()
+    handler = FunctionType((lambda event: None).__code__, {}, EVIL)
+    handler.__qualname__ = EVIL
+    bus.on("after_train_iter", handler, offload="thread")
+    write_scalars(here, {"step": 1, "train/loss" + EVIL: 1.0})
+    for shown in (costs, bus.describe(), bus.stats(), last_lines(here, bus)):
+        text = plain(shown)
+        assert not {"\x1b", "\r"} & set(text)
+        assert "acc[/foo][red]" in text.replace("\n", "")
 
 
 def test_names_of_folders_are_escaped(here, capsys):

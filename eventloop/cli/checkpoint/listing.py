@@ -14,8 +14,9 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from eventloop.checkpoint import TEMPORARY_PREFIX, AnyPath, file_kind, list_files, outline, verify, verify_shards
-from eventloop.cli.common import FileOrURL, check_checkpoint, printable, say, status_of, to_terminal
+from eventloop.cli.common import FileOrURL, check_checkpoint, say, status_of, to_terminal
 from eventloop.errors import CheckpointDamagedError, CheckpointError
+from eventloop.terminal import printable
 from eventloop.training.saves.discover import file_named, is_candidate, newest_first, read_pointer
 from eventloop.training.saves.write import LAST
 from eventloop.training.state import how_far

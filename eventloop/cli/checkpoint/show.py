@@ -14,8 +14,9 @@ from rich.filesize import decimal
 
 from eventloop.checkpoint import inspect, outline
 from eventloop.checkpoint.tree import join
-from eventloop.cli.common import FileOrURL, Positive, check_checkpoint, printable, say, to_terminal
+from eventloop.cli.common import FileOrURL, Positive, check_checkpoint, say, to_terminal
 from eventloop.errors import CheckpointError
+from eventloop.terminal import printable
 
 _DEPTH: Final = 2
 _MANY: Final = 20  # entries per level without --depth and --key
