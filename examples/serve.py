@@ -14,7 +14,11 @@ import anyio
 import uvicorn
 from rich.console import Console
 from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
+from eventloop import get_logger
 from eventloop.observe.dashboard import app
 from hooks.demo import make_loop
 
@@ -22,15 +26,29 @@ port, out = sys.argv[1:] or ("8000", "runs/serve")
 loop = make_loop(Path(out), epochs=1000, seed=0, console=Console(stderr=True))
 
 
+async def training() -> None:
+    try:
+        await loop.arun()
+    except Exception as error:  # noqa: BLE001 - it would end the lifespan, while the server goes on
+        web.state.failure = repr(error)
+        get_logger().exception("the training has failed")
+
+
 @asynccontextmanager
 async def lifespan(web: Starlette) -> AsyncIterator[None]:
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(loop.arun)
+        tasks.start_soon(training)
         yield
         loop.stop("the server ends")
 
 
-web = Starlette(lifespan=lifespan)
+async def health(request: Request) -> JSONResponse:
+    failure = web.state.failure
+    return JSONResponse({"failure": failure}, status_code=200 if failure is None else 503)
+
+
+web = Starlette(routes=[Route("/health", health)], lifespan=lifespan)
+web.state.failure = None
 # A real application asks here who its user is. This one listens on this machine only, and lets everyone in.
 web.mount("/training", app(loop, may_change=lambda request: True))
 

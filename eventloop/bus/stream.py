@@ -7,25 +7,30 @@ needs no open bus (it may be made before a run begins), and a drain does not wai
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, Final, Generic, Self, TypeVar, cast
 
 import anyio
 import anyio.lowlevel
 
 from eventloop.bus.subscription import Stats, Subscription
 from eventloop.errors import BusStateError
-from eventloop.offload import Lane, Reader, arrive_async, threadsafe_call
+from eventloop.offload import Lane, Reader, arrive_async, server_ends, threadsafe_call
 
 T_co = TypeVar("T_co", covariant=True)
+
+_LOOK: Final = 0.2
+"""Seconds between two looks of a stream whether its server ends, which uvicorn tells applications only when they have ended."""
 
 
 class Stream(Generic[T_co]):
     """The events of a subscription, in the order in which they were published. Made by ``bus.stream(...)``.
 
-    It ends when the bus closes, after the events that were published before. ``await stream.aclose()`` or
-    ``async with stream:`` cancels the subscription at once; after a ``break``, garbage collection of the stream does.
+    It ends when the bus closes, or when the uvicorn server of this process begins to shut down, after the events that were
+    published before. ``await stream.aclose()`` or ``async with stream:`` cancels the subscription at once; after a ``break``,
+    garbage collection of the stream does.
     """
 
     def __init__(self, subscription: Subscription, interrupt: Callable[[], object]) -> None:
@@ -76,12 +81,18 @@ class _Inbox:
         self._reader = Reader(lane)
         lane.warns = False  # a slow reader loses events by its own policy
         self._left = False
+        self._look_at = 0.0
         lane.attach(self._wake, self._must_not_wait)
 
     async def next(self) -> Any:
         """Return the next event, waiting for it. Raises StopAsyncIteration at the end."""
         await anyio.lowlevel.checkpoint()
-        items = await self._reader.next(lambda: self._lane.take(1))
+        items: list[Any] | None = self._lane.take(1) or None
+        self._look()
+        while items is None:
+            with anyio.move_on_after(_LOOK + self._lane.linger):
+                items = await self._reader.next(lambda: self._lane.take(1))
+            self._look()
         if not items:
             self.leave()
             raise StopAsyncIteration
@@ -92,6 +103,13 @@ class _Inbox:
             raise
         self._lane.count(delivered=1)
         return arrived
+
+    def _look(self) -> None:
+        """End the stream with its server, also one that is never without an event."""
+        if (now := time.monotonic()) >= self._look_at:
+            self._look_at = now + _LOOK
+            if not self._lane.ending and server_ends():
+                self.subscription.cancel()  # the events that are queued are still read
 
     def leave(self) -> None:
         """Cancel the subscription; a publisher that waits for room continues."""

@@ -6,7 +6,7 @@ from eventloop.offload.detach import absent_entry, detacher, from_json, from_msg
 from eventloop.offload.drain import Deadline, DrainReport
 from eventloop.offload.importable import importable_of
 from eventloop.offload.lane import Full, Lane
-from eventloop.offload.loops import Backend, HostLoop, in_thread, threadsafe_call
+from eventloop.offload.loops import Backend, HostLoop, in_thread, server_ends, threadsafe_call
 from eventloop.offload.meter import Meter
 from eventloop.offload.runtime import Runtime
 from eventloop.offload.sized import SizedLane
@@ -36,6 +36,7 @@ __all__ = [
     "importable_of",
     "in_thread",
     "is_plain",
+    "server_ends",
     "threadsafe_call",
     "unarrived",
 ]

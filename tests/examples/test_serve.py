@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ..docs.pages import blocks
 from ..scripts import Script
 from ..waiting import until
 
@@ -40,3 +41,42 @@ def test_ctrl_c_ends_the_run_in_order_although_a_page_listens(tmp_path, paused):
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert (tmp_path / "last_checkpoint").exists()
+
+
+def test_the_guides_application_tells_of_a_failed_step_and_ends_while_a_stream_is_open(tmp_path):
+    pytest.importorskip("fastapi")
+    found = [one for one in blocks("docs/guides/inside-asyncio.md") if one.language == "python" and "shown" not in one.marks]
+    page = {"job": found[0].code, "web": next(one.code for one in found if "FastAPI(" in one.code)}
+    run = f"""
+        import anyio, uvicorn
+        from pathlib import Path
+        from trainbus import Bus, TrainLoop
+        exec({page["job"]!r})
+        def one_step(model, batch):
+            if Path({str(tmp_path / "fail")!r}).exists():
+                raise RuntimeError("broken step")
+            return step(model, batch)
+        bus = Bus()
+        loop = TrainLoop(model, optimizer, step=one_step, train_data=train, bus=bus, max_epochs=10**6)
+        exec({page["web"]!r})
+        uvicorn.run(app, port=0)
+    """
+    for fails in (False, True):
+        with Script(run, tmp_path, name=f"guide{fails}") as script:
+            until(lambda script=script: re.search(r"http://[0-9.:]+", script.err.read_text()))
+            place = re.search(r"http://[0-9.:]+", script.err.read_text())
+            with httpx.Client(base_url=place[0], timeout=60, trust_env=False) as client:
+                assert client.get("/health").status_code == 200
+                with client.stream("GET", "/events") as response:
+                    lines = response.iter_lines()
+                    assert next(lines).startswith("data: ")
+                    if fails:
+                        (tmp_path / "fail").touch()
+                        list(lines)  # the stream ends with the run
+                        until(lambda client=client: client.get("/health").status_code == 503)
+                        assert "broken step" in client.get("/health").text
+                    os.kill(script.pid, signal.SIGINT)
+                    list(lines)
+            done = script.wait(60)
+        assert done.returncode == 0, done.stderr
+        assert ("broken step" in done.stderr) is fails

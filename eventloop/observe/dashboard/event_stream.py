@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -11,6 +10,7 @@ import anyio.lowlevel
 from starlette.types import Receive, Scope, Send
 
 from eventloop.observe.dashboard.feed import Feed
+from eventloop.offload import server_ends
 
 PACE: Final = 0.2
 """Seconds between two polls of the feed with one reader."""
@@ -107,15 +107,6 @@ class EventStream:
             continue
         self._gone = True
         scope.cancel()
-
-
-def server_ends() -> bool:
-    """Return True if the surrounding uvicorn server is shutting down.
-
-    uvicorn waits for open responses before it notifies the application: an open stream would block its shutdown for ever.
-    """
-    server = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
-    return bool(getattr(server, "should_exit", False))
 
 
 def _chunks(messages: list[bytes]) -> list[bytes]:
