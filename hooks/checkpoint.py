@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -130,6 +130,9 @@ class CheckpointHook(Hook):
         self._removes = True  # on rank 0
         self._suffix = SUFFIX
         self._began_at: int | None = None  # iterations at the beginning, if that state needs no save
+
+    def needs_metrics(self) -> Collection[str]:
+        return set(self._kept.best.names) - {"auto"}
 
     def before_run(self, event: events.BeforeRun) -> None:
         work_dir = event.run.work_dir

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import isfinite
 from typing import Any
 
 from eventloop import Hook, Priority, check_options, get_logger, register
 from eventloop.events import AfterRun, AfterValEpoch, BeforeTrain, RunView
+from eventloop.training import missing_metric
 from hooks.options import Distance, Finite, Name, PositiveInt
-from hooks.rules import Rule, check_validated, find_rule, is_better, missing_metric, value_of, warn_unvalidated
+from hooks.rules import Rule, check_validated, find_rule, is_better, value_of, warn_unvalidated
 
 log = get_logger()
 
@@ -79,6 +80,9 @@ class EarlyStoppingHook(Hook):
         self.best_score = state["best_score"]
         self._last_score = state["last_score"]
         self.wait_count = int(state["wait_count"])
+
+    def needs_metrics(self) -> Collection[str]:
+        return (self.monitor,) if self.strict else ()
 
     def before_train(self, event: BeforeTrain) -> None:
         check_validated(event, self.label)

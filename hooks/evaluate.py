@@ -13,8 +13,9 @@ import torch
 
 from eventloop import ConfigurationError, Hook, Priority, TrainingError, check_options, get_logger, mount, register
 from eventloop.events import AfterTrain, AfterTrainEpoch, AfterTrainIter, BeforeTrain, RunEvent, RunView
+from eventloop.training import missing_metric
 from hooks.options import Name, NonNegativeInt
-from hooks.rules import Rule, find_rule, is_better, missing_metric, score_of
+from hooks.rules import Rule, find_rule, is_better, score_of
 
 log = get_logger()
 

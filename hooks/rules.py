@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from eventloop import ConfigurationError, TrainingError, get_logger
 from eventloop.events import AfterRun, AfterTrain, BeforeTrain
-from eventloop.spelling import did_you_mean
+from eventloop.training import missing_metric
 from hooks.options import one_or_more
 
 log = get_logger()
@@ -53,14 +53,6 @@ def score_of(subject: str, value: Any) -> float:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TrainingError(f"{subject} is a {type(value).__name__}, not a single number") from error
-
-
-def missing_metric(subject: str, metric: str, metrics: Mapping[str, Any], what: str = "this validation") -> TrainingError:
-    """Return the error for a validation without ``metric``. The message begins with ``subject``."""
-    there = ", ".join(map(repr, metrics)) or "none"
-    near = [name for name in metrics if metric.endswith(name) or name.endswith(metric)]  # 'eval_loss', 'val/loss', 'loss'
-    hint = f" (did you mean {near[0]!r}?)" if near else did_you_mean(metric, metrics)
-    return TrainingError(f"{subject} the metric {metric!r}, which {what} did not return{hint}; it returned {there}")
 
 
 def value_of(subject: str, metric: str, metrics: Mapping[str, Any]) -> float | None:

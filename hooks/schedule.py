@@ -92,6 +92,9 @@ class ParamSchedulerHook(Hook):
         always = ["before_run", "before_train", "before_save_checkpoint", "after_load_checkpoint"]
         return unused if self.schedulers else always + unused
 
+    def needs_metrics(self) -> Collection[str]:
+        return () if self.monitor is None or not self.schedulers else (self.monitor,)
+
     def before_run(self, event: events.BeforeRun) -> None:
         """Record the options of the schedules: a resume, whose checkpoint overrides them, warns about changed ones."""
         event.run.note_options(KEY, self._given)

@@ -21,6 +21,7 @@ from eventloop.bridges.lightning_iterations import Iterations, named
 from eventloop.bridges.lightning_saver import plugin_of
 from eventloop.checkpoint import AnyPath, as_path
 from eventloop.errors import ConfigurationError
+from eventloop.training import check_needs
 from eventloop.training.state import Counters
 
 _AVERAGES: Final = ("WeightAveraging", "StochasticWeightAveraging")
@@ -91,6 +92,11 @@ class LightningBridge(Bridge):
     def on_sanity_check_start(self, trainer: Any, module: Any) -> None:
         """Begin the run. The sanity check is not published as a validation."""
         self._begin(trainer.optimizers)
+
+    def on_sanity_check_end(self, trainer: Any, module: Any) -> None:
+        """Warn of metrics that hooks need and the sanity check has not logged; the module may log them only in training."""
+        if trainer.callback_metrics:
+            check_needs(self.bus, trainer.callback_metrics, "the sanity check", sure=False)
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Begin the run unless a sanity check has, resume, and begin the training."""

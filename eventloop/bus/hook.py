@@ -55,6 +55,13 @@ class Hook:
         """
         return ()
 
+    def needs_metrics(self) -> Collection[str]:
+        """Return the names of the validation metrics that this hook acts on; none by default.
+
+        ``TrainLoop`` checks them before the training, when it looks at the first batches of ``val_data``.
+        """
+        return ()
+
     @property
     def label(self) -> str:
         """The name of this hook in tables, errors and checkpoints."""

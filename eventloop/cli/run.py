@@ -57,7 +57,7 @@ def run(
         costs: at the end, print where the time went: data, step, each hook, checkpoints.
         dashboard: serve a page with live curves, costs and buttons that control the run, on this machine only. Its address
             is printed. Without a port: 8000, or any if that is taken.
-        dry_run: create all objects and print the table of hooks, without training.
+        dry_run: create all objects, look at the first validation batches, and print the table of hooks, without training.
         resume: resume a run. Without a value (or with auto): the newest run of this configuration, or the one in
             loop.work_dir. With a folder: the run in it. With a checkpoint file or URL: from it, in a new folder.
         trace: write trace.json with 50 iterations after the first 100, to open in https://ui.perfetto.dev. For other
@@ -82,7 +82,9 @@ def run(
         console.print(Text.assemble(("trainbus run", "bold"), cell(f" {config} → {work_dir}")))
         if dry_run:
             console.print(loop.bus.describe())
-            console.print("not trained (--dry-run)", style="dim")
+            found = loop.look()
+            seen = "no look at val_data" if found is None else f"the first validation batches gave {', '.join(found)}"
+            console.print(f"{seen}; not trained (--dry-run)", style="dim", highlight=False)
             return
         with _resumable(work_dir, f"--resume {work_dir}"):
             try:

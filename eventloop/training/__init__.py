@@ -2,9 +2,10 @@
 
 from eventloop.training.driver import Driver
 from eventloop.training.loop import TrainLoop
-from eventloop.training.metrics import Metric
+from eventloop.training.metrics import Metric, missing_metric
 from eventloop.training.rng import SeededDataset, set_sampler_epoch
 from eventloop.training.run import Run
+from eventloop.training.sanity import check_needs
 from eventloop.training.saves.capture import checkpoint_keys
 from eventloop.training.saves.discover import peek
 from eventloop.training.saves.restore import load_weights
@@ -19,8 +20,10 @@ __all__ = [
     "TrainLoop",
     "Update",
     "WorkerSignals",
+    "check_needs",
     "checkpoint_keys",
     "load_weights",
+    "missing_metric",
     "peek",
     "set_sampler_epoch",
 ]

@@ -101,8 +101,15 @@ def own_generators(loader: Iterable[Any]) -> list[torch.Generator | None]:
 def rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
     """Return a DataLoader of the same dataset; ``changed`` must hold all sampling options."""
     parts = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
-    kept = {part: getattr(loader, part) for part in (*parts, "generator", "prefetch_factor")}
-    return DataLoader(loader.dataset, **kept, **changed)
+    kept = {part: getattr(loader, part) for part in ("dataset", *parts, "generator", "prefetch_factor")}
+    return DataLoader(**(kept | changed))
+
+
+def is_plain(loader: Iterable[Any]) -> bool:
+    """Return True for a DataLoader that makes batches as torch's own does: a subclass may change them."""
+    kind: Any = type(loader)
+    plain = isinstance(loader, DataLoader) and kind.__iter__ is DataLoader.__iter__
+    return plain and kind._get_iterator is DataLoader._get_iterator
 
 
 def skip_batches(loader: Iterable[Any], used: int, again: Callable[[], None] | None = None) -> Iterator[Any]:
@@ -111,10 +118,8 @@ def skip_batches(loader: Iterable[Any], used: int, again: Callable[[], None] | N
     A map-style DataLoader loads no skipped samples. Batches of other loaders are read and dropped, with a warning. ``again``
     restores the random states of the pass's start, if that pass drew no seed for its workers.
     """
-    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset):
-        kind = type(loader)  # a subclass may change batches, which a rebuilt loader would not
-        if kind.__iter__ is DataLoader.__iter__ and kind._get_iterator is DataLoader._get_iterator:
-            return _skip_by_index(loader, used, again)
+    if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and is_plain(loader):
+        return _skip_by_index(loader, used, again)
     if isinstance(loader, list | tuple):
         return iter(loader[used:])
     warnings.warn(

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta
 
 from eventloop.bus import Bus
 from eventloop.checks import check_options
-from eventloop.errors import BusStateError, ConfigurationError, RunCancelled, TrainingError, stopped
+from eventloop.errors import BusStateError, ConfigurationError, RunCancelled, TrainingError
 from eventloop.events import AfterForward, BeforeForward
 from eventloop.log import get_logger
 from eventloop.offload import in_thread
@@ -21,7 +23,9 @@ from eventloop.training.arguments import Config, Data, Limit, Models, OnBus, Opt
 from eventloop.training.iterators import EvaluationBatches
 from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.run import Run
+from eventloop.training.sanity import check_needs, explained, look
 from eventloop.training.state import Counters
+from eventloop.training.steps import called, checked_outputs
 from eventloop.training.update import Update
 
 log = get_logger()
@@ -47,6 +51,8 @@ class TrainLoop:
         max_iters: iterations to train (iteration-based training: one long epoch).
         val_interval: epochs (default 1) or iterations (default 1000) between validations. The last one always validates.
         val_begin: first epoch (or iteration) to validate after, 1-based.
+        sanity: validation batches to look at before a training, so that an error in ``val_step`` or the name of a metric is
+            found at once; 0 for none. The look changes nothing. See :mod:`eventloop.training.sanity`.
         work_dir, device, seed, stateful, name, config: see :class:`Run`.
 
     Raises:
@@ -71,6 +77,7 @@ class TrainLoop:
         max_iters: Limit | None = None,
         val_interval: Limit | None = None,
         val_begin: Limit = 1,
+        sanity: Annotated[int, Meta(ge=0)] = 2,
         work_dir: str | Path | None = None,
         device: str | torch.device | None = None,
         seed: int | None = None,
@@ -95,6 +102,7 @@ class TrainLoop:
         self.max_iters = max_iters
         self.val_interval = val_interval or (1 if max_iters is None else 1000)
         self.val_begin = val_begin
+        self.sanity = sanity
         self.counters = Counters()
         self._step = step
         self._val_step = val_step or step
@@ -134,15 +142,16 @@ class TrainLoop:
 
         with self._begun(trains=True, resume=resume, strict=strict) as run:
             run.state.validate = validate if run.validates else None
+            self._look(run)
             for _ in run.epochs(self.max_epochs, max_iters=self.max_iters):
                 if run.validates and run.counters.phase == "val" and (by_iter or run.counters.batches):
                     validate()  # resumed just before a validation inside an epoch
                 for batch in run.train(data, endless=by_iter):
                     if run.heard(BeforeForward, True):
                         run.publish(BeforeForward, batch=batch)
-                    outputs = _called("step", self._step, self.model, batch)
+                    outputs = called("step", self._step, self.model, batch)
                     is_loss = type(outputs) is torch.Tensor and outputs.dim() == 0  # the usual case
-                    run.state.outputs.update({"loss": outputs} if is_loss else _checked_outputs(outputs))
+                    run.state.outputs.update({"loss": outputs} if is_loss else checked_outputs(outputs))
                     if run.heard(AfterForward, True):
                         run.publish(AfterForward, outputs=run.outputs)
                     if run.state.validation_follows is not None and self._validation_due(run.counters.iter + 1):
@@ -231,13 +240,32 @@ class TrainLoop:
         if (run := self._running) is not None:
             run.cancel()
 
+    def look(self) -> dict[str, Any] | None:
+        """Look at the first validation batches, as before a training; return the metrics, or None if there was no look."""
+        run = self._new_run()
+        for model in run.models.values():
+            model.to(run.device)
+        return self._look(run)
+
+    def _look(self, run: Run) -> dict[str, Any] | None:
+        data = self._data["val"]
+        if data is None or not self.sanity or run.state.stops:
+            return None
+        name = "step" if self._val_step is self._step else "val_step"
+        step = partial(called, name, self._val_step, self.model)
+        with explained(self.sanity, name):
+            found = look(run, data, step, self._metrics, self.sanity)
+        if found is not None:
+            check_needs(run.bus, found, "the look at the first batches of val_data")
+        return found
+
     def _validate(self, run: Run) -> dict[str, Any]:
         return self._evaluate(run, run.validate(self._need("val"), self._metrics), self._val_step)
 
     def _evaluate(self, run: Run, batches: EvaluationBatches, step: Step) -> dict[str, Any]:
         body = iter(batches)  # an exception's frame keeps it alive, so on_exception precedes the validation's end
         for batch in body:
-            outputs = _called(f"{run.progress.stage}_step", step, self.model, batch)
+            outputs = called(f"{run.progress.stage}_step", step, self.model, batch)
             run.report(**(outputs if isinstance(outputs, Mapping) else {"loss": outputs}))
         return dict(batches.metrics)
 
@@ -290,28 +318,3 @@ class TrainLoop:
         if data is None:
             raise ConfigurationError(f"TrainLoop has no {stage}_data: give it {stage}_data=")
         return data
-
-
-def _called(name: str, step: Step, model: Any, batch: Any) -> Any:
-    try:
-        return step(model, batch)
-    except StopIteration as error:
-        raise stopped(error, f"{name}()") from error
-
-
-def _checked_outputs(outputs: Any) -> dict[str, Any]:
-    """Return the outputs of a training step as a dict with a scalar ``"loss"``."""
-    if not isinstance(outputs, Mapping):
-        outputs = {"loss": outputs}
-    if "loss" not in outputs:
-        raise TrainingError(
-            f"step() returned no 'loss', only {', '.join(map(repr, outputs)) or 'an empty dict'}; the update needs a loss"
-        )
-    loss = outputs["loss"]
-    if not isinstance(loss, torch.Tensor):
-        raise TrainingError(f"step() returned a loss of type {type(loss).__name__}; return a scalar tensor")
-    if loss.numel() != 1:
-        raise TrainingError(
-            f"step() returned a loss of shape {tuple(loss.shape)}; return a scalar: reduce it, for example with .mean()"
-        )
-    return {**outputs, "loss": loss if loss.dim() == 0 else loss.reshape(())}

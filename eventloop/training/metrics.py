@@ -13,6 +13,7 @@ import torch
 from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError, TrainingError, stopped
 from eventloop.log import get_logger
+from eventloop.spelling import did_you_mean
 from eventloop.training.distributed.ranks import Ranks
 
 log = get_logger()
@@ -156,6 +157,14 @@ class Metrics:
                 f"{', '.join(map(repr, outputs)) or 'nothing'}: return a dict with these entries from val_step"
             )
         return {entry: outputs[entry] for entry in wanted if entry in outputs}
+
+
+def missing_metric(subject: str, metric: str, metrics: Mapping[str, Any], what: str = "this validation") -> TrainingError:
+    """Return the error for a validation without ``metric``. The message begins with ``subject``."""
+    there = ", ".join(map(repr, metrics)) or "none"
+    near = [name for name in metrics if metric.endswith(name) or name.endswith(metric)]  # 'eval_loss', 'val/loss', 'loss'
+    hint = f" (did you mean {near[0]!r}?)" if near else did_you_mean(metric, metrics)
+    return TrainingError(f"{subject} the metric {metric!r}, which {what} did not return{hint}; it returned {there}")
 
 
 def _parameters(name: str, metric: Metric) -> dict[str, bool] | None:

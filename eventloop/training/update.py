@@ -117,11 +117,15 @@ class Update(Hook):
             state = self._scaler.state_dict()
             event.run.note_options("scaler", {name: state[name] for name in _SCALER_OPTIONS if name in state})
 
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """Return the context for forward passes, which does nothing if ``amp`` is off."""
+        return torch.autocast(device.type, dtype=_DTYPES[self._amp or "bf16"], enabled=self._amp is not None)
+
     # Entered last and left first, so that no other handler runs under autocast.
     @mount(ev.BeforeForward, ev.BeforeValIter, ev.BeforeTestIter, priority=Priority.LOWEST)
     def enter_autocast(self, event: ev.BeforeForward | ev.BeforeValIter | ev.BeforeTestIter) -> None:
         """Enter autocast until the forward pass or the iteration ends."""
-        self._autocast = torch.autocast(event.run.device.type, dtype=_DTYPES[self._amp or "bf16"])
+        self._autocast = self.autocast(event.run.device)
         self._autocast.__enter__()  # type: ignore[no-untyped-call]  # torch does not annotate it
         event.run.defer(self.leave_autocast)
 

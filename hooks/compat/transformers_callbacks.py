@@ -12,7 +12,7 @@ from transformers.training_args import TrainingArguments
 
 from eventloop import ConfigurationError, TrainingError
 from eventloop.events import Progress, RunView
-from hooks.rules import missing_metric
+from eventloop.training import missing_metric
 from hooks.schedule import STEPPED
 
 UNKNOWN: Final[Any] = object()

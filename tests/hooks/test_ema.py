@@ -342,7 +342,7 @@ def test_raw_weights_are_restored_after_any_end_of_a_validation(job: SimpleNames
         raise error("stop here")
 
     watch = Watch()
-    loop = job.loop(EMAHook(momentum=0.3), watch, val_data=job.batches(1), val_step=val_step)
+    loop = job.loop(EMAHook(momentum=0.3), watch, val_data=job.batches(1), val_step=val_step, sanity=0)
     with pytest.raises(error):
         loop.run()
     assert equal(list(loop.model.parameters()), watch.seen["train"])

@@ -113,7 +113,7 @@ def test_only_forward_passes_run_under_autocast(job: SimpleNamespace, amp: Any) 
     loop = job.loop(Elsewhere(), OptimizerHook(amp=amp), step=step, max_epochs=1, **data)
     loop.run()
     loop.test()
-    assert seen == [torch.bfloat16 if amp == "bf16" else torch.float16] * 6
+    assert seen == [torch.bfloat16 if amp == "bf16" else torch.float16] * 7  # the look at val_data, too
 
 
 def test_autocast_ends_with_an_exception(job: SimpleNamespace) -> None:

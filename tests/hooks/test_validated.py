@@ -91,20 +91,23 @@ def test_a_resumed_run_that_has_nothing_left_to_train_is_not(job: Any, label: st
     assert not [entry for entry in logs if "had none" in entry["event"]]
 
 
-@pytest.mark.parametrize(("metric", "meant"), [("eval_loss", "'loss'"), ("acccuracy", "'accuracy'")])
-def test_a_metric_that_the_first_validation_lacks_is_an_error_with_the_nearest(
-    job: Any, label: str, tmp_path: Any, metric: str, meant: str
+@pytest.mark.parametrize(
+    ("metric", "meant", "sanity"), [("eval_loss", "'loss'", 2), ("acccuracy", "'accuracy'", 1), ("eval_loss", "'loss'", 0)]
+)
+def test_a_metric_that_validations_lack_is_an_error_with_the_nearest_before_the_training(
+    job: Any, label: str, tmp_path: Any, metric: str, meant: str, sanity: int
 ) -> None:
     model = job.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    data = {"val_data": job.batches(1), "metrics": {"accuracy": job.Scores(0.5, 0.5)}}
+    data = {"val_data": job.batches(1), "metrics": {"accuracy": job.Scores(0.5, 0.5)}, "sanity": sanity}
     loop = job.loop(HOOKS[label](optimizer, metric), model=model, optimizer=optimizer, work_dir=tmp_path, max_epochs=2, **data)
-    with pytest.raises(TrainingError) as caught, capture_logs():
+    with pytest.raises(ConfigurationError if sanity else TrainingError) as caught, capture_logs():
         loop.run()
     assert label.split("(")[0] in str(caught.value) or "save_best" in str(caught.value)
     assert f"{metric!r}" in str(caught.value)
     assert f"did you mean {meant}?" in str(caught.value)
-    assert loop.counters.epoch == 1
+    assert loop.counters.epoch == (0 if sanity else 1)
+    assert sanity == 0 or loop.counters.iter == 0
 
 
 def test_a_metric_that_is_none_in_a_validation_is_skipped_with_a_warning(job: Any, label: str, tmp_path: Any) -> None:

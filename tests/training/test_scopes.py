@@ -42,7 +42,7 @@ def at(events, count, error):
 
 @pytest.mark.parametrize("error", [Boom("step"), KeyboardInterrupt(), SystemExit(3), GeneratorExit()])
 def test_an_exception_is_published_first_and_ends_scopes_without_after_x(parts, bus, trace, error):
-    loop = parts.loop(bus, step=lambda model, batch: raise_(error))
+    loop = parts.loop(bus, step=lambda model, batch: raise_(error), sanity=0)
     with pytest.raises(type(error)) as caught:
         loop.run()
     assert caught.value is error
@@ -121,7 +121,7 @@ def test_an_exception_in_the_validation_loader_restores_mode_and_gradients(parts
 
     model = parts.model()
     with pytest.raises(Boom, match="disk"):
-        parts.loop(bus, model=model, val_data=Loader()).run()
+        parts.loop(bus, model=model, val_data=Loader(), sanity=0).run()
     assert trace.names[-2:] == ["after_val_iter", "on_exception"]
     assert trace.names.count("after_val_iter") == 1
     assert model.training
@@ -133,7 +133,7 @@ def test_an_exception_in_validation_restores_the_mode_after_on_exception(parts, 
     seen = []
     bus.on("on_exception", lambda e: seen.append(model.training))
     with pytest.raises(Boom):
-        parts.loop(bus, model=model, val_step=lambda model, batch: raise_(Boom())).run()
+        parts.loop(bus, model=model, val_step=lambda model, batch: raise_(Boom()), sanity=0).run()
     assert seen == [False]
     assert model.training
 
@@ -145,7 +145,7 @@ def test_deferred_functions_run_last_in_first_out_over_all_scopes_after_on_excep
         bus.on(name, lambda e: e.run.defer(lambda: calls.append(f"{e.mount_point} again")))
     bus.on("on_exception", lambda e: calls.append("on_exception"))
     with pytest.raises(Boom):
-        parts.loop(bus, step=lambda model, batch: raise_(Boom())).run()
+        parts.loop(bus, step=lambda model, batch: raise_(Boom()), sanity=0).run()
     names = ["before_train_iter", "before_train_epoch", "before_train", "before_run"]
     assert calls == ["on_exception", *(call for name in names for call in (f"{name} again", name))]
 
@@ -187,7 +187,7 @@ def test_the_users_exception_survives_failing_handlers_of_on_exception_and_faili
     bus.on("before_train_iter", lambda e: e.run.defer(lambda: raise_(ValueError("undo"))))
     bus.on("on_exception", lambda e: raise_(ValueError("handler")))
     with pytest.raises(Boom) as caught:
-        parts.loop(bus, step=lambda model, batch: raise_(error)).run()
+        parts.loop(bus, step=lambda model, batch: raise_(error), sanity=0).run()
     assert caught.value is error
     assert any("on_exception failed" in note and "handler" in note for note in error.__notes__)
     assert undone == ["inner", "outer"]
@@ -287,7 +287,7 @@ def test_the_users_exception_wins_over_one_that_an_offloaded_handler_raises_mean
         raise Boom("mine")
 
     with pytest.raises(Boom, match="mine"):
-        parts.loop(bus, step=step).run()
+        parts.loop(bus, step=step, sanity=0).run()
     assert bus.state == "idle"
 
 
@@ -297,7 +297,7 @@ def test_on_exception_is_published_despite_a_failed_offloaded_handler(parts, bus
         raise Boom("mine")
 
     with pytest.raises(Boom, match="mine") as caught:
-        parts.loop(bus, step=step).run()
+        parts.loop(bus, step=step, sanity=0).run()
     assert trace.names[-1] == "on_exception"
     assert any("offloaded" in note for note in caught.value.__notes__)
 
@@ -306,7 +306,7 @@ def test_an_exception_leaves_the_optimizer_alone_afterwards(parts, bus):
     model = parts.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(Boom):
-        parts.loop(bus, model=model, optimizer=optimizer, step=lambda model, batch: raise_(Boom())).run()
+        parts.loop(bus, model=model, optimizer=optimizer, step=lambda model, batch: raise_(Boom()), sanity=0).run()
     steps = []
     bus.on("after_optimizer_step", steps.append)
     optimizer.step()
@@ -316,7 +316,7 @@ def test_an_exception_leaves_the_optimizer_alone_afterwards(parts, bus):
 def test_autocast_is_left_when_the_step_raises(parts, bus):
     bus.add(Update(amp="bf16"))
     with pytest.raises(Boom):
-        parts.loop(bus, step=lambda model, batch: raise_(Boom())).run()
+        parts.loop(bus, step=lambda model, batch: raise_(Boom()), sanity=0).run()
     assert not torch.is_autocast_enabled("cpu")
 
 
@@ -328,7 +328,7 @@ def test_a_loop_can_run_again_after_an_exception(parts, bus, trace):
             raise errors.pop()
         return parts.step(model, batch)
 
-    loop = parts.loop(bus, step=step, max_epochs=1)
+    loop = parts.loop(bus, step=step, max_epochs=1, sanity=0)
     with pytest.raises(Boom):
         loop.run()
     trace.events.clear()

@@ -196,4 +196,4 @@ def test_a_step_that_calls_the_optimizer_is_an_error_in_the_first_iteration(part
 
     bus.add(Update(accumulate=accumulate))
     with pytest.raises(TrainingError, match=r"step\(\) called backward\(\) or optimizer.step\(\)"):
-        parts.loop(bus, model=model, optimizer=optimizer, step=step).run()
+        parts.loop(bus, model=model, optimizer=optimizer, step=step, sanity=0).run()

@@ -28,6 +28,12 @@ _STAGES: Final = (
 _EMA: Final = "mmengine.hooks.ema_hook.EMAHook"
 """Exchanges the weights of model and averages in a validation, and relies on its end to exchange them again."""
 
+_METRICS: Final[Mapping[str, str]] = {
+    "mmengine.hooks.checkpoint_hook.CheckpointHook": "key_indicators",
+    "mmengine.hooks.early_stopping_hook.EarlyStoppingHook": "monitor",
+}
+"""The attributes of MMEngine's own hooks that name metrics."""
+
 _STATE: Final[Mapping[str, tuple[str, ...]]] = {
     "mmengine.hooks.early_stopping_hook.EarlyStoppingHook": ("best_score", "wait_count"),
 }
@@ -51,6 +57,7 @@ class MMEngineHook(GuestHook):
         self._runner: GuestRunner = GuestRunner()
         classes = [f"{base.__module__}.{base.__qualname__}" for base in type(guest).__mro__]
         self._saved = next((_STATE[name] for name in classes if name in _STATE), ())
+        self._metrics = next((_METRICS[name] for name in classes if name in _METRICS), "")
         self._swaps = _EMA in classes
         self._swapped = False
 
@@ -67,6 +74,10 @@ class MMEngineHook(GuestHook):
 
     def unused(self) -> Collection[str]:
         return [stage for stage in _STAGES if stage not in self.heard]
+
+    def needs_metrics(self) -> Collection[str]:
+        names = getattr(self.guest, self._metrics, None) or ()
+        return {names} if isinstance(names, str) else {*names} - {"auto"}
 
     # ------------------------------------------------------------------------------------------------------- state
 
