@@ -568,5 +568,5 @@ def test_all_new_storage_in_a_large_model_is_seen_within_a_few_updates() -> None
 def test_an_unknown_option_is_answered_with_the_nearest_or_with_all():
     with pytest.raises(ConfigurationError, match=r"^EMAHook with WarmupEMA has no option momentun=; did you mean momentum="):
         EMAHook(momentun=0.1)
-    with pytest.raises(ConfigurationError, match=r"no option decay=; its options are ema_type, .*, momentum, interval"):
-        EMAHook(decay=0.999)
+    with pytest.raises(ConfigurationError, match=r"no option zeta=; its options are ema_type, .*, momentum, interval"):
+        EMAHook(zeta=0.999)
