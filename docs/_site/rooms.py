@@ -24,7 +24,10 @@ ROOMS = {
     "eventloop.errors": "Errors and logs",
 }
 """The public packages, with the titles of their pages."""
-FURTHER = {"eventloop.errors": ("eventloop.log", "eventloop.checks"), "eventloop.bridges": ("eventloop.bridges.ignite_saver",)}
+FURTHER = {
+    "eventloop.errors": ("eventloop.log", "eventloop.checks", "eventloop.terminal"),
+    "eventloop.bridges": ("eventloop.bridges.ignite_saver",),
+}
 """Modules whose public names are on the page of a package."""
 TRAINBUS = "trainbus"
 FIRST = ("Bus", "Event", "TrainLoop", "Run", "Hook", "AsyncSaver", "Writer", "attach", "Costs")

@@ -17,7 +17,7 @@ from hooks import CheckpointHook, Dashboard
 
 from ..scripts import Script
 from ..waiting import until
-from .dashboards import DATA, Job, Visitor, failing, serving, step, wait_for, watched
+from .dashboards import DATA, Job, Visitor, failing, messages, serving, step, wait_for, watched
 
 pytest.importorskip("httpx")
 pytest.importorskip("starlette")
@@ -189,6 +189,17 @@ def test_runs_one_after_the_other_on_an_open_bus_are_not_mixed_up():
         for epochs in (1, 2):
             Job(bus, epochs=epochs).loop.run()
     assert [(page.state, page.iter) for page in board] == [("finished", 5), ("finished", 10)]
+
+
+def test_a_resumed_run_is_shown_at_the_place_of_its_checkpoint(tmp_path):
+    Job(Bus(CheckpointHook()), work_dir=tmp_path).loop.run()
+    watcher = Watcher()
+    Job(Bus(watcher), epochs=4, work_dir=tmp_path).loop.run(resume="auto")
+    [page] = watcher.board
+    [resume] = [
+        data for _, kind, data in messages(iter(b"".join(page.feed.read()[0]).decode().splitlines())) if kind == "resume"
+    ]
+    assert (resume["epoch"], resume["iter"]) == (3, 15)
 
 
 def test_only_the_pages_of_the_last_ended_runs_are_kept(monkeypatch):
