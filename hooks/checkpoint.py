@@ -12,6 +12,7 @@ from msgspec import Meta
 from eventloop import CheckpointError, ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, register
 from eventloop.checkpoint import AnyPath, Busy, Staging, as_path, is_sharded, remove, sweep_shards
 from eventloop.events import RunView
+from hooks.copies import CopiedAnew
 from hooks.options import NonNegativeInt, one_or_more
 from hooks.publishing import keys_to_publish, publish_checkpoint
 from hooks.retention import KEPT, REGULAR, SUFFIX, RetentionPolicy, sweep
@@ -24,7 +25,7 @@ MetricNames = Annotated[Sequence[str], Meta(description='a list of names (with t
 
 
 @register
-class CheckpointHook(Hook):
+class CheckpointHook(CopiedAnew, Hook):
     """Save checkpoints every ``interval`` epochs or iterations, at the end, and when a metric is the best so far.
 
     With n = epoch + 1 (or iteration + 1), the hook saves when n ≥ ``save_begin`` and (n − ``save_begin``) % ``interval`` == 0.

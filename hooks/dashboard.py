@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections import deque
+from types import NoneType
+from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
 from eventloop import Priority, check_options, events, get_logger, mount, register
-from eventloop.observe.dashboard import Server, Watcher, check_address
+from eventloop.observe.dashboard import Board, Server, Watcher, check_address
+from hooks.copies import CopiedAnew
 from hooks.options import Name
 
 log = get_logger()
@@ -16,7 +19,7 @@ Port = Annotated[int, Meta(ge=0, le=65535, description="a port from 1 to 65535, 
 
 
 @register
-class Dashboard(Watcher):
+class Dashboard(CopiedAnew, Watcher):
     """Serve a page with live curves, costs, lanes, checkpoints and events of the run, and buttons that control it.
 
     The server has a thread of its own, and begins with the run; its address is logged once. It shows every run in this process
@@ -31,6 +34,8 @@ class Dashboard(Watcher):
         token: at least 16 characters; needed for any other ``host``, where the page cannot be seen without it. By default a new
             one for each server.
     """
+
+    of_run: ClassVar = {"board": Board, "url": str, "_met": deque, "_newest": NoneType, "_open": list}
 
     @check_options
     def __init__(self, port: Port | None = None, *, host: Name = "127.0.0.1", token: str | None = None) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
-from typing import Annotated, Any
+from types import NoneType
+from typing import Annotated, Any, ClassVar
 
 import torch
 
@@ -21,6 +22,7 @@ from hooks.averages import (
     WarmupEMA,
     WeightAverage,
 )
+from hooks.copies import CopiedAnew
 from hooks.options import Name, NonNegativeInt, added_late, check_averages_alone, model_name
 
 log = get_logger()
@@ -30,7 +32,7 @@ RAW_WEIGHTS = "ema_state_dict"
 
 
 @register
-class EMAHook(Hook):
+class EMAHook(CopiedAnew, Hook):
     """Average the weights after each optimizer update, and validate, test and save with the average.
 
     During a validation or test the model has the averaged weights, also in handlers of ``after_val_epoch``. The hook exchanges
@@ -59,6 +61,7 @@ class EMAHook(Hook):
 
     priority = Priority.NORMAL
     observes = True
+    of_run: ClassVar = {"_model": torch.nn.Module, "_model_name": str, "average": NoneType, "_in_checkpoint": bool}
 
     @check_options
     def __init__(

@@ -9,11 +9,13 @@ detaches events, so the training thread never waits for a device or a disk.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import count, groupby
 from operator import attrgetter
 from pathlib import Path
 from threading import Lock
-from typing import Annotated, Any, Literal, cast
+from types import NoneType
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 import msgspec
 
@@ -21,6 +23,7 @@ from eventloop import ConfigurationError, Hook, Priority, check_options, events,
 from eventloop.config import registered
 from eventloop.events import AfterRun, AfterTrainEpoch, AfterTrainIter, CheckpointStaged, ImageReported, OnException, Slot
 from hooks import log_state
+from hooks.copies import CopiedAnew
 from hooks.evaluate import Evaluated
 from hooks.options import PositiveInt, one_or_more
 from hooks.smoothing import MEASURED, Smoother
@@ -54,7 +57,7 @@ _HEARD = (AfterTrainIter, AfterTrainEpoch, AfterRun, OnException, LogRecord, Ima
 
 
 @register
-class LoggerHook(Hook):
+class LoggerHook(CopiedAnew, Hook):
     """Pass all scalars to writers: the reported ``outputs`` of iterations, and the metrics of validations and tests.
 
     - Training scalars are written when the batch number within the epoch is a multiple of the interval, with the step
@@ -92,6 +95,13 @@ class LoggerHook(Hook):
     priority = Priority.BELOW_NORMAL
     observes = True
     ranks = "rank0"
+    of_run: ClassVar = {
+        "_writing": Lock,
+        "_token": partial(next, _tokens),
+        "_unwritten": log_state.Unwritten,
+        **dict.fromkeys(("_restored", "_epoch_length", "_facts"), NoneType),
+        **dict.fromkeys(("_begun", "_at"), int),
+    }
     timeout: float = 600.0
     """Seconds that writing a batch of events may take; more is an error."""
 

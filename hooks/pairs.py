@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from operator import is_not
+from typing import Any
 
 import torch
 
@@ -48,6 +49,9 @@ class Pairs:
         # The mark at the end makes sequences of different lengths differ.
         self._views = [*filter(len, views), (_END,)]
         self._expected = list(chain.from_iterable(self._views))
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        raise TypeError("an average belongs to its model: make one of the other model, and load average.state_dict() into it")
 
     @property
     def replaced(self) -> bool:

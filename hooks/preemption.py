@@ -6,14 +6,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 from eventloop import ConfigurationError, Hook, Priority, get_logger, mount, register
 from eventloop.events import AfterRun, BeforeRun, RunView
 from eventloop.training import WorkerSignals
+from hooks.copies import CopiedAnew
 
 _ONE_REQUEST = 1.0  # seconds within which a repeated signal is ignored
 
@@ -21,7 +22,7 @@ log = get_logger()
 
 
 @register
-class PreemptionHook(Hook):
+class PreemptionHook(CopiedAnew, Hook):
     """End a run cleanly when the process gets a signal, as schedulers send before they take a machine away.
 
     - The run finishes the present iteration (or accumulation window), and saves as by ``run.checkpoint_now()``. Training ends
@@ -49,6 +50,7 @@ class PreemptionHook(Hook):
 
     priority = Priority.HIGHEST
     observes = True
+    of_run: ClassVar = {"_workers": None, "_previous": dict}
 
     def __init__(self, signals: Iterable[int | str] = (signal.SIGTERM,)) -> None:
         self.signals = _checked(signals)
@@ -57,6 +59,10 @@ class PreemptionHook(Hook):
         self._received_at = 0.0
         self._workers = WorkerSignals(self.signals)
         self._previous: dict[signal.Signals, Any] = {}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        super().__setstate__(state)
+        self._workers = WorkerSignals(self.signals)
 
     def before_run(self, event: BeforeRun) -> None:
         if threading.current_thread() is not threading.main_thread():

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from math import isfinite
-from typing import Any
+from typing import Any, ClassVar
 
 from rich import get_console
 from rich.console import Console
@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from eventloop import Hook, Priority, Scalars, check_options, get_logger, mount, register
 from eventloop.events import AfterEpoch, AfterIter, BeforeEpoch, BeforeRun, RunEvent
 from eventloop.terminal import printable
+from hooks.copies import CopiedAnew
 
 log = get_logger()
 
@@ -33,7 +34,7 @@ class BarMoved(RunEvent, kw_only=True):
 
 
 @register
-class ProgressBar(Hook):
+class ProgressBar(CopiedAnew, Hook):
     """Show a bar for the present epoch, validation or test, with its losses and the time left of the training.
 
     Ten times a second the hook passes a few numbers to a thread that draws; other iterations only read the clock. If the
@@ -47,6 +48,7 @@ class ProgressBar(Hook):
     priority = Priority.LOW
     observes = True
     ranks = "rank0"
+    of_run: ClassVar = {"_lock": threading.Lock, "_shown": bool, "_progress": None}
 
     @check_options
     def __init__(self, console: Console | None = None) -> None:

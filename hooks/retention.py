@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -22,6 +22,7 @@ from eventloop.checkpoint import (
     sweep_shards,
 )
 from eventloop.events import Slot
+from hooks.copies import CopiedAnew
 from hooks.rules import BestMetrics
 
 log = get_logger()
@@ -45,11 +46,13 @@ class KeptFile(msgspec.Struct):
     durable: bool = False
 
 
-class RetentionPolicy:
+class RetentionPolicy(CopiedAnew):
     """The files that one hook keeps: the newest ``keep`` durable ones (None: all), and the best durable one by each metric.
 
     The training thread requests files. The committing thread reports whether they are durable or have failed.
     """
+
+    of_run: ClassVar = {"_lock": threading.Lock, "_of_run": list}
 
     def __init__(self, keep: int | None, best: BestMetrics) -> None:
         self.directory: AnyPath | None = None

@@ -6,7 +6,8 @@ import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import NoneType
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -26,6 +27,7 @@ from eventloop.observe import (
     read_facts,
     write_facts,
 )
+from hooks.copies import CopiedAnew
 from hooks.writers import base
 from hooks.writers.files import FileWriter
 
@@ -77,7 +79,7 @@ def _finished(progress: ev.Progress) -> dict[str, Any]:
 
 
 @register
-class RunRecordHook(Hook):
+class RunRecordHook(CopiedAnew, Hook):
     """Write ``run.json`` and ``record.jsonl`` in the work dir, off the training thread.
 
     - ``run.json`` has the name, the seed and the configuration of the run, and for each session (a resumed run has several)
@@ -96,6 +98,7 @@ class RunRecordHook(Hook):
     priority = Priority.LOWEST
     observes = True
     ranks = "rank0"
+    of_run: ClassVar = {"_folder": NoneType, "_run": NoneType}
 
     @check_options
     def __init__(self, *, costs: bool = True) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import NoneType
+from typing import ClassVar
+
 from eventloop import ConfigurationError, Hook, Priority, check_options, get_logger, register
 from eventloop.events import BeforeTrain, BeforeTrainIter, OnException
 from eventloop.observe import Tracer
+from hooks.copies import CopiedAnew
 from hooks.options import NonNegativeInt, PositiveInt
 
 _PATIENCE = 10.0  # seconds that the end of training waits for the handlers of the window's events
@@ -13,7 +17,7 @@ log = get_logger()
 
 
 @register
-class TraceHook(Hook):
+class TraceHook(CopiedAnew, Hook):
     """Write ``trace.json`` in the work dir, which https://ui.perfetto.dev opens: what each thread did in some iterations.
 
     - The training thread, each lane (checkpoints have one), and each worker process are a track. Slices are iterations, data
@@ -38,6 +42,7 @@ class TraceHook(Hook):
     priority = Priority.HIGHEST
     observes = True
     timing = True
+    of_run: ClassVar = {"_tracer": NoneType}
 
     @check_options
     def __init__(self, first: NonNegativeInt = 100, iterations: PositiveInt = 50) -> None:

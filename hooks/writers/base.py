@@ -14,6 +14,7 @@ import torch
 
 from eventloop import ConfigurationError, check_options
 from eventloop.config import registrable
+from hooks.copies import CopiedAnew
 from hooks.options import PositiveInt
 
 Image = np.ndarray[Any, np.dtype[np.uint8]]
@@ -61,7 +62,7 @@ Row = tuple[Mapping[str, float], int, Where]
 
 
 @registrable("writer")
-class Writer:
+class Writer(CopiedAnew):
     """Base class of all writers. Override :meth:`write_scalar` or :meth:`write_scalars`, and methods for other data.
 
     A writer may block, because one thread at a time calls it, and never the training thread. The logger logs an exception and

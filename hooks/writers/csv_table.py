@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import csv
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 from eventloop import check_options, register
 from eventloop.checkpoint import TEMPORARY_PREFIX
@@ -27,6 +27,8 @@ class CSVWriter(FileWriter):
         filename: name of the file in the work dir.
         interval: iterations between rows; None uses the logger's.
     """
+
+    of_run: ClassVar = {**FileWriter.of_run, "_rows": None, "_columns": None}
 
     @check_options
     def __init__(self, filename: Name = "scalars.csv", *, interval: PositiveInt | None = None) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from threading import Lock
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
 from eventloop import get_logger
+from hooks.copies import CopiedAnew
 from hooks.log_state import Waiting
 from hooks.smoothing import Smoother
 from hooks.writers.base import Row, RunFacts, Where, Writer, as_image
@@ -19,11 +21,19 @@ log = get_logger()
 _NUMBERS = (int, float)
 
 
-class Fanout:
+class Fanout(CopiedAnew):
     """Pass the scalars and images of a run to writers. Options are LoggerHook's.
 
     Only one thread at a time may use it; any thread may call :meth:`state_dict`.
     """
+
+    of_run: ClassVar = {
+        **dict.fromkeys(("_targets", "_raw", "_smoothed"), list),
+        "_smoothing": Lock,
+        "_last": partial(Where, "train", 0, 0),
+        "_opened": bool,
+        "_run": None,
+    }
 
     def __init__(
         self, writers: Sequence[Writer], *, interval: int, ignore_last: bool, interval_exp_name: int, smoother: Smoother

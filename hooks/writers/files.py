@@ -7,7 +7,8 @@ import os
 import stat
 from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from types import NoneType
+from typing import BinaryIO, ClassVar
 
 from eventloop import get_logger
 from eventloop.checkpoint import commit_bytes
@@ -23,6 +24,8 @@ class FileWriter(Writer):
     """
 
     needs_work_dir = True
+
+    of_run: ClassVar = {"_file": NoneType}
 
     def __init__(self, filename: str, interval: int | None) -> None:
         super().__init__(interval)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar
 
 from eventloop import ConfigurationError, check_options, get_logger, register
 from hooks.options import Name, PositiveInt
@@ -40,6 +42,12 @@ class MLflowWriter(Writer):
     Raises:
         ConfigurationError: MLflow or a package for local stores is not installed, or an option is invalid.
     """
+
+    of_run: ClassVar = {
+        "_mlflow": partial(import_module, "mlflow"),
+        "_entities": partial(import_module, "mlflow.entities"),
+        **dict.fromkeys(("_client", "_id", "_metrics")),
+    }
 
     @check_options
     def __init__(

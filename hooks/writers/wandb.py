@@ -7,8 +7,10 @@ import secrets
 import time
 from collections.abc import Mapping
 from datetime import datetime
+from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from eventloop import check_options, register
 from hooks.options import Name, PositiveInt
@@ -35,6 +37,8 @@ class WandbWriter(Writer):
     """
 
     needs_work_dir = True
+
+    of_run: ClassVar = {"_wandb": partial(import_module, "wandb"), "_run": None}
 
     @check_options
     def __init__(self, project: Name | None = None, *, interval: PositiveInt | None = None) -> None:

@@ -1,0 +1,92 @@
+"""Copies of hooks and writers, made by ``copy`` and ``pickle``: new ones, and such that are in a run or had one."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import hooks  # noqa: F401 - registers them
+from eventloop import Bus, Hook, TrainLoop
+from eventloop.bus import GuestHook
+from eventloop.config import registered
+from hooks import EMAHook, ExponentialMovingAverage, LoggerHook
+from hooks.writers import JSONLinesWriter, Writer
+
+from .test_options import GIVEN
+
+
+def catalogue():
+    kinds = [entry.cls for kind in ("hook", "writer") for entry in registered(kind)]
+    return [kind for kind in kinds if kind.__module__.startswith("hooks.") and not issubclass(kind, GuestHook)]
+
+
+def made(kind):
+    required = [one.name for one in inspect.signature(kind).parameters.values() if one.default is one.empty]
+    options = {name: GIVEN[name] for name in required if name in GIVEN}
+    if "scheduler" in required:
+        optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+        options |= {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "by": "iter"}
+    return kind(**options | ({"enable_predicate": len} if "enable_predicate" in required else {}))
+
+
+def copies(one):
+    return [copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))]  # noqa: S301 - our own
+
+
+def train(folder, *used):
+    model = nn.Linear(2, 1)
+    bus = Bus(*(LoggerHook(1, writers=[one]) if isinstance(one, Writer) else one for one in used))
+    loop = TrainLoop(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        step=lambda model, batch: model(batch).square().mean(),
+        train_data=[torch.ones(2, 2)] * 2,
+        max_epochs=1,
+        bus=bus,
+        work_dir=folder,
+    )
+    loop.run()
+
+
+@pytest.mark.parametrize("kind", catalogue())
+def test_each_can_be_copied(kind):
+    for one in copies(made(kind)):
+        assert type(one) is kind
+
+
+RUN = [kind for kind in catalogue() if getattr(kind, "of_run", {}) and kind.__name__ not in ("MLflowWriter", "WandbWriter")]
+
+
+@pytest.mark.parametrize("kind", RUN)
+def test_the_copy_of_one_in_a_run_has_a_run_of_its_own(kind, tmp_path):
+    one, found = made(kind), []
+
+    class Copies(Hook):
+        priority = 90
+
+        def after_train_iter(self, event):
+            found.extend(copies(one))
+
+    train(tmp_path / "first", one, Copies())
+    for number, other in enumerate([*found[:3], *copies(one)]):
+        train(tmp_path / f"copy{number}", other)
+        files = {path.name for path in (tmp_path / "first").rglob("*") if "tfevents" not in path.name}
+        assert files == {path.name for path in (tmp_path / f"copy{number}").rglob("*") if "tfevents" not in path.name}
+
+
+def test_a_copied_logger_has_the_options_and_writes_its_own_lines(tmp_path):
+    one = LoggerHook(1, writers=[JSONLinesWriter("mine.jsonl")])
+    one.name, other = "first", copy.deepcopy(one)
+    other.name = "second"
+    train(tmp_path, one, other)
+    assert len((tmp_path / "mine.jsonl").read_text().splitlines()) == 4
+
+
+def test_an_average_names_the_way_to_another_model():
+    model = nn.Linear(1, 1)
+    with pytest.raises(TypeError, match=r"load average\.state_dict"):
+        copy.deepcopy(ExponentialMovingAverage(model))
+    assert copy.deepcopy(EMAHook(momentum=0.5)).average is None
