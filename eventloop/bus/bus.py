@@ -265,9 +265,12 @@ class Bus(TypedOn, Streams):
             # Without a subscriber, publishing may still raise the error of an offloaded handler.
             return self._find_route(resolve(event)) is not None or self._raises_here()
 
-    def may_change_state(self, event: type[Event] | str) -> bool:
-        """Return True if an inline handler of ``event`` may change the state of a run (see :class:`Hook`'s ``observes``)."""
-        found = self._subscribers_of(resolve(event))
+    def may_change_state(self, event: type[Event] | str, *, but: tuple[type[Hook], ...] = ()) -> bool:
+        """Return True if an inline handler of ``event`` may change the state of a run (see :class:`Hook`'s ``observes``).
+
+        Hooks of the classes ``but`` do not count.
+        """
+        found = [one for one in self._subscribers_of(resolve(event)) if not isinstance(one.hook, but)]
         return any(one.mode == "inline" and not (one.hook is not None and one.hook.observes) for one in found)
 
     # ------------------------------------------------------------------------------------------------ looking in

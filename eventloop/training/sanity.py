@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from eventloop.bus import Bus
+from eventloop.bus import Bus, GuestHook
 from eventloop.errors import ConfigurationError
-from eventloop.events import AfterValIter, BeforeValIter
 from eventloop.log import get_logger
 from eventloop.training.data import to_device
 from eventloop.training.first_batches import first_batches
@@ -61,7 +60,8 @@ def check_needs(bus: Bus, metrics: Mapping[str, Any], what: str, *, sure: bool =
     Raises:
         ConfigurationError: a name is missing. It is a log line if a handler may report it in a validation, or not ``sure``.
     """
-    sure = sure and not (bus.may_change_state(BeforeValIter) or bus.may_change_state(AfterValIter))
+    # Hooks of other systems do not know run.report().
+    sure = sure and not any(bus.may_change_state(event, but=(GuestHook,)) for event in ("before_val_iter", "after_val_iter"))
     for hook in bus.hooks:
         for name in hook.needs_metrics():
             if name not in metrics:

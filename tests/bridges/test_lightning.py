@@ -131,6 +131,16 @@ STEP = ["before_optimizer_step", "after_optimizer_step"]
 VAL = ["before_val", "before_val_epoch", "before_val_iter", "after_val_iter", "after_val_epoch", "after_val"]
 
 
+def test_the_sanity_check_warns_of_a_metric_that_the_module_does_not_log():
+    bus = Bus(EarlyStoppingHook("val_los", rule="less", strict=True))
+    with bus.attach(trainer := trainer_of(max_epochs=1, num_sanity_val_steps=1)):
+        with structlog.testing.capture_logs() as logs, pytest.raises(TrainingError, match="'val_los'"):
+            trainer.fit(Module(), data(1), data(1))
+    (first, *_) = [entry["event"] for entry in logs if entry["log_level"] == "warning" and "val_los" in entry["event"]]
+    assert "the sanity check" in first
+    assert "did you mean 'val_loss'" in first
+
+
 def test_a_fit_publishes_in_the_order_of_our_own_loop():
     bus = Bus()
     names = heard(bus)

@@ -28,7 +28,7 @@ from mmengine.registry import HOOKS
 from mmengine.runner import load_checkpoint
 
 import hooks as own_hooks
-from eventloop import Bus, Run, SubscribeError, TrainingError, add_hooks
+from eventloop import Bus, ConfigurationError, Run, SubscribeError, TrainingError, add_hooks
 from eventloop.checkpoint import load_pth
 
 from . import mmengine_jobs as jobs
@@ -480,6 +480,12 @@ def test_a_guest_is_added_once_and_taken_off():
         bus.add(hook)
     bus.off(hook)
     assert bus.subscriptions == ()
+
+
+def test_the_metrics_that_guests_name_are_checked_before_the_training(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"CheckpointHook needs the metric 'acuracy'.*did you mean 'accuracy'"):
+        ours(tmp_path, [*default_hooks(), checkpoint_hook(save_best="acuracy", rule="greater")], max_epochs=1)
+    assert not list(tmp_path.glob("epoch_*"))
 
 
 # ---------------------------------------------------------------------------------------------------- checkpoints
