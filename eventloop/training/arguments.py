@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -95,6 +96,13 @@ def device_of(device: str | torch.device | None, models: Mapping[str, torch.nn.M
         return torch.device(device)
     parameters = (parameter.device for model in models.values() for parameter in model.parameters())
     return next(parameters, torch.device("cpu"))
+
+
+def no_scalar(value: Any) -> str:
+    """Describe a value that is neither a number nor a tensor or array of one element; "" for one that is."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return "" if math.prod(value.shape) == 1 else f"a {type(value).__name__} of shape {tuple(value.shape)}"
+    return "" if isinstance(value, int | float | np.generic) else f"a {type(value).__name__}"
 
 
 def check_image(name: str, image: Any) -> None:

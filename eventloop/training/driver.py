@@ -314,6 +314,10 @@ class Driver(Session):
         self._metrics.reset()
         return () if feed is None else feed
 
+    def measures(self, name: str) -> bool:
+        """Return True if a metric of the open validation or test takes this entry of the outputs."""
+        return self.state.scopes.innermost in ("val iter", "test iter") and self._metrics.takes(name)
+
     def _enter_evaluation_mode(self) -> None:
         scopes, models = self.state.scopes, self._run.models.values()
         scopes.defer(partial(torch.set_grad_enabled, torch.is_grad_enabled()))

@@ -266,7 +266,7 @@ class TrainLoop:
         body = iter(batches)  # an exception's frame keeps it alive, so on_exception precedes the validation's end
         for batch in body:
             outputs = called(f"{run.progress.stage}_step", step, self.model, batch)
-            run.report(**(outputs if isinstance(outputs, Mapping) else {"loss": outputs}))
+            run.state.outputs.update(outputs if isinstance(outputs, Mapping) else {"loss": outputs})
         return dict(batches.metrics)
 
     def _validation_due(self, done: int | None = None) -> bool:

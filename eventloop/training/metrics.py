@@ -146,6 +146,10 @@ class Metrics:
             value = value.item()
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
+    def takes(self, entry: str) -> bool:
+        """Return True if a metric takes this entry of the outputs."""
+        return any(wanted is None or entry in wanted for wanted in self._wanted.values())
+
     def _pick(self, name: str, outputs: Mapping[str, Any]) -> dict[str, Any]:
         wanted = self._wanted[name]
         if wanted is None:

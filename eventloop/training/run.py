@@ -18,6 +18,7 @@ from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.events import Event, Progress, RunEvent
 from eventloop.events.shared import Shared
+from eventloop.log import get_logger
 from eventloop.spelling import answers_names
 from eventloop.training import arguments as given
 from eventloop.training.accelerator import register
@@ -35,6 +36,8 @@ from eventloop.training.saves.restore import HOSTED, Restore
 from eventloop.training.session import DEFAULT_NAME
 from eventloop.training.state import ITERATIONS, REPEATED, Counters, RunState
 from eventloop.training.update import Update
+
+log = get_logger()
 
 
 @answers_names
@@ -128,6 +131,7 @@ class Run:
         self._restore = Restore(self, self._saves, resume, strict=strict)
         self._driver = Driver(self, self.bus, self.state, self._saves, self._restore, moves=device is not None)
         self._bodies = Bodies(self._driver, self)
+        self._reported: set[str] = set()  # names of entries that were looked at
         self._in_handlers = False  # while handlers of this run's events are called, but for those in an iteration
         if accelerator is not None:
             register(accelerator, self, self._restore)
@@ -243,7 +247,8 @@ class Run:
     def report(self, *unnamed: Any, **entries: Any) -> None:
         """Add named entries to the outputs of the current iteration; tensors stay on their device.
 
-        Between two iterations entries are lost, which is logged once; see ``EvaluateHook`` for values of an epoch.
+        Loggers write numbers and tensors of one element. Any other entry is for hooks and metrics; one that no metric takes is
+        logged once. Between two iterations entries are lost, which is logged once; see ``EvaluateHook`` for values of an epoch.
 
         Raises:
             TrainingError: an entry has no name, or the run is not open.
@@ -253,7 +258,20 @@ class Run:
         if self.state.scopes.innermost not in ITERATIONS:
             self.state.check_open("run.report()")
             self.state.lose(entries)
+        if not self._reported.issuperset(entries):
+            self._look_at({name: value for name, value in entries.items() if name not in self._reported})
         self.state.outputs.update(entries)
+
+    def _look_at(self, entries: dict[str, Any]) -> None:
+        """Warn of new entries that neither a logger nor a metric can use."""
+        self._reported.update(entries)
+        for name, value in entries.items():
+            if (what := given.no_scalar(value)) and not self._driver.measures(name):
+                log.warning(
+                    f"run.report({name}=...) got {what}, which loggers leave out; hooks find it in event.outputs. Report a "
+                    "number, such as a mean, or an image with run.report_image()",
+                    entry=name,
+                )
 
     def costs(self) -> Any:
         """Return ``bus.costs()`` (:class:`eventloop.observe.Costs`); None if the bus does not measure."""

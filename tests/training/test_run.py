@@ -341,6 +341,32 @@ def test_entries_that_are_reported_between_two_iterations_are_told_once(parts):
     assert told["entries"] == "score"
 
 
+class Kept:
+    """A metric that takes the entry ``logits``."""
+
+    def update(self, logits):
+        self.shape = logits.shape
+
+    def compute(self):
+        return len(self.shape)
+
+    def reset(self):
+        pass
+
+
+def test_a_reported_entry_that_loggers_and_metrics_leave_out_is_told_once(parts):
+    with capture_logs() as logs, Run(Bus(), model=parts.model()) as run:
+        for _ in run.train([1, 2]):
+            run.report(loss=torch.ones(1), count=3, vector=torch.ones(2), text="x")
+            assert run.outputs["text"] == "x"
+        for _ in run.validate([1], {"kept": Kept()}):
+            run.report(logits=torch.ones(2, 3), labels=torch.ones(2))
+    told = {log["entry"]: log["event"] for log in logs if "entry" in log}
+    assert list(told) == ["vector", "text", "labels"]
+    assert "shape (2,)" in told["vector"]
+    assert len([log for log in logs if "entry" in log]) == 3
+
+
 def test_errors_of_report_and_publish_show_the_call(job):
     run, _ = job
     with run:
