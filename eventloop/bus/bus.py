@@ -104,6 +104,8 @@ class Bus(TypedOn, Streams):
         super().__init__(backend=backend, drain_timeout=drain_timeout, abort_timeout=abort_timeout)
         self.hooks: tuple[Hook, ...] = ()
         """The hooks that were added, in order."""
+        self.steps: dict[str, Callable[..., Any]] = {}
+        """The step functions of the open run by name, such as ``{"step": train}``, where a loop calls them."""
         self._counts: dict[str, Count] = {}
         self._recorder: Any = None
         self._rank, self._world_size = 0, 1

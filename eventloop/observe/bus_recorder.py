@@ -153,7 +153,8 @@ class BusRecorder(Recorder):
         """Sample the memory, and publish ``costs_measured`` when it is due."""
         with suppress(ReferenceError, LaneClosedError):  # the bus is gone, or closes
             accounts = list(self._accounts.values())
-            self._memory.sample(sum(one.steps.total() for one in accounts), self._bus.hooks, self._bus.subscriptions)
+            bus, iterations = self._bus, sum(one.steps.total() for one in accounts)
+            self._memory.sample(iterations, bus.hooks, bus.subscriptions, bus.steps)
             now, progress = time.monotonic(), self._bus.progress  # None while no run is open
             if progress is not None and now - self._told >= _TOLD_EVERY and self._bus.wants(CostsMeasured):
                 self._told = now
@@ -219,6 +220,8 @@ class BusRecorder(Recorder):
             depth_max=meter.deepest,
             age_mean=totals.mean(meter.queued) / 1e9,
             age_max=totals.most_of(meter.queued) / 1e9,
+            capacity=lane.capacity,
+            full=lane.full,
         )
 
     def _add(self, spans: Spans) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
 from rich.console import Group, RenderableType
@@ -78,10 +78,14 @@ class LaneCosts(msgspec.Struct, frozen=True):
     age_mean: Number = 0.0
     """Time from publish to delivery."""
     age_max: Number = 0.0
+    capacity: Count = 0
+    """The number of events that may wait; 0 in records of earlier versions."""
+    full: Literal["block", "drop_old", "drop_new", "latest", "raise"] = "block"
+    """What happens to an event when so many wait."""
 
 
 class Growth(msgspec.Struct, frozen=True):
-    """Growth of memory in a window of time. ``name`` is the name of a hook, or "process"."""
+    """Growth of memory in a window of time. ``name`` is the name of a hook, handler or step function, or "process"."""
 
     name: str
     bytes: Change
@@ -89,6 +93,8 @@ class Growth(msgspec.Struct, frozen=True):
     seconds: Number
     iterations: Count
     """Length of the window."""
+    graphs: bool = False
+    """True if more and more tensors are kept with their history of gradients, whose memory ``bytes`` leaves out."""
 
 
 class Costs(msgspec.Struct, frozen=True):

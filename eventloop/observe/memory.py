@@ -1,18 +1,19 @@
 """``Memory``: measure how the resident memory of the process grows, and find the hook that keeps more and more objects.
 
+Hooks, handlers and step functions keep what their attributes, closures and classes hold, and the globals that their code names.
+
 A sample takes 20 µs, once a second. The objects of hooks are counted only while the process grows: on the recorder's thread,
 with pauses, so that training continues. (tracemalloc would name lines, but it misses tensors and slows every allocation.)
 """
 
 from __future__ import annotations
 
-import functools
 import gc
 import resource
 import sys
 import time
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -30,6 +31,7 @@ _SOON, _APART = 2.0, 10.0  # least seconds from the first count of hooks to the 
 _MOST_OBJECTS: Final = 200_000  # of one hook
 _PAUSE_EVERY: Final = 500  # objects, about 0.5 ms
 _LEAST: Final = 16  # bytes that a hook must keep per iteration to be reported
+_FEW_GRAPHS: Final = 0.01  # per iteration: each may be far larger than its tensor
 
 
 def resident() -> int:
@@ -46,10 +48,18 @@ class _Sample(NamedTuple):
     bytes: int
 
 
+class Kept(NamedTuple):
+    """The objects that an owner refers to."""
+
+    bytes: int
+    graphs: int
+    """Number of tensors with a ``grad_fn``, which keeps the graph that computed them."""
+
+
 class _Look(NamedTuple):
     time: float
     iterations: int
-    sizes: dict[str, int]
+    kept: dict[str, Kept]
 
 
 class Memory:
@@ -62,8 +72,14 @@ class Memory:
         self._every, self._skipped = 1, 0  # of the samples offered, this one is kept
         self._looks: list[_Look] = []  # the first, and the newest
 
-    def sample(self, iterations: int, hooks: Sequence[Any], subscriptions: Sequence[Any]) -> None:
-        """Take a sample; while the process grows, also count the objects of hooks and handlers."""
+    def sample(
+        self,
+        iterations: int,
+        hooks: Sequence[Any],
+        subscriptions: Sequence[Any],
+        steps: Mapping[str, Callable[..., Any]] = types.MappingProxyType({}),
+    ) -> None:
+        """Take a sample; while the process grows, also count the objects of hooks, handlers and step functions."""
         self.resident = resident()
         self._skipped += 1
         if iterations and self._skipped >= self._every:
@@ -75,8 +91,8 @@ class Memory:
         if grown is None or grown.bytes < _STEADY:
             self._looks.clear()
         elif not self._looks or time.monotonic() - self._looks[-1].time >= (_SOON if len(self._looks) == 1 else _APART):
-            sizes = sizes_of(_owners(hooks, subscriptions))
-            self._looks = [*self._looks[:1], _Look(time.monotonic(), iterations, sizes)]
+            kept = kept_by(_owners(hooks, subscriptions, steps))
+            self._looks = [*self._looks[:1], _Look(time.monotonic(), iterations, kept)]
 
     def growth(self) -> list[Growth]:
         """Return the growth of the process and of the hooks that keep more and more objects, the largest first."""
@@ -100,35 +116,46 @@ class Memory:
             return
         before, after = self._looks
         iterations = after.iterations - before.iterations
-        for name, size in after.sizes.items():
-            more = size - before.sizes.get(name, size)
-            if more >= _LEAST * max(iterations, 1):
-                yield Growth(name, more, after.time - before.time, iterations)
+        for name, now in after.kept.items():
+            then = before.kept.get(name, now)
+            graphs = now.graphs - then.graphs > _FEW_GRAPHS * iterations
+            if graphs or now.bytes - then.bytes >= _LEAST * max(iterations, 1):
+                yield Growth(name, now.bytes - then.bytes, after.time - before.time, iterations, graphs)
 
 
-def _owners(hooks: Sequence[Any], subscriptions: Iterable[Any]) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the names of hooks and plain handlers, each with the objects that a count starts from."""
+def _owners(
+    hooks: Sequence[Any], subscriptions: Iterable[Any], steps: Mapping[str, Any]
+) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Yield the names of hooks, plain handlers and step functions, each with the objects that a count starts from."""
     for hook in hooks:
-        yield hook.label, [vars(hook)] if hasattr(hook, "__dict__") else []
+        yield hook.label, _roots(hook)
     for one in subscriptions:
         if one.hook is None:
-            handler = one.handler.func if isinstance(one.handler, functools.partial) else one.handler
-            # A method holds its object, a function its closure.
-            yield one.label, [getattr(handler, name, None) for name in ("__self__", "__closure__", "__dict__")]
+            yield one.label, _roots(one.handler)
+    for name, step in steps.items():
+        yield name, _roots(step)
 
 
-def sizes_of(owners: Iterable[tuple[str, list[Any]]]) -> dict[str, int]:
-    """Return the bytes of the objects that each owner refers to, tensors and arrays included.
+def _roots(one: Any) -> list[Any]:
+    """Return what an object and its classes hold. Its own attributes are last, because a count starts from the last one."""
+    if isinstance(one, types.FunctionType):
+        return [one]
+    classes = [kind for kind in type(one).__mro__ if not _foreign_module(kind.__module__)]
+    return [*(value for kind in classes for value in list(vars(kind).values())), *gc.get_referents(one)]
+
+
+def kept_by(owners: Iterable[tuple[str, Sequence[Any]]]) -> dict[str, Kept]:
+    """Count the objects that each owner refers to, tensors and arrays included.
 
     Objects of several owners count for the first. Models, optimizers, modules, classes, and the objects of torch and of
     `eventloop` belong to no owner.
     """
     seen: set[int] = set()
-    return {name: _size(roots, seen) for name, roots in owners}
+    return {name: _kept(roots, seen) for name, roots in owners}
 
 
-def _size(roots: list[Any], seen: set[int]) -> int:
-    total = looked = 0
+def _kept(roots: Sequence[Any], seen: set[int]) -> Kept:
+    total = graphs = looked = 0
     stack = list(roots)
     while stack and looked < _MOST_OBJECTS:
         one = stack.pop()
@@ -140,18 +167,48 @@ def _size(roots: list[Any], seen: set[int]) -> int:
             time.sleep(0)
         total += sys.getsizeof(one, 0)
         if isinstance(one, torch.Tensor):
+            graphs += one.grad_fn is not None
             with suppress(Exception):  # a tensor without storage
                 total += one.untyped_storage().nbytes()
+        elif isinstance(one, types.FunctionType):
+            stack += _held_by(one)
         else:
             stack += gc.get_referents(one)
-    return total
+    return Kept(total, graphs)
 
 
-_SHARED: Final = (type, types.ModuleType, types.FunctionType, types.CodeType, torch.nn.Module, torch.optim.Optimizer)
-_FOREIGN: Final = ("torch", "eventloop", "threading", "_thread", "structlog", "logging", "rich")
+def _held_by(function: types.FunctionType) -> Iterator[Any]:
+    """Yield what a function refers to; of its module's globals only those that its code names."""
+    names = set(_names(function.__code__))
+    for name in names & function.__globals__.keys():
+        value = function.__globals__[name]
+        if not isinstance(value, types.ModuleType):
+            yield value
+        elif not _foreign_module(value.__name__):
+            yield from (vars(value)[inner] for inner in names & vars(value).keys())
+    yield from (function.__dict__, function.__kwdefaults__, function.__defaults__, function.__closure__)
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """Yield the names of globals and attributes in a function's code, and in the functions within it."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names(inner)
+
+
+_SHARED: Final = (type, types.ModuleType, types.CodeType, torch.nn.Module, torch.optim.Optimizer)
+_FOREIGN: Final = {"torch", "eventloop", "threading", "_thread", "structlog", "logging", "rich"}
+_LIBRARIES: Final = _FOREIGN | sys.stdlib_module_names  # their functions and classes keep nothing of the user's
 
 
 def _is_foreign(one: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return isinstance(one, torch.nn.Parameter)
+    if isinstance(one, types.FunctionType):
+        return _foreign_module(one.__module__)
     return isinstance(one, _SHARED) or str(type(one).__module__).partition(".")[0] in _FOREIGN
+
+
+def _foreign_module(name: Any) -> bool:
+    return str(name).partition(".")[0] in _LIBRARIES

@@ -6,18 +6,20 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Final
 
-from eventloop.observe.costs import Costs, LaneCosts, Part
+from eventloop.observe.costs import Costs, Growth, LaneCosts, Part
 from eventloop.observe.ranks import slow_at
 
 _HOOK: Final = 0.03  # shares of the wall time from which on a thing matters
 _DATA: Final = 0.05
 _STALL: Final = 0.01
+_BUSY: Final = 0.8  # of the time in its handler: a lane that lingers holds events, too, and does not fill
+_FILLING: Final = 0.02  # of the capacity
 _LEAK: Final = 0.01  # of the resident memory, within one window
 _LEAST: Final = 16 << 20  # bytes
 
 _UNSEEN: Final = (
-    ". No hook or handler keeps it: look at the step, the model and the data. A list of losses keeps their graphs: append "
-    "loss.item(). tracemalloc finds other Python objects"
+    ". No hook or handler was found to keep it: look at the loop, the model and the data. A list of losses keeps their "
+    "graphs: append loss.item(). tracemalloc finds other Python objects"
 )
 
 _Weighed = tuple[float, str]
@@ -29,7 +31,7 @@ def expensive(costs: Costs, most: int = 3) -> list[str]:
     - waiting for data, from 5 % of the time;
     - a hook, from 3 %;
     - a full lane or checkpoints, from 1 %;
-    - lost events, growing memory, and a rank that the others wait for.
+    - lost events, a lane that fills, growing memory, and a rank that the others wait for.
     """
     found = [*_data(costs), *_hooks(costs), *_lanes(costs), *_checkpoints(costs), *_memory(costs), *_ranks(costs)]
     return [sentence for _, sentence in sorted(found, key=lambda one: -one[0])[:most]]
@@ -87,6 +89,29 @@ def _lanes(costs: Costs) -> Iterator[_Weighed]:
             all_of_it = lane.dropped + lane.delivered + lane.failed + lane.pending
             lost = f"The lane of {name} dropped {lane.dropped} of {all_of_it} events{_speed(lane)}."
             yield lane.dropped / all_of_it, lost
+        elif share < _STALL and (used := _used(lane)) >= _FILLING and lane.seconds >= _BUSY * costs.wall:
+            until = costs.wall * (lane.capacity - lane.pending) / lane.pending
+            yield (
+                min(used, share + _STALL),
+                (
+                    f"The lane of {name} fills{_speed(lane)}, and {lane.pending:,} of at most {lane.capacity:,} events wait. "
+                    f"At this pace it is full in about {duration(until)}; then {_THEN[lane.full]}."
+                ),
+            )
+
+
+def _used(lane: LaneCosts) -> float:
+    """Return the share of a lane that is used; 0 of a full one, and where the capacity is unknown."""
+    return lane.pending / lane.capacity if lane.pending < lane.capacity else 0.0
+
+
+_THEN: Final = {
+    "block": "training waits for it",
+    "drop_old": "the oldest events are dropped",
+    "drop_new": "new events are dropped",
+    "latest": "all events but the newest are dropped",
+    "raise": "training ends with an error",
+}
 
 
 _CHECKPOINTS: Final = ("copying for checkpoints", "waiting for checkpoints", "writing checkpoints")
@@ -106,14 +131,26 @@ def _memory(costs: Costs) -> Iterator[_Weighed]:
     process = grown.pop("process", None)
     if process is None or process.bytes < max(_LEAST, _LEAK * costs.memory):
         return
-    hooks = sorted((one for one in grown.values() if one.bytes > 0), key=lambda one: -one.bytes)
-    whose = (
-        f"; {hooks[0].name} keeps {size(hooks[0].bytes / max(hooks[0].iterations, 1))} more each iteration"
-        if hooks
-        else _UNSEEN
+    hooks = [one for one in grown.values() if one.bytes > 0]
+    suspect = max(
+        hooks, key=lambda one: (_per_iteration(one) > _per_iteration(process) / 2, one.graphs, one.bytes), default=None
     )
+    whose = _UNSEEN if suspect is None else _keeps(suspect)
     sentence = f"Memory grew by {size(process.bytes)} in {duration(process.seconds)}, {process.iterations} iterations{whose}."
     yield min(1.0, process.bytes / max(costs.memory, 1)), sentence
+
+
+def _keeps(suspect: Growth) -> str:
+    if suspect.graphs:
+        return (
+            f"; {suspect.name} keeps more and more tensors with their history of gradients: keep loss.item() or "
+            "tensor.detach() instead"
+        )
+    return f"; {suspect.name} keeps {size(_per_iteration(suspect))} more each iteration"
+
+
+def _per_iteration(growth: Growth) -> float:
+    return growth.bytes / max(growth.iterations, 1)
 
 
 def _ranks(costs: Costs) -> Iterator[_Weighed]:

@@ -294,11 +294,12 @@ class TrainLoop:
         run.state.trains = trains
         try:
             self._running = run
+            self.bus.steps = {"step": self._step, "val_step": self._val_step, "test_step": self._test_step}
             self._expect(run)
             with run:
                 yield run
         finally:
-            self._running = None
+            self._running, self.bus.steps = None, {}
 
     def _expect(self, run: Run) -> None:
         """Prepare a run that is about to begin."""

@@ -1,4 +1,5 @@
 import functools
+import types
 from types import SimpleNamespace
 
 import numpy as np
@@ -6,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from eventloop import Bus, Hook
+from eventloop import Bus, Hook, TrainLoop
 from eventloop.observe import memory
-from eventloop.observe.memory import Memory, resident, sizes_of
+from eventloop.observe.memory import Memory, kept_by, resident
 
 
 class Keeps(Hook):
@@ -31,9 +32,9 @@ def test_without_proc_the_most_memory_so_far_is_told(monkeypatch, tmp_path):
 
 def test_the_objects_of_a_hook_are_its_own_with_tensors_and_arrays():
     hook = Keeps()
-    before = sizes_of([("Keeps", [vars(hook)])])["Keeps"]
+    before = kept_by([("Keeps", [vars(hook)])])["Keeps"].bytes
     hook.kept += [torch.zeros(1000), {"array": np.zeros(1000)}, [b"x" * 1000], SimpleNamespace(more="y" * 1000)]
-    after = sizes_of([("Keeps", [vars(hook)])])["Keeps"]
+    after = kept_by([("Keeps", [vars(hook)])])["Keeps"].bytes
     assert 14_000 <= after - before <= 18_000
 
 
@@ -41,20 +42,20 @@ def test_models_optimizers_and_the_bus_are_no_ones_own():
     hook, model = Keeps(), nn.Linear(1000, 1000)
     hook.model, hook.parameters, hook.bus = model, list(model.parameters()), Bus()
     hook.optimizer, hook.kind = torch.optim.SGD(model.parameters(), lr=0.1), Keeps
-    assert sizes_of([("Keeps", [vars(hook)])])["Keeps"] < 5000
+    assert kept_by([("Keeps", [vars(hook)])])["Keeps"].bytes < 5000
 
 
 def test_a_shared_object_counts_once():
     shared = np.zeros(100_000)
-    sizes = sizes_of([("one", [[shared]]), ("other", [[shared]])])
-    assert sizes["one"] > shared.nbytes > sizes["other"]
+    kept = kept_by([("one", [[shared]]), ("other", [[shared]])])
+    assert kept["one"].bytes > shared.nbytes > kept["other"].bytes
 
 
 def test_a_cycle_and_a_very_large_hook_end(monkeypatch):
     monkeypatch.setattr(memory, "_MOST_OBJECTS", 100)
     hook = Keeps()
     hook.kept += [hook.kept, *([number] for number in range(1000))]
-    assert 0 < sizes_of([("Keeps", [vars(hook)])])["Keeps"] < 50_000
+    assert 0 < kept_by([("Keeps", [vars(hook)])])["Keeps"].bytes < 50_000
 
 
 class Machine:
@@ -66,13 +67,15 @@ class Machine:
         monkeypatch.setattr(memory.time, "monotonic", lambda: self.now)
         self.memory = Memory()
 
-    def go(self, seconds: int, *, grows: int = 0, hooks=(), subscriptions=(), each=lambda: None) -> list:
+    def go(
+        self, seconds: int, *, grows: int = 0, hooks=(), subscriptions=(), steps=types.MappingProxyType({}), each=lambda: None
+    ) -> list:
         for _ in range(seconds):
             self.now += 1
             self.iterations += 10
             self.bytes += grows
             each()
-            self.memory.sample(self.iterations, hooks, subscriptions)
+            self.memory.sample(self.iterations, hooks, subscriptions, steps)
         return self.memory.growth()
 
 
@@ -131,6 +134,73 @@ def test_a_function_that_keeps_more_and_more_has_a_name_too(monkeypatch):
 
 def test_hooks_are_not_looked_at_while_the_process_does_not_grow(monkeypatch):
     machine, leaks = Machine(monkeypatch), Keeps()
-    monkeypatch.setattr(memory, "sizes_of", lambda owners: pytest.fail("looked"))
+    monkeypatch.setattr(memory, "kept_by", lambda owners: pytest.fail("looked"))
     [process] = machine.go(60, hooks=[leaks], each=lambda: leaks.kept.append(torch.zeros(1000)))
     assert process.bytes == 0
+
+
+LOSSES: list[torch.Tensor] = []
+
+
+def remember(loss):
+    LOSSES.append(loss)
+
+
+class InGlobals(Hook):
+    def after_train_iter(self, event):
+        remember(event)
+
+
+class InItsClass(Hook):
+    losses: list[torch.Tensor] = []  # noqa: RUF012
+
+    def after_train_iter(self, event): ...
+
+
+def in_globals(event):
+    return [remember(one) for one in event]
+
+
+def step(model, batch):
+    LOSSES.append(batch)
+
+
+def lost(kept):
+    weight = torch.ones(4, requires_grad=True)
+    return lambda: kept.append((weight * 2).sum())
+
+
+@pytest.mark.parametrize("place", ["attribute", "class", "function of an attribute", "global", "handler", "step"])
+def test_losses_with_their_graphs_are_found_wherever_they_are_kept(monkeypatch, place):
+    machine, bus, hook, steps, kept = Machine(monkeypatch), Bus(), Keeps(), {}, LOSSES
+    LOSSES.clear()
+    match place:
+        case "attribute":
+            kept = hook.kept
+        case "class":
+            hook = InItsClass()
+            kept = hook.losses
+        case "function of an attribute":
+            hook.callback = remember
+        case "global":
+            hook = InGlobals()
+        case "handler":
+            bus.on("after_train_iter", in_globals)
+        case "step":
+            steps = {"step": step}
+    owner = {"handler": "in_globals", "step": "step"}.get(place, hook.label)
+    found = machine.go(60, grows=1 << 20, hooks=[hook], subscriptions=bus.subscriptions, steps=steps, each=lost(kept))
+    assert [(one.name, one.graphs) for one in found] == [("process", False), (owner, True)]
+
+
+def test_a_run_tells_its_bus_the_step_functions_while_it_is_open():
+    seen, bus, model = [], Bus(), nn.Linear(2, 1)
+    bus.on("after_train_iter", lambda event: seen.append(bus.steps["step"]))
+
+    def train(model, batch):
+        return model(batch).sum()
+
+    TrainLoop(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), step=train, train_data=[torch.ones(1, 2)], bus=bus, max_epochs=1
+    ).run()
+    assert (seen, bus.steps) == ([train], {})

@@ -115,3 +115,22 @@ def test_a_leak_without_a_suspect_says_where_to_look():
     [sentence] = expensive(costs(part("Fast", 0.01), memory=1 << 30, growth=grown))
     assert "291 MB" in sentence
     assert "loss.item()" in sentence
+
+
+def test_kept_graphs_are_told_with_how_to_mend_it_unless_another_explains_the_growth():
+    process, graphs = Growth("process", 291_000_000, 60.0, 1000), Growth("step", 88_000, 60.0, 1000, True)
+    [sentence] = expensive(costs(memory=1 << 30, growth=[process, Growth("Buffer", 90_000, 60.0, 1000), graphs]))
+    assert "step keeps" in sentence
+    assert "loss.item()" in sentence
+    [sentence] = expensive(costs(memory=1 << 30, growth=[process, graphs, Growth("Buffer", 290_000_000, 60.0, 1000)]))
+    assert "Buffer keeps 290 kB" in sentence
+
+
+@pytest.mark.parametrize(("full", "then"), [("block", "training waits"), ("drop_new", "new events are dropped")])
+def test_a_lane_that_fills_is_told_with_the_time_until_it_is_full(full, then):
+    filling = {"pending": 256, "seconds": 9.5, "capacity": 1024, "full": full}
+    [sentence] = expensive(costs(lanes=[lane(**filling)]))
+    assert "full in about 30 s" in sentence
+    assert then in sentence
+    for calm in ({"seconds": 0.5}, {"pending": 3}, {"capacity": 0}):
+        assert expensive(costs(lanes=[lane(**filling | calm)])) == []
