@@ -8,6 +8,7 @@ import pytest
 import hooks
 from eventloop import Priority
 from hooks.defaults import DEFAULT_HOOKS
+from hooks.smoothing import MEASURED
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "AutogradAnomalyDetectHook": {"mode": True},
@@ -48,7 +49,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "keep_local": True,
         "log_metric_by_epoch": True,
         "window_size": 10,
-        "mean_pattern": "loss|time|data_time|grad_norm",
+        "mean_pattern": MEASURED,  # MMEngine's leaves other measurements unaveraged beside averaged ones
     },
     "ConsoleWriter": {"num_digits": 4},
     "MomentumAnnealingEMA": {"momentum": 0.0002, "gamma": 100, "interval": 1, "update_buffers": False},

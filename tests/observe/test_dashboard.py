@@ -134,10 +134,12 @@ def test_checkpoint_now_leaves_a_file_that_loads(server, visitor, tmp_path):
 
 def test_a_command_that_the_run_cannot_follow_is_refused_with_the_reason(server, visitor):
     with watched(server, slow=True), visitor.told() as told:
-        assert wait_for(told, "hello")["refusals"] == {"checkpoint": "this run has no work_dir; create it with work_dir="}
+        refusals = wait_for(told, "hello")["refusals"]
+        assert list(refusals) == ["checkpoint"]
+        assert "work_dir=" in refusals["checkpoint"]
         answer = visitor.post("checkpoint")
         assert answer.status_code == 409
-        assert answer.json()["error"] == "this run has no work_dir; create it with work_dir="
+        assert answer.json()["error"] == refusals["checkpoint"]
 
 
 @pytest.mark.parametrize("paused", [False, True])

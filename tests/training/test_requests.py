@@ -137,7 +137,7 @@ def test_a_request_before_the_run_that_cannot_work_is_an_error_at_once(parts):
     loop = parts.loop()
     with pytest.raises(ConfigurationError, match="lr=-1"):
         loop.set_lr(-1)
-    with pytest.raises(ConfigurationError, match="give it work_dir="):
+    with pytest.raises(ConfigurationError, match="work_dir="):
         loop.checkpoint_now()
     loop.run()
     assert loop.counters.iter == 6

@@ -59,7 +59,7 @@ def test_checkpoint_now_from_another_thread(parts, bus, tmp_path):
 
 def test_checkpoint_now_without_a_work_dir_raises_in_its_caller(parts, bus):
     run = Run(bus, model=parts.model())
-    with pytest.raises(ConfigurationError, match="give it work_dir="), run:
+    with pytest.raises(ConfigurationError, match="work_dir="), run:
         run.checkpoint_now()
 
 
