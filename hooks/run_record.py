@@ -42,8 +42,6 @@ def _noted(event: Any) -> dict[str, Any]:
         return {"time": time.time(), "kind": "ranks", "ranks": event.ranks}
     progress = event.progress
     noted = {"time": time.time(), "kind": event.mount_point, "epoch": progress.epoch, "iter": progress.iter}
-    if isinstance(event, ev.CheckpointCommitted | ev.CheckpointFailed | ev.CheckpointSkipped):
-        noted |= _finished(progress)
     match event:
         case ev.BeforeRun():
             run = event.run
@@ -69,13 +67,6 @@ def _noted(event: Any) -> dict[str, Any]:
             reason = str(event.run.info.get("stop_reason", ""))
             return noted | {"kind": "end", "state": "stopped" if reason else "finished", "reason": reason}
     return noted
-
-
-def _finished(progress: ev.Progress) -> dict[str, Any]:
-    """Return the counts of a save point with the iteration and the epoch that ended there, as the logger counts."""
-    at_end = progress.epoch == progress.max_epochs or progress.iter == progress.max_iters
-    now = progress.stage == "train" and not at_end  # progress does not count the present iteration yet
-    return {"epoch": progress.epoch + now, "iter": progress.iter + now}
 
 
 @register

@@ -250,6 +250,11 @@ class IgniteBridge(Bridge):
         if (path := ignite_files.newest(self._engines(), self)) is not None:
             names, seconds = [str(path)], time.perf_counter() - since
             told = ev.CheckpointCommitted(
-                progress=run.progress, path=names[0], names=names, bytes=path.stat().st_size, seconds=seconds, stall=seconds
+                progress=run.counters.snapshot(),
+                path=names[0],
+                names=names,
+                bytes=path.stat().st_size,
+                seconds=seconds,
+                stall=seconds,
             )
             self.bus.publish(told)

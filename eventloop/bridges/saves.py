@@ -148,7 +148,7 @@ class HostSaves(Saves):
         """
         others, self._others = self._others, []
         writing = Writing(self._run.bus)
-        writing.told = self._told(path, others, self._run.state.progress, writing)
+        writing.told = self._told(path, others, self._run.state.counters.snapshot(self._run.state.progress.stage), writing)
         return writing
 
     @contextmanager
@@ -185,7 +185,7 @@ class HostSaves(Saves):
         names: Any = [str(request.path)]
         log.warning("checkpoint not made", names=names, reason=reason)
         self._run.bus.publish(
-            ev.CheckpointSkipped(progress=self._run.state.progress, path=names[0], names=names, reason=reason)
+            ev.CheckpointSkipped(progress=self._run.state.counters.snapshot(), path=names[0], names=names, reason=reason)
         )
 
 

@@ -257,6 +257,7 @@ class RanksMeasured(Event, kw_only=True):
 class CheckpointCommitted(Event, kw_only=True):
     """A checkpoint is durable on disk. Published, with its inline handlers, on the thread that wrote it.
 
+    ``progress`` is that in the file, as of the other events of checkpoints: the iteration or epoch that ended with it counts.
     ``names`` are the file's new names, such as the best checkpoint's, and ``path`` is the first. ``bytes`` is the size of
     the file, or 0 if it was written before under another name. ``seconds`` is the time to write it, ``stall`` the time in
     seconds that the training thread waited for its state to be copied.

@@ -170,7 +170,7 @@ def test_a_save_and_a_stop_wait_for_the_step_of_the_window(tmp_path):
 
     host = Host(bus, tmp_path, accumulate=2)
     host.fit(3, validate=False)
-    assert told == [1]
+    assert told == [2]
     assert host.run.counters.iter == 2
     assert (tmp_path / "iter_2.pt").is_file()
     assert host.run.info["stop_reason"] == "enough"

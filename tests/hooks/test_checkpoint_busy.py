@@ -93,7 +93,7 @@ def test_skip_drops_saves_due_during_a_write(
     assert disk.staged == ["iter_1", "iter_5"]
     assert [entry["skipped"] for entry in logs if entry["event"] == "checkpoint not made"] == [1, 2, 3]
     assert disk.skipped[0].reason == "another checkpoint is being written"
-    assert disk.skipped[0].progress.iter == 1
+    assert disk.skipped[0].progress.iter == 2
     assert disk.failed == []
 
 

@@ -491,7 +491,7 @@ def test_writers_are_synced_before_a_commit_and_a_hanging_one_delays_it_only_bri
     found = []
     bus = Bus()
     bus.add(LoggerHook(writers=[notes]), CheckpointHook(interval=1))
-    bus.on("checkpoint_committed", lambda event: found.append((event.progress.iter + 1, list(notes.calls))))
+    bus.on("checkpoint_committed", lambda event: found.append((event.progress.iter, list(notes.calls))))
     make_loop(bus, work_dir=tmp_path / "good").run()
     assert [iters for iters, _ in found] == [7, 14]
     for iters, calls in found:

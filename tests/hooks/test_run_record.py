@@ -55,6 +55,14 @@ def test_checkpoints_and_validations_count_finished_epochs_and_iterations(tmp_pa
     assert places == {(kind, epoch, 4 * epoch) for kind in ("checkpoint", "validation") for epoch in (1, 2)}
 
 
+def test_the_save_of_a_stop_has_the_place_that_its_file_has(tmp_path):
+    loop = make_loop(CheckpointHook(), RunRecordHook(), work_dir=tmp_path)
+    loop.bus.on("after_train_iter", lambda event: event.run.stop("enough"), every=2)
+    loop.run()
+    [line] = [line for line in RunFolder(tmp_path).record() if line["kind"] == "checkpoint"]
+    assert (line["epoch"], line["iter"], line["names"]) == (0, 2, [str(tmp_path / "iter_2.safetensors")])
+
+
 def test_a_resumed_run_has_two_sessions_and_a_line_with_the_place_of_the_checkpoint(tmp_path, monkeypatch):
     make_loop(CheckpointHook(interval=1), RunRecordHook(), work_dir=tmp_path, max_epochs=3).run()
     other = msgspec.structs.replace(environment(), process=Process(1, "elsewhere", "", ""))

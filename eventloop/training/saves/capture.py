@@ -177,7 +177,7 @@ class Saves:
 
     def _refuse(self, request: SaveRequest) -> None:
         reason = "only a training saves, and this run has not trained"
-        self._opened().skip(SaveJob(request, [request.path], self._run.state.progress, given_up=reason))
+        self._opened().skip(SaveJob(request, [request.path], self._run.state.counters.snapshot(), given_up=reason))
 
     def _add_asked_now(self) -> None:
         """Queue a request, once, if ``checkpoint_now`` was called on any rank."""
@@ -218,7 +218,8 @@ class Saves:
         wanted, writer = merged(requests), self._opened()
         held, busy = standing or self._standing(wanted)
         paths = list(dict.fromkeys(request.path for request in requests))
-        progress = self._run.state.progress
+        # What the file has: the iteration or epoch that ends here counts.
+        progress = self._run.state.counters.snapshot(self._run.state.progress.stage)
         if held and self._last is not None:
             paths = [path for path in paths if path not in self._names or path in writer.failed]
             if paths:
