@@ -204,7 +204,7 @@ def run_demo(work_dir: Path, *, epochs: int = 20, seed: int = 0, resume: bool = 
     if table:
         loop.bus.on("after_run", take_table, priority="LOWEST")  # while the run's own checkpoint writer is on the bus
     began = time.perf_counter()
-    loop.run(resume="auto" if resume else None)
+    loop.run(resume=work_dir if resume else None)
     seconds = time.perf_counter() - began
     averaged = loop.test()["accuracy"]
     raw = TrainLoop(loop.model, step=step, test_data=loader("test", seed=seed), metrics={"accuracy": Accuracy()}).test()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,8 +23,11 @@ from eventloop.observe import is_run, last_lines
 from eventloop.terminal import cell
 from eventloop.training.distributed.launch import from_first, process_group
 from eventloop.training.distributed.ranks import this_rank
+from eventloop.training.folders import free_folder, newest_run
 from eventloop.training.loop import TrainLoop
+from eventloop.training.saves.discover import is_candidate
 from eventloop.training.saves.resumable import resumed_with
+from eventloop.training.saves.write import LAST
 
 _RUNS = Path("runs")
 
@@ -58,7 +60,7 @@ def run(
         dashboard: serve a page with live curves, costs and buttons that control the run, on this machine only. Its address
             is printed. Without a port: 8000, or any if that is taken.
         dry_run: create all objects, look at the first validation batches, and print the table of hooks, without training.
-        resume: resume a run. Without a value (or with auto): the newest run of this configuration, or the one in
+        resume: resume a run. Without a value (or with auto): the newest run of this configuration, or of
             loop.work_dir. With a folder: the run in it. With a checkpoint file or URL: from it, in a new folder.
         trace: write trace.json with 50 iterations after the first 100, to open in https://ui.perfetto.dev. For other
             iterations, add TraceHook(first=..., iterations=...) to custom_hooks.
@@ -117,7 +119,7 @@ def demo(
     from hooks.demo import run_demo
 
     default = _RUNS / "digits"
-    work_dir = _to_resume(out, default) if resume else _free(out or default)
+    work_dir = _with_checkpoint(out or newest_run(default)) if resume else free_folder(out or default)
     with _resumable(work_dir, f"--resume --out {work_dir}"):
         return run_demo(work_dir, epochs=epochs, seed=seed, resume=resume, table=hooks)
 
@@ -173,47 +175,25 @@ def _work_dir(loop: dict[str, Any], config: Path, resume: str | None) -> tuple[P
     """Return the folder of the run, and the value for the loop's ``resume``."""
     chosen, default = loop.get("work_dir"), _RUNS / config.stem
     if resume == "auto":
-        return _to_resume(None if chosen is None else Path(chosen), default), "auto"
+        found = _with_checkpoint(newest_run(default if chosen is None else Path(chosen)))
+        return found, str(found)
     if resume is not None:
         path = as_path(resume)
         if isinstance(path, Path) and path.is_dir():
-            return _to_resume(path, default), "auto"
+            return _with_checkpoint(path), str(path)
         if not path.is_dir():
             if not path.exists():
                 way_out = f"without a value, --resume resumes the newest run in {_RUNS}/"
                 raise ConfigurationError(f"--resume {path}: no such file or folder; {way_out}")
             check_checkpoint(path)
-    return _free(default if chosen is None else Path(chosen)), resume
+    return free_folder(default if chosen is None else Path(chosen)), resume
 
 
-def _free(wanted: Path) -> Path:
-    """Return ``wanted``, or the first of ``wanted-2``, ``wanted-3`` … that is empty or missing."""
-    candidate, number = wanted, 1
-    try:
-        while candidate.exists() and (not candidate.is_dir() or any(candidate.iterdir())):
-            if wanted.name in ("", ".."):
-                raise ConfigurationError(f"{wanted} is not empty; give the run an empty folder, such as {wanted / 'run'}")
-            number += 1
-            candidate = wanted.with_name(f"{wanted.name}-{number}")
-    except OSError as error:
-        raise ConfigurationError(f"{shortened(str(candidate))}: cannot be used: {error.strerror}") from None
-    return candidate
-
-
-def _to_resume(folder: Path | None, default: Path) -> Path:
-    """Return ``folder``, or the run with the highest number among ``default`` and its numbered siblings.
-
-    The number decides, because copied files have other times.
-    """
-    own = re.compile(rf"{re.escape(default.name)}(?:-(\d+))?")  # not the runs of a configuration with a longer name
-    siblings = ((own.fullmatch(run.name), run) for run in default.parent.glob("*"))
-    numbered = sorted((int(match[1] or 1), run) for match, run in siblings if match is not None)
-    runs = [folder] if folder is not None else [run for _, run in numbered]
-    found = [run for run in runs if (run / "last_checkpoint").is_file()]
-    if not found:
-        missing = f"--resume found no last_checkpoint in {folder or default.parent}"
-        raise ConfigurationError(f"{missing}; leave out --resume to begin a new run")
-    return found[-1]
+def _with_checkpoint(run: Path) -> Path:
+    """Return the folder of a run to resume; raise ConfigurationError if it has no checkpoint."""
+    if not any(is_candidate(path) or path.name == LAST for path in run.glob("*")):
+        raise ConfigurationError(f"--resume found no {LAST} in {run}; leave out --resume to begin a new run")
+    return run
 
 
 @contextmanager

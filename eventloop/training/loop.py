@@ -115,6 +115,7 @@ class TrainLoop:
         self._cancelled = False
         self._options: dict[str, Any] = {"work_dir": work_dir, "device": device, "seed": seed}
         self._options |= {"stateful": stateful, "name": name, "config": config}
+        self._folder: Path | None = None  # of the first run of this loop; later ones continue in it
         self._new_run()  # checks the options
         if optimizer is not None and not any(isinstance(hook, Update) for hook in self.bus.hooks):
             self.bus.add(Update())
@@ -278,7 +279,9 @@ class TrainLoop:
         return due and self._data["val"] is not None
 
     def _new_run(self, **options: Any) -> Run:
-        run = Run(self.bus, model=self.model, optimizer=self._optimizer, counters=self.counters, **self._options, **options)
+        options = self._options | ({} if self._folder is None else {"work_dir": self._folder}) | options
+        run = Run(self.bus, model=self.model, optimizer=self._optimizer, counters=self.counters, **options)
+        run.drive().own_folder = self._folder is None
         run.drive().loop_driven = True
         return run
 
@@ -297,6 +300,7 @@ class TrainLoop:
             self.bus.steps = {"step": self._step, "val_step": self._val_step, "test_step": self._test_step}
             self._expect(run)
             with run:
+                self._folder = run.work_dir
                 yield run
         finally:
             self._running, self.bus.steps = None, {}

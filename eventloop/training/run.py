@@ -64,13 +64,15 @@ class Run:
         bus: the bus with the hooks; a new one if None.
         model: a module, or several by name.
         optimizer: an optimizer, or several by name. The run counts and publishes every step, wherever it is made.
-        work_dir: directory for files; checkpoints need it.
+        work_dir: directory for files; checkpoints need it. If it has a run already, a training that does not resume gets a
+            directory of its own: ``first-2`` for ``first``. Its first line of the log names it, and so does ``run.work_dir``.
         device: device for models and batches; None keeps the model where it is and moves batches there.
         seed: seed for Python, numpy and torch, set when the run begins. The model already has its weights by then: call
             ``torch.manual_seed`` before you create it.
         stateful: other objects to save in checkpoints, by name, with ``state_dict`` and ``load_state_dict``.
-        resume: path or URL of a checkpoint, or of a directory for its newest good checkpoint. ``"auto"`` searches
-            ``work_dir`` and the directories of the hooks, and begins a new run if it finds none.
+        resume: path or URL of a checkpoint, or of a directory for its newest good checkpoint. ``"auto"`` goes on
+            with the newest run of this name (``first``, ``first-2`` …): it searches its directory and those of the hooks, and
+            begins a new run if it finds none.
         strict: False loads only the matching part of a checkpoint of another model or optimizer.
         name: name of the experiment; by default the name of the work dir.
         config: your configuration, for the record (see ``RuntimeInfoHook``).
@@ -110,6 +112,7 @@ class Run:
         self.device = given.device_of(device, self.models)
         self.seed = None if seed is None else checked_seed(seed)
         self.name = name or (self.work_dir.name if self.work_dir else DEFAULT_NAME)
+        self._named = name is not None
         self.config = config or {}
         self.counters = counters or Counters()
         self.counters.run_name = self.name
@@ -133,6 +136,7 @@ class Run:
         self._bodies = Bodies(self._driver, self)
         self._reported: set[str] = set()  # names of entries that were looked at
         self._in_handlers = False  # while handlers of this run's events are called, but for those in an iteration
+        self._driver.own_folder = accelerator is None  # whose loop saves into the folder itself
         if accelerator is not None:
             register(accelerator, self, self._restore)
             self.state.accelerator = accelerator
@@ -535,6 +539,14 @@ class Run:
         if self.counters.max_epochs is None or self.epoch_length is None:
             return self.counters.max_iters
         return self.counters.max_epochs * self.epoch_length
+
+    def move_to(self, work_dir: Path) -> None:
+        """Use another work dir. It comes before the first handler."""
+        self._saves.directories[:1] = [work_dir]
+        self.work_dir = work_dir
+        if not self._named:
+            self.name = self.counters.run_name = work_dir.name
+            self.state.progress = self.counters.snapshot()
 
     def __enter__(self) -> Self:
         self._driver.begin_run()

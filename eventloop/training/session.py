@@ -19,6 +19,7 @@ from eventloop.events.run_view import RunView
 from eventloop.log import get_logger
 from eventloop.offload import Deadline
 from eventloop.training.distributed.ranks import Requests, join_ranks, share_failure, world_size
+from eventloop.training.folders import free_folder, newest_run
 from eventloop.training.locks import DirectoryLock
 from eventloop.training.optimizers import stepping, warn_if_useless
 from eventloop.training.rng import seed_everything
@@ -62,6 +63,8 @@ class Session:
         self.state = state
         self.loop_driven = False
         """True if a hook steps the optimizers; False if the body of the user's loop does."""
+        self.own_folder = False
+        """True if a training that begins or resumes by ``"auto"`` chooses its folder; see :mod:`eventloop.training.folders`."""
         self._run = run
         self._bus = bus
         self._saves = saves
@@ -143,6 +146,8 @@ class Session:
             lambda: Requests(state.stop, state.save_now, state.cancelled, state.paused, bool(state.rates), state.stop_reason),
             trains=bool(run.optimizers),
         )
+        if self.own_folder and state.trains:
+            self._choose_folder()
         state.scopes.defer(run.resume)  # so that a run entered again does not begin paused
         state.scopes.defer(run.shared.clear)
         state.scopes.defer(self._forget)
@@ -233,6 +238,20 @@ class Session:
             lock()
         else:
             self.state.ranks.from_first(lock)
+
+    def _choose_folder(self) -> None:
+        """Choose the folder of a training that does not resume from a given checkpoint; all ranks use rank 0's choice."""
+        run: Any = self._run
+        self.own_folder = False  # a run that is entered again stays there
+        restore, wanted = self._restore, run.work_dir
+        if wanted is None or restore.given or self.state.counters.iter or self.state.counters.epoch:
+            return
+        choose = partial(newest_run if restore.automatic else free_folder, wanted)
+        folder = choose() if self.state.ranks is None else self.state.ranks.from_first(choose)
+        if folder != wanted:
+            what = "going on with the newest run of this name" if restore.automatic else "this work dir has a run already, so"
+            log.info(what if restore.automatic else f"{what} this one gets a folder of its own", work_dir=str(folder))
+            run.move_to(folder)
 
     def _number_name(self) -> None:
         """Tell a run without a name and a work dir from the other open ones, for dashboards and streams."""

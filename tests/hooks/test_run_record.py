@@ -120,7 +120,7 @@ def test_an_unreadable_run_json_is_kept_under_a_free_name_and_recording_goes_on(
     (tmp_path / "run.json.old").write_text("an earlier one")
     (tmp_path / "run.json").mkdir() if content is None else (tmp_path / "run.json").write_bytes(content)
     with capture_logs() as logs:
-        make_loop(RunRecordHook(), work_dir=tmp_path).run()
+        make_loop(RunRecordHook(), work_dir=tmp_path).run(resume="auto")
     kept = tmp_path / "run.json.old-2"
     assert kept.is_dir() if content is None else kept.read_bytes() == content
     assert (tmp_path / "run.json.old").read_text() == "an earlier one"

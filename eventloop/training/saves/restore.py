@@ -57,6 +57,16 @@ class Restore:
                 f"`trainbus checkpoint import {source} {Path(str(source)).stem}.safetensors` and resume from the result"
             )
 
+    @property
+    def automatic(self) -> bool:
+        """True for ``resume="auto"``."""
+        return self._source == "auto"
+
+    @property
+    def given(self) -> bool:
+        """True if the checkpoint to resume from was given: by its path, or as a tree."""
+        return self._given is not None or not (self._source is None or self.automatic)
+
     def load(self) -> None:
         """Restore the state that a handler of ``before_run`` passed to ``apply_state``, or else the checkpoint."""
         self._may_load = True

@@ -151,7 +151,7 @@ def test_symbolic_links_are_not_followed(logged, tmp_path, cls, file):
     (tmp_path / "out" / file).symlink_to(tmp_path / "precious")
     (tmp_path / "out" / f"{file}.tmp").write_text("mine, too")
     with structlog.testing.capture_logs() as lines:
-        logged.loop(cls(), work_dir=tmp_path / "out").run()
+        logged.loop(cls(), work_dir=tmp_path / "out").run(resume="auto")
     assert (tmp_path / "precious").read_text() == "mine"
     assert (tmp_path / "out" / f"{file}.tmp").read_text() == "mine, too"
     assert lines[-1]["event"] == "a writer has lost data"

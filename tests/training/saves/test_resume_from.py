@@ -14,11 +14,11 @@ from eventloop.checkpoint import load, save
 from eventloop.cli import main
 
 
-def saving(parts, work_dir, **options):
+def saving(parts, work_dir, resume=None, **options):
     """Three files, each an epoch further."""
     bus = Bus()
     bus.on("after_train_epoch", lambda e: e.run.request_save(f"epoch_{e.progress.epoch + 1}.safetensors"))
-    parts.loop(bus, work_dir=work_dir, val_data=None, **{"max_epochs": 3} | options).run()
+    parts.loop(bus, work_dir=work_dir, val_data=None, **{"max_epochs": 3} | options).run(resume=resume)
     return work_dir
 
 
@@ -73,7 +73,7 @@ def test_of_two_directories_in_a_copy_the_one_with_more_progress_is_resumed(part
 
 def test_a_damaged_newest_file_gives_way_to_none_of_a_longer_training_before_in_the_same_directory(parts, tmp_path):
     saving(parts, tmp_path)
-    saving(parts, tmp_path, max_epochs=2)
+    saving(parts, tmp_path, resume=tmp_path / "epoch_1.safetensors", max_epochs=2)
     file = tmp_path / "epoch_2.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1  # the digest: how far it has come can be read

@@ -1,0 +1,94 @@
+"""The folder of a run: each run has its own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from eventloop import Bus, Run, TrainLoop
+from eventloop.checkpoint import load
+from hooks import CheckpointHook
+
+
+def make_loop(work_dir, epochs=2):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data, bus = [torch.ones(1, 2)], Bus(CheckpointHook(1))
+
+    def step(model, batch):
+        return model(batch).sum()
+
+    return TrainLoop(model, optimizer, step=step, train_data=data, val_data=data, bus=bus, max_epochs=epochs, work_dir=work_dir)
+
+
+def own_loop(work_dir, epochs=2):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Run(Bus(CheckpointHook(1)), model=model, optimizer=optimizer, work_dir=work_dir) as run:
+        for _ in run.epochs(epochs):
+            for batch in run.train([torch.ones(1, 2)]):
+                model(batch).sum().backward()
+                optimizer.step()
+    return run
+
+
+def content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("train", [lambda folder: make_loop(folder).run(), own_loop], ids=["TrainLoop", "Run"])
+def test_a_training_in_a_folder_that_has_a_run_gets_one_of_its_own_and_says_so_first(tmp_path, train):
+    first = tmp_path / "first"
+    train(first)
+    before = content(first)
+    with capture_logs() as logs:
+        train(first)
+    assert logs[0]["work_dir"] == str(tmp_path / "first-2")
+    train(first)
+    assert content(first) == before
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "first-2", "first-3"}
+    assert content(tmp_path / "first-3").keys() == before.keys()
+
+
+def test_auto_goes_on_with_the_run_of_the_highest_number(tmp_path):
+    for _ in range(2):
+        make_loop(tmp_path / "first").run()
+    make_loop(tmp_path / "first-10").run()
+    make_loop(tmp_path / "first-other").run()
+    make_loop(tmp_path / "first", 3).run(resume="auto")
+    assert load(tmp_path / "first-10" / "epoch_3.safetensors")["progress"]["iter"] == 3
+    assert not list(tmp_path.glob("*/epoch_4.safetensors"))
+    assert not (tmp_path / "first" / "epoch_3.safetensors").exists()
+
+
+def test_other_files_in_the_folder_are_no_run(tmp_path):
+    (tmp_path / "train.py").write_text("mine")
+    (tmp_path / "model.safetensors").write_bytes(b"mine")
+    loop = make_loop(tmp_path)
+    loop.run()
+    assert (tmp_path / "epoch_2.safetensors").exists()
+
+
+def test_later_runs_of_one_loop_and_an_explicit_resume_stay_in_its_folder(tmp_path):
+    first = tmp_path / "first"
+    loop = make_loop(first)
+    loop.val()
+    loop.run()
+    loop.max_epochs = 3
+    loop.run()
+    loop.val()
+    assert (first / "epoch_3.safetensors").exists()
+    make_loop(first, 4).run(resume=first / "epoch_3.safetensors")
+    assert (first / "epoch_4.safetensors").exists()
+    make_loop(first).val()
+    assert {path.name for path in tmp_path.iterdir()} == {"first"}
+
+
+def test_a_run_in_the_current_folder_has_its_successors_in_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        make_loop(".").run()
+    assert (tmp_path / "run-2" / "epoch_2.safetensors").exists()
+    make_loop(".", 3).run(resume="auto")
+    assert (tmp_path / "run-2" / "epoch_3.safetensors").exists()
