@@ -150,6 +150,7 @@ class CheckpointHook(CopiedAnew, Hook):
         self._loaded_here = self._checked = self._finished = False
         self._last = None
         self._removes = event.run.rank == 0
+        self._sharded = any(map(is_sharded, event.run.models.values()))  # a forward pass may put parameters together
         if directory is not None and directory.exists() and not directory.is_dir():
             raise ConfigurationError(f"{self.label} cannot save to {directory}: it is not a directory")
         if directory is not None and directory != work_dir:
@@ -165,7 +166,7 @@ class CheckpointHook(CopiedAnew, Hook):
         if self._kept.best.names:
             check_validated(event, f"{self.label}(save_best=...)")
         if directory is not None and event.run.rank == 0:
-            self._sharded = sweep(directory) or any(map(is_sharded, event.run.models.values()))
+            self._sharded |= sweep(directory)
         self._began_at = event.progress.iter if self._loaded_here or not event.progress.iter else None
 
     def after_train(self, event: events.AfterTrain) -> None:
