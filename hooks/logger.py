@@ -179,6 +179,7 @@ class LoggerHook(CopiedAnew, Hook):
             elif isinstance(one, LogRecord) and one.logger == self._token and "begun" in one.facts:
                 length = one.facts.get("epoch_length")
                 if one.facts["begun"] > at:
+                    at = one.facts["begun"]
                     (windows, skipped, waiting), done = log_state.parts(one.facts.get("state")), 0
         state = self._unwritten.take(windows, skipped, waiting, self._fanout.reach)
         event.checkpoint.setdefault(_WINDOWS, {})[self._place(event.run)] = state
