@@ -7,6 +7,7 @@ loader with its samplers and workers, and the metrics are as before.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -87,7 +88,10 @@ def _outputs(run: Any, step: Callable[[Any], Any], batch: Any) -> dict[str, Any]
 
 def _keep(model: torch.nn.Module, undo: ExitStack) -> None:
     """Restore modes, buffers and trainable weights at the end; frozen ones, which can be most of the memory, do not change."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # without that import nothing is sharded
     for module in model.modules():
+        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            undo.callback(module.reshard)  # a forward pass leaves the outermost one with whole parameters
         undo.callback(setattr, module, "training", module.training)
         undo.callback(module._buffers.update, dict(module._buffers))
     kept = [one for one in model.parameters() if one.requires_grad] + list(model.buffers())
