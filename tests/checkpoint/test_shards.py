@@ -318,8 +318,8 @@ def test_only_directories_of_trainbus_are_removed_and_each_removal_is_logged(pla
         os.utime(one, (0, 0))
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data, bus = [torch.ones(1, 2)], Bus(CheckpointHook(1))
-    loop = TrainLoop(model, optimizer, step=lambda m, b: m(b).sum(), train_data=data, bus=bus, max_epochs=2, work_dir=place)
+    data, bus = [torch.ones(1, 2)], Bus(CheckpointHook(1, out_dir=place))
+    loop = TrainLoop(model, optimizer, step=lambda m, b: m(b).sum(), train_data=data, bus=bus, max_epochs=2)
     with capture_logs() as logs:
         loop.run()
     assert {one.name for one in place.glob("*.shards")} == {*FOREIGN, f"link-{TOKEN}.shards", shards_of_a.name}
