@@ -16,6 +16,7 @@ from hooks import EMAHook, ExponentialMovingAverage, LoggerHook
 from hooks.writers import JSONLinesWriter, Writer
 
 from .test_options import GIVEN
+from .writers.test_base import NEEDS
 
 
 def catalogue():
@@ -24,6 +25,8 @@ def catalogue():
 
 
 def made(kind):
+    if kind in NEEDS:
+        pytest.importorskip(NEEDS[kind])
     required = [one.name for one in inspect.signature(kind).parameters.values() if one.default is one.empty]
     options = {name: GIVEN[name] for name in required if name in GIVEN}
     if "scheduler" in required:
