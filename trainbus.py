@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eventloop import *  # noqa: F403
-    from eventloop.bridges.ignite_saver import TrainbusSaver as TrainbusSaver
+    from eventloop.bridges.ignite.saver import TrainbusSaver as TrainbusSaver
     from eventloop.events import *  # noqa: F403
     from eventloop.events.mount_points import *  # noqa: F403
     from hooks import *  # noqa: F403
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _PACKAGES = ("eventloop", "hooks")
-_OPTIONAL = {"TrainbusSaver": ("eventloop.bridges.ignite_saver", "ignite")}
+_OPTIONAL = {"TrainbusSaver": ("eventloop.bridges.ignite.saver", "ignite")}
 """Names that need another library: their modules, and the library. ``from trainbus import *`` leaves them out."""
 _PUBLIC = ("eventloop", "eventloop.events", "hooks")
 _HOME = Path(__file__).resolve().parent

@@ -15,7 +15,7 @@ from benchmarks.save_job import SaveJob
 from benchmarks.trainers import Way
 from benchmarks.trainers.job import Batch, Job
 from eventloop import Bus
-from eventloop.bridges.ignite_saver import TrainbusSaver
+from eventloop.bridges.ignite.saver import TrainbusSaver
 
 
 def engine(job: Job) -> Engine:

@@ -16,7 +16,7 @@ from benchmarks.save_job import SaveJob
 from benchmarks.trainers import Way
 from benchmarks.trainers.job import Batch, Job
 from eventloop import Bus
-from eventloop.bridges.lightning_saver import TrainbusCheckpointIO
+from eventloop.bridges.lightning.saver import TrainbusCheckpointIO
 
 
 class Module(LightningModule):

@@ -26,7 +26,7 @@ ROOMS = {
 """The public packages, with the titles of their pages."""
 FURTHER = {
     "eventloop.errors": ("eventloop.log", "eventloop.checks", "eventloop.terminal"),
-    "eventloop.bridges": ("eventloop.bridges.ignite_saver",),
+    "eventloop.bridges": ("eventloop.bridges.ignite.saver",),
 }
 """Modules whose public names are on the page of a package."""
 TRAINBUS = "trainbus"
@@ -83,7 +83,7 @@ def _elsewhere(room: str, value: object) -> bool:
 def path_of(room: str, name: str) -> str:
     """Return the dotted path under which the documentation tool finds a name."""
     if name == "TrainbusSaver":
-        return "eventloop.bridges.ignite_saver.TrainbusSaver"
+        return "eventloop.bridges.ignite.saver.TrainbusSaver"
     for module_name in (room, "eventloop", "hooks"):
         module = importlib.import_module(module_name)
         if name in public(module):

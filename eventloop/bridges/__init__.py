@@ -6,6 +6,6 @@ here, which is imported when such a trainer is attached.
 
 from eventloop.bridges.bridge import Bridge, attach, connect
 from eventloop.bridges.hosted import HostedDriver, HostedRun
-from eventloop.bridges.lightning_saver import TrainbusCheckpointIO
+from eventloop.bridges.lightning.saver import TrainbusCheckpointIO
 
 __all__ = ["Bridge", "HostedDriver", "HostedRun", "TrainbusCheckpointIO", "attach", "connect"]

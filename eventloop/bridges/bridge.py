@@ -18,11 +18,11 @@ from eventloop.log import get_logger
 log = get_logger()
 
 _BRIDGES: Final[Mapping[str, tuple[str, str]]] = {
-    "lightning.pytorch.trainer.trainer.Trainer": ("eventloop.bridges.lightning", "LightningBridge"),
-    "pytorch_lightning.trainer.trainer.Trainer": ("eventloop.bridges.lightning", "LightningBridge"),
-    "transformers.trainer.Trainer": ("eventloop.bridges.transformers", "TransformersBridge"),
-    "ignite.engine.engine.Engine": ("eventloop.bridges.ignite", "IgniteBridge"),
-    "accelerate.accelerator.Accelerator": ("eventloop.bridges.accelerate", "AcceleratorSaves"),
+    "lightning.pytorch.trainer.trainer.Trainer": ("eventloop.bridges.lightning.host", "LightningBridge"),
+    "pytorch_lightning.trainer.trainer.Trainer": ("eventloop.bridges.lightning.host", "LightningBridge"),
+    "transformers.trainer.Trainer": ("eventloop.bridges.transformers.host", "TransformersBridge"),
+    "ignite.engine.engine.Engine": ("eventloop.bridges.ignite.host", "IgniteBridge"),
+    "accelerate.accelerator.Accelerator": ("eventloop.bridges.accelerate.host", "AcceleratorSaves"),
 }
 """Module and class of the bridge for each class of trainers, by its full name, so that no library is imported to compare."""
 

@@ -152,7 +152,7 @@ def test_the_copy_of_an_ignite_saver_writes_in_the_training_of_the_copied_engine
     from ignite.engine import Events
     from ignite.handlers import Checkpoint
 
-    from eventloop.bridges.ignite_saver import TrainbusSaver
+    from eventloop.bridges.ignite.saver import TrainbusSaver
 
     saver = TrainbusSaver(tmp_path / "files", job.trainer)
     bridge = Bus().attach(job.trainer, **job.options)

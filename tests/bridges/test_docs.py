@@ -49,7 +49,7 @@ def test_the_table_has_every_mount_point():
 def test_the_table_agrees_with_missing(host):
     library, bridge, _ = HOSTS[host]
     pytest.importorskip(library)
-    kind = getattr(import_module(f"eventloop.bridges.{library}"), bridge)
+    kind = getattr(import_module(f"eventloop.bridges.{library}.host"), bridge)
     assert not_given(host) == set(kind.missing)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from eventloop import Bus, CheckpointError, TrainbusCheckpointIO
-from eventloop.bridges import lightning_saver
+from eventloop.bridges.lightning import saver as lightning_saver
 from eventloop.checkpoint import symlink
 from eventloop.errors import CheckpointValueError
 from hooks import CheckpointHook
@@ -387,7 +387,8 @@ def test_beside_a_bus_a_failed_save_is_told(tmp_path, disk, on_error):
 
 def test_lightning_is_not_imported_with_trainbus():
     code = (
-        "import sys, trainbus; trainbus.TrainbusCheckpointIO; print([one for one in sys.modules if one.endswith('lightning')])"
+        "import sys, trainbus; trainbus.TrainbusCheckpointIO; "
+        "print([one for one in sys.modules if one.split('.')[0] in ('lightning', 'pytorch_lightning')])"
     )
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)  # noqa: S603

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from eventloop.bridges.transformers_folders import Folders
+from eventloop.bridges.transformers.folders import Folders
 from eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, FolderFiles, StagedTree, discard_folder
 from eventloop.errors import ConfigurationError
 from eventloop.log import get_logger

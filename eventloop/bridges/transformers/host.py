@@ -20,11 +20,11 @@ import torch
 from eventloop.bridges.bridge import Bridge
 from eventloop.bridges.foreign_calls import time_transformers
 from eventloop.bridges.hosted import HostedDriver, HostedRun
-from eventloop.bridges.transformers_evaluations import Evaluations, abandon_evaluation, has_length
-from eventloop.bridges.transformers_folders import Folders, check_folder, local, read_entry
-from eventloop.bridges.transformers_iterations import publish_iterations
-from eventloop.bridges.transformers_rates import set_rates
-from eventloop.bridges.transformers_saver import FolderSaver
+from eventloop.bridges.transformers.evaluations import Evaluations, abandon_evaluation, has_length
+from eventloop.bridges.transformers.folders import Folders, check_folder, local, read_entry
+from eventloop.bridges.transformers.iterations import publish_iterations
+from eventloop.bridges.transformers.rates import set_rates
+from eventloop.bridges.transformers.saver import FolderSaver
 from eventloop.checkpoint import AnyPath
 from eventloop.errors import ConfigurationError
 from eventloop.events import Stage

@@ -12,13 +12,13 @@ from ignite.engine import Engine, Events, State
 from ignite.handlers.checkpoint import CheckpointEvents
 
 from eventloop import events as ev
-from eventloop.bridges import ignite_files
 from eventloop.bridges.bridge import Bridge
 from eventloop.bridges.foreign_calls import ignite_handlers
 from eventloop.bridges.hosted import HostedRun
-from eventloop.bridges.ignite_files import RequestedFiles
-from eventloop.bridges.ignite_training import TrainerRuns
-from eventloop.bridges.ignite_validation import EvaluatorRuns
+from eventloop.bridges.ignite import files as ignite_files
+from eventloop.bridges.ignite.files import RequestedFiles
+from eventloop.bridges.ignite.training import TrainerRuns
+from eventloop.bridges.ignite.validation import EvaluatorRuns
 from eventloop.bridges.saves import Writing
 from eventloop.bridges.training_step import trained_by
 from eventloop.bus import Bus, Subscription

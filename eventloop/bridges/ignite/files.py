@@ -13,7 +13,7 @@ from ignite import distributed
 from ignite.engine import Engine
 from ignite.handlers import Checkpoint, DiskSaver
 
-from eventloop.bridges.ignite_saver import TrainbusSaver
+from eventloop.bridges.ignite.saver import TrainbusSaver
 from eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, Pickled, StagedTree, make_directory, unwrapped
 from eventloop.errors import ConfigurationError
 

@@ -1,6 +1,6 @@
 """The bridge to ``lightning.Trainer``, and to the one of ``pytorch_lightning``, the older name of the same package.
 
-:mod:`eventloop.bridges.lightning_iterations` has the iterations of a training; this module has the rest. The bridge is a
+:mod:`eventloop.bridges.lightning.iterations` has the iterations of a training; this module has the rest. The bridge is a
 callback. It replaces ``strategy.save_checkpoint``, which gets every checkpoint with its path, also the one of
 ``ModelCheckpoint(save_weights_only=True)``, for which Lightning calls no callback.
 """
@@ -16,9 +16,9 @@ import torch
 from eventloop.bridges.bridge import Bridge
 from eventloop.bridges.foreign_calls import time_lightning
 from eventloop.bridges.hosted import HostedDriver, HostedRun
-from eventloop.bridges.lightning_copy import UnattachedCallback
-from eventloop.bridges.lightning_iterations import Iterations, named
-from eventloop.bridges.lightning_saver import plugin_of
+from eventloop.bridges.lightning.copy import UnattachedCallback
+from eventloop.bridges.lightning.iterations import Iterations, named
+from eventloop.bridges.lightning.saver import plugin_of
 from eventloop.checkpoint import AnyPath, as_path
 from eventloop.errors import ConfigurationError
 from eventloop.training import check_needs

@@ -16,7 +16,7 @@ import torch
 from eventloop import events as ev
 from eventloop.bridges.copies import replaced
 from eventloop.bridges.hosted import HostedDriver, HostedRun
-from eventloop.bridges.transformers_evaluations import abandon_evaluation
+from eventloop.bridges.transformers.evaluations import abandon_evaluation
 
 Method = Callable[..., Any]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from ignite.engine import Engine, State
 
-from eventloop.bridges.ignite_training import TrainerRuns
+from eventloop.bridges.ignite.training import TrainerRuns
 from eventloop.bridges.training_step import outputs_of
 
 

@@ -1,0 +1,1 @@
+"""The bridge to Accelerate: its modules are imported when it is used."""
