@@ -74,13 +74,24 @@ def nearest(name: str, known: Iterable[str], *, most: int = 2, cutoff: float = 0
         if ours.lower() in lower:
             return [lower[ours.lower()]]
     near = get_close_matches(wanted, lower, n=most, cutoff=cutoff)
-    near = near or [one for one in lower if len(name) > 2 and re.search(rf"(\b|_){re.escape(wanted)}", one)][:most]
+    near = near or [one for one in lower if len(name) > 2 and _is_part(wanted, one)][:most]
     return [lower[one] for one in near]
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def _is_part(wanted: str, known: str) -> bool:
+    """Return True if one of the names has the other one at its end or at a word of it: ``loss`` in ``val/loss``."""
+    at_word, at_end = rf"(\b|_){re.escape(wanted)}", rf"(\b|_){re.escape(known)}$"
+    return bool(re.search(at_word, known) or re.search(at_end, wanted))
+
+
+def is_misspelt(name: str, known: Iterable[str]) -> bool:
+    """Return True if ``name`` differs from a known name by a letter or two."""
+    return bool(get_close_matches(name, known, n=1, cutoff=0.9))
+
+
+def did_you_mean(name: str, known: Iterable[str], *, most: int = 2, cutoff: float = 0.6) -> str:
     """Return ``" (did you mean 'this' or 'that'?)"``, or "" if no known name is similar."""
-    near = nearest(name, known)
+    near = nearest(name, known, most=most, cutoff=cutoff)
     return f" (did you mean {' or '.join(map(repr, near))}?)" if near else ""
 
 

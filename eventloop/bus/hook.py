@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
-from difflib import get_close_matches
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -13,6 +12,7 @@ from eventloop.errors import SubscribeError
 from eventloop.events import Event
 from eventloop.events.event import name_of, registry, resolve, suggest
 from eventloop.events.mount_points import BUILTIN
+from eventloop.spelling import is_misspelt
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Ranks = Literal["all", "rank0"]
@@ -173,11 +173,11 @@ def _check_spelling(hook: Hook, name: str, *, marked: bool) -> None:
         raise SubscribeError(f"{hook.label}.{name} is marked with @mount, but {name!r} is not a mount point{suggest(name)}")
     if name.startswith(("before_", "after_", "on_")):
         raise SubscribeError(
-            f"{hook.label}.{name} looks like a handler, but {name!r} is not a mount point{suggest(name)} "
-            "(the name of a helper method must not start with before_, after_ or on_)"
+            f"{hook.label}.{name} looks like a handler, but {name!r} is not a mount point{suggest(name)}. "
+            "The name of a helper method must not start with before_, after_ or on_"
         )
-    if get_close_matches(name, BUILTIN, n=1, cutoff=0.9):
+    if is_misspelt(name, BUILTIN):
         raise SubscribeError(
-            f"{hook.label}.{name} would never be called: {name!r} is not a mount point{suggest(name)} "
-            "(give a helper method a less similar name, or one that begins with an underscore)"
+            f"{hook.label}.{name} would never be called: {name!r} is not a mount point{suggest(name)}. "
+            "Give a helper method a less similar name, or one that begins with an underscore"
         )

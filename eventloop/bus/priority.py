@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from eventloop.checks import check_value
 from eventloop.errors import SubscribeError
-from eventloop.spelling import nearest
+from eventloop.spelling import did_you_mean
 
 
 class Priority(IntEnum):
@@ -39,10 +39,8 @@ class Priority(IntEnum):
         if isinstance(value, str):
             named = table.get(value.strip().upper())
             if named is None:
-                near = nearest(value, table, most=1)
-                hint = f" (did you mean {near[0]}?)" if near else ""
                 advice = f"use an integer from 0 to 100 or one of {', '.join(table)}"
-                raise SubscribeError(f"priority={value!r} is not a priority name{hint}; {advice}")
+                raise SubscribeError(f"priority={value!r} is not a priority name{did_you_mean(value, table, most=1)}; {advice}")
             return int(named)
         number = int(value) if isinstance(value, IntEnum) else value
         words = f"an integer from 0 (runs first) to 100 (runs last), or one of {', '.join(table)}"

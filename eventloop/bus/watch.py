@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from eventloop.errors import SubscribeError
 from eventloop.events import AfterModuleBackward, AfterModuleForward, BeforeModuleBackward, BeforeModuleForward, ModuleEvent
-from eventloop.spelling import nearest
+from eventloop.spelling import did_you_mean
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -133,7 +133,7 @@ def _matching(model: nn.Module, patterns: tuple[str, ...]) -> dict[str, nn.Modul
             raise SubscribeError(f'bus.watch: {pattern!r} is not a pattern; give names of submodules, such as "encoder.*"')
         names = [name for name in named if fnmatchcase(name, pattern)]
         if not names:
-            raise SubscribeError(f"no submodule of {kind} matches {pattern!r}{_nearest(pattern, named)}")
+            raise SubscribeError(f"no submodule of {kind} matches {pattern!r}{_advice(pattern, named)}")
         called = [name for name in names if not isinstance(named[name], _CONTAINERS)]
         if not called:
             raise SubscribeError(
@@ -157,9 +157,7 @@ def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         yield plain, module
 
 
-def _nearest(pattern: str, named: dict[str, nn.Module]) -> str:
+def _advice(pattern: str, named: dict[str, nn.Module]) -> str:
     names = [name for name in named if name]
-    near = nearest(pattern, names, most=3, cutoff=0.5)
-    if near:
-        return f"; did you mean {' or '.join(map(repr, near))}?"
-    return f"; it has {', '.join(map(repr, names[:5]))}{', ...' * (len(names) > 5)}" if names else "; it has no submodules"
+    there = f"{', '.join(map(repr, names[:5]))}{', ...' * (len(names) > 5)}"
+    return did_you_mean(pattern, names, most=3, cutoff=0.5) or f"; it has {there or 'no submodules'}"

@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from eventloop.errors import EventDefinitionError, UnknownEventError
-from eventloop.spelling import nearest
+from eventloop.spelling import did_you_mean
 
 T = TypeVar("T")
 
@@ -173,10 +173,8 @@ def resolve(event: type[Event] | str) -> type[Event]:
 def suggest(name: str) -> str:
     """Return the end of an error message: the mount points nearest to ``name``."""
     ours = _translated(name.lower())
-    near = [ours] if ours in registry else nearest(ours, registry, most=3)
-    if near:
-        return f"; did you mean {' or '.join(repr(match) for match in near)}?"
-    return "; declare it by subclassing Event, or see the known ones with `trainbus events`"
+    found = did_you_mean(ours, [ours] if ours in registry else registry, most=3)
+    return found or "; declare it by subclassing Event, or see the known ones with `trainbus events`"
 
 
 _OURS = {"fit": "train", "validation": "val", "batch": "iter", "iteration": "iter", "step": "iter"}

@@ -166,9 +166,9 @@ class Metrics:
 def missing_metric(subject: str, metric: str, metrics: Mapping[str, Any], what: str = "this validation") -> TrainingError:
     """Return the error for a validation without ``metric``. The message begins with ``subject``."""
     there = ", ".join(map(repr, metrics)) or "none"
-    near = [name for name in metrics if metric.endswith(name) or name.endswith(metric)]  # 'eval_loss', 'val/loss', 'loss'
-    hint = f" (did you mean {near[0]!r}?)" if near else did_you_mean(metric, metrics)
-    return TrainingError(f"{subject} the metric {metric!r}, which {what} did not return{hint}; it returned {there}")
+    return TrainingError(
+        f"{subject} the metric {metric!r}, which {what} did not return{did_you_mean(metric, metrics)}; it returned {there}"
+    )
 
 
 def _parameters(name: str, metric: Metric) -> dict[str, bool] | None:

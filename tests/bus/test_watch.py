@@ -205,7 +205,7 @@ def test_patterns_pick_modules_by_qualified_name(bus, model, patterns, names):
 
 
 def test_a_pattern_that_matches_nothing_names_the_nearest(bus, model):
-    with pytest.raises(SubscribeError, match=r"no submodule of Net matches 'encodr'; did you mean 'encoder'"):
+    with pytest.raises(SubscribeError, match=r"no submodule of Net matches 'encodr' .*'encoder'"):
         bus.watch(model, "head", "encodr")
     with pytest.raises(SubscribeError, match=r"it has 'encoder', 'encoder.layers', 'encoder.layers.0'"):
         bus.watch(model, "zzz.*")

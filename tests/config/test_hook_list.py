@@ -334,14 +334,14 @@ def test_signals_are_given_by_name():
         ({"writers": {"main": {"type": "JSONLinesWriter", "intervall": 1}}}, "writers.main.intervall: JSONLinesWriter has no "),
         ({"numbr": 3}, "numbr: Everything has no option 'numbr' (did you mean 'number'?)"),
         ({"prioriti": 3}, "prioriti: Everything has no option 'prioriti' (did you mean 'priority'?)"),
-        ({"priority": "NORML"}, "priority: priority='NORML' is not a priority name (did you mean NORMAL?)"),
+        ({"priority": "NORML"}, "priority: priority='NORML' is not a priority name (did you mean 'NORMAL'?)"),
         (
             {"priority": 101},
             "priority: priority=101: give an integer from 0 (runs first) to 100 (runs last), or one of HIGHEST",
         ),
         (
             {"level": "VERY_LOW"},
-            "level: priority='VERY_LOW' is not a priority name; use an integer from 0 to 100 or one of HIGHEST, HIGHER",
+            "level: priority='VERY_LOW' is not a priority name (did you mean 'LOW'?); use an integer from 0 to 100 or one of",
         ),
         (
             {"level": "LOW", "priority": 3},

@@ -166,7 +166,7 @@ def test_the_repr_is_short_and_omits_absent_fields():
     ],
 )
 def test_a_name_of_another_library_is_answered_with_ours(theirs, ours):
-    with pytest.raises(UnknownEventError, match=rf"'{theirs}' is not a mount point; did you mean '{ours}'\?$"):
+    with pytest.raises(UnknownEventError, match=rf"'{theirs}' is not a mount point .*'{ours}'"):
         Bus().on(theirs, print)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from json import dumps
 from typing import Any, Final
 
@@ -16,6 +15,7 @@ from eventloop.checkpoint import inspect, outline
 from eventloop.checkpoint.tree import join
 from eventloop.cli.common import FileOrURL, Positive, check_checkpoint, say, to_terminal
 from eventloop.errors import CheckpointError
+from eventloop.spelling import nearest
 from eventloop.terminal import printable
 
 _DEPTH: Final = 2
@@ -62,7 +62,7 @@ def find(tree: Any, key: str) -> tuple[str, Any]:
             if group := {each: value for each, value in children.items() if f"{each}.".startswith(f"{rest}.")}:
                 return done, group
             where = f"under {done!r}" if done else "in the checkpoint"
-            near = get_close_matches(rest, children, n=5, cutoff=0.5) or list(children)[:8]
+            near = nearest(rest, children, most=5, cutoff=0.5) or list(children)[:8]
             there = ", ".join(map(printable, near)) + (" …" if len(near) < len(children) else "")
             found = f"; found there: {there}" if children else ", which is a single value"
             raise CheckpointError(f"{rest!r} is not {where}{found}")
