@@ -8,10 +8,11 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union
+from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
 import msgspec
 
+from eventloop.annotations import Member, Signature, members
 from eventloop.errors import ConfigurationError, SubscribeError
 
 P = ParamSpec("P")
@@ -42,23 +43,19 @@ def check_options(init: Callable[P, R]) -> Callable[P, R]:
     ``True`` are not integers. msgspec checks scalars, literals and bounds. Of a list, mapping, function or object only the
     kind is checked; the constructor checks the contents.
     """
-    parameters = inspect.signature(init).parameters.values()
-    named = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
-    options = [*named[1:], *(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)]
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    annotations = functools.cache(
-        lambda: typing.get_type_hints(init, include_extras=True)
-    )  # at the first call: names may be defined later
+    known = functools.cache(lambda: Signature(init))  # at the first call: names of annotations may be defined later
 
     @functools.wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         # Python itself reports a missing argument, and one too many.
-        for option, value in (*zip(named[1:], args[1:], strict=False), *kwargs.items()):
-            if option not in options and not takes_any:
+        options = dict([*known().options.items()][1:])
+        by_position = [name for name, option in options.items() if option.kind is not option.KEYWORD_ONLY]
+        for name, value in (*zip(by_position, args[1:], strict=False), *kwargs.items()):
+            if name in options:
+                check_value(name, value, options[name].annotation)
+            elif known().rest is None:
                 owner = type(args[0]).__name__ if args and init.__name__ == "__init__" else init.__name__
-                raise ConfigurationError.unknown_option(owner, option, options, value)
-            if option in annotations():
-                check_value(option, value, annotations()[option])
+                raise ConfigurationError.unknown_option(owner, name, options, value)
         return init(*args, **kwargs)
 
     return checked
@@ -66,50 +63,20 @@ def check_options(init: Callable[P, R]) -> Callable[P, R]:
 
 def check_value(option: str, value: object, annotation: Any, error: type[Exception] = ConfigurationError) -> None:
     """Raise ``error`` unless ``annotation`` allows ``value``; the message names the allowed values."""
-    if not any(_allows(member, value) for member in _members(annotation)):
+    if not any(_allows(member, value) for member in members(annotation)):
         text, kind = repr(value), type(value)
         if kind.__module__ == "numpy" and kind.__name__ not in text:  # numpy 1 shows the number alone
             text = f"{kind.__name__}({text})"
         shown = text if len(text) <= 80 and "\n" not in text else f"<{kind.__name__}>"  # a module, a tensor
-        raise error(f"{option}={shown}: give {', or '.join(map(_described, _members(annotation)))}")
+        raise error(f"{option}={shown}: give {', or '.join(dict.fromkeys(map(_described, members(annotation))))}")
 
 
-def _known(read: Callable[[Any], R]) -> Callable[[Any], R]:
-    """Cache a function of an annotation."""
-    cached = functools.cache(read)
-
-    @functools.wraps(read)
-    def known(annotation: Any) -> R:
-        try:
-            return cached(annotation)
-        except TypeError:  # Annotated with a list, a dict ..., which cannot be hashed
-            return read(annotation)
-
-    return known
-
-
-@_known
-def _members(annotation: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the annotation alone."""
-    is_union = typing.get_origin(annotation) in (Union, types.UnionType)
-    return typing.get_args(annotation) if is_union else (annotation,)
-
-
-@_known
-def _parts(member: Any) -> tuple[Any, msgspec.Meta | None]:
-    """Return a member of a union without ``Annotated``, and the bounds that were in there."""
-    if typing.get_origin(member) is not Annotated:
-        return member, None
-    bare, *marks = typing.get_args(member)
-    return bare, next((mark for mark in marks if isinstance(mark, msgspec.Meta)), None)
-
-
-def _allows(member: Any, value: Any) -> bool:
-    bare, _ = _parts(member)
-    kind = typing.get_origin(bare) or bare
+def _allows(member: Member, value: Any) -> bool:
+    kind = typing.get_origin(member.annotation) or member.annotation
     if kind in _SCALARS or kind is Literal:
+        bounded: Any = member.annotation if member.bounds is None else Annotated[member.annotation, member.bounds]
         try:
-            msgspec.convert(float(value) if isinstance(value, float) else value, member)  # numpy's floats are floats
+            msgspec.convert(float(value) if isinstance(value, float) else value, bounded)  # numpy's floats are floats
         except msgspec.ValidationError:
             return False
         return True
@@ -121,11 +88,11 @@ def _allows(member: Any, value: Any) -> bool:
         return True
 
 
-def _described(member: Any) -> str:
-    bare, bounds = _parts(member)
-    kind = typing.get_origin(bare) or bare
+def _described(member: Member) -> str:
+    kind, bounds = typing.get_origin(member.annotation) or member.annotation, member.bounds
     if kind is Literal:
-        return " or ".join(f'"{choice}"' if isinstance(choice, str) else repr(choice) for choice in typing.get_args(bare))
+        choices = typing.get_args(member.annotation)
+        return " or ".join(f'"{choice}"' if isinstance(choice, str) else repr(choice) for choice in choices)
     name = getattr(kind, "__name__", str(kind))
     words = _WORDS.get(kind) or f"a{'n' * (name[0] in 'AEIOU')} {name}"
     if bounds is None:

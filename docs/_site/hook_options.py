@@ -7,11 +7,11 @@ import re
 from descriptions import as_markdown, shown, summary, unit
 
 import hooks  # registers them
+from eventloop.annotations import Signature, describe
 from eventloop.bus import GuestHook
 from eventloop.bus.hook import mount_points_of
 from eventloop.bus.priority import Priority
 from eventloop.config import option_descriptions, registered
-from eventloop.config.make import Signature, describe
 from hooks.defaults import DEFAULT_HOOKS
 
 TITLES = {"hook": "Hooks", "writer": "Writers", "average": "Averages"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import re
-import typing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,12 +13,12 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
+from eventloop.annotations import Signature, describe
 from eventloop.bus.hook import mount_points_of
 from eventloop.bus.priority import Priority
 from eventloop.config import find, option_descriptions, registered
-from eventloop.config.make import Signature, describe
 from eventloop.config.names import Imports
-from eventloop.events.event import mount_points, resolve
+from eventloop.events.event import hints_of, mount_points, resolve
 from eventloop.events.mount_points import BUILTIN
 from eventloop.terminal import cell
 
@@ -149,7 +148,7 @@ def _event_table(title: str, names: list[str]) -> Table:
     table = Table(*columns, payload, title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name in names:
         event = resolve(name)
-        hints = typing.get_type_hints(event, include_extras=True)
+        hints = hints_of(event)
         fields = sorted(event.__struct_fields__, key=["progress", "run"].count)  # an event's own fields first
         row = ", ".join(f"{field}: {_kind(hints[field])}" for field in fields)
         table.add_row(*map(cell, (name, _COUNTED.get(event.counts, f"{event.counts}s"), row)))

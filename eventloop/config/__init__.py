@@ -7,8 +7,8 @@
 - ``setup``: creates hooks and a whole loop.
 """
 
+from eventloop.annotations import OptionsOf
 from eventloop.config.descriptions import option_descriptions
-from eventloop.config.make import OptionsOf
 from eventloop.config.names import (
     Migration,
     OptionChange,

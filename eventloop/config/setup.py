@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from eventloop.annotations import Signature
 from eventloop.bus import Bus
 from eventloop.bus.guests import as_hook, guest_kind
 from eventloop.bus.hook import Hook
 from eventloop.bus.priority import Priority, PriorityLike
-from eventloop.config.make import Maker, Signature, derived
+from eventloop.config.make import Maker, derived
 from eventloop.config.names import Imports, priority_scales, registrable
 from eventloop.config.read import check_keys, inside, kind_of, parsed, settle, wrong
 from eventloop.errors import ConfigurationError, SubscribeError

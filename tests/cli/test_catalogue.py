@@ -3,9 +3,9 @@
 import pytest
 
 import hooks  # noqa: F401 - registers what is offered
+from eventloop.annotations import Signature
 from eventloop.cli import main
 from eventloop.config import option_descriptions, registered
-from eventloop.config.make import Signature
 
 KINDS = ("hook", "writer", "average")
 OFFERED = [one for kind in KINDS for one in registered(kind) if one.cls.__module__.partition(".")[0] in ("hooks", "eventloop")]

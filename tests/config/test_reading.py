@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eventloop import ConfigurationError
+from eventloop.annotations import Signature
 from eventloop.config import override, read
-from eventloop.config.make import Maker, Signature
+from eventloop.config.make import Maker
 from eventloop.config.read import settle
 
 CONFIG = {"loop": {"max_epochs": 3}, "custom_hooks": [{"type": "EMAHook"}, {"type": "LoggerHook"}], "model": "mine:net"}

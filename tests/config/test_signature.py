@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eventloop import Hook
+from eventloop.annotations import Signature
 from eventloop.config import registered
-from eventloop.config.make import Maker, Signature
+from eventloop.config.make import Maker
 from eventloop.config.names import Imports
 
 if TYPE_CHECKING:
