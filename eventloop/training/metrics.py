@@ -87,12 +87,13 @@ class Metrics:
                 total, count = self._sums.get(name, (0.0, 0))
                 self._sums[name] = total + scalar * samples, count + samples
 
-    def compute(self, ranks: Ranks | None = None) -> dict[str, Any]:
+    def compute(self, ranks: Ranks | None = None, *, early: bool = False) -> dict[str, Any]:
         """Return all values by name, metrics first; a metric that returns a mapping gives ``name/key``.
 
         Args:
             ranks: makes this a collective. The values cover the batches of all ranks and are equal on each, because
                 decisions (the best checkpoint, an early stop) depend on them.
+            early: not all batches were seen. A metric that fails is None, with a warning.
         """
         sums, metrics = self._sums, self._metrics
         if ranks is not None:
@@ -102,8 +103,12 @@ class Metrics:
         for name, metric in metrics.items():
             try:
                 value = _call(name, metric.compute)
-            except Exception:  # without batches a metric may fail; rank 0's value counts
-                if not self._empty or ranks is None or not ranks.rank or metric is not self._metrics[name]:
+            except Exception as error:
+                if early:
+                    log.warning("this metric cannot be computed over the first batches", metric=name, error=repr(error))
+                    values[name] = None
+                # Without batches a metric may fail; rank 0's value counts.
+                elif not self._empty or ranks is None or not ranks.rank or metric is not self._metrics[name]:
                     raise
                 continue
             if isinstance(value, Mapping):

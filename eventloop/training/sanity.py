@@ -32,6 +32,8 @@ def look(
 ) -> dict[str, Any] | None:
     """Validate the first ``count`` batches; return the metrics, or None if nothing can be looked at.
 
+    A metric that cannot be computed is None, with a warning: these batches may be too few for it.
+
     A loader is not looked at if that would consume it: an iterator, a loader or dataset that holds one, or one with a
     ``state_dict``. All ranks must call it. They look at equal numbers of batches, so that collectives in a model meet.
     """
@@ -52,7 +54,7 @@ def look(
         measured.reset()
         for batch in batches[:together]:
             measured.update(_outputs(run, step, to_device(batch, run.device)))
-        return measured.compute(ranks)
+        return measured.compute(ranks, early=True)
 
 
 def check_needs(bus: Bus, metrics: Mapping[str, Any], what: str, *, sure: bool = True) -> None:
@@ -61,11 +63,15 @@ def check_needs(bus: Bus, metrics: Mapping[str, Any], what: str, *, sure: bool =
     Raises:
         ConfigurationError: a name is missing. It is a log line if a handler may report it in a validation, or not ``sure``.
     """
-    # Hooks of other systems do not know run.report().
-    sure = sure and not any(bus.may_change_state(event, but=(GuestHook,)) for event in ("before_val_iter", "after_val_iter"))
-    for hook in bus.hooks:
-        for name in hook.needs_metrics():
-            if name not in metrics:
+    needs = [(hook, hook.needs_metrics()) for hook in bus.hooks]
+    # Hooks of other systems do not know run.report(), and get copies of the metrics, which those that need one only read.
+    readers = (GuestHook, *(type(hook) for hook, names in needs if names))
+    reporting = any(bus.may_change_state(event, but=(GuestHook,)) for event in ("before_val_iter", "after_val_iter"))
+    sure = sure and not reporting and not bus.may_change_state("after_val_epoch", but=readers)
+    for hook, names in needs:
+        for name in names:
+            # A metric that is None may have returned a mapping, whose values are `metric/key`.
+            if name not in metrics and metrics.get(name.partition("/")[0], 0) is not None:
                 error = missing_metric(f"{hook.label} needs", name, metrics, what)
                 if sure:
                     raise ConfigurationError(str(error))

@@ -155,6 +155,14 @@ def test_resume_without_a_run_is_an_error(here, project, capsys):
     )
 
 
+def test_a_dry_run_tells_the_nearest_name_of_a_metric_that_validations_lack(here, capsys):
+    change = 'custom_hooks=[{type="EarlyStoppingHook", monitor="acuracy", rule="greater"}]'
+    err = said(capsys, "run", DIGITS, "--dry-run", change)
+    assert "'acuracy'" in err
+    assert "did you mean 'accuracy'?" in err
+    assert not (here / "runs").exists()
+
+
 def test_a_dry_run_shows_the_hook_table_and_writes_nothing(here, project, capsys):
     assert main(["run", project, "--dry-run", "custom_hooks[0]=GrowerForTests", "default_hooks.checkpoint=false"]) == 0
     printed = capsys.readouterr().out

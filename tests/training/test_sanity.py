@@ -9,9 +9,9 @@ from structlog.testing import capture_logs
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
 
-from eventloop import Bus, TrainingError, TrainLoop
+from eventloop import Bus, ConfigurationError, TrainingError, TrainLoop
 from eventloop.training.first_batches import first_batches
-from hooks import CheckpointHook, OptimizerHook
+from hooks import CheckpointHook, EarlyStoppingHook, OptimizerHook
 
 
 class Drawing(Dataset):
@@ -146,6 +146,47 @@ def test_a_name_that_a_handler_may_report_is_a_warning_only(parts, tmp_path):
     with capture_logs() as logs:
         parts.loop(bus, work_dir=tmp_path).run()
     assert any("'mine'" in entry["event"] for entry in logs if entry["log_level"] == "warning")
+
+
+@pytest.mark.parametrize("needy", [EarlyStoppingHook("mine", rule="less"), CheckpointHook(save_best="mine", rule="less")])
+def test_a_name_that_a_handler_may_add_to_the_metrics_is_a_warning_only(parts, tmp_path, needy):
+    bus = Bus(needy)
+    bus.on("after_val_epoch", lambda event: event.metrics.update(mine=1.0), priority=10)
+    with capture_logs() as logs:
+        parts.loop(bus, work_dir=tmp_path, max_epochs=2).run()
+    assert any("'mine'" in entry["event"] for entry in logs if entry["log_level"] == "warning")
+
+
+def test_a_metric_that_a_few_batches_do_not_suffice_for_is_a_warning_only(parts, tmp_path):
+    class Area:
+        batches = 0
+
+        def update(self, loss):
+            self.batches += 1
+
+        def compute(self):
+            if self.batches < 3:
+                raise ValueError("Only one class present in y_true")
+            return 0.5
+
+        def reset(self):
+            self.batches = 0
+
+    loop = parts.loop(
+        Bus(CheckpointHook(save_best="area", rule="greater")),
+        metrics={"area": Area()},
+        val_data=parts.batches(3),
+        work_dir=tmp_path,
+    )
+    with capture_logs() as logs:
+        assert loop.run()["area"] == 0.5
+    (warning,) = [entry for entry in logs if entry["log_level"] == "warning"]
+    assert warning["metric"] == "area"
+    assert "Only one class" in warning["error"]
+    with pytest.raises(ConfigurationError, match="did you mean 'area'"):
+        parts.loop(
+            Bus(CheckpointHook(save_best="arena", rule="greater")), metrics={"area": Area()}, work_dir=tmp_path / "2"
+        ).run()
 
 
 def test_what_a_metric_needs_and_errors_of_the_step_are_told_before_the_training(parts):
