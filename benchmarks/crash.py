@@ -7,7 +7,7 @@ in a directory without a checkpoint. After every kill:
 - each checkpoint file loads, verifies, and is the state of exactly one step, the one in its name;
 - each file reported as committed exists, unless retention removed it for newer ones;
 - ``last_checkpoint`` names a file at least as new as the newest reported one;
-- the next process resumes from that file.
+- the next process resumes from the newest complete file, which may be newer than that one.
 
 At the end, each state that was found is a state of a run without kills, random states included.
 """
@@ -92,7 +92,9 @@ class Directory:
     def _check_beginning(self, lines: list[dict]) -> None:
         for line in lines:
             if "began" in line and line["began"] != self.goes_on_at:
-                raise LostError(f"the run resumed at step {line['began']}, the newest checkpoint was of step {self.goes_on_at}")
+                raise LostError(
+                    f"the run resumed at step {line['began']}, the newest complete checkpoint was of step {self.goes_on_at}"
+                )
 
     def _check_file(self, path: Path) -> int:
         try:
@@ -130,18 +132,16 @@ class Directory:
                 raise LostError(f"{name} was reported as committed, but is missing; found {sorted(steps)}")
 
     def _check_pointer(self, steps: dict[str, int], seen: Counter) -> None:
+        self.goes_on_at = max(steps.values(), default=0)
         pointer = self.path / "last_checkpoint"
         if not pointer.is_file():
             if self.reported:
                 raise LostError(f"{self.reported[-1]} was reported as committed, but last_checkpoint is missing")
-            # A file of the first save, not reported yet: the run may resume from it.
-            self.goes_on_at = max(steps.values(), default=0)
             return
         name = pointer.read_text()
         newest = max((int(one[5:-12]) for one in self.reported if one.startswith("iter_")), default=0)
         if name not in steps or steps[name] < newest:
             raise LostError(f"last_checkpoint says {name!r}, reported was step {newest}; there are {sorted(steps)}")
-        self.goes_on_at = steps[name]
         seen["killed between a file and last_checkpoint"] += steps[name] < max(steps.values())
 
 
