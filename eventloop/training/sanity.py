@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from eventloop.bus import Bus, GuestHook
+from eventloop.bus import Bus, GuestHook, Hook
 from eventloop.errors import ConfigurationError
 from eventloop.log import get_logger
 from eventloop.training.data import to_device
@@ -65,7 +65,7 @@ def check_needs(bus: Bus, metrics: Mapping[str, Any], what: str, *, sure: bool =
     """
     needs = [(hook, hook.needs_metrics()) for hook in bus.hooks]
     # Hooks of other systems do not know run.report(), and get copies of the metrics, which those that need one only read.
-    readers = (GuestHook, *(type(hook) for hook, names in needs if names))
+    readers: tuple[type[Hook], ...] = (GuestHook, *(type(hook) for hook, names in needs if names))
     reporting = any(bus.may_change_state(event, but=(GuestHook,)) for event in ("before_val_iter", "after_val_iter"))
     sure = sure and not reporting and not bus.may_change_state("after_val_epoch", but=readers)
     for hook, names in needs:
