@@ -32,7 +32,7 @@ _KINDS: Final = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a directory", stat.S_IFI
 
 
 def as_path(location: AsPath) -> AnyPath:
-    """Return the path for a user's path or URL, such as ``s3://bucket/run``. ``file://`` is a local path.
+    """Return the path for a user's path or URL, such as ``s3://bucket/run``. ``file://`` and ``file:/`` are local paths.
 
     Raises:
         ConfigurationError: fsspec is needed and missing, or the protocol is unknown.
@@ -40,6 +40,8 @@ def as_path(location: AsPath) -> AnyPath:
     if isinstance(location, Path | RemotePath):
         return location
     text = os.fspath(location)
+    if re.match(r"file:/(?!/)", text, re.IGNORECASE):  # a URL that Lightning has normalised; it decodes nothing
+        return Path(text[len("file:") :])
     if not _URL.match(text):
         return Path(text)
     if text.lower().startswith("file://"):

@@ -977,8 +977,24 @@ def test_a_remote_root_trains_without_a_work_dir(tmp_path):
     assert {path.rpartition("/")[0] for path in told} == {"memory://bucket/ours", "memory://bucket/run/checkpoints"}
     bus.attach(trainer := trainer_of("memory://bucket/run"))
     bus.add(CheckpointHook(name="local", interval=1))
-    with pytest.raises(ConfigurationError, match=r"default_root_dir=.*"):
+    with pytest.raises(ConfigurationError, match=r"or give .*default_root_dir=.*memory://bucket/run"):
         trainer.fit(Module(), data())
+
+
+def test_a_root_that_is_a_url_of_a_local_folder_is_the_work_dir(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    bus, told, resumed = Bus(CheckpointHook(interval=1)), [], []
+    bus.on("checkpoint_committed", lambda event: told.append(Path(event.path)))
+    bridge = bus.attach(trainer := trainer_of(f"file://{tmp_path}/run", enable_checkpointing=True, max_epochs=1))
+    trainer.fit(Module(), data())
+    assert bridge.run.work_dir == tmp_path / "run"
+    assert {path.parent for path in told} == {tmp_path / "run", tmp_path / "run/checkpoints"}
+    assert all(path.is_file() for path in told)
+    assert not (tmp_path / "file:").exists()
+    bus.attach(trainer := trainer_of(f"file://{tmp_path}/run", max_epochs=2))
+    bus.on("after_load_checkpoint", lambda event: resumed.append(event.path))
+    trainer.fit(Module(), data(), ckpt_path=told[0].as_uri())
+    assert resumed == [str(told[0])]
 
 
 def test_the_old_name_of_the_package(tmp_path):

@@ -181,6 +181,7 @@ def test_a_file_url_is_a_path(tmp_path: Path) -> None:
     assert as_path(f"file://{tmp_path}/a%20b.safetensors") == tmp_path / "a b.safetensors"
     save(tree(), f"file://{tmp_path}/a%20b.safetensors")
     verify(tmp_path / "a b.safetensors")
+    assert as_path(f"file:{tmp_path}/a%20b") == tmp_path / "a%20b"
 
 
 def test_a_remote_path_has_parts_and_is_picklable() -> None:

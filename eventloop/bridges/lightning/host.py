@@ -150,8 +150,8 @@ class LightningBridge(Bridge):
             name = str(folder).rstrip("/").rpartition("/")[2]
         work_dir = None if remote else folder
         run = HostedRun(self.bus, model=trainer.lightning_module, optimizer=given, work_dir=work_dir, suffix=".ckpt", name=name)
-        advice = f"trainer.log_dir is the URL {folder}; " if remote else ""
-        run.work_dir_advice = f"{advice}give the first logger, or Trainer(default_root_dir=), a local directory"
+        reason = f" (trainer.log_dir is the URL {folder})" if remote else ""
+        run.work_dir_advice = f"give the first logger, or Trainer(default_root_dir=), a local directory{reason}"
         run.config = dict(trainer.lightning_module.hparams)
         self.run, self._drive = run, run.driver
         self._drive.begin_run()
@@ -162,7 +162,7 @@ class LightningBridge(Bridge):
         trainer, entry, self._entry = self.trainer, self._entry, None
         if not trainer.ckpt_path:
             return
-        path = str(as_path(trainer.ckpt_path).absolute()) if "://" not in str(trainer.ckpt_path) else str(trainer.ckpt_path)
+        path = str(as_path(trainer.ckpt_path).absolute())
         trains = trainer.state.fn == "fit"
         if entry is not None:
             if not trains:  # afterwards the model has the weights of the file again, such as the averaged ones
