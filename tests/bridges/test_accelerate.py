@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import structlog
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -327,6 +328,22 @@ def test_a_damaged_folder_is_not_loaded(tmp_path):
         file.write(b"?")
     with pytest.raises(CheckpointError, match=r"optimizer\.bin changed"):
         job.accelerator.load_state(tmp_path / "state")
+
+
+def test_the_newest_named_folder_is_checked_and_missing_files_are_told(tmp_path):
+    job = named(tmp_path)
+    for _ in range(11):
+        newest = job.accelerator.save_state()
+    job.accelerator.load_state()
+    (newest / "random_states_0.pkl").unlink()
+    with structlog.testing.capture_logs() as logs:
+        job.accelerator.load_state()
+    assert [(one["path"], one["files"]) for one in logs if "missing" in one["event"]] == [
+        (str(newest), ["random_states_0.pkl"])
+    ]
+    (newest / "optimizer.bin").write_bytes(b"?")
+    with pytest.raises(CheckpointError, match=r"checkpoint_10 is damaged: optimizer\.bin changed"):
+        job.accelerator.load_state()
 
 
 @pytest.mark.filterwarnings("ignore:resuming reads and drops")  # the loaders of Accelerate cannot skip

@@ -260,6 +260,10 @@ def with_other_configuration(folder):
     (folder / "config.json").write_text('{"model_type": "gpt2", "n_layer": 2}')
 
 
+def with_other_arguments(folder):
+    (folder / "training_args.bin").write_bytes(b"")
+
+
 def split_anew(folder):
     model = GPT2LMHeadModel.from_pretrained(folder)
     (folder / "model.safetensors").unlink()
@@ -268,7 +272,12 @@ def split_anew(folder):
 
 @pytest.mark.parametrize(
     ("edit", "named"),
-    [(without_optimizer, ["optimizer.pt"]), (with_other_configuration, ["config.json"]), (split_anew, ["model.safetensors"])],
+    [
+        (without_optimizer, ["optimizer.pt"]),
+        (with_other_configuration, ["config.json"]),
+        (with_other_arguments, ["training_args.bin"]),
+        (split_anew, ["model.safetensors"]),
+    ],
 )
 @pytest.mark.parametrize("which", ["checkpoint-2", True])
 def test_a_folder_that_a_person_edited_resumes_as_in_the_trainer_and_says_what_changed(tmp_path, which, edit, named):

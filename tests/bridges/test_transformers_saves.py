@@ -188,6 +188,24 @@ def test_true_resumes_from_the_newest_folder_also_from_one_that_a_hook_has_named
     assert begun == [("epoch_2", 16)]
 
 
+@pytest.mark.parametrize("content", [None, "", "{}", "[]", '{"global_step": "x"}'])
+def test_a_folder_without_a_state_of_the_trainer_is_stepped_over_with_a_warning(tmp_path, content):
+    make(tmp_path, Bus(), save_strategy="steps", save_steps=5).train()
+    state = tmp_path / "checkpoint-16" / "trainer_state.json"
+    state.unlink()
+    if content is not None:
+        state.write_text(content)
+    bus, begun = Bus(), []
+    bus.on("after_load_checkpoint", lambda event: begun.append(Path(event.path).name))
+    with structlog.testing.capture_logs() as logs:
+        make(tmp_path, bus, num_train_epochs=3).train(resume_from_checkpoint=True)
+    assert begun == ["checkpoint-15"]
+    (warning,) = [one for one in logs if one.get("path") == str(state.parent)]
+    assert warning["log_level"] == "warning"
+    assert "trainer_state.json" in warning["event"]
+    assert warning["error"]
+
+
 def test_a_checkpoint_that_was_saved_without_the_bus_gives_the_counts_and_a_warning(tmp_path):
     make(tmp_path, save_strategy="steps", save_steps=5).train()
     bus, hook, begun = Bus(), Counting(), []

@@ -113,8 +113,9 @@ class AcceleratorSaves(Bridge):
 
     def _load(self, original: Callable[..., Any], input_dir: Any = None, *args: Any, **options: Any) -> Any:
         self._settle()
-        if input_dir is not None:
-            verify_folder(Path(input_dir).expanduser())
+        folder = self._newest() if input_dir is None else Path(input_dir).expanduser()
+        if folder is not None and (missing := verify_folder(folder).missing):
+            log.warning("files of the checkpoint are missing", path=str(folder), files=missing)
         return original(input_dir, *args, **options)
 
     def _end(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -133,6 +134,13 @@ class AcceleratorSaves(Bridge):
                 "`self.save_iteration` with what iteration to start with."
             )
         return final
+
+    def _newest(self) -> Path | None:
+        """Return the folder that the accelerator loads by automatic naming, which is by the first number in its name."""
+        if not self.trainer.project_configuration.automatic_checkpoint_naming:
+            return None
+        folders = (Path(self.trainer.project_dir) / "checkpoints").glob("*")
+        return max(((int(found[0]), path) for path in folders if (found := re.search(r"\d+", path.name))), default=(0, None))[1]
 
     @contextmanager
     def _unnamed(self) -> Iterator[None]:

@@ -32,8 +32,8 @@ Weights = Mapping[str, Mapping[str, torch.Tensor]]
 
 _PREFIX: Final = "checkpoint"
 _STATE: Final = "trainer_state.json"
-_READ: Final = ("*.safetensors", "*.bin", "*.index.json", "*.pt", "*.pth", _STATE)
-"""The files that a resumed training reads. It has its configuration and tokenizer already."""
+_READ: Final = ("*.safetensors", "*model*.bin", "optimizer.bin", "*.index.json", "*.pt", "*.pth", _STATE)
+"""The files that a resumed training reads. It has its configuration, arguments and tokenizer already."""
 _WEIGHTS: Final = ("*model*.safetensors", "*model*.bin")
 
 
@@ -63,15 +63,16 @@ class Folders:
             CheckpointDamagedError: there are folders, but all are damaged.
         """
         found = []
-        for state in Path(self._trainer.args.output_dir).glob(f"*/{_STATE}"):
-            folder = state.parent
+        for folder in Path(self._trainer.args.output_dir).glob("*/"):
             if folder.name.startswith((TEMPORARY_PREFIX, FORMER_PREFIX)) or not (
                 folder.name.startswith(f"{_PREFIX}-") or is_folder(folder)
             ):
                 continue
+            state = folder / _STATE
             try:
-                steps = json.loads(state.read_bytes())["global_step"]
-            except (ValueError, KeyError):  # the process was killed while it wrote the file
+                steps = int(json.loads(state.read_bytes())["global_step"])
+            except (OSError, ValueError, LookupError, TypeError) as error:  # such as after a kill during the save
+                log.warning(f"a checkpoint without a readable {_STATE} is skipped", path=str(folder), error=repr(error))
                 continue
             found.append((steps, state.stat().st_mtime, folder))
         damage: list[str] = []
