@@ -48,9 +48,9 @@ def check_options(init: Callable[P, R]) -> Callable[P, R]:
     @functools.wraps(init)
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         # Python itself reports a missing argument, and one too many.
-        options = dict([*known().options.items()][1:])
-        by_position = [name for name, option in options.items() if option.kind is not option.KEYWORD_ONLY]
-        for name, value in (*zip(by_position, args[1:], strict=False), *kwargs.items()):
+        by_position = [name for name, option in known().options.items() if option.kind is not option.KEYWORD_ONLY]
+        options = {name: option for name, option in known().options.items() if name not in by_position[:1]}  # without self
+        for name, value in (*zip(by_position[1:], args[1:], strict=False), *kwargs.items()):
             if name in options:
                 check_value(name, value, options[name].annotation)
             elif known().rest is None:
