@@ -34,6 +34,7 @@ class _TrainingThread(NamedTuple):
     interrupt: Callable[[], object]
     forked: Callable[[Callable[[], object]], object]
     progress: Callable[[], Progress]
+    saved: Callable[[float], object]
 
 
 class Lifecycle:
@@ -52,7 +53,7 @@ class Lifecycle:
         self._routes: dict[type, Route | None] = {}  # publishing an event without an entry compiles its route
         self.heard = self._routes.get
         """``heard(AfterForward, True)`` is falsy if a publish does nothing: :meth:`Bus.wants` at the cost of a dictionary."""
-        self._failures: dict[Subscription, BaseException] = {}  # the first error that is not raised yet
+        self._failures: dict[object, BaseException] = {}  # the first error that is not raised yet
         self._training: _TrainingThread | None = None  # failures are raised on it
         self._backend: Backend = backend
         self._runtime: Runtime | None = None
@@ -99,7 +100,9 @@ class Lifecycle:
             BusStateError: the bus is not open, this is an offloaded handler of the same bus, or its event loop.
             Exception: the error of an offloaded handler with ``on_error="raise"``; while a run is open, on its thread only.
         """
-        report = self._drainable("drain", blocks=True).drain(Deadline(timeout))
+        runtime, deadline = self._drainable("drain", blocks=True), Deadline(timeout)
+        self.wait_for_saves(deadline)
+        report = runtime.drain(deadline)
         self.raise_failures()
         return report
 
@@ -107,7 +110,12 @@ class Lifecycle:
         """Drain without blocking the event loop, also a bus that runs on its own thread."""
         runtime = self._drainable("adrain", blocks=False)
         deadline = Deadline(timeout)
-        report = await in_thread(partial(runtime.drain, deadline), "trainbus drains", cancelled=partial(deadline.shorten, 0))
+
+        def drain() -> DrainReport:
+            self.wait_for_saves(deadline)
+            return runtime.drain(deadline)
+
+        report = await in_thread(drain, "trainbus drains", cancelled=partial(deadline.shorten, 0))
         self.raise_failures()
         return report
 
@@ -141,6 +149,7 @@ class Lifecycle:
         interrupt: Callable[[], object],
         forked: Callable[[Callable[[], object]], object],
         progress: Callable[[], Progress],
+        saved: Callable[[float], object],
     ) -> None:
         """Raise errors of offloaded handlers on this thread: a run is open on it.
 
@@ -149,6 +158,7 @@ class Lifecycle:
             interrupt: called when the thread is about to wait for a slot in a lane; may raise an error instead.
             forked: called in a forked child, where the run must not continue, with a function that raises an error.
             progress: returns the progress of the run; called on any thread.
+            saved: waits until the checkpoints of the run are written, for at most that many seconds.
 
         Raises:
             BusStateError: another run is open on this bus.
@@ -161,7 +171,7 @@ class Lifecycle:
                     f"{threads.get(other.ident, 'of the past')!r}), and each hook would hear both. Give each run its own Bus() "
                     f"with its own hooks, or first end run {other.run!r}: leave its `with` block, or call its drive.end_run()"
                 )
-            self._training = _TrainingThread(threading.get_ident(), run, interrupt, forked, progress)
+            self._training = _TrainingThread(threading.get_ident(), run, interrupt, forked, progress, saved)
 
     def release_thread(self, interrupt: Callable[[], object]) -> None:
         """Undo :meth:`adopt_thread` with the same ``interrupt``."""
@@ -175,14 +185,14 @@ class Lifecycle:
         training = self._training
         return None if training is None else training.progress()
 
-    def fail(self, subscription: Subscription, error: BaseException) -> None:
+    def fail(self, source: object, error: BaseException) -> None:
         """Raise ``error`` at the next publish or drain on the training thread, or at close.
 
         The training thread is the thread with an open run; without a run, any thread but the bus's own. The first error of a
-        subscription is kept.
+        source (a subscription, the writer of checkpoints) is kept.
         """
         with self._lock:
-            self._failures.setdefault(subscription, error)
+            self._failures.setdefault(source, error)
             # Without routes, the next publish of any event calls raise_failures, so that a publish need not check.
             self._routes.clear()
 
@@ -190,6 +200,12 @@ class Lifecycle:
         """Raise the errors of offloaded handlers, if this is the thread to raise them on; the next publish would, too."""
         if self._raises_here():
             _raise_all(self._take_failures())
+
+    def wait_for_saves(self, deadline: Deadline) -> None:
+        """Wait until the open run, if any, has written its checkpoints."""
+        training = self._training
+        if training is not None:
+            training.saved(deadline.left)
 
     @property
     def hosted_here(self) -> bool:

@@ -22,7 +22,7 @@ from eventloop.log import get_logger
 from eventloop.offload import Delivery, DrainReport, Runtime, Sources, absent_entry, importable_of, is_plain, unarrived
 
 _MOST_TIMEOUTS = 3  # abandoned threads, or worker processes that fail to start, after which a handler is retired
-_OFFLOADED = "in the offloaded"  # begins the note on an error of an offloaded handler
+OFFLOADED = "in the offloaded"  # begins the note on an error of an offloaded handler
 
 log = get_logger()
 
@@ -190,7 +190,7 @@ class Subscription:
         error.add_note(f"raised later, {where}" if _is_offloaded(error) else where)
 
     def _note_offloaded(self, error: BaseException, events: Sources) -> None:
-        note = f"{_OFFLOADED} ({self.mode}) handler {self.label} of "
+        note = f"{OFFLOADED} ({self.mode}) handler {self.label} of "
         # A handler may raise the same object each time.
         if not any(other.startswith(note) for other in getattr(error, "__notes__", ())):
             moments = [moment(*event) for event in (events[0], events[-1])] if events else [self.mount_point]
@@ -245,4 +245,4 @@ def _is_offloaded(error: BaseException) -> bool:
     """Return True for an error of an offloaded handler, which a later publish raises again, in any handler that publishes."""
     if isinstance(error, BaseExceptionGroup):
         return any(map(_is_offloaded, error.exceptions))
-    return any(note.startswith(_OFFLOADED) for note in getattr(error, "__notes__", ()))
+    return any(note.startswith(OFFLOADED) for note in getattr(error, "__notes__", ()))

@@ -4,6 +4,7 @@ Knows nothing of the bus. A checkpoint is a tree (dicts, lists, tuples … of nu
 file that the safetensors package opens.
 """
 
+from eventloop.checkpoint.background import BackgroundWriter, PendingSaves
 from eventloop.checkpoint.commit import TEMPORARY_PREFIX
 from eventloop.checkpoint.export import export_tree, export_weights, is_weights, weights_only
 from eventloop.checkpoint.folder import (
@@ -22,7 +23,7 @@ from eventloop.checkpoint.load import file_kind, inspect, load, outline, verify
 from eventloop.checkpoint.overlap import Overlap, Staging
 from eventloop.checkpoint.pth import ForeignFormat, convert_foreign, load_pth, register_format
 from eventloop.checkpoint.remote import RemotePath
-from eventloop.checkpoint.saver import AsyncSaver, Busy, CommitInfo, Turns, Writer, save, write
+from eventloop.checkpoint.saver import AsyncSaver, Busy, CommitInfo, Writer, save, write
 from eventloop.checkpoint.shards import has_shards, is_sharded, load_whole, sweep_shards, verify_shards
 from eventloop.checkpoint.stage import StageBuffer, StagedTree, stage
 from eventloop.checkpoint.store import (
@@ -47,17 +48,18 @@ __all__ = [
     "TEMPORARY_PREFIX",
     "AnyPath",
     "AsyncSaver",
+    "BackgroundWriter",
     "Busy",
     "CommitInfo",
     "FolderFiles",
     "ForeignFormat",
     "Overlap",
+    "PendingSaves",
     "Pickled",
     "RemotePath",
     "StageBuffer",
     "StagedTree",
     "Staging",
-    "Turns",
     "Writer",
     "as_path",
     "check_regular",

@@ -210,7 +210,6 @@ class CheckpointStaged(RunEvent, kw_only=True):
     """
 
     path: str = ""
-    job: Live[Any] = ABSENT
 
 
 class CostsMeasured(Event, kw_only=True):

@@ -1,6 +1,5 @@
 """Run offloaded handlers: one bounded lane per subscription, and the runtime that owns their consumers."""
 
-from eventloop.offload.collectives import collectives_allowed
 from eventloop.offload.consumers import Delivery, Reader, Sources, arrive_async
 from eventloop.offload.detach import absent_entry, detacher, from_json, from_msgpack, is_plain, unarrived
 from eventloop.offload.drain import Deadline, DrainReport
@@ -29,7 +28,6 @@ __all__ = [
     "absent_entry",
     "arrive_async",
     "capture",
-    "collectives_allowed",
     "detacher",
     "from_json",
     "from_msgpack",

@@ -6,9 +6,7 @@ on another rank: all ranks would hang, or mix up their tensors.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,8 +17,6 @@ from eventloop.errors import OffloadError
 from eventloop.offload.loops import await_through
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-
-_allowed = threading.local()
 
 
 def refuses_collectives(handler: Callable[[Any], Any], label: str, *, is_async: bool) -> Callable[[Any], Any]:
@@ -42,16 +38,6 @@ def refuses_collectives(handler: Callable[[Any], Any], label: str, *, is_async: 
     return call_async if is_async else partial(call, handler)
 
 
-@contextmanager
-def collectives_allowed() -> Iterator[None]:
-    """Allow collectives on this thread, on a process group that no other thread uses."""
-    _allowed.yes = True
-    try:
-        yield
-    finally:
-        _allowed.yes = False
-
-
 class _Refusal(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: unannotated
     """Intercept all operators of its thread, including those of ``torch.distributed``, by whatever call."""
 
@@ -60,7 +46,7 @@ class _Refusal(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch: un
         self._label = label
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in _NAMESPACES and not getattr(_allowed, "yes", False):
+        if func.namespace in _NAMESPACES:
             raise OffloadError(
                 f"{self._label} is offloaded and calls torch.distributed ({func.__name__.split('.')[0]}): it would meet the "
                 "collectives of the training in another order on each rank, and all processes would hang. Make the handler "

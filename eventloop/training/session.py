@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -88,7 +89,9 @@ class Session:
         self._patience = None
         self._number_name()
         try:
-            self._bus.adopt_thread(self._run.name, self._interrupt, self.state.refuse, lambda: self.state.progress)
+            self._bus.adopt_thread(
+                self._run.name, self._interrupt, self.state.refuse, lambda: self.state.progress, self._saves.settle
+            )
             if self._bus.state == "idle":
                 self._bus.open()
                 self._opened = True
@@ -202,7 +205,13 @@ class Session:
             share_failure(error)
 
     def _close(self, *, abort: bool = False) -> None:
-        self._bus.release_thread(self._interrupt)
+        try:
+            self._saves.close(math.inf if self._patience is None else self._patience.left)
+        finally:
+            self._bus.release_thread(self._interrupt)
+            self._close_bus(abort=abort)
+
+    def _close_bus(self, *, abort: bool) -> None:
         try:
             if self._opened:
                 self._opened = False

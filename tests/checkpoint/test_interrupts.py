@@ -12,7 +12,8 @@ import threading
 import pytest
 import torch
 
-from eventloop.checkpoint import AsyncSaver, Turns, load, save
+from eventloop.checkpoint import AsyncSaver, load, save
+from eventloop.checkpoint.background import PendingSaves
 
 STRIKES = 1500
 
@@ -168,27 +169,27 @@ def test_an_interrupt_of_a_plain_save_leaves_the_file_that_was_there(place, tmp_
     assert number_of(path) == 3
 
 
-def test_thousands_of_interrupts_leave_turns_consistent(ctrl_c):
+def test_thousands_of_interrupts_leave_pending_saves_consistent(ctrl_c):
     delays = random.Random(7)
-    turns: Turns[object] = Turns()
+    pending: PendingSaves[object] = PendingSaves()
 
     def work():
         while True:
-            turns.enter(one := object())
-            turns.take_back()
-            turns.enter(two := object(), can_wait=False)
-            turns.enter(one)
-            turns.begin(one)
-            turns.end(one)
-            turns.end(two)
-            turns.wait()
+            pending.enter(one := object())
+            pending.take_back()
+            pending.enter(two := object(), can_wait=False)
+            pending.enter(one)
+            pending.begin()
+            pending.end(one)
+            pending.end(two)
+            pending.wait()
 
     while ctrl_c.strikes < STRIKES:
         ctrl_c.every(delays.uniform(10e-6, 100e-6))  # again and again: one that comes too early strikes nothing
         ctrl_c.call(work)
         ctrl_c.every(0)
-        assert turns.under_way or turns.waiting is None
-        turns.take_back()
-        for job in turns.under_way:
-            turns.end(job)
-        turns.wait()
+        assert pending.under_way or pending.waiting is None
+        pending.take_back()
+        for job in pending.under_way:
+            pending.end(job)
+        pending.wait()

@@ -137,7 +137,7 @@ def test_an_arrow_goes_from_the_request_of_a_checkpoint_to_its_commit(tmp_path):
     for source, target in arrows:
         assert source.name == "requesting checkpoints"
         assert target.name == "checkpoint_committed"
-    names = [one.name for one in picture.track("write_checkpoint")]
+    names = [one.name for one in picture.track("trainbus-saver")]
     assert names.count("checkpoint_committed") >= 2
 
 

@@ -141,6 +141,7 @@ class Tracer:
 
     def _await_deliveries(self) -> None:
         self._deadline.shorten(self._patience)
+        self._bus.wait_for_saves(self._deadline)
         for one in self._bus.subscriptions:
             if one.lane is not None and one.mode != "stream":
                 one.lane.join(self._deadline)

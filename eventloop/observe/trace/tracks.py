@@ -22,6 +22,7 @@ GAP: Final = 10
 """Nanoseconds between the ends of slices."""
 REQUESTING: Final = "requesting checkpoints"
 COPYING: Final = "copying for checkpoints"
+WRITING: Final = "writing checkpoints"
 _STAGED: Final = "checkpoint_staged"
 _COMMITTED: Final = "checkpoint_committed"
 
@@ -117,6 +118,7 @@ class Tracks:
         self.end = self._end()
         """The end of the last iteration of the window."""
         self._index("training", "training")
+        self._writes = self._writes_of_window()
         self._add_lanes()
         self._add_threads()
         self._add_training()
@@ -198,8 +200,21 @@ class Tracks:
             self.tracks[0].slices.append(one)
         elif lane is not None and (one.begin <= self.end or one.end <= lane[1]):
             self.tracks[lane[2]].slices.append(one)
-        elif lane is None and one.begin <= self.end:
+        elif lane is None and (one.begin <= self.end or self._is_in_write(thread, one.begin)):
             self.tracks[self._index(thread, self._window.threads.get(thread, f"thread {thread}"))].slices.append(one)
+
+    def _writes_of_window(self) -> Spans:
+        """Return the writes of the checkpoints whose copies were handed over in the window; the last ones end after it."""
+        training, writes = self._window.training, self._spans[self._spans[:, NAME] == self._ids.get(WRITING, -1)]
+        staged = self._at(
+            self._spans[(self._spans[:, THREAD] == training) & (self._spans[:, END] <= self.end)], (_STAGED,), BEGIN
+        )
+        found = np.searchsorted(writes[:, BEGIN], staged)
+        mine: Spans = writes[np.unique(found[found < len(writes)])]
+        return mine
+
+    def _is_in_write(self, thread: int, at: int) -> bool:
+        return any(one[THREAD] == thread and one[BEGIN] <= at <= one[END] for one in self._writes)
 
     def _lane_at(self, thread: int, at: int) -> tuple[int, int, int] | None:
         """Return begin, end and track of the last call of a lane's handler that a thread has begun before a moment."""
@@ -266,22 +281,20 @@ class Tracks:
             found.setdefault(one.name, []).append(one)
         before = 0
         for copy in found.get(COPYING, ()):
-            commit = self._commit(next((one for one in found.get(_STAGED, ()) if one.begin >= copy.end), None))
+            commit = self._commit(copy.end)
             asked = [one for one in found.get(REQUESTING, ()) if before <= one.begin < copy.begin]
             before = copy.begin
             if commit is not None:
                 self.arrows += [Arrow("checkpoint", 0, one.begin, *commit) for one in asked or [copy]]
 
-    def _commit(self, staged: Slice | None) -> tuple[int, int] | None:
-        """Return the track and the begin of the commit of the checkpoint whose copy was handed over in a slice."""
-        for arrow in self.arrows:
-            if arrow.name == "delivery" and staged is not None and staged.begin <= arrow.at <= staged.end:
-                slices = self.tracks[arrow.target].slices
-                call = next(one for one in slices if one.begin == arrow.until and one.kind == "handler")
-                for one in slices:
-                    if one.name == _COMMITTED and call.begin <= one.begin <= call.end:
-                        return arrow.target, one.begin
-        return None
+    def _commit(self, copied: int) -> tuple[int, int] | None:
+        """Return the track and the begin of the commit of the checkpoint whose copy was complete at a moment."""
+        write = next((one for one in self._writes if one[BEGIN] >= copied), None)
+        index = None if write is None else self._indices.get(int(write[THREAD]))
+        if write is None or index is None:
+            return None
+        commits = (one.begin for one in self.tracks[index].slices if one.name == _COMMITTED)
+        return next(((index, begin) for begin in commits if write[BEGIN] <= begin <= write[END]), None)
 
 
 def _is(name: Any, kind: str) -> bool:

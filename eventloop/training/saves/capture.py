@@ -1,7 +1,7 @@
 """Capture the state of a run for the saves that its hooks request.
 
 A request goes through four steps. It waits for the next save point, after the last handler of a mount point. The run captures
-(copies) its state and continues. A lane writes the copy. An event reports whether the file is durable, failed or was skipped.
+(copies) its state and continues. A thread writes the copy. An event reports whether the file is durable, failed or was skipped.
 
 Requests at one save point become one write under several names. A request for a state that the last file already holds adds a
 name to that file. States are equal if their versions are equal (see :meth:`Saves._version`).
@@ -81,7 +81,6 @@ class Saves:
         if isinstance(run.state.agreement, Agreement):
             run.state.agreement.asked = lambda: [request.path.name for request in self.requests]
         run.state.scopes.defer(self._end_overlap)
-        run.state.scopes.defer(self._writer.lane.cancel)  # the lane still writes its queued jobs
 
     def _end_overlap(self) -> None:
         overlap, self.overlap = self.overlap, None
@@ -154,9 +153,19 @@ class Saves:
 
     def wait(self) -> None:
         """Wait until no save is being written."""
-        turns = self._opened().turns
+        writer = self._opened()
         with self._run.bus.span("waiting for checkpoints"):
-            turns.wait()
+            writer.wait()
+
+    def settle(self, seconds: float) -> None:
+        """Wait for the files that are being written, for at most ``seconds``."""
+        if self._writer is not None:
+            self._writer.wait(seconds)
+
+    def close(self, seconds: float) -> None:
+        """Accept no more requests, and wait for the files that are being written, for at most ``seconds``."""
+        if self._writer is not None:
+            self._writer.close(seconds)
 
     def gather(self) -> dict[str, Any]:
         """Return the state as a tree of tensors (by reference) and plain values. A collective."""
@@ -254,7 +263,7 @@ class Saves:
             and last.request.path not in writer.failed
             and last.request.leave_out <= wanted.leave_out
         )
-        return held, bool(writer.turns.under_way)
+        return held, writer.busy
 
     def _version(self) -> tuple[int, ...]:
         """Return numbers that change when the state of the run does: tensor versions show changes between mount points."""

@@ -1,20 +1,21 @@
-"""Write saves on a lane of the bus, one at a time and under all their names, and report each by an event."""
+"""Write saves on the background writer, one at a time and under all their names, and report each by an event."""
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
 from eventloop.bus import Bus
-from eventloop.bus.priority import Priority
-from eventloop.bus.subscription import Subscription
-from eventloop.checkpoint import AnyPath, RemotePath, StagedTree, Turns, commit_bytes, link, make_directory, write
+from eventloop.bus.subscription import OFFLOADED, Subscription
+from eventloop.checkpoint import AnyPath, BackgroundWriter, RemotePath, StagedTree, commit_bytes, link, make_directory, write
 from eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointSkipped, CheckpointStaged, Progress, RunView
+from eventloop.events.event import name_of
 from eventloop.log import get_logger
-from eventloop.offload import Deadline, Owned, collectives_allowed
+from eventloop.offload import Deadline
 from eventloop.training.saves.request import SaveRequest
 
 if TYPE_CHECKING:  # a second to import, and only sharded models need it
@@ -22,6 +23,8 @@ if TYPE_CHECKING:  # a second to import, and only sharded models need it
 
 LAST = "last_checkpoint"
 """File with the relative path (or URL) of the newest committed checkpoint, in its directory and in the work dir."""
+
+_STAGED: Final = name_of(CheckpointStaged)
 
 log = get_logger()
 
@@ -50,7 +53,7 @@ class SaveJob(msgspec.Struct, eq=False):
 
 
 class CheckpointWriter:
-    """Write jobs in order on a lane of the bus. A later job may replace one that has not begun.
+    """Write jobs in order on a separate thread. A later job may replace one that has not begun.
 
     The work dir gets a pointer to the newest checkpoint in any directory.
     """
@@ -58,7 +61,6 @@ class CheckpointWriter:
     def __init__(self, run: RunView, bus: Bus) -> None:
         self._view = run
         self._bus = bus
-        self.turns: Turns[SaveJob] = Turns()
         self.made: dict[AnyPath, AnyPath] = {}
         """Directories that exist durably (a power cut cannot remove them), each with the path of its ``last_checkpoint``."""
         self._late: set[Subscription] = set()  # slow handlers of checkpoint_staged
@@ -67,36 +69,47 @@ class CheckpointWriter:
         """The path of the newest durable checkpoint."""
         self.failed: set[AnyPath] = set()
         """Paths that could not be written."""
-        self.lane = bus.on(
-            CheckpointStaged,
-            self.write_checkpoint,
-            priority=Priority.LOWEST,
-            offload="thread",
-            queue=16,
-            linger=0,
-            capture=_job,
-        )
+        self._writer = BackgroundWriter[SaveJob](self._write_checkpoint, at_exit=lambda: self.close(bus.abort_timeout))
 
     # --------------------------------------------------------------------------------------- on the training thread
 
+    @property
+    def busy(self) -> bool:
+        """True while a job is under way."""
+        return self._writer.busy
+
+    def wait(self, seconds: float = math.inf) -> None:
+        """Wait until no job is under way, for at most ``seconds``."""
+        self._writer.wait(seconds=seconds)
+
     def hand_over(self, job: SaveJob) -> None:
-        """Publish a job to the lane; drop it after an error, unless the lane has begun it."""
+        """Publish ``checkpoint_staged`` and queue a job; drop it after an error, unless the thread has begun it."""
         try:
-            self.turns.enter(job, can_wait=job.staged is not None)
-            self._view.publish(CheckpointStaged, path=str(job.paths[0]), job=job)
+            self._view.publish(CheckpointStaged, path=str(job.paths[0]))
+            self._writer.enter(job, can_wait=job.staged is not None)
         except BaseException:
-            if job.staged is None or self.turns.begin(job):
+            if self._writer.waiting is job:
+                self._writer.take_back()
+            if not self._writer.has(job):
                 job.release()
-                self.turns.end(job)
             raise
 
     def replace(self, path: AnyPath) -> None:
         """Skip the waiting job, if any, in favour of ``path``."""
-        replaced = self.turns.take_back()
+        replaced = self._writer.take_back()
         if replaced is not None:
             replaced.given_up = f"replaced by {path}"
             replaced.release()  # before the skip, so that its memory is free for the next save
             self.skip(replaced)
+
+    def close(self, seconds: float) -> None:
+        """Write the queued jobs and end the thread; after ``seconds``, log the jobs that are left."""
+        if self._writer.close(seconds):
+            return
+        left = self._writer.under_way
+        if (waiting := self._writer.take_back()) is not None:
+            waiting.release()
+        log.warning("checkpoints were not written before the run ended", names=[str(job.paths[0]) for job in left])
 
     def skip(self, job: SaveJob) -> None:
         """Log and publish the reason why a job is not written."""
@@ -105,12 +118,17 @@ class CheckpointWriter:
         log.warning("checkpoint not made", names=names, reason=job.given_up, skipped=self._skipped)
         self._bus.publish(CheckpointSkipped(progress=job.progress, path=names[0], names=names, reason=job.given_up))
 
-    # ----------------------------------------------------------------------------------------------- on the lane
+    # ------------------------------------------------------------------------------------------------ on the thread
 
-    def write_checkpoint(self, job: SaveJob) -> None:
-        """Write one job, unless it was replaced."""
-        if job.staged is not None and not self.turns.begin(job):
-            return
+    def _write_checkpoint(self, job: SaveJob) -> None:
+        try:
+            with self._bus.span("writing checkpoints"):
+                self._write_job(job)
+        except BaseException as error:  # noqa: BLE001 - raised on the training thread
+            error.add_note(f"{OFFLOADED} writing of {job.paths[0]}")
+            self._bus.fail(self, error)
+
+    def _write_job(self, job: SaveJob) -> None:
         done: list[AnyPath] = []
         try:
             if job.source is not None and job.source.given_up:
@@ -120,20 +138,15 @@ class CheckpointWriter:
             self._wait_for_handlers()
             self._commit(job, done)
         except Exception as error:
-            # on_error="raise" also raises it on the training thread.
             job.release()
             self._tell_failed(job, [path for path in job.paths if path not in done], error)
             if job.request.on_error == "raise":
                 raise
-        finally:
-            self.turns.end(job)
 
     def _wait_for_handlers(self) -> None:
         """Wait for the other offloaded handlers of ``checkpoint_staged``, up to half of the bus's ``abort_timeout``."""
         for one in self._bus.subscriptions:
-            if one is self.lane or one.lane is None or one.mode == "stream":
-                continue
-            if self.lane.mount_point not in one.mount_points:
+            if one.lane is None or one.mode == "stream" or _STAGED not in one.mount_points:
                 continue
             patience = 0.0 if one in self._late else self._bus.abort_timeout / 2  # an aborted run has all of it
             if one.lane.join(Deadline(patience)):
@@ -168,9 +181,7 @@ class CheckpointWriter:
             return
         self.failed.update(failed)
         names = [str(path) for path in failed]
-        # on_error="raise" logs the traceback when it leaves the handler.
-        detail = {"error": str(error)} if job.request.on_error == "raise" else {"exc_info": error}
-        log.error("checkpoint not written", names=names, **detail)
+        log.error("checkpoint not written", names=names, exc_info=error)
         self._bus.publish(CheckpointFailed(progress=job.progress, path=names[0], names=names, error=str(error)))
 
     def _write(self, job: SaveJob, staged: StagedTree, path: AnyPath) -> int:
@@ -188,8 +199,7 @@ class CheckpointWriter:
 
         if job.parts is None:
             return write_file()
-        with collectives_allowed():  # they use their own process group
-            size = job.parts.commit(write_file)
+        size = job.parts.commit(write_file)
         staged.release()  # on ranks that do not write the file
         return size
 
@@ -213,7 +223,3 @@ class CheckpointWriter:
             return
         make_directory(directory)
         self.made[directory] = directory / LAST
-
-
-def _job(event: CheckpointStaged) -> Any:
-    return Owned(event.job)  # staged already: no copy

@@ -9,7 +9,7 @@ import torch
 from structlog.testing import capture_logs
 
 from eventloop import Bus, CheckpointError, ConfigurationError, Hook, Run, Update
-from eventloop.checkpoint import Turns, load, write
+from eventloop.checkpoint import BackgroundWriter, PendingSaves, load, write
 from eventloop.errors import CheckpointValueError
 
 
@@ -190,7 +190,7 @@ def test_only_a_training_saves(parts, bus, trace, tmp_path, stage):
     assert {entry["reason"] for entry in logs} == {"only a training saves, and this run has not trained"}
 
 
-def test_an_interrupt_after_the_lane_has_taken_a_save_leaves_it_its_memory(bus, tmp_path, monkeypatch):
+def test_an_interrupt_after_the_writer_has_taken_a_save_leaves_it_its_memory(bus, tmp_path, monkeypatch):
     taken, go = threading.Event(), threading.Event()
 
     def held(*arguments):
@@ -202,12 +202,16 @@ def test_an_interrupt_after_the_lane_has_taken_a_save_leaves_it_its_memory(bus, 
     model = torch.nn.Linear(1000, 1, bias=False)
     torch.nn.init.ones_(model.weight)
 
-    def interrupt(event):
+    real = BackgroundWriter.enter
+
+    def interrupt(writer, job, **options):
+        monkeypatch.setattr(BackgroundWriter, "enter", real)
+        real(writer, job, **options)
         assert taken.wait(30)
         raise KeyboardInterrupt
 
+    monkeypatch.setattr(BackgroundWriter, "enter", interrupt)
     with Run(bus, model=model, work_dir=tmp_path) as run:
-        bus.on("checkpoint_staged", interrupt, priority=100)
         batches = iter(run.train([1, 2]))
         next(batches)
         run.request_save("a.safetensors")
@@ -265,15 +269,15 @@ def test_a_tensor_that_an_observer_changes_makes_the_next_save_a_file_of_its_own
         assert torch.equal(load(two)["state_dict"][name], load(one)["state_dict"][name] + 1)
 
 
-def test_an_interrupt_before_the_lane_has_a_save_leaves_the_run_free_to_save(bus, tmp_path, monkeypatch):
-    real = Turns.enter
+def test_an_interrupt_before_the_writer_has_a_save_leaves_the_run_free_to_save(bus, tmp_path, monkeypatch):
+    real = PendingSaves.enter
 
-    def interrupt(turns, job, **options):
+    def interrupt(pending, job, **options):
         monkeypatch.undo()
-        real(turns, job, **options)
+        real(pending, job, **options)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Turns, "enter", interrupt)
+    monkeypatch.setattr(PendingSaves, "enter", interrupt)
     with Run(bus, model=torch.nn.Linear(2, 2), work_dir=tmp_path) as run:
         batches = iter(run.train([1, 2]))
         next(batches)

@@ -1,0 +1,179 @@
+"""The background writer: saves in order on one thread, of which the last one can be taken back until it begins."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, Generic, TypeVar
+
+_POLL: Final = 0.2
+"""Seconds after which a waiting thread checks again, in case Ctrl-C swallowed a notification."""
+
+Job = TypeVar("Job")
+
+
+class PendingSaves(Generic[Job]):
+    """Tracks the jobs under way and the one that waits. Jobs come from one thread and are done by another, in order.
+
+    A job is entered, begun and ended, or it is entered and taken back before it has begun. Each of these is done in full or
+    not at all when Ctrl-C strikes: CPython looks for signals only at calls and jumps back, and none is between the changes.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.under_way: tuple[Job, ...] = ()
+        """The jobs that were entered and have not ended."""
+        self.waiting: Job | None = None
+        """The job that can be taken back."""
+        # One taken lock for each thread in `wait`. An Event would lose track of its own lock when Ctrl-C strikes in it.
+        self._bells: list[threading.Lock] = []
+
+    def wait(self, *, for_place: bool = False, seconds: float = math.inf) -> bool:
+        """Wait until no job is under way; ``for_place``: until none waits to begin. Return False after ``seconds``."""
+        end = time.monotonic() + seconds
+        while True:
+            with self._lock:
+                if not self.under_way or (for_place and self.waiting is None):
+                    return True
+                bell = threading.Lock()
+                bell.acquire()
+                self._bells.append(bell)
+            if (left := end - time.monotonic()) <= 0:
+                return False
+            bell.acquire(timeout=min(_POLL, left))
+
+    def enter(self, job: Job, *, can_wait: bool = True) -> None:
+        """Note a job. Unless it ``can_wait``, it cannot be taken back."""
+        with self._lock:
+            self.under_way = (*self.under_way, job)
+            if can_wait:
+                self.waiting = job
+
+    def take_back(self) -> Job | None:
+        """Take back the waiting job, if there is one: it will never begin."""
+        with self._lock:
+            job = self.waiting
+            if job is not None:
+                self._remove(job)
+            return job
+
+    def begin(self) -> Job | None:
+        """Begin the first job and return it; None if there is none."""
+        with self._lock:
+            if not self.under_way:
+                return None
+            job = self.under_way[0]
+            if self.waiting is job:
+                self.waiting = None
+                self._ring()
+            return job
+
+    def end(self, job: Job) -> None:
+        """Note that a job is done, well or not. A job that is not under way is ignored."""
+        with self._lock:
+            self._remove(job)
+
+    def _remove(self, job: Job) -> None:
+        left = tuple(other for other in self.under_way if other is not job)
+        self.under_way = left
+        if self.waiting is job:
+            self.waiting = None
+        if not left:
+            self._ring()
+
+    def _ring(self) -> None:
+        while self._bells:
+            self._bells.pop().release()
+
+
+class BackgroundWriter(Generic[Job]):
+    """Do jobs in order on a separate thread. One thread at a time may use it; in a forked process it has no thread.
+
+    Args:
+        write: does a job; called on the thread, and must not raise.
+        at_exit: called at interpreter exit, unless it was closed.
+    """
+
+    def __init__(self, write: Callable[[Job], object], *, at_exit: Callable[[], object]) -> None:
+        self._write = write
+        self._at_exit = at_exit
+        self._saves: PendingSaves[Job] = PendingSaves()
+        # Wakes the thread; in C, so that Ctrl-C cannot corrupt it.
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.closed = False
+        self._process = os.getpid()
+        self._thread = threading.Thread(target=self._write_all, name="trainbus-saver", daemon=True)
+        try:
+            self._thread.start()
+            atexit.register(self._at_exit)
+        except BaseException:
+            self.closed = True
+            self._bell.put(None)  # after Ctrl-C the thread may run nevertheless, and must end
+            raise
+
+    @property
+    def here(self) -> bool:
+        """True in the process that created it."""
+        return self._process == os.getpid()
+
+    @property
+    def busy(self) -> bool:
+        """True while a job is under way."""
+        self._bell.put(None)  # Ctrl-C may have struck between entering a job and ringing
+        return bool(self._saves.under_way)
+
+    @property
+    def waiting(self) -> Job | None:
+        """The job that :meth:`take_back` would return."""
+        return self._saves.waiting
+
+    @property
+    def under_way(self) -> tuple[Job, ...]:
+        """The jobs that were entered and have not ended."""
+        return self._saves.under_way
+
+    def has(self, job: Job) -> bool:
+        """Return True if a job is under way."""
+        return any(other is job for other in self._saves.under_way)
+
+    def enter(self, job: Job, *, can_wait: bool = True) -> None:
+        """Queue a job. Unless it ``can_wait``, it cannot be taken back."""
+        self._saves.enter(job, can_wait=can_wait)  # from here on it is done or taken back, even after Ctrl-C
+        self._bell.put(None)
+
+    def take_back(self) -> Job | None:
+        """Take back the job that was entered last, unless it has begun: it will never begin."""
+        return self._saves.take_back()
+
+    def wait(self, *, for_place: bool = False, seconds: float = math.inf) -> bool:
+        """Wait until no job is under way; ``for_place``: until none waits to begin. Return False after ``seconds``."""
+        self._bell.put(None)  # see busy
+        if not self.here or threading.current_thread() is self._thread:  # which would wait for itself
+            return True
+        return self._saves.wait(for_place=for_place, seconds=seconds)
+
+    def close(self, seconds: float = math.inf) -> bool:
+        """Do the jobs that wait, and end the thread; return False after ``seconds``. After Ctrl-C, call it again to finish."""
+        self.closed = True
+        done = self.wait(seconds=seconds)
+        if self.here and done:
+            self._thread.join()  # everything is done by now, should Ctrl-C have it return too soon
+        atexit.unregister(self._at_exit)
+        return done
+
+    def _write_all(self) -> None:
+        while True:
+            self._bell.get()
+            closed = self.closed  # asked first: every job comes before it, so the last one is found below
+            while (job := self._saves.begin()) is not None:
+                try:
+                    self._write(job)
+                finally:
+                    self._saves.end(job)
+            if closed:
+                return
