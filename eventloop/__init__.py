@@ -6,6 +6,7 @@ in ``eventloop.errors``, and types that appear in signatures only in their subpa
 
 from eventloop.bridges import TrainbusCheckpointIO, attach
 from eventloop.bus import Bus, Hook, Priority, Stream, Subscription, Watch, mount
+from eventloop.bus.recording import register_recorder
 from eventloop.checks import check_options
 from eventloop.config import add_hooks, register
 from eventloop.errors import (
@@ -72,3 +73,5 @@ __all__ = [
     "mount_points",
     "register",
 ]
+
+register_recorder("eventloop.observe:BusRecorder")

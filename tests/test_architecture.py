@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import re
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,6 +72,46 @@ def imports(name: str) -> list[Import]:
 
     visit(ast.parse(MODULES[name].read_text()), lazy=False, typing=False)
     return found
+
+
+DOTTED = re.compile(r"(eventloop|hooks|trainbus)(\.\w+)*(:\w+)?")
+BY_USERS = {"eventloop.config.names", "eventloop.offload.importable"}
+"""Modules that import what a user's text names."""
+
+
+def by_name(name: str) -> set[str]:
+    """The modules of ours that a module names in a string, as for ``import_module``: late imports and adapters."""
+    found = set()
+    tree = ast.parse(MODULES[name].read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and DOTTED.fullmatch(node.value):
+            module = node.value.partition(":")[0]
+            if module in MODULES and "." in node.value:
+                found.add(module)
+    return found - {name}
+
+
+def test_rooms_import_rooms_above_them_neither_late_nor_by_name():
+    """Layers are those of the linter, which sees no names in strings. Only `eventloop` itself stands above all its rooms."""
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    layers = [[one.strip() for one in layer.split("|")] for layer in contracts[0]["layers"]]
+    floor = {room: -number for number, layer in enumerate(layers) for room in layer}
+
+    def floor_of(module: str) -> int | None:
+        return next((floor[room] for room in sorted(floor, key=len, reverse=True) if f"{module}.".startswith(f"{room}.")), None)
+
+    for name in MODULES:
+        here = floor_of(name)
+        if here is None or name in BY_USERS:
+            continue
+        for target in by_name(name) | {one.target for one in house(name)}:
+            there = floor_of(target)
+            assert there is None or there <= here or target.startswith("hooks"), f"{name} names {target}, which stands above it"
+
+
+def test_entry_points_are_of_the_module_that_stands_above_all():
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["trainbus"]
+    assert {point.partition(":")[0] for point in points.values()} == {"trainbus"}
 
 
 def house(name: str) -> list[Import]:

@@ -1,11 +1,21 @@
 """The same bus in another library's trainer: ``bus.attach(trainer)`` returns a :class:`Bridge`.
 
-A bridge publishes the mount points of a :class:`HostedRun` when the trainer passes them. Each trainer has a separate module
-here, which is imported when such a trainer is attached.
+A bridge publishes the mount points of a :class:`HostedRun` when the trainer passes them. Each library has a folder here, whose
+modules are imported when such a trainer is attached.
 """
 
-from eventloop.bridges.bridge import Bridge, attach, connect
+from eventloop.bridges.bridge import Bridge, attach
 from eventloop.bridges.hosted import HostedDriver, HostedRun
 from eventloop.bridges.lightning.saver import TrainbusCheckpointIO
+from eventloop.bus import HostKind, register_host
 
-__all__ = ["Bridge", "HostedDriver", "HostedRun", "TrainbusCheckpointIO", "attach", "connect"]
+__all__ = ["Bridge", "HostedDriver", "HostedRun", "TrainbusCheckpointIO", "attach"]
+
+_LIGHTNING = "eventloop.bridges.lightning.host:LightningBridge"
+register_host(
+    HostKind("lightning.pytorch.trainer.trainer.Trainer", _LIGHTNING, "lightning.Trainer"),
+    HostKind("pytorch_lightning.trainer.trainer.Trainer", _LIGHTNING, "lightning.Trainer"),
+    HostKind("transformers.trainer.Trainer", "eventloop.bridges.transformers.host:TransformersBridge", "transformers.Trainer"),
+    HostKind("ignite.engine.engine.Engine", "eventloop.bridges.ignite.host:IgniteBridge", "ignite.engine.Engine"),
+    HostKind("accelerate.accelerator.Accelerator", "eventloop.bridges.accelerate.host:AcceleratorSaves", loops=False),
+)

@@ -1,30 +1,21 @@
-"""``Bridge``: the common part of all bridges, and the choice of the bridge for a trainer."""
+"""``Bridge``: the common part of all bridges."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from typing import Any, ClassVar, Final, Self
+from typing import Any, ClassVar, Self
 
 from eventloop.bridges.copies import Unattached, announce_copies, attached, replaced
 from eventloop.bridges.hosted import HostedRun
 from eventloop.bus import Bus, Subscription
+from eventloop.bus.hosts import bridge_for
 from eventloop.errors import ConfigurationError, SubscribeError, TrainingError
 from eventloop.log import get_logger
 
 log = get_logger()
-
-_BRIDGES: Final[Mapping[str, tuple[str, str]]] = {
-    "lightning.pytorch.trainer.trainer.Trainer": ("eventloop.bridges.lightning.host", "LightningBridge"),
-    "pytorch_lightning.trainer.trainer.Trainer": ("eventloop.bridges.lightning.host", "LightningBridge"),
-    "transformers.trainer.Trainer": ("eventloop.bridges.transformers.host", "TransformersBridge"),
-    "ignite.engine.engine.Engine": ("eventloop.bridges.ignite.host", "IgniteBridge"),
-    "accelerate.accelerator.Accelerator": ("eventloop.bridges.accelerate.host", "AcceleratorSaves"),
-}
-"""Module and class of the bridge for each class of trainers, by its full name, so that no library is imported to compare."""
 
 
 class Bridge:
@@ -50,6 +41,44 @@ class Bridge:
         self.run: HostedRun | None = None
         """The run of the trainer's present or last training, validation or test."""
         self._undo = ExitStack()
+
+    @classmethod
+    def attach(cls, bus: Bus, trainer: Any, **options: Any) -> Self:
+        """Return the bridge between a bus and a trainer; :meth:`eventloop.Bus.attach` calls this.
+
+        Raises:
+            SubscribeError: a bus is attached to this trainer already.
+            ConfigurationError: an unknown or invalid option.
+        """
+        for one in attached:
+            if one.trainer is trainer:
+                whose = "this bus" if one.bus is bus else "another bus"
+                raise SubscribeError(
+                    f"{whose} is attached to this {type(trainer).__name__} already: add your hooks to it, or detach its bridge"
+                )
+        cls._check_options(options)
+        bridge = cls(bus, trainer, **options)
+        bridge.on_detach(partial(attached.discard, bridge))
+        try:
+            bridge.on_detach(partial(bus.remove_bridge, bridge))
+            bridge.install()
+            if cls.trains:
+                announce_copies(trainer, cls.trains, cls.host)
+            bus.add_bridge(bridge)
+        except BaseException:
+            bridge.detach()
+            raise
+        attached.add(bridge)
+        return bridge
+
+    @classmethod
+    def _check_options(cls, options: Iterable[str]) -> None:
+        signature = inspect.signature(cls)
+        known = [one.name for one in signature.parameters.values() if one.kind is one.KEYWORD_ONLY]
+        for name in options:
+            if name not in known:
+                way_out = cls.instead.get(name) or f"the options are: {', '.join(known) or 'none'}"
+                raise ConfigurationError(f"bus.attach({name}=...) is not an option for {cls.host}; {way_out}")
 
     def install(self) -> None:
         """Make the trainer call this bridge."""
@@ -109,54 +138,5 @@ def attach(trainer: object, **options: Any) -> Bridge:
 
     ``bridge.bus`` is the bus. For your own bus, arguments and errors, see :meth:`eventloop.Bus.attach`.
     """
-    return connect(Bus(), trainer, **options)
-
-
-def connect(bus: Bus, trainer: object, **options: Any) -> Bridge:
-    """Return the bridge between a bus and a trainer; see :meth:`eventloop.Bus.attach`.
-
-    Raises:
-        SubscribeError: a bus is attached to this trainer already, or no bridge knows the trainer.
-    """
-    for one in attached:
-        if one.trainer is trainer:
-            whose = "this bus" if one.bus is bus else "another bus"
-            raise SubscribeError(
-                f"{whose} is attached to this {type(trainer).__name__} already: add your hooks to it, or detach its bridge"
-            )
-    names = [f"{kind.__module__}.{kind.__qualname__}" for kind in type(trainer).__mro__]
-    found = next((_BRIDGES[name] for name in names if name in _BRIDGES), None)
-    if found is None:
-        raise SubscribeError(
-            "bus.attach() takes a lightning.Trainer, a transformers.Trainer or an ignite.engine.Engine, not "
-            f"{_shown(trainer)}; with Accelerate, write your loop around Run(bus, accelerator=accelerator, ...)"
-        )
-    kind: type[Bridge] = getattr(importlib.import_module(found[0]), found[1])
-    _check_options(kind, options)
-    bridge = kind(bus, trainer, **options)
-    bridge.on_detach(partial(attached.discard, bridge))
-    try:
-        bridge.on_detach(partial(bus.remove_bridge, bridge))
-        bridge.install()
-        if bridge.trains:
-            announce_copies(trainer, bridge.trains, bridge.host)
-        bus.add_bridge(bridge)
-    except BaseException:
-        bridge.detach()
-        raise
-    attached.add(bridge)
+    bridge: Bridge = bridge_for(trainer).attach(Bus(), trainer, **options)
     return bridge
-
-
-def _check_options(kind: type[Bridge], options: Iterable[str]) -> None:
-    signature = inspect.signature(kind)
-    known = [one.name for one in signature.parameters.values() if one.kind is one.KEYWORD_ONLY]
-    for name in options:
-        if name not in known:
-            way_out = kind.instead.get(name) or f"the options are: {', '.join(known) or 'none'}"
-            raise ConfigurationError(f"bus.attach({name}=...) is not an option for {kind.host}; {way_out}")
-
-
-def _shown(trainer: object) -> str:
-    kind = trainer if isinstance(trainer, type) else type(trainer)
-    return f"{'the class' if isinstance(trainer, type) else 'a'} {kind.__module__}.{kind.__qualname__}"

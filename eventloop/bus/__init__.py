@@ -5,6 +5,7 @@ from eventloop.bus.describe import Description
 from eventloop.bus.guests import GuestHook, GuestKind, register_guests
 from eventloop.bus.handler import HandlerOptions, StreamOptions
 from eventloop.bus.hook import Hook, mount
+from eventloop.bus.hosts import HostKind, register_host
 from eventloop.bus.priority import Priority
 from eventloop.bus.stats import BusStats
 from eventloop.bus.stream import Stream
@@ -19,6 +20,7 @@ __all__ = [
     "GuestKind",
     "HandlerOptions",
     "Hook",
+    "HostKind",
     "Priority",
     "Stats",
     "Stream",
@@ -28,4 +30,5 @@ __all__ = [
     "mark_ranges",
     "mount",
     "register_guests",
+    "register_host",
 ]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Annotated, Any, Protocol, Self
+from typing import Annotated, Any
 
 import msgspec
 import torch
@@ -14,9 +13,11 @@ import torch
 from eventloop.bus.describe import Description, describe
 from eventloop.bus.guests import GuestHook, as_hook, check_distinct, is_same
 from eventloop.bus.hook import Hook, subscriptions_of
+from eventloop.bus.hosts import Attachment, bridge_for
 from eventloop.bus.lifecycle import forget_routes, log
 from eventloop.bus.overloads import TypedOn, decorates
 from eventloop.bus.priority import PriorityLike
+from eventloop.bus.recording import make_recorder
 from eventloop.bus.redefined import redefines
 from eventloop.bus.routes import Count, Route, compile_route, route_source
 from eventloop.bus.stats import BusStats
@@ -53,23 +54,6 @@ def mark_ranges(on: bool) -> None:
     check_value("on", on, bool)
     _ranges.on = on
     forget_routes()
-
-
-class Attachment(Protocol):
-    """The interface of the :class:`eventloop.bridges.Bridge` that :meth:`Bus.attach` returns."""
-
-    @property
-    def missing(self) -> Mapping[str, str]:
-        """The mount points that the trainer cannot publish, with the reason."""
-
-    def detach(self) -> None:
-        """Restore the trainer."""
-
-    def warn_of_missing(self, subscriptions: Iterable[Subscription]) -> None:
-        """Log a warning for each missing mount point that has a subscription."""
-
-    def __enter__(self) -> Self: ...
-    def __exit__(self, *error: object) -> None: ...
 
 
 @answers_names
@@ -236,8 +220,7 @@ class Bus(TypedOn, Streams):
             SubscribeError: another kind of object, or a trainer with a bus.
             ConfigurationError: an unknown or invalid option.
         """
-        # Imported by name, because `bridges` stands above `bus`.
-        made: Attachment = importlib.import_module("eventloop.bridges").connect(self, trainer, **options)
+        made: Attachment = bridge_for(trainer).attach(self, trainer, **options)
         return made
 
     # ------------------------------------------------------------------------------------------------ publishing
@@ -302,8 +285,7 @@ class Bus(TypedOn, Streams):
         with self._lock:
             if on is self.timing:
                 return
-            # Imported by name, because `observe` stands above `bus`.
-            recorder = importlib.import_module("eventloop.observe").BusRecorder(self) if on else None
+            recorder = make_recorder(self) if on else None
             former, self._recorder = self._recorder, recorder
             for subscription in self.subscriptions:
                 self._measure(subscription)

@@ -39,7 +39,7 @@ _serial = itertools.count(1)
 
 
 class SpanRecorder(Protocol):
-    """Records publishes: ``note(pack(number(), id, thread(), began, *ends, ended))``; see :mod:`eventloop.observe.spans`."""
+    """Records publishes: ``note(pack(number(), id, thread(), began, *ends, ended))``; see :mod:`eventloop.measure.spans`."""
 
     note: Callable[[bytes], object]
     number: Callable[[], int]

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from eventloop.observe.spans import BEGIN, END, FIELDS, NAME, Spans
+from eventloop.measure.spans import BEGIN, END, FIELDS, NAME, Spans
 from eventloop.observe.totals import BINS, Totals
 
 Ints = NDArray[np.int64]

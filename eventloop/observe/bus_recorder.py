@@ -15,12 +15,12 @@ from eventloop.bus.subscription import Subscription
 from eventloop.errors import LaneClosedError
 from eventloop.events import CostsMeasured, Event, RanksMeasured
 from eventloop.events.event import name_of, registry
+from eventloop.measure.spans import BEGIN, END, NAME, THREAD, Recorder, Spans, Steps, packer
 from eventloop.observe.account import NEEDED, Account, among
 from eventloop.observe.costs import Costs, Histogram, LaneCosts, Part
 from eventloop.observe.exchange import RankExchange
 from eventloop.observe.memory import Memory
 from eventloop.observe.ranks import RankCosts, Spent, spent_here
-from eventloop.observe.spans import BEGIN, END, NAME, THREAD, Recorder, Spans, Steps, packer
 from eventloop.observe.totals import Totals
 from eventloop.offload import Lane, Meter
 

@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from eventloop.measure.spans import BEGIN, END, FIELDS, NAME
 from eventloop.observe.account import BETWEEN, Account, exclusive
-from eventloop.observe.spans import BEGIN, END, FIELDS, NAME
 
 
 def tree(draw, begin: int, end: int, depth: int) -> list[tuple[int, int, int]]:

@@ -9,7 +9,8 @@ from structlog.testing import capture_logs
 
 from eventloop import Bus, BusStateError, Hook, Run
 from eventloop.events import AfterTrainIter, Event
-from eventloop.observe import Costs, LaneCosts, Part, bus_recorder, spans
+from eventloop.measure import spans
+from eventloop.observe import Costs, LaneCosts, Part, bus_recorder
 from hooks import CheckpointHook, OptimizerHook
 
 from ..hooks.conftest import StopAfter, batches, loss_of, make_loop, small_model

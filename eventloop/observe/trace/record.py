@@ -15,8 +15,8 @@ import numpy as np
 
 from eventloop.bus import Bus, Subscription
 from eventloop.log import get_logger
+from eventloop.measure.spans import FIELDS, Spans
 from eventloop.observe.memory import resident
-from eventloop.observe.spans import FIELDS, Spans
 from eventloop.observe.trace.chrome import write_trace
 from eventloop.observe.trace.tracks import Counter, Tracks, Window
 from eventloop.offload import Deadline

@@ -12,9 +12,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eventloop.measure.spans import BEGIN, END, NAME, THREAD, Spans
 from eventloop.observe.account import BETWEEN, WITHIN
 from eventloop.observe.bus_recorder import Call, ForeignCall, LaneSpan
-from eventloop.observe.spans import BEGIN, END, NAME, THREAD, Spans
 
 ITERATION: Final = ("before_train_iter", "after_train_iter")
 WAITING: Final = "waiting for data"

@@ -8,8 +8,8 @@ from structlog.testing import capture_logs
 
 from eventloop import Bus, Progress
 from eventloop.events import AfterTrainIter
-from eventloop.observe import spans
-from eventloop.observe.spans import BEGIN, END, NAME, NUMBER, THREAD, Recorder
+from eventloop.measure import spans
+from eventloop.measure.spans import BEGIN, END, NAME, NUMBER, THREAD, Recorder
 
 from ..waiting import until
 

@@ -1,0 +1,20 @@
+"""Who records what a bus does. The room that interprets the records stands above the bus, and registers its recorder here."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_recorder = ""
+
+
+def register_recorder(path: str) -> None:
+    """Register ``module:attribute`` of the class that records for a bus; it is imported when the first bus measures."""
+    global _recorder
+    _recorder = path
+
+
+def make_recorder(bus: Any) -> Any:
+    """Return a new recorder for a bus."""
+    module, _, name = _recorder.partition(":")
+    return getattr(importlib.import_module(module), name)(bus)
