@@ -6,7 +6,7 @@ file that the safetensors package opens.
 
 from eventloop.checkpoint.background import BackgroundWriter, PendingSaves
 from eventloop.checkpoint.commit import TEMPORARY_PREFIX
-from eventloop.checkpoint.export import export_tree, export_weights, is_weights, weights_only
+from eventloop.checkpoint.export import export_tree, export_weights, is_weights, load_whole, weights_only
 from eventloop.checkpoint.folder import (
     FORMER_PREFIX,
     STATE_FILE,
@@ -24,7 +24,7 @@ from eventloop.checkpoint.overlap import Overlap, Staging
 from eventloop.checkpoint.pth import ForeignFormat, convert_foreign, load_pth, register_format
 from eventloop.checkpoint.remote import RemotePath
 from eventloop.checkpoint.saver import AsyncSaver, Busy, CommitInfo, Writer, save, write
-from eventloop.checkpoint.shards import has_shards, is_sharded, load_whole, sweep_shards, verify_shards
+from eventloop.checkpoint.shards import has_shards, is_sharded, sweep_shards, verify_shards
 from eventloop.checkpoint.stage import StageBuffer, StagedTree, stage
 from eventloop.checkpoint.store import (
     AnyPath,

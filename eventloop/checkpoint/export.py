@@ -16,9 +16,9 @@ import torch
 
 from eventloop.checkpoint.commit import commit_file, write_all
 from eventloop.checkpoint.container import METADATA, SAFE_NAMES, crc32, with_length
-from eventloop.checkpoint.load import inspect
+from eventloop.checkpoint.load import inspect, load
 from eventloop.checkpoint.rebuild import convert_parts
-from eventloop.checkpoint.shards import load_whole
+from eventloop.checkpoint.shards import has_shards, verify_shards
 from eventloop.checkpoint.store import AnyPath, AsPath, as_path, link
 from eventloop.checkpoint.tree import text_of
 from eventloop.checkpoint.wrappers import without_wrappers
@@ -32,6 +32,22 @@ _SAFETENSORS: Final = ".safetensors"
 _Fill = Callable[[int], object]
 _LONGEST_INT: Final = 255 * 8 - 1  # bits; weights_only knows the pickle of no longer one
 _AS_IT_IS: Final = frozenset({type(None), bool, float, complex, str, torch.Tensor, torch.dtype, torch.device, torch.Size})
+
+
+def load_whole(path: AsPath) -> Any:
+    """Read a checkpoint on one process, with whole tensors also where the run that wrote it had them sharded.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        CheckpointDamagedError: the file or a part beside it is damaged.
+    """
+    state = load(path)
+    if not has_shards(state):
+        return state
+    verify_shards(state, path)
+    from eventloop.checkpoint.sharded import put_shards  # takes a second to import
+
+    return put_shards(state, Path(str(path)), lambda keys, shape, dtype: torch.empty(shape, dtype=dtype), None)
 
 
 def export_tree(path: AsPath, out: AsPath) -> None:

@@ -20,9 +20,9 @@ import torch
 
 from eventloop.checkpoint.commit import CHUNK, TEMPORARY_PREFIX, failing
 from eventloop.checkpoint.container import crc32, elements, readable
-from eventloop.checkpoint.load import load, outline
+from eventloop.checkpoint.load import outline
 from eventloop.checkpoint.rebuild import DTYPES
-from eventloop.checkpoint.store import AsPath, file_size, is_plain_name, read_small
+from eventloop.checkpoint.store import file_size, is_plain_name, read_small
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 from eventloop.log import get_logger
 
@@ -73,22 +73,6 @@ def is_sharded(model: torch.nn.Module) -> bool:
 def has_shards(state: object) -> bool:
     """Return True if the tree of a checkpoint names a directory with sharded tensors."""
     return isinstance(state, Mapping) and SHARDS in state
-
-
-def load_whole(path: AsPath) -> Any:
-    """Read a checkpoint on one process, with whole tensors also where the run that wrote it had them sharded.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        CheckpointDamagedError: the file or a part beside it is damaged.
-    """
-    state = load(path)
-    if not has_shards(state):
-        return state
-    verify_shards(state, path)
-    from eventloop.checkpoint.sharded import put_shards  # takes a second to import
-
-    return put_shards(state, Path(str(path)), lambda keys, shape, dtype: torch.empty(shape, dtype=dtype), None)
 
 
 def shards_of(state: Mapping[str, Any], path: Path) -> Path:

@@ -10,13 +10,14 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownOptionError, UnusedCliTokensError
 from rich.console import Console
 from rich.text import Text
 from torch.distributed import is_torchelastic_launched
 
-import trainbus
 from eventloop.cli import catalogue, init, report, run, runs, trace
 from eventloop.cli.checkpoint import exchange, listing, show
 from eventloop.config.read import shortened
@@ -24,10 +25,17 @@ from eventloop.errors import CheckpointDamagedError, TrainbusError
 from eventloop.observe import RunDamagedError
 from eventloop.terminal import cell
 
+
+def _version() -> str:
+    with suppress(PackageNotFoundError):  # a checkout that is not installed
+        return f"trainbus {version('trainbus')}"
+    return "trainbus 0+unknown"
+
+
 app = App(
     name="trainbus",
     help="An async event-bus runtime for PyTorch training.",
-    version=lambda: f"trainbus {trainbus.__version__}",
+    version=_version,
     default_parameter=Parameter(negative=()),
     suppress_keyboard_interrupt=False,
     exit_on_error=False,

@@ -37,7 +37,7 @@ def init(file: Path = Path("train.py"), /) -> None:
 
 
 def _template(name: str, file: Path) -> str:
-    text = files("eventloop.cli").joinpath("templates", f"{name}.txt").read_text(encoding="utf-8")
+    text = files(__package__).joinpath("templates", f"{name}.txt").read_text(encoding="utf-8")
     return text.replace("train.py", file.name).replace("train.toml", file.name)
 
 
