@@ -66,6 +66,8 @@ class HostedRun(Run):
     """
 
     # The bridge sets these when they are known.
+    resume_way: str = "the trainer's own resume"
+    """How a user resumes, with ``{}`` for the path of a checkpoint."""
     train_data: Iterable[Any] | None = None
     epoch_length: int | None = None
     evaluation_length: int | None = None

@@ -13,12 +13,13 @@ from typing import Any, Final
 from eventloop import events as ev
 from eventloop.bus import Bus
 from eventloop.checkpoint import AnyPath, link
-from eventloop.errors import ConfigurationError
+from eventloop.errors import ConfigurationError, RunCancelled
 from eventloop.events import Progress
 from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import Ranks
 from eventloop.training.saves.capture import Saves
 from eventloop.training.saves.request import SaveRequest, merged
+from eventloop.training.saves.resumable import resume_line
 
 log = get_logger()
 
@@ -73,6 +74,7 @@ class HostSaves(Saves):
     At a save point of the run, requests become due. At its next safe moment the bridge calls :meth:`write_due`.
     """
 
+    hidden = RunCancelled, KeyboardInterrupt  # Lightning exits instead of raising it
     _run: Any
     due: list[SaveRequest]
     _others: list[AnyPath]
@@ -81,6 +83,10 @@ class HostSaves(Saves):
     """True if a failure of the current save ends the training; False if a hook asked for a log line only."""
     _written: tuple[object, set[AnyPath]] | None
     """The version of the last state that was written, and its paths."""
+
+    def __init__(self, run: Any, feeds: Any) -> None:
+        super().__init__(run, feeds)
+        self._committed: list[AnyPath] = []
 
     def open(self, ranks: Ranks | None) -> None:
         """Accept requests until the run ends."""
@@ -117,6 +123,11 @@ class HostSaves(Saves):
         self.due, self.requests = [], []
         for request in left:
             self._refuse(request)
+
+    def resume_line(self) -> str:
+        """Return the line that tells how to continue from the newest checkpoint of this run, in the trainer's own words."""
+        lines = (resume_line(path, self._run.resume_way.format(path)) for path in reversed(self._committed))
+        return next(filter(None, lines), "")  # the trainer may have removed the newest
 
     def wait(self) -> None:
         """Return at once: the trainer has written its files."""
@@ -167,6 +178,7 @@ class HostSaves(Saves):
                 self._run.bus.publish(ev.CheckpointFailed(**told, error=str(error)))
             raise
         if first and told_here:
+            self._committed.append(path)
             seconds = time.perf_counter() - start
             stall = seconds if writing.here else writing.copied
             self._run.bus.publish(ev.CheckpointCommitted(**told, bytes=_size(path), seconds=seconds, stall=stall))

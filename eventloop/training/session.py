@@ -191,11 +191,12 @@ class Session:
                 error.add_note(f"then a handler of on_exception failed: {failure!r}")
 
     def _tell_resume(self, error: BaseException) -> None:
-        """Add the line that resumes the run to an error; log it for a cancellation, whose error the application may replace."""
+        """Add the line that resumes the run to an error; log it if the application or the trainer may replace the error."""
         if not (line := self._saves.resume_line()):
             return
-        if isinstance(error, RunCancelled):
-            log.info(f"the run was cancelled; {line}", iter=self.state.counters.iter)
+        if isinstance(error, self._saves.hidden):
+            reason = "cancelled" if isinstance(error, RunCancelled) else "interrupted"
+            log.info(f"the run was {reason}; {line}", iter=self.state.counters.iter)
         else:
             error.add_note(line)
 

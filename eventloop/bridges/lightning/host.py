@@ -152,6 +152,7 @@ class LightningBridge(Bridge):
         run = HostedRun(self.bus, model=trainer.lightning_module, optimizer=given, work_dir=work_dir, suffix=".ckpt", name=name)
         reason = f" (trainer.log_dir is the URL {folder})" if remote else ""
         run.work_dir_advice = f"give the first logger, or Trainer(default_root_dir=), a local directory{reason}"
+        run.resume_way = 'trainer.fit(..., ckpt_path="{}")'
         run.config = dict(trainer.lightning_module.hparams)
         self.run, self._drive = run, run.driver
         self._drive.begin_run()

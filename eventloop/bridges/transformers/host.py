@@ -128,6 +128,8 @@ class TransformersBridge(Bridge):
             yield
         except BaseException as error:
             if self.running is not None:
+                if self._saver is not None:
+                    self._saver.finish(error)
                 self._drive.fail(error)
             raise
         finally:
@@ -167,6 +169,7 @@ class TransformersBridge(Bridge):
     def _begin_run(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         trainer, args = self.trainer, self.trainer.args
         run = HostedRun(self.bus, model=trainer.model, optimizer=optimizer, work_dir=Path(args.output_dir))
+        run.resume_way = 'trainer.train(resume_from_checkpoint="{}")'
         self.run, self._drive = run, run.driver
         run.validates = True if args.eval_strategy != "no" or args.eval_on_start else None
         handler = signal.getsignal(signal.SIGTERM)

@@ -74,6 +74,14 @@ class FolderSaver:
         if best is not None and Path(best).is_dir():
             self._trainer.state.best_model_checkpoint = best
 
+    def finish(self, error: BaseException) -> None:
+        """Wait for the files of this rank after ``error``, so that they are there when it is reported."""
+        try:
+            if self._saver is not None:
+                self._saver.wait()
+        except Exception as failure:  # noqa: BLE001 - the first error is the one to raise
+            error.add_note(f"and a checkpoint could not be written: {failure}")
+
     def save(self, write: Callable[[], object], path: Path, told: Told, *, own: bool, raises: bool = True) -> None:
         """Call ``write``, copy the state that the trainer saves in it, and queue the copy for the folder ``path``.
 

@@ -22,7 +22,7 @@ import torch
 from eventloop import events as ev
 from eventloop.bus import Bus
 from eventloop.checkpoint import AnyPath, Overlap, StageBuffer, as_path, is_sharded, stage, weights_only, without_wrappers
-from eventloop.errors import ConfigurationError
+from eventloop.errors import ConfigurationError, RunCancelled
 from eventloop.events import RunView
 from eventloop.training.data import Feeds
 from eventloop.training.distributed.ranks import Agreement, Ranks, own_group
@@ -49,6 +49,9 @@ class SavedRun(RunView, Protocol):
 
 class Saves:
     """Collect requests, capture the state of the run once for all of them, and pass it to the writer."""
+
+    hidden: tuple[type[BaseException], ...] = (RunCancelled,)
+    """Errors that the user may not get to see."""
 
     def __init__(self, run: SavedRun, feeds: Feeds) -> None:
         self._run = run
@@ -149,7 +152,9 @@ class Saves:
         run, writer = self._run, self._writer
         if writer is None or run.rank or not run.state.has_trained:
             return ""
-        return resume_line(writer.newest or run.resumed_from, self.directories if run.work_dir is not None else ())
+        path = writer.newest or run.resumed_from
+        found = path is not None and run.work_dir is not None and path.parent in self.directories
+        return resume_line(path, 'resume="auto"' if found else f'resume="{path}"')
 
     def wait(self) -> None:
         """Wait until no save is being written."""

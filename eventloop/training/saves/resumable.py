@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -21,14 +21,8 @@ def resumed_with(way: str) -> Iterator[None]:
         _way.reset(token)
 
 
-def resume_line(path: AnyPath | None, searched: Collection[AnyPath]) -> str:
-    """Return the line that tells how to continue from the checkpoint ``path``; empty if it is None, or was removed.
-
-    Args:
-        path: the newest checkpoint of the run.
-        searched: the directories that ``resume="auto"`` searches; empty if the run has no work dir.
-    """
+def resume_line(path: AnyPath | None, way: str) -> str:
+    """Return the line that tells to continue from the checkpoint ``path`` with ``way``; empty if it is None, or was removed."""
     if path is None or not (isinstance(path, RemotePath) or path.exists()):
         return ""
-    way = _way.get() or ('resume="auto"' if path.parent in searched else f'resume="{path}"')
-    return f"continue from {path} with {way}"
+    return f"continue from {path} with {_way.get() or way}"

@@ -9,12 +9,15 @@ import itertools
 import os
 import random
 import shutil
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 import torch
@@ -36,7 +39,7 @@ from eventloop import (
     Update,
     load_weights,
 )
-from eventloop.checkpoint import load, save
+from eventloop.checkpoint import load, save, write
 from eventloop.training.saves.discover import peek
 
 SAMPLES = 22  # five batches of four, and one of two
@@ -875,3 +878,55 @@ def test_a_run_that_ends_early_tells_last_how_to_continue_if_it_can(parts, tmp_p
     way = {"work dir": '"auto"', "out_dir": f'"{tmp_path / "here.safetensors"}"', "nowhere": None}[place]
     assert [text.partition("resume=")[2] for text in told] == ([] if way is None else [way])
     assert way is None or end in ("stop", "cancel") or told == notes[-1:]
+
+
+@pytest.mark.parametrize(
+    ("opened", "end"),
+    [
+        *itertools.product(["with bus"], ["an exception", "cancel"]),
+        *itertools.product(
+            ["async with bus, asyncio", "async with bus, trio", "arun, asyncio", "arun, trio"],
+            ["an exception", "cancel", "cancelled by the host"],
+        ),
+    ],
+)
+def test_on_a_bus_that_stays_open_the_line_names_the_file_that_is_being_written(parts, tmp_path, monkeypatch, opened, end):
+    begun, go_on, asked = (threading.Event() for _ in range(3))
+
+    def write_slowly(*arguments):
+        begun.set()
+        assert go_on.wait(20)
+        return write(*arguments)
+
+    def end_it(event):
+        assert begun.wait(20)
+        threading.Timer(0.5, go_on.set).start()
+        if end in ENDS:
+            ENDS[end](event)
+        asked.set()
+        time.sleep(0.2)
+
+    async def train():
+        async with nullcontext() if opened.startswith("arun") else bus, anyio.create_task_group() as group:
+            group.start_soon(loop.arun)
+            while not asked.is_set() and end not in ENDS:
+                await anyio.sleep(0.01)
+            if end not in ENDS:
+                group.cancel_scope.cancel()
+
+    monkeypatch.setattr("eventloop.training.saves.write.write", write_slowly)
+    bus = Bus()
+    bus.on("after_train_iter", lambda e: e.run.request_save("here.safetensors"), once=2)
+    bus.on("after_train_iter", end_it, when=lambda e: e.progress.iter == 2, priority=99)
+    loop, backend = parts.loop(bus, max_epochs=5, val_data=None, work_dir=tmp_path), opened.rpartition(" ")[2]
+    notes = []
+    with capture_logs() as logs:
+        try:
+            if backend == "bus":
+                with bus:
+                    loop.run()
+            else:
+                anyio.run(train, backend=backend)
+        except* (ZeroDivisionError, RunCancelled) as errors:
+            notes = getattr(errors.exceptions[0], "__notes__", [])
+    assert any("here.safetensors with resume=" in text for text in [*notes, *(entry["event"] for entry in logs)])
