@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from eventloop import CheckpointError, ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, register
-from eventloop.checkpoint import AnyPath, Busy, Staging, as_path, is_sharded, remove, sweep_shards
+from eventloop.checkpoint import AnyPath, Busy, Staging, as_path, checkpoints_in, is_sharded, remove, sweep_shards
 from eventloop.events import RunView
 from hooks.copies import CopiedAnew
 from hooks.options import NonNegativeInt, one_or_more
@@ -132,15 +132,26 @@ class CheckpointHook(CopiedAnew, Hook):
         self._suffix = SUFFIX
         self._began_at: int | None = None  # iterations at the beginning, if that state needs no save
 
+    def files_of_run(self, work_dir: Path) -> Collection[AnyPath]:
+        directory = self._directory(work_dir)
+        return () if directory is None or directory == work_dir else [*checkpoints_in(directory)]
+
+    def _directory(self, work_dir: Path | None) -> AnyPath | None:
+        out_dir = None if self._out_dir is None else self._out_dir.absolute()
+        if out_dir is None or work_dir is None or out_dir == work_dir:
+            return out_dir or work_dir
+        return out_dir / work_dir.resolve().name  # each run has its own folder
+
     def needs_metrics(self) -> Collection[str]:
         return set(self._kept.best.names) - {"auto"}
 
     def before_run(self, event: events.BeforeRun) -> None:
         work_dir = event.run.work_dir
-        out_dir = None if self._out_dir is None else self._out_dir.absolute()
-        directory: AnyPath | None = out_dir or work_dir
-        if out_dir is not None and work_dir is not None and out_dir != work_dir:
-            directory = out_dir / work_dir.resolve().name  # each run has its own folder
+        directory = self._directory(work_dir)
+        if directory is not None and directory.exists() and not directory.is_dir():
+            raise ConfigurationError(f"{self.label} cannot save to {directory}: it is not a directory")
+        if directory is not None and directory != work_dir:
+            directory = event.run.keeps_checkpoints_in(directory)
         event.run.shared[KEPT] = policies = event.run.shared.get(KEPT, [])
         self._suffix = event.run.checkpoint_suffix
         self._kept.begin(directory, policies, self._suffix)
@@ -151,10 +162,6 @@ class CheckpointHook(CopiedAnew, Hook):
         self._last = None
         self._removes = event.run.rank == 0
         self._sharded = any(map(is_sharded, event.run.models.values()))  # a forward pass may put parameters together
-        if directory is not None and directory.exists() and not directory.is_dir():
-            raise ConfigurationError(f"{self.label} cannot save to {directory}: it is not a directory")
-        if directory is not None and directory != work_dir:
-            event.run.keeps_checkpoints_in(directory)
 
     def after_load_checkpoint(self, event: events.AfterLoadCheckpoint) -> None:
         self._loaded_here = bool(self._kept.own([event.path]))

@@ -8,7 +8,7 @@ detaches events, so the training thread never waits for a device or a disk.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count, groupby
 from operator import attrgetter
@@ -101,6 +101,7 @@ class LoggerHook(CopiedAnew, Hook):
         "_unwritten": log_state.Unwritten,
         **dict.fromkeys(("_restored", "_epoch_length", "_facts"), NoneType),
         **dict.fromkeys(("_begun", "_at"), int),
+        "_opens": bool,
     }
     timeout: float = 600.0
     """Seconds that writing a batch of events may take; more is an error."""
@@ -140,6 +141,7 @@ class LoggerHook(CopiedAnew, Hook):
         self._token = next(_tokens)
         self._unwritten = log_state.Unwritten()
         self._restored: dict[str, Any] | None = None  # until the thread of the lane takes it
+        self._opens = False  # until the first stage of a run
         self._begun = 0  # how often the windows began anew or with those of a checkpoint
         # A thread that was abandoned in a hanging writer may wake up later: it ends its batch before the next thread begins.
         self._writing = Lock()
@@ -148,18 +150,29 @@ class LoggerHook(CopiedAnew, Hook):
         self._facts: RunFacts | None = None
         self._at = 0  # how far this thread has come with `_begun`
 
+    def files_of_run(self, work_dir: Path) -> Collection[Any]:
+        return [work_dir / name for writer in self._fanout.writers for name in writer.files()]
+
     # --------------------------------------------------------------------------------- inline: on the training thread
 
     def before_run(self, event: events.BeforeRun) -> None:
         run = event.run
         run.shared[LOGGER] = self
-        work_dir = None if run.work_dir is None else str(run.work_dir)
-        if work_dir is None and self._idle_without_work_dir:
+        if run.work_dir is None and self._idle_without_work_dir:
             writers = ", ".join(self._idle_without_work_dir)
             log.warning(f"these writers write nothing, as the run has no work dir: {run.work_dir_advice}", writers=writers)
         self._begun, self._restored = self._begun + 1, None
-        facts = {"name": run.name, "work_dir": work_dir, "seed": run.seed, "config": _plain(run.config)}
-        self._record(run, "open", begun=self._begun, **facts)
+        self._opens = True
+
+    @mount("before_train", "before_val", "before_test", priority=Priority.HIGHEST)
+    def open_writers(self, event: events.BeforeTrain | events.BeforeVal | events.BeforeTest) -> None:
+        """Open the writers, once the run knows whether it resumes."""
+        run = event.run
+        opens, self._opens = self._opens, False
+        if opens:
+            work_dir = None if run.work_dir is None else str(run.work_dir)
+            facts = {"name": run.name, "work_dir": work_dir, "seed": run.seed, "config": _plain(run.config)}
+            self._record(run, "open", begun=self._begun, **facts)
 
     def before_train_epoch(self, event: events.BeforeTrainEpoch) -> None:
         state, self._restored = self._restored, None

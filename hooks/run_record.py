@@ -89,7 +89,7 @@ class RunRecordHook(CopiedAnew, Hook):
     priority = Priority.LOWEST
     observes = True
     ranks = "rank0"
-    of_run: ClassVar = {"_folder": NoneType, "_run": NoneType}
+    of_run: ClassVar = {"_folder": NoneType, "_run": NoneType, "_announced": NoneType}
 
     @check_options
     def __init__(self, *, costs: bool = True) -> None:
@@ -102,6 +102,7 @@ class RunRecordHook(CopiedAnew, Hook):
         self._costs_at = self._ranks_at = 0.0
         self._straggler: tuple[int, str] | None = None
         self._loaded: dict[str, Any] | None = None
+        self._announced: dict[str, Any] | None = None  # the run that has begun, until its first stage
         self._trains = False
         self.timing = costs
 
@@ -128,7 +129,11 @@ class RunRecordHook(CopiedAnew, Hook):
         """Write the line of an event."""
         kind = noted["kind"]
         if kind == "before_run":
-            self._begin(noted)
+            self._announce(noted)
+        elif self._announced is not None and kind not in ("resume", "costs", "ranks"):  # the run knows whether it resumes
+            self._begin(self._announced)
+        if kind == "resume":
+            self._loaded = noted
         if self._folder is None:
             return
         session = self._facts.sessions[-1]
@@ -141,9 +146,7 @@ class RunRecordHook(CopiedAnew, Hook):
         self._trains = self._trains or kind == "before_train"
         if not kind.startswith("checkpoint"):  # the request may be of an earlier iteration
             self._advance(session, noted["epoch"], noted["iter"])
-        if kind == "resume":
-            self._loaded = noted
-        elif kind in _STAGES:
+        if kind in _STAGES:
             self._began[kind] = noted["time"]
             if kind == "before_train" and self._loaded is not None:  # a test of a checkpoint resumes nothing
                 session.resumed_from = self._loaded["path"]
@@ -152,19 +155,22 @@ class RunRecordHook(CopiedAnew, Hook):
             if _STAGES[kind] not in session.stages:
                 session.stages.append(_STAGES[kind])
                 write_facts(self._folder, self._facts)
-        elif kind != "before_run":
+        elif kind not in ("before_run", "resume"):
             self._happened(self._folder, noted, session)
 
     def _advance(self, session: Session, epoch: int, iteration: int) -> None:
         if self._trains or "train" not in session.stages:  # a test after the training may be of an earlier checkpoint
             session.epoch, session.iter = epoch, iteration
 
-    def _begin(self, noted: Mapping[str, Any]) -> None:
+    def _announce(self, noted: dict[str, Any]) -> None:
         self._folder = self._loaded = None
         self._trains = False
-        if noted["work_dir"] is None:
+        self._announced = None if noted["work_dir"] is None else noted
+        if self._announced is None:
             log.warning(f"RunRecordHook writes nothing, because the run has no work dir: {noted['advice']}")
-            return
+
+    def _begin(self, noted: Mapping[str, Any]) -> None:
+        self._announced = None
         folder = Path(noted["work_dir"])
         self._run, self._costs_at = noted["run"], noted["time"] + 10
         self._ranks_at, self._straggler = self._costs_at, None

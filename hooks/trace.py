@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from pathlib import Path
 from types import NoneType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from eventloop import ConfigurationError, Hook, Priority, check_options, get_logger, register
 from eventloop.events import BeforeTrain, BeforeTrainIter, OnException
@@ -51,6 +53,9 @@ class TraceHook(CopiedAnew, Hook):
         self._tracer: Tracer | None = None
         self._count = 0
         self._patience = _PATIENCE
+
+    def files_of_run(self, work_dir: Path) -> Collection[Any]:
+        return [work_dir / name for name in ("trace.json", "trace.rank0.json")]
 
     def before_train(self, event: BeforeTrain) -> None:
         run = event.run

@@ -255,6 +255,7 @@ class HostedDriver(Driver):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._steps: dict[int, tuple[Callable[..., None], Callable[..., None]]] = {}
+        self.host_folder = True
 
     def begin_train(self, *, max_epochs: Limit | None = None, max_iters: Limit | None = None) -> None:
         """Publish ``before_train``; let requests of one rank take effect on all ranks, if there are several."""

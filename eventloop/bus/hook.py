@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from eventloop.bus.priority import Priority, PriorityLike
@@ -59,6 +60,14 @@ class Hook:
         """Return the names of the validation metrics that this hook acts on; none by default.
 
         ``TrainLoop`` checks them before the training, when it looks at the first batches of ``val_data``.
+        """
+        return ()
+
+    def files_of_run(self, work_dir: Path) -> Collection[Any]:
+        """Return the files and folders that this hook writes for a run in ``work_dir``; none by default.
+
+        If one of them exists, a new training gets a work dir of its own. In the folder of another trainer they are moved to
+        a subfolder ``earlier-1``.
         """
         return ()
 

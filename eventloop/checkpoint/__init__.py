@@ -19,7 +19,7 @@ from eventloop.checkpoint.folder import (
     sync_folder,
 )
 from eventloop.checkpoint.folder_files import FolderFiles, verify_folder
-from eventloop.checkpoint.load import file_kind, inspect, load, outline, verify
+from eventloop.checkpoint.load import checkpoints_in, file_kind, inspect, is_checkpoint, load, outline, verify
 from eventloop.checkpoint.overlap import Overlap, Staging
 from eventloop.checkpoint.pth import ForeignFormat, convert_foreign, load_pth, register_format
 from eventloop.checkpoint.remote import RemotePath
@@ -63,6 +63,7 @@ __all__ = [
     "Writer",
     "as_path",
     "check_regular",
+    "checkpoints_in",
     "commit_bytes",
     "commit_folder",
     "convert_foreign",
@@ -74,6 +75,7 @@ __all__ = [
     "free_name",
     "has_shards",
     "inspect",
+    "is_checkpoint",
     "is_folder",
     "is_plain_name",
     "is_sharded",

@@ -18,7 +18,7 @@ from eventloop.checkpoint import container
 from eventloop.checkpoint.commit import CHUNK
 from eventloop.checkpoint.container import DIGEST_BYTES, LENGTH_BYTES, ForeignInfo, Header, TensorInfo, crc32, readable
 from eventloop.checkpoint.rebuild import check_packed, unflatten
-from eventloop.checkpoint.store import AnyPath, AsPath, as_path, open_file
+from eventloop.checkpoint.store import AnyPath, AsPath, as_path, list_files, open_file
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 
 Kind = Literal["checkpoint", "plain safetensors", "torch.save", "unknown"]
@@ -127,6 +127,17 @@ def file_kind(path: AsPath) -> Kind:
     if metadata.get("format") == container.FORMAT:
         return "checkpoint"
     return "plain safetensors" if metadata.get("format") in _OTHER_FORMATS else "unknown"
+
+
+def is_checkpoint(path: AnyPath) -> bool:
+    """Return True if a file has the name and the content of a checkpoint."""
+    named = path.suffix == ".safetensors" and not path.name.startswith(".")
+    return named and path.is_file() and file_kind(path) == "checkpoint"
+
+
+def checkpoints_in(directory: AnyPath) -> Iterator[AnyPath]:
+    """Yield the checkpoints in a directory, if it exists."""
+    return (path for path, _ in list_files(directory) if is_checkpoint(path))
 
 
 def check_memory(size: int) -> None:

@@ -108,6 +108,7 @@ class Driver(Session):
             raise ConfigurationError(f"max_epochs={max_epochs} and max_iters={max_iters}: give drive.begin_train() one of them")
         state = self.state
         self._lock()
+        self._begin_stage()
         if max_epochs is not None or max_iters is not None:
             state.counters.max_epochs, state.counters.max_iters = max_epochs, max_iters
         state.scopes.enter("train")
@@ -285,6 +286,7 @@ class Driver(Session):
         self, call: str, stage: Stage, data: Iterable[Any] | None, metrics: AnyMetrics | None
     ) -> Iterable[Any]:
         self._take_turn(call)
+        self._begin_stage()
         state = self.state
         feed = None if data is None else self._saves.feeds.for_evaluation(data, f"{stage}_data")
         accumulated = metrics if isinstance(metrics, Metrics) else self._saves.feeds.metrics(metrics)

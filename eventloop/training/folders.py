@@ -1,41 +1,68 @@
-"""Choose the folder of a run: each run has its own, ``runs/first``, then ``runs/first-2``, and so on."""
+"""Choose the folder of a run: each run has its own, ``runs/first``, then ``runs/first-2``, and so on.
+
+In another trainer's folder the files of an earlier run are moved to a subfolder.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, TypeVar, cast
 
-from eventloop.checkpoint import file_kind
+from eventloop.bus import Hook
+from eventloop.checkpoint import AnyPath, checkpoints_in, is_checkpoint
 from eventloop.errors import ConfigurationError
-from eventloop.training.saves.discover import is_candidate
 from eventloop.training.saves.write import LAST
 
 _FILES: Final = (LAST, "run.json", "record.jsonl", "scalars.jsonl", "scalars.csv", "tensorboard")
-"""Files that hooks write into the work dir of a run."""
+"""Files that hooks write into the work dir of a run, by default."""
+
+F = TypeVar("F", bound=AnyPath)
 
 
-def has_run(folder: Path) -> bool:
+def files_of_run(folder: AnyPath, hooks: Iterable[Hook] = ()) -> Iterator[AnyPath]:
+    """Yield the files of a run in ``folder``, and those that ``hooks`` would write for a run there."""
+    named = (path for hook in hooks if isinstance(folder, Path) for path in hook.files_of_run(folder))
+    for path in dict.fromkeys([*(folder / name for name in _FILES), *named]):
+        if path.exists():
+            yield path
+    yield from checkpoints_in(folder)
+
+
+def has_run(folder: AnyPath, hooks: Iterable[Hook] = ()) -> bool:
     """Return True if a folder has files of a run. One that only has other files has none."""
-    if any((folder / name).exists() for name in _FILES):
-        return True
-    return any(is_candidate(path) and path.is_file() and file_kind(path) == "checkpoint" for path in folder.glob("*"))
+    return any(True for _ in files_of_run(folder, hooks))
 
 
-def free_folder(wanted: Path) -> Path:
-    """Return ``wanted``, or the first of ``wanted-2``, ``wanted-3`` … that has no run.
+def move_aside(folder: Path, hooks: Iterable[Hook]) -> Path | None:
+    """Move the files of an earlier run in ``folder`` to its subfolder ``earlier-1``, ``earlier-2`` …; return that."""
+    found = [path for path in files_of_run(folder, hooks) if isinstance(path, Path) and path.is_relative_to(folder)]
+    if any(folder.glob("*.shards")):  # beside their checkpoints
+        found = [path for path in found if path.name != LAST and not is_checkpoint(path)]
+    if not found:
+        return None
+    aside = next(path for number in count(1) if not (path := folder / f"earlier-{number}").exists())
+    for path in dict.fromkeys(found):
+        (aside / path.relative_to(folder)).parent.mkdir(parents=True, exist_ok=True)
+        path.rename(aside / path.relative_to(folder))
+    return aside
+
+
+def free_folder(wanted: F, hooks: Iterable[Hook] = ()) -> F:
+    """Return ``wanted``, or the first of ``wanted-2``, ``wanted-3`` … that has no run, also not in other folders of ``hooks``.
 
     Raises:
         ConfigurationError: the folder cannot be read, or it has files and no name that a number can follow (``..``).
     """
     folder = wanted
     try:
-        if wanted.name in ("", "..") and any(wanted.iterdir()):
+        if wanted.name in ("", "..") and isinstance(wanted, Path) and any(wanted.iterdir()):
             raise ConfigurationError(f"{wanted} is not empty; give the run an empty folder, such as {wanted / 'run'}")
         for number in count(1):
             folder = _numbered(wanted, number)
-            if not (folder.is_dir() and has_run(folder)):
+            if not has_run(folder, hooks):
                 break  # making it tells what is wrong with a file of this name
     except OSError as error:
         name = str(folder) if len(str(folder)) <= 80 else f"{str(folder)[:80]}…"
@@ -54,9 +81,9 @@ def newest_run(wanted: Path) -> Path:
     return max(found, default=(1, wanted))[1]
 
 
-def _numbered(wanted: Path, number: int) -> Path:
+def _numbered(wanted: F, number: int) -> F:
     if number == 1:
         return wanted
     # Runs in the current folder have their successors in it, and not beside it.
-    first = wanted / "run" if wanted.absolute() == Path.cwd() else wanted
-    return first.with_name(f"{first.name}-{number}")
+    first: Any = wanted / "run" if wanted.absolute() == Path.cwd() else wanted
+    return cast("F", first.with_name(f"{first.name}-{number}"))

@@ -137,6 +137,7 @@ class Run:
         self._reported: set[str] = set()  # names of entries that were looked at
         self._in_handlers = False  # while handlers of this run's events are called, but for those in an iteration
         self._driver.own_folder = accelerator is None  # whose loop saves into the folder itself
+        self._driver.host_folder = accelerator is not None
         if accelerator is not None:
             register(accelerator, self, self._restore)
             self.state.accelerator = accelerator
@@ -442,9 +443,14 @@ class Run:
         with self.bus.span("requesting checkpoints"):
             self._saves.request(SaveRequest(path, frozenset(leave_out), on_error, staging=staging, busy=busy))
 
-    def keeps_checkpoints_in(self, directory: str | AnyPath) -> None:
-        """Add a directory to the search of ``resume="auto"``, for hooks that save elsewhere. Call it before the run."""
-        self._saves.directories.append(as_path(directory))
+    def keeps_checkpoints_in(self, directory: str | AnyPath) -> AnyPath:
+        """Return the directory for a hook that saves elsewhere, and search it for ``resume="auto"``. Call it before the run.
+
+        It is another one (``out-2``) if a new run has no work dir and the directory has a run already.
+        """
+        chosen: AnyPath = self._driver.free_directory(as_path(directory))
+        self._saves.directories.append(chosen)
+        return chosen
 
     def note_options(self, owner: str, options: Any) -> None:
         """Record options that a checkpoint overrides; a resume warns about options that the program changed.

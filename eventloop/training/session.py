@@ -14,13 +14,14 @@ import torch
 
 from eventloop import events as ev
 from eventloop.bus import Bus
+from eventloop.checkpoint import AnyPath
 from eventloop.errors import LaneFullError, RunCancelled, TrainingError
 from eventloop.events import Event
 from eventloop.events.run_view import RunView
 from eventloop.log import get_logger
 from eventloop.offload import Deadline
 from eventloop.training.distributed.ranks import Requests, join_ranks, share_failure, world_size
-from eventloop.training.folders import free_folder, newest_run
+from eventloop.training.folders import free_folder, move_aside, newest_run
 from eventloop.training.locks import DirectoryLock
 from eventloop.training.optimizers import stepping, warn_if_useless
 from eventloop.training.rng import seed_everything
@@ -66,6 +67,9 @@ class Session:
         """True if a hook steps the optimizers; False if the body of the user's loop does."""
         self.own_folder = False
         """True if a training that begins or resumes by ``"auto"`` chooses its folder; see :mod:`eventloop.training.folders`."""
+        self.host_folder = False
+        """True if another trainer has chosen the folder: a new training moves the files of an earlier run there."""
+        self._is_new = False  # a training without a work dir that begins anew
         self._run = run
         self._bus = bus
         self._saves = saves
@@ -149,6 +153,7 @@ class Session:
             lambda: Requests(state.stop, state.save_now, state.cancelled, state.paused, bool(state.rates), state.stop_reason),
             trains=bool(run.optimizers),
         )
+        self._is_new = False
         if self.own_folder and state.trains:
             self._choose_folder()
         state.scopes.defer(run.resume)  # so that a run entered again does not begin paused
@@ -254,14 +259,39 @@ class Session:
         run: Any = self._run
         self.own_folder = False  # a run that is entered again stays there
         restore, wanted = self._restore, run.work_dir
-        if wanted is None or restore.given or self.state.counters.iter or self.state.counters.epoch:
+        if restore.given or self.state.counters.iter or self.state.counters.epoch:
             return
-        choose = partial(newest_run if restore.automatic else free_folder, wanted)
+        if wanted is None:
+            self._is_new = True
+            return
+        hooks = self._bus.hooks
+        choose = partial(newest_run, wanted) if restore.automatic else partial(free_folder, wanted, hooks)
         folder = choose() if self.state.ranks is None else self.state.ranks.from_first(choose)
         if folder != wanted:
             what = "going on with the newest run of this name" if restore.automatic else "this work dir has a run already, so"
             log.info(what if restore.automatic else f"{what} this one gets a folder of its own", work_dir=str(folder))
             run.move_to(folder)
+
+    def free_directory(self, wanted: AnyPath) -> AnyPath:
+        """Return a directory of checkpoints for this run: another one if ``wanted`` has a run, and nothing tells them apart."""
+        if not self._is_new:
+            return wanted
+        choose = partial(free_folder, wanted)
+        folder = choose() if self.state.ranks is None else self.state.ranks.from_first(choose)
+        if folder != wanted:
+            log.info("this directory has a run already, so this one gets a directory of its own", directory=str(folder))
+        return folder
+
+    def _begin_stage(self) -> None:
+        """Before the first stage of a training that does not resume, move the files of an earlier run aside."""
+        run, state = self._run, self.state
+        moves, self.host_folder = self.host_folder and state.trains, False
+        if not moves or state.resumed or state.counters.iter or state.counters.epoch or run.rank or run.work_dir is None:
+            return
+        if (aside := move_aside(run.work_dir, self._bus.hooks)) is not None:
+            log.warning(
+                "this folder has an earlier run, and this training does not resume it; its files were moved", to=str(aside)
+            )
 
     def _number_name(self) -> None:
         """Tell a run without a name and a work dir from the other open ones, for dashboards and streams."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -84,6 +84,10 @@ class Writer(CopiedAnew):
     @check_options
     def __init__(self, interval: PositiveInt | None = None) -> None:
         self.interval = interval
+
+    def files(self) -> Collection[str]:
+        """Return the names of the files and folders in the work dir that belong to one run; none by default."""
+        return ()
 
     def open(self, run: RunFacts) -> None:
         """Begin a run; called before all other methods, and again for the next run after :meth:`close`."""

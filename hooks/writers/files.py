@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import NoneType
 from typing import BinaryIO, ClassVar
@@ -31,6 +31,9 @@ class FileWriter(Writer):
         super().__init__(interval)
         self.filename = filename
         self._file: BinaryIO | None = None
+
+    def files(self) -> Collection[str]:
+        return (self.filename,)
 
     def open(self, run: RunFacts) -> None:
         self.directory = run.folder

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -19,6 +19,8 @@ log = get_logger()
 
 _MOST_METRICS, _MOST_PARAMS = 1000, 100  # per call: MLflow's limits
 _LONGEST = 6000  # characters of a parameter's value
+
+_ID = "mlflow_run_id"  # file with the id of the run
 
 
 @register
@@ -67,6 +69,9 @@ class MLflowWriter(Writer):
         self.experiment = experiment
         self.needs_work_dir = tracking_uri is None
 
+    def files(self) -> Collection[str]:
+        return (_ID,)
+
     def open(self, run: RunFacts) -> None:
         """Begin an MLflow run, or continue the one of the work dir."""
         uri, artifacts = self.tracking_uri, None
@@ -90,7 +95,7 @@ class MLflowWriter(Writer):
                 return False
             return True
 
-        self._id = run_id(run.work_dir, "mlflow_run_id", make, exists)
+        self._id = run_id(run.work_dir, _ID, make, exists)
         client.update_run(self._id, status="RUNNING")
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any, ClassVar
@@ -54,6 +54,9 @@ class TensorBoardWriter(Writer):
             "tensorboard.compat.proto.event_pb2",
             "tensorboard.compat.proto.summary_pb2",
         )
+
+    def files(self) -> Collection[str]:
+        return (self.directory,)
 
     def open(self, run: RunFacts) -> None:
         self._events = self._torch.SummaryWriter(str(run.folder / self.directory), max_queue=_QUEUE, flush_secs=_NEVER)

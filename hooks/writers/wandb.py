@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import datetime
 from functools import partial
 from importlib import import_module
@@ -16,6 +16,8 @@ from eventloop import check_options, register
 from hooks.options import Name, PositiveInt
 from hooks.writers.base import Image, RunFacts, Where, Writer, load
 from hooks.writers.files import run_id
+
+_ID = "wandb/run_id"  # file with the id of the run
 
 
 @register
@@ -47,11 +49,14 @@ class WandbWriter(Writer):
         self._wandb: Any = load("WandbWriter", "wandb", "wandb", "PIL")[0]
         self.project = project
 
+    def files(self) -> Collection[str]:
+        return (_ID,)
+
     def open(self, run: RunFacts) -> None:
         """Begin a W&B run; the user's global W&B run stays untouched."""
         run.folder.mkdir(parents=True, exist_ok=True)
         self._iter, self._failed = 0, False
-        stored_id = run_id(run.work_dir, "wandb/run_id", lambda: secrets.token_hex(4))
+        stored_id = run_id(run.work_dir, _ID, lambda: secrets.token_hex(4))
         # W&B names a folder by second and id, and would overwrite the folder of a training that ended in the same second.
         while (run.folder / "wandb" / f"offline-run-{datetime.now().astimezone():%Y%m%d_%H%M%S}-{stored_id}").exists():
             time.sleep(0.05)

@@ -9,6 +9,7 @@ from eventloop.cli import main
 
 from ..scripts import run_script
 
+BEGIN = "import os, sys; os.chdir({!r}); sys.path.insert(0, '.'); more = {}"
 RUN = {
     "train.py": "import runpy; sys.argv = ['train.py', *more]; runpy.run_path('train.py', run_name='__main__')",
     "mine.toml": "from eventloop.cli import main; sys.exit(main(['run', 'mine.toml', *more]))",
@@ -21,13 +22,24 @@ def test_what_is_written_trains_and_resumes(tmp_path, capsys, monkeypatch, name)
     assert main(["init", name]) == 0
     assert capsys.readouterr().out.startswith(f"wrote {name} and parts.py")
     for more in ([], ["--resume"]):
-        there = f"import os, sys; os.chdir({str(tmp_path)!r}); sys.path.insert(0, '.'); more = {more}"
-        done = run_script(f"{there}; {RUN[name]}", tmp_path)
+        done = run_script(f"{BEGIN.format(str(tmp_path), more)}; {RUN[name]}", tmp_path)
         assert done.returncode == 0, done.stderr
     [run] = (tmp_path / "runs").iterdir()
     assert (run / "run.json").exists()
     assert len(list(run.glob("epoch_*.safetensors"))) == 3
     verify(run / "epoch_20.safetensors")
+
+
+def test_a_script_and_a_configuration_of_one_name_are_two_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    before = {}
+    for name, run in (("train.py", RUN["train.py"]), ("train.toml", RUN["mine.toml"].replace("mine", "train"))):
+        assert main(["init", name]) == 0
+        done = run_script(f"{BEGIN.format(str(tmp_path), [])}; {run}", tmp_path)
+        assert done.returncode == 0, done.stderr
+        before = before or {path.name: path.read_bytes() for path in (tmp_path / "runs" / "train").iterdir()}
+    assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == ["train", "train-2"]
+    assert {path.name: path.read_bytes() for path in (tmp_path / "runs" / "train").iterdir()} == before
 
 
 def test_the_length_of_a_written_training_stands_in_one_place(tmp_path, monkeypatch):

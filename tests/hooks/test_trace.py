@@ -213,8 +213,8 @@ def test_each_training_of_a_run_that_trains_again_has_its_window(tmp_path):
 
 
 def test_a_disk_that_refuses_is_logged_and_the_training_continues(tmp_path, capsys):
-    (tmp_path / FILE).mkdir()
     loop = make_loop(TraceHook(first=1, iterations=2), work_dir=tmp_path)
+    loop.bus.on("before_run", lambda event: (tmp_path / FILE).mkdir())
     loop.run()
     assert loop.counters.iter == 8
     assert "the trace could not be written" in capsys.readouterr().err

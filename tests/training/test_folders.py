@@ -8,13 +8,14 @@ from structlog.testing import capture_logs
 
 from eventloop import Bus, Run, TrainLoop
 from eventloop.checkpoint import load
-from hooks import CheckpointHook
+from hooks import CheckpointHook, LoggerHook, TraceHook
+from hooks.writers import CSVWriter, JSONLinesWriter, TensorBoardWriter
 
 
-def make_loop(work_dir, epochs=2):
+def make_loop(work_dir, epochs=2, hooks=None):
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data, bus = [torch.ones(1, 2)], Bus(CheckpointHook(1))
+    data, bus = [torch.ones(1, 2)], Bus(*(hooks or [CheckpointHook(1)]))
 
     def step(model, batch):
         return model(batch).sum()
@@ -92,3 +93,50 @@ def test_a_run_in_the_current_folder_has_its_successors_in_it(tmp_path, monkeypa
     assert (tmp_path / "run-2" / "epoch_2.safetensors").exists()
     make_loop(".", 3).run(resume="auto")
     assert (tmp_path / "run-2" / "epoch_3.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    "hook",
+    [
+        lambda: LoggerHook(writers=[JSONLinesWriter("mine.jsonl")]),
+        lambda: LoggerHook(writers=[CSVWriter("mine.csv")]),
+        lambda: LoggerHook(writers=[TensorBoardWriter("events")]),
+        lambda: TraceHook(first=0, iterations=1),
+    ],
+    ids=["jsonl", "csv", "tensorboard", "trace"],
+)
+def test_a_file_that_only_one_hook_writes_tells_a_run(tmp_path, hook):
+    make_loop(tmp_path / "first", hooks=[hook()]).run()
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+    make_loop(tmp_path / "first", hooks=[hook()]).run()
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "first-2"}
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path in before} | {tmp_path: 0} == (
+        before | {tmp_path: 0}
+    )
+
+
+def test_a_directory_of_checkpoints_without_a_work_dir_gets_a_number(tmp_path):
+    out = tmp_path / "out"
+    make_loop(None, hooks=[CheckpointHook(1, out_dir=out)]).run()
+    before = content(out)
+    with capture_logs() as logs:
+        make_loop(None, hooks=[CheckpointHook(1, out_dir=out)]).run()
+    assert [one["directory"] for one in logs if "directory" in one] == [str(tmp_path / "out-2")]
+    assert content(out) == before
+    assert content(tmp_path / "out-2").keys() == before.keys()
+    make_loop(None, 3, hooks=[CheckpointHook(1, out_dir=out)]).run(resume=out / "epoch_2.safetensors")
+    assert (out / "epoch_3.safetensors").exists()
+
+
+def test_work_dirs_of_one_name_have_two_directories_of_checkpoints(tmp_path):
+    def train(name, epochs=1, **options):
+        make_loop(tmp_path / name / "run", epochs, hooks=[CheckpointHook(1, out_dir=tmp_path / "out")]).run(**options)
+
+    train("x")
+    before = content(tmp_path / "out" / "run")
+    train("y")
+    assert content(tmp_path / "out" / "run") == before
+    assert (tmp_path / "y" / "run-2" / "last_checkpoint").exists()
+    train("y", 2, resume="auto")
+    assert (tmp_path / "out" / "run-2" / "epoch_2.safetensors").exists()
+    assert content(tmp_path / "out" / "run") == before
