@@ -10,7 +10,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 from eventloop import events as ev
-from eventloop.bridges.entry import check_entry, same_tensor
+from eventloop.bridges.entry import same_tensor
 from eventloop.bridges.saves import CHECKED, HostSaves, Writing
 from eventloop.bus import Bus
 from eventloop.checkpoint import AnyPath, weights_only
@@ -24,8 +24,9 @@ from eventloop.training.distributed.ranks import world_size
 from eventloop.training.distributed.rounds import Rounds, join_rounds
 from eventloop.training.metrics import Metrics
 from eventloop.training.optimizers import warn_if_useless
-from eventloop.training.saves.capture import FORMAT, unwrapped_state
+from eventloop.training.saves.contents import by_model, flat, gather_entry, gather_weights, restore_entry
 from eventloop.training.saves.restore import publish_loaded
+from eventloop.training.schema import SavedEntry, read, upgraded
 from eventloop.training.state import ITERATIONS, Counters
 
 log = get_logger()
@@ -164,18 +165,12 @@ class HostedRun(Run):
             CheckpointValueError: a value is neither a tensor nor a plain value; the error names its path.
         """
         heard = self.heard(ev.BeforeSaveCheckpoint, True)
-        own = {name: unwrapped_state(model) for name, model in self.models.items()} if heard else {}
+        own = gather_weights(self.models) if heard else {}
         if heard and stored is not None:
             keys = checkpoint_keys(self.models["model"])
             kept = {key for long, key in keys.items() if same_tensor(stored.get(long), own["model"][key])}
             own["model"] = {key: tensor for key, tensor in own["model"].items() if key in kept}
-        entry: dict[str, Any] = {
-            "format": FORMAT,
-            "state_dict": self._flat(own),
-            "progress": self.counters.state_dict(),
-            "bus": self.bus.state_dict(),
-            "info": {name: value for name, value in self.info.items() if isinstance(value, bool | int | float | str | None)},
-        }
+        entry = {**gather_entry(self), "state_dict": flat(own) if own else {}}
         self.publish(ev.BeforeSaveCheckpoint, path=path, checkpoint=entry)
         changed = self._changed(own, entry.pop("state_dict"))
         if path not in ("", CHECKED) and self.running:
@@ -194,40 +189,31 @@ class HostedRun(Run):
         Raises:
             CheckpointError: the value is not such an entry, or its format is too new.
         """
-        check_entry(entry)
-        own: dict[str, Any] = {name: unwrapped_state(model) for name, model in self.models.items()}
+        entry = upgraded(entry, SavedEntry)
+        own = gather_weights(self.models)
         for name, tensors in (weights or {}).items():
             keys = checkpoint_keys(self.models[name])
             own[name] |= {keys[long]: tensor for long, tensor in tensors.items()}
-        state = {**entry, "state_dict": self._flat(own)}
-        publish_loaded(self, path, state, state["progress"])
+        state = {**entry, "state_dict": flat(own)}
+        publish_loaded(self, path, state, read(state, SavedEntry).progress)
         for name, tensors in self._changed(own, state["state_dict"]).items():
             self.models[name].load_state_dict(dict(tensors), strict=False)
-        self.counters.load_state_dict(state["progress"])
-        self.info.update(state["info"])
-        self.bus.load_state_dict(state["bus"])
-        self.state.resumed = True
-        self.state.progress = self.counters.snapshot()
+        restore_entry(self, read(state, SavedEntry))
         log.info("the bus has resumed", **({"path": path} if path else {}), epoch=self.counters.epoch, iter=self.counters.iter)
 
     def resume_without_entry(self, counters: Counters, path: str = "") -> None:
         """Continue with the trainer's own counts from a checkpoint that was saved without a bus; warn if hooks have state."""
-        own = {name: unwrapped_state(model) for name, model in self.models.items()}
-        publish_loaded(self, path, {"state_dict": self._flat(own)}, counters.state_dict())
+        publish_loaded(self, path, {"state_dict": flat(gather_weights(self.models))}, counters)
         hooks = [hook.label for hook in self.bus.hooks if hook.stateful]
         if hooks:
             log.warning("the checkpoint was saved without this bus; its hooks start anew", path=path, hooks=hooks)
-        self.counters.load_state_dict(counters.state_dict())
+        self.counters.restore(counters)
         self.state.resumed = True
         self.state.progress = self.counters.snapshot()
 
-    def _flat(self, weights: dict[str, Any]) -> dict[str, Any]:
-        """Return the weights in the layout of checkpoints: without a model's name if there is only one model."""
-        return weights.get("model", {}) if set(self.models) == {"model"} else weights
-
     def _changed(self, before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Any]) -> Weights:
         """Return the tensors that a hook has replaced."""
-        now = {"model": after} if set(self.models) == {"model"} else after
+        now = by_model(self.models, after)
         changed = {}
         for name, own in before.items():
             keys = checkpoint_keys(self.models[name])

@@ -10,8 +10,9 @@ import torch
 from eventloop.errors import CheckpointError, ConfigurationError
 from eventloop.log import get_logger
 from eventloop.training.repeat import end_repeated
-from eventloop.training.saves.capture import unwrapped_state
+from eventloop.training.saves.contents import flat, gather_weights
 from eventloop.training.saves.restore import HOSTED, Restore
+from eventloop.training.schema import how_far
 
 log = get_logger()
 
@@ -57,7 +58,7 @@ class AcceleratorEntry:
         self.run.gather_state(gathered)
         state: dict[str, Any] = gathered[HOSTED]
         del state["optimizer"]
-        if _same_storage(state["state_dict"], self._weights()):
+        if _same_storage(state["state_dict"], flat(gather_weights(self.run.models))):
             del state["state_dict"]
         return state
 
@@ -66,14 +67,11 @@ class AcceleratorEntry:
         if self.run is None:
             log.warning("this is a copy of an accelerator, and has no run: call Run(accelerator=...) before load_state()")
             return
-        if not isinstance(state, Mapping) or "progress" not in state:
+        if not how_far(state):
             raise CheckpointError("accelerator.load_state(): the folder has no state of a trainbus run")
         optimizers = {name: optimizer.state_dict() for name, optimizer in self.run.optimizers.items()}
-        self.restore.begin_with({HOSTED: {"state_dict": self._weights(), **state, "optimizer": optimizers}})
-
-    def _weights(self) -> dict[str, Any]:
-        weights = {name: unwrapped_state(model) for name, model in self.run.models.items()}
-        return weights["model"] if set(weights) == {"model"} else weights
+        weights = flat(gather_weights(self.run.models))
+        self.restore.begin_with({HOSTED: {"state_dict": weights, **state, "optimizer": optimizers}})
 
 
 def _same_storage(one: Any, other: Any) -> bool:

@@ -27,6 +27,7 @@ from eventloop.training.loaders import (
 )
 from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.rng import set_epoch, set_sampler_epoch
+from eventloop.training.schema import SavedData, SavedEvaluation, SavedPosition, SavedStart
 
 log = get_logger()
 
@@ -53,12 +54,12 @@ class Feed:
         self._iterator: Iterator[Any] | None = None
         self._ahead: Any = _MISSING
         self._position: Any = _MISSING  # the loader's state before it yielded the batch ahead
-        self.start: dict[str, Any] | None = None
+        self.start: SavedStart | None = None
         """Random states at the start of the pass, and whether workers were running; None before the first pass."""
         self.resuming = False
         self.repeats_last = False
         """True if the interrupted pass of a resumed run must begin with the last batch that was used."""
-        self._again: Mapping[str, Any] | None = None
+        self._again: SavedStart | None = None
         """The random states to begin with, if the saved run had begun the pass and taken no batch."""
         self._warned = False
         self._endless: int | None = None  # the epoch in which an exhausted loader is restarted
@@ -87,7 +88,7 @@ class Feed:
             self.used -= self.repeats_last
             self._iterator = iter(self.loader) if has_state(self.loader) else self._remaining(self.start)
         else:
-            self.start = {**random_states(self.loader), "workers": has_workers(self.loader)}
+            self.start = random_states(self.loader)
             self.used = 0
             self._iterator = iter(self.loader)
         self.resuming = self.repeats_last = False
@@ -97,11 +98,11 @@ class Feed:
         """True if the interrupted pass of a resumed run can begin with the last batch that was used."""
         return self.resuming and self.used > 0 and self.start is not None and not has_state(self.loader)
 
-    def _remaining(self, start: Mapping[str, Any]) -> Iterator[Any]:
+    def _remaining(self, start: SavedStart) -> Iterator[Any]:
         """Return an iterator over the rest of the pass that began with the random states ``start``."""
         now, restart = random_states(self.loader), partial(set_random_states, self.loader, start)
         restart()
-        iterator = skip_batches(self.loader, self.used, restart if start["workers"] else None)
+        iterator = skip_batches(self.loader, self.used, restart if start.workers else None)
         set_random_states(self.loader, now)
         return iterator
 
@@ -144,31 +145,29 @@ class Feed:
             self._ahead = self._pull()
         return self._ahead is _END
 
-    def state_dict(self, instead: Mapping[torch.Generator, torch.Tensor] = {}) -> dict[str, Any]:
+    def saved(self, instead: Mapping[torch.Generator, torch.Tensor] = {}) -> SavedPosition:
         """Return the consumed batches (not prefetched ones) and the random states of the pass; see `generator_states`."""
-        state: dict[str, Any] = {
-            "used": self.used,
-            "begun": self._iterator is not None,
-            "passes": self.passes,
-            "start": self.start,
-            "generators": generator_states(self.loader, instead),
-            "length": self.length,
-            "counted": passes_made(self.loader),
-        }
+        saved = SavedPosition(
+            used=self.used,
+            passes=self.passes,
+            begun=self._iterator is not None,
+            length=self.length,
+            start=self.start,
+            generators=generator_states(self.loader, instead),
+            counted=passes_made(self.loader),
+        )
         if has_state(self.loader):
-            state["loader"] = self.loader.state_dict() if self._position is _MISSING else self._position
-        return state
+            saved.loader = self.loader.state_dict() if self._position is _MISSING else self._position
+        return saved
 
-    def load_state_dict(self, state: Mapping[str, Any], restored: set[torch.Generator]) -> None:
-        """Make the next :meth:`begin` continue from ``state``; generators in ``restored`` are restored already."""
-        self.used = int(state["used"])
-        self.passes = int(state["passes"])
+    def restore(self, saved: SavedPosition, restored: set[torch.Generator]) -> None:
+        """Make the next :meth:`begin` continue from ``saved``; generators in ``restored`` are restored already."""
+        self.used, self.passes, self.start = saved.used, saved.passes, saved.start
         self.resuming = True
-        self.start = state["start"]
         workers = self.start is not None
-        if self.start is not None and not self.used and state.get("begun"):  # older checkpoints do not tell
-            self._again, workers = self.start, self.start["workers"]
-        if self.used and self.length and self.length != (before := state.get("length") or self.length):
+        if self.start is not None and not self.used and saved.begun:
+            self._again, workers = self.start, self.start.workers
+        if self.used and self.length and self.length != (before := saved.length or self.length):
             log.warning(
                 "resuming inside an epoch whose number of batches has changed, so the position in the data is wrong; resume "
                 "with the old batch size and data, or from the end of an epoch",
@@ -176,7 +175,7 @@ class Feed:
                 now=self.length,
                 used=self.used,
             )
-        restore_loader(self.loader, state, restored, workers=workers)
+        restore_loader(self.loader, saved, restored, workers=workers)
 
     def _pull(self) -> Any:
         """Return the next batch of the loader, or ``_END``."""
@@ -220,8 +219,7 @@ class Feeds:
         self._device = device
         self._warned: set[str] = set()  # metrics already warned about
         self._evaluated: list[Iterable[Any]] = []  # loaders of validations and tests, in order of first use
-        self._position: Mapping[str, Any] | None = None
-        self._positions: list[Mapping[str, Any]] = []  # their positions in the checkpoint
+        self._saved = SavedData(None, [])  # what a resumed run has not begun with yet
         self._restored: set[torch.Generator] = set()
 
     def for_training(self, loader: Iterable[Any]) -> Feed:
@@ -231,9 +229,9 @@ class Feeds:
         if self.train is None or (self.train is not loader and self.train.loader is not loader):
             self.train = Feed(loader, self._device)
             warn_if_all(loader, "train_data")
-            if self._position is not None:
-                self.train.load_state_dict(self._position, self._restored)
-                self._position = None
+            if self._saved.train is not None:
+                self.train.restore(self._saved.train, self._restored)
+                self._saved.train = None
         return self.train
 
     def for_evaluation(self, loader: Iterable[Any], name: str) -> Feed:
@@ -246,16 +244,16 @@ class Feeds:
             index = len(self._evaluated)
             self._evaluated.append(loader)
             warn_if_all(loader, name)
-            if index < len(self._positions):
-                position = self._positions[index]
-                restore_loader(loader, position, self._restored, workers=position["workers"])
+            if index < len(self._saved.evaluated):
+                saved = self._saved.evaluated[index]
+                restore_loader(loader, saved, self._restored, workers=saved.workers)
         return self.evaluated
 
     def metrics(self, metrics: NamedMetrics | None) -> Metrics:
         """Return metrics on the device of the run; they share its warnings."""
         return Metrics(metrics, self._device, self._warned)
 
-    def state_dict(self, *, validating: bool) -> Mapping[str, Any] | None:
+    def saved(self, *, validating: bool) -> SavedData | None:
         """Return the position in the data; with ``validating``, that at the start of the current validation.
 
         None before the first epoch and the first validation.
@@ -263,26 +261,24 @@ class Feeds:
         instead: dict[Any, Any] = {}
         workers: dict[int, bool] = {}
         if validating and (feed := self.evaluated) is not None and feed.start is not None:
-            instead = dict(zip(own_generators(feed.loader), feed.start["generators"], strict=True))
-            workers = {id(feed.loader): feed.start["workers"]}
+            instead = dict(zip(own_generators(feed.loader), feed.start.generators, strict=True))
+            workers = {id(feed.loader): feed.start.workers}
         # A resumed run may have no training epoch yet.
-        position = (self._position or {}) if self.train is None else self.train.state_dict(instead)
-        evaluated: list[Mapping[str, Any]] = [
-            {
-                "generators": generator_states(loader, instead),
-                "workers": workers.get(id(loader), has_workers(loader)),
-                "counted": passes_made(loader),
-            }
+        train = self._saved.train if self.train is None else self.train.saved(instead)
+        evaluated = [
+            SavedEvaluation(
+                generators=generator_states(loader, instead),
+                workers=workers.get(id(loader), has_workers(loader)),
+                counted=passes_made(loader),
+            )
             for loader in self._evaluated
         ]
-        evaluated += self._positions[len(evaluated) :]
-        return {**position, "evaluated": evaluated} if position or evaluated else None
+        evaluated += self._saved.evaluated[len(evaluated) :]
+        return SavedData(train, evaluated) if train is not None or evaluated else None
 
-    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+    def restore(self, saved: SavedData | None) -> None:
         """Start the next feeds at this position."""
-        state = state or {}
-        self._position = state if "used" in state else None
-        self._positions = list(state.get("evaluated", ()))
+        self._saved = SavedData(None, []) if saved is None else saved
 
     def forget(self) -> None:
         """Drop references to the data when the run ends."""

@@ -18,7 +18,7 @@ from eventloop.training.data import Feed
 from eventloop.training.driver import Driver
 from eventloop.training.metrics import Metrics
 from eventloop.training.repeat import Repeat, end_repeated, end_unvalidated
-from eventloop.training.saves.capture import SavedRun
+from eventloop.training.saves.contents import SavedRun
 
 log = get_logger()
 

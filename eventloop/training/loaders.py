@@ -10,10 +10,12 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
+import msgspec
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from eventloop.training.rng import get_rng_state, set_rng_state
+from eventloop.training.schema import SavedLoader, SavedPosition, SavedStart
 
 
 def length_of(loader: Any) -> int | None:
@@ -39,15 +41,15 @@ def set_generators(loader: Iterable[Any], states: list[torch.Tensor | None], but
             generator.set_state(state)
 
 
-def random_states(loader: Iterable[Any]) -> dict[str, Any]:
-    """Return the states of all global generators, and of the generators that ``loader`` owns."""
-    return {"rng": get_rng_state(), "generators": generator_states(loader)}
+def random_states(loader: Iterable[Any]) -> SavedStart:
+    """Return the states of all global generators and of those that ``loader`` owns, and whether its workers are running."""
+    return SavedStart(get_rng_state(), generator_states(loader), has_workers(loader))
 
 
-def set_random_states(loader: Iterable[Any], states: Mapping[str, Any]) -> None:
-    """Restore the result of :func:`random_states`."""
-    set_rng_state(states["rng"])
-    set_generators(loader, states["generators"])
+def set_random_states(loader: Iterable[Any], states: SavedStart) -> None:
+    """Restore the random states in the result of :func:`random_states`."""
+    set_rng_state(states.rng)
+    set_generators(loader, states.generators)
 
 
 def has_workers(loader: Iterable[Any]) -> bool:
@@ -73,16 +75,17 @@ def passes_made(loader: Iterable[Any]) -> int | None:
     return getattr(loader, "iteration", None) if _held(loader) is not loader else None
 
 
-def restore_loader(loader: Any, state: Mapping[str, Any], restored: set[torch.Generator], *, workers: bool) -> None:
+def restore_loader(loader: Any, saved: SavedLoader, restored: set[torch.Generator], *, workers: bool) -> None:
     """Make the next pass continue a saved run's, except for generators in ``restored`` (loaders may share one)."""
     if workers:
         start_persistent_workers(loader)
-    if (count := state.get("counted")) is not None and _held(loader) is not loader:  # not in older checkpoints
-        loader.iteration = count
-    if not (state.get("used") and has_state(loader)):
-        set_generators(loader, state["generators"], restored)
-    if "loader" in state and has_state(loader):
-        loader.load_state_dict(state["loader"])
+    position = saved if isinstance(saved, SavedPosition) else None
+    if saved.counted is not None and _held(loader) is not loader:
+        loader.iteration = saved.counted
+    if position is None or not (position.used and has_state(loader)):
+        set_generators(loader, saved.generators, restored)
+    if position is not None and position.loader is not msgspec.UNSET and has_state(loader):
+        loader.load_state_dict(position.loader)
     restored.update(filter(None, own_generators(loader)))
 
 

@@ -19,7 +19,7 @@ from eventloop.log import get_logger
 from eventloop.training.data import Feed
 from eventloop.training.optimizers import stepping
 from eventloop.training.rng import get_rng_state, set_rng_state
-from eventloop.training.saves.capture import SavedRun
+from eventloop.training.saves.contents import SavedRun
 from eventloop.training.state import REPEATED, Counters, RunState
 
 log = get_logger()

@@ -9,9 +9,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final
 
-import msgspec
 import torch
 
 from eventloop.bus import Bus
@@ -21,31 +20,20 @@ from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import Agreement, Ranks
 from eventloop.training.distributed.rounds import Rounds
 from eventloop.training.optimizers import set_learning_rate
+from eventloop.training.schema import SavedCounts
 from eventloop.training.update import Update
 
 log = get_logger()
-
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 _LOOK: float = 0.02
 """Seconds after which a paused run looks again at the requests. A signal handler could not notify a lock safely."""
 
 
-_OWN = ("max_epochs", "max_iters", "run_name")
+class Counters(SavedCounts):
+    """The counts of a run, its limits and its name. A resumed run may have other limits and another name."""
 
-
-class Counters(msgspec.Struct):
-    """The counts of a run."""
-
-    epoch: Count = 0
-    iter: Count = 0
-    update: Count = 0
-    batches: Count = 0  # consumed in the current pass over the training data
-    validations: Count = 0  # finished ones
-    tests: Count = 0
     max_epochs: int | None = None
     max_iters: int | None = None
-    phase: Literal["train", "val"] = "train"  # what a resumed run does first
     run_name: str = ""
 
     def snapshot(self, stage: Stage = "train", batch_idx: int | None = None) -> Progress:
@@ -62,24 +50,14 @@ class Counters(msgspec.Struct):
         """True if the training has reached its limit."""
         return self.epoch == self.max_epochs or self.iter == self.max_iters
 
-    def state_dict(self) -> dict[str, int | str]:
-        """Return the counts to save. A resumed run may have other limits and another name."""
-        return {name: value for name, value in msgspec.structs.asdict(self).items() if name not in _OWN}
+    def saved(self) -> SavedCounts:
+        """Return the counts to save."""
+        return SavedCounts(*(getattr(self, name) for name in SavedCounts.__struct_fields__))
 
-    def load_state_dict(self, state: dict[str, int | str]) -> None:
-        """Restore the counts that :meth:`state_dict` returned."""
-        for name, value in state.items():
-            setattr(self, name, value)
-
-
-def how_far(state: Any) -> tuple[int, ...]:
-    """Return the counts in a checkpoint as a tuple to compare; () for another kind of file."""
-    progress = state.get("progress") if isinstance(state, Mapping) else None
-    if not isinstance(progress, Mapping):
-        return ()
-    # Iterations first: the other counts change between two iterations.
-    counts = [progress.get(name, 0) for name in ("iter", "epoch", "validations", "tests")]
-    return tuple(counts) if all(type(count) is int for count in counts) else ()
+    def restore(self, saved: SavedCounts) -> None:
+        """Restore saved counts."""
+        for name in SavedCounts.__struct_fields__:
+            setattr(self, name, getattr(saved, name))
 
 
 REPEATED: Final = "repeated iter"

@@ -151,7 +151,7 @@ def test_a_resumed_training_goes_on_exactly(tmp_path, saved, at, arguments):
         bus.add(*mine)
         seen, counts = [], []
         bus.on("before_train_iter", lambda event: seen.append((event.progress.epoch, event.batch_idx, event.progress.iter)))
-        bus.on("after_run", lambda event: counts.append(event.run.counters.state_dict()))
+        bus.on("after_run", lambda event: counts.append(event.run.counters.saved()))
         strategy = {"trainer": {"save_strategy": "steps", "save_steps": at // window}, "epoch": {"save_strategy": "epoch"}}
         trainer = make(folder, bus, **arguments, **strategy.get(saved, {}))
         if saved in ("hook", "stop"):

@@ -331,4 +331,4 @@ def test_every_event_of_a_run_says_by_its_progress_which_run():
 def test_a_checkpoint_holds_no_name_of_the_run():
     run = Run(model=torch.nn.Linear(1, 1), name="one")
     assert run.progress.run_name == "one"
-    assert "run_name" not in run.counters.state_dict()
+    assert not hasattr(run.counters.saved(), "run_name")

@@ -174,7 +174,7 @@ def test_resuming_from_the_best_file_repeats_its_validation(
         (mine,) = (hook for hook in loop.bus.hooks if isinstance(hook, CheckpointHook))
         best = [one["name"] for one in mine.state_dict()["best"]["loss"]]
         rest = {name: state for name, state in states.items() if name != mine.label}
-        return (job.weights(model), rest, best, loop.counters.state_dict()), remembers
+        return (job.weights(model), rest, best, loop.counters.saved()), remembers
 
     (weights, states, best, counters), through = run(tmp_path)
     (file,) = tmp_path.glob("best_*")

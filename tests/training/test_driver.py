@@ -446,7 +446,7 @@ def in_turn(call: str, innermost: str) -> bool:
 
 
 def stand(run: Run, trace: Any) -> tuple[Any, ...]:
-    return len(trace.events), run.progress, run.state.counters.state_dict(), run.state.scopes.innermost, run.state.version
+    return len(trace.events), run.progress, run.state.counters.saved(), run.state.scopes.innermost, run.state.version
 
 
 @given(st.data())

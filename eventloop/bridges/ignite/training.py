@@ -109,7 +109,7 @@ class TrainerRuns:
             if run.counters.iter != state.iteration:
                 log.warning(_COUNTS_DIFFER, bus=run.counters.iter, engine=state.iteration)
         elif last is not None and (self._left_off or last.counters.iter == state.iteration != 0):
-            run.counters.load_state_dict(last.counters.state_dict())
+            run.counters.restore(last.counters)
             run.state.resumed = True
         elif state.iteration:
             run.resume_without_entry(Counters(update=state.iteration))

@@ -12,7 +12,7 @@ from eventloop import checkpoint
 from eventloop.checkpoint import AnyPath, RemotePath, outline
 from eventloop.cli.common import FileOrURL, check_checkpoint, check_file, say, status_of
 from eventloop.errors import CheckpointError
-from eventloop.training.saves.discover import lacking
+from eventloop.training.schema import lacking
 
 
 def export(

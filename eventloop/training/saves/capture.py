@@ -12,39 +12,23 @@ from __future__ import annotations
 import copy
 import secrets
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import Any
 
 from eventloop import events as ev
-from eventloop.bus import Bus
-from eventloop.checkpoint import AnyPath, Overlap, StageBuffer, as_path, is_sharded, stage, weights_only, without_wrappers
+from eventloop.checkpoint import AnyPath, Overlap, StageBuffer, as_path, is_sharded, stage, weights_only
 from eventloop.errors import ConfigurationError, RunCancelled
-from eventloop.events import RunView
 from eventloop.training.data import Feeds
 from eventloop.training.distributed.ranks import Agreement, Ranks, own_group
 from eventloop.training.optimizers import forget_options, stepping
-from eventloop.training.rng import get_rng_state
+from eventloop.training.saves.contents import SavedRun, gather_rank, gather_state
 from eventloop.training.saves.request import SaveRequest, merged
 from eventloop.training.saves.resumable import resume_line
 from eventloop.training.saves.write import CheckpointWriter, SaveJob
-from eventloop.training.state import Counters, RunState
-
-FORMAT = 1
-"""Version of the state's layout, saved as ``"format"`` in every checkpoint."""
-
-
-class SavedRun(RunView, Protocol):
-    """The part of a run that saving and restoring use."""
-
-    bus: Bus
-    state: RunState
-    stateful: dict[str, Any]
-    options: dict[str, Any]
-    resumed_from: AnyPath | None
+from eventloop.training.schema import SavedRank
+from eventloop.training.state import Counters
 
 
 class Saves:
@@ -68,7 +52,7 @@ class Saves:
         self.ranks: Ranks | None = None
         self.sharded = False
         """True if a model is sharded, so that every rank writes its part."""
-        self._rank_states: tuple[Any, ...] = ()
+        self._ranks_saved: Sequence[SavedRank] = ()
         self._token = ""
         self.resumes_training_at: Counters | None = None
         """The counts in the last save, if a run that resumes from it does not begin with a validation."""
@@ -180,7 +164,7 @@ class Saves:
                 "directory"
             )
         if self.ranks is not None:
-            self._rank_states = tuple(self.ranks.gather(self._state_of_rank()))
+            self._ranks_saved = self.ranks.gather(gather_rank(self._run, self.feeds))
         plain: dict[str, Any] = weights_only(self._state(""))
         return plain
 
@@ -213,8 +197,8 @@ class Saves:
         elif self.requests and isinstance(self._run.state.agreement, Agreement):
             self._run.state.agreement.confirm()
         if self.requests:
-            own = (self._state_of_rank(), secrets.token_hex(4), self._standing(merged(self.requests)))
-            self._rank_states, tokens, standings = zip(*ranks.gather(own), strict=True)
+            own = (gather_rank(self._run, self.feeds), secrets.token_hex(4), self._standing(merged(self.requests)))
+            self._ranks_saved, tokens, standings = zip(*ranks.gather(own), strict=True)
             self._token = tokens[0]
             if self.sharded:  # all ranks must decide alike, even if only some have finished the previous save
                 held, busy = zip(*standings, strict=True)
@@ -282,68 +266,19 @@ class Saves:
         return version, sum([tensor._version for tensor in own if tensor is not None and not tensor.is_inference()])
 
     def _state(self, path: AnyPath | str, leave_out: Collection[str] = ()) -> dict[str, Any]:
-        """Return the state of the run by reference, with the entries of hooks and without ``leave_out``.
-
-        ``"state_dict"`` holds the weights of the only model, or a mapping of model names to weights.
-        """
+        """Return the state of the run by reference, with the keys of hooks and without ``leave_out``."""
         run = self._run
         counters = run.state.counters
         self.resumes_training_at = copy.copy(counters) if counters.phase == "train" else None
-        models = {name: unwrapped_state(model) for name, model in run.models.items()}
-        state: dict[str, Any] = {
-            "format": FORMAT,
-            "state_dict": models["model"] if set(models) == {"model"} else models,
-            "progress": counters.state_dict(),
-            **self._state_of_rank(),
-            "bus": run.bus.state_dict(),
-            "stateful": {name: thing.state_dict() for name, thing in run.stateful.items()},
-            "info": {name: value for name, value in run.info.items() if isinstance(value, bool | int | float | str | None)},
-            "options": dict(run.options),
-        }
-        if "optimizer" not in leave_out:
-            state["optimizer"] = {name: optimizer.state_dict() for name, optimizer in run.optimizers.items()}
-        if self._rank_states:
-            state["ranks"] = list(self._rank_states)
+        state = gather_state(run, gather_rank(run, self.feeds), self._ranks_saved, leave_out)
         run.publish(ev.BeforeSaveCheckpoint, path=str(path), checkpoint=state)
         for key in leave_out:
             state.pop(key, None)
             forget_options(state.get("options", {}), key)
         return state
 
-    def _state_of_rank(self) -> dict[str, Any]:
-        rng = self._run.state.validation_rng
-        return {"data": self.feeds.state_dict(validating=rng is not None), "rng": rng or get_rng_state()}
-
     def _take_shards(self, state: dict[str, Any], path: Any) -> tuple[dict[str, Any], Any]:
         from eventloop.checkpoint.sharded import take_shards  # takes a second; only for sharded models
 
         group = None if self.ranks is None else own_group("saves")
         return take_shards(state, path, self._token or secrets.token_hex(4), group)
-
-
-def unwrapped_state(model: torch.nn.Module) -> dict[str, Any]:
-    """Return ``model.state_dict()`` without wrapper names in its keys."""
-    values: dict[str, Any] = model.state_dict()
-    return {short: values[name] for name, short in _keys(values).items()} if _wrapped(values) else dict(values)
-
-
-def checkpoint_keys(model: torch.nn.Module) -> dict[str, str]:
-    """Map the names in ``model.state_dict()`` to keys in checkpoints, which omit wrapper names.
-
-    ``module.`` and ``_orig_mod.`` are removed anywhere in a name, because parts of a model may be wrapped. They stay if two
-    tensors would get the same key (a model with a submodule called ``module``).
-    """
-    return _keys(model.state_dict())
-
-
-def _keys(names: Iterable[str]) -> dict[str, str]:
-    same = {name: name for name in names}
-    if not _wrapped(same):
-        return same  # substitutions in 20,000 names would take 16 ms
-    short = without_wrappers(same)
-    return short if len(set(short.values())) == len(short) else same
-
-
-def _wrapped(names: Iterable[str]) -> bool:
-    together = "\0".join(names)
-    return "module." in together or "_orig_mod." in together

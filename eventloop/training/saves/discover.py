@@ -23,7 +23,8 @@ from eventloop.errors import CheckpointDamagedError, CheckpointError, Checkpoint
 from eventloop.events import Progress
 from eventloop.log import get_logger
 from eventloop.training.saves.write import LAST
-from eventloop.training.state import Counters, how_far
+from eventloop.training.schema import how_far, lacking, read_counts
+from eventloop.training.state import Counters
 
 _MOST: Final = 1 << 16  # bytes to read of a last_checkpoint file
 
@@ -49,7 +50,7 @@ def peek(path: str | os.PathLike[str] | AnyPath) -> Progress:
     if lacking(state) or not how_far(state):
         raise CheckpointError(f"{file} is not a checkpoint of a run, so it has no progress")
     counters = Counters()
-    counters.load_state_dict(state["progress"])
+    counters.restore(read_counts(state))
     return counters.snapshot("val", 0) if counters.phase == "val" else counters.snapshot()
 
 
@@ -64,12 +65,6 @@ def read_checkpoint(path: AnyPath, read: Read, way_out: str, known: Iterable[Any
     if found is None:
         raise CheckpointError(f"{path} has no checkpoint of a run; {way_out}")
     return found
-
-
-def lacking(state: Any) -> list[str]:
-    """Return the keys that a resume needs but ``state`` lacks; empty for the state of a run."""
-    there = state if isinstance(state, Mapping) else {}
-    return [key for key in ("format", "state_dict", "progress", "bus", "rng") if key not in there]
 
 
 def load_verified(path: AnyPath) -> Any:

@@ -16,11 +16,11 @@ from eventloop.checkpoint import as_path, convert_foreign, has_shards, load
 from eventloop.errors import CheckpointError, ConfigurationError, TrainingError
 from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import this_rank, world_size
-from eventloop.training.optimizers import forget_options, stepping, warn_of_overridden
-from eventloop.training.rng import other_rng_state, set_rng_state
-from eventloop.training.saves.capture import FORMAT, SavedRun, Saves, checkpoint_keys, unwrapped_state
-from eventloop.training.saves.discover import Found, find_checkpoint, lacking, load_verified, read_checkpoint
-from eventloop.training.state import Count, Counters
+from eventloop.training.rng import other_rng_state
+from eventloop.training.saves.capture import Saves
+from eventloop.training.saves.contents import SavedRun, restore_state, unwrapped_state
+from eventloop.training.saves.discover import Found, find_checkpoint, load_verified, read_checkpoint
+from eventloop.training.schema import SavedCounts, SavedRank, SavedState, Tree, as_tree, read, upgraded
 
 HOSTED: Final = "trainbus"
 """Key of the state that :meth:`eventloop.Run.gather_state` adds to another checkpoint."""
@@ -28,13 +28,13 @@ HOSTED: Final = "trainbus"
 log = get_logger()
 
 
-def publish_loaded(run: SavedRun, path: str, checkpoint: dict[str, Any], progress: Mapping[str, Any]) -> None:
+def publish_loaded(run: SavedRun, path: str, checkpoint: Tree, progress: SavedCounts) -> None:
     """Publish ``after_load_checkpoint`` with the progress in the checkpoint, which the run does not have yet.
 
     It has no limits, which belong to the training that begins later.
     """
     counters = msgspec.structs.replace(run.state.counters, max_epochs=None, max_iters=None)
-    counters.load_state_dict(dict(progress))
+    counters.restore(progress)
     run.bus.publish(ev.AfterLoadCheckpoint(run=run, progress=counters.snapshot(), path=path, checkpoint=checkpoint))
 
 
@@ -121,40 +121,11 @@ class Restore:
         self._apply(state_of_rank({**state, **own}, this_rank(), world_size()), "")
 
     def _apply(self, state: Mapping[str, Any], path: str) -> None:
-        """Load a checked state into the run; set the random states last, so that no other step draws from them."""
+        """Load a checked state into the run."""
         run, state = self._run, dict(state)
-        publish_loaded(run, path, state, state["progress"])
-        saved = state["state_dict"] if set(run.models) != {"model"} else {"model": state["state_dict"]}
-        if absent := sorted(run.models.keys() - saved.keys()):
-            raise CheckpointError(
-                f"the checkpoint has no model {', '.join(map(repr, absent))}, only {', '.join(map(repr, saved))}"
-            )
-        # Compare everything before loading anything: a refused checkpoint must change nothing.
-        fitting = {name: _fitting(model, saved[name], name, strict=self._strict) for name, model in run.models.items()}
-        # Optimizer state of another shape would fail at the first step.
-        optimizers = state.get("optimizer") if all(complete for _, complete in fitting.values()) else None
-        if optimizers is None and run.optimizers:
-            log.warning("the checkpoint has no matching state; it starts fresh", what="optimizer")
-        known = _with_state("optimizer", run.optimizers, optimizers) if optimizers is not None else []
-        loaded = [_load_optimizer(*one, strict=self._strict) for one in known]
-        for name, model in run.models.items():
-            model.load_state_dict(fitting[name][0], strict=False)
-        for _, thing, saved_state in _with_state("stateful", run.stateful, state.get("stateful", {})):
-            thing.load_state_dict(saved_state)
+        publish_loaded(run, path, state, read(state, SavedState).progress)
+        restore_state(run, self._saves.feeds, state, strict=self._strict)
         counters = run.state.counters
-        counters.load_state_dict(state["progress"])
-        run.info.update(state.get("info", {}))
-        run.bus.load_state_dict(state["bus"])
-        self._saves.feeds.load_state_dict(state.get("data"))
-        options = dict(state.get("options", {}))
-        if optimizers is None or sum(loaded) < len(run.optimizers):
-            forget_options(options, "optimizer")
-        warn_of_overridden(options, run.options)
-        run.options.update(options)  # later checkpoints keep the options that the run began with
-        if state["rng"] is not None:  # None in an imported checkpoint
-            set_rng_state(state["rng"])
-        run.state.resumed = True
-        run.state.progress = counters.snapshot()
         log.info("resumed", path=path or "the given state", epoch=counters.epoch, iter=counters.iter)
 
     def _find(self) -> Found | None:
@@ -210,118 +181,21 @@ def placement(
     return like
 
 
-def state_of_rank(state: Mapping[str, Any], rank: int, world_size: int) -> Mapping[str, Any]:
-    """Check the state of a run; return it with the random states and the position in the data of rank ``rank``.
+def state_of_rank(tree: Mapping[str, Any], rank: int, world_size: int) -> Tree:
+    """Upgrade and check the state of a run; return it with the random states and the position in the data of rank ``rank``.
 
     A rank that the saved run did not have gets random states derived from rank 0's.
     """
-    _check(state)
-    ranks = state.get("ranks") or [{"rng": state["rng"], "data": state.get("data")}]
-    used = (state.get("data") or {}).get("used", 0)
-    if len(ranks) != world_size and used:
+    tree = upgraded(tree, SavedState)
+    saved = read(tree, SavedState)
+    ranks = saved.ranks or [SavedRank(saved.rng, saved.data)]
+    position = None if saved.data is None else saved.data.train
+    if len(ranks) != world_size and position is not None and position.used:
         log.warning(
             "resuming inside an epoch on another number of processes: the position in the data is right only if the global "
             "batch size is unchanged",
             saved=len(ranks),
             now=world_size,
         )
-    if rank < len(ranks):
-        return {**state, **ranks[rank]}
-    return {**state, **ranks[0], "rng": other_rng_state(ranks[0]["rng"], rank)}
-
-
-class _Form(msgspec.Struct):
-    """The types that a resume requires: a file of another program may hold any others."""
-
-    format: int
-    state_dict: dict[str, Any]
-    progress: Counters
-    bus: _BusForm
-    stateful: dict[str, Any] = {}
-    info: dict[str, Any] = {}
-
-
-class _BusForm(msgspec.Struct):
-    hooks: dict[str, Any]
-    publishes: dict[str, Count]
-
-
-def _check(state: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if this is not the state of a run, or its format is too new."""
-    if missing := lacking(state):
-        raise CheckpointError(f"this file is not a checkpoint of a run (it has no {', '.join(missing)}); load only its weights")
-    try:
-        msgspec.convert(state, _Form)
-    except msgspec.ValidationError as error:
-        raise CheckpointError(f"the checkpoint does not hold the state of a run: {error}") from error
-    if state["format"] > FORMAT:
-        raise CheckpointError(
-            f"the checkpoint has format {state['format']}, but this trainbus reads up to {FORMAT}; upgrade trainbus"
-        )
-
-
-def load_weights(model: torch.nn.Module, weights: Mapping[str, Any], *, strict: bool = True) -> bool:
-    """Load ``weights`` (keys without wrapper names) into ``model``, wrapped or not; return True if all of them fit.
-
-    Raises:
-        CheckpointError: keys are missing or unexpected, or shapes differ; ``strict=False`` logs that and loads the others.
-    """
-    fitting, complete = _fitting(model, weights, "model", strict=strict)
-    model.load_state_dict(fitting, strict=False)
-    return complete
-
-
-def _fitting(model: torch.nn.Module, weights: Mapping[str, Any], name: str, *, strict: bool) -> tuple[dict[str, Any], bool]:
-    """Return the matching weights by the model's own names, and whether all match; raise like load_weights."""
-    values = model.state_dict()
-    own = {short: (name, values[name]) for name, short in checkpoint_keys(model).items()}
-    shapes = {
-        key: (tuple(weights[key].shape), tuple(value.shape))
-        for key, (_, value) in own.items()
-        if key in weights and isinstance(value, torch.Tensor) and weights[key].shape != value.shape
-    }
-    problems = {
-        "missing": sorted(own.keys() - weights.keys()),
-        "unexpected": sorted(weights.keys() - own.keys()),
-        "of another shape": [f"{key} (saved {old}, here {new})" for key, (old, new) in shapes.items()],
-    }
-    several = {kind: f" and {len(keys) - 8} more" if len(keys) > 8 else "" for kind, keys in problems.items()}
-    found = "; ".join(f"{kind}: {', '.join(keys[:8])}{several[kind]}" for kind, keys in problems.items() if keys)
-    if found and strict:
-        raise CheckpointError(f"the checkpoint belongs to another {name}: {found}")
-    if found:
-        log.warning("the checkpoint fits the model only in part", model=name, **problems)
-    fitting = {key: weights[short] for short, (key, _) in own.items() if short in weights and short not in shapes}
-    return fitting, not found
-
-
-def _load_optimizer(name: str, optimizer: torch.optim.Optimizer, state: Any, *, strict: bool) -> bool:
-    before = optimizer.state_dict()
-    try:
-        optimizer.load_state_dict(state)
-        # torch accepts the options of another optimizer class, and fails at the first step.
-        needed = stepping(optimizer).defaults.keys()
-        lacks = sorted({option for group in optimizer.param_groups for option in needed - group.keys()})
-        problem = f"it has no {', '.join(lacks)}" if lacks else ""
-    except (ValueError, KeyError) as error:
-        problem = f"{type(error).__name__}: {error}"
-    if not problem:
-        return True
-    optimizer.load_state_dict(before)
-    if strict:
-        raise CheckpointError(
-            f"the checkpoint belongs to another optimizer than the {type(optimizer).__name__} {name!r}: {problem}; "
-            "strict=False starts the optimizer fresh"
-        )
-    log.warning("the checkpoint belongs to another optimizer; this one starts fresh", name=name, problem=problem)
-    return False
-
-
-def _with_state(kind: str, things: Mapping[str, Any], saved: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Return (name, object, state) for each object with a saved state; warn about the others."""
-    for name in things:
-        if name not in saved:
-            log.warning(
-                "the checkpoint has no state for this object; it starts fresh", what=kind, name=name, saved=sorted(saved)
-            )
-    return [(name, thing, saved[name]) for name, thing in things.items() if name in saved]
+    own = ranks[rank] if rank < len(ranks) else SavedRank(other_rng_state(ranks[0].rng, rank), ranks[0].data)
+    return {**tree, **as_tree(own)}

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from eventloop.checkpoint import ForeignFormat
+from eventloop.training import imported_state
 from hooks.ema import RAW_WEIGHTS, EMAHook
 
 
@@ -28,19 +29,8 @@ def from_mmengine(tree: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         tree: a tree from ``load_pth`` for which ``is_mmengine`` is True.
     """
-    weights = dict(tree["state_dict"])
-    iterations = _count(tree["meta"], "iter") or 0
-    progress = {"epoch": _count(tree["meta"], "epoch") or 0, "iter": iterations, "update": iterations}
-    state: dict[str, Any] = {
-        "format": 1,
-        "state_dict": weights,
-        "progress": {**progress, "batches": 0, "validations": 0, "tests": 0, "phase": "train"},
-        "data": None,
-        "rng": None,
-        "bus": {"hooks": {}, "publishes": {}},
-        "stateful": {},
-        "info": {},
-    }
+    weights, meta = tree["state_dict"], tree["meta"]
+    state = imported_state(weights, epoch=_count(meta, "epoch") or 0, iter=_count(meta, "iter") or 0)
     rest = {key: value for key, value in tree.items() if key not in {"state_dict", "ema_state_dict", "optimizer"}}
     averaged = tree.get("ema_state_dict")
     if isinstance(averaged, Mapping):

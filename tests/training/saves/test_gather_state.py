@@ -95,7 +95,7 @@ class Job:
             "averages": dict(self.ema.average.tensors),
             "optimizer": self.optimizer.state_dict(),
             "torch": torch.get_rng_state(),
-            "counters": self.run.counters.state_dict(),
+            "counters": self.run.counters.saved(),
             "losses": self.losses[-3:],
         }
 

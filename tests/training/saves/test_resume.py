@@ -185,7 +185,7 @@ class Job:
             "torch": torch.get_rng_state(),
             "numpy": np.random.get_state()[1].tolist(),
             "python": random.getstate(),
-            "counters": self.loop.counters.state_dict(),
+            "counters": self.loop.counters.saved(),
         }
 
 

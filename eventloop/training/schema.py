@@ -1,0 +1,251 @@
+"""The saved state of a run: its layout, the version of that layout, and how an earlier version becomes the present one.
+
+A checkpoint holds a :class:`SavedState`, an entry in another trainer's checkpoint a :class:`SavedEntry`, both as nested dicts.
+Hooks add keys of their own. :mod:`eventloop.training.saves.contents` fills and restores the keys that stand here.
+
+To change the layout: change the classes, increase ``FORMAT``, and add a function to ``UPGRADES``. A new key that has a default
+needs neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Struct, UnsetType
+
+from eventloop.errors import CheckpointError
+
+FORMAT: Final = 2
+"""Version of the layout. trainbus 0.1 and 0.2 wrote 1."""
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Tree = dict[str, Any]
+_Saved = TypeVar("_Saved", bound="SavedEntry")
+
+
+class SavedCounts(Struct):
+    """How far the run came."""
+
+    epoch: Count = 0
+    """finished epochs"""
+    iter: Count = 0
+    """finished iterations"""
+    update: Count = 0
+    """optimizer steps; with accumulation fewer than iterations"""
+    batches: Count = 0
+    """batches that the current pass over the training data has used"""
+    validations: Count = 0
+    """finished validations"""
+    tests: Count = 0
+    """finished tests"""
+    phase: Literal["train", "val"] = "train"
+    """what a resumed run does first: train, or validate"""
+
+
+class SavedBus(Struct):
+    """The state of the bus."""
+
+    hooks: dict[str, Any] = {}
+    """`state_dict()` of each hook that has one, by its label"""
+    publishes: dict[str, Count] = {}
+    """how often each event was published, for filters such as `every=`"""
+
+
+class SavedStart(Struct):
+    """How a pass over data began."""
+
+    rng: Any
+    """random states, as in `rng` above"""
+    generators: list[Any]
+    """states of the generators that the loader and its samplers own"""
+    workers: bool
+    """whether persistent workers were running"""
+
+
+class SavedLoader(Struct, kw_only=True):
+    """What the next pass over a loader depends on."""
+
+    generators: list[Any]
+    """states of the generators that the loader and its samplers own"""
+    counted: int | None = None
+    """passes that an Accelerate loader has counted"""
+
+
+class SavedPosition(SavedLoader, kw_only=True):
+    """The position in the training data."""
+
+    used: Count
+    """batches used in the current pass"""
+    passes: Count
+    """earlier passes in the same epoch, in iteration-based training"""
+    begun: bool
+    """whether the pass has begun"""
+    length: int | None
+    """batches of a whole pass, if known"""
+    start: SavedStart | None
+    """how the current pass began"""
+    loader: Any = UNSET
+    """the loader's own `state_dict()`, if it has one"""
+
+
+class SavedEvaluation(SavedLoader, kw_only=True):
+    """A loader of validations or tests."""
+
+    workers: bool
+    """whether persistent workers were running"""
+
+
+class SavedData(Struct):
+    """The positions in the data."""
+
+    train: SavedPosition | None
+    """the training data; null before the first epoch"""
+    evaluated: list[SavedEvaluation]
+    """the loaders of validations and tests, in order of first use"""
+
+
+class SavedRank(Struct):
+    """What differs between processes."""
+
+    rng: Any
+    """random states of Python, NumPy, torch and accelerators; null in an imported file"""
+    data: SavedData | None
+    """positions in the data; null before the first pass"""
+
+
+class SavedEntry(Struct, kw_only=True):
+    """The state of a bus in another trainer's checkpoint."""
+
+    format: int
+    """version of this layout"""
+    progress: SavedCounts
+    """how far the run came"""
+    bus: SavedBus
+    """the state of the bus and its hooks"""
+    info: dict[str, Any] = {}
+    """plain values of `run.info`"""
+
+
+class SavedState(SavedEntry, kw_only=True):
+    """The state of a run in its own checkpoint."""
+
+    state_dict: dict[str, Any]
+    """weights of the model; by the name of the model if there are several. Averaged weights with `EMAHook`"""
+    optimizer: dict[str, Any] | UnsetType = UNSET
+    """`state_dict()` of each optimizer, by name; absent with `save_optimizer=False`"""
+    rng: Any
+    """random states of Python, NumPy, torch and accelerators; null in an imported file"""
+    data: SavedData | None = None
+    """positions in the data; null before the first pass"""
+    stateful: dict[str, Any] = {}
+    """`state_dict()` of each object in `stateful=`, by name"""
+    options: dict[str, Any] = {}
+    """options that the run began with, to warn of changed ones"""
+    ranks: list[SavedRank] = []
+    """`rng` and `data` of each process, if there are several"""
+
+
+def as_tree(saved: Struct) -> Tree:
+    """Return a saved state as nested dicts; nothing in it is copied."""
+    return {name: _plain(value) for name, value in msgspec.structs.asdict(saved).items() if value is not UNSET}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Struct):
+        return as_tree(value)
+    return [*map(_plain, value)] if type(value) is list and value and isinstance(value[0], Struct) else value
+
+
+def imported_state(weights: Mapping[str, Any], *, epoch: int = 0, iter: int = 0) -> Tree:  # noqa: A002 - as in Progress
+    """Return the state of a run that another library trained. Each iteration counts as an update.
+
+    It has no random states and no position in the data: a run resumes from it at the beginning of an epoch.
+    """
+    counts = SavedCounts(epoch=epoch, iter=iter, update=iter)
+    return as_tree(SavedState(format=FORMAT, progress=counts, bus=SavedBus(), state_dict=dict(weights), rng=None))
+
+
+# ------------------------------------------------------------------------------------------------------------- readers
+
+
+def lacking(tree: object) -> list[str]:
+    """Return the keys that a resume needs but ``tree`` lacks; empty for the state of a run, of any version."""
+    there = tree if isinstance(tree, Mapping) else {}
+    return [key.name for key in msgspec.structs.fields(SavedState) if key.required and key.name not in there]
+
+
+def how_far(tree: object) -> tuple[int, ...]:
+    """Return the counts in a checkpoint of any version, as a tuple to compare; () for another kind of file."""
+    progress = tree.get("progress") if isinstance(tree, Mapping) else None
+    if not isinstance(progress, Mapping):
+        return ()
+    # Iterations first: the other counts change between two iterations.
+    counts = [progress.get(name, 0) for name in ("iter", "epoch", "validations", "tests")]
+    return tuple(counts) if all(type(count) is int for count in counts) else ()
+
+
+def read_counts(tree: Mapping[str, Any]) -> SavedCounts:
+    """Return the counts in a checkpoint of any version."""
+    try:
+        return msgspec.convert(tree["progress"], SavedCounts)
+    except msgspec.ValidationError as error:
+        raise CheckpointError(f"the checkpoint does not hold the state of a run: {error} in `progress`") from error
+
+
+def read(tree: Mapping[str, Any], kind: type[_Saved]) -> _Saved:
+    """Return a tree of the present version as its struct, which shares all values with it.
+
+    Raises:
+        CheckpointError: a value has another type.
+    """
+    try:
+        return msgspec.convert(tree, kind)
+    except msgspec.ValidationError as error:
+        whose = "a run" if kind is SavedState else "a bus"
+        way_out = "" if kind is SavedState else "; remove it from the checkpoint to resume without it"
+        raise CheckpointError(f"the checkpoint does not hold the state of {whose}: {error}{way_out}") from error
+
+
+def upgraded(tree: object, kind: type[SavedEntry]) -> Tree:
+    """Return a saved tree of any version as one of the present version; the caller's stays as it is.
+
+    Raises:
+        CheckpointError: this is not the saved state of a run (or of a bus), or its format is too new.
+    """
+    if kind is SavedState and (missing := lacking(tree)):
+        raise CheckpointError(f"this file is not a checkpoint of a run (it has no {', '.join(missing)}); load only its weights")
+    new: Tree = dict(tree) if isinstance(tree, Mapping) else {}
+    version = new.get("format")
+    if type(version) is int and version > FORMAT:
+        raise CheckpointError(f"the checkpoint has format {version}, but this trainbus reads up to {FORMAT}; upgrade trainbus")
+    try:
+        while version in UPGRADES:
+            new = UPGRADES[version](new)
+            new["format"] = version = version + 1
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the checkpoint does not hold what format {version} has: {error!r}") from error
+    read(new, kind)
+    return new
+
+
+# ------------------------------------------------------------------------------------------------------------ upgrades
+
+
+def _from_1(tree: Tree) -> Tree:
+    """Give the position in the training data a key of its own, and a value to what 0.1 and 0.2 did not save."""
+    ranks = [{**rank, "data": _data_from_1(rank["data"])} for rank in tree.get("ranks", ())]
+    return {**tree, "data": _data_from_1(tree.get("data")), "ranks": ranks}
+
+
+def _data_from_1(data: Mapping[str, Any] | None) -> Tree | None:
+    if data is None:
+        return None
+    position = {key: value for key, value in data.items() if key != "evaluated"}
+    train = {"begun": False, "length": None, **position} if position else None
+    return {"train": train, "evaluated": list(data.get("evaluated", ()))}
+
+
+UPGRADES: Final[dict[int, Callable[[Tree], Tree]]] = {1: _from_1}
+"""Functions from a tree of one version to one of the next, by the version that they take. They change nothing in place."""
