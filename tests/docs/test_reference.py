@@ -1,7 +1,7 @@
 """The reference is complete: every public name has a docstring, every option a description, and numbers have units."""
 
 import ast
-import importlib
+import importlib.util
 import inspect
 import re
 import sys
@@ -41,6 +41,14 @@ def text_of(room, name):
 @pytest.mark.parametrize(("room", "name"), NAMES)
 def test_every_public_name_has_a_docstring(room, name):
     assert text_of(room, name), f"{rooms.path_of(room, name)} has no docstring"
+
+
+def test_the_page_of_file_formats_is_written_from_the_schema():
+    script = ROOT / ".ci" / "write_file_formats.py"
+    spec = importlib.util.spec_from_file_location("write_file_formats", script)
+    writer = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(writer)
+    assert writer.in_sync(), f"run python {script.relative_to(ROOT)}"
 
 
 def test_every_name_of_trainbus_is_on_a_page():
