@@ -2,11 +2,14 @@
 
 The new definition replaces what the old one has subscribed, as it replaces the name in the notebook. A definition is known by
 its code. The functions of one ``def`` in a loop share their code, and all stay; so do two definitions at different lines of a
-cell or file. A script executes no definition twice, so nothing is replaced there.
+cell or file. A script executes no definition twice, so nothing is replaced there. Of a class whose body has no function, only
+the name is known, which counts in a notebook or at a prompt.
 """
 
 from __future__ import annotations
 
+import builtins
+import sys
 from types import CodeType
 from typing import Any
 
@@ -24,13 +27,15 @@ def redefines(new: Any, old: Any) -> bool:
             return False
         new, old = _class_of(new), _class_of(old)
     else:
-        new, old = unwrapped(new), unwrapped(old)
+        new, old = (one if hasattr(one, "__qualname__") else type(one) for one in (unwrapped(new), unwrapped(old)))
     names = {(getattr(one, "__module__", ""), getattr(one, "__qualname__", "")) for one in (new, old)}
     module, name = names.pop()
     if names or module != "__main__" or name == "_":
         return False
     later, earlier = _code_of(new), _code_of(old)
-    if later is None or earlier is None or later is earlier:
+    if later is None or earlier is None:
+        return new is not old and (hasattr(builtins, "get_ipython") or hasattr(sys, "ps1"))
+    if later is earlier:
         return False
     elsewhere = later.co_filename != earlier.co_filename
     if later.co_name == "<lambda>":
@@ -44,5 +49,8 @@ def _class_of(hook: Hook) -> type:
 
 def _code_of(defined: Any) -> CodeType | None:
     """Return the code of a function, or of the first function in the body of a class."""
-    found = vars(defined).values() if isinstance(defined, type) else (defined,)
-    return next((code for one in found if isinstance(code := getattr(one, "__code__", None), CodeType)), None)
+    if not isinstance(defined, type):
+        return getattr(defined, "__code__", None)
+    codes = (getattr(one, "__code__", None) for one in vars(defined).values())
+    body = f"{defined.__qualname__}."  # not of functions from elsewhere, nor of those that a dataclass gets
+    return next((code for code in codes if isinstance(code, CodeType) and code.co_qualname.startswith(body)), None)

@@ -19,6 +19,11 @@ FUNCTION = """
 @bus.on("after_run")
 def watch(event): heard.append({0!r})
 """
+CALLABLE = """
+class Watch:
+    def __call__(self, event): heard.append({0!r})
+bus.on("after_run", Watch())
+"""
 LAMBDA = """
 bus.on("after_run", lambda event: heard.append("lambda"))
 """
@@ -38,7 +43,7 @@ class Notebook:
         return list(self.heard)
 
 
-@pytest.mark.parametrize("cell", [HOOK, FUNCTION])
+@pytest.mark.parametrize("cell", [HOOK, FUNCTION, CALLABLE])
 @pytest.mark.parametrize(("first", "second"), [("<cell 1>", "<cell 1>"), ("<cell 1>", "<cell 2>"), ("<stdin>", "<stdin>")])
 def test_a_hook_or_function_that_is_defined_again_replaces_the_old_one(cell, first, second):
     notebook = Notebook()
@@ -47,6 +52,19 @@ def test_a_hook_or_function_that_is_defined_again_replaces_the_old_one(cell, fir
         notebook.execute(("\n\n" if first == "<stdin>" else "") + cell.format("new"), second)
     assert notebook.hears() == ["new"]
     assert len(logs) == 1
+
+
+@pytest.mark.parametrize("interactive", [True, False])
+def test_a_class_without_functions_is_known_by_its_name_in_a_notebook_only(monkeypatch, interactive):
+    monkeypatch.setattr("builtins.get_ipython", lambda: None, raising=False)
+    if not interactive:
+        monkeypatch.delattr("builtins.get_ipython")
+    notebook = Notebook()
+    notebook.execute("def hear(self, event): heard.append(self.text)\nclass Base(Hook):\n after_run = hear")
+    for text in ("old", "new"):
+        notebook.execute(f"class Mine(Base):\n text = {text!r}\nbus.add(Mine())")
+    notebook.execute("bus.add(Mine())")  # of the same class
+    assert notebook.hears() == (["new"] if interactive else ["old", "new"]) + ["new"]
 
 
 def test_a_cell_with_a_lambda_subscribes_it_once():
@@ -74,6 +92,8 @@ def test_the_old_function_leaves_all_its_mount_points_and_the_new_one_may_have_s
         "def watch(event): heard.append(2)\nbus.on('after_run', watch)",
         "class Mine(Hook):\n def __init__(self, n): self.n = n\n def after_run(self, event): heard.append(self.n)\n"
         "bus.add(Mine(1))\nbus.add(Mine(2))",
+        "class Watch:\n def __init__(self, n): self.n = n\n def __call__(self, event): heard.append(self.n)\n"
+        "bus.on('after_run', Watch(1))\nbus.on('after_run', Watch(2))",
     ],
 )
 def test_several_of_one_kind_in_one_execution_all_stay(cell):
