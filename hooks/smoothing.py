@@ -14,8 +14,11 @@ import msgspec
 from eventloop import ConfigurationError, check_options
 from hooks.options import PositiveInt
 
-MEASURED = r"^(?!(.*/)?(lr|momentum|weight_decay|loss_scale|eta)(/|$))"
-"""Matches the names of measurements, and not those of states: learning rates and the like, which are logged as they are."""
+STATES = r"(^|/)(([^/]*[-_])?(lr|learning_rate)([-_][^/]*)?|momentum|weight_decay|loss_scale|eta)(/|$)"
+"""Matches the names of states: learning rates and the like, which are set, and logged as they are."""
+
+MEASURED = rf"^(?!.*{STATES})"
+"""Matches all other names, of measurements."""
 
 
 class Smoother:

@@ -1,9 +1,11 @@
 import math
+import re
+from pathlib import Path
 
 import pytest
 
-from eventloop import ConfigurationError
-from hooks.smoothing import Smoother
+from eventloop import ConfigurationError, observe
+from hooks.smoothing import STATES, Smoother
 
 
 def push(smoother, *losses, **others):
@@ -17,6 +19,32 @@ def test_measurements_are_averaged_over_the_same_iterations_and_states_are_curre
         states = {"lr": lr, "gan/lr/group1": lr, "momentum": lr, "eta": lr}
         smoother.push({"loss": value, "accuracy": 2 * value, **states} | ({"rare": value} if value != 4.0 else {}))
     assert smoother.read() == {"loss": 3.0, "accuracy": 6.0, "rare": 2.0, **dict.fromkeys(states, 0.3)}
+
+
+RATES = ("lr", "gan/lr/group1", "learning_rate", "lr-SGD", "lr-AdamW/pg1", "base_lr", "lr_backbone", "optim/lr-Adam-momentum")
+
+
+@pytest.mark.parametrize("name", [*RATES, "momentum", "d/weight_decay", "loss_scale", "eta"])
+def test_a_state_is_never_averaged(name):
+    smoother = Smoother(window_size=2)
+    for value in (1.0, 2.0):
+        smoother.push({name: value})
+    assert smoother.read() == {name: 2.0}
+
+
+@pytest.mark.parametrize("name", ["loss", "lrmse", "learning", "beta", "colr/loss", "val/theta", "time"])
+def test_other_names_are_averaged(name):
+    smoother = Smoother(window_size=2)
+    for value in (1.0, 2.0):
+        smoother.push({name: value})
+    assert smoother.read() == {name: 1.5}
+
+
+@pytest.mark.parametrize("page", ["dashboard/static/charts.js", "report/page.js"])
+def test_the_pages_know_the_same_states(page):
+    text = (Path(observe.__file__).parent / page).read_text()
+    [pattern] = re.findall(r"isState = .*? => /(.*)/\.test\(", text)
+    assert pattern.replace("\\/", "/") == STATES
 
 
 def test_mmengines_pattern_averages_matching_keys_only():

@@ -40,8 +40,8 @@
       return sum / all;
     });
   };
-  // As hooks.smoothing.MEASURED: what is set and not measured is drawn as it is, in steps.
-  const isState = (title) => /(^|\/)(lr|momentum|weight_decay|loss_scale|eta)(\/|$)/.test(title);
+  // As hooks.smoothing.STATES: what is set and not measured is drawn as it is, in steps.
+  const isState = (title) => /(^|\/)(([^\/]*[-_])?(lr|learning_rate)([-_][^\/]*)?|momentum|weight_decay|loss_scale|eta)(\/|$)/.test(title);
   const hasAxis = (name) => data.axes.some((axis) => axis[name].some((value) => value !== null));
 
   const prepared = (chart) => {

@@ -122,7 +122,7 @@ def newest_first(
     """Yield checkpoints in the order in which a resume tries them, by their progress.
 
     ``last_checkpoint`` tells the present training from an earlier, longer one in the same directory. So of the files with more
-    progress than the one that it names, only those written after that one are newer: a process that was killed had no time
+    progress than the one that it names, only those not written before that one are newer: a process that was killed had no time
     to name them. Times alone decide nothing, because copied files have others.
 
     Args:
@@ -139,7 +139,7 @@ def newest_first(
     first = sorted(dict.fromkeys(named), key=rank, reverse=True)
     limit, since = next(((rank(path), files.get(path)) for path in first if far(path)), (None, None))
     if limit is not None and since is not None:
-        later = {path: rank(path) for path, changed in files.items() if changed is None or changed > since}
+        later = {path: rank(path) for path, changed in files.items() if changed is None or changed >= since}
         ahead = [path for path, found in later.items() if found[:2] > limit[:2]]
         first = [*sorted(ahead, key=lambda path: later[path], reverse=True), *first]
     yield from first

@@ -82,11 +82,14 @@ def test_a_damaged_newest_file_gives_way_to_none_of_a_longer_training_before_in_
         assert began(parts, "auto", work_dir=tmp_path) == (3, tmp_path / "epoch_1.safetensors")
 
 
-def test_the_newest_complete_save_is_taken_if_the_process_was_killed_before_last_checkpoint_named_it(parts, tmp_path, capsys):
+@pytest.mark.parametrize("step", [1, 0], ids=["times", "equal times"])  # a copy may have one time for all files
+def test_the_newest_complete_save_is_taken_if_the_process_was_killed_before_last_checkpoint_named_it(
+    parts, tmp_path, capsys, step
+):
     saving(parts, tmp_path)
     (tmp_path / "last_checkpoint").write_text("epoch_2.safetensors")
     for age, epoch in enumerate((3, 2, 1)):
-        os.utime(tmp_path / f"epoch_{epoch}.safetensors", (1e9 - age, 1e9 - age))
+        os.utime(tmp_path / f"epoch_{epoch}.safetensors", (1e9 - step * age, 1e9 - step * age))
     for resume in ("auto", tmp_path):
         assert began(parts, resume, work_dir=tmp_path) == (9, tmp_path / "epoch_3.safetensors")
     assert main(["checkpoint", "ls", str(tmp_path)]) == 0

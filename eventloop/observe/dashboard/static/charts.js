@@ -7,8 +7,8 @@ const HEIGHT = 210;
 const LAST = ["lr", "momentum", "time", "data_time", "eta", "epoch"];  // of less interest, below the others
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-// As hooks.smoothing.MEASURED: what is set and not measured is drawn as it is, in steps.
-const isState = name => /(^|\/)(lr|momentum|weight_decay|loss_scale|eta)(\/|$)/.test(name);
+// As hooks.smoothing.STATES: what is set and not measured is drawn as it is, in steps.
+const isState = name => /(^|\/)(([^\/]*[-_])?(lr|learning_rate)([-_][^\/]*)?|momentum|weight_decay|loss_scale|eta)(\/|$)/.test(name);
 
 class Curve {
   constructor() { this.x = []; this.y = []; }
