@@ -19,6 +19,7 @@ from eventloop.events import Stage
 from eventloop.log import get_logger
 from eventloop.training import Driver, Run, Update, checkpoint_keys
 from eventloop.training import arguments as given
+from eventloop.training.agree import Alone
 from eventloop.training.arguments import Limit
 from eventloop.training.distributed.ranks import world_size
 from eventloop.training.distributed.rounds import Rounds, join_rounds
@@ -248,7 +249,8 @@ class HostedDriver(Driver):
         super().begin_train(max_epochs=max_epochs, max_iters=max_iters)
         state = self.state
         if world_size() > 1:
-            state.agreement = rounds = join_rounds(state, lambda: state.counters.iter)
+            rounds = join_rounds(state.own, lambda: state.counters.iter)
+            state.join(rounds)
             state.scopes.defer(partial(self._leave, rounds))
             state.settle()
 
@@ -256,13 +258,11 @@ class HostedDriver(Driver):
         """Count an iteration without ``after_train_iter``, where the bridge has published none of its other events."""
         state = self.state
         self._count_iteration()
-        if state.agreement is not None:
-            state.agreement.exchange()
-        if self._saves.requests or state.save_now or state.agreement is not None:
+        state.channel.exchange()
+        if self._saves.requests or state.agreed.save:
             self._saves.save_if_asked()
         state.scopes.leave("iter")
-        if state.cancelled or state.paused or state.rates or state.agreement is not None:
-            state.handle_requests()
+        state.handle_requests()
 
     def begin_unheard(self, *, last: bool) -> None:
         """Begin an iteration without ``before_train_iter``, for a batch that the trainer leaves out."""
@@ -319,8 +319,9 @@ class HostedDriver(Driver):
 
     def _leave(self, rounds: Rounds) -> None:
         """Remember on all ranks why they stopped, also after the training."""
-        self.state.agreement = None
-        self.state.stop_reason = self.state.stop_reason or rounds.reason
+        own = self.state.own
+        self.state.join(Alone(own))
+        own.reason = own.reason or rounds.agreed.reason
         rounds.close()
 
     def _share_failure(self, error: BaseException) -> None:

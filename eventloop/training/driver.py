@@ -212,13 +212,11 @@ class Driver(Session):
         self._count_iteration()
         if validates:
             state.counters.phase = "val"
-        if state.agreement is not None:
-            state.agreement.exchange()
-        if self._saves.requests or state.save_now or state.agreement is not None:
+        state.channel.exchange()
+        if self._saves.requests or state.agreed.save:
             self._saves.save_if_asked()
         state.scopes.leave("iter")
-        if state.cancelled or state.paused or state.rates or state.agreement is not None:
-            state.handle_requests()
+        state.handle_requests()
 
     def abandon_iteration(self) -> None:
         """End the iteration without ``after_train_iter``; its batch still counts as consumed."""
@@ -347,8 +345,8 @@ class Driver(Session):
         self._run.publish(_EVALUATION[stage][3], batch_idx=self._index, batch=self._batch, outputs=state.outputs)
         state.version += self._evaluation_changes
         self._metrics.update(state.outputs, 1 if self._share is None else self._share.counts(self._index))
-        if self._in_step and state.agreement is not None:
-            state.agreement.exchange()
+        if self._in_step:
+            state.channel.exchange()
         self._saves.save_if_asked()
         state.scopes.leave(f"{stage} iter")
         state.handle_requests()

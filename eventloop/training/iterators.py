@@ -256,7 +256,7 @@ class TrainBatches(Batches):
             state.validate()
         complete = self._begun and counters.max_iters is not None and counters.iter >= counters.max_iters
         complete = complete or (state.epoch_ends is True and not state.window_open)
-        stops = (state.stop or not ended or state.agreement is not None) and state.should_stop()
+        stops = (state.agreed.urgent or not ended) and state.should_stop()
         if stops and not (complete or (self._begun and self._feed.last)):  # else it cuts nothing short
             self._over = True
             bodies.abandon_epoch()

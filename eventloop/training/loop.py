@@ -313,7 +313,7 @@ class TrainLoop:
         if run.state.trains:
             run.drive().expect(self._need("train"), max_epochs=self.max_epochs, max_iters=self.max_iters)
             self._pass_on(run)
-            if run.state.stop:
+            if run.state.own.stop:
                 log.warning("loop.stop() was called before this run began, so it ends at once", run=run.name)
         if self._cancelled:
             run.cancel()

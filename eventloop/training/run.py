@@ -338,15 +338,15 @@ class Run:
         if reason:
             # Not yet in run.info: a signal handler may interrupt the training thread while that iterates over it. For the same
             # reason nothing in here takes a lock or logs.
-            self.state.stop_reason = reason
-        self.state.stop = True
+            self.state.own.reason = reason
+        self.state.own.stop = True
 
     def cancel(self) -> None:
         """Raise :class:`RunCancelled` on the training thread, also in a publish that waits for room in a full lane.
 
         Open scopes do not publish their ``after_x``, and nothing is saved.
         """
-        self.state.cancelled = True
+        self.state.own.cancelled = True
 
     def pause(self) -> None:
         """Pause the run until :meth:`resume`; offloaded handlers keep running.
@@ -354,11 +354,11 @@ class Run:
         :meth:`stop`, :meth:`cancel`, the cancellation of ``await loop.arun()`` and Ctrl-C end the pause at once. Only the rank
         that paused a run can resume it.
         """
-        self.state.paused = True
+        self.state.own.paused = True
 
     def resume(self) -> None:
         """Continue a paused run."""
-        self.state.paused = False
+        self.state.own.paused = False
 
     @check_options
     def set_lr(self, lr: given.Rate, optimizer: str | int | None = None) -> None:
@@ -376,12 +376,12 @@ class Run:
         """
         if not math.isfinite(lr):
             raise ConfigurationError(f"lr={lr!r}: give a number above 0")
-        self.state.rates.append((float(lr), selected(self.optimizers, optimizer)))
+        self.state.own.rates.append((float(lr), selected(self.optimizers, optimizer)))
 
     def checkpoint_now(self) -> None:
         """Save ``iter_<n>.safetensors`` in the work dir."""
         self._saves.directory()
-        self.state.save_now = True
+        self.state.own.save = True
 
     def end_epoch(self) -> None:
         """End the epoch after the current iteration, with its ``after_train_epoch``; the next one begins with new batches.

@@ -20,7 +20,8 @@ from eventloop.events import Event
 from eventloop.events.run_view import RunView
 from eventloop.log import get_logger
 from eventloop.offload import Deadline
-from eventloop.training.distributed.ranks import Requests, join_ranks, share_failure, world_size
+from eventloop.training.agree import Agreement, Alone
+from eventloop.training.distributed.ranks import join_ranks, share_failure, world_size
 from eventloop.training.folders import free_folder, move_aside, newest_run
 from eventloop.training.locks import DirectoryLock
 from eventloop.training.optimizers import stepping, warn_if_useless
@@ -116,11 +117,11 @@ class Session:
         state = self.state
         try:
             state.progress = state.counters.snapshot()
-            if reason := state.stop_reason or (state.agreement.reason if state.agreement is not None else ""):
+            if reason := state.own.reason or state.agreed.reason:
                 self._run.info["stop_reason"] = reason
             self._announce(ev.AfterRun)
             self._saves.end()
-            if state.agreement is not None:  # no rank leaves before all files are written; all ranks see a failure
+            if state.ranks is not None:  # no rank leaves before all files are written; all ranks see a failure
                 self._bus.raise_failures()
                 state.settle()
             state.scopes.leave("run")
@@ -147,12 +148,8 @@ class Session:
     def _begin(self) -> None:
         run, state = self._run, self.state
         state.scopes.enter("run")
-        state.agreement = join_ranks(
-            self._bus,
-            run.models,
-            lambda: Requests(state.stop, state.save_now, state.cancelled, state.paused, bool(state.rates), state.stop_reason),
-            trains=bool(run.optimizers),
-        )
+        ranks = join_ranks(self._bus, run.models, trains=bool(run.optimizers))
+        state.join(Alone(state.own) if ranks is None else Agreement(ranks, state.own))
         self._is_new = False
         if self.own_folder and state.trains:
             self._choose_folder()

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, Final
@@ -17,8 +16,8 @@ from eventloop.bus import Bus
 from eventloop.errors import RunCancelled, TrainingError, stopped
 from eventloop.events import Event, LearningRateSet, Progress, RunPaused, RunResumed, Stage
 from eventloop.log import get_logger
-from eventloop.training.distributed.ranks import Agreement, Ranks
-from eventloop.training.distributed.rounds import Rounds
+from eventloop.training.agree import Alone, Channel, Requests
+from eventloop.training.distributed.ranks import Ranks
 from eventloop.training.optimizers import set_learning_rate
 from eventloop.training.schema import SavedCounts
 from eventloop.training.update import Update
@@ -171,15 +170,11 @@ class RunState:
         """True if the epoch must end after the current iteration; None if it cannot end early."""
         self.validation_follows: Callable[[], bool] | None = None
         """Returns True after an iteration that a validation follows (in iteration-based training)."""
-        self.agreement: Agreement | Rounds | None = None
-        """The requests of all ranks; None with one process."""
-        # Not threading.Event: signal handlers set these, and its lock is not re-entrant.
-        self.cancelled = self.stop = self.save_now = self.paused = False
-        self.stop_reason = ""
+        self.own = Requests()
+        """The requests of this process, which other threads and signal handlers make."""
+        self.join(Alone(self.own))
         self.save_if_asked: Callable[[], object] = lambda: None
         """Writes the checkpoint that ``checkpoint_now`` asked for, also in a pause."""
-        self.rates: deque[tuple[float, tuple[str, ...]]] = deque()
-        """Learning rates to set, and the names of their optimizers."""
         self.around_rates: Callable[[Callable[[], None]], None] | None = None
         """Called with the function that sets the rates: a bridge to another trainer scales its schedule along."""
         self.in_window = False
@@ -198,7 +193,7 @@ class RunState:
     @property
     def stops(self) -> bool:
         """True once a stop has taken effect on all ranks; it may wait for the step of an accumulation window."""
-        return (self.agreement or self).stop
+        return self.agreed.stop
 
     @property
     def window_open(self) -> bool:
@@ -209,8 +204,14 @@ class RunState:
 
     @property
     def ranks(self) -> Ranks | None:
-        """All processes; None if there is only one."""
-        return None if self.agreement is None else self.agreement.ranks
+        """All processes; None if there is only one, or another library's trainer."""
+        return self.channel.ranks
+
+    def join(self, channel: Channel) -> None:
+        """Agree with other ranks by a channel."""
+        self.channel = channel
+        self.agreed = channel.agreed
+        """The requests in force, on all ranks."""
 
     def check_open(self, methods: str) -> None:
         """Raise TrainingError if the run is not open."""
@@ -237,23 +238,25 @@ class RunState:
 
     def refuse(self, refusal: Callable[[], object]) -> None:
         """Call ``refusal``, which raises an error, at the next safe mount point."""
-        self.agreement, self.cancelled, self._refusal = None, True, refusal
+        self.join(Alone(self.own))
+        self.own.cancelled, self._refusal = True, refusal
 
     def check_cancelled(self) -> None:
         """Raise RunCancelled if the run was cancelled."""
-        if (self.agreement or self).cancelled:
+        if self.agreed.cancelled:
             if self._refusal is not None:
                 self._refusal()
             raise RunCancelled("the run was cancelled")
 
     def handle_requests(self) -> None:
         """Handle requests at a safe mount point: end a cancelled run, wait while it is paused, set learning rates."""
-        if self.agreement is None and not (self.cancelled or self.paused or self.rates):
+        agreed = self.agreed
+        if not (agreed.cancelled or agreed.paused or agreed.rates):
             return  # the usual case
         self.check_cancelled()
-        if (wanted := self.agreement or self).paused and not wanted.stop:
+        if agreed.paused and not agreed.stop:
             self._wait()
-        if (self.agreement or self).rates:
+        if agreed.rates:
             if self.around_rates is None:
                 self._set_rates()
             else:
@@ -262,32 +265,28 @@ class RunState:
     def should_stop(self) -> bool:
         """Handle requests; return True if the run must stop here. A stop waits for the step of an accumulation window."""
         self.handle_requests()
-        return (self.agreement or self).stop and not self.window_open
+        return self.agreed.stop and not self.window_open
 
     def settle(self) -> None:
-        """Collect the requests of all ranks, if there are several."""
-        if self.agreement is not None:
-            self.agreement.settle()
-            if isinstance(self.agreement, Rounds):
-                self.handle_requests()  # a pause begins at this point on all ranks
+        """Collect the requests of all ranks."""
+        self.channel.settle()
+        if self.channel.pauses_at_once:
+            self.handle_requests()
 
     def _wait(self) -> None:
         self._publish(RunPaused)
         log.info("the run is paused", iter=self.counters.iter)
-        while (wanted := self.agreement or self).paused and not (wanted.stop or wanted.cancelled):
-            if self.save_now if self.agreement is None else self.agreement.save:
+        while (agreed := self.agreed).paused and not (agreed.stop or agreed.cancelled):
+            if agreed.save:
                 self.save_if_asked()
             time.sleep(_LOOK)
-            if self.agreement is not None:  # all ranks together, or some would time out in a collective of the training
-                self.agreement.settle()
+            self.channel.settle()  # all ranks together, or some would time out in a collective of the training
         self.check_cancelled()
         self._publish(RunResumed)
         log.info("the run continues", iter=self.counters.iter)
 
     def _set_rates(self) -> None:
-        wanted = [self.rates.popleft() for _ in range(len(self.rates))]
-        if self.agreement is not None:
-            wanted = self.agreement.take_rates(wanted)
+        wanted = self.agreed.take_rates()
         for rate, names in wanted:
             for name in names:
                 set_learning_rate(self._optimizers[name], rate)

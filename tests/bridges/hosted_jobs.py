@@ -101,7 +101,7 @@ def a_thread_pauses(folder):
         def ask(run):
             time.sleep(0.1)
             run.pause()
-            while not run.state.agreement.paused:
+            while not run.state.agreed.paused:
                 time.sleep(0.01)
             time.sleep(0.2)
             paused.append(run.counters.iter)
@@ -109,7 +109,7 @@ def a_thread_pauses(folder):
             paused.append(run.counters.iter)
             run.set_lr(0.5)
             run.resume()
-            while run.state.agreement.paused:
+            while run.state.agreed.paused:
                 time.sleep(0.01)
             run.pause()
             time.sleep(0.3)

@@ -48,8 +48,8 @@ def test_a_command_needs_the_token_and_looking_does_not(server):
             assert visitor.client.get("/runs.json", headers=headers).json()["may_change"] is False, given
             with visitor.told(**headers) as told:
                 assert wait_for(told, "scalars"), given
-        assert not job.loop._running.state.paused
-        assert not job.loop._running.state.stop
+        assert not job.loop._running.state.own.paused
+        assert not job.loop._running.state.own.stop
 
 
 def test_the_token_is_in_no_page_and_no_message(server, visitor):

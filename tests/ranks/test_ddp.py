@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from eventloop import Bus, Hook, Run, TrainingError, get_logger
-from eventloop.training.distributed import ranks as agreements
+from eventloop.training import agree as agreements
 from hooks import CheckpointHook, ConsoleWriter, EarlyStoppingHook, JSONLinesWriter, LoggerHook, ProgressBar
 
 from . import jobs

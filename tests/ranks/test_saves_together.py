@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from eventloop import Hook
 from eventloop.checkpoint import load_whole, sharded
-from eventloop.training.distributed import ranks as agreements
+from eventloop.training import agree as agreements
 from hooks import CheckpointHook
 
 from . import jobs

@@ -123,7 +123,7 @@ class LightningBridge(Bridge):
         if run is None:
             return
         if trainer.should_stop and not run.state.stops:
-            run.state.stop_reason = "trainer.should_stop was set"
+            run.state.own.reason = "trainer.should_stop was set"
         drive.end_train()
         run.write_due(self._write)
         if (plugin := plugin_of(trainer)) is not None:

@@ -122,7 +122,7 @@ class Iterations:
             self._batch = None
         else:
             drive.end_unheard()
-        if state.stop or state.agreement is not None or self._saves.due:
+        if state.agreed.urgent or self._saves.due:
             self._settle()
 
     def _catch_up(self, batch: Any, batch_idx: int) -> None:

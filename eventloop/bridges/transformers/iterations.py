@@ -137,7 +137,7 @@ def _around_log_save_evaluate(trainer: Any, run: HostedRun, settle: Callable[[],
     @wraps(original)
     def log_save_evaluate(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
-        if state.stop or run.save_due:
+        if state.agreed.stop or run.save_due:
             settle()
 
     return log_save_evaluate

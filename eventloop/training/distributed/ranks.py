@@ -1,4 +1,4 @@
-"""Coordinate ranks: agree on requests, and report the first failure on all ranks.
+"""Exchange values between ranks, and report the first failure on all of them.
 
 All messages use a separate gloo process group on the CPU, so they never wait for an accelerator or for collectives of the
 training.
@@ -9,10 +9,9 @@ from __future__ import annotations
 import re
 import time
 import weakref
-import zlib
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, Final, Literal, NamedTuple, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import torch
 from torch import distributed
@@ -23,18 +22,11 @@ from eventloop.checkpoint import is_sharded
 from eventloop.errors import ConfigurationError, TrainbusError, TrainingError
 from eventloop.log import get_logger
 
-INTERVAL = 0.05
-"""Seconds between two exchanges of :class:`Agreement`; 0 exchanges in every iteration."""
-
-PATIENCE = 10.0
-"""Seconds after which a process logs why it waits."""
-
-_MOST_BETWEEN: Final = 1000
 _FAILURE: Final = "trainbus/failure"
 _STORE_TIMEOUT: Final = timedelta(seconds=5)
 _ANSWER: Final = 2.0  # seconds within which ranks that waited for the same rank fail
 _TIMED_OUT: Final = re.compile(r"time(d |-)?out", re.IGNORECASE)
-_TOGETHER: Final = (
+TOGETHER: Final = (
     "All ranks must call run.request_save() at the same mount point: not under a condition on run.rank, nor in a handler with "
     'ranks="rank0". Any rank may call run.checkpoint_now()'
 )
@@ -42,9 +34,6 @@ _TOGETHER: Final = (
 log = get_logger()
 
 T = TypeVar("T")
-
-Rates = list[tuple[float, tuple[str, ...]]]
-"""Learning rates to set, and the names of their optimizers."""
 
 
 def this_rank() -> int:
@@ -102,129 +91,14 @@ class Ranks:
         """Raise TrainingError if a rank requests a file that rank 0 does not; ``names`` holds the file names by rank."""
         for rank, wanted in enumerate(names):
             if more := [name for name in wanted if name not in names[0]]:
-                raise TrainingError(f"rank {rank} requests the checkpoint {', '.join(more)}, but rank 0 does not. {_TOGETHER}")
+                raise TrainingError(f"rank {rank} requests the checkpoint {', '.join(more)}, but rank 0 does not. {TOGETHER}")
 
 
-class Requests(NamedTuple):
-    """The requests of one rank, or of all ranks together, and the reason of a stop."""
-
-    stop: bool = False
-    save: bool = False
-    cancelled: bool = False
-    paused: bool = False
-    rates: bool = False
-    reason: str = ""
-
-
-class Agreement:
-    """Make requests of any rank (:class:`Requests`) take effect on all ranks after the same iteration.
-
-    During training, exchanges run in the background: a request takes effect at the end of a later iteration, after up to
-    :data:`INTERVAL` seconds or one iteration, whichever is longer. An exchange costs about 200 µs, so short iterations share
-    one. At the end of epochs and validations :meth:`settle` waits for the result.
-
-    Each exchange also compares the files that hooks request. All ranks must request the same files, or the run would hang: one
-    rank would wait in its save, and the others in their next collective.
-
-    ``requests`` returns the requests of this rank.
-    """
-
-    def __init__(self, ranks: Ranks, requests: Callable[[], Requests]) -> None:
-        self.ranks = ranks
-        self.stop, self.save, self.cancelled, self.paused, self.rates, self.reason = Requests()
-        self.asked: Callable[[], list[str]] = list
-        """Returns the names of the files to save next."""
-        self._requests = requests
-        self._flags = torch.zeros(len(Requests._fields) + 2, dtype=torch.int32)
-        self._sent: list[str] = []
-        self._every = 1
-        self._since = 0
-        self._started: float | None = None
-        self._under_way: distributed.Work | None = None
-
-    def exchange(self) -> None:
-        """If an exchange is due, apply the result of the previous one and begin the next."""
-        self._since += 1
-        if self._since < self._every:
-            return
-        self._take()
-        self._launch(self.asked())
-
-    def take_rates(self, own: Rates) -> Rates:
-        """Return the learning rates requested by all ranks, given the requests of this rank. A collective."""
-        self.rates = False
-        return [one for some in self.ranks.gather(own) for one in some]
-
-    def settle(self) -> None:
-        """Exchange and apply all requests made so far. A barrier."""
-        self._take()
-        self._launch([])  # rank 0 decides about saves at the end of a scope
-        self._take()
-
-    def confirm(self) -> None:
-        """Wait until all ranks have requested the files that this rank has; raise TrainingError if one requests others.
-
-        A rank that is already in a collective of the training may never answer; then a warning tells the reason.
-        """
-        asked = self.asked()
-        if self._under_way is None or self._sent != asked:
-            self._take()
-            self._launch(asked)
-        self._take()
-
-    def _launch(self, asked: list[str]) -> None:
-        self._sent = asked
-        digest = zlib.crc32("/".join(asked).encode()) >> 1
-        # The exchange takes the maximum over ranks. The pace is negated to get the smallest one. The digest is sent with both
-        # signs: if all ranks have the same, both come back unchanged.
-        flags = (*self._requests()[:-1], -self._pace(), digest, -digest)
-        self._flags.copy_(torch.tensor(flags, dtype=torch.int32))
-        self._under_way = distributed.all_reduce(
-            self._flags, op=distributed.ReduceOp.MAX, group=self.ranks.group, async_op=True
-        )
-
-    def _pace(self) -> int:
-        now, before = time.perf_counter(), self._started
-        iterations, self._since, self._started = self._since, 0, now
-        if before is None or not iterations or not INTERVAL:
-            return 1
-        return max(1, min(_MOST_BETWEEN, int(INTERVAL * iterations / (now - before))))
-
-    def _take(self) -> None:
-        if self._under_way is None:
-            return
-        self._wait_for(self._under_way)
-        self._under_way = None
-        stop, save, cancelled, paused, rates, fewest, digest, negative = self._flags.tolist()
-        if digest != -negative:
-            mine = f"rank {self.ranks.rank} requests {', '.join(self._sent) or 'none'}"
-            raise TrainingError(f"the ranks request different checkpoints at the same time: {mine}. {_TOGETHER}")
-        self._every = -fewest
-        if stop and not self.stop:
-            self.reason = next(filter(None, self.ranks.gather(self._requests().reason)), "")
-        self.stop = self.stop or bool(stop)
-        self.save = self.save or bool(save)
-        self.cancelled = self.cancelled or bool(cancelled)
-        self.paused, self.rates = bool(paused), bool(rates)
-
-    def _wait_for(self, work: distributed.Work) -> None:
-        if self._sent and not work.is_completed():
-            try:
-                work.wait(timedelta(seconds=PATIENCE))
-            except RuntimeError:
-                if work.is_completed():  # it failed
-                    raise
-                log.warning(f"waiting for the other ranks to request this checkpoint. {_TOGETHER}", names=self._sent)
-        work.wait()
-
-
-def join_ranks(
-    bus: Bus, models: Mapping[str, torch.nn.Module], requests: Callable[[], Requests], *, trains: bool
-) -> Agreement | None:
+def join_ranks(bus: Bus, models: Mapping[str, torch.nn.Module], *, trains: bool) -> Ranks | None:
     """Join a new run with the runs of the other ranks, and set the rank of the bus. A collective.
 
-    Return None if there is only one process. ``requests`` is as in :class:`Agreement`. ``trains`` is False for a run without
-    an optimizer; else warn about models whose weights are not synchronised between ranks.
+    Return None if there is only one process. ``trains`` is False for a run without an optimizer; else warn about models whose
+    weights are not synchronised between ranks.
 
     Raises:
         ConfigurationError: ``torchrun`` started this process, but ``torch.distributed`` is not initialised.
@@ -240,7 +114,7 @@ def join_ranks(
     if world_size() == 1:
         return None
     _runs += 1
-    agreement = Agreement(Ranks(own_group("control")), requests)
+    ranks = Ranks(own_group("control"))
     for name, model in models.items():
         if trains and not (is_parallel(model) or any(isinstance(part, DistributedDataParallel) for part in model.modules())):
             log.warning(
@@ -248,7 +122,7 @@ def join_ranks(
                 "average gradients yourself",
                 model=name,
             )
-    return agreement
+    return ranks
 
 
 def own_group(purpose: Literal["control", "saves"]) -> distributed.ProcessGroup:

@@ -20,12 +20,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import msgspec
 
 from eventloop.log import get_logger
-from eventloop.training.distributed.ranks import Ranks, Rates, this_rank, world_size
+from eventloop.training.agree import Rates, Requests
+from eventloop.training.distributed.ranks import Ranks, this_rank, world_size
 
 _IDLE: Final = 0.1
 """Seconds between two polls for a round of another rank."""
@@ -43,17 +44,6 @@ Point = tuple[int, int]
 """A safe point: the number of iterations, and how many safe points came after the last of them."""
 
 log = get_logger()
-
-
-class Requester(Protocol):
-    """The requests of this rank."""
-
-    stop: bool
-    save_now: bool
-    cancelled: bool
-    paused: bool
-    stop_reason: str
-    rates: deque[tuple[float, tuple[str, ...]]]
 
 
 class _Answer(msgspec.Struct):
@@ -75,7 +65,7 @@ class _Answer(msgspec.Struct):
 class Rounds:
     """Make requests of any rank take effect on all ranks at the same safe point; see the module.
 
-    Used in place of :class:`eventloop.training.distributed.ranks.Agreement`, with the same attributes.
+    Used in place of :class:`eventloop.training.agree.Agreement`.
 
     Args:
         store: the store of the process group.
@@ -85,27 +75,26 @@ class Rounds:
     """
 
     ranks: Ranks | None = None
+    pauses_at_once = True
 
-    def __init__(self, store: Any, name: str, own: Requester, iterations: Callable[[], int]) -> None:
-        self.stop = self.save = self.cancelled = self.paused = self.rates = False
-        self.reason = ""
+    def __init__(self, store: Any, name: str, own: Requests, iterations: Callable[[], int]) -> None:
+        self.agreed = Requests()
         self._store = store.clone()  # a thread that waits in the other one keeps its lock
         self._rank, self._size = this_rank(), world_size()
         self._name = name
         self._own = own
         self._iterations = iterations
-        self._rates: Rates = []
         # Written by the training thread.
         self._point: Point = (iterations(), 0)
         """The last safe point."""
-        self._stands: Point | None = None
+        self._blocked_at: Point | None = None
         """The safe point at which the training thread waits with requests; the agent sets it to None."""
         # Written by the agent.
         self._limit: Point | None = None
         """The safe point at which the training thread must wait for the result of the round."""
         self._results: deque[_Answer] = deque()
         """Results that the training thread has not applied yet."""
-        self._told: tuple[bool, bool, bool] = (False, False, False)
+        self._announced: tuple[bool, bool, bool] = (False, False, False)
         self._number = 0
         self._ended = False
         self._wake = threading.Event()
@@ -127,43 +116,37 @@ class Rounds:
 
     def settle(self) -> None:
         """Enter another safe point between two iterations; apply the requests that take effect there."""
-        if self.paused:
+        if self.agreed.paused:
             self._apply()
         else:
             self._arrive((self._point[0], self._point[1] + 1))
-
-    def take_rates(self, own: Rates) -> Rates:
-        """Return the learning rates to set now; later requests of this rank wait for another round."""
-        self._own.rates.extend(own)
-        rates, self._rates, self.rates = self._rates, [], False
-        return rates
 
     def _arrive(self, point: Point) -> None:
         # The order matters, because the agent may read at any moment. It must not see this point without the requests made
         # before it. And either it sees this point, or this thread sees its limit; see _answer.
         if self._pending():
-            self._stands = point
+            self._blocked_at = point
         self._point = point
-        if self._stands is not None or self._beyond(point):
+        if self._blocked_at is not None or self._is_past_limit(point):
             self._wait(point)
         elif self._results:
             self._apply()
 
     def _wait(self, point: Point) -> None:
         while self._agent.is_alive():
-            waits = self._stands is not None or self._beyond(point)
+            waits = self._blocked_at is not None or self._is_past_limit(point)
             self._apply()  # after the line above: the agent hands a result over before it ends the wait
-            if self.paused:  # settle() continues
+            if self.agreed.paused:  # settle() continues
                 return
             if waits:
                 self._wake.set()
                 time.sleep(_LOOK)
             elif self._pending():
-                self._stands = point
+                self._blocked_at = point
             else:
                 return
 
-    def _beyond(self, point: Point) -> bool:
+    def _is_past_limit(self, point: Point) -> bool:
         limit = self._limit
         return limit is not None and point >= limit
 
@@ -173,31 +156,30 @@ class Rounds:
         All ranks pause at the same point, so later results take effect in the pause on all ranks. Some ranks enter it after
         these results are known, others before.
         """
-        paused = self.paused
-        while self.paused == paused and self._to_apply():
+        agreed, paused = self.agreed, self.agreed.paused
+        while agreed.paused == paused and self._to_apply():
             result = self._results[0]
-            self.stop, self.save = self.stop or result.stop, self.save or result.save
-            self.cancelled = self.cancelled or result.cancelled
-            self.paused = result.paused and not (self.stop or self.cancelled)
-            self._rates += result.rates
-            self.rates = bool(self._rates)
-            self.reason = self.reason or result.reason
+            agreed.stop, agreed.save = agreed.stop or result.stop, agreed.save or result.save
+            agreed.cancelled = agreed.cancelled or result.cancelled
+            agreed.paused = result.paused and not (agreed.stop or agreed.cancelled)
+            agreed.rates.extend(result.rates)
+            agreed.reason = agreed.reason or result.reason
             self._results.popleft()  # last: now the agent may answer again
 
     def _pending(self) -> bool:
         own = self._own
-        return own.save_now or bool(own.rates) or (own.stop, own.cancelled, own.paused) != self._told
+        return own.save or bool(own.rates) or (own.stop, own.cancelled, own.paused) != self._announced
 
     # ----------------------------------------------------------------------------------------------------- the agent
 
     def _run(self) -> None:
         try:
             while not self._ended:
-                if (self._stands is not None or self.paused) and self._pending():
+                if (self._blocked_at is not None or self.agreed.paused) and self._pending():
                     self._open()
                 if self._store.check([self._key("opened")]):
                     self._take_part()
-                elif self._stands is None:
+                elif self._blocked_at is None:
                     self._wake.wait(_IDLE)
                     self._wake.clear()
             self._store.set(self._key_of_run("left"), "")
@@ -219,7 +201,7 @@ class Rounds:
                 ranks=missing,
             )
             return
-        self._store.compare_set(self._key("opened"), "", _encode(_Answer(self._stands or self._point)))
+        self._store.compare_set(self._key("opened"), "", _encode(_Answer(self._blocked_at or self._point)))
 
     def _take_part(self) -> None:
         """Answer, and pass the result of the round to the training thread."""
@@ -236,7 +218,7 @@ class Rounds:
         deadline = time.monotonic() + _SKEW
         while not self._ended and (self._to_apply() or (self._point < opened and time.monotonic() < deadline)):
             time.sleep(_LOOK)
-        stands = self._stands or (self._point if self.paused else None)
+        stands = self._blocked_at or (self._point if self.agreed.paused else None)
         if stands is not None:
             return self._take(stands)
         # The training thread writes the point and then reads the limit; here the order is reversed. So it waits at this
@@ -248,16 +230,15 @@ class Rounds:
                 return self._take(passed, stands=False)
 
     def _to_apply(self) -> bool:
-        return bool(self._results) and (self.paused or self._results[0].point <= self._point)
+        return bool(self._results) and (self.agreed.paused or self._results[0].point <= self._point)
 
     def _take(self, point: Point = (0, 0), *, stands: bool = True) -> _Answer:
         """Take the requests of this rank; they then count as announced."""
         own = self._own
-        self._told = own.stop, own.cancelled, own.paused
-        save, own.save_now = own.save_now, False
-        rates = [own.rates.popleft() for _ in range(len(own.rates))]
-        stop, cancelled, paused = self._told
-        return _Answer(point, stands, stop, save, cancelled, paused, rates, own.stop_reason)
+        self._announced = own.stop, own.cancelled, own.paused
+        save, own.save = own.save, False
+        stop, cancelled, paused = self._announced
+        return _Answer(point, stands, stop, save, cancelled, paused, own.take_rates(), own.reason)
 
     def _result(self) -> _Answer:
         deadline = time.monotonic() + PATIENCE
@@ -286,7 +267,7 @@ class Rounds:
         return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
 
     def _release(self) -> None:
-        self._stands = self._limit = None
+        self._blocked_at = self._limit = None
 
     def _get(self, what: str) -> _Answer:
         return _decode(self._store.get(self._key(what)))
@@ -320,7 +301,7 @@ _decode = msgspec.json.Decoder(_Answer).decode
 _runs = 0
 
 
-def join_rounds(own: Requester, iterations: Callable[[], int]) -> Rounds:
+def join_rounds(own: Requests, iterations: Callable[[], int]) -> Rounds:
     """Return the :class:`Rounds` of a new training. All ranks with a bus must call it."""
     from torch.distributed.distributed_c10d import _get_default_store  # no public access to the store
 

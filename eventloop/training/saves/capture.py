@@ -20,8 +20,9 @@ from typing import Any
 from eventloop import events as ev
 from eventloop.checkpoint import AnyPath, Overlap, StageBuffer, as_path, is_sharded, stage, weights_only
 from eventloop.errors import ConfigurationError, RunCancelled
+from eventloop.training.agree import Agreement
 from eventloop.training.data import Feeds
-from eventloop.training.distributed.ranks import Agreement, Ranks, own_group
+from eventloop.training.distributed.ranks import Ranks, own_group
 from eventloop.training.optimizers import forget_options, stepping
 from eventloop.training.saves.contents import SavedRun, gather_rank, gather_state
 from eventloop.training.saves.request import SaveRequest, merged
@@ -65,8 +66,7 @@ class Saves:
         if self.sharded and ranks is not None:
             own_group("saves")  # a collective: all ranks are here
         self._writer = CheckpointWriter(run, run.bus)
-        if isinstance(run.state.agreement, Agreement):
-            run.state.agreement.asked = lambda: [request.path.name for request in self.requests]
+        run.state.own.files = lambda: [request.path.name for request in self.requests]
         run.state.scopes.defer(self._end_overlap)
 
     def _end_overlap(self) -> None:
@@ -112,7 +112,7 @@ class Saves:
     def save_if_asked(self, *, force: bool = False) -> None:
         """Save if hooks or threads requested it; inside an accumulation window only with ``force``."""
         state = self._run.state
-        if not self.requests and self.ranks is None and not state.save_now:
+        if not self.requests and not state.agreed.save and not (force and self.ranks is not None):
             return  # the usual case
         if not state.has_trained or (not force and state.window_open):
             return
@@ -180,11 +180,9 @@ class Saves:
     def _add_asked_now(self) -> None:
         """Queue a request, once, if ``checkpoint_now`` was called on any rank."""
         state = self._run.state
-        if not (state.save_now if state.agreement is None else state.agreement.save):
+        if not state.agreed.save:
             return
-        state.save_now = False
-        if state.agreement is not None:
-            state.agreement.save = False
+        state.own.save = state.agreed.save = False
         self.requests.append(SaveRequest(self.directory() / f"iter_{state.counters.iter}{self._run.checkpoint_suffix}"))
 
     def _agree(self, ranks: Ranks, *, force: bool) -> tuple[bool, bool] | None:
@@ -194,8 +192,8 @@ class Saves:
             everyones = ranks.gather(self.requests)
             ranks.check_first_has_all([[request.path.name for request in requests] for requests in everyones])
             self.requests = everyones[0]
-        elif self.requests and isinstance(self._run.state.agreement, Agreement):
-            self._run.state.agreement.confirm()
+        elif self.requests and isinstance(self._run.state.channel, Agreement):
+            self._run.state.channel.confirm()
         if self.requests:
             own = (gather_rank(self._run, self.feeds), secrets.token_hex(4), self._standing(merged(self.requests)))
             self._ranks_saved, tokens, standings = zip(*ranks.gather(own), strict=True)
