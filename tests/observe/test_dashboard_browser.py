@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 
+import msgspec
 import pytest
 
 from eventloop import Bus
+from eventloop.observe.costs import Growth
 from eventloop.observe.dashboard import Watcher
+from eventloop.observe.dashboard.watcher import shortened
 from hooks import CheckpointHook
 
 from ..waiting import until
@@ -85,6 +89,51 @@ def test_curves_grow_and_costs_are_shown(server, tab):
         )
         assert width == pytest.approx(100, abs=2)
         wait(tab, "lane-rows", "Watcher.tell")
+
+
+def under_cursor(tab, name):
+    """What a chart tells below the pointer."""
+    figure = tab.locator("figure", has=tab.locator("b", has_text=re.compile(f"^{name}$")))
+    figure.locator(".u-over").hover()
+    return figure.locator(".at", has_text="train").text_content()
+
+
+def test_a_learning_rate_is_not_smoothed_and_the_slider_smooths_the_loss(server, tab):
+    job = Job(Bus(Watcher(server.board)), epochs=8)
+    job.bus.on("before_train_iter", lambda event: event.run.report(**{"lr-SGD": 0.5 ** (event.progress.iter // 10)}))
+    job.loop.run()
+    tab.goto(server.url)
+    wait(tab, "state", "finished")
+    assert tab.input_value("#smoothing") == "0.6"
+    assert re.fullmatch(r"at \d+: train [^,]+", under_cursor(tab, "lr-SGD"))
+    values = {}
+    for weight in ("0", "0.99"):
+        tab.fill("#smoothing", weight)
+        tab.mouse.move(0, 0)
+        values[weight] = re.match(r"at \d+: train ([^,]+), smoothed ([^,]+)", under_cursor(tab, "loss")).groups()
+    raw, smoothed = values["0"]
+    assert raw == smoothed
+    raw, smoothed = values["0.99"]
+    assert raw != smoothed
+
+
+def test_memory_that_was_freed_shrank(server, tab):
+    with watched(server, slow=True) as job:
+        tab.goto(server.url)
+        tab.wait_for_selector("#parts tr")
+        growth = [Growth("process", -537_000, 60.0, 100)]
+        server.board.get(1).costs(shortened(msgspec.structs.replace(job.bus.costs(), growth=growth)))
+        wait(tab, "steps", "process shrank by 537 kB")
+
+
+def test_a_second_name_of_a_file_is_in_the_row_of_the_file(server, tab, tmp_path):
+    hook = CheckpointHook(interval=1, save_best="loss", rule="less")
+    Job(Bus(hook, Watcher(server.board)), epochs=1, work_dir=tmp_path).loop.run()
+    tab.goto(server.url)
+    wait(tab, "files", "best_loss_epoch_1")
+    assert tab.locator("#files tr").count() == 1
+    assert "epoch_1.safetensors, best_loss_epoch_1.safetensors" in text(tab, "files")
+    assert "0 B" not in text(tab, "files").split()
 
 
 def test_pause_resume_rate_checkpoint_and_stop(server, tab, tmp_path):
