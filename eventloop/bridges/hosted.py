@@ -202,6 +202,12 @@ class HostedRun(Run):
         restore_entry(self, read(state, SavedEntry))
         log.info("the bus has resumed", **({"path": path} if path else {}), epoch=self.counters.epoch, iter=self.counters.iter)
 
+    def count_from(self, last: HostedRun | None) -> None:
+        """Begin with the counts of the trainer's last run, such as for an evaluation after the training."""
+        if last is not None:
+            self.counters.restore(last.counters)
+            self.state.progress = self.counters.snapshot()
+
     def resume_without_entry(self, counters: Counters, path: str = "") -> None:
         """Continue with the trainer's own counts from a checkpoint that was saved without a bus; warn if hooks have state."""
         publish_loaded(self, path, {"state_dict": flat(gather_weights(self.models))}, counters)

@@ -48,8 +48,9 @@ class Timeline:
             is_repeated = isinstance(line, Validation) and line.iter in repeated
             (self.abandoned if is_beyond or is_repeated else self.lines).append(line)
             if isinstance(line, Resume) and cuts and cuts[-1].time == line.time:
-                limit = min(limit, cuts.pop().iter)
-                repeated |= validated
+                at = cuts.pop().iter
+                limit = min(limit, at)
+                repeated |= validated & {at}
             elif isinstance(line, Validation):
                 validated.add(line.iter)
         self.lines.reverse()

@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from eventloop import Bus, Run
+from eventloop.observe.record import Validation
 from eventloop.observe.report.history import History
 from hooks import LoggerHook, RunRecordHook
 from hooks.writers import JSONLinesWriter
@@ -16,6 +17,7 @@ from .jobs import batches, network
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*treespec"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
     pytest.mark.filterwarnings("ignore:resuming reads and drops"),
 ]
@@ -27,7 +29,7 @@ def new_bus():
     return Bus(RunRecordHook(), LoggerHook(1, writers=[JSONLinesWriter(), JSONLinesWriter("mine.jsonl")]))
 
 
-def lightning(folder, epochs, resume):
+def lightning(folder, epochs, resume, evaluate=False):
     pl = pytest.importorskip("lightning.pytorch")
 
     class Module(pl.LightningModule):
@@ -38,35 +40,50 @@ def lightning(folder, epochs, resume):
         def training_step(self, batch, batch_idx):
             return self.net(batch[0]).square().mean()
 
+        def validation_step(self, batch, batch_idx):
+            self.log("accuracy", 0.5)
+
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     trainer = pl.Trainer(accelerator="cpu", max_epochs=epochs, default_root_dir=folder, **quiet)
     new_bus().attach(trainer)
-    trainer.fit(Module(), DataLoader(TensorDataset(torch.ones(STEPS, 4))), ckpt_path=folder / "last.ckpt" if resume else None)
+    module, data = Module(), DataLoader(TensorDataset(torch.ones(STEPS, 4)))
+    val = data if evaluate else None
+    trainer.fit(module, data, val, ckpt_path=folder / "last.ckpt" if resume else None)
     trainer.save_checkpoint(folder / "last.ckpt")
+    if evaluate:
+        trainer.validate(module, val, verbose=False)
 
 
-def transformers(folder, epochs, resume):
+def transformers(folder, epochs, resume, evaluate=False):
     jobs = pytest.importorskip("tests.bridges.transformers_jobs")
     data = jobs.plain_data(2 * STEPS)
-    trainer = jobs.make(folder, new_bus(), data=data, num_train_epochs=epochs, save_strategy="epoch")
+    strategy = "epoch" if evaluate else "no"
+    trainer = jobs.make(folder, new_bus(), data=data, num_train_epochs=epochs, save_strategy="epoch", eval_strategy=strategy)
     trainer.train(resume_from_checkpoint=resume)
+    if evaluate:
+        trainer.evaluate()
 
 
-def ignite(folder, epochs, resume):
+def ignite(folder, epochs, resume, evaluate=False):
     pytest.importorskip("ignite")
-    from ignite.engine import create_supervised_trainer
+    from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
     from ignite.handlers import Checkpoint
 
     model = network()
     trainer = create_supervised_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
-    bridge = new_bus().attach(trainer, work_dir=folder)
+    evaluator = create_supervised_evaluator(model)
+    bridge = new_bus().attach(trainer, evaluator=evaluator, work_dir=folder)
+    if evaluate:
+        trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run(batches(1)))
     if resume:
         Checkpoint.load_objects(bridge.to_save, torch.load(folder / "last.pt", weights_only=True))
     trainer.run(batches(STEPS), max_epochs=epochs)
     torch.save({name: one.state_dict() for name, one in bridge.to_save.items()}, folder / "last.pt")
+    if evaluate:
+        evaluator.run(batches(1))
 
 
 def accelerate(folder, epochs, resume):
@@ -115,5 +132,34 @@ def test_a_resumed_training_goes_on_with_the_files(tmp_path, train):
     train(tmp_path, 1, resume=False)
     train(tmp_path, 2, resume=True)
     assert not (tmp_path / "earlier-1").exists()
+    now = History(tmp_path)
+    assert (now.epochs, now.iterations, len(lines(tmp_path / "scalars.jsonl"))) == (2, 2 * STEPS, 2 * STEPS)
+
+
+@pytest.mark.parametrize("train", [lightning, transformers, ignite], ids=lambda one: one.__name__)
+def test_an_evaluation_after_the_training_has_its_epoch_and_iteration(tmp_path, train):
+    train(tmp_path, 2, resume=False, evaluate=True)
+    assert [(one.epoch, one.iter) for one in History(tmp_path).lines(Validation)] == [(1, 4), (2, 8), (2, 8)]
+
+
+def test_evaluations_beyond_a_resume_are_abandoned_and_no_others(tmp_path):
+    transformers(tmp_path, 2, resume=False, evaluate=True)
+    transformers(tmp_path, 2, resume=tmp_path / "checkpoint-4", evaluate=True)
+    now = History(tmp_path)
+    assert [one.iter for one in now.timeline.abandoned if isinstance(one, Validation)] == [8, 8]
+    assert [one.iter for one in now.lines(Validation)] == [4, 8, 8]
+
+
+def test_a_second_fit_of_a_trainer_that_goes_on_is_the_same_run(tmp_path):
+    pl = pytest.importorskip("lightning.pytorch")
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    limits = {"limit_train_batches": STEPS, "limit_val_batches": 0}
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=1, default_root_dir=tmp_path, **quiet, **limits)
+    new_bus().attach(trainer)
+    for epochs in (1, 2):
+        trainer.fit_loop.max_epochs = epochs
+        trainer.fit(BoringModel())
     now = History(tmp_path)
     assert (now.epochs, now.iterations, len(lines(tmp_path / "scalars.jsonl"))) == (2, 2 * STEPS, 2 * STEPS)

@@ -92,6 +92,8 @@ class TrainerRuns:
         """Make a run, and publish ``before_run``."""
         run = HostedRun(self._bridge.bus, model=self._models, optimizer=optimizers, work_dir=self._work_dir, suffix=".pt")
         run.work_dir_advice = "give bus.attach() work_dir="
+        if optimizers is None:
+            run.count_from(self.last)
         run.resume_way = 'Checkpoint.load_objects(bridge.to_save, "{}")'
         state, self.opened, self._bridge.run = self._trainer.state, run, run
         run.validates = None if self._validates else False

@@ -101,7 +101,7 @@ class LightningBridge(Bridge):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Begin the run unless a sanity check has, resume, and begin the training."""
         run = self.running or self._begin(trainer.optimizers)
-        self._trained = run
+        last, self._trained = self._trained, run
         length = trainer.num_training_batches
         run.epoch_length = None if length == float("inf") else length
         run.train_data = trainer.train_dataloader
@@ -114,6 +114,9 @@ class LightningBridge(Bridge):
         time_lightning(trainer, run, self)
         self._iterations = Iterations(self, trainer, run, self._begin_epoch, self._settle)
         self._resume(run)
+        if not trainer.ckpt_path and trainer.global_step:  # the trainer goes on after its last fit()
+            run.count_from(last)
+            run.state.resumed = last is not None
         self._drive.begin_train(**_limits(trainer, run.epoch_length))
         self._stop_if_asked()
 
@@ -154,6 +157,8 @@ class LightningBridge(Bridge):
         run.work_dir_advice = f"give the first logger, or Trainer(default_root_dir=), a local directory{reason}"
         run.resume_way = 'trainer.fit(..., ckpt_path="{}")'
         run.config = dict(trainer.lightning_module.hparams)
+        if not optimizers:
+            run.count_from(self.run)
         self.run, self._drive = run, run.driver
         self._drive.begin_run()
         return run

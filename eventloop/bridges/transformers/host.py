@@ -170,6 +170,8 @@ class TransformersBridge(Bridge):
         trainer, args = self.trainer, self.trainer.args
         run = HostedRun(self.bus, model=trainer.model, optimizer=optimizer, work_dir=Path(args.output_dir))
         run.resume_way = 'trainer.train(resume_from_checkpoint="{}")'
+        if optimizer is None:
+            run.count_from(self.run)
         self.run, self._drive = run, run.driver
         run.validates = True if args.eval_strategy != "no" or args.eval_on_start else None
         handler = signal.getsignal(signal.SIGTERM)
