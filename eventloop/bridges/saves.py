@@ -18,8 +18,8 @@ from eventloop.events import Progress
 from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import Ranks
 from eventloop.training.saves.capture import Saves
-from eventloop.training.saves.request import SaveRequest, merged
 from eventloop.training.saves.resumable import resume_line
+from eventloop.training.saves.write import SaveRequest, merged
 
 log = get_logger()
 

@@ -23,9 +23,9 @@ from eventloop.checkpoint.load import checkpoints_in, file_kind, inspect, is_che
 from eventloop.checkpoint.overlap import Overlap, Staging
 from eventloop.checkpoint.pth import ForeignFormat, convert_foreign, load_pth, register_format
 from eventloop.checkpoint.remote import RemotePath
-from eventloop.checkpoint.saver import AsyncSaver, Busy, CommitInfo, Writer, save, write
+from eventloop.checkpoint.saver import AsyncSaver, Busy
 from eventloop.checkpoint.shards import has_shards, is_sharded, sweep_shards, verify_shards
-from eventloop.checkpoint.stage import StageBuffer, StagedTree, stage
+from eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, Writer, save, stage, write
 from eventloop.checkpoint.store import (
     AnyPath,
     as_path,

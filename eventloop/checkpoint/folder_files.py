@@ -27,8 +27,7 @@ from eventloop.checkpoint.commit import CHUNK, discard, failing
 from eventloop.checkpoint.container import crc32, readable
 from eventloop.checkpoint.export import safetensors_file
 from eventloop.checkpoint.folder import commit_folder
-from eventloop.checkpoint.saver import CommitInfo
-from eventloop.checkpoint.stage import StagedTree
+from eventloop.checkpoint.stage import CommitInfo, StagedTree
 from eventloop.checkpoint.store import AnyPath
 from eventloop.checkpoint.torch_file import Pickled
 from eventloop.errors import CheckpointDamagedError

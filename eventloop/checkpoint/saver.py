@@ -1,60 +1,23 @@
-"""Saving a tree: at once (`save`), as two steps (`stage`, then `write`), or on a thread that writes (`AsyncSaver`)."""
+"""`AsyncSaver`: copy trees at once, and write them on a thread."""
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from typing import Literal, NamedTuple, Self
 
-import msgspec
 import torch
 
 from eventloop.checkpoint.background import BackgroundWriter
-from eventloop.checkpoint.container import readable
 from eventloop.checkpoint.overlap import Overlap
-from eventloop.checkpoint.stage import StageBuffer, StagedTree, stage
-from eventloop.checkpoint.store import AnyPath, AsPath, as_path, write_pieces
+from eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, Writer, stage, write
+from eventloop.checkpoint.store import AnyPath, AsPath, as_path
 from eventloop.checks import check_value
 from eventloop.errors import CheckpointError
 
 Busy = Literal["wait", "skip", "replace"]
 """The behaviour of a save that is due while another is being written."""
-
-
-class CommitInfo(msgspec.Struct, frozen=True):
-    """A checkpoint that is on disk: where, its size in bytes, its digest, and the seconds it took without staging."""
-
-    path: AnyPath
-    bytes: int
-    digest: str
-    seconds: float
-
-
-def write(staged: StagedTree, path: AsPath) -> CommitInfo:
-    """Write a staged tree to `path`, a file or a URL, durably and atomically, and release it.
-
-    The GIL is free during nearly all of it. If it fails, the name keeps what it had, and `staged` may be written elsewhere.
-
-    Raises:
-        CheckpointError: from the error of the step that failed; or `staged` was released before.
-        ConfigurationError: `path` is a URL whose file system is not installed.
-    """
-    start = time.perf_counter()
-    path = as_path(path)
-    digest = write_pieces(path, staged.bytes, staged.pieces())
-    staged.release()
-    return CommitInfo(path, staged.bytes, readable(digest), time.perf_counter() - start)
-
-
-Writer = Callable[[StagedTree, AnyPath], CommitInfo]
-"""Writes a staged tree to a path, durably and atomically, or raises."""
-
-
-def save(tree: object, path: AsPath) -> CommitInfo:
-    """Stage `tree` and write it to `path`; raise the errors of `stage` and `write`."""
-    return write(stage(tree), path)
 
 
 class _Job(NamedTuple):

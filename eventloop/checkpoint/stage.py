@@ -1,21 +1,23 @@
-"""Staging: copy a tree, so that training continues at once while the copy is written elsewhere."""
+"""Stage a tree: copy it, so that training continues at once. Write a staged tree, here or on another thread."""
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any, Final
 
 import msgspec
 import torch
 
-from eventloop.checkpoint.container import DIGEST_BYTES, Pieces, render
+from eventloop.checkpoint.container import DIGEST_BYTES, Pieces, readable, render
 from eventloop.checkpoint.layout import Batch, Changed, Layout, Tensors
 from eventloop.checkpoint.memory import allocate
 from eventloop.checkpoint.overlap import Overlap, Pair, by_device, copy, end_of_queue
 from eventloop.checkpoint.rebuild import unflatten
+from eventloop.checkpoint.store import AnyPath, AsPath, as_path, write_pieces
 from eventloop.checkpoint.tree import FlatTree
 from eventloop.errors import CheckpointError
 
@@ -228,3 +230,37 @@ class _Copying:
                 yield self.batches.popleft()
             except IndexError:
                 return
+
+
+class CommitInfo(msgspec.Struct, frozen=True):
+    """A checkpoint that is on disk: where, its size in bytes, its digest, and the seconds it took without staging."""
+
+    path: AnyPath
+    bytes: int
+    digest: str
+    seconds: float
+
+
+def write(staged: StagedTree, path: AsPath) -> CommitInfo:
+    """Write a staged tree to `path`, a file or a URL, durably and atomically, and release it.
+
+    The GIL is free during nearly all of it. If it fails, the name keeps what it had, and `staged` may be written elsewhere.
+
+    Raises:
+        CheckpointError: from the error of the step that failed; or `staged` was released before.
+        ConfigurationError: `path` is a URL whose file system is not installed.
+    """
+    start = time.perf_counter()
+    path = as_path(path)
+    digest = write_pieces(path, staged.bytes, staged.pieces())
+    staged.release()
+    return CommitInfo(path, staged.bytes, readable(digest), time.perf_counter() - start)
+
+
+Writer = Callable[[StagedTree, AnyPath], CommitInfo]
+"""Writes a staged tree to a path, durably and atomically, or raises."""
+
+
+def save(tree: object, path: AsPath) -> CommitInfo:
+    """Stage `tree` and write it to `path`; raise the errors of `stage` and `write`."""
+    return write(stage(tree), path)

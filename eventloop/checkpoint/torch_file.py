@@ -25,8 +25,7 @@ from torch.storage import _dtype_to_storage_type_map
 from eventloop.checkpoint.commit import CHUNK, commit_file, write_all
 from eventloop.checkpoint.container import crc32, readable
 from eventloop.checkpoint.remote import RemotePath
-from eventloop.checkpoint.saver import CommitInfo
-from eventloop.checkpoint.stage import StagedTree
+from eventloop.checkpoint.stage import CommitInfo, StagedTree
 from eventloop.checkpoint.store import AnyPath
 from eventloop.checkpoint.tree import join
 from eventloop.checkpoint.zip_file import ZipLayout

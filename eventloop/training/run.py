@@ -31,8 +31,8 @@ from eventloop.training.metrics import NamedMetrics
 from eventloop.training.optimizers import by_path, options_given, selected, stepping
 from eventloop.training.rng import checked_seed
 from eventloop.training.saves.capture import Saves
-from eventloop.training.saves.request import OnError, SaveRequest
 from eventloop.training.saves.restore import HOSTED, Restore
+from eventloop.training.saves.write import OnError, SaveRequest
 from eventloop.training.session import DEFAULT_NAME
 from eventloop.training.state import ITERATIONS, REPEATED, Counters, RunState
 from eventloop.training.update import Update
