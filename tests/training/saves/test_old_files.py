@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from eventloop import CheckpointError
 from eventloop.checkpoint import load
+from eventloop.cli import main
 from eventloop.training import peek
 from eventloop.training.schema import FORMAT, UPGRADES, SavedData, SavedEntry, SavedState, as_tree, read, upgraded
 
@@ -48,6 +50,19 @@ def test_an_old_file_is_upgraded_version_by_version(file):
     assert isinstance(data, SavedData)
     assert (data.train.used, data.train.begun) == (jobs.SAVED_AT - 6, False)
     assert peek(file).iter == jobs.SAVED_AT
+
+
+def test_the_command_lists_shows_and_verifies_old_files(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    files = sorted(FILES.glob("*.safetensors"))
+    assert main(["checkpoint", "ls", str(FILES)]) == 0
+    listed = capsys.readouterr().out
+    assert all(file.name in listed for file in files)
+    assert main(["checkpoint", "verify", *map(str, files)]) == 0
+    for file in files:
+        capsys.readouterr()
+        assert main(["checkpoint", "show", str(file), "--key", "progress", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["tree"]["iter"] == jobs.SAVED_AT
 
 
 def test_there_is_an_upgrade_from_every_earlier_version():
