@@ -164,7 +164,7 @@ class Driver(Session):
         self._announce(ev.AfterTrainEpoch)
         counters.epoch += 1
         counters.batches = 0
-        if state.validation_follows is None:  # else the last iteration has told whether one is due
+        if state.plan is None or state.plan.due is None:  # else the last iteration has told whether one is due
             counters.phase = "val"
         if self.feed is not None:
             self.feed.end()
@@ -230,8 +230,7 @@ class Driver(Session):
         counters.iter += 1
         counters.batches += 1
         counters.update += bool(state.stepped)
-        follows = state.validation_asked or (state.validation_follows is not None and state.validation_follows())
-        counters.phase = "val" if follows else "train"
+        counters.phase = "val" if state.plan is not None and state.plan.follows else "train"
 
     @check_options
     def begin_validation(self, data: Iterable[Any] | None = None, metrics: AnyMetrics | None = None) -> Iterable[Any]:
@@ -297,7 +296,8 @@ class Driver(Session):
         # Only a validation inside a training is a phase of it that a resumed run repeats.
         if stage == "val" and state.training:
             warn_if_left_out(state.counters, self._saves.resumes_training_at)
-            state.validation_asked = False
+            if state.plan is not None:
+                state.plan.asked = False
             state.counters.phase = "val"
             state.validation_rng = get_rng_state()
         state.scopes.enter(stage)
@@ -382,6 +382,5 @@ class Driver(Session):
     def _forget(self) -> None:
         """Drop all references to the loaders."""
         self._saves.feeds.forget()
-        self.feed = self._evaluated = self._share = self._batch = self.state.validation_follows = None
-        self.state.validate, self.state.validation_asked = None, False
+        self.feed = self._evaluated = self._share = self._batch = self.state.plan = None
         self._begun = False

@@ -252,8 +252,8 @@ class TrainBatches(Batches):
         ended = state.scopes.innermost == "iter"
         if ended:
             drive.end_iteration()  # handles requests
-        if state.validation_asked and state.validate is not None and not state.window_open:
-            state.validate()
+        if (plan := state.plan) is not None and plan.asked and not state.window_open:
+            plan.validate()
         complete = self._begun and counters.max_iters is not None and counters.iter >= counters.max_iters
         complete = complete or (state.epoch_ends is True and not state.window_open)
         stops = (state.agreed.urgent or not ended) and state.should_stop()

@@ -24,7 +24,7 @@ from eventloop.training.iterators import EvaluationBatches
 from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.run import Run
 from eventloop.training.sanity import check_needs, explained, look
-from eventloop.training.state import Counters
+from eventloop.training.state import Counters, ValidationPlan
 from eventloop.training.steps import called, checked_outputs
 from eventloop.training.update import Update
 
@@ -142,7 +142,8 @@ class TrainLoop:
             metrics = self._validate(run) or metrics
 
         with self._begun(trains=True, resume=resume, strict=strict) as run:
-            run.state.validate = validate if run.validates else None
+            plan = ValidationPlan(validate, self._validation_due if by_iter else None) if run.validates else None
+            run.state.plan = plan
             self._look(run)
             for _ in run.epochs(self.max_epochs, max_iters=self.max_iters):
                 if run.validates and run.counters.phase == "val" and (by_iter or run.counters.batches):
@@ -155,9 +156,9 @@ class TrainLoop:
                     run.state.outputs.update({"loss": outputs} if is_loss else checked_outputs(outputs))
                     if run.heard(AfterForward, True):
                         run.publish(AfterForward, outputs=run.outputs)
-                    if run.state.validation_follows is not None and self._validation_due(run.counters.iter + 1):
+                    if by_iter and run.validates and self._validation_due(run.counters.iter + 1):
                         validate()
-                if not by_iter and (self._validation_due() or run.state.validation_asked):
+                if not by_iter and (self._validation_due() or (plan is not None and plan.asked)):
                     validate()
         return metrics
 
@@ -308,8 +309,6 @@ class TrainLoop:
     def _expect(self, run: Run) -> None:
         """Prepare a run that is about to begin."""
         run.validates = self._data["val"] is not None
-        if run.validates and self.max_iters is not None:
-            run.state.validation_follows = self._validation_due
         if run.state.trains:
             run.drive().expect(self._need("train"), max_epochs=self.max_epochs, max_iters=self.max_iters)
             self._pass_on(run)

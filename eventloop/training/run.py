@@ -406,12 +406,12 @@ class Run:
         Raises:
             TrainingError: the run does not belong to a ``TrainLoop`` with ``val_data``.
         """
-        if self.state.validate is None:
+        if self.state.plan is None:
             raise TrainingError(
                 "run.validate_now() needs the training of a TrainLoop with val_data=: your own loop validates where it calls "
                 "run.validate(loader), and another trainer by its own settings"
             )
-        self.state.validation_asked = True
+        self.state.plan.asked = True
 
     def request_save(
         self,

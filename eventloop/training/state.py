@@ -141,6 +141,26 @@ class Scopes:
             raise interrupted
 
 
+class ValidationPlan:
+    """When a training validates.
+
+    Args:
+        validate: validates once.
+        due: returns True after an iteration that a validation follows, in iteration-based training.
+    """
+
+    def __init__(self, validate: Callable[[], object], due: Callable[[], bool] | None = None) -> None:
+        self.validate = validate
+        self.due = due
+        self.asked = False
+        """True from ``run.validate_now()`` to the next validation."""
+
+    @property
+    def follows(self) -> bool:
+        """True if a validation follows the iteration that ends here."""
+        return self.asked or (self.due is not None and self.due())
+
+
 class RunState:
     """Hold the state of a run and the requests of other threads, which take effect at the next safe mount point."""
 
@@ -162,14 +182,10 @@ class RunState:
         """True once ``before_train`` was published: only then do saves write files."""
         self.resumed = False
         """True if the run resumed from a checkpoint."""
-        self.validate: Callable[[], object] | None = None
-        """Validates when a handler asks for it; None in a loop that decides this itself."""
-        self.validation_asked = False
-        """True if :attr:`validate` must be called at the next safe mount point."""
+        self.plan: ValidationPlan | None = None
+        """The validations of a ``TrainLoop`` that trains; None in a loop that decides this itself."""
         self.epoch_ends: bool | None = None
         """True if the epoch must end after the current iteration; None if it cannot end early."""
-        self.validation_follows: Callable[[], bool] | None = None
-        """Returns True after an iteration that a validation follows (in iteration-based training)."""
         self.own = Requests()
         """The requests of this process, which other threads and signal handlers make."""
         self.join(Alone(self.own))
