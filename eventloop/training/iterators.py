@@ -41,6 +41,8 @@ class Bodies:
         self.left = False
         """True if its body was left with ``break``."""
         self.evaluating: object | None = None
+        self.epoch_ends: bool | None = None
+        """True if the open epoch must end after the current iteration; None if it cannot end early."""
 
     def begin_train(self) -> None:
         """Begin the training if it has not begun."""
@@ -85,7 +87,7 @@ class Bodies:
             self.drive.abandon_epoch()
 
     def _no_epoch(self) -> None:
-        self.training, self.left, self.drive.state.epoch_ends = None, False, None
+        self.training, self.left, self.epoch_ends = None, False, None
 
     def end_train(self) -> None:
         """End the training if it has begun."""
@@ -255,7 +257,7 @@ class TrainBatches(Batches):
         if (plan := state.plan) is not None and plan.asked and not state.window_open:
             plan.validate()
         complete = self._begun and counters.max_iters is not None and counters.iter >= counters.max_iters
-        complete = complete or (state.epoch_ends is True and not state.window_open)
+        complete = complete or (bodies.epoch_ends is True and not state.window_open)
         stops = (state.agreed.urgent or not ended) and state.should_stop()
         if stops and not (complete or (self._begun and self._feed.last)):  # else it cuts nothing short
             self._over = True
@@ -281,7 +283,7 @@ class TrainBatches(Batches):
             )
         bodies.end_epoch()
         bodies.training = self
-        drive.state.epoch_ends = None if self._endless else False
+        bodies.epoch_ends = None if self._endless else False
         inside = drive.validation_comes_first and drive.state.counters.batches > 0 and not drive.loop_driven
         repeat = Repeat(bodies.run, self._feed) if inside else None
         drive.begin_epoch(self._feed, endless=self._endless)

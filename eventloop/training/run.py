@@ -391,12 +391,12 @@ class Run:
         Raises:
             TrainingError: no epoch of ``run.train(loader)`` is open, or it is the one epoch of an iteration-based training.
         """
-        if self.state.epoch_ends is None:
+        if self._bodies.epoch_ends is None:
             raise TrainingError(
                 "run.end_epoch() needs an epoch of run.train(loader) that can end early: an iteration-based "
                 "training is one epoch, and another trainer ends its epochs itself"
             )
-        self.state.epoch_ends = True
+        self._bodies.epoch_ends = True
 
     def validate_now(self) -> None:
         """Validate after the current iteration, epoch or validation of a training, even if no validation is due.

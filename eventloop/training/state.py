@@ -184,8 +184,6 @@ class RunState:
         """True if the run resumed from a checkpoint."""
         self.plan: ValidationPlan | None = None
         """The validations of a ``TrainLoop`` that trains; None in a loop that decides this itself."""
-        self.epoch_ends: bool | None = None
-        """True if the epoch must end after the current iteration; None if it cannot end early."""
         self.own = Requests()
         """The requests of this process, which other threads and signal handlers make."""
         self.join(Alone(self.own))
