@@ -37,7 +37,8 @@ class Pairs:
         self._twins = list(twins.values())
         self.swapped = [False] * len(self._live)
         """For each pair, True if the live tensor holds the average."""
-        self._unfinished: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        # An exchange under way: the pair, its new `swapped`, and what its live and its averaged tensor are to hold.
+        self._unfinished: tuple[int, bool, torch.Tensor, torch.Tensor] | None = None
         self._sharded = [hasattr(tensor, "to_local") for tensor in self._live]
         # Detached, because the kernels read the autograd state of parameters: 4 % of an update.
         self.groups = list(_by_kind([_own(one) for one in self._twins], [_own(one) for one in self._live]))
@@ -79,20 +80,25 @@ class Pairs:
         for index, (live, twin) in enumerate(zip(self._live, self._twins, strict=True)):
             if self.swapped[index] == swapped:
                 continue
-            # An assignment without calls or jumps: Ctrl-C comes before or after it, never in between.
             if self._sharded[index]:  # fully_shard keeps references to the storage
-                contents = (_own(twin).clone(), _own(live).clone())
-                self.swapped[index], self._unfinished[index] = swapped, contents
-                self.finish()
+                self._unfinished = index, swapped, _own(twin).clone(), _own(live).clone()
             else:
-                live.data, twin.data, self.swapped[index] = twin.data, live.data, swapped
+                self._unfinished = index, swapped, twin.data, live.data
+            self.finish()
 
     def finish(self) -> None:
-        """Complete exchanges that Ctrl-C has interrupted."""
-        for index, (for_live, for_twin) in list(self._unfinished.items()):
-            _own(self._live[index]).copy_(for_live)
-            _own(self._twins[index]).copy_(for_twin)
-            del self._unfinished[index]
+        """Complete the exchange of a pair that Ctrl-C has interrupted. Repeating it from the start does no harm."""
+        if self._unfinished is None:
+            return
+        index, swapped, for_live, for_twin = self._unfinished
+        self.swapped[index] = swapped
+        live, twin = self._live[index], self._twins[index]
+        if self._sharded[index]:
+            _own(live).copy_(for_live)
+            _own(twin).copy_(for_twin)
+        else:
+            live.data, twin.data = for_live, for_twin
+        self._unfinished = None
 
 
 def _floating(model: torch.nn.Module, buffers: bool) -> Iterator[tuple[str, torch.Tensor]]:

@@ -361,7 +361,7 @@ def test_raw_weights_are_restored_after_ctrl_c_during_a_swap(job: SimpleNamespac
 
 def strike(call: Any, at: int) -> bool:
     """Raise KeyboardInterrupt at the n-th line of what swaps and undoes, from 0; False if there are not so many."""
-    names = {"lend", "swap", "restore", "exchange", "_call"}
+    names = {"lend", "swap", "restore", "exchange", "finish", "_call"}
     seen = 0
     struck = False
 
