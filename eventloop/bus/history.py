@@ -15,7 +15,7 @@ import msgspec
 from eventloop.checks import check_picks
 from eventloop.offload import Lane, capture, detacher
 
-Prepare = Callable[[Any], Any]
+Picks = Callable[[Any], Any]
 
 
 class History:
@@ -28,12 +28,12 @@ class History:
 
     __name__ = "history"
 
-    def __init__(self, picks: Prepare | None, last: int) -> None:
+    def __init__(self, picks: Picks | None, last: int) -> None:
         if picks is not None:
             check_picks("capture", picks, "what the streams need")
         self.by_user = False
         """True after ``bus.keep()``: without it, the history ends with its last stream."""
-        self._prepare = detacher() if picks is None else _capturer(picks)
+        self._make_item = detacher() if picks is None else _capturer(picks)
         self._kept: deque[Any] = deque(maxlen=last)
         self._lanes: tuple[Lane, ...] = ()
         # Re-entrant, because the garbage collector may end a stream while this thread holds it.
@@ -41,7 +41,7 @@ class History:
 
     def __call__(self, event: Any) -> None:
         """Keep an event and put it into the lanes."""
-        item = self._prepare(event)
+        item = self._make_item(event)
         with self._lock:  # a stream that begins gets this event once: from here, or from its lane
             self._kept.append(item)
             lanes = self._lanes
@@ -84,7 +84,7 @@ class History:
         self._lanes = ()
 
 
-def _capturer(picks: Prepare) -> Prepare:
+def _capturer(picks: Picks) -> Callable[[Any], Any]:
     def capture_event(event: Any) -> Any:
         return msgspec.structs.replace(capture(picks(event)), source=(type(event), getattr(event, "progress", None)))
 
