@@ -206,7 +206,7 @@ class HostedRun(Run):
         """Begin with the counts of the trainer's last run, such as for an evaluation after the training."""
         if last is not None:
             self.counters.restore(last.counters)
-            self.state.progress = self.counters.snapshot()
+            self.state.set_progress()
 
     def resume_without_entry(self, counters: Counters, path: str = "") -> None:
         """Continue with the trainer's own counts from a checkpoint that was saved without a bus; warn if hooks have state."""
@@ -215,8 +215,7 @@ class HostedRun(Run):
         if hooks:
             log.warning("the checkpoint was saved without this bus; its hooks start anew", path=path, hooks=hooks)
         self.counters.restore(counters)
-        self.state.resumed = True
-        self.state.progress = self.counters.snapshot()
+        self.state.resume()
 
     def _changed(self, before: Mapping[str, Mapping[str, Any]], after: Mapping[str, Any]) -> Weights:
         """Return the tensors that a hook has replaced."""
@@ -275,10 +274,9 @@ class HostedDriver(Driver):
         state = self.state
         if state.scopes.innermost != "epoch":
             self._take_turn("begin_iteration")
-        state.progress = state.counters.snapshot()
-        state.outputs = {}
-        state.stepped.clear()
-        self._batch, self._last, state.validation_rng = None, last, None
+        state.begin_iteration(state.counters.snapshot())
+        state.go_on()
+        self._batch, self._last = None, last
         state.scopes.enter("iter")
 
     def take_batch(self, batch: Any, *, last: bool) -> None:

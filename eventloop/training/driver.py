@@ -113,13 +113,13 @@ class Driver(Session):
             state.counters.max_epochs, state.counters.max_iters = max_epochs, max_iters
         state.scopes.enter("train")
         state.has_trained = True
-        state.progress = state.counters.snapshot()
+        state.set_progress()
         self._run.publish(ev.BeforeTrain)
 
     def end_train(self) -> None:
         """Publish ``after_train``."""
         self._take_turn("end_train")
-        self.state.progress = self.state.counters.snapshot()
+        self.state.set_progress()
         self._announce(ev.AfterTrain)
         self._saves.save_if_asked(force=True)
         self.state.scopes.leave("train")
@@ -146,7 +146,7 @@ class Driver(Session):
         if not ((state.resumed and not self._begun) if feed is None else feed.resuming):
             state.counters.batches = 0
         self._begun = True
-        state.progress = state.counters.snapshot()
+        state.set_progress()
         if feed is not None:
             feed.begin_epoch(state.counters.epoch, endless=endless)
         self._run.publish(ev.BeforeTrainEpoch)
@@ -185,11 +185,9 @@ class Driver(Session):
         state = self.state
         if state.scopes.innermost != "epoch":
             self._take_turn("begin_iteration")
-        state.progress = state.counters.snapshot()
-        state.outputs = {}
-        state.stepped.clear()
+        state.begin_iteration(state.counters.snapshot())
+        state.go_on()
         self._batch, self._last = batch, last
-        state.counters.phase, state.validation_rng = "train", None
         state.scopes.enter("iter")
         if self._run.heard(ev.BeforeTrainIter, True):
             event = ev.BeforeTrainIter(run=self._run, progress=state.progress, batch_idx=state.counters.batches, batch=batch)
@@ -303,7 +301,7 @@ class Driver(Session):
         state.scopes.enter(stage)
         if len(lengths) > 1 and not self._in_step:
             state.scopes.defer(forward_alone(self._run.models.values(), lengths))
-        state.progress = state.counters.snapshot(stage, 0)
+        state.set_progress(stage, 0)
         self._enter_evaluation_mode()
         before, before_epoch, before_iter, after_iter, *_ = _EVALUATION[stage]
         self._evaluation_changes = self._bus.may_change_state(before_iter) or self._bus.may_change_state(after_iter)
@@ -331,7 +329,7 @@ class Driver(Session):
         self._take_turn(call)
         state = self.state
         self._index += 1
-        state.progress = state.counters.snapshot(stage, self._index)
+        state.set_progress(stage, self._index)
         state.outputs = {}
         self._batch = batch
         state.scopes.enter(f"{stage} iter")

@@ -53,9 +53,7 @@ class Repeat:
         for optimizer in self._run.optimizers.values():
             self._hold(stepping(optimizer), put_back, id(optimizer))
         before = replace(counters.snapshot(), iter=counters.iter - 1, batch_idx=counters.batches - 1)
-        state.progress = replace(before, update=max(0, counters.update - 1))
-        state.outputs = {}
-        state.stepped.clear()
+        state.begin_iteration(replace(before, update=max(0, counters.update - 1)))
         return batch
 
     def _kept(self) -> Callable[[], None]:
@@ -95,9 +93,7 @@ def end_repeated(state: RunState) -> None:
     """End the repeated iteration, if it is open, and put the state back."""
     if REPEATED in state.scopes:
         state.scopes.leave(REPEATED)
-        state.outputs = {}
-        state.stepped.clear()
-        state.progress = state.counters.snapshot()
+        state.begin_iteration(state.counters.snapshot())
 
 
 def end_unvalidated(state: RunState) -> None:

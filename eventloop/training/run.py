@@ -560,7 +560,7 @@ class Run:
         self.work_dir = work_dir
         if not self._named:
             self.name = self.counters.run_name = work_dir.name
-            self.state.progress = self.counters.snapshot()
+            self.state.set_progress()
 
     def __enter__(self) -> Self:
         self._driver.begin_run()

@@ -116,7 +116,7 @@ class Session:
         self._take_turn("end_run")
         state = self.state
         try:
-            state.progress = state.counters.snapshot()
+            state.set_progress()
             if reason := state.own.reason or state.agreed.reason:
                 self._run.info["stop_reason"] = reason
             self._announce(ev.AfterRun)

@@ -245,6 +245,21 @@ class RunState:
                 entries=", ".join(entries),
             )
 
+    def set_progress(self, stage: Stage = "train", batch_idx: int | None = None) -> None:
+        """Give the events that follow the present counts."""
+        self.progress = self.counters.snapshot(stage, batch_idx)
+
+    def begin_iteration(self, progress: Progress) -> None:
+        """Begin an iteration, without outputs and steps."""
+        self.progress = progress
+        self.outputs = {}
+        self.stepped.clear()
+
+    def resume(self) -> None:
+        """Note that the counts are those of a checkpoint."""
+        self.resumed = True
+        self.set_progress()
+
     def go_on(self) -> None:
         """Make training the next phase, also for a run that resumes from a later checkpoint."""
         self.counters.phase = "train"

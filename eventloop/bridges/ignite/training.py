@@ -112,7 +112,7 @@ class TrainerRuns:
                 log.warning(_COUNTS_DIFFER, bus=run.counters.iter, engine=state.iteration)
         elif last is not None and (self._left_off or last.counters.iter == state.iteration != 0):
             run.counters.restore(last.counters)
-            run.state.resumed = True
+            run.state.resume()
         elif state.iteration:
             run.resume_without_entry(Counters(update=state.iteration))
         if not self._left_off:

@@ -92,12 +92,10 @@ def _entry(run: SavedRun) -> Tree:
 
 def restore_entry(run: SavedRun, saved: SavedEntry) -> None:
     """Restore the counts and the bus."""
-    counters = run.state.counters
-    counters.restore(saved.progress)
+    run.state.counters.restore(saved.progress)
     run.info.update(saved.info)
     run.bus.load_state_dict(as_tree(saved.bus))
-    run.state.resumed = True
-    run.state.progress = counters.snapshot()
+    run.state.resume()
 
 
 def restore_state(run: SavedRun, feeds: Feeds, tree: Mapping[str, Any], *, strict: bool) -> None:
