@@ -1,8 +1,7 @@
-"""Count the files that an event, a checkpoint and ``trainbus run`` pass through; fail beyond the limits.
+"""Count the files that an event, a checkpoint, an attached step and ``trainbus run`` pass through; fail beyond the limits.
 
-A file counts if one of its functions is called between the two ends of the way. An import alone does not count. Files outside
-the packages of a checkpoint or a command are listed separately: they provide state, handle an event, or are created by the
-configuration.
+A file counts if one of its functions is called between the two ends of the way. An import alone does not count. For a command,
+files of what the configuration creates are listed separately.
 
     python .ci/count_files.py            # each way with its files
 """
@@ -17,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -26,10 +26,9 @@ from torch import nn
 
 import trainbus
 from eventloop.events import AfterTrainIter, CheckpointCommitted
-from trainbus import Bus, CheckpointHook, Progress, Run
+from trainbus import Bus, CheckpointHook, EMAHook, LoggerHook, Progress, Run
 
 ROOT = Path(trainbus.__file__).parent
-ENGINE = ("eventloop/checkpoint/", "eventloop/training/run.py", "eventloop/training/saves/")
 COMMAND = (
     "trainbus.py",
     "eventloop/cli/",
@@ -104,7 +103,7 @@ def event(*, is_async: bool = False, **options: Any) -> Way:
 
 def checkpoint() -> Way:
     """Follow a checkpoint from ``run.request_save`` to its event."""
-    way, bus, model = Way(ENGINE), Bus(), nn.Linear(4, 4)
+    way, bus, model = Way(), Bus(), nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     bus.add(CheckpointHook(interval=100))
 
@@ -124,6 +123,38 @@ def checkpoint() -> Way:
                 if i == 2:
                     way.followed = True
                     run.request_save("asked")
+    return way
+
+
+def attached_step() -> Way:
+    """Follow one step of a Lightning trainer with a bus, an average and a logger that is due."""
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            return self.layer(batch).sum()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    class Begins(lightning.Callback):
+        def on_train_batch_start(self, *arguments: Any) -> None:
+            way.followed = arguments[-1] == 2
+
+    class Ends(lightning.Callback):
+        def on_train_batch_end(self, *arguments: Any) -> None:
+            way.followed = False
+
+    way, bus = Way(), Bus(EMAHook(), LoggerHook(interval=1))
+    silent: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", **silent)
+    with way.watching(), bus.attach(trainer):
+        trainer.callbacks = [Begins(), *trainer.callbacks, Ends()]
+        trainer.fit(Module(), torch.utils.data.DataLoader([torch.ones(2, 4)] * 4, batch_size=None))
     return way
 
 
@@ -165,10 +196,11 @@ def report(name: str, way: Way, limit: int, goal: int | None = None) -> bool:
 
 if __name__ == "__main__":
     good = [
-        report("an event, from publish to its handler", event(), 8),
-        report("an event, to an async handler", event(is_async=True), 8),
-        report("an event with capture=", event(capture=lambda one: one.outputs["loss"]), 8),
-        report("a checkpoint, from request_save to its event", checkpoint(), 12),
-        report("trainbus run, to the first batch", command(), 14, goal=10),
+        report("an event, from publish to its handler", event(), 7),
+        report("an event, to an async handler", event(is_async=True), 7),
+        report("an event with capture=", event(capture=lambda one: one.outputs["loss"]), 7),
+        report("a checkpoint, from request_save to its event", checkpoint(), 34, goal=22),
+        *([report("a step of an attached Lightning trainer", attached_step(), 18, goal=12)] if find_spec("lightning") else []),
+        report("trainbus run, to the first batch", command(), 14, goal=12),
     ]
     sys.exit(not all(good))
