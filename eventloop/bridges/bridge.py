@@ -48,7 +48,7 @@ class Bridge:
 
         Raises:
             SubscribeError: a bus is attached to this trainer already.
-            ConfigurationError: an unknown or invalid option.
+            ConfigurationError: an unknown or invalid option, or the installed library lacks a name that the bridge uses.
         """
         for one in attached:
             if one.trainer is trainer:
@@ -57,6 +57,7 @@ class Bridge:
                     f"{whose} is attached to this {type(trainer).__name__} already: add your hooks to it, or detach its bridge"
                 )
         cls._check_options(options)
+        cls.check_library(trainer)
         bridge = cls(bus, trainer, **options)
         bridge.on_detach(partial(attached.discard, bridge))
         try:
@@ -79,6 +80,10 @@ class Bridge:
             if name not in known:
                 way_out = cls.instead.get(name) or f"the options are: {', '.join(known) or 'none'}"
                 raise ConfigurationError(f"bus.attach({name}=...) is not an option for {cls.host}; {way_out}")
+
+    @staticmethod
+    def check_library(trainer: Any, /) -> None:
+        """Raise ConfigurationError if the installed library lacks an undocumented name that the bridge uses."""
 
     def install(self) -> None:
         """Make the trainer call this bridge."""

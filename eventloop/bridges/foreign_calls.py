@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from eventloop.bridges.copies import replaced
 from eventloop.bridges.hosted import HostedRun
+from eventloop.bridges.ignite.privates import handlers_of
 
 _CALLBACK: Final = "[Callback]"
 _MODULE: Final = "[LightningModule]"
@@ -82,7 +83,7 @@ def ignite_handlers(engine: Any, bus: Any, fire: Callable[..., None]) -> Callabl
         return fire
 
     def timed_fire(event: Any, *arguments: Any, **named: Any) -> None:
-        if handlers := engine._event_handlers.get(event):
+        if handlers := handlers_of(engine).get(event):
             names = dict.fromkeys(_name(function) for function, *_ in handlers)
             with bus.span(f"{' + '.join(names)}.{event.name}", moment=event.name):
                 fire(event, *arguments, **named)

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+from eventloop.bridges.accelerate import privates
 from eventloop.bridges.bridge import Bridge
 from eventloop.bus import Bus
 from eventloop.checkpoint import (
@@ -75,6 +76,8 @@ class AcceleratorSaves(Bridge):
         if reason is not None:
             raise ConfigurationError(f"checkpoints=True does not work with this Accelerator: {reason}")
         self._saver: AsyncSaver | None = None
+
+    check_library = staticmethod(privates.check)
 
     def install(self) -> None:
         """Replace the methods of the accelerator."""

@@ -13,6 +13,7 @@ from ignite import distributed
 from ignite.engine import Engine
 from ignite.handlers import Checkpoint, DiskSaver
 
+from eventloop.bridges.ignite import privates
 from eventloop.bridges.ignite.saver import TrainbusSaver
 from eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, Pickled, StagedTree, make_directory, unwrapped
 from eventloop.errors import ConfigurationError
@@ -113,7 +114,7 @@ def _disk_savers(engines: Iterable[Engine], entry: object) -> list[DiskSaver]:
 
 
 def _handlers(engine: Any) -> list[Checkpoint]:
-    functions = [inspect.unwrap(one[0]) for handlers in engine._event_handlers.values() for one in handlers]
+    functions = [inspect.unwrap(one[0]) for handlers in privates.handlers_of(engine).values() for one in handlers]
     return [one for one in functions if isinstance(one, Checkpoint)]
 
 

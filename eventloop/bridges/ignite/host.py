@@ -16,6 +16,7 @@ from eventloop.bridges.bridge import Bridge
 from eventloop.bridges.foreign_calls import ignite_handlers
 from eventloop.bridges.hosted import HostedRun
 from eventloop.bridges.ignite import files as ignite_files
+from eventloop.bridges.ignite import privates
 from eventloop.bridges.ignite.files import RequestedFiles
 from eventloop.bridges.ignite.training import TrainerRuns
 from eventloop.bridges.ignite.validation import EvaluatorRuns
@@ -83,7 +84,7 @@ class IgniteBridge(Bridge):
         work_dir: str | Path | None = None,
     ) -> None:
         super().__init__(bus, trainer)
-        models, self._optimizers, others = trained_by(trainer._process_function, model, optimizer)
+        models, self._optimizers, others = trained_by(privates.step_of(trainer), model, optimizer)
         several = isinstance(models, Mapping)
         self._models = {name: unwrapped(one) for name, one in models.items()} if several else unwrapped(models)
         self._evaluator = evaluator
@@ -100,6 +101,8 @@ class IgniteBridge(Bridge):
         self._files = RequestedFiles(trainer)
         self._entry: Mapping[str, Any] | None = None  # to resume from
         self._since = 0.0  # when Ignite's Checkpoint asked for the state
+
+    check_library = staticmethod(privates.check)
 
     def install(self) -> None:
         """Wrap the runs, steps and events of the engines."""
@@ -118,13 +121,13 @@ class IgniteBridge(Bridge):
             CheckpointEvents.SAVED_CHECKPOINT: self._publish_saved,
         }
         self._wrap(self.trainer, training.run, training.step, before, after)
-        inner = self.trainer._handle_exception
+        inner = privates.handle_exception_of(self.trainer)
 
         def handle_exception(error: BaseException) -> None:
             training.error = error
             inner(error)
 
-        self.replace(self.trainer, "_handle_exception", handle_exception)
+        self.replace(self.trainer, privates.HANDLE_EXCEPTION, handle_exception)
         if self._evaluator is not None:
             validation = EvaluatorRuns(training, self._evaluator)
             before = {Events.STARTED: validation.begin}
@@ -144,7 +147,7 @@ class IgniteBridge(Bridge):
         after: Mapping[Any, Callable[[], None]],
     ) -> None:
         """Call functions of this bridge around an engine's run, its steps, and the handlers of some events."""
-        inner_run, inner_step, inner_fire = engine.run, engine._process_function, engine._fire_event
+        inner_run, inner_step, inner_fire = engine.run, privates.step_of(engine), privates.fire_of(engine)
         handlers = inner_fire
 
         @wraps(inner_run)
@@ -165,8 +168,8 @@ class IgniteBridge(Bridge):
                 call()
 
         self.replace(engine, "run", wrapped_run)
-        self.replace(engine, "_process_function", wrapped_step)
-        self.replace(engine, "_fire_event", fire)
+        self.replace(engine, privates.STEP, wrapped_step)
+        self.replace(engine, privates.FIRE, fire)
 
     def warn_of_missing(self, subscriptions: Iterable[Subscription]) -> None:
         """Log a warning for each missing mount point that has a subscription, unless that hears validations as well."""

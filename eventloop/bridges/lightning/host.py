@@ -16,6 +16,7 @@ import torch
 from eventloop.bridges.bridge import Bridge
 from eventloop.bridges.foreign_calls import time_lightning
 from eventloop.bridges.hosted import HostedDriver, HostedRun
+from eventloop.bridges.lightning import privates
 from eventloop.bridges.lightning.copy import UnattachedCallback
 from eventloop.bridges.lightning.iterations import Iterations, named
 from eventloop.bridges.lightning.saver import plugin_of
@@ -63,10 +64,12 @@ class LightningBridge(Bridge):
     _before: Mapping[str, Any]
     """The trainer's metrics before the present validation or test."""
 
+    check_library = staticmethod(privates.check)
+
     def install(self) -> None:
         """Add the callback before all callbacks that save, and wrap the methods."""
         trainer, strategy = self.trainer, self.trainer.strategy
-        if _has_base(strategy.launcher, "_MultiProcessingLauncher"):
+        if privates.starts_processes(strategy):
             raise ConfigurationError(
                 f"the strategy {type(strategy).__name__} starts its processes from this one, where the bus and its threads "
                 'would stay behind: use Trainer(strategy="ddp"), which starts your script in each process'

@@ -23,6 +23,7 @@ import torch
 from eventloop import events as ev
 from eventloop.bridges.copies import replaced
 from eventloop.bridges.hosted import HostedRun
+from eventloop.bridges.lightning import privates
 from eventloop.training.optimizers import stepping
 
 _EVENTS: Final[tuple[type[ev.Event], ...]] = (
@@ -58,8 +59,7 @@ class Iterations:
         self._begin_epoch, self._settle = begin_epoch, settle
         self._heard, self._state, self._scopes, self._saves = run.heard, run.state, run.state.scopes, run.saves
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
-        self.step_fetches = type(trainer.fit_loop._data_fetcher).__name__ == "_DataLoaderIterDataFetcher"
-        """True if the module's ``training_step(dataloader_iter)`` takes its batches from the iterator itself."""
+        self.step_fetches = privates.step_fetches(trainer)
         self._undo: list[Callable[[], object]] = []
         self._published = False
         """True if events of the present iteration are published."""

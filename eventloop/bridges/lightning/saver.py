@@ -23,6 +23,7 @@ from typing import Any, Final
 import torch
 from torch import distributed
 
+from eventloop.bridges.lightning import privates
 from eventloop.checkpoint import (
     AnyPath,
     AsyncSaver,
@@ -67,7 +68,7 @@ class TrainbusCheckpointIO:
         """The last save of each path since the last wait."""
         self._last: Future[CommitInfo] | None = None
         """The last save."""
-        self._trainer: weakref.ref[Any] | None = None
+        self.saved_by: weakref.ref[Any] | None = None
         """The trainer that saved since the last teardown."""
         self.saves = 0
         """The number of saves so far."""
@@ -78,7 +79,7 @@ class TrainbusCheckpointIO:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which has no file under way."""
-        first: dict[str, Any] = {"_saver": None, "_files": {}, "_last": None, "_trainer": None, "around": None, "raises": True}
+        first: dict[str, Any] = {"_saver": None, "_files": {}, "_last": None, "saved_by": None, "around": None, "raises": True}
         return {**vars(self), **first}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -120,9 +121,9 @@ class TrainbusCheckpointIO:
         Raises:
             CheckpointError: a save failed. If ``fit()`` itself has failed, its own error is raised, and this one is logged.
         """
-        trainer = None if self._trainer is None else self._trainer()
+        trainer = None if self.saved_by is None else self.saved_by()
         error = sys.exception() if trainer is not None and trainer.interrupted else None
-        saver, self._saver, self._trainer, self._files = self._saver, None, None, {}
+        saver, self._saver, self.saved_by, self._files = self._saver, None, None, {}
         try:
             if saver is not None:
                 saver.close()
@@ -197,10 +198,11 @@ def _join_lightning() -> None:
     """Make the imported Lightning packages accept the plugin; import one if none is imported.
 
     Raises:
-        ConfigurationError: no Lightning package is installed.
+        ConfigurationError: no Lightning package is installed, or it lacks a name that the plugin uses.
     """
     names = [name for name in _PACKAGES if name in sys.modules] or [_installed()]
     for name in names:
+        privates.check_plugin(name)
         if name in _joined:
             continue
         model_checkpoint = importlib.import_module(f"{name}.callbacks.model_checkpoint").ModelCheckpoint
@@ -208,7 +210,7 @@ def _join_lightning() -> None:
         importlib.import_module(f"{_PACKAGES[name]}.plugins.io.checkpoint_io").CheckpointIO.register(TrainbusCheckpointIO)
         trainer.save_checkpoint = _around_save(trainer.save_checkpoint)
         model_checkpoint.file_exists = _around_file_exists(model_checkpoint.file_exists)
-        model_checkpoint._link_checkpoint = staticmethod(_around_link(model_checkpoint._link_checkpoint))
+        privates.replace_link(model_checkpoint, _around_link)
         _joined.add(name)
 
 
@@ -226,7 +228,7 @@ def _torch_io() -> Any:
 
 def plugin_of(trainer: Any) -> TrainbusCheckpointIO | None:
     """Return the plugin of a trainer, if it has one."""
-    plugin = trainer.strategy._checkpoint_io  # the property raises in some strategies, and creates a plugin
+    plugin = privates.checkpoint_io(trainer)
     return plugin if isinstance(plugin, TrainbusCheckpointIO) else None
 
 
@@ -238,7 +240,7 @@ def _around_save(original: Callable[..., None]) -> Callable[..., None]:
         original(self, filepath, *arguments, **options)
         if plugin is None:
             return
-        plugin._trainer = weakref.ref(self)
+        plugin.saved_by = weakref.ref(self)
         if plugin.saves == saves and self.is_global_zero:
             log.warning(
                 "this strategy writes checkpoints itself, so TrainbusCheckpointIO has no effect: remove the plugin",
@@ -254,14 +256,11 @@ def _around_save(original: Callable[..., None]) -> Callable[..., None]:
 def _around_file_exists(original: Callable[..., bool]) -> Callable[..., bool]:
     @wraps(original)
     def file_exists(self: Any, filepath: Any, trainer: Any) -> bool:
-        plugin, files = plugin_of(trainer), self._fs
+        plugin = plugin_of(trainer)
         if plugin is None:
             return original(self, filepath, trainer)
-        self._fs = _Files(plugin, files)
-        try:
+        with privates.files_seen(self, partial(_Files, plugin)):
             return original(self, filepath, trainer)
-        finally:
-            self._fs = files
 
     return file_exists
 

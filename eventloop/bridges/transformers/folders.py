@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from eventloop.bridges.transformers import privates
 from eventloop.checkpoint import (
     FORMER_PREFIX,
     STATE_FILE,
@@ -54,7 +55,7 @@ class Folders:
 
     def next(self, trial: Any = None) -> Path:
         """Return the folder that the trainer would write next."""
-        return Path(self._trainer._get_output_dir(trial)) / f"{_PREFIX}-{self._trainer.state.global_step}"
+        return Path(privates.output_dir(self._trainer, trial)) / f"{_PREFIX}-{self._trainer.state.global_step}"
 
     def newest(self) -> str | None:
         """Return the folder in the trainer's ``output_dir`` that has the most steps, and is complete; None without any.
@@ -124,7 +125,7 @@ class Folders:
         trainer, path = self._trainer, local(path)
         try:
             with self.redirected(path) as written:
-                trainer._save_checkpoint(trainer.model_wrapped, None)
+                privates.save(trainer)
             if trainer.args.should_save:
                 commit_folder(written, path)
         finally:

@@ -20,6 +20,7 @@ import torch
 from eventloop.bridges.bridge import Bridge
 from eventloop.bridges.foreign_calls import time_transformers
 from eventloop.bridges.hosted import HostedDriver, HostedRun
+from eventloop.bridges.transformers import privates
 from eventloop.bridges.transformers.evaluations import Evaluations, abandon_evaluation, has_length
 from eventloop.bridges.transformers.folders import Folders, check_folder, local, read_entry
 from eventloop.bridges.transformers.iterations import publish_iterations
@@ -70,6 +71,8 @@ class TransformersBridge(Bridge):
         self._epoch = 0  # counted by the trainer's loop, also if it cuts an epoch short
         self._length: int | None = None
 
+    check_library = staticmethod(privates.check)
+
     def install(self) -> None:
         """Wrap methods. The bridge runs before all callbacks, so that these may raise or evaluate."""
         moments: dict[str, Method] = {
@@ -82,15 +85,15 @@ class TransformersBridge(Bridge):
             moments["on_save"] = self._saver.around_on_save
         around: dict[str, Method] = {
             "train": self._train,
-            "_inner_training_loop": self._loop,
+            privates.TRAINING_LOOP: self._loop,
             "evaluate": partial(self._evaluate, "val"),
             "predict": partial(self._evaluate, "test"),
             "prediction_step": self._evaluations.prediction_step,
-            "_finalize_training": self._finalize,
-            "_load_best_model": self._load_best_model,
-            "_save_checkpoint": self._save_checkpoint,
+            privates.FINALIZE: self._finalize,
+            privates.LOAD_BEST: self._load_best_model,
+            privates.SAVE: self._save_checkpoint,
             "save_model": self._folders.save_model,
-            "_get_output_dir": self._folders.output_dir,
+            privates.OUTPUT_DIR: self._folders.output_dir,
         }
         for owner, wrappers in ((self.trainer.callback_handler, moments), (self.trainer, around)):
             for name, wrapper in wrappers.items():
@@ -301,10 +304,10 @@ class TransformersBridge(Bridge):
 
     def _write(self, path: AnyPath) -> None:
         """Make the trainer save a checkpoint under a name given by a hook."""
-        run, trainer = self.run_begun, self.trainer
+        run = self.run_begun
         told, filled = run.writing(path), self._folders.filled(*run.gather_entry(str(path)))
         if self._saver is not None and self._saver.is_open:
-            save = partial(trainer._save_checkpoint, trainer.model_wrapped, None)
+            save = partial(privates.save, self.trainer)
             with told.copying(), filled:
                 self._saver.save(save, local(path), told, own=False, raises=run.save_raises)
             return

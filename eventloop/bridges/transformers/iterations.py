@@ -16,6 +16,7 @@ import torch
 from eventloop import events as ev
 from eventloop.bridges.copies import replaced
 from eventloop.bridges.hosted import HostedDriver, HostedRun
+from eventloop.bridges.transformers import privates
 from eventloop.bridges.transformers.evaluations import abandon_evaluation
 
 Method = Callable[..., Any]
@@ -36,7 +37,7 @@ def publish_iterations(
     run.defer(replaced(trainer, "training_step", training_step))
     run.defer(replaced(handler, "on_substep_end", on_substep_end))
     run.defer(replaced(handler, "on_step_end", on_step_end))
-    run.defer(replaced(trainer, "_maybe_log_save_evaluate", log_save_evaluate))
+    run.defer(replaced(trainer, privates.LOG_SAVE_EVALUATE, log_save_evaluate))
 
 
 class _Steps:
@@ -132,7 +133,7 @@ def _around_end(original: Method, run: HostedRun, drive: HostedDriver, loss: Met
 
 
 def _around_log_save_evaluate(trainer: Any, run: HostedRun, settle: Callable[[], object]) -> Method:
-    original, state = trainer._maybe_log_save_evaluate, run.state
+    original, state = getattr(trainer, privates.LOG_SAVE_EVALUATE), run.state
 
     @wraps(original)
     def log_save_evaluate(*args: Any, **kwargs: Any) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
+from eventloop.bridges.transformers import privates
 from eventloop.bridges.transformers.folders import Folders
 from eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, FolderFiles, StagedTree, discard_folder
 from eventloop.errors import ConfigurationError
@@ -115,9 +116,8 @@ class FolderSaver:
     def _rotate(self, directory: Path, best: str | None) -> None:
         """Name the best folder, which is durable now, and remove older ones as the trainer does."""
         self._trainer.state.best_model_checkpoint = best
-        rotate = importlib.import_module("transformers.trainer_utils").rotate_checkpoints
         limit = self._trainer.args.save_total_limit
-        rotate(output_dir=str(directory), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+        privates.rotate(output_dir=str(directory), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
 
     def around_on_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Replace ``on_save`` of the callbacks: wait until the folder is complete, because callbacks may read it."""

@@ -1,0 +1,99 @@
+"""Undocumented names of other libraries: a bridge refuses a library that lacks one, before a training begins."""
+
+import importlib
+import inspect
+
+import pytest
+
+from eventloop import Bus, ConfigurationError, TrainbusCheckpointIO
+from eventloop.bridges.privates import check_names
+
+HOSTS = {"lightning": "lightning", "transformers": "transformers", "ignite": "pytorch-ignite", "accelerate": "accelerate"}
+
+
+def names_of(host, table="NAMES"):
+    return getattr(importlib.import_module(f"eventloop.bridges.{host}.privates"), table)
+
+
+def attach(host, folder):
+    """Return the trainer of a host, and a function that attaches a bus to it."""
+    pytest.importorskip("lightning.pytorch" if host == "lightning" else host)
+    if host == "lightning":
+        from lightning.pytorch import Trainer
+
+        trainer, options = Trainer(accelerator="cpu", logger=False, default_root_dir=folder), {}
+    elif host == "transformers":
+        from tests.bridges.transformers_jobs import make
+
+        trainer, options = make(folder), {}
+    elif host == "ignite":
+        import torch
+        from ignite.engine import create_supervised_trainer
+
+        model = torch.nn.Linear(1, 1)
+        trainer = create_supervised_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.MSELoss())
+        options = {}
+    else:
+        from accelerate import Accelerator
+
+        trainer, options = Accelerator(cpu=True, project_dir=folder), {"checkpoints": True}
+    return trainer, lambda: Bus().attach(trainer, **options)
+
+
+def take_away(monkeypatch, path, **roots):
+    """Take a name away from its object for the rest of a test."""
+    root, *parts, name = path.split(".")
+    owner = roots[root]
+    for part in parts:
+        owner = getattr(owner, part)
+    if inspect.ismodule(owner) or inspect.isclass(owner):
+        monkeypatch.delattr(owner, name)
+        return
+
+    def gone(self):
+        raise AttributeError(name)
+
+    monkeypatch.setattr(type(owner), name, property(gone, lambda self, value: None), raising=False)
+
+
+def assert_names(error, library, name):
+    package = "ignite" if library == "pytorch-ignite" else library
+    version = importlib.import_module(package).__version__
+    message = str(error.value)
+    assert f"{library} {version} " in message
+    assert repr(name) in message
+    assert "pip install" in message
+
+
+@pytest.mark.parametrize(("host", "path"), [(host, path) for host in HOSTS for path in names_of(host)])
+def test_attaching_to_a_library_without_a_name_is_an_error(host, path, tmp_path, monkeypatch):
+    """Each name of each table is looked up; the error names library, version, name, and what to install."""
+    trainer, attached = attach(host, tmp_path)
+    package = importlib.import_module("lightning.pytorch" if host == "lightning" else host)
+    roots = dict.fromkeys(("trainer", "engine", "accelerator"), trainer) | {"package": package, "transformers": package}
+    with monkeypatch.context() as patch:
+        take_away(patch, path, **roots)
+        with pytest.raises(ConfigurationError) as error:
+            attached()
+    assert_names(error, HOSTS[host], path.rpartition(".")[2])
+    attached().detach()  # nothing was left behind
+
+
+@pytest.mark.parametrize("path", names_of("lightning", "PLUGIN_NAMES"))
+def test_a_plugin_in_a_library_without_a_name_is_an_error(path, monkeypatch):
+    """``TrainbusCheckpointIO()`` needs no bus, and looks up its names itself."""
+    package = pytest.importorskip("lightning.pytorch")
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    roots = {"callback": package.callbacks.ModelCheckpoint(), "strategy": SingleDeviceStrategy()}
+    with monkeypatch.context() as patch:
+        take_away(patch, path, **roots)
+        with pytest.raises(ConfigurationError) as error:
+            TrainbusCheckpointIO()
+    assert_names(error, "lightning", path.rpartition(".")[2])
+
+
+def test_a_missing_object_on_the_way_is_named():
+    """A path has several parts, and the first one that is missing is the one to name."""
+    with pytest.raises(ConfigurationError, match="'fit_loop'"):
+        check_names("torch", "torch", {"trainer.fit_loop._data_fetcher": ("a test", "1.0")}, trainer=object())
