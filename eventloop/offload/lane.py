@@ -236,7 +236,7 @@ class Lane:
 
     def _drop(self, most: int) -> None:
         for _ in range(min(most, len(self._queue))):
-            self._dropped += 1  # first, because Ctrl-C comes after calls
+            self._dropped += 1  # first: an interrupt in between counts one event twice, and loses none
             self._queue.popleft()
         self._notify()
 
