@@ -273,7 +273,7 @@ class HostedDriver(Driver):
         """Begin an iteration without ``before_train_iter``, for a batch that the trainer leaves out."""
         state = self.state
         if state.scopes.innermost != "epoch":
-            self._take_turn("begin_iteration")
+            self._check_order("begin_iteration")
         state.begin_iteration(state.counters.snapshot())
         state.go_on()
         self._batch, self._last = None, last

@@ -103,7 +103,7 @@ class Driver(Session):
         Raises:
             ConfigurationError: both limits were given.
         """
-        self._take_turn("begin_train")
+        self._check_order("begin_train")
         if max_epochs is not None and max_iters is not None:
             raise ConfigurationError(f"max_epochs={max_epochs} and max_iters={max_iters}: give drive.begin_train() one of them")
         state = self.state
@@ -118,7 +118,7 @@ class Driver(Session):
 
     def end_train(self) -> None:
         """Publish ``after_train``."""
-        self._take_turn("end_train")
+        self._check_order("end_train")
         self.state.set_progress()
         self._announce(ev.AfterTrain)
         self._saves.save_if_asked(force=True)
@@ -135,7 +135,7 @@ class Driver(Session):
             data: the loader; None hides it. A resumed epoch then begins with batch ``run.progress.batch_idx``.
             endless: restart an exhausted loader within the same epoch (iteration-based training).
         """
-        self._take_turn("begin_epoch")
+        self._check_order("begin_epoch")
         state = self.state
         feed = self.feed = None if data is None else self._saves.feeds.for_training(data)
         if state.ranks is not None and not endless:
@@ -156,7 +156,7 @@ class Driver(Session):
 
     def end_epoch(self) -> None:
         """Publish ``after_train_epoch`` and count the epoch."""
-        self._take_turn("end_epoch")
+        self._check_order("end_epoch")
         state, counters = self.state, self.state.counters
         if counters.batches and state.progress.iter == counters.iter:  # resumed, or validated, behind the last iteration
             last = replace(counters.snapshot(), iter=counters.iter - 1, batch_idx=counters.batches - 1)
@@ -174,7 +174,7 @@ class Driver(Session):
 
     def abandon_epoch(self) -> None:
         """End the epoch early, without ``after_train_epoch``; a resumed run continues in it."""
-        self._take_turn("abandon_epoch")
+        self._check_order("abandon_epoch")
         if "iter" in self.state.scopes:
             self.abandon_iteration()
         self.state.scopes.leave("epoch")
@@ -184,7 +184,7 @@ class Driver(Session):
         # This method and end_iteration() make few calls: after a step of the model each costs about a microsecond.
         state = self.state
         if state.scopes.innermost != "epoch":
-            self._take_turn("begin_iteration")
+            self._check_order("begin_iteration")
         state.begin_iteration(state.counters.snapshot())
         state.go_on()
         self._batch, self._last = batch, last
@@ -200,7 +200,7 @@ class Driver(Session):
         """
         state = self.state
         if state.scopes.innermost != "iter":
-            self._take_turn("end_iteration")
+            self._check_order("end_iteration")
         if outputs is not None:
             self._take_outputs("end_iteration", outputs)
         if self._run.heard(ev.AfterTrainIter, True):
@@ -218,7 +218,7 @@ class Driver(Session):
 
     def abandon_iteration(self) -> None:
         """End the iteration without ``after_train_iter``; its batch still counts as consumed."""
-        self._take_turn("abandon_iteration")
+        self._check_order("abandon_iteration")
         self._count_iteration()
         self.state.scopes.leave("iter")
 
@@ -252,7 +252,7 @@ class Driver(Session):
 
     def abandon_validation(self) -> None:
         """End the validation early, without ``after_val``; restore modes, gradients and weights."""
-        self._take_turn("abandon_validation")
+        self._check_order("abandon_validation")
         self.state.scopes.leave("val")
 
     @check_options
@@ -274,13 +274,13 @@ class Driver(Session):
 
     def abandon_test(self) -> None:
         """End the test early, without ``after_test``."""
-        self._take_turn("abandon_test")
+        self._check_order("abandon_test")
         self.state.scopes.leave("test")
 
     def _begin_evaluation(
         self, call: str, stage: Stage, data: Iterable[Any] | None, metrics: AnyMetrics | None
     ) -> Iterable[Any]:
-        self._take_turn(call)
+        self._check_order(call)
         self._begin_stage()
         state = self.state
         feed = None if data is None else self._saves.feeds.for_evaluation(data, f"{stage}_data")
@@ -326,7 +326,7 @@ class Driver(Session):
         torch.set_grad_enabled(False)
 
     def _begin_evaluation_iteration(self, call: str, stage: Stage, batch: Any) -> None:
-        self._take_turn(call)
+        self._check_order(call)
         state = self.state
         self._index += 1
         state.set_progress(stage, self._index)
@@ -336,7 +336,7 @@ class Driver(Session):
         self._run.publish(_EVALUATION[stage][2], batch_idx=self._index, batch=batch)
 
     def _end_evaluation_iteration(self, call: str, stage: Stage, outputs: Mapping[str, Any] | None) -> None:
-        self._take_turn(call)
+        self._check_order(call)
         state = self.state
         if outputs is not None:
             self._take_outputs(call, outputs)
@@ -350,7 +350,7 @@ class Driver(Session):
         state.handle_requests()
 
     def _end_evaluation(self, call: str, stage: Stage, values: Mapping[str, Any] | None) -> dict[str, Any]:
-        self._take_turn(call)
+        self._check_order(call)
         state, feed = self.state, self._evaluated
         if feed is not None:
             if state.ranks is not None and not any(state.ranks.gather(feed.used)):

@@ -90,7 +90,7 @@ class Session:
         Raises:
             BusStateError: another run is open on the bus.
         """
-        self._take_turn("begin_run")
+        self._check_order("begin_run")
         self._patience = None
         self._number_name()
         try:
@@ -113,7 +113,7 @@ class Session:
 
     def end_run(self) -> None:
         """Publish ``after_run``, wait until all checkpoints are written, and close the bus if the run opened it."""
-        self._take_turn("end_run")
+        self._check_order("end_run")
         state = self.state
         try:
             state.set_progress()
@@ -335,7 +335,7 @@ class Session:
 
         return before_step, after_step
 
-    def _take_turn(self, call: str) -> None:
+    def _check_order(self, call: str) -> None:
         """Raise TrainingError if the call is out of turn."""
         where, calls = _TURNS[self.state.scopes.innermost]
         if call not in calls:
