@@ -20,7 +20,7 @@ import torch
 
 from eventloop.checkpoint.commit import CHUNK, TEMPORARY_PREFIX, failing
 from eventloop.checkpoint.container import crc32, elements, readable
-from eventloop.checkpoint.load import outline
+from eventloop.checkpoint.load import file_kind, outline
 from eventloop.checkpoint.rebuild import DTYPES
 from eventloop.checkpoint.store import file_size, is_plain_name, read_small
 from eventloop.errors import CheckpointDamagedError, CheckpointError
@@ -157,6 +157,8 @@ def verify_shards(state: Any, path: object) -> None:
 def sweep_shards(directory: Path, *, still: float = 60.0) -> bool:
     """Remove directories of sharded tensors that no checkpoint in ``directory`` names; return True if there were any at all.
 
+    A checkpoint counts under any name, also one such as ``epoch_1.bak``.
+
     Only a directory that `sharded` has named and filled is one. One that has changed in the last ``still`` seconds is being
     written, and stays. Each removal is logged.
 
@@ -167,8 +169,10 @@ def sweep_shards(directory: Path, *, still: float = 60.0) -> bool:
     if not found:
         return False
     named = set()
-    for file in directory.glob("*.safetensors"):
+    for file in directory.iterdir():
         try:
+            if file.suffix != ".safetensors" and (not file.is_file() or file_kind(file) != "checkpoint"):
+                continue
             tree = outline(file)
         except (CheckpointError, OSError):
             return True  # it may name any of them

@@ -20,6 +20,9 @@ from eventloop.checkpoint.container import DIGEST_BYTES, Pieces, crc32, write_se
 from eventloop.checkpoint.folder import link_folder, remove_folder
 from eventloop.checkpoint.remote import RemotePath
 from eventloop.errors import CheckpointDamagedError
+from eventloop.log import get_logger
+
+log = get_logger()
 
 AnyPath = Path | RemotePath
 """A file or a directory, on this machine or in a store."""
@@ -127,6 +130,7 @@ def symlink(existing: str | os.PathLike[str], new: str | os.PathLike[str]) -> No
         return
     if new.is_dir() and not new.is_symlink():
         shutil.rmtree(new)
+        log.info("removed a folder whose name another one gets", path=str(new))
     temporary = Path(temporary_name(str(new.parent)))
     try:
         temporary.symlink_to(os.path.relpath(existing, new.parent))

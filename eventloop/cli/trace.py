@@ -16,6 +16,7 @@ from eventloop.observe.trace import merge, read_trace
 def merge_files(
     *files: Annotated[Path, Parameter(name="FILE")],
     out: Annotated[Path, Parameter(name=("--out", "-o"))] = Path("trace.merged.json"),
+    force: bool = False,
 ) -> None:
     """Merge traces into one file, with their clocks aligned: of several ranks, and of torch's profiler.
 
@@ -27,11 +28,14 @@ def merge_files(
     Args:
         files: files of a TraceHook, such as trace.rank0.json, and of a ProfilerHook(json_trace_path=...).
         out: the file to write.
+        force: replace it if it exists.
     """
     if not files:
         raise ConfigurationError("no files to merge; name them, such as trace.rank0.json trace.rank1.json")
     for path in (*files, out.parent):
         if not path.exists():
             raise ConfigurationError(f"{path}: no such file or folder")
+    if out.exists() and not force:
+        raise ConfigurationError(f"{out} exists; add --force to replace it")
     commit_bytes(out, merge({str(path): read_trace(path) for path in files}))
     say(f"{out} has {len(files)} traces; open it at https://ui.perfetto.dev")

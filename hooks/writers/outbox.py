@@ -31,6 +31,7 @@ def _send_one(path: Path, copy: Path, *, move: bool) -> Path:
     copy.parent.mkdir(parents=True, exist_ok=True)
     if copy.is_symlink():
         copy.unlink()  # do not write to the link's target
+        log.info("removed a symbolic link, which a copy replaces", path=str(copy))
     if not move or not copy.exists() or path.suffix not in (".jsonl", ".log", ".csv"):
         shutil.copyfile(path, copy)
     elif path.suffix == ".csv":

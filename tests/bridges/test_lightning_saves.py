@@ -393,3 +393,14 @@ def test_lightning_is_not_imported_with_trainbus():
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)  # noqa: S603
     assert done.stdout == "[]\n", done
+
+
+def test_a_removed_checkpoint_is_logged_also_a_folder(tmp_path):
+    (tmp_path / "folder.ckpt").mkdir()
+    (tmp_path / "file.ckpt").write_bytes(b"")
+    paths = [str(tmp_path / name) for name in ("folder.ckpt", "file.ckpt")]
+    with structlog.testing.capture_logs() as logs:
+        for path in paths:
+            TrainbusCheckpointIO().remove_checkpoint(path)
+    assert [one["path"] for one in logs] == paths
+    assert names(tmp_path) == []

@@ -237,6 +237,17 @@ def test_directories_outside_are_not_read(place, name):
     assert real.exists()
 
 
+def test_the_tensors_of_a_checkpoint_stay_under_any_name_of_it(place):
+    own = shards(place)
+    (place / "a.safetensors").rename(place / "a.bak")
+    assert sweep_shards(place, still=0)
+    assert own.exists()
+    (place / "a.bak").unlink()
+    (place / "notes.txt").write_text("mine")
+    assert sweep_shards(place, still=0)
+    assert not own.exists()
+
+
 @pytest.mark.parametrize("names", [{"../a.safetensors": "crc32:0"}, {"fifo": "crc32:0"}, ["x"], {"index.json": 1}, "deep"])
 def test_digests_of_other_files_are_ignored(place, names):
     os.mkfifo(shards(place) / "fifo")
@@ -319,6 +330,8 @@ def test_only_directories_of_trainbus_are_removed_and_each_removal_is_logged(pla
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data, bus = [torch.ones(1, 2)], Bus(CheckpointHook(1, out_dir=place))
+    there = place.rename(place.with_name("there"))  # a new run would get another directory
+    bus.on("before_train", lambda event: shutil.copytree(there, place, symlinks=True, dirs_exist_ok=True), priority=0)
     loop = TrainLoop(model, optimizer, step=lambda m, b: m(b).sum(), train_data=data, bus=bus, max_epochs=2)
     with capture_logs() as logs:
         loop.run()

@@ -12,6 +12,7 @@ import fsspec
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from structlog.testing import capture_logs
 
 from eventloop.checkpoint import (
     STATE_FILE,
@@ -217,7 +218,9 @@ def test_a_symbolic_link_replaces_what_had_its_name(tmp_path):
     symlink(tmp_path / "gone", tmp_path / "last")  # keeps what it names
     assert (tmp_path / "last").read_text() == "b"
     (tmp_path / "folder").mkdir()
-    symlink(tmp_path / "a", tmp_path / "folder")
+    with capture_logs() as logs:
+        symlink(tmp_path / "a", tmp_path / "folder")
+    assert [one["path"] for one in logs] == [str(tmp_path / "folder")]
     assert (tmp_path / "folder").read_text() == "a"
 
 

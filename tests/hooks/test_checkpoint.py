@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from structlog.testing import capture_logs
 from torch import nn
 
@@ -709,3 +710,19 @@ def test_published_files_are_usable_for_inference(job: SimpleNamespace, tmp_path
     model: nn.Module = job.model()
     model.load_state_dict(load(published)["state_dict"])
     assert job.same(model.state_dict(), loop.model.state_dict())
+
+
+@pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
+def test_a_file_of_another_program_with_the_name_of_a_checkpoint_is_kept(
+    job: SimpleNamespace, tmp_path: Path, metadata: dict[str, str] | None
+) -> None:
+    names = ("epoch_1.safetensors", "best_acc_epoch_1.safetensors")
+    for name in names:
+        save_file({"w": torch.ones(3)}, tmp_path / name, metadata)
+    mine = (tmp_path / names[0]).read_bytes()
+    with capture_logs() as logs:
+        best_loop(job, tmp_path, CheckpointHook(interval=1, save_best="acc"), 0.5).run()
+    kept = [tmp_path / f"{name}.old" for name in names]
+    assert [path.read_bytes() for path in kept] == [mine, mine]
+    assert {one["to"] for one in logs if "to" in one} == set(map(str, kept))
+    assert all(load(tmp_path / name)["progress"]["epoch"] == 1 for name in names)

@@ -660,7 +660,9 @@ def test_copies_do_not_follow_symbolic_links(tmp_path):
     copy = tmp_path / "archive" / "digits" / "scalars.jsonl"
     copy.parent.mkdir(parents=True)
     copy.symlink_to(tmp_path / "precious")
-    make_loop(bus_with(JSONLinesWriter(interval=1), out_dir=tmp_path / "archive"), work_dir=tmp_path / "digits").run()
+    with capture_logs() as logs:
+        make_loop(bus_with(JSONLinesWriter(interval=1), out_dir=tmp_path / "archive"), work_dir=tmp_path / "digits").run()
+    assert str(copy) in [one.get("path") for one in logs]
     assert (tmp_path / "precious").read_text() == "mine"
     assert len(copy.read_text().splitlines()) == 14
 

@@ -113,6 +113,17 @@ def merged(folder, *paths):
     return picture
 
 
+def test_a_file_is_merged_over_only_with_force(tmp_path, capsys):
+    (tmp_path / "trace.json").write_text(json.dumps(GOOD))
+    (tmp_path / "mine.json").write_text("mine")
+    command = ["trace", "merge", str(tmp_path / "trace.json"), "--out", str(tmp_path / "mine.json")]
+    assert main(command) == 2
+    assert "--force" in capsys.readouterr().err
+    assert (tmp_path / "mine.json").read_text() == "mine"
+    assert main([*command, "--force"]) == 0
+    assert "traceEvents" in json.loads((tmp_path / "mine.json").read_text())
+
+
 def test_processes_and_arrows_with_equal_numbers_stay_apart(tmp_path):
     for name in "ab":
         bus_loop = make_loop(TraceHook(first=2, iterations=3), work_dir=tmp_path / name)

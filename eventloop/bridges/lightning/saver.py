@@ -179,6 +179,7 @@ def _remove(path: str) -> None:
         shutil.rmtree(path)
     else:
         remove(path)
+    log.debug("removed an old checkpoint", path=path)
 
 
 def _wait_for_ranks() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import msgspec
@@ -19,6 +20,8 @@ from eventloop.checkpoint import (
     StagedTree,
     Staging,
     commit_bytes,
+    file_kind,
+    free_name,
     link,
     make_directory,
     write,
@@ -255,6 +258,7 @@ class CheckpointWriter:
         def write_file() -> int:
             directory = path.parent
             self._make(directory)
+            _keep_foreign(path)
             size = write(staged, path).bytes
             self._point(directory, path.name)
             if (home := self._view.work_dir) is not None and home != directory:
@@ -274,6 +278,7 @@ class CheckpointWriter:
         if parts is None or parts.first:
             directory = path.parent
             self._make(directory)
+            _keep_foreign(path)
             link(source, path)
             if source.parent != directory:
                 self._point(directory, path.name)
@@ -288,3 +293,11 @@ class CheckpointWriter:
             return
         make_directory(directory)
         self.made[directory] = directory / LAST
+
+
+def _keep_foreign(path: AnyPath) -> None:
+    """Keep a file that is not a checkpoint of trainbus under another name, where a checkpoint is about to replace it."""
+    if isinstance(path, Path) and path.is_file() and not path.is_symlink() and file_kind(path) != "checkpoint":
+        kept = free_name(path.with_name(f"{path.name}.old"))
+        path.rename(kept)
+        log.warning("a file of another program had the name of a checkpoint, and is kept", path=str(path), to=str(kept))
