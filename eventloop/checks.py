@@ -14,6 +14,7 @@ import msgspec
 
 from eventloop.annotations import Member, Signature, members
 from eventloop.errors import ConfigurationError, SubscribeError
+from eventloop.spelling import value_meant
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -68,7 +69,8 @@ def check_value(option: str, value: object, annotation: Any, error: type[Excepti
         if kind.__module__ == "numpy" and kind.__name__ not in text:  # numpy 1 shows the number alone
             text = f"{kind.__name__}({text})"
         shown = text if len(text) <= 80 and "\n" not in text else f"<{kind.__name__}>"  # a module, a tensor
-        raise error(f"{option}={shown}: give {', or '.join(dict.fromkeys(map(_described, members(annotation))))}")
+        choices = ", or ".join(dict.fromkeys(map(_described, members(annotation))))
+        raise error(f"{option}={shown}: {value_meant(option, value) or f'give {choices}'}")
 
 
 def _allows(member: Member, value: Any) -> bool:

@@ -98,9 +98,14 @@ def did_you_mean(name: str, known: Iterable[str], *, most: int = 2, cutoff: floa
 def option_meant(name: str, value: object, known: Iterable[str]) -> str:
     """Return ``'did you mean rule="less"?'`` for the option ``mode="min"``, or "" if no known option is similar."""
     for near in nearest(name, known, most=1):
-        ours = _VALUES.get(near, {}).get(value) if isinstance(value, str) else None
-        return f"did you mean {near}=?" if ours is None else f'did you mean {near}="{ours}"?'
+        return value_meant(near, value) or f"did you mean {near}=?"
     return ""
+
+
+def value_meant(option: str, value: object) -> str:
+    """Return ``'did you mean rule="less"?'`` for the value ``"min"`` of the option ``rule``, or ""."""
+    ours = _VALUES.get(option, {}).get(value) if isinstance(value, str) else None
+    return "" if ours is None else f'did you mean {option}="{ours}"?'
 
 
 class _Elsewhere:

@@ -4,6 +4,7 @@ import pytest
 
 import trainbus
 from eventloop import Bus, ConfigurationError, Run, SubscribeError, TrainLoop
+from eventloop.events import AfterValIter
 from eventloop.spelling import did_you_mean, nearest
 from hooks import CheckpointHook, EarlyStoppingHook, EvaluateHook, LoggerHook
 
@@ -14,6 +15,8 @@ from hooks import CheckpointHook, EarlyStoppingHook, EvaluateHook, LoggerHook
         (lambda: LoggerHook(every=5), "interval="),
         (lambda: EvaluateHook(every=5, function=print), "period="),
         (lambda: EarlyStoppingHook("speed", mode="min"), 'rule="less"'),
+        (lambda: EarlyStoppingHook("speed", rule="min"), 'rule="less"'),
+        (lambda: CheckpointHook(rule="max"), 'rule="greater"'),
         (lambda: CheckpointHook(monitor="acc"), "save_best="),
         (lambda: TrainLoop(epochs=3), "max_epochs="),
         (lambda: Bus().on("after_train_iter", print, interval=5), "every="),
@@ -25,6 +28,12 @@ def test_an_option_of_another_library_is_answered_with_the_one_name(make, meant)
     with pytest.raises((ConfigurationError, SubscribeError)) as caught:
         make()
     assert str(caught.value).endswith(f"did you mean {meant}?")
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_a_list_of_mount_points_is_answered_with_several_arguments(kind):
+    with pytest.raises(TypeError, match=r"bus\.on\('after_train_iter', AfterValIter, \.\.\.\)"):
+        Bus().on(kind(["after_train_iter", AfterValIter]), print)
 
 
 @pytest.mark.parametrize(

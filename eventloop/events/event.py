@@ -164,7 +164,14 @@ def resolve(event: type[Event] | str) -> type[Event]:
         return found
     if isinstance(event, type) and issubclass(event, Event):
         return event
-    raise TypeError(
+    raise TypeError(_misused(event))
+
+
+def _misused(event: Any) -> str:
+    if isinstance(event, list | tuple):
+        names = ", ".join(one.__name__ if isinstance(one, type) else repr(one) for one in event)
+        return f"expected a mount point, got a {type(event).__name__} of them; write bus.on({names}, ...)"
+    return (
         f"expected an event class or a mount-point name, got {event!r}; "
         'write bus.on("after_train_iter") or bus.on(AfterTrainIter)'
     )
