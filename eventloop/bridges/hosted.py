@@ -274,10 +274,8 @@ class HostedDriver(Driver):
         state = self.state
         if state.scopes.innermost != "epoch":
             self._check_order("begin_iteration")
-        state.begin_iteration(state.counters.snapshot())
-        state.go_on()
+        state.begin_train_iteration()
         self._batch, self._last = None, last
-        state.scopes.enter("iter")
 
     def take_batch(self, batch: Any, *, last: bool) -> None:
         """Set the batch of the present iteration behind its step, for a step that fetches its batches itself."""

@@ -185,10 +185,8 @@ class Driver(Session):
         state = self.state
         if state.scopes.innermost != "epoch":
             self._check_order("begin_iteration")
-        state.begin_iteration(state.counters.snapshot())
-        state.go_on()
+        state.begin_train_iteration()
         self._batch, self._last = batch, last
-        state.scopes.enter("iter")
         if self._run.heard(ev.BeforeTrainIter, True):
             event = ev.BeforeTrainIter(run=self._run, progress=state.progress, batch_idx=state.counters.batches, batch=batch)
             self._bus.publish(event)
@@ -210,11 +208,14 @@ class Driver(Session):
         self._count_iteration()
         if validates:
             state.counters.phase = "val"
-        state.channel.exchange()
-        if self._saves.requests or state.agreed.save:
+        agreed = state.agreed
+        if not state.alone:
+            state.channel.exchange()
+        if self._saves.requests or agreed.save:
             self._saves.save_if_asked()
         state.scopes.leave("iter")
-        state.handle_requests()
+        if agreed.cancelled or agreed.paused or agreed.rates:
+            state.handle_requests()
 
     def abandon_iteration(self) -> None:
         """End the iteration without ``after_train_iter``; its batch still counts as consumed."""

@@ -226,6 +226,7 @@ class RunState:
         self.channel = channel
         self.agreed = channel.agreed
         """The requests in force, on all ranks."""
+        self.alone = isinstance(channel, Alone)  # each iteration asks: a call costs it a microsecond
 
     def check_open(self, methods: str) -> None:
         """Raise TrainingError if the run is not open."""
@@ -254,6 +255,14 @@ class RunState:
         self.progress = progress
         self.outputs = {}
         self.stepped.clear()
+
+    def begin_train_iteration(self) -> None:
+        """Begin the next iteration of the training, which also becomes the phase of a run that resumes from here."""
+        self.progress = self.counters.snapshot()
+        self.outputs = {}
+        self.stepped.clear()
+        self.counters.phase, self.validation_rng = "train", None
+        self.scopes.enter("iter")
 
     def resume(self) -> None:
         """Note that the counts are those of a checkpoint."""
