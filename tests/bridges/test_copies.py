@@ -86,6 +86,7 @@ class IgniteJob:
 
 
 WAYS = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda one: pickle.loads(pickle.dumps(one))}  # noqa: S301 - our own
+WAYS["cloudpickle"] = lambda one: pickle.loads(pytest.importorskip("cloudpickle").dumps(one))  # noqa: S301 - our own
 # Without a bus, a shallow copy of Lightning's trainer has the first one's loops, and Transformers' cannot be pickled after a
 # training, because Accelerate keeps weak references.
 COPIES = [
@@ -97,6 +98,9 @@ COPIES = [
     (IgniteJob, "copy", True),
     (IgniteJob, "deepcopy", True),
     (IgniteJob, "pickle", False),
+    (LightningJob, "cloudpickle", False),
+    (TransformersJob, "cloudpickle", False),
+    (IgniteJob, "cloudpickle", False),
 ]
 
 

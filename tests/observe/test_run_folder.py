@@ -92,6 +92,18 @@ def test_a_file_that_is_not_a_file_is_an_error_that_names_it(tmp_path, name, put
         History(tmp_path)
 
 
+@pytest.mark.parametrize(("name", "key"), [("run.json", b"began"), ("record.jsonl", b"iter")])
+@pytest.mark.parametrize("number", [b"1e300", b"1" + b"0" * 400], ids=["1e300", "10**400"])
+def test_a_number_beyond_all_bounds_spoils_no_other_run(tmp_path, capsys, name, key, number):
+    path = write_run(tmp_path / "a", session(epoch=5, iter=50)) / name
+    write_run(tmp_path / "other")
+    content, count = re.subn(rb'("%s": ?)[\d.]+' % key, rb"\g<1>" + number, path.read_bytes())
+    assert count
+    path.write_bytes(content)
+    assert main(["runs", str(tmp_path)]) in (0, 1)
+    assert "other" in capsys.readouterr().out
+
+
 HOSTILE = [
     b"1e300",
     b"1" + b"0" * 400,
