@@ -151,10 +151,11 @@ def attached_step() -> Way:
 
     way, bus = Way(), Bus(EMAHook(), LoggerHook(interval=1))
     silent: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", **silent)
-    with way.watching(), bus.attach(trainer):
-        trainer.callbacks = [Begins(), *trainer.callbacks, Ends()]
-        trainer.fit(Module(), torch.utils.data.DataLoader([torch.ones(2, 4)] * 4, batch_size=None))
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=folder, **silent)
+        with way.watching(), bus.attach(trainer):
+            trainer.callbacks = [Begins(), *trainer.callbacks, Ends()]
+            trainer.fit(Module(), torch.utils.data.DataLoader([torch.ones(2, 4)] * 4, batch_size=None))
     return way
 
 
