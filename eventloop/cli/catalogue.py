@@ -49,7 +49,9 @@ def list_hooks(name: str | None = None, /, *, imports: Modules = None) -> None:
         console.print(Text(title, style="bold"))
         table = Table.grid(Column(width=names, no_wrap=True), Column(), padding=(0, 2, 0, 0))
         for entry in listed[kind]:
-            table.add_row(cell(entry.name, "cyan"), cell(_summary(entry.cls)))
+            line = cell(_summary(entry.cls))
+            line.truncate(console.width - names - 4, overflow="ellipsis")  # a column would cut it without a mark
+            table.add_row(cell(entry.name, "cyan"), line)
         console.print(Padding(table, (0, 0, 1, 2), expand=False))
     for kind, title in _TITLES.items():
         console.rule(f"[bold]{title}: options", align="left")

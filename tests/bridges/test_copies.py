@@ -129,6 +129,20 @@ def test_a_copy_of_a_trainer_trains_without_the_bus_and_says_so_once(kind, way, 
     assert len(counting.iters) == heard + STEPS
 
 
+@pytest.mark.parametrize("kind", [LightningJob, TransformersJob])
+def test_a_copy_that_is_made_within_a_training_has_no_bus(kind, tmp_path):
+    job, counting, bus, made = kind(tmp_path), Counting(), Bus(), []
+    bus.add(counting)
+    bus.on("after_train_iter", lambda event: made.append(copy.deepcopy(job.trainer)), once=1)
+    bus.attach(job.trainer, **job.options)
+    job.train(job.trainer)
+    heard = len(counting.iters)
+    with structlog.testing.capture_logs() as logs:
+        assert job.train(made[0])
+    assert (heard, len(counting.iters)) == (STEPS, STEPS)
+    assert [entry["log_level"] for entry in logs if "is a copy" in entry["event"]] == ["warning"]
+
+
 @pytest.mark.parametrize("kind", [LightningJob, TransformersJob, IgniteJob])
 def test_a_copy_gets_a_bus_of_its_own(kind, tmp_path):
     job, first, second = kind(tmp_path), Counting(), Counting()

@@ -1,6 +1,7 @@
 """``bus.stream(...)``: a subscription as an async iterator."""
 
 import gc
+import signal
 import threading
 from itertools import count
 
@@ -52,6 +53,22 @@ async def test_a_stream_ends_on_a_closed_bus_and_works_after_reopening():
         again = bus.stream("after_train_iter")
         bus.publish(iteration(1))
     assert [event.batch_idx async for event in again] == [1]
+
+
+async def test_it_ends_when_the_uvicorn_server_of_its_process_shuts_down():
+    uvicorn, bus = pytest.importorskip("uvicorn"), Bus()
+    server = uvicorn.Server(uvicorn.Config("no:app"))
+    former = signal.signal(signal.SIGINT, server.handle_exit)  # as the server does while it serves
+    try:
+        async with bus:
+            stream = bus.stream("after_train_iter")
+            bus.publish(iteration(0))
+            with anyio.fail_after(30):
+                assert (await anext(stream)).batch_idx == 0
+                signal.raise_signal(signal.SIGINT)
+                assert [event async for event in stream] == []
+    finally:
+        signal.signal(signal.SIGINT, former)
 
 
 async def test_it_ends_where_the_bus_closes_just_then():

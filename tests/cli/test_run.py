@@ -315,6 +315,16 @@ def test_hooks_lists_every_registered_hook_with_options_types_defaults_and_mount
     assert "priority 90 VERY_LOW, at before_train, after_train_iter, after_train_epoch" in printed
 
 
+def test_hooks_begins_with_one_line_for_each(here, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["hooks"]) == 0
+    title, *lines = capsys.readouterr().out.splitlines()
+    names = sorted((entry.name for entry in registered("hook")), key=str.lower)
+    assert title == "Hooks"
+    assert [line.split()[0] for line in lines[: len(names)]] == names
+    assert lines[len(names)].strip() == ""
+
+
 def test_hooks_of_a_users_module_are_listed_with_it(project, capsys, monkeypatch, here):
     monkeypatch.chdir(here / "configs")
     assert main(["hooks", "--import", "user_parts_for_tests"]) == 0
