@@ -95,7 +95,7 @@ class TrainLoop:
         for label, function in (("step", step), ("val_step", val_step), ("test_step", test_step)):
             if function is not None:
                 check_step(label, function)
-        self._takes = Metrics(metrics).takes
+        Metrics(metrics)  # checks them
         self.model = model
         self.bus = bus if bus is not None else Bus()
         self.max_epochs = max_epochs
@@ -154,8 +154,6 @@ class TrainLoop:
                     outputs = called("step", self._step, self.model, batch)
                     is_loss = type(outputs) is torch.Tensor and outputs.dim() == 0  # the usual case
                     run.state.outputs.update({"loss": outputs} if is_loss else checked_outputs(outputs))
-                    if not is_loss:
-                        run.note_returned(run.state.outputs, self._takes)
                     if run.heard(AfterForward, True):
                         run.publish(AfterForward, outputs=run.outputs)
                     if by_iter and run.validates and self._validation_due(run.counters.iter + 1):
@@ -271,7 +269,6 @@ class TrainLoop:
         for batch in body:
             outputs = called(f"{run.progress.stage}_step", step, self.model, batch)
             run.state.outputs.update(outputs if isinstance(outputs, Mapping) else {"loss": outputs})
-            run.note_returned(run.state.outputs, self._takes)
         return dict(batches.metrics)
 
     def _validation_due(self, done: int | None = None) -> bool:

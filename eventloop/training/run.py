@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -38,11 +38,6 @@ from eventloop.training.state import ITERATIONS, REPEATED, Counters, RunState
 from eventloop.training.update import Update
 
 log = get_logger()
-
-_LEFT_OUT: Final = (
-    ", which loggers leave out; hooks find it in event.outputs. Report a number, such as a mean, or an image with "
-    "run.report_image()"
-)
 
 
 @answers_names
@@ -269,22 +264,19 @@ class Run:
             self.state.check_open("run.report()")
             self.state.lose(entries)
         if not self._reported.issuperset(entries):
-            for name, what in self._unused(entries).items():
-                log.warning(f"run.report({name}=...) got {what}{_LEFT_OUT}", entry=name)
+            self._look_at({name: value for name, value in entries.items() if name not in self._reported})
         self.state.outputs.update(entries)
 
-    def note_returned(self, entries: Mapping[str, Any], takes: Callable[[str], bool]) -> None:
-        """Log new entries that a step has returned and that neither a logger nor a metric (``takes``) can use."""
-        if not self._reported.issuperset(entries):
-            for name, what in self._unused(entries).items():
-                if not takes(name):
-                    log.info(f"the step returned {name!r}, {what}{_LEFT_OUT}", entry=name)
-
-    def _unused(self, entries: Mapping[str, Any]) -> dict[str, str]:
-        """Describe the new entries that neither a logger nor a metric of the open validation can use."""
-        new = [name for name in entries if name not in self._reported]
-        self._reported.update(new)
-        return {name: what for name in new if (what := given.no_scalar(entries[name])) and not self._driver.measures(name)}
+    def _look_at(self, entries: dict[str, Any]) -> None:
+        """Warn of new entries that neither a logger nor a metric can use."""
+        self._reported.update(entries)
+        for name, value in entries.items():
+            if (what := given.no_scalar(value)) and not self._driver.measures(name):
+                log.warning(
+                    f"run.report({name}=...) got {what}, which loggers leave out; hooks find it in event.outputs. Report a "
+                    "number, such as a mean, or an image with run.report_image()",
+                    entry=name,
+                )
 
     def costs(self) -> Any:
         """Return ``bus.costs()`` (:class:`eventloop.observe.Costs`); None if the bus does not measure."""

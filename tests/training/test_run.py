@@ -367,16 +367,6 @@ def test_a_reported_entry_that_loggers_and_metrics_leave_out_is_told_once(parts)
     assert len([log for log in logs if "entry" in log]) == 3
 
 
-def test_a_returned_entry_that_loggers_and_metrics_leave_out_is_told_once(parts):
-    def step(model, batch):
-        return {"loss": parts.step(model, batch), "vector": torch.ones(2), "text": "x", "logits": torch.ones(2)}
-
-    with capture_logs() as logs:
-        parts.loop(Bus(), step=step, metrics={"kept": Kept()}, max_epochs=2).run()
-    told = [(entry["entry"], entry["log_level"]) for entry in logs if "entry" in entry]
-    assert told == [("vector", "info"), ("text", "info")]
-
-
 def test_errors_of_report_and_publish_show_the_call(job):
     run, _ = job
     with run:
