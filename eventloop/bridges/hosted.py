@@ -165,9 +165,9 @@ class HostedRun(Run):
         Raises:
             CheckpointValueError: a value is neither a tensor nor a plain value; the error names its path.
         """
-        heard = self.heard(ev.BeforeSaveCheckpoint, True)
-        own = gather_weights(self.models) if heard else {}
-        if heard and stored is not None:
+        wanted = self.wants(ev.BeforeSaveCheckpoint)
+        own = gather_weights(self.models) if wanted else {}
+        if wanted and stored is not None:
             keys = checkpoint_keys(self.models["model"])
             kept = {key for long, key in keys.items() if same_tensor(stored.get(long), own["model"][key])}
             own["model"] = {key: tensor for key, tensor in own["model"].items() if key in kept}
@@ -234,7 +234,7 @@ class HostedDriver(Driver):
     """Drive a :class:`HostedRun`. In an iteration, the bridge makes these calls in order, as far as the trainer permits.
 
         drive.begin_iteration(batch, last=...)
-        run.publish(BeforeForward, ...); run.publish(AfterForward, ...); ...  # if run.heard(...)
+        run.publish(BeforeForward, ...); run.publish(AfterForward, ...); ...  # if run.wants(...)
         drive.before_step(optimizer); drive.after_step(optimizer)             # around each real step
         run.window_open = ...
         drive.end_iteration(outputs)

@@ -289,7 +289,7 @@ class Bus(TypedOn, Streams):
             former, self._recorder = self._recorder, recorder
             for subscription in self.subscriptions:
                 self._measure(subscription)
-            self._routes.clear()
+            self.forget_routes()
             if self.state != "idle" and recorder is not None:
                 recorder.start()
                 self._join_ranks()
@@ -355,7 +355,7 @@ class Bus(TypedOn, Streams):
         with self._lock:
             if (rank, world_size) != (self._rank, self._world_size):
                 self._rank, self._world_size = rank, world_size
-                self._routes.clear()
+                self.forget_routes()
             if world_size > 1:
                 self._joined = next(_joined)
                 self._join_ranks()
@@ -404,6 +404,7 @@ class Bus(TypedOn, Streams):
         names = {name for one in changed for name in one.mount_points}
         for kind in list(self._routes):  # a copy, because a signal handler may publish
             if not names.isdisjoint(lineage(kind)):
+                self._known.pop(kind, None)
                 self._routes.pop(kind, None)
         self._attach()
 
@@ -478,7 +479,7 @@ class Bus(TypedOn, Streams):
             needed = bool(found) or (recorder is not None and recorder.needs(event_type))
             route = compile_route(event_type, found, count, recorder, ranges=_ranges.on) if needed else None
             if not self._failures:
-                self._routes[event_type] = route
+                self._routes[event_type] = self._known[event_type] = route
             return route
 
     def __reduce__(self) -> str | tuple[Any, ...]:

@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Self
 
 from eventloop.bus.routes import Route
 from eventloop.bus.subscription import Subscription
@@ -37,6 +37,13 @@ class _TrainingThread(NamedTuple):
     saved: Callable[[float], object]
 
 
+class _Known(dict[type, Any]):
+    """Compiled routes. An event without one counts as wanted: its publish compiles it, or raises an error that waits."""
+
+    def __missing__(self, event: type) -> bool:
+        return True
+
+
 class Lifecycle:
     """The part of a bus that opens, drains and closes."""
 
@@ -51,8 +58,9 @@ class Lifecycle:
         self.state: State = "idle"
         """``"idle"``, ``"open"`` or ``"draining"``."""
         self._routes: dict[type, Route | None] = {}  # publishing an event without an entry compiles its route
-        self.heard = self._routes.get
-        """``heard(AfterForward, True)`` is falsy if a publish does nothing: :meth:`Bus.wants` at the cost of a dictionary."""
+        self._known = _Known()  # the same routes, for callers that ask before they make an event
+        self.route_of = self._known.__getitem__
+        """``route_of(AfterForward)`` is falsy if a publish does nothing: :meth:`Bus.wants` at the cost of a dictionary."""
         self._failures: dict[object, BaseException] = {}  # the first error that is not raised yet
         self._training: _TrainingThread | None = None  # failures are raised on it
         self._backend: Backend = backend
@@ -63,6 +71,11 @@ class Lifecycle:
         self.drain_timeout = drain_timeout
         self.abort_timeout = abort_timeout
         _buses.add(self)
+
+    def forget_routes(self) -> None:
+        """Compile all routes anew; called under the lock."""
+        self._known.clear()
+        self._routes.clear()
 
     def open(self) -> None:
         """Start the consumers of offloaded handlers, as ``with bus:`` does; raises BusStateError if the bus is open already."""
@@ -194,7 +207,7 @@ class Lifecycle:
         with self._lock:
             self._failures.setdefault(source, error)
             # Without routes, the next publish of any event calls raise_failures, so that a publish need not check.
-            self._routes.clear()
+            self.forget_routes()
 
     def raise_failures(self) -> None:
         """Raise the errors of offloaded handlers, if this is the thread to raise them on; the next publish would, too."""
@@ -221,7 +234,7 @@ class Lifecycle:
         self._training, self._failures = None, {}
         self._runtime = None
         self.state = "idle"
-        self._routes.clear()
+        self.forget_routes()
         for subscription in self.subscriptions:
             subscription.become_inert()
 
@@ -364,7 +377,7 @@ def forget_routes() -> None:
     """Have all buses compile their routes anew."""
     for bus in list(_buses):
         with bus._lock:
-            bus._routes.clear()
+            bus.forget_routes()
 
 
 def _close_at_exit() -> None:

@@ -187,7 +187,7 @@ class Driver(Session):
             self._check_order("begin_iteration")
         state.begin_train_iteration()
         self._batch, self._last = batch, last
-        if self._run.heard(ev.BeforeTrainIter, True):
+        if self._run.wants(ev.BeforeTrainIter):
             event = ev.BeforeTrainIter(run=self._run, progress=state.progress, batch_idx=state.counters.batches, batch=batch)
             self._bus.publish(event)
 
@@ -201,7 +201,7 @@ class Driver(Session):
             self._check_order("end_iteration")
         if outputs is not None:
             self._take_outputs("end_iteration", outputs)
-        if self._run.heard(ev.AfterTrainIter, True):
+        if self._run.wants(ev.AfterTrainIter):
             index, batch, progress = state.counters.batches, self._batch, state.progress
             event = ev.AfterTrainIter(run=self._run, progress=progress, batch_idx=index, batch=batch, outputs=state.outputs)
             self._bus.publish(event)

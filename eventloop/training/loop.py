@@ -149,12 +149,12 @@ class TrainLoop:
                 if run.validates and run.counters.phase == "val" and (by_iter or run.counters.batches):
                     validate()  # resumed just before a validation inside an epoch
                 for batch in run.train(data, endless=by_iter):
-                    if run.heard(BeforeForward, True):
+                    if run.wants(BeforeForward):
                         run.publish(BeforeForward, batch=batch)
                     outputs = called("step", self._step, self.model, batch)
                     is_loss = type(outputs) is torch.Tensor and outputs.dim() == 0  # the usual case
                     run.state.outputs.update({"loss": outputs} if is_loss else checked_outputs(outputs))
-                    if run.heard(AfterForward, True):
+                    if run.wants(AfterForward):
                         run.publish(AfterForward, outputs=run.outputs)
                     if by_iter and run.validates and self._validation_due(run.counters.iter + 1):
                         validate()

@@ -101,8 +101,8 @@ class Run:
         accelerator: Any = None,
     ) -> None:
         self.bus = bus if bus is not None else Bus()
-        self.heard = self.bus.heard
-        """``heard(AfterForward, True)`` is falsy if publishing the event does nothing; costs as little as a dictionary."""
+        self.wants = self.bus.route_of
+        """``wants(AfterForward)`` is falsy if publishing the event does nothing; costs as little as a dictionary."""
         self.models = given.named("model", model, torch.nn.Module)
         self.optimizers = given.named("optimizer", {} if optimizer is None else optimizer, torch.optim.Optimizer)
         for one in self.optimizers.values():
@@ -301,7 +301,7 @@ class Run:
         Raises:
             TrainingError: ``event`` is not a class derived from ``Event``.
         """
-        route = self.heard(event, True)
+        route = self.wants(event)
         if not route:
             return
         if type(route) is Moment:

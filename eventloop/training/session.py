@@ -320,17 +320,17 @@ class Session:
 
     def _around_step(self, name: str, optimizer: torch.optim.Optimizer) -> tuple[Callable[..., None], Callable[..., None]]:
         """Return the functions to call before and after each step of an optimizer; they ignore their arguments."""
-        publish, heard, stepped, saves = self._run.publish, self._run.heard, self.state.stepped, self._saves
+        publish, wants, stepped, saves = self._run.publish, self._run.wants, self.state.stepped, self._saves
 
         def before_step(*step: Any) -> None:
             if saves.overlap is not None:
                 saves.overlap.fence()  # first, because a handler may change weights
-            if heard(ev.BeforeOptimizerStep, True):
+            if wants(ev.BeforeOptimizerStep):
                 publish(ev.BeforeOptimizerStep, name=name, optimizer=optimizer)
 
         def after_step(*step: Any) -> None:
             stepped.add(id(optimizer))
-            if heard(ev.AfterOptimizerStep, True):
+            if wants(ev.AfterOptimizerStep):
                 publish(ev.AfterOptimizerStep, name=name, optimizer=optimizer)
 
         return before_step, after_step

@@ -333,5 +333,5 @@ class RunState:
         self.version += bool(wanted)
 
     def _publish(self, event: type[Event], **fields: Any) -> None:
-        if self._bus.heard(event, True):
+        if self._bus.wants(event):
             self._bus.publish(event(progress=self.counters.snapshot(self.progress.stage), **fields))

@@ -163,10 +163,10 @@ class Update(Hook):
                 "the loss does not depend on any trainable parameter (requires_grad is False): did step() compute it under "
                 "torch.no_grad(), detach it, or call backward()?"
             )
-        if run.heard(ev.BeforeBackward, True):
+        if run.wants(ev.BeforeBackward):
             run.publish(ev.BeforeBackward, loss=loss)
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
-        if run.heard(ev.AfterBackward, True):
+        if run.wants(ev.AfterBackward):
             run.publish(ev.AfterBackward)
         if self._count >= self.accumulate or run.last_batch:
             if self._count < self.accumulate and (gradients := _gradients(run.optimizers.values())):

@@ -57,7 +57,7 @@ class Iterations:
         self._run = run
         self._drive = drive = run.driver
         self._begin_epoch, self._settle = begin_epoch, settle
-        self._heard, self._state, self._scopes, self._saves = run.heard, run.state, run.state.scopes, run.saves
+        self._wants, self._state, self._scopes, self._saves = run.wants, run.state, run.state.scopes, run.saves
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
         self.step_fetches = privates.step_fetches(trainer)
         self._undo: list[Callable[[], object]] = []
@@ -96,9 +96,9 @@ class Iterations:
         if self._scopes.innermost != "epoch":
             self._begin_epoch(batch_idx)
         self.last = batch_idx + 1 >= self.length or self._progress.is_last_batch
-        heard = self._heard
+        wants = self._wants
         for event in _EVENTS:
-            if heard(event, True):
+            if wants(event):
                 break
         else:
             if self._published:
@@ -158,16 +158,16 @@ class Iterations:
 
     def _choose_hooks(self) -> None:
         """Set the methods that have subscribers. Lightning skips None faster than it calls an empty method."""
-        callback, heard = self._callback, self._heard
-        callback.on_before_backward = self._before_backward if heard(ev.BeforeBackward, True) else None
-        callback.on_after_backward = self._after_backward if heard(ev.AfterBackward, True) else None
-        callback.on_before_optimizer_step = self._gradients_complete if heard(ev.BeforeOptimizerStep, True) else None
+        callback, wants = self._callback, self._wants
+        callback.on_before_backward = self._before_backward if wants(ev.BeforeBackward) else None
+        callback.on_after_backward = self._after_backward if wants(ev.AfterBackward) else None
+        callback.on_before_optimizer_step = self._gradients_complete if wants(ev.BeforeOptimizerStep) else None
 
     def _training_step(self, *arguments: Any, **options: Any) -> Any:
         run = self._run
         if self._callback not in self._trainer.callbacks:
             return self._strategy_step(*arguments, **options)
-        if run.heard(ev.BeforeForward, True):
+        if run.wants(ev.BeforeForward):
             run.publish(ev.BeforeForward, batch=self._batch)
         output = self._strategy_step(*arguments, **options)
         outputs = run.state.outputs
@@ -175,7 +175,7 @@ class Iterations:
             outputs["loss"] = output
         else:
             outputs.update(named(output))
-        if run.heard(ev.AfterForward, True):
+        if run.wants(ev.AfterForward):
             run.publish(ev.AfterForward, outputs=outputs)
         return output
 

@@ -52,8 +52,8 @@ class Evaluations:
             run.evaluation_length = len(data)
         (drive.begin_validation_iteration if val else drive.begin_test_iteration)(inputs)
         result = original(model, inputs, *args, **kwargs)
-        heard = run.heard(ev.AfterValIter if val else ev.AfterTestIter, True)
-        named = zip(("loss", "logits", "labels"), result, strict=False) if heard else ()
+        wanted = run.wants(ev.AfterValIter if val else ev.AfterTestIter)
+        named = zip(("loss", "logits", "labels"), result, strict=False) if wanted else ()
         outputs = {name: value for name, value in named if value is not None}
         (drive.end_validation_iteration if val else drive.end_test_iteration)(outputs)
         return result

@@ -60,7 +60,7 @@ class _Steps:
 
 def _around_training_step(trainer: Any, run: HostedRun, drive: HostedDriver, steps: _Steps) -> tuple[Method, Callable[[], Any]]:
     """Return the training step with its events, and a function that returns the loss of the last one."""
-    original, heard = trainer.training_step, run.heard
+    original, wants = trainer.training_step, run.wants
     scopes, counters, length = run.state.scopes, run.counters, run.epoch_length
     all_happen, loss = steps.all_happen, None
 
@@ -70,14 +70,9 @@ def _around_training_step(trainer: Any, run: HostedRun, drive: HostedDriver, ste
         if scopes.innermost != "epoch":
             abandon_evaluation(run)
         drive.begin_iteration(inputs, last=counters.batches + 1 == length)
-        if all_happen and (heard(ev.BeforeOptimizerStep, True) or heard(ev.AfterOptimizerStep, True)):
+        if all_happen and (wants(ev.BeforeOptimizerStep) or wants(ev.AfterOptimizerStep)):
             steps.watch()
-        if (
-            heard(ev.BeforeForward, True)
-            or heard(ev.AfterForward, True)
-            or heard(ev.BeforeBackward, True)
-            or heard(ev.AfterBackward, True)
-        ):
+        if wants(ev.BeforeForward) or wants(ev.AfterForward) or wants(ev.BeforeBackward) or wants(ev.AfterBackward):
             with _publishing_passes(trainer, run, inputs):
                 loss = original(model, inputs, *args, **kwargs)
         else:
@@ -119,14 +114,14 @@ def _publishing_passes(trainer: Any, run: HostedRun, inputs: Any) -> Iterator[No
 
 def _around_end(original: Method, run: HostedRun, drive: HostedDriver, loss: Method, steps: _Steps | None) -> Method:
     """Return ``on_substep_end``, or with the steps ``on_step_end``, at whose call the trainer has counted the step."""
-    state, heard, window_open = run.state, run.heard, steps is None
+    state, wants, window_open = run.state, run.wants, steps is None
     stepped = [id(one) for one in run.optimizers.values()] if steps is not None and steps.all_happen else []
 
     @wraps(original)
     def on_end(*args: Any) -> Any:
         state.in_window = window_open
         state.stepped.update(stepped)
-        drive.end_iteration({"loss": loss()} if heard(ev.AfterTrainIter, True) else None)
+        drive.end_iteration({"loss": loss()} if wants(ev.AfterTrainIter) else None)
         return original(*args)
 
     return on_end
