@@ -27,7 +27,7 @@ attached: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 class _Originals(dict[str, Any]):
     """What an object had in the place of each replaced attribute; `_ABSENT` if its class has the method."""
 
-    told: tuple[str, str] | None = None
+    announced: tuple[str, str] | None = None
     """The method by which a copy trains, and the kind of the trainer; None if copies need not say anything."""
 
 
@@ -57,7 +57,7 @@ def replaced(owner: Any, name: str, value: Any) -> Callable[[], None]:
 
 def announce_copies(owner: Any, method: str, host: str) -> None:
     """Make copies of a trainer say once that they have no bus, when ``method`` is called, which is replaced in the trainer."""
-    _originals(owner).told = method, host
+    _originals(owner).announced = method, host
 
 
 def _originals(owner: Any) -> _Originals:
@@ -75,8 +75,8 @@ def _reduce(owner: Any) -> str | tuple[Any, ...]:
     if isinstance(state, dict):
         kept = {name: originals.get(name, value) for name, value in state.items() if name != _RECORD}
         state = {name: value for name, value in kept.items() if value is not _ABSENT}
-    if originals.told is not None:
-        make, arguments = _make_copy, (make, arguments, *originals.told)
+    if originals.announced is not None:
+        make, arguments = _make_copy, (make, arguments, *originals.announced)
     return make, arguments, state, *rest
 
 
@@ -104,12 +104,12 @@ class Unattached:
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self._told = False
+        self._warned = False
 
     def tell(self, trainer: object) -> None:
         """Log once that a trainer has no bus, unless one is attached to it."""
-        if not self._told and not any(one.trainer is trainer for one in attached):
-            self._told = True
+        if not self._warned and not any(one.trainer is trainer for one in attached):
+            self._warned = True
             log.warning(f"this is a copy of {self._host}, and copies have no bus; attach one to the copy if it needs it")
 
     def state_dict(self) -> dict[str, Any]:

@@ -18,9 +18,8 @@ from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.events import Stage
 from eventloop.log import get_logger
 from eventloop.training import Driver, Run, Update, checkpoint_keys
-from eventloop.training import arguments as given
 from eventloop.training.agree import Alone
-from eventloop.training.arguments import Limit
+from eventloop.training.arguments import Limit, Models, Optimizers
 from eventloop.training.distributed.ranks import world_size
 from eventloop.training.distributed.rounds import Rounds, join_rounds
 from eventloop.training.metrics import Metrics
@@ -79,8 +78,8 @@ class HostedRun(Run):
         self,
         bus: Bus,
         *,
-        model: given.Models,
-        optimizer: given.Optimizers | None = None,
+        model: Models,
+        optimizer: Optimizers | None = None,
         work_dir: str | Path | None = None,
         suffix: str = "",
         name: str | None = None,

@@ -30,7 +30,7 @@ CHECKED: Final = str(Path())
 class Writing(AbstractContextManager[None]):
     """A context in which a checkpoint is written, on the training thread or on another one; used once."""
 
-    told: AbstractContextManager[None]
+    report: AbstractContextManager[None]
 
     def __init__(self, bus: Bus) -> None:
         self._bus, self._thread, self._begin = bus, get_ident(), time.perf_counter()
@@ -57,13 +57,13 @@ class Writing(AbstractContextManager[None]):
         elif not self.copied:  # the other thread was as fast as the hand-over
             self.copied = time.perf_counter() - self._begin
         self._span.__enter__()
-        self.told.__enter__()
+        self.report.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         try:
-            return self.told.__exit__(kind, error, trace)
+            return self.report.__exit__(kind, error, trace)
         finally:
             self._span.__exit__(None, None, None)
 
@@ -159,29 +159,29 @@ class HostSaves(Saves):
         """
         others, self._others = self._others, []
         writing = Writing(self._run.bus)
-        writing.told = self._told(path, others, self._run.state.counters.snapshot(self._run.state.progress.stage), writing)
+        writing.report = self._report(path, others, self._run.state.counters.snapshot(self._run.state.progress.stage), writing)
         return writing
 
     @contextmanager
-    def _told(self, path: AnyPath, others: list[AnyPath], progress: Progress, writing: Writing) -> Iterator[None]:
+    def _report(self, path: AnyPath, others: list[AnyPath], progress: Progress, writing: Writing) -> Iterator[None]:
         start, names = time.perf_counter(), [str(path), *map(str, others)]
-        told: dict[str, Any] = {"progress": progress, "path": names[0], "names": names}
+        payload: dict[str, Any] = {"progress": progress, "path": names[0], "names": names}
         # After the run, the trainer may still save, but the bus may be closed.
-        first, told_here = self._run.rank == 0, self._run.running
+        first, open_here = self._run.rank == 0, self._run.running
         try:
             yield
             for other in others if first else ():
                 link(path, other)
         except Exception as error:
-            if first and told_here:
+            if first and open_here:
                 log.exception("checkpoint not written", names=names)
-                self._run.bus.publish(ev.CheckpointFailed(**told, error=str(error)))
+                self._run.bus.publish(ev.CheckpointFailed(**payload, error=str(error)))
             raise
-        if first and told_here:
+        if first and open_here:
             self._committed.append(path)
             seconds = time.perf_counter() - start
             stall = seconds if writing.here else writing.copied
-            self._run.bus.publish(ev.CheckpointCommitted(**told, bytes=_size(path), seconds=seconds, stall=stall))
+            self._run.bus.publish(ev.CheckpointCommitted(**payload, bytes=_size(path), seconds=seconds, stall=stall))
 
     def _check(self, request: SaveRequest) -> None:
         request.check(sharded=False)

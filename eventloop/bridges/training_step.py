@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from eventloop.errors import ConfigurationError
-from eventloop.training import arguments as given
+from eventloop.training.arguments import named
 from eventloop.training.optimizers import parameters_of
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ def trained_by(step: Callable[..., Any], models: Any, optimizers: Any) -> tuple[
     used = _used_by(step)
     optimizers = _only(_optimizers_in(used)) if optimizers is None else optimizers
     if models is None:
-        models = _only(_models_in(used, given.named("optimizer", optimizers, torch.optim.Optimizer)))
+        models = _only(_models_in(used, named("optimizer", optimizers, torch.optim.Optimizer)))
     lacking = [kind for kind, found in (("optimizer", optimizers), ("model", models)) if found == {}]
     if lacking:
         raise ConfigurationError(

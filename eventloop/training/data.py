@@ -69,14 +69,14 @@ class Feed:
         while (batch := self.next()) is not None:
             yield batch[0]
 
-    def begin_epoch(self, epoch: int, *, endless: bool) -> None:
+    def set_epoch(self, epoch: int, *, endless: bool) -> None:
         """Set the epoch of the datasets; ``endless`` restarts an exhausted loader."""
         self._endless = epoch if endless else None
         if not self.resuming:
             self.passes = 0
         set_epoch(self.loader, epoch + self.passes)
 
-    def begin(self) -> None:
+    def start_pass(self) -> None:
         """Make the iterator of a new pass, or of the interrupted pass of a resumed run."""
         self._ahead = self._position = _MISSING
         if self._endless is not None:  # after the hooks, which only know the epoch
@@ -118,7 +118,7 @@ class Feed:
         Raise TrainingError if the pass had no batch, unless it ``may_be_empty``, because another rank may have some.
         """
         if self._iterator is None:
-            self.begin()
+            self.start_pass()
         if (batch := self._ahead) is _MISSING:
             batch = self._pull()
         if batch is _END:
@@ -127,7 +127,7 @@ class Feed:
                 return None
             self.passes += 1  # another order: no mount point lets a hook set it
             set_epoch(self.loader, self._endless + self.passes)
-            self.begin()
+            self.start_pass()
             return self.next()
         self._ahead = self._position = _MISSING
         self.used += 1
@@ -161,7 +161,7 @@ class Feed:
         return saved
 
     def restore(self, saved: SavedPosition, restored: set[torch.Generator]) -> None:
-        """Make the next :meth:`begin` continue from ``saved``; generators in ``restored`` are restored already."""
+        """Make the next :meth:`start_pass` continue from ``saved``; generators in ``restored`` are restored already."""
         self.used, self.passes, self.start = saved.used, saved.passes, saved.start
         self.resuming = True
         workers = self.start is not None

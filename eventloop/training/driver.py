@@ -148,10 +148,10 @@ class Driver(Session):
         self._begun = True
         state.set_progress()
         if feed is not None:
-            feed.begin_epoch(state.counters.epoch, endless=endless)
+            feed.set_epoch(state.counters.epoch, endless=endless)
         self._run.publish(ev.BeforeTrainEpoch)
         if feed is not None:
-            feed.begin()
+            feed.start_pass()
         return () if feed is None else feed
 
     def end_epoch(self) -> None:

@@ -23,7 +23,7 @@ from eventloop.training.saves.contents import SavedRun
 log = get_logger()
 
 
-class Bodies:
+class OpenLoops:
     """Track the open ``for`` statements of the user's loop, for all iterators of a run; end the scopes that they left."""
 
     def __init__(self, drive: Driver, run: SavedRun) -> None:
@@ -34,11 +34,11 @@ class Bodies:
 
     def forget(self) -> None:
         """Drop all references to the loaders."""
-        self.nothing_left = False
+        self.epoch_already_trained = False
         """True in a resumed run whose epoch is fully trained but not validated."""
         self.training: object | None = None
         """The iterator whose epoch is open."""
-        self.left = False
+        self.broken_out = False
         """True if its body was left with ``break``."""
         self.evaluating: object | None = None
         self.epoch_ends: bool | None = None
@@ -87,7 +87,7 @@ class Bodies:
             self.drive.abandon_epoch()
 
     def _no_epoch(self) -> None:
-        self.training, self.left, self.epoch_ends = None, False, None
+        self.training, self.broken_out, self.epoch_ends = None, False, None
 
     def end_train(self) -> None:
         """End the training if it has begun."""
@@ -117,10 +117,10 @@ class Epochs(_Steps):
 
     _method = "run.epochs()"
 
-    def __init__(self, bodies: Bodies) -> None:
-        self._bodies = bodies
-        self._state = bodies.drive.state
-        self._pending_validation = bodies.drive.validation_comes_first
+    def __init__(self, loops: OpenLoops) -> None:
+        self._loops = loops
+        self._state = loops.drive.state
+        self._pending_validation = loops.drive.validation_comes_first
         self._yielded = False
         self._iter = self._state.counters.iter
         self._begun_at: tuple[int, int, int] | None = None
@@ -130,24 +130,24 @@ class Epochs(_Steps):
         return self
 
     def _advance(self) -> tuple[int] | None:
-        bodies, state, counters = self._bodies, self._state, self._state.counters
-        bodies.abandon_evaluation()
-        bodies.end_epoch()
+        loops, state, counters = self._loops, self._state, self._state.counters
+        loops.abandon_evaluation()
+        loops.end_epoch()
         if self._pending_validation:
             self._pending_validation, self._yielded = False, True
-            bodies.begin_train()
-            bodies.nothing_left = counters.batches == 0
+            loops.begin_train()
+            loops.epoch_already_trained = counters.batches == 0
             return (counters.epoch if counters.batches else max(0, counters.epoch - 1),)
-        bodies.nothing_left = False
+        loops.epoch_already_trained = False
         state.settle()
         if state.should_stop():  # keep the phase, so that a resume repeats an interrupted validation
-            bodies.end_train()
+            loops.end_train()
             return None
         state.go_on()
         if self._done():
             if state.resumed and not self._yielded and not state.has_trained:
-                bodies.begin_train()  # the saved run may have ended before after_train
-            bodies.end_train()
+                loops.begin_train()  # the saved run may have ended before after_train
+            loops.end_train()
             return None
         reached = (counters.epoch, counters.iter, counters.batches)
         if reached == self._begun_at:
@@ -155,7 +155,7 @@ class Epochs(_Steps):
                 f"epoch {counters.epoch + 1} has trained nothing, and run.epochs() would repeat it forever: iterate over "
                 "run.train(loader) instead of the loader in every epoch"
             )
-        bodies.begin_train()
+        loops.begin_train()
         self._begun_at = reached
         self._yielded = True
         return (counters.epoch,)
@@ -224,32 +224,32 @@ class TrainBatches(Batches):
 
     _method = "run.train()"
 
-    def __init__(self, bodies: Bodies, feed: Feed, *, endless: bool) -> None:
-        self._bodies = bodies
-        self._drive = bodies.drive
+    def __init__(self, loops: OpenLoops, feed: Feed, *, endless: bool) -> None:
+        self._loops = loops
+        self._drive = loops.drive
         self._feed = feed
         self._endless = endless
         self._begun = False
-        self._over = bodies.nothing_left
+        self._over = loops.epoch_already_trained
 
     def __iter__(self) -> Iterator[Any]:
-        bodies = self._bodies
+        loops = self._loops
         if self._begun and not self._over:
-            self._over = bodies.training is not self  # its epoch has ended since
-            if bodies.left and not self._over:
-                bodies.left = False
-                bodies.drop_iteration()
+            self._over = loops.training is not self  # its epoch has ended since
+            if loops.broken_out and not self._over:
+                loops.broken_out = False
+                loops.drop_iteration()
         return super().__iter__()
 
     def _advance(self) -> tuple[Any] | None:
         if self._over:
             return None
-        bodies, drive = self._bodies, self._drive
+        loops, drive = self._loops, self._drive
         state, counters = drive.state, drive.state.counters
         if not self._begun and not state.should_stop() and (repeated := self._begin()) is not None:
             return repeated
         if state.scopes.innermost != "iter":
-            bodies.abandon_evaluation()
+            loops.abandon_evaluation()
             end_unvalidated(state)
         ended = state.scopes.innermost == "iter"
         if ended:
@@ -257,35 +257,35 @@ class TrainBatches(Batches):
         if (plan := state.plan) is not None and plan.asked and not state.window_open:
             plan.validate()
         complete = self._begun and counters.max_iters is not None and counters.iter >= counters.max_iters
-        complete = complete or (bodies.epoch_ends is True and not state.window_open)
+        complete = complete or (loops.epoch_ends is True and not state.window_open)
         stops = (state.agreed.urgent or not ended) and state.should_stop()
         if stops and not (complete or (self._begun and self._feed.last)):  # else it cuts nothing short
             self._over = True
-            bodies.abandon_epoch()
+            loops.abandon_epoch()
             return None
         batch = None if complete else self._feed.next()
         if batch is None:
             self._over = True
-            bodies.end_epoch()
+            loops.end_epoch()
             return None
         drive.begin_iteration(batch[0])
         return batch
 
     def _begin(self) -> tuple[Any] | None:
         """Begin the epoch; first end an epoch whose body was left. Return the batch of an iteration to repeat, if any."""
-        bodies, drive = self._bodies, self._drive
+        loops, drive = self._loops, self._drive
         self._begun = True
-        bodies.begin_train()
-        if bodies.training is not None and not bodies.left:
+        loops.begin_train()
+        if loops.training is not None and not loops.broken_out:
             raise TrainingError(
                 "run.train() begins in the body of another run.train(): iterate over the inner loader itself, or first end the "
                 "outer epoch by `break` out of its `for` statement"
             )
-        bodies.end_epoch()
-        bodies.training = self
-        bodies.epoch_ends = None if self._endless else False
+        loops.end_epoch()
+        loops.training = self
+        loops.epoch_ends = None if self._endless else False
         inside = drive.validation_comes_first and drive.state.counters.batches > 0 and not drive.loop_driven
-        repeat = Repeat(bodies.run, self._feed) if inside else None
+        repeat = Repeat(loops.run, self._feed) if inside else None
         drive.begin_epoch(self._feed, endless=self._endless)
         return None if repeat is None else repeat.begin()
 
@@ -294,16 +294,16 @@ class TrainBatches(Batches):
 
         The next call of the run ends the epoch, because an exception must be reported first.
         """
-        self._bodies.left |= self._bodies.training is self
+        self._loops.broken_out |= self._loops.training is self
 
 
 class EvaluationBatches(Batches):
     """Yield the batches of one validation or test; afterwards ``metrics`` holds the result."""
 
-    def __init__(self, bodies: Bodies, feed: Feed, metrics: Metrics, stage: Stage) -> None:
-        drive, validates = bodies.drive, stage == "val"
+    def __init__(self, loops: OpenLoops, feed: Feed, metrics: Metrics, stage: Stage) -> None:
+        drive, validates = loops.drive, stage == "val"
         self._validates = validates
-        self._bodies = bodies
+        self._loops = loops
         self._feed = feed
         self._method = "run.validate()" if validates else "run.test()"
         self._begin = partial(drive.begin_validation if validates else drive.begin_test, feed, metrics)
@@ -318,26 +318,26 @@ class EvaluationBatches(Batches):
     def _advance(self) -> tuple[Any] | None:
         if self._over:
             return None
-        bodies, state = self._bodies, self._bodies.drive.state
+        loops, state = self._loops, self._loops.drive.state
         if self._begun:
             self._end_iteration()
         else:
             state.check_open("run.validate() and run.test()")
-            bodies.abandon_evaluation()
-            if bodies.left:
-                bodies.end_epoch()
+            loops.abandon_evaluation()
+            if loops.broken_out:
+                loops.end_epoch()
             if self._validates:
                 end_repeated(state)
             if "iter" in state.scopes:
-                bodies.drive.end_iteration(validates=self._validates)
+                loops.drive.end_iteration(validates=self._validates)
             self._over = state.should_stop()
             if self._over:
                 return None
-            self._begun, bodies.evaluating = True, self
+            self._begun, loops.evaluating = True, self
             self._begin()
         self._over = state.should_stop()
         if self._over:
-            bodies.abandon_evaluation()
+            loops.abandon_evaluation()
             return None
         batch = self._feed.next(may_be_empty=state.ranks is not None)
         if batch is None:
@@ -349,12 +349,12 @@ class EvaluationBatches(Batches):
 
     def leave(self) -> None:
         """End the evaluation early, without its ``after_x``; restore modes, gradients and weights."""
-        if self._bodies.evaluating is self:
+        if self._loops.evaluating is self:
             self._over = True
             try:
-                self._bodies.abandon_evaluation()
+                self._loops.abandon_evaluation()
             except BaseException as error:  # noqa: BLE001 - __del__ cannot raise: the end of the enclosing scope does
-                self._bodies.scopes.defer(partial(_raise, error))
+                self._loops.scopes.defer(partial(_raise, error))
 
 
 def _raise(error: BaseException) -> None:

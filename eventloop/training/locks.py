@@ -97,15 +97,15 @@ class DirectoryLock:
 
     def _holder(self) -> tuple[str, str]:
         """Return the holder of the lock and how to end it."""
-        told = ""
+        holder = ""
         with suppress(OSError), self._file.open("rb") as file:
-            told = file.read(_MOST).decode(errors="replace")
-        if told == _this_process():
+            holder = file.read(_MOST).decode(errors="replace")
+        if holder == _this_process():
             return f"another run of this process ({os.getpid()})", (
                 "leave the `with` block of that run; if a notebook cell was interrupted inside it, call "
                 "`run.__exit__(None, None, None)` on that run, or restart the kernel"
             )
-        who = told if told.isprintable() and told else "another process"
+        who = holder if holder.isprintable() and holder else "another process"
         return who, "wait until it ends (its lock ends with its process)"
 
 

@@ -20,12 +20,28 @@ from eventloop.events import Event, Progress, RunEvent
 from eventloop.events.shared import Shared
 from eventloop.log import get_logger
 from eventloop.spelling import answers_names
-from eventloop.training import arguments as given
 from eventloop.training.accelerator import register
+from eventloop.training.arguments import (
+    Config,
+    Data,
+    Limit,
+    Models,
+    OnBus,
+    Optimizers,
+    Rate,
+    Resume,
+    Stateful,
+    check_image,
+    checked_stateful,
+    checked_work_dir,
+    device_of,
+    named,
+    no_scalar,
+)
 from eventloop.training.data import Feeds
 from eventloop.training.distributed.ranks import this_rank, world_size
 from eventloop.training.driver import Driver
-from eventloop.training.iterators import Bodies, Epochs, EvaluationBatches, TrainBatches
+from eventloop.training.iterators import Epochs, EvaluationBatches, OpenLoops, TrainBatches
 from eventloop.training.loaders import length_of
 from eventloop.training.metrics import NamedMetrics
 from eventloop.training.optimizers import by_path, options_given, selected, stepping
@@ -85,31 +101,31 @@ class Run:
     @check_options
     def __init__(
         self,
-        bus: given.OnBus | None = None,
+        bus: OnBus | None = None,
         *,
-        model: given.Models,
-        optimizer: given.Optimizers | None = None,
+        model: Models,
+        optimizer: Optimizers | None = None,
         work_dir: str | Path | None = None,
         device: str | torch.device | None = None,
         seed: int | None = None,
-        stateful: given.Stateful | None = None,
-        resume: given.Resume | None = None,
+        stateful: Stateful | None = None,
+        resume: Resume | None = None,
         strict: bool = True,
         name: str | None = None,
-        config: given.Config | None = None,
+        config: Config | None = None,
         counters: Counters | None = None,
         accelerator: Any = None,
     ) -> None:
         self.bus = bus if bus is not None else Bus()
         self.wants = self.bus.route_of
         """``wants(AfterForward)`` is falsy if publishing the event does nothing; costs as little as a dictionary."""
-        self.models = given.named("model", model, torch.nn.Module)
-        self.optimizers = given.named("optimizer", {} if optimizer is None else optimizer, torch.optim.Optimizer)
+        self.models = named("model", model, torch.nn.Module)
+        self.optimizers = named("optimizer", {} if optimizer is None else optimizer, torch.optim.Optimizer)
         for one in self.optimizers.values():
             stepping(one)  # checks that its steps can be counted
-        self.stateful = given.checked_stateful(stateful or {})
-        self.work_dir = None if work_dir is None else given.checked_work_dir(work_dir)
-        self.device = given.device_of(device, self.models)
+        self.stateful = checked_stateful(stateful or {})
+        self.work_dir = None if work_dir is None else checked_work_dir(work_dir)
+        self.device = device_of(device, self.models)
         self.seed = None if seed is None else checked_seed(seed)
         self.name = name or (self.work_dir.name if self.work_dir else DEFAULT_NAME)
         self._named = name is not None
@@ -133,7 +149,7 @@ class Run:
         self._saves = Saves(self, self._feeds)
         self._restore = Restore(self, self._saves, resume, strict=strict)
         self._driver = Driver(self, self.bus, self.state, self._saves, self._restore, moves=device is not None)
-        self._bodies = Bodies(self._driver, self)
+        self._loops = OpenLoops(self._driver, self)
         self._reported: set[str] = set()  # names of entries that were looked at
         self._in_handlers = False  # while handlers of this run's events are called, but for those in an iteration
         self._driver.own_folder = accelerator is None  # whose loop saves into the folder itself
@@ -202,7 +218,7 @@ class Run:
         return self._driver
 
     @check_options
-    def epochs(self, max_epochs: given.Limit | None = None, *, max_iters: given.Limit | None = None) -> Epochs:
+    def epochs(self, max_epochs: Limit | None = None, *, max_iters: Limit | None = None) -> Epochs:
         """Iterate over the indices of the remaining epochs, between ``before_train`` and ``after_train``.
 
         Give the total number of epochs or of iterations; iterations are one long epoch (``run.train(loader, endless=True)``).
@@ -214,10 +230,10 @@ class Run:
             raise ConfigurationError(f"max_epochs={max_epochs} and max_iters={max_iters}: give run.epochs() one of them")
         self.counters.max_epochs = max_epochs
         self.counters.max_iters = max_iters
-        return Epochs(self._bodies)
+        return Epochs(self._loops)
 
     @check_options
-    def train(self, loader: given.Data, *, endless: bool = False) -> TrainBatches:
+    def train(self, loader: Data, *, endless: bool = False) -> TrainBatches:
         """Iterate over the batches of one epoch on the run's device, and publish its events around the loop body.
 
         ``break`` ends the iteration without its ``after_train_iter``; the next call of the run (a validation, the next epoch)
@@ -227,10 +243,10 @@ class Run:
             loader: an iterable of batches that can be iterated again.
             endless: restart an exhausted loader within the same epoch (iteration-based training).
         """
-        return TrainBatches(self._bodies, self._feeds.for_training(loader), endless=endless)
+        return TrainBatches(self._loops, self._feeds.for_training(loader), endless=endless)
 
     @check_options
-    def validate(self, loader: given.Data, metrics: NamedMetrics | None = None) -> EvaluationBatches:
+    def validate(self, loader: Data, metrics: NamedMetrics | None = None) -> EvaluationBatches:
         """Iterate over validation batches in evaluation mode without gradients, and publish the events of a validation.
 
         Reported outputs feed ``metrics``, and scalar ones are averaged; afterwards ``.metrics`` holds the result. Inside
@@ -241,13 +257,13 @@ class Run:
         """
         self.validates = True
         feed = self._feeds.for_evaluation(loader, "val_data")
-        return EvaluationBatches(self._bodies, feed, self._feeds.metrics(metrics), "val")
+        return EvaluationBatches(self._loops, feed, self._feeds.metrics(metrics), "val")
 
     @check_options
-    def test(self, loader: given.Data, metrics: NamedMetrics | None = None) -> EvaluationBatches:
+    def test(self, loader: Data, metrics: NamedMetrics | None = None) -> EvaluationBatches:
         """Iterate over test batches; like :meth:`validate`, with the events of a test."""
         feed = self._feeds.for_evaluation(loader, "test_data")
-        return EvaluationBatches(self._bodies, feed, self._feeds.metrics(metrics), "test")
+        return EvaluationBatches(self._loops, feed, self._feeds.metrics(metrics), "test")
 
     def report(self, *unnamed: Any, **entries: Any) -> None:
         """Add named entries to the outputs of the current iteration; tensors stay on their device.
@@ -271,7 +287,7 @@ class Run:
         """Warn of new entries that neither a logger nor a metric can use."""
         self._reported.update(entries)
         for name, value in entries.items():
-            if (what := given.no_scalar(value)) and not self._driver.measures(name):
+            if (what := no_scalar(value)) and not self._driver.measures(name):
                 log.warning(
                     f"run.report({name}=...) got {what}, which loggers leave out; hooks find it in event.outputs. Report a "
                     "number, such as a mean, or an image with run.report_image()",
@@ -292,7 +308,7 @@ class Run:
         """
         self.state.check_open("run.report_image()")
         if self.bus.wants(ev.ImageReported):
-            given.check_image(name, image)
+            check_image(name, image)
             self.publish(ev.ImageReported, name=name, image=image)
 
     def publish(self, event: type[Event], **payload: Any) -> None:
@@ -361,7 +377,7 @@ class Run:
         self.state.own.paused = False
 
     @check_options
-    def set_lr(self, lr: given.Rate, optimizer: str | int | None = None) -> None:
+    def set_lr(self, lr: Rate, optimizer: str | int | None = None) -> None:
         """Set the learning rate of all parameter groups.
 
         ``ParamSchedulerHook`` scales its later rates by the same factor (new rate / old rate). A scheduler that your own code
@@ -391,12 +407,12 @@ class Run:
         Raises:
             TrainingError: no epoch of ``run.train(loader)`` is open, or it is the one epoch of an iteration-based training.
         """
-        if self._bodies.epoch_ends is None:
+        if self._loops.epoch_ends is None:
             raise TrainingError(
                 "run.end_epoch() needs an epoch of run.train(loader) that can end early: an iteration-based "
                 "training is one epoch, and another trainer ends its epochs itself"
             )
-        self._bodies.epoch_ends = True
+        self._loops.epoch_ends = True
 
     def validate_now(self) -> None:
         """Validate after the current iteration, epoch or validation of a training, even if no validation is due.
@@ -489,8 +505,8 @@ class Run:
             CheckpointValueError: a value is neither a tensor nor a plain value; the error names its path.
         """
         self.state.check_open("run.gather_state()")
-        if self._bodies.left and not self._in_handlers:
-            self._bodies.drop_iteration()
+        if self._loops.broken_out and not self._in_handlers:
+            self._loops.drop_iteration()
         if self._in_handlers or self.state.scopes.innermost in ("iter", REPEATED):
             raise TrainingError(
                 "run.gather_state() was called within an iteration or a handler: call it in the training loop, after the `for` "
@@ -556,7 +572,7 @@ class Run:
 
     def __enter__(self) -> Self:
         self._driver.begin_run()
-        self.defer(self._bodies.forget)
+        self.defer(self._loops.forget)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
@@ -566,9 +582,9 @@ class Run:
             self._driver.fail(error)
             return
         try:
-            self._bodies.abandon_evaluation()
-            self._bodies.abandon_epoch()
-            self._bodies.end_train()
+            self._loops.abandon_evaluation()
+            self._loops.abandon_epoch()
+            self._loops.end_train()
         except BaseException as failure:
             self._driver.fail(failure)
             raise

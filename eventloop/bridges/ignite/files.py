@@ -26,13 +26,13 @@ class RequestedFiles:
         self._trainer = trainer
         self._saver: AsyncSaver | None = None
 
-    def save(self, path: AnyPath, objects: Mapping[str, Any], told: AbstractContextManager[None], *, raises: bool) -> None:
+    def save(self, path: AnyPath, objects: Mapping[str, Any], report: AbstractContextManager[None], *, raises: bool) -> None:
         """Copy the states of ``objects``, and queue them to be written on rank 0 in the format of ``Checkpoint``.
 
         Args:
             path: the file.
             objects: what ``Checkpoint`` saves.
-            told: entered by the thread that writes.
+            report: entered by the thread that writes.
             raises: False to log the error of a save that fails, instead of ending the training.
 
         Raises:
@@ -51,7 +51,7 @@ class RequestedFiles:
         make_directory(path.parent)
         pickled = Pickled(kept[0])
         self._saver = self._saver or AsyncSaver()
-        self._saver.save(pickled.storages, path, write=partial(_write, pickled, told, raises))
+        self._saver.save(pickled.storages, path, write=partial(_write, pickled, report, raises))
 
     def close(self) -> None:
         """Wait until all files are durable; raise the CheckpointError of a failed one."""
@@ -64,9 +64,11 @@ class RequestedFiles:
             self._saver = None
 
 
-def _write(pickled: Pickled, told: AbstractContextManager[None], raises: bool, staged: StagedTree, path: AnyPath) -> CommitInfo:
+def _write(
+    pickled: Pickled, report: AbstractContextManager[None], raises: bool, staged: StagedTree, path: AnyPath
+) -> CommitInfo:
     try:
-        with told:
+        with report:
             return pickled.write(staged, path)
     except Exception:
         if raises:

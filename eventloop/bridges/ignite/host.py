@@ -26,7 +26,7 @@ from eventloop.bus import Bus, Subscription
 from eventloop.checkpoint import AnyPath, unwrapped
 from eventloop.checks import check_options
 from eventloop.errors import CheckpointError, ConfigurationError, TrainingError
-from eventloop.training import arguments as given
+from eventloop.training.arguments import Models, Optimizers, Stateful
 
 _INSIDE = "an Engine calls your training step as a whole; publish your own event in it"
 _NO_TEST = "an Engine has no tests; the runs of the attached evaluator are validations"
@@ -76,10 +76,10 @@ class IgniteBridge(Bridge):
         bus: Bus,
         trainer: Engine,
         *,
-        model: given.Models | None = None,
-        optimizer: given.Optimizers | None = None,
+        model: Models | None = None,
+        optimizer: Optimizers | None = None,
         evaluator: Engine | None = None,
-        to_save: given.Stateful | None = None,
+        to_save: Stateful | None = None,
         output_transform: Callable[[Any], Any] | None = None,
         work_dir: str | Path | None = None,
     ) -> None:
@@ -189,11 +189,11 @@ class IgniteBridge(Bridge):
             raise TrainingError("the bus has no state before the first trainer.run(): add the bridge to a Checkpoint handler")
         self._since = time.perf_counter()
         for saver in ignite_files.savers(self._engines(), self):
-            saver.told = partial(self._told, run)
+            saver.report = partial(self._report, run)
         entry, weights = run.gather_entry("")
         return {"entry": entry, "weights": weights}
 
-    def _told(self, run: HostedRun, path: Path) -> Writing:
+    def _report(self, run: HostedRun, path: Path) -> Writing:
         """Return a context that reports the writing of a file by `TrainbusSaver`."""
         self._since = 0.0
         return run.writing(path)
@@ -222,21 +222,21 @@ class IgniteBridge(Bridge):
     def save(self, path: AnyPath) -> None:
         """Copy the state for a requested checkpoint, and queue the copy to be written."""
         run, _ = self._training.running()
-        told = run.writing(path)
+        writing = run.writing(path)
         try:
-            with told.copying():
-                self._copy(run, path, told)
+            with writing.copying():
+                self._copy(run, path, writing)
         except Exception:
-            with told:
+            with writing:
                 raise
 
-    def _copy(self, run: HostedRun, path: AnyPath, told: Writing) -> None:
+    def _copy(self, run: HostedRun, path: AnyPath, writing: Writing) -> None:
         entry, weights = run.gather_entry(str(path))
         states: dict[int, dict[str, Any]] = {id(self): {"entry": entry, "weights": weights}}
         for name, changed in weights.items():
             states[id(run.models[name])] = {**run.models[name].state_dict(), **changed}
         objects = ignite_files.with_states(self.to_save, states)
-        self._files.save(path, objects, told, raises=run.save_raises)
+        self._files.save(path, objects, writing, raises=run.save_raises)
 
     def settle_files(self) -> None:
         """Wait until all files are durable and reported on the bus; raise the CheckpointError of a failed one."""
@@ -252,7 +252,7 @@ class IgniteBridge(Bridge):
             return
         if (path := ignite_files.newest(self._engines(), self)) is not None:
             names, seconds = [str(path)], time.perf_counter() - since
-            told = ev.CheckpointCommitted(
+            event = ev.CheckpointCommitted(
                 progress=run.counters.snapshot(),
                 path=names[0],
                 names=names,
@@ -260,4 +260,4 @@ class IgniteBridge(Bridge):
                 seconds=seconds,
                 stall=seconds,
             )
-            self.bus.publish(told)
+            self.bus.publish(event)

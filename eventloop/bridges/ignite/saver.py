@@ -48,7 +48,7 @@ class TrainbusSaver(DiskSaver):  # type: ignore[misc]  # types of Ignite are not
         self._removed: list[str] = []  # since the last save
         self._kept: set[str] = set()
         #: Makes a context for the writing of one file: a bridge reports it there. Used once.
-        self.told: Callable[[Path], Writing] | None = None
+        self.report: Callable[[Path], Writing] | None = None
         self._trainer = trainer
         self._join()
 
@@ -59,7 +59,7 @@ class TrainbusSaver(DiskSaver):  # type: ignore[misc]  # types of Ignite are not
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which has no file under way and belongs to a copy of the engine."""
-        return {**vars(self), "_saver": None, "_in_run": False, "told": None}
+        return {**vars(self), "_saver": None, "_in_run": False, "report": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -79,9 +79,9 @@ class TrainbusSaver(DiskSaver):  # type: ignore[misc]  # types of Ignite are not
         """Copy a checkpoint, and queue the copy to be written."""
         if distributed.get_rank() != self.save_on_rank:
             return
-        path, told, self.told = self._directory / filename, self.told, None
+        path, report, self.report = self._directory / filename, self.report, None
         pickled = Pickled(checkpoint)
-        writing = None if told is None else told(path)
+        writing = None if report is None else report(path)
         write = partial(_write, pickled, writing or nullcontext())
         self._kept.add(filename)
         if self._in_run:
@@ -140,6 +140,6 @@ class TrainbusSaver(DiskSaver):  # type: ignore[misc]  # types of Ignite are not
             self._saver = None
 
 
-def _write(pickled: Pickled, told: AbstractContextManager[None], staged: StagedTree, path: AnyPath) -> CommitInfo:
-    with told:
+def _write(pickled: Pickled, report: AbstractContextManager[None], staged: StagedTree, path: AnyPath) -> CommitInfo:
+    with report:
         return pickled.write(staged, path)

@@ -11,7 +11,7 @@ from ignite.engine import Engine, State
 from eventloop.bridges.hosted import HostedDriver, HostedRun
 from eventloop.bridges.training_step import outputs_of
 from eventloop.log import get_logger
-from eventloop.training import arguments as given
+from eventloop.training.arguments import Models, Optimizers
 from eventloop.training.state import Counters
 
 log = get_logger()
@@ -34,8 +34,8 @@ class TrainerRuns:
     def __init__(
         self,
         bridge: Any,
-        models: given.Models,
-        optimizers: given.Optimizers | None,
+        models: Models,
+        optimizers: Optimizers | None,
         transform: Callable[[Any], Any] | None,
         work_dir: str | Path | None,
         *,
@@ -88,7 +88,7 @@ class TrainerRuns:
         if drive.should_stop():
             engine.terminate()
 
-    def open(self, optimizers: given.Optimizers | None) -> HostedRun:
+    def open(self, optimizers: Optimizers | None) -> HostedRun:
         """Make a run, and publish ``before_run``."""
         run = HostedRun(self._bridge.bus, model=self._models, optimizer=optimizers, work_dir=self._work_dir, suffix=".pt")
         run.work_dir_advice = "give bus.attach() work_dir="

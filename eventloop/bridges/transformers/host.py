@@ -293,23 +293,23 @@ class TransformersBridge(Bridge):
             original(model, trial)
             return
         folder = self._folders.next(trial)
-        told, filled = run.writing(folder), self._folders.filled(*run.gather_entry(str(folder)))
+        writing, filled = run.writing(folder), self._folders.filled(*run.gather_entry(str(folder)))
         if self._saver is not None and self._saver.is_open:
-            with told.copying(), filled:
-                self._saver.save(partial(original, model, trial), folder, told, own=True)
+            with writing.copying(), filled:
+                self._saver.save(partial(original, model, trial), folder, writing, own=True)
             return
-        with told, filled:
+        with writing, filled:
             original(model, trial)
             self._folders.sync(folder)
 
     def _write(self, path: AnyPath) -> None:
         """Make the trainer save a checkpoint under a name given by a hook."""
         run = self.run_begun
-        told, filled = run.writing(path), self._folders.filled(*run.gather_entry(str(path)))
+        writing, filled = run.writing(path), self._folders.filled(*run.gather_entry(str(path)))
         if self._saver is not None and self._saver.is_open:
             save = partial(privates.save, self.trainer)
-            with told.copying(), filled:
-                self._saver.save(save, local(path), told, own=False, raises=run.save_raises)
+            with writing.copying(), filled:
+                self._saver.save(save, local(path), writing, own=False, raises=run.save_raises)
             return
-        with told, filled:
+        with writing, filled:
             self._folders.write(path)

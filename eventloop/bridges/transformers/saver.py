@@ -17,7 +17,7 @@ from eventloop.log import get_logger
 
 log = get_logger()
 
-Told = AbstractContextManager[None]
+Report = AbstractContextManager[None]
 
 _REFUSED: Final = {
     "is_deepspeed_enabled": "DeepSpeed writes its own shards, on all ranks",
@@ -83,13 +83,13 @@ class FolderSaver:
         except Exception as failure:  # noqa: BLE001 - the first error is the one to raise
             error.add_note(f"and a checkpoint could not be written: {failure}")
 
-    def save(self, write: Callable[[], object], path: Path, told: Told, *, own: bool, raises: bool = True) -> None:
+    def save(self, write: Callable[[], object], path: Path, report: Report, *, own: bool, raises: bool = True) -> None:
         """Call ``write``, copy the state that the trainer saves in it, and queue the copy for the folder ``path``.
 
         Args:
             write: calls the trainer's own ``_save_checkpoint``.
             path: the folder.
-            told: entered by the thread that writes.
+            report: entered by the thread that writes.
             own: True for a folder of the trainer, which counts for its limit, and may be its best one.
             raises: False to log the error of a save that fails, instead of ending the training.
         """
@@ -103,11 +103,11 @@ class FolderSaver:
             if saver is not None:
                 best = self._folders.best if own else None
                 after = partial(self._rotate, path.parent, best) if own else None
-                saver.save(files.tree, path, write=partial(_write, files, told, raises, after))
+                saver.save(files.tree, path, write=partial(_write, files, report, raises, after))
         except Exception:
             if saver is not None:
                 discard_folder(self._folders.temporary(path))
-                with told:
+                with report:
                     raise
             raise
         if own:
@@ -139,11 +139,11 @@ class FolderSaver:
 
 
 def _write(
-    files: FolderFiles, told: Told, raises: bool, after: Callable[[], None] | None, staged: StagedTree, path: AnyPath
+    files: FolderFiles, report: Report, raises: bool, after: Callable[[], None] | None, staged: StagedTree, path: AnyPath
 ) -> CommitInfo:
     """Write a folder on the saver's thread, report it, and then remove what it replaces."""
     try:
-        with told:
+        with report:
             info = files.write(staged, path)
     except Exception:
         if raises:

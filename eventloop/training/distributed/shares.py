@@ -80,18 +80,18 @@ def check_even(ranks: Ranks, models: Iterable[torch.nn.Module], length: int | No
     if not (joined or first):
         return
     lengths = ranks.gather(length)
-    told = ", ".join(f"rank {rank}: {'unknown' if one is None else one}" for rank, one in enumerate(lengths))
+    numbers = ", ".join(f"rank {rank}: {'unknown' if one is None else one}" for rank, one in enumerate(lengths))
     if joined and (None in lengths or len(set(lengths)) > 1):
         raise TrainingError(
             "a run inside torch's Join (Accelerate's join_uneven_inputs) needs equal numbers of batches on all ranks, because "
-            f"they meet at the end of each epoch; they have {told}. Give the DataLoader a DistributedSampler (Accelerate: "
+            f"they meet at the end of each epoch; they have {numbers}. Give the DataLoader a DistributedSampler (Accelerate: "
             "even_batches=True), or Join enable=False"
         )
     if len(set(lengths)) > 1 and None not in lengths:
         log.warning(
             "the ranks have different numbers of training batches, and those with more would wait for the others: give the "
             "DataLoader a DistributedSampler, or leave the loop on all ranks after the smallest number",
-            batches=told,
+            batches=numbers,
         )
 
 
@@ -112,9 +112,9 @@ def forward_alone(models: Iterable[torch.nn.Module], lengths: list[int | None]) 
     waiting: list[Any] = []
     for model in models:
         if is_sharded(model) and None not in lengths:
-            told = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
+            numbers = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
             raise TrainingError(
-                f"the ranks have different numbers of batches to evaluate ({told}), and a sharded model would hang: its "
+                f"the ranks have different numbers of batches to evaluate ({numbers}), and a sharded model would hang: its "
                 "forward pass needs all ranks. Give the DataLoader a DistributedSampler (repeated samples are not counted)"
             )
         waiting += [module for module in model.modules() if _sends_buffers(module)]

@@ -240,8 +240,8 @@ class CheckpointWriter:
             if done:
                 self.newest = done[0]
                 seconds, names = time.perf_counter() - start, [str(path) for path in done]
-                told: dict[str, Any] = {"progress": job.progress, "path": names[0], "names": names}
-                self._bus.publish(CheckpointCommitted(**told, bytes=size, seconds=seconds, stall=job.stall))
+                payload: dict[str, Any] = {"progress": job.progress, "path": names[0], "names": names}
+                self._bus.publish(CheckpointCommitted(**payload, bytes=size, seconds=seconds, stall=job.stall))
 
     def _tell_failed(self, job: SaveJob, failed: list[AnyPath], error: Exception) -> None:
         if not failed:  # all files are durable: a handler of checkpoint_committed raised
