@@ -21,6 +21,7 @@ from eventloop.observe import (
     RankCosts,
     RunFacts,
     RunFolderError,
+    RunState,
     Session,
     encode_line,
     environment,
@@ -61,11 +62,11 @@ def _noted(event: Any) -> dict[str, Any]:
         case ev.CheckpointSkipped():
             return noted | {"names": event.names, "reason": event.reason}
         case ev.OnException():
-            state = "interrupted" if isinstance(event.exception, KeyboardInterrupt) else "failed"
+            state = RunState.INTERRUPTED if isinstance(event.exception, KeyboardInterrupt) else RunState.FAILED
             return noted | {"kind": "end", "state": state, "reason": event.error}
         case ev.AfterRun():
             reason = str(event.run.info.get("stop_reason", ""))
-            return noted | {"kind": "end", "state": "stopped" if reason else "finished", "reason": reason}
+            return noted | {"kind": "end", "state": RunState.STOPPED if reason else RunState.FINISHED, "reason": reason}
     return noted
 
 
@@ -177,7 +178,7 @@ class RunRecordHook(CopiedAnew, Hook):
         session = Session(began=noted["time"], environment=environment(), world_size=noted["world_size"])
         sessions = self._earlier(folder)
         if sessions and sessions[-1].environment.process == session.environment.process:  # a test after the training
-            sessions[-1].state, sessions[-1].ended = "running", None
+            sessions[-1].state, sessions[-1].ended = RunState.RUNNING, None
         else:
             sessions.append(session)
         self._facts = RunFacts(name=noted["name"], seed=noted["seed"], config=noted["config"], sessions=sessions)

@@ -17,9 +17,15 @@ from eventloop.cli.common import say, to_terminal
 from eventloop.errors import ConfigurationError
 from eventloop.observe import RunFolder, RunFolderError, find_runs
 from eventloop.observe.record import Validation
+from eventloop.observe.story import RunState
 from eventloop.terminal import cell
 
-_STYLES = {"running": "green", "failed": "red", "killed": "red", "interrupted": "yellow"}
+_STYLES = {
+    RunState.RUNNING: "green",
+    RunState.FAILED: "red",
+    RunState.KILLED: "red",
+    RunState.INTERRUPTED: "yellow",
+}
 
 
 def list_runs(folder: Path = Path("runs"), /) -> int:
@@ -62,7 +68,7 @@ def _row(run: RunFolder, folder: Path) -> tuple[str | Text, ...]:
     found = best_metric([line.metrics for line in timeline.lines if isinstance(line, Validation)])
     best = cell("" if found is None else found[0])
     if not facts.sessions:
-        return name, "unknown", "", best, "", size
+        return name, RunState.UNKNOWN, "", best, "", size
     last = facts.sessions[-1]
     shown = Text(last.state_now, style=_STYLES.get(last.state_now, ""))
     epoch = max([last.epoch, *(line.epoch for line in timeline.lines if line.time >= last.began)])

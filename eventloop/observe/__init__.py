@@ -22,6 +22,7 @@ from eventloop.observe.run_folder import (
     write_facts,
 )
 from eventloop.observe.sparkline import Sparkline, main_curve
+from eventloop.observe.story import RunState
 from eventloop.observe.trace import Tracer
 from eventloop.observe.verdict import expensive
 
@@ -45,6 +46,7 @@ __all__ = [
     "RunFacts",
     "RunFolder",
     "RunFolderError",
+    "RunState",
     "Session",
     "Sparkline",
     "Straggler",

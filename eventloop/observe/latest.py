@@ -7,7 +7,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Mapping
 from threading import Lock
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
@@ -31,8 +31,7 @@ from eventloop.events import (
     RunPaused,
     RunResumed,
 )
-
-State = Literal["running", "paused", "finished", "stopped", "interrupted", "failed"]
+from eventloop.observe.story import ENDED, RunState
 
 _WINDOW: Final = 10  # samples that the throughput is measured over; one a second, or one an iteration if that takes longer
 
@@ -81,7 +80,7 @@ class LatestHook(Hook):
         self._samples: deque[Sample] = deque(maxlen=_WINDOW + 1)
         self.name_of_run = ""
         """The name of the run; empty before the first one begins."""
-        self.state: State = "running"
+        self.state = RunState.RUNNING
         self.rank, self.world_size = 0, 1
         self.device = torch.device("cpu")
         self.metrics: dict[str, Any] = {}
@@ -103,7 +102,7 @@ class LatestHook(Hook):
     @property
     def lives(self) -> bool:
         """True while the run is open."""
-        return self.state in ("running", "paused")
+        return self.state not in ENDED
 
     @property
     def progress(self) -> Progress:
@@ -182,25 +181,27 @@ class LatestHook(Hook):
     @mount(RunPaused, RunResumed)
     def pause(self, event: RunPaused | RunResumed) -> None:
         """Note that the run was paused or resumed."""
-        self.state = "paused" if isinstance(event, RunPaused) else "running"
+        self.state = RunState.PAUSED if isinstance(event, RunPaused) else RunState.RUNNING
 
     @mount(OnException)
     def fail(self, event: OnException) -> None:
         """Note that an exception ended the run."""
-        self._end(event.run, event.progress, "interrupted" if isinstance(event.exception, KeyboardInterrupt) else "failed")
+        interrupted = isinstance(event.exception, KeyboardInterrupt)
+        self._end(event.run, event.progress, RunState.INTERRUPTED if interrupted else RunState.FAILED)
 
     @mount(AfterRun)
     def end(self, event: AfterRun) -> None:
         """Note the end of the run."""
-        self._end(event.run, event.progress, "stopped" if event.run.info.get("stop_reason") else "finished")
+        stopped = event.run.info.get("stop_reason")
+        self._end(event.run, event.progress, RunState.STOPPED if stopped else RunState.FINISHED)
 
     def _meet(self, run: Any) -> None:
         self._samples.clear()
         self._run = weakref.ref(run)
-        self.name_of_run, self.state = run.name, "running"
+        self.name_of_run, self.state = run.name, RunState.RUNNING
         self.rank, self.world_size, self.device = run.rank, run.world_size, run.device
 
-    def _end(self, run: Any, progress: Progress, state: State) -> None:
+    def _end(self, run: Any, progress: Progress, state: RunState) -> None:
         self._progress, self._rates, self._outputs = progress, _rates(run), _scalars(run.outputs) or self.outputs
         self.state = state
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, BinaryIO, Final, Literal, TypeVar
+from typing import Any, BinaryIO, Final, TypeVar
 
 import msgspec
 import orjson
@@ -26,6 +26,7 @@ from eventloop.observe.bounds import LATEST, Count, Time
 from eventloop.observe.curves import Curve, read_curves
 from eventloop.observe.environment import Environment
 from eventloop.observe.record import AnyLine, read_line
+from eventloop.observe.story import ENDED, RunState
 from eventloop.observe.timeline import Timeline
 
 FACTS: Final = "run.json"
@@ -41,7 +42,6 @@ _DEEPEST: Final = 100
 """Levels of a configuration; what is deeper is damaged."""
 
 T = TypeVar("T")
-State = Literal["running", "finished", "stopped", "interrupted", "failed", "killed", "unknown"]
 
 
 class Session(msgspec.Struct, kw_only=True):
@@ -53,19 +53,23 @@ class Session(msgspec.Struct, kw_only=True):
     stages: list[str] = []
     resumed_from: str = ""
     ended: Time | None = None
-    state: Literal["running", "finished", "stopped", "interrupted", "failed"] = "running"
+    state: RunState = RunState.RUNNING
     reason: str = ""
     """The error, or the reason given to ``run.stop()``."""
     epoch: Count = 0
     iter: Count = 0
 
+    def __post_init__(self) -> None:
+        if self.state not in (RunState.RUNNING, *ENDED):
+            raise ValueError(f"a session does not end as {self.state}")
+
     @property
-    def state_now(self) -> State:
+    def state_now(self) -> RunState:
         """The state; ``killed`` if the process no longer runs, ``unknown`` if it is on another machine."""
-        if self.state != "running":
+        if self.state is not RunState.RUNNING:
             return self.state
         lives = self.environment.process.lives()
-        return "unknown" if lives is None else "running" if lives else "killed"
+        return RunState.UNKNOWN if lives is None else RunState.RUNNING if lives else RunState.KILLED
 
 
 class RunFacts(msgspec.Struct, kw_only=True):

@@ -30,10 +30,17 @@ def test_a_visitor_is_told_everything_in_order_until_the_run_ends(server, visito
     assert [number for number, _, _ in heard] == sorted({number for number, _, _ in heard})
     assert heard[0][1:] == (
         "hello",
-        {"name": tmp_path.name, "work_dir": str(tmp_path), "began": heard[0][2]["began"], "refusals": {}, "lr": 0.01},
+        {
+            "name": tmp_path.name,
+            "work_dir": str(tmp_path),
+            "began": heard[0][2]["began"],
+            "state": "running",
+            "refusals": {},
+            "lr": 0.01,
+        },
     )
     assert heard[-1][1] == "state"
-    assert heard[-1][2] | {"time": 0} == {"time": 0, "iter": 15, "epoch": 3, "state": "finished", "reason": ""}
+    assert heard[-1][2] | {"time": 0} == {"time": 0, "iter": 15, "epoch": 3, "state": "finished", "over": True, "reason": ""}
     points = [data for _, kind, data in heard if kind == "scalars"]
     assert [one for data in points for one in data["iter"]] == list(range(1, 16))
     assert [one for data in points for one in data["epoch"]] == [1] * 5 + [2] * 5 + [3] * 5

@@ -13,8 +13,8 @@ import torch
 
 from eventloop.errors import TrainbusError
 from eventloop.observe.dashboard.feed import Feed
+from eventloop.observe.story import RunState
 
-State = Literal["running", "pausing", "paused", "stopping", "finished", "stopped", "interrupted", "failed"]
 Command = Literal["pause", "resume", "stop", "checkpoint", "lr"]
 
 _MOST_ENDED: Final = 20
@@ -35,11 +35,11 @@ class RunPage:
         self.number = number
         self.name = str(getattr(run, "name", "") or "run")
         self.began = time.time()
-        self.state: State = "running"
+        self.state = RunState.RUNNING
         self.stop_reason = ""
         self.ends_later = False
         """True if the page ends after the last checkpoint is written instead of with ``after_run``."""
-        self.result: tuple[State, str] = ("finished", "")
+        self.result: tuple[RunState, str] = (RunState.FINISHED, "")
         """State and reason at the end."""
         self.last_costs: Any = None
         self.iter = self.epoch = 0
@@ -49,7 +49,7 @@ class RunPage:
         self.refusals = _refusals(run)
         """Reasons why commands are not possible, by command; empty if all are possible."""
         facts = {"name": self.name, "work_dir": "" if work_dir is None else str(work_dir), "began": self.began}
-        self.feed.post("hello", facts | {"refusals": self.refusals, "lr": learning_rate(run)})
+        self.feed.post("hello", facts | {"state": self.state, "refusals": self.refusals, "lr": learning_rate(run)})
 
     def is_of(self, run: object) -> bool:
         """Return True for the page of this run."""
@@ -60,18 +60,18 @@ class RunPage:
         """True if the run has ended."""
         return self.feed.over
 
-    def to_state(self, state: State) -> None:
+    def to_state(self, state: RunState) -> None:
         """Change the state and post it."""
         if not self.over:
             self.state = state
-            self.feed.post("state", self._where() | {"state": state, "reason": ""})
+            self.feed.post("state", self._where() | {"state": state, "over": False, "reason": ""})
 
     def end(self) -> None:
         """Post the end of the run as the last message."""
         if not self.over:
             self.state, reason = self.result
             self.last_costs = None
-            self.feed.post("state", self._where() | {"state": self.state, "reason": reason}, last=True)
+            self.feed.post("state", self._where() | {"state": self.state, "over": True, "reason": reason}, last=True)
 
     def note(self, kind: str, **facts: Any) -> None:
         """Post a note about an event of the run."""
@@ -96,14 +96,14 @@ class RunPage:
         match name:
             case "pause":
                 run.pause()
-                self.to_state("pausing")
+                self.to_state(RunState.PAUSING)
             case "resume":
                 run.resume()
-                if self.state == "pausing":  # it was not paused yet, so no run_resumed will come
-                    self.to_state("running")
+                if self.state is RunState.PAUSING:  # it was not paused yet, so no run_resumed will come
+                    self.to_state(RunState.RUNNING)
             case "stop":
                 run.stop("stopped from the dashboard")
-                self.to_state("stopping")
+                self.to_state(RunState.STOPPING)
             case "checkpoint":
                 run.checkpoint_now()
                 self.note("asked", what="a checkpoint")

@@ -16,6 +16,7 @@ from eventloop.bus.hook import Hook, mount
 from eventloop.bus.priority import Priority
 from eventloop.observe.costs import Costs
 from eventloop.observe.dashboard.page import Board, RunPage
+from eventloop.observe.story import RunState
 
 _MOST_PARTS = 40
 _MOST_LANES = 40
@@ -142,15 +143,16 @@ class Watcher(Hook):
                 if event.costs == page.last_costs:
                     page.end()
             case ev.RunPaused():
-                page.to_state("paused")
+                page.to_state(RunState.PAUSED)
             case ev.RunResumed():
-                page.to_state("stopping" if page.state == "stopping" else "running")
+                page.to_state(RunState.STOPPING if page.state is RunState.STOPPING else RunState.RUNNING)
             case ev.LearningRateSet():
                 page.note("lr", iter=progress.iter, lr=event.lr, optimizers=event.optimizers)
             case ev.OnException():
-                page.result = "interrupted" if event.error.startswith("KeyboardInterrupt") else "failed", event.error
+                interrupted = event.error.startswith("KeyboardInterrupt")
+                page.result = RunState.INTERRUPTED if interrupted else RunState.FAILED, event.error
             case ev.AfterRun():
-                page.result = "stopped" if page.stop_reason else "finished", page.stop_reason
+                page.result = RunState.STOPPED if page.stop_reason else RunState.FINISHED, page.stop_reason
                 if not page.ends_later:
                     page.end()
 

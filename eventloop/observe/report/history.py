@@ -17,6 +17,7 @@ from eventloop.observe.costs import Costs, Histogram, LaneCosts, Part
 from eventloop.observe.curves import Array, Curve, read_curves
 from eventloop.observe.record import Checkpoint, L, Measured
 from eventloop.observe.run_folder import Damage, RunFacts, RunFolder, Session
+from eventloop.observe.story import RunState
 
 
 class StepTimes(NamedTuple):
@@ -65,9 +66,9 @@ class History:
         return self.facts.sessions
 
     @property
-    def state(self) -> str:
+    def state(self) -> RunState:
         """The state of the last session; unknown without ``run.json``."""
-        return self.sessions[-1].state_now if self.sessions else "unknown"
+        return self.sessions[-1].state_now if self.sessions else RunState.UNKNOWN
 
     @property
     def seconds(self) -> float:

@@ -9,6 +9,7 @@ import numpy as np
 
 from eventloop.observe.record import FailedCheckpoint, SkippedCheckpoint, Validation
 from eventloop.observe.report.history import History
+from eventloop.observe.story import RunState
 from eventloop.observe.verdict import duration, expensive
 
 Best = Callable[[Sequence[Mapping[str, float]]], tuple[str, int] | None]
@@ -33,16 +34,14 @@ def _state(run: History) -> str:
     sessions = f", in {number} sessions" if number > 1 else ""
     reason = f": {last.reason.strip().rstrip('.')}" if last.reason.strip() else ""
     match run.state:
-        case "killed":
+        case RunState.KILLED:
             return f"The run was killed after {after}{sessions}: its process ended without recording an end."
-        case "running":
+        case RunState.RUNNING:
             return f"The run is still training; so far {after}{sessions}."
-        case "unknown":
+        case RunState.UNKNOWN:
             return f"The run is on another machine ({last.environment.machine.host}), not ended; so far {after}{sessions}."
         case state:
-            how = {"finished": "finished", "stopped": "was stopped", "interrupted": "was interrupted", "failed": "failed"}[
-                state
-            ]
+            how = f"was {state}" if state in (RunState.STOPPED, RunState.INTERRUPTED) else state
             return f"The run {how} after {after}{sessions}{reason}."
 
 

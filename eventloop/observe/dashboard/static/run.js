@@ -1,15 +1,14 @@
 import { $, ask, clock, duration, listen, make, show, size, whole } from "./common.js";
 import { Charts } from "./charts.js";
 
-const run = { state: "connecting", iter: 0, epoch: 0, refusals: {}, began: 0, ended: 0, changes: "nobody", may: false };
+const run = { state: "connecting", over: false, iter: 0, epoch: 0, refusals: {}, began: 0, ended: 0, changes: "nobody", may: false };
 const charts = new Charts($("charts"), Number($("smoothing").value));
-const over = () => ["finished", "stopped", "interrupted", "failed"].includes(run.state);
 
 // ---------------------------------------------------------------------------------------------------- what is told
 
 const told = {
-  hello({ name, work_dir, began, refusals, lr }) {
-    Object.assign(run, { began, refusals, state: "running" });
+  hello({ name, work_dir, began, state, refusals, lr }) {
+    Object.assign(run, { began, state, refusals });
     document.title = `${name} · trainbus`;
     $("name").textContent = name;
     $("place").textContent = work_dir;
@@ -48,9 +47,9 @@ const told = {
   resume: ({ time, iter, path }) => note(time, iter, `resumes from ${path}`),
   lr({ time, iter, lr }) { run.lr = lr; note(time, iter, `the learning rate is ${show(lr)} now`); },
   asked: ({ time, iter, what }) => note(time, iter, `${what} was asked for`),
-  state({ time, iter, state, reason }) {
-    run.state = state;
-    if (over()) run.ended = time;
+  state({ time, iter, state, over: ended, reason }) {
+    Object.assign(run, { state, over: ended });
+    if (ended) run.ended = time;
     note(time, iter, `${state === "running" ? "the run goes on" : state}${reason ? `: ${reason}` : ""}`, state === "failed" ? "bad" : "");
   },
   costs(costs) { if (costs.lr) run.lr = costs.lr; showCosts(costs); },
@@ -59,10 +58,10 @@ const told = {
 listen("events", (kind, data) => {
   told[kind]?.(data);
   due();
-  return over() ? "last" : "";
+  return run.over ? "last" : "";
 }, (status, error) => {
   run.lost = status === "connected" ? "" : status;
-  notice(status === "refused" ? error : status === "lost" && !over() ? "The connection is lost; trying again. Has the program ended?" : "");
+  notice(status === "refused" ? error : status === "lost" && !run.over ? "The connection is lost; trying again. Has the program ended?" : "");
   if (status === "connected") learnAccess();
   due();
 });
@@ -101,9 +100,9 @@ function due() {
 }
 
 function draw() {
-  const state = over() ? run.state : run.lost ? "connection lost" : run.state;
+  const state = run.over ? run.state : run.lost ? "connection lost" : run.state;
   $("state").textContent = state;
-  $("state").className = `state ${run.lost && !over() ? "lost" : run.state}`;
+  $("state").className = `state ${run.lost && !run.over ? "lost" : run.state}`;
   const of = (done, most) => [whole(done), ...(most ? [make("small", {}, ` / ${whole(most)}`)] : [])];
   $("epoch").replaceChildren(...of(run.epoch, run.max_epochs));
   $("iter").replaceChildren(...of(run.iter, run.max_iters));
@@ -119,16 +118,16 @@ function draw() {
 
 function drawControls() {
   const paused = run.state === "paused" || run.state === "pausing";
-  if (over()) disarm();
+  if (run.over) disarm();
   $("pause").textContent = run.state === "pausing" ? "Pausing … (resume)" : paused ? "Resume" : "Pause";
-  const able = !over() && !run.lost && run.may && run.state !== "connecting";
+  const able = !run.over && !run.lost && run.may && run.state !== "connecting";
   for (const [id, command] of Object.entries({ pause: "pause", checkpoint: "checkpoint", stop: "stop", set: "lr" })) {
     $(id).disabled = !able || command in run.refusals || (run.state === "stopping" && command !== "checkpoint");
     $(id).title = run.refusals[command] ?? "";
   }
   $("new-rate").disabled = $("set").disabled;
   const refused = Object.entries(run.refusals).map(([name, why]) => `${labels[name]}: ${why}.`);
-  $("why").textContent = over() ? "The run has ended."
+  $("why").textContent = run.over ? "The run has ended."
     : !run.may && run.changes === "nobody" ? "This dashboard only shows the run."
     : !run.may && run.changes === "application" ? "You are not allowed to change the run."
     : !run.may && run.state !== "connecting" ? "To control the run, open the address that was logged at its start: it contains the token."
@@ -224,4 +223,4 @@ $("lr").onsubmit = event => {
 };
 $("smoothing").oninput = () => charts.smooth(Number($("smoothing").value));
 $("log").onchange = () => charts.logarithmic($("log").checked);
-setInterval(() => over() || due(), 1000);
+setInterval(() => run.over || due(), 1000);
