@@ -20,6 +20,7 @@ import torch
 
 from eventloop import CheckpointError, TrainingError, check_options, get_logger, register
 from eventloop.config import registrable
+from eventloop.privates import foreach_copy_, foreach_lerp_
 from hooks.options import PositiveInt, Share
 from hooks.pairs import Pairs, Tensors
 
@@ -84,7 +85,7 @@ class WeightAverage:
         if self.steps % self.interval == 0:
             for averages, weights in self._pairs.groups:
                 if self.steps == 0:
-                    torch._foreach_copy_(averages, weights)
+                    foreach_copy_(averages, weights)
                 else:
                     self.blend(averages, weights)
         self.steps += 1
@@ -152,7 +153,7 @@ class ExponentialMovingAverage(WeightAverage):
         self.momentum = float(momentum)
 
     def blend(self, averages: Tensors, weights: Tensors) -> None:
-        torch._foreach_lerp_(averages, weights, self.momentum)
+        foreach_lerp_(averages, weights, self.momentum)
 
 
 @register
@@ -167,7 +168,7 @@ class WarmupEMA(ExponentialMovingAverage):
     """
 
     def blend(self, averages: Tensors, weights: Tensors) -> None:
-        torch._foreach_lerp_(averages, weights, max(self.momentum, 9 / (10 + self.steps // self.interval)))
+        foreach_lerp_(averages, weights, max(self.momentum, 9 / (10 + self.steps // self.interval)))
 
 
 @register
@@ -179,7 +180,7 @@ class StochasticWeightAverage(WeightAverage):
     """
 
     def blend(self, averages: Tensors, weights: Tensors) -> None:
-        torch._foreach_lerp_(averages, weights, 1 / (self.steps // self.interval + 1))
+        foreach_lerp_(averages, weights, 1 / (self.steps // self.interval + 1))
 
 
 @register
@@ -207,4 +208,4 @@ class MomentumAnnealingEMA(ExponentialMovingAverage):
         self.gamma = gamma
 
     def blend(self, averages: Tensors, weights: Tensors) -> None:
-        torch._foreach_lerp_(averages, weights, max(self.momentum, self.gamma / (self.gamma + self.steps)))
+        foreach_lerp_(averages, weights, max(self.momentum, self.gamma / (self.gamma + self.steps)))

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from eventloop.privates import parts_of
 from eventloop.training import checkpoint_keys
 
 Tensors = list[torch.Tensor]
@@ -45,8 +46,7 @@ class Pairs:
         self._pointer = (lambda tensor: _own(tensor).data_ptr()) if any(self._sharded) else torch.Tensor.data_ptr
         self._pointers = list(map(self._pointer, self._live))
         self._next = 0
-        kinds = ("_parameters", "_modules", "_buffers") if buffers else ("_parameters", "_modules")
-        views = [getattr(module, kind).values() for module in model.modules() for kind in kinds]
+        views = [part.values() for one in model.modules() for part in (parts_of(one) if buffers else parts_of(one)[::2])]
         # The mark at the end makes sequences of different lengths differ.
         self._views = [*filter(len, views), (_END,)]
         self._expected = list(chain.from_iterable(self._views))

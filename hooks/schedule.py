@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, register
 from eventloop.events import Slot
+from eventloop.privates import schedulers_in
 from hooks.rules import check_validated, value_of, warn_unvalidated
 
 log = get_logger()
@@ -167,7 +168,7 @@ class ParamSchedulerHook(Hook):
         before, now = self._starts[name], [*map(_initial_lr, optimizer.param_groups)]
         self._starts[name] = now
         factors = [float(new) / float(old) if old else 1.0 for old, new in zip(before, now, strict=True)]
-        for one in (scheduler, *getattr(scheduler, "_schedulers", ())):
+        for one in (scheduler, *schedulers_in(scheduler)):
             for attribute in ("base_lrs", "max_lrs"):  # max_lrs are CyclicLR's
                 if rates := getattr(one, attribute, None):
                     setattr(one, attribute, [rate * factor for rate, factor in zip(rates, factors, strict=True)])

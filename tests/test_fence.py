@@ -1,48 +1,27 @@
-"""Private names of other objects: in the bridges only in ``privates.py``; elsewhere only those listed here, with the reason."""
+"""Private names of other objects: only in a ``privates.py``; elsewhere only those listed here, with the reason."""
 
 import ast
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 
-import eventloop
+import pytest
+import torch
 
-ROOT = Path(eventloop.__file__).parent
-BRIDGES = sorted(file for file in (ROOT / "bridges").rglob("*.py") if file.name != "privates.py")
-OTHERS = sorted(file for file in ROOT.rglob("*.py") if "bridges" not in file.relative_to(ROOT).parts)
+import eventloop
+from eventloop import ConfigurationError, privates
+
+ROOT = Path(eventloop.__file__).parent.parent
+FILES = sorted(file for room in ("eventloop", "hooks") for file in (ROOT / room).rglob("*.py") if file.name != "privates.py")
 ALLOWED = {
-    # torch's batched kernels and counters of changes: there is no public name for them
-    "checkpoint/layout.py": {"_foreach_copy_"},
-    "checkpoint/overlap.py": {"_foreach_copy_", "_version"},
-    "training/update.py": {"_foreach_mul_", "_per_optimizer_states", "_step_supports_amp_scaling"},  # as GradScaler does
-    # torch.save's format: what its own pickler writes, and a sharded writer's record of a file
-    "checkpoint/sharded.py": {"_StorageInfo"},
-    "checkpoint/torch_file.py": {
-        *("_backward_hooks", "_cdata", "_dtype_to_storage_type_map", "_rebuild_tensor_v2", "_untyped_storage", "_utils")
-    },
-    # torch.distributed: the store and backends of the default group, and Join's own configuration
-    "observe/exchange.py": {"_get_default_store"},
-    "training/distributed/ranks.py": {"_device_types", "_get_backend", "_get_default_store", "_timeout"},
-    "training/distributed/rounds.py": {"_get_default_store"},
-    "training/distributed/shares.py": {"_join_config"},
-    # torch's dispatch and modes: a public way costs more, or does not exist
-    "offload/collectives.py": {"_python_dispatch"},
-    "offload/scalars.py": {"_C", "_cuda_getCurrentRawStream", "_set_grad_enabled"},
-    # torch's DataLoader: its fetchers, its iterator with the workers
-    "training/data.py": {"_IterableDatasetFetcher", "_MapDatasetFetcher", "_utils"},
-    "training/loaders.py": {"_get_iterator"},
-    "training/worker_signals.py": {"_iterator"},
-    # torch's modules, optimizers and trees
-    "training/optimizers.py": {"_optimizer_step_pre_hooks"},
-    "training/sanity.py": {"_buffers"},
-    "training/saves/capture.py": {"_buffers", "_parameters"},
-    "training/saves/restore.py": {"_pytree"},
     # Accelerate: the objects that register_for_checkpointing() was given; the run has an accelerator without a bridge
-    "training/accelerator.py": {"_custom_objects"},
+    "eventloop/training/accelerator.py": {"_custom_objects"},
     # Python: is there a GIL, and multiprocessing's children, which a forked process must not end
-    "offload/lane.py": {"_is_gil_enabled"},
-    "offload/process.py": {"_children"},
+    "eventloop/offload/lane.py": {"_is_gil_enabled"},
+    "eventloop/offload/process.py": {"_children"},
 }
-"""Private names outside of the bridges, by file. The list must not grow."""
+"""Private names outside of the fence, by file. The list must not grow."""
+IN_C = ("torch.Tensor.", "torch.UntypedStorage.", "loader.", "module.")  # these cannot be taken away, or not in one place
 DOCUMENTED = {"_replace", "_fields", "_exit"}  # of named tuples and os
 
 
@@ -93,38 +72,50 @@ def foreign_names(source: str) -> Iterator[str]:
     return visit(tree, False)
 
 
-def table_names() -> set[str]:
-    """Return the private names in the tables of all bridges."""
-    names: set[str] = set()
-    for file in (ROOT / "bridges").glob("*/privates.py"):
-        texts = [node.value for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]
-        names.update(text.rpartition(".")[2] for text in texts if isinstance(text, str) and " " not in text)
-    return {name for name in names if is_private(name)}
+def test_private_names_are_taken_from_their_tables_only():
+    """Whoever asks which private names of a library we use reads one file. One that is gone leaves the list above."""
+    found = {(str(file.relative_to(ROOT)), name) for file in FILES for name in foreign_names(file.read_text())}
+    assert found == {(file, name) for file, names in ALLOWED.items() for name in names}
 
 
-def test_bridges_take_private_names_from_their_tables_only():
-    """Whoever asks which private names of a library we use reads one file."""
-    found = {f"{file.relative_to(ROOT)}: {name}" for file in BRIDGES for name in foreign_names(file.read_text())}
-    assert not found
-
-
-def test_bridges_write_no_private_name_as_text():
+def test_no_private_name_of_a_table_is_written_as_text():
     """``replace(trainer, "_name", ...)`` is an access, too."""
-    tables = table_names()
-    assert "_inner_training_loop" in tables
+    texts = [
+        node.value
+        for file in (ROOT / "eventloop").rglob("privates.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
+    tables = {part for text in texts if " " not in text for part in text.split(".") if is_private(part)}
+    assert {"_inner_training_loop", "_foreach_copy_"} <= tables
     found = [
         f"{file.relative_to(ROOT)}: {node.value}"
-        for file in BRIDGES
+        for file in FILES
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value in tables
     ]
     assert not found
 
 
-def test_other_rooms_take_only_the_private_names_that_are_listed():
-    """A new one needs a reason here; one that is gone leaves the list."""
-    found = {(str(file.relative_to(ROOT)), name) for file in OTHERS for name in foreign_names(file.read_text())}
-    assert found == {(file, name) for file, names in ALLOWED.items() for name in names}
+@pytest.mark.parametrize("path", [path for path in privates.TORCH if not path.startswith(IN_C)])
+def test_a_torch_without_a_name_is_refused_when_trainbus_is_imported(path, monkeypatch):
+    """Each name of torch's table is looked up; the error names library, version and name."""
+    *parts, name = path.split(".")
+    owner = torch
+    for part in parts[1:]:
+        owner = getattr(owner, part)
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(ConfigurationError) as error:
+        importlib.reload(privates)
+    assert all(part in str(error.value) for part in (f"torch {torch.__version__} ", repr(name), "pip install"))
+
+
+def test_a_scaler_without_a_name_is_refused_before_the_training(monkeypatch):
+    scaler = torch.amp.GradScaler("cpu")
+    privates.check_scaler(scaler)
+    vars(scaler).pop("_per_optimizer_states")
+    with pytest.raises(ConfigurationError, match="_per_optimizer_states"):
+        privates.check_scaler(scaler)
 
 
 def test_the_reader_of_sources_sees_each_kind_of_access():

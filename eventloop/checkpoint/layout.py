@@ -15,6 +15,7 @@ import torch
 from eventloop.checkpoint.container import FOREIGN_NAMES, RESERVED, SAFE_NAMES, ForeignInfo, TensorInfo, render_start
 from eventloop.checkpoint.tree import FlatTree
 from eventloop.errors import CheckpointValueError
+from eventloop.privates import foreach_copy_
 
 _BATCH: Final = 1024
 """Tensors per batch: many, since each call gives the GIL away once; few enough that what was copied is still in the
@@ -59,7 +60,7 @@ class Batch(NamedTuple):
     def copy(self, sources: Tensors, target: Any) -> None:
         """Copy tensors into their views, or joined into one."""
         if self.join is None:
-            torch._foreach_copy_(target, sources)  # type: ignore[arg-type]  # a picker makes tuples
+            foreach_copy_(target, sources)  # type: ignore[arg-type]  # a picker makes tuples
         else:
             self.join(sources, out=target)
 

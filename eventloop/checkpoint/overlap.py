@@ -22,6 +22,7 @@ from typing import Final, Literal, NamedTuple
 import torch
 
 from eventloop.errors import CheckpointError
+from eventloop.privates import foreach_copy_, version_of
 
 Staging = Literal["block", "overlap"]
 """When the state is copied: while training waits, or during the next forward and backward pass."""
@@ -66,7 +67,7 @@ class Overlap:
         devices = by_device(pairs)
         ends = {device: end_of_queue(device) for device in devices if device.type == "cuda"}
         lots = [group[first : first + _LOT] for group in devices.values() for first in range(0, len(group), _LOT)]
-        versions = [[pair.source._version for pair in lot] for lot in lots]
+        versions = [[version_of(pair.source) for pair in lot] for lot in lots]
         threads = self._own_thread()
         try:
             late = threads.submit(_copy_lots, lots, versions, ends, path)
@@ -120,7 +121,7 @@ def by_device(pairs: Iterable[Pair]) -> dict[torch.device, list[Pair]]:
 
 def copy(pairs: Sequence[Pair], *, non_blocking: bool = False) -> None:
     """Copy the sources of one device."""
-    torch._foreach_copy_([pair.target for pair in pairs], [pair.source for pair in pairs], non_blocking=non_blocking)
+    foreach_copy_([pair.target for pair in pairs], [pair.source for pair in pairs], non_blocking=non_blocking)
 
 
 @torch.no_grad()
@@ -143,7 +144,7 @@ def _copy_lots(
                 copy(lot, non_blocking=True)
             stream.synchronize()
         for pair, version in zip(lot, before, strict=True):
-            if pair.source._version != version:
+            if version_of(pair.source) != version:
                 raise CheckpointError(
                     f"{path(pair.position)} was changed while it was being copied, by something other than the "
                     'optimizer\'s step; use staging="block", or change it in or after the step'

@@ -22,7 +22,7 @@ import torch
 from torch import distributed
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -35,7 +35,9 @@ from eventloop.checkpoint.rebuild import DTYPES
 from eventloop.checkpoint.shards import INDEX, Indexed, Piece
 from eventloop.checkpoint.store import commit_bytes, make_directory
 from eventloop.errors import CheckpointError
+from eventloop.privates import storage_info
 
+_StorageInfo: Final = storage_info()
 _MARK: Final = "__sharded__"
 _WHOLE: Final = frozenset({"progress", "data", "rng", "ranks", "stateful", "info"})  # in a run's tree: no weights in them
 

@@ -18,9 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch._utils import _rebuild_tensor_v2
 from torch.serialization import location_tag
-from torch.storage import _dtype_to_storage_type_map
 
 from eventloop.checkpoint.commit import CHUNK, commit_file, write_all
 from eventloop.checkpoint.container import crc32, readable
@@ -30,6 +28,7 @@ from eventloop.checkpoint.store import AnyPath
 from eventloop.checkpoint.tree import join
 from eventloop.checkpoint.zip_file import ZipLayout
 from eventloop.errors import CheckpointError, CheckpointValueError
+from eventloop.privates import address_of, backward_hooks_of, rebuild_tensor, storage_kinds, untyped_bytes
 
 _PROTOCOL: Final = 2
 _MOST_PARTS: Final = 1000
@@ -37,8 +36,8 @@ _MOST_PARTS: Final = 1000
 _FIRST: Final = ((".format_version", b"1"), (".storage_alignment", b"64"), ("byteorder", sys.byteorder.encode()))
 _LAST: Final = ("version", b"3\n")
 _STORAGES: Final = (torch.UntypedStorage, torch.storage.TypedStorage)
-_ATOMS: Final = frozenset({int, float, bool, str, bytes, type(None), tuple, list, dict, OrderedDict, type(_rebuild_tensor_v2)})
-_KINDS: Final[dict[torch.dtype, type]] = {dtype: getattr(torch, name) for dtype, name in _dtype_to_storage_type_map().items()}
+_ATOMS: Final = frozenset({int, float, bool, str, bytes, type(None), tuple, list, dict, OrderedDict, type(rebuild_tensor)})
+_KINDS: Final[dict[torch.dtype, type]] = {dtype: getattr(torch, name) for dtype, name in storage_kinds().items()}
 """The class that stands for the dtype of a storage in these files. Newer dtypes have none."""
 
 
@@ -138,7 +137,7 @@ class _Pickler(pickle.Pickler):
             return None
         if isinstance(value, torch.UntypedStorage):
             return self._refer(value, torch.uint8, torch.UntypedStorage, value.nbytes())
-        untyped, dtype = value._untyped_storage, value.dtype
+        untyped, dtype = untyped_bytes(value), value.dtype
         return self._refer(untyped, dtype, _KINDS[dtype], untyped.nbytes() // dtype.itemsize)
 
     def reducer_override(self, value: Any) -> Any:
@@ -153,9 +152,9 @@ class _Pickler(pickle.Pickler):
             raise ValueError(
                 f"two of its tensors view the same memory as {self._dtypes[pointer]} and {dtype}; clone one of them"
             )
-        key = self._keys.get(storage._cdata)
+        key = self._keys.get(address_of(storage))
         if key is None:
-            key = self._keys[storage._cdata] = str(len(self._keys))
+            key = self._keys[address_of(storage)] = str(len(self._keys))
             self.storages.append(storage)  # which also keeps its address from being used again
         return "storage", kind, key, location_tag(storage), size
 
@@ -166,7 +165,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.device.type in ("cpu", "cuda")
         and tensor.layout is torch.strided
         and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
-        and tensor._backward_hooks is None
+        and backward_hooks_of(tensor) is None
         and not vars(tensor)
     )
 
@@ -175,7 +174,7 @@ def _reduce(tensor: torch.Tensor, refer: Callable[..., _Id]) -> Any:
     storage = tensor.untyped_storage()
     reference = _Reference(refer(storage, tensor.dtype, _KINDS[tensor.dtype], storage.nbytes() // tensor.itemsize))
     form = tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.requires_grad
-    return _rebuild_tensor_v2, (reference, *form, OrderedDict())
+    return rebuild_tensor, (reference, *form, OrderedDict())
 
 
 def _culprit(value: object, path: str) -> str:

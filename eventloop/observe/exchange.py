@@ -19,6 +19,7 @@ import msgspec
 
 from eventloop.log import get_logger
 from eventloop.observe.ranks import RankCosts, Spent, Straggler, compare, seconds_of, slow_at
+from eventloop.privates import default_store
 
 PERIOD: Final = 2.0
 """Seconds between two comparisons."""
@@ -94,12 +95,9 @@ class RankExchange:
             self._thread.join(1.0)
 
     def _run(self) -> None:
-        from torch.distributed.distributed_c10d import _get_default_store  # no public access to the store
-
         number = 0
         try:
-            default: Any = _get_default_store()  # its type stub lacks clone
-            store = default.clone()  # a thread that waits in the other one keeps its lock
+            store = default_store().clone()  # a thread that waits in the other one keeps its lock
             while not self._stopped.wait(PERIOD - time.time() % PERIOD):
                 number += 1
                 store.set(f"{self._key}/{self._rank}", msgspec.msgpack.encode(Report(number, self._measure())))

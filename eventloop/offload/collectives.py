@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 from torch import distributed
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from eventloop.errors import OffloadError
 from eventloop.offload.loops import await_through
+from eventloop.privates import TorchDispatchMode
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 

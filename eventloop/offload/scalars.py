@@ -21,6 +21,8 @@ import msgspec
 import numpy as np
 import torch
 
+from eventloop.privates import raw_stream, set_grad_enabled
+
 _MOST_WAITING = 1024  # stacks on a GPU that one copy fetches at most: the events of a full lane
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -65,11 +67,11 @@ class ScalarTaker:
 
     def _stack(self, device: torch.device, tensors: Mapping[str, torch.Tensor]) -> Stack:
         grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # a tenth of the time that entering torch.no_grad() takes
+        set_grad_enabled(False)  # a tenth of the time that entering torch.no_grad() takes
         try:
             stacked = torch.stack([tensor.reshape(()) if tensor.ndim else tensor for tensor in tensors.values()])
         finally:
-            torch._C._set_grad_enabled(grad)
+            set_grad_enabled(grad)
         if device.type != "cuda":
             return [*tensors], stacked
         if device not in self._fetches:
@@ -106,14 +108,13 @@ class _Fetches:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._raw_stream = torch._C._cuda_getCurrentRawStream
         self._streams: dict[int, torch.cuda.Stream] = {}
         self._waiting: deque[DeviceStack] = deque(maxlen=_MOST_WAITING)  # bounded: some may be of events that were dropped
         self._lock = threading.Lock()
 
     def wrap(self, tensor: torch.Tensor) -> DeviceStack:
         """Return ``tensor`` with the stream that makes it; on the training thread."""
-        raw = self._raw_stream(self._index)
+        raw = raw_stream(self._index)
         stream = self._streams.get(raw)
         if stream is None:
             stream = self._streams[raw] = torch.cuda.current_stream(self._device)

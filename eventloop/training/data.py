@@ -7,11 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch._utils import ExceptionWrapper
-from torch.utils.data._utils import fetch
 
 from eventloop.errors import TrainingError, stopped
 from eventloop.log import get_logger
+from eventloop.privates import READS_NEXT, READS_SAMPLES
 from eventloop.training.distributed.launch import warn_if_all
 from eventloop.training.loaders import (
     generator_states,
@@ -33,9 +32,6 @@ log = get_logger()
 
 _MISSING: Any = object()
 _END: Any = object()
-# torch's functions that read map-style samples (here or in a worker), and the one that reads iterable datasets.
-_SAMPLING = (fetch._MapDatasetFetcher.fetch.__code__, ExceptionWrapper.reraise.__code__)
-_FETCH_NEXT = fetch._IterableDatasetFetcher.fetch.__code__
 
 
 class Feed:
@@ -293,7 +289,7 @@ def _of_a_sample(end: StopIteration) -> bool:
     trace = end.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        if code in _SAMPLING or (code is _FETCH_NEXT and trace.tb_next and trace.tb_frame.f_locals["self"].auto_collation):
+        if code in READS_SAMPLES or (code is READS_NEXT and trace.tb_next and trace.tb_frame.f_locals["self"].auto_collation):
             return True
         trace = trace.tb_next
     return False

@@ -14,6 +14,7 @@ import msgspec
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
+from eventloop.privates import starts_own_workers, workers_of
 from eventloop.training.rng import get_rng_state, set_rng_state
 from eventloop.training.schema import SavedLoader, SavedPosition, SavedStart
 
@@ -54,7 +55,7 @@ def set_random_states(loader: Iterable[Any], states: SavedStart) -> None:
 
 def has_workers(loader: Iterable[Any]) -> bool:
     """Return True if persistent workers are running, so that the next pass draws no seed for new ones."""
-    return getattr(loader, "_iterator", None) is not None
+    return workers_of(loader) is not None
 
 
 def start_persistent_workers(loader: Iterable[Any]) -> None:
@@ -112,7 +113,7 @@ def is_plain(loader: Iterable[Any]) -> bool:
     """Return True for a DataLoader that makes batches as torch's own does: a subclass may change them."""
     kind: Any = type(loader)
     plain = isinstance(loader, DataLoader) and kind.__iter__ is DataLoader.__iter__
-    return plain and kind._get_iterator is DataLoader._get_iterator
+    return plain and not starts_own_workers(kind)
 
 
 def skip_batches(loader: Iterable[Any], used: int, again: Callable[[], None] | None = None) -> Iterator[Any]:

@@ -23,7 +23,7 @@ def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     Accelerate's ``AcceleratedOptimizer`` and torchft's ``OptimizerWrapper`` are such wrappers.
     """
     inner: torch.optim.Optimizer | None = optimizer
-    while inner is not None and not hasattr(inner, "_optimizer_step_pre_hooks"):  # made by Optimizer.__init__
+    while inner is not None and not _has_step_hooks(inner):
         inner = next((value for value in vars(inner).values() if isinstance(value, torch.optim.Optimizer)), None)
     if inner is None:
         raise ConfigurationError(
@@ -31,6 +31,14 @@ def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
             "torch.optim.Optimizer.__init__; give the optimizer that it wraps"
         )
     return inner
+
+
+def _has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    try:
+        optimizer.register_step_pre_hook(lambda *_: None).remove()
+    except AttributeError:  # Optimizer.__init__ was skipped
+        return False
+    return True
 
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from eventloop.bus import Bus, GuestHook, Hook
 from eventloop.errors import ConfigurationError
 from eventloop.log import get_logger
+from eventloop.privates import parts_of
 from eventloop.training.data import to_device
 from eventloop.training.first_batches import first_batches
 from eventloop.training.loaders import random_states, set_random_states
@@ -99,7 +100,8 @@ def _keep(model: torch.nn.Module, undo: ExitStack) -> None:
         if fsdp is not None and isinstance(module, fsdp.FSDPModule):
             undo.callback(module.reshard)  # a forward pass leaves the outermost one with whole parameters
         undo.callback(setattr, module, "training", module.training)
-        undo.callback(module._buffers.update, dict(module._buffers))
+        own = parts_of(module)[1]
+        undo.callback(own.update, dict(own))
     kept = [one for one in model.parameters() if one.requires_grad] + list(model.buffers())
     saved = [one.detach().clone() for one in kept]
     for one, value in zip(kept, saved, strict=True):

@@ -15,6 +15,7 @@ from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.events.run_view import RunView
 from eventloop.log import get_logger
+from eventloop.privates import check_scaler, checks_overflow, foreach_mul_, is_overflown
 from eventloop.training.optimizers import parameters_of
 
 log = get_logger()
@@ -114,6 +115,7 @@ class Update(Hook):
         if self._amp == "fp16" and self._scaler is None:
             self._scaler = torch.amp.GradScaler(event.run.device.type, **self._scaler_options)
         if self._scaler is not None:
+            check_scaler(self._scaler)
             state = self._scaler.state_dict()
             event.run.note_options("scaler", {name: state[name] for name in _SCALER_OPTIONS if name in state})
 
@@ -170,7 +172,7 @@ class Update(Hook):
             run.publish(ev.AfterBackward)
         if self._count >= self.accumulate or run.last_batch:
             if self._count < self.accumulate and (gradients := _gradients(run.optimizers.values())):
-                torch._foreach_mul_(gradients, self.accumulate / self._count)
+                foreach_mul_(gradients, self.accumulate / self._count)
             self._step(run)
             self._count = 0
 
@@ -198,16 +200,10 @@ class Update(Hook):
             if self._scaler is None:
                 optimizer.step()
             # The kernel of a fused optimizer checks for overflow, so the scaler calls its step() in any case.
-            elif not getattr(optimizer, "_step_supports_amp_scaling", False) or not _overflown(self._scaler, optimizer):
+            elif not checks_overflow(optimizer) or not is_overflown(self._scaler, optimizer):
                 self._scaler.step(optimizer)
         if self._scaler is not None and optimizers:
             self._scaler.update()
-
-
-def _overflown(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
-    # torch has no public API for this; GradScaler.step reads the same private flag.
-    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
-    return any(bool(flag.item()) for flag in found.values())
 
 
 def _clip_options(grad_clip: float | Mapping[str, Any] | None) -> dict[str, Any] | None:

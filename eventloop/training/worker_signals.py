@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from eventloop.privates import GET_ITERATOR, forget_workers, workers_of
 from eventloop.training.loaders import has_workers, start_persistent_workers
 
 
@@ -44,8 +45,8 @@ class WorkerSignals:
         kinds: list[type] = [DataLoader]
         for kind in kinds:  # which grows
             kinds += kind.__subclasses__()
-            if original := vars(kind).get("_get_iterator"):
-                self._replace(kind, "_get_iterator", self._making(original))
+            if original := vars(kind).get(GET_ITERATOR):
+                self._replace(kind, GET_ITERATOR, self._making(original))
         self._replace(DataLoader, "__iter__", self._iterating(DataLoader.__iter__))
 
     def restore(self) -> None:
@@ -84,8 +85,8 @@ class WorkerSignals:
     def _iterating(self, original: Callable[[Any], Any]) -> Callable[[Any], Any]:
         @functools.wraps(original)
         def iterate(loader: DataLoader[Any]) -> Any:
-            if loader.persistent_workers and has_workers(loader) and loader._iterator not in self._iterators:
-                loader._iterator = None
+            if loader.persistent_workers and has_workers(loader) and workers_of(loader) not in self._iterators:
+                forget_workers(loader)
                 start_persistent_workers(loader)
             return original(loader)
 

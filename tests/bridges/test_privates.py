@@ -6,7 +6,7 @@ import inspect
 import pytest
 
 from eventloop import Bus, ConfigurationError, TrainbusCheckpointIO
-from eventloop.bridges.privates import check_names
+from eventloop.privates import check_names
 
 HOSTS = {"lightning": "lightning", "transformers": "transformers", "ignite": "pytorch-ignite", "accelerate": "accelerate"}
 

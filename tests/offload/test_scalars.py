@@ -87,7 +87,7 @@ def fetches(monkeypatch):
         return torch.stack(tensors), Arrived()
 
     monkeypatch.setattr(scalars, "_fetch", fetch)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(scalars, "raw_stream", lambda index: 7)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
     return scalars._Fetches(torch.device("cuda", 0)), copies
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from eventloop.bridges.privates import Names, check_names
+from eventloop.privates import Names, check_names
 
 NAMES: Final[Names] = {
     "accelerator.project_configuration.save_on_each_node": ("host.py: refuse several ranks that write", "1.15.0"),

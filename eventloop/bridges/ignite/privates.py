@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from eventloop.bridges.privates import Names, check_names
+from eventloop.privates import Names, check_names
 
 STEP: Final = "_process_function"
 FIRE: Final = "_fire_event"

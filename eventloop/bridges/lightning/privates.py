@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Final
 
-from eventloop.bridges.privates import Names, check_names
+from eventloop.privates import Names, check_names
 
 NAMES: Final[Names] = {
     "trainer.strategy.launcher": ("host.py: refuse strategies that start processes", "2.6.6"),

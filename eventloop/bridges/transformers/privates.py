@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, Final
 
-from eventloop.bridges.privates import Names, check_names
+from eventloop.privates import Names, check_names
 
 TRAINING_LOOP: Final = "_inner_training_loop"
 FINALIZE: Final = "_finalize_training"

@@ -21,6 +21,7 @@ from eventloop.bus import Bus
 from eventloop.checkpoint import is_sharded
 from eventloop.errors import ConfigurationError, TrainbusError, TrainingError
 from eventloop.log import get_logger
+from eventloop.privates import default_store, default_timeout
 
 _FAILURE: Final = "trainbus/failure"
 _STORE_TIMEOUT: Final = timedelta(seconds=5)
@@ -130,10 +131,8 @@ def own_group(purpose: Literal["control", "saves"]) -> distributed.ProcessGroup:
     found = _groups.get((purpose, distributed.group.WORLD))
     if found is None:
         # With the timeout of init_process_group (None if the backend does not expose it): a longer one delays the exit of
-        # the interpreter, which waits until a collective under way has failed. torch has no public access to it.
-        world: Any = distributed.group.WORLD
-        options = getattr(world._get_backend(world._device_types[0]), "options", None)
-        found = distributed.new_group(backend="gloo", timeout=getattr(options, "_timeout", None))
+        # the interpreter, which waits until a collective under way has failed.
+        found = distributed.new_group(backend="gloo", timeout=default_timeout())
         wait_until_connected(found)
         _groups[purpose, distributed.group.WORLD] = found
     return found
@@ -160,11 +159,9 @@ def share_failure(error: BaseException) -> None:
     The other ranks fail when this process ends and its connections close. (If a host catches the error, they wait for
     ``init_process_group(timeout=)``.) A timeout error gets a note with the ranks that did not answer.
     """
-    from torch.distributed.distributed_c10d import _get_default_store  # no public access to the store
-
     mine = f"rank {this_rank()}: {type(error).__name__}: {error}"
     first, silent = mine, ""
-    store: Any = _get_default_store()  # its type stub lacks its timeout
+    store = default_store()
     before = store.timeout
     store.set_timeout(_STORE_TIMEOUT)
     try:

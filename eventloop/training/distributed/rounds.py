@@ -25,6 +25,7 @@ from typing import Any, Final
 import msgspec
 
 from eventloop.log import get_logger
+from eventloop.privates import default_store
 from eventloop.training.agree import Rates, Requests
 from eventloop.training.distributed.ranks import Ranks, this_rank, world_size
 
@@ -303,8 +304,6 @@ _runs = 0
 
 def join_rounds(own: Requests, iterations: Callable[[], int]) -> Rounds:
     """Return the :class:`Rounds` of a new training. All ranks with a bus must call it."""
-    from torch.distributed.distributed_c10d import _get_default_store  # no public access to the store
-
     global _runs
     _runs += 1
-    return Rounds(_get_default_store(), f"rounds/{_runs}", own, iterations)
+    return Rounds(default_store(), f"rounds/{_runs}", own, iterations)

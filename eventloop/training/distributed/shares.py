@@ -14,6 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from eventloop.checkpoint import is_sharded
 from eventloop.errors import TrainingError
 from eventloop.log import get_logger
+from eventloop.privates import is_joined
 from eventloop.training.distributed.ranks import Ranks
 from eventloop.training.loaders import length_of
 
@@ -76,7 +77,7 @@ def check_even(ranks: Ranks, models: Iterable[torch.nn.Module], length: int | No
         TrainingError: torch's ``Join`` is enabled for a model, and the numbers differ or are unknown. A rank without batches
             would stay in ``Join``, and could not meet the others where the run exchanges requests and saves.
     """
-    joined = any(_is_joined(module) for model in models for module in model.modules())
+    joined = any(is_joined(module) for model in models for module in model.modules())
     if not (joined or first):
         return
     lengths = ranks.gather(length)
@@ -93,11 +94,6 @@ def check_even(ranks: Ranks, models: Iterable[torch.nn.Module], length: int | No
             "DataLoader a DistributedSampler, or leave the loop on all ranks after the smallest number",
             batches=numbers,
         )
-
-
-def _is_joined(module: torch.nn.Module) -> bool:
-    # torch has no public access to it (torch/distributed/algorithms/join.py, Join._set_joinable_configs, 2.1 to 2.13).
-    return bool(getattr(getattr(module, "_join_config", None), "enable", False))
 
 
 def forward_alone(models: Iterable[torch.nn.Module], lengths: list[int | None]) -> Callable[[], object]:

@@ -20,6 +20,7 @@ from typing import Any
 from eventloop import events as ev
 from eventloop.checkpoint import AnyPath, Overlap, StageBuffer, as_path, is_sharded, stage, weights_only
 from eventloop.errors import ConfigurationError, RunCancelled
+from eventloop.privates import tensors_of, version_of
 from eventloop.training.agree import Agreement
 from eventloop.training.data import Feeds
 from eventloop.training.distributed.ranks import Ranks, own_group
@@ -257,10 +258,8 @@ class Saves:
         if self.sharded:  # a forward pass replaces the parameters, and so their versions
             return (version,)
         modules = chain.from_iterable(model.modules() for model in self._run.models.values())
-        # Without parameters() and buffers(), which walk through all modules each.
-        own = [tensor for module in modules for tensor in (*module._parameters.values(), *module._buffers.values())]
         # Tensors made in inference mode have no version.
-        return version, sum([tensor._version for tensor in own if tensor is not None and not tensor.is_inference()])
+        return version, sum([version_of(tensor) for tensor in tensors_of(modules) if not tensor.is_inference()])
 
     def _state(self, path: AnyPath | str, leave_out: Collection[str] = ()) -> dict[str, Any]:
         """Return the state of the run by reference, with the keys of hooks and without ``leave_out``."""

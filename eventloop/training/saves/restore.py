@@ -9,12 +9,12 @@ from typing import Any, Final
 
 import msgspec
 import torch
-from torch.utils._pytree import tree_map
 
 from eventloop import events as ev
 from eventloop.checkpoint import as_path, convert_foreign, has_shards, load
 from eventloop.errors import CheckpointError, ConfigurationError, TrainingError
 from eventloop.log import get_logger
+from eventloop.privates import tree_map
 from eventloop.training.distributed.ranks import this_rank, world_size
 from eventloop.training.rng import other_rng_state
 from eventloop.training.saves.capture import Saves

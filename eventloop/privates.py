@@ -1,0 +1,218 @@
+"""The fence around other libraries: torch's undocumented names, and how each bridge looks up those of its trainer.
+
+torch's are taken here, when trainbus is imported; the other rooms import them from here. Those of a trainer are in the
+``privates.py`` of its bridge, and are looked up when a bus is attached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from importlib import import_module
+from operator import attrgetter
+from types import CodeType
+from typing import Any, Final
+
+import torch
+import torch.utils._python_dispatch
+import torch.utils._pytree
+from torch import distributed
+from torch.utils.data import DataLoader
+
+from eventloop.errors import ConfigurationError
+
+Names = Mapping[str, tuple[str, str]]
+"""Paths such as ``trainer.strategy._checkpoint_io``; for each, where it is used, and the versions that it was seen in."""
+
+
+def check_names(library: str, package: str, names: Names, /, **roots: Any) -> None:
+    """Look up all names, each from the root with which its path begins.
+
+    Args:
+        library: name of the library for ``pip install``.
+        package: name of its top-level package.
+        names: the names.
+        roots: objects by the first part of the paths.
+
+    Raises:
+        ConfigurationError: the installed version lacks a name.
+    """
+    for path, (used, seen) in names.items():
+        root, *parts = path.split(".")
+        found = roots[root]
+        try:
+            for part in parts:
+                found = getattr(found, part)
+        except AttributeError as error:
+            newest = seen.rpartition(" ")[2]
+            raise ConfigurationError(
+                f"{library} {import_module(package).__version__} has no {path} ({type(found).__name__} lacks {part!r}), which "
+                f"trainbus needs ({used}); it was seen in {seen}: pip install '{library}=={newest}', or a newer trainbus"
+            ) from error
+
+
+# ---------------------------------------------------------------------------------------------------------------- torch
+
+_SEEN: Final = "2.11.0 to 2.14.1"
+TORCH: Final = {
+    "torch._foreach_copy_": ("checkpoint/, hooks/averages.py: copy many tensors by one call", _SEEN),
+    "torch._foreach_lerp_": ("hooks/averages.py: average many tensors by one call", _SEEN),
+    "torch._foreach_mul_": ("training/update.py: scale the gradients of a partial window", _SEEN),
+    "torch._C._set_grad_enabled": ("offload/scalars.py: a tenth of the time of torch.no_grad()", _SEEN),
+    "torch._utils.ExceptionWrapper.reraise": ("training/data.py: errors of a dataset", _SEEN),
+    "torch._utils._rebuild_tensor_v2": ("checkpoint/torch_file.py: the format of torch.save", _SEEN),
+    "torch.storage._dtype_to_storage_type_map": ("checkpoint/torch_file.py: the format of torch.save", _SEEN),
+    "torch.UntypedStorage._cdata": ("checkpoint/torch_file.py: which tensors share memory", _SEEN),
+    "torch.Tensor._backward_hooks": ("checkpoint/torch_file.py: a tensor that torch.save writes with more", _SEEN),
+    "torch.Tensor._version": ("checkpoint/overlap.py, training/saves/capture.py: a tensor changed", _SEEN),
+    "torch.utils._python_dispatch.TorchDispatchMode": ("offload/collectives.py: refuse collectives", _SEEN),
+    "torch.utils._pytree.tree_map": ("training/saves/restore.py: copy a given state", _SEEN),
+    "torch.utils.data._utils.fetch._MapDatasetFetcher": ("training/data.py: errors of a dataset", _SEEN),
+    "torch.utils.data._utils.fetch._IterableDatasetFetcher": ("training/data.py: errors of a dataset", _SEEN),
+    "loader._get_iterator": ("training/loaders.py, training/worker_signals.py: workers start here", _SEEN),
+    "loader._iterator": ("training/worker_signals.py: persistent workers", _SEEN),
+    "module._parameters": ("training/saves/capture.py, hooks/pairs.py: all tensors, without a walk for each module", _SEEN),
+    "module._buffers": ("likewise; training/sanity.py: put buffers back", _SEEN),
+    "module._modules": ("hooks/pairs.py: a part was replaced", _SEEN),
+}
+"""Looked up when trainbus is imported."""
+_DISTRIBUTED: Final = {
+    "torch.distributed.distributed_c10d._get_default_store": ("training/, observe/: messages without a collective", _SEEN),
+    "torch.distributed.ProcessGroup._get_backend": ("training/distributed/ranks.py: the timeout of the default group", _SEEN),
+    "torch.distributed.ProcessGroup._device_types": ("training/distributed/ranks.py: likewise", _SEEN),
+    "torch._C._distributed_c10d.Backend.Options._timeout": ("training/distributed/ranks.py: likewise", _SEEN),
+}
+"""Likewise, where torch was built with ``torch.distributed``."""
+SHARDED: Final[Names] = {
+    "files._StorageInfo": ("checkpoint/sharded.py: where a tensor is in the files of a checkpoint", _SEEN),
+}
+"""Of ``torch.distributed.checkpoint.filesystem``, which takes seconds to import: looked up with checkpoint/sharded.py."""
+SCALER: Final[Names] = {
+    "scaler._per_optimizer_states": ("training/update.py: did the gradients overflow?", _SEEN),
+}
+"""Looked up when a run begins that has a gradient scaler."""
+OPTIONAL: Final[Names] = {
+    "torch._C._cuda_getCurrentRawStream": ("offload/scalars.py: the stream that makes a scalar; with CUDA only", _SEEN),
+    "module._join_config": ("training/distributed/shares.py: a module inside torch's Join", _SEEN),
+    "optimizer._step_supports_amp_scaling": ("training/update.py: a fused optimizer", _SEEN),
+    "scheduler._schedulers": ("hooks/schedule.py: SequentialLR and ChainedScheduler", _SEEN),
+}
+"""Of some objects only, so that nothing can look them up beforehand."""
+
+
+def _check_torch() -> None:
+    roots = {"torch": torch, "module": torch.nn.Module(), "loader": DataLoader([0])}  # type: ignore[arg-type]  # a list is data
+    check_names("torch", "torch", TORCH | (_DISTRIBUTED if distributed.is_available() else {}), **roots)
+
+
+_check_torch()
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: E402 - once it was looked up
+from torch.utils._pytree import tree_map as tree_map  # noqa: E402
+
+foreach_copy_: Final = torch._foreach_copy_
+foreach_lerp_: Final = torch._foreach_lerp_
+foreach_mul_: Final = torch._foreach_mul_
+set_grad_enabled: Final = torch._C._set_grad_enabled
+rebuild_tensor: Final = torch._utils._rebuild_tensor_v2
+storage_kinds: Final = torch.storage._dtype_to_storage_type_map
+raw_stream: Final[Any] = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+"""The current stream of a device as a number, in a fraction of the time of ``torch.cuda.current_stream``; None without CUDA."""
+version_of: Final = attrgetter("_version")
+backward_hooks_of: Final = attrgetter("_backward_hooks")
+READS_SAMPLES: Final[tuple[CodeType, ...]] = (
+    torch.utils.data._utils.fetch._MapDatasetFetcher.fetch.__code__,
+    torch._utils.ExceptionWrapper.reraise.__code__,
+)
+"""Code that reads map-style samples, here or in a worker."""
+READS_NEXT: Final[CodeType] = torch.utils.data._utils.fetch._IterableDatasetFetcher.fetch.__code__
+"""Code that reads an iterable dataset."""
+GET_ITERATOR: Final = "_get_iterator"
+"""The method in which a DataLoader starts its workers."""
+
+
+def parts_of(
+    module: torch.nn.Module,
+) -> tuple[dict[str, torch.nn.Parameter | None], dict[str, torch.Tensor | None], dict[str, torch.nn.Module | None]]:
+    """Return the dicts in which a module has its own parameters, buffers and children."""
+    return module._parameters, module._buffers, module._modules
+
+
+def tensors_of(modules: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
+    """Yield the parameters and buffers of modules, without those of their children."""
+    for module in modules:
+        parameters, buffers, _ = parts_of(module)
+        yield from (one for one in (*parameters.values(), *buffers.values()) if one is not None)
+
+
+def starts_own_workers(kind: type[DataLoader[Any]]) -> bool:
+    """Return True if a class of loaders starts workers in a way of its own."""
+    return kind._get_iterator is not DataLoader._get_iterator
+
+
+def workers_of(loader: Iterable[Any]) -> Any:
+    """Return the iterator with a loader's persistent workers; None before they start, and for other iterables."""
+    return getattr(loader, "_iterator", None)
+
+
+def forget_workers(loader: DataLoader[Any]) -> None:
+    """Make a loader start persistent workers anew."""
+    loader._iterator = None
+
+
+def address_of(storage: torch.UntypedStorage) -> int:
+    """Return a number that is the same for all objects of one storage."""
+    address: int = storage._cdata
+    return address
+
+
+def untyped_bytes(storage: Any) -> torch.UntypedStorage:
+    """Return the bytes of a ``TypedStorage``; its public method warns."""
+    found: torch.UntypedStorage = storage._untyped_storage
+    return found
+
+
+def is_overflown(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the scaler found a gradient that is not finite, as ``GradScaler.step`` does."""
+    found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+    return any(bool(flag.item()) for flag in found.values())
+
+
+def checks_overflow(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the kernel of a fused optimizer checks for overflow itself; other optimizers lack the attribute."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def schedulers_in(scheduler: Any) -> Sequence[Any]:
+    """Return the schedulers that a scheduler steps."""
+    found: Sequence[Any] = getattr(scheduler, "_schedulers", ())
+    return found
+
+
+def is_joined(module: torch.nn.Module) -> bool:
+    """Return True inside torch's Join, which sets an attribute (torch/distributed/algorithms/join.py)."""
+    return bool(getattr(getattr(module, "_join_config", None), "enable", False))
+
+
+def storage_info() -> Any:
+    """Return the class of torch that says where a tensor is in the files of a checkpoint."""
+    files = import_module("torch.distributed.checkpoint.filesystem")
+    check_names("torch", "torch", SHARDED, files=files)
+    return files._StorageInfo
+
+
+def check_scaler(scaler: torch.amp.GradScaler) -> None:
+    """Raise ConfigurationError if :func:`is_overflown` cannot look into a scaler that is enabled."""
+    if scaler.is_enabled():
+        check_names("torch", "torch", SCALER, scaler=scaler)
+
+
+def default_store() -> Any:
+    """Return the store of the default process group. Its type stub lacks some methods."""
+    return distributed.distributed_c10d._get_default_store()
+
+
+def default_timeout() -> timedelta | None:
+    """Return the timeout of ``init_process_group``; None if the backend does not tell."""
+    world: Any = distributed.group.WORLD
+    found: timedelta | None = getattr(getattr(world._get_backend(world._device_types[0]), "options", None), "_timeout", None)
+    return found
