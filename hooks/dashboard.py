@@ -35,7 +35,7 @@ class Dashboard(CopiedAnew, Watcher):
             one for each server.
     """
 
-    of_run: ClassVar = {"board": Board, "url": str, "_met": deque, "_newest": NoneType, "_open": list}
+    of_run: ClassVar = {"board": Board, "url": str, "pending_pages": deque, "_newest": NoneType, "_open": list}
 
     @check_options
     def __init__(self, port: Port | None = None, *, host: Name = "127.0.0.1", token: str | None = None) -> None:

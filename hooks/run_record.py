@@ -2,72 +2,37 @@
 
 from __future__ import annotations
 
-import time
-import weakref
-from collections.abc import Mapping
 from pathlib import Path
 from types import NoneType
-from typing import Any, ClassVar
-
-import msgspec
+from typing import ClassVar
 
 from eventloop import Hook, Priority, check_options, get_logger, mount, register
 from eventloop import events as ev
 from eventloop.checkpoint import free_name
 from eventloop.observe import (
-    FACTS,
+    MANIFEST,
     RECORD,
-    Costs,
-    RankCosts,
-    RunFacts,
+    Begin,
+    Compared,
+    End,
+    Entry,
+    Measured,
+    Resume,
     RunFolderError,
-    RunState,
-    Session,
+    RunSession,
+    RunStory,
     encode_line,
+    entry_of,
     environment,
-    read_facts,
-    write_facts,
+    fields_of,
+    read_manifest,
+    write_manifest,
 )
 from hooks.copies import CopiedAnew
-from hooks.writers import base
+from hooks.writers.base import RunFacts
 from hooks.writers.files import FileWriter
 
 log = get_logger()
-
-
-def _noted(event: Any) -> dict[str, Any]:
-    """Pick the fields for the line of an event, on the training thread."""
-    if isinstance(event, ev.CostsMeasured):
-        return {"time": time.time(), "kind": "costs", "costs": event.costs}
-    if isinstance(event, ev.RanksMeasured):
-        return {"time": time.time(), "kind": "ranks", "ranks": event.ranks}
-    progress = event.progress
-    noted = {"time": time.time(), "kind": event.mount_point, "epoch": progress.epoch, "iter": progress.iter}
-    match event:
-        case ev.BeforeRun():
-            run = event.run
-            facts = {"name": run.name, "seed": run.seed, "config": dict(run.config), "world_size": run.world_size}
-            place = {"work_dir": None if run.work_dir is None else str(run.work_dir), "advice": run.work_dir_advice}
-            return noted | facts | place | {"run": weakref.ref(run)}
-        case ev.AfterLoadCheckpoint():
-            return noted | {"kind": "resume", "path": event.path}
-        case ev.AfterValEpoch() | ev.AfterTestEpoch():
-            kind = "validation" if progress.stage == "val" else "test"
-            return noted | {"kind": kind, "metrics": dict(event.metrics)}
-        case ev.CheckpointCommitted():
-            cost = {"bytes": event.bytes, "stall": event.stall, "seconds": event.seconds}
-            return noted | {"kind": "checkpoint", "names": event.names} | cost
-        case ev.CheckpointFailed():
-            return noted | {"names": event.names, "reason": event.error}
-        case ev.CheckpointSkipped():
-            return noted | {"names": event.names, "reason": event.reason}
-        case ev.OnException():
-            state = RunState.INTERRUPTED if isinstance(event.exception, KeyboardInterrupt) else RunState.FAILED
-            return noted | {"kind": "end", "state": state, "reason": event.error}
-        case ev.AfterRun():
-            reason = str(event.run.info.get("stop_reason", ""))
-            return noted | {"kind": "end", "state": RunState.STOPPED if reason else RunState.FINISHED, "reason": reason}
-    return noted
 
 
 @register
@@ -90,21 +55,17 @@ class RunRecordHook(CopiedAnew, Hook):
     priority = Priority.LOWEST
     observes = True
     ranks = "rank0"
-    of_run: ClassVar = {"_folder": NoneType, "_run": NoneType, "_announced": NoneType}
+    of_run: ClassVar = {"_story": RunStory, "_folder": NoneType, "_announced": NoneType}
 
     @check_options
     def __init__(self, *, costs: bool = True) -> None:
         # All of it is used on the lane's thread only.
-        self._facts = RunFacts(name="")
+        self._story = RunStory()
         self._folder: Path | None = None
         self._lines = FileWriter(RECORD, None)
-        self._began: dict[str, float] = {}
-        self._run: weakref.ref[Any] | None = None
-        self._costs_at = self._ranks_at = 0.0
+        self._due: dict[type[Entry], float] = {}
         self._straggler: tuple[int, str] | None = None
-        self._loaded: dict[str, Any] | None = None
-        self._announced: dict[str, Any] | None = None  # the run that has begun, until its first stage
-        self._trains = False
+        self._announced: Begin | None = None  # the run that has begun, until its first stage
         self.timing = costs
 
     @mount(
@@ -123,127 +84,69 @@ class RunRecordHook(CopiedAnew, Hook):
         ev.OnException,
         ev.AfterRun,
         offload="thread",
-        capture=_noted,
+        capture=entry_of,
         on_error="log",
     )
-    def write(self, noted: dict[str, Any]) -> None:
-        """Write the line of an event."""
-        kind = noted["kind"]
-        if kind == "before_run":
-            self._announce(noted)
-        elif self._announced is not None and kind not in ("resume", "costs", "ranks"):  # the run knows whether it resumes
-            self._begin(self._announced)
-        if kind == "resume":
-            self._loaded = noted
+    def write(self, entry: Entry) -> None:
+        """Write what has happened."""
+        if isinstance(entry, Begin):
+            self._announce(entry)
+        elif self._announced is not None and not isinstance(entry, Resume | Measured | Compared):
+            self._begin(self._announced)  # the run knows now whether it resumes
+        if isinstance(entry, Measured | Compared) and not self._is_due(entry):
+            return
+        lines = self._story.add(entry)
         if self._folder is None:
             return
-        session = self._facts.sessions[-1]
-        if kind == "costs":
-            self._measured(noted["costs"], noted["time"], session)
-            return
-        if kind == "ranks":
-            self._compared(noted["ranks"], noted["time"], session)
-            return
-        self._trains = self._trains or kind == "before_train"
-        if not kind.startswith("checkpoint"):  # the request may be of an earlier iteration
-            self._advance(session, noted["epoch"], noted["iter"])
-        if kind in _STAGES:
-            self._began[kind] = noted["time"]
-            if kind == "before_train" and self._loaded is not None:  # a test of a checkpoint resumes nothing
-                session.resumed_from = self._loaded["path"]
-                self._happened(self._folder, self._loaded, session)
-            self._loaded = None
-            if _STAGES[kind] not in session.stages:
-                session.stages.append(_STAGES[kind])
-                write_facts(self._folder, self._facts)
-        elif kind not in ("before_run", "resume"):
-            self._happened(self._folder, noted, session)
-
-    def _advance(self, session: Session, epoch: int, iteration: int) -> None:
-        if self._trains or "train" not in session.stages:  # a test after the training may be of an earlier checkpoint
-            session.epoch, session.iter = epoch, iteration
-
-    def _announce(self, noted: dict[str, Any]) -> None:
-        self._folder = self._loaded = None
-        self._trains = False
-        self._announced = None if noted["work_dir"] is None else noted
-        if self._announced is None:
-            log.warning(f"RunRecordHook writes nothing, because the run has no work dir: {noted['advice']}")
-
-    def _begin(self, noted: Mapping[str, Any]) -> None:
-        self._announced = None
-        folder = Path(noted["work_dir"])
-        self._run, self._costs_at = noted["run"], noted["time"] + 10
-        self._ranks_at, self._straggler = self._costs_at, None
-        session = Session(began=noted["time"], environment=environment(), world_size=noted["world_size"])
-        sessions = self._earlier(folder)
-        if sessions and sessions[-1].environment.process == session.environment.process:  # a test after the training
-            sessions[-1].state, sessions[-1].ended = RunState.RUNNING, None
-        else:
-            sessions.append(session)
-        self._facts = RunFacts(name=noted["name"], seed=noted["seed"], config=noted["config"], sessions=sessions)
-        write_facts(folder, self._facts)
-        self._lines.open(base.RunFacts(noted["name"], folder, noted["seed"], noted["config"]))
-        self._folder = folder  # after a failure, nothing more is written
-
-    def _measured(self, costs: Costs, now: float, session: Session) -> None:
-        if now < self._costs_at or session.ended is not None:
-            return
-        self._costs_at = now + max(10, (now - session.began) / 100)
-        self._append_state("costs", costs, now, session)
-
-    def _compared(self, ranks: RankCosts, now: float, session: Session) -> None:
-        told = None if ranks.straggler is None else (ranks.straggler.rank, ranks.straggler.name)
-        if session.ended is None and (now >= self._ranks_at or told != self._straggler):
-            self._ranks_at, self._straggler = now + max(10, (now - session.began) / 100), told
-            self._append_state("ranks", ranks, now, session)
-
-    def _append_state(self, kind: str, measured: Costs | RankCosts, now: float, session: Session) -> None:
-        if self._run is not None and (run := self._run()) is not None:
-            self._advance(session, run.progress.epoch, run.progress.iter)
-        where = {"time": now, "kind": kind, "epoch": session.epoch, "iter": session.iter}
-        self._lines.append(encode_line(where | msgspec.to_builtins(measured, str_keys=True)))
-        self._lines.flush()
-
-    def _earlier(self, folder: Path) -> list[Session]:
-        """Return the earlier sessions of a resumed run; keep an unreadable file under another name."""
-        try:
-            facts = read_facts(folder)
-        except RunFolderError as error:
-            kept = free_name(folder / f"{FACTS}.old")
-            log.warning("the record of earlier sessions cannot be read and is kept", file=str(kept), error=str(error))
-            (folder / FACTS).rename(kept)
-            return []
-        return [] if facts is None else facts.sessions
-
-    def _happened(self, folder: Path, noted: dict[str, Any], session: Session) -> None:
-        if "metrics" in noted:
-            noted["metrics"] = _numbers(noted["metrics"])
-        match noted["kind"]:
-            case "validation":
-                noted["seconds"] = noted["time"] - self._began.get("before_val", noted["time"])
-            case "test":
-                noted["seconds"] = noted["time"] - self._began.get("before_test", noted["time"])
-            case "end":
-                if self._run is not None and (run := self._run()) is not None and (costs := run.costs()) is not None:
-                    self._costs_at = 0.0
-                    self._measured(costs, noted["time"], session)
-                session.state, session.reason, session.ended = noted["state"], noted["reason"], noted["time"]
-        self._lines.append(encode_line(noted))
-        self._lines.flush()
-        if noted["kind"] in ("resume", "end"):
-            write_facts(folder, self._facts)
+        session = self._story.sessions[-1]
+        if isinstance(entry, End) and (run := self._story.run()) is not None and (costs := run.costs()) is not None:
+            lines.insert(0, Measured(time=entry.time, epoch=session.epoch, iter=session.iter, costs=costs))
+        for line in lines:
+            self._lines.append(encode_line(fields_of(line)))
+        if lines:
+            self._lines.flush()
+        if self._story.changed:
+            self._story.changed = False
+            write_manifest(self._folder, self._story.manifest)
         if session.ended is not None:
             self._lines.close()  # the last checkpoint may still be written, and opens it again
 
+    def _announce(self, begin: Begin) -> None:
+        self._folder = None
+        self._announced = None if begin.work_dir is None else begin
+        if self._announced is None:
+            log.warning(f"RunRecordHook writes nothing, because the run has no work dir: {begin.advice}")
 
-_STAGES = {"before_train": "train", "before_val": "val", "before_test": "test"}
+    def _begin(self, begin: Begin) -> None:
+        self._announced = None
+        folder = Path(begin.work_dir or "")
+        self._due = {Measured: begin.time + 10, Compared: begin.time + 10}
+        self._straggler = None
+        session = RunSession(began=begin.time, environment=environment(), world_size=begin.world_size)
+        self._story.open(session, self._earlier(folder))
+        write_manifest(folder, self._story.manifest)
+        self._lines.open(RunFacts(begin.name, folder, begin.seed, begin.config))
+        self._folder = folder  # after a failure, nothing more is written
 
+    def _is_due(self, entry: Measured | Compared) -> bool:
+        """Return True once in a while, and for ranks also if another one holds up the others."""
+        if self._folder is None or (session := self._story.sessions[-1]).ended is not None:
+            return False
+        slow = entry.ranks.straggler if isinstance(entry, Compared) else None
+        straggler = self._straggler if isinstance(entry, Measured) else None if slow is None else (slow.rank, slow.name)
+        if entry.time < self._due[type(entry)] and straggler == self._straggler:
+            return False
+        self._due[type(entry)] = entry.time + max(10, (entry.time - session.began) / 100)
+        self._straggler = straggler
+        return True
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among metrics; a tensor with one element is one."""
-    return {name: float(value) for name, value in metrics.items() if not isinstance(value, str) and _is_scalar(value)}
-
-
-def _is_scalar(value: Any) -> bool:
-    return isinstance(value, int | float) or getattr(value, "numel", lambda: getattr(value, "size", 0))() == 1
+    def _earlier(self, folder: Path) -> list[RunSession]:
+        """Return the earlier sessions of a resumed run; keep an unreadable file under another name."""
+        try:
+            manifest = read_manifest(folder)
+        except RunFolderError as error:
+            kept = free_name(folder / f"{MANIFEST}.old")
+            log.warning("the record of earlier sessions cannot be read and is kept", file=str(kept), error=str(error))
+            (folder / MANIFEST).rename(kept)
+            return []
+        return [] if manifest is None else manifest.sessions

@@ -30,7 +30,7 @@ def report(run: Path, /, *runs: Path, output: Annotated[Path | None, Parameter(a
         runs: folders of further runs to compare.
         output: the file to write; by default report.html in the folder of the run, or in the current folder for several runs.
     """
-    from eventloop.observe.report import History, build_report, verdict
+    from eventloop.observe.report import ReportedRun, build_report, verdict
     from eventloop.observe.report.sentences import count
 
     folders = list(dict.fromkeys((run, *runs)))
@@ -42,16 +42,16 @@ def report(run: Path, /, *runs: Path, output: Annotated[Path | None, Parameter(a
         raise ConfigurationError(f"{path} {what}")
     if output is None and path.is_file() and _GENERATOR not in path.read_bytes()[:4096]:
         raise ConfigurationError(f"{path} exists and is not a report of trainbus; give another file with -o, or move it away")
-    histories = [History(folder) for folder in folders]
-    page = build_report(histories, best_metric)
+    reported = [ReportedRun(folder) for folder in folders]
+    page = build_report(reported, best_metric)
     try:
         commit_bytes(path, page)
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be written ({error.strerror}); give another file with -o") from error
-    for history in histories if len(histories) == 1 else ():
-        for sentence in verdict(history, best_metric):
+    for one in reported if len(reported) == 1 else ():
+        for sentence in verdict(one, best_metric):
             say(sentence)
-    damaged = [(history.path / name, damage) for history in histories for name, damage in history.damaged.items()]
+    damaged = [(one.path / name, damage) for one in reported for name, damage in one.damaged.items()]
     for file, damage in damaged:
         say((f"{file}: {count(damage.lines, 'damaged line')} left out, the first is line {damage.first}", "red"))
     say(f"{path} ({size(len(page))}): open it in a browser")

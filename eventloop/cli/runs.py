@@ -17,7 +17,7 @@ from eventloop.cli.common import say, to_terminal
 from eventloop.errors import ConfigurationError
 from eventloop.observe import RunFolder, RunFolderError, find_runs
 from eventloop.observe.record import Validation
-from eventloop.observe.story import RunState
+from eventloop.observe.states import RunState
 from eventloop.terminal import cell
 
 _STYLES = {
@@ -61,18 +61,17 @@ def list_runs(folder: Path = Path("runs"), /) -> int:
 
 
 def _row(run: RunFolder, folder: Path) -> tuple[str | Text, ...]:
-    facts = run.facts()
+    story = run.story()
     name = cell(str(run.path.relative_to(folder)) if run.path != folder else run.path.name)
     size = filesize.decimal(_bytes(run.path))
-    timeline = run.timeline()
-    found = best_metric([line.metrics for line in timeline.lines if isinstance(line, Validation)])
+    found = best_metric([line.metrics for line in story.of(Validation)])
     best = cell("" if found is None else found[0])
-    if not facts.sessions:
-        return name, RunState.UNKNOWN, "", best, "", size
-    last = facts.sessions[-1]
-    shown = Text(last.state_now, style=_STYLES.get(last.state_now, ""))
-    epoch = max([last.epoch, *(line.epoch for line in timeline.lines if line.time >= last.began)])
-    return name, shown, str(epoch), best, str(timedelta(seconds=round(run.seconds()))), size
+    state = Text(story.state, style=_STYLES.get(story.state, ""))
+    if not story.sessions:
+        return name, state, "", best, "", size
+    last = story.sessions[-1]
+    epoch = max([last.epoch, *(line.epoch for line in story.lines if line.time >= last.began)])
+    return name, state, str(epoch), best, str(timedelta(seconds=round(story.seconds))), size
 
 
 def _bytes(folder: Path) -> int:

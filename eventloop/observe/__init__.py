@@ -5,59 +5,68 @@ from eventloop.observe.costs import Costs, Growth, Histogram, LaneCosts, Part
 from eventloop.observe.environment import Environment, environment
 from eventloop.observe.last_lines import last_lines
 from eventloop.observe.ranks import RankCosts, RankTimes, Straggler
+from eventloop.observe.record import Begin, Compared, End, Entry, Measured, Resume, entry_of, fields_of
 from eventloop.observe.run_folder import (
-    FACTS,
+    MANIFEST,
     RECORD,
     SCALARS,
     Damage,
     RunDamagedError,
-    RunFacts,
     RunFolder,
     RunFolderError,
-    Session,
     encode_line,
     find_runs,
     is_run,
-    read_facts,
-    write_facts,
+    read_manifest,
+    write_manifest,
 )
 from eventloop.observe.sparkline import Sparkline, main_curve
-from eventloop.observe.story import RunState
+from eventloop.observe.states import RunState
+from eventloop.observe.story import RunManifest, RunSession, RunStory
 from eventloop.observe.trace import Tracer
 from eventloop.observe.verdict import expensive
 
 __all__ = [
-    "FACTS",
+    "MANIFEST",
     "RECORD",
     "SCALARS",
+    "Begin",
     "BusRecorder",
     "Call",
+    "Compared",
     "Costs",
     "Damage",
+    "End",
+    "Entry",
     "Environment",
     "Growth",
     "Histogram",
     "LaneCosts",
     "LaneSpan",
+    "Measured",
     "Part",
     "RankCosts",
     "RankTimes",
+    "Resume",
     "RunDamagedError",
-    "RunFacts",
     "RunFolder",
     "RunFolderError",
+    "RunManifest",
+    "RunSession",
     "RunState",
-    "Session",
+    "RunStory",
     "Sparkline",
     "Straggler",
     "Tracer",
     "encode_line",
+    "entry_of",
     "environment",
     "expensive",
+    "fields_of",
     "find_runs",
     "is_run",
     "last_lines",
     "main_curve",
-    "read_facts",
-    "write_facts",
+    "read_manifest",
+    "write_manifest",
 ]

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eventloop.observe.bounds import LATEST
-from eventloop.observe.timeline import Cut
+from eventloop.observe.story import Cut
 
 Array = NDArray[np.float64]
 

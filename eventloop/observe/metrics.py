@@ -28,7 +28,8 @@ from eventloop.checks import check_value
 from eventloop.errors import ConfigurationError
 from eventloop.observe.costs import Costs, Histogram
 from eventloop.observe.latest import LatestHook
-from eventloop.observe.story import ENDED, RunState
+from eventloop.observe.states import ENDED, RunState
+from eventloop.observe.story import RunStory
 
 try:
     from prometheus_client import CollectorRegistry
@@ -124,8 +125,8 @@ class RunCollector(Collector):  # type: ignore[misc]  # mypy skips prometheus-cl
             self._watched = [one for one in self._watched if one.bus() is not None]
             for one in self._watched:
                 bus = one.bus()
-                if bus is not None and one.latest.name_of_run:
-                    families.run = _distinct(one.name or one.latest.name_of_run, taken)
+                if bus is not None and one.latest.story.manifest.name:
+                    families.run = _distinct(one.name or one.latest.story.manifest.name, taken)
                     _collect(families, bus, one)
         yield from (family for family in families if family.samples)
 
@@ -224,19 +225,19 @@ def _distinct(name: str, taken: Counter[str]) -> str:
 
 
 def _collect(families: _Families, bus: Bus, watched: _Watched) -> None:
-    latest, progress = watched.latest, watched.latest.progress
+    latest, story, progress = watched.latest, watched.latest.story, watched.latest.progress
     families.add("run", _facts(latest))
-    families.add("run_state", {state: state == latest.state for state in _STATES})
+    families.add("run_state", {state: state == story.state for state in _STATES})
     families.add("iterations", progress.iter)
     families.add("updates", progress.update)
     families.add("epochs", progress.epoch)
     families.add("throughput_iterations_per_second", latest.throughput())
-    scalars = {f"train/{name}": value for name, value in latest.outputs.items()} | latest.metrics
+    scalars = {f"train/{name}": value for name, value in latest.outputs.items()} | story.metrics
     for name, value in scalars.items():
         families.add("scalar", float(value), labels=[name])
     for names, rate in latest.rates.items():
         families.add("learning_rate", rate, labels=names)
-    _collect_checkpoints(families, latest)
+    _collect_checkpoints(families, story)
     for (handler, mount_point, has_lane), counts in watched.lanes.count(bus.subscriptions).items():
         _collect_handler(families, [handler, mount_point], counts, has_lane=has_lane)
     if bus.timing:
@@ -254,14 +255,14 @@ def _collect_handler(families: _Families, labels: list[str], counts: Counter[str
         families.add("handler_failures", counts["failed"], labels=labels)
 
 
-def _collect_checkpoints(families: _Families, latest: LatestHook) -> None:
-    for outcome, number in latest.checkpoints.items():
+def _collect_checkpoints(families: _Families, story: RunStory) -> None:
+    for outcome, number in story.outcomes.items():
         families.add("checkpoints", number, labels=[outcome])
-    families.add("checkpoint_stall_seconds", *latest.stall)
-    families.add("checkpoint_commit_seconds", *latest.commit)
-    if latest.committed_at is not None:
-        families.add("checkpoint_bytes", latest.committed_bytes)
-        families.add("checkpoint_age_seconds", max(0.0, time.time() - latest.committed_at))
+    families.add("checkpoint_stall_seconds", *story.stall)
+    families.add("checkpoint_commit_seconds", *story.commit)
+    if (last := story.last_checkpoint) is not None:
+        families.add("checkpoint_bytes", last.bytes)
+        families.add("checkpoint_age_seconds", max(0.0, time.time() - last.time))
 
 
 def _collect_costs(families: _Families, costs: Costs) -> None:

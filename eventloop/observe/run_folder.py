@@ -10,7 +10,7 @@ import json
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -22,14 +22,12 @@ import orjson
 
 from eventloop.checkpoint import commit_bytes
 from eventloop.errors import TrainbusError
-from eventloop.observe.bounds import LATEST, Count, Time
+from eventloop.observe.bounds import LATEST
 from eventloop.observe.curves import Curve, read_curves
-from eventloop.observe.environment import Environment
 from eventloop.observe.record import AnyLine, read_line
-from eventloop.observe.story import ENDED, RunState
-from eventloop.observe.timeline import Timeline
+from eventloop.observe.story import RunManifest, RunSession, RunStory
 
-FACTS: Final = "run.json"
+MANIFEST: Final = "run.json"
 """Name of the file that describes a run."""
 RECORD: Final = "record.jsonl"
 """Name of the file with the events of a run, one JSON object a line."""
@@ -42,44 +40,6 @@ _DEEPEST: Final = 100
 """Levels of a configuration; what is deeper is damaged."""
 
 T = TypeVar("T")
-
-
-class Session(msgspec.Struct, kw_only=True):
-    """One process of a run, from ``before_run`` to its end. Times are seconds since 1970."""
-
-    began: Time
-    environment: Environment
-    world_size: Count = 1
-    stages: list[str] = []
-    resumed_from: str = ""
-    ended: Time | None = None
-    state: RunState = RunState.RUNNING
-    reason: str = ""
-    """The error, or the reason given to ``run.stop()``."""
-    epoch: Count = 0
-    iter: Count = 0
-
-    def __post_init__(self) -> None:
-        if self.state not in (RunState.RUNNING, *ENDED):
-            raise ValueError(f"a session does not end as {self.state}")
-
-    @property
-    def state_now(self) -> RunState:
-        """The state; ``killed`` if the process no longer runs, ``unknown`` if it is on another machine."""
-        if self.state is not RunState.RUNNING:
-            return self.state
-        lives = self.environment.process.lives()
-        return RunState.UNKNOWN if lives is None else RunState.RUNNING if lives else RunState.KILLED
-
-
-class RunFacts(msgspec.Struct, kw_only=True):
-    """The content of ``run.json``."""
-
-    format: int = 1
-    name: str
-    seed: int | None = None
-    config: dict[str, Any] = {}
-    sessions: list[Session] = []
 
 
 class RunFolderError(TrainbusError):
@@ -114,11 +74,16 @@ class RunFolder:
         if not is_run(path):
             if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
                 raise RunDamagedError(f"{path} cannot be read: permission denied")
-            raise RunFolderError(f"{path}: not the folder of a run: it has neither {FACTS} nor {SCALARS}")
+            raise RunFolderError(f"{path}: not the folder of a run: it has neither {MANIFEST} nor {SCALARS}")
 
-    def facts(self) -> RunFacts:
+    def manifest(self) -> RunManifest:
         """Return the content of ``run.json``; without the file, only the name of the run."""
-        return read_facts(self.path) or RunFacts(name=self.path.name)
+        return read_manifest(self.path) or RunManifest(name=self.path.name)
+
+    def story(self) -> RunStory:
+        """Return what happened in the run."""
+        manifest = self.manifest()
+        return RunStory(manifest, self.lines(), self._ends(manifest.sessions))
 
     def record(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of ``record.jsonl``."""
@@ -132,9 +97,12 @@ class RunFolder:
         """Yield the lines of ``scalars.jsonl``. The later one of two lines with the same step counts."""
         return self._lines(SCALARS, _decoded)
 
-    def ends(self) -> list[float]:
+    def curves(self) -> dict[str, Curve]:
+        """Return the curve of each scalar, by its name, without what the run abandoned."""
+        return read_curves(self.scalars(), RunStory(lines=self.lines()).cuts)
+
+    def _ends(self, sessions: Sequence[RunSession]) -> list[float]:
         """Return the end of each session, in seconds since 1970. A killed session ends with its last line in a file."""
-        sessions = self.facts().sessions
         following = [*(one.began for one in sessions), math.inf][1:]
         killed = [index for index, one in enumerate(sessions) if one.ended is None]
         signs = sorted(self._signs(only_last=killed == [len(sessions) - 1])) if killed else []
@@ -142,23 +110,6 @@ class RunFolder:
             max(one.began, one.ended or (signs[before - 1] if (before := bisect_left(signs, until)) else 0.0))
             for one, until in zip(sessions, following, strict=False)
         ]
-
-    def timeline(self) -> Timeline:
-        """Return the record without what the run abandoned."""
-        return Timeline(self.lines())
-
-    def spans(self, timeline: Timeline) -> list[tuple[float, float]]:
-        """Return when each stretch of a timeline began and ended, in seconds since 1970."""
-        sessions = self.facts().sessions
-        return timeline.spans([(one.began, end) for one, end in zip(sessions, self.ends(), strict=True)])
-
-    def seconds(self) -> float:
-        """Return the time of all sessions together, without what the run abandoned."""
-        return sum(end - began for began, end in self.spans(self.timeline()))
-
-    def curves(self) -> dict[str, Curve]:
-        """Return the curve of each scalar, by its name, without what the run abandoned."""
-        return read_curves(self.scalars(), self.timeline().cuts)
 
     def _signs(self, *, only_last: bool) -> Iterator[float]:
         """Yield the times of lines. With ``only_last``, read only the end of ``scalars.jsonl``, which may be long."""
@@ -192,7 +143,7 @@ class RunFolder:
 
 def is_run(path: Path) -> bool:
     """Return True for the folder of a run."""
-    return any(os.path.lexists(path / name) for name in (FACTS, SCALARS))
+    return any(os.path.lexists(path / name) for name in (MANIFEST, SCALARS))
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -209,13 +160,13 @@ def find_runs(folder: Path) -> list[Path]:
     return [run for name in below if not name.startswith(".") for run in find_runs(folder / name)]
 
 
-def read_facts(folder: Path) -> RunFacts | None:
+def read_manifest(folder: Path) -> RunManifest | None:
     """Return the content of ``run.json``; None if the file does not exist.
 
     Raises:
         RunDamagedError: the file is damaged, cannot be read, or is of a newer trainbus.
     """
-    path = folder / FACTS
+    path = folder / MANIFEST
     if not os.path.lexists(path):
         return None
     way_out = "move it away: the next session writes a new one"
@@ -224,20 +175,20 @@ def read_facts(folder: Path) -> RunFacts | None:
     if len(content) > _MOST:
         raise RunDamagedError(f"{path} is damaged (more than {_MOST:,} bytes); {way_out}")
     try:
-        facts = msgspec.json.decode(content, type=RunFacts)
+        manifest = msgspec.json.decode(content, type=RunManifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RunDamagedError(f"{path} is damaged ({error}); {way_out}") from None
-    if facts.format > 1:
-        raise RunDamagedError(f"{path} has format {facts.format}, but this trainbus reads format 1; upgrade trainbus")
-    if _is_deep(facts.config):
+    if manifest.format > 1:
+        raise RunDamagedError(f"{path} has format {manifest.format}, but this trainbus reads format 1; upgrade trainbus")
+    if _is_deep(manifest.config):
         raise RunDamagedError(f"{path} is damaged (its config has more than {_DEEPEST} levels); {way_out}")
-    return facts
+    return manifest
 
 
-def write_facts(folder: Path, facts: RunFacts) -> None:
+def write_manifest(folder: Path, manifest: RunManifest) -> None:
     """Replace ``run.json``, atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    commit_bytes(folder / FACTS, msgspec.json.format(msgspec.json.encode(facts), indent=2) + b"\n")
+    commit_bytes(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
 
 
 def encode_line(fields: Mapping[str, Any]) -> bytes:

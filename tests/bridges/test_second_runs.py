@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from eventloop import Bus, Run
 from eventloop.observe.record import Validation
-from eventloop.observe.report.history import History
+from eventloop.observe.report.reported_run import ReportedRun
 from hooks import LoggerHook, RunRecordHook
 from hooks.writers import JSONLinesWriter
 
@@ -123,8 +123,8 @@ def test_a_new_training_moves_the_files_of_the_earlier_run_and_says_so(tmp_path,
         assert moved == [str(tmp_path / f"earlier-{number}")]
     assert {name: (tmp_path / "earlier-1" / name).read_bytes() for name in names} == before
     assert len(lines(tmp_path / "scalars.jsonl")) == len(lines(tmp_path / "mine.jsonl")) == STEPS
-    now = History(tmp_path)
-    assert (len(now.sessions), now.epochs, now.iterations) == (1, 1, STEPS)
+    now = ReportedRun(tmp_path)
+    assert (len(now.story.sessions), now.epochs, now.iterations) == (1, 1, STEPS)
 
 
 @hosts
@@ -132,22 +132,22 @@ def test_a_resumed_training_goes_on_with_the_files(tmp_path, train):
     train(tmp_path, 1, resume=False)
     train(tmp_path, 2, resume=True)
     assert not (tmp_path / "earlier-1").exists()
-    now = History(tmp_path)
+    now = ReportedRun(tmp_path)
     assert (now.epochs, now.iterations, len(lines(tmp_path / "scalars.jsonl"))) == (2, 2 * STEPS, 2 * STEPS)
 
 
 @pytest.mark.parametrize("train", [lightning, transformers, ignite], ids=lambda one: one.__name__)
 def test_an_evaluation_after_the_training_has_its_epoch_and_iteration(tmp_path, train):
     train(tmp_path, 2, resume=False, evaluate=True)
-    assert [(one.epoch, one.iter) for one in History(tmp_path).lines(Validation)] == [(1, 4), (2, 8), (2, 8)]
+    assert [(one.epoch, one.iter) for one in ReportedRun(tmp_path).story.of(Validation)] == [(1, 4), (2, 8), (2, 8)]
 
 
 def test_evaluations_beyond_a_resume_are_abandoned_and_no_others(tmp_path):
     transformers(tmp_path, 2, resume=False, evaluate=True)
     transformers(tmp_path, 2, resume=tmp_path / "checkpoint-4", evaluate=True)
-    now = History(tmp_path)
-    assert [one.iter for one in now.timeline.abandoned if isinstance(one, Validation)] == [8, 8]
-    assert [one.iter for one in now.lines(Validation)] == [4, 8, 8]
+    now = ReportedRun(tmp_path)
+    assert [one.iter for one in now.story.abandoned if isinstance(one, Validation)] == [8, 8]
+    assert [one.iter for one in now.story.of(Validation)] == [4, 8, 8]
 
 
 def test_a_second_fit_of_a_trainer_that_goes_on_is_the_same_run(tmp_path):
@@ -161,5 +161,5 @@ def test_a_second_fit_of_a_trainer_that_goes_on_is_the_same_run(tmp_path):
     for epochs in (1, 2):
         trainer.fit_loop.max_epochs = epochs
         trainer.fit(BoringModel())
-    now = History(tmp_path)
+    now = ReportedRun(tmp_path)
     assert (now.epochs, now.iterations, len(lines(tmp_path / "scalars.jsonl"))) == (2, 2 * STEPS, 2 * STEPS)

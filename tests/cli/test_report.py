@@ -16,12 +16,12 @@ from eventloop.observe import (
     Part,
     RankCosts,
     RankTimes,
-    RunFacts,
+    RunManifest,
     Straggler,
     last_lines,
-    write_facts,
+    write_manifest,
 )
-from eventloop.observe.report import History, verdict
+from eventloop.observe.report import ReportedRun, verdict
 
 from ..observe.folders import BEGAN, loss_lines, session, write_record, write_run, write_scalars
 
@@ -134,7 +134,7 @@ def test_what_a_resume_abandons_counts_nowhere_and_is_told_in_a_sentence(here, c
     after = BEGAN + (50 if same_process else 1000)
     if same_process:
         first.ended, first.epoch, first.iter = BEGAN + 60, 4, 32
-    write_facts(Path("a"), RunFacts(name="digits", sessions=sessions))
+    write_manifest(Path("a"), RunManifest(name="digits", sessions=sessions))
     scores = [0.1, 0.5, 0.3, 0.4, 0.9]
     write_record(
         Path("a"),
@@ -150,7 +150,7 @@ def test_what_a_resume_abandons_counts_nowhere_and_is_told_in_a_sentence(here, c
     assert main(["runs", "."]) == 0
     seconds = 30 + 9 + (0 if same_process else 1)
     assert rows(capsys.readouterr().out)["a"][1:4] == ["4", "accuracy 0.5", f"0:00:{seconds}"]
-    history = History(Path("a"))
+    history = ReportedRun(Path("a"))
     assert (history.epochs, history.iterations, history.seconds) == (4, 32, seconds)
     loss = history.curves["train/loss"]
     assert loss.iterations.tolist() == list(range(1, 33))
@@ -163,12 +163,12 @@ def test_what_a_resume_abandons_counts_nowhere_and_is_told_in_a_sentence(here, c
 
 
 def test_a_run_that_goes_back_and_has_nothing_left_to_train_tells_the_present_one(here, capsys):
-    write_facts(
-        Path("a"), RunFacts(name="digits", sessions=[session(epoch=5, iter=40), session(BEGAN + 1000, epoch=3, iter=24)])
+    write_manifest(
+        Path("a"), RunManifest(name="digits", sessions=[session(epoch=5, iter=40), session(BEGAN + 1000, epoch=3, iter=24)])
     )
     write_scalars(Path("a"), *loss_lines(40, per_epoch=8))
     write_record(Path("a"), {"time": BEGAN + 1001, "kind": "resume", "epoch": 3, "iter": 24, "path": ""})
-    assert verdict(History(Path("a")), best_metric)[0].startswith("The run finished after 3 epochs and 24 iterations")
+    assert verdict(ReportedRun(Path("a")), best_metric)[0].startswith("The run finished after 3 epochs and 24 iterations")
 
 
 def test_a_loss_is_best_when_least_and_nan_is_never_best(here, capsys):

@@ -37,7 +37,7 @@ def test_a_test_after_the_training_is_in_the_same_record(tmp_path):
     loop.run()
     loop.test()
     assert [kind for kind in kinds(tmp_path) if kind != "costs"] == ["end", "test", "end"]
-    [session] = RunFolder(tmp_path).facts().sessions
+    [session] = RunFolder(tmp_path).manifest().sessions
     assert (session.state, session.stages) == ("finished", ["train", "test"])
 
 
@@ -70,7 +70,7 @@ def test_a_resumed_run_has_two_sessions_and_a_line_with_the_place_of_the_checkpo
     make_loop(CheckpointHook(interval=1), RunRecordHook(), work_dir=tmp_path, max_epochs=4).run(
         resume=tmp_path / "epoch_2.safetensors"
     )
-    first, second = RunFolder(tmp_path).facts().sessions
+    first, second = RunFolder(tmp_path).manifest().sessions
     assert (first.epoch, first.state, second.epoch, second.state) == (3, "finished", 4, "finished")
     assert second.resumed_from.endswith("epoch_2.safetensors")
     [line] = [line for line in RunFolder(tmp_path).record() if line["kind"] == "resume"]
@@ -83,7 +83,7 @@ def test_a_test_of_an_earlier_checkpoint_resumes_nothing(tmp_path):
         for _ in run.test(batches(1)):
             pass
     assert "resume" not in kinds(tmp_path)
-    [session] = RunFolder(tmp_path).facts().sessions
+    [session] = RunFolder(tmp_path).manifest().sessions
     assert (session.epoch, session.iter, session.resumed_from) == (2, 8, "")
 
 
@@ -99,7 +99,7 @@ def test_a_run_that_ends_by_an_exception_says_so(tmp_path, raised, state):
     loop.bus.on("after_train_iter", fail)
     with pytest.raises(type(raised)):
         loop.run()
-    [session] = RunFolder(tmp_path).facts().sessions
+    [session] = RunFolder(tmp_path).manifest().sessions
     assert session.state == state
     assert str(raised) in session.reason
     assert session.ended is not None
@@ -109,7 +109,7 @@ def test_a_stopped_run_has_the_reason(tmp_path):
     loop = make_loop(RunRecordHook(), work_dir=tmp_path)
     loop.bus.on("after_train_iter", lambda event: event.run.stop("enough"), every=2)
     loop.run()
-    [session] = RunFolder(tmp_path).facts().sessions
+    [session] = RunFolder(tmp_path).manifest().sessions
     assert (session.state, session.reason) == ("stopped", "enough")
 
 
@@ -124,7 +124,7 @@ def test_an_unreadable_run_json_is_kept_under_a_free_name_and_recording_goes_on(
     kept = tmp_path / "run.json.old-2"
     assert kept.is_dir() if content is None else kept.read_bytes() == content
     assert (tmp_path / "run.json.old").read_text() == "an earlier one"
-    assert RunFolder(tmp_path).facts().sessions[0].state == "finished"
+    assert RunFolder(tmp_path).manifest().sessions[0].state == "finished"
     assert [line["file"] for line in logs if line["log_level"] == "warning"] == [str(kept)]
 
 
@@ -132,7 +132,7 @@ def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypa
     def refuse(*what):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("hooks.run_record.write_facts", refuse)
+    monkeypatch.setattr("hooks.run_record.write_manifest", refuse)
     loop, epochs = make_loop(RunRecordHook(), work_dir=tmp_path), []
     loop.bus.on("after_train_epoch", lambda event: epochs.append(event.progress.epoch))
     with capture_logs() as logs:
@@ -159,7 +159,7 @@ def test_a_loop_of_ones_own_leaves_the_same(tmp_path):
         for _ in run.epochs(2):
             for _ in run.train(batches()):
                 pass
-    facts = RunFolder(tmp_path).facts()
+    facts = RunFolder(tmp_path).manifest()
     assert (facts.name, facts.config, facts.sessions[0].state, facts.sessions[0].epoch) == (
         "by hand",
         {"lr": 0.1},

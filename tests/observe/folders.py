@@ -6,7 +6,17 @@ from typing import Any
 
 import msgspec
 
-from eventloop.observe import Costs, Environment, Histogram, LaneCosts, Part, RunFacts, Session, encode_line, write_facts
+from eventloop.observe import (
+    Costs,
+    Environment,
+    Histogram,
+    LaneCosts,
+    Part,
+    RunManifest,
+    RunSession,
+    encode_line,
+    write_manifest,
+)
 from eventloop.observe.environment import Git, Machine, Process
 
 BEGAN = 1764000000.0
@@ -21,10 +31,10 @@ HERE = Environment(
 )
 
 
-def session(began: float = BEGAN, lasted: float | None = 100.0, **fields: Any) -> Session:
+def session(began: float = BEGAN, lasted: float | None = 100.0, **fields: Any) -> RunSession:
     state = {"state": "finished"} if lasted is not None else {}
     ended = None if lasted is None else began + lasted
-    return Session(**{"began": began, "environment": HERE, "ended": ended, "stages": ["train"]} | state | fields)
+    return RunSession(**{"began": began, "environment": HERE, "ended": ended, "stages": ["train"]} | state | fields)
 
 
 def some_costs(wall: float = 10.0, iterations: int = 100) -> Costs:
@@ -69,11 +79,11 @@ def loss_lines(number: int, begin: int = 1, began: float = BEGAN, per_epoch: int
     ]
 
 
-def write_run(folder: Path, *sessions: Session, name: str = "digits", config: dict[str, Any] | None = None) -> Path:
+def write_run(folder: Path, *sessions: RunSession, name: str = "digits", config: dict[str, Any] | None = None) -> Path:
     """Write a whole run: run.json, a record with one line of every kind, and the scalars of 100 iterations."""
     folder.mkdir(parents=True, exist_ok=True)
-    write_facts(
-        folder, RunFacts(name=name, seed=3, config=config or {}, sessions=list(sessions or [session(epoch=10, iter=100)]))
+    write_manifest(
+        folder, RunManifest(name=name, seed=3, config=config or {}, sessions=list(sessions or [session(epoch=10, iter=100)]))
     )
     at = {"epoch": 5, "iter": 50}
     write_record(

@@ -45,7 +45,7 @@ def test_a_visitor_is_told_everything_in_order_until_the_run_ends(server, visito
     assert [one for data in points for one in data["iter"]] == list(range(1, 16))
     assert [one for data in points for one in data["epoch"]] == [1] * 5 + [2] * 5 + [3] * 5
     assert all(math.isfinite(one) for data in points for one in data["values"]["loss"])
-    assert [data["iter"] for _, kind, data in heard if kind == "metrics"] == [5, 10, 15]
+    assert [data["iter"] for _, kind, data in heard if kind == "validation"] == [5, 10, 15]
     names = [name for _, kind, data in heard if kind == "checkpoint" for name in data["names"]]
     assert names == ["epoch_1.safetensors", "epoch_2.safetensors", "epoch_3.safetensors"]
     assert {"max_epochs": 3, "max_iters": None} in [data for _, kind, data in heard if kind == "progress"]
@@ -197,7 +197,7 @@ def test_runs_one_after_the_other_on_an_open_bus_are_not_mixed_up():
     with bus:
         for epochs in (1, 2):
             Job(bus, epochs=epochs).loop.run()
-    assert [(page.state, page.iter) for page in board] == [("finished", 5), ("finished", 10)]
+    assert [(page.story.state, page.iter) for page in board] == [("finished", 5), ("finished", 10)]
 
 
 def test_a_resumed_run_is_shown_at_the_place_of_its_checkpoint(tmp_path):
@@ -206,7 +206,7 @@ def test_a_resumed_run_is_shown_at_the_place_of_its_checkpoint(tmp_path):
     Job(Bus(watcher), epochs=4, work_dir=tmp_path).loop.run(resume="auto")
     [page] = watcher.board
     [resume] = [
-        data for _, kind, data in messages(iter(b"".join(page.feed.read()[0]).decode().splitlines())) if kind == "resume"
+        data for _, kind, data in messages(iter(b"".join(page.messages.read()[0]).decode().splitlines())) if kind == "resume"
     ]
     assert (resume["epoch"], resume["iter"]) == (3, 15)
 
@@ -296,13 +296,13 @@ def test_a_run_that_had_begun_before_is_shown_from_its_next_epoch(server):
 
     Job(bus, epochs=4).loop.run()
     (page,) = server.board
-    assert (page.state, page.iter) == ("finished", 20)
+    assert (page.story.state, page.iter) == ("finished", 20)
 
 
 def test_metrics_for_prometheus_are_served_beside_the_pages(server, visitor):
     pytest.importorskip("prometheus_client")
     with watched(server, slow=True, name="mine", val_interval=10), visitor.told() as told:
-        wait_for(told, "metrics")
+        wait_for(told, "validation")
         lines = visitor.client.get("/metrics").text
     assert re.search(r'^trainbus_iterations_total\{run="mine"\} [1-9]', lines, re.MULTILINE), lines
 

@@ -16,7 +16,7 @@ import torch
 
 from eventloop import Bus, Hook, TrainLoop, mount
 from eventloop.observe import Costs, Part, RunFolder, expensive
-from eventloop.observe.report import History, verdict
+from eventloop.observe.report import ReportedRun, verdict
 from hooks import CheckpointHook, RunRecordHook
 
 from ..hooks.conftest import batches, loss_of, small_model
@@ -155,7 +155,7 @@ def test_the_parts_add_up_to_the_wall_time(trained):
 
 def test_the_report_names_all_five_with_the_right_figures(trained):
     _, folder = trained
-    told = verdict(History(folder), lambda metrics: None)
+    told = verdict(ReportedRun(folder), lambda metrics: None)
     assert figure(told, r"% of the time is waiting for data: ([\d.]+) ms an iteration") / 1e3 == about(DATA)
     assert figure(told, r"Histograms takes .*: ([\d.]+) ms an iteration") / 1e3 == about(HOOK)
     assert figure(told, r"full lane of Uploader: its handler takes ([\d.]+) ms an event") / 1e3 == about(LANE)

@@ -11,7 +11,7 @@ from eventloop.cli.runs import best_metric
 from eventloop.observe import Damage, Histogram, RankCosts, RankTimes, Straggler
 from eventloop.observe.curves import Curve, read_curves
 from eventloop.observe.record import Checkpoint
-from eventloop.observe.report import History, build_report, verdict
+from eventloop.observe.report import ReportedRun, build_report, verdict
 from eventloop.observe.report.bars import cost_bars
 from eventloop.observe.report.page import MOST_BYTES, run_names
 
@@ -70,11 +70,11 @@ class Page(HTMLParser):
 
 
 def page_of(*folders) -> Page:
-    return Page(build_report([History(folder) for folder in folders], best_metric))
+    return Page(build_report([ReportedRun(folder) for folder in folders], best_metric))
 
 
 def sentences(folder) -> list[str]:
-    return verdict(History(folder), best_metric)
+    return verdict(ReportedRun(folder), best_metric)
 
 
 # The page
@@ -223,8 +223,8 @@ def test_lines_of_other_kinds_are_left_out_and_such_with_wrong_fields_are_damage
         {"time": BEGAN, "kind": "costs"},
         {"kind": "validation"},
     )
-    history = History(folder)
-    assert len(history.lines(Checkpoint)) == len(History(write_run(tmp_path / "other")).lines(Checkpoint))
+    history = ReportedRun(folder)
+    assert len(history.story.of(Checkpoint)) == len(ReportedRun(write_run(tmp_path / "other")).story.of(Checkpoint))
     assert history.damaged == {"record.jsonl": Damage(lines=3, first=12)}
 
 
@@ -251,7 +251,7 @@ def test_several_runs_have_their_curves_in_one_chart_costs_side_by_side_and_diff
 
 
 def test_runs_of_the_same_name_are_told_apart_by_their_folders(tmp_path):
-    runs = [History(write_run(tmp_path / name)) for name in "ab"]
+    runs = [ReportedRun(write_run(tmp_path / name)) for name in "ab"]
     assert run_names(runs) == [f"digits ({tmp_path / name})" for name in "ab"]
 
 
@@ -359,7 +359,7 @@ def test_the_time_of_a_curve_has_no_pauses_and_epochs_have_fractions(tmp_path):
     folder = write_run(tmp_path, session(lasted=50), session(BEGAN + 1050, lasted=50))
     (folder / "scalars.jsonl").unlink()
     write_scalars(folder, *loss_lines(50), *loss_lines(50, begin=51, began=BEGAN + 1000))
-    run = History(folder)
+    run = ReportedRun(folder)
     curve = run.curves["train/loss"]
     assert run.elapsed(curve.times).tolist() == list(range(1, 101))
     assert run.epochs_at(curve)[[4, 9, 24]].tolist() == [0.5, 1.0, 2.5]
@@ -367,7 +367,7 @@ def test_the_time_of_a_curve_has_no_pauses_and_epochs_have_fractions(tmp_path):
 
 def test_the_last_epoch_may_be_incomplete(tmp_path):
     write_scalars(tmp_path, *loss_lines(25))
-    run = History(tmp_path)
+    run = ReportedRun(tmp_path)
     assert run.epochs_at(run.curves["train/loss"])[-1] == 2.5
 
 
@@ -377,7 +377,7 @@ def test_the_last_epoch_may_be_incomplete(tmp_path):
 def test_the_costs_of_all_sessions_are_added(tmp_path):
     folder = write_run(tmp_path, session(), session(BEGAN + 1000))
     write_record(folder, costs_line(BEGAN + 1050, some_costs(30.0, 50)), costs_line(BEGAN + 1060, some_costs(40.0, 60)))
-    costs = History(folder).costs
+    costs = ReportedRun(folder).costs
     assert (costs.wall, costs.steps.total, costs.lanes[0].delivered) == (50, 160, 156)
     assert {part.name: round(part.share, 6) for part in costs.parts} == {part.name: part.share for part in some_costs().parts}
     assert sum(part.seconds for part in costs.parts) == pytest.approx(50)
@@ -386,11 +386,11 @@ def test_the_costs_of_all_sessions_are_added(tmp_path):
 def test_costs_that_begin_anew_in_the_same_session_are_added(tmp_path):
     folder = write_run(tmp_path)
     write_record(folder, costs_line(BEGAN + 101, some_costs(2.0, 10)))
-    assert History(folder).costs.wall == 12
+    assert ReportedRun(folder).costs.wall == 12
 
 
 def test_step_times_are_those_between_two_measurements(tmp_path):
-    times = History(write_run(tmp_path)).step_times()
+    times = ReportedRun(write_run(tmp_path)).step_times()
     assert [(one.iter, one.steps.counts) for one in times] == [(50, {212: 40, 220: 10}), (100, {212: 50})]
 
 
@@ -403,20 +403,20 @@ def test_the_bar_of_costs_adds_up_to_100_percent():
 
 def test_a_run_without_costs_has_no_step_times(tmp_path):
     write_scalars(tmp_path, *loss_lines(3))
-    assert History(tmp_path).costs is None
-    assert History(tmp_path).step_times() == []
+    assert ReportedRun(tmp_path).costs is None
+    assert ReportedRun(tmp_path).step_times() == []
     assert Histogram().total == 0
 
 
 def test_further_names_of_a_file_are_one_checkpoint(tmp_path):
     run = write_run(tmp_path / "run")
-    before = len(History(run).checkpoints())
+    before = len(ReportedRun(run).story.checkpoints())
     common = {"kind": "checkpoint", "epoch": 4}
     write_record(
         run,
         {"time": 3e9, "iter": 127, "names": ["epoch_4.safetensors"], "bytes": 1000, "stall": 0.1, "seconds": 0.2} | common,
         {"time": 3e9, "iter": 128, "names": ["best_accuracy_epoch_4.safetensors"], "bytes": 0} | common,
     )
-    history = History(run)
-    assert history.checkpoints()[before:][0].names == ["epoch_4.safetensors", "best_accuracy_epoch_4.safetensors"]
-    assert len(history.checkpoints()) == before + 1
+    history = ReportedRun(run)
+    assert history.story.checkpoints()[before:][0].names == ["epoch_4.safetensors", "best_accuracy_epoch_4.safetensors"]
+    assert len(history.story.checkpoints()) == before + 1

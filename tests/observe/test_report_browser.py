@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from eventloop.cli.runs import best_metric
-from eventloop.observe.report import History, build_report
+from eventloop.observe.report import ReportedRun, build_report
 
 from .folders import write_run
 
@@ -35,7 +35,7 @@ def browser() -> Iterator[Any]:
 def files(tmp_path_factory) -> dict[str, Path]:
     """The pages of a run and of two runs."""
     folder = tmp_path_factory.mktemp("runs")
-    runs = [History(write_run(folder / name, name=name)) for name in ("first", "second")]
+    runs = [ReportedRun(write_run(folder / name, name=name)) for name in ("first", "second")]
     written = {"one": folder / "one.html", "two": folder / "two.html"}
     written["one"].write_bytes(build_report(runs[:1], best_metric))
     written["two"].write_bytes(build_report(runs, best_metric))

@@ -11,9 +11,18 @@ from hypothesis import strategies as st
 from eventloop import Bus
 from eventloop.cli import main
 from eventloop.cli.runs import best_metric
-from eventloop.observe import Damage, RunDamagedError, RunFolder, RunFolderError, encode_line, find_runs, last_lines, read_facts
+from eventloop.observe import (
+    Damage,
+    RunDamagedError,
+    RunFolder,
+    RunFolderError,
+    encode_line,
+    find_runs,
+    last_lines,
+    read_manifest,
+)
 from eventloop.observe.environment import this_process
-from eventloop.observe.report import History, build_report, verdict
+from eventloop.observe.report import ReportedRun, build_report, verdict
 
 from .folders import BEGAN, GONE, HERE, loss_lines, session, write_record, write_run, write_scalars
 
@@ -26,10 +35,10 @@ def test_a_folder_without_files_of_a_run_is_an_error(tmp_path):
 def test_a_folder_with_scalars_only_has_the_name_of_the_folder(tmp_path):
     write_scalars(tmp_path, *loss_lines(3))
     run = RunFolder(tmp_path)
-    assert run.facts().name == tmp_path.name
+    assert run.manifest().name == tmp_path.name
     assert [line["step"] for line in run.scalars()] == [1, 2, 3]
     assert list(run.record()) == []
-    assert run.seconds() == 0
+    assert run.story().seconds == 0
 
 
 @pytest.mark.parametrize("cut", [b'{"step": 4, "tra', b"\0\0\0"])
@@ -79,7 +88,7 @@ NESTED = b"[" * 5_000 + b"]" * 5_000
 def test_a_damaged_run_json_is_an_error_that_names_it(tmp_path, content):
     (tmp_path / "run.json").write_bytes(content)
     with pytest.raises(RunDamagedError, match=r"run\.json is damaged.*move it away"):
-        RunFolder(tmp_path).facts()
+        RunFolder(tmp_path).manifest()
 
 
 @pytest.mark.parametrize("name", ["run.json", "record.jsonl", "scalars.jsonl"])
@@ -89,7 +98,7 @@ def test_a_file_that_is_not_a_file_is_an_error_that_names_it(tmp_path, name, put
     (tmp_path / name).unlink()
     put(tmp_path / name)
     with pytest.raises(RunDamagedError, match=re.escape(name)):
-        History(tmp_path)
+        ReportedRun(tmp_path)
 
 
 @pytest.mark.parametrize(("name", "key"), [("run.json", b"began"), ("record.jsonl", b"iter")])
@@ -137,7 +146,7 @@ def test_any_damage_is_read_around_or_told(tmp_path_factory, name, data):
     assert main(["runs", str(folder)]) in (0, 1)
     str(last_lines(folder / "a", Bus()))
     try:
-        history = History(folder / "a")
+        history = ReportedRun(folder / "a")
     except RunDamagedError as error:
         assert "run.json" in str(error)
     else:
@@ -148,7 +157,7 @@ def test_any_damage_is_read_around_or_told(tmp_path_factory, name, data):
 def test_a_run_json_of_a_newer_trainbus_is_an_error_that_says_so(tmp_path):
     (tmp_path / "run.json").write_text('{"name": "a", "format": 2}')
     with pytest.raises(RunDamagedError, match=r"format 2.*upgrade trainbus"):
-        read_facts(tmp_path)
+        read_manifest(tmp_path)
 
 
 def test_runs_are_found_in_subfolders_but_not_in_other_runs_hidden_folders_or_links(tmp_path):
@@ -161,20 +170,20 @@ def test_runs_are_found_in_subfolders_but_not_in_other_runs_hidden_folders_or_li
 
 def test_the_time_of_a_run_is_that_of_its_sessions_without_the_pauses(tmp_path):
     write_run(tmp_path, session(lasted=10), session(BEGAN + 1000, lasted=20))
-    assert RunFolder(tmp_path).seconds() == 30
+    assert RunFolder(tmp_path).story().seconds == 30
 
 
 def test_a_killed_session_ends_with_its_last_sign_of_life(tmp_path):
     write_run(tmp_path, session(lasted=None), session(BEGAN + 1000, lasted=None))
     write_record(tmp_path, {"time": BEGAN + 1020, "kind": "test", "epoch": 1, "iter": 1})
     write_scalars(tmp_path, *loss_lines(3, begin=101, began=BEGAN + 1000 - 100), {"time": "no number"})
-    assert RunFolder(tmp_path).ends() == [BEGAN + 100, BEGAN + 1020]
+    assert RunFolder(tmp_path).story().ends == [BEGAN + 100, BEGAN + 1020]
 
 
 def test_the_end_of_a_long_run_that_was_killed_is_found_at_the_end_of_its_scalars(tmp_path):
     write_run(tmp_path, session(lasted=None))
     write_scalars(tmp_path, *loss_lines(5000, begin=101))
-    assert RunFolder(tmp_path).seconds() == 5100
+    assert RunFolder(tmp_path).story().seconds == 5100
 
 
 @pytest.mark.parametrize(

@@ -81,8 +81,8 @@ class Application(Starlette):
 
     async def _runs(self, request: Request) -> Response:
         runs = [page.summary() for page in self.board]
-        told = {"runs": runs, "changes": self._access.mode, "may_change": self._access.allows(request)}
-        return JSONResponse(told, headers={"cache-control": "no-store"})
+        payload = {"runs": runs, "changes": self._access.mode, "may_change": self._access.allows(request)}
+        return JSONResponse(payload, headers={"cache-control": "no-store"})
 
     async def _metrics(self, request: Request) -> Response:
         if self._expose is None:
@@ -94,11 +94,11 @@ class Application(Starlette):
     async def _events(self, request: Request) -> Response | EventStream:
         page = self._page(request)
         seen = _seen(request)
-        if page.feed.over and seen >= page.feed.number:
+        if page.messages.over and seen >= page.messages.number:
             return Response(status_code=204)  # 204 tells a browser's EventSource not to reconnect
         if self._readers.number >= _MOST_READERS:
             return refused(503, f"{_MOST_READERS} pages are open, which is the limit; close some")
-        return EventStream(page.feed, seen, self._readers, self._cut_off)
+        return EventStream(page.messages, seen, self._readers, self._cut_off)
 
     async def _command(self, request: Request) -> Response:
         page, command = self._page(request), request.path_params["command"]

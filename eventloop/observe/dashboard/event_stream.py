@@ -1,4 +1,4 @@
-"""``EventStream``: send the messages of a feed to one reader as server-sent events."""
+"""``EventStream``: send the messages of a run to one reader as server-sent events."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import anyio
 import anyio.lowlevel
 from starlette.types import Receive, Scope, Send
 
-from eventloop.observe.dashboard.feed import Feed
+from eventloop.observe.dashboard.message_log import MessageLog
 from eventloop.offload import server_ends
 
 PACE: Final = 0.2
-"""Seconds between two polls of the feed with one reader."""
+"""Seconds between two polls of the log with one reader."""
 PACE_PER_READER: Final = 0.01
 """Seconds that each further reader adds, so that 200 readers load the interpreter no more than a few."""
 QUIET: Final = 10.0
@@ -30,7 +30,7 @@ _HEADERS: Final = [
 
 
 class Readers:
-    """The number of readers of all feeds of an application."""
+    """The number of readers of all runs of an application."""
 
     def __init__(self, is_closed: Callable[[], bool]) -> None:
         self.number = 0
@@ -38,29 +38,31 @@ class Readers:
 
     @property
     def pace(self) -> float:
-        """Seconds between two polls of the feed."""
+        """Seconds between two polls of the log."""
         return PACE + PACE_PER_READER * self.number
 
 
 class EventStream:
-    """An ASGI response that ends with the feed, when its server ends, or when the reader does not read.
+    """An ASGI response that ends with the last message, when its server ends, or when the reader does not read.
 
     Args:
-        feed: the messages to send.
+        messages: the messages of the run.
         seen: number of the last message that the reader received.
         readers: the count of all readers.
         cut_off: closes a connection at once, given the client's address; None leaves it to the server.
     """
 
-    def __init__(self, feed: Feed, seen: int, readers: Readers, cut_off: Callable[[Any], object] | None = None) -> None:
-        self._feed = feed
+    def __init__(
+        self, messages: MessageLog, seen: int, readers: Readers, cut_off: Callable[[Any], object] | None = None
+    ) -> None:
+        self._messages = messages
         self._seen = seen
         self._readers = readers
         self._cut_off = cut_off
         self._gone = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send messages until the feed, the server or the connection ends."""
+        """Send messages until the run, the server or the connection ends."""
         self._readers.number += 1
         try:
             async with anyio.create_task_group() as tasks:
@@ -79,8 +81,8 @@ class EventStream:
             return False
         quiet = 0.0
         while True:
-            ends = self._ends  # before the last read of the feed, which must see all earlier messages
-            messages, self._seen, is_last = self._feed.read(self._seen)
+            ends = self._ends  # before the last read, which must see all earlier messages
+            messages, self._seen, is_last = self._messages.read(self._seen)
             if not messages and quiet >= QUIET:
                 messages = [b": still here\n\n"]
             for body in _chunks(messages):

@@ -5,15 +5,16 @@ from __future__ import annotations
 import math
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Literal
 
 import torch
 
 from eventloop.errors import TrainbusError
-from eventloop.observe.dashboard.feed import Feed
-from eventloop.observe.story import RunState
+from eventloop.observe.dashboard.message_log import MessageLog
+from eventloop.observe.record import End, Entry, Pause, Resume, begin_of, fields_of
+from eventloop.observe.states import ENDED, RunState
+from eventloop.observe.story import RunStory
 
 Command = Literal["pause", "resume", "stop", "checkpoint", "lr"]
 
@@ -26,60 +27,68 @@ class CommandRefusedError(TrainbusError):
 
 
 class RunPage:
-    """The feed, the state and the commands of one run. Holds the run weakly.
+    """The story, the messages and the commands of one run. Holds the run weakly.
 
     Commands are safe from any thread and take effect at the next safe mount point of the run, as in code.
     """
 
     def __init__(self, number: int, run: Any) -> None:
         self.number = number
-        self.name = str(getattr(run, "name", "") or "run")
-        self.began = time.time()
-        self.state = RunState.RUNNING
-        self.stop_reason = ""
+        begin = begin_of(run)
+        self.story = RunStory()
+        self.story.add(begin)
+        self.name, self.began = begin.name or "run", begin.time
+        self.end = End(time=0.0, state=RunState.FINISHED)
+        """How the run ends; posted when its last checkpoint is written."""
         self.ends_later = False
         """True if the page ends after the last checkpoint is written instead of with ``after_run``."""
-        self.result: tuple[RunState, str] = (RunState.FINISHED, "")
-        """State and reason at the end."""
         self.last_costs: Any = None
         self.iter = self.epoch = 0
-        self.feed = Feed()
-        self._run: Callable[[], Any] = (lambda: None) if run is None else weakref.ref(run)
-        work_dir = getattr(run, "work_dir", None)
+        self.messages = MessageLog()
         self.refusals = _refusals(run)
         """Reasons why commands are not possible, by command; empty if all are possible."""
-        facts = {"name": self.name, "work_dir": "" if work_dir is None else str(work_dir), "began": self.began}
-        self.feed.post("hello", facts | {"state": self.state, "refusals": self.refusals, "lr": learning_rate(run)})
+        facts = {"name": self.name, "work_dir": begin.work_dir or "", "began": self.began, "state": self.story.state}
+        self.messages.post("hello", facts | {"refusals": self.refusals, "lr": learning_rate(run)})
 
     def is_of(self, run: object) -> bool:
         """Return True for the page of this run."""
-        return self._run() is run
+        return self.story.run() is run
 
     @property
     def over(self) -> bool:
         """True if the run has ended."""
-        return self.feed.over
+        return self.messages.over
 
-    def to_state(self, state: RunState) -> None:
-        """Change the state and post it."""
-        if not self.over:
-            self.state = state
-            self.feed.post("state", self._where() | {"state": state, "over": False, "reason": ""})
+    def add(self, entry: Entry) -> None:
+        """Add an entry to the story, and post it."""
+        if self.over:
+            return
+        self.iter = max(self.iter, entry.iter)
+        self.story.add(entry)
+        match entry:
+            case Pause():
+                self._post_state()
+            case End():
+                self._post_state(entry.reason)
+            case _:
+                self.epoch = entry.epoch if isinstance(entry, Resume) else self.epoch
+                fields = fields_of(entry)
+                if "names" in fields:
+                    fields["names"] = [name.rstrip("/").rpartition("/")[2] for name in fields["names"]]
+                self.messages.post(fields.pop("kind"), fields)
 
-    def end(self) -> None:
+    def close(self) -> None:
         """Post the end of the run as the last message."""
-        if not self.over:
-            self.state, reason = self.result
-            self.last_costs = None
-            self.feed.post("state", self._where() | {"state": self.state, "over": True, "reason": reason}, last=True)
+        self.last_costs = None
+        self.add(self.end)
 
     def note(self, kind: str, **facts: Any) -> None:
         """Post a note about an event of the run."""
-        self.feed.post(kind, self._where() | facts)
+        self.messages.post(kind, self._where() | facts)
 
     def costs(self, costs: Mapping[str, Any]) -> None:
         """Post the run's costs so far, in place of the previous ones."""
-        self.feed.post("costs", {**costs, "lr": learning_rate(self._run())}, replace=True)
+        self.messages.post("costs", {**costs, "lr": learning_rate(self.story.run())}, replace=True)
 
     def command(self, name: Command, lr: float = 0.0) -> None:
         """Send a command to the run.
@@ -88,7 +97,7 @@ class RunPage:
             CommandRefusedError: the run has ended or cannot do this.
             ConfigurationError: the learning rate is missing or invalid.
         """
-        run = self._run()
+        run = self.story.run()
         if self.over or run is None:
             raise CommandRefusedError(self.refusals.get(name, "the run has ended"))
         if name in self.refusals:
@@ -96,14 +105,14 @@ class RunPage:
         match name:
             case "pause":
                 run.pause()
-                self.to_state(RunState.PAUSING)
+                self._ask(RunState.PAUSING)
             case "resume":
                 run.resume()
-                if self.state is RunState.PAUSING:  # it was not paused yet, so no run_resumed will come
-                    self.to_state(RunState.RUNNING)
+                if self.story.state is RunState.PAUSING:  # it was not paused yet, so no run_resumed will come
+                    self._ask(RunState.RUNNING)
             case "stop":
                 run.stop("stopped from the dashboard")
-                self.to_state(RunState.STOPPING)
+                self._ask(RunState.STOPPING)
             case "checkpoint":
                 run.checkpoint_now()
                 self.note("asked", what="a checkpoint")
@@ -114,7 +123,18 @@ class RunPage:
     def summary(self) -> dict[str, Any]:
         """Return the run's row in the list of runs."""
         where = {"iter": self.iter, "epoch": self.epoch}
-        return {"number": self.number, "name": self.name, "state": self.state, "began": self.began} | where
+        return {"number": self.number, "name": self.name, "state": self.story.state, "began": self.began} | where
+
+    def _ask(self, state: RunState) -> None:
+        """Post the state between a command and its effect."""
+        if not self.over:
+            self.story.state = state
+            self._post_state()
+
+    def _post_state(self, reason: str = "") -> None:
+        state = self.story.state
+        over = state in ENDED
+        self.messages.post("state", self._where() | {"state": state, "over": over, "reason": reason}, last=over)
 
     def _where(self) -> dict[str, Any]:
         return {"time": time.time(), "iter": self.iter, "epoch": self.epoch}

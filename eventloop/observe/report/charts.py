@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from eventloop.observe.curves import Array, Curve
-from eventloop.observe.report.history import History
+from eventloop.observe.report.reported_run import ReportedRun
 from eventloop.observe.verdict import duration
 
 
@@ -44,7 +44,7 @@ class Chart(NamedTuple):
         return duration(value) if self.unit == "s" else f"{value:.4g}"
 
 
-def scalar_charts(runs: Sequence[History], names: Sequence[str]) -> list[Chart]:
+def scalar_charts(runs: Sequence[ReportedRun], names: Sequence[str]) -> list[Chart]:
     """Return a chart for each scalar, with a line for each run that has it: validations and losses first."""
     scalars = dict.fromkeys(name for run in runs for name in run.curves)
     ordered = sorted(scalars, key=lambda name: not (name.startswith("val") or "loss" in name.lower()))
@@ -54,7 +54,7 @@ def scalar_charts(runs: Sequence[History], names: Sequence[str]) -> list[Chart]:
     ]
 
 
-def step_charts(runs: Sequence[History], names: Sequence[str]) -> list[Chart]:
+def step_charts(runs: Sequence[ReportedRun], names: Sequence[str]) -> list[Chart]:
     """Return charts of step-time percentiles over time: one chart for one run, two for several runs."""
     shares = (("median", 0.5), ("99th percentile", 0.99)) if len(runs) > 1 else (("median", 0.5), ("90 %", 0.9), ("99 %", 0.99))
     found: list[Chart] = []
@@ -72,7 +72,7 @@ def step_charts(runs: Sequence[History], names: Sequence[str]) -> list[Chart]:
     return found
 
 
-def drawn(charts: Iterable[Chart], runs: Sequence[History], most: int) -> dict[str, Any]:
+def drawn(charts: Iterable[Chart], runs: Sequence[ReportedRun], most: int) -> dict[str, Any]:
     """Return charts as JSON for the page. Lines with equal positions share them."""
     places: dict[bytes, int] = {}
     axes: list[Mapping[str, Any]] = []
@@ -91,7 +91,7 @@ def drawn(charts: Iterable[Chart], runs: Sequence[History], most: int) -> dict[s
     return {"charts": made, "axes": axes}
 
 
-def _over_time(run: History, share: float) -> Curve:
+def _over_time(run: ReportedRun, share: float) -> Curve:
     rows = [(one.iter, one.epoch, one.time, one.steps.quantile(share)) for one in run.step_times()]
     return Curve(*np.array(rows, np.float64).reshape(-1, 4).T)
 

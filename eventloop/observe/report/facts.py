@@ -6,17 +6,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from eventloop.observe.environment import Environment
-from eventloop.observe.report.history import History
+from eventloop.observe.report.reported_run import ReportedRun
 from eventloop.observe.verdict import size
 
 _MOST = 2_000  # characters of one value
 
 
-def environment_rows(run: History) -> dict[str, str]:
+def environment_rows(run: ReportedRun) -> dict[str, str]:
     """Return the machine, process and software of a run's last session; empty without ``run.json``."""
-    if not run.sessions:
+    if not run.story.sessions:
         return {}
-    last = run.sessions[-1]
+    last = run.story.sessions[-1]
     where: Environment = last.environment
     machine, git = where.machine, where.git
     changed = "" if git is None or git.clean else ", with changes that were not committed"
@@ -30,14 +30,14 @@ def environment_rows(run: History) -> dict[str, str]:
         "memory": size(machine.memory),
         "GPUs": ", ".join(machine.gpus) or "none",
         "processes": str(last.world_size),
-        "seed": "none" if run.facts.seed is None else str(run.facts.seed),
+        "seed": "none" if run.story.manifest.seed is None else str(run.story.manifest.seed),
     }
     return {name: shortened(value) for name, value in (rows | where.versions).items()}
 
 
-def configuration_rows(run: History) -> dict[str, str]:
+def configuration_rows(run: ReportedRun) -> dict[str, str]:
     """Return the configuration of a run with dotted keys, such as ``loop.max_epochs``."""
-    return {name: shortened(value) for name, value in _flat(run.facts.config)}
+    return {name: shortened(value) for name, value in _flat(run.story.manifest.config)}
 
 
 def differences(rows: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:

@@ -19,7 +19,7 @@ from eventloop.observe.record import Checkpoint, FailedCheckpoint, Resume, Skipp
 from eventloop.observe.report import facts
 from eventloop.observe.report.bars import cost_bars
 from eventloop.observe.report.charts import drawn, scalar_charts, step_charts
-from eventloop.observe.report.history import History
+from eventloop.observe.report.reported_run import ReportedRun
 from eventloop.observe.report.sentences import Best, count, verdict
 from eventloop.observe.verdict import duration, size
 
@@ -34,7 +34,7 @@ _FITS: Final = (
 _NO_OTHER: Final = "base-uri 'none'; form-action 'none'"
 
 
-def build_report(runs: Sequence[History], best: Best) -> bytes:
+def build_report(runs: Sequence[ReportedRun], best: Best) -> bytes:
     """Return one page of HTML about runs, of at most 1 MB. It needs no network and no other file.
 
     Args:
@@ -65,9 +65,9 @@ def build_report(runs: Sequence[History], best: Best) -> bytes:
     return page
 
 
-def run_names(runs: Sequence[History]) -> list[str]:
+def run_names(runs: Sequence[ReportedRun]) -> list[str]:
     """Return the names of runs; equal names get their folder appended."""
-    names = [run.facts.name or run.path.name for run in runs]
+    names = [run.story.manifest.name or run.path.name for run in runs]
     return [name if names.count(name) == 1 else f"{name} ({run.path})" for name, run in zip(names, runs, strict=True)]
 
 

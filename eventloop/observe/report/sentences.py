@@ -8,8 +8,8 @@ from typing import Final
 import numpy as np
 
 from eventloop.observe.record import FailedCheckpoint, SkippedCheckpoint, Validation
-from eventloop.observe.report.history import History
-from eventloop.observe.story import RunState
+from eventloop.observe.report.reported_run import ReportedRun
+from eventloop.observe.states import RunState
 from eventloop.observe.verdict import duration, expensive
 
 Best = Callable[[Sequence[Mapping[str, float]]], tuple[str, int] | None]
@@ -18,22 +18,22 @@ Best = Callable[[Sequence[Mapping[str, float]]], tuple[str, int] | None]
 _MOST: Final = 6
 
 
-def verdict(run: History, best: Best) -> list[str]:
+def verdict(run: ReportedRun, best: Best) -> list[str]:
     """Return the state of a run, its best metric, what was expensive, its checkpoints, and what was lost."""
     return [_state(run), *_abandoned(run), *_best(run, best), *_costs(run), *_checkpoints(run), *_lost(run), *_not_finite(run)]
 
 
-def _state(run: History) -> str:
+def _state(run: ReportedRun) -> str:
     came_to = [f"{run.iterations:,} iterations"] if run.iterations else []
     if run.epochs:
         came_to.insert(0, count(run.epochs, "epoch"))
     after = f"{' and '.join(came_to) or 'no iteration'} in {duration(run.seconds)}"
-    if not run.sessions:
+    if not run.story.sessions:
         return f"The end of the run is unknown, because run.json is missing. Its scalars cover {after}."
-    last, number = run.sessions[-1], len(run.sessions)
+    last, number = run.story.sessions[-1], len(run.story.sessions)
     sessions = f", in {number} sessions" if number > 1 else ""
     reason = f": {last.reason.strip().rstrip('.')}" if last.reason.strip() else ""
-    match run.state:
+    match run.story.state:
         case RunState.KILLED:
             return f"The run was killed after {after}{sessions}: its process ended without recording an end."
         case RunState.RUNNING:
@@ -45,11 +45,11 @@ def _state(run: History) -> str:
             return f"The run {how} after {after}{sessions}{reason}."
 
 
-def _abandoned(run: History) -> Iterator[str]:
-    cuts = [cut for cut in run.timeline.cuts if cut.lost]
+def _abandoned(run: ReportedRun) -> Iterator[str]:
+    cuts = [cut for cut in run.story.cuts if cut.lost]
     if not cuts:
         return
-    last, validations = cuts[-1], sum(isinstance(line, Validation) for line in run.timeline.abandoned)
+    last, validations = cuts[-1], sum(isinstance(line, Validation) for line in run.story.abandoned)
     lost = count(sum(cut.lost for cut in cuts), "iteration") + (
         f" and {count(validations, 'validation')}" if validations else ""
     )
@@ -61,8 +61,8 @@ def _abandoned(run: History) -> Iterator[str]:
     )
 
 
-def _best(run: History, best: Best) -> Iterator[str]:
-    validations = run.lines(Validation)
+def _best(run: ReportedRun, best: Best) -> Iterator[str]:
+    validations = run.story.of(Validation)
     found = best([line.metrics for line in validations])
     if found is not None:
         text, index = found
@@ -70,7 +70,7 @@ def _best(run: History, best: Best) -> Iterator[str]:
         yield f"Best {text}, {where}; {count(len(validations), 'validation')}."
 
 
-def _costs(run: History) -> Iterator[str]:
+def _costs(run: ReportedRun) -> Iterator[str]:
     costs = run.costs
     if costs is None:
         yield "Costs were not measured: add RunRecordHook. It writes them every ten seconds and at the end of a run."
@@ -80,19 +80,19 @@ def _costs(run: History) -> Iterator[str]:
         yield f"{costs.dropped:,} measurements were lost; their time is missing from the costs."
 
 
-def _checkpoints(run: History) -> Iterator[str]:
-    if written := run.checkpoints():
+def _checkpoints(run: ReportedRun) -> Iterator[str]:
+    if written := run.story.checkpoints():
         held = (
             f"{count(len(written), 'checkpoint')} held training up for {duration(sum(line.stall for line in written))} in all"
         )
         yield f"{held}; writing one took at most {duration(max(line.seconds for line in written))}."
-    if failed := run.lines(FailedCheckpoint):
+    if failed := run.story.of(FailedCheckpoint):
         yield f"{count(len(failed), 'checkpoint')} could not be written, the last one at iteration {failed[-1].iter:,}."
-    if skipped := run.lines(SkippedCheckpoint):
+    if skipped := run.story.of(SkippedCheckpoint):
         yield f"{count(len(skipped), 'checkpoint')} had to be skipped, the last one at iteration {skipped[-1].iter:,}."
 
 
-def _lost(run: History) -> Iterator[str]:
+def _lost(run: ReportedRun) -> Iterator[str]:
     costs = run.costs
     if costs is not None and costs.lanes:
         lost = sum(lane.dropped + lane.failed for lane in costs.lanes)
@@ -102,7 +102,7 @@ def _lost(run: History) -> Iterator[str]:
         yield f"{name} is damaged: {count(damage.lines, 'line')} could not be read, the first one is line {damage.first:,}."
 
 
-def _not_finite(run: History) -> Iterator[str]:
+def _not_finite(run: ReportedRun) -> Iterator[str]:
     for name, curve in run.curves.items():
         bad = np.flatnonzero(~np.isfinite(curve.values))
         if len(bad):

@@ -4,9 +4,9 @@ import { Charts } from "./charts.js";
 const run = { state: "connecting", over: false, iter: 0, epoch: 0, refusals: {}, began: 0, ended: 0, changes: "nobody", may: false };
 const charts = new Charts($("charts"), Number($("smoothing").value));
 
-// ---------------------------------------------------------------------------------------------------- what is told
+// ---------------------------------------------------------------------------------------------------- what happens
 
-const told = {
+const received = {
   hello({ name, work_dir, began, state, refusals, lr }) {
     Object.assign(run, { began, state, refusals });
     document.title = `${name} · trainbus`;
@@ -27,10 +27,8 @@ const told = {
       if (bad >= 0 && name === "loss" && !run.bad) { run.bad = true; note(time[bad], iter[bad], "the loss is not a finite number", "bad"); }
     }
   },
-  metrics({ time, iter, stage, values }) {
-    charts.addMetrics(stage, iter, values);
-    note(time, iter, `${stage === "val" ? "validation" : "test"}: ${Object.entries(values).map(([name, value]) => `${name} ${show(value)}`).join(", ")}`);
-  },
+  validation: ({ time, iter, metrics }) => evaluated("val", "validation", time, iter, metrics),
+  test: ({ time, iter, metrics }) => evaluated("test", "test", time, iter, metrics),
   checkpoint({ time, iter, names, bytes, stall, seconds }) {
     const last = files.at(-1);
     if (!bytes && last) {  // further names of the file that was written last
@@ -55,8 +53,13 @@ const told = {
   costs(costs) { if (costs.lr) run.lr = costs.lr; showCosts(costs); },
 };
 
+function evaluated(stage, what, time, iter, metrics) {
+  charts.addMetrics(stage, iter, metrics);
+  note(time, iter, `${what}: ${Object.entries(metrics).map(([name, value]) => `${name} ${show(value)}`).join(", ")}`);
+}
+
 listen("events", (kind, data) => {
-  told[kind]?.(data);
+  received[kind]?.(data);
   due();
   return run.over ? "last" : "";
 }, (status, error) => {

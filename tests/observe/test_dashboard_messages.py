@@ -8,7 +8,8 @@ from itertools import pairwise
 import anyio
 import pytest
 
-from eventloop.observe.dashboard import Board, feed
+from eventloop.observe.dashboard import Board
+from eventloop.observe.dashboard.message_log import MessageLog
 
 pytest.importorskip("starlette")
 
@@ -24,7 +25,7 @@ def iterations(messages):
 
 
 def test_a_long_run_keeps_bounded_memory_with_evenly_thinned_scalars():
-    one = feed.Feed()
+    one = MessageLog()
     one.post("hello", {"name": "long"})
     for begin in range(0, 100_000, 250):
         one.add((number + 1, 1, 0.0, {"loss": 1.0}) for number in range(begin, begin + 250))
@@ -42,7 +43,7 @@ def test_a_long_run_keeps_bounded_memory_with_evenly_thinned_scalars():
 
 
 def test_notes_are_bounded_and_the_first_one_stays():
-    one = feed.Feed()
+    one = MessageLog()
     for number in range(5000):
         one.post("note" if number else "hello", {"number": number})
     messages, number, _ = one.read()
@@ -53,21 +54,21 @@ def test_notes_are_bounded_and_the_first_one_stays():
 
 
 def test_of_replaced_messages_the_last_one_is_told():
-    one = feed.Feed()
+    one = MessageLog()
     for wall in range(5):
         one.post("costs", {"wall": wall}, replace=True)
     assert told(one.read()[0]) == 'id: 5\nevent: costs\ndata: {"wall":4}\n\n'
 
 
 def test_a_reader_gets_the_part_of_a_batch_that_it_has_not_seen():
-    one = feed.Feed()
+    one = MessageLog()
     one.add((number, 1, 0.0, {"loss": float(number)}) for number in range(1, 11))
     assert iterations(one.read(7)[0]) == [8, 9, 10]
     assert one.read(10)[0] == []
 
 
 def test_numbers_that_are_not_finite_are_null_texts_are_left_out_and_names_are_bounded():
-    one = feed.Feed()
+    one = MessageLog()
     one.add([(1, 1, 0.0, {"loss": float("nan"), "other": float("inf"), "text": "x"})])
     assert '"values":{"loss":[null],"other":[null]}' in told(one.read()[0])
     one.add([(2, 1, 0.0, {f"name{number}": 1.0 for number in range(1000)})])
@@ -75,7 +76,7 @@ def test_numbers_that_are_not_finite_are_null_texts_are_left_out_and_names_are_b
 
 
 def test_nothing_is_told_after_the_last_message():
-    one = feed.Feed()
+    one = MessageLog()
     one.post("state", {"state": "finished"}, last=True)
     one.post("note", {})
     one.add([(1, 1, 0.0, {"loss": 1.0})])
@@ -116,8 +117,8 @@ async def stream(one, reader, readers=None, cut_off=None):
 
 
 @pytest.mark.anyio
-async def test_a_stream_ends_with_its_feed(anyio_backend):
-    one, reader = feed.Feed(), Reader()
+async def test_a_stream_ends_with_the_last_message(anyio_backend):
+    one, reader = MessageLog(), Reader()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(stream, one, reader)
         one.post("note", {"a": 1})
@@ -134,7 +135,7 @@ async def test_a_stream_ends_when_its_reader_leaves_or_its_server_ends(anyio_bac
     for leave in ("reader", "server"):
         reader, board = Reader(), Board()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(stream, feed.Feed(), reader, event_stream.Readers(lambda board=board: board.closed))
+            tasks.start_soon(stream, MessageLog(), reader, event_stream.Readers(lambda board=board: board.closed))
             while not reader.parts:
                 await anyio.sleep(0.01)
             if leave == "reader":
@@ -147,7 +148,7 @@ async def test_a_stream_ends_when_its_reader_leaves_or_its_server_ends(anyio_bac
 @pytest.mark.anyio
 async def test_a_stuck_stream_is_cut_off_by_the_address_of_its_reader(anyio_backend, monkeypatch):
     monkeypatch.setattr(event_stream, "PATIENCE", 0.05)
-    one, cut = feed.Feed(), []
+    one, cut = MessageLog(), []
     one.post("note", {})
     await stream(one, Reader(stuck_after=1), cut_off=cut.append)
     assert cut == [("a", 1)]
@@ -156,7 +157,7 @@ async def test_a_stuck_stream_is_cut_off_by_the_address_of_its_reader(anyio_back
 @pytest.mark.anyio
 async def test_a_quiet_stream_gives_a_sign_of_life(anyio_backend, monkeypatch):
     monkeypatch.setattr(event_stream, "QUIET", 0.1)
-    one, reader = feed.Feed(), Reader()
+    one, reader = MessageLog(), Reader()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(stream, one, reader)
         while b": still here\n\n" not in reader.body:

@@ -1,4 +1,4 @@
-"""``Feed``: the numbered messages of one run, in bounded memory. Each reader starts at the beginning, at its own speed.
+"""``MessageLog``: the numbered messages of one run, in bounded memory. Each reader starts at the beginning, at its own speed.
 
 Writers never wait for readers and never wake them, because readers poll. So writing costs the same with 200 readers as with
 none.
@@ -41,7 +41,7 @@ class _Message(NamedTuple):
     points: Sequence[Point] = ()
 
 
-class Feed:
+class MessageLog:
     """The messages of one run. Every method may be called from any thread.
 
     - More than 4,000 points are thinned out evenly, except the newest.

@@ -1,8 +1,7 @@
-"""``History``: the files of a run's folder, combined for a report."""
+"""``ReportedRun``: the files of a run's folder, combined for a report."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -15,9 +14,8 @@ import numpy as np
 
 from eventloop.observe.costs import Costs, Histogram, LaneCosts, Part
 from eventloop.observe.curves import Array, Curve, read_curves
-from eventloop.observe.record import Checkpoint, L, Measured
-from eventloop.observe.run_folder import Damage, RunFacts, RunFolder, Session
-from eventloop.observe.story import RunState
+from eventloop.observe.record import Measured
+from eventloop.observe.run_folder import Damage, RunFolder
 
 
 class StepTimes(NamedTuple):
@@ -29,46 +27,19 @@ class StepTimes(NamedTuple):
     steps: Histogram
 
 
-class History:
-    """A run, read from its folder."""
+class ReportedRun:
+    """A run, read from its folder: its story, its curves and its costs."""
 
     def __init__(self, folder: Path) -> None:
         run = RunFolder(folder)
         self.path = folder
-        self.facts: RunFacts = run.facts()
-        self.timeline = run.timeline()
-        self.curves: dict[str, Curve] = read_curves(run.scalars(), self.timeline.cuts)
-        self.ends: list[float] = run.ends()
-        self._spans = run.spans(self.timeline)
+        self.story = story = run.story()
+        self.curves: dict[str, Curve] = read_curves(run.scalars(), story.cuts)
         self.damaged: dict[str, Damage] = run.damaged
-        measured = [line for line in (*self.timeline.lines, *self.timeline.abandoned) if isinstance(line, Measured)]
+        measured = [line for line in (*story.lines, *story.abandoned) if isinstance(line, Measured)]
         measured.sort(key=lambda line: line.time)
-        self._stretches = _stretches(measured, [one.began for one in self.sessions[1:]])
+        self._stretches = _stretches(measured, [one.began for one in story.sessions[1:]])
         self._epochs = _epochs(self.curves.values())
-
-    def lines(self, kind: type[L]) -> list[L]:
-        """Return the lines of ``record.jsonl`` of one kind, such as ``Validation``, without what the run abandoned."""
-        return [line for line in self.timeline.lines if isinstance(line, kind)]
-
-    def checkpoints(self) -> list[Checkpoint]:
-        """Return the written checkpoints, each with all names of its file."""
-        found: list[Checkpoint] = []
-        for line in self.lines(Checkpoint):
-            if line.bytes or not found:
-                found.append(line)
-            else:  # further names of the file that was written last
-                found[-1] = msgspec.structs.replace(found[-1], names=[*found[-1].names, *line.names])
-        return found
-
-    @property
-    def sessions(self) -> list[Session]:
-        """The sessions of the run, one per process."""
-        return self.facts.sessions
-
-    @property
-    def state(self) -> RunState:
-        """The state of the last session; unknown without ``run.json``."""
-        return self.sessions[-1].state_now if self.sessions else RunState.UNKNOWN
 
     @property
     def seconds(self) -> float:
@@ -76,38 +47,28 @@ class History:
 
         Of a run without ``run.json``, from its first to its last scalar.
         """
-        if self.sessions:
-            return sum(end - began for began, end in self._spans)
+        if self.story.sessions:
+            return self.story.seconds
         return max((float(np.nanmax(self.elapsed(one.times))) for one in self._timed()), default=0.0)
 
     @property
     def began(self) -> float:
         """When the run began, in seconds since 1970; 0 if that is unknown."""
-        if self.sessions:
-            return self.sessions[0].began
+        if self.story.sessions:
+            return self.story.sessions[0].began
         return min((float(np.nanmin(one.times)) for one in self._timed()), default=0.0)
 
     @property
     def iterations(self) -> int:
         """The number of iterations that the run completed."""
-        known = [iteration for _, iteration in self._reached] + [int(one.iterations[-1]) for one in self.curves.values()]
-        return max(known, default=0)
+        known = [int(one.iterations[-1]) for one in self.curves.values()]
+        return max([iteration for _, iteration in self.story.reached()] + known, default=0)
 
     @property
     def epochs(self) -> int:
         """The number of epochs that the run completed."""
         known = [float(np.nanmax(one.epochs)) for one in self.curves.values() if np.isfinite(one.epochs).any()]
-        return int(max([epoch for epoch, _ in self._reached] + known, default=0))
-
-    @property
-    def _reached(self) -> list[tuple[int, int]]:
-        """The last epoch and iteration of each session that no later one has abandoned."""
-        begins = [*(one.began for one in self.sessions[1:]), math.inf]
-        limits = [self.timeline.limit(began) for began in begins]
-        return [
-            (int(min(one.epoch, epoch)), int(min(one.iter, iteration)))
-            for one, (epoch, iteration) in zip(self.sessions, limits, strict=False)
-        ]
+        return int(max([epoch for epoch, _ in self.story.reached()] + known, default=0))
 
     @cached_property
     def costs(self) -> Costs | None:
@@ -116,7 +77,7 @@ class History:
 
     def step_times(self) -> list[StepTimes]:
         """Return the durations of the iterations between any two measurements of the costs."""
-        kept = {line.time for line in self.lines(Measured)}
+        kept = {line.time for line in self.story.of(Measured)}
         found = []
         for stretch in self._stretches:
             before = Histogram()
@@ -130,7 +91,7 @@ class History:
     def elapsed(self, times: Array) -> Array:
         """Return times since 1970 as seconds of the run, without pauses and without what was abandoned."""
         passed = times - self.began
-        for (_, end), (after, _) in pairwise(self._spans):
+        for (_, end), (after, _) in pairwise(self.story.spans):
             passed = passed - np.where(times >= after, max(0.0, after - end), 0.0)
         return np.maximum(passed, 0.0)
 

@@ -1,0 +1,30 @@
+"""``RunState``: the states that a run can be in."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final
+
+
+class RunState(StrEnum):
+    """The states of a run, as the record, the report, the dashboard, the metrics and ``trainbus runs`` name them."""
+
+    RUNNING = "running"
+    PAUSING = "pausing"
+    """``run.pause()`` was called; the pause has not begun."""
+    PAUSED = "paused"
+    STOPPING = "stopping"
+    """``run.stop()`` was called; the run has not ended."""
+    FINISHED = "finished"
+    STOPPED = "stopped"
+    INTERRUPTED = "interrupted"
+    """Ended by Ctrl-C."""
+    FAILED = "failed"
+    KILLED = "killed"
+    """Its process has ended without recording how."""
+    UNKNOWN = "unknown"
+    """Not ended, but its process is on another machine, or not recorded."""
+
+
+ENDED: Final = (RunState.FINISHED, RunState.STOPPED, RunState.INTERRUPTED, RunState.FAILED)
+"""The states in which a run ends by itself."""
