@@ -73,26 +73,18 @@ def cut(path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------------- ls
 
 
-def test_ls_shows_the_progress_of_each_file_oldest_first(trainbus):
-    make("epoch_10.safetensors", 10)
-    make("epoch_9.safetensors", 9, age=60)
-    result = trainbus("ls", ".")
-    assert result.status == 0
-    rows = [line.replace("→", "").split() for line in result.out.splitlines()]
-    assert rows[0] == ["file", "epoch", "iter", "size", "when", "state"]
-    assert [row[:3] for row in rows[1:]] == [["epoch_9.safetensors", "9", "90"], ["epoch_10.safetensors", "10", "100"]]
-    assert [row[-1] for row in rows[1:]] == ["complete", "complete"]
-    assert [row[3:5] for row in rows[1:]] == [["2.1", "kB"], ["2.1", "kB"]]
-
-
 def test_ls_goes_by_the_progress_in_the_files_and_not_by_their_times(trainbus):
     make("epoch_2.safetensors", 2, age=60)
     make("epoch_10.safetensors", 10, age=90)
     make("epoch_9.safetensors", 9)
-    rows = trainbus("ls", ".").out.splitlines()[1:]
-    names = [row.replace("→", "").split()[0] for row in rows]
-    assert names == ["epoch_2.safetensors", "epoch_9.safetensors", "epoch_10.safetensors"]
-    assert rows[2].split()[0] == "→"  # what resume="auto" takes
+    result = trainbus("ls", ".")
+    assert (result.status, result.err) == (0, "")
+    head, *rows = (line.split() for line in result.out.splitlines())
+    assert head == ["file", "epoch", "iter", "size", "when", "state"]
+    assert rows[2].pop(0) == "→"  # what resume="auto" takes
+    names = [["epoch_2.safetensors", "2", "20"], ["epoch_9.safetensors", "9", "90"], ["epoch_10.safetensors", "10", "100"]]
+    assert [row[:3] for row in rows] == names
+    assert {(*row[3:5], row[-1]) for row in rows} == {("2.1", "kB", "complete")}
 
 
 def test_ls_marks_the_newest_and_shows_all_names_of_one_file(trainbus):
@@ -134,16 +126,6 @@ def test_fifos_and_devices_in_a_directory_are_reported_and_not_opened(trainbus, 
     assert "epoch_1.safetensors" in result.out
 
 
-def test_ls_finds_a_truncated_file_by_its_header_and_ends_with_status_1(trainbus):
-    make("epoch_1.safetensors", age=60)
-    cut(make("epoch_2.safetensors", 2))
-    result = trainbus("ls", ".")
-    assert result.status == 1
-    assert result.out.splitlines()[1].endswith("complete")
-    assert result.out.splitlines()[2].rstrip().endswith("damaged")
-    assert "epoch_2.safetensors is damaged: the header promises" in result.out
-
-
 def test_only_ls_with_verify_finds_a_flipped_bit(trainbus):
     flip(make("epoch_1.safetensors"))
     assert trainbus("ls", ".").status == 0
@@ -174,15 +156,6 @@ def test_ls_fits_into_80_columns_with_long_names(trainbus, monkeypatch):
     assert all(len(line) <= 80 for line in lines)
 
 
-def test_ls_lists_other_files_beside_a_pipe_named_like_a_checkpoint(trainbus):
-    make("epoch_1.safetensors")
-    os.mkfifo("pipe.safetensors")
-    result = trainbus("ls", ".")
-    assert result.status == 1
-    assert any("epoch_1.safetensors" in line.split() for line in result.out.splitlines()[1:])
-    assert "pipe.safetensors is a FIFO and not a regular file" in result.out
-
-
 @pytest.mark.parametrize(("name", "says"), [("nowhere", "no such directory"), ("file", "is a file, not a directory")])
 def test_ls_of_a_file_or_of_a_missing_directory_is_a_mistake(trainbus, name, says):
     Path("file").touch()
@@ -207,13 +180,6 @@ def test_verify_reads_every_byte_and_ends_with_status_1_and_a_line_for_each_dama
     assert lines[3].startswith("verified  epoch_1.safetensors")
 
 
-def test_verify_of_a_good_file_ends_with_status_0(trainbus):
-    make("epoch_1.safetensors")
-    result = trainbus("verify", "epoch_1.safetensors")
-    assert (result.status, result.err) == (0, "")
-    assert result.out.startswith("verified  epoch_1.safetensors")
-
-
 def test_verify_reads_a_file_with_two_names_once(trainbus):
     link(make("epoch_1.safetensors"), "best_loss_epoch_1.safetensors")
     result = trainbus("verify", ".")
@@ -223,6 +189,7 @@ def test_verify_reads_a_file_with_two_names_once(trainbus):
 
 def test_verify_takes_several_files(trainbus):
     result = trainbus("verify", make("a.safetensors"), make("b.safetensors"))
+    assert (result.status, result.err) == (0, "")
     assert result.out.splitlines()[-1] == "2 of 2 files verified"
 
 
@@ -473,13 +440,6 @@ def test_import_does_not_let_a_file_write_to_the_terminal(trainbus):
     assert "\\x1b[2J, \\ud800" in trainbus("import", "a.pth", "a.safetensors").out
     torch.save({"\x1b[2J": torch.ones(2).to_sparse()}, "b.pth")
     assert "\\x1b[2J: cannot store" in trainbus("import", "b.pth", "b.safetensors").err
-
-
-def test_import_of_a_tensor_that_no_checkpoint_holds_names_its_path(trainbus):
-    torch.save({"state_dict": {"w": torch.ones(2).to_sparse()}}, "a.pth")
-    result = trainbus("import", "a.pth", "a.safetensors")
-    assert result.status == 2
-    assert "state_dict.w: cannot store a sparse_coo tensor" in result.err
 
 
 def test_import_accepts_only_names_that_a_run_finds(trainbus):

@@ -16,7 +16,6 @@ from eventloop.observe import Sparkline, last_lines, main_curve
 from eventloop.observe.curves import read_curves
 
 from ..hooks.conftest import make_loop
-from ..scripts import run_script
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning:sklearn")
 
@@ -45,46 +44,33 @@ def here(tmp_path, monkeypatch):
 
 
 def run(capsys, *changes):
-    assert main(["run", DIGITS, "loop.max_epochs=2", *changes]) == 0
+    assert main(["run", DIGITS, "loop.max_epochs=2", "default_hooks.run_record=false", *changes]) == 0
     return capsys.readouterr().out
 
 
-def test_costs_prints_the_table_at_the_end_of_a_run(here, capsys):
-    out = run(capsys, "--costs")
-    assert re.search(r"^Where \S+ s went\s*$", out, re.MULTILINE)
-    assert "waiting for data" in out
-    assert "OptimizerHook" in out.partition("Where ")[2]
+def test_costs_prints_the_table_at_the_end_of_a_run_also_with_the_record_disabled(here, capsys, monkeypatch):
+    for name in ("COLUMNS", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    table = run(capsys, "--costs").partition("\nWhere ")[2]
+    assert "waiting for data" in table
+    assert "OptimizerHook" in table
+    assert "\x1b" not in table
+    assert max(map(len, table.splitlines())) <= 80
 
 
-def test_without_costs_there_is_no_table_but_the_curve_of_the_loss(here, capsys):
+def test_a_run_without_measurement_ends_with_the_curve_and_without_words_on_costs(here, capsys):
     out = run(capsys)
     assert "Where " not in out
-    [curve] = [line for line in out.splitlines() if line.startswith("train/loss ")]
+    *_, curve, end = [line for line in out.splitlines() if line]
     assert re.fullmatch(r"train/loss \S+ [▁-█]+ \S+", curve)
     assert len(curve) == 80
-
-
-def test_costs_measures_also_with_the_record_disabled(here, capsys):
-    assert "waiting for data" in run(capsys, "--costs", "default_hooks.run_record=false")
-
-
-def test_a_run_without_measurement_ends_without_words_on_costs(here, capsys):
-    out = run(capsys, "default_hooks.run_record=false")
-    _, curve, end = out.rpartition("train/loss ")
-    assert curve
-    assert [line for line in end.splitlines()[1:] if line] == ["next: trainbus report runs/digits"]
+    assert end == "next: trainbus report runs/digits"
 
 
 def test_a_slow_hook_is_named_at_the_end(tmp_path):
     bus = Bus(timing=True)
     make_loop(Histograms(), bus=bus).run()
     assert "Histograms takes" in shown(last_lines(tmp_path, bus))
-
-
-def test_the_demo_ends_with_the_curve(here, capsys):
-    assert main(["demo", "--epochs", "1"]) == 0
-    assert re.search(r"^train/loss \S+ [▁-█]+ \S+$", capsys.readouterr().out, re.MULTILINE)
-    assert (here / "runs/digits/run.json").is_file()
 
 
 def test_a_run_that_fails_ends_with_the_same_lines(here, capsys):
@@ -94,26 +80,6 @@ def test_a_run_that_fails_ends_with_the_same_lines(here, capsys):
     assert "missing" in error
     assert "Where " in out
     assert "train/loss " in out
-
-
-def test_a_file_gets_80_columns_without_escape_codes(here):
-    words = ["run", DIGITS, "loop.max_epochs=1", "--costs"]
-    done = run_script(
-        f"""
-        import os
-        for name in ("COLUMNS", "FORCE_COLOR"):
-            os.environ.pop(name, None)
-        import sys
-        from eventloop.cli import main
-        sys.exit(main({words}))
-        """,
-        here,
-        cwd=here,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "\x1b" not in done.stdout
-    own = done.stdout[done.stdout.index("Where ") :].splitlines()
-    assert all(len(line) <= 80 for line in own)
 
 
 # ----------------------------------------------------------------------------------------------------------- sparkline

@@ -147,7 +147,7 @@ def test_names_and_values_of_a_run_are_text_never_code(tmp_path):
 
 
 def test_a_page_of_a_long_run_has_at_most_a_megabyte_and_the_extremes(tmp_path):
-    folder, number = write_run(tmp_path), 30_000
+    folder, number = write_run(tmp_path), 6_000
     lines = [
         {
             "step": i,
@@ -158,11 +158,11 @@ def test_a_page_of_a_long_run_has_at_most_a_megabyte_and_the_extremes(tmp_path):
         }
         for i in range(1, number + 1)
     ]
-    lines[12_345]["train/metric_3"] = 77.0
-    lines[23_456]["train/metric_3"] = -88.0
+    lines[2_345]["train/metric_3"] = 77.0
+    lines[4_567]["train/metric_3"] = -88.0
     write_scalars(folder, *lines)
     write_record(
-        folder, *({"time": BEGAN + i, "kind": "validation", "iter": i, "metrics": {"accuracy": i / 1e6}} for i in range(5000))
+        folder, *({"time": BEGAN + i, "kind": "validation", "iter": i, "metrics": {"accuracy": i / 1e6}} for i in range(1000))
     )
     page = page_of(folder)
     assert len(page.bytes) <= MOST_BYTES
@@ -170,15 +170,15 @@ def test_a_page_of_a_long_run_has_at_most_a_megabyte_and_the_extremes(tmp_path):
     [line] = chart["series"]
     assert {77, -88} <= set(line["values"])
     axis = page.data["axes"][line["axis"]]
-    assert axis["iter"][line["values"].index(77)] == 12_346
+    assert axis["iter"][line["values"].index(77)] == 2_346
     assert (axis["iter"][0], axis["iter"][-1]) == (1, number)
     assert "thinned to about" in page.text
-    assert re.search(r"The last \d+ of 5,00[0-9] validations", page.text)
+    assert re.search(r"The last \d+ of 1,00[0-9] validations", page.text)
 
 
 def test_a_page_with_thousands_of_scalars_and_large_values_has_at_most_a_megabyte(tmp_path):
     folder = write_run(tmp_path, config={f"key{i}": "x" * 5000 for i in range(500)})
-    write_scalars(folder, *({"step": i, **{f"train/grad_norm/{j}": j / i for j in range(3000)}} for i in range(101, 121)))
+    write_scalars(folder, *({"step": i, **{f"train/grad_norm/{j}": j / i for j in range(1200)}} for i in range(101, 111)))
     page = page_of(folder)
     assert len(page.bytes) <= MOST_BYTES
     assert "would make this page too long" in page.text
@@ -226,14 +226,6 @@ def test_lines_of_other_kinds_are_left_out_and_such_with_wrong_fields_are_damage
     history = ReportedRun(folder)
     assert len(history.story.of(Checkpoint)) == len(ReportedRun(write_run(tmp_path / "other")).story.of(Checkpoint))
     assert history.damaged == {"record.jsonl": Damage(lines=3, first=12)}
-
-
-def test_a_further_name_of_a_file_is_no_checkpoint_of_its_own(tmp_path):
-    folder = write_run(tmp_path)
-    best = {"time": BEGAN + 11, "kind": "checkpoint", "epoch": 5, "iter": 50, "names": ["/a/best_accuracy_epoch_5.safetensors"]}
-    with (folder / "record.jsonl").open("a") as record:
-        record.write(json.dumps(best) + "\n")
-    assert "1 checkpoint held training up for 250 ms in all; writing one took at most 2 s." in sentences(folder)
 
 
 # Several runs
@@ -420,3 +412,4 @@ def test_further_names_of_a_file_are_one_checkpoint(tmp_path):
     history = ReportedRun(run)
     assert history.story.checkpoints()[before:][0].names == ["epoch_4.safetensors", "best_accuracy_epoch_4.safetensors"]
     assert len(history.story.checkpoints()) == before + 1
+    assert "2 checkpoints held training up for 350 ms in all; writing one took at most 2 s." in sentences(run)
