@@ -198,7 +198,7 @@ def _with_checkpoint(run: Path) -> Path:
 
 @contextmanager
 def _resumable(work_dir: Path, arguments: str) -> Iterator[None]:
-    """Create the folder of a run, and let the run tell, at an early end, that the ``arguments`` resume it."""
+    """Create the folder of a run, and let the run log, at an early end, that the ``arguments`` resume it."""
     try:
         work_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

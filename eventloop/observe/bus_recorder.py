@@ -24,7 +24,7 @@ from eventloop.observe.ranks import RankCosts, Spent, spent_here
 from eventloop.observe.totals import Totals
 from eventloop.offload import Lane, Meter
 
-_TOLD_EVERY: Final = 2.0  # seconds
+_PUBLISH_EVERY: Final = 2.0  # seconds
 
 
 class Call(NamedTuple):
@@ -38,7 +38,7 @@ class ForeignCall(NamedTuple):
     """The name of a span: a callback of another library, in whose trainer the bus is."""
 
     label: str
-    moment: str
+    method: str
 
 
 class StreamCall(NamedTuple):
@@ -69,7 +69,7 @@ class BusRecorder(Recorder):
     def __init__(self, bus: Any) -> None:
         super().__init__()
         self._bus: Any = weakref.proxy(bus)
-        self._told = 0.0  # when costs were published last
+        self._published = 0.0  # when costs were published last
         self._totals = Totals()  # of lanes
         self._of_lanes: list[int] = []  # ids of their spans
         self._accounts: dict[int, Account] = {}
@@ -93,9 +93,9 @@ class BusRecorder(Recorder):
         """Return the function that packs the integers of records of publishes with this number of handlers."""
         return packer(steps)
 
-    def call(self, label: str, moment: str) -> AbstractContextManager[None]:
+    def call(self, label: str, method: str) -> AbstractContextManager[None]:
         """Record a ``with`` block as a call of another library's callback."""
-        return self.span(ForeignCall(label, moment))
+        return self.span(ForeignCall(label, method))
 
     def meter_of(self, subscription: Subscription) -> Meter | None:
         """Return the meter for the lane of a subscription; None for a stream, which is too short-lived."""
@@ -139,7 +139,7 @@ class BusRecorder(Recorder):
             rank,
             world_size,
             measure=self._spent,
-            tell=self._tell_ranks,
+            report=self._publish_ranks,
             trains=lambda: self._bus.progress is not None,
         )
         self._exchange.start()
@@ -156,8 +156,8 @@ class BusRecorder(Recorder):
             bus, iterations = self._bus, sum(one.steps.total() for one in accounts)
             self._memory.sample(iterations, bus.hooks, bus.subscriptions, bus.steps)
             now, progress = time.monotonic(), self._bus.progress  # None while no run is open
-            if progress is not None and now - self._told >= _TOLD_EVERY and self._bus.wants(CostsMeasured):
-                self._told = now
+            if progress is not None and now - self._published >= _PUBLISH_EVERY and self._bus.wants(CostsMeasured):
+                self._published = now
                 self._bus.publish(CostsMeasured(progress=progress, costs=self.costs()))
 
     def _leave_ranks(self) -> None:
@@ -168,7 +168,7 @@ class BusRecorder(Recorder):
         costs = self.costs()
         return spent_here(costs.steps.total, ((part.group, part.name, part.seconds) for part in costs.parts))
 
-    def _tell_ranks(self, ranks: RankCosts) -> None:
+    def _publish_ranks(self, ranks: RankCosts) -> None:
         with suppress(ReferenceError, LaneClosedError):
             progress = self._bus.progress  # None while no run is open
             if progress is not None and self._bus.wants(RanksMeasured):
@@ -199,7 +199,7 @@ class BusRecorder(Recorder):
         if isinstance(name, StreamCall):
             return Part("hand-off", "stream", calls, seconds, share, p99, name.mount_point)
         if isinstance(name, ForeignCall):
-            return Part("hook", name.label, calls, seconds, share, p99, name.moment)
+            return Part("hook", name.label, calls, seconds, share, p99, name.method)
         if not isinstance(name, Call):
             return Part("training", name, calls, seconds, share, p99)
         group = "hook" if name.subscription.mode == "inline" else "hand-off"

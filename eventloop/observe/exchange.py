@@ -61,7 +61,7 @@ class RankExchange:
         rank: of this process.
         world_size: number of processes.
         measure: returns the times of this rank.
-        tell: called on the thread with the comparison of the last iterations.
+        report: called on the thread with the comparison of the last iterations.
         trains: returns True while a run is open; all ranks are then expected to report.
     """
 
@@ -72,14 +72,14 @@ class RankExchange:
         world_size: int,
         *,
         measure: Callable[[], Spent],
-        tell: Callable[[RankCosts], object],
+        report: Callable[[RankCosts], object],
         trains: Callable[[], bool],
     ) -> None:
         self.whole: RankCosts | None = None
         """The comparison of the whole run."""
         self._key = f"trainbus/costs/{name}"
         self._rank = rank
-        self._measure, self._tell, self._trains = measure, tell, trains
+        self._measure, self._report, self._trains = measure, report, trains
         self._comparison = Comparison(world_size)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"trainbus costs of rank {rank}", daemon=True)
@@ -136,7 +136,7 @@ class RankExchange:
         if result is not None and not self._stopped.is_set():
             self.whole = result.whole
             try:
-                self._tell(result.recent)
+                self._report(result.recent)
             except Exception:
                 log.exception("a handler of ranks_measured failed")
 
@@ -151,7 +151,7 @@ class Comparison:
         self.number = 0
         self._compared: dict[int, Spent] = {}  # where the last comparison of recent iterations ended
         self._windows: deque[tuple[Straggler | None, dict[int, Spent]]] = deque(maxlen=_IN_A_ROW)
-        self._told: set[tuple[int, str]] = set()
+        self._named: set[tuple[int, str]] = set()
 
     def update(self, reports: dict[int, Report]) -> None:
         """Keep the reports that are in the store now."""
@@ -185,7 +185,7 @@ class Comparison:
         self._windows.append((found.straggler, recent))
         found = msgspec.structs.replace(found, straggler=self._confirmed(found))
         slow = whole.straggler  # one figure of the whole run has no spread that it could be held against
-        named = slow is not None and (slow.rank, slow.name) in self._told
+        named = slow is not None and (slow.rank, slow.name) in self._named
         return Result(self.number, found, whole if named else msgspec.structs.replace(whole, straggler=None))
 
     def _confirmed(self, found: RankCosts) -> Straggler | None:
@@ -204,8 +204,8 @@ class Comparison:
         figures = [[seconds_of(spent[rank], now.group, now.name) for _, spent in windows] for rank in ranks]
         if min(leads) <= max(max(own) - min(own) for own in figures):
             return None
-        if (now.rank, now.name) not in self._told:
-            self._told.add((now.rank, now.name))
+        if (now.rank, now.name) not in self._named:
+            self._named.add((now.rank, now.name))
             log.warning(
                 f"the other ranks wait for rank {now.rank} on {now.host}, "
                 f"{now.waited * 1e3:.3g} ms of each iteration of {found.seconds * 1e3:.3g} ms: {slow_at(now)}"

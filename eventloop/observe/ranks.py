@@ -123,10 +123,10 @@ class RankCosts(msgspec.Struct, frozen=True):
         return Group(table, *map(cell, lines))
 
 
-def slow_at(told: Straggler) -> str:
+def slow_at(slow: Straggler) -> str:
     """Describe in words what a straggler is slow at."""
-    slow = f"{told.name} takes {told.seconds * 1e3:.3g} ms an iteration there, {told.others * 1e3:.3g} ms on the others"
-    return f"{'handing over to ' * (told.group == 'hand-off')}{slow}"
+    part = f"{'handing over to ' * (slow.group == 'hand-off')}{slow.name}"
+    return f"{part} takes {slow.seconds * 1e3:.3g} ms an iteration there, {slow.others * 1e3:.3g} ms on the others"
 
 
 def compare(spent: Mapping[int, Spent], world_size: int) -> RankCosts | None:

@@ -175,7 +175,7 @@ def test_a_dry_run_shows_the_hook_table_and_writes_nothing(here, project, capsys
 @pytest.mark.parametrize("option", [["--dashboard"], ["--dashboard", "8123"], ["--dashboard=0"]])
 def test_the_dashboard_is_added_with_a_port_and_without(here, project, capsys, option):
     assert main(["run", *option, project, "loop.max_epochs=1", "--dry-run"]) == 0
-    assert "Dashboard.tell" in capsys.readouterr().out
+    assert "Dashboard.post" in capsys.readouterr().out
 
 
 def test_a_run_with_a_dashboard_prints_where_it_is(here, project, capfd, monkeypatch):

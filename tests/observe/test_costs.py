@@ -372,7 +372,7 @@ def run_until(bus: Bus, condition) -> None:
 def often(monkeypatch):
     """Costs are told several times a second."""
     monkeypatch.setattr(spans, "_PERIOD", 0.0)
-    monkeypatch.setattr(bus_recorder, "_TOLD_EVERY", 0.0)
+    monkeypatch.setattr(bus_recorder, "_PUBLISH_EVERY", 0.0)
 
 
 @pytest.mark.usefixtures("often")

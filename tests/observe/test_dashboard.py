@@ -80,7 +80,7 @@ def test_costs_of_parts_and_lanes_are_told(server, visitor):
     with watched(server, slow=True), visitor.told() as told:
         costs = wait_for(told, "costs")
     assert math.isclose(sum(part["seconds"] for part in costs["parts"]), costs["wall"], rel_tol=0.02)
-    assert "Watcher.tell" in [lane["name"] for lane in costs["lanes"]]
+    assert "Watcher.post" in [lane["name"] for lane in costs["lanes"]]
     assert costs["steps"]["number"] > 0 < costs["steps"]["p50"] <= costs["steps"]["p99"]
 
 

@@ -88,7 +88,7 @@ def test_curves_grow_and_costs_are_shown(server, tab):
             "[...document.querySelectorAll('#bar span')].reduce((sum, one) => sum + parseFloat(one.style.width), 0)"
         )
         assert width == pytest.approx(100, abs=2)
-        wait(tab, "lane-rows", "Watcher.tell")
+        wait(tab, "lane-rows", "Watcher.post")
 
 
 def under_cursor(tab, name):

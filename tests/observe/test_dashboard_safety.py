@@ -236,7 +236,7 @@ def test_200_readers_give_the_training_thread_nothing_to_do(server, visitor):
         del calls["over"]  # the board looks which of its pages have ended
     assert with_readers == alone
     # The page of the run is made, and events are handed over: nothing for each iteration.
-    assert not {"add", "tell", "read", "_scalars"} & alone.keys()
+    assert not {"add", "read", "_post_scalars"} & alone.keys()
     assert max(alone.values()) < 15
     assert alone["post"] <= 2
 

@@ -54,7 +54,7 @@ class Watcher(Hook):
 
     @mount(ev.AfterRun, ev.OnException, priority=Priority.LOW)
     def note_end(self, event: ev.AfterRun | ev.OnException) -> None:
-        """Keep how the run ends, which its live state tells."""
+        """Keep how the run ends, from its live state."""
         if self._newest is not None:
             self._newest.end = entry_of(event)  # type: ignore[assignment]
 
@@ -83,7 +83,7 @@ class Watcher(Hook):
         full="drop_old",
         on_error="log",
     )
-    def tell(self, batch: list[ev.Event]) -> None:
+    def post(self, batch: list[ev.Event]) -> None:
         """Post a batch of events to the page of their run."""
         now = time.time()
         for kind, group in groupby(batch, type):
@@ -91,7 +91,7 @@ class Watcher(Hook):
                 self._post_scalars(cast("Iterator[ev.AfterTrainIter]", group), now)
             else:
                 for event in group:
-                    self._post(event)
+                    self._post_event(event)
 
     def _page(self) -> RunPage | None:
         """Return the page of the newest run that has not ended."""
@@ -108,7 +108,7 @@ class Watcher(Hook):
         page.iter, page.epoch = points[-1][:2]
         page.messages.add(points)
 
-    def _post(self, event: Any) -> None:
+    def _post_event(self, event: Any) -> None:
         if isinstance(event, ev.BeforeRun) and self.pending_pages:
             self._open.append(self.pending_pages.popleft())
         if (page := self._page()) is None:

@@ -98,7 +98,7 @@
         stroke: () => colour(`--series-${line.colour}`) + (line.faint ? "55" : ""), width: line.faint ? 1 : 1.75, dash: line.dash, paths: line.paths,
         points: { show: line.faint ? false : undefined, size: 5, fill: () => colour(`--series-${line.colour}`) }, spanGaps: false,
       }))],
-      hooks: { setCursor: [() => tell(chart, lines, value)] },
+      hooks: { setCursor: [() => showValues(chart, lines, value)] },
     }, table, chart.place);
     chart.table = table;
     chart.lines = lines;
@@ -111,7 +111,7 @@
       for (const i of [index - step, index + step]) if (values[i] !== null && values[i] !== undefined) return values[i];
     return null;
   };
-  const tell = (chart, lines, value) => {
+  const showValues = (chart, lines, value) => {
     const index = chart.plot?.cursor.idx;
     if (index === null || index === undefined) {
       chart.readout.textContent = "";

@@ -97,14 +97,14 @@ class Chart {
       scales: { x: { time: false }, y: { distr: this.isLog ? 3 : 1 } },
       axes: [{ ...axis, size: 32, values: (_, splits) => splits.map(value => whole(value)) }, { ...axis, size: 64, values: (_, splits) => splits.map(value => value === null ? "" : show(value)) }],
       hooks: {
-        setCursor: [plot => this.tell(plot)],
+        setCursor: [plot => this.showValues(plot)],
         setSelect: [() => { this.zoomed = true; }],
         ready: [plot => plot.over.addEventListener("dblclick", () => { this.zoomed = false; this.dirty = true; })],
       },
     };
   }
 
-  tell(plot) {
+  showValues(plot) {
     const index = plot.cursor.idx;
     if (index === null || index === undefined) { this.at.textContent = ""; return; }
     const values = plot.series.slice(1).map((series, place) => [series.label, plot.data[place + 1][index]]).filter(([, value]) => value !== null && value !== undefined);
