@@ -1,6 +1,6 @@
 """The consumers of lanes: one daemon thread for a blocking handler, one task for an async one.
 
-Both take the items of their lane and deliver them, poll again after ``linger``, and sleep after an empty poll. They end when
+Both take the items of their lane and deliver them, look again after ``linger``, and sleep after an empty look. They end when
 the lane is closed or retired and empty. A ring starts them again for an event that was published just before.
 """
 
@@ -22,7 +22,7 @@ from eventloop.errors import HandlerTimeoutError, OffloadError
 from eventloop.events import Event
 from eventloop.offload.callers import Caller, OwnedThread, timed_out
 from eventloop.offload.importable import Importable
-from eventloop.offload.lane import Lane
+from eventloop.offload.lane import LOOK, Lane
 from eventloop.offload.loops import Loop, await_through, handling, in_trio, set_library
 from eventloop.offload.snapshot import Snapshot
 
@@ -179,8 +179,7 @@ class ThreadConsumer(_Consumer):
             elif self.lane.disarm():
                 if self._finish():
                     return
-                self._bell.acquire()
-                lingered = False
+                lingered = not self._bell.acquire(timeout=LOOK)
         self._drop_held()
         self._caller.stop()
 
@@ -332,8 +331,9 @@ class Reader:
             elif self._lane.disarm():
                 if self._lane.finished():
                     return []
-                await self._bell.wait()
-                lingered = False
+                with anyio.move_on_after(LOOK) as slept:
+                    await self._bell.wait()
+                lingered = slept.cancelled_caught
 
 
 async def arrive_async(item: Any) -> Any:

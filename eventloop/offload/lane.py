@@ -1,9 +1,9 @@
 """One bounded FIFO queue between the publishers and the consumer of an offloaded subscription.
 
-Locking. The way of an event into a lane with room is one ``deque.append``, which is atomic and documented to be so. Everything
-else happens with the lock held. So publishers on several threads may find the same last slot free: each can then exceed the
-capacity by one event. The lock is re-entrant: a signal handler, or a finalizer that the garbage collector calls, may publish
-while its thread holds it.
+Locking. The way of an event into a lane with room is one ``deque.append``, which is documented to be thread-safe. Everything
+else happens with the lock held. (With the lock, too, it would take more than twice as long.) So publishers on several threads
+may find the same last slot free: each can then exceed the capacity by one event. The lock is re-entrant: a signal handler, or a
+finalizer that the garbage collector calls, may publish while its thread holds it.
 
 Counting. ``pending`` is derived from the queue and from what the consumer has taken and not counted. So the counts add up even
 if Ctrl-C strikes in a publisher: an event is published if it is in the queue, and not otherwise.
@@ -12,16 +12,15 @@ Ending. A *closed* lane refuses events with an error: its bus is not open. A *re
 still takes events of publishes under way, because a cancel takes effect at the next publish.
 
 Waking. A wake-up per event costs the publisher 10 µs and more, so the consumer stays *armed* after a drain and looks again
-after ``linger``; only after an empty look does it disarm, and only a publisher that finds the lane disarmed wakes it. No
-wake-up is lost: the consumer disarms first and looks once more afterwards, the publisher appends first and reads the flag
-afterwards, so at least one of the two sees the other. That takes a GIL, which gives all threads one order of reads and writes.
-Without it every event goes by the lock. While the consumer of a large lane lingers, the bound stands at half of the capacity:
-the publisher that comes there wakes the consumer, so that a long linger does not fill the lane.
+after ``linger``; only after an empty look does it disarm, look once more, and sleep. A publisher that finds the lane disarmed
+after its append wakes it. A sleeping consumer looks again after ``LOOK`` all the same. So an event whose wake-up is missed (by
+a Ctrl-C between the append and the wake-up, or without a GIL) is late and never lost. While the consumer of a large lane
+lingers, the bound stands at half of the capacity: the publisher that comes there wakes the consumer, so that a long linger does
+not fill the lane.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections import deque
@@ -29,6 +28,7 @@ from collections.abc import Callable, Sequence
 from contextvars import copy_context
 from enum import Enum
 from functools import partial
+from itertools import repeat
 from operator import sub
 from typing import Any, Final, Literal
 
@@ -43,11 +43,13 @@ PATIENCE = 10.0
 """Seconds that a publisher waits for a slot without progress before it logs which handler it waits for."""
 
 POLL = 0.2
-"""Seconds after which a waiting thread checks again, in case Ctrl-C swallowed a notification."""
+"""Seconds after which a waiting publisher or drain checks again, in case Ctrl-C swallowed a notification."""
+
+LOOK = 1.0
+"""Seconds after which a sleeping consumer looks into the queue, in case it missed a wake-up."""
 
 log = get_logger()
 
-_HAS_GIL: Final = getattr(sys, "_is_gil_enabled", lambda: True)()
 _WORTH_A_WAKE_UP: Final = 32  # events; with fewer, lingering would save nothing
 _UNKNOWN: Final = 1.0  # seconds; a handler that finished no event for so long counts as slow
 _NOT_OPEN = "the bus is not open: wrap the publishing code in `with bus:` (a Run or TrainLoop does it for you)"
@@ -149,7 +151,6 @@ class Lane:
             self._enter(item)
             return
         self._queue.append(item)
-        # Read after the append: see the module's docstring.
         if not self._armed:
             self._wake_up()
 
@@ -198,8 +199,8 @@ class Lane:
             self._queue.extend(items)
 
     def _wake_up(self) -> None:
-        self._armed = True
         try:
+            self._armed = True
             if not self.wake():
                 self._armed = False
                 self.discard()
@@ -350,19 +351,20 @@ class Lane:
 
     def take(self, most: int) -> list[Any]:
         """Return up to ``most`` queued items, oldest first; their slots are free again."""
-        if not self._queue:
-            return []
         with self._lock:
-            items = [self._queue.popleft() for _ in range(min(most, len(self._queue)))]
-            self._held += items
+            if not self._queue:
+                return []
+            before = len(self._held)
+            # One call, which a Ctrl-C or the handler of a signal waits for (see `signal`): an item is always in one of the two.
+            self._held.extend(map(deque.popleft, repeat(self._queue, min(most, len(self._queue)))))
             self._lingers = False
             self._notify()
-        return items
+            return self._held[before:]
 
     def waiting(self) -> list[Any]:
         """Return the items that the handler has not finished, oldest first; waits for none of them."""
         with self._lock:
-            items = [*self._held, *list(self._queue)]  # the queue at once: publishers append without the lock
+            items = [*self._held, *self._queue.copy()]  # publishers append without the lock
         return [item for _, item in items] if self.contextual else items
 
     def begin_lingering(self) -> None:
@@ -458,4 +460,4 @@ class Lane:
 
     def _set_bound(self) -> None:
         most = self._half if self._lingers else self.capacity
-        self._bound = most if _HAS_GIL and not self._closed else 0
+        self._bound = 0 if self._closed else most
