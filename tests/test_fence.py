@@ -16,8 +16,7 @@ FILES = sorted(file for room in ("eventloop", "hooks") for file in (ROOT / room)
 ALLOWED = {
     # Accelerate: the objects that register_for_checkpointing() was given; the run has an accelerator without a bridge
     "eventloop/training/accelerator.py": {"_custom_objects"},
-    # Python: is there a GIL, and multiprocessing's children, which a forked process must not end
-    "eventloop/offload/lane.py": {"_is_gil_enabled"},
+    # Python: multiprocessing's children, which a forked process must not end
     "eventloop/offload/process.py": {"_children"},
 }
 """Private names outside of the fence, by file. The list must not grow."""
