@@ -20,18 +20,25 @@ Job = TypeVar("Job")
 class PendingSaves(Generic[Job]):
     """Tracks the jobs under way and the one that waits. Jobs come from one thread and are done by another, in order.
 
-    A job is entered, begun and ended, or it is entered and taken back before it has begun. Each of these is done in full or
-    not at all when Ctrl-C strikes: CPython looks for signals only at calls and jumps back, and none is between the changes.
+    A job is entered, begun and ended, or it is entered and taken back before it has begun. Each of these is one assignment, so
+    that Ctrl-C does not leave half of it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.under_way: tuple[Job, ...] = ()
-        """The jobs that were entered and have not ended."""
-        self.waiting: Job | None = None
-        """The job that can be taken back."""
+        self._jobs: tuple[tuple[Job, ...], Job | None] = (), None
         # One taken lock for each thread in `wait`. An Event would lose track of its own lock when Ctrl-C strikes in it.
         self._bells: list[threading.Lock] = []
+
+    @property
+    def under_way(self) -> tuple[Job, ...]:
+        """The jobs that were entered and have not ended."""
+        return self._jobs[0]
+
+    @property
+    def waiting(self) -> Job | None:
+        """The job that can be taken back."""
+        return self._jobs[1]
 
     def wait(self, *, for_place: bool = False, seconds: float = math.inf) -> bool:
         """Wait until no job is under way; ``for_place``: until none waits to begin. Return False after ``seconds``."""
@@ -50,9 +57,7 @@ class PendingSaves(Generic[Job]):
     def enter(self, job: Job, *, can_wait: bool = True) -> None:
         """Note a job. Unless it ``can_wait``, it cannot be taken back."""
         with self._lock:
-            self.under_way = (*self.under_way, job)
-            if can_wait:
-                self.waiting = job
+            self._jobs = (*self.under_way, job), job if can_wait else self.waiting
 
     def take_back(self) -> Job | None:
         """Take back the waiting job, if there is one: it will never begin."""
@@ -69,7 +74,7 @@ class PendingSaves(Generic[Job]):
                 return None
             job = self.under_way[0]
             if self.waiting is job:
-                self.waiting = None
+                self._jobs = self.under_way, None
                 self._ring()
             return job
 
@@ -80,9 +85,7 @@ class PendingSaves(Generic[Job]):
 
     def _remove(self, job: Job) -> None:
         left = tuple(other for other in self.under_way if other is not job)
-        self.under_way = left
-        if self.waiting is job:
-            self.waiting = None
+        self._jobs = left, None if self.waiting is job else self.waiting
         if not left:
             self._ring()
 
