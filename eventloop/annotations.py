@@ -1,4 +1,4 @@
-"""Read the annotations of a signature: its options, and the members of each option's union."""
+"""Read annotations: the options of a signature, the fields of a class, and the members of a union."""
 
 from __future__ import annotations
 
@@ -36,6 +36,11 @@ def known(read: Callable[[Any], R]) -> Callable[[Any], R]:
             return read(annotation)
 
     return found
+
+
+def fields_of(kind: type) -> dict[str, Any]:
+    """Return the annotations of a class's fields, with their marks; raise NameError for a name that its module lacks."""
+    return typing.get_type_hints(kind, include_extras=True)
 
 
 class OptionsOf(msgspec.Struct, frozen=True):

@@ -6,10 +6,11 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypedDict, cast, get_type_hints
+from typing import Annotated, Any, Literal, TypedDict, cast
 
 from msgspec import Meta
 
+from eventloop.annotations import fields_of
 from eventloop.bus.history import History
 from eventloop.bus.hook import Hook, Ranks
 from eventloop.bus.priority import PriorityLike
@@ -76,7 +77,7 @@ class HandlerOptions(LaneOptions, total=False):
 
 _PICKS = 'a function that picks what the handler needs from the event, such as lambda event: event.outputs["logits"]'
 _OPTIONS: dict[str, Any] = {
-    **get_type_hints(HandlerOptions, include_extras=True),
+    **fields_of(HandlerOptions),
     "capture": Annotated[Callable[[Any], Any], Meta(description=_PICKS)],
     "batch": _Events,
 }

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Unpack, get_type_hints
+from typing import Any, NamedTuple, Unpack
 
 import msgspec
 
+from eventloop.annotations import fields_of
 from eventloop.bus.handler import FilterOptions, LaneOptions, StreamOptions, checked_options, stream
 from eventloop.bus.history import History
 from eventloop.bus.lifecycle import Lifecycle
@@ -21,7 +22,7 @@ from eventloop.spelling import option_meant
 
 _FILTERS = (*FilterOptions.__annotations__,)
 _KNOWN = ("capture", *StreamOptions.__annotations__)
-_EVENTS = get_type_hints(StreamOptions, include_extras=True)["replay"]
+_EVENTS = fields_of(StreamOptions)["replay"]
 _QUEUE = 1024
 
 
