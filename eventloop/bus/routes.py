@@ -55,8 +55,8 @@ class SpanRecorder(Protocol):
         """Return the function that packs the integers of records with this number of handlers."""
 
 
-class Moment(partial[None]):
-    """The route of an event without subscribers whose moment the recorder needs; it can be called without the event."""
+class TimestampRoute(partial[None]):
+    """The route of an event without subscribers that the recorder notes the time of; it can be called without the event."""
 
 
 class Count:
@@ -84,7 +84,7 @@ def compile_route(
     each call that does not raise. With ``ranges``, each call is a range of torch's profiler.
     """
     if not heard and recorder is not None:
-        return Moment(recorder.mark, recorder.id_of_publish(event_type, heard))
+        return TimestampRoute(recorder.mark, recorder.id_of_publish(event_type, heard))
     lines, bound, owners = _write(event_type, heard, recorder, ranges=ranges)
     source = "\n".join(lines) + "\n"
     filename = f"<trainbus {name_of(event_type)} #{next(_serial)}>"

@@ -17,7 +17,7 @@ from eventloop.bus.priority import Priority
 from eventloop.checks import check_arity, may_return
 from eventloop.errors import HandlerTimeoutError, SubscribeError, WorkerDiedError, stopped
 from eventloop.events import Event
-from eventloop.events.event import moment, name_of
+from eventloop.events.event import describe_position, name_of
 from eventloop.log import get_logger
 from eventloop.offload import Delivery, DrainReport, Runtime, Sources, absent_entry, importable_of, is_plain, unarrived
 
@@ -186,15 +186,15 @@ class Subscription:
 
     def _annotate(self, error: BaseException, event: Event) -> None:
         where = f"in {self.label} ({self.mode}, priority {self.priority}, {self.location}) at "
-        where += moment(type(event), getattr(event, "progress", None))
+        where += describe_position(type(event), getattr(event, "progress", None))
         error.add_note(f"raised later, {where}" if _is_offloaded(error) else where)
 
     def _note_offloaded(self, error: BaseException, events: Sources) -> None:
         note = f"{OFFLOADED} ({self.mode}) handler {self.label} of "
         # A handler may raise the same object each time.
         if not any(other.startswith(note) for other in getattr(error, "__notes__", ())):
-            moments = [moment(*event) for event in (events[0], events[-1])] if events else [self.mount_point]
-            error.add_note(f"{note}{' to '.join(dict.fromkeys(moments))}, {self.location}")
+            positions = [describe_position(*event) for event in (events[0], events[-1])] if events else [self.mount_point]
+            error.add_note(f"{note}{' to '.join(dict.fromkeys(positions))}, {self.location}")
             if events and self._detaches and (advice := absent_entry(error, events[0][0])):
                 error.add_note(advice)
 

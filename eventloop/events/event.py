@@ -18,12 +18,12 @@ import math
 import re
 from collections.abc import Mapping
 from functools import cache
-from types import UnionType
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, Union, dataclass_transform, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform
 
 import msgspec
 import torch
 
+from eventloop.annotations import fields_of, members
 from eventloop.errors import EventDefinitionError, UnknownEventError
 from eventloop.spelling import did_you_mean
 
@@ -134,7 +134,7 @@ def name_of(event: type[Event]) -> str:
     return mount_name(event.__name__)
 
 
-def moment(event: type[Event], progress: object) -> str:
+def describe_position(event: type[Event], progress: object) -> str:
     """Return an event's mount point and progress, from 1: ``"after_train_iter, epoch 1, iteration 37"``."""
     name = name_of(event)
     if not isinstance(progress, Progress):
@@ -231,7 +231,7 @@ def unspell(value: Any) -> Any:
 def hints_of(event: type[Event]) -> dict[str, Any]:
     """Return the annotation of every field; raise EventDefinitionError for names not at the top level of the event's module."""
     try:
-        hints = get_type_hints(event, include_extras=True)
+        hints = fields_of(event)
     except NameError as error:
         raise EventDefinitionError(
             f"the annotations of {event.__module__}.{event.__qualname__} cannot be resolved ({error}), so its live "
@@ -250,10 +250,11 @@ def mixed_fields(event: type[Event]) -> frozenset[str]:
 
 
 def _mixed(hint: Any) -> bool:
-    parts = get_args(hint)
-    if get_origin(hint) in (Union, UnionType) and {float, str} <= set(parts):
+    found = members(hint)
+    if {float, str} <= {one.annotation for one in found} or any(one.form == "any" for one in found):
         return True
-    return any(map(_mixed, parts)) if parts else hint in (Any, object, dict, list, tuple, set, frozenset)
+    inner = [one.inner for one in found if one.form in ("list", "table")]
+    return any(any(map(_mixed, entry)) if isinstance(entry, list) else _mixed(entry) for entry in inner)
 
 
 def _refuse_live(value: Any) -> Any:

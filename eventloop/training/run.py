@@ -12,7 +12,7 @@ import torch
 
 from eventloop import events as ev
 from eventloop.bus import Bus
-from eventloop.bus.routes import Moment
+from eventloop.bus.routes import TimestampRoute
 from eventloop.checkpoint import AnyPath, Busy, Staging, as_path, unwrapped
 from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError, TrainingError
@@ -320,7 +320,7 @@ class Run:
         route = self.wants(event)
         if not route:
             return
-        if type(route) is Moment:
+        if type(route) is TimestampRoute:
             route()
             return
         kind: Any = event  # unchecked: many users give an event, or its name
