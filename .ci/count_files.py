@@ -102,14 +102,15 @@ def event(*, is_async: bool = False, **options: Any) -> Way:
 
 
 def checkpoint() -> Way:
-    """Follow a checkpoint from ``run.request_save`` to its event."""
-    way, bus, model = Way(), Bus(), nn.Linear(4, 4)
+    """Follow the second checkpoint of a run from ``run.request_save`` to its event, while training waits for it."""
+    way, bus, model, saved = Way(), Bus(), nn.Linear(4, 4), threading.Event()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     bus.add(CheckpointHook(interval=100))
 
     @bus.on(CheckpointCommitted)
     def committed(event: CheckpointCommitted) -> None:
         way.followed = False
+        saved.set()
 
     with (
         way.watching(),
@@ -118,11 +119,14 @@ def checkpoint() -> Way:
     ):
         for _ in run.epochs(1):
             for i, batch in enumerate(run.train([torch.ones(2, 4)] * 4)):
+                if i in (1, 3):
+                    saved.wait()
+                    saved.clear()
                 model(batch).sum().backward()
                 optimizer.step()
-                if i == 2:
-                    way.followed = True
-                    run.request_save("asked")
+                if i in (0, 2):
+                    way.followed = i == 2
+                    run.request_save(f"asked_{i}")
     return way
 
 
@@ -200,7 +204,7 @@ if __name__ == "__main__":
         report("an event, from publish to its handler", event(), 7),
         report("an event, to an async handler", event(is_async=True), 7),
         report("an event with capture=", event(capture=lambda one: one.outputs["loss"]), 7),
-        report("a checkpoint, from request_save to its event", checkpoint(), 34, goal=22),
+        report("a checkpoint, from request_save to its event", checkpoint(), 23, goal=22),
         *([report("a step of an attached Lightning trainer", attached_step(), 18, goal=12)] if find_spec("lightning") else []),
         report("trainbus run, to the first batch", command(), 14, goal=12),
     ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import Any, Final, NamedTuple
@@ -67,6 +67,35 @@ class Batch(NamedTuple):
     def moved(self, sources: Tensors) -> bool:
         """Return whether tensors are at other addresses. Ask after the copy: it fetches from memory what this reads."""
         return _pointers(sources) != self.pointers
+
+
+class Pair(NamedTuple):
+    """A tensor, and the staging memory for it."""
+
+    target: torch.Tensor
+    source: torch.Tensor
+    position: int
+    """In the order of the file."""
+
+
+def by_device(pairs: Iterable[Pair]) -> dict[torch.device, list[Pair]]:
+    """Group pairs by the device of their source."""
+    groups: dict[torch.device, list[Pair]] = {}
+    for pair in pairs:
+        groups.setdefault(pair.source.device, []).append(pair)
+    return groups
+
+
+def copy(pairs: Sequence[Pair], *, non_blocking: bool = False) -> None:
+    """Copy the sources of one device."""
+    foreach_copy_([pair.target for pair in pairs], [pair.source for pair in pairs], non_blocking=non_blocking)
+
+
+def end_of_queue(device: torch.device) -> torch.cuda.Event:
+    """Record an event on the current stream of a device, after the work enqueued so far."""
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+    event.record(torch.cuda.current_stream(device))
+    return event
 
 
 class Layout:

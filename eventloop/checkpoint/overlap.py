@@ -14,15 +14,16 @@ backward passes the fence as any other, and the backward waits there.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import chain
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 import torch
 
+from eventloop.checkpoint.layout import Pair, by_device, copy, end_of_queue
 from eventloop.errors import CheckpointError
-from eventloop.privates import foreach_copy_, version_of
+from eventloop.privates import version_of
 
 Staging = Literal["block", "overlap"]
 """When the state is copied: while training waits, or during the next forward and backward pass."""
@@ -30,15 +31,6 @@ Staging = Literal["block", "overlap"]
 # Tensors per call: many, since each call gives the GIL away once; not all, so that their versions are looked at soon.
 _LOT: Final = 2048
 _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
-
-
-class Pair(NamedTuple):
-    """A tensor, and the staging memory for it."""
-
-    target: torch.Tensor
-    source: torch.Tensor
-    position: int
-    """In the order of the file."""
 
 
 class Overlap:
@@ -111,19 +103,6 @@ class Overlap:
         return self._threads
 
 
-def by_device(pairs: Iterable[Pair]) -> dict[torch.device, list[Pair]]:
-    """Group pairs by the device of their source."""
-    groups: dict[torch.device, list[Pair]] = {}
-    for pair in pairs:
-        groups.setdefault(pair.source.device, []).append(pair)
-    return groups
-
-
-def copy(pairs: Sequence[Pair], *, non_blocking: bool = False) -> None:
-    """Copy the sources of one device."""
-    foreach_copy_([pair.target for pair in pairs], [pair.source for pair in pairs], non_blocking=non_blocking)
-
-
 @torch.no_grad()
 def _copy_lots(
     lots: list[list[Pair]],
@@ -149,10 +128,3 @@ def _copy_lots(
                     f"{path(pair.position)} was changed while it was being copied, by something other than the "
                     'optimizer\'s step; use staging="block", or change it in or after the step'
                 )
-
-
-def end_of_queue(device: torch.device) -> torch.cuda.Event:
-    """Record an event on the current stream of a device, after the work enqueued so far."""
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-    event.record(torch.cuda.current_stream(device))
-    return event

@@ -13,9 +13,9 @@ import msgspec
 import torch
 
 from eventloop.checkpoint.container import DIGEST_BYTES, Pieces, readable, render
-from eventloop.checkpoint.layout import Batch, Changed, Layout, Tensors
+from eventloop.checkpoint.layout import Batch, Changed, Layout, Pair, Tensors, by_device, copy, end_of_queue
 from eventloop.checkpoint.memory import allocate
-from eventloop.checkpoint.overlap import Overlap, Pair, by_device, copy, end_of_queue
+from eventloop.checkpoint.overlap import Overlap
 from eventloop.checkpoint.rebuild import unflatten
 from eventloop.checkpoint.store import AnyPath, AsPath, as_path, write_pieces
 from eventloop.checkpoint.tree import FlatTree
