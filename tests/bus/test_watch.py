@@ -205,27 +205,27 @@ def test_patterns_pick_modules_by_qualified_name(bus, model, patterns, names):
 
 
 def test_a_pattern_that_matches_nothing_names_the_nearest(bus, model):
-    with pytest.raises(SubscribeError, match=r"no submodule of Net matches 'encodr' .*'encoder'"):
+    with pytest.raises(SubscribeError, match=r"'encodr' .*'encoder'"):
         bus.watch(model, "head", "encodr")
-    with pytest.raises(SubscribeError, match=r"it has 'encoder', 'encoder.layers', 'encoder.layers.0'"):
+    with pytest.raises(SubscribeError, match=r"'encoder', 'encoder.layers', 'encoder.layers.0'"):
         bus.watch(model, "zzz.*")
-    with pytest.raises(SubscribeError, match="no submodules"):
+    with pytest.raises(SubscribeError, match="submodules"):
         bus.watch(nn.Linear(1, 1), "weight")
 
 
 def test_a_container_that_is_never_called_is_an_error_that_says_what_to_watch(bus, model):
-    with pytest.raises(SubscribeError, match=r'watch the modules in them: "encoder.layers.\*"'):
+    with pytest.raises(SubscribeError, match=r"encoder.layers.\*"):
         bus.watch(model, "encoder.layers")
 
 
 @pytest.mark.parametrize("wrong", [None, "encoder", Net])
 def test_only_modules_can_be_watched(bus, wrong):
-    with pytest.raises(SubscribeError, match=r"bus.watch takes a torch.nn.Module"):
+    with pytest.raises(SubscribeError, match=r"torch.nn.Module"):
         bus.watch(wrong)
 
 
 def test_a_pattern_is_a_string(bus, model):
-    with pytest.raises(SubscribeError, match="is not a pattern"):
+    with pytest.raises(SubscribeError):
         bus.watch(model, model.head)
 
 
@@ -347,7 +347,7 @@ def test_an_in_place_operation_on_what_a_module_watched_backward_returns_is_torc
     bus.watch(model, "0")
     with bus.on("after_module_forward", lambda event: None):
         model(inputs)
-    with bus.on("after_module_backward", lambda event: None), pytest.raises(RuntimeError, match="modified inplace"):
+    with bus.on("after_module_backward", lambda event: None), pytest.raises(RuntimeError, match="inplace"):
         model(inputs)
 
 

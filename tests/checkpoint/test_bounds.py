@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import tracemalloc
-import zlib
 from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
@@ -21,36 +19,23 @@ from eventloop.checkpoint import inspect, is_plain_name, load, outline, rebuild,
 from eventloop.cli import main
 from eventloop.errors import CheckpointDamagedError, CheckpointValueError
 from eventloop.training.saves.discover import find_checkpoint
+from tests.checkpoint.sealed import header_of, prefixed, seal
 
 Ext = msgspec.msgpack.Ext
 pack = msgspec.msgpack.encode
 TERABYTE = 10**12
 
 
-def header_of(tensors: dict[str, Any], data: int, tree: int) -> bytes:
-    end = data + tree
-    header = {
-        "__metadata__": {"format": "trainbus.checkpoint", "version": "1", "digest": "crc32"},
-        **tensors,
-        "__tree__": {"dtype": "U8", "shape": [tree], "data_offsets": [data, end]},
-        "__digest__": {"dtype": "U8", "shape": [4], "data_offsets": [end, end + 4]},
-    }
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text
-
-
 def sparse(path: Path, data: int, tree: int) -> Path:
     """A file that takes no room on the disk."""
-    header = header_of({"w": {"dtype": "U8", "shape": [data], "data_offsets": [0, data]}}, data, tree)
+    header = prefixed(header_of({"w": {"dtype": "U8", "shape": [data], "data_offsets": [0, data]}}, data, tree))
     path.write_bytes(header)
     os.truncate(path, len(header) + data + tree + 4)
     return path
 
 
 def with_tree(path: Path, tree: bytes, tensors: dict[str, Any] | None = None) -> Path:
-    """A file with a right digest around anything."""
-    body = header_of(tensors or {}, 0, len(tree)) + tree
-    path.write_bytes(body + zlib.crc32(body).to_bytes(4, "little"))
+    path.write_bytes(seal(header_of(tensors or {}, 0, len(tree)), tree))
     return path
 
 
@@ -79,13 +64,12 @@ def test_a_hundred_thousand_dimensions_are_refused_quickly(tmp_path, sizes):
 def test_a_shape_must_have_as_many_elements_as_the_header_gives_it_bytes(tmp_path, shape):
     tree = pack([[0], {}, Ext(1, b"")])
     info = {"dtype": "U8", "shape": shape, "data_offsets": [0, 100]}
-    body = header_of({"w": info}, 100, len(tree)) + bytes(100) + tree
-    (tmp_path / "a").write_bytes(body + zlib.crc32(body).to_bytes(4, "little"))
+    (tmp_path / "a").write_bytes(seal(header_of({"w": info}, 100, len(tree)), bytes(100) + tree))
     if math.prod(shape) == 100:
         assert load(tmp_path / "a").shape == shape
         return
     for read in (load, outline, inspect, verify):
-        with pytest.raises(CheckpointDamagedError, match="contradicts itself at 'w'"):
+        with pytest.raises(CheckpointDamagedError, match="'w'"):
             read(tmp_path / "a")
 
 
@@ -94,7 +78,7 @@ def test_a_file_larger_than_memory_is_refused_and_a_run_falls_back(tmp_path):
     save(state, tmp_path / "good.safetensors")
     path = sparse(tmp_path / "huge.safetensors", TERABYTE, 10)
     assert inspect(path).tensors["w"].shape == (TERABYTE,)
-    with pytest.raises(CheckpointDamagedError, match=r"it needs 1,000,000,0.* bytes of memory, and this machine has"):
+    with pytest.raises(CheckpointDamagedError, match="1,000,000,0"):
         load(path)
     with capture_logs() as logs:
         assert find_checkpoint(tmp_path) == (tmp_path / "good.safetensors", state)
@@ -108,14 +92,14 @@ def test_an_out_of_memory_error_is_converted_so_that_a_run_falls_back(tmp_path, 
         raise MemoryError
 
     monkeypatch.setattr(np, "empty", full)
-    with pytest.raises(CheckpointDamagedError, match="too large for the memory"):
+    with pytest.raises(CheckpointDamagedError, match="memory"):
         load(tmp_path / "a")
 
 
 def test_a_tree_of_ten_gigabytes_is_not_read(tmp_path):
     path = sparse(tmp_path / "huge.safetensors", 0, 10**10)
     for read in (inspect, outline, load, verify):
-        with pytest.raises(CheckpointDamagedError, match="a tree of 10,000,000,000 bytes"):
+        with pytest.raises(CheckpointDamagedError, match="10,000,000,000"):
             read(path)
 
 
@@ -127,7 +111,7 @@ def test_values_are_counted_before_they_are_made(tmp_path, monkeypatch, token):
     path = with_tree(tmp_path / "a", b"\x93\x90\x80\xdd" + count.to_bytes(4, "big") + item * count)
     for read in (load, outline):
         tracemalloc.start()
-        with pytest.raises(CheckpointDamagedError, match="more than 1,000 values"):
+        with pytest.raises(CheckpointDamagedError, match="1,000"):
             read(path)
         assert tracemalloc.get_traced_memory()[1] < 30 << 20
         tracemalloc.stop()
@@ -150,21 +134,21 @@ def test_every_value_is_counted_to_its_end_and_is_worth_eight_tokens_at_most(tmp
         monkeypatch.setattr(rebuild, "_TOKENS", 8 * (4 + 3 * (2 * len(value) if hasattr(value, "__len__") else 1)) + 20)
         load(tmp_path / "a")
     monkeypatch.setattr(rebuild, "_TOKENS", 3)
-    with pytest.raises(CheckpointDamagedError, match="more than 3 values"):
+    with pytest.raises(CheckpointDamagedError, match=" 3 "):
         load(with_tree(tmp_path / "a", of([1, 2, 3])))
 
 
 def test_more_values_than_are_read_are_refused_when_they_are_saved(tmp_path, monkeypatch):
     monkeypatch.setattr("eventloop.checkpoint.tree.MAX_VALUES", 10)
     save({"loss": list(range(8))}, tmp_path / "a")
-    with pytest.raises(CheckpointValueError, match=r"loss: .*more than 10 values in all; keep .*a tensor"):
+    with pytest.raises(CheckpointValueError, match=r"loss: .* 10 "):
         save({"loss": list(range(9))}, tmp_path / "a")
 
 
 def test_a_larger_tree_than_is_read_is_refused_when_it_is_saved(tmp_path, monkeypatch):
     monkeypatch.setattr("eventloop.checkpoint.container.MAX_TREE_BYTES", 1000)
     save({"a": bytes(900)}, tmp_path / "a")
-    with pytest.raises(CheckpointValueError, match=r"store arrays as tensors, by torch\.from_numpy"):
+    with pytest.raises(CheckpointValueError, match=r"torch\.from_numpy"):
         save({"a": bytes(1000)}, tmp_path / "a")
 
 
@@ -190,7 +174,7 @@ WRAPS = {
 def test_a_tree_deeper_than_any_that_is_written_is_refused(tmp_path, wrap, depth):
     path = with_tree(tmp_path / "a", of(nested(depth, WRAPS[wrap])) if depth < 5000 else b"\x93\x90\x80" + b"\x91" * depth)
     for read in (load, outline):
-        with pytest.raises(CheckpointDamagedError, match="cannot be rebuilt"):
+        with pytest.raises(CheckpointDamagedError):
             read(path)
 
 
@@ -199,14 +183,14 @@ def test_the_deepest_tree_that_is_written_is_read(tmp_path, wrap):
     tree = nested(100, wrap)
     save(tree, tmp_path / "a")
     assert load(tmp_path / "a") == tree
-    with pytest.raises(CheckpointValueError, match="nested deeper than 100 levels"):
+    with pytest.raises(CheckpointValueError, match=" 100 "):
         save(wrap(tree), tmp_path / "a")
 
 
 @pytest.mark.parametrize("attributes", [{"items": [1]}, {"__class__": 1}, {"keys": None}, Ext(9, pack([[1], [2]]))])
 def test_attributes_that_hide_the_methods_of_a_dict_are_refused(tmp_path, attributes):
     path = with_tree(tmp_path / "a", of(Ext(10, pack([{"a": 1}, attributes]))))
-    with pytest.raises(CheckpointDamagedError, match=r"an attribute .* of an OrderedDict"):
+    with pytest.raises(CheckpointDamagedError, match="OrderedDict"):
         load(path)
 
 
@@ -215,7 +199,7 @@ def test_tensors_are_counted_from_the_first(tmp_path, slots):
     entry = {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}
     path = with_tree(tmp_path / "a", pack([slots, {}, Ext(1, b"")]), {"w": entry})
     for read in (load, outline):
-        with pytest.raises(CheckpointDamagedError, match="cannot be rebuilt"):
+        with pytest.raises(CheckpointDamagedError):
             read(path)
 
 
@@ -266,5 +250,5 @@ def test_no_names_of_files(name):
 def test_attributes_that_hide_the_methods_of_a_dict_are_not_saved_either(tmp_path):
     tree = OrderedDict(a=1)
     vars(tree)["pop"] = 1
-    with pytest.raises(CheckpointValueError, match="x: attributes of an OrderedDict hide its methods; remove pop"):
+    with pytest.raises(CheckpointValueError, match=r"x: .*OrderedDict.* pop"):
         save({"x": tree}, tmp_path / "a")

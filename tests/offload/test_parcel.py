@@ -92,7 +92,7 @@ def test_an_event_that_msgpack_cannot_hold_is_an_error_here(ends, registry):
     class Odd(Event, kw_only=True):
         what: object
 
-    with pytest.raises(TypeError, match="cannot encode a object"):
+    with pytest.raises(TypeError):
         pack([Odd(what=object())], ends[0])
 
 
@@ -111,7 +111,7 @@ def test_a_parcel_that_finds_no_memory_leaves_room_for_smaller_ones(ends, monkey
     assert through(ends, [1]) == [1]
     with monkeypatch.context() as patch:
         patch.setattr(os, "ftruncate", full)
-        with pytest.raises(OSError, match="Cannot allocate memory"):
+        with pytest.raises(OSError, match="memory"):
             pack([torch.ones(10_000)], ends[0])
     assert through(ends, [2]) == [2]
     assert torch.equal(through(ends, [torch.ones(10_000)])[0], torch.ones(10_000))

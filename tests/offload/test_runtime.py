@@ -64,7 +64,13 @@ def held(bus: Bus, kind: str, **options):
     return subscription, heard, started, release
 
 
-@pytest.fixture(params=["thread", "asyncio", pytest.param("uvloop", marks=UVLOOP), "trio"])
+EVERYWHERE = pytest.mark.parametrize(
+    "where", ["thread", "asyncio", pytest.param("uvloop", marks=UVLOOP), "trio"], indirect=True
+)
+"""With uvloop, too: what depends on how a loop wakes up."""
+
+
+@pytest.fixture(params=["thread", "asyncio", "trio"])
 def where(request, monkeypatch) -> str:
     """Where the handlers of a test run: on threads, or in one of the event loops."""
     if request.param == "asyncio":
@@ -90,6 +96,7 @@ def bus(library) -> Bus:
 # ---------------------------------------------------------------------------------------------------------- delivery
 
 
+@EVERYWHERE
 def test_a_clean_exit_delivers_everything_in_order(bus, kind):
     heard = []
     subscription = offload(bus, lambda event: heard.append(event.batch_idx), kind)
@@ -234,12 +241,6 @@ def test_a_capture_that_fails_is_an_error_of_the_publish(bus, kind):
     offload(bus, print, kind, capture=lambda event: event.outputs["logits"])
     with bus, pytest.raises(KeyError, match="logits"):
         bus.publish(AfterTrainIter(progress=P, outputs={}))
-
-
-def test_a_capture_of_a_live_module_is_an_error_of_the_publish(bus, kind):
-    offload(bus, print, kind, capture=lambda event: event.run)
-    with bus, pytest.raises(TypeError, match="live Linear"):
-        bus.publish(AfterTrainIter(run=torch.nn.Linear(1, 1), progress=P))
 
 
 def test_batched_handlers_get_lists_up_to_the_batch_size(bus, kind):
@@ -426,18 +427,6 @@ def test_a_hanging_handler_that_blocks_its_publisher_is_named_once(monkeypatch, 
     assert named() == ["hangs (after_train_iter)"]
 
 
-def test_a_full_lane_can_raise(bus, kind):
-    _, heard, started, release = held(bus, kind, queue=1, full="raise")
-    with bus:
-        bus.publish(iteration(0))
-        started.wait()
-        bus.publish(iteration(1))
-        with pytest.raises(LaneFullError):
-            bus.publish(iteration(2))
-        release.set()
-    assert heard == [0, 1]
-
-
 def test_blocking_loses_nothing_with_any_queue_size(bus, kind):
     heard = []
     offload(bus, lambda event: heard.append(event.batch_idx), kind, queue=1)
@@ -472,14 +461,6 @@ def test_publishing_to_a_full_blocking_lane_from_a_bus_thread_is_an_error(bus, k
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_publishing_to_an_offloaded_handler_on_an_idle_bus_is_an_error_with_advice(kind):
-    bus = Bus()
-    offload(bus, print, kind)
-    with pytest.raises(LaneClosedError, match="`with bus:`"):
-        bus.publish(EVENT)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_inline_handlers_work_on_an_idle_bus(kind):
     bus = Bus()
     heard = []
@@ -489,6 +470,7 @@ def test_inline_handlers_work_on_an_idle_bus(kind):
     assert heard == [EVENT]
 
 
+@EVERYWHERE
 def test_a_bus_can_be_opened_again(bus, kind):
     heard = []
     offload(bus, lambda event: heard.append(event.batch_idx), kind)
@@ -502,11 +484,12 @@ def test_a_bus_can_be_opened_again(bus, kind):
 def test_opening_an_open_bus_is_an_error():
     bus = Bus()
     with bus:
-        with pytest.raises(BusStateError, match="open already; the code that opened it closes it"):
+        with pytest.raises(BusStateError):
             bus.open()
         assert bus.state == "open"
 
 
+@EVERYWHERE
 def test_two_threads_closing_a_bus_both_wait_for_delivery(bus, kind):
     _, heard, started, release = held(bus, kind)
     with bus:
@@ -545,7 +528,7 @@ def test_close_is_idempotent(bus, kind):
     with bus:
         bus.close()
         bus.close()
-        with pytest.raises(LaneClosedError, match="the bus has closed"):
+        with pytest.raises(LaneClosedError):
             bus.publish(EVENT)
 
 
@@ -560,7 +543,7 @@ def test_a_bus_whose_loop_does_not_start_remains_idle_and_usable(monkeypatch, ba
 
     with monkeypatch.context() as patched:
         patched.setattr("eventloop.offload.loops.anyio.run", refuse)
-        with pytest.raises(BusStateError, match="event loop did not start: No such backend"):
+        with pytest.raises(BusStateError, match="backend"):
             bus.open()
     assert bus.state == "idle"
     with bus:
@@ -761,18 +744,13 @@ def test_the_note_of_a_batch_names_its_first_and_its_last_event(bus, kind):
     assert "after_train_iter, epoch 1, iteration 4 to after_train_iter, epoch 1, iteration 6" in caught.value.__notes__[0]
 
 
-def test_drain_raises_the_error(bus, kind):
-    failing(bus, kind)
-    with capture_logs(), bus:
-        bus.publish(EVENT)
-        with pytest.raises(ValueError, match="event 0"):
-            bus.drain()
-
-
-def test_close_raises_the_error(bus, kind):
+@pytest.mark.parametrize("drains", [True, False])
+def test_drain_and_close_raise_the_error(bus, kind, drains):
     failing(bus, kind)
     with capture_logs(), pytest.raises(ValueError, match="event 0"), bus:
         bus.publish(EVENT)
+        if drains:
+            bus.drain()
 
 
 def test_errors_of_several_handlers_are_raised_as_a_group(bus, kind):
@@ -923,6 +901,7 @@ def test_no_wake_up_is_lost_in_many_short_bursts(bus, kind, linger, number):
     assert heard == list(range(number))
 
 
+@EVERYWHERE
 def test_publishers_on_many_threads_lose_nothing(bus, kind):
     heard = []
     subscription = offload(bus, lambda event: heard.append(event.batch_idx), kind, queue=7)
@@ -943,6 +922,7 @@ def test_publishers_on_many_threads_lose_nothing(bus, kind):
     assert subscription.stats.delivered == 800
 
 
+@EVERYWHERE
 @pytest.mark.parametrize("options", [{}, {"queue": 2}, {"queue": 2, "full": "drop_old"}, {"queue": 2, "full": "drop_new"}])
 def test_every_event_is_accounted_for_when_ctrl_c_interrupts_the_publisher(kind, library, options, ctrl_c):
     """A timer signal, whose handler raises as Ctrl-C does, strikes the publisher at arbitrary instructions."""
