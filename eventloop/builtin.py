@@ -1,10 +1,15 @@
-"""Load trainbus's hooks when one of their names or objects is needed."""
+"""Find objects by name: trainbus's own hooks, an object of a module, and the kind of an object of another library."""
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from importlib import metadata
+from typing import Any, TypeVar
+
+K = TypeVar("K")
 
 
 @cache
@@ -13,3 +18,16 @@ def load_builtin() -> None:
     with suppress(metadata.PackageNotFoundError):  # a checkout that is not installed
         for point in metadata.distribution("trainbus").entry_points.select(group="trainbus"):
             point.load()
+
+
+def load_object(path: str) -> Any:
+    """Import ``module:attribute``."""
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def kind_of(cls: type, kinds: Mapping[str, K]) -> K | None:
+    """Return the kind that is registered under the full name of a class or of a base of it, nearest first."""
+    load_builtin()
+    names = (f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
+    return next((kinds[name] for name in names if name in kinds), None)

@@ -1,13 +1,12 @@
 """The bus: subscriptions with priorities and filters, compiled to one function for each event."""
 
 from eventloop.bus.bus import Bus, mark_ranges
-from eventloop.bus.describe import Description
+from eventloop.bus.describe import BusStats, Description
 from eventloop.bus.guests import GuestHook, GuestKind, register_guests
 from eventloop.bus.handler import HandlerOptions, StreamOptions
 from eventloop.bus.hook import Hook, mount
 from eventloop.bus.hosts import HostKind, register_host
 from eventloop.bus.priority import Priority
-from eventloop.bus.stats import BusStats
 from eventloop.bus.stream import Stream
 from eventloop.bus.subscription import Stats, Subscription
 from eventloop.bus.watch import Watch

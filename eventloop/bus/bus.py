@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 import torch
 
-from eventloop.bus.describe import Description, describe
+from eventloop.bus.describe import BusStats, Description, describe
 from eventloop.bus.guests import GuestHook, as_hook, check_distinct, is_same
 from eventloop.bus.hook import Hook, subscriptions_of
 from eventloop.bus.hosts import Attachment, bridge_for
@@ -20,7 +20,6 @@ from eventloop.bus.priority import PriorityLike
 from eventloop.bus.recording import make_recorder
 from eventloop.bus.redefined import redefines
 from eventloop.bus.routes import Count, Route, compile_route, route_source
-from eventloop.bus.stats import BusStats
 from eventloop.bus.streams import Streams
 from eventloop.bus.subscription import Subscription
 from eventloop.bus.watch import KINDS, Taps, Watch

@@ -1,4 +1,4 @@
-"""The hook table: all subscriptions, in the order of a run."""
+"""The hook table: all subscriptions, in the order of a run; and the table of their counts."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from collections.abc import Sequence
 
 import msgspec
 from rich import filesize
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from eventloop.bus.handler import title
 from eventloop.bus.priority import Priority
 from eventloop.bus.subscription import Stats, Subscription
 from eventloop.events import Event
 from eventloop.events.event import lineage, mount_points, resolve
 from eventloop.events.mount_points import BUILTIN
-from eventloop.terminal import cell
+from eventloop.terminal import Figures, cell, plain
 
+_COUNTS = ("delivered", "failed", "dropped", "pending")
 _USUAL = "1024 block"  # the lane that a handler gets without options; not shown
 
 
@@ -131,3 +133,26 @@ def _figures(stats: Stats) -> tuple[str, str]:
         events += f" ({stats.dropped} dropped, {stats.failed} failed)"
     milliseconds = stats.seconds * 1e3
     return events, f"{milliseconds:.{1 if milliseconds < 100 else 0}f}" if stats.calls else ""
+
+
+class BusStats(dict[Subscription, Stats]):
+    """The counts of every subscription: a dict that prints as a table.
+
+    ``seconds`` is time on the publishing thread.
+    """
+
+    def __rich__(self) -> RenderableType:
+        counted = [(one, stats) for one, stats in self.items() if one.lane is not None or stats.published]
+        timed = any(stats.calls for _, stats in counted)
+        names = ("handler", *_COUNTS, *["seconds"] * timed)
+        rows = [(title(one.label, one.mount_point), *_cells(stats)) for one, stats in counted]
+        others = len(self) - len(counted)
+        why = "not called" if timed else "not counted (Bus(timing=True) counts their calls)"
+        return Group(Figures("Events by handler", names, rows), *[f"inline handlers {why}: {others}"] * bool(others))
+
+    def __str__(self) -> str:
+        return plain(self)
+
+
+def _cells(stats: Stats) -> list[str]:
+    return [*(str(getattr(stats, name)) for name in _COUNTS), *[f"{stats.seconds:.3f}"] * bool(stats.calls)]

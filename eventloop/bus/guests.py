@@ -12,14 +12,13 @@ adapter is imported with the first guest of its kind.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from itertools import combinations
 from typing import Any
 
 import msgspec
 
-from eventloop.builtin import load_builtin
+from eventloop.builtin import kind_of, load_object
 from eventloop.bus.hook import Hook, check_single
 from eventloop.checks import is_async
 from eventloop.errors import SubscribeError
@@ -63,11 +62,7 @@ def register_guests(*kinds: GuestKind) -> None:
 
 def guest_kind(cls: type) -> GuestKind | None:
     """Return the kind of guests that a class belongs to; None for a :class:`Hook` and for unknown classes."""
-    if issubclass(cls, Hook):
-        return None
-    load_builtin()
-    names = (f"{base.__module__}.{base.__qualname__}" for base in cls.__mro__)
-    return next((_kinds[name] for name in names if name in _kinds), None)
+    return None if issubclass(cls, Hook) else kind_of(cls, _kinds)
 
 
 def as_hook(given: object) -> Hook:
@@ -94,8 +89,7 @@ def as_hook(given: object) -> Hook:
                 f"{type(given).__name__}.{name} is async, but nothing awaits methods of a {kind.name or kind.base}: make it "
                 "a plain method, or derive the class from eventloop.Hook, whose async methods are offloaded"
             )
-    module, _, name = kind.adapter.partition(":")
-    adapter: type[GuestHook] = getattr(importlib.import_module(module), name)
+    adapter: type[GuestHook] = load_object(kind.adapter)
     return adapter(given)
 
 

@@ -11,13 +11,12 @@ bridge is imported with the first trainer of its kind.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol, Self
 
 import msgspec
 
-from eventloop.builtin import load_builtin
+from eventloop.builtin import kind_of, load_object
 from eventloop.bus.subscription import Subscription
 from eventloop.errors import SubscribeError
 
@@ -62,17 +61,14 @@ def bridge_for(trainer: object) -> Any:
     Raises:
         SubscribeError: no bridge is registered for its class.
     """
-    load_builtin()
-    names = (f"{base.__module__}.{base.__qualname__}" for base in type(trainer).__mro__)
-    kind = next((_kinds[name] for name in names if name in _kinds), None)
+    kind = kind_of(type(trainer), _kinds)
     if kind is None:
         known = list(dict.fromkeys(one.name or one.base for one in _kinds.values() if one.loops))
         raise SubscribeError(
             f"bus.attach() knows {', '.join(known)}, not {_shown(trainer)}; with Accelerate, write your loop around "
             "Run(bus, accelerator=accelerator, ...); for another trainer, write a bridge and register_host() it"
         )
-    module, _, name = kind.bridge.partition(":")
-    return getattr(importlib.import_module(module), name)
+    return load_object(kind.bridge)
 
 
 def _shown(trainer: object) -> str:

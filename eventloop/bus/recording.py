@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
+
+from eventloop.builtin import load_object
 
 _recorder = ""
 
@@ -16,5 +17,4 @@ def register_recorder(path: str) -> None:
 
 def make_recorder(bus: Any) -> Any:
     """Return a new recorder for a bus."""
-    module, _, name = _recorder.partition(":")
-    return getattr(importlib.import_module(module), name)(bus)
+    return load_object(_recorder)(bus)

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, Unpack
 import msgspec
 
 from eventloop.annotations import fields_of
-from eventloop.bus.handler import FilterOptions, LaneOptions, StreamOptions, checked_options, stream
-from eventloop.bus.history import History
+from eventloop.bus.handler import FilterOptions, History, LaneOptions, StreamOptions, checked_options, stream
 from eventloop.bus.lifecycle import Lifecycle
 from eventloop.bus.stream import Stream
 from eventloop.bus.subscription import Stats, Subscription

@@ -10,8 +10,7 @@ import msgspec
 import torch
 
 from eventloop.bus.filters import make_filter
-from eventloop.bus.handler import Mode, checked_options, label_of, location_of, make_lane, mode_of
-from eventloop.bus.history import History
+from eventloop.bus.handler import History, Mode, checked_options, label_of, location_of, make_lane, mode_of
 from eventloop.bus.hook import Hook, Ranks
 from eventloop.bus.priority import Priority
 from eventloop.checks import check_arity, may_return

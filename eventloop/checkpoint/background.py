@@ -94,8 +94,8 @@ class PendingSaves(Generic[Job]):
             self._bells.pop().release()
 
 
-class BackgroundWriter(Generic[Job]):
-    """Do jobs in order on a separate thread. One thread at a time may use it; in a forked process it has no thread.
+class BackgroundWriter(PendingSaves[Job]):
+    """Pending saves with a thread that does them. One thread at a time may use it; in a forked process it has no thread.
 
     Args:
         write: does a job; called on the thread, and must not raise.
@@ -103,9 +103,9 @@ class BackgroundWriter(Generic[Job]):
     """
 
     def __init__(self, write: Callable[[Job], object], *, at_exit: Callable[[], object]) -> None:
+        super().__init__()
         self._write = write
         self._at_exit = at_exit
-        self._saves: PendingSaves[Job] = PendingSaves()
         # Wakes the thread; in C, so that Ctrl-C cannot corrupt it.
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.closed = False
@@ -128,37 +128,23 @@ class BackgroundWriter(Generic[Job]):
     def busy(self) -> bool:
         """True while a job is under way."""
         self._bell.put(None)  # Ctrl-C may have struck between entering a job and ringing
-        return bool(self._saves.under_way)
-
-    @property
-    def waiting(self) -> Job | None:
-        """The job that :meth:`take_back` would return."""
-        return self._saves.waiting
-
-    @property
-    def under_way(self) -> tuple[Job, ...]:
-        """The jobs that were entered and have not ended."""
-        return self._saves.under_way
+        return bool(self.under_way)
 
     def has(self, job: Job) -> bool:
         """Return True if a job is under way."""
-        return any(other is job for other in self._saves.under_way)
+        return any(other is job for other in self.under_way)
 
     def enter(self, job: Job, *, can_wait: bool = True) -> None:
         """Queue a job. Unless it ``can_wait``, it cannot be taken back."""
-        self._saves.enter(job, can_wait=can_wait)  # from here on it is done or taken back, even after Ctrl-C
+        super().enter(job, can_wait=can_wait)  # from here on it is done or taken back, even after Ctrl-C
         self._bell.put(None)
-
-    def take_back(self) -> Job | None:
-        """Take back the job that was entered last, unless it has begun: it will never begin."""
-        return self._saves.take_back()
 
     def wait(self, *, for_place: bool = False, seconds: float = math.inf) -> bool:
         """Wait until no job is under way; ``for_place``: until none waits to begin. Return False after ``seconds``."""
         self._bell.put(None)  # see busy
         if not self.here or threading.current_thread() is self._thread:  # which would wait for itself
             return True
-        return self._saves.wait(for_place=for_place, seconds=seconds)
+        return super().wait(for_place=for_place, seconds=seconds)
 
     def close(self, seconds: float = math.inf) -> bool:
         """Do the jobs that wait, and end the thread; return False after ``seconds``. After Ctrl-C, call it again to finish."""
@@ -173,10 +159,10 @@ class BackgroundWriter(Generic[Job]):
         while True:
             self._bell.get()
             closed = self.closed  # asked first: every job comes before it, so the last one is found below
-            while (job := self._saves.begin()) is not None:
+            while (job := self.begin()) is not None:
                 try:
                     self._write(job)
                 finally:
-                    self._saves.end(job)
+                    self.end(job)
             if closed:
                 return

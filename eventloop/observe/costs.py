@@ -7,11 +7,11 @@ from typing import Annotated, Final, Literal
 import msgspec
 from rich.console import Group, RenderableType
 
-from eventloop.bus.figures import Figures, plain
 from eventloop.bus.handler import title
 from eventloop.observe.bounds import Change, Count, Number
 from eventloop.observe.ranks import RankCosts
 from eventloop.observe.totals import BINS
+from eventloop.terminal import Figures, plain
 
 Bin = Annotated[int, msgspec.Meta(ge=0, le=64 * BINS)]
 

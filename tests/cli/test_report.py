@@ -7,7 +7,6 @@ from types import FunctionType
 import pytest
 
 from eventloop import Bus
-from eventloop.bus.figures import plain
 from eventloop.cli import main
 from eventloop.cli.runs import best_metric
 from eventloop.observe import (
@@ -22,6 +21,7 @@ from eventloop.observe import (
     write_manifest,
 )
 from eventloop.observe.report import ReportedRun, verdict
+from eventloop.terminal import plain
 
 from ..observe.folders import BEGAN, loss_lines, session, write_record, write_run, write_scalars
 
