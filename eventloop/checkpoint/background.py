@@ -27,7 +27,7 @@ class PendingSaves(Generic[Job]):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._jobs: tuple[tuple[Job, ...], Job | None] = (), None
-        # One taken lock for each thread in `wait`. An Event would lose track of its own lock when Ctrl-C strikes in it.
+        # One taken lock for each thread in ``wait``. An Event would lose track of its own lock when Ctrl-C strikes in it.
         self._bells: list[threading.Lock] = []
 
     @property
@@ -40,12 +40,12 @@ class PendingSaves(Generic[Job]):
         """The job that can be taken back."""
         return self._jobs[1]
 
-    def wait(self, *, for_place: bool = False, seconds: float = math.inf) -> bool:
-        """Wait until no job is under way; ``for_place``: until none waits to begin. Return False after ``seconds``."""
+    def wait(self, *, for_slot: bool = False, seconds: float = math.inf) -> bool:
+        """Wait until no job is under way; ``for_slot``: until none waits to begin. Return False after ``seconds``."""
         end = time.monotonic() + seconds
         while True:
             with self._lock:
-                if not self.under_way or (for_place and self.waiting is None):
+                if not self.under_way or (for_slot and self.waiting is None):
                     return True
                 bell = threading.Lock()
                 bell.acquire()
@@ -139,12 +139,12 @@ class BackgroundWriter(PendingSaves[Job]):
         super().enter(job, can_wait=can_wait)  # from here on it is done or taken back, even after Ctrl-C
         self._bell.put(None)
 
-    def wait(self, *, for_place: bool = False, seconds: float = math.inf) -> bool:
-        """Wait until no job is under way; ``for_place``: until none waits to begin. Return False after ``seconds``."""
+    def wait(self, *, for_slot: bool = False, seconds: float = math.inf) -> bool:
+        """Wait until no job is under way; ``for_slot``: until none waits to begin. Return False after ``seconds``."""
         self._bell.put(None)  # see busy
         if not self.here or threading.current_thread() is self._thread:  # which would wait for itself
             return True
-        return super().wait(for_place=for_place, seconds=seconds)
+        return super().wait(for_slot=for_slot, seconds=seconds)
 
     def close(self, seconds: float = math.inf) -> bool:
         """Do the jobs that wait, and end the thread; return False after ``seconds``. After Ctrl-C, call it again to finish."""

@@ -2,10 +2,10 @@
 
 The steps are always the same: write under a temporary name in the same directory → fsync the file → rename it → fsync the
 directory. If a step fails before the rename, the temporary file is removed and the name keeps what it had. If only the last
-step fails, the new file is in place, but a power cut may undo that. Every `OSError` arrives as a `CheckpointError` that is
+step fails, the new file is in place, but a power cut may undo that. Every ``OSError`` arrives as a ``CheckpointError`` that is
 chained from it.
 
-A process that is killed can leave a temporary file behind; its name begins with `TEMPORARY_PREFIX`.
+A process that is killed can leave a temporary file behind; its name begins with ``TEMPORARY_PREFIX``.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ CHUNK: Final = 16 << 20
 
 
 def commit_file(path: str | os.PathLike[str], size: int, fill: Callable[[int], Result]) -> Result:
-    """Create or replace the file at `path`, in a directory that exists; return the result of `fill`.
+    """Create or replace the file at ``path``, in a directory that exists; return the result of ``fill``.
 
-    `fill` is called with a file descriptor and writes the content, `size` bytes (for the error message).
+    ``fill`` is called with a file descriptor and writes the content, ``size`` bytes (for the error message).
     """
     # System calls without pathlib and context managers: this runs beside the training, and Python code holds the GIL.
     name = os.fspath(path)
@@ -56,7 +56,7 @@ def commit_file(path: str | os.PathLike[str], size: int, fill: Callable[[int], R
 
 
 def write_all(descriptor: int, *parts: memoryview | bytes) -> None:
-    """Write all of `parts`, in bounded pieces and however few bytes the system takes at a time."""
+    """Write all of ``parts``, in bounded pieces and however few bytes the system takes at a time."""
     size = sum(map(len, parts))
     # Small parts by one system call: after each one a thread waits for the GIL, and the training for that thread.
     done = os.writev(descriptor, parts) if len(parts) > 1 and size <= CHUNK else 0
@@ -74,7 +74,7 @@ def write_all(descriptor: int, *parts: memoryview | bytes) -> None:
 
 
 def chunks(data: memoryview | bytes) -> Iterator[memoryview]:
-    """The bytes of `data` in pieces of at most `CHUNK`, without copying."""
+    """Yield the bytes of ``data`` in pieces of at most ``CHUNK``, without copying."""
     view = memoryview(data)
     for start in range(0, len(view), CHUNK):
         yield view[start : start + CHUNK]
@@ -82,7 +82,7 @@ def chunks(data: memoryview | bytes) -> Iterator[memoryview]:
 
 @contextmanager
 def failing(what: str, kind: type[Exception] = OSError, but: type[Exception] = CheckpointError) -> Iterator[None]:
-    """Turn errors of type `kind` into a CheckpointError that begins with `what`, except those of type `but`."""
+    """Turn errors of type ``kind`` into a CheckpointError that begins with ``what``, except those of type ``but``."""
     try:
         yield
     except (CheckpointError, but):
@@ -96,7 +96,7 @@ def _failed(what: str, error: Exception) -> CheckpointError:
 
 
 def temporary_name(directory: str) -> str:
-    """Return a free name in `directory`."""
+    """Return a free name in ``directory``."""
     # Not derived from the final name: that one may be as long as the file system allows. Unlike random bytes, the thread and
     # the time take no system call.
     unique = f"{os.getpid():x}-{threading.get_ident():x}-{time.time_ns():x}"
@@ -104,7 +104,7 @@ def temporary_name(directory: str) -> str:
 
 
 def discard(name: str, remove: Callable[[str], object], error: BaseException) -> None:
-    """Remove the temporary file `name`; if that fails, add a note to `error`."""
+    """Remove the temporary file ``name``; if that fails, add a note to ``error``."""
     try:
         remove(name)
     except FileNotFoundError:

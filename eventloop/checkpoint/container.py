@@ -1,7 +1,7 @@
 """The file of a checkpoint: a safetensors file with two tensors more, and the digest that ends it.
 
 It is ``u64 header length | JSON header | data``. The data are the user's tensors, widest elements first (so that each is
-aligned without holes, which safetensors forbids), then ``__tree__`` (see `tree`), then ``__digest__``: the CRC-32 of every
+aligned without holes, which safetensors forbids), then ``__tree__`` (see ``tree``), then ``__digest__``: the CRC-32 of every
 byte before it. The order of the names in the header is the order of the data.
 
 The digest guards against damage (torn writes, flipped bits), not against forgery. Measured on an EPYC core with SHA
@@ -106,7 +106,7 @@ def elements(shape: Sequence[int], most: int) -> int:
     """Return the number of elements of a shape, or a number above ``most`` where there are more."""
     if 0 in shape:
         return 0
-    count = 1  # never much larger than `most`: to multiply 100,000 dimensions of 9 would take seconds
+    count = 1  # never much larger than ``most``: to multiply 100,000 dimensions of 9 would take seconds
     for size in shape:
         count *= size
         if count > most:

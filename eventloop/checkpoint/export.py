@@ -53,7 +53,7 @@ def load_whole(path: AsPath) -> Any:
 def export_tree(path: AsPath, out: AsPath) -> None:
     """Write a whole checkpoint, durably and atomically, as a file that ``torch.load(out, weights_only=True)`` opens.
 
-    `weights_only` lists the types that are converted.
+    ``weights_only`` lists the types that are converted.
 
     Args:
         path: a checkpoint, or its URL. It is verified.
@@ -81,7 +81,7 @@ def export_weights(path: AsPath, out: AsPath, *, key: str = WEIGHTS, strip: bool
         model: the name of the model, where the checkpoint has several.
 
     Raises:
-        CheckpointError: the checkpoint lacks these weights; else see `export_tree`.
+        CheckpointError: the checkpoint lacks these weights; else see ``export_tree``.
     """
     out = _checked_out(out, (*_PTH, _SAFETENSORS))
     weights = dict(_weights(load_whole(path), key, model))

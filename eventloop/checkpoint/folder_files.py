@@ -93,13 +93,13 @@ class FolderFiles:
         self.tree[name] = dict(tensors)
 
     def write(self, staged: StagedTree, path: AnyPath) -> CommitInfo:
-        """Write the files, make them durable, and rename the folder to ``path``; a writer for `AsyncSaver.save`.
+        """Write the files, make them durable, and rename the folder to ``path``; a writer for ``AsyncSaver.save``.
 
         A folder that is at ``path`` is replaced; one that has other files than a checkpoint is kept as ``former-<name>``. If
         the save fails, the temporary folder is removed.
 
         Args:
-            staged: of `tree`.
+            staged: of ``tree``.
             path: the final folder, on the same file system.
 
         Raises:

@@ -48,7 +48,7 @@ class Batch(NamedTuple):
     join: Join | None
     """``torch.stack``, ``torch.cat`` or None: how to copy them by one call; by themselves without one."""
     shape: tuple[int, ...]
-    """Of what `join` makes."""
+    """Of what ``join`` makes."""
     form: list[Any]
     pointers: list[int]
 
@@ -147,7 +147,7 @@ class Layout:
     def check(self, flat: FlatTree) -> None:
         """Raise Changed if another tree has other paths, or other shapes of empty tensors.
 
-        This, `Batch.check` and `check_aliases` run at every save. They look at each tensor as rarely as they can and make
+        This, ``Batch.check`` and ``check_aliases`` run at every save. They look at each tensor as rarely as they can and make
         nothing that the garbage collector tracks. Hence they compare shapes of empty tensors only: two others with as many
         dimensions and elements are equal, or not broadcastable, and then the copy raises. Of tensors that are joined the
         first one's shape is compared; the others agree with it, or the copy raises. ``torch.cat`` joins tensors of different
@@ -176,7 +176,7 @@ class Layout:
         return _form(neighbours, None), _pointers(neighbours), list(map(_strided, neighbours))
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
-        """One view of `memory` (flat, uint8) per staged tensor, in the order of the file."""
+        """Return one view of ``memory`` (flat, uint8) per staged tensor, in the order of the file."""
         views: list[torch.Tensor] = []
         end = 0
         for dtype, group in groupby(self.order, key=self._dtypes.__getitem__):
@@ -225,7 +225,7 @@ class Layout:
 
 
 def _form(tensors: Tensors, join: Join | None) -> list[Any]:
-    """Facts of all tensors one after the other; none of it runs Python for a tensor."""
+    """Return the facts of all tensors, one after the other, without running Python for each tensor."""
     if join is None:
         return [*map(_dtype, tensors), *map(torch.Tensor.numel, tensors), *map(torch.Tensor.dim, tensors)]
     first = tuple(tensors[0].shape)
@@ -249,7 +249,7 @@ def _any_cuda(tensors: Tensors) -> bool:
 
 
 def _originals(tensors: Tensors) -> list[int]:
-    """For each tensor, the index of the first one that is the same memory in the same form."""
+    """Return for each tensor the index of the first one that is the same memory in the same form."""
     pointers = list(map(torch.Tensor.data_ptr, tensors))
     if len(set(pointers)) == len(pointers):
         return list(range(len(pointers)))

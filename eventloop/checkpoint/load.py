@@ -1,4 +1,4 @@
-"""Reading checkpoints. All functions raise the errors of `load`; any damage to a file is a `CheckpointDamagedError`."""
+"""Reading checkpoints. All functions raise the errors of ``load``; any damage to a file is a ``CheckpointDamagedError``."""
 
 from __future__ import annotations
 

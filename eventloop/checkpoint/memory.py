@@ -20,7 +20,7 @@ _FROM: Final = 16 << 20
 """Bytes from which this pays: below, the thread would take as long to start."""
 _STEP: Final = 16 << 20
 _POPULATE_WRITE: Final = 23
-"""``MADV_POPULATE_WRITE`` of Linux 5.14; the module `mmap` has no name for it, and holds the GIL in ``madvise``."""
+"""``MADV_POPULATE_WRITE`` of Linux 5.14; the module ``mmap`` has no name for it, and holds the GIL in ``madvise``."""
 
 
 def allocate(size: int) -> torch.Tensor:

@@ -34,7 +34,7 @@ _PLAIN: Final = (torch.Tensor, torch.nn.Parameter)
 
 
 class Overlap:
-    """Copy the parameters and state of optimizers on a thread. Each optimizer gets a step pre-hook, until `close`."""
+    """Copy the parameters and state of optimizers on a thread. Each optimizer gets a step pre-hook, until ``close``."""
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._optimizers = list(optimizers)
@@ -70,7 +70,7 @@ class Overlap:
         return late
 
     def help(self, work: Callable[[], bool]) -> Future[bool]:
-        """Run `work` on the thread; the caller cancels it or waits for it."""
+        """Run ``work`` on the thread; the caller cancels it or waits for it."""
         try:
             return self._own_thread().submit(work)
         except RuntimeError:  # the interpreter is shutting down

@@ -3,7 +3,7 @@
 ``torch.load(weights_only=True)`` calls only a list of torch's own functions. Any other name in a pickle must be added to that
 list. Here the added object is never the real one, but a placeholder that records its arguments, from which plain data are made.
 So numpy's arrays are read without numpy's unpickler, and objects of other training systems without these systems.
-``register_format`` adds a system; `hooks.compat` does so for those that it supports.
+``register_format`` adds a system; ``hooks.compat`` does so for those that it supports.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ForeignFormat(NamedTuple):
     """The functions that read the checkpoints of another system."""
 
     recognises: Callable[[Any], bool]
-    """Returns True for a tree of this format, as `load_pth` returns it."""
+    """Returns True for a tree of this format, as ``load_pth`` returns it."""
     convert: Callable[[Any], Converted]
     """Returns the state of a run that continues from such a tree, and notes for the user."""
     objects: Mapping[str, ToPlain] = {}
@@ -54,7 +54,7 @@ _formats: list[ForeignFormat] = []
 
 
 def register_format(foreign: ForeignFormat) -> None:
-    """Register a format for `load_pth`, `convert_foreign` and thereby ``trainbus checkpoint import``."""
+    """Register a format for ``load_pth``, ``convert_foreign`` and thereby ``trainbus checkpoint import``."""
     _formats.append(foreign)
 
 
@@ -66,7 +66,7 @@ def convert_foreign(tree: Any) -> Converted | None:
 def load_pth(path: str | os.PathLike[str]) -> Any:
     """Read a file of ``torch.save`` by ``torch.load(weights_only=True)``, and check the checksums in it first.
 
-    Beyond what torch allows, numpy's arrays and scalars and the objects of every `ForeignFormat` are read. A ``bytearray``
+    Beyond what torch allows, numpy's arrays and scalars and the objects of every ``ForeignFormat`` are read. A ``bytearray``
     becomes bytes. For the time of the call the stand-ins are in ``torch.serialization``'s list, which is one for all threads.
 
     Returns:

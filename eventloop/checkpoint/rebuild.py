@@ -1,4 +1,4 @@
-"""Rebuild a tree from its packed bytes (see `tree`), or with other values in its containers."""
+"""Rebuild a tree from its packed bytes (see ``tree``), or with other values in its containers."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ Such a store has no rename that is safe everywhere and no fsync: a file counts w
 uploaded under a temporary name, its size is compared, and then a copy or move within the store gives it its name. If a step
 before that fails, the name keeps what it had.
 
-A failure of a store, of any type (OSError, HTTP, time-outs, credentials …), arrives as a `CheckpointError` that is
+A failure of a store, of any type (OSError, HTTP, time-outs, credentials …), arrives as a ``CheckpointError`` that is
 chained from it.
 """
 
@@ -24,7 +24,7 @@ _BLOCK: Final = 16 << 20
 
 
 class RemotePath:
-    """A URL (``protocol://...``) with the part of `pathlib.Path` that checkpoints need, and with durable writes.
+    """A URL (``protocol://...``) with the part of ``pathlib.Path`` that checkpoints need, and with durable writes.
 
     Raises:
         ConfigurationError: fsspec, or its package for this protocol, is not installed, or the protocol is unknown.
@@ -60,15 +60,15 @@ class RemotePath:
         return RemotePath(self._text.removesuffix(self.name), self.fs)
 
     def with_name(self, name: str) -> RemotePath:
-        """The path with another last part."""
+        """Return the path with another last part."""
         return self.parent / name
 
     def absolute(self) -> RemotePath:
-        """The same path: it depends on no current directory."""
+        """Return the same path: it depends on no current directory."""
         return self
 
     def info(self) -> dict[str, Any]:
-        """The store's facts about the file, always fetched anew; FileNotFoundError if the file does not exist."""
+        """Fetch the store's facts about the file; raise FileNotFoundError if it does not exist."""
         with failing(f"cannot look at {self}", Exception, but=FileNotFoundError):
             return self._info()
 
@@ -130,7 +130,7 @@ class RemotePath:
 
     @contextmanager
     def opened(self) -> Iterator[tuple[BinaryIO, int]]:
-        """The file, open for reading, and its size in bytes."""
+        """Open the file for reading; yield it with its size in bytes."""
         size = int(self.info()["size"])
         with (
             failing(f"cannot read {self}", Exception, but=FileNotFoundError),
@@ -139,7 +139,7 @@ class RemotePath:
             yield file, size
 
     def files(self) -> list[tuple[RemotePath, float | None]]:
-        """The files in it, and when each was last changed (Unix time in s; None if the store does not tell)."""
+        """Return the files in it, and when each was last changed (Unix time in s; None if the store does not tell)."""
         with suppress(FileNotFoundError), failing(f"cannot list {self}", Exception, but=FileNotFoundError):
             self.fs.invalidate_cache(str(self))
             found = self.fs.ls(str(self), detail=True)

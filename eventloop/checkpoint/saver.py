@@ -1,4 +1,4 @@
-"""`AsyncSaver`: copy trees at once, and write them on a thread."""
+"""``AsyncSaver``: copy trees at once, and write them on a thread."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class AsyncSaver:
                 if step % 100 == 0:
                     saver.save({"model": model.state_dict()}, f"step_{step}.safetensors")
 
-    One thread at a time may use it. If a save fails, the next `save`, `wait` or `close` raises its error, and the files that
-    are there stay. At interpreter exit it writes the saves that wait. In a forked process it does nothing.
+    One thread at a time may use it. If a save fails, the next ``save``, ``wait`` or ``close`` raises its error, and the files
+    that are there stay. At interpreter exit it writes the saves that wait. In a forked process it does nothing.
 
     Args:
-        busy: the behaviour of `save` while another save is being written: ``"wait"`` waits for it, ``"skip"`` does nothing,
+        busy: the behaviour of ``save`` while another save is being written: ``"wait"`` waits for it, ``"skip"`` does nothing,
             ``"replace"`` replaces the one that waits (never the one that is being written), ``"queue"`` waits only if another
             one waits already. The last two need staging memory twice.
         overlap: optimizers; their parameters and state are copied while the caller continues, up to their next step (see
@@ -66,10 +66,10 @@ class AsyncSaver:
         """Copy ``tree``, and queue the copy to be written to ``path``, a file or a URL, whose directory must exist.
 
         Args:
-            tree: what `stage` takes.
+            tree: what ``stage`` takes.
             path: the file to write.
             write: called on the saver's thread with the copy and the path, for files of another format
-                (`Pickled.write` for files of ``torch.save``). The copy is released afterwards.
+                (``Pickled.write`` for files of ``torch.save``). The copy is released afterwards.
             raises: if False, only the future has the error of this save.
 
         Returns:
@@ -93,7 +93,7 @@ class AsyncSaver:
             future.set_running_or_notify_cancel()  # else concurrent.futures.wait() would wait for it
             return future
         elif self._busy == "queue":
-            self._writer.wait(for_place=True)
+            self._writer.wait(for_slot=True)
             self._raise_failures()
         else:
             self._give_up_waiting()
@@ -119,7 +119,7 @@ class AsyncSaver:
         self._finish()
 
     def close(self) -> None:
-        """Write the saves that wait, and end; raise like `wait`. After Ctrl-C, call it again to finish."""
+        """Write the saves that wait, and end; raise like ``wait``. After Ctrl-C, call it again to finish."""
         self._writer.close()
         if self._writer.here:
             if self._overlap is not None:
@@ -146,7 +146,7 @@ class AsyncSaver:
 
     def _give_up_waiting(self) -> None:
         waiting = self._writer.waiting
-        if waiting is not None and waiting.future.cancel():  # first of all, so that every thread that waits for it is told
+        if waiting is not None and waiting.future.cancel():  # first of all, so that every thread that waits for it goes on
             waiting.staged.release()  # so that its memory can be used again
             if self._writer.take_back() is not None:  # else the thread has it, and sees that it is cancelled
                 waiting.future.set_running_or_notify_cancel()
@@ -184,6 +184,7 @@ class AsyncSaver:
         first, *others = self._failures
         for other in others:
             first.add_note(f"and another one: {other}")
-        told = 1 + len(others)
-        del self._failures[:told]  # right before it is raised: no Ctrl-C can come in between
-        raise first
+        try:
+            raise first
+        finally:
+            del self._failures[: 1 + len(others)]  # after it was raised, so that Ctrl-C loses none

@@ -1,7 +1,7 @@
 """Checkpoints of state that is spread over processes (FSDP2's ``fully_shard``), by ``torch.distributed.checkpoint``.
 
 The tree is one file, as in other checkpoints, with a name in place of each sharded tensor (``DTensor``). The tensors are in
-a directory beside it, one file from each process (see `shards`). Every process writes and syncs its part first; when all
+a directory beside it, one file from each process (see ``shards``). Every process writes and syncs its part first; when all
 have done so, rank 0 writes the file that names the directory. So a checkpoint exists when every part of it is durable, and
 a directory that no file names can be removed (``shards.sweep_shards``).
 

@@ -1,6 +1,6 @@
 """The directory with the sharded tensors of a checkpoint, beside its file: its index, its digests, its removal.
 
-The index is JSON, in place of the pickle that torch writes. `sharded` writes and reads the tensors; it is apart because
+The index is JSON, in place of the pickle that torch writes. ``sharded`` writes and reads the tensors; it is apart because
 ``torch.distributed.checkpoint`` takes a second to import, and most runs never need it.
 """
 
@@ -159,7 +159,7 @@ def sweep_shards(directory: Path, *, still: float = 60.0) -> bool:
 
     A checkpoint counts under any name, also one such as ``epoch_1.bak``.
 
-    Only a directory that `sharded` has named and filled is one. One that has changed in the last ``still`` seconds is being
+    Only a directory that ``sharded`` has named and filled is one. One that has changed in the last ``still`` seconds is being
     written, and stays. Each removal is logged.
 
     Raises:
@@ -188,7 +188,7 @@ def sweep_shards(directory: Path, *, still: float = 60.0) -> bool:
 
 
 def _own_parts(directory: Path) -> list[Path]:
-    """Return the files in a directory if its name and all its files are of `sharded`, tensors last; else an empty list."""
+    """Return the files in a directory if its name and all its files are of ``sharded``, tensors last; else an empty list."""
     if not _NAME.fullmatch(directory.name) or directory.is_symlink() or not directory.is_dir():
         return []
     parts = sorted(directory.iterdir(), key=_has_tensors)  # so that what is left after a kill is still known

@@ -67,8 +67,8 @@ class StageBuffer:
     """Staging memory kept between saves.
 
     Memory and layout are used again while names, shapes, dtypes and aliases of the tensors stay the same. Memory that a
-    `StagedTree` holds is never written: another buffer is allocated beside it, and kept. Only one thread at a time may call
-    `stage` with one buffer; any thread may call `StagedTree.release`.
+    ``StagedTree`` holds is never written: another buffer is allocated beside it, and kept. Only one thread at a time may call
+    ``stage`` with one buffer; any thread may call ``StagedTree.release``.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class StageBuffer:
         return sum(memory.flat.numel() for memory in self._memories)
 
     def clear(self) -> None:
-        """Forget memory and layout; a `StagedTree` keeps its own memory alive."""
+        """Forget memory and layout; a ``StagedTree`` keeps its own memory alive."""
         self._layout = None
         self._memories = []
 
@@ -128,7 +128,7 @@ class StageBuffer:
 class StagedTree:
     """A copy of a tree at one moment, ready to be written.
 
-    `write` releases it after the commit. Call `release` if it is not written, or if writing it fails.
+    ``write`` releases it after the commit. Call ``release`` if it is not written, or if writing it fails.
     """
 
     def __init__(self, layout: Layout, memory: _Memory, rest: msgspec.Raw) -> None:
@@ -137,7 +137,7 @@ class StagedTree:
         self._rest = rest
         self._tree = _pack((layout.packed_slots, layout.packed_foreign, rest))
         self._header = render(layout.start, layout.bytes, len(self._tree))
-        #: The size of the file that `write` makes, in bytes.
+        #: The size of the file that ``write`` makes, in bytes.
         self.bytes: Final = len(self._header) + layout.bytes + len(self._tree) + DIGEST_BYTES
 
     @property
@@ -150,15 +150,15 @@ class StagedTree:
         self._memory = None
 
     def pieces(self) -> Pieces:
-        """The file without its digest: header, tensors, tree. Waits for copies that are still under way.
+        """Return the file without its digest: header, tensors, tree. Wait for copies that are still under way.
 
         Raises:
-            CheckpointError: after `release`; or a tensor changed while an `Overlap` was copying it.
+            CheckpointError: after ``release``; or a tensor changed while an ``Overlap`` was copying it.
         """
         return self._header, self._copied().flat.numpy().data, self._tree
 
     def tree(self) -> Any:
-        """Return the tree with copies, on the CPU, in place of its tensors; they are valid until `release`. See `pieces`."""
+        """Return the tree with copies of its tensors on the CPU, which are valid until ``release``. See ``pieces``."""
         memory = self._copied()
         return unflatten(self._rest, iter([memory.views[slot] for slot in self._slots]))
 
@@ -172,7 +172,7 @@ class StagedTree:
 
 
 def stage(tree: object, buffer: StageBuffer | None = None, *, overlap: Overlap | None = None) -> StagedTree:
-    """Copy `tree` so that the caller may change it at once.
+    """Copy ``tree`` so that the caller may change it at once.
 
     Tensors that are the same memory with the same shape, strides and dtype (tied weights) are copied once and are one
     tensor when loaded. Containers that are met twice are stored twice. Copies from CUDA devices are only enqueued, on
@@ -242,13 +242,13 @@ class CommitInfo(msgspec.Struct, frozen=True):
 
 
 def write(staged: StagedTree, path: AsPath) -> CommitInfo:
-    """Write a staged tree to `path`, a file or a URL, durably and atomically, and release it.
+    """Write a staged tree to ``path``, a file or a URL, durably and atomically, and release it.
 
-    The GIL is free during nearly all of it. If it fails, the name keeps what it had, and `staged` may be written elsewhere.
+    The GIL is free during nearly all of it. If it fails, the name keeps what it had, and ``staged`` may be written elsewhere.
 
     Raises:
-        CheckpointError: from the error of the step that failed; or `staged` was released before.
-        ConfigurationError: `path` is a URL whose file system is not installed.
+        CheckpointError: from the error of the step that failed; or ``staged`` was released before.
+        ConfigurationError: ``path`` is a URL whose file system is not installed.
     """
     start = time.perf_counter()
     path = as_path(path)
@@ -262,5 +262,5 @@ Writer = Callable[[StagedTree, AnyPath], CommitInfo]
 
 
 def save(tree: object, path: AsPath) -> CommitInfo:
-    """Stage `tree` and write it to `path`; raise the errors of `stage` and `write`."""
+    """Stage ``tree`` and write it to ``path``; raise the errors of ``stage`` and ``write``."""
     return write(stage(tree), path)

@@ -27,7 +27,7 @@ log = get_logger()
 AnyPath = Path | RemotePath
 """A file or a directory, on this machine or in a store."""
 AsPath = str | os.PathLike[str] | AnyPath
-"""What `as_path` takes."""
+"""What ``as_path`` takes."""
 
 _URL: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 _LONGEST_NAME: Final = 255
@@ -121,7 +121,7 @@ def _link(existing: Path, new: Path) -> bool:
 
 
 def symlink(existing: str | os.PathLike[str], new: str | os.PathLike[str]) -> None:
-    """Give a local file or folder the second name ``new`` by a symbolic link, or by `link` where that is not possible.
+    """Give a local file or folder the second name ``new`` by a symbolic link, or by ``link`` where that is not possible.
 
     What had the name is replaced; a folder is removed. Nothing happens if ``existing`` is missing.
     """
@@ -230,7 +230,7 @@ def check_regular(path: object) -> None:
 
 
 def file_size(path: Path, *, follow: bool = False) -> int:
-    """Return the size of a regular file in bytes; see `check_regular`. With ``follow`` a link to one is allowed."""
+    """Return the size of a regular file in bytes; see ``check_regular``. With ``follow`` a link to one is allowed."""
     status = path.stat(follow_symlinks=follow)
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a device")

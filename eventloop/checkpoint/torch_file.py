@@ -1,7 +1,7 @@
 """Write files of ``torch.save`` beside the training: ``torch.load``, with ``weights_only`` too, reads them without trainbus.
 
-`Pickled` pickles a tree at once, objects of any class included, so nothing in it can change afterwards. The storages of its
-tensors are left to `stage`. The writing thread then has nothing to pickle:
+``Pickled`` pickles a tree at once, objects of any class included, so nothing in it can change afterwards. The storages of its
+tensors are left to ``stage``. The writing thread then has nothing to pickle:
 
     pickled = Pickled(trainer.state())
     saver.save(pickled.storages, "last.ckpt", write=pickled.write)
@@ -59,14 +59,14 @@ class Pickled:
             where = _culprit(tree, "") or "the tree"
             raise CheckpointValueError(f"{where}: torch.save cannot hold it: {error or type(error).__name__}") from error
         self._pickle = file.getvalue()
-        #: The storages of the tensors as bytes (uint8), each one once: to be staged, so that `write` gets their copies.
+        #: The storages of the tensors as bytes (uint8), each one once: to be staged, so that ``write`` gets their copies.
         self.storages = [_bytes_of(storage) for storage in pickler.storages]
 
     def write(self, staged: StagedTree, path: AnyPath) -> CommitInfo:
-        """Write the file durably and atomically to the local file ``path``; a writer for `AsyncSaver.save`.
+        """Write the file durably and atomically to the local file ``path``; a writer for ``AsyncSaver.save``.
 
         Args:
-            staged: of `storages`, nothing else.
+            staged: of ``storages``, nothing else.
             path: the file.
 
         Raises:
@@ -83,7 +83,7 @@ class Pickled:
         """Return the size of the file, and a function that writes it to a file descriptor and returns the CRC-32 of all of it.
 
         Args:
-            copies: of `storages`, on the CPU.
+            copies: of ``storages``, on the CPU.
         """
         records: list[tuple[str, bytes | memoryview]] = [("data.pkl", self._pickle), *_FIRST]
         records += ((f"data/{index}", copy.numpy().data) for index, copy in enumerate(copies))

@@ -1,4 +1,4 @@
-"""The tree of a checkpoint: everything but the tensors, as MessagePack bytes. `rebuild` is the way back.
+"""The tree of a checkpoint: everything but the tensors, as MessagePack bytes. ``rebuild`` is the way back.
 
 What MessagePack holds exactly is stored natively (None, bool, 64-bit integers, float, ASCII text, bytes, list, dict
 with ASCII keys). Every other type is an extension whose payload is again MessagePack. A tensor is an extension without
@@ -133,7 +133,7 @@ class FlatTree:
         return Ext(Code.DICT, _pack((keys, self._children(path, values, values.values()))))
 
     def _ordered(self, path: str, values: OrderedDict[object, object]) -> object:
-        # nn.Module.state_dict() keeps the version of each module in an attribute, `_metadata`.
+        # nn.Module.state_dict() keeps the version of each module in an attribute, ``_metadata``.
         if hidden := [name for name in vars(values) if hasattr(OrderedDict, name)]:
             raise CheckpointValueError(f"{path}: attributes of an OrderedDict hide its methods; remove {', '.join(hidden)}")
         return Ext(Code.ORDERED, _pack((self._dict(path, values), self._dict(f"{path}(attributes)", vars(values)))))
@@ -184,7 +184,7 @@ _ENCODE_CONTAINER: Final[dict[type, Callable[[FlatTree, str, Any], object]]] = {
 
 
 def join(parent: str, key: object) -> str:
-    """The dotted path of `key` in `parent`."""
+    """Return the dotted path of ``key`` in ``parent``."""
     name = key if isinstance(key, str) else text_of(key)
     return f"{parent}.{name}" if parent else name
 

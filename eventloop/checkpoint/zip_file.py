@@ -54,7 +54,7 @@ class ZipLayout:
         self.bytes = at + directory + _END_64.size + _LOCATOR.size + _END.size
 
     def parts(self) -> Iterator[Part]:
-        """The file, part by part; the checksum of a record is made when its turn comes."""
+        """Yield the file, part by part; the checksum of a record is made when its turn comes."""
         directory: list[bytes] = []
         for name, at, header, extra, content in self._records:
             crc, size = crc32((content,)), len(content)

@@ -22,7 +22,7 @@ from eventloop.observe.exchange import RankExchange
 from eventloop.observe.memory import Memory
 from eventloop.observe.ranks import RankCosts, Spent, spent_here
 from eventloop.observe.totals import Totals
-from eventloop.offload import Lane, Meter
+from eventloop.offload import Lane, LaneMeter
 
 _PUBLISH_EVERY: Final = 2.0  # seconds
 
@@ -73,7 +73,7 @@ class BusRecorder(Recorder):
         self._totals = Totals()  # of lanes
         self._of_lanes: list[int] = []  # ids of their spans
         self._accounts: dict[int, Account] = {}
-        self._meters: dict[Subscription, Meter] = {}
+        self._meters: dict[Subscription, LaneMeter] = {}
         self._beside: list[int] = []  # ids of spans outside of the account
         self._memory = Memory()
         self._exchange: RankExchange | None = None
@@ -97,7 +97,7 @@ class BusRecorder(Recorder):
         """Record a ``with`` block as a call of another library's callback."""
         return self.span(ForeignCall(label, method))
 
-    def meter_of(self, subscription: Subscription) -> Meter | None:
+    def meter_of(self, subscription: Subscription) -> LaneMeter | None:
         """Return the meter for the lane of a subscription; None for a stream, which is too short-lived."""
         if subscription.mode == "stream":
             return None
@@ -105,7 +105,7 @@ class BusRecorder(Recorder):
             ids = {kind: self.id_of(LaneSpan(subscription, kind)) for kind in get_args(Kind)}
             self._of_lanes += ids.values()
             self._beside += [ids["queued"], ids["handled"], ids["worked"]]
-            self._meters[subscription] = Meter(self.add, **ids)
+            self._meters[subscription] = LaneMeter(self.add, **ids)
         return self._meters[subscription]
 
     def costs(self) -> Costs:
@@ -205,7 +205,7 @@ class BusRecorder(Recorder):
         group = "hook" if name.subscription.mode == "inline" else "hand-off"
         return Part(group, name.subscription.label, calls, seconds, share, p99, name.mount_point)
 
-    def _lane_costs(self, one: Subscription, lane: Lane, meter: Meter) -> LaneCosts:
+    def _lane_costs(self, one: Subscription, lane: Lane, meter: LaneMeter) -> LaneCosts:
         stats, totals = lane.stats, self._totals
         return LaneCosts(
             one.label,

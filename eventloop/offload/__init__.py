@@ -6,7 +6,7 @@ from eventloop.offload.drain import Deadline, DrainReport
 from eventloop.offload.importable import importable_of
 from eventloop.offload.lane import Full, Lane
 from eventloop.offload.loops import Backend, HostLoop, in_thread, server_ends, threadsafe_call
-from eventloop.offload.meter import Meter
+from eventloop.offload.meter import LaneMeter
 from eventloop.offload.runtime import Runtime
 from eventloop.offload.sized import SizedLane
 from eventloop.offload.snapshot import Owned, capture
@@ -19,7 +19,7 @@ __all__ = [
     "Full",
     "HostLoop",
     "Lane",
-    "Meter",
+    "LaneMeter",
     "Owned",
     "Reader",
     "Runtime",

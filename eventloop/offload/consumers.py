@@ -160,7 +160,7 @@ class ThreadConsumer(_Consumer):
                 return
         try:
             self._serve()
-        except BaseException as error:  # noqa: BLE001 - SystemExit from a handler, a logger that raises: told, never hung
+        except BaseException as error:  # noqa: BLE001 - SystemExit from a handler, a logger that raises: reported, and nothing hangs
             try:
                 self._break(error)
             finally:
@@ -251,7 +251,7 @@ class TaskConsumer(_Consumer):
         except anyio.get_cancelled_exc_class():
             self._drop_held()
             raise
-        except BaseException as error:  # noqa: BLE001 - SystemExit from a handler, a logger that raises: told, never hung
+        except BaseException as error:  # noqa: BLE001 - SystemExit from a handler, a logger that raises: reported, and nothing hangs
             self._break(error)
         finally:
             # A ring from now on starts another task. There was no await since the lane was seen to be finished.

@@ -35,7 +35,7 @@ from typing import Any, Final, Literal
 from eventloop.errors import LaneClosedError, LaneFullError
 from eventloop.log import get_logger
 from eventloop.offload.drain import Deadline, DrainReport
-from eventloop.offload.meter import Meter
+from eventloop.offload.meter import LaneMeter
 
 Full = Literal["block", "drop_old", "drop_new", "latest", "raise"]
 
@@ -98,7 +98,7 @@ class Lane:
         self.linger = linger  # seconds after which the consumer looks again
         self.full = full  # when it is full: wait, drop the oldest or the newest, keep only the newest, or raise
         self._make_item = make_item
-        self.meter: Meter | None = None
+        self.meter: LaneMeter | None = None
         """Records the events of the lane from the next one on."""
         self._queue: deque[Any] = deque()
         self._lock = threading.RLock()

@@ -15,7 +15,7 @@ AddSpan = Callable[..., object]
 """Records a span: the id of its name, its begin and its end in ns, and ``thread=`` if it is not of this one."""
 
 
-class Meter:
+class LaneMeter:
     """Record the spans of one lane.
 
     Args:
@@ -76,7 +76,7 @@ class Meter:
 
 
 class _Timed(Snapshot, eq=False, kw_only=True):
-    meter: Meter
+    meter: LaneMeter
     queued: int
     depth: int
 

@@ -237,7 +237,7 @@ def _outcome(work: Callable[[], object]) -> bytes:
     begun = time.perf_counter_ns()
     try:
         work()
-    except Exception as error:  # noqa: BLE001 - told to the other side
+    except Exception as error:  # noqa: BLE001 - sent to the other process
         kind, text = type(error), "".join(traceback.format_exception(error))
         reply = Reply(f"{kind.__module__}.{kind.__qualname__}", str(error), text, _pickled(error))
     reply.begun, reply.ended = begun, time.perf_counter_ns()
@@ -248,7 +248,7 @@ def _pickled(error: Exception) -> bytes:
     try:
         data = pickle.dumps(error)
         again = pickle.loads(data)  # noqa: S301 - our own bytes
-    except Exception:  # noqa: BLE001 - an exception may be made of anything; its name and text are told anyway
+    except Exception:  # noqa: BLE001 - an exception may be made of anything; its name and text are sent anyway
         return b""
     # Some come back as another: those whose __init__ makes the message, from arguments that args does not hold.
     return data if type(again) is type(error) and str(again) == str(error) else b""
