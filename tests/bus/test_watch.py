@@ -157,22 +157,14 @@ def test_subscribers_of_a_group_get_module_events(bus, model, inputs, event):
 
 def test_a_handle_detaches(bus, model, inputs, heard):
     names = heard(*FORWARD, *BACKWARD)
-    watch = bus.watch(model)
-    watch.detach()
+    with bus.watch(model) as watch:
+        pass
     watch.detach()
     model(inputs).sum().backward()
     assert names == []
     assert hooks_on(model) == []
     bus.on("before_module_forward", lambda event: None)
     assert hooks_on(model) == []
-
-
-def test_a_handle_is_a_context_manager(bus, model, inputs, heard):
-    names = heard("after_module_forward")
-    with bus.watch(model, "head"):
-        model(inputs)
-    model(inputs)
-    assert names == [("after_module_forward", "head")]
 
 
 def test_a_handler_may_cancel_itself_while_the_module_runs(bus, model, inputs):
@@ -204,29 +196,20 @@ def test_patterns_pick_modules_by_qualified_name(bus, model, patterns, names):
     assert bus.watch(model, *patterns).names == names
 
 
-def test_a_pattern_that_matches_nothing_names_the_nearest(bus, model):
-    with pytest.raises(SubscribeError, match=r"'encodr' .*'encoder'"):
-        bus.watch(model, "head", "encodr")
-    with pytest.raises(SubscribeError, match=r"'encoder', 'encoder.layers', 'encoder.layers.0'"):
-        bus.watch(model, "zzz.*")
-    with pytest.raises(SubscribeError, match="submodules"):
-        bus.watch(nn.Linear(1, 1), "weight")
-
-
-def test_a_container_that_is_never_called_is_an_error_that_says_what_to_watch(bus, model):
-    with pytest.raises(SubscribeError, match=r"encoder.layers.\*"):
-        bus.watch(model, "encoder.layers")
-
-
-@pytest.mark.parametrize("wrong", [None, "encoder", Net])
-def test_only_modules_can_be_watched(bus, wrong):
-    with pytest.raises(SubscribeError, match=r"torch.nn.Module"):
-        bus.watch(wrong)
-
-
-def test_a_pattern_is_a_string(bus, model):
-    with pytest.raises(SubscribeError):
-        bus.watch(model, model.head)
+@pytest.mark.parametrize(
+    ("watched", "named"),
+    [
+        ((Net(), "head", "encodr"), "'encodr' .*'encoder'"),
+        ((Net(), "zzz.*"), "'encoder', 'encoder.layers', 'encoder.layers.0'"),
+        ((nn.Linear(1, 1), "weight"), "submodules"),
+        ((Net(), "encoder.layers"), r"encoder.layers.\*"),
+        ((Net(), nn.Linear(1, 1)), "pattern"),
+        *(((wrong,), "torch.nn.Module") for wrong in (None, "encoder", Net)),
+    ],
+)
+def test_what_cannot_be_watched_is_an_error_that_names_the_nearest(bus, watched, named):
+    with pytest.raises(SubscribeError, match=named):
+        bus.watch(*watched)
 
 
 def test_two_watches_of_one_module_publish_its_events_once(bus, model, inputs, heard):
@@ -278,13 +261,6 @@ def test_an_error_in_the_backward_pass_keeps_its_type_and_notes(bus, model, inpu
     with pytest.raises(ValueError, match="no") as caught:
         model(inputs).sum().backward()
     assert "published by the watched module 'head' (Linear)" in caught.value.__notes__
-
-
-def test_the_model_continues_after_an_isolated_error(bus, model, inputs):
-    bus.on("after_module_forward", lambda event: 1 / 0, on_error="log")
-    bus.watch(model, "head")
-    assert model(inputs).shape == (5, 2)
-    assert next(iter(bus.stats().values())).failed == 1
 
 
 def test_an_offloaded_handler_gets_captured_copies_and_no_live_fields(bus, model, inputs):
@@ -406,10 +382,9 @@ def test_a_compiled_model_publishes(bus, model, inputs, heard, how):
     assert names == EVENTS * 3
 
 
-@HOW
 @QUIET
-def test_a_compiled_model_publishes_while_there_are_subscribers(bus, model, inputs, how):
-    made = compiled(model, how)
+def test_a_compiled_model_publishes_while_there_are_subscribers(bus, model, inputs):
+    made = compiled(model, "wrapper")
     bus.watch(made, "head")
     made(inputs).sum().backward()
     for _ in range(2):

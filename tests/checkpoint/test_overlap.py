@@ -24,7 +24,7 @@ def late(monkeypatch):
             assert go.wait(30)
         return copy(*args, **options)
 
-    monkeypatch.setattr("eventloop.checkpoint.overlap.foreach_copy_", held)
+    monkeypatch.setattr("eventloop.checkpoint.layout.foreach_copy_", held)
     return go
 
 

@@ -159,7 +159,7 @@ def test_with_overlap_an_optimizer_that_the_caller_steps_waits_for_the_copy(tmp_
             time.sleep(0.01)  # the caller has long come to its step
         return copy(*args, **options)
 
-    monkeypatch.setattr("eventloop.checkpoint.overlap.foreach_copy_", late)
+    monkeypatch.setattr("eventloop.checkpoint.layout.foreach_copy_", late)
     weight = torch.nn.Parameter(torch.zeros(300_000))
     optimizer = torch.optim.SGD([weight], lr=1.0, maximize=True)
     with AsyncSaver(overlap=[optimizer]) as saver:

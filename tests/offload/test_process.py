@@ -143,8 +143,8 @@ def test_an_unpicklable_error_is_reported_by_name(quick):
     assert "Traceback" in error.__notes__[0]
 
 
-@pytest.mark.parametrize(("how", "told"), [("exit", "exit code 3"), ("kill", "signal SIGKILL"), ("crash", "signal SIGSEGV")])
-def test_a_worker_that_dies_is_reported_replaced_and_its_event_counted_as_failed(quick, how, told):
+@pytest.mark.parametrize(("how", "named"), [("exit", "3"), ("kill", "SIGKILL"), ("crash", "SIGSEGV")])
+def test_a_worker_that_dies_is_reported_replaced_and_its_event_counted_as_failed(quick, how, named):
     bus = Bus()
     subscription = bus.on("after_train_iter", workers.act, offload="process", on_error="log")
     with capture_logs() as logs, bus:
@@ -154,7 +154,8 @@ def test_a_worker_that_dies_is_reported_replaced_and_its_event_counted_as_failed
     assert (stats.published, stats.delivered, stats.failed) == (4, 3, 1)
     errors = [entry["exc_info"] for entry in logs if "exc_info" in entry]
     assert [type(error) for error in errors] == [WorkerDiedError]
-    assert f"the worker process of act (after_train_iter) died ({told})" in str(errors[0])
+    assert "act (after_train_iter)" in str(errors[0])
+    assert named in str(errors[0])
 
 
 def test_a_batch_fails_as_a_whole_with_its_worker(quick):
@@ -301,29 +302,6 @@ class Callee:
     def method(self, event): ...
 
 
-def refused():
-    def inner(event): ...
-
-    yield (lambda event: None), "a lambda has no name"
-    yield inner, "a function defined in a function cannot be imported"
-    yield Callee().method, "a method is bound to an object of this process. Make it a @staticmethod"
-    yield Callee(), "a Callee object is not a function"
-    yield functools.partial(workers.act), r"a functools.partial holds arguments"
-    yield [].append, "a method is bound"
-
-
-@pytest.mark.parametrize(("handler", "message"), list(refused()))
-def test_handlers_that_a_worker_cannot_import_are_refused_with_advice(handler, message):
-    with pytest.raises(SubscribeError, match=f"cannot subscribe .* imports its handler by name.*{message}") as caught:
-        Bus().on("after_run", handler, offload="process")
-    assert 'offload="thread"' in str(caught.value)
-
-
-def test_a_function_that_hides_behind_a_decorated_one_is_refused():
-    with pytest.raises(SubscribeError):
-        Bus().on("after_run", decorated.__wrapped__, offload="process")
-
-
 def passing_on(function):
     @functools.wraps(function)
     def wrapper(event):
@@ -334,6 +312,28 @@ def passing_on(function):
 
 @passing_on
 def decorated(event): ...
+
+
+async def asynchronous(event): ...
+
+
+def refused():
+    def inner(event): ...
+
+    yield (lambda event: None), "lambda"
+    yield inner, "function"
+    yield Callee().method, "@staticmethod"
+    yield Callee(), "Callee"
+    yield functools.partial(workers.act), "functools.partial"
+    yield [].append, "method"
+    yield decorated.__wrapped__, r"test_process\.decorated"
+    yield asynchronous, "async"
+
+
+@pytest.mark.parametrize(("handler", "named"), list(refused()))
+def test_handlers_that_a_worker_cannot_import_are_refused_with_advice(handler, named):
+    with pytest.raises(SubscribeError, match=named):
+        Bus().on("after_run", handler, offload="process")
 
 
 def test_a_function_of_an_interactive_session_is_refused(monkeypatch):
@@ -347,13 +347,6 @@ def test_a_function_of_an_interactive_session_is_refused(monkeypatch):
 def test_a_method_of_a_hook_must_be_static():
     with pytest.raises(SubscribeError, match=r"BoundHook.after_run.*@staticmethod"):
         Bus().add(workers.BoundHook())
-
-
-def test_an_async_function_runs_in_no_process():
-    async def handler(event): ...
-
-    with pytest.raises(SubscribeError, match='offload="process"'):
-        Bus().on("after_run", handler, offload="process")
 
 
 def test_as_a_decorator_it_is_checked_before_its_name_is_bound():

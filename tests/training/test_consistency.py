@@ -31,7 +31,7 @@ def staging(request, monkeypatch):
             time.sleep(0.003)  # an iteration of these models takes less
         return copy(*args, **options)
 
-    monkeypatch.setattr("eventloop.checkpoint.overlap.foreach_copy_", late)
+    monkeypatch.setattr("eventloop.checkpoint.layout.foreach_copy_", late)
     return request.param
 
 
@@ -201,7 +201,7 @@ def test_weights_that_are_changed_before_the_step_fail_the_save_loudly(parts, bu
             assert go.wait(30)
         return copy(*args, **options)
 
-    monkeypatch.setattr("eventloop.checkpoint.overlap.foreach_copy_", late)
+    monkeypatch.setattr("eventloop.checkpoint.layout.foreach_copy_", late)
 
     @bus.on("before_forward", once=2)
     def meddle(event):
