@@ -13,13 +13,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
 from eventloop.log import get_logger
 from eventloop.observe.ranks import RankCosts, Spent, Straggler, compare, seconds_of, slow_at
-from eventloop.privates import default_store
+from eventloop.training.distributed.mailbox import Mailbox
 
 PERIOD: Final = 2.0
 """Seconds between two comparisons."""
@@ -77,7 +77,7 @@ class RankExchange:
     ) -> None:
         self.whole: RankCosts | None = None
         """The comparison of the whole run."""
-        self._key = f"trainbus/costs/{name}"
+        self._name = f"costs/{name}"
         self._rank = rank
         self._measure, self._report, self._trains = measure, report, trains
         self._comparison = Comparison(world_size)
@@ -97,36 +97,32 @@ class RankExchange:
     def _run(self) -> None:
         number = 0
         try:
-            store = default_store().clone()  # a thread that waits in the other one keeps its lock
+            mailbox = Mailbox(self._name)
             while not self._stopped.wait(PERIOD - time.time() % PERIOD):
                 number += 1
-                store.set(f"{self._key}/{self._rank}", msgspec.msgpack.encode(Report(number, self._measure())))
+                mailbox.put(str(self._rank), Report(number, self._measure()))
                 if not self._stopped.wait(PERIOD * (_READS if self._rank else _COMPARES)):
-                    self._take(self._read(store) if self._rank else self._compare(store))
+                    self._take(self._read(mailbox) if self._rank else self._compare(mailbox))
         except ReferenceError:  # the bus is gone
             return
         except (RuntimeError, OSError, ValueError):  # the process with the store has ended, or the group is destroyed
             log.debug("the comparison of the ranks' times has ended", exc_info=True)
 
-    def _compare(self, store: Any) -> Result | None:
-        """Compare all reports and write the result to the store."""
+    def _compare(self, mailbox: Mailbox) -> Result | None:
+        """Compare all reports and put the result."""
         comparison = self._comparison
-        keys = {rank: f"{self._key}/{rank}" for rank in range(comparison.world_size)}
-        waiting = [rank for rank in keys if rank not in comparison.latest]
-        there = [rank for rank in keys if rank not in waiting or store.check([keys[rank]])]
-        texts = _get(store, [keys[rank] for rank in there])
-        comparison.update({rank: _decode_report(text) for rank, text in zip(there, texts, strict=True)})
+        there = [rank for rank in range(comparison.world_size) if rank in comparison.latest or mailbox.has(str(rank))]
+        comparison.update(dict(zip(there, mailbox.get(Report, *map(str, there)), strict=True)))
         if self._trains():
             comparison.warn_of_silent()
         result = comparison.result()
         if result is not None:
-            store.set(f"{self._key}/result", msgspec.msgpack.encode(result))
+            mailbox.put("result", result)
         return result
 
-    def _read(self, store: Any) -> Result | None:
+    def _read(self, mailbox: Mailbox) -> Result | None:
         """Return the result of rank 0; None if there is no new one."""
-        key = f"{self._key}/result"
-        result = _decode_result(store.get(key)) if store.check([key]) else None
+        result = mailbox.get(Result, "result")[0] if mailbox.has("result") else None
         if result is None or result.number == self._comparison.number:
             return None
         self._comparison.number = result.number
@@ -215,13 +211,3 @@ class Comparison:
 
 def _place(one: Straggler) -> tuple[int, str, str]:
     return one.rank, one.group, one.name
-
-
-def _get(store: Any, keys: list[str]) -> list[bytes]:
-    if store.has_extended_api():  # one round trip for all
-        return list(store.multi_get(keys)) if keys else []
-    return [store.get(key) for key in keys]
-
-
-_decode_report = msgspec.msgpack.Decoder(Report).decode
-_decode_result = msgspec.msgpack.Decoder(Result).decode

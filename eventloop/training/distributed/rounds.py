@@ -20,13 +20,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from eventloop.log import get_logger
-from eventloop.privates import default_store
 from eventloop.training.agree import Rates, Requests
+from eventloop.training.distributed.mailbox import Mailbox
 from eventloop.training.distributed.ranks import Ranks, this_rank, world_size
 
 _IDLE: Final = 0.1
@@ -69,8 +69,7 @@ class Rounds:
     Used in place of :class:`eventloop.training.agree.Agreement`.
 
     Args:
-        store: the store of the process group.
-        name: name of the run; equal on all ranks.
+        mailbox: takes the messages; its name is equal on all ranks.
         own: the requests of this rank.
         iterations: returns the number of finished iterations.
     """
@@ -78,11 +77,10 @@ class Rounds:
     ranks: Ranks | None = None
     pauses_at_once = True
 
-    def __init__(self, store: Any, name: str, own: Requests, iterations: Callable[[], int]) -> None:
+    def __init__(self, mailbox: Mailbox, own: Requests, iterations: Callable[[], int]) -> None:
         self.agreed = Requests()
-        self._store = store.clone()  # a thread that waits in the other one keeps its lock
+        self._mailbox = mailbox
         self._rank, self._size = this_rank(), world_size()
-        self._name = name
         self._own = own
         self._iterations = iterations
         # Written by the training thread.
@@ -100,7 +98,7 @@ class Rounds:
         self._ended = False
         self._wake = threading.Event()
         self._agent = threading.Thread(target=self._run, name=f"trainbus agent of rank {self._rank}", daemon=True)
-        self._store.set(self._key("joined", self._rank), "")
+        self._mailbox.put(self._key("joined", self._rank))
         self._agent.start()
 
     def close(self) -> None:
@@ -178,12 +176,12 @@ class Rounds:
             while not self._ended:
                 if (self._blocked_at is not None or self.agreed.paused) and self._pending():
                     self._open()
-                if self._store.check([self._key("opened")]):
+                if self._mailbox.has(self._key("opened")):
                     self._take_part()
                 elif self._blocked_at is None:
                     self._wake.wait(_IDLE)
                     self._wake.clear()
-            self._store.set(self._key_of_run("left"), "")
+            self._mailbox.put("left")
         except (RuntimeError, OSError) as error:  # the process with the store has ended
             if not self._ended:
                 log.warning("requests such as run.stop() no longer reach the other ranks", error=str(error))
@@ -202,11 +200,11 @@ class Rounds:
                 ranks=missing,
             )
             return
-        self._store.compare_set(self._key("opened"), "", _encode(_Answer(self._blocked_at or self._point)))
+        self._mailbox.offer(self._key("opened"), _Answer(self._blocked_at or self._point))
 
     def _take_part(self) -> None:
         """Answer, and pass the result of the round to the training thread."""
-        self._store.set(self._key("answer", self._rank), _encode(self._answer(self._get("opened").point)))
+        self._mailbox.put(self._key("answer", self._rank), self._answer(self._get("opened").point))
         result = self._result()
         if result.failed:
             log.warning("the last requests, such as run.stop(), take effect on no rank", reason=result.failed)
@@ -243,18 +241,17 @@ class Rounds:
 
     def _result(self) -> _Answer:
         deadline = time.monotonic() + PATIENCE
-        while not self._store.check([self._key("result")]):
+        while not self._mailbox.has(self._key("result")):
             failed = ""
-            if self._ended or self._store.check([self._key_of_run("left")]):
+            if self._ended or self._mailbox.has("left"):
                 failed = "the training has ended"
             elif time.monotonic() > deadline:
                 failed = f"no answer of rank {', '.join(map(str, self._missing('answer')))}"
             answers = [self._key("answer", rank) for rank in range(self._size)]
             if failed:
-                self._store.compare_set(self._key("result"), "", _encode(_Answer((0, 0), failed=failed)))
-            elif not self._rank and self._store.check(answers):
-                result = _merged([_decode(self._store.get(key)) for key in answers])
-                self._store.compare_set(self._key("result"), "", _encode(result))
+                self._mailbox.offer(self._key("result"), _Answer((0, 0), failed=failed))
+            elif not self._rank and self._mailbox.has(*answers):
+                self._mailbox.offer(self._key("result"), _merged(self._mailbox.get(_Answer, *answers)))
             else:
                 time.sleep(_LOOK)
         return self._get("result")
@@ -263,22 +260,19 @@ class Rounds:
         """Return the ranks without a key, after some seconds."""
         keys = [self._key(what, rank) for rank in range(self._size)]
         deadline = time.monotonic() + patience
-        while not self._store.check(keys) and time.monotonic() < deadline:
+        while not self._mailbox.has(*keys) and time.monotonic() < deadline:
             time.sleep(_LOOK)
-        return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+        return [rank for rank, key in enumerate(keys) if not self._mailbox.has(key)]
 
     def _release(self) -> None:
         self._blocked_at = self._limit = None
 
     def _get(self, what: str) -> _Answer:
-        return _decode(self._store.get(self._key(what)))
-
-    def _key_of_run(self, what: str) -> str:
-        return f"trainbus/{self._name}/{what}"
+        return self._mailbox.get(_Answer, self._key(what))[0]
 
     def _key(self, what: str, rank: int | None = None) -> str:
         number = "" if what == "joined" else f"/{self._number}"
-        return self._key_of_run(f"{what}{number}{'' if rank is None else f'/{rank}'}")
+        return f"{what}{number}{'' if rank is None else f'/{rank}'}"
 
 
 def _merged(answers: list[_Answer]) -> _Answer:
@@ -296,9 +290,6 @@ def _merged(answers: list[_Answer]) -> _Answer:
     )
 
 
-_encode = msgspec.json.encode
-_decode = msgspec.json.Decoder(_Answer).decode
-
 _runs = 0
 
 
@@ -306,4 +297,4 @@ def join_rounds(own: Requests, iterations: Callable[[], int]) -> Rounds:
     """Return the :class:`Rounds` of a new training. All ranks with a bus must call it."""
     global _runs
     _runs += 1
-    return Rounds(default_store(), f"rounds/{_runs}", own, iterations)
+    return Rounds(Mailbox(f"rounds/{_runs}"), own, iterations)

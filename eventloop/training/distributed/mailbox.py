@@ -1,0 +1,47 @@
+"""``Mailbox``: messages between ranks in the store of their process group, without a collective."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from eventloop.privates import default_store
+
+T = TypeVar("T")
+
+
+class Mailbox:
+    """Messages by key: any rank puts them, all ranks read them. No call waits for another rank.
+
+    If the process with the store hangs, so does the thread that calls; if it ends, a RuntimeError or OSError is raised.
+
+    Args:
+        name: the beginning of all keys; equal on all ranks.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._store = default_store().clone()  # a thread that waits in the other one keeps its lock
+        self._name = name
+
+    def put(self, key: str, message: object = None) -> None:
+        """Put a message, in place of the one before."""
+        self._store.set(self._whole(key), msgspec.msgpack.encode(message))
+
+    def offer(self, key: str, message: object) -> None:
+        """Put a message, unless there is one."""
+        self._store.compare_set(self._whole(key), "", msgspec.msgpack.encode(message))
+
+    def has(self, *keys: str) -> bool:
+        """Return True if all of these messages are there."""
+        return bool(self._store.check([self._whole(key) for key in keys]))
+
+    def get(self, kind: type[T], *keys: str) -> list[T]:
+        """Return messages that are there, in one round trip if the store can."""
+        whole = [self._whole(key) for key in keys]
+        many = self._store.has_extended_api() and whole
+        texts = self._store.multi_get(whole) if many else [self._store.get(key) for key in whole]
+        return [msgspec.msgpack.decode(text, type=kind) for text in texts]
+
+    def _whole(self, key: str) -> str:
+        return f"trainbus/{self._name}/{key}"
