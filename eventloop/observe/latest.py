@@ -11,24 +11,8 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import torch
 
+from eventloop import events as ev
 from eventloop.bus import Hook, Priority, mount
-from eventloop.events import (
-    AfterRun,
-    AfterTestEpoch,
-    AfterTrainIter,
-    AfterValEpoch,
-    BeforeRun,
-    BeforeTrain,
-    BeforeTrainEpoch,
-    BeforeVal,
-    CheckpointCommitted,
-    CheckpointFailed,
-    CheckpointSkipped,
-    OnException,
-    Progress,
-    RunPaused,
-    RunResumed,
-)
 from eventloop.observe.record import begin_of, entry_of, scalars
 from eventloop.observe.states import ENDED
 from eventloop.observe.story import RunStory
@@ -45,7 +29,7 @@ class Sample(NamedTuple):
     outputs: dict[str, Any]
 
 
-def _sample(event: AfterTrainIter) -> Sample:
+def _sample(event: ev.AfterTrainIter) -> Sample:
     """Sample the scalars of an iteration, on the training thread. Scalars on a device are copied on another thread."""
     return Sample(weakref.ref(event.run), event.progress.iter, time.monotonic(), _scalars(event.outputs))
 
@@ -63,7 +47,7 @@ class LatestHook(Hook):
     def __init__(self) -> None:
         self.story = RunStory()
         """The story of all runs so far; without a name before the first one begins."""
-        self._progress = Progress()  # after the end of the run
+        self._progress = ev.Progress()  # after the end of the run
         self._rates: dict[tuple[str, str], float] = {}
         self._outputs: Mapping[str, Any] = {}
         self._samples: deque[Sample] = deque(maxlen=_WINDOW + 1)
@@ -78,7 +62,7 @@ class LatestHook(Hook):
         return None if self.story.state in ENDED else self.story.run()
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> ev.Progress:
         """The progress of the run; after its end, the last one."""
         run = self._live_run
         return self._progress if run is None else run.progress
@@ -108,18 +92,18 @@ class LatestHook(Hook):
 
     # ------------------------------------------------------------------------------------------------------- handlers
 
-    @mount(BeforeRun)
-    def begin(self, event: BeforeRun) -> None:
+    @mount(ev.BeforeRun)
+    def begin(self, event: ev.BeforeRun) -> None:
         """Start over with a new run."""
         self._follow(event.run)
 
-    @mount(BeforeTrain, BeforeTrainEpoch, BeforeVal)
+    @mount(ev.BeforeTrain, ev.BeforeTrainEpoch, ev.BeforeVal)
     def join(self, event: Any) -> None:
         """Follow a run that began before this hook was added."""
         if self.story.run() is not event.run:
             self._follow(event.run)
 
-    @mount(AfterTrainIter, every_seconds=1.0, capture=_sample, offload="thread", queue=2, full="drop_old", on_error="log")
+    @mount(ev.AfterTrainIter, every_seconds=1.0, capture=_sample, offload="thread", queue=2, full="drop_old", on_error="log")
     def take(self, sample: Sample) -> None:
         """Keep the sample of an iteration, on the thread of the lane."""
         run = sample.run()
@@ -128,13 +112,21 @@ class LatestHook(Hook):
         if run is not None and self.story.run() is run:
             self._samples.append(sample)
 
-    @mount(AfterValEpoch, AfterTestEpoch, CheckpointCommitted, CheckpointFailed, CheckpointSkipped, RunPaused, RunResumed)
+    @mount(
+        ev.AfterValEpoch,
+        ev.AfterTestEpoch,
+        ev.CheckpointCommitted,
+        ev.CheckpointFailed,
+        ev.CheckpointSkipped,
+        ev.RunPaused,
+        ev.RunResumed,
+    )
     def note(self, event: Any) -> None:
         """Add an event to the story."""
         self.story.add(entry_of(event))
 
-    @mount(OnException, AfterRun)
-    def end(self, event: OnException | AfterRun) -> None:
+    @mount(ev.OnException, ev.AfterRun)
+    def end(self, event: ev.OnException | ev.AfterRun) -> None:
         """Keep the last values of a run that ends."""
         run = event.run
         self._progress, self._rates, self._outputs = event.progress, _rates(run), _scalars(run.outputs) or self.outputs

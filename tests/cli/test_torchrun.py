@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from eventloop.checkpoint import load
+from eventloop.cli import main
 
-from ..scripts import run_on_ranks, run_script
+from ..scripts import run_on_ranks
 
 PARTS = """
 import torch
@@ -66,15 +67,12 @@ def here(tmp_path):
 
 
 @pytest.fixture
-def alone(here):
-    """``alone(*arguments)`` runs the configuration in one process; returns what it printed."""
-
-    def run(*arguments: str) -> str:
-        done = run_script(RUN, here, cwd=here, arguments=arguments, environment=COLUMNS)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    return run
+def alone(here, monkeypatch):
+    """``alone(*arguments)`` runs the configuration in this process."""
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield lambda *arguments: main(["run", "mine.toml", *arguments])
+    sys.modules.pop("parts", None)
 
 
 @pytest.fixture
@@ -95,7 +93,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_two_processes_equal_one_on_the_same_global_batches(here, alone):
-    alone("loop.work_dir=alone")
+    assert alone("loop.work_dir=alone") == 0
     for name in ("hooks", "eventloop"):  # files of the user's with these names do not get in the way
         (here / f"{name}.py").write_text("raise AssertionError('imported in place of a package of trainbus')")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -120,7 +118,7 @@ def test_lines_and_files_are_written_once_and_a_resume_takes_another_number_of_p
     first, second = both("default_hooks.logger.interval=4", "data.train.batch_size=4")
     for once in ("trainbus run", "files in", "epoch 1/2  iter 4/8"):
         assert (first.stdout.count(once), second.stdout.count(once)) == (1, 0)
-    alone("--resume", "loop.max_epochs=3", "default_hooks.logger.interval=4")
+    assert alone("--resume", "loop.max_epochs=3", "default_hooks.logger.interval=4") == 0
     lines = [json.loads(line) for line in (here / "runs/mine/scalars.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train/loss" in line] == [4, 8, 12, 16, 20, 24]
 

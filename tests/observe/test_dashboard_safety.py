@@ -15,7 +15,7 @@ import pytest
 
 from eventloop import Bus, ConfigurationError
 from eventloop.observe import dashboard
-from eventloop.observe.dashboard import Board, Watcher, app
+from eventloop.observe.dashboard import Board, Server, Watcher, app
 
 from ..waiting import until
 from .dashboards import Job, Visitor, serving, wait_for, watched
@@ -339,27 +339,19 @@ async def test_a_name_that_is_not_listed_is_refused_with_the_way_out(anyio_backe
 
 
 def test_what_cannot_be_shown_is_an_error():
-    with pytest.raises(ConfigurationError, match="give one of them"):
+    with pytest.raises(ConfigurationError, match=r"token=.*may_change="):
         app(Bus(), token="a-token-of-some-length", may_change=lambda request: True)  # noqa: S106 - a test
-    with pytest.raises(ConfigurationError, match="takes TrainLoop, Run or Bus objects, not 3"):
+    with pytest.raises(ConfigurationError, match="3"):
         app(3)
-    with pytest.raises(ConfigurationError, match="at least 16"):
+    with pytest.raises(ConfigurationError, match="16"):
         app(Bus(), token="short")  # noqa: S106 - a test
 
 
-def test_without_the_extra_the_error_names_it(script):
-    done = script(
-        """
-        import sys
-        sys.modules["starlette"] = sys.modules["starlette.applications"] = None
-        from eventloop import Bus, ConfigurationError
-        from eventloop.observe.dashboard import Server, app
-        for make in (lambda: app(Bus()), lambda: Server("127.0.0.1", 0, None)):
-            try:
-                make()
-            except ConfigurationError as error:
-                print(error)
-        """
-    )
-    assert done.stdout.count("the dashboard needs starlette") == 2, done.stderr
-    assert done.stdout.count('pip install "trainbus[web]"') == 2
+def test_without_the_extra_the_error_names_it(monkeypatch):
+    for name in ("starlette", "starlette.applications"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for name in ("application", "guard"):
+        monkeypatch.delitem(sys.modules, f"eventloop.observe.dashboard.{name}", raising=False)
+    for make in (lambda: app(Bus()), lambda: Server("127.0.0.1", 0, None)):
+        with pytest.raises(ConfigurationError, match=r"starlette.*trainbus\[web\]"):
+            make()
