@@ -140,7 +140,7 @@ def stops_in_lightning(folder: Path):
 
 def stops_in_transformers(folder: Path):
     """Train with a ``transformers.Trainer`` until rank 1 stops it; return what this rank has done."""
-    from .transformers_jobs import make
+    from .conformance.transformers import make
 
     _as_torchrun()
     bus, committed = Bus(), []

@@ -45,7 +45,7 @@ def lightning(folder, bus, callbacks=()):
 
 
 def transformers(folder, bus):
-    jobs = pytest.importorskip("tests.bridges.transformers_jobs")
+    jobs = pytest.importorskip("tests.bridges.conformance.transformers")
 
     class Model(nn.Module):
         def __init__(self):

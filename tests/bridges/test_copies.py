@@ -50,7 +50,7 @@ class TransformersJob:
     options: ClassVar = {"checkpoints": True}
 
     def __init__(self, folder):
-        jobs = pytest.importorskip("tests.bridges.transformers_jobs")
+        jobs = pytest.importorskip("tests.bridges.conformance.transformers")
         self.trainer = jobs.make(folder, data=jobs.plain_data(4), num_train_epochs=1, save_strategy="epoch")
 
     def train(self, trainer):

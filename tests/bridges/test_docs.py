@@ -40,6 +40,10 @@ def not_given(host):
     return {name for name, cells in table().items() if cells[host].startswith("no:")}
 
 
+def test_the_bridge_of_the_page_has_at_most_150_lines():
+    assert len((ROOT / "examples" / "toy_bridge.py").read_text().splitlines()) <= 150
+
+
 def test_the_table_has_every_mount_point():
     catalogue = {name for name, kind in registry.items() if kind.__module__.startswith("eventloop.")}
     assert set(table()) == catalogue - BASES

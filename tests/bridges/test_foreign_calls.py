@@ -60,7 +60,7 @@ def in_lightning(bus: Bus, folder: Path, **options) -> None:
 
 def in_transformers(bus: Bus, folder: Path, **options) -> None:
     transformers = pytest.importorskip("transformers")
-    from .transformers_jobs import make
+    from .conformance.transformers import make
 
     class Slow(transformers.TrainerCallback):
         on_step_end = slow
@@ -109,7 +109,7 @@ def test_a_checkpoint_in_another_trainer_tells_how_long_it_held_training_up(tmp_
 def test_callbacks_are_as_they_were_after_a_timed_training(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pytest.importorskip("transformers")
-    from .transformers_jobs import make
+    from .conformance.transformers import make
 
     trainer = make(tmp_path)
     before = [dict(vars(callback)) for callback in trainer.callback_handler.callbacks]

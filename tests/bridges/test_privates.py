@@ -23,7 +23,7 @@ def attach(host, folder):
 
         trainer, options = Trainer(accelerator="cpu", logger=False, default_root_dir=folder), {}
     elif host == "transformers":
-        from tests.bridges.transformers_jobs import make
+        from tests.bridges.conformance.transformers import make
 
         trainer, options = make(folder), {}
     elif host == "ignite":

@@ -38,7 +38,7 @@ def lightning(bus, folder, *, beside=False):
 
 def transformers(bus, folder, *, beside=False):
     pytest.importorskip("transformers")
-    from .transformers_jobs import make
+    from .conformance.transformers import make
 
     trainer = make(folder)
     bus.attach(trainer, checkpoints=beside)

@@ -1,10 +1,7 @@
 """The bus in a ``transformers.Trainer``: mount points, evaluations, stops, exceptions and hooks, against the real library."""
 
-import asyncio
 import math
-import shutil
 import signal
-import threading
 
 import numpy as np
 import pytest
@@ -15,22 +12,15 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback  # noqa: E402
 
-from eventloop import Bus, ConfigurationError, SubscribeError  # noqa: E402
-from eventloop.errors import RunCancelled  # noqa: E402
-from eventloop.events import AfterTrainIter  # noqa: E402
+from eventloop import Bus, ConfigurationError  # noqa: E402
 from hooks import (  # noqa: E402
     EarlyStoppingHook,
-    IterTimerHook,
-    LoggerHook,
-    OptimizerHook,
     ParamSchedulerHook,
     PreemptionHook,
-    RuntimeInfoHook,
 )
-from hooks.writers import JSONLinesWriter  # noqa: E402
 
+from .conformance.transformers import Plain, gpt2, make, plain_data  # noqa: E402
 from .jobs import heard  # noqa: E402
-from .transformers_jobs import Plain, gpt2, make, plain_data  # noqa: E402
 
 STEP = ["before_forward", "after_forward", "before_backward", "after_backward"]
 UPDATE = ["before_optimizer_step", "after_optimizer_step"]
@@ -39,28 +29,6 @@ VAL = ["before_val", "before_val_epoch", *["before_val_iter", "after_val_iter"] 
 
 
 # ------------------------------------------------------------------------------------------------------ mount points
-
-
-def test_mount_points_come_in_the_order_of_our_own_loop(tmp_path):
-    bus = Bus()
-    names = heard(bus)
-    make(tmp_path, bus, data=plain_data(4), num_train_epochs=1, eval_strategy="epoch").train()
-    train = ["before_train_epoch", *ITER * 2, "after_train_epoch", *VAL]
-    assert names == ["before_run", "before_train", *train, "after_train", "after_run"]
-
-
-def test_micro_batches_are_iterations_and_steps_are_updates(tmp_path):
-    bus, seen = Bus(), []
-    names = heard(bus)
-    bus.on("after_train_iter", lambda e: seen.append((e.progress.iter, e.progress.update, e.run.updated, e.run.last_batch)))
-    # 5 batches in windows of 2: the last window of the epoch has one
-    trainer = make(tmp_path, bus, data=plain_data(10), num_train_epochs=1, gradient_accumulation_steps=2)
-    trainer.train()
-    updates = [0, 0, 1, 1, 2]
-    assert seen == [(index, updates[index], index in (1, 3, 4), index == 4) for index in range(5)]
-    assert names.count("after_optimizer_step") == trainer.state.global_step == 3
-    first = names.index("before_train_iter")
-    assert names[first : first + 6] == ["before_train_iter", *STEP, "after_train_iter"]
 
 
 @pytest.mark.parametrize("model", [Plain, gpt2])
@@ -74,17 +42,6 @@ def test_the_loss_of_a_micro_batch_is_not_divided_by_the_accumulation(tmp_path, 
     assert not losses[0].requires_grad
     assert torch.stack(losses).view(4, 4).mean(1).tolist() == pytest.approx(logged, abs=1e-4)
     assert torch.allclose(torch.stack(losses), 4 * torch.stack(parts))
-
-
-def test_batches_and_outputs_are_those_of_the_step(tmp_path):
-    bus, batches, losses = Bus(), [], []
-    bus.on("before_train_iter", lambda event: batches.append((event.batch_idx, event.batch["x"])))
-    bus.on("after_forward", lambda event: losses.append(event.outputs["loss"].item()))
-    bus.on("after_train_iter", lambda event: losses.append(event.outputs["loss"].item()))
-    make(tmp_path, bus, num_train_epochs=1).train()
-    assert [index for index, _ in batches] == list(range(8))
-    assert all(batch.shape == (2, 3) for _, batch in batches)
-    assert losses[0::2] == losses[1::2]
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused"])
@@ -225,18 +182,13 @@ def test_several_evaluation_sets_are_one_validation(tmp_path):
     assert names.count("after_val_iter") == 3
 
 
-def test_an_evaluation_or_prediction_alone_is_a_run_of_its_own(tmp_path):
+def test_a_prediction_is_a_test(tmp_path):
     bus, metrics = Bus(), []
     names = heard(bus)
-    bus.on("after_val_epoch", lambda event: metrics.append(min(event.metrics)))
     bus.on("after_test_epoch", lambda event: metrics.append(event.metrics["loss"]))
-    trainer = make(tmp_path, bus)
-    trainer.evaluate()
-    assert names == ["before_run", *VAL, "after_run"]
-    names.clear()
-    result = trainer.predict(plain_data(4))
+    result = make(tmp_path, bus).predict(plain_data(4))
     assert names == ["before_run", *[name.replace("val", "test") for name in VAL], "after_run"]
-    assert metrics == ["loss", result.metrics["test_loss"]]
+    assert metrics == [result.metrics["test_loss"]]
 
 
 def test_an_evaluation_by_a_callback_whose_error_it_catches_is_abandoned(tmp_path):
@@ -269,19 +221,6 @@ def test_an_evaluation_before_the_first_epoch_is_told(tmp_path):
 # --------------------------------------------------------------------------------------------- stop, pause, set_lr
 
 
-def test_stop_ends_the_training_after_the_window(tmp_path):
-    bus, info = Bus(), []
-    names = heard(bus)
-    bus.on("after_train_iter", lambda event: event.progress.iter == 2 and event.run.stop("enough"))
-    bus.on("after_run", lambda event: info.append(event.run.info["stop_reason"]))
-    trainer = make(tmp_path, bus, gradient_accumulation_steps=2)
-    trainer.train()
-    assert names.count("after_train_iter") == 4
-    assert trainer.state.global_step == 2
-    assert names[-3:] == ["after_train_iter", "after_train", "after_run"]
-    assert info == ["enough"]
-
-
 def test_early_stopping_hooks_and_callbacks_end_the_training(tmp_path):
     ours, theirs = Bus(), Bus()
     ours.add(EarlyStoppingHook("loss", patience=1, min_delta=100.0))
@@ -296,23 +235,6 @@ def test_early_stopping_hooks_and_callbacks_end_the_training(tmp_path):
         assert told.count("after_train_iter") == 6
         assert told.count("after_val_epoch") == 2
         assert "after_train_epoch" not in told
-
-
-def test_pause_and_cancel_work_at_the_end_of_an_iteration(tmp_path):
-    bus, told = Bus(), []
-
-    @bus.on("after_train_iter")
-    def pause(event):
-        told.append(event.progress.iter)
-        if event.progress.iter == 1:
-            event.run.pause()
-            threading.Timer(0.1, lambda: (told.append("resumed"), event.run.resume())).start()
-        if event.progress.iter == 3:
-            event.run.cancel()
-
-    with pytest.raises(RunCancelled):
-        make(tmp_path, bus).train()
-    assert told == [0, 1, "resumed", 2, 3]
 
 
 def test_set_lr_scales_the_rest_of_the_schedule(tmp_path):
@@ -381,8 +303,9 @@ def test_an_exception_in_a_callback_is_told_and_is_what_the_user_sees(tmp_path, 
     assert bus.state == "idle"
 
 
-@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt(), StopIteration("mine")])
-def test_an_exception_in_the_step_is_told_before_scopes_are_undone(tmp_path, error):
+def test_a_stop_iteration_in_the_step_is_told_before_scopes_are_undone(tmp_path):
+    error = StopIteration("mine")
+
     class Broken(Plain):
         def forward(self, x, labels=None):
             raise error
@@ -392,27 +315,10 @@ def test_an_exception_in_the_step_is_told_before_scopes_are_undone(tmp_path, err
     bus.on("before_train", lambda event: event.run.defer(lambda: told.append("undone")))
     bus.on("after_train_iter", lambda event: ran.append(event))
     trainer = make(tmp_path, bus, model=Broken, data=plain_data())
-    with pytest.raises(type(error)) as caught:
+    with pytest.raises(StopIteration):
         trainer.train()
-    assert caught.value is error
     assert told == [error, "undone"]
     assert ran == []
-    assert bus.state == "idle"
-
-
-def test_errors_of_handlers_and_offloaded_handlers_end_the_training(tmp_path):
-    bus, errors = Bus(), []
-    bus.on("on_exception", lambda event: errors.append(event.error))
-
-    @bus.on("after_train_iter", offload="thread")
-    def fail(event):
-        raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        make(tmp_path, bus, num_train_epochs=50).train()
-    with pytest.raises(ZeroDivisionError):
-        bus.on("before_val", lambda event: 1 / 0)
-        make(tmp_path, bus).evaluate()
     assert bus.state == "idle"
 
 
@@ -435,46 +341,14 @@ def test_a_smaller_batch_after_an_error_is_a_new_run(tmp_path):
 # ---------------------------------------------------------------------------------------------------------- our hooks
 
 
-def test_hooks_of_our_loop_work(tmp_path):
-    bus = Bus()
-    bus.add(LoggerHook(interval=2, writers=[JSONLinesWriter()]), IterTimerHook(), RuntimeInfoHook())
-    infos = []
-    bus.on("after_run", lambda event: infos.append(dict(event.run.info)))
-    make(tmp_path, bus, eval_strategy="epoch").train()
-    lines = (tmp_path / "scalars.jsonl").read_text().splitlines()
-    assert len(lines) == 2 * 4 + 2
-    assert '"train/loss"' in lines[0]
-    assert '"train/eta"' in lines[0]
-    assert '"train/lr"' in lines[0]
-    assert '"val/loss"' in lines[4]
-    assert infos[0]["val/loss"] > 0
-
-
 def test_a_hook_that_steps_what_the_trainer_steps_is_refused(tmp_path):
     bus, trainer = Bus(), make(tmp_path)
     trainer.create_optimizer()
     scheduler = torch.optim.lr_scheduler.ConstantLR(trainer.optimizer)
     bus.add(ParamSchedulerHook(scheduler, by="iter"))
-    bridge = bus.attach(trainer)
-    with pytest.raises(ConfigurationError, match="whose schedule the trainer steps already"):
+    bus.attach(trainer)
+    with pytest.raises(ConfigurationError, match="schedule"):
         trainer.train()
-    bridge.detach()
-    bus = Bus()
-    bus.add(OptimizerHook())
-    with pytest.raises(ConfigurationError, match="the trainer steps the optimizers"):
-        make(tmp_path, bus).train()
-
-
-def test_a_signal_saves_and_ends_the_training(tmp_path):
-    bus, hook = Bus(), PreemptionHook()
-    bus.add(hook)
-    bus.on("after_train_iter", lambda event: event.progress.iter == 4 and signal.raise_signal(signal.SIGTERM))
-    trainer = make(tmp_path, bus)
-    with structlog.testing.capture_logs():
-        trainer.train()
-    assert hook.received == signal.SIGTERM
-    assert trainer.state.global_step == 5
-    assert (tmp_path / "iter_5" / "trainbus.pt").is_file()
 
 
 def test_two_handlers_of_one_signal_are_refused(tmp_path):
@@ -488,52 +362,13 @@ def test_two_handlers_of_one_signal_are_refused(tmp_path):
         signal.signal(signal.SIGTERM, before)
 
 
-def test_a_stream_follows_a_training_in_a_thread(tmp_path):
-    bus = Bus()
-
-    async def follow():
-        losses, trainer = [], make(tmp_path, bus)
-        async with bus:
-            async with bus.stream(AfterTrainIter) as events:
-                training = asyncio.create_task(asyncio.to_thread(trainer.train))
-                async for event in events:
-                    losses.append(event.outputs["loss"])
-                    if event.progress.iter == 15:
-                        break
-            await training
-        return losses
-
-    losses = asyncio.run(follow())
-    assert len(losses) == 16
-    assert all(isinstance(loss, float) for loss in losses)
-
-
 # ------------------------------------------------------------------------------------------------------------- detach
 
 
-def test_detach_leaves_the_trainer_as_it_was(tmp_path):
-    bus, trainer = Bus(), make(tmp_path)
-    names = heard(bus)
+def test_detaching_leaves_a_method_of_the_trainer_that_was_replaced_before(tmp_path):
+    trainer = make(tmp_path, num_train_epochs=1)
     trainer.compute_loss = own = trainer.compute_loss
-    before, handler = dict(vars(trainer)), dict(vars(trainer.callback_handler))
-    with bus.attach(trainer), pytest.raises(SubscribeError, match="attached"):
-        bus.attach(trainer)
-    assert vars(trainer) == before
-    assert trainer.compute_loss is own
-    assert vars(trainer.callback_handler) == handler
-    with bus.attach(trainer):
+    with Bus().attach(trainer):
         trainer.train()
+    assert trainer.compute_loss is own
     assert "backward" not in vars(trainer.accelerator)
-    assert names.count("before_run") == 1
-    trainer.train()
-    assert names.count("before_run") == 1
-
-
-def test_a_second_training_of_the_same_trainer_is_a_new_run(tmp_path):
-    bus, begun = Bus(), []
-    bus.on("before_train", lambda event: begun.append(event.progress.iter))
-    trainer = make(tmp_path, bus, num_train_epochs=1)
-    trainer.train()
-    trainer.train()
-    assert begun == [0, 0]
-    shutil.rmtree(tmp_path)

@@ -20,8 +20,8 @@ from eventloop import Bus, CheckpointDamagedError, CheckpointError, Configuratio
 from eventloop.checkpoint import folder_files  # noqa: E402
 from hooks import CheckpointHook, EMAHook  # noqa: E402
 
+from .conformance.transformers import Plain, gpt2, make, plain_data, tokens  # noqa: E402
 from .jobs import assert_same, weights_of  # noqa: E402
-from .transformers_jobs import Plain, gpt2, make, plain_data, tokens  # noqa: E402
 
 EVERY_FIVE = {"save_strategy": "steps", "save_steps": 5}
 BEST = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True, "num_train_epochs": 4}
@@ -271,15 +271,15 @@ def split_anew(folder):
 
 
 @pytest.mark.parametrize(
-    ("edit", "named"),
+    ("edit", "named", "which"),
     [
-        (without_optimizer, ["optimizer.pt"]),
-        (with_other_configuration, ["config.json"]),
-        (with_other_arguments, ["training_args.bin"]),
-        (split_anew, ["model.safetensors"]),
+        (without_optimizer, ["optimizer.pt"], "checkpoint-2"),
+        (with_other_configuration, ["config.json"], "checkpoint-2"),
+        (with_other_arguments, ["training_args.bin"], "checkpoint-2"),
+        (split_anew, ["model.safetensors"], "checkpoint-2"),
+        (split_anew, ["model.safetensors"], True),
     ],
 )
-@pytest.mark.parametrize("which", ["checkpoint-2", True])
 def test_a_folder_that_a_person_edited_resumes_as_in_the_trainer_and_says_what_changed(tmp_path, which, edit, named):
     options = {"model": gpt2, "data": tokens(4), "num_train_epochs": 1}
     saving(tmp_path, save_strategy="steps", save_steps=1, **options).train()

@@ -1,0 +1,63 @@
+"""Engines of Ignite."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+pytest.importorskip("ignite")
+
+import torch
+from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
+from ignite.handlers import Checkpoint, DiskSaver
+from ignite.metrics import Loss
+from torch import nn
+
+from eventloop.bridges.ignite.host import IgniteBridge
+
+from . import job
+
+logging.getLogger("ignite").setLevel(logging.CRITICAL)
+
+
+class Job(job.Job):
+    missing = IgniteBridge.missing
+    repeats_epoch_end = False
+    continues = 'Checkpoint.load_objects(bridge.to_save, "{}")'
+
+    def make(self):
+        super().make()
+        loss = nn.MSELoss()
+        self.trainer = create_supervised_trainer(
+            self.net, self.optimizer, loss, deterministic=True, gradient_accumulation_steps=self.accumulate
+        )
+        self.evaluator = create_supervised_evaluator(self.net, {"loss": Loss(loss)})
+        self.to_save = {"model": self.net, "optimizer": self.optimizer, "trainer": self.trainer}
+        if self.validate:
+            self.trainer.add_event_handler(Events.EPOCH_COMPLETED, self.evaluate)
+
+    def attach(self, bus):
+        self.bridge = bus.attach(self.trainer, evaluator=self.evaluator if self.validate else None, work_dir=self.folder)
+        self.to_save = self.bridge.to_save
+        return self.bridge
+
+    def fit(self, resume=None):
+        if resume is not None:  # the engine of this kind saves states of NumPy
+            saved = torch.load(resume, weights_only=False)
+            Checkpoint.load_objects({name: self.to_save[name] for name in saved}, saved)
+        if self.every:
+            self.saver = Checkpoint(self.to_save, DiskSaver(self.folder / "own"))
+            self.trainer.add_event_handler(Events.ITERATION_COMPLETED(every=self.every), self.saver)
+        self.trainer.run(list(job.loader(self.batches)), max_epochs=self.epochs)
+
+    def evaluate(self):
+        return self.evaluator.run(list(job.loader(1, seed=2))).metrics
+
+    def own(self):
+        return self.folder / "own" / self.saver.last_checkpoint
+
+    def parts(self):
+        engines = self.trainer, self.evaluator
+        handlers = [{event: list(called) for event, called in one._event_handlers.items() if called} for one in engines]
+        return [*(dict(vars(engine)) for engine in engines), *handlers]

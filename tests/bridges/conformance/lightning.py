@@ -1,0 +1,97 @@
+"""Lightning's trainer."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("lightning.pytorch")
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from eventloop.bridges.lightning.host import LightningBridge
+
+from . import job
+
+QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+
+
+class Module(pl.LightningModule):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def training_step(self, batch, batch_idx):
+        return self.net.loss(batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.net.loss(batch))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+class Rest:
+    """The batches of an epoch without the first ones, once: Lightning does not restore the position in the data."""
+
+    def __init__(self, batches, skip):
+        self.batches, self.skip = batches, skip
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __iter__(self):
+        for batch in list(self.batches)[self.skip :]:
+            self.skip = 0  # not earlier: Lightning makes an iterator only to see whether it can
+            yield batch
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
+class Job(job.Job):
+    suffix = ".ckpt"
+    metric = "val_loss"
+    repeats_epoch_end = False
+    missing = LightningBridge.missing
+    interrupts = (SystemExit, KeyboardInterrupt)
+    continues = 'trainer.fit(..., ckpt_path="{}")'
+
+    def make(self, *, callbacks=(), module=None, **options):
+        self.model = Module(self.net) if module is None else module(self.net)
+        saves = list(callbacks)
+        if self.every:
+            every = self.every // self.accumulate
+            saves += [ModelCheckpoint(self.folder, filename="own", every_n_train_steps=every, enable_version_counter=False)]
+        self.trainer = pl.Trainer(
+            accelerator="cpu", max_epochs=self.epochs, accumulate_grad_batches=self.accumulate, default_root_dir=self.folder,
+            callbacks=saves, gradient_clip_val=0.5, **QUIET, **{"enable_checkpointing": bool(saves)} | options,
+        )  # fmt: skip
+
+    def fit(self, resume=None):
+        skip = 0
+        if resume is not None and (entry := torch.load(resume, weights_only=False)["callbacks"].get("trainbus")):
+            skip = entry["progress"]["batches"] % self.batches
+        val = job.loader(1, seed=2) if self.validate else None
+        self.trainer.fit(self.model, Rest(job.loader(self.batches), skip), val, ckpt_path=resume)
+
+    def again(self):
+        self.trainer.fit_loop.max_epochs += self.epochs
+        self.fit()
+
+    def evaluate(self):
+        (metrics,) = self.trainer.validate(self.model, job.loader(1, seed=2), verbose=False)
+        return metrics
+
+    def own(self):
+        return self.folder / "own.ckpt"
+
+    def stored(self, path):
+        return torch.load(path, weights_only=False)["state_dict"]
+
+    def parts(self):
+        return [*super().parts(), dict(vars(self.trainer.strategy)), {"callbacks": list(self.trainer.callbacks)}]

@@ -1,0 +1,792 @@
+"""What every host keeps: our own loops, the toy of "Write a bridge", Lightning, Transformers, Ignite and Accelerate.
+
+Each test is one promise to a user, and runs a small training of each host (``conformance/``) that can have it.
+"""
+
+import asyncio
+import importlib
+import json
+import signal
+import threading
+from pathlib import Path
+
+import anyio
+import pytest
+import structlog
+import torch
+
+from eventloop import Bus, ConfigurationError, RunCancelled, SubscribeError, TrainingError
+from eventloop.errors import BusStateError, CheckpointError, CheckpointValueError
+from eventloop.events import AfterTrainIter
+from eventloop.observe.record import Validation
+from eventloop.observe.report.reported_run import ReportedRun
+from hooks import (
+    CheckInvalidLossHook,
+    CheckpointHook,
+    EarlyStoppingHook,
+    EMAHook,
+    IterTimerHook,
+    LoggerHook,
+    OptimizerHook,
+    ParamSchedulerHook,
+    PreemptionHook,
+    ProfilerHook,
+    RunRecordHook,
+    RuntimeInfoHook,
+)
+from hooks.writers import JSONLinesWriter
+
+from .conformance.job import Net
+from .jobs import Counting, assert_same, heard
+
+HOSTS = ("own", "body", "toy", "lightning", "transformers", "ignite", "accelerate")
+OWN = ("own", "body", "accelerate")  # a bus is given to their loop, and no trainer is attached
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:You defined a `validation_step` but have no"),
+    pytest.mark.filterwarnings("ignore:.*treespec"),
+    pytest.mark.filterwarnings("ignore:.*You're resuming from a checkpoint that ended before the epoch ended"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:.*callbacks used to create the checkpoint need to be provided"),
+    pytest.mark.filterwarnings("ignore:resuming reads and drops"),  # loaders of Accelerate cannot skip
+]
+
+
+def hosts(*without):
+    """Run a test in all hosts but some."""
+    return pytest.mark.parametrize("host", [name for name in HOSTS if name not in without], indirect=True)
+
+
+@pytest.fixture
+def host(request, tmp_path, monkeypatch):
+    """The class of the job of a host; its library may write files where it runs."""
+    monkeypatch.chdir(tmp_path)
+    interrupt = signal.getsignal(signal.SIGINT)
+    yield importlib.import_module(f"tests.bridges.conformance.{request.param}").Job
+    signal.signal(signal.SIGINT, interrupt)  # Lightning ignores it after the first
+
+
+def of_run(bus):
+    """Return a list that gets the run when it begins."""
+    runs = []
+    bus.on("before_run", lambda event: runs.append(event.run))
+    return runs
+
+
+def killing(at):
+    """Return a look into the model that ends the training in iteration ``at``, as if the process were killed."""
+
+    def look(net):
+        net.passes = getattr(net, "passes", 0) + net.training
+        if net.passes == at + 1:
+            raise Killed
+
+    return look
+
+
+class Killed(BaseException):
+    pass
+
+
+def ends(names):
+    """Return how the training ended."""
+    return [name for name in names if name in ("on_exception", "after_train", "after_run")]
+
+
+def tensors(batch):
+    """Return inputs and labels of a batch."""
+    return (batch["x"], batch["labels"]) if isinstance(batch, dict) else tuple(batch)
+
+
+def checkpoints(bus):
+    """Return a list that gets the path of each checkpoint when it is committed; it is there."""
+    paths = []
+
+    @bus.on("checkpoint_committed")
+    def note(event):
+        assert all(Path(name).exists() for name in event.names)
+        paths.append(Path(event.path))
+
+    return paths
+
+
+def many_hooks():
+    return [
+        EMAHook(momentum=0.1),
+        LoggerHook(interval=1, writers=[JSONLinesWriter()]),
+        RuntimeInfoHook(),
+        IterTimerHook(),
+        CheckInvalidLossHook(),
+        CheckpointHook(interval=3, by_epoch=False, max_keep_ckpts=1),
+    ]
+
+
+FORWARD = ["before_forward", "after_forward", "before_backward", "after_backward"]
+STEP = ["before_optimizer_step", "after_optimizer_step"]
+VAL = ["before_val", "before_val_epoch", "before_val_iter", "after_val_iter", "after_val_epoch", "after_val"]
+
+
+# ------------------------------------------------------------------------------------------------- mount points
+
+
+@hosts()
+def test_mount_points_come_in_the_order_of_a_run_and_all_but_the_missing_ones(host, tmp_path):
+    bus = Bus()
+    names = heard(bus)
+    host(tmp_path, bus, epochs=2, batches=2, validate=host.validates).fit()
+    epoch = ["before_train_epoch", *["before_train_iter", *FORWARD, *STEP, "after_train_iter"] * 2, "after_train_epoch"]
+    epoch += VAL if host.validates else []
+    expected = ["before_run", "before_train", *epoch * 2, "after_train", "after_run"]
+    assert names == [name for name in expected if name not in host.missing]
+
+
+@hosts(*OWN)
+def test_a_handler_of_a_mount_point_that_never_comes_is_told_when_it_attaches(host, tmp_path):
+    bus, (first, *others) = Bus(), [*host.missing, "after_train_iter"]
+    bus.on(first, print)
+    with structlog.testing.capture_logs() as logs:
+        job = host(tmp_path, bus)
+        for name in others:
+            bus.on(name, print)
+        job.bridge.detach()
+        for name in others:
+            bus.on(name, repr)
+    assert [(one["mount_point"], one["reason"], one["handlers"]) for one in logs] == [
+        (name, reason, ["print"]) for name, reason in host.missing.items()
+    ]
+
+
+@hosts("body", "toy", "ignite")  # an engine of Ignite has windows across epochs
+def test_micro_batches_are_iterations_and_steps_are_updates(host, tmp_path):
+    bus, seen = Bus(), []
+    names = heard(bus)
+    bus.on("after_train_iter", lambda e: seen.append((e.progress.iter, e.progress.update, e.run.updated, e.run.last_batch)))
+    host(tmp_path, bus, epochs=1, batches=5, accumulate=2, validate=True).fit()
+    updates = [0, 0, 1, 1, 2]  # the last window has one batch
+    assert seen == [(index, updates[index], index in (1, 3, 4), index == 4) for index in range(5)]
+    assert [name for name in names if name in STEP] == STEP * 3
+    assert names.count("after_backward") == (0 if "after_backward" in host.missing else 5)
+
+
+@hosts("body", "toy")
+def test_the_loss_of_a_micro_batch_is_not_divided_by_the_accumulation(host, tmp_path):
+    bus, seen = Bus(), []
+    bus.on(
+        "after_train_iter",
+        lambda event: seen.append((tensors(event.batch), torch.as_tensor(event.outputs["loss"]).item())),
+        once=1,
+    )
+    host(tmp_path, bus, accumulate=4).fit()
+    ((batch, loss),) = seen
+    assert loss == pytest.approx(Net().loss(batch).item())
+
+
+@hosts()
+def test_batches_counts_and_lengths_are_those_of_the_host(host, tmp_path):
+    bus, starts, ends, limits, forward = Bus(), [], [], [], []
+    bus.on("before_train_epoch", lambda event: limits.append((event.progress.max_epochs, event.run.total_iters)))
+    bus.on("before_train_iter", lambda e: starts.append((e.progress.epoch, e.batch_idx, e.progress.iter, e.run.epoch_length)))
+    bus.on("after_train_iter", lambda event: ends.append((tensors(event.batch)[0].shape, event.run.last_batch)))
+    bus.on("after_forward", lambda event: forward.append(event.outputs["loss"].requires_grad))
+    host(tmp_path, bus, batches=2).fit()
+    assert limits == [(2, 4)] * 2
+    assert starts == [(0, 0, 0, 2), (0, 1, 1, 2), (1, 0, 2, 2), (1, 1, 3, 2)]
+    assert ends == [((2, 4), False), ((2, 4), True)] * 2
+    assert forward == ([] if "after_forward" in host.missing else [True] * 4)
+
+
+@hosts()
+def test_gradients_are_complete_before_a_step(host, tmp_path):
+    bus, norms = Bus(), []
+
+    @bus.on("before_optimizer_step")
+    def look(event):
+        norms.append(min(float(p.grad.norm()) for p in event.run.model.parameters()))
+
+    host(tmp_path, bus, epochs=1).fit()
+    assert len(norms) == 4
+    assert all(norms)
+
+
+@hosts()
+def test_module_events_and_traces_work(host, tmp_path):
+    bus, seen = Bus(ProfilerHook(by_epoch=False, profile_times=2, activities="cpu", json_trace_path="trace.json")), []
+    job = host(tmp_path, bus, epochs=1)
+    bus.watch(job.net, "layers.0")
+    bus.on("after_module_forward", lambda event: seen.append(event.module_name))
+    job.fit()
+    assert seen == ["layers.0"] * 4
+    assert (tmp_path / "trace.json").is_file()
+
+
+# ------------------------------------------------------------------------------------------------------- weights
+
+
+@hosts()
+def test_not_one_bit_of_the_weights_changes(host, tmp_path):
+    for accumulate in host.windows():
+        weights = []
+        for bus in (None, Bus(), full := Bus(*many_hooks())):
+            folder = tmp_path / f"{accumulate}-{len(weights)}"
+            job = host(folder, bus, epochs=3, batches=10, accumulate=accumulate, validate=host.validates)
+            if bus is full:
+                heard(bus)
+            torch.manual_seed(5)
+            job.fit()
+            weights.append(job.weights() | {"random": torch.rand(3)})
+        assert_same(weights[1], weights[0])
+        assert_same(weights[2], weights[0])
+
+
+# ---------------------------------------------------------------------------------------------- validation, metrics
+
+
+@hosts("toy")
+def test_a_validation_has_the_metrics_of_the_host(host, tmp_path):
+    bus, seen, modes = Bus(), [], []
+    bus.on("after_val_epoch", lambda event: seen.append((event.progress.epoch, event.progress.iter, event.metrics)))
+    bus.on("after_val_iter", lambda event: modes.append(event.run.model.training))
+    job = host(tmp_path, bus, validate=True)
+    job.fit()
+    metrics = job.evaluate()
+    assert [one[:2] for one in seen[:2]] == [(1, 4), (2, 8)]
+    assert seen[1][2][host.metric] == seen[2][2][host.metric] == pytest.approx(float(metrics[host.metric]))
+    assert modes == [False] * 3
+
+
+@hosts("toy")
+def test_an_evaluation_alone_is_a_run_of_its_own(host, tmp_path):
+    bus = Bus()
+    names = heard(bus)
+    job = host(tmp_path, bus, validate=True)
+    job.evaluate()
+    assert names == ["before_run", *VAL, "after_run"]
+    names.clear()
+    bus.on("before_val_iter", lambda event: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        job.evaluate()
+    assert names == ["before_run", *VAL[:3], "on_exception"]
+    assert bus.state == "idle"
+
+
+@hosts("toy")
+def test_averages_are_validated_and_saved_and_the_training_goes_on_with_the_raw_weights(host, tmp_path):
+    ema, validated = EMAHook(momentum=0.5), []
+    bus = Bus(ema, CheckpointHook(interval=1))
+    paths = checkpoints(bus)
+    plain = host(tmp_path / "plain", validate=True)
+    plain.fit()
+    look = lambda net: net.training or validated.append(net.layers[0].weight.clone())  # noqa: E731
+    job = host(tmp_path / "bus", bus, validate=True, look=look)
+    job.fit()
+    assert_same(job.weights(), plain.weights())
+    (name,) = (name for name in ema.average.tensors if name.endswith("layers.0.weight"))
+    assert torch.equal(validated[-1], ema.average.tensors[name])
+    assert torch.equal(job.stored(paths[-1])[name], ema.average.tensors[name])
+
+
+# ----------------------------------------------------------------------------------------------------------- saves
+
+
+@hosts("toy")
+def test_checkpoints_are_named_kept_and_committed(host, tmp_path):
+    bus = Bus(CheckpointHook(interval=1, save_best=host.metric, rule="less", max_keep_ckpts=1))
+    paths = checkpoints(bus)
+    job = host(tmp_path, bus, validate=True)
+    job.fit()
+    best = [name for name in job.files() if name.startswith("best_")]
+    assert len(best) == 1
+    assert job.files() == [*best, f"epoch_2{host.suffix}"]
+    assert {path.name for path in paths} >= {f"epoch_1{host.suffix}", f"epoch_2{host.suffix}"}
+
+
+@hosts()
+def test_two_requests_at_one_moment_are_one_save_that_is_committed_once(host, tmp_path):
+    bus, saved = Bus(), []
+    paths = checkpoints(bus)
+    bus.on("checkpoint_committed", lambda event: saved.append((event.progress.iter, event.bytes > 0)))
+    for _ in range(2):
+        bus.on("after_train_iter", lambda event: event.run.checkpoint_now(), when=lambda event: event.progress.iter == 1)
+    job = host(tmp_path, bus)
+    job.fit()
+    assert paths == [tmp_path / f"iter_2{host.suffix}"]
+    assert saved == [(2, True)]
+
+
+@hosts()
+@pytest.mark.parametrize("on_error", ["log", "raise"])
+def test_a_save_that_fails_is_told_and_ends_the_training_unless_it_is_to_be_logged(host, tmp_path, on_error):
+    bus, told, path, ask = Bus(), [], tmp_path / f"x{host.suffix}", {}
+    if host.attaches:
+        path = tmp_path / "file" / path.name
+        ask["directory"] = path.parent
+        path.parent.write_text("")  # where a directory would have to be
+    else:
+        (path / "mine").mkdir(parents=True)  # where the file would have to be
+    names = heard(bus)
+    bus.on("checkpoint_failed", lambda event: told.append(event.path))
+    bus.on("after_train_epoch", lambda event: event.run.request_save(path.name, on_error=on_error, **ask), once=1)
+    job = host(tmp_path, bus)
+    if on_error == "log":
+        job.fit()
+        assert ends(names) == ["after_train", "after_run"]
+    else:
+        with pytest.raises((OSError, CheckpointError), match=r"file|x\."):
+            job.fit()
+    assert told == [str(path)]
+
+
+@hosts()
+def test_a_value_that_no_checkpoint_can_hold_is_an_error_at_the_first_update(host, tmp_path):
+    class Bad(Counting):
+        def state_dict(self):
+            return {"what": object()}
+
+    bus = Bus(hook := Bad(), CheckpointHook(interval=100))
+    with pytest.raises(CheckpointValueError, match=r"Bad.*what"):
+        host(tmp_path, bus).fit()
+    assert len(hook.iters) <= 1
+
+
+@hosts(*OWN)
+def test_options_that_need_our_own_format_are_refused_at_once(host, tmp_path):
+    for options in ({"save_optimizer": False}, {"staging": "overlap"}, {"published_keys": "state_dict"}):
+        (name,) = options
+        with pytest.raises(ConfigurationError, match=name):
+            host(tmp_path, Bus(CheckpointHook(interval=1, **options)), epochs=1).fit()
+
+
+# ---------------------------------------------------------------------------------------------------------- resume
+
+
+def resumable(host, folder, accumulate=1, **options):
+    """Return a job of three epochs, its bus, a hook that counts, its averages, and its runs."""
+    bus = Bus(hook := Counting(), ema := EMAHook(momentum=0.1), RuntimeInfoHook())
+    job = host(folder, bus, epochs=3, accumulate=accumulate, validate=host.validates, **options)
+    return job, bus, hook, ema, of_run(bus)
+
+
+@pytest.fixture(scope="module")
+def wholes(tmp_path_factory):
+    """Trainings that were never interrupted, by host and accumulation."""
+    made = {}
+
+    def whole(host, accumulate):
+        if (host, accumulate) not in made:
+            made[host, accumulate] = job, *_ = resumable(host, tmp_path_factory.mktemp("whole"), accumulate)
+            job.fit()
+        return made[host, accumulate]
+
+    return whole
+
+
+@hosts()
+@pytest.mark.parametrize("at", [3, 4, 6])  # in the middle of an epoch, at its end
+@pytest.mark.parametrize("by", ["hook", "stop", "host"])
+def test_a_resumed_training_goes_on_exactly(host, tmp_path, wholes, by, at):
+    """Weights, averages, hooks and counts are those of a training that was never interrupted."""
+    accumulate = 2 if host.accumulates and at == 6 else 1
+    whole, _, hook, ema, (run, *_) = wholes(host, accumulate)
+    every = at if by == "host" and host.saves else 0
+    look = None if by == "stop" else killing(at + 1)
+    cut, bus, *_ = resumable(host, tmp_path, accumulate, every=every, look=look)
+    paths = checkpoints(bus)
+
+    @bus.on("after_train_iter", when=lambda event: event.progress.iter + 1 == at)
+    def ask(event):
+        if not every:
+            event.run.checkpoint_now()
+        if by == "stop":
+            event.run.stop()
+
+    if by == "stop":
+        cut.fit()
+    else:
+        with pytest.raises(Killed):
+            cut.fit()
+    rest, _, counted, average, runs = resumable(host, tmp_path, accumulate)
+    rest.fit(cut.own() if every else paths[-1])
+    assert counted.iters == hook.iters == [(i // 4, i, i % 4) for i in range(12)]
+    if at != 4 or host.repeats_epoch_end:
+        assert counted.seen == hook.seen
+        assert runs[0].counters.saved() == run.counters.saved()
+    assert_same(rest.weights(), whole.weights())
+    assert_same(average.average.tensors, ema.average.tensors)
+
+
+@hosts("own", "body", "toy", "accelerate")
+def test_a_checkpoint_without_a_bus_goes_on_with_its_counts_and_a_warning(host, tmp_path):
+    plain = host(tmp_path, every=4)
+    plain.fit()
+    bus, seen = Bus(Counting(), EMAHook()), []
+    bus.on("before_train_iter", lambda event: seen.append((event.progress.epoch, event.batch_idx, event.progress.iter)))
+    with structlog.testing.capture_logs() as logs:
+        host(tmp_path, bus, epochs=3).fit(plain.own())
+    assert seen == [(2, index, 8 + index) for index in range(4)]
+    assert [one for one in logs if one["log_level"] == "warning"]
+
+
+@hosts("ignite")  # an engine that has run to its end begins anew
+def test_nothing_left_to_train_is_a_run_without_a_training(host, tmp_path):
+    bus = Bus(CheckpointHook(interval=1))
+    paths = checkpoints(bus)
+    host(tmp_path, bus, epochs=1).fit()
+    names = heard(again := Bus(CheckpointHook(interval=1)))
+    host(tmp_path, again, epochs=1).fit(paths[-1])
+    assert "before_train_epoch" not in names
+    assert again.state == "idle"
+
+
+# ---------------------------------------------------------------------------------------- stop, pause, cancel, rates
+
+
+@hosts()
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_stop_and_a_save_take_effect_after_the_step(host, tmp_path, accumulate):
+    bus = Bus()
+    names, runs, paths = heard(bus), of_run(bus), checkpoints(bus)
+
+    @bus.on("after_train_iter", once=1)
+    def ask(event):
+        event.run.checkpoint_now()
+        event.run.stop("enough")
+
+    job = host(tmp_path, bus, accumulate=accumulate if host.accumulates else 1)
+    job.fit()
+    assert names.count("after_train_iter") == job.accumulate
+    assert "after_train_epoch" not in names  # it was cut short
+    assert ends(names) == ["after_train", "after_run"]
+    assert runs[0].info["stop_reason"] == "enough"
+    assert paths == [tmp_path / f"iter_{job.accumulate}{host.suffix}"]
+
+
+@hosts("transformers")  # its trainer looks after the first step
+def test_a_stop_before_the_training_trains_nothing(host, tmp_path):
+    bus = Bus()
+    names = heard(bus)
+    bus.on("before_train", lambda event: event.run.stop())
+    host(tmp_path, bus).fit()
+    assert names == ["before_run", "before_train", "after_train", "after_run"]
+
+
+@hosts("toy")
+def test_a_stop_in_a_validation_ends_the_training(host, tmp_path):
+    bus = Bus()
+    names = heard(bus)
+    bus.on("after_val_iter", lambda event: event.run.stop(), once=1)
+    host(tmp_path, bus, epochs=3, validate=True).fit()
+    assert (names.count("after_train_iter"), names.count("before_val")) == (4, 1)
+    assert ends(names) == ["after_train", "after_run"]
+
+
+@hosts("toy")
+def test_early_stopping_needs_validations_and_ends_the_training(host, tmp_path):
+    bus = Bus(EarlyStoppingHook(host.metric, min_delta=1000.0, patience=2))
+    runs = of_run(bus)
+    host(tmp_path, bus, epochs=9, validate=True).fit()
+    assert runs[0].counters.epoch == 3
+    assert host.metric in runs[0].info["stop_reason"]
+    if host.knows_validations:
+        bus = Bus(EarlyStoppingHook(host.metric))
+        with pytest.raises(ConfigurationError, match="EarlyStoppingHook"):
+            host(tmp_path, bus).fit()
+        assert bus.state == "idle"
+
+
+@hosts()
+def test_a_signal_saves_and_ends_the_training(host, tmp_path):
+    bus = Bus(hook := PreemptionHook())
+    names, paths = heard(bus), checkpoints(bus)
+    bus.on("after_train_iter", lambda event: event.progress.iter == 2 and signal.raise_signal(signal.SIGTERM))
+    before = signal.getsignal(signal.SIGTERM)
+    host(tmp_path, bus).fit()
+    assert hook.received is signal.SIGTERM
+    assert paths == [tmp_path / f"iter_3{host.suffix}"]
+    assert ends(names) == ["after_train", "after_run"]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@hosts()
+def test_pause_and_cancel_work_at_the_end_of_an_iteration(host, tmp_path):
+    bus, told = Bus(), []
+    names = heard(bus)
+
+    @bus.on("after_train_iter")
+    def ask(event):
+        told.append(event.progress.iter)
+        if event.progress.iter == 1:
+            event.run.pause()
+            threading.Timer(0.1, lambda: (told.append("resumed"), event.run.resume())).start()
+        if event.progress.iter == 3:
+            event.run.cancel()
+
+    with pytest.raises(RunCancelled):
+        host(tmp_path, bus).fit()
+    assert told == [0, 1, "resumed", 2, 3]
+    assert "after_train" not in names
+
+
+@hosts("transformers")  # its trainer sets the rate in each step: see test_transformers.py
+def test_a_rate_is_that_of_the_next_step(host, tmp_path):
+    bus, rates = Bus(), []
+    bus.on("before_optimizer_step", lambda event: rates.append(event.optimizer.param_groups[0]["lr"]))
+    bus.on("after_train_iter", lambda event: event.run.set_lr(0.5), once=1)
+    host(tmp_path, bus, epochs=1, batches=2).fit()
+    assert rates == [0.1, 0.5]
+
+
+# ------------------------------------------------------------------------------------------------------ exceptions
+
+
+@hosts()
+@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()], ids=repr)
+def test_an_exception_in_the_model_is_told_first_then_scopes_are_undone(host, tmp_path, error):
+    for stage in host.stages():
+
+        def look(net, stage=stage):
+            if net.training == (stage == "train"):
+                raise error
+
+        bus, order = Bus(), []
+        names = heard(bus)
+        bus.on("before_train", lambda event, order=order: event.run.defer(lambda: order.append("undone")))
+        bus.on("on_exception", lambda event, order=order: order.append(event.exception))
+        job = host(tmp_path / stage, bus, validate=stage == "val", look=look)
+        with pytest.raises((ValueError, *host.interrupts)) as caught:
+            job.fit()
+        assert error in (caught.value, caught.value.__context__)
+        assert order == [error, "undone"]
+        assert not {f"after_{stage}_iter", f"after_{stage}_epoch", "after_val", "after_train", "after_run"} & set(names)
+        assert bus.state == "idle"
+
+
+@hosts("toy")
+@pytest.mark.parametrize("name", ["before_run", "before_train", "after_train_iter", "after_val_epoch", "after_run"])
+def test_the_error_of_a_handler_is_raised_and_told_once(host, tmp_path, name):
+    bus, told = Bus(), []
+
+    def fail(event):
+        raise KeyError("ours")
+
+    bus.on(name, fail)
+    bus.on("on_exception", lambda event: told.append(event.error))
+    with pytest.raises(KeyError, match="ours"):
+        host(tmp_path, bus, epochs=1, validate="_val" in name).fit()
+    assert told == ["KeyError: 'ours'"] or name in ("before_run", "after_run")
+    assert len(told) <= 1
+    assert bus.state == "idle"
+
+
+@hosts()
+def test_the_error_of_an_offloaded_handler_ends_the_training(host, tmp_path):
+    bus = Bus()
+
+    @bus.on("after_train_iter", offload="thread")
+    def fail(event):
+        raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        host(tmp_path, bus).fit()
+    assert bus.state == "idle"
+
+
+# ----------------------------------------------------------------------------------------------- offload, streams
+
+
+@hosts()
+def test_offloaded_handlers_have_had_every_event_when_the_training_ends(host, tmp_path):
+    bus, seen = Bus(), []
+
+    @bus.on("after_train_iter")
+    async def ship(event):
+        await anyio.sleep(0.001)
+        seen.append(float(event.outputs["loss"]))
+
+    host(tmp_path, bus).fit()
+    assert len(seen) == 8
+    assert bus.state == "idle"
+
+
+@hosts()
+@pytest.mark.timeout(60)
+def test_a_stream_follows_a_training_in_a_thread(host, tmp_path):
+    bus = Bus()
+
+    async def follow():
+        iters, job = [], host(tmp_path, bus)
+        async with bus:
+            async with bus.stream(AfterTrainIter) as events:
+                training = asyncio.create_task(asyncio.to_thread(job.fit))
+                async for event in events:
+                    iters.append(event.progress.iter)
+                    if event.progress.iter == 7:
+                        break
+            await training
+        return iters
+
+    assert asyncio.run(follow()) == list(range(8))
+
+
+# -------------------------------------------------------------------------------------------------------- our hooks
+
+
+@hosts()
+def test_what_the_host_measures_and_hooks_report_is_logged(host, tmp_path):
+    bus = Bus(LoggerHook(interval=1, writers=[JSONLinesWriter()]), IterTimerHook(), RuntimeInfoHook())
+    runs = of_run(bus)
+    bus.on("after_train_iter", lambda event: event.run.report(mine=1.0), priority=0)
+    host(tmp_path, bus, validate=host.validates).fit()
+    lines = [json.loads(line) for line in (runs[0].work_dir / "scalars.jsonl").read_text().splitlines()]
+    assert len(lines) == 8 + 2 * host.validates
+    assert lines[0].keys() >= {f"train/{name}" for name in ("loss", "lr", "eta", "time", "mine")}
+    if host.validates:
+        assert f"val/{host.metric}" in lines[4]
+        assert f"val/{host.metric}" in runs[0].info
+
+
+@hosts()
+def test_an_invalid_loss_ends_the_training(host, tmp_path):
+    def look(net):
+        net.passes = getattr(net, "passes", 0) + 1
+        if net.passes == 2:
+            with torch.no_grad():
+                net.layers[3].bias.fill_(float("nan"))
+
+    bus = Bus(CheckInvalidLossHook(interval=1))
+    with pytest.raises(TrainingError, match="loss"):
+        host(tmp_path, bus, look=look).fit()
+
+
+@hosts("own")
+def test_a_hook_that_steps_the_optimizers_is_refused(host, tmp_path):
+    with pytest.raises(ConfigurationError, match="OptimizerHook"):
+        host(tmp_path, Bus(OptimizerHook())).fit()
+
+
+@hosts("lightning", "transformers")  # they make the optimizer and have schedules themselves
+def test_a_schedule_of_ours_steps(host, tmp_path):
+    job = host(tmp_path, bus := Bus(), epochs=1, batches=2)
+    optimizer = getattr(job.optimizer, "optimizer", job.optimizer)
+    bus.add(ParamSchedulerHook(torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5), by="iter"))
+    job.fit()
+    assert optimizer.param_groups[0]["lr"] == 0.1 / 4
+
+
+# ------------------------------------------------------------------------------------------------ attach, detach
+
+
+@hosts()
+def test_a_second_training_is_a_run_of_its_own(host, tmp_path):
+    bus = Bus()
+    names = heard(bus)
+    job = host(tmp_path, bus, epochs=1)
+    job.fit()
+    job.again()
+    assert [name for name in names if "run" in name] == ["before_run", "after_run"] * 2
+    assert names.count("after_train_iter") == 8
+
+
+@hosts()
+def test_a_bus_that_runs_a_training_takes_no_other(host, tmp_path):
+    bus = Bus()
+    other = host(tmp_path / "other", bus)
+    bus.on("after_train_iter", lambda event: other.fit(), once=1)
+    with pytest.raises(BusStateError, match="other"):
+        host(tmp_path, bus).fit()
+    assert bus.state == "idle"
+
+
+@hosts(*OWN)
+def test_a_trainer_has_one_bus_and_keeps_it_while_it_runs(host, tmp_path):
+    bus = Bus()
+    job = host(tmp_path, bus)
+    with pytest.raises(SubscribeError, match="this bus"):
+        job.attach(bus)
+    with pytest.raises(SubscribeError, match="another bus"):
+        job.attach(Bus())
+    bridge = job.bridge
+    bus.on("after_train_iter", lambda event: bridge.detach())
+    with pytest.raises(TrainingError, match="detach"):
+        job.fit()
+
+
+@hosts(*OWN)
+@pytest.mark.parametrize("trained", [False, True])
+def test_detaching_leaves_the_trainer_as_it_was(host, tmp_path, trained):
+    job, plain = (host(tmp_path / name, validate=host.validates) for name in ("bus", "plain"))
+    names, before = heard(bus := Bus()), job.parts()
+    with job.attach(bus):
+        if trained:
+            job.fit()
+    if not trained:
+        assert job.parts() == before
+    names.clear()
+    job.again() if trained else job.fit()
+    assert names == []
+    if not trained:
+        plain.fit()
+        assert_same(job.weights(), plain.weights())
+
+
+# --------------------------------------------------------------------------------------- two trainings, one folder
+
+
+def recorded():
+    return Bus(RunRecordHook(), LoggerHook(1, writers=[JSONLinesWriter(), JSONLinesWriter("mine.jsonl")]))
+
+
+def lines(path):
+    return path.read_text().splitlines()
+
+
+@hosts("own", "body")  # a new run has a folder of its own
+def test_a_new_training_moves_the_files_of_the_earlier_run_and_says_so(host, tmp_path):
+    host(tmp_path, recorded()).fit()
+    names = ("run.json", "record.jsonl", "scalars.jsonl", "mine.jsonl")
+    before = {name: (tmp_path / name).read_bytes() for name in names}
+    for number in (1, 2):
+        with structlog.testing.capture_logs() as logs:
+            host(tmp_path, recorded(), epochs=1).fit()
+        moved = [one["to"] for one in logs if one["log_level"] == "warning" and "to" in one]
+        assert moved == [str(tmp_path / f"earlier-{number}")]
+    assert {name: (tmp_path / "earlier-1" / name).read_bytes() for name in names} == before
+    assert len(lines(tmp_path / "scalars.jsonl")) == len(lines(tmp_path / "mine.jsonl")) == 4
+    now = ReportedRun(tmp_path)
+    assert (len(now.story.sessions), now.epochs, now.iterations) == (1, 1, 4)
+
+
+@hosts("own", "body")
+def test_a_resumed_training_goes_on_with_the_files(host, tmp_path):
+    first = host(tmp_path, recorded(), epochs=1, every=4)
+    first.fit()
+    host(tmp_path, recorded()).fit(first.own())
+    assert not (tmp_path / "earlier-1").exists()
+    now = ReportedRun(tmp_path)
+    assert (now.epochs, now.iterations, len(lines(tmp_path / "scalars.jsonl"))) == (2, 8, 8)
+
+
+@hosts("toy", "own", "body", "accelerate")  # where there is a trainer that evaluates
+def test_an_evaluation_after_the_training_has_its_epoch_and_iteration(host, tmp_path):
+    job = host(tmp_path, recorded(), validate=True)
+    job.fit()
+    job.evaluate()
+    assert [(one.epoch, one.iter) for one in ReportedRun(tmp_path).story.of(Validation)] == [(1, 4), (2, 8), (2, 8)]
+
+
+@hosts("own", "body", "toy", "accelerate")  # these say it in their words
+@pytest.mark.parametrize("interval", [2, 5])
+def test_ctrl_c_tells_how_to_continue_in_the_words_of_the_trainer(host, tmp_path, interval):
+    bus = Bus(CheckpointHook(interval=interval, by_epoch=False))
+
+    @bus.on("before_train_iter", when=lambda event: event.progress.iter == 2)
+    def interrupt(event):
+        raise KeyboardInterrupt
+
+    with structlog.testing.capture_logs() as logs, pytest.raises(host.interrupts):
+        host(tmp_path, bus).fit()
+    told, path = logs[-1]["event"] if logs else "", tmp_path / f"iter_2{host.suffix}"
+    if interval == 2:
+        assert told.endswith(f"continue from {path} with {host.continues.format(path)}")
+    else:
+        assert "continue from" not in told
