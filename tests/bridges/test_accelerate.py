@@ -205,20 +205,6 @@ def test_a_folder_has_the_files_of_accelerate_which_loads_it_without_trainbus(tm
     assert fresh.optimizer.state_dict()["param_groups"] == plain.optimizer.state_dict()["param_groups"]
 
 
-def test_training_goes_on_while_a_folder_is_written_and_the_end_waits(tmp_path, disk):
-    job = Job()
-    attach(job.accelerator, checkpoints=True)
-    job.accelerator.save_state(tmp_path / "state")
-    weights = job.weights()
-    learn(job, 2)
-    assert not (tmp_path / "state").exists()
-    disk.go.set()
-    job.accelerator.end_training()
-    saved = Job()
-    saved.accelerator.load_state(tmp_path / "state")
-    assert_same(saved.weights(), weights)
-
-
 def test_folders_beyond_the_limit_go_when_their_successor_is_durable(tmp_path, disk):
     job, directory, before = named(tmp_path, limit=2), tmp_path / "checkpoints", []
     disk.fails = lambda name: before.append([name for name in folders(directory) if name != "notes_1"])
@@ -247,17 +233,6 @@ def test_a_save_that_failed_is_told_and_the_folders_before_it_stay(tmp_path, dis
     job.accelerator.end_training()
     assert len(folders(directory)) == 1
     assert folders(tmp_path) == ["checkpoints"]
-
-
-def test_the_end_of_the_training_tells_of_the_last_folder(tmp_path, disk):
-    disk.go.set()
-    disk.fails = lambda name: True
-    job = Job()
-    attach(job.accelerator, checkpoints=True)
-    job.accelerator.save_state(tmp_path / "state")
-    with pytest.raises(CheckpointError, match="broken disk"):
-        job.accelerator.end_training()
-    assert folders(tmp_path) == []
 
 
 def test_a_folder_is_replaced_but_no_other_files(tmp_path):
@@ -311,36 +286,6 @@ def test_the_newest_named_folder_is_checked_and_missing_files_are_told(tmp_path)
     (newest / "optimizer.bin").write_bytes(b"?")
     with pytest.raises(CheckpointError, match=r"checkpoint_10 is damaged: optimizer\.bin changed"):
         job.accelerator.load_state()
-
-
-@pytest.mark.filterwarnings("ignore:resuming reads and drops")  # the loaders of Accelerate cannot skip
-def test_the_state_of_a_run_is_in_the_folder(tmp_path):
-    whole, hook = Job(), EMAHook(momentum=0.1)
-    (bus := Bus()).add(hook)
-    with whole.run(bus) as run:
-        whole.train(run, 2)
-
-    cut = Job()
-    (bus := Bus()).add(EMAHook(momentum=0.1))
-    bus.attach(cut.accelerator, checkpoints=True)
-    with cut.run(bus) as run:
-
-        def save():
-            if run.progress.iter == 4:
-                cut.accelerator.save_state(tmp_path / "state")
-                run.stop()
-
-        cut.train(run, 2, save)
-    cut.accelerator.end_training()
-
-    rest, average = Job(), EMAHook(momentum=0.1)
-    (bus := Bus()).add(average)
-    run = rest.run(bus)
-    rest.accelerator.load_state(tmp_path / "state")
-    with run:
-        rest.train(run, 2)
-    assert_same(rest.weights(), whole.weights())
-    assert_same(average.average.tensors, hook.average.tensors)
 
 
 def test_what_cannot_be_written_beside_the_training_is_refused():

@@ -18,7 +18,7 @@ from ignite.metrics import Accuracy
 
 from eventloop import Bus
 from eventloop.errors import CheckpointError
-from hooks import CheckpointHook, EMAHook
+from hooks import CheckpointHook
 from trainbus import TrainbusSaver
 
 from ..scripts import run_script
@@ -97,87 +97,6 @@ def test_the_files_are_those_of_the_handler_that_ignite_has(tmp_path):
     assert job.handler.last_checkpoint == tmp_path / "ours" / "checkpoint_8.pt"
 
 
-def test_a_training_resumed_from_a_file_goes_on_exactly(tmp_path):
-    whole = Job(tmp_path / "a").run(5)
-    Job(tmp_path / "b").run(3)
-    rest = Job(tmp_path / "c")
-    Checkpoint.load_objects(rest.to_save, tmp_path / "b" / "checkpoint_6.pt")
-    rest.run(5)
-    assert_same(weights_of(rest.model), weights_of(whole.model))
-
-
-def test_training_goes_on_while_a_file_is_written_and_its_end_waits(tmp_path, disk):
-    job = Job(tmp_path, n_saved=None)
-    seen = []
-
-    @job.trainer.on(Events.EPOCH_STARTED)
-    def look(engine):
-        if engine.state.epoch == 2:
-            assert disk.held.wait(30)
-            seen.extend(name for name in job.names if not name.startswith("."))
-            threading.Timer(0.05, disk.go.set).start()
-
-    job.run(2)
-    assert seen == []
-    assert job.names == files(2, 4)
-
-
-def test_the_file_has_the_weights_of_the_moment_of_the_save(tmp_path, disk):
-    job, weights = Job(tmp_path), {}
-    job.trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: weights.update(weights_of(job.model)) or disk.go.set())
-    job.run(1)
-    saved = torch.load(tmp_path / "checkpoint_2.pt", weights_only=True)
-    assert_same(saved["model"], weights)
-
-
-def test_the_file_before_is_removed_behind_the_commit_of_its_successor(tmp_path, disk):
-    job, seen = Job(tmp_path, n_saved=1), []
-    replace = disk._replace
-
-    def note(source, target):
-        seen.append([name for name in job.names if not name.startswith(".")])
-        replace(source, target)
-
-    disk._replace = note
-    disk.go.set()
-    job.run(3)
-    assert seen == [[], files(2), files(4)]
-    assert job.names == files(6)
-
-
-def test_the_file_before_stays_if_its_successor_fails(tmp_path, disk):
-    disk.go.set()
-    disk.fails = lambda name: name == "checkpoint_4.pt"
-    job = Job(tmp_path, n_saved=1)
-    with pytest.raises(CheckpointError, match=r"checkpoint_4\.pt .*broken disk"):
-        job.run(4)
-    assert job.trainer.state.epoch == 3  # told by the next save
-    assert job.names == files(2)
-
-
-def test_a_failure_of_the_last_file_is_told_by_the_end(tmp_path, disk):
-    disk.go.set()
-    disk.fails = lambda name: name == "checkpoint_4.pt"
-    with pytest.raises(CheckpointError, match="broken disk"):
-        Job(tmp_path, n_saved=1).run(2)
-    assert [each.name for each in tmp_path.iterdir()] == files(2)
-
-
-def test_a_training_that_fails_leaves_the_files_and_tells_of_those_that_failed(tmp_path, disk):
-    disk.go.set()
-    disk.fails = lambda name: name == "checkpoint_4.pt"
-    job = Job(tmp_path)
-
-    @job.trainer.on(Events.EPOCH_COMPLETED(once=2))
-    def fail():
-        raise ValueError("my handler")
-
-    with pytest.raises(ValueError, match="my handler") as caught:
-        job.run(3)
-    assert any("broken disk" in note for note in caught.value.__notes__)
-    assert job.names == files(2)
-
-
 def test_a_file_saved_again_under_its_name_stays(tmp_path):
     job = Job(tmp_path, n_saved=1, filename_pattern="last.pt").run(3)
     assert job.names == ["last.pt"]
@@ -224,11 +143,6 @@ def test_a_full_directory_is_refused_and_another_rank_writes_nothing(tmp_path, m
         patch.setattr(idist, "get_rank", lambda: 1)
         other = Job(tmp_path / "other").run(2)
     assert not other.directory.exists()
-
-
-@pytest.mark.usefixtures("no_thread_is_left")
-def test_no_thread_is_left_by_a_training(tmp_path):
-    assert Job(tmp_path).run(2).names == files(4)
 
 
 _KILLED = """
@@ -291,39 +205,6 @@ def test_a_bus_hears_of_files_that_failed(tmp_path, disk, late):
     with pytest.raises(CheckpointError, match="broken disk"):
         job.run(1)
     assert [(what, path) for what, path, _ in job.told] == [("failed", str(tmp_path / "checkpoint_2.pt"))]
-
-
-def test_the_files_carry_the_state_of_hooks(tmp_path):
-    whole = Attached(tmp_path / "a", EMAHook(momentum=0.1)).run(5)
-    Attached(tmp_path / "b", EMAHook(momentum=0.1)).run(3)
-    rest = Attached(tmp_path / "c", EMAHook(momentum=0.1))
-    Checkpoint.load_objects(rest.to_save, tmp_path / "b" / "checkpoint_6.pt")
-    rest.run(5)
-    assert_same(weights_of(rest.model), weights_of(whole.model))
-    one, other = (torch.load(tmp_path / name / "checkpoint_10.pt", weights_only=True)["bus"] for name in "ac")
-    assert_same(one["weights"]["model"], other["weights"]["model"])
-    assert not torch.equal(one["weights"]["model"]["0.weight"], whole.model[0].weight)
-
-
-def test_files_that_hooks_request_are_written_beside_the_training(tmp_path, disk):
-    trainer = Job(tmp_path / "unused").trainer
-    bus, committed, before = Bus(), [], []
-    bus.add(CheckpointHook(interval=1, max_keep_ckpts=1))
-    bus.on("checkpoint_committed", lambda event: committed.append(event.path))
-
-    @bus.on("before_train_epoch")
-    def go_on(event):
-        if event.progress.epoch == 1:
-            assert disk.held.wait(30)
-            before.extend(committed)
-            disk.go.set()
-
-    bus.attach(trainer, work_dir=tmp_path)
-    trainer.run(batches(2), max_epochs=2)
-    assert before == []
-    assert committed == [str(tmp_path / f"epoch_{number}.pt") for number in (1, 2)]
-    assert torch.load(committed[1], weights_only=True)["trainer"]["iteration"] == 4
-    assert [path.name for path in tmp_path.glob("*.pt")] == ["epoch_2.pt"]
 
 
 def test_a_requested_file_that_failed_is_told_by_the_end(tmp_path, disk):

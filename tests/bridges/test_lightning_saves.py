@@ -164,34 +164,6 @@ def test_the_same_file_as_lightnings_own(tmp_path):
     assert all(same(states[0][index], states[1][index]) for index in states[0])
 
 
-def test_a_resumed_training_goes_on(tmp_path):
-    whole = Module()
-    trainer_of(tmp_path).fit(whole, data())
-    trainer_of(tmp_path, callbacks.ModelCheckpoint(tmp_path, filename="c"), max_epochs=1).fit(Module(), data())
-    resumed = Module()
-    trainer = trainer_of(tmp_path)
-    trainer.fit(resumed, data(), ckpt_path=tmp_path / "c.ckpt", **FULL)
-    assert same(resumed.state_dict(), whole.state_dict())
-    assert trainer.global_step == 8
-
-
-def test_the_training_goes_on_while_the_file_is_written_and_fit_waits(tmp_path, disk):
-    steps = []
-
-    def look(trainer):
-        steps.append((trainer.global_step, names(tmp_path / "c") if (tmp_path / "c").exists() else []))
-        if trainer.global_step == 7:
-            disk.go.set()
-
-    saver = callbacks.ModelCheckpoint(tmp_path / "c", filename="{step}", every_n_train_steps=3, save_top_k=-1)
-    trainer_of(tmp_path, saver, Look(look)).fit(module := Module(), data())
-    during = [[name for name in found if name.endswith(".ckpt")] for step, found in steps if 3 <= step < 7]
-    assert during == [[]] * 4
-    assert names(tmp_path / "c") == ["step=3.ckpt", "step=6.ckpt"]
-    assert torch.load(tmp_path / "c" / "step=6.ckpt", weights_only=False)["global_step"] == 6
-    assert not same(torch.load(tmp_path / "c" / "step=6.ckpt", weights_only=False)["state_dict"], module.state_dict())
-
-
 def test_a_checkpoint_is_removed_and_a_link_is_moved_behind_the_commit_of_its_successor(tmp_path, disk):
     seen = []
 
@@ -225,24 +197,6 @@ def test_a_name_that_is_being_written_counts_as_taken(tmp_path, disk):
     assert steps == [4, 6, 2]
 
 
-@pytest.mark.parametrize("failing", [1, 3])
-def test_a_save_that_fails_is_raised_and_what_it_should_replace_is_there(tmp_path, disk, failing):
-    disk.go.set()
-
-    def look(trainer):
-        if trainer.global_step == failing:
-            trainer.strategy.checkpoint_io.wait()
-            disk.error = OSError("the disk is full")
-
-    every = callbacks.ModelCheckpoint(tmp_path / "c", filename="{step}", every_n_train_steps=1, save_last="link")
-    trainer = trainer_of(tmp_path, every, Look(look), max_epochs=1)
-    with pytest.raises(CheckpointError, match="the disk is full"):
-        trainer.fit(Module(), data())
-    assert names(tmp_path / "c") == ["last.ckpt", f"step={failing}.ckpt"]
-    assert (tmp_path / "c" / "last.ckpt").exists()
-    assert trainer.global_step <= 4
-
-
 def test_behind_a_save_that_failed_a_later_one_removes_and_links_nothing(tmp_path, monkeypatch):
     go, write = threading.Event(), lightning_saver._write
 
@@ -265,32 +219,6 @@ def test_behind_a_save_that_failed_a_later_one_removes_and_links_nothing(tmp_pat
     with pytest.raises(CheckpointError, match="full"):
         plugin.teardown()
     assert names(tmp_path) == ["first.ckpt", "other.ckpt"]
-
-
-def test_the_last_save_that_fails_is_raised_by_fit(tmp_path, disk):
-    disk.go.set()
-    disk.error = OSError("the disk is full")
-    with pytest.raises(CheckpointError, match="the disk is full"):
-        trainer_of(tmp_path, callbacks.ModelCheckpoint(tmp_path / "c"), max_epochs=1).fit(Module(), data())
-
-
-@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()])
-def test_after_an_exception_nothing_is_lost(tmp_path, disk, error):
-    saver = callbacks.ModelCheckpoint(tmp_path / "c", filename="{step}", every_n_train_steps=3)
-    threading.Timer(0.3, disk.go.set).start()
-    with pytest.raises((ValueError, SystemExit)):
-        trainer_of(tmp_path, saver).fit(Module(fail=error), data())
-    assert names(tmp_path / "c") == ["step=3.ckpt"]
-
-
-def test_the_own_error_of_a_training_is_raised_with_a_note_about_the_save(tmp_path, disk):
-    disk.go.set()
-    disk.error = OSError("the disk is full")
-    saver = callbacks.ModelCheckpoint(tmp_path / "c", filename="{step}", every_n_train_steps=3)
-    with structlog.testing.capture_logs() as logs, pytest.raises(ValueError, match="broken") as caught:
-        trainer_of(tmp_path, saver).fit(Module(fail=ValueError("broken")), data())
-    assert any("the disk is full" in note for note in caught.value.__notes__)
-    assert "checkpoint not written" in [one["event"] for one in logs]
 
 
 def test_outside_of_fit_a_save_is_durable_when_it_returns(tmp_path, no_thread_is_left):
@@ -347,26 +275,6 @@ def test_trainers_with_another_plugin_are_as_they_were(tmp_path):
         saver = callbacks.ModelCheckpoint(tmp_path / str(how), filename="{epoch}", save_last=how)
         trainer_of(tmp_path, saver, plugin=pl.plugins.io.TorchCheckpointIO()).fit(Module(), data())
         assert names(tmp_path / str(how)) == ["epoch=1.ckpt", "last.ckpt"]
-
-
-def test_beside_a_bus_a_commit_is_told_when_it_is_durable(tmp_path, disk):
-    bus, told, threads = Bus(), [], []
-
-    @bus.on("checkpoint_committed")
-    def committed(event):
-        told.append(([Path(name).name for name in event.names], Path(event.path).is_file()))
-        threads.append(threading.current_thread().name)
-
-    bus.on("before_train_iter", lambda event: event.progress.iter == 7 and (told.append("go"), disk.go.set()))
-    bus.add(CheckpointHook(interval=3, by_epoch=False, max_keep_ckpts=1))
-    bus.attach(trainer := trainer_of(tmp_path))
-    trainer.fit(module := Module(), data())
-    assert told == ["go", *(([f"iter_{number}.ckpt"], True) for number in (3, 6, 8))]
-    assert set(threads) == {"trainbus-saver"}
-    assert [name for name in names(tmp_path) if name.endswith(".ckpt")] == ["iter_8.ckpt"]
-    resumed = torch.load(tmp_path / "iter_8.ckpt", weights_only=False)
-    assert resumed["callbacks"]["trainbus"]["progress"]["iter"] == 8
-    assert same(resumed["state_dict"], module.state_dict())
 
 
 @pytest.mark.parametrize("on_error", ["raise", "log"])

@@ -1,8 +1,6 @@
 """``attach(trainer, checkpoints=True)``: checkpoints of a ``transformers.Trainer`` that are written beside its training."""
 
-import errno
 import json
-import threading
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +14,7 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import GPT2LMHeadModel  # noqa: E402
 
 import eventloop  # noqa: E402
-from eventloop import Bus, CheckpointDamagedError, CheckpointError, ConfigurationError  # noqa: E402
-from eventloop.checkpoint import folder_files  # noqa: E402
+from eventloop import Bus, CheckpointDamagedError, ConfigurationError  # noqa: E402
 from hooks import CheckpointHook, EMAHook  # noqa: E402
 
 from .conformance.transformers import Plain, gpt2, make, plain_data, tokens  # noqa: E402
@@ -36,19 +33,6 @@ def saving(folder, bus=None, **options):
 
 def folders(path):
     return sorted(folder.name for folder in path.iterdir())
-
-
-@pytest.fixture
-def gate(monkeypatch):
-    """The commit of checkpoint-10 waits until the test lets it pass."""
-    opened, commit = threading.Event(), folder_files.commit_folder
-
-    def wait(written, path, **options):
-        assert path.name != "checkpoint-10" or opened.wait(20)
-        commit(written, path, **options)
-
-    monkeypatch.setattr(folder_files, "commit_folder", wait)
-    return opened
 
 
 @pytest.mark.parametrize("model", [Plain, gpt2])
@@ -98,26 +82,6 @@ def test_a_bus_of_its_own_is_attached_with_one_line_and_detached_without_a_trace
     assert folders(tmp_path) == ["checkpoint-10", "checkpoint-15", "checkpoint-16", "checkpoint-5"]
 
 
-def test_the_training_goes_on_and_older_folders_stay_until_the_commit(tmp_path, gate):
-    bus, seen = Bus(), []
-    trainer = saving(tmp_path, bus, save_total_limit=1, **EVERY_FIVE)
-
-    @bus.on("after_train_iter")
-    def look(event):
-        if event.progress.iter + 1 == 13:
-            seen.append(folders(tmp_path))
-            gate.set()
-
-    bus.on("checkpoint_committed", lambda event: seen.append((Path(event.path).name, Path(event.path).is_dir())))
-    trainer.train()
-    assert seen == [
-        ("checkpoint-5", True),
-        [".trainbus-checkpoint-10", "checkpoint-5"],
-        *[(f"checkpoint-{step}", True) for step in (10, 15, 16)],
-    ]
-    assert folders(tmp_path) == ["checkpoint-16"]
-
-
 @pytest.mark.parametrize("limit", [1, 2])
 def test_the_best_folder_is_that_of_the_trainer_alone_and_named_when_it_is_durable(tmp_path, limit):
     def trained(folder, attach):
@@ -148,47 +112,6 @@ def test_the_best_folder_is_that_of_the_trainer_alone_and_named_when_it_is_durab
     assert_same(weights_of(ours.model), weights_of(alone.model))
 
 
-def test_a_save_that_fails_is_raised_by_the_next_one_and_told_and_older_folders_stay(tmp_path, monkeypatch):
-    bus, told = Bus(), []
-    fill = folder_files._fill
-
-    def full(path, write):
-        if path.parent.name == "checkpoint-10":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return fill(path, write)
-
-    monkeypatch.setattr(folder_files, "_fill", full)
-    bus.on("checkpoint_failed", lambda event: told.append((Path(event.path).name, event.error)))
-    with pytest.raises(CheckpointError, match=r"cannot write .*checkpoint-10: .*No space left"):
-        saving(tmp_path, bus, save_total_limit=1, **EVERY_FIVE).train()
-    assert [name for name, _ in told] == ["checkpoint-10"]
-    assert "No space left" in told[0][1]
-    assert folders(tmp_path) == ["checkpoint-5"]
-
-
-def test_the_failure_of_the_last_save_is_raised_by_the_end_of_train(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder_files, "commit_folder", lambda *args, **options: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        saving(tmp_path, save_strategy="steps", save_steps=16).train()
-    assert folders(tmp_path) == []
-
-
-def test_an_error_of_the_training_leaves_the_save_that_is_under_way_complete(tmp_path):
-    bus = Bus()
-
-    @bus.on("before_train_iter")
-    def stop(event):
-        if event.progress.iter == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        saving(tmp_path, bus, **EVERY_FIVE).train()
-    assert folders(tmp_path) == ["checkpoint-5"]
-    rest = make(tmp_path)
-    rest.train(resume_from_checkpoint=True)
-    assert rest.state.global_step == 16
-
-
 def test_folders_of_hooks_and_averages_are_written_beside_the_training_too(tmp_path):
     bus, ema, told = Bus(), EMAHook(momentum=0.1), []
     bus.add(ema, CheckpointHook(interval=1, save_best="loss", max_keep_ckpts=1))
@@ -207,30 +130,6 @@ def test_folders_of_hooks_and_averages_are_written_beside_the_training_too(tmp_p
     for name in ("epoch_2", "checkpoint-16"):
         loaded = GPT2LMHeadModel.from_pretrained(tmp_path / name).state_dict()
         assert all(torch.equal(loaded[key], tensor) for key, tensor in ema.average.tensors.items())
-
-
-@pytest.mark.parametrize("saved", ["hook", "trainer"])
-def test_a_resumed_training_goes_on_exactly(tmp_path, saved):
-    def trained(folder, at=None, resume=None):
-        bus, ema = Bus(), EMAHook(momentum=0.1)
-        bus.add(ema)
-        if saved == "hook":
-            bus.on("after_train_iter", lambda event: event.progress.iter == 5 and event.run.checkpoint_now())
-        if at is not None:
-            bus.on("before_train_iter", lambda event: event.progress.iter == at and event.run.cancel())
-        trainer = saving(folder, bus, model=gpt2, **{} if saved == "hook" else {"save_strategy": "steps", "save_steps": 6})
-        if at is None:
-            trainer.train(resume_from_checkpoint=resume)
-        else:
-            with pytest.raises(eventloop.RunCancelled):
-                trainer.train()
-        return weights_of(trainer.model), dict(ema.average.tensors)
-
-    weights, average = trained(tmp_path / "whole")
-    trained(tmp_path / "parts", at=8)
-    resumed, averaged = trained(tmp_path / "parts", resume=True)
-    assert_same(resumed, weights)
-    assert_same(averaged, average)
 
 
 def test_a_damaged_folder_is_refused_and_true_takes_the_one_before(tmp_path):

@@ -8,7 +8,10 @@ pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import ProjectConfiguration
+from safetensors.torch import load_file
 
+import eventloop
 from eventloop import Run
 
 from . import body
@@ -21,7 +24,10 @@ class Job(body.Job):
         super().make()
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
-        self.trainer = Accelerator(cpu=True, gradient_accumulation_steps=self.accumulate)
+        project = ProjectConfiguration(str(self.folder), automatic_checkpoint_naming=True, total_limit=1)
+        self.trainer = Accelerator(
+            cpu=True, gradient_accumulation_steps=self.accumulate, project_config=project if self.beside else None
+        )
         parts = self.net, self.optimizer, self.data, self.val_data
         self.model, self.optimizer, self.data, self.val_data = self.trainer.prepare(*parts)
 
@@ -33,6 +39,16 @@ class Job(body.Job):
             self.optimizer.zero_grad()
         return loss
 
+    def attach_saver(self):
+        eventloop.attach(self.trainer, checkpoints=True)
+
+    def fit(self, resume=None):
+        self.step = 0
+        try:
+            super().fit(resume)
+        finally:
+            self.trainer.end_training()
+
     def run(self, resume):
         own = resume is not None and resume.is_dir()
         run = Run(
@@ -43,9 +59,19 @@ class Job(body.Job):
             self.trainer.load_state(resume)
         return run
 
-    def learned(self, run):
-        if self.every and (run.progress.iter + 1) % self.every == 0:
-            self.trainer.save_state(self.own())
+    def learned(self, run=None):
+        self.step += 1
+        if self.every and self.step % self.every == 0:
+            self.trainer.save_state(None if self.beside else self.own())
 
     def own(self):
-        return self.folder / "own"
+        if not self.beside:
+            return self.folder / "own"
+        return self.folder / "checkpoints" / f"checkpoint_{self.kept()[-1] // self.every - 1}"
+
+    def stored(self, path):
+        return load_file(path / "model.safetensors") if path.is_dir() else super().stored(path)
+
+    def kept(self):
+        numbers = (int(path.name.partition("_")[2]) for path in self.folder.glob("checkpoints/checkpoint_*"))
+        return sorted((number + 1) * self.every for number in numbers)

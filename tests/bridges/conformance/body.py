@@ -32,6 +32,7 @@ class Job(job.Job):
             for _ in range(self.epochs):
                 for batch in self.data:
                     self.learn(batch)
+                    self.learned()
                 if self.validate:
                     self.look_at(self.val_data)
             return
@@ -47,7 +48,7 @@ class Job(job.Job):
     def run(self, resume):
         return Run(self.bus, model=self.model, optimizer=self.optimizer, work_dir=self.folder, resume=resume)
 
-    def learned(self, run):
+    def learned(self, run=None):
         """Is called at the end of the body."""
 
     def evaluate(self):

@@ -15,6 +15,7 @@ from ignite.metrics import Loss
 from torch import nn
 
 from eventloop.bridges.ignite.host import IgniteBridge
+from trainbus import TrainbusSaver
 
 from . import job
 
@@ -47,7 +48,8 @@ class Job(job.Job):
             saved = torch.load(resume, weights_only=False)
             Checkpoint.load_objects({name: self.to_save[name] for name in saved}, saved)
         if self.every:
-            self.saver = Checkpoint(self.to_save, DiskSaver(self.folder / "own"))
+            saver = TrainbusSaver(self.folder / "own", self.trainer) if self.beside else DiskSaver(self.folder / "own")
+            self.saver = Checkpoint(self.to_save, saver)
             self.trainer.add_event_handler(Events.ITERATION_COMPLETED(every=self.every), self.saver)
         self.trainer.run(list(job.loader(self.batches)), max_epochs=self.epochs)
 
@@ -55,7 +57,10 @@ class Job(job.Job):
         return self.evaluator.run(list(job.loader(1, seed=2))).metrics
 
     def own(self):
-        return self.folder / "own" / self.saver.last_checkpoint
+        return self.folder / "own" / f"checkpoint_{self.kept()[-1]}.pt"
+
+    def kept(self):
+        return sorted(int(path.stem.partition("_")[2]) for path in self.folder.glob("own/checkpoint_*.pt"))
 
     def parts(self):
         engines = self.trainer, self.evaluator

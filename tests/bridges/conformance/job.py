@@ -55,6 +55,7 @@ class Job:
         accumulate: micro-batches of one step.
         validate: validate one batch after each epoch.
         every: the host itself saves after so many batches; 0 for never.
+        beside: the checkpoints of the host are written beside the training, and one is kept.
         look: called with the model in each of its forward passes.
         options: of the host's own trainer.
     """
@@ -89,17 +90,20 @@ class Job:
         accumulate: int = 1,
         validate: bool = False,
         every: int = 0,
+        beside: bool = False,
         look: Callable[[Net], object] | None = None,
         **options: Any,
     ):
         self.folder, self.bus, self.epochs, self.batches = folder, bus, epochs, batches
-        self.accumulate, self.validate, self.every = accumulate, validate, every
+        self.accumulate, self.validate, self.every, self.beside = accumulate, validate, every, beside
         self.trainer: Any = None
         self.bridge: Any = None
         self.model = self.net = Net(look)
         self.make(**options)
         if bus is not None and self.attaches:
             self.attach(bus)
+        elif beside:
+            self.attach_saver()
 
     @classmethod
     def stages(cls) -> tuple[str, ...]:
@@ -120,6 +124,9 @@ class Job:
         self.bridge = bus.attach(self.trainer)
         return self.bridge
 
+    def attach_saver(self) -> None:
+        """Have checkpoints written beside the training, without a bus of the user's."""
+
     def fit(self, resume: Path | None = None) -> None:
         """Train to the end, from the beginning or from a checkpoint of a hook or of the host."""
         raise NotImplementedError
@@ -134,6 +141,10 @@ class Job:
 
     def own(self) -> Path:
         """Return the host's own last checkpoint."""
+        raise NotImplementedError
+
+    def kept(self) -> list[int]:
+        """Return the steps of the host's own complete checkpoints."""
         raise NotImplementedError
 
     def stored(self, path: Path) -> Mapping[str, torch.Tensor]:

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from eventloop import TrainbusCheckpointIO
 from eventloop.bridges.lightning.host import LightningBridge
 
 from . import job
@@ -66,10 +67,11 @@ class Job(job.Job):
         saves = list(callbacks)
         if self.every:
             every = self.every // self.accumulate
-            saves += [ModelCheckpoint(self.folder, filename="own", every_n_train_steps=every, enable_version_counter=False)]
+            saves += [ModelCheckpoint(self.folder, filename="own-{step}", every_n_train_steps=every)]
+        plugins = [TrainbusCheckpointIO()] if self.beside else []
         self.trainer = pl.Trainer(
             accelerator="cpu", max_epochs=self.epochs, accumulate_grad_batches=self.accumulate, default_root_dir=self.folder,
-            callbacks=saves, gradient_clip_val=0.5, **QUIET, **{"enable_checkpointing": bool(saves)} | options,
+            callbacks=saves, plugins=plugins, gradient_clip_val=0.5, **QUIET, **{"enable_checkpointing": bool(saves)} | options,
         )  # fmt: skip
 
     def fit(self, resume=None):
@@ -88,7 +90,10 @@ class Job(job.Job):
         return metrics
 
     def own(self):
-        return self.folder / "own.ckpt"
+        return self.folder / f"own-step={self.kept()[-1]}.ckpt"
+
+    def kept(self):
+        return sorted(int(path.stem.partition("=")[2]) for path in self.folder.glob("own-step=*.ckpt"))
 
     def stored(self, path):
         return torch.load(path, weights_only=False)["state_dict"]

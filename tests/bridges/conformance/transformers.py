@@ -15,6 +15,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+import eventloop
 from eventloop.bridges.transformers.host import TransformersBridge
 
 from . import job
@@ -96,7 +97,15 @@ class Job(job.Job):
         options |= {"eval_strategy": "epoch" if self.validate else "no"}
         if self.every:
             options |= {"save_strategy": "steps", "save_steps": self.every // self.accumulate}
+        options |= {"save_total_limit": 1} if self.beside else {}
         self.trainer = make(self.folder, model=lambda: self.model, data=data, options={"eval_dataset": val}, **options)
+
+    def attach(self, bus):
+        self.bridge = bus.attach(self.trainer, checkpoints=self.beside)
+        return self.bridge
+
+    def attach_saver(self):
+        eventloop.attach(self.trainer, checkpoints=True)
 
     def fit(self, resume=None):
         self.trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
@@ -106,6 +115,9 @@ class Job(job.Job):
 
     def own(self):
         return Path(get_last_checkpoint(str(self.folder)))
+
+    def kept(self):
+        return sorted(int(path.name.partition("-")[2]) for path in self.folder.glob("checkpoint-*"))
 
     def stored(self, path):
         return load_file(path / "model.safetensors")

@@ -1,0 +1,192 @@
+"""Checkpoints of trainers that are written beside the training: what all savers keep, with and without a bus."""
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from eventloop import Bus, CheckpointError
+from hooks import CheckpointHook, EMAHook
+
+from .jobs import assert_same
+from .test_conformance import checkpoints, host, hosts, pytestmark  # noqa: F401 - for pytest
+
+savers = hosts("own", "body", "toy")
+
+
+class Disk:
+    """Holds each sync of a checkpoint until it is let go, and can fail it."""
+
+    def __init__(self):
+        self.go = threading.Event()
+        self.error = None
+
+    def fsync(self, descriptor):
+        if threading.current_thread().name == "trainbus-saver":
+            assert self.go.wait(30)
+            if self.error is not None:
+                raise self.error
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    made = Disk()
+    monkeypatch.setattr(os, "fsync", made.fsync)
+    yield made
+    made.go.set()
+
+
+class Look:
+    """Calls functions at the begin of steps: ``Look({5: function})`` when four are done."""
+
+    def __init__(self, calls):
+        self.calls, self.step = calls, 0
+
+    def __call__(self, net):
+        self.step += net.training
+        if net.training and self.step in self.calls:
+            self.calls[self.step](net)
+
+
+def durable(job, steps):
+    """Wait until these checkpoints are there."""
+    end = time.monotonic() + 30
+    while job.kept() != steps:
+        assert time.monotonic() < end, job.kept()
+        time.sleep(0.01)
+
+
+def fails(error):
+    def fail(net):
+        raise error
+
+    return fail
+
+
+@savers
+def test_training_goes_on_while_a_file_is_written_and_its_end_waits(host, tmp_path, disk):  # noqa: F811
+    seen = []
+
+    def look(net):
+        seen.append(job.kept())
+        disk.go.set()
+        durable(job, [4])
+        stored = {name.removeprefix("net."): tensor for name, tensor in job.stored(job.own()).items()}
+        weights = dict(net.named_parameters())
+        assert_same({name: stored[name] for name in weights}, weights)  # those of the moment of the save
+        disk.go.clear()
+        threading.Timer(0.1, disk.go.set).start()
+
+    job = host(tmp_path, epochs=1, batches=8, every=4, beside=True, look=Look({5: look}))
+    job.fit()
+    assert seen == [[]]
+    assert job.kept() == [8]
+
+
+@savers
+def test_the_file_before_is_removed_behind_the_commit_of_its_successor(host, tmp_path, disk):  # noqa: F811
+    seen = []
+
+    def first(net):
+        disk.go.set()
+        durable(job, [3])
+        disk.go.clear()
+
+    def second(net):
+        seen.append(job.kept())
+        disk.go.set()
+
+    job = host(tmp_path, every=3, epochs=2, beside=True, look=Look({5: first, 8: second}))
+    job.fit()
+    assert seen == [[3]]
+    assert job.kept()[-1] >= 6
+    assert len(job.kept()) == 1
+
+
+@savers
+@pytest.mark.parametrize("every", [3, 8])
+def test_a_save_that_fails_is_raised_and_the_file_before_stays(host, tmp_path, disk, every):  # noqa: F811
+    disk.go.set()
+    bus, told = Bus(), []
+    bus.on("checkpoint_failed", lambda event: told.append(event.error))
+
+    def look(net):
+        durable(job, [3] if every == 3 else [])
+        disk.error = OSError("the disk is full")
+
+    job = host(tmp_path, bus, every=every, beside=True, look=Look({5: look}))
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        job.fit()
+    assert job.kept() == ([3] if every == 3 else [])  # 8 is the last of the training
+    assert len(told) == (1 if host.attaches else 0)
+
+
+@savers
+@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()], ids=repr)
+def test_after_an_exception_the_save_that_is_under_way_is_complete(host, tmp_path, disk, error):  # noqa: F811
+    threading.Timer(0.3, disk.go.set).start()
+    job = host(tmp_path, every=3, beside=True, look=Look({5: fails(error)}))
+    with pytest.raises((type(error), *host.interrupts)):
+        job.fit()
+    assert job.kept() == [3]
+
+
+@hosts("own", "body", "toy", "accelerate", "transformers")
+def test_the_own_error_of_a_training_is_raised_with_a_note_about_the_save(host, tmp_path, disk):  # noqa: F811
+    disk.go.set()
+    disk.error = OSError("the disk is full")
+    job = host(tmp_path, every=3, beside=True, look=Look({5: fails(ValueError("broken"))}))
+    with pytest.raises(ValueError, match="broken") as caught:
+        job.fit()
+    assert any("the disk is full" in note for note in caught.value.__notes__)
+
+
+@savers
+@pytest.mark.parametrize("with_bus", [False, True])
+def test_a_training_resumed_from_a_file_goes_on_exactly(host, tmp_path, with_bus):  # noqa: F811
+    def make(folder, **options):
+        ema = EMAHook(momentum=0.1) if with_bus else None
+        return host(tmp_path / folder, Bus(ema) if with_bus else None, **options), ema
+
+    whole, ema = make("whole")
+    whole.fit()
+    cut, _ = make("cut", every=4, beside=True, look=Look({6: fails(ValueError("killed"))}))
+    with pytest.raises(ValueError, match="killed"):
+        cut.fit()
+    rest, average = make("cut")
+    rest.fit(cut.own())
+    assert_same(rest.weights(), whole.weights())
+    if with_bus:
+        assert_same(average.average.tensors, ema.average.tensors)
+
+
+@hosts("own", "body", "toy", "accelerate")
+def test_a_bus_hears_of_each_file_of_host_and_hooks_when_it_is_durable(host, tmp_path, disk):  # noqa: F811
+    bus = Bus(CheckpointHook(interval=3, by_epoch=False, max_keep_ckpts=1, save_last=False))
+    paths, threads, before = checkpoints(bus), set(), []
+    bus.on("checkpoint_committed", lambda event: threads.add(threading.current_thread().name))
+
+    def look(net):
+        before.extend(paths)
+        disk.go.set()
+
+    job = host(tmp_path, bus, every=4, beside=True, look=Look({4: look}))
+    job.fit()
+    assert before == []
+    assert threads == {"trainbus-saver"}
+    hooks = [tmp_path / f"iter_{step}{host.suffix}" for step in (3, 6)]
+    assert [path for path in paths if path in hooks] == hooks
+    assert job.own() in paths
+    assert not hooks[0].exists()
+    assert torch.is_grad_enabled()
+
+
+@savers
+@pytest.mark.usefixtures("no_thread_is_left")
+def test_no_thread_is_left_by_a_training(host, tmp_path):  # noqa: F811
+    job = host(tmp_path, every=4, beside=True)
+    job.fit()
+    assert Path(job.own()).exists()
