@@ -132,7 +132,7 @@ def test_a_pickle_beside_it_is_never_read(place, tmp_path, name, index):
     if index:
         load_whole(place / "a.safetensors")
     else:
-        assert_refused(place, "is not complete")
+        assert_refused(place)
 
 
 def zipped(files: dict[str, bytes], how: int = zipfile.ZIP_STORED) -> bytes:
@@ -220,7 +220,7 @@ def test_pieces_that_share_their_bytes_promise_no_more_than_the_files_have(place
         index |= {f"copy {number}": index["state_dict.w"] for number in range(100)}
 
     change_index(place, repeat)
-    assert_refused(place, "promises more bytes")
+    assert_refused(place)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_two_places_for_one_sharded_tensor_are_refused(place):
     tree = load(place / "a.safetensors")
     tree["state_dict"]["b"] = tree["state_dict"]["w"]
     save(tree, place / "a.safetensors")
-    assert_refused(place, "do not agree")
+    assert_refused(place, "state_dict.w")
 
 
 def test_a_run_without_shards_executes_no_pickle_and_uses_the_previous_file(tmp_path):
