@@ -146,6 +146,13 @@ def picks_in_parts(event):
         (ready_made, {"offload": "thread", "capture": picks_later}, "capture="),
         (ready_made, {"offload": "thread", "capture": picks_in_parts}, "capture="),
         (ready_made, {"offload": "thread", "capture": lambda event, run: event}, r"capture= .*\(event, run\)"),
+        (ready_made, {"offload": "thread", "max_bytes": 1000}, "max_bytes="),
+        *((ready_made, {"offload": "thread", "capture": len, "max_bytes": size}, "max_bytes=") for size in (0, -1, True, 1.5)),
+        (ready_made, {"timeout": 1}, "timeout="),
+        *(
+            (ready_made, {"offload": "thread", "timeout": seconds}, "timeout=")
+            for seconds in (0, -1, True, float("nan"), float("inf"))
+        ),
         (ready_made, {"on_error": "ignore"}, "on_error='ignore'"),
         (ready_made, {"disable_after": 0}, "disable_after=0"),
         (ready_made, {"disable_after": 2, "on_error": "raise"}, "disable_after="),

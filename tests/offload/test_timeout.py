@@ -7,7 +7,7 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from eventloop import Bus, BusStateError, HandlerTimeoutError, Progress, SubscribeError
+from eventloop import Bus, BusStateError, HandlerTimeoutError, Progress
 from eventloop.events import AfterTrainIter
 
 
@@ -206,14 +206,3 @@ def test_a_handler_with_a_timeout_that_exits_the_program_is_raised():
 
     with pytest.raises(SystemExit), bus:
         bus.publish(iteration(0))
-
-
-@pytest.mark.parametrize("timeout", [0, -1, True, "1", float("nan"), float("inf")])
-def test_an_invalid_timeout_is_refused(timeout):
-    with pytest.raises(SubscribeError, match="timeout="):
-        Bus().on("after_run", print, offload="thread", timeout=timeout)
-
-
-def test_an_inline_handler_has_no_timeout():
-    with pytest.raises(SubscribeError, match="timeout="):
-        Bus().on("after_run", print, timeout=1)
