@@ -120,7 +120,7 @@ def checkpoint() -> Way:
         for _ in run.epochs(1):
             for i, batch in enumerate(run.train([torch.ones(2, 4)] * 4)):
                 if i in (1, 3):
-                    saved.wait()
+                    saved.wait(60)
                     saved.clear()
                 model(batch).sum().backward()
                 optimizer.step()
