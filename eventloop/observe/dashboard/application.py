@@ -27,7 +27,7 @@ _STATIC: Final = Path(__file__).with_name("static")
 _SHARED: Final = Path(assets.__file__).parent
 _FILES: Final = {
     **{name: _STATIC / name for name in ("dashboard.css", "common.js", "runs.js", "run.js", "charts.js")},
-    **{name: _SHARED / name for name in ("colours.css", "uplot.css", "uplot.js")},
+    **{name: _SHARED / name for name in ("colours.css", "curves.js", "uplot.css", "uplot.js")},
 }
 _MOST_READERS: Final = 500
 _MOST_BYTES: Final = 256

@@ -31,17 +31,6 @@
   const unitOfTime = (most) => (most >= 7200 ? ["h", 3600] : most >= 240 ? ["min", 60] : ["s", 1]);
 
   // Data of a chart in the present view
-  const smooth = (values, weight) => {
-    let sum = 0, all = 0;
-    return values.map((value) => {
-      if (value === null) return null;
-      sum = sum * weight + value * (1 - weight);
-      all = all * weight + 1 - weight;
-      return sum / all;
-    });
-  };
-  // As hooks.smoothing.STATES: what is set and not measured is drawn as it is, in steps.
-  const isState = (title) => /(^|\/)(([^\/]*[-_])?(lr|learning_rate)([-_][^\/]*)?|momentum|weight_decay|loss_scale|eta)(\/|$)/.test(title);
   const hasAxis = (name) => data.axes.some((axis) => axis[name].some((value) => value !== null));
 
   const prepared = (chart) => {
@@ -58,12 +47,12 @@
       const rising = kept.filter(([place], i) => i === kept.length - 1 || place < kept[i + 1][0]);
       const x = rising.map(([place]) => place / size), y = rising.map(([, value]) => value);
       const c = (several ? one.run : index) % 8 + 1, dash = (several ? one.run : index) >= 8 ? [6, 4] : undefined;
-      const smoothed = view.smoothing > 0 && chart.unit === "" && !isState(chart.title);
-      if (smoothed) {
+      const smooths = view.smoothing > 0 && chart.unit === "" && !isState(chart.title);
+      if (smooths) {
         tables.push([x, y]);
         lines.push({ label: one.name, colour: c, faint: true });
       }
-      tables.push([x, smoothed ? smooth(y, view.smoothing) : y]);
+      tables.push([x, smooths ? smoothed(y, view.smoothing) : y]);
       lines.push({ label: one.name, colour: c, dash, paths: isState(chart.title) ? uPlot.paths.stepped({ align: 1 }) : undefined });
     });
     return { table: tables.length > 1 ? uPlot.join(tables) : tables[0], lines, log, unit };

@@ -108,7 +108,7 @@ def _hash(text: str) -> str:
 
 @cache
 def _script() -> str:
-    return f"{read_asset('uplot.js')}\n{_own('page.js')}"
+    return "\n".join((read_asset("uplot.js"), read_asset("curves.js"), _own("page.js")))
 
 
 @cache

@@ -7,9 +7,6 @@ const HEIGHT = 210;
 const LAST = ["lr", "momentum", "time", "data_time", "eta", "epoch"];  // of less interest, below the others
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-// As hooks.smoothing.STATES: what is set and not measured is drawn as it is, in steps.
-const isState = name => /(^|\/)(([^\/]*[-_])?(lr|learning_rate)([-_][^\/]*)?|momentum|weight_decay|loss_scale|eta)(\/|$)/.test(name);
-
 class Curve {
   constructor() { this.x = []; this.y = []; }
   add(x, y) {
@@ -21,17 +18,6 @@ class Curve {
     this.x = this.x.filter(keep);
     this.y = this.y.filter(keep);
   }
-}
-
-/** Return the exponential mean of values; null stays null. */
-function smoothed(values, weight) {
-  let mean = 0, total = 0;
-  return values.map(value => {
-    if (value === null || value === undefined) return null;
-    mean = weight * mean + (1 - weight) * value;
-    total = weight * total + (1 - weight);
-    return mean / total;
-  });
 }
 
 class Chart {
