@@ -142,7 +142,6 @@ class BusRecorder(Recorder):
             report=self._publish_ranks,
             trains=lambda: self._bus.progress is not None,
         )
-        self._exchange.start()
 
     def stop(self) -> None:
         """Stop the threads after a last drain. Idempotent."""

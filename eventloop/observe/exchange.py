@@ -54,7 +54,7 @@ class _Latest(NamedTuple):
 
 
 class RankExchange:
-    """Exchange the times of the ranks, on a separate thread.
+    """Exchange the times of the ranks, on a separate thread, until :meth:`stop`.
 
     Args:
         name: of the run; equal on all ranks.
@@ -83,9 +83,6 @@ class RankExchange:
         self._comparison = Comparison(world_size)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"trainbus costs of rank {rank}", daemon=True)
-
-    def start(self) -> None:
-        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:

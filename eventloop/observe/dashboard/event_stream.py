@@ -81,7 +81,7 @@ class EventStream:
             return False
         quiet = 0.0
         while True:
-            ends = self._ends  # before the last read, which must see all earlier messages
+            ends = self._readers.is_closed() or server_ends()  # before the last read, which must see all earlier messages
             messages, self._seen, is_last = self._messages.read(self._seen)
             if not messages and quiet >= QUIET:
                 messages = [b": still here\n\n"]
@@ -94,10 +94,6 @@ class EventStream:
             quiet = 0.0 if messages else quiet + pace
             await anyio.sleep(pace)
         return await self._sent(send, {"type": "http.response.body", "body": b""})
-
-    @property
-    def _ends(self) -> bool:
-        return self._readers.is_closed() or server_ends()
 
     async def _sent(self, send: Send, message: dict[str, Any]) -> bool:
         with anyio.move_on_after(PATIENCE) as patience:
