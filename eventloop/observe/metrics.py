@@ -258,8 +258,8 @@ def _collect_handler(families: _Families, labels: list[str], counts: Counter[str
 def _collect_checkpoints(families: _Families, story: RunStory) -> None:
     for outcome, number in story.outcomes.items():
         families.add("checkpoints", number, labels=[outcome])
-    families.add("checkpoint_stall_seconds", *story.stall)
-    families.add("checkpoint_commit_seconds", *story.commit)
+    families.add("checkpoint_stall_seconds", story.outcomes["committed"], story.stalled)
+    families.add("checkpoint_commit_seconds", story.outcomes["committed"], story.wrote)
     if (last := story.last_checkpoint) is not None:
         families.add("checkpoint_bytes", last.bytes)
         families.add("checkpoint_age_seconds", max(0.0, time.time() - last.time))

@@ -29,21 +29,25 @@ class Line(msgspec.Struct, kw_only=True, tag_field="kind"):
     iter: Count = 0
 
 
-class Validation(Line, tag="validation"):
-    """The metrics of a validation, and its duration in seconds."""
+class Evaluation(Line):
+    """The metrics of a validation or test, and its duration in seconds."""
 
-    stage: ClassVar = "val"
+    stage: ClassVar[str]
     metrics: dict[str, float] = {}
     """From an event, also tensors and arrays of one element."""
     seconds: Number = 0.0
 
 
-class Test(Line, tag="test"):
-    """The metrics of a test, and its duration in seconds."""
+class Validation(Evaluation, tag="validation"):
+    """The end of a validation."""
 
-    stage: ClassVar = "test"
-    metrics: dict[str, float] = {}
-    seconds: Number = 0.0
+    stage = "val"
+
+
+class Test(Evaluation, tag="test"):
+    """The end of a test."""
+
+    stage = "test"
 
 
 class Checkpoint(Line, tag="checkpoint"):
@@ -58,18 +62,19 @@ class Checkpoint(Line, tag="checkpoint"):
     seconds: Number = 0.0
 
 
-class FailedCheckpoint(Line, tag="checkpoint_failed"):
+class NotWritten(Line):
+    """A checkpoint that is not there, and why."""
+
+    names: list[str] = []
+    reason: str = ""
+
+
+class FailedCheckpoint(NotWritten, tag="checkpoint_failed"):
     """A checkpoint that failed to be written."""
 
-    names: list[str] = []
-    reason: str = ""
 
-
-class SkippedCheckpoint(Line, tag="checkpoint_skipped"):
+class SkippedCheckpoint(NotWritten, tag="checkpoint_skipped"):
     """A checkpoint that was skipped."""
-
-    names: list[str] = []
-    reason: str = ""
 
 
 class Resume(Line, tag="resume"):
@@ -189,7 +194,7 @@ def scalars(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def fields_of(line: Line) -> dict[str, Any]:
     """Return a line as the object in the file."""
-    if isinstance(line, Validation | Test):
+    if isinstance(line, Evaluation):
         line = msgspec.structs.replace(line, metrics={name: float(value) for name, value in line.metrics.items()})
     fields: dict[str, Any] = msgspec.to_builtins(line, str_keys=True)
     measured = {Measured: "costs", Compared: "ranks"}.get(type(line))

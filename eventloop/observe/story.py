@@ -24,15 +24,15 @@ from eventloop.observe.record import (
     Compared,
     End,
     Entry,
+    Evaluation,
     FailedCheckpoint,
     L,
     Line,
     Measured,
+    NotWritten,
     Pause,
     Resume,
-    SkippedCheckpoint,
     Stage,
-    Test,
     Validation,
 )
 from eventloop.observe.states import ENDED, RunState
@@ -86,17 +86,6 @@ class Cut(NamedTuple):
     lost: int
 
 
-class Sum(NamedTuple):
-    """The number of values, and their sum."""
-
-    number: int = 0
-    total: float = 0.0
-
-    def plus(self, value: float) -> Sum:
-        """Return the sum with one more value."""
-        return Sum(self.number + 1, self.total + value)
-
-
 class RunStory:
     """What happened in a run: its sessions, states, evaluations, checkpoints and resumes.
 
@@ -121,7 +110,7 @@ class RunStory:
         """The metrics of the last validation and the last test, such as ``"val/accuracy"``."""
         self.outcomes: Counter[str] = Counter(committed=0, failed=0, skipped=0)
         """Numbers of checkpoints."""
-        self.stall, self.commit = Sum(), Sum()
+        self.stalled = self.wrote = 0.0
         """Seconds that checkpoints held up training, and seconds of writing them."""
         self.last_checkpoint: Checkpoint | None = None
         self._lock = Lock()  # the checkpoints' events come from another thread
@@ -176,16 +165,14 @@ class RunStory:
 
     def _count(self, entry: Entry) -> None:
         match entry:
-            case Validation() | Test():
+            case Evaluation():
                 self.metrics = self.metrics | {f"{entry.stage}/{name}": value for name, value in entry.metrics.items()}
             case Checkpoint() if entry.bytes:  # not a further name of a file that is counted
                 self.outcomes["committed"] += 1
-                self.stall, self.commit = self.stall.plus(entry.stall), self.commit.plus(entry.seconds)
+                self.stalled, self.wrote = self.stalled + entry.stall, self.wrote + entry.seconds
                 self.last_checkpoint = entry
-            case FailedCheckpoint():
-                self.outcomes["failed"] += 1
-            case SkippedCheckpoint():
-                self.outcomes["skipped"] += 1
+            case NotWritten():
+                self.outcomes["failed" if isinstance(entry, FailedCheckpoint) else "skipped"] += 1
             case Pause() if entry.begins or self.state is not RunState.STOPPING:
                 self.state = RunState.PAUSED if entry.begins else RunState.RUNNING
             case End():
@@ -194,7 +181,7 @@ class RunStory:
     def _follow(self, session: RunSession, entry: Entry) -> list[Line]:
         """Keep up the session; return the lines for the record."""
         self._trains = self._trains or (isinstance(entry, Stage) and entry.name == "train")
-        is_of_checkpoint = isinstance(entry, Checkpoint | FailedCheckpoint | SkippedCheckpoint)  # maybe of an earlier iteration
+        is_of_checkpoint = isinstance(entry, Checkpoint | NotWritten)  # maybe of an earlier iteration
         if not is_of_checkpoint and (self._trains or "train" not in session.stages):  # a test may be of an earlier checkpoint
             session.epoch, session.iter = entry.epoch, entry.iter
         match entry:
@@ -202,7 +189,7 @@ class RunStory:
                 return self._begin_stage(session, entry)
             case Resume() | Pause():
                 return []
-            case Validation() | Test():
+            case Evaluation():
                 entry.seconds = entry.time - self._stage_began.get(entry.stage, entry.time)
             case Measured() | Compared():
                 entry.epoch, entry.iter = session.epoch, session.iter

@@ -26,7 +26,7 @@ def test_a_live_run_and_its_files_have_one_story(tmp_path):
     assert live.state is read.state is RunState.FINISHED
     assert live.manifest.name == read.manifest.name
     assert live.outcomes == {"committed": len(read.checkpoints()), "failed": len(read.of(FailedCheckpoint)), "skipped": 0}
-    assert (live.stall.number, live.stall.total) == (2, pytest.approx(sum(one.stall for one in read.checkpoints())))
+    assert live.stalled == pytest.approx(sum(one.stall for one in read.checkpoints()))
     assert {f"val/{name}": value for name, value in read.of(Validation)[-1].metrics.items()} == live.metrics
     assert [(one.epoch, one.iter) for one in read.sessions] == [(2, 8)]
 
