@@ -131,6 +131,7 @@ class Pause(Line, tag="pause"):
 
 AnyLine = Validation | Test | Checkpoint | FailedCheckpoint | SkippedCheckpoint | Resume | End | Measured
 Entry = AnyLine | Compared | Begin | Stage | Pause
+"""What happens in a run: a line of the file, or what only a story of a live run needs."""
 L = TypeVar("L", bound=Line)
 
 _KINDS: Final = {kind.__struct_config__.tag for kind in get_args(AnyLine)}
