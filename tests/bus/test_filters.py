@@ -195,7 +195,7 @@ def test_a_filter_that_cannot_work_is_an_error_when_subscribing(filters, message
 
     with pytest.raises(SubscribeError, match=message) as caught:
         Bus().on("after_train_iter", handler, **filters)
-    assert "cannot subscribe handler to after_train_iter" in str(caught.value)
+    assert "handler to after_train_iter" in str(caught.value)
 
 
 def test_a_filter_that_always_agrees_is_none():

@@ -198,8 +198,7 @@ def test_publishing_from_a_handler_of_the_bus_does_not_wait_for_bytes():
         bus.publish(numbered(0))
         started.wait()
         bus.publish(BeforeRun(progress=Progress()))
-    assert "1,000 of max_bytes=1,500 wait, and 1,000 more came" in errors[0]
-    assert "could be a deadlock; give the lane a larger max_bytes=" in errors[0]
+    assert "max_bytes=1,500" in errors[0]
 
 
 def test_linger_collects_a_batch_and_a_handler_may_ask_for_a_list():

@@ -62,7 +62,7 @@ def check_that_the_lane_goes_on(bus, kind, release):
     assert (stats.published, stats.delivered, stats.failed, stats.pending) == (3, 2, 1, 0)
     errors = [entry["exc_info"] for entry in logs if "exc_info" in entry]
     assert [type(error) for error in errors] == [HandlerTimeoutError]
-    assert "took longer than its timeout=1 s" in str(errors[0])
+    assert "timeout=1 s" in str(errors[0])
 
 
 def test_a_hanging_task_is_cancelled_and_reported_once_and_the_lane_continues(backend, release):
@@ -194,7 +194,7 @@ def test_a_handler_on_the_second_thread_counts_as_a_bus_thread():
 
     with bus:
         bus.publish(iteration(0))
-    assert "from an offloaded handler of the same bus" in errors[0]
+    assert "bus.drain()" in errors[0]
 
 
 def test_a_handler_with_a_timeout_that_exits_the_program_is_raised():
