@@ -107,9 +107,11 @@ class LatestHook(Hook):
     def take(self, sample: Sample) -> None:
         """Keep the sample of an iteration, on the thread of the lane."""
         run = sample.run()
-        if not self.story.manifest.name and run is not None:
+        if run is None:
+            return
+        if self.story.run() is None:  # this hook was added in an epoch
             self._follow(run)
-        if run is not None and self.story.run() is run:
+        if self.story.run() is run:
             self._samples.append(sample)
 
     @mount(
