@@ -83,7 +83,7 @@ class Target:
                 self._writer.close()
         except Exception:
             log.exception("cannot close a writer", writer=self._name)
-        lost = self._lost + len(self._calls)
+        lost = self._lost + sum(call[0] != "write_config" for call in self._calls)
         if lost:
             log.error("a writer has lost data", writer=self._name, lost=lost)
 
@@ -144,8 +144,9 @@ class Target:
             return
         self._calls.append(call)
         if len(self._calls) > MOST_KEPT:
-            del self._calls[0]
-            self._done = max(0, self._done - 1)
+            oldest = int(self._calls[0][0] == "write_config")  # a reopened writer gets it again, so it is not lost
+            del self._calls[oldest]
+            self._done -= self._done > oldest
             self._lost += 1
 
     def _failed(self) -> None:

@@ -101,6 +101,19 @@ def test_a_second_failure_reopens_the_writer_and_repeats_calls_since_the_last_fl
     assert writer.calls == [1, "flush", 2, 3, 3, "close", "open", 2, 3, "flush"]
 
 
+def test_the_configuration_that_a_reopened_writer_gets_again_is_no_lost_call(
+    writer: Recorder, target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hooks.writers.target.MOST_KEPT", 3)
+    writer.fails = {1, 2, 3, 4, 5}
+    with capture_logs():
+        give(target, 1, 2)
+        for _ in range(2):
+            target.flush(durable=True)
+        give(target, 3, 4, 5)
+    assert lost(target) == 5
+
+
 def test_a_failed_flush_reopens_the_writer_and_repeats_calls(writer: Recorder, target: Target) -> None:
     give(target, 1)
     writer.fails = {"flush"}
