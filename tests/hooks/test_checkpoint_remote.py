@@ -13,7 +13,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from structlog.testing import capture_logs
 
 from eventloop import CheckpointError, ConfigurationError, Hook, TrainLoop
-from eventloop.checkpoint import load, save
+from eventloop.checkpoint import load
 from hooks import CheckpointHook
 
 OUT = "memory://bucket"
@@ -74,31 +74,6 @@ def test_auto_prefers_the_place_that_was_saved_to_last(job: SimpleNamespace, tmp
     loop.bus.on("before_train", lambda event: began.append(event.progress.epoch))
     loop.run(resume="auto")
     assert began == [2]
-
-
-def test_a_damaged_newest_file_is_reported_and_the_one_before_it_is_used(
-    job: SimpleNamespace, tmp_path: Path, memory: MemoryFileSystem
-) -> None:
-    job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "run").run()
-    memory.pipe_file("/bucket/run/epoch_2.safetensors", memory.cat_file("/bucket/run/epoch_2.safetensors")[:-9])
-    with capture_logs() as logs:
-        job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "run", max_epochs=3).run(resume="auto")
-    assert [entry["path"] for entry in logs if "damaged" in entry["event"]] == [f"{URL}/epoch_2.safetensors"]
-    assert load(f"{URL}/epoch_3.safetensors")["progress"]["iter"] == 12
-
-
-def test_names_outside_of_the_directory_are_not_removed(job: SimpleNamespace, tmp_path: Path, memory: MemoryFileSystem) -> None:
-    job.loop(CheckpointHook(1, out_dir=OUT, name="saver"), work_dir=tmp_path / "run", max_epochs=1).run()
-    memory.pipe_file("/bucket/mine.safetensors", b"")
-    tree = load(f"{URL}/epoch_1.safetensors")
-    names = ["../mine.safetensors", "memory://bucket/mine.safetensors", "/bucket/mine.safetensors"]
-    tree["bus"]["hooks"]["saver"]["files"] = [{"name": name, "score": None} for name in names]
-    save(tree, f"{URL}/epoch_2.safetensors")
-    with capture_logs() as logs:
-        hook = CheckpointHook(1, out_dir=OUT, max_keep_ckpts=1, name="saver")
-        job.loop(hook, work_dir=tmp_path / "run", max_epochs=3).run(resume=f"{URL}/epoch_2.safetensors")
-    assert memory.exists("/bucket/mine.safetensors")
-    assert sum("did not write" in entry["event"] for entry in logs) == 3
 
 
 def test_a_remote_last_checkpoint_naming_another_store_is_ignored(

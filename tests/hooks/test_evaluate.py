@@ -228,26 +228,6 @@ def test_a_missing_monitor_is_an_error_naming_the_metrics(job: SimpleNamespace) 
         job.loop(EvaluateHook(1, Function(), monitor="accuracy")).run()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"period": -1},
-        {"period": True},
-        {"period": 1.5},
-        {"function": None},
-        {"by_epoch": 1},
-        {"rule": "more"},
-        {"monitor": ""},
-        {"monitor": 3},
-        {"json_file": ""},
-        {"json_file": 3},
-    ],
-)
-def test_wrong_options_are_errors_at_construction(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigurationError, match=next(iter(options))):
-        EvaluateHook(**({"period": 1, "function": Function()} | options))
-
-
 def test_a_monitor_without_a_known_rule_is_an_error_at_construction() -> None:
     with pytest.raises(ConfigurationError, match="'speed'"):
         EvaluateHook(1, Function(), monitor="speed")

@@ -100,25 +100,18 @@ def bus_with(*writers, **options):
     return bus
 
 
-def test_lines_are_written_at_multiples_of_the_interval_within_the_epoch(notes):
-    make_loop(bus_with(notes, interval=3)).run()
-    assert notes.steps() == [3, 6, 10, 13]
-    assert [where.batch for _, _, where in notes.scalars()] == [3, 6, 3, 6]
-
-
-def test_ignore_last_false_writes_the_last_line_of_an_epoch(notes):
-    make_loop(bus_with(notes, interval=3, ignore_last=False)).run()
-    assert notes.steps() == [3, 6, 7, 10, 13, 14]
-
-
-def test_an_epoch_no_longer_than_the_interval_has_a_line(notes):
-    make_loop(bus_with(notes)).run()
-    assert notes.steps() == [7, 14]
-
-
-def test_no_line_is_written_twice(notes):
-    make_loop(bus_with(notes, interval=7, ignore_last=False)).run()
-    assert notes.steps() == [7, 14]
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"interval": 3}, [3, 6, 10, 13]),  # multiples within the epoch
+        ({"interval": 3, "ignore_last": False}, [3, 6, 7, 10, 13, 14]),
+        ({}, [7, 14]),  # an epoch no longer than the interval
+        ({"interval": 7, "ignore_last": False}, [7, 14]),  # no line twice
+    ],
+)
+def test_training_lines_are_written_at_multiples_of_the_interval(notes, options, steps):
+    make_loop(bus_with(notes, **options)).run()
+    assert notes.steps() == steps
 
 
 def test_writers_get_the_position_in_the_run(notes):
@@ -191,21 +184,18 @@ def test_targets_of_a_last_batch_of_one_are_not_scalars(notes):
     assert {name for scalars, _, _ in notes.scalars("val") for name in scalars} == {"val/loss"}
 
 
-def test_the_step_of_metrics_is_the_number_of_epochs(notes):
-    make_loop(bus_with(notes), val_data=DATA[:2]).run()
-    assert notes.steps("val") == [1, 2]
+@pytest.mark.parametrize(
+    ("options", "job", "steps"),
+    [
+        ({}, {}, [1, 2]),
+        ({"log_metric_by_epoch": False}, {}, [7, 14]),
+        ({}, {"max_iters": 10, "val_interval": 5}, [5, 10]),
+    ],
+)
+def test_the_step_of_metrics_is_the_number_of_epochs_or_of_iterations(notes, options, job, steps):
+    make_loop(bus_with(notes, **options), val_data=DATA[:2], **job).run()
+    assert notes.steps("val") == steps
     assert [set(scalars) for scalars, _, _ in notes.scalars("val")] == [{"val/loss"}] * 2
-
-
-def test_log_metric_by_epoch_false_uses_iterations_as_step(notes):
-    make_loop(bus_with(notes, log_metric_by_epoch=False), val_data=DATA[:2]).run()
-    assert notes.steps("val") == [7, 14]
-
-
-def test_metrics_of_an_iteration_based_run_have_iterations_as_step(notes):
-    make_loop(bus_with(notes, interval=4), max_iters=10, val_interval=5, val_data=DATA[:2]).run()
-    assert notes.steps("val") == [5, 10]
-    assert notes.steps() == [4, 8]
 
 
 @pytest.mark.parametrize("stage", ["val", "test"])
@@ -548,15 +538,6 @@ def test_raw_writers_get_each_iteration_once_beside_smoothed_ones(notes):
     assert notes.steps() == [3, 6, 7, 10, 13, 14]
 
 
-def test_two_loggers_are_independent():
-    first, second = Notes(), Notes()
-    bus = bus_with(first, interval=7)
-    bus.add(LoggerHook(interval=1, writers=[second]))
-    make_loop(bus).run()
-    assert first.steps() == [7, 14]
-    assert second.steps() == list(range(1, 15))
-
-
 def test_console_and_json_lines_are_the_default(tmp_path, capsys):
     bus = Bus()
     bus.add(LoggerHook(interval=7))
@@ -570,19 +551,6 @@ def test_console_and_json_lines_are_the_default(tmp_path, capsys):
     ]
     lines = [json.loads(line) for line in (tmp_path / "scalars.jsonl").read_text().splitlines()]
     assert [(line["step"], line["iter"]) for line in lines] == [(7, 7), (1, 7), (14, 14), (2, 14)]
-
-
-def test_a_resumed_run_appends_to_the_same_file(tmp_path):
-    def one(**options):
-        bus = bus_with(JSONLinesWriter(interval=1))
-        loop = make_loop(bus, work_dir=tmp_path, **options)
-        bus.on("after_train_iter", lambda _: loop.checkpoint_now(), once=7)
-        return loop
-
-    one(max_epochs=1).run()
-    one(max_epochs=2).run(resume="auto")
-    steps = [json.loads(line)["step"] for line in (tmp_path / "scalars.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 15))
 
 
 class Late(torch.Tensor):
@@ -636,13 +604,6 @@ def test_the_lines_of_a_resumed_run_are_those_of_an_uninterrupted_one(tmp_path, 
     before = train(step, stop=10)
     after = train(step, resume="auto")
     assert whole == [one + two for one, two in zip(before, after, strict=True)]
-
-
-def test_a_nan_is_written_as_nan(tmp_path):
-    make_loop(bus_with(JSONLinesWriter(interval=1)), work_dir=tmp_path, max_epochs=1, step=counting([float("nan")] * 7)).run()
-    text = (tmp_path / "scalars.jsonl").read_text()
-    assert text.count('"train/loss":NaN') == 7
-    assert "null" not in text
 
 
 def test_files_are_copied_when_the_run_is_over(tmp_path):
@@ -738,20 +699,13 @@ def test_a_broken_pipe_does_not_end_the_run(script, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"interval": 0}, "interval=0"),
-        ({"interval": True}, "interval=True"),
-        ({"interval_exp_name": -1}, "interval_exp_name=-1"),
-        ({"out_dir": 3}, "out_dir=3"),
         ({"keep_local": False}, "out_dir="),
         ({"out_suffix": [1]}, "out_suffix="),
-        ({"window_size": 0}, "window_size=0"),
-        ({"mean_pattern": "("}, "mean_pattern="),
-        ({"custom_cfg": [{}]}, "custom_cfg"),
-        ({"writers": ["console"]}, r"'console' is not a writer object; give ConsoleWriter\(\)$"),
-        ({"writers": [JSONLinesWriter]}, r"JSONLinesWriter.* is not a writer object; give JSONLinesWriter\(\)$"),
-        ({"writers": [print]}, r"<built-in function print> is not a writer object; derive its class from hooks.writers.Writer"),
-        ({"writers": ConsoleWriter()}, r"ConsoleWriter.*: give writer objects in a list, such as \[ConsoleWriter\(\), "),
-        ({"writers": "tensorboard"}, r"writers='tensorboard': give writer objects in a list, .* TensorBoardWriter\(\)\]"),
+        ({"writers": ["console"]}, r"'console'.* ConsoleWriter\(\)$"),
+        ({"writers": [JSONLinesWriter]}, r"JSONLinesWriter.* JSONLinesWriter\(\)$"),
+        ({"writers": [print]}, "<built-in function print>.* hooks.writers.Writer"),
+        ({"writers": ConsoleWriter()}, r"ConsoleWriter.*\[ConsoleWriter\(\), "),
+        ({"writers": "tensorboard"}, r"writers='tensorboard'.* TensorBoardWriter\(\)\]"),
     ],
 )
 def test_invalid_options_are_named_in_the_error(options, message):

@@ -97,13 +97,6 @@ def test_a_model_without_the_methods_is_an_error_naming_the_other_hook(job: Simp
         job.loop(EMAIterHook()).run()
 
 
-@pytest.mark.parametrize("kind", [EMAIterHook, EMAEpochHook])
-@pytest.mark.parametrize("name", ["", 3])
-def test_wrong_options_are_errors_at_construction(kind: Any, name: Any) -> None:
-    with pytest.raises(ConfigurationError, match="model"):
-        kind(model=name)
-
-
 @pytest.mark.parametrize("kind", [EMAHook, EMAIterHook, EMAEpochHook])
 def test_a_hook_added_during_a_run_is_an_error(job: SimpleNamespace, kind: type[Hook]) -> None:
     loop = job.loop(model=Averaging())

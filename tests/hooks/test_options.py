@@ -1,8 +1,9 @@
-"""Options of every hook, writer and average: what is of the wrong type is an error when the object is made."""
+"""Options of every hook, writer and average: a value of the wrong type or out of bounds is an error when the object is made."""
 
 import inspect
 import re
 import typing
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 import hooks  # noqa: F401 - registers them
 from eventloop import ConfigurationError
+from eventloop.annotations import Signature, members
 from eventloop.bus import GuestHook
 from eventloop.config import registered
 
@@ -23,30 +25,40 @@ GIVEN = {
 """Options without a default."""
 
 
-def catalogue() -> list[tuple[type, str, Any]]:
-    """Return every class that comes with trainbus with each of its options and the option's annotation."""
-    found = []
+def catalogue() -> Iterator[Any]:
+    """Yield every class that comes with trainbus with each of its options and values that the option's annotation refuses."""
     for entry in (one for kind in ("hook", "writer", "average") for one in registered(kind)):
         # The options of an adapter are objects of another library; its own tests have them.
         if entry.cls.__module__.startswith("hooks.") and not issubclass(entry.cls, GuestHook):
-            annotations = typing.get_type_hints(entry.cls.__init__)
-            for name, parameter in inspect.signature(entry.cls).parameters.items():
-                if parameter.kind is not parameter.VAR_KEYWORD:
-                    found.append(pytest.param(entry.cls, name, annotations[name], id=f"{entry.name}-{name}"))
-    return found
+            for name, option in Signature(entry.cls).options.items():
+                for value in wrong(option.annotation):
+                    yield pytest.param(entry.cls, name, value, id=f"{entry.name}-{name}-{value!r}")
 
 
-def wrong(annotation: Any) -> Any:
-    """Return a value that looks right in a hurry: text for a flag or a number, else a number."""
-    kinds = [*typing.get_args(annotation), annotation]
-    if bool in kinds:
-        return "no"
-    return "3" if (int in kinds or float in kinds) and str not in kinds else 3.5j
+def wrong(annotation: Any) -> Iterator[Any]:
+    """Yield values that look right in a hurry, such as text for a number, and one beyond each bound."""
+    known = members(annotation)
+    kinds = {typing.get_origin(one.annotation) or one.annotation for one in known}
+    if str in kinds:
+        yield 3.5j
+    elif typing.Literal in kinds:
+        yield "bogus"
+    else:
+        yield "3" if kinds & {int, float} else "no" if bool in kinds else 3.5j
+    if kinds & {int, float} and bool not in kinds:
+        yield True
+    if int in kinds and float not in kinds:
+        yield 1.5
+    if bool in kinds and int not in kinds:
+        yield 1
+    for bounds in (one.bounds for one in known if one.bounds is not None):
+        beyond = [bounds.gt, bounds.lt, bounds.le and float("nan"), bounds.ge - 1 if bounds.ge in (0, 1) else None]
+        yield from (one for one in beyond if one is not None)
+        yield from ([] if bounds.min_length is None else [""])
 
 
-@pytest.mark.parametrize(("kind", "option", "annotation"), catalogue())
-def test_options_of_a_wrong_type_are_errors(kind, option, annotation):
-    value = wrong(annotation)
+@pytest.mark.parametrize(("kind", "option", "value"), list(catalogue()))
+def test_options_that_their_annotation_refuses_are_errors(kind, option, value):
     required = [one.name for one in inspect.signature(kind).parameters.values() if one.default is one.empty]
-    with pytest.raises(ConfigurationError, match=re.escape(f"{option}={value!r}: give ")):
+    with pytest.raises(ConfigurationError, match=re.escape(f"{option}={value!r}")):
         kind(**{name: GIVEN[name] for name in required if name in GIVEN} | {option: value})

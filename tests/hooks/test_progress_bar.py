@@ -10,7 +10,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from eventloop import Bus, ConfigurationError, TrainLoop, get_logger
+from eventloop import Bus, TrainLoop, get_logger
 from hooks.logger import LoggerHook
 from hooks.progress_bar import ProgressBar
 from hooks.writers import ConsoleWriter
@@ -216,8 +216,3 @@ def test_the_step_hands_over_only_now_and_then(terminal):
     moved = next(one.stats for one in bus.subscriptions if one.mount_point == "bar_moved")
     assert 0 < moved.published < 100
     assert moved.delivered == moved.published
-
-
-def test_a_console_that_is_none_is_an_error():
-    with pytest.raises(ConfigurationError, match="console='stdout'"):
-        ProgressBar("stdout")

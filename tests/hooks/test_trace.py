@@ -34,10 +34,6 @@ def test_the_window_has_exactly_the_iterations_that_were_asked_for(tmp_path):
     assert names.count("step") == 3
 
 
-def test_the_window_may_begin_with_the_first_iteration(tmp_path):
-    assert traced(tmp_path, first=0, iterations=1).iterations == [0]
-
-
 def test_the_window_ends_with_a_short_run(tmp_path):
     assert traced(tmp_path, first=5, iterations=100).iterations == [5, 6, 7]
 
@@ -230,9 +226,3 @@ def test_a_bus_that_must_not_measure_is_an_error(tmp_path):
     bus.timing = False
     with pytest.raises(ConfigurationError, match=r"bus\.timing"):
         make_loop(work_dir=tmp_path, bus=bus).run()
-
-
-@pytest.mark.parametrize("options", [{"first": -1}, {"iterations": 0}, {"first": "soon"}])
-def test_invalid_options_are_refused(options):
-    with pytest.raises(ConfigurationError, match=next(iter(options))):
-        TraceHook(**options)

@@ -92,7 +92,7 @@ def test_a_resumed_run_that_has_nothing_left_to_train_is_not(job: Any, label: st
 
 
 @pytest.mark.parametrize(
-    ("metric", "meant", "sanity"), [("eval_loss", "'loss'", 2), ("acccuracy", "'accuracy'", 1), ("eval_loss", "'loss'", 0)]
+    ("metric", "meant", "sanity"), [("eval_loss", "'loss'", 2), ("acccuracy", "'accuracy'", 1), ("val/loss", "'loss'", 0)]
 )
 def test_a_metric_that_validations_lack_is_an_error_with_the_nearest_before_the_training(
     job: Any, label: str, tmp_path: Any, metric: str, meant: str, sanity: int

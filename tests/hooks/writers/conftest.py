@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,24 +51,9 @@ def loop(*writers: Writer, **options: Any) -> TrainLoop:
     )
 
 
-def watched(cls: type[Writer]) -> type[Writer]:
-    """A writer class that notes in ``calls`` which of its methods are called, by whom."""
-
-    def noting(name: str) -> Any:
-        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            self.__dict__.setdefault("calls", []).append((name, threading.get_ident()))
-            return getattr(cls, name)(self, *args, **kwargs)
-
-        return method
-
-    names = ("open", "write_scalars", "write_scalar", "write_image", "write_config", "write_text", "flush", "aborted", "close")
-    defined = [name for name in names if getattr(cls, name) is not getattr(Writer, name)]
-    return type(cls.__name__, (cls,), {name: noting(name) for name in defined})
-
-
 @pytest.fixture
 def logged() -> SimpleNamespace:
-    return SimpleNamespace(loop=loop, watched=watched)
+    return SimpleNamespace(loop=loop)
 
 
 @pytest.fixture

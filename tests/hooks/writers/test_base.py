@@ -1,14 +1,11 @@
 import csv
 import json
 import shutil
-import threading
 
 import pytest
 import structlog
 import torch
 
-from eventloop import ConfigurationError
-from eventloop.config.names import find
 from hooks import ConsoleWriter, CSVWriter, JSONLinesWriter, MLflowWriter, TensorBoardWriter, WandbWriter, Writer
 
 NEEDS = {TensorBoardWriter: "tensorboard", WandbWriter: "wandb", MLflowWriter: "mlflow"}
@@ -23,31 +20,6 @@ class OneByOne(Writer):
 
     def write_scalar(self, name, value, step):
         self.scalars.append((name, value, step))
-
-
-class Broken(Writer):
-    def __init__(self):
-        self.calls = 0
-
-    def write_scalars(self, scalars, step, where):
-        self.calls += 1
-        raise OSError("the disk is full")
-
-
-@pytest.mark.parametrize("cls", ALL)
-@pytest.mark.usefixtures("offline")
-@pytest.mark.filterwarnings("ignore")  # MLflow's use of SQLAlchemy
-def test_a_writer_is_called_from_one_background_thread(logged, tmp_path, cls):
-    if cls in NEEDS:
-        pytest.importorskip(NEEDS[cls])
-    writer = logged.watched(cls)()
-    report = lambda event: event.run.report_image("noise", torch.zeros(2, 2))  # noqa: E731
-    logged.loop(writer, work_dir=tmp_path, config={"lr": 0.1}, every=report).run()
-    threads = {ident for _, ident in writer.calls}
-    assert {name for name, _ in writer.calls} >= ({"open", "write_scalars", "close"} if cls is not ConsoleWriter else set())
-    assert ("write_image" in dict(writer.calls)) == (cls in NEEDS)
-    assert len(threads) == 1
-    assert threads != {threading.get_ident()}
 
 
 @pytest.mark.parametrize("cls", [cls for cls in ALL if cls is not ConsoleWriter])
@@ -70,29 +42,9 @@ def test_a_writer_can_define_write_scalar_only(logged):
     assert writer.scalars == [("train/loss", 1.0, 1), ("train/loss", 2.0, 2), ("train/loss", 3.0, 3)]
 
 
-def test_write_scalar_calls_write_scalars_by_default(tmp_path):
-    class Many(Writer):
-        def write_scalars(self, scalars, step, where):
-            self.last = (scalars, step, where.stage)
-
-    writer = Many()
-    writer.write_scalar("val/accuracy", 0.5, 3)
-    assert writer.last == ({"val/accuracy": 0.5}, 3, "val")
-
-
 def test_a_writer_without_scalar_methods_is_an_error():
     with pytest.raises(NotImplementedError, match="Writer must define write_scalars or write_scalar"):
         Writer().write_scalars({"a": 1.0}, 1, None)
-
-
-def test_a_failing_writer_does_not_affect_other_writers(logged, tmp_path):
-    broken, other = Broken(), OneByOne()
-    with structlog.testing.capture_logs() as lines:
-        logged.loop(broken, CSVWriter(), other, work_dir=tmp_path).run()
-    assert len(other.scalars) == 8
-    assert len((tmp_path / "scalars.csv").read_text().splitlines()) == 9
-    assert {line["writer"] for line in lines} == {"Broken"}
-    assert lines[-1]["lost"] == 8
 
 
 def steps(path):
@@ -176,14 +128,3 @@ def test_aborted_is_called_if_an_exception_ends_the_run(logged):
     with pytest.raises(ValueError, match="no"):
         logged.loop(bad, every=fail).run()
     assert (good.fate, bad.fate) == (("closed",), ("aborted", "closed"))
-
-
-@pytest.mark.parametrize("cls", ALL)
-def test_writers_are_registered_by_name(cls):
-    assert find("writer", cls.__name__) is cls
-
-
-@pytest.mark.parametrize("cls", [cls for cls in ALL if cls not in NEEDS])
-def test_a_non_positive_interval_is_an_error(cls):
-    with pytest.raises(ConfigurationError, match="interval=0"):
-        cls(interval=0)

@@ -78,18 +78,6 @@ def test_a_handler_gets_reported_images():
     assert heard == [("noise", 0, (4, 5))]
 
 
-def test_a_hook_reports_images_through_its_event():
-    album = Album()
-    bus = Bus()
-    bus.add(LoggerHook(writers=[album]))
-    bus.on("after_train_iter", lambda event: event.run.report_image("batch", torch.zeros(2, 2)))
-    with Run(bus, model=torch.nn.Linear(1, 1)) as run:
-        for _ in run.epochs(1):
-            for _ in run.train(range(1)):
-                pass
-    assert [(name, step) for name, step, _ in album.images] == [("train/batch", 1)]
-
-
 def test_a_missing_image_writer_is_warned_of_once(tmp_path):
     with structlog.testing.capture_logs() as lines:
         report(CSVWriter())
@@ -97,24 +85,20 @@ def test_a_missing_image_writer_is_warned_of_once(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("image", "message"),
+    ("image", "value"),
     [
-        (torch.zeros(2, 3, 4, 5), r"'noise' has the shape \(2, 3, 4, 5\).*make_grid"),
-        (torch.zeros(5, 4, 5), "3 or 4 channels"),
-        (torch.zeros(7), "height, width"),
-        (np.zeros((0, 4)), "height, width"),
-        (torch.zeros(4, 4, dtype=torch.int64), "torch.int64: give uint8"),
-        (np.zeros((4, 4), dtype=complex), "complex128: give uint8"),
+        (torch.zeros(2, 3, 4, 5), r"'noise'.*\(2, 3, 4, 5\)"),
+        (torch.zeros(5, 4, 5), r"\(5, 4, 5\)"),
+        (torch.zeros(7), r"\(7,\)"),
+        (np.zeros((0, 4)), r"\(0, 4\)"),
+        (torch.zeros(4, 4, dtype=torch.int64), "torch.int64"),
+        (np.zeros((4, 4), dtype=complex), "complex128"),
+        ("picture.png", "'picture.png'"),
     ],
 )
-def test_an_invalid_image_is_an_error_when_reported(image, message):
-    with pytest.raises(ValueError, match=message):
+def test_an_invalid_image_is_an_error_when_reported(image, value):
+    with pytest.raises(TypeError if isinstance(image, str) else ValueError, match=value):
         report(Album(), image=image)
-
-
-def test_an_object_of_another_type_is_a_type_error():
-    with pytest.raises(TypeError, match=r"numpy.asarray\(picture\)"):
-        report(Album(), image="picture.png")
 
 
 def test_channels_are_detected_first_or_last():

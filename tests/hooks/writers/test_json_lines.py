@@ -5,7 +5,6 @@ import time
 
 import pytest
 
-from eventloop import ConfigurationError
 from hooks.writers import JSONLinesWriter, RunFacts, Where
 
 AT = Where("train", epoch=2, iter=7, batch=3)
@@ -36,9 +35,9 @@ def test_a_line_is_an_object_with_step_epoch_iter_and_time(writer, tmp_path):
 
 
 def test_a_second_run_appends_to_the_file(writer, tmp_path):
-    write(writer, tmp_path, 0.5)
-    write(writer, tmp_path, 0.25)
-    assert [line["train/loss"] for line in lines(tmp_path / "scalars.jsonl")] == [0.5, 0.25]
+    write(writer, tmp_path, 1 / 3)
+    write(writer, tmp_path, 1e300)
+    assert [line["train/loss"] for line in lines(tmp_path / "scalars.jsonl")] == [1 / 3, 1e300]  # with all digits
 
 
 def test_an_incomplete_last_line_is_cut_off(writer, tmp_path):
@@ -90,11 +89,6 @@ def test_a_subclass_may_change_each_line(tmp_path):
     assert [line["TRAIN/LOSS"] for line in lines(tmp_path / "scalars.jsonl")] == [0.5, 0.25]
 
 
-def test_numbers_keep_all_digits(writer, tmp_path):
-    write(writer, tmp_path, 1 / 3, 1e300)
-    assert [line["train/loss"] for line in lines(tmp_path / "scalars.jsonl")] == [1 / 3, 1e300]
-
-
 def test_test_metrics_go_to_a_separate_file(writer, tmp_path):
     writer.open(RunFacts("digits", tmp_path))
     writer.write_scalars({"test/accuracy": 0.75}, 3, Where("test", epoch=3, iter=9))
@@ -134,20 +128,3 @@ def test_sync_calls_fsync_after_flushing(writer, tmp_path, monkeypatch):
     assert synced == [(path.stat().st_ino, len(path.read_bytes()))]
     assert path.read_bytes()
     writer.close()
-
-
-def test_lines_are_visible_after_a_flush(writer, tmp_path):
-    writer.open(RunFacts("digits", tmp_path))
-    writer.write_scalars({"train/loss": 0.5}, 1, AT)
-    writer.flush()
-    assert len(lines(tmp_path / "scalars.jsonl")) == 1
-    writer.close()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"interval": 0}, "interval=0"), ({"filename": ""}, "filename=")],
-)
-def test_invalid_options_are_named_in_the_error(options, message):
-    with pytest.raises(ConfigurationError, match=message):
-        JSONLinesWriter(**options)

@@ -146,12 +146,6 @@ def test_an_aborted_run_is_marked_as_failed(client, logged, tmp_path):
     assert runs(client(tmp_path))[0].info.status == "FAILED"
 
 
-@pytest.mark.parametrize("options", [{"tracking_uri": ""}, {"experiment": ""}])
-def test_empty_names_are_refused(options):
-    with pytest.raises(ConfigurationError, match=next(iter(options))):
-        MLflowWriter(**options)
-
-
 def test_without_mlflow_the_error_names_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(ConfigurationError, match=r'pip install "trainbus\[mlflow\]"'):

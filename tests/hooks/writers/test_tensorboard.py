@@ -62,15 +62,6 @@ def test_scalars_are_readable_after_a_flush(events, tmp_path):
     writer.close()
 
 
-def test_a_second_run_appends_to_the_first(events, tmp_path):
-    writer = TensorBoardWriter()
-    for step in (1, 2):
-        writer.open(RunFacts("digits", tmp_path))
-        writer.write_scalars({"train/loss": step}, step, AT)
-        writer.close()
-    assert scalars(events(tmp_path / "tensorboard"), "train/loss") == [(1, 1.0), (2, 2.0)]
-
-
 def test_repeated_iterations_of_a_resumed_run_appear_once(events, tmp_path):
     writer = TensorBoardWriter()
     for first, last, loss in ((1, 6, 1.0), (4, 5, 2.0)):
@@ -149,9 +140,3 @@ def test_without_tensorboard_the_error_names_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigurationError, match=r'pip install "trainbus\[tensorboard\]"'):
         TensorBoardWriter()
-
-
-@pytest.mark.parametrize(("options", "message"), [({"interval": 0}, "interval=0"), ({"directory": ""}, "directory=''")])
-def test_invalid_options_are_named_in_the_error(options, message):
-    with pytest.raises(ConfigurationError, match=message):
-        TensorBoardWriter(**options)
