@@ -13,7 +13,6 @@ from rich.console import Console
 from eventloop import Bus, ConfigurationError, Hook, Priority, SubscribeError, mount, register
 from eventloop.config import OptionsOf, add_hooks
 from hooks import (
-    CheckpointHook,
     ConsoleWriter,
     EMAHook,
     ExponentialMovingAverage,
@@ -102,21 +101,6 @@ def double(number):
 
 
 # ------------------------------------------------------------------------------------------------------ what is accepted
-
-
-def test_mmengines_list_is_accepted_unchanged():
-    bus = Bus()
-    add_hooks(
-        bus,
-        [
-            dict(type="EMAHook", momentum=0.001, priority="ABOVE_NORMAL"),  # noqa: C408 - as people write it
-            dict(type="CheckpointHook", interval=1, save_best="auto", max_keep_ckpts=3),  # noqa: C408
-            dict(type="LoggerHook", interval=50, priority=60),  # noqa: C408
-        ],
-    )
-    assert [type(hook) for hook in bus.hooks] == [EMAHook, CheckpointHook, LoggerHook]
-    priorities = {one.hook: one.priority for one in bus.subscriptions}
-    assert [priorities[hook] for hook in bus.hooks] == [Priority.ABOVE_NORMAL, Priority.VERY_LOW, Priority.BELOW_NORMAL]
 
 
 class PriorityStatus(enum.Enum):
@@ -231,14 +215,6 @@ def test_a_scheduler_can_be_a_name_and_several_have_names(monkeypatch):
         assert all(one.optimizer is optimizer for one in hook.schedulers.values())
 
 
-def test_a_scheduler_without_its_module_is_an_error_naming_the_module():
-    table = {"type": "ParamSchedulerHook", "by": "epoch", "scheduler": {"type": "StepLR", "step_size": 3}}
-    assert message(table, imports=SCHEDULERS) == (
-        "hooks[0].scheduler.type: 'StepLR' is not of the form module:attribute "
-        "(did you mean 'torch.optim.lr_scheduler:StepLR'?)"
-    )
-
-
 def test_nested_schedulers_get_the_optimizer():
     _, optimizer = network()
     inner = [
@@ -309,36 +285,22 @@ def test_signals_are_given_by_name():
     ("options", "expected"),
     [
         ({"number": "ten"}, "number: expected int, got str 'ten'"),
-        ({"number": 1.5}, "number: expected int, got float 1.5"),
         ({"number": True}, "number: expected int, got bool True"),
         ({"number": None}, "number: expected int, got null"),
-        ({"share": [1]}, "share: expected float, got a list"),
-        ({"flag": 1}, "flag: expected bool, got int 1"),
         ({"choice": "A"}, "choice: expected 'a' | 'b', got str 'A' (did you mean 'a'?)"),
         ({"names": "abc"}, "names: expected list of str, got str 'abc'"),
         ({"names": ["a", 2]}, "names[1]: expected str, got int 2"),
         ({"pair": [1]}, "pair: expected a list of 2, got one of 1"),
         ({"pair": [1, "x"]}, "pair[1]: expected float, got str 'x'"),
         ({"table": {"x": 1, "y y": "z"}}, "table.\"y y\": expected int, got str 'z'"),
-        ({"table": 3}, "table: expected table of int | None, got int 3"),
-        ({"path": 3}, "path: expected Path | None, got int 3"),
         ({"function": 3}, "function: expected function | None, got int 3"),
-        (
-            {"kind": "torch.nn:Linear"},
-            "kind: 'torch.nn:Linear' is in a module that is not listed under imports; add it there: ",
-        ),
         ({"console": "Console"}, "console: 'Console' is not of the form module:attribute, such as \"my_module:MyClass\""),
         ({"writer": {"typ": "ConsoleWriter"}}, "writer.type: is missing (is 'typ' misspelt?): name a writer, one of "),
         ({"writer": "Console"}, "writer: 'Console' is not a registered writer (did you mean 'ConsoleWriter'?)"),
         ({"writer": {"type": "JSONLinesWriter", "interval": "x"}}, "writer.interval: expected int | None, got str 'x'"),
         ({"writers": {"main": {"type": "JSONLinesWriter", "intervall": 1}}}, "writers.main.intervall: JSONLinesWriter has no "),
         ({"numbr": 3}, "numbr: Everything has no option 'numbr' (did you mean 'number'?)"),
-        ({"prioriti": 3}, "prioriti: Everything has no option 'prioriti' (did you mean 'priority'?)"),
         ({"priority": "NORML"}, "priority: priority='NORML' is not a priority name (did you mean 'NORMAL'?)"),
-        (
-            {"priority": 101},
-            "priority: priority=101: give an integer from 0 (runs first) to 100 (runs last), or one of HIGHEST",
-        ),
         (
             {"level": "VERY_LOW"},
             "level: priority='VERY_LOW' is not a priority name (did you mean 'LOW'?); use an integer from 0 to 100 or one of",
@@ -365,24 +327,16 @@ def test_an_unknown_option_without_a_near_name_lists_all():
     ("entry", "expected"),
     [
         (3, "hooks[0]: expected a table with the type of a hook, or its name, got int 3"),
-        ({}, "hooks[0].type: is missing: name a hook, one of "),
         ({"tpye": "EMAHook"}, "hooks[0].type: is missing (is 'tpye' misspelt?): name a hook, one of "),
         ("EMAHok", "hooks[0].type: 'EMAHok' is not a registered hook (did you mean 'EMAHook'"),
         ({"type": "ConsoleWriter"}, "hooks[0].type: 'ConsoleWriter' is not a registered hook"),
         ({"type": ConsoleWriter}, "hooks[0].type: expected a class derived from Hook, got <class"),
         ({"type": 3}, "hooks[0].type: expected a class derived from Hook, got int 3"),
-        ({"type": "LoggerHook", "interval": 0}, "hooks[0] (LoggerHook): interval=0: give an integer of at least 1"),
         ({"type": "ParamSchedulerHook", "scheduler": 1}, "hooks[0].scheduler: expected Scheduler | list of Scheduler"),
     ],
 )
 def test_an_entry_that_is_not_a_hook_is_named(entry, expected):
     assert message(entry).startswith(expected), message(entry)
-
-
-@pytest.mark.parametrize("hooks", [{"type": "EMAHook"}, "EMAHook", 3])
-def test_hooks_that_are_not_a_list_are_an_error(hooks):
-    with pytest.raises(ConfigurationError, match="hooks: expected a list of hooks, got"):
-        add_hooks(Bus(), hooks)
 
 
 def test_all_are_added_or_none():

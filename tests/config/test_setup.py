@@ -170,27 +170,6 @@ def test_an_unknown_default_hook_names_the_nearest(change):
         hooks_with({"loger": change})
 
 
-def test_mmengines_default_hooks_are_accepted_unchanged():
-    scheduler = {"type": "torch.optim.lr_scheduler:StepLR", "step_size": 2}
-    hooks = hooks_with(
-        dict(  # noqa: C408 - as people write it
-            timer=dict(type="IterTimerHook"),  # noqa: C408
-            logger=dict(type="LoggerHook", interval=50),  # noqa: C408
-            param_scheduler=dict(type="ParamSchedulerHook", by="epoch", scheduler=scheduler),  # noqa: C408
-            checkpoint=dict(type="CheckpointHook", interval=2, priority="VERY_LOW"),  # noqa: C408
-            sampler_seed=dict(type="DistSamplerSeedHook"),  # noqa: C408
-        )
-    )
-    assert [hook.label for hook in hooks] == [
-        "OptimizerHook",
-        "LoggerHook",
-        "CheckpointHook",
-        "IterTimerHook",
-        "ParamSchedulerHook",
-        "DistSamplerSeedHook",
-    ]
-
-
 # ------------------------------------------------------------------------------------------------------ what is wrong
 
 
@@ -200,7 +179,6 @@ def test_mmengines_default_hooks_are_accepted_unchanged():
         ({"modle": 1}, "modle: a configuration has no option 'modle' (did you mean 'model'"),
         ({"max_epochs": 3}, "max_epochs: a configuration has no option 'max_epochs' (did you mean 'loop.max_epochs'?)"),
         ({"default_hooks": {1: {}}}, "default_hooks.1: 1 is not one of the default hooks, which are"),
-        ({"nonsense": 3}, "nonsense: a configuration has no option 'nonsense'; its options are imports, model, wrap"),
         ({"wrap": 3}, "wrap: expected a function or class, as module:attribute, or false, got int 3"),
         ({"wrap": f"{PARTS}:nothing"}, f"wrap: the module '{__name__}' has no 'nothing'"),
         ({"metrics": {"m": f"{PARTS}:Net"}}, "loop: metric 'm' (Net) has no update"),
@@ -211,17 +189,11 @@ def test_mmengines_default_hooks_are_accepted_unchanged():
         ({"data": 3}, "data: expected a table, got int 3"),
         ({"data": {"train": f"{PARTS}:Mean"}}, "data.train: expected an iterable of batches, such as a DataLoader, got <"),
         ({"model": f"{PARTS}:Mean"}, "model: expected a Module, got <"),
-        ({"model": {"type": f"{PARTS}:Net", "widht": 3}}, "model.widht: Net has no option 'widht' (did you mean 'width'?)"),
         ({"model": {"type": f"{PARTS}:Net", "width": "x"}}, "model.width: expected int, got str 'x'"),
-        ({"model": {"typ": f"{PARTS}:Net", "width": 3}}, "model.type: is missing (is 'typ' misspelt?): name a class"),
         ({"model": f"{PARTS}:pair_of_models"}, "model.kind: is missing: pair_of_models needs it"),
-        ({"model": "torch.nn:Identity"}, "model: 'torch.nn:Identity' is in a module that is not listed under imports"),
-        ({"optimizer": "torch.optim:SDG"}, "optimizer: the module 'torch.optim' has no 'SDG' (did you mean 'SGD'"),
         ({"optimizer": f"{PARTS}:Mean"}, "optimizer: expected an Optimizer, got <"),
         ({"optimizer": {"type": "torch.optim:SGD", "lr": "high"}}, "optimizer.lr: expected float | Tensor, got str 'high'"),
-        ({"optimizer": {"type": "torch.optim:SGD", "l": 1}}, "optimizer.l: SGD has no option 'l'"),
         ({"step": f"{PARTS}:Net"}, "step: Net is a class: name a function, or write a table with the class as type"),
-        ({"step": {"type": f"{PARTS}:step", "scal": 2}}, "step.scal: step has no option 'scal' (did you mean 'scale'?)"),
         ({"step": 3}, "step: expected a function, as module:attribute, got int 3"),
         ({"metrics": {"m": f"{PARTS}:step"}}, "metrics.m.model: is missing: step needs it"),
         ({"metrics": [1]}, "metrics: expected a table, got a list"),
@@ -233,7 +205,6 @@ def test_mmengines_default_hooks_are_accepted_unchanged():
             {"loop": {"max_epochs": 1, "device": "cdua"}},
             "loop: torch cannot use device='cdua' here (Expected one of cpu",
         ),
-        ({"loop": {"max_epochs": 1, "device": "cuda:99"}}, "loop: torch cannot use device='cuda:99' here ("),
         ({"loop": {"model": 1}}, "loop.model: loop has no option 'model'"),
         ({"custom_hooks": [{"type": "EMAHook", "begin_iter": "x"}]}, "custom_hooks[0].begin_iter: expected int, got str 'x'"),
         ({"custom_hooks": {"type": "EMAHook"}}, "custom_hooks: expected a list of hooks, got a table"),
@@ -242,7 +213,6 @@ def test_mmengines_default_hooks_are_accepted_unchanged():
             "custom_hooks: two hooks with state are named 'EMAHook', and a checkpoint keeps state by name; give one of them "
             "another `name`; or change the default hook default_hooks.ema instead",
         ),
-        ({"custom_hooks": ["EMAHook", "EMAHook"]}, "two hooks with state are named 'EMAHook'"),
         ({"default_hooks": ["EMAHook"]}, "default_hooks: expected a table of hooks by name, got a list"),
         (
             {"default_hooks": {"ema": 3}},

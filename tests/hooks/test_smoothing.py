@@ -113,7 +113,6 @@ def test_a_nan_shows_in_the_mean():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"window_size": 0}, "window_size=0"),
         ({"mean_pattern": "("}, "mean_pattern="),
         ({"custom_cfg": [{"log_name": "x"}]}, "data_src"),
         ({"custom_cfg": [{"data_src": "loss", "method": "max"}]}, "method_name"),

@@ -1,27 +1,20 @@
 import time
+from functools import partial
 
 import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import Bus, Run, TrainLoop
+from eventloop import Bus, Run
 from hooks.logger import LoggerHook
 from hooks.timer import IterTimerHook
 from hooks.writers import Writer
 
-DATA = [torch.randn(4, 3) for _ in range(3)]
+from . import conftest
 
-
-def step(model, batch):
-    return model(batch).mean()
-
-
-def make_loop(bus, **options):
-    model = torch.nn.Linear(3, 1)
-    defaults = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "step": step, "train_data": DATA}
-    if "max_iters" not in options:
-        defaults["max_epochs"] = 2
-    return TrainLoop(model, bus=bus, **(defaults | options))
+DATA = conftest.batches(3)
+step = conftest.loss_of
+make_loop = partial(conftest.make_loop, train_data=DATA)
 
 
 @pytest.fixture
@@ -42,32 +35,18 @@ def outputs_of(bus):
     return found
 
 
-def test_every_training_iteration_reports_its_times(bus):
-    found = outputs_of(bus)
-    make_loop(bus).run()
+def test_every_training_iteration_reports_its_times_and_the_mean_times_the_iterations_left(bus):
+    found, infos = outputs_of(bus), []
+    bus.on("after_train_iter", lambda event: infos.append(dict(event.run.info)), priority=90)
+    make_loop(bus=bus).run()
     assert len(found) == 6
-    for outputs in found:
-        assert 0 <= outputs["data_time"] <= outputs["time"]
-        assert outputs["eta"] >= 0
-    assert found[-1]["eta"] == 0.0
-
-
-def test_the_eta_is_the_mean_time_so_far_times_the_iterations_left(bus):
-    found = outputs_of(bus)
-    make_loop(bus).run()
-    for index, outputs in enumerate(found):
+    for index, (outputs, info) in enumerate(zip(found, infos, strict=True)):
         mean = sum(entry["time"] for entry in found[: index + 1]) / (index + 1)
+        assert 0 <= outputs["data_time"] <= outputs["time"]
         assert outputs["eta"] == pytest.approx(mean * (6 - index - 1))
-
-
-def test_the_times_are_in_the_info_too(bus):
-    infos = []
-    bus.on("after_train_iter", lambda event: infos.append((dict(event.run.info), dict(event.outputs))), priority=90)
-    make_loop(bus).run()
-    for info, outputs in infos:
-        assert info["eta"] == outputs["eta"]
-        assert info["train/time"] == outputs["time"]
-        assert info["train/data_time"] == outputs["data_time"]
+        assert [info[name] for name in ("eta", "train/time", "train/data_time")] == [
+            outputs[name] for name in ("eta", "time", "data_time")
+        ]
 
 
 def test_waiting_for_the_data_is_data_time_and_the_step_is_not(bus):
@@ -81,7 +60,7 @@ def test_waiting_for_the_data_is_data_time_and_the_step_is_not(bus):
                 yield batch
 
     found = outputs_of(bus)
-    make_loop(bus, train_data=Slow()).run()
+    make_loop(bus=bus, train_data=Slow()).run()
     assert all(outputs["data_time"] >= 0.02 for outputs in found)
     assert all(outputs["time"] >= outputs["data_time"] for outputs in found)
 
@@ -92,7 +71,7 @@ def test_no_eta_is_reported_without_a_length(bus):
             return iter(DATA)
 
     found = outputs_of(bus)
-    make_loop(bus, train_data=Unknown()).run()
+    make_loop(bus=bus, train_data=Unknown()).run()
     assert len(found) == 6
     assert not any("eta" in outputs for outputs in found)
 
@@ -103,7 +82,7 @@ def test_a_validation_within_an_epoch_is_not_in_the_iteration_time(bus):
         return {}
 
     found = outputs_of(bus)
-    make_loop(bus, val_data=DATA[:1], val_step=slow_validation, max_iters=4, val_interval=1).run()
+    make_loop(bus=bus, val_data=DATA[:1], val_step=slow_validation, max_iters=4, val_interval=1).run()
     assert len(found) == 4
     # The validation before each of these took more than this, and a step takes well below a millisecond.
     assert sum(outputs["data_time"] for outputs in found[1:]) < 3 * 0.05
@@ -113,7 +92,7 @@ def test_a_validation_within_an_epoch_is_not_in_the_iteration_time(bus):
 def test_validation_and_test_have_separate_times(bus, stage):
     infos = []
     bus.on(f"after_{stage}_iter", lambda event: infos.append(dict(event.run.info)), priority=90)
-    loop = make_loop(bus, val_data=DATA, test_data=DATA)
+    loop = make_loop(bus=bus, val_data=DATA, test_data=DATA)
     getattr(loop, stage)()
     assert len(infos) == 3
     assert all(0 <= info[f"{stage}/data_time"] <= info[f"{stage}/time"] for info in infos)
@@ -122,13 +101,13 @@ def test_validation_and_test_have_separate_times(bus, stage):
 
 
 def test_times_do_not_become_metrics(bus):
-    assert set(make_loop(bus, val_data=DATA).val()) == {"loss"}
+    assert set(make_loop(bus=bus, val_data=DATA).val()) == {"loss"}
 
 
 def test_a_resumed_run_keeps_the_count_but_not_the_mean(tmp_path):
     first = Bus()
     first.add(IterTimerHook())
-    loop = make_loop(first, work_dir=tmp_path, max_epochs=2)
+    loop = make_loop(bus=first, work_dir=tmp_path, max_epochs=2)
     first.on("after_train_iter", lambda _: loop.checkpoint_now(), once=4)
     loop.run()
 
@@ -138,7 +117,7 @@ def test_a_resumed_run_keeps_the_count_but_not_the_mean(tmp_path):
     before = []
     second.on("before_train", lambda _: before.append((timer.iters, timer.seconds)))
     found = outputs_of(second)
-    make_loop(second, work_dir=tmp_path, max_epochs=2).run(resume="auto")
+    make_loop(bus=second, work_dir=tmp_path, max_epochs=2).run(resume="auto")
     assert before[0][0] == 4
     assert before[0][1] > 0
     assert timer.iters == 6
@@ -191,7 +170,7 @@ def test_the_summary_shows_the_parts_of_the_time(passes):
     infos = []
     bus.on("after_run", lambda event: infos.append(dict(event.run.info)))
     with capture_logs() as logs:
-        make_loop(bus, train_data=Slow(), step=slow_step, val_data=DATA[:1], val_step=step).run()
+        make_loop(bus=bus, train_data=Slow(), step=slow_step, val_data=DATA[:1], val_step=step).run()
     assert infos[0]["train/mean_time"] == 10.0
     assert infos[0]["train/data_share"] == pytest.approx(0.1)
     assert infos[0]["train/hooks_share"] == pytest.approx(0.5)
@@ -215,7 +194,7 @@ def test_hooks_after_the_timer_count_as_hooks_too(passes):
     infos = []
     bus.on("after_run", lambda event: infos.append(dict(event.run.info)))
     with capture_logs():
-        make_loop(bus, step=lambda model, batch: passes(1.0) or step(model, batch), max_iters=5).run()
+        make_loop(bus=bus, step=lambda model, batch: passes(1.0) or step(model, batch), max_iters=5).run()
     assert infos[0]["train/hooks_share"] == pytest.approx(15 / 20)
 
 
@@ -230,7 +209,7 @@ def test_time_between_epochs_is_split_into_hooks_and_validations(passes):
     bus.on("after_run", lambda event: infos.append(dict(event.run.info)))
     with capture_logs() as logs:
         make_loop(
-            bus, step=lambda model, batch: passes(1.0) or step(model, batch), val_data=DATA[:1], val_step=step, max_epochs=2
+            bus=bus, step=lambda model, batch: passes(1.0) or step(model, batch), val_data=DATA[:1], val_step=step, max_epochs=2
         ).run()
     (summary,) = [entry for entry in logs if entry["event"] == "training took"]
     assert infos[0]["train/mean_time"] == 1.0
@@ -248,7 +227,7 @@ def test_the_summary_comes_after_the_last_line_of_the_logger():
     bus = Bus()
     bus.add(LoggerHook(writers=[Slow(interval=1)]), IterTimerHook())
     with capture_logs() as logs:
-        make_loop(bus, val_data=DATA[:1], val_step=step).run()
+        make_loop(bus=bus, val_data=DATA[:1], val_step=step).run()
     assert [(stage, step) for stage, step, _ in written][-1] == ("val", 2)
     assert all(before == [] for _, _, before in written)
     assert [entry["event"] for entry in logs] == ["training took"]
@@ -265,7 +244,7 @@ def test_warmup_iterations_are_not_in_the_summary(passes):
     infos = []
     bus.on("after_run", lambda event: infos.append(dict(event.run.info)))
     with capture_logs():
-        make_loop(bus, step=slow_at_first).run()
+        make_loop(bus=bus, step=slow_at_first).run()
     assert infos[0]["train/mean_time"] == 1.0
     assert timer.seconds == 22.0
 
@@ -274,7 +253,7 @@ def test_fewer_iterations_than_the_warmup_have_a_total_only():
     bus = Bus()
     bus.add(IterTimerHook(warmup_iter=50))
     with capture_logs() as logs:
-        make_loop(bus).run()
+        make_loop(bus=bus).run()
     (summary,) = [entry for entry in logs if entry["event"] == "training took"]
     assert summary["iters"] == 6
     assert "seconds_per_iter" not in summary

@@ -28,7 +28,7 @@ from mmengine.registry import HOOKS
 from mmengine.runner import load_checkpoint
 
 import hooks as own_hooks
-from eventloop import Bus, ConfigurationError, Run, SubscribeError, TrainingError, add_hooks
+from eventloop import Bus, ConfigurationError, Run, TrainingError, add_hooks
 from eventloop.checkpoint import load_pth
 
 from . import mmengine_jobs as jobs
@@ -126,14 +126,13 @@ def test_an_own_loop_around_run_leaves_the_same_files(tmp_path):
     assert_same_files(tmp_path / "theirs", tmp_path / "ours")
 
 
-def test_without_a_validation_the_files_are_the_same(tmp_path):
-    theirs(tmp_path / "theirs", [*default_hooks(), checkpoint_hook()], max_epochs=2, validates=False)
-    ours(tmp_path / "ours", [*default_hooks(), checkpoint_hook()], max_epochs=2, validates=False)
-    assert_same_files(tmp_path / "theirs", tmp_path / "ours")
-
-
-@pytest.mark.parametrize("job", [{"max_epochs": 9}, {"max_iters": 60, "val_interval": 7}])
-@pytest.mark.parametrize("options", [{"patience": 2, "min_delta": 0.5}, {"stopping_threshold": 0.7}])
+@pytest.mark.parametrize(
+    ("job", "options"),
+    [
+        ({"max_epochs": 9}, {"patience": 2, "min_delta": 0.5}),
+        ({"max_iters": 60, "val_interval": 7}, {"stopping_threshold": 0.7}),
+    ],
+)
 def test_early_stopping_stops_at_the_same_iteration(tmp_path, job, options):
     runner = theirs(tmp_path / "theirs", [EarlyStoppingHook("accuracy", **options)], **job)
     hook = EarlyStoppingHook("accuracy", **options)
@@ -353,15 +352,6 @@ def test_only_the_methods_that_a_guest_overrides_are_called_in_iterations_and_ep
     assert {one.priority for one in bus.subscriptions} == {50}
 
 
-def test_a_configuration_adds_hooks_of_mmengine():
-    bus = Bus()
-    add_hooks(bus, [{"type": "mmengine.hooks:EMAHook", "momentum": 0.2, "priority": "LOW"}], imports=["mmengine.hooks"])
-    (hook,) = bus.hooks
-    assert type(hook.guest) is EMAHook
-    assert hook.guest.ema_cfg["momentum"] == 0.2
-    assert {one.priority for one in bus.subscriptions} == {70}
-
-
 # ------------------------------------------------------------------------------------------- what the runner has
 
 
@@ -377,15 +367,15 @@ def with_hook(tmp_path, method, **job):
 
 
 @pytest.mark.parametrize(
-    ("use", "says"),
+    ("use", "name"),
     [
-        (lambda runner: runner.build_model, r"MMEngine's hook Asks uses runner.build_model: a trainbus run does not have"),
-        (lambda runner: runner.train_loop.val_interval, r"Asks uses runner.train_loop.val_interval: a trainbus run"),
-        (lambda runner: runner.val_dataloader, r"Asks uses runner.val_dataloader: the run has not validated yet"),
+        (lambda runner: runner.build_model, "build_model"),
+        (lambda runner: runner.train_loop.val_interval, "train_loop.val_interval"),
+        (lambda runner: runner.val_dataloader, "val_dataloader"),
     ],
 )
-def test_a_missing_attribute_is_an_error_that_names_it_and_the_hook(tmp_path, use, says):
-    with pytest.raises(AttributeError, match=says):
+def test_a_missing_attribute_is_an_error_that_names_it_and_the_hook(tmp_path, use, name):
+    with pytest.raises(AttributeError, match=rf"Asks uses runner\.{name}:"):
         with_hook(tmp_path, use)
 
 
@@ -401,14 +391,14 @@ def test_missing_attributes_are_absent_for_hasattr_and_getattr(tmp_path):
 
 @pytest.mark.parametrize("name", ["model", "iter", "optim_wrapper"])
 def test_an_attribute_that_the_run_decides_cannot_be_set(tmp_path, name):
-    with pytest.raises(TrainingError, match=rf"Asks uses runner.{name} = ...: the run decides this"):
+    with pytest.raises(TrainingError, match=rf"Asks uses runner\.{name} ="):
         with_hook(tmp_path, lambda runner: setattr(runner, name, None))
-    with pytest.raises(TrainingError, match=r"Asks uses runner.train_loop.val_interval = 2: TrainLoop, or your own loop"):
+    with pytest.raises(TrainingError, match=r"Asks uses runner\.train_loop\.val_interval = 2"):
         with_hook(tmp_path, lambda runner: setattr(runner.train_loop, "val_interval", 2))
 
 
 def test_without_a_work_dir_hooks_that_write_say_what_is_missing():
-    with pytest.raises(AttributeError, match=r"MMEngine's hook LoggerHook uses runner.logger: give the run work_dir="):
+    with pytest.raises(AttributeError, match=r"LoggerHook uses runner\.logger: .*work_dir="):
         ours(None, [RuntimeInfoHook(), IterTimerHook(), LoggerHook(interval=1)], max_epochs=1)
 
 
@@ -416,7 +406,7 @@ def test_several_models_are_refused(tmp_path):
     bus = Bus()
     bus.add(EMAHook())
     model = torch.nn.Linear(1, 1)
-    with pytest.raises(AttributeError, match=r"EMAHook uses runner.model: the run has several models"):
+    with pytest.raises(AttributeError, match=r"EMAHook uses runner\.model:"):
         with Run(bus, model={"a": model, "b": torch.nn.Linear(1, 1)}) as run:
             for _ in run.epochs(1):
                 for _ in run.train([1, 2]):
@@ -473,17 +463,8 @@ def test_each_method_of_each_guest_is_called_as_often_as_by_mmengine(tmp_path, j
             assert len({stage for stage, *_ in here}) == (14 if validates else 8)
 
 
-def test_a_guest_is_added_once_and_taken_off():
-    bus, hook = Bus(), EMAHook()
-    bus.add(hook)
-    with pytest.raises(SubscribeError, match="EMAHook is on this bus already"):
-        bus.add(hook)
-    bus.off(hook)
-    assert bus.subscriptions == ()
-
-
 def test_the_metrics_that_guests_name_are_checked_before_the_training(tmp_path):
-    with pytest.raises(ConfigurationError, match=r"CheckpointHook needs the metric 'acuracy'.*did you mean 'accuracy'"):
+    with pytest.raises(ConfigurationError, match=r"CheckpointHook .*'acuracy'.*'accuracy'"):
         ours(tmp_path, [*default_hooks(), checkpoint_hook(save_best="acuracy", rule="greater")], max_epochs=1)
     assert not list(tmp_path.glob("epoch_*"))
 
