@@ -12,8 +12,8 @@ from mmengine.runner.priority import get_priority
 from eventloop import events as ev
 from eventloop import mount
 from eventloop.bus import GuestHook
+from hooks.compat.mmengine.calls import GuestCalls, join
 from hooks.compat.mmengine.entry import restore_averages
-from hooks.compat.mmengine.runner import GuestRunner, join
 from hooks.options import check_averages_alone
 
 _UPDATED: Final = 31
@@ -54,7 +54,7 @@ class MMEngineHook(GuestHook):
         """The names of the methods that the guest overrides."""
         self.ran = False
         """True if the guest's ``before_run`` was called in the current run."""
-        self._runner: GuestRunner = GuestRunner()
+        self._runner = GuestCalls()
         classes = [f"{base.__module__}.{base.__qualname__}" for base in type(guest).__mro__]
         self._saved = next((_STATE[name] for name in classes if name in _STATE), ())
         self._metrics = next((_METRICS[name] for name in classes if name in _METRICS), "")
@@ -62,13 +62,7 @@ class MMEngineHook(GuestHook):
         self._swapped = False
 
     @property
-    def runner(self) -> GuestRunner:
-        """The runner that the guest gets, from the first run on."""
-        return self._runner
-
-    @property
     def updated_priority(self) -> int:
-        """The priority of ``after_train_iter``."""
         own: int = get_priority(self.priority)
         return own if own >= 40 else _UPDATED + own * 9 // 40
 
@@ -83,7 +77,6 @@ class MMEngineHook(GuestHook):
 
     @property
     def stateful(self) -> bool:
-        """True if the guest has state to save."""
         return bool(self._saved) or (hasattr(self.guest, "state_dict") and hasattr(self.guest, "load_state_dict"))
 
     def state_dict(self) -> dict[str, Any]:
@@ -151,18 +144,24 @@ class MMEngineHook(GuestHook):
         self._runner.begin(trains=event.run.training)
         self.call("before_val")
 
-    def before_val_epoch(self, event: ev.BeforeValEpoch) -> None:
-        self._swap(event.run, "val")
+    def before_val_epoch(self, event: ev.BeforeValEpoch | ev.BeforeTestEpoch) -> None:
+        if self._swaps:  # undone also if the validation or test ends early
+            self._swapped = True
+            event.run.defer(self._swap_back)
+        self.call(event.mount_point)
 
-    def before_val_iter(self, event: ev.BeforeValIter) -> None:
-        self.call("before_val_iter", batch_idx=event.batch_idx, data_batch=event.batch)
+    def before_val_iter(self, event: ev.BeforeValIter | ev.BeforeTestIter) -> None:
+        self.call(event.mount_point, batch_idx=event.batch_idx, data_batch=event.batch)
 
-    def after_val_iter(self, event: ev.AfterValIter) -> None:
-        self.call("after_val_iter", batch_idx=event.batch_idx, data_batch=event.batch, outputs=event.outputs)
+    def after_val_iter(self, event: ev.AfterValIter | ev.AfterTestIter) -> None:
+        self.call(event.mount_point, batch_idx=event.batch_idx, data_batch=event.batch, outputs=event.outputs)
 
-    def after_val_epoch(self, event: ev.AfterValEpoch) -> None:
+    def after_val_epoch(self, event: ev.AfterValEpoch | ev.AfterTestEpoch) -> None:
         self._swapped = False
-        self.call("after_val_epoch", metrics=_plain(event.metrics))
+        self.call(event.mount_point, metrics=_plain(event.metrics))
+
+    before_test_epoch, before_test_iter = before_val_epoch, before_val_iter
+    after_test_iter, after_test_epoch = after_val_iter, after_val_epoch
 
     def after_val(self, event: ev.AfterVal) -> None:
         self.call("after_val")
@@ -185,19 +184,6 @@ class MMEngineHook(GuestHook):
         self._runner.begin(trains=False)
         self.call("before_test")
 
-    def before_test_epoch(self, event: ev.BeforeTestEpoch) -> None:
-        self._swap(event.run, "test")
-
-    def before_test_iter(self, event: ev.BeforeTestIter) -> None:
-        self.call("before_test_iter", batch_idx=event.batch_idx, data_batch=event.batch)
-
-    def after_test_iter(self, event: ev.AfterTestIter) -> None:
-        self.call("after_test_iter", batch_idx=event.batch_idx, data_batch=event.batch, outputs=event.outputs)
-
-    def after_test_epoch(self, event: ev.AfterTestEpoch) -> None:
-        self._swapped = False
-        self.call("after_test_epoch", metrics=_plain(event.metrics))
-
     def after_test(self, event: ev.AfterTest) -> None:
         self.call("after_test")
 
@@ -206,13 +192,6 @@ class MMEngineHook(GuestHook):
             self.call("after_run")
 
     # ------------------------------------------------------------------------------------------- the averages of EMAHook
-
-    def _swap(self, run: ev.RunView, stage: str) -> None:
-        """Call the method that begins a validation or test; undo the exchange of weights if that ends early."""
-        if self._swaps:
-            self._swapped = True
-            run.defer(self._swap_back)
-        self.call(f"before_{stage}_epoch")
 
     def _swap_back(self) -> None:
         if self._swapped:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NoReturn
+from operator import attrgetter
+from typing import Any
 
 from mmengine.runner import BaseLoop, EpochBasedTrainLoop, IterBasedTrainLoop
-
-from hooks.compat.mmengine.moments import Moments
 
 
 class Data:
@@ -36,17 +35,16 @@ class _Loop:
 
     _label = "loop"
 
-    def __init__(self, runner: Moments) -> None:
+    def __init__(self, runner: Any) -> None:
         self._runner = runner
 
-    def run(self) -> NoReturn:
-        """Refuse to run."""
+    def run(self) -> None:
         self._runner.refuse(f"{self._label}.run()", "the run drives its own loop")
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        self._runner.absent(f"{self._label}.{name}")
+        return self._runner.absent(f"{self._label}.{name}")
 
 
 class _TrainLoop(_Loop):
@@ -54,33 +52,15 @@ class _TrainLoop(_Loop):
 
     @property
     def dataloader(self) -> Any:
-        """The training data."""
         data = self._runner.run.train_data
         return self._runner.absent("train_dataloader") if data is None else as_loader(data)
 
-    @property
-    def max_epochs(self) -> int:
-        """Total epochs; 1 in iteration-based training."""
-        return self._runner.max_epochs
+    max_epochs, max_iters, epoch, iter = (
+        property(attrgetter(f"_runner.{name}")) for name in ("max_epochs", "max_iters", "epoch", "iter")
+    )
 
     @property
-    def max_iters(self) -> int:
-        """Total iterations."""
-        return self._runner.max_iters
-
-    @property
-    def epoch(self) -> int:
-        """Epochs done; 0 in iteration-based training."""
-        return self._runner.epoch
-
-    @property
-    def iter(self) -> int:
-        """Iterations done."""
-        return self._runner.iter
-
-    @property
-    def stop_training(self) -> bool:
-        """True if a hook has stopped the training."""
+    def stop_training(self) -> Any:
         return self._runner.stops
 
     @stop_training.setter
@@ -104,12 +84,11 @@ class IterLoop(_TrainLoop, IterBasedTrainLoop):  # type: ignore[misc]
 class EvaluationLoop(_Loop, BaseLoop):  # type: ignore[misc]
     """A validation or a test."""
 
-    def __init__(self, runner: Moments, label: str) -> None:
+    def __init__(self, runner: Any, label: str) -> None:
         super().__init__(runner)
         self._label = label
 
     @property
     def dataloader(self) -> Any:
-        """The data of the current or last validation or test."""
         data = self._runner.run.evaluation_data
         return self._runner.absent(self._label.replace("loop", "dataloader")) if data is None else as_loader(data)

@@ -10,13 +10,27 @@ from typing import Any, Final, NoReturn
 import torch
 from mmengine.runner import Runner
 
-from eventloop.events import Slot
+from eventloop import TrainingError
 from hooks.compat.mmengine import parts
 from hooks.compat.mmengine.loops import EpochLoop, EvaluationLoop, IterLoop
-from hooks.compat.mmengine.moments import Adapter, Moments
+
+_UNKNOWN_DATA: Final = "the training data is unknown before the first epoch"
+_REASONS: Final[Mapping[str, str]] = {
+    "model": "the run has several models, but MMEngine's runner has one",
+    "optim_wrapper": "the run has no optimizer",
+    "max_epochs": "the run has no limit yet: it gets one from run.epochs()",
+    "max_iters": f"{_UNKNOWN_DATA}, or its data has no length",
+    "train_dataloader": _UNKNOWN_DATA,
+    "val_dataloader": "the run has not validated yet",
+    "test_dataloader": "the run has not tested yet",
+}
 
 
-class GuestRunner(Moments):
+class MissingAttributeError(AttributeError):
+    """A guest uses an attribute of MMEngine's runner that a run lacks; ``hasattr`` is then False."""
+
+
+class GuestRunner:
     """A run with the interface of MMEngine's ``Runner``. The guests of one bus share it, from run to run.
 
     It has the attributes that MMEngine's own hooks use: model, optimizers, schedulers, loops, data, counts, directories,
@@ -26,18 +40,28 @@ class GuestRunner(Moments):
     ``before_run`` and ``before_train`` come when the run knows its data, which in your own loop is the first epoch.
     """
 
+    def __init__(self) -> None:
+        self.run: Any = None
+        self.trains = False
+        """True if the guests' ``before_train`` was called in the current run."""
+        self.stops = False
+        """True if a guest has stopped the training."""
+        self.param_schedulers: Any = None
+        self._adapters: list[Any] = []
+        self._calling: list[Any] = []
+        self._entry: Mapping[str, Any] | None = None
+        self._wrapper: tuple[list[int], Any] | None = None
+
     call_hook = Runner.call_hook
 
     @property
     def hooks(self) -> list[Any]:
-        """The guests, in the order of priorities."""
         return [adapter.guest for adapter in self._adapters]
 
     _hooks = hooks
 
     @property
     def model(self) -> torch.nn.Module:
-        """The model, also in its wrapper."""
         if len(self.run.models) > 1:
             self.absent("model")
         model: torch.nn.Module = self.run.model
@@ -45,12 +69,10 @@ class GuestRunner(Moments):
 
     @property
     def model_name(self) -> str:
-        """Name of the model's class."""
         return type(self.run.unwrapped_model).__name__
 
     @property
     def optim_wrapper(self) -> Any:
-        """MMEngine's wrapper of the optimizer, or of several by name; the run steps them."""
         if not self.run.optimizers:
             self.absent("optim_wrapper")
         if self._wrapper is None:
@@ -59,7 +81,6 @@ class GuestRunner(Moments):
 
     @property
     def by_iter(self) -> bool:
-        """True in iteration-based training."""
         return self.run.counters.max_iters is not None
 
     @property
@@ -69,7 +90,6 @@ class GuestRunner(Moments):
 
     @property
     def iter(self) -> int:
-        """Iterations done."""
         return int(self.run.counters.iter)
 
     @property
@@ -80,7 +100,6 @@ class GuestRunner(Moments):
 
     @property
     def max_iters(self) -> int:
-        """Total iterations."""
         limit = self.run.total_iters
         return self.absent("max_iters") if limit is None else int(limit)
 
@@ -90,17 +109,14 @@ class GuestRunner(Moments):
 
     @property
     def train_loop(self) -> Any:
-        """The training."""
         return self._loops[self.by_iter]
 
     @property
     def val_loop(self) -> Any:
-        """The validation; None if the run has none."""
         return None if self.run.validates is False else self._loops[2]
 
     @property
     def test_loop(self) -> Any:
-        """The test."""
         return self._loops[3]
 
     @property
@@ -109,22 +125,18 @@ class GuestRunner(Moments):
 
     @property
     def train_dataloader(self) -> Any:
-        """The training data."""
         return self.train_loop.dataloader
 
     @property
     def val_dataloader(self) -> Any:
-        """The validation data."""
         return self._loops[2].dataloader
 
     @property
     def test_dataloader(self) -> Any:
-        """The test data."""
         return self._loops[3].dataloader
 
     @property
     def work_dir(self) -> str:
-        """The absolute path of the work dir."""
         directory = self.run.work_dir
         return self.absent("work_dir") if directory is None else str(Path(directory).absolute())
 
@@ -137,23 +149,19 @@ class GuestRunner(Moments):
 
     @property
     def seed(self) -> int | None:
-        """The seed of the run, if any."""
         seed: int | None = self.run.seed
         return seed
 
     @property
     def rank(self) -> int:
-        """Rank of this process."""
         return int(self.run.rank)
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
         return int(self.run.world_size)
 
     @property
     def distributed(self) -> bool:
-        """True if there are several processes."""
         return self.world_size > 1
 
     @property
@@ -162,12 +170,10 @@ class GuestRunner(Moments):
 
     @cached_property
     def cfg(self) -> Any:
-        """The configuration of the run as MMEngine's ``Config``."""
         return parts.config(self.run.config)
 
     @cached_property
     def logger(self) -> Any:
-        """MMEngine's logger: console, and a file in the log dir."""
         level = self.run.config.get("log_level", "INFO")
         return parts.logger(self.experiment_name, self.log_dir, f"{self.timestamp}.log", level)
 
@@ -184,7 +190,6 @@ class GuestRunner(Moments):
 
     @cached_property
     def log_processor(self) -> Any:
-        """MMEngine's log processor."""
         return parts.log_processor(self.run.config.get("log_processor"), by_epoch=not self.by_iter)
 
     def save_checkpoint(
@@ -205,6 +210,22 @@ class GuestRunner(Moments):
             self, out_dir, filename, file_client_args, save_optimizer, save_param_scheduler, meta, by_epoch, backend_args
         )
 
+    def absent(self, name: str) -> NoReturn:
+        """Raise the error for a missing attribute."""
+        if name in ("work_dir", "log_dir", "logger", "visualizer"):
+            reason = self.run.work_dir_advice
+        else:
+            reason = _REASONS.get(name, "a trainbus run does not have this attribute")
+        raise MissingAttributeError(f"{self._caller} uses runner.{name}: {reason}", name=name, obj=self)
+
+    def refuse(self, action: str, reason: str) -> NoReturn:
+        """Raise the error for an action without an effect on the run."""
+        raise TrainingError(f"{self._caller} uses runner.{action}: {reason}")
+
+    @property
+    def _caller(self) -> str:
+        return f"MMEngine's hook {type(self._calling[-1]).__name__}" if self._calling else "a hook of MMEngine"
+
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -214,16 +235,3 @@ class GuestRunner(Moments):
         if isinstance(getattr(type(self), name, None), property):
             self.refuse(f"{name} = ...", "the run decides this itself")
         super().__setattr__(name, value)
-
-
-_RUNNER: Final = Slot("MMEngine runner", GuestRunner)
-
-
-def join(run: Any, adapter: Adapter, own: GuestRunner) -> GuestRunner:
-    """Add an adapter to the runner of the run. The first adapter keeps the runner of its earlier run."""
-    runner: GuestRunner | None = run.shared.get(_RUNNER)
-    if runner is None:
-        runner = run.shared[_RUNNER] = own
-        runner.enter(run)
-    runner.add(adapter)
-    return runner

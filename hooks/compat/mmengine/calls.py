@@ -1,85 +1,41 @@
-"""Call the methods of guests at MMEngine's moments, and keep their state during a run."""
+"""``GuestCalls``: call the methods of guests at MMEngine's moments, and keep their state during a run."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Protocol
+from typing import Any, Final, Protocol
 
 import mmengine
 from mmengine.logging import MessageHub
 
-from eventloop import TrainingError
+from eventloop.events import Slot
 from hooks.compat.mmengine import parts
 from hooks.compat.mmengine.entry import ENTRY, entry_of, restore_hub, restore_schedulers
-
-_UNKNOWN_DATA: Final = "the training data is unknown before the first epoch"
-_REASONS: Final[Mapping[str, str]] = {
-    "model": "the run has several models, but MMEngine's runner has one",
-    "optim_wrapper": "the run has no optimizer",
-    "max_epochs": "the run has no limit yet: it gets one from run.epochs()",
-    "max_iters": f"{_UNKNOWN_DATA}, or its data has no length",
-    "train_dataloader": _UNKNOWN_DATA,
-    "val_dataloader": "the run has not validated yet",
-    "test_dataloader": "the run has not tested yet",
-}
-
-
-class MissingAttributeError(AttributeError):
-    """A guest uses an attribute of MMEngine's runner that a run lacks; ``hasattr`` is then False."""
+from hooks.compat.mmengine.runner import GuestRunner
 
 
 class Adapter(Protocol):
-    """The part of :class:`hooks.compat.mmengine.guest.MMEngineHook` that the runner uses."""
+    """The part of :class:`hooks.compat.mmengine.guest.MMEngineHook` that this class uses."""
 
     guest: Any
     ran: bool
     heard: frozenset[str]
 
-    def begin_run(self) -> None:
-        """Call ``before_run`` of the guest, once in a run."""
-
-    def call(self, stage: str, **arguments: Any) -> None:
-        """Call a method of the guest, if it overrides it."""
+    def begin_run(self) -> None: ...
+    def call(self, stage: str, **arguments: Any) -> None: ...
 
 
-class Moments:
-    """The part of a :class:`~hooks.compat.mmengine.runner.GuestRunner` that its adapters call."""
-
-    if TYPE_CHECKING:  # the runner defines these
-
-        @property
-        def by_iter(self) -> bool: ...
-        @property
-        def seed(self) -> int | None: ...
-        @property
-        def epoch(self) -> int: ...
-        @property
-        def iter(self) -> int: ...
-        @property
-        def max_epochs(self) -> int: ...
-        @property
-        def max_iters(self) -> int: ...
-        @property
-        def optim_wrapper(self) -> Any: ...
+class GuestCalls(GuestRunner):
+    """The runner that guests get, with the methods that their adapters call."""
 
     def __init__(self) -> None:
-        self.run: Any = None
-        self.trains = False
-        """True if the guests' ``before_train`` was called in the current run."""
-        self.stops = False
-        """True if a guest has stopped the training."""
-        self._adapters: list[Adapter] = []
-        self._calling: list[Any] = []
+        super().__init__()
         self._epoch_open: list[Adapter] = []
         """The adapters whose guests have not had ``after_train_epoch`` of the present epoch."""
-        self._entry: Mapping[str, Any] | None = None
-        self._wrapper: tuple[list[int], Any] | None = None
-        self.param_schedulers: Any = None
         self._named = False
 
     def enter(self, run: Any) -> None:
-        """Begin a new run."""
         self.run = run
         self.trains = self.stops = False
         self._adapters, self._epoch_open, self._entry = [], [], None
@@ -92,7 +48,6 @@ class Moments:
             self.message_hub = MessageHub.get_instance(self.experiment_name)
 
     def add(self, adapter: Adapter) -> None:
-        """Add the adapter of a guest; they come in the order of priorities."""
         self._adapters.append(adapter)
 
     def leads(self, adapter: Adapter) -> bool:
@@ -100,7 +55,6 @@ class Moments:
         return self._adapters[0] is adapter
 
     def call(self, guest: Any, stage: str, **arguments: Any) -> None:
-        """Call a method of a guest."""
         self._calling.append(guest)
         try:
             getattr(guest, stage)(self, **arguments)
@@ -145,7 +99,6 @@ class Moments:
             self.stop_if_asked()
 
     def stop_if_asked(self) -> None:
-        """Stop the run if a guest asked for it."""
         if self.stops and self.run.training:
             self.run.stop("a hook of MMEngine set runner.train_loop.stop_training")
 
@@ -159,29 +112,12 @@ class Moments:
         restore_hub(self.message_hub, self._entry or {})
 
     def save(self, checkpoint: dict[str, Any]) -> None:
-        """Add the guests' state to a checkpoint."""
         checkpoint[ENTRY] = entry_of(self.message_hub, self.param_schedulers, self._wrappers())
 
     def meta(self) -> dict[str, Any]:
         """Return the facts that MMEngine's checkpoints have under ``"meta"``, for hooks that read them or add to them."""
         facts = {"epoch": self.epoch, "iter": self.iter, "seed": self.seed, "experiment_name": self.experiment_name}
         return {**facts, "time": time.strftime("%Y%m%d_%H%M%S"), "mmengine_version": mmengine.__version__}
-
-    def absent(self, name: str) -> NoReturn:
-        """Raise the error for a missing attribute."""
-        if name in ("work_dir", "log_dir", "logger", "visualizer"):
-            reason = self.run.work_dir_advice
-        else:
-            reason = _REASONS.get(name, "a trainbus run does not have this attribute")
-        raise MissingAttributeError(f"{self._caller} uses runner.{name}: {reason}", name=name, obj=self)
-
-    def refuse(self, action: str, reason: str) -> NoReturn:
-        """Raise the error for an action without an effect on the run."""
-        raise TrainingError(f"{self._caller} uses runner.{action}: {reason}")
-
-    @property
-    def _caller(self) -> str:
-        return f"MMEngine's hook {type(self._calling[-1]).__name__}" if self._calling else "a hook of MMEngine"
 
     def _wrappers(self) -> dict[str, Any]:
         return parts.by_name(self.run.optimizers, self.optim_wrapper) if self.run.optimizers else {}
@@ -205,3 +141,16 @@ class Moments:
             restore_schedulers(self.param_schedulers, self._wrappers(), self._entry)
             for group, values in zip(groups, before, strict=True):
                 group.update(values)
+
+
+_RUNNER: Final = Slot("MMEngine runner", GuestCalls)
+
+
+def join(run: Any, adapter: Adapter, own: GuestCalls) -> GuestCalls:
+    """Add an adapter to the runner of the run, in the order of priorities. The first keeps the runner of its earlier run."""
+    runner: GuestCalls | None = run.shared.get(_RUNNER)
+    if runner is None:
+        runner = run.shared[_RUNNER] = own
+        runner.enter(run)
+    runner.add(adapter)
+    return runner
