@@ -177,7 +177,6 @@ class CheckpointHook(CopiedAnew, Hook):
         self._began_at = event.progress.iter if self._loaded_here or not event.progress.iter else None
 
     def after_train(self, event: events.AfterTrain) -> None:
-        """Save at the end of training."""
         self._finished = True
         if self._kept.best.names:
             warn_unvalidated(event, f"{self.label}(save_best=...)")
@@ -221,7 +220,6 @@ class CheckpointHook(CopiedAnew, Hook):
             self._request(event.run, self._template.format(done))
 
     def after_val_epoch(self, event: events.AfterValEpoch) -> None:
-        """Save if a metric is the best so far."""
         if not self._kept.best.names or not event.run.training:
             return
         if not event.metrics and self._kept.best.names == ("auto",):
@@ -234,7 +232,6 @@ class CheckpointHook(CopiedAnew, Hook):
             self._request(event.run, file, metric, score)
 
     def checkpoint_committed(self, event: events.CheckpointCommitted) -> None:
-        """Delete files that now have a durable successor."""
         directory, gone = self._kept.directory, self._kept.committed(event.names)
         if directory is None or not self._removes:
             return

@@ -43,12 +43,10 @@ class Accuracy:
         self._seen = 0
 
     def update(self, logits: torch.Tensor, target: torch.Tensor) -> None:
-        """Count a batch: logits of shape (batch, classes), targets of shape (batch,)."""
         self._right = self._right + (logits.argmax(1) == target).sum()
         self._seen += len(target)
 
     def compute(self) -> float:
-        """Return the share, 0 to 1."""
         return float(self._right) / max(1, self._seen)
 
 
@@ -105,7 +103,6 @@ class Evidence(Hook):
         self._console, self._epochs = console, epochs
 
     def after_val_epoch(self, event: Any) -> None:
-        """Print each fourth epoch, and the last one."""
         epoch, accuracy = event.progress.epoch, event.metrics["accuracy"]
         if accuracy > self.best[0]:
             self.best = accuracy, epoch
@@ -114,21 +111,17 @@ class Evidence(Hook):
             self._console.print(text, highlight=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best epoch, for a resumed run."""
         return {"best": self.best}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the best epoch of the resumed run."""
         self.best = state["best"]
 
     def checkpoint_committed(self, event: Any) -> None:
-        """Add up the time and the bytes of checkpoints."""
         if event.bytes:  # not a second name of a file
             self.checkpoints, self.bytes, self.stall = self.checkpoints + 1, event.bytes, self.stall + event.stall
 
     @property
     def sentence(self) -> str:
-        """What the checkpoints cost, or an empty string."""
         if not self.checkpoints:
             return ""
         size, waited = f"{self.bytes / 1e3:.0f} kB", f"{self.stall * 1e3:.0f} ms in all"

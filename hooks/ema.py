@@ -91,7 +91,7 @@ class EMAHook(CopiedAnew, Hook):
         """The average, or None before its first update."""
         self._horizon_checked = False
         self._in_checkpoint = False
-        self._lacking_told = False
+        self._lacking_logged = False
 
     def before_run(self, event: events.BeforeRun) -> None:
         """Find the model. The average of an earlier run of the same model is kept."""
@@ -134,7 +134,6 @@ class EMAHook(CopiedAnew, Hook):
             average.swap(self._model)
 
     def before_save_checkpoint(self, event: events.BeforeSaveCheckpoint) -> None:
-        """Put the averaged weights under ``state_dict`` and the raw ones under ``ema_state_dict``."""
         average, weights = self.average, self._weights_in(event.checkpoint["state_dict"])
         # Tensors that are not averaged (buffers) are the same in both, so the file stores them once.
         averaged = raw = weights
@@ -147,12 +146,12 @@ class EMAHook(CopiedAnew, Hook):
 
     def _warn_of_lacking(self, lacking: set[str]) -> None:
         """Warn once of trained weights that another trainer's checkpoint leaves out, or has other values for."""
-        if not lacking or self._lacking_told:
+        if not lacking or self._lacking_logged:
             return
         keys = checkpoint_keys(self._model)
         trained = {keys.get(name) for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         if others := sorted(lacking & trained):
-            self._lacking_told = True
+            self._lacking_logged = True
             log.warning(
                 "code of the trainer leaves these weights out of its checkpoint or changes them, so their average is not in it",
                 weights=others,

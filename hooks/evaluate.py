@@ -121,7 +121,6 @@ class EvaluateHook(Hook):
         self._evaluate(event.run, event.progress.epoch + 1, event.progress.iter + 1)
 
     def after_train(self, event: AfterTrain) -> None:
-        """Evaluate at the end of training, unless this iteration was evaluated, and log the best result."""
         progress = event.progress
         if self._evaluated_at != progress.iter:
             self._evaluate(event.run, progress.epoch, progress.iter)

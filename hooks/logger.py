@@ -53,7 +53,7 @@ class LogRecord(events.RunEvent, kw_only=True):
     outputs: events.Scalars
 
 
-_HEARD = (AfterTrainIter, AfterTrainEpoch, AfterRun, OnException, LogRecord, ImageReported, Evaluated, CheckpointStaged)
+_LOGGED = (AfterTrainIter, AfterTrainEpoch, AfterRun, OnException, LogRecord, ImageReported, Evaluated, CheckpointStaged)
 
 
 @register
@@ -223,7 +223,7 @@ class LoggerHook(CopiedAnew, Hook):
     # on_error="log" only here: when an inline method publishes, it may raise the error of another offloaded handler.
     # Large batches, because each wake-up of this thread costs the training about 0.3 ms: the GIL changes hands, and caches are
     # cold. A lane that is half full wakes it earlier, and what waits for lines (a drain, a commit, the end) wakes it at once.
-    @mount(*_HEARD, offload="thread", batch=1024, linger=0.25, timeout=attrgetter("timeout"), on_error="log")
+    @mount(*_LOGGED, offload="thread", batch=1024, linger=0.25, timeout=attrgetter("timeout"), on_error="log")
     def write(self, batch: list[events.Event]) -> None:
         with self._writing:
             durable = False

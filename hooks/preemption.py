@@ -83,7 +83,6 @@ class PreemptionHook(CopiedAnew, Hook):
 
     @mount(priority=Priority.LOWEST)
     def after_run(self, event: AfterRun) -> None:
-        """Log the signal, and wait for the last checkpoint while signals are still handled."""
         if self.received is not None:
             why = {"reason": "the run has no work_dir"} if event.run.work_dir is None else {}
             log.warning("a signal ended the run", signal=self.received.name, saved=self._saved, iter=event.progress.iter, **why)

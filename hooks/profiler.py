@@ -62,7 +62,6 @@ class ProfilerSession:
         self._profiler = profile(on_trace_ready=on_trace_ready and partial(self._hand_over, on_trace_ready), **options)
 
     def start(self) -> None:
-        """Start the profiler; raise ConfigurationError if another one is running."""
         if ProfilerSession._active is not None:
             both = f"{self._owner} cannot profile while {ProfilerSession._active} is"
             raise ConfigurationError(f"{both}: torch runs one profiler at a time; remove one of them")

@@ -96,7 +96,6 @@ class RetentionPolicy(CopiedAnew):
             return any(file.name == name for files in self._files.values() for file in files)
 
     def put(self, name: str, kind: str = REGULAR, score: float | None = None) -> None:
-        """Add a requested file. It replaces a file of the same name."""
         with self._lock:
             files = self._files.setdefault(kind, [])
             if score is None and files and files[-1].name == name:
@@ -104,7 +103,6 @@ class RetentionPolicy(CopiedAnew):
             self._files[kind] = [*(file for file in files if file.name != name), KeptFile(name, score)]
 
     def own(self, paths: Iterable[str]) -> Collection[str]:
-        """Return the names of the files that are in this policy's directory."""
         if (prefix := self._prefix) is None:
             return ()
         names = {path.removeprefix(prefix) for path in paths if path.startswith(prefix)}
@@ -140,7 +138,7 @@ class RetentionPolicy(CopiedAnew):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the files, without missing ones and without names of another form: this hook removes these files later."""
-        self.best.found(state["metrics"])
+        self.best.choose(state["metrics"])
         wanted = {kind: files for kind, files in state["best"].items() if kind in self.best.names}
         for kind, files in {REGULAR: state["files"], **wanted}.items():
             there = [KeptFile(one["name"], one["score"], durable=True) for one in files if self._exists(one["name"])]

@@ -102,10 +102,9 @@ class BestMetrics:
                 self._rule_of(metric)  # raises now if it cannot be inferred
 
     def reset(self) -> None:
-        """Forget the metric chosen by ``"auto"``."""
         self.names = self._given
 
-    def found(self, names: Iterable[str] | None) -> None:
+    def choose(self, names: Iterable[str] | None) -> None:
         """Set the metric chosen by ``"auto"``."""
         if self.names == ("auto",) and names:
             self.names = tuple(names)
@@ -116,7 +115,7 @@ class BestMetrics:
         Raises:
             TrainingError: a metric is missing, or is not a number.
         """
-        self.found(list(metrics)[:1])
+        self.choose(list(metrics)[:1])
         for metric in self.names:
             score = value_of("save_best is", metric, metrics)
             if score is not None and is_better(self._rule_of(metric), score, best.get(metric)):

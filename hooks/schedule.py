@@ -101,7 +101,6 @@ class ParamSchedulerHook(Hook):
         event.run.note_options(KEY, self._given)
 
     def before_train(self, event: events.BeforeTrain) -> None:
-        """Check that the run has each scheduler's optimizer, and that no other hook steps the scheduler."""
         run = event.run
         if self.by == "metric":
             check_validated(event, f'{self.label}(by="metric")')

@@ -50,7 +50,6 @@ class Smoother:
         self.begin_run()
 
     def begin_run(self) -> None:
-        """Forget all scalars."""
         self._latest: dict[str, float] = {}
         self._seen: dict[str, int] = {}
         # The last values, each with the number of its iteration; None for a scalar that is not averaged.
@@ -92,7 +91,6 @@ class Smoother:
         return values | {custom.options.log_name: custom.value() for custom in self._customs if custom.count}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all windows, as plain values."""
         keys = {key: [self._seen[key], value, list(self._windows[key] or ())] for key, value in self._latest.items()}
         return {"count": self.count, "keys": keys, "customs": [custom.state_dict() for custom in self._customs]}
 

@@ -114,7 +114,6 @@ class Callbacks(CallbackHandler):  # type: ignore[misc]
         return control
 
     def exported(self) -> list[Any]:
-        """Return the callbacks with state."""
         return [one for one in self.callbacks if isinstance(one, ExportableState)]
 
     def restore(self, states: Mapping[str, Any]) -> list[str]:

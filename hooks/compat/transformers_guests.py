@@ -87,7 +87,6 @@ class TransformersHook(GuestHook):
         return {mount_point for some in _NEEDED.values() for mount_point in some} - needed
 
     def before_run(self, event: BeforeRun) -> None:
-        """Join the other callbacks of the run."""
         from hooks.compat.transformers_trainer import TrainerFacade
 
         run = event.run
@@ -100,16 +99,16 @@ class TransformersHook(GuestHook):
     def _leave(self) -> None:
         self._trainer = None
 
-    def _hear(self, event: Event) -> None:
+    def _forward(self, event: Event) -> None:
         if self._trainer is None:
             raise added_late(self.label)
         self._trainer.handle(event)
 
-    before_train = before_train_epoch = before_train_iter = before_optimizer_step = after_optimizer_step = _hear
-    after_train_iter = after_train_epoch = after_train = after_run = _hear
-    before_val = after_val_iter = after_val_epoch = before_test = after_test_iter = after_test_epoch = _hear
-    before_save_checkpoint = after_load_checkpoint = _hear
-    checkpoint_staged = checkpoint_committed = checkpoint_failed = checkpoint_skipped = _hear
+    before_train = before_train_epoch = before_train_iter = before_optimizer_step = after_optimizer_step = _forward
+    after_train_iter = after_train_epoch = after_train = after_run = _forward
+    before_val = after_val_iter = after_val_epoch = before_test = after_test_iter = after_test_epoch = _forward
+    before_save_checkpoint = after_load_checkpoint = _forward
+    checkpoint_staged = checkpoint_committed = checkpoint_failed = checkpoint_skipped = _forward
 
 
 def _overridden(callback: Any) -> frozenset[str]:

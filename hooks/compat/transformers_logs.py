@@ -12,7 +12,7 @@ from transformers.trainer_utils import denumpify_detensorize, speed_metrics
 from eventloop.events import Progress, RunView
 
 
-class Meter:
+class LogLines:
     """Collect the values for the log lines of a training, without waiting for a device in between.
 
     ``nan_filter`` replaces a loss that is not finite by the mean of those before it, as ``args.logging_nan_inf_filter``.
@@ -48,7 +48,6 @@ class Meter:
         self._rate = rate.clone() if isinstance(rate, torch.Tensor) else rate
 
     def take(self, outputs: Mapping[str, Any], batch: Any) -> None:
-        """Take the outputs of an iteration."""
         loss = outputs.get("loss")
         if loss is not None:
             self._window.append(loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss)))
@@ -82,7 +81,6 @@ class Meter:
         return logs
 
     def summary(self, progress: Progress, total_flos: float) -> dict[str, Any]:
-        """Return the scalars of a whole training."""
         run, (step, iteration) = self._run, self._begun_at
         samples = number_of_samples(run.train_data)
         seen = samples * (progress.iter - iteration) / run.epoch_length if samples and run.epoch_length else None
@@ -93,12 +91,10 @@ class Meter:
         return logs | {"total_flos": total_flos, "train_loss": loss}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that a resumed run needs for the same lines."""
         loss = None if self._loss is None else self._loss.clone()
         return {"loss": loss, "before": self._before, "logged": self.logged, "from": self._from, "flos": self.flos}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
         self._loss, self._before, self.logged, self._from = state["loss"], state["before"], state["logged"], state["from"]
         self.flos = state["flos"]
         if self._loss is not None:

@@ -18,11 +18,9 @@ class SavedStates:
         self._step = -1
 
     def begun(self, path: str, state: Any) -> None:
-        """Keep a copy of the state for a checkpoint."""
         self.open[path] = copy(state)
 
     def ended(self, path: str, *, durable: bool) -> None:
-        """Note that a checkpoint is durable, or was not written."""
         state = self.open.pop(path, None)
         if durable and state is not None:
             self._durable.append(state)

@@ -14,7 +14,7 @@ from transformers.trainer_utils import IntervalStrategy
 from eventloop import TrainbusError, events, get_logger
 from eventloop.events import RunView
 from hooks.compat.transformers_callbacks import Callbacks, Guest, State, arguments_for, is_local_first, schedule_of
-from hooks.compat.transformers_logs import Meter, named, number_of_samples, speeds
+from hooks.compat.transformers_logs import LogLines, named, number_of_samples, speeds
 from hooks.compat.transformers_saves import SavedStates
 
 log = get_logger()
@@ -32,7 +32,7 @@ class TrainerFacade:
     def __init__(self, run: RunView) -> None:
         self._run = run
         self._hooks: list[Guest] = []
-        self._heard: dict[type[events.Event], events.Event] = {}
+        self._handled: dict[type[events.Event], events.Event] = {}
         self._restored: dict[str, Any] | None = None
         self._list: Callbacks | None = None
         self._state, self._control = State(), TrainerControl()
@@ -42,13 +42,12 @@ class TrainerFacade:
         self._saves = SavedStates()
 
     def join(self, hook: Guest) -> None:
-        """Add a callback, before the run begins."""
         self._hooks.append(hook)
 
     def handle(self, event: events.Event) -> None:
         """Handle an event, once."""
-        if self._heard.get(type(event)) is not event:
-            self._heard[type(event)] = event
+        if self._handled.get(type(event)) is not event:
+            self._handled[type(event)] = event
             getattr(self, event.mount_point)(event)
 
     # ------------------------------------------------------------------------------------------------- moments
@@ -62,34 +61,34 @@ class TrainerFacade:
         self._begin_epoch()
 
     def before_train_iter(self, event: events.BeforeTrainIter) -> None:
-        self._meter.before_iteration()
+        self._lines.before_iteration()
         if not self._in_epoch:
             self._begin_epoch()
         if not self._in_window:
             self._in_window = True
-            self._tell("on_step_begin")
+            self._call("on_step_begin")
 
     def before_optimizer_step(self, event: events.BeforeOptimizerStep) -> None:
-        self._tell("on_pre_optimizer_step")
+        self._call("on_pre_optimizer_step")
 
     def after_optimizer_step(self, event: events.AfterOptimizerStep) -> None:
-        self._tell("on_optimizer_step")
+        self._call("on_optimizer_step")
 
     def after_train_iter(self, event: events.AfterTrainIter) -> None:
-        self._meter.take(event.outputs, event.batch)
+        self._lines.take(event.outputs, event.batch)
         if not event.run.updated:
-            self._tell("on_substep_end")
+            self._call("on_substep_end")
             self._stop_if_asked()
             return
         step = event.progress.update
-        self._meter.close_window(step)
+        self._lines.close_window(step)
         self._in_window = False
         self._count(step + 1, event.progress.iter + 1)
         args = self._args
         by_steps = args.logging_strategy == IntervalStrategy.STEPS
         if (by_steps and (step + 1) % self._state.logging_steps == 0) or (step == 0 and args.logging_first_step):
             self._control.should_log = True
-        self._tell("on_step_end")
+        self._call("on_step_end")
         self._decide()
         self._stop_if_asked()
         length = event.run.epoch_length
@@ -105,12 +104,12 @@ class TrainerFacade:
         if self._in_epoch:  # a stop cut it short; a Trainer ends such an epoch
             self._end_epoch(goes_on=False)
         self._store_flos()
-        self._log(self._meter.summary(event.progress, self._state.total_flos))
-        self._tell_saved(wait=True)
-        self._tell("on_train_end")
+        self._log(self._lines.summary(event.progress, self._state.total_flos))
+        self._call_on_save(wait=True)
+        self._call("on_train_end")
 
     def after_run(self, event: events.AfterRun) -> None:
-        self._tell_saved(wait=True)
+        self._call_on_save(wait=True)
 
     def before_val(self, event: events.BeforeVal | events.BeforeTest) -> None:
         self._prepare(event)
@@ -123,14 +122,14 @@ class TrainerFacade:
     before_test = before_val
 
     def after_val_iter(self, event: events.AfterValIter | events.AfterTestIter) -> None:
-        self._tell("on_prediction_step")
+        self._call("on_prediction_step")
 
     after_test_iter = after_val_iter
 
     def after_val_epoch(self, event: events.AfterValEpoch) -> None:
         metrics = self._metrics("eval", event)
         self._log(metrics)
-        self._tell("on_evaluate", metrics)
+        self._call("on_evaluate", metrics)
         if event.run.training:
             self._state.take_best(metrics, self._args, named=any(_names_metric(hook.args) for hook in self._hooks))
             if self._control.should_save:
@@ -138,7 +137,7 @@ class TrainerFacade:
             self._stop_if_asked()
 
     def after_test_epoch(self, event: events.AfterTestEpoch) -> None:
-        self._tell("on_predict", self._metrics("test", event))
+        self._call("on_predict", self._metrics("test", event))
 
     # ------------------------------------------------------------------------------------------------ checkpoints
 
@@ -147,7 +146,7 @@ class TrainerFacade:
             return
         self._store_flos()
         self._state.stateful_callbacks = State(stateful_callbacks=self._callbacks.exported()).stateful_callbacks
-        event.checkpoint[KEY] = {"state": self._state.known(), "meter": self._meter.state_dict()}
+        event.checkpoint[KEY] = {"state": self._state.known(), "meter": self._lines.state_dict()}
 
     def after_load_checkpoint(self, event: events.AfterLoadCheckpoint) -> None:
         self._restored = event.checkpoint.get(KEY)
@@ -165,7 +164,7 @@ class TrainerFacade:
 
     checkpoint_skipped = checkpoint_failed
 
-    def _tell_saved(self, *, wait: bool = False) -> None:
+    def _call_on_save(self, *, wait: bool = False) -> None:
         if wait and self._saves.open:
             self._run.wait_for_saves()
         for state in self._saves.completed():
@@ -179,7 +178,7 @@ class TrainerFacade:
         assert self._list is not None  # noqa: S101 - _prepare() made it
         return self._list
 
-    def _tell(self, moment: str, *given: Any) -> None:
+    def _call(self, moment: str, *given: Any) -> None:
         self._control = getattr(self._callbacks, moment)(self._args, self._state, self._control, *given)
 
     def _prepare(self, event: events.RunEvent) -> None:
@@ -191,21 +190,21 @@ class TrainerFacade:
         processing = next((hook.processing_class for hook in self._hooks if hook.processing_class is not None), None)
         self._list = Callbacks([hook.guest for hook in self._hooks], run, processing)
         self._state = State(stateful_callbacks=self._list.exported())
-        self._meter = Meter(run, nan_filter=self._args.logging_nan_inf_filter)
+        self._lines = LogLines(run, nan_filter=self._args.logging_nan_inf_filter)
         if self._restored is not None:
             self._restore(self._restored, self._list)
         self._state.is_world_process_zero = run.rank == 0
         self._state.is_local_process_zero = is_local_first(run.rank)
         self._count(event.progress.update, event.progress.iter)
         self._list.lr_scheduler = schedule_of(run)
-        self._tell("on_init_end")
+        self._call("on_init_end")
 
     def _restore(self, saved: dict[str, Any], callbacks: Callbacks) -> None:
         known = {field.name for field in fields(State)}
         for name, value in saved["state"].items():
             if name in known:
                 setattr(self._state, name, value)
-        self._meter.load_state_dict(saved["meter"])
+        self._lines.load_state_dict(saved["meter"])
         if unknown := callbacks.restore(saved["state"].get("stateful_callbacks", {})):
             log.warning("the checkpoint has state of callbacks that are not on the bus", callbacks=unknown)
 
@@ -216,8 +215,8 @@ class TrainerFacade:
         if self._begun:
             return
         self._begun = True
-        self._meter.begin(event.progress, resumed=self._restored is not None)
-        self._tell("on_train_begin")
+        self._lines.begin(event.progress, resumed=self._restored is not None)
+        self._call("on_train_begin")
 
     def _count(self, step: int, iterations: int) -> None:
         """Set the steps and the epochs so far."""
@@ -230,13 +229,13 @@ class TrainerFacade:
 
     def _begin_epoch(self) -> None:
         self._in_epoch = True
-        self._tell("on_epoch_begin")
+        self._call("on_epoch_begin")
 
     def _end_epoch(self, *, goes_on: bool = True) -> None:
         self._in_epoch = False
         if self._args.logging_strategy == IntervalStrategy.EPOCH:
             self._control.should_log = True
-        self._tell("on_epoch_end")
+        self._call("on_epoch_end")
         self._decide(evaluates=goes_on)
         self._stop_if_asked()
 
@@ -244,10 +243,10 @@ class TrainerFacade:
 
     def _decide(self, *, evaluates: bool = True) -> None:
         """Log, validate and save if a callback asks for it, in this order."""
-        self._tell_saved()
+        self._call_on_save()
         step = self._state.global_step
-        if self._control.should_log and step > self._meter.logged:
-            logs = self._meter.line(step)
+        if self._control.should_log and step > self._lines.logged:
+            logs = self._lines.line(step)
             self._store_flos()
             self._log(logs)
         if self._control.should_evaluate and evaluates:
@@ -277,11 +276,11 @@ class TrainerFacade:
     def _log(self, logs: dict[str, Any]) -> None:
         logs["epoch"] = self._state.epoch
         self._state.log_history.append({**logs, "step": self._state.global_step})
-        self._tell("on_log", logs)
+        self._call("on_log", logs)
 
     def _store_flos(self) -> None:
-        self._state.total_flos += self._meter.flos
-        self._meter.flos = 0.0
+        self._state.total_flos += self._lines.flos
+        self._lines.flos = 0.0
 
     def _metrics(self, prefix: str, event: events.AfterValEpoch | events.AfterTestEpoch) -> dict[str, Any]:
         samples = number_of_samples(event.run.evaluation_data)

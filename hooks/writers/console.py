@@ -45,7 +45,7 @@ class ConsoleWriter(Writer):
         # Learning rates first, times last; the sort is stable, so the rest stays in the order of the outputs.
         names = sorted(short, key=lambda name: _LAST.index(name) + 2 if name in _LAST else not _is_rate(name))
         values = [Text.assemble(cell(name, "dim"), " ", format_number(name, short[name], self._digits)) for name in names]
-        self._print([_moment(where), *values])
+        self._print([_position(where), *values])
 
     def write_text(self, name: str, text: str, where: Where) -> None:
         self._print([Text.assemble(cell(name, "dim"), " ", cell(text, keep="\n"))])
@@ -88,7 +88,7 @@ def _fitted(parts: list[Text], width: int) -> Text:
     return line
 
 
-def _moment(where: Where) -> Text:
+def _position(where: Where) -> Text:
     """Return ``epoch 3/20  iter 40/57``, in an iteration-based run ``iter 400/5000``, in a validation ``epoch 3/20  val``."""
     training = where.stage == "train"
     counts = {}

@@ -64,7 +64,6 @@ class Fanout(CopiedAnew):
         self._smoothed = [target for target in self._targets if target not in self._raw]
 
     def train(self, iterations: Iterable[tuple[Mapping[str, Any], Where]]) -> None:
-        """Pass the numbers among the outputs of iterations to the writers."""
         self._open_late()
         rows: list[Row] = []
         # This thread shares the GIL with training: few calls per iteration, and only values that a writer reads.
@@ -131,12 +130,10 @@ class Fanout(CopiedAnew):
             target.give("write_image", f"{where.stage}/{name}", pixels, step)
 
     def flush(self, *, durable: bool = False) -> None:
-        """Flush all writers; with ``durable``, call their ``sync``."""
         for target in self._targets:
             target.flush(durable=durable)
 
     def close(self, *, finished: bool = True) -> None:
-        """Flush and close all writers; ``finished`` is False if an exception has ended the run."""
         for target in self._targets:
             target.close(finished=finished)
         self._targets, self._raw, self._smoothed = [], [], []

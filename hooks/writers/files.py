@@ -40,12 +40,10 @@ class FileWriter(Writer):
         self.path = self.directory / self.filename
 
     def append(self, line: bytes) -> None:
-        """Append a line that ends in a newline."""
         self._file = self._file or self.open_file()
         self._file.write(line)
 
     def open_file(self) -> BinaryIO:
-        """Open the file at its end."""
         path = self.path
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

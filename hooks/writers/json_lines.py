@@ -56,7 +56,6 @@ class JSONLinesWriter(FileWriter):
             self.append(line)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write ``config.json``, if there is a configuration."""
         if config:
             text = json.dumps(config, indent=2, ensure_ascii=False)
             replace(self.directory / "config.json", f"{text}\n".encode())

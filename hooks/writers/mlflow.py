@@ -73,7 +73,6 @@ class MLflowWriter(Writer):
         return (_ID,)
 
     def open(self, run: RunFacts) -> None:
-        """Begin an MLflow run, or continue the one of the work dir."""
         uri, artifacts = self.tracking_uri, None
         if uri is None:
             folder = run.folder.resolve()

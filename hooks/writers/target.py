@@ -72,7 +72,6 @@ class Target:
             self._try(durable=durable)
 
     def close(self, *, finished: bool) -> None:
-        """Flush and close the writer, and log the number of lost calls."""
         self.flush()
         if self._failures:
             self._try()
@@ -88,7 +87,6 @@ class Target:
             log.error("a writer has lost data", writer=self._name, lost=lost)
 
     def _try(self, *, durable: bool = False) -> None:
-        """Make the calls that wait, and flush."""
         try:
             if self._failures > 1 or not self._flushed:
                 self._reopen()

@@ -20,7 +20,7 @@ class Adapter(Protocol):
 
     guest: Any
     ran: bool
-    heard: frozenset[str]
+    overridden: frozenset[str]
 
     def begin_run(self) -> None: ...
     def call(self, stage: str, **arguments: Any) -> None: ...

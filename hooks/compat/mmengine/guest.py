@@ -50,7 +50,7 @@ class MMEngineHook(GuestHook):
     def __init__(self, guest: Any) -> None:
         super().__init__(guest)
         self.priority = get_priority(guest.priority)
-        self.heard = frozenset(guest.get_triggered_stages())
+        self.overridden = frozenset(guest.get_triggered_stages())
         """The names of the methods that the guest overrides."""
         self.ran = False
         """True if the guest's ``before_run`` was called in the current run."""
@@ -67,7 +67,7 @@ class MMEngineHook(GuestHook):
         return own if own >= 40 else _UPDATED + own * 9 // 40
 
     def unused(self) -> Collection[str]:
-        return [stage for stage in _STAGES if stage not in self.heard]
+        return [stage for stage in _STAGES if stage not in self.overridden]
 
     def needs_metrics(self) -> Collection[str]:
         names = getattr(self.guest, self._metrics, None) or ()
@@ -94,12 +94,10 @@ class MMEngineHook(GuestHook):
     # ------------------------------------------------------------------------------------------------- calls of guests
 
     def call(self, stage: str, **arguments: Any) -> None:
-        """Call a method of the guest, if it overrides it."""
-        if stage in self.heard:
+        if stage in self.overridden:
             self._runner.call(self.guest, stage, **arguments)
 
     def begin_run(self) -> None:
-        """Call ``before_run`` of the guest, once in a run."""
         if not self.ran:
             self.ran = True
             self.call("before_run")
@@ -111,7 +109,7 @@ class MMEngineHook(GuestHook):
     def after_load_checkpoint(self, event: ev.AfterLoadCheckpoint) -> None:
         if self._runner.leads(self):
             self._runner.restore(event.checkpoint)
-        if "after_load_checkpoint" in self.heard:
+        if "after_load_checkpoint" in self.overridden:
             if self._swaps:
                 restore_averages(event.checkpoint)
             self.begin_run()
@@ -170,7 +168,7 @@ class MMEngineHook(GuestHook):
     def before_save_checkpoint(self, event: ev.BeforeSaveCheckpoint) -> None:
         if self._runner.leads(self):
             self._runner.save(event.checkpoint)
-        if "before_save_checkpoint" in self.heard:
+        if "before_save_checkpoint" in self.overridden:
             self.begin_run()
             event.checkpoint.setdefault("meta", self._runner.meta())
             self._save(event.checkpoint)

@@ -125,7 +125,6 @@ class _Committing(LocalBackend):  # type: ignore[misc]
     """MMEngine's local files, each written under a temporary name, made durable and renamed."""
 
     def put(self, obj: bytes, filepath: str | Path) -> None:
-        """Create or replace a file, atomically and durably."""
         Path(filepath).parent.mkdir(parents=True, exist_ok=True)
         commit_bytes(Path(filepath), bytes(obj))
 
