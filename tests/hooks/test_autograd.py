@@ -1,9 +1,6 @@
 """Anomaly detection while training, and traces of chosen iterations."""
 
 import json
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -13,12 +10,12 @@ from eventloop import ConfigurationError
 from hooks.autograd import AutogradAnomalyDetectHook, AutogradProfilerHook
 
 
-def sqrt_of_zero(model: Any, batch: Any) -> torch.Tensor:
+def sqrt_of_zero(model, batch):
     """A loss that is finite, with gradients that are NaN."""
     return ((model(batch[0]) * 0.0).square().sum()).sqrt() * 0.0
 
 
-def test_a_gradient_that_is_nan_is_an_error_that_names_the_operation(job: SimpleNamespace) -> None:
+def test_a_gradient_that_is_nan_is_an_error_that_names_the_operation(job):
     with pytest.warns(UserWarning, match="Error detected"), pytest.raises(RuntimeError, match="SqrtBackward"), capture_logs():
         job.loop(AutogradAnomalyDetectHook(), step=sqrt_of_zero).run()
 
@@ -26,12 +23,10 @@ def test_a_gradient_that_is_nan_is_an_error_that_names_the_operation(job: Simple
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("mode", [True, False])
 @pytest.mark.parametrize("end", ["in order", "by an error"])
-def test_anomaly_detection_is_set_during_training_and_restored(
-    job: SimpleNamespace, before: bool, mode: bool, end: str
-) -> None:
+def test_anomaly_detection_is_set_during_training_and_restored(job, before, mode, end):
     seen: list[bool] = []
 
-    def look(event: Any) -> None:
+    def look(event):
         seen.append(torch.is_anomaly_enabled())
         if end == "by an error":
             raise ArithmeticError
@@ -49,13 +44,13 @@ def test_anomaly_detection_is_set_during_training_and_restored(
     assert seen == [mode]
 
 
-def operations(file: Path) -> list[str]:
+def operations(file):
     trace = json.loads(file.read_text())
     events = trace["traceEvents"] if isinstance(trace, dict) else trace
     return [event["name"] for event in events if "name" in event]
 
 
-def test_each_chosen_iteration_has_a_trace_with_forward_backward_and_step(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_each_chosen_iteration_has_a_trace_with_forward_backward_and_step(job, tmp_path):
     hook = AutogradProfilerHook(lambda event: 3 <= event.progress.iter < 5, "traces")
     with capture_logs():
         job.loop(hook, work_dir=tmp_path).run()
@@ -68,19 +63,19 @@ def test_each_chosen_iteration_has_a_trace_with_forward_backward_and_step(job: S
         assert any(name.startswith("Optimizer.step") for name in names)
 
 
-def test_the_work_dir_is_the_place_by_default(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_work_dir_is_the_place_by_default(job, tmp_path):
     with capture_logs():
         job.loop(AutogradProfilerHook(lambda event: event.progress.iter == 0), work_dir=tmp_path).run()
     assert (tmp_path / "profiler-trace-iter1.json").is_file()
 
 
-def test_without_any_place_it_is_an_error_before_training(job: SimpleNamespace) -> None:
+def test_without_any_place_it_is_an_error_before_training(job):
     with pytest.raises(ConfigurationError, match="output_dir"), capture_logs():
         job.loop(AutogradProfilerHook(lambda event: False)).run()
 
 
-def test_an_iteration_that_fails_has_no_trace_and_the_next_run_can_profile(job: SimpleNamespace, tmp_path: Path) -> None:
-    def fail(event: Any) -> None:
+def test_an_iteration_that_fails_has_no_trace_and_the_next_run_can_profile(job, tmp_path):
+    def fail(event):
         raise ArithmeticError
 
     hook = AutogradProfilerHook(lambda event: True)
@@ -94,7 +89,7 @@ def test_an_iteration_that_fails_has_no_trace_and_the_next_run_can_profile(job: 
     assert len(list((tmp_path / "again").iterdir())) == 4
 
 
-def test_use_cuda_without_cuda_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_use_cuda_without_cuda_is_an_error(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     with pytest.raises(ConfigurationError, match="use_cuda"):
         AutogradProfilerHook(lambda event: True, use_cuda=True)

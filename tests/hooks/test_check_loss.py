@@ -1,8 +1,5 @@
 """A run ends when its loss is not finite."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from structlog.testing import capture_logs
@@ -11,10 +8,10 @@ from eventloop import Bus, ConfigurationError, Run, TrainingError
 from hooks.check_loss import CheckInvalidLossHook
 
 
-def breaking(job: SimpleNamespace, at: int, value: float, key: str = "loss") -> Any:
+def breaking(job, at, value, key="loss"):
     count = iter(range(1, 1000))
 
-    def step(model: Any, batch: Any) -> dict[str, torch.Tensor]:
+    def step(model, batch):
         loss = job.loss(model, batch)
         outputs = {"loss": loss, "aux_loss": loss.detach() * 2, "acc": torch.tensor(0.5)}
         if next(count) == at:
@@ -26,32 +23,32 @@ def breaking(job: SimpleNamespace, at: int, value: float, key: str = "loss") -> 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("key", ["loss", "aux_loss"])
-def test_it_names_the_key_and_the_iteration(job: SimpleNamespace, key: str, value: float) -> None:
+def test_it_names_the_key_and_the_iteration(job, key, value):
     loop = job.loop(CheckInvalidLossHook(interval=3), step=breaking(job, 6, value, key))
     with pytest.raises(TrainingError, match=rf"{key} is -?(nan|inf).* iteration 6 \(epoch 2\)"), capture_logs():
         loop.run()
 
 
-def test_finite_losses_and_other_outputs_do_not_matter(job: SimpleNamespace) -> None:
+def test_finite_losses_and_other_outputs_do_not_matter(job):
     loop = job.loop(CheckInvalidLossHook(interval=1), step=breaking(job, 2, float("nan"), "acc"))
     loop.run()
     assert loop.counters.iter == 2 * len(job.batches())
 
 
-def test_it_looks_only_every_so_often(job: SimpleNamespace) -> None:
+def test_it_looks_only_every_so_often(job):
     step = breaking(job, 2, float("nan"), "aux_loss")
     loop = job.loop(CheckInvalidLossHook(interval=3), step=step)
     loop.run()
     assert loop.counters.iter == 2 * len(job.batches())
 
 
-def test_other_outputs_can_be_named(job: SimpleNamespace) -> None:
+def test_other_outputs_can_be_named(job):
     loop = job.loop(CheckInvalidLossHook(interval=1, keys=["acc"]), step=breaking(job, 2, float("nan"), "acc"))
     with pytest.raises(TrainingError, match="acc is nan"), capture_logs():
         loop.run()
 
 
-def test_a_missing_output_is_an_error_naming_the_outputs(job: SimpleNamespace) -> None:
+def test_a_missing_output_is_an_error_naming_the_outputs(job):
     loop = job.loop(CheckInvalidLossHook(interval=1, keys="los"), step=breaking(job, 0, 1.0))
     with pytest.raises(TrainingError, match=r"'los'.*'aux_loss'"), capture_logs():
         loop.run()
@@ -64,6 +61,6 @@ def test_a_missing_output_is_an_error_naming_the_outputs(job: SimpleNamespace) -
 
 
 @pytest.mark.parametrize("keys", [[], [1]])
-def test_keys_that_are_no_names_are_an_error(keys: Any) -> None:
+def test_keys_that_are_no_names_are_an_error(keys):
     with pytest.raises(ConfigurationError, match="keys"):
         CheckInvalidLossHook(keys=keys)

@@ -4,8 +4,6 @@ import hashlib
 import os
 import threading
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from hooks.checkpoint import CheckpointHook
 from hooks.rules import find_rule
 
 
-def files(directory: Path) -> set[str]:
+def files(directory):
     return {path.name.removesuffix(".safetensors") for path in directory.glob("*.safetensors")}
 
 
@@ -29,11 +27,11 @@ class Committed(Hook):
 
     priority = 95
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.names: list[list[str]] = []
         self.there: list[set[str]] = []
 
-    def checkpoint_committed(self, event: Any) -> None:
+    def checkpoint_committed(self, event):
         self.names.append([Path(name).stem for name in event.names])
         self.there.append(files(Path(event.path).parent))
 
@@ -51,31 +49,31 @@ class Committed(Hook):
         ({"save_last": False}, set()),
     ],
 )
-def test_epochs_after_which_it_saves(job: SimpleNamespace, tmp_path: Path, options: dict[str, Any], expected: set[int]) -> None:
+def test_epochs_after_which_it_saves(job, tmp_path, options, expected):
     job.loop(CheckpointHook(**options), work_dir=tmp_path, max_epochs=10, train_data=job.batches(1)).run()
     assert files(tmp_path) == {f"epoch_{n}" for n in expected}
 
 
-def test_only_the_newest_files_stay(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_only_the_newest_files_stay(job, tmp_path):
     hook = CheckpointHook(interval=5, max_keep_ckpts=2)
     job.loop(hook, work_dir=tmp_path, max_epochs=20, train_data=job.batches(1)).run()
     assert files(tmp_path) == {"epoch_15", "epoch_20"}
     assert (tmp_path / "last_checkpoint").read_text() == "epoch_20.safetensors"
 
 
-def test_iterations_after_which_it_saves(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_iterations_after_which_it_saves(job, tmp_path):
     hook = CheckpointHook(interval=3, by_epoch=False, filename_tmpl="model_{}.safetensors", save_begin=2)
     job.loop(hook, work_dir=tmp_path, max_iters=10).run()
     assert files(tmp_path) == {"model_2", "model_5", "model_8", "model_10"}
     assert load(tmp_path / "model_5.safetensors")["progress"]["iter"] == 5
 
 
-def test_a_stopped_run_saves_its_position(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_stopped_run_saves_its_position(job, tmp_path):
     job.loop(CheckpointHook(interval=1), job.StopAfter(6), work_dir=tmp_path).run()
     assert files(tmp_path) == {"epoch_1", "iter_6"}
 
 
-def test_parts_of_the_state_can_be_omitted(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_parts_of_the_state_can_be_omitted(job, tmp_path):
     from hooks.schedule import ParamSchedulerHook
 
     model = job.model()
@@ -86,7 +84,7 @@ def test_parts_of_the_state_can_be_omitted(job: SimpleNamespace, tmp_path: Path)
     assert not {"optimizer", "param_schedulers"} & load(tmp_path / "epoch_2.safetensors").keys()
 
 
-def test_another_directory_is_found_again_from_the_work_dir(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_another_directory_is_found_again_from_the_work_dir(job, tmp_path):
     work, out = tmp_path / "work", tmp_path / "out"
     job.loop(CheckpointHook(interval=1, out_dir=out), work_dir=work, max_epochs=1).run()
     assert files(out / "work") == {"epoch_1"}
@@ -97,7 +95,7 @@ def test_another_directory_is_found_again_from_the_work_dir(job: SimpleNamespace
     assert (out / "work" / "last_checkpoint").read_text() == "epoch_2.safetensors"
 
 
-def test_runs_with_the_same_out_dir_have_separate_subfolders(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_runs_with_the_same_out_dir_have_separate_subfolders(job, tmp_path):
     """Neither overwrites or removes the other's files, nor goes on from them."""
     began: list[int] = []
     for name, epochs in (("one", 1), ("other", 2), ("one", 2)):
@@ -111,16 +109,14 @@ def test_runs_with_the_same_out_dir_have_separate_subfolders(job: SimpleNamespac
 
 
 @pytest.mark.parametrize("work_dir", [None, "out", "out/run"])
-def test_an_out_dir_of_one_run_is_used_unchanged(
-    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work_dir: str | None
-) -> None:
+def test_an_out_dir_of_one_run_is_used_unchanged(job, tmp_path, monkeypatch, work_dir):
     """Without a work dir, or where that is the same or in it."""
     monkeypatch.chdir(tmp_path)
     job.loop(CheckpointHook(1, out_dir="out"), work_dir=work_dir).run()
     assert files(tmp_path / (work_dir or "out")) == {"epoch_1", "epoch_2"}
 
 
-def test_a_directory_with_a_non_utf_8_name_is_found_from_the_work_dir(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_directory_with_a_non_utf_8_name_is_found_from_the_work_dir(job, tmp_path):
     elsewhere = tmp_path / os.fsdecode(b"caf\xe9")
     job.loop(CheckpointHook(out_dir=elsewhere), work_dir=tmp_path / "run").run()
     assert (tmp_path / "run" / "last_checkpoint").read_bytes() == b"../caf\xe9/run/epoch_2.safetensors"
@@ -146,12 +142,12 @@ def test_a_directory_with_a_non_utf_8_name_is_found_from_the_work_dir(job: Simpl
         ({"published_keys": []}, "published_keys"),
     ],
 )
-def test_wrong_options_are_errors_at_construction(options: dict[str, Any], name: str) -> None:
+def test_wrong_options_are_errors_at_construction(options, name):
     with pytest.raises(ConfigurationError, match=name):
         CheckpointHook(**options)
 
 
-def test_without_a_place_for_files_training_does_not_begin(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_without_a_place_for_files_training_does_not_begin(job, tmp_path):
     with pytest.raises(ConfigurationError, match="out_dir"):
         job.loop(CheckpointHook(interval=1)).run()
     (tmp_path / "file").touch()
@@ -159,14 +155,14 @@ def test_without_a_place_for_files_training_does_not_begin(job: SimpleNamespace,
         job.loop(CheckpointHook(interval=1, out_dir=tmp_path / "file")).run()
 
 
-def test_a_value_that_cannot_be_saved_is_an_error_at_the_first_iteration(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_value_that_cannot_be_saved_is_an_error_at_the_first_iteration(job, tmp_path):
     class Bad(Hook):
-        def before_run(self, event: Any) -> None: ...
+        def before_run(self, event): ...
 
-        def state_dict(self) -> dict[str, Any]:
+        def state_dict(self):
             return {"thread": threading.Lock()}
 
-        def load_state_dict(self, state: Any) -> None: ...
+        def load_state_dict(self, state): ...
 
     loop = job.loop(CheckpointHook(interval=100), Bad(), work_dir=tmp_path)
     with pytest.raises(CheckpointValueError, match="thread"):
@@ -177,9 +173,7 @@ def test_a_value_that_cannot_be_saved_is_an_error_at_the_first_iteration(job: Si
 @pytest.mark.parametrize(
     ("options", "last"), [({"save_begin": 3}, "epoch 2"), ({"by_epoch": False, "save_begin": 9}, "iteration 8"), ({}, None)]
 )
-def test_a_save_begin_beyond_the_training_is_a_warning(
-    job: SimpleNamespace, tmp_path: Path, options: dict[str, Any], last: str | None
-) -> None:
+def test_a_save_begin_beyond_the_training_is_a_warning(job, tmp_path, options, last):
     with capture_logs() as logs:
         job.loop(CheckpointHook(1, **options), work_dir=tmp_path).run()
     told = [entry["event"] for entry in logs if "save_begin" in entry["event"]]
@@ -189,7 +183,7 @@ def test_a_save_begin_beyond_the_training_is_a_warning(
 # ------------------------------------------------------------------------------------------------- the best
 
 
-def best_loop(job: SimpleNamespace, directory: Path, hook: CheckpointHook, *scores: Any, **options: Any) -> TrainLoop:
+def best_loop(job, directory, hook, *scores, **options):
     options.setdefault("max_epochs", len(scores))
     metrics = {"acc": job.Scores(*scores)}
     loop: TrainLoop = job.loop(hook, work_dir=directory, val_data=job.batches(1), metrics=metrics, **options)
@@ -212,9 +206,7 @@ def best_loop(job: SimpleNamespace, directory: Path, hook: CheckpointHook, *scor
         ({"save_best": "auto", "rule": ["less"]}, {"acc": [1, 2], "fid": [3, 4]}, {"acc_epoch_1"}),
     ],
 )
-def test_the_best_file_of_each_metric(
-    job: SimpleNamespace, tmp_path: Path, options: Any, scores: dict[str, list[Any]], best: set[str]
-) -> None:
+def test_the_best_file_of_each_metric(job, tmp_path, options, scores, best):
     data = {"val_data": job.batches(1), "val_step": lambda model, batch: {"loss": torch.tensor(1.0)}}
     metrics, epochs = {name: job.Scores(*some) for name, some in scores.items()}, len(next(iter(scores.values())))
     hook = CheckpointHook(**options, save_last=False)
@@ -222,14 +214,14 @@ def test_the_best_file_of_each_metric(
     assert files(tmp_path) == {f"best_{name}" for name in best}
 
 
-def test_auto_is_the_first_metric(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_auto_is_the_first_metric(job, tmp_path):
     hook = CheckpointHook(save_best="auto", save_last=False)
     options = {"val_data": job.batches(1), "val_step": lambda model, batch: {"a/loss": torch.tensor(1.0), "b": 0.5}}
     job.loop(hook, work_dir=tmp_path, max_epochs=1, **options).run()
     assert files(tmp_path) == {"best_a_loss_epoch_1"}
 
 
-def test_a_validation_alone_writes_no_best_file(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_validation_alone_writes_no_best_file(job, tmp_path):
     """Neither with weights that are not trained yet, nor after training; so `resume="auto"` finds what was trained."""
     hook = CheckpointHook(save_best="acc", save_last=False)
     loop = best_loop(job, tmp_path, hook, 0.4, 0.5, 0.9, max_epochs=1)
@@ -242,13 +234,13 @@ def test_a_validation_alone_writes_no_best_file(job: SimpleNamespace, tmp_path: 
     assert (tmp_path / "last_checkpoint").read_text() == newest
 
 
-def test_a_validation_alone_needs_no_place_for_files(job: SimpleNamespace) -> None:
+def test_a_validation_alone_needs_no_place_for_files(job):
     loop = job.loop(CheckpointHook(1, save_best="loss"), val_data=job.batches(1), test_data=job.batches(1))
     assert loop.val()
     assert loop.test()
 
 
-def test_one_write_per_step_under_several_names(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_one_write_per_step_under_several_names(job, tmp_path):
     committed = Committed()
     loop = best_loop(job, tmp_path, CheckpointHook(interval=1, save_best="acc"), 0.5, 0.6)
     loop.bus.add(committed)
@@ -260,17 +252,17 @@ def test_one_write_per_step_under_several_names(job: SimpleNamespace, tmp_path: 
 class Calibrates(Hook):
     """Changes a buffer by one at a mount point; in a way that torch does not notice, too."""
 
-    def __init__(self, mount_point: str) -> None:
+    def __init__(self, mount_point):
         self.mount_point = mount_point
 
-    def unused(self) -> list[str]:
+    def unused(self):
         return [
             name
             for name in ("after_train_epoch", "before_val", "after_val_iter", "after_val_epoch", "after_train")
             if name != self.mount_point
         ]
 
-    def after_train_epoch(self, event: Any) -> None:
+    def after_train_epoch(self, event):
         event.run.model[1].running_mean.data.add_(1)
 
     before_val = after_val_iter = after_val_epoch = after_train = after_train_epoch
@@ -278,9 +270,7 @@ class Calibrates(Hook):
 
 @pytest.mark.parametrize("by_epoch", [True, False])
 @pytest.mark.parametrize("mount_point", ["after_train_epoch", "before_val", "after_val_iter", "after_val_epoch"])
-def test_the_best_file_has_the_validated_weights(
-    job: SimpleNamespace, tmp_path: Path, mount_point: str, by_epoch: bool
-) -> None:
+def test_the_best_file_has_the_validated_weights(job, tmp_path, mount_point, by_epoch):
     hook = CheckpointHook(interval=1, by_epoch=by_epoch, save_best="acc", save_last=False)
     loop = best_loop(job, tmp_path, hook, 0.5)
     loop.bus.add(Calibrates(mount_point))
@@ -292,9 +282,7 @@ def test_the_best_file_has_the_validated_weights(
 
 @pytest.mark.parametrize("by_epoch", [True, False])
 @pytest.mark.parametrize("mount_point", ["after_train_epoch", "after_val_epoch", "after_train"])
-def test_the_last_file_has_what_hooks_changed_after_the_last_iteration(
-    job: SimpleNamespace, tmp_path: Path, mount_point: str, by_epoch: bool
-) -> None:
+def test_the_last_file_has_what_hooks_changed_after_the_last_iteration(job, tmp_path, mount_point, by_epoch):
     loop = job.loop(
         CheckpointHook(interval=1, by_epoch=by_epoch), Calibrates(mount_point), work_dir=tmp_path, val_data=job.batches(1)
     )
@@ -303,9 +291,7 @@ def test_the_last_file_has_what_hooks_changed_after_the_last_iteration(
     assert files(tmp_path) == ({"epoch_1", "epoch_2"} if by_epoch else {f"iter_{n}" for n in range(1, 9)})
 
 
-def test_files_of_an_epoch_and_of_its_last_iteration_differ_if_a_hook_changed_state_in_between(
-    job: SimpleNamespace, tmp_path: Path
-) -> None:
+def test_files_of_an_epoch_and_of_its_last_iteration_differ_if_a_hook_changed_state_in_between(job, tmp_path):
     hooks = (CheckpointHook(interval=1), CheckpointHook(interval=4, by_epoch=False, name="iterations", save_last=False))
     loop = job.loop(*hooks, Calibrates("after_train_epoch"), work_dir=tmp_path, max_epochs=1)
     loop.run()
@@ -313,7 +299,7 @@ def test_files_of_an_epoch_and_of_its_last_iteration_differ_if_a_hook_changed_st
     assert job.same(load(tmp_path / "epoch_1.safetensors")["state_dict"], job.weights(loop.model))
 
 
-def test_changes_by_the_body_of_a_users_own_loop_are_in_the_best_file(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_changes_by_the_body_of_a_users_own_loop_are_in_the_best_file(job, tmp_path):
     model, bus = job.model(), Bus()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     bus.add(CheckpointHook(interval=1, save_best="loss", save_last=False))
@@ -330,13 +316,13 @@ def test_changes_by_the_body_of_a_users_own_loop_are_in_the_best_file(job: Simpl
     assert not job.same(load(tmp_path / "epoch_1.safetensors")["state_dict"], job.weights(model))
 
 
-def test_with_observing_hooks_the_best_is_another_name_of_the_previous_file(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_with_observing_hooks_the_best_is_another_name_of_the_previous_file(job, tmp_path):
     """Loggers, timers, averages that are lent for a validation: those that are in default_hooks, and a user's own."""
 
     class Mine(Hook):
         observes = True
 
-        def after_val_epoch(self, event: Any) -> None: ...
+        def after_val_epoch(self, event): ...
 
     hooks = (EarlyStoppingHook("acc"), EMAHook(momentum=0.1), IterTimerHook(), LoggerHook(), Mine(), RuntimeInfoHook())
     loop = best_loop(job, tmp_path, CheckpointHook(interval=1, save_best="acc"), 0.5, 0.6)
@@ -345,17 +331,17 @@ def test_with_observing_hooks_the_best_is_another_name_of_the_previous_file(job:
     assert (tmp_path / "epoch_2.safetensors").samefile(tmp_path / "best_acc_epoch_2.safetensors")
 
 
-def test_iteration_based_runs_count_iterations(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_iteration_based_runs_count_iterations(job, tmp_path):
     hook = CheckpointHook(save_best="acc", save_last=False)
     best_loop(job, tmp_path, hook, 0.5, 0.6, max_epochs=None, max_iters=4, val_interval=2).run()
     assert files(tmp_path) == {"best_acc_iter_4"}
 
 
-def test_the_best_has_the_weights_that_were_validated(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_best_has_the_weights_that_were_validated(job, tmp_path):
     """Also in the middle of an accumulation window, and it resumes from there with the same bits."""
     from hooks.optimizer import OptimizerHook
 
-    def run(directory: Path, resume: Path | None = None) -> Any:
+    def run(directory, resume=None):
         hooks = (OptimizerHook(accumulate=3), CheckpointHook(save_best="acc", by_epoch=False))
         metrics = {"acc": job.Scores(0.5, 0.4)}
         loop = job.loop(*hooks, work_dir=directory, val_data=job.batches(1), metrics=metrics, max_iters=8, val_interval=4)
@@ -378,12 +364,12 @@ def test_the_best_has_the_weights_that_were_validated(job: SimpleNamespace, tmp_
         ("acc", "greater"),
     ],
 )
-def test_rules_are_inferred_from_names(metric: str, rule: str) -> None:
+def test_rules_are_inferred_from_names(metric, rule):
     assert find_rule(metric) == rule
 
 
 @pytest.mark.parametrize("metric", ["val/topk_loss", "accumulated_loss", "auc_loss", "LossAcc"])
-def test_an_ambiguous_metric_name_is_an_error_asking_for_rule(metric: str) -> None:
+def test_an_ambiguous_metric_name_is_an_error_asking_for_rule(metric):
     with pytest.raises(ConfigurationError, match=f"{metric}.*'loss'.*rule="):
         find_rule(metric)
     with pytest.raises(ConfigurationError, match=metric):
@@ -391,14 +377,14 @@ def test_an_ambiguous_metric_name_is_an_error_asking_for_rule(metric: str) -> No
     CheckpointHook(save_best=metric, rule="less")
 
 
-def test_a_key_that_is_the_whole_name_decides() -> None:
+def test_a_key_that_is_the_whole_name_decides():
     assert find_rule("top_loss", ["acc", "top"], ["Top_Loss"]) == "less"
     assert find_rule("top_loss", ["TOP_LOSS"], ["loss"]) == "greater"
     with pytest.raises(ConfigurationError, match="rule="):
         find_rule("score", ["score"], ["Score"])
 
 
-def test_own_keys_replace_the_built_in_ones() -> None:
+def test_own_keys_replace_the_built_in_ones():
     assert find_rule("speed", ["Speed"], ["time"]) == "greater"
     with pytest.raises(ConfigurationError, match="acc"):
         find_rule("acc", ["speed"], ["time"])
@@ -407,7 +393,7 @@ def test_own_keys_replace_the_built_in_ones() -> None:
 # ------------------------------------------------------------------------------------------- nothing gets lost
 
 
-def test_nothing_is_deleted_before_its_successor_is_durable(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_nothing_is_deleted_before_its_successor_is_durable(job, tmp_path):
     committed = Committed()
     hook = CheckpointHook(interval=1, max_keep_ckpts=1, save_best="acc")
     loop = best_loop(job, tmp_path, hook, 0.1, 0.2, 0.3)
@@ -419,13 +405,13 @@ def test_nothing_is_deleted_before_its_successor_is_durable(job: SimpleNamespace
     assert files(tmp_path) == {"epoch_3", "best_acc_epoch_3"}
 
 
-def break_directory(directory: Path) -> None:
+def break_directory(directory):
     """Have a directory refuse new files, also those of root."""
     directory.rename(directory.with_name("away"))
     directory.touch()
 
 
-def mend_directory(directory: Path) -> None:
+def mend_directory(directory):
     directory.unlink()
     directory.with_name("away").rename(directory)
 
@@ -433,21 +419,21 @@ def mend_directory(directory: Path) -> None:
 class Breaks(Hook):
     """Takes the directory away while the second epoch is saved."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory):
         self.directory = directory
 
-    def checkpoint_staged(self, event: Any) -> None:
+    def checkpoint_staged(self, event):
         if event.progress.epoch == 1:
             break_directory(self.directory)
 
-    def before_train_epoch(self, event: Any) -> None:
+    def before_train_epoch(self, event):
         event.run.wait_for_saves()
 
-    def checkpoint_failed(self, event: Any) -> None:
+    def checkpoint_failed(self, event):
         mend_directory(self.directory)
 
 
-def test_a_failed_save_costs_no_file(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_failed_save_costs_no_file(job, tmp_path):
     out = tmp_path / "out"
     hook = CheckpointHook(interval=1, max_keep_ckpts=1, out_dir=out, on_error="log", save_last=False)
     with capture_logs() as logs:
@@ -456,7 +442,7 @@ def test_a_failed_save_costs_no_file(job: SimpleNamespace, tmp_path: Path) -> No
     assert files(out) == {"epoch_1"}
 
 
-def test_a_failed_save_ends_the_run_by_default(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_failed_save_ends_the_run_by_default(job, tmp_path):
     out = tmp_path / "out"
     hook = CheckpointHook(interval=1, max_keep_ckpts=1, out_dir=out)
     with pytest.raises(CheckpointError), capture_logs():
@@ -464,13 +450,13 @@ def test_a_failed_save_ends_the_run_by_default(job: SimpleNamespace, tmp_path: P
     assert files(out) == {"epoch_1"}
 
 
-def test_a_lower_score_is_the_best_where_the_higher_one_could_not_be_saved(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_lower_score_is_the_best_where_the_higher_one_could_not_be_saved(job, tmp_path):
     class BreaksBest(Breaks):
-        def checkpoint_staged(self, event: Any) -> None:
+        def checkpoint_staged(self, event):
             if event.path.endswith("best_acc_epoch_2.safetensors"):
                 break_directory(self.directory)
 
-        def after_val(self, event: Any) -> None:
+        def after_val(self, event):
             event.run.wait_for_saves()
 
     out = tmp_path / "out"
@@ -482,7 +468,7 @@ def test_a_lower_score_is_the_best_where_the_higher_one_could_not_be_saved(job: 
     assert files(out / tmp_path.name) == {"best_acc_epoch_3"}
 
 
-def test_leftovers_of_a_killed_process_are_removed_but_not_files_being_written(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed_but_not_files_being_written(job, tmp_path):
     old, new = tmp_path / f"{TEMPORARY_PREFIX}old.tmp", tmp_path / f"{TEMPORARY_PREFIX}new.tmp"
     for path in (old, new):
         path.touch()
@@ -495,7 +481,7 @@ def test_leftovers_of_a_killed_process_are_removed_but_not_files_being_written(j
 # ------------------------------------------------------------------------------------------------------ resume
 
 
-def test_the_best_score_survives_a_resume(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_best_score_survives_a_resume(job, tmp_path):
     options = {"save_best": "acc", "interval": 1, "max_keep_ckpts": 1}
     best_loop(job, tmp_path, CheckpointHook(**options), 0.5, 0.6).run()
     # Resumed before the second validation, as the file of that epoch was made; it is made again.
@@ -505,7 +491,7 @@ def test_the_best_score_survives_a_resume(job: SimpleNamespace, tmp_path: Path) 
     assert files(tmp_path) == {"epoch_5", "best_acc_epoch_5"}
 
 
-def test_a_missing_best_file_is_forgotten(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_missing_best_file_is_forgotten(job, tmp_path):
     best_loop(job, tmp_path, CheckpointHook(save_best="acc", save_last=False), 0.9, max_epochs=1).run()
     (tmp_path / "best_acc_epoch_1.safetensors").rename(tmp_path / "mine.safetensors")
     hook = CheckpointHook(save_best="acc", save_last=False)
@@ -513,9 +499,9 @@ def test_a_missing_best_file_is_forgotten(job: SimpleNamespace, tmp_path: Path) 
     assert files(tmp_path) == {"mine", "best_acc_epoch_2"}
 
 
-def test_removals_missed_by_a_killed_process_are_made_later(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_removals_missed_by_a_killed_process_are_made_later(job, tmp_path):
     class Killed(CheckpointHook):
-        def checkpoint_committed(self, event: Any) -> None: ...
+        def checkpoint_committed(self, event): ...
 
     options = {"save_best": "acc", "max_keep_ckpts": 1, "interval": 1, "name": "checkpoints"}
     best_loop(job, tmp_path, Killed(**options), 0.1, 0.2).run()
@@ -531,7 +517,7 @@ def test_removals_missed_by_a_killed_process_are_made_later(job: SimpleNamespace
         *("last_checkpoint", "link.safetensors", "fifo.safetensors", "x\0.safetensors", 7, None, ["epoch_1.safetensors"]),
     ],
 )
-def test_foreign_names_in_a_checkpoint_are_reported_and_not_removed(job: SimpleNamespace, tmp_path: Path, name: Any) -> None:
+def test_foreign_names_in_a_checkpoint_are_reported_and_not_removed(job, tmp_path, name):
     place = tmp_path / "run"
     best_loop(job, place, CheckpointHook(1, save_best="acc", name="saver"), 0.9, max_epochs=1).run()
     (place / "sub").mkdir()
@@ -560,8 +546,8 @@ def test_foreign_names_in_a_checkpoint_are_reported_and_not_removed(job: SimpleN
 
 
 @pytest.mark.parametrize("which", ["epoch_1", "best_acc_epoch_1", "iter_6"])
-def test_every_file_resumes_to_the_same_bits(job: SimpleNamespace, tmp_path: Path, which: str) -> None:
-    def run(directory: Path, *more: Hook, resume: Path | None = None) -> Any:
+def test_every_file_resumes_to_the_same_bits(job, tmp_path, which):
+    def run(directory, *more, resume=None):
         hook = CheckpointHook(interval=1, save_best="acc")
         metrics = {"acc": job.Scores(0.9, 0.8, 0.7)}
         loop = job.loop(hook, *more, work_dir=directory, val_data=job.batches(1), metrics=metrics, seed=3)
@@ -577,7 +563,7 @@ def test_every_file_resumes_to_the_same_bits(job: SimpleNamespace, tmp_path: Pat
 # -------------------------------------------------------------------------------------------------- publishing
 
 
-def test_published_copies_are_named_by_their_content(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_published_copies_are_named_by_their_content(job, tmp_path):
     hook = CheckpointHook(interval=1, save_best="acc", published_keys=["state_dict", "info"])
     best_loop(job, tmp_path, hook, 0.9, 0.1).run()
     published = [path for path in tmp_path.glob("*.safetensors") if "-" in path.name]
@@ -593,27 +579,27 @@ def test_published_copies_are_named_by_their_content(job: SimpleNamespace, tmp_p
 class Unplugs(Hook):
     """Takes the directory away once training is over."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory):
         self.directory = directory
         self.ended: list[str] = []
 
-    def before_run(self, event: Any) -> None:
+    def before_run(self, event):
         event.run.defer(lambda: self.ended.append("run"))
 
-    def after_train(self, event: Any) -> None:
+    def after_train(self, event):
         self.ended.append("train")
 
     @mount(priority=0)
-    def after_run(self, event: Any) -> None:
+    def after_run(self, event):
         event.run.wait_for_saves()
         break_directory(self.directory)
 
     @mount("after_run", priority=100)
-    def last(self, event: Any) -> None:
+    def last(self, event):
         self.ended.append("last")
 
 
-def test_a_failed_publication_with_on_error_log_does_not_end_the_run(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_failed_publication_with_on_error_log_does_not_end_the_run(job, tmp_path):
     out = tmp_path / "out"
     hook = CheckpointHook(out_dir=out, published_keys="state_dict", on_error="log")
     unplugs = Unplugs(out)
@@ -623,7 +609,7 @@ def test_a_failed_publication_with_on_error_log_does_not_end_the_run(job: Simple
     assert [entry["hook"] for entry in logs if entry["event"] == "cannot publish a checkpoint"] == ["CheckpointHook"]
 
 
-def test_a_failed_publication_is_an_error_by_default(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_failed_publication_is_an_error_by_default(job, tmp_path):
     out = tmp_path / "out"
     hook = CheckpointHook(out_dir=out, published_keys="state_dict")
     with pytest.raises((CheckpointError, OSError)), capture_logs():
@@ -631,7 +617,7 @@ def test_a_failed_publication_is_an_error_by_default(job: SimpleNamespace, tmp_p
 
 
 @pytest.mark.parametrize("on_error", ["raise", "log"])
-def test_unknown_published_keys_are_reported_at_the_first_update(job: SimpleNamespace, tmp_path: Path, on_error: Any) -> None:
+def test_unknown_published_keys_are_reported_at_the_first_update(job, tmp_path, on_error):
     hook = CheckpointHook(published_keys=["optimizer", "ema"], save_optimizer=False, on_error=on_error)
     loop = job.loop(hook, job.StopAfter(1), work_dir=tmp_path)
     told = "CheckpointHook has no key optimizer, ema to publish; its keys are .*state_dict"
@@ -645,7 +631,7 @@ def test_unknown_published_keys_are_reported_at_the_first_update(job: SimpleName
     assert on_error == "raise" or any(entry["event"] == "cannot publish checkpoints" for entry in logs)
 
 
-def test_the_best_files_have_names_of_the_template(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_best_files_have_names_of_the_template(job, tmp_path):
     hook = CheckpointHook(save_best="acc", filename_tmpl="model_{}.safetensors", save_last=False)
     best_loop(job, tmp_path / "epochs", hook, 0.5, 0.6).run()
     assert files(tmp_path / "epochs") == {"best_acc_model_2"}
@@ -653,7 +639,7 @@ def test_the_best_files_have_names_of_the_template(job: SimpleNamespace, tmp_pat
     assert files(tmp_path / "iters") == {"best_acc_model_4"}
 
 
-def test_resuming_is_not_misled_by_a_published_copy(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_resuming_is_not_misled_by_a_published_copy(job, tmp_path):
     job.loop(CheckpointHook(interval=1, published_keys="state_dict"), work_dir=tmp_path, max_epochs=1).run()
     (tmp_path / "last_checkpoint").unlink()
     loop = job.loop(CheckpointHook(interval=1), work_dir=tmp_path)
@@ -662,9 +648,7 @@ def test_resuming_is_not_misled_by_a_published_copy(job: SimpleNamespace, tmp_pa
 
 
 @pytest.mark.parametrize("metadata", [None, {"format": "pt"}])
-def test_a_file_of_another_program_with_the_name_of_a_checkpoint_is_kept(
-    job: SimpleNamespace, tmp_path: Path, metadata: dict[str, str] | None
-) -> None:
+def test_a_file_of_another_program_with_the_name_of_a_checkpoint_is_kept(job, tmp_path, metadata):
     names = ("epoch_1.safetensors", "best_acc_epoch_1.safetensors")
     for name in names:
         save_file({"w": torch.ones(3)}, tmp_path / name, metadata)

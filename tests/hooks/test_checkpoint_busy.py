@@ -4,23 +4,22 @@ import os
 import stat
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import CheckpointError, ConfigurationError, Hook
+from eventloop import CheckpointError, Hook
 from eventloop.checkpoint import load
 from hooks.checkpoint import CheckpointHook
 
 
-def files(directory: Path) -> set[str]:
+def files(directory):
     return {path.stem for path in directory.glob("*.safetensors")}
 
 
-def stems(events: list[Any]) -> list[list[str]]:
+def stems(events):
     return [[Path(name).stem for name in event.names] for event in events]
 
 
@@ -29,7 +28,7 @@ class Disk(Hook):
 
     priority = 95
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, until: int, from_iteration: int = 0) -> None:
+    def __init__(self, monkeypatch, until, from_iteration=0):
         self.until = until
         self.from_iteration = from_iteration
         self.held = threading.Event()
@@ -43,48 +42,46 @@ class Disk(Hook):
         self._hangs = False
         monkeypatch.setattr(os, "fsync", self.fsync)
 
-    def fsync(self, descriptor: int) -> None:
+    def fsync(self, descriptor):
         if self._armed:
             self.held.set()
             assert self.go.wait(30)
         self._fsync(descriptor)
 
-    def before_train_iter(self, event: Any) -> None:
+    def before_train_iter(self, event):
         if event.progress.iter == self.from_iteration:
             self._armed = True
         if event.progress.iter == self.until:
             self.go.set()
             event.run.wait_for_saves()
 
-    def checkpoint_staged(self, event: Any) -> None:
+    def checkpoint_staged(self, event):
         self.staged.append(Path(event.path).stem)
         self._hangs = self._armed
 
-    def before_forward(self, event: Any) -> None:
+    def before_forward(self, event):
         # The first one is being written before the second one is due.
         if self._hangs and not self.go.is_set():
             assert self.held.wait(30)
 
-    def checkpoint_committed(self, event: Any) -> None:
+    def checkpoint_committed(self, event):
         self.committed.append(event)
 
-    def checkpoint_skipped(self, event: Any) -> None:
+    def checkpoint_skipped(self, event):
         self.skipped.append(event)
 
-    def checkpoint_failed(self, event: Any) -> None:
+    def checkpoint_failed(self, event):
         self.failed.append(event)
 
 
-def train(job: SimpleNamespace, tmp_path: Path, disk: Disk, iterations: int = 8, **options: Any) -> CheckpointHook:
+def train(job, tmp_path, disk, iterations=8, **options):
     hook = CheckpointHook(interval=1, by_epoch=False, **options)
     job.loop(hook, disk, work_dir=tmp_path, max_iters=iterations, train_data=job.batches(2)).run()
     return hook
 
 
 @pytest.mark.parametrize("staging", ["block", "overlap"])
-def test_skip_drops_saves_due_during_a_write(
-    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staging: Any
-) -> None:
+def test_skip_drops_saves_due_during_a_write(job, tmp_path, monkeypatch, staging):
     disk = Disk(monkeypatch, until=4)
     with capture_logs() as logs:
         train(job, tmp_path, disk, iterations=5, busy="skip", staging=staging)
@@ -98,9 +95,7 @@ def test_skip_drops_saves_due_during_a_write(
 
 
 @pytest.mark.parametrize("staging", ["block", "overlap"])
-def test_replace_writes_the_newest_next(
-    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staging: Any
-) -> None:
+def test_replace_writes_the_newest_next(job, tmp_path, monkeypatch, staging):
     disk = Disk(monkeypatch, until=4)
     train(job, tmp_path, disk, iterations=5, busy="replace", staging=staging)
     assert stems(disk.skipped) == [["iter_2"], ["iter_3"]]
@@ -110,21 +105,14 @@ def test_replace_writes_the_newest_next(
     assert {n: load(tmp_path / f"iter_{n}.safetensors")["progress"]["iter"] for n in (1, 4, 5)} == {1: 1, 4: 4, 5: 5}
 
 
-def test_wait_skips_nothing(job: SimpleNamespace, tmp_path: Path) -> None:
-    job.loop(CheckpointHook(interval=1, by_epoch=False, busy="wait"), work_dir=tmp_path, max_iters=6).run()
-    assert files(tmp_path) == {f"iter_{n}" for n in range(1, 7)}
-
-
 @pytest.mark.parametrize("busy", ["skip", "replace"])
-def test_a_skipped_save_evicts_no_file(
-    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: Any
-) -> None:
+def test_a_skipped_save_evicts_no_file(job, tmp_path, monkeypatch, busy):
     """With two files to keep: those that are durable count, not those that were due."""
     disk = Disk(monkeypatch, until=7, from_iteration=2)  # iter_1 and iter_2 are durable by then, iter_3 hangs
     seen: list[set[str]] = []
 
     class Looks(Hook):
-        def before_train_iter(self, event: Any) -> None:
+        def before_train_iter(self, event):
             if event.progress.iter <= 2:
                 event.run.wait_for_saves()
             if event.progress.iter == 6:
@@ -138,11 +126,9 @@ def test_a_skipped_save_evicts_no_file(
 
 
 @pytest.mark.parametrize("busy", ["skip", "replace"])
-def test_the_last_save_of_a_training_is_never_skipped(
-    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: Any
-) -> None:
+def test_the_last_save_of_a_training_is_never_skipped(job, tmp_path, monkeypatch, busy):
     class Release(Hook):
-        def after_train(self, event: Any) -> None:
+        def after_train(self, event):
             disk.go.set()
 
     disk = Disk(monkeypatch, until=99)
@@ -152,9 +138,7 @@ def test_the_last_save_of_a_training_is_never_skipped(
     assert load(tmp_path / "iter_4.safetensors")["progress"]["iter"] == 4
 
 
-def test_a_best_score_with_a_skipped_save_is_forgotten(
-    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_best_score_with_a_skipped_save_is_forgotten(job, tmp_path, monkeypatch):
     """A lower score is the best then, since there is no file with the higher one."""
     disk = Disk(monkeypatch, until=2)
     hook = CheckpointHook(by_epoch=False, busy="skip", save_best="acc", save_last=False)
@@ -164,20 +148,7 @@ def test_a_best_score_with_a_skipped_save_is_forgotten(
     assert files(tmp_path) == {"best_acc_iter_3"}
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"staging": "later"}, 'staging=\'later\': give "block" or "overlap"'),
-        ({"busy": "drop"}, 'busy=\'drop\': give "wait" or "skip" or "replace"'),
-        ({"staging": None}, "staging=None"),
-    ],
-)
-def test_unknown_options_are_errors_when_the_hook_is_made(options: dict[str, Any], says: str) -> None:
-    with pytest.raises(ConfigurationError, match=says):
-        CheckpointHook(interval=1, **options)
-
-
-def test_the_events_of_every_save_add_up(job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_events_of_every_save_add_up(job, tmp_path, monkeypatch):
     """Each name that was asked for is committed, skipped or failed, once."""
     disk = Disk(monkeypatch, until=5)
     train(job, tmp_path, disk, iterations=9, busy="replace")
@@ -186,9 +157,9 @@ def test_the_events_of_every_save_add_up(job: SimpleNamespace, tmp_path: Path, m
     assert files(tmp_path) == {Path(name).stem for event in disk.committed for name in event.names}
 
 
-def test_checkpoint_now_is_never_skipped(job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_now_is_never_skipped(job, tmp_path, monkeypatch):
     class Now(Hook):
-        def before_train_iter(self, event: Any) -> None:
+        def before_train_iter(self, event):
             if event.progress.iter == 2:
                 disk.go.set()
                 event.run.checkpoint_now()
@@ -201,12 +172,10 @@ def test_checkpoint_now_is_never_skipped(job: SimpleNamespace, tmp_path: Path, m
 
 @pytest.mark.parametrize("staging", ["block", "overlap"])
 @pytest.mark.parametrize("on_error", ["raise", "log"])
-def test_a_failed_save_is_loud_leaves_no_debris_and_ends_the_run_or_not(
-    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staging: Any, on_error: Any
-) -> None:
+def test_a_failed_save_is_loud_leaves_no_debris_and_ends_the_run_or_not(job, tmp_path, monkeypatch, staging, on_error):
     fsync, calls = os.fsync, []
 
-    def full(descriptor: int) -> None:
+    def full(descriptor):
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             calls.append(descriptor)
         if len(calls) == 5:  # the third checkpoint; each is a file, and then its name in last_checkpoint

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,11 +15,11 @@ from eventloop.checkpoint import load
 from hooks import CheckpointHook, EarlyStoppingHook, EMAHook, ParamSchedulerHook
 
 
-def files(directory: Path) -> set[str]:
+def files(directory):
     return {path.stem for path in directory.glob("*.safetensors")}
 
 
-def scored(job: SimpleNamespace, directory: Path, hook: CheckpointHook, *scores: float, **options: Any) -> TrainLoop:
+def scored(job, directory, hook, *scores, **options):
     options |= {"val_data": job.batches(1), "metrics": {"acc": job.Scores(*scores)}, "max_epochs": len(scores)}
     loop: TrainLoop = job.loop(hook, work_dir=directory, **options)
     return loop
@@ -30,7 +29,7 @@ def scored(job: SimpleNamespace, directory: Path, hook: CheckpointHook, *scores:
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_file_is_kept_while_one_of_several_hooks_keeps_it(job: SimpleNamespace, tmp_path: Path, order: int) -> None:
+def test_a_file_is_kept_while_one_of_several_hooks_keeps_it(job, tmp_path, order):
     """The newest to go on from, and every second one for good."""
     hooks = [
         CheckpointHook(1, max_keep_ckpts=1, name="newest"),
@@ -40,8 +39,8 @@ def test_a_file_is_kept_while_one_of_several_hooks_keeps_it(job: SimpleNamespace
     assert files(tmp_path) == {"epoch_4", "epoch_6", "epoch_7"}
 
 
-def test_a_shared_file_is_kept_after_a_resume(job: SimpleNamespace, tmp_path: Path) -> None:
-    def run(max_epochs: int, resume: str | None = None) -> None:
+def test_a_shared_file_is_kept_after_a_resume(job, tmp_path):
+    def run(max_epochs, resume=None):
         newest = CheckpointHook(1, max_keep_ckpts=1, name="newest")
         for_good = CheckpointHook(2, save_last=False, name="for good")
         job.loop(newest, for_good, work_dir=tmp_path, max_epochs=max_epochs).run(resume=resume)
@@ -51,7 +50,7 @@ def test_a_shared_file_is_kept_after_a_resume(job: SimpleNamespace, tmp_path: Pa
     assert files(tmp_path) == {"epoch_2", "epoch_4", "epoch_5"}
 
 
-def test_the_best_of_two_hooks_is_removed_once_neither_keeps_it(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_best_of_two_hooks_is_removed_once_neither_keeps_it(job, tmp_path):
     loop = scored(job, tmp_path, CheckpointHook(save_best="acc", save_last=False, name="one"), 0.1, 0.3, 0.2)
     loop.bus.add(CheckpointHook(save_best="acc", save_last=False, name="other"))
     loop.run()
@@ -61,7 +60,7 @@ def test_the_best_of_two_hooks_is_removed_once_neither_keeps_it(job: SimpleNames
 # -------------------------------------------------------------------------------------------- one in several directories
 
 
-def test_a_hook_with_another_directory_forgets_earlier_files_and_scores(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_hook_with_another_directory_forgets_earlier_files_and_scores(job, tmp_path):
     """As in cross-validation, with one hook for all parts."""
     hook = CheckpointHook(1, max_keep_ckpts=1, save_best="acc")
     scored(job, tmp_path / "a", hook, 0.5, 0.9).run()
@@ -73,9 +72,7 @@ def test_a_hook_with_another_directory_forgets_earlier_files_and_scores(job: Sim
 
 
 @pytest.mark.parametrize("out_dir", [None, "out"])
-def test_relative_directories_are_those_of_the_beginning(
-    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, out_dir: str | None
-) -> None:
+def test_relative_directories_are_those_of_the_beginning(job, tmp_path, monkeypatch, out_dir):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
     loop = job.loop(CheckpointHook(1, out_dir=out_dir), work_dir=Path("run"))
@@ -86,7 +83,7 @@ def test_relative_directories_are_those_of_the_beginning(
     assert (tmp_path / "run" / "last_checkpoint").exists()
 
 
-def test_one_directory_named_in_two_ways_is_one(job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_directory_named_in_two_ways_is_one(job, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     job.loop(CheckpointHook(1, max_keep_ckpts=1, out_dir="run"), work_dir=tmp_path / "run").run()
     job.loop(CheckpointHook(1, max_keep_ckpts=1, out_dir=tmp_path / "run"), work_dir=Path("run"), max_epochs=3).run(
@@ -95,15 +92,13 @@ def test_one_directory_named_in_two_ways_is_one(job: SimpleNamespace, tmp_path: 
     assert files(tmp_path / "run") == {"epoch_3"}
 
 
-def test_the_directory_is_not_listed_without_sharded_models(
-    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_directory_is_not_listed_without_sharded_models(job, tmp_path, monkeypatch):
     hook = CheckpointHook(1, by_epoch=False, max_keep_ckpts=1, save_best="acc")
     loop = scored(job, tmp_path, hook, 0.1, 0.2)
     listed: list[Path] = []
     real = Path.glob
 
-    def glob(self: Path, *args: Any, **options: Any) -> Any:
+    def glob(self, *args, **options):
         listed.append(self)
         return real(self, *args, **options)
 
@@ -116,7 +111,7 @@ def test_the_directory_is_not_listed_without_sharded_models(
 # --------------------------------------------------------------------------------------------------- from where it goes on
 
 
-def test_a_finished_run_resumed_from_elsewhere_saves_a_checkpoint(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_finished_run_resumed_from_elsewhere_saves_a_checkpoint(job, tmp_path):
     job.loop(CheckpointHook(1), work_dir=tmp_path / "a").run()
     hook = CheckpointHook(published_keys="state_dict")
     job.loop(hook, work_dir=tmp_path / "b").run(resume=tmp_path / "a" / "epoch_2.safetensors")
@@ -124,7 +119,7 @@ def test_a_finished_run_resumed_from_elsewhere_saves_a_checkpoint(job: SimpleNam
     assert len(files(tmp_path / "b")) == 2
 
 
-def test_a_finished_run_resumed_in_place_saves_nothing(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_finished_run_resumed_in_place_saves_nothing(job, tmp_path):
     job.loop(CheckpointHook(1), work_dir=tmp_path).run()
     committed: list[Any] = []
     loop = job.loop(CheckpointHook(1), work_dir=tmp_path)
@@ -138,23 +133,21 @@ class Remembers(Hook):
 
     observes = True
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.scores: dict[int, float] = {}
 
-    def after_val_epoch(self, event: Any) -> None:
+    def after_val_epoch(self, event):
         self.scores[event.progress.iter] = float(event.metrics["loss"])
 
 
 @pytest.mark.parametrize("length", [{"max_epochs": 4}, {"max_iters": 16, "val_interval": 3}])
 @pytest.mark.parametrize(("interval", "by_metric"), [(-1, True), (1, True), (1, False)])
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_resuming_from_the_best_file_repeats_its_validation(
-    job: SimpleNamespace, tmp_path: Path, length: dict[str, int], interval: int, by_metric: bool, elsewhere: bool
-) -> None:
+def test_resuming_from_the_best_file_repeats_its_validation(job, tmp_path, length, interval, by_metric, elsewhere):
     """The best is another name of a file written before, unless the validation changes state. Nothing is counted twice."""
     linked = interval == 1 and not by_metric
 
-    def run(directory: Path, resume: Path | None = None) -> tuple[Any, Remembers]:
+    def run(directory, resume=None):
         model = job.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
         plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from structlog.testing import capture_logs
 
-from eventloop import CheckpointError, ConfigurationError, Hook, TrainLoop
+from eventloop import CheckpointError, ConfigurationError
 from eventloop.checkpoint import load
 from hooks import CheckpointHook
 
@@ -22,7 +17,7 @@ URL = "memory://bucket/run"
 
 
 @pytest.fixture(autouse=True)
-def memory() -> Iterator[MemoryFileSystem]:
+def memory():
     file_system = fsspec.filesystem("memory")
     file_system.store.clear()
     file_system.pseudo_dirs[:] = [""]
@@ -32,24 +27,22 @@ def memory() -> Iterator[MemoryFileSystem]:
 
 
 @pytest.fixture
-def there(memory: MemoryFileSystem) -> Any:
+def there(memory):
     return lambda: {name.removeprefix("/bucket/run/").removesuffix(".safetensors") for name in memory.store}
 
 
-def scored(job: SimpleNamespace, work_dir: Path, hook: Hook, *scores: float, **options: Any) -> TrainLoop:
+def scored(job, work_dir, hook, *scores, **options):
     options |= {"val_data": job.batches(1), "metrics": {"acc": job.Scores(*scores)}, "max_epochs": len(scores)}
     return job.loop(hook, work_dir=work_dir, **options)
 
 
-def test_files_and_the_best_stay_as_in_a_directory(job: SimpleNamespace, tmp_path: Path, there: Any) -> None:
+def test_files_and_the_best_stay_as_in_a_directory(job, tmp_path, there):
     scored(job, tmp_path / "run", CheckpointHook(1, out_dir=OUT, max_keep_ckpts=2, save_best="acc"), 0.1, 0.5, 0.3, 0.4).run()
     assert there() == {"epoch_3", "epoch_4", "best_acc_epoch_2", "last_checkpoint"}
     assert load(f"{URL}/best_acc_epoch_2.safetensors")["progress"]["epoch"] == 2
 
 
-def test_last_checkpoint_is_written_to_the_store_and_the_work_dir(
-    job: SimpleNamespace, tmp_path: Path, memory: MemoryFileSystem
-) -> None:
+def test_last_checkpoint_is_written_to_the_store_and_the_work_dir(job, tmp_path, memory):
     job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "run").run()
     assert memory.cat_file("/bucket/run/last_checkpoint") == b"epoch_2.safetensors"
     assert (tmp_path / "run" / "last_checkpoint").read_text() == f"{URL}/epoch_2.safetensors"
@@ -57,7 +50,7 @@ def test_last_checkpoint_is_written_to_the_store_and_the_work_dir(
 
 @pytest.mark.parametrize("resume", ["auto", f"{URL}/epoch_2.safetensors"])
 @pytest.mark.parametrize("place", ["the same", "a new machine"])
-def test_a_run_resumes_from_a_url(job: SimpleNamespace, tmp_path: Path, resume: str, place: str) -> None:
+def test_a_run_resumes_from_a_url(job, tmp_path, resume, place):
     job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "the same" / "run").run()
     job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / place / "run", max_epochs=3).run(resume=resume)
     straight = job.loop(CheckpointHook(1), work_dir=tmp_path / "straight" / "run", max_epochs=3)
@@ -66,7 +59,7 @@ def test_a_run_resumes_from_a_url(job: SimpleNamespace, tmp_path: Path, resume: 
     assert job.same(resumed, straight.model.state_dict())
 
 
-def test_auto_prefers_the_place_that_was_saved_to_last(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_auto_prefers_the_place_that_was_saved_to_last(job, tmp_path):
     job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "one" / "run", max_epochs=1).run()
     job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "other" / "run", max_epochs=2).run(resume="auto")
     began: list[int] = []
@@ -76,9 +69,7 @@ def test_auto_prefers_the_place_that_was_saved_to_last(job: SimpleNamespace, tmp
     assert began == [2]
 
 
-def test_a_remote_last_checkpoint_naming_another_store_is_ignored(
-    job: SimpleNamespace, tmp_path: Path, memory: MemoryFileSystem
-) -> None:
+def test_a_remote_last_checkpoint_naming_another_store_is_ignored(job, tmp_path, memory):
     job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "run", max_epochs=1).run()
     job.loop(CheckpointHook(1, out_dir="memory://other"), work_dir=tmp_path / "other" / "run", max_epochs=2).run()
     for name in (
@@ -96,12 +87,10 @@ def test_a_remote_last_checkpoint_naming_another_store_is_ignored(
         assert any("does not name a file in a directory of this run" in entry["event"] for entry in logs)
 
 
-def test_a_store_that_does_not_answer_is_an_error_and_no_older_checkpoint(
-    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_does_not_answer_is_an_error_and_no_older_checkpoint(job, tmp_path, monkeypatch):
     job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "run").run()
 
-    def down(*args: Any, **options: Any) -> Any:
+    def down(*args, **options):
         raise TimeoutError("no answer")
 
     monkeypatch.setattr(MemoryFileSystem, "open", down)
@@ -110,12 +99,10 @@ def test_a_store_that_does_not_answer_is_an_error_and_no_older_checkpoint(
 
 
 @pytest.mark.parametrize("on_error", ["raise", "log"])
-def test_a_failed_upload_is_loud_and_costs_no_file(
-    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: Any, on_error: Any
-) -> None:
+def test_a_failed_upload_is_loud_and_costs_no_file(job, tmp_path, monkeypatch, there, on_error):
     real = MemoryFileSystem.cp_file
 
-    def refusing(self: MemoryFileSystem, path1: str, path2: str, **options: Any) -> None:
+    def refusing(self, path1, path2, **options):
         if "epoch_2" in path2:
             raise OSError(28, "quota")
         real(self, path1, path2, **options)
@@ -137,9 +124,7 @@ def test_a_failed_upload_is_loud_and_costs_no_file(
 
 @pytest.mark.parametrize("staging", ["block", "overlap"])
 @pytest.mark.parametrize("busy", ["wait", "skip", "replace"])
-def test_staging_and_busy_are_those_of_a_directory(
-    job: SimpleNamespace, tmp_path: Path, there: Any, staging: Any, busy: Any
-) -> None:
+def test_staging_and_busy_are_those_of_a_directory(job, tmp_path, there, staging, busy):
     hook = CheckpointHook(1, by_epoch=False, out_dir=OUT, staging=staging, busy=busy)
     job.loop(hook, work_dir=tmp_path / "run", max_iters=6).run()
     assert {"iter_6", "last_checkpoint"} <= there()
@@ -147,21 +132,19 @@ def test_staging_and_busy_are_those_of_a_directory(
     assert busy != "wait" or len(there()) == 7
 
 
-def test_published_copies_are_written_to_the_store(job: SimpleNamespace, tmp_path: Path, there: Any) -> None:
+def test_published_copies_are_written_to_the_store(job, tmp_path, there):
     job.loop(CheckpointHook(1, out_dir=OUT, published_keys="state_dict"), work_dir=tmp_path / "run").run()
     (published,) = (name for name in there() if name.startswith("epoch_2-"))
     assert list(load(f"{URL}/{published}.safetensors")) == ["state_dict"]
 
 
-def test_two_hooks_save_locally_and_remotely_with_one_write(
-    job: SimpleNamespace, tmp_path: Path, memory: MemoryFileSystem
-) -> None:
+def test_two_hooks_save_locally_and_remotely_with_one_write(job, tmp_path, memory):
     here = CheckpointHook(1, name="here")
     job.loop(here, CheckpointHook(1, out_dir=OUT, name="there"), work_dir=tmp_path / "run").run()
     assert memory.cat_file("/bucket/run/epoch_2.safetensors") == (tmp_path / "run" / "epoch_2.safetensors").read_bytes()
 
 
-def test_a_place_that_cannot_be_reached_is_an_error_when_the_hook_is_made(tmp_path: Path, job: SimpleNamespace) -> None:
+def test_a_place_that_cannot_be_reached_is_an_error_when_the_hook_is_made(tmp_path, job):
     with pytest.raises(ConfigurationError, match="nowhere://bucket"):
         CheckpointHook(1, out_dir="nowhere://bucket")
     with pytest.raises(ConfigurationError, match="out_dir="):

@@ -88,20 +88,20 @@ PRIORITIES = {
 
 
 @pytest.mark.parametrize("name", DEFAULTS)
-def test_defaults(name: str) -> None:
+def test_defaults(name):
     parameters = inspect.signature(getattr(hooks, name)).parameters
     assert {option: parameters[option].default for option in DEFAULTS[name]} == DEFAULTS[name]
 
 
 @pytest.mark.parametrize("name", PRIORITIES)
-def test_priorities(name: str) -> None:
+def test_priorities(name):
     assert Priority.parse(getattr(hooks, name).priority) == PRIORITIES[name]
 
 
-def test_the_logger_copies_at_least_the_files_that_mmengines_does() -> None:
+def test_the_logger_copies_at_least_the_files_that_mmengines_does():
     suffixes = inspect.signature(hooks.LoggerHook).parameters["out_suffix"].default
     assert {".json", ".log", ".py", "yaml"} <= set(suffixes)
 
 
-def test_as_a_default_hook_checkpoints_are_saved_every_epoch() -> None:
+def test_as_a_default_hook_checkpoints_are_saved_every_epoch():
     assert DEFAULT_HOOKS["checkpoint"] == {"type": "CheckpointHook", "interval": 1}

@@ -1,15 +1,12 @@
 """When EarlyStoppingHook ends a training, and how a resumed one goes on waiting."""
 
 from contextlib import nullcontext
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import TrainingError, TrainLoop
+from eventloop import TrainingError
 from eventloop.checkpoint import load
 from hooks.checkpoint import CheckpointHook
 from hooks.early_stopping import EarlyStoppingHook
@@ -17,7 +14,7 @@ from hooks.early_stopping import EarlyStoppingHook
 NAN, INF = float("nan"), float("inf")
 
 
-def training(job: SimpleNamespace, hook: EarlyStoppingHook, scores: list[Any], *more: Any, **options: Any) -> TrainLoop:
+def training(job, hook, scores, *more, **options):
     """A training of at most as many epochs as there are scores, one validated each."""
     options.setdefault("max_epochs", len(scores))
     name = options.pop("metric", hook.monitor)
@@ -42,15 +39,16 @@ def training(job: SimpleNamespace, hook: EarlyStoppingHook, scores: list[Any], *
         ({}, [0.1, -INF, 0.3], 2),
         ({"check_finite": False, "patience": 2}, [0.1, NAN, 0.5, NAN, NAN, 1.0], 5),
         ({"check_finite": False, "patience": 2}, [NAN, NAN, 1.0], 2),
+        ({"patience": 2}, [0.5, None, None, 0.5, 0.5, 0.5], 5),  # None is skipped
     ],
 )
-def test_epochs_until_it_stops(job: SimpleNamespace, options: dict[str, Any], scores: list[float], epochs: int) -> None:
+def test_epochs_until_it_stops(job, options, scores, epochs):
     loop = training(job, EarlyStoppingHook("accuracy", **options), scores)
     loop.run()
     assert loop.counters.epoch == epochs
 
 
-def test_a_stop_is_clean_and_logs_the_reason(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_stop_is_clean_and_logs_the_reason(job, tmp_path):
     hook = EarlyStoppingHook("accuracy", patience=1)
     loop = training(job, hook, [0.5] * 4, CheckpointHook(interval=-1, save_best="accuracy"), work_dir=tmp_path)
     seen: list[str] = []
@@ -66,7 +64,7 @@ def test_a_stop_is_clean_and_logs_the_reason(job: SimpleNamespace, tmp_path: Pat
 
 @pytest.mark.parametrize(("saved", "waited"), [("before the validation", 1), ("after the validation", 2)])
 @pytest.mark.parametrize("end", ["stop", "error"])
-def test_the_wait_count_is_in_the_checkpoint(job: SimpleNamespace, tmp_path: Path, saved: str, waited: int, end: str) -> None:
+def test_the_wait_count_is_in_the_checkpoint(job, tmp_path, saved, waited, end):
     """It does not begin at 0 again: a resumed training ends as one that was never interrupted."""
     straight = training(job, EarlyStoppingHook("accuracy", patience=3), [0.5] * 9)
     straight.run()
@@ -76,7 +74,7 @@ def test_the_wait_count_is_in_the_checkpoint(job: SimpleNamespace, tmp_path: Pat
     point = "after_train_epoch" if saved == "before the validation" else "after_val_epoch"
     first.bus.on(point, lambda event: event.run.checkpoint_now(), once=3)
 
-    def interrupt(event: Any) -> None:
+    def interrupt(event):
         event.run.wait_for_saves()
         if end == "error":
             raise RuntimeError("power cut")
@@ -97,7 +95,7 @@ def test_the_wait_count_is_in_the_checkpoint(job: SimpleNamespace, tmp_path: Pat
     assert job.same(job.weights(second.model), job.weights(straight.model))
 
 
-def test_a_stopped_training_remains_stopped_after_resuming(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_stopped_training_remains_stopped_after_resuming(job, tmp_path):
     saver = CheckpointHook(1)
     first = training(job, EarlyStoppingHook("accuracy", patience=2), [0.5] * 9, saver, work_dir=tmp_path)
     first.run()
@@ -108,14 +106,14 @@ def test_a_stopped_training_remains_stopped_after_resuming(job: SimpleNamespace,
     assert torch.equal(final["state_dict"]["0.weight"], again.model.state_dict()["0.weight"])
 
 
-def test_resuming_with_more_patience_continues(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_resuming_with_more_patience_continues(job, tmp_path):
     training(job, EarlyStoppingHook("accuracy", patience=2), [0.5] * 9, CheckpointHook(), work_dir=tmp_path).run()
     more = training(job, EarlyStoppingHook("accuracy", patience=4), [0.5] * 9, CheckpointHook(), work_dir=tmp_path)
     more.run(resume="auto")
     assert more.counters.epoch == 5
 
 
-def test_a_new_training_resets_the_hook(job: SimpleNamespace) -> None:
+def test_a_new_training_resets_the_hook(job):
     hook = EarlyStoppingHook("accuracy", patience=2)
     for _ in range(2):
         loop = training(job, hook, [0.5] * 9)
@@ -123,7 +121,7 @@ def test_a_new_training_resets_the_hook(job: SimpleNamespace) -> None:
         assert loop.counters.epoch == 3
 
 
-def test_validations_outside_of_a_training_do_not_count(job: SimpleNamespace) -> None:
+def test_validations_outside_of_a_training_do_not_count(job):
     hook = EarlyStoppingHook("accuracy", patience=2)
     loop = training(job, hook, [0.5] * 9, max_epochs=2)
     loop.run()
@@ -131,7 +129,7 @@ def test_validations_outside_of_a_training_do_not_count(job: SimpleNamespace) ->
     assert hook.wait_count == 1
 
 
-def test_without_strict_a_missing_metric_is_a_warning(job: SimpleNamespace) -> None:
+def test_without_strict_a_missing_metric_is_a_warning(job):
     loop = training(job, EarlyStoppingHook("accuracy", patience=1, strict=False), [0.5] * 2, metric="acc_of_it")
     with capture_logs() as logs:
         loop.run()
@@ -142,14 +140,7 @@ def test_without_strict_a_missing_metric_is_a_warning(job: SimpleNamespace) -> N
     assert "'acc_of_it'" in warnings[0]
 
 
-def test_a_value_of_none_is_skipped(job: SimpleNamespace) -> None:
-    loop = training(job, EarlyStoppingHook("accuracy", patience=2), [0.5, None, None, 0.5, 0.5, 0.5])
-    with capture_logs():
-        loop.run()
-    assert loop.counters.epoch == 5
-
-
-def test_a_non_numeric_value_is_an_error(job: SimpleNamespace) -> None:
+def test_a_non_numeric_value_is_an_error(job):
     loop = training(job, EarlyStoppingHook("accuracy"), ["much"])
     with pytest.raises(TrainingError, match=r"accuracy.*str"), capture_logs():
         loop.run()

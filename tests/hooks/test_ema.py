@@ -3,9 +3,6 @@
 import itertools
 import sys
 from contextlib import nullcontext
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from eventloop import Bus, CheckpointError, ConfigurationError, Hook, Run, TrainingError
 from eventloop.checkpoint import load, save
-from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WarmupEMA, WeightAverage
+from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WarmupEMA
 from hooks.checkpoint import CheckpointHook
 from hooks.ema import EMAHook
 from hooks.optimizer import OptimizerHook
@@ -23,11 +20,11 @@ from hooks.optimizer import OptimizerHook
 KINDS = [WarmupEMA, ExponentialMovingAverage, StochasticWeightAverage, MomentumAnnealingEMA]
 
 
-def values(number: int = 6) -> list[torch.Tensor]:
+def values(number=6):
     return [torch.full((2, 3), float(step) ** 1.5) for step in range(number)]
 
 
-def history(average: WeightAverage, model: nn.Linear, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+def history(average, model, weights):
     seen = []
     for weight in weights:
         with torch.no_grad():
@@ -40,54 +37,28 @@ def history(average: WeightAverage, model: nn.Linear, weights: list[torch.Tensor
 # ------------------------------------------------------------------------------------------------ formulas
 
 
-def test_first_update_copies_and_later_ones_move_by_the_momentum() -> None:
-    model = nn.Linear(3, 2)
-    seen = history(ExponentialMovingAverage(model, momentum=0.1), model, values())
-    expected = values()[0]
-    assert torch.equal(seen[0], expected)
-    for got, weight in zip(seen[1:], values()[1:], strict=True):
-        expected = 0.9 * expected + 0.1 * weight
-        torch.testing.assert_close(got, expected)
-
-
-def test_interval_averages_only_every_so_many_updates() -> None:
-    model = nn.Linear(3, 2)
-    seen = history(ExponentialMovingAverage(model, momentum=0.5, interval=2), model, values(5))
-    assert torch.equal(seen[0], seen[1])
-    torch.testing.assert_close(seen[2], 0.5 * values()[0] + 0.5 * values()[2])
-    assert torch.equal(seen[2], seen[3])
-
-
-def test_stochastic_weight_average_is_the_running_mean() -> None:
-    model = nn.Linear(3, 2)
-    seen = history(StochasticWeightAverage(model), model, values())
-    for count, got in enumerate(seen, start=1):
-        torch.testing.assert_close(got, torch.stack(values()[:count]).mean(0))
-
-
-def test_annealed_momentum_falls_to_its_floor() -> None:
-    model = nn.Linear(3, 2)
-    seen = history(MomentumAnnealingEMA(model, momentum=0.4, gamma=2), model, values(5))
-    expected = values()[0]
-    for step, weight in enumerate(values(5)[1:], start=1):
-        momentum = max(0.4, 2 / (2 + step))
-        expected = (1 - momentum) * expected + momentum * weight
+@pytest.mark.parametrize("interval", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "options", "share"),
+    [
+        (ExponentialMovingAverage, {"momentum": 0.1}, lambda updates, averagings: 0.1),
+        (StochasticWeightAverage, {}, lambda updates, averagings: 1 / (averagings + 1)),
+        (MomentumAnnealingEMA, {"momentum": 0.4, "gamma": 2}, lambda updates, averagings: max(0.4, 2 / (2 + updates))),
+        (WarmupEMA, {"momentum": 0.5}, lambda updates, averagings: 1 - min(0.5, (1 + averagings) / (10 + averagings))),
+    ],
+)
+def test_the_first_update_copies_and_every_so_many_move_by_a_share(kind, options, share, interval):
+    model, weights = nn.Linear(3, 2), values(24)
+    seen = history(kind(model, interval=interval, **options), model, weights)
+    assert torch.equal(seen[0], weights[0])
+    expected = weights[0]
+    for step, weight in enumerate(weights[1:], start=1):
+        if step % interval == 0:
+            expected = torch.lerp(expected, weight, share(step, step // interval))
         torch.testing.assert_close(seen[step], expected)
 
 
-@pytest.mark.parametrize("interval", [1, 2])
-def test_the_default_average_warms_up_to_its_momentum(interval: int) -> None:
-    model = nn.Linear(3, 2)
-    weights = values(24)
-    seen = history(WarmupEMA(model, momentum=0.5, interval=interval), model, weights)[::interval]
-    expected = weights[0]
-    for n, weight in enumerate(weights[interval::interval], start=1):
-        decay = min(0.5, (1 + n) / (10 + n))
-        expected = decay * expected + (1 - decay) * weight
-        torch.testing.assert_close(seen[n], expected)
-
-
-def test_buffers_are_the_models_own_unless_they_are_averaged() -> None:
+def test_buffers_are_the_models_own_unless_they_are_averaged():
     model = nn.BatchNorm1d(2)
     assert set(ExponentialMovingAverage(model).tensors) == {"weight", "bias"}
     average = ExponentialMovingAverage(model, momentum=0.5, update_buffers=True)
@@ -98,7 +69,7 @@ def test_buffers_are_the_models_own_unless_they_are_averaged() -> None:
     assert torch.equal(average.tensors["running_mean"], torch.full((2,), 0.5))
 
 
-def test_averages_follow_a_replaced_parameter() -> None:
+def test_averages_follow_a_replaced_parameter():
     model = nn.Sequential(nn.Linear(2, 2, bias=False))
     average = ExponentialMovingAverage(model, momentum=0.5)
     average.update_parameters(model)
@@ -108,7 +79,7 @@ def test_averages_follow_a_replaced_parameter() -> None:
     torch.testing.assert_close(average.tensors["0.weight"], 0.5 * before + 0.5 * model[0].weight.detach())
 
 
-def test_new_storage_under_a_parameter_is_seen() -> None:
+def test_new_storage_under_a_parameter_is_seen():
     model = nn.Linear(2, 2)
     average = ExponentialMovingAverage(model, momentum=0.5)
     average.update_parameters(model)
@@ -118,7 +89,7 @@ def test_new_storage_under_a_parameter_is_seen() -> None:
     torch.testing.assert_close(average.tensors["weight"], 0.5 * before + 0.5)
 
 
-def test_modules_added_later_are_averaged_too() -> None:
+def test_modules_added_later_are_averaged_too():
     model = nn.Sequential(nn.Linear(2, 2))
     average = ExponentialMovingAverage(model)
     average.update_parameters(model)
@@ -127,14 +98,14 @@ def test_modules_added_later_are_averaged_too() -> None:
     assert "1.weight" in average.tensors
 
 
-def test_tied_weights_are_one_average_under_both_names() -> None:
+def test_tied_weights_are_one_average_under_both_names():
     model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
     model[1].weight = model[0].weight
     average = ExponentialMovingAverage(model)
     assert average.tensors["0.weight"] is average.tensors["1.weight"]
 
 
-def test_swap_exchanges_storage_and_undoes_itself() -> None:
+def test_swap_exchanges_storage_and_undoes_itself():
     model = nn.Linear(3, 2)
     average = ExponentialMovingAverage(model, momentum=0.5)
     history(average, model, values(3))
@@ -146,7 +117,7 @@ def test_swap_exchanges_storage_and_undoes_itself() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_update_is_one_torch_call_for_any_number_of_parameters(kind: type[WeightAverage]) -> None:
+def test_an_update_is_one_torch_call_for_any_number_of_parameters(kind):
     model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(50)))
     average = kind(model)
     average.update_parameters(model)
@@ -159,16 +130,16 @@ def test_an_update_is_one_torch_call_for_any_number_of_parameters(kind: type[Wei
 class Calls(TorchDispatchMode):
     """Notes the names of torch's functions that are called."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.names: list[str] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(func.name().partition(".")[0])
         return func(*args, **(kwargs or {}))
 
 
-def test_mixed_types_are_averaged_in_their_own() -> None:
+def test_mixed_types_are_averaged_in_their_own():
     model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).double()})
     average = ExponentialMovingAverage(model)
     average.update_parameters(model)
@@ -176,7 +147,7 @@ def test_mixed_types_are_averaged_in_their_own() -> None:
     assert average.tensors["b.weight"].dtype == torch.float64
 
 
-def test_state_of_an_average_alone_round_trips() -> None:
+def test_state_of_an_average_alone_round_trips():
     model = nn.Linear(3, 2)
     average = ExponentialMovingAverage(model, momentum=0.3)
     history(average, model, values(3))
@@ -199,7 +170,7 @@ def test_state_of_an_average_alone_round_trips() -> None:
         ({"zeta": 0.999}, "zeta=.*ema_type, .*, momentum, interval"),
     ],
 )
-def test_wrong_options_are_errors_at_construction(options: dict[str, Any], name: str) -> None:
+def test_wrong_options_are_errors_at_construction(options, name):
     with pytest.raises(ConfigurationError, match=name):
         EMAHook(**options)
 
@@ -212,10 +183,10 @@ class Reference(Hook):
 
     priority = 31
 
-    def __init__(self, momentum: float, begin: int = 1) -> None:
+    def __init__(self, momentum, begin=1):
         self.momentum, self.begin, self.average, self.updates = momentum, begin, None, 1
 
-    def after_train_iter(self, event: Any) -> None:
+    def after_train_iter(self, event):
         if not event.run.updated:
             return
         weights = [p.detach().clone() for p in event.run.model.parameters()]
@@ -232,30 +203,30 @@ class Watch(Hook):
 
     priority = 100
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seen: dict[str, list[torch.Tensor]] = {}
 
-    def note(self, what: str, event: Any) -> None:
+    def note(self, what, event):
         self.seen[what] = [p.detach().clone() for p in event.run.model.parameters()]
 
-    def after_train_epoch(self, event: Any) -> None:
+    def after_train_epoch(self, event):
         self.note("train", event)
 
-    def before_val_iter(self, event: Any) -> None:
+    def before_val_iter(self, event):
         self.note("val", event)
 
-    def after_val(self, event: Any) -> None:
+    def after_val(self, event):
         self.note("after", event)
 
-    def before_test_iter(self, event: Any) -> None:
+    def before_test_iter(self, event):
         self.note("test", event)
 
 
-def equal(left: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
+def equal(left, right):
     return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
 
 
-def test_validation_and_test_see_the_average_and_training_the_raw_weights(job: SimpleNamespace) -> None:
+def test_validation_and_test_see_the_average_and_training_the_raw_weights(job):
     reference, watch = Reference(0.3), Watch()
     loop = job.loop(EMAHook(momentum=0.3), reference, watch, val_data=job.batches(1), test_data=job.batches(1))
     loop.run()
@@ -268,7 +239,7 @@ def test_validation_and_test_see_the_average_and_training_the_raw_weights(job: S
 
 
 @pytest.mark.parametrize(("options", "first"), [({"begin_iter": 6}, 6), ({"begin_epoch": 2}, 5)])
-def test_until_it_begins_the_average_is_the_weights(job: SimpleNamespace, options: dict[str, int], first: int) -> None:
+def test_until_it_begins_the_average_is_the_weights(job, options, first):
     reference, watch = Reference(0.3, begin=first), Watch()
     loop = job.loop(EMAHook(momentum=0.3, **options), reference, watch, val_data=job.batches(1))
     loop.bus.on("after_val_epoch", lambda event: event.run.stop(), once=1, priority=100)
@@ -288,7 +259,7 @@ def test_until_it_begins_the_average_is_the_weights(job: SimpleNamespace, option
         ({"begin_epoch": 2}, {"max_iters": 8}, "epoch 1.*begin_iter="),
     ],
 )
-def test_a_begin_beyond_the_training_is_an_error(job: Any, options: Any, length: Any, last: str) -> None:
+def test_a_begin_beyond_the_training_is_an_error(job, options, length, last):
     ((option, begin),) = options.items()
     loop = job.loop(EMAHook(**options), **length)
     with pytest.raises(ConfigurationError, match=rf"EMAHook\({option}={begin}\).*{last}"), capture_logs():
@@ -308,7 +279,7 @@ def test_a_begin_beyond_the_training_is_an_error(job: Any, options: Any, length:
         ({"ema_type": StochasticWeightAverage}, 1, None),
     ],
 )
-def test_a_horizon_beyond_the_training_is_logged_once(job: Any, options: Any, accumulate: int, says: Any) -> None:
+def test_a_horizon_beyond_the_training_is_logged_once(job, options, accumulate, says):
     with capture_logs() as logs:
         job.loop(OptimizerHook(accumulate=accumulate), EMAHook(**options)).run()
     said = [entry["event"] for entry in logs if entry["log_level"] == "warning" and "EMAHook" in entry["event"]]
@@ -316,7 +287,7 @@ def test_a_horizon_beyond_the_training_is_logged_once(job: Any, options: Any, ac
     assert all(part in said[0] for part in says or ())
 
 
-def test_an_accumulation_window_is_one_update(job: SimpleNamespace) -> None:
+def test_an_accumulation_window_is_one_update(job):
     hook = EMAHook()
     job.loop(OptimizerHook(accumulate=3), hook).run()
     assert hook.average is not None
@@ -324,8 +295,8 @@ def test_an_accumulation_window_is_one_update(job: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_raw_weights_are_restored_after_any_end_of_a_validation(job: SimpleNamespace, error: type[BaseException]) -> None:
-    def val_step(model: nn.Module, batch: Any) -> None:
+def test_raw_weights_are_restored_after_any_end_of_a_validation(job, error):
+    def val_step(model, batch):
         raise error("stop here")
 
     watch = Watch()
@@ -335,10 +306,11 @@ def test_raw_weights_are_restored_after_any_end_of_a_validation(job: SimpleNames
     assert equal(list(loop.model.parameters()), watch.seen["train"])
 
 
-def test_raw_weights_are_restored_after_ctrl_c_during_a_swap(job: SimpleNamespace) -> None:
+def test_raw_weights_are_restored_after_ctrl_c_during_a_swap(job):
     for line in itertools.count():
         watch = Watch()
-        loop = job.loop(EMAHook(momentum=0.3), watch, val_data=job.batches(1), max_epochs=1)
+        data = {"train_data": job.batches(2), "val_data": job.batches(1), "model": nn.Linear(3, 2)}  # two tensors to swap
+        loop = job.loop(EMAHook(momentum=0.3), watch, **data, max_epochs=1, sanity=0)
         struck = strike(loop.run, line)
         assert equal(list(loop.model.parameters()), watch.seen["train"]), f"struck at line {line}"
         if not struck:
@@ -346,13 +318,13 @@ def test_raw_weights_are_restored_after_ctrl_c_during_a_swap(job: SimpleNamespac
     assert line > 20
 
 
-def strike(call: Any, at: int) -> bool:
+def strike(call, at):
     """Raise KeyboardInterrupt at the n-th line of what swaps and undoes, from 0; False if there are not so many."""
     names = {"lend", "swap", "restore", "exchange", "finish", "_call"}
     seen = 0
     struck = False
 
-    def trace(frame: Any, event: str, _: Any) -> Any:
+    def trace(frame, event, _):
         nonlocal seen, struck
         if event == "line":
             seen += 1
@@ -361,9 +333,9 @@ def strike(call: Any, at: int) -> bool:
                 raise KeyboardInterrupt  # which ends the tracing
         return trace
 
-    def calls(frame: Any, *_: Any) -> Any:
+    def calls(frame, *_):
         ours = frame.f_code.co_filename.endswith(("ema.py", "averages.py", "pairs.py", "scopes.py"))
-        return trace if ours and frame.f_code.co_name in names else calls
+        return trace if ours and frame.f_code.co_name in names else None
 
     before = sys.gettrace()
     sys.settrace(calls)
@@ -376,7 +348,7 @@ def strike(call: Any, at: int) -> bool:
     return struck
 
 
-def test_a_break_out_of_a_users_own_validation_restores_raw_weights(job: SimpleNamespace) -> None:
+def test_a_break_out_of_a_users_own_validation_restores_raw_weights(job):
     model, hook = job.model(), EMAHook(momentum=0.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     bus = Bus()
@@ -396,7 +368,7 @@ def test_a_break_out_of_a_users_own_validation_restores_raw_weights(job: SimpleN
     assert hook.average.steps == 4
 
 
-def test_without_known_optimizers_every_iteration_is_an_update(job: SimpleNamespace) -> None:
+def test_without_known_optimizers_every_iteration_is_an_update(job):
     hook = EMAHook()
     bus = Bus()
     bus.add(hook)
@@ -408,11 +380,11 @@ def test_without_known_optimizers_every_iteration_is_an_update(job: SimpleNamesp
     assert hook.average.steps == 4
 
 
-def test_one_of_several_models_is_named(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_one_of_several_models_is_named(job, tmp_path):
     models = {"g": job.model(), "d": job.model()}
     optimizer = torch.optim.SGD(models["g"].parameters(), lr=0.1)
 
-    def step(models: dict[str, nn.Module], batch: Any) -> torch.Tensor:
+    def step(models, batch):
         return job.loss(models["g"], batch)
 
     with pytest.raises(ConfigurationError, match="'g', 'd'"):
@@ -428,7 +400,7 @@ def test_one_of_several_models_is_named(job: SimpleNamespace, tmp_path: Path) ->
 # ----------------------------------------------------------------------------------------------- checkpoints
 
 
-def test_checkpoints_hold_averaged_weights_and_the_raw_ones(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_checkpoints_hold_averaged_weights_and_the_raw_ones(job, tmp_path):
     reference, watch = Reference(0.3), Watch()
     metrics = {"acc": job.Scores(1.0, 2.0)}
     hooks = (EMAHook(momentum=0.3), reference, watch, CheckpointHook(save_best="acc", save_last=False))
@@ -442,9 +414,9 @@ def test_checkpoints_hold_averaged_weights_and_the_raw_ones(job: SimpleNamespace
     assert saved["state_dict"]["1.num_batches_tracked"] == 8
 
 
-def test_saved_now_and_saved_in_a_validation_is_the_same(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_saved_now_and_saved_in_a_validation_is_the_same(job, tmp_path):
     class Now(Hook):
-        def before_val_iter(self, event: Any) -> None:
+        def before_val_iter(self, event):
             event.run.request_save("inside.safetensors")
 
     hooks = (EMAHook(momentum=0.3), Now(), CheckpointHook(interval=1, max_keep_ckpts=1, out_dir=tmp_path / "other"))
@@ -456,10 +428,8 @@ def test_saved_now_and_saved_in_a_validation_is_the_same(job: SimpleNamespace, t
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("stop", [3, 4, 6])
-def test_a_resumed_run_ends_with_the_same_bits(
-    job: SimpleNamespace, tmp_path: Path, kind: type[WeightAverage], stop: int
-) -> None:
-    def run(directory: Path, *more: Hook, resume: str | None = None) -> tuple[Any, Any]:
+def test_a_resumed_run_ends_with_the_same_bits(job, tmp_path, kind, stop):
+    def run(directory, *more, resume=None):
         hook = EMAHook(kind, begin_iter=2, update_buffers=True)
         loop = job.loop(hook, CheckpointHook(interval=1), *more, work_dir=directory, val_data=job.batches(1))
         loop.run(resume=resume)
@@ -472,7 +442,7 @@ def test_a_resumed_run_ends_with_the_same_bits(
     assert job.same(whole[1], rest[1])
 
 
-def test_a_checkpoint_without_an_average_warns_and_begins_with_its_weights(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_checkpoint_without_an_average_warns_and_begins_with_its_weights(job, tmp_path):
     loop = job.loop(CheckpointHook(interval=1), work_dir=tmp_path, max_epochs=1)
     loop.run()
     hook, watch = EMAHook(momentum=0.3), Watch()
@@ -483,7 +453,7 @@ def test_a_checkpoint_without_an_average_warns_and_begins_with_its_weights(job: 
     assert equal(watch.seen["val"], list(loop.model.parameters()))
 
 
-def test_a_stripped_average_is_not_taken_from_the_hooks_state(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_stripped_average_is_not_taken_from_the_hooks_state(job, tmp_path):
     loop = job.loop(EMAHook(momentum=0.3), CheckpointHook(interval=1), work_dir=tmp_path, max_epochs=1)
     loop.run()
     tree = load(tmp_path / "epoch_1.safetensors")
@@ -498,9 +468,7 @@ def test_a_stripped_average_is_not_taken_from_the_hooks_state(job: SimpleNamespa
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_an_average_of_another_model_is_an_error_or_partially_loaded(
-    job: SimpleNamespace, tmp_path: Path, strict: bool
-) -> None:
+def test_an_average_of_another_model_is_an_error_or_partially_loaded(job, tmp_path, strict):
     job.loop(EMAHook(momentum=0.3), CheckpointHook(interval=1), work_dir=tmp_path, max_epochs=1).run()
     averaged = load(tmp_path / "epoch_1.safetensors")["state_dict"]
     model = job.model()
@@ -517,13 +485,13 @@ def test_an_average_of_another_model_is_an_error_or_partially_loaded(
     assert [entry["lacking"] for entry in logs if "lacking" in entry] == [["2.bias", "2.weight"]]
 
 
-def test_wrapper_prefixes_are_not_in_checkpoints(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_wrapper_prefixes_are_not_in_checkpoints(job, tmp_path):
     class Wrapper(nn.Module):
-        def __init__(self, module: nn.Module) -> None:
+        def __init__(self, module):
             super().__init__()
             self.module = module
 
-        def forward(self, inputs: torch.Tensor) -> Any:
+        def forward(self, inputs):
             return self.module(inputs)
 
     inner = job.model()
@@ -533,7 +501,7 @@ def test_wrapper_prefixes_are_not_in_checkpoints(job: SimpleNamespace, tmp_path:
     assert not torch.equal(saved["state_dict"]["0.weight"], saved["ema_state_dict"]["0.weight"])
 
 
-def test_an_average_is_not_updated_while_it_is_lent() -> None:
+def test_an_average_is_not_updated_while_it_is_lent():
     model = nn.Linear(2, 2)
     average = ExponentialMovingAverage(model)
     average.update_parameters(model)
@@ -542,7 +510,7 @@ def test_an_average_is_not_updated_while_it_is_lent() -> None:
         average.update_parameters(model)
 
 
-def test_all_new_storage_in_a_large_model_is_seen_within_a_few_updates() -> None:
+def test_all_new_storage_in_a_large_model_is_seen_within_a_few_updates():
     model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(100)))
     average = ExponentialMovingAverage(model, momentum=0.5)
     average.update_parameters(model)

@@ -1,8 +1,5 @@
 """When EmptyCacheHook empties the cache of the device's allocator. The device is played by two functions of torch."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 
@@ -11,14 +8,14 @@ from hooks.empty_cache import EmptyCacheHook
 
 
 @pytest.fixture
-def emptied(job: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
+def emptied(job, monkeypatch):
     """Runs a job with the hook: two epochs of four batches, two validations of one, a test of one. Returns the points."""
 
-    def run(**options: bool) -> list[str]:
+    def run(**options):
         where: list[str] = []
         point = ""
 
-        def at(event: Any) -> None:
+        def at(event):
             nonlocal point
             point = event.mount_point
 
@@ -37,21 +34,21 @@ def emptied(job: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> Any:
 EPOCH = ["after_train_epoch", "after_val_epoch"]
 
 
-def test_by_default_after_each_epoch_of_all_stages(emptied: Any) -> None:
+def test_by_default_after_each_epoch_of_all_stages(emptied):
     assert emptied() == [*EPOCH, *EPOCH, "after_test_epoch"]
 
 
-def test_before_epochs(emptied: Any) -> None:
+def test_before_epochs(emptied):
     epoch = ["before_train_epoch", "before_val_epoch"]
     assert emptied(before_epoch=True, after_epoch=False) == [*epoch, *epoch, "before_test_epoch"]
 
 
-def test_after_iterations(emptied: Any) -> None:
+def test_after_iterations(emptied):
     epoch = ["after_train_iter"] * 4 + ["after_val_iter"]
     assert emptied(after_iter=True, after_epoch=False) == [*epoch, *epoch, "after_test_iter"]
 
 
-def test_nothing_happens_without_an_accelerator(job: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_happens_without_an_accelerator(job, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: pytest.fail("there is none"))
     loop = job.loop(EmptyCacheHook(True, True, True))
@@ -59,6 +56,6 @@ def test_nothing_happens_without_an_accelerator(job: SimpleNamespace, monkeypatc
     assert loop.counters.epoch == loop.max_epochs
 
 
-def test_a_hook_that_never_empties_it_is_an_error() -> None:
+def test_a_hook_that_never_empties_it_is_an_error():
     with pytest.raises(ConfigurationError, match="after_epoch"):
         EmptyCacheHook(after_epoch=False)

@@ -2,8 +2,6 @@
 
 import csv
 import json
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,16 +16,16 @@ from hooks.checkpoint import CheckpointHook
 class Function:
     """Returns one result after another, and notes at which count of iterations it was called."""
 
-    def __init__(self, *results: Any) -> None:
+    def __init__(self, *results):
         self.results = list(results)
         self.calls = 0
 
-    def __call__(self) -> Any:
+    def __call__(self):
         self.calls += 1
         return self.results.pop(0) if self.results else {"acc": 0.5}
 
 
-def evaluated(job: SimpleNamespace, hook: EvaluateHook, *more: Any, **options: Any) -> list[Any]:
+def evaluated(job, hook, *more, **options):
     """Runs a training of two epochs of four batches; returns the events of the hook."""
     loop = job.loop(hook, *more, **options)
     events: list[Any] = []
@@ -49,7 +47,7 @@ def evaluated(job: SimpleNamespace, hook: EvaluateHook, *more: Any, **options: A
         ({"period": 3, "by_epoch": True}, [8]),
     ],
 )
-def test_it_is_called_every_period_and_at_the_end(job: SimpleNamespace, options: Any, iterations: list[int]) -> None:
+def test_it_is_called_every_period_and_at_the_end(job, options, iterations):
     function = Function()
     events = evaluated(job, EvaluateHook(function=function, **options))
     assert [event.iter for event in events] == iterations
@@ -57,17 +55,17 @@ def test_it_is_called_every_period_and_at_the_end(job: SimpleNamespace, options:
     assert events[-1].epoch == 2
 
 
-def test_a_stopped_run_is_evaluated_at_its_end(job: SimpleNamespace) -> None:
+def test_a_stopped_run_is_evaluated_at_its_end(job):
     events = evaluated(job, EvaluateHook(0, Function()), job.StopAfter(5))
     assert [event.iter for event in events] == [5]
 
 
-def test_it_runs_in_evaluation_mode_without_gradients(job: SimpleNamespace) -> None:
+def test_it_runs_in_evaluation_mode_without_gradients(job):
     model = job.model()
     model[1].eval()  # a layer that is frozen stays so
     seen: list[Any] = []
 
-    def function() -> dict[str, float]:
+    def function():
         seen.append((torch.is_grad_enabled(), any(module.training for module in model.modules())))
         return {"acc": 0.5}
 
@@ -88,14 +86,14 @@ def test_it_runs_in_evaluation_mode_without_gradients(job: SimpleNamespace) -> N
         ({}, [None, {"acc": 0.2}, {}], 6),
     ],
 )
-def test_the_best_result_is_kept(job: SimpleNamespace, options: Any, results: list[Any], best: int) -> None:
+def test_the_best_result_is_kept(job, options, results, best):
     hook = EvaluateHook(3, Function(*results), **options)
     evaluated(job, hook)
     assert hook.best is not None
     assert hook.best.iter == best
 
 
-def test_nested_results_and_tensors_are_flat_numbers(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_nested_results_and_tensors_are_flat_numbers(job, tmp_path):
     infos: list[Any] = []
     result = {"coco": {"AP": {"small": torch.tensor(0.25)}, "acc": 1}, "loss": torch.ones(1)}
     loop = job.loop(EvaluateHook(0, Function(result), monitor="loss"), work_dir=tmp_path)
@@ -110,14 +108,14 @@ def test_nested_results_and_tensors_are_flat_numbers(job: SimpleNamespace, tmp_p
 
 
 @pytest.mark.parametrize("file", ["eval_result.json", "deep/results.json"])
-def test_results_are_lines_of_json_in_the_work_dir(job: SimpleNamespace, tmp_path: Path, file: str) -> None:
+def test_results_are_lines_of_json_in_the_work_dir(job, tmp_path, file):
     evaluated(job, EvaluateHook(4, Function({"acc": 0.5}, {"acc": float("nan")}), json_file=file), work_dir=tmp_path)
     text = (tmp_path / file).read_text()
     assert text == '{"epoch": 1, "iter": 4, "acc": 0.5}\n{"epoch": 2, "iter": 8, "acc": NaN}\n'
 
 
 @pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
-def test_of_several_processes_the_first_one_writes_the_file(tmp_path: Path, rank: int, lines: int) -> None:
+def test_of_several_processes_the_first_one_writes_the_file(tmp_path, rank, lines):
     bus, progress = Bus(), Progress()
     bus.add(EvaluateHook(4, Function()))
     bus.set_rank(rank, 2)
@@ -128,7 +126,7 @@ def test_of_several_processes_the_first_one_writes_the_file(tmp_path: Path, rank
     assert len(list(tmp_path.glob("*.json"))) == lines
 
 
-def test_loggers_write_results_in_order_with_iterations_as_step(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_loggers_write_results_in_order_with_iterations_as_step(job, tmp_path):
     hook = EvaluateHook(3, Function({"acc": 0.5}, {"coco": {"AP": float("nan")}, "acc": 0.25}))
     evaluated(job, LoggerHook(interval=1, writers=[JSONLinesWriter()]), hook, work_dir=tmp_path)
     lines = [json.loads(line) for line in (tmp_path / "scalars.jsonl").read_text().splitlines()]
@@ -143,9 +141,9 @@ def test_loggers_write_results_in_order_with_iterations_as_step(job: SimpleNames
     assert (lines[3]["epoch"], lines[3]["iter"]) == (1, 3)
 
 
-def test_a_hook_of_the_users_can_publish_results_for_loggers(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_hook_of_the_users_can_publish_results_for_loggers(job, tmp_path):
     class Norms(Hook):
-        def after_train_epoch(self, event: Any) -> None:
+        def after_train_epoch(self, event):
             epoch, iteration = event.progress.epoch + 1, event.progress.iter + 1
             event.run.publish(Evaluated, hook=self.label, epoch=epoch, iter=iteration, metrics={"norm": 2.0})
 
@@ -156,20 +154,20 @@ def test_a_hook_of_the_users_can_publish_results_for_loggers(job: SimpleNamespac
     assert not (tmp_path / "eval_result.json").exists()
 
 
-def test_no_file_is_written_without_json_file_or_work_dir(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_no_file_is_written_without_json_file_or_work_dir(job, tmp_path):
     evaluated(job, EvaluateHook(4, Function(), json_file=None), work_dir=tmp_path)
     evaluated(job, EvaluateHook(4, Function()))
     assert not list(tmp_path.iterdir())
 
 
-def test_the_best_is_logged_at_the_end(job: SimpleNamespace) -> None:
+def test_the_best_is_logged_at_the_end(job):
     with capture_logs() as logs:
         job.loop(EvaluateHook(3, Function({"acc": 0.1}, {"acc": 0.9}))).run()
     (entry,) = [entry for entry in logs if entry["event"] == "best evaluation"]
     assert (entry["iter"], entry["metrics"]) == (6, {"acc": 0.9})
 
 
-def test_the_best_survives_a_resume(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_best_survives_a_resume(job, tmp_path):
     evaluated(job, EvaluateHook(4, Function({"acc": 0.9})), CheckpointHook(1), work_dir=tmp_path, max_epochs=1)
     hook = EvaluateHook(4, Function({"acc": 0.5}))
     loop = job.loop(hook, CheckpointHook(1), work_dir=tmp_path)
@@ -184,7 +182,7 @@ def test_the_best_survives_a_resume(job: SimpleNamespace, tmp_path: Path) -> Non
     assert other.best.metrics == {"acc": 0.1, "loss": 3.0}
 
 
-def test_a_new_training_resets_the_hook(job: SimpleNamespace) -> None:
+def test_a_new_training_resets_the_hook(job):
     hook = EvaluateHook(4, Function({"acc": 0.9}, {"acc": 0.8}, {"acc": 0.1}, {"acc": 0.2}))
     evaluated(job, hook)
     evaluated(job, hook)
@@ -200,13 +198,13 @@ def test_a_new_training_resets_the_hook(job: SimpleNamespace) -> None:
         ({"a": {"b": torch.ones(2)}}, "'a/b' is a Tensor"),
     ],
 )
-def test_a_result_that_cannot_be_used_is_an_error(job: SimpleNamespace, result: Any, match: str) -> None:
+def test_a_result_that_cannot_be_used_is_an_error(job, result, match):
     with pytest.raises((TrainingError, ConfigurationError), match=match), capture_logs():
         job.loop(EvaluateHook(1, Function(result))).run()
 
 
 @pytest.mark.parametrize("name", ["speed", "epoch"])
-def test_a_first_metric_without_a_known_rule_is_a_warning(job: SimpleNamespace, name: str) -> None:
+def test_a_first_metric_without_a_known_rule_is_a_warning(job, name):
     hook = EvaluateHook(1, Function({name: 3.0}, {name: 4.0}), by_epoch=True)
     with capture_logs() as logs:
         loop = job.loop(hook)
@@ -216,18 +214,18 @@ def test_a_first_metric_without_a_known_rule_is_a_warning(job: SimpleNamespace, 
     assert 'rule="greater"' in warning["reason"]
 
 
-def test_a_metric_may_be_named_like_a_field_of_the_log_line(job: SimpleNamespace) -> None:
+def test_a_metric_may_be_named_like_a_field_of_the_log_line(job):
     hook = EvaluateHook(1, Function({"epoch": 3.0, "event": 1.0}, {"epoch": 2.0}), by_epoch=True, rule="greater")
     with capture_logs() as logs:
         job.loop(hook).run()
     assert {"epoch": 3.0, "event": 1.0} in [entry.get("metrics") for entry in logs]
 
 
-def test_a_missing_monitor_is_an_error_naming_the_metrics(job: SimpleNamespace) -> None:
+def test_a_missing_monitor_is_an_error_naming_the_metrics(job):
     with pytest.raises(TrainingError, match=r"'accuracy'.*acc"), capture_logs():
         job.loop(EvaluateHook(1, Function(), monitor="accuracy")).run()
 
 
-def test_a_monitor_without_a_known_rule_is_an_error_at_construction() -> None:
+def test_a_monitor_without_a_known_rule_is_an_error_at_construction():
     with pytest.raises(ConfigurationError, match="'speed'"):
         EvaluateHook(1, Function(), monitor="speed")

@@ -1,11 +1,7 @@
 """The optimizer update: gradients, accumulation, clipping, mixed precision."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
-from torch import nn
 
 from eventloop import ConfigurationError, Hook
 from hooks.optimizer import Fp16OptimizerHook, OptimizerHook
@@ -14,34 +10,34 @@ from hooks.optimizer import Fp16OptimizerHook, OptimizerHook
 class Steps(Hook):
     """Notes iterations with an update and which optimizers stepped."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.updated: list[bool] = []
         self.events: list[str] = []
 
-    def before_optimizer_step(self, event: Any) -> None:
+    def before_optimizer_step(self, event):
         self.events.append(f"before {event.name}")
 
-    def after_optimizer_step(self, event: Any) -> None:
+    def after_optimizer_step(self, event):
         self.events.append(f"after {event.name}")
 
-    def after_train_iter(self, event: Any) -> None:
+    def after_train_iter(self, event):
         self.updated.append(event.run.updated)
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
-def test_only_forward_passes_run_under_autocast(job: SimpleNamespace, amp: Any) -> None:
+def test_only_forward_passes_run_under_autocast(job, amp):
     seen: list[torch.dtype] = []
 
     class Elsewhere(Hook):
         priority = 1
 
-        def before_iter(self, event: Any) -> None:
+        def before_iter(self, event):
             assert not torch.is_autocast_enabled("cpu")
 
-        def after_iter(self, event: Any) -> None:
+        def after_iter(self, event):
             assert not torch.is_autocast_enabled("cpu")
 
-    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+    def step(model, batch):
         seen.append(model(batch[0]).dtype)
         return job.loss(model, batch)
 
@@ -52,8 +48,8 @@ def test_only_forward_passes_run_under_autocast(job: SimpleNamespace, amp: Any) 
     assert seen == [torch.bfloat16 if amp == "bf16" else torch.float16] * 7  # the look at val_data, too
 
 
-def test_autocast_ends_with_an_exception(job: SimpleNamespace) -> None:
-    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+def test_autocast_ends_with_an_exception(job):
+    def step(model, batch):
         raise ValueError("in the middle")
 
     with pytest.raises(ValueError, match="in the middle"):
@@ -61,12 +57,12 @@ def test_autocast_ends_with_an_exception(job: SimpleNamespace) -> None:
     assert not torch.is_autocast_enabled("cpu")
 
 
-def test_fp16_with_accumulation_and_clipping_is_torchs_own_recipe_to_the_bit(job: SimpleNamespace) -> None:
+def test_fp16_with_accumulation_and_clipping_is_torchs_own_recipe_to_the_bit(job):
     """The loop of torch's page "Automatic Mixed Precision examples", with an overflow in the second window."""
     factors = [1.0, 1.0, 1.0, float("inf"), 1.0, 1.0]
     batches = job.batches(6)
 
-    def loss(model: nn.Module, batch: Any, index: int) -> torch.Tensor:
+    def loss(model, batch, index):
         return job.loss(model, batch) * factors[index]
 
     expected = job.model()
@@ -110,6 +106,6 @@ def test_fp16_with_accumulation_and_clipping_is_torchs_own_recipe_to_the_bit(job
         lambda: OptimizerHook(amp="fp16", scaler=8.0),
     ],
 )
-def test_arguments_that_no_scaler_takes_are_errors_when_the_hook_is_made(make: Any) -> None:
+def test_arguments_that_no_scaler_takes_are_errors_when_the_hook_is_made(make):
     with pytest.raises(ConfigurationError, match="scaler"):
         make()

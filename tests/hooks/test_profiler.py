@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,20 +14,20 @@ from hooks.autograd import AutogradProfilerHook
 from hooks.profiler import ProfilerHook
 
 
-def steps_of(profiler: profile) -> int:
+def steps_of(profiler):
     """How many training steps are in a trace: the model has one batch norm."""
     return sum(event.count for event in profiler.key_averages() if event.key == "aten::native_batch_norm")
 
 
 @pytest.fixture
-def traces() -> Any:
+def traces():
     """A function for on_trace_ready that counts the steps in each trace."""
 
     class Traces(list[int]):
-        def __call__(self, profiler: profile) -> None:
+        def __call__(self, profiler):
             self.append(steps_of(profiler))
 
-        def __bool__(self) -> bool:
+        def __bool__(self):
             return True  # torch asks whether there is a function
 
     return Traces()
@@ -44,17 +43,17 @@ def traces() -> Any:
         ({"by_epoch": False, "profile_times": 6}, 6),
     ],
 )
-def test_the_first_epochs_or_iterations_are_profiled(job: SimpleNamespace, traces: Any, options: Any, steps: int) -> None:
+def test_the_first_epochs_or_iterations_are_profiled(job, traces, options, steps):
     job.loop(ProfilerHook(on_trace_ready=traces, **options), max_epochs=3).run()
     assert traces == [steps]
 
 
-def test_calls_of_handlers_are_ranges_in_the_profile_and_only_there(job: SimpleNamespace) -> None:
+def test_calls_of_handlers_are_ranges_in_the_profile_and_only_there(job):
     names: set[str] = set()
     loop = job.loop(ProfilerHook(on_trace_ready=lambda profiler: names.update(event.key for event in profiler.key_averages())))
 
     @loop.bus.on("after_train_iter")
-    def watch(event: Any) -> None: ...
+    def watch(event): ...
 
     before = loop.bus.explain("after_train_iter")
     loop.run()
@@ -63,20 +62,20 @@ def test_calls_of_handlers_are_ranges_in_the_profile_and_only_there(job: SimpleN
     assert "record_function" not in before
 
 
-def test_a_hook_added_during_a_training_begins_with_the_next(job: SimpleNamespace, traces: Any) -> None:
+def test_a_hook_added_during_a_training_begins_with_the_next(job, traces):
     loop = job.loop()
     loop.bus.on("before_train_iter", lambda event: loop.bus.add(ProfilerHook(on_trace_ready=traces)), once=2)
     loop.run()
     assert traces == []
 
 
-def test_a_schedule_makes_several_traces_of_some_iterations(job: SimpleNamespace, traces: Any) -> None:
+def test_a_schedule_makes_several_traces_of_some_iterations(job, traces):
     schedule = {"wait": 1, "warmup": 1, "active": 2, "repeat": 2}
     job.loop(ProfilerHook(profile_times=3, schedule=schedule, on_trace_ready=traces), max_epochs=3).run()
     assert traces == [2, 2]
 
 
-def test_by_default_a_table_is_logged(job: SimpleNamespace) -> None:
+def test_by_default_a_table_is_logged(job):
     with capture_logs() as logs:
         job.loop(ProfilerHook()).run()
     (entry,) = [entry["event"] for entry in logs if entry["event"].startswith("profile\n")]
@@ -84,7 +83,7 @@ def test_by_default_a_table_is_logged(job: SimpleNamespace) -> None:
     assert "Self CPU" in entry
 
 
-def test_the_table_takes_its_arguments(job: SimpleNamespace) -> None:
+def test_the_table_takes_its_arguments(job):
     trace = {"type": "log_trace", "sort_by": "cpu_time_total", "row_limit": 1}
     with capture_logs() as logs:
         job.loop(ProfilerHook(on_trace_ready=trace)).run()
@@ -93,7 +92,7 @@ def test_the_table_takes_its_arguments(job: SimpleNamespace) -> None:
 
 
 @pytest.mark.parametrize("name", [None, "mine"])
-def test_a_trace_for_tensorboard_is_in_the_work_dir(job: SimpleNamespace, tmp_path: Path, name: str | None) -> None:
+def test_a_trace_for_tensorboard_is_in_the_work_dir(job, tmp_path, name):
     trace = {"type": "tb_trace", "worker_name": "worker"} | ({} if name is None else {"dir_name": name})
     with capture_logs():
         job.loop(ProfilerHook(on_trace_ready=trace), work_dir=tmp_path).run()
@@ -102,7 +101,7 @@ def test_a_trace_for_tensorboard_is_in_the_work_dir(job: SimpleNamespace, tmp_pa
     assert file.name.endswith(".pt.trace.json")
 
 
-def test_the_json_trace_is_in_chromes_format(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_the_json_trace_is_in_chromes_format(job, tmp_path):
     with capture_logs() as logs:
         hook = ProfilerHook(json_trace_path="deep/trace.json", record_shapes=True)
         job.loop(hook, work_dir=tmp_path).run()
@@ -112,10 +111,10 @@ def test_the_json_trace_is_in_chromes_format(job: SimpleNamespace, tmp_path: Pat
     assert not [entry for entry in logs if entry["event"].startswith("profile\n")]
 
 
-def test_details_are_recorded_on_request(job: SimpleNamespace) -> None:
+def test_details_are_recorded_on_request(job):
     seen: list[Any] = []
 
-    def look(profiler: profile) -> None:
+    def look(profiler):
         averages = profiler.key_averages()
         seen.append(sum(event.flops for event in averages))
         seen.append(any(event.self_cpu_memory_usage for event in averages))
@@ -126,13 +125,13 @@ def test_details_are_recorded_on_request(job: SimpleNamespace) -> None:
     assert seen[1:] == [True, 0, False]
 
 
-def test_source_lines_are_recorded_on_request(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_source_lines_are_recorded_on_request(job, tmp_path):
     job.loop(ProfilerHook(with_stack=True, json_trace_path=tmp_path / "trace.json")).run()
     names = [event["name"] for event in json.loads((tmp_path / "trace.json").read_bytes())["traceEvents"]]
     assert any(name.startswith("tests/hooks/conftest.py") or "conftest.py(" in name for name in names)
 
 
-def test_a_run_that_fails_ends_the_profile(job: SimpleNamespace, traces: Any) -> None:
+def test_a_run_that_fails_ends_the_profile(job, traces):
     loop = job.loop(ProfilerHook(on_trace_ready=traces))
     loop.bus.on("before_train_iter", _fail, once=3)
     with pytest.raises(RuntimeError, match="mine"), capture_logs():
@@ -144,7 +143,7 @@ def test_a_run_that_fails_ends_the_profile(job: SimpleNamespace, traces: Any) ->
 
 
 @pytest.mark.parametrize("schedule", [None, {"wait": 0, "warmup": 1, "active": 1, "repeat": 2}])
-def test_a_handler_that_fails_is_the_error_of_the_run(job: SimpleNamespace, traces: Any, schedule: Any) -> None:
+def test_a_handler_that_fails_is_the_error_of_the_run(job, traces, schedule):
     hook = ProfilerHook(schedule=schedule, on_trace_ready=_fail)
     with pytest.raises(RuntimeError, match="mine"), capture_logs():
         job.loop(hook).run()
@@ -152,19 +151,17 @@ def test_a_handler_that_fails_is_the_error_of_the_run(job: SimpleNamespace, trac
     assert traces == [4]
 
 
-def _fail(event: Any) -> None:
+def _fail(event):
     raise RuntimeError("mine")
 
 
-def _no_utf8(*_: Any, **__: Any) -> None:
+def _no_utf8(*_, **__):
     """What torch 2.13 does to some profiles made with with_stack and profile_memory."""
     raise UnicodeDecodeError("utf-8", b"\xb0", 0, 1, "invalid start byte")
 
 
 @pytest.mark.parametrize("given", [None, {"type": "log_trace", "row_limit": 3}])
-def test_a_failing_table_leaves_the_trace_in_a_file_and_does_not_end_the_run(
-    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: Any
-) -> None:
+def test_a_failing_table_leaves_the_trace_in_a_file_and_does_not_end_the_run(job, tmp_path, monkeypatch, given):
     monkeypatch.setattr(profile, "key_averages", _no_utf8)
     schedule = {"wait": 0, "warmup": 1, "active": 1, "repeat": 2}
     loop = job.loop(ProfilerHook(on_trace_ready=given, schedule=schedule), work_dir=tmp_path)
@@ -179,12 +176,10 @@ def test_a_failing_table_leaves_the_trace_in_a_file_and_does_not_end_the_run(
 
 
 @pytest.mark.parametrize("method", ["start", "step", "stop", "export_chrome_trace"])
-def test_a_profiler_that_fails_does_not_end_the_run(
-    job: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, traces: Any, method: str
-) -> None:
+def test_a_profiler_that_fails_does_not_end_the_run(job, tmp_path, monkeypatch, traces, method):
     works = getattr(profile, method)
 
-    def fails(self: profile, *args: Any) -> None:
+    def fails(self, *args):
         if method in ("step", "stop"):
             works(self, *args)  # torch's profiler is one for the whole process, and must be let go of
         raise OSError("no space left")
@@ -203,7 +198,7 @@ def test_a_profiler_that_fails_does_not_end_the_run(
     assert traces == [4]
 
 
-def test_a_trace_for_tensorboard_that_cannot_be_written_does_not_end_the_run(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_trace_for_tensorboard_that_cannot_be_written_does_not_end_the_run(job, tmp_path):
     (tmp_path / "tf_tracing_logs").write_text("in the way")
     loop = job.loop(ProfilerHook(on_trace_ready={"type": "tb_trace"}), work_dir=tmp_path)
     with capture_logs() as logs:
@@ -212,7 +207,7 @@ def test_a_trace_for_tensorboard_that_cannot_be_written_does_not_end_the_run(job
     assert [entry["hook"] for entry in logs if entry["log_level"] == "error"] == ["ProfilerHook"]
 
 
-def test_a_schedule_that_never_records_is_reported(job: SimpleNamespace, tmp_path: Path) -> None:
+def test_a_schedule_that_never_records_is_reported(job, tmp_path):
     hook = ProfilerHook(schedule={"wait": 50, "warmup": 1, "active": 1}, json_trace_path="trace.json")
     with capture_logs() as logs:
         job.loop(hook, work_dir=tmp_path).run()
@@ -220,12 +215,12 @@ def test_a_schedule_that_never_records_is_reported(job: SimpleNamespace, tmp_pat
     assert any("the profiler recorded nothing" in entry["event"] for entry in logs)
 
 
-def test_counting_epochs_in_iteration_based_training_is_an_error(job: SimpleNamespace) -> None:
+def test_counting_epochs_in_iteration_based_training_is_an_error(job):
     with pytest.raises(ConfigurationError, match="by_epoch=False"), capture_logs():
         job.loop(ProfilerHook(), max_iters=3).run()
 
 
-def test_two_profilers_at_a_time_are_an_error_that_names_them(job: SimpleNamespace, tmp_path: Path, traces: Any) -> None:
+def test_two_profilers_at_a_time_are_an_error_that_names_them(job, tmp_path, traces):
     hooks = ProfilerHook(on_trace_ready=traces), AutogradProfilerHook(lambda event: True)
     with pytest.raises(ConfigurationError, match=r"AutogradProfilerHook.*ProfilerHook"), capture_logs():
         job.loop(*hooks, work_dir=tmp_path).run()
@@ -234,7 +229,7 @@ def test_two_profilers_at_a_time_are_an_error_that_names_them(job: SimpleNamespa
 
 
 @pytest.mark.parametrize("activities", ["cpu", ["CPU"], [ProfilerActivity.CPU]])
-def test_activities_by_name_or_as_torchs(job: SimpleNamespace, traces: Any, activities: Any) -> None:
+def test_activities_by_name_or_as_torchs(job, traces, activities):
     job.loop(ProfilerHook(activities=activities, on_trace_ready=traces)).run()
     job.loop(ProfilerHook(activity_with_cpu=True, activity_with_cuda=False, on_trace_ready=traces)).run()
     assert traces == [4, 4]
@@ -257,6 +252,6 @@ def test_activities_by_name_or_as_torchs(job: SimpleNamespace, traces: Any, acti
         ({"json_trace_path": "t.json", "on_trace_ready": {"type": "tb_trace"}}, "dir_name"),
     ],
 )
-def test_wrong_options_are_errors_at_construction(options: dict[str, Any], match: str) -> None:
+def test_wrong_options_are_errors_at_construction(options, match):
     with pytest.raises(ConfigurationError, match=match):
         ProfilerHook(**options)

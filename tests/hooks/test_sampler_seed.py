@@ -1,8 +1,6 @@
 """DistSamplerSeedHook: another order in every epoch, the same again after a resume."""
 
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,11 +14,11 @@ ROWS = 8
 DATASET = TensorDataset(torch.arange(float(ROWS))[:, None].repeat(1, 3), torch.zeros(ROWS, dtype=torch.int64))
 
 
-def sampler() -> DistributedSampler[Any]:
+def sampler():
     return DistributedSampler(DATASET, num_replicas=2, rank=0, shuffle=True, seed=3)
 
 
-def order_of(epoch: int) -> list[int]:
+def order_of(epoch):
     one = sampler()
     one.set_epoch(epoch)
     return list(one)
@@ -29,44 +27,44 @@ def order_of(epoch: int) -> list[int]:
 class Rows(Hook):
     """Notes which rows of the data set came."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.seen: list[int] = []
 
-    def before_train_iter(self, event: Any) -> None:
+    def before_train_iter(self, event):
         self.seen.extend(event.batch[0][:, 0].int().tolist())
 
 
-def test_every_epoch_has_a_different_order(job: SimpleNamespace) -> None:
+def test_every_epoch_has_a_different_order(job):
     rows = Rows()
     job.loop(DistSamplerSeedHook(), rows, train_data=DataLoader(DATASET, 2, sampler=sampler()), max_epochs=3).run()
     assert rows.seen == order_of(0) + order_of(1) + order_of(2)
     assert order_of(0) != order_of(1)
 
 
-def test_without_it_all_epochs_have_the_same(job: SimpleNamespace) -> None:
+def test_without_it_all_epochs_have_the_same(job):
     rows = Rows()
     job.loop(rows, train_data=DataLoader(DATASET, 2, sampler=sampler())).run()
     assert rows.seen == order_of(0) * 2
 
 
-def test_the_sampler_inside_a_batch_sampler_is_found(job: SimpleNamespace) -> None:
+def test_the_sampler_inside_a_batch_sampler_is_found(job):
     rows = Rows()
     loader = DataLoader(DATASET, batch_sampler=BatchSampler(sampler(), 2, drop_last=False))
     job.loop(DistSamplerSeedHook(), rows, train_data=loader).run()
     assert rows.seen == order_of(0) + order_of(1)
 
 
-def test_a_batch_sampler_with_set_epoch_gets_the_epoch(job: SimpleNamespace) -> None:
+def test_a_batch_sampler_with_set_epoch_gets_the_epoch(job):
     class Buckets:
         epochs: ClassVar[list[int]] = []
 
-        def set_epoch(self, epoch: int) -> None:
+        def set_epoch(self, epoch):
             self.epochs.append(epoch)
 
-        def __iter__(self) -> Any:
+        def __iter__(self):
             return iter([[0, 1], [2, 3]])
 
-        def __len__(self) -> int:
+        def __len__(self):
             return 2
 
     job.loop(DistSamplerSeedHook(), train_data=DataLoader(DATASET, batch_sampler=Buckets()), max_epochs=3).run()
@@ -74,13 +72,13 @@ def test_a_batch_sampler_with_set_epoch_gets_the_epoch(job: SimpleNamespace) -> 
 
 
 @pytest.mark.parametrize("data", [[(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))], DataLoader(DATASET, 2)])
-def test_loaders_without_set_epoch_are_unchanged(job: SimpleNamespace, data: Any) -> None:
+def test_loaders_without_set_epoch_are_unchanged(job, data):
     rows = Rows()
     job.loop(DistSamplerSeedHook(), rows, train_data=data).run()
     assert rows.seen
 
 
-def test_a_random_sampler_draws_as_it_does_without_the_hook(job: SimpleNamespace) -> None:
+def test_a_random_sampler_draws_as_it_does_without_the_hook(job):
     orders = []
     for hooks in ([], [DistSamplerSeedHook()]):
         rows = Rows()
@@ -90,10 +88,10 @@ def test_a_random_sampler_draws_as_it_does_without_the_hook(job: SimpleNamespace
 
 
 @pytest.mark.parametrize("limit", [{"max_epochs": 4}, {"max_iters": 8}])
-def test_a_resumed_run_has_the_order_of_one_that_was_never_stopped(job: SimpleNamespace, tmp_path: Path, limit: Any) -> None:
+def test_a_resumed_run_has_the_order_of_one_that_was_never_stopped(job, tmp_path, limit):
     """Stopped in the middle of the third pass over the data; by iterations, that is within the only epoch."""
 
-    def loop(rows: Rows) -> Any:
+    def loop(rows):
         data = DataLoader(DATASET, 2, sampler=sampler())
         return job.loop(DistSamplerSeedHook(), rows, CheckpointHook(), train_data=data, work_dir=tmp_path, **limit)
 

@@ -1,6 +1,5 @@
 """SyncBuffersHook: buffers are the mean over all ranks after each training epoch. Two real processes, gloo."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from tests.ranks.conftest import on_ranks
 
 
 class Buffers(nn.Module):
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank):
         super().__init__()
         self.norm = nn.BatchNorm1d(3)
         self.register_buffer("short", torch.full((2, 2), float(rank), dtype=torch.bfloat16))
@@ -24,7 +23,7 @@ class Buffers(nn.Module):
         self.register_buffer("empty", torch.empty(0))
 
 
-def train() -> Any:
+def train():
     rank = distributed.get_rank()
     torch.manual_seed(rank)
     model, bus = Buffers(rank), Bus()
@@ -46,42 +45,42 @@ def train() -> Any:
     return {"before": before[0], "after": after, "validated": validated[0]}
 
 
-def copy(model: nn.Module) -> dict[str, torch.Tensor]:
+def copy(model):
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+def ranks(tmp_path_factory):
     outcomes = on_ranks(train, folder=tmp_path_factory.mktemp("ranks"))
     assert [one.exitcode for one in outcomes] == [0, 0], "\n".join(one.output for one in outcomes)
     return [one.value for one in outcomes]
 
 
 @pytest.mark.parametrize("name", ["norm.running_mean", "norm.running_var", "short", "wave", "strided"])
-def test_both_ranks_have_the_mean_afterwards(ranks: list[Any], name: str) -> None:
+def test_both_ranks_have_the_mean_afterwards(ranks, name):
     first, second = (rank["before"][name] for rank in ranks)
     assert not torch.equal(first, second)
     for rank in ranks:
         torch.testing.assert_close(rank["after"][name], (first + second) / 2)
 
 
-def test_counts_are_averaged_too_and_stay_integers(ranks: list[Any]) -> None:
+def test_counts_are_averaged_too_and_stay_integers(ranks):
     assert [rank["after"]["seen"].item() for rank in ranks] == [6, 6]
     assert [rank["after"]["norm.num_batches_tracked"].item() for rank in ranks] == [1, 1]
     assert ranks[0]["after"]["seen"].dtype == torch.int64
 
 
-def test_boolean_buffers_are_unchanged(ranks: list[Any]) -> None:
+def test_boolean_buffers_are_unchanged(ranks):
     assert [rank["after"]["mask"].item() for rank in ranks] == [True, False]
 
 
-def test_a_validation_within_an_epoch_sees_the_mean_too(ranks: list[Any]) -> None:
+def test_a_validation_within_an_epoch_sees_the_mean_too(ranks):
     first, second = (rank["validated"] for rank in ranks)
     assert torch.equal(first["norm.running_mean"], second["norm.running_mean"])
     assert not torch.equal(first["norm.running_mean"], ranks[0]["after"]["norm.running_mean"])
 
 
-def test_a_single_process_changes_nothing(job: SimpleNamespace) -> None:
+def test_a_single_process_changes_nothing(job):
     with_hook, without = job.loop(SyncBuffersHook()), job.loop()
     with_hook.run()
     without.run()

@@ -1,14 +1,11 @@
 """Hooks that go by metrics of validations, in a training without any, and in one whose validations lack the metric."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from structlog.testing import capture_logs
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from eventloop import Bus, ConfigurationError, Hook, Run, TrainingError
+from eventloop import Bus, ConfigurationError, Run, TrainingError
 from hooks.checkpoint import CheckpointHook
 from hooks.early_stopping import EarlyStoppingHook
 from hooks.schedule import ParamSchedulerHook
@@ -23,18 +20,18 @@ HOOKS = {
 
 
 @pytest.fixture(params=list(HOOKS))
-def label(request: Any) -> str:
+def label(request):
     return str(request.param)
 
 
 @pytest.fixture
-def parts(job: SimpleNamespace, label: str) -> tuple[torch.nn.Module, torch.optim.Optimizer, Hook]:
+def parts(job, label):
     model = job.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     return model, optimizer, HOOKS[label](optimizer)
 
 
-def test_a_loop_without_validation_data_is_an_error_before_its_first_iteration(job: Any, parts: Any, label: str, tmp_path: Any):
+def test_a_loop_without_validation_data_is_an_error_before_its_first_iteration(job, parts, label, tmp_path):
     model, optimizer, hook = parts
     loop = job.loop(hook, model=model, optimizer=optimizer, work_dir=tmp_path)
     with pytest.raises(ConfigurationError) as caught, capture_logs():
@@ -45,9 +42,7 @@ def test_a_loop_without_validation_data_is_an_error_before_its_first_iteration(j
 
 
 @pytest.mark.parametrize("validates", [True, False])
-def test_a_users_own_loop_without_validations_is_warned_of_at_its_end(
-    job: Any, parts: Any, label: str, tmp_path: Any, validates: bool
-) -> None:
+def test_a_users_own_loop_without_validations_is_warned_of_at_its_end(job, parts, label, tmp_path, validates):
     model, optimizer, hook = parts
     bus = Bus()
     bus.add(hook)
@@ -63,7 +58,7 @@ def test_a_users_own_loop_without_validations_is_warned_of_at_its_end(
     assert [one.startswith(label) for one in told] == ([] if validates else [True])
 
 
-def test_one_that_is_stopped_before_its_first_validation_is_not(job: Any, parts: Any, tmp_path: Any) -> None:
+def test_one_that_is_stopped_before_its_first_validation_is_not(job, parts, tmp_path):
     model, optimizer, hook = parts
     bus = Bus()
     bus.add(hook, job.StopAfter(1))
@@ -75,7 +70,7 @@ def test_one_that_is_stopped_before_its_first_validation_is_not(job: Any, parts:
     assert not [entry for entry in logs if "had none" in entry["event"]]
 
 
-def test_a_resumed_run_that_has_nothing_left_to_train_is_not(job: Any, label: str, tmp_path: Any) -> None:
+def test_a_resumed_run_that_has_nothing_left_to_train_is_not(job, label, tmp_path):
     for _ in range(2):
         model = job.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -95,8 +90,8 @@ def test_a_resumed_run_that_has_nothing_left_to_train_is_not(job: Any, label: st
     ("metric", "meant", "sanity"), [("eval_loss", "'loss'", 2), ("acccuracy", "'accuracy'", 1), ("val/loss", "'loss'", 0)]
 )
 def test_a_metric_that_validations_lack_is_an_error_with_the_nearest_before_the_training(
-    job: Any, label: str, tmp_path: Any, metric: str, meant: str, sanity: int
-) -> None:
+    job, label, tmp_path, metric, meant, sanity
+):
     model = job.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     data = {"val_data": job.batches(1), "metrics": {"accuracy": job.Scores(0.5, 0.5)}, "sanity": sanity}
@@ -110,7 +105,7 @@ def test_a_metric_that_validations_lack_is_an_error_with_the_nearest_before_the_
     assert sanity == 0 or loop.counters.iter == 0
 
 
-def test_a_metric_that_is_none_in_a_validation_is_skipped_with_a_warning(job: Any, label: str, tmp_path: Any) -> None:
+def test_a_metric_that_is_none_in_a_validation_is_skipped_with_a_warning(job, label, tmp_path):
     model = job.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     data = {"val_data": job.batches(1), "metrics": {"accuracy": job.Scores(None, 0.5)}}

@@ -56,12 +56,12 @@ THEIRS = {"MMEngine": MMENGINE_HOOKS, "iMIX": IMIX_HOOKS, "Pointrix": POINTRIX_H
 
 
 @pytest.mark.parametrize("system", THEIRS)
-def test_every_hook_of_every_system_is_in_the_table_once(system: str) -> None:
+def test_every_hook_of_every_system_is_in_the_table_once(system):
     assert sorted(entry.name for entry in TABLE if entry.system == system) == sorted(THEIRS[system])
 
 
 @pytest.mark.parametrize("entry", TABLE, ids=lambda entry: f"{entry.system}-{entry.name}")
-def test_every_option_has_an_entry_and_everything_that_it_names_exists(entry) -> None:
+def test_every_option_has_an_entry_and_everything_that_it_names_exists(entry):
     if entry.ours:
         assert set(entry.options) == set(THEIRS[entry.system][entry.name].split())
     found = [getattr(hooks, name, None) or getattr(eventloop, name) for name in entry.ours]
@@ -73,7 +73,7 @@ def test_every_option_has_an_entry_and_everything_that_it_names_exists(entry) ->
     assert all(change.ours or change.instead or change.says_nothing is None for change in changes)
 
 
-def test_a_missing_hook_has_a_reason() -> None:
+def test_a_missing_hook_has_a_reason():
     assert [entry.name for entry in TABLE if not entry.ours] == ["NaiveVisualizationHook", "PrepareTTAHook", "NPUProfilerHook"]
     assert all(entry.note.startswith("none: ") for entry in TABLE if not entry.ours)
 
@@ -83,14 +83,14 @@ def test_a_missing_hook_has_a_reason() -> None:
     [one for one in TABLE if one.ours and one.name not in ("Hook", "Writer", "CallBackHook")],
     ids=lambda entry: f"{entry.system}-{entry.name}",
 )
-def test_names_of_other_systems_are_registered(entry) -> None:
+def test_names_of_other_systems_are_registered(entry):
     writers = {"CommonMetricLogger", "JSONLogger", "TensorboardLogger", "TensorboardWriter"}
     for name in (entry.name, *entry.aliases):
         assert find("writer" if entry.name in writers else "hook", name) is getattr(hooks, entry.ours[0])
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what MMEngine imports
-def test_the_lists_match_the_installed_mmengine() -> None:
+def test_the_lists_match_the_installed_mmengine():
     if importlib.util.find_spec("mmengine") is None:
         pytest.skip("mmengine is not installed")
     theirs = importlib.import_module("mmengine.hooks")

@@ -20,7 +20,6 @@ from mmengine.hooks import (
     Hook,
     IterTimerHook,
     LoggerHook,
-    ProfilerHook,
     RuntimeInfoHook,
     SyncBuffersHook,
 )
@@ -141,43 +140,6 @@ def test_early_stopping_stops_at_the_same_iteration(tmp_path, job, options):
     assert loop.counters.iter == runner.iter
     assert hook.best_score == runner.hooks[-1].best_score
     same(runner.model.state_dict(), loop.model.state_dict())
-
-
-def test_the_profiler_leaves_its_trace_and_lines(tmp_path):
-    def some(side):
-        options = {"by_epoch": False, "profile_times": 3, "activity_with_cuda": False}
-        return [LoggerHook(), ProfilerHook(**options, json_trace_path=str(tmp_path / f"{side}.json"))]
-
-    theirs(tmp_path / "theirs", some("theirs"), max_epochs=1)
-    ours(tmp_path / "ours", some("ours"), max_epochs=1)
-    assert [line for line in lines(tmp_path / "ours") if "profil" in line] == [
-        "INFO - profiler is profiling...",
-        "INFO - profiler may take a few minutes...",
-    ]
-    assert lines(tmp_path / "ours", containing="profil") == lines(tmp_path / "theirs", containing="profil")
-    events = [json.loads((tmp_path / f"{side}.json").read_text())["traceEvents"] for side in ("theirs", "ours")]
-    assert all(any("addmm" in event.get("name", "") for event in some) for some in events)
-
-
-def test_samplers_get_the_epoch(tmp_path):
-    epochs = {"theirs": [], "ours": []}
-    for side, run in (("theirs", theirs), ("ours", ours)):
-
-        class Sampler(torch.utils.data.SequentialSampler):
-            seen = epochs[side]
-
-            def set_epoch(self, epoch):
-                if epoch not in self.seen:  # our run sets it, too
-                    self.seen.append(epoch)
-
-        def loaders(made=Sampler):
-            points = jobs.Points()
-            return torch.utils.data.DataLoader(points, batch_size=4, sampler=made(points)), None
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(jobs, "loaders", loaders)
-            run(tmp_path / side, [jobs.DistSamplerSeedHook()], max_epochs=3, validates=False)
-    assert epochs == {"theirs": [0, 1, 2], "ours": [0, 1, 2]}
 
 
 def test_a_test_leaves_the_same_files(tmp_path):

@@ -262,15 +262,6 @@ def test_early_stopping_stops_at_the_same_step_with_the_same_best_metric(tmp_pat
     assert other.callbacks[0].early_stopping_patience_counter == one.callbacks[0].early_stopping_patience_counter == 2
 
 
-def test_early_stopping_inside_an_epoch(tmp_path):
-    options = {"steps": 60, "factor": grows, "metric_for_best_model": "loss", "eval_strategy": "steps", "eval_steps": 2}
-    one = Job(tmp_path, EarlyStoppingCallback(2), **options).theirs()
-    other = Job(tmp_path, EarlyStoppingCallback(2), **options).ours(val_interval=2)
-    assert one.state.global_step < 60
-    assert other.state.global_step == one.state.global_step
-    assert other.state.best_metric == pytest.approx(one.state.best_metric)
-
-
 def lines(text):
     """Printed lines, without times, and with three digits."""
     text = re.sub(r"'[a-z_]+_(runtime|per_second)': '[^']*'", r"'\1'", text)

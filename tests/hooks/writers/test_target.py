@@ -18,56 +18,56 @@ IMAGE = np.zeros((1, 1, 1), np.uint8)
 class Recorder(Writer):
     """Records its calls; those in ``fails`` raise."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls: list[Any] = []
         self.fails: set[Any] = set()
 
-    def record(self, call: Any) -> None:
+    def record(self, call):
         self.calls.append(call)
         if call in self.fails:
             raise OSError("no space left on device")
 
-    def open(self, run: RunFacts) -> None:
+    def open(self, run):
         self.record("open")
 
-    def write_scalars(self, scalars: Any, step: int, where: Where) -> None:
+    def write_scalars(self, scalars, step, where):
         self.record(step)
 
-    def write_image(self, name: str, image: Any, step: int) -> None:
+    def write_image(self, name, image, step):
         self.record("image")
 
-    def flush(self) -> None:
+    def flush(self):
         self.record("flush")
 
-    def close(self) -> None:
+    def close(self):
         self.record("close")
 
 
 @pytest.fixture
-def writer() -> Recorder:
+def writer():
     return Recorder()
 
 
 @pytest.fixture
-def target(writer: Recorder) -> Target:
+def target(writer):
     target = Target(writer, 1, RunFacts("digits"))
     writer.calls.clear()
     return target
 
 
-def give(target: Target, *steps: int) -> None:
+def give(target, *steps):
     for step in steps:
         target.give("write_scalars", {"train/loss": 0.5}, step, WHERE)
 
 
-def lost(target: Target) -> int:
+def lost(target):
     """Close the target, and return the number of lost calls that it logs."""
     with capture_logs() as logs:
         target.close(finished=True)
     return sum(entry["lost"] for entry in logs if entry["event"] == "a writer has lost data")
 
 
-def test_a_failed_call_is_repeated_without_reopening(writer: Recorder, target: Target) -> None:
+def test_a_failed_call_is_repeated_without_reopening(writer, target):
     writer.fails = {2}
     with capture_logs():
         give(target, 1, 2, 3)
@@ -77,7 +77,7 @@ def test_a_failed_call_is_repeated_without_reopening(writer: Recorder, target: T
     assert lost(target) == 0
 
 
-def test_a_text_that_the_writer_does_not_take_is_no_sign_that_it_works(writer: Recorder, target: Target) -> None:
+def test_a_text_that_the_writer_does_not_take_is_no_sign_that_it_works(writer, target):
     writer.fails = {1}
     with capture_logs():
         give(target, 1)
@@ -89,7 +89,7 @@ def test_a_text_that_the_writer_does_not_take_is_no_sign_that_it_works(writer: R
     assert lost(target) == 0
 
 
-def test_a_second_failure_reopens_the_writer_and_repeats_calls_since_the_last_flush(writer: Recorder, target: Target) -> None:
+def test_a_second_failure_reopens_the_writer_and_repeats_calls_since_the_last_flush(writer, target):
     give(target, 1)
     target.flush()
     writer.fails = {3}
@@ -101,9 +101,7 @@ def test_a_second_failure_reopens_the_writer_and_repeats_calls_since_the_last_fl
     assert writer.calls == [1, "flush", 2, 3, 3, "close", "open", 2, 3, "flush"]
 
 
-def test_the_configuration_that_a_reopened_writer_gets_again_is_no_lost_call(
-    writer: Recorder, target: Target, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_configuration_that_a_reopened_writer_gets_again_is_no_lost_call(writer, target, monkeypatch):
     monkeypatch.setattr("hooks.writers.target.MOST_KEPT", 3)
     writer.fails = {1, 2, 3, 4, 5}
     with capture_logs():
@@ -114,7 +112,7 @@ def test_the_configuration_that_a_reopened_writer_gets_again_is_no_lost_call(
     assert lost(target) == 5
 
 
-def test_a_failed_flush_reopens_the_writer_and_repeats_calls(writer: Recorder, target: Target) -> None:
+def test_a_failed_flush_reopens_the_writer_and_repeats_calls(writer, target):
     give(target, 1)
     writer.fails = {"flush"}
     with capture_logs():
@@ -125,7 +123,7 @@ def test_a_failed_flush_reopens_the_writer_and_repeats_calls(writer: Recorder, t
     assert lost(target) == 0
 
 
-def test_a_call_that_fails_before_one_that_succeeds_is_dropped_and_counted(writer: Recorder, target: Target) -> None:
+def test_a_call_that_fails_before_one_that_succeeds_is_dropped_and_counted(writer, target):
     writer.fails = {2, 4}
     with capture_logs():
         give(target, 1, 2, 3, 4, 5)
@@ -134,7 +132,7 @@ def test_a_call_that_fails_before_one_that_succeeds_is_dropped_and_counted(write
     assert lost(target) == 2
 
 
-def test_a_failing_writer_keeps_a_bounded_number_of_images(writer: Recorder, target: Target) -> None:
+def test_a_failing_writer_keeps_a_bounded_number_of_images(writer, target):
     writer.fails = {1}
     with capture_logs():
         give(target, 1)
@@ -146,7 +144,7 @@ def test_a_failing_writer_keeps_a_bounded_number_of_images(writer: Recorder, tar
     assert lost(target) == 3
 
 
-def test_a_writer_that_cannot_be_opened_is_not_closed(writer: Recorder) -> None:
+def test_a_writer_that_cannot_be_opened_is_not_closed(writer):
     writer.fails = {"open"}
     with capture_logs():
         target = Target(writer, 1, RunFacts("digits"))
@@ -158,58 +156,58 @@ def test_a_writer_that_cannot_be_opened_is_not_closed(writer: Recorder) -> None:
 class RowRecorder(Recorder):
     """Takes many rows at once; a batch with a step of ``fails`` raises before it is recorded."""
 
-    def write_rows(self, rows: Any) -> None:
+    def write_rows(self, rows):
         steps = [step for _, step, _ in rows]
         self.record(steps)
         if self.fails.intersection(steps):
             raise OSError("no space left on device")
 
-    def record(self, call: Any) -> None:
+    def record(self, call):
         self.calls.append(call)
         if not isinstance(call, list) and call in self.fails:
             raise OSError("no space left on device")
 
 
 @pytest.fixture
-def row_target() -> Target:
+def row_target():
     return Target(RowRecorder(), 1, RunFacts("digits"))
 
 
-def give_rows(target: Target, *steps: int) -> list[Any]:
+def give_rows(target, *steps):
     """Give one batch, and return the calls that the writer has had since it was opened."""
     target.give_rows([({"train/loss": 0.5}, step, WHERE) for step in steps])
     return calls(target)
 
 
-def calls(target: Target) -> list[Any]:
+def calls(target):
     recorded: list[Any] = target._writer.calls  # type: ignore[attr-defined]
     return recorded[recorded.index("flush") + 1 :]
 
 
-def test_a_writer_with_write_rows_gets_a_batch_by_one_call(row_target: Target) -> None:
+def test_a_writer_with_write_rows_gets_a_batch_by_one_call(row_target):
     give_rows(row_target, 1, 2)
     assert give_rows(row_target, 3) == [[1, 2], [3]]
 
 
-def test_a_writer_without_write_rows_gets_single_rows(writer: Recorder, target: Target) -> None:
+def test_a_writer_without_write_rows_gets_single_rows(writer, target):
     target.give_rows([({"train/loss": 0.5}, step, WHERE) for step in (1, 2)])
     assert writer.calls == [1, 2]
 
 
-def test_a_subclass_that_overrides_write_scalars_alone_gets_every_row() -> None:
+def test_a_subclass_that_overrides_write_scalars_alone_gets_every_row():
     class Doubles(RowRecorder):
-        def write_scalars(self, scalars: Any, step: int, where: Where) -> None:
+        def write_scalars(self, scalars, step, where):
             super().write_scalars(scalars, 2 * step, where)
 
     assert give_rows(Target(Doubles(), 1, RunFacts("digits")), 1, 2) == [2, 4]
 
 
-def test_write_rows_calls_write_scalars_by_default(writer: Recorder) -> None:
+def test_write_rows_calls_write_scalars_by_default(writer):
     writer.write_rows([({"train/loss": 0.5}, 1, WHERE), ({"train/loss": 0.5}, 2, WHERE)])
     assert writer.calls == [1, 2]
 
 
-def test_a_bad_row_of_a_batch_costs_one_row(row_target: Target) -> None:
+def test_a_bad_row_of_a_batch_costs_one_row(row_target):
     row_target._writer.fails = {2}  # type: ignore[attr-defined]
     with capture_logs():
         give_rows(row_target, 1, 2, 3)
@@ -219,7 +217,7 @@ def test_a_bad_row_of_a_batch_costs_one_row(row_target: Target) -> None:
     assert give_rows(row_target, 4)[-1] == [4]
 
 
-def test_a_failed_flush_repeats_the_rows_of_batches(row_target: Target) -> None:
+def test_a_failed_flush_repeats_the_rows_of_batches(row_target):
     give_rows(row_target, 1, 2)
     row_target._writer.fails = {"flush"}  # type: ignore[attr-defined]
     with capture_logs():
@@ -231,7 +229,7 @@ def test_a_failed_flush_repeats_the_rows_of_batches(row_target: Target) -> None:
     assert lost(row_target) == 0
 
 
-def test_a_failing_writer_keeps_a_bounded_number_of_rows(row_target: Target) -> None:
+def test_a_failing_writer_keeps_a_bounded_number_of_rows(row_target):
     row_target._writer.fails = {"flush", 0}  # type: ignore[attr-defined]
     with capture_logs():
         give_rows(row_target, 0, 1)
