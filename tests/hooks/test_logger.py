@@ -5,23 +5,25 @@ import signal
 import textwrap
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
 import torch
 from rich.console import Console
 from structlog.testing import capture_logs
-from torch.nn import functional
 
-from eventloop import Bus, ConfigurationError, Run, TrainLoop
+from eventloop import Bus, ConfigurationError
 from hooks.checkpoint import CheckpointHook
-from hooks.evaluate import Evaluated
 from hooks.logger import LoggerHook
 from hooks.runtime_info import RuntimeInfoHook
 from hooks.timer import IterTimerHook
 from hooks.writers import ConsoleWriter, CSVWriter, JSONLinesWriter, Writer
 
-DATA = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(7)]
+from . import conftest
+
+DATA = conftest.batches(7)
+make_loop = partial(conftest.make_loop, train_data=DATA)
 
 
 class Notes(Writer):
@@ -65,20 +67,6 @@ class Notes(Writer):
         return [step for _, step, _ in self.scalars(stage)]
 
 
-def step(model, batch):
-    inputs, target = batch
-    output = model(inputs)
-    return {"loss": functional.mse_loss(output, target), "logits": output}
-
-
-def make_loop(bus, **options):
-    model = torch.nn.Linear(3, 1)
-    defaults = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "step": step, "train_data": DATA}
-    if "max_iters" not in options:
-        defaults["max_epochs"] = 2
-    return TrainLoop(model, bus=bus, **(defaults | options))
-
-
 def counting(losses=None):
     """A step that counts its calls."""
     calls = iter(range(10_000)) if losses is None else iter(losses)
@@ -110,51 +98,43 @@ def bus_with(*writers, **options):
     ],
 )
 def test_training_lines_are_written_at_multiples_of_the_interval(notes, options, steps):
-    make_loop(bus_with(notes, **options)).run()
+    make_loop(bus=bus_with(notes, **options)).run()
     assert notes.steps() == steps
 
 
 def test_writers_get_the_position_in_the_run(notes):
-    make_loop(bus_with(notes, interval=7)).run()
+    make_loop(bus=bus_with(notes, interval=7)).run()
     where = notes.scalars()[1][2]
     assert (where.epoch, where.iter, where.batch, where.epoch_length, where.max_epochs) == (2, 14, 7, 7, 2)
 
 
 def test_values_are_means_over_the_window(notes):
-    make_loop(bus_with(notes, interval=7, window_size=2), step=counting()).run()
+    make_loop(bus=bus_with(notes, interval=7, window_size=2), step=counting()).run()
     assert [scalars["train/loss"] for scalars, _, _ in notes.scalars()] == [5.5, 12.5]
 
 
 def test_a_writer_can_have_its_own_interval_and_gets_raw_values_with_1(notes):
     every = Notes(interval=1)
-    make_loop(bus_with(notes, every, interval=7), step=counting()).run()
+    make_loop(bus=bus_with(notes, every, interval=7), step=counting()).run()
     assert notes.steps() == [7, 14]
     assert [scalars["train/loss"] for scalars, _, _ in every.scalars()] == list(range(14))
 
 
 def test_custom_windows_are_written(notes):
     best = {"data_src": "loss", "log_name": "best", "method_name": "min", "window_size": "global"}
-    make_loop(bus_with(notes, interval=1, custom_cfg=[best]), step=counting(range(20, 0, -1))).run()
+    make_loop(bus=bus_with(notes, interval=1, custom_cfg=[best]), step=counting(range(20, 0, -1))).run()
     assert [scalars["train/best"] for scalars, _, _ in notes.scalars()] == list(range(20, 6, -1))
 
 
 def test_reported_scalars_are_written_and_other_values_are_not(notes):
     bus = bus_with(notes, interval=7)
     bus.on("after_train_iter", lambda event: event.run.report(mine=3, text="no", tensor=torch.ones(2)), priority=50)
-    make_loop(bus).run()
+    make_loop(bus=bus).run()
     assert [set(scalars) for scalars, _, _ in notes.scalars()] == [{"train/loss", "train/mine"}] * 2
 
 
-def test_metrics_of_an_evaluation_reach_writers_as_they_were_published(notes):
-    bus = bus_with(notes)
-    metrics = {"accuracy": np.float32(0.5), "loss": torch.tensor(2.0)}
-    bus.on("after_train", lambda event: event.run.publish(Evaluated, hook="mine", epoch=2, iter=14, metrics=metrics))
-    make_loop(bus).run()
-    assert [scalars for scalars, _, _ in notes.scalars("eval")] == [{"eval/accuracy": 0.5, "eval/loss": 2.0}]
-
-
 def test_a_validation_without_metrics_is_no_line(notes):
-    make_loop(bus_with(notes), val_data=DATA[:2], val_step=lambda model, batch: {}).run()
+    make_loop(bus=bus_with(notes), val_data=DATA[:2], val_step=lambda model, batch: {}).run()
     assert notes.scalars()
     assert not notes.scalars("val")
 
@@ -165,7 +145,8 @@ def test_a_tensor_or_array_of_one_element_is_a_scalar(notes):
         one = {"tensor": torch.full((1, 1), 0.5), "param": model.bias, "array": np.array([0.25]), "number": np.float32(2)}
         return {"loss": loss, **one, "none": torch.zeros(0), "many": np.zeros(2)}
 
-    make_loop(bus_with(notes, interval=7), step=step, val_data=DATA[:2], val_step=step).run()
+    model = torch.nn.Linear(3, 1)
+    make_loop(bus=bus_with(notes, interval=7), model=model, step=step, val_data=DATA[:2], val_step=step).run()
     assert {name for scalars, _, _ in notes.scalars() for name in scalars} == {
         f"train/{name}" for name in ("loss", "tensor", "param", "array", "number")
     }
@@ -179,7 +160,8 @@ def test_targets_of_a_last_batch_of_one_are_not_scalars(notes):
         return {"loss": model(batch).mean(), "target": batch[:, 0], "array": batch[:, 0].numpy()}
 
     data = [torch.ones(2, 3), torch.ones(1, 3)]
-    make_loop(bus_with(notes, interval=1), step=step, train_data=data, val_data=data, val_step=step).run()
+    model = torch.nn.Linear(3, 1)
+    make_loop(bus=bus_with(notes, interval=1), model=model, step=step, train_data=data, val_data=data, val_step=step).run()
     assert {name for scalars, _, _ in notes.scalars() for name in scalars} == {"train/loss"}
     assert {name for scalars, _, _ in notes.scalars("val") for name in scalars} == {"val/loss"}
 
@@ -193,14 +175,14 @@ def test_targets_of_a_last_batch_of_one_are_not_scalars(notes):
     ],
 )
 def test_the_step_of_metrics_is_the_number_of_epochs_or_of_iterations(notes, options, job, steps):
-    make_loop(bus_with(notes, **options), val_data=DATA[:2], **job).run()
+    make_loop(bus=bus_with(notes, **options), val_data=DATA[:2], **job).run()
     assert notes.steps("val") == steps
     assert [set(scalars) for scalars, _, _ in notes.scalars("val")] == [{"val/loss"}] * 2
 
 
 @pytest.mark.parametrize("stage", ["val", "test"])
 def test_without_training_the_step_is_0(notes, stage):
-    loop = make_loop(bus_with(notes), val_data=DATA[:2], test_data=DATA[:2])
+    loop = make_loop(bus=bus_with(notes), val_data=DATA[:2], test_data=DATA[:2])
     getattr(loop, stage)()
     assert notes.steps(stage) == [0]
 
@@ -208,14 +190,14 @@ def test_without_training_the_step_is_0(notes, stage):
 def test_the_line_of_a_validation_includes_its_times(notes):
     bus = bus_with(notes)
     bus.add(IterTimerHook())
-    make_loop(bus, val_data=DATA[:2]).run()
+    make_loop(bus=bus, val_data=DATA[:2]).run()
     assert set(notes.scalars("val")[0][0]) == {"val/loss", "val/time", "val/data_time"}
     assert {"train/loss", "train/time", "train/data_time", "train/eta"} == set(notes.scalars()[0][0])
 
 
 def test_a_writer_is_called_in_the_order_of_the_run_from_one_thread(notes, tmp_path):
     loop = make_loop(
-        bus_with(notes, interval=7),
+        bus=bus_with(notes, interval=7),
         val_data=DATA[:1],
         work_dir=tmp_path,
         name="digits",
@@ -233,19 +215,19 @@ def test_a_writer_is_called_in_the_order_of_the_run_from_one_thread(notes, tmp_p
 
 
 def test_a_test_after_training_opens_the_writers_again(notes):
-    loop = make_loop(bus_with(notes), test_data=DATA[:1])
+    loop = make_loop(bus=bus_with(notes), test_data=DATA[:1])
     loop.run()
     loop.test()
     assert notes.names == ["open", "config", "scalars", "scalars", "close", "open", "config", "scalars", "close"]
 
 
 def test_everything_written_is_flushed_before_closing(notes):
-    make_loop(bus_with(notes, interval=7)).run()
+    make_loop(bus=bus_with(notes, interval=7)).run()
     assert [call[0] for call in notes.calls[-2:]] == ["flush", "close"]
 
 
 def test_the_experiment_name_is_written_at_its_interval(notes):
-    make_loop(bus_with(notes, interval_exp_name=5), name="digits").run()
+    make_loop(bus=bus_with(notes, interval_exp_name=5), name="digits").run()
     assert [call[1:] for call in notes.calls if call[0] == "text"] == [
         ("experiment", "digits", 5),
         ("experiment", "digits", 10),
@@ -257,11 +239,11 @@ def test_an_exception_closes_the_writers_after_the_last_line(notes):
         if len(seen) == 4:
             raise RuntimeError("out of luck")
         seen.append(batch)
-        return step(model, batch)
+        return conftest.loss_of(model, batch)
 
     seen = []
     with pytest.raises(RuntimeError, match="out of luck"):
-        make_loop(bus_with(notes, interval=2), step=failing).run()
+        make_loop(bus=bus_with(notes, interval=2), step=failing).run()
     assert notes.steps() == [2, 4]
     assert notes.names[-1] == "close"
 
@@ -274,7 +256,7 @@ def test_ctrl_c_closes_the_writers(notes):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        make_loop(bus).run()
+        make_loop(bus=bus).run()
     assert notes.steps() == [1, 2, 3]
     assert notes.names[-1] == "close"
 
@@ -290,7 +272,7 @@ def test_training_does_not_wait_for_a_slow_writer(notes):
     slow = Slow(interval=1)
     bus.add(LoggerHook(writers=[slow]))
     bus.on("after_train", lambda event: trained.set())
-    make_loop(bus, max_epochs=50, step=counting()).run()
+    make_loop(bus=bus, max_epochs=50, step=counting()).run()
     assert slow.steps() == list(range(1, 351))
 
 
@@ -305,7 +287,7 @@ def test_a_hanging_writer_blocks_training_only_until_it_is_retired():
     logger.timeout = 0.1
     bus.add(logger)
     with capture_logs() as logs:
-        loop = make_loop(bus, max_epochs=300, step=counting())
+        loop = make_loop(bus=bus, max_epochs=300, step=counting())
         loop.run()  # of more iterations than there are places in the lane
     free.set()
     assert loop.counters.iter == 2100
@@ -324,7 +306,7 @@ def test_a_writer_that_continues_after_a_timeout_loses_nothing():
     logger.timeout = 1.0
     bus.add(logger)
     with capture_logs() as logs:
-        make_loop(bus, max_epochs=100, step=counting()).run()
+        make_loop(bus=bus, max_epochs=100, step=counting()).run()
     assert writer.steps() == list(range(1, 701))
     assert writer.names[-1] == "close"
 
@@ -337,7 +319,7 @@ class Broken(Notes):
 
 def test_a_failing_writer_ends_neither_the_run_nor_other_writers(notes, capsys):
     broken = Broken()
-    make_loop(bus_with(broken, notes, interval=1)).run()
+    make_loop(bus=bus_with(broken, notes, interval=1)).run()
     assert notes.steps() == list(range(1, 15))
     output = capsys.readouterr()
     assert "disk full" in output.out + output.err
@@ -375,7 +357,7 @@ def test_a_failing_writer_is_retried_and_loses_nothing(broken):
     bus = bus_with(writer)
     bus.on("after_train", lambda event: (bus.drain(), trained.set()))
     with capture_logs() as logs:
-        make_loop(bus, max_epochs=20, step=counting()).run()
+        make_loop(bus=bus, max_epochs=20, step=counting()).run()
     assert sorted(set(writer.steps())) == list(range(1, 141))
     assert writer.names[-1] == "close"
     assert {entry["event"] for entry in logs} == {"a writer failed and will be tried again", "a writer works again"}
@@ -386,7 +368,7 @@ def test_a_writer_that_does_not_recover_logs_its_losses_and_keeps_a_bounded_numb
     monkeypatch.setattr("hooks.writers.target.MOST_KEPT", 20)
     writer = OutOfOrder(lambda call, step: call == "write")
     with capture_logs() as logs:
-        make_loop(bus_with(writer), max_epochs=20, step=counting()).run()
+        make_loop(bus=bus_with(writer), max_epochs=20, step=counting()).run()
     assert writer.steps() == []
     assert (logs[-1]["event"], logs[-1]["log_level"], logs[-1]["lost"]) == (
         "a writer has lost data",
@@ -399,7 +381,7 @@ def test_a_writer_that_does_not_recover_logs_its_losses_and_keeps_a_bounded_numb
 def test_a_call_that_always_fails_is_dropped():
     writer = OutOfOrder(lambda call, step: (call, step) == ("write", 3))
     with capture_logs() as logs:
-        make_loop(bus_with(writer), step=counting()).run()
+        make_loop(bus=bus_with(writer), step=counting()).run()
     assert writer.steps() == [1, 2, *range(4, 15)]
     assert [entry["lost"] for entry in logs if entry["event"] == "a writer has lost data"] == [1]
 
@@ -409,7 +391,7 @@ def test_a_writer_that_cannot_be_opened_at_first_gets_all_data_later(tmp_path):
     bus = bus_with(JSONLinesWriter("out/scalars.jsonl", interval=1))
     bus.on("after_train", lambda event: (bus.drain(), (tmp_path / "out").unlink()))
     with capture_logs():
-        make_loop(bus, work_dir=tmp_path).run()
+        make_loop(bus=bus, work_dir=tmp_path).run()
     assert len((tmp_path / "out" / "scalars.jsonl").read_text().splitlines()) == 14
 
 
@@ -417,7 +399,7 @@ def test_waiting_calls_do_not_carry_over_to_the_next_run(notes):
     writer = OutOfOrder(lambda call, step: call == "write" and not tests)
     tests = []
     with capture_logs():
-        loop = make_loop(bus_with(writer, notes), test_data=DATA[:1])
+        loop = make_loop(bus=bus_with(writer, notes), test_data=DATA[:1])
         loop.run()
         tests.append(1)
         loop.test()
@@ -482,7 +464,7 @@ def test_writers_are_synced_before_a_commit_and_a_hanging_one_delays_it_only_bri
     bus = Bus()
     bus.add(LoggerHook(writers=[notes]), CheckpointHook(interval=1))
     bus.on("checkpoint_committed", lambda event: found.append((event.progress.iter, list(notes.calls))))
-    make_loop(bus, work_dir=tmp_path / "good").run()
+    make_loop(bus=bus, work_dir=tmp_path / "good").run()
     assert [iters for iters, _ in found] == [7, 14]
     for iters, calls in found:
         assert ("sync",) in calls
@@ -491,27 +473,15 @@ def test_writers_are_synced_before_a_commit_and_a_hanging_one_delays_it_only_bri
     bus.add(LoggerHook(writers=[Hangs()]), CheckpointHook(interval=1))
     bus.on("checkpoint_committed", lambda event: committed.set())
     with capture_logs() as logs:
-        make_loop(bus, work_dir=tmp_path / "bad").run()
+        make_loop(bus=bus, work_dir=tmp_path / "bad").run()
     assert committed.is_set()
     assert "no longer waits" in logs[0]["event"]
-
-
-def test_scalars_are_captured_before_their_tensors_are_reused(notes):
-    """A step under CUDA graphs returns the same tensor every time."""
-    total = torch.zeros(())
-    bus = bus_with(notes, interval=1)
-    with Run(bus, model=torch.nn.Linear(1, 1)) as run:
-        for _ in run.epochs(1):
-            for _ in run.train(range(50)):
-                total += 1
-                run.report(total=total)
-    assert [scalars["train/total"] for scalars, _, _ in notes.scalars()] == list(range(1, 51))
 
 
 def test_a_logger_added_during_a_run_writes_from_then_on(notes):
     bus = Bus()
     bus.on("after_train_iter", lambda event: bus.add(LoggerHook(interval=1, writers=[notes])), once=3, priority=90)
-    make_loop(bus).run()
+    make_loop(bus=bus).run()
     assert notes.steps() == list(range(4, 15))
     assert (notes.names[0], notes.names[-1]) == ("open", "close")
 
@@ -519,7 +489,7 @@ def test_a_logger_added_during_a_run_writes_from_then_on(notes):
 def test_a_logger_added_in_the_last_iteration_of_an_epoch_writes_its_validation(notes):
     bus = Bus()
     bus.on("after_train_iter", lambda event: bus.add(LoggerHook(interval=2, writers=[notes])), once=7)
-    make_loop(bus, val_data=DATA).run()
+    make_loop(bus=bus, val_data=DATA).run()
     assert notes.steps("val") == [1, 2]
 
 
@@ -527,21 +497,14 @@ def test_a_run_that_fails_before_it_begins_opens_no_writer(notes):
     bus = bus_with(notes)
     bus.on("before_run", lambda event: 1 / 0, priority=0)
     with pytest.raises(ZeroDivisionError):
-        make_loop(bus).run()
+        make_loop(bus=bus).run()
     assert notes.names == []
-
-
-def test_raw_writers_get_each_iteration_once_beside_smoothed_ones(notes):
-    every = Notes(interval=1)
-    make_loop(bus_with(notes, every, interval=3, ignore_last=False)).run()
-    assert every.steps() == list(range(1, 15))
-    assert notes.steps() == [3, 6, 7, 10, 13, 14]
 
 
 def test_console_and_json_lines_are_the_default(tmp_path, capsys):
     bus = Bus()
     bus.add(LoggerHook(interval=7))
-    make_loop(bus, val_data=DATA[:1], work_dir=tmp_path).run()
+    make_loop(bus=bus, val_data=DATA[:1], work_dir=tmp_path).run()
     printed = capsys.readouterr().out.splitlines()
     assert [line.split("  loss")[0] for line in printed] == [
         "epoch 1/2  iter 7/7",
@@ -595,7 +558,7 @@ def test_the_lines_of_a_resumed_run_are_those_of_an_uninterrupted_one(tmp_path, 
             bus.on("after_train_iter", lambda event: event.progress.iter + 1 == stop and event.run.stop(), priority=95)
         if stop and held:  # also over the end of an epoch, whose record waits, too
             bus.on("checkpoint_staged", lambda event: event.progress.iter > 6 and writers[0].free.set())
-        loop = make_loop(bus, step=step, max_epochs=3, work_dir=tmp_path / ("parts" if options or stop else "whole"))
+        loop = make_loop(bus=bus, step=step, max_epochs=3, work_dir=tmp_path / ("parts" if options or stop else "whole"))
         loop.run(**options)
         return [one.scalars() for hook in loggers for one in hook._fanout.writers]
 
@@ -609,7 +572,7 @@ def test_the_lines_of_a_resumed_run_are_those_of_an_uninterrupted_one(tmp_path, 
 def test_files_are_copied_when_the_run_is_over(tmp_path):
     bus = bus_with(JSONLinesWriter(interval=1), out_dir=tmp_path / "archive")
     work_dir = tmp_path / "digits"
-    make_loop(bus, work_dir=work_dir, config={"lr": 0.1}).run()
+    make_loop(bus=bus, work_dir=work_dir, config={"lr": 0.1}).run()
     copy = tmp_path / "archive" / "digits"
     assert {path.name for path in copy.iterdir()} == {"scalars.jsonl", "config.json"}
     assert (copy / "scalars.jsonl").read_text() == (work_dir / "scalars.jsonl").read_text()
@@ -622,7 +585,7 @@ def test_copies_do_not_follow_symbolic_links(tmp_path):
     copy.parent.mkdir(parents=True)
     copy.symlink_to(tmp_path / "precious")
     with capture_logs() as logs:
-        make_loop(bus_with(JSONLinesWriter(interval=1), out_dir=tmp_path / "archive"), work_dir=tmp_path / "digits").run()
+        make_loop(bus=bus_with(JSONLinesWriter(interval=1), out_dir=tmp_path / "archive"), work_dir=tmp_path / "digits").run()
     assert str(copy) in [one.get("path") for one in logs]
     assert (tmp_path / "precious").read_text() == "mine"
     assert len(copy.read_text().splitlines()) == 14
@@ -631,7 +594,7 @@ def test_copies_do_not_follow_symbolic_links(tmp_path):
 def test_keep_local_false_deletes_files_of_writers_only_and_appends_later_lines_to_the_copy(tmp_path):
     bus = bus_with(JSONLinesWriter(interval=1), out_dir=tmp_path / "archive", keep_local=False)
     work_dir = tmp_path / "digits"
-    loop = make_loop(bus, work_dir=work_dir, val_data=DATA[:1], max_epochs=1)
+    loop = make_loop(bus=bus, work_dir=work_dir, val_data=DATA[:1], max_epochs=1)
     loop.run()
     for name in ("weights.safetensors", "train.py", "mine.jsonl"):
         (work_dir / name).write_text("mine")
@@ -649,7 +612,7 @@ def test_files_of_a_failed_run_are_not_copied(tmp_path):
         raise RuntimeError("out of luck")
 
     with pytest.raises(RuntimeError):
-        make_loop(bus, work_dir=tmp_path / "digits").run()
+        make_loop(bus=bus, work_dir=tmp_path / "digits").run()
     assert len((tmp_path / "digits" / "scalars.jsonl").read_text().splitlines()) == 3
     assert not (tmp_path / "archive").exists()
 
@@ -660,7 +623,7 @@ def test_only_files_with_a_matching_suffix_are_copied(tmp_path):
     (work_dir / "deep").mkdir(parents=True)
     for name in ("a.txt", "b.json", "deep/c.txt"):
         (work_dir / name).write_text(name)
-    make_loop(bus, work_dir=work_dir, max_epochs=1).run()
+    make_loop(bus=bus, work_dir=work_dir, max_epochs=1).run()
     copy = tmp_path / "archive" / "digits"
     assert sorted(str(path.relative_to(copy)) for path in copy.rglob("*.*")) == ["a.txt", "deep/c.txt"]
 
@@ -668,7 +631,7 @@ def test_only_files_with_a_matching_suffix_are_copied(tmp_path):
 def test_a_closed_console_does_not_end_the_run(capsys):
     stream = io.StringIO()
     stream.close()
-    make_loop(bus_with(ConsoleWriter(Console(file=stream)), interval=1)).run()
+    make_loop(bus=bus_with(ConsoleWriter(Console(file=stream)), interval=1)).run()
     assert "a writer failed" in "".join(capsys.readouterr())
 
 
@@ -685,7 +648,7 @@ def test_a_broken_pipe_does_not_end_the_run(script, tmp_path):
         bus = Bus()
         bus.add(LoggerHook(interval=1))
         with Run(bus, model=torch.nn.Linear(1, 1), work_dir="{tmp_path}/out") as run:
-            for epoch in run.epochs(50):
+            for epoch in run.epochs(5):
                 for batch in run.train(range(100)):
                     run.report(loss=0.5)
         """
@@ -693,7 +656,7 @@ def test_a_broken_pipe_does_not_end_the_run(script, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert "training continues without lines on it" in done.stderr
-    assert len((tmp_path / "out" / "scalars.jsonl").read_text().splitlines()) == 5000
+    assert len((tmp_path / "out" / "scalars.jsonl").read_text().splitlines()) == 500
 
 
 @pytest.mark.parametrize(

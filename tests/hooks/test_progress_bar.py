@@ -5,23 +5,28 @@ import re
 import sys
 import threading
 import time
+from functools import partial
 
 import pytest
-import torch
 from rich.console import Console
 
-from eventloop import Bus, TrainLoop, get_logger
+from eventloop import Bus, get_logger
 from hooks.logger import LoggerHook
 from hooks.progress_bar import ProgressBar
 from hooks.writers import ConsoleWriter
 
-DATA = [torch.randn(4, 3) for _ in range(5)]
+from . import conftest
+
+DATA = conftest.batches(5)
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 
 
 def step(model, batch):
     time.sleep(0.03)
-    return model(batch).mean()
+    return conftest.loss_of(model, batch)
+
+
+make_loop = partial(conftest.make_loop, train_data=DATA, step=step)
 
 
 @pytest.fixture
@@ -34,12 +39,6 @@ def terminal(screen):
     return Console(file=screen, force_terminal=True, width=120, legacy_windows=False, _environ={"TERM": "xterm-256color"})
 
 
-def make_loop(bus, **options):
-    model = torch.nn.Linear(3, 1)
-    defaults = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "step": step, "train_data": DATA, "max_epochs": 2}
-    return TrainLoop(model, bus=bus, **(defaults | options))
-
-
 def bus_with(*hooks):
     bus = Bus()
     bus.add(*hooks)
@@ -47,14 +46,14 @@ def bus_with(*hooks):
 
 
 def test_the_bar_shows_epochs_validations_and_losses(terminal, screen):
-    make_loop(bus_with(ProgressBar(terminal)), val_data=DATA).run()
+    make_loop(bus=bus_with(ProgressBar(terminal)), val_data=DATA).run()
     text = screen.getvalue()
     for part in ("epoch 1/2", "epoch 2/2", "val", "/5", "loss", "eta"):
         assert part in text
 
 
 def test_the_bar_of_an_iteration_based_run_counts_to_its_end(terminal, screen):
-    make_loop(bus_with(ProgressBar(terminal)), max_epochs=None, max_iters=8).run()
+    make_loop(bus=bus_with(ProgressBar(terminal)), max_iters=8).run()
     assert "/8" in screen.getvalue()
     assert "epoch" not in screen.getvalue()
 
@@ -64,7 +63,7 @@ def test_a_loader_without_a_length_is_supported(terminal, screen):
         def __iter__(self):
             return iter(DATA)
 
-    make_loop(bus_with(ProgressBar(terminal)), train_data=Unknown()).run()
+    make_loop(bus=bus_with(ProgressBar(terminal)), train_data=Unknown()).run()
     assert "/?" in screen.getvalue()
 
 
@@ -76,7 +75,7 @@ def assert_restored(screen):
 
 def test_the_terminal_is_as_it_was_when_the_run_is_over(terminal, screen, no_thread_is_left):
     before = sys.stdout
-    make_loop(bus_with(ProgressBar(terminal))).run()
+    make_loop(bus=bus_with(ProgressBar(terminal))).run()
     assert_restored(screen)
     assert sys.stdout is before
 
@@ -90,7 +89,7 @@ def test_the_cursor_is_never_hidden(terminal, screen, monkeypatch):
         hidden.append(screen.getvalue().rfind(HIDE) > screen.getvalue().rfind(SHOW))
 
     monkeypatch.setattr(screen, "write", write)
-    make_loop(bus_with(ProgressBar(terminal))).run()
+    make_loop(bus=bus_with(ProgressBar(terminal))).run()
     assert hidden and not any(hidden)
 
 
@@ -129,7 +128,7 @@ def test_log_lines_are_printed_unchanged_above_the_bar(monkeypatch):
     with pseudo_terminal(monkeypatch) as written:
         bus = bus_with(ProgressBar(), LoggerHook(interval=5, writers=[ConsoleWriter()]))
         bus.on("after_train_iter", lambda event: get_logger().info("nine", of="ten"), once=9)
-        make_loop(bus).run()
+        make_loop(bus=bus).run()
     (text,) = written
     assert "━" in text
     plain = ESCAPES.sub("", text)
@@ -146,7 +145,7 @@ def test_in_a_pipe_lines_of_log_and_logger_are_whole_and_without_escape_codes(mo
         monkeypatch.setattr(sys, "stderr", err)
         bus = bus_with(ProgressBar(), LoggerHook(interval=1, writers=[ConsoleWriter()]))
         bus.on("after_train_iter", lambda event: get_logger().info("told", by="hook"))
-        make_loop(bus, step=lambda model, batch: model(batch).mean(), train_data=DATA * 10).run()
+        make_loop(bus=bus, step=conftest.loss_of, train_data=DATA * 10).run()
         out.close()
         err.close()
         lines = pipe.read().splitlines()
@@ -158,7 +157,7 @@ def test_redirected_output_is_not_captured_by_the_bar(terminal, screen, capsys):
     bus = bus_with(ProgressBar(terminal))
     bus.on("after_train_iter", lambda event: sys.stdout.write("printed\n"), once=9)
     bus.on("after_train_iter", lambda event: sys.stderr.write("told\n"), once=9)
-    make_loop(bus).run()
+    make_loop(bus=bus).run()
     assert capsys.readouterr() == ("printed\n", "told\n")
     assert "printed" not in screen.getvalue()
     assert "told" not in screen.getvalue()
@@ -174,7 +173,7 @@ def test_the_terminal_is_as_it_was_after_an_exception(terminal, screen, error):
         raise error("stop")
 
     with pytest.raises(error, match="stop"):
-        make_loop(bus).run()
+        make_loop(bus=bus).run()
     assert_restored(screen)
     assert sys.stdout is out
 
@@ -182,13 +181,13 @@ def test_the_terminal_is_as_it_was_after_an_exception(terminal, screen, error):
 def test_a_terminal_that_goes_away_does_not_end_the_run(terminal, screen, capsys):
     bus = bus_with(ProgressBar(terminal))
     bus.on("after_train_iter", lambda event: screen.close(), once=7)
-    loop = make_loop(bus)
+    loop = make_loop(bus=bus)
     loop.run()
     assert loop.counters.iter == 10
 
 
 def test_another_run_gets_another_bar(terminal, screen):
-    loop = make_loop(bus_with(ProgressBar(terminal)), test_data=DATA, max_epochs=1)
+    loop = make_loop(bus=bus_with(ProgressBar(terminal)), test_data=DATA, max_epochs=1)
     loop.run()
     loop.test()
     assert screen.getvalue().count(HIDE) == 2
@@ -197,13 +196,13 @@ def test_another_run_gets_another_bar(terminal, screen):
 
 
 def test_nothing_is_drawn_without_a_terminal(screen):
-    make_loop(bus_with(ProgressBar(Console(file=screen)))).run()
+    make_loop(bus=bus_with(ProgressBar(Console(file=screen)))).run()
     assert screen.getvalue() == ""
 
 
 def test_lines_of_the_logger_stand_above_the_bar(terminal, screen):
     bus = bus_with(ProgressBar(terminal), LoggerHook(interval=5, writers=[ConsoleWriter(terminal)]))
-    make_loop(bus).run()
+    make_loop(bus=bus).run()
     lines = [line for line in screen.getvalue().split("\n") if "iter" in line]
     assert len(lines) == 2
     # Each on a line of its own, after the bar was wiped off it.
@@ -212,7 +211,7 @@ def test_lines_of_the_logger_stand_above_the_bar(terminal, screen):
 
 def test_the_step_hands_over_only_now_and_then(terminal):
     bus = bus_with(ProgressBar(terminal))
-    make_loop(bus, step=lambda model, batch: model(batch).mean(), train_data=DATA * 40).run()
+    make_loop(bus=bus, step=conftest.loss_of, train_data=DATA * 40).run()
     moved = next(one.stats for one in bus.subscriptions if one.mount_point == "bar_moved")
     assert 0 < moved.published < 100
     assert moved.delivered == moved.published

@@ -1,23 +1,21 @@
+from functools import partial
+
 import pytest
 import torch
-from torch.nn import functional
 
 from eventloop import Bus, Run, TrainLoop
 from hooks.runtime_info import RuntimeInfoHook
 
-DATA = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(3)]
+from . import conftest
+
+DATA = conftest.batches(3)
 
 
 def step(model, batch):
-    inputs, target = batch
-    loss = functional.mse_loss(model(inputs), target)
-    return {"loss": loss, "share": 0.5, "logits": inputs}
+    return {"loss": conftest.loss_of(model, batch), "share": 0.5, "logits": batch[0]}
 
 
-def make_loop(bus, **options):
-    model = torch.nn.Linear(3, 1)
-    defaults = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "step": step, "train_data": DATA, "max_epochs": 2}
-    return TrainLoop(model, bus=bus, **(defaults | options))
+make_loop = partial(conftest.make_loop, train_data=DATA, step=step)
 
 
 @pytest.fixture
@@ -30,14 +28,14 @@ def bus():
 def test_run_facts_are_set_at_before_run(bus, tmp_path):
     found = []
     bus.on("before_run", lambda event: found.append(dict(event.run.info)))
-    make_loop(bus, work_dir=tmp_path / "digits", seed=7, config={"width": 64}).run()
+    make_loop(bus=bus, work_dir=tmp_path / "digits", seed=7, config={"width": 64}).run()
     assert found == [{"experiment": "digits", "seed": 7, "config": {"width": 64}}]
 
 
 def test_training_facts_are_set_at_before_train(bus):
     found = []
     bus.on("before_train", lambda event: found.append(dict(event.run.info)))
-    make_loop(bus).run()
+    make_loop(bus=bus).run()
     (info,) = found
     assert {name: info[name] for name in ("max_epochs", "max_iters", "epoch", "iter", "stage")} == {
         "max_epochs": 2,
@@ -57,7 +55,7 @@ def test_iteration_epoch_and_learning_rate_follow_the_run(bus):
         found.append((info["epoch"], info["iter"], info["train/lr"], event.outputs["lr"]))
         event.run.optimizers["optimizer"].param_groups[0]["lr"] /= 2
 
-    make_loop(bus).run()
+    make_loop(bus=bus).run()
     rates = [0.1 / 2**i for i in range(6)]
     assert found == [(i // 3, i, rate, rate) for i, rate in enumerate(rates)]
 
@@ -74,7 +72,7 @@ def test_only_scalars_are_kept_and_unchanged(bus):
         assert info["train/loss"] == event.outputs["loss"]
         assert "train/logits" not in info
 
-    make_loop(bus).run()
+    make_loop(bus=bus).run()
     assert found == [0.5] * 6
 
 
@@ -91,7 +89,7 @@ def test_nothing_synchronises_with_the_device():
 
 
 def test_parameter_groups_have_separate_learning_rates(bus):
-    model = torch.nn.Linear(3, 1)
+    model = torch.nn.Linear(3, 2)
     groups = [
         {"params": [model.weight]},
         {"params": [model.bias], "lr": 0.01},
@@ -131,7 +129,7 @@ class Confusion:
 
 
 def test_metrics_are_kept_scalar_or_not_with_their_stage(bus):
-    loop = make_loop(bus, val_data=DATA[:1], test_data=DATA[:1], metrics={"m": Confusion()}, max_epochs=1)
+    loop = make_loop(bus=bus, val_data=DATA[:1], test_data=DATA[:1], metrics={"m": Confusion()}, max_epochs=1)
     infos = []
     bus.on("after_run", lambda event: infos.append(dict(event.run.info)))
     loop.run()
@@ -145,7 +143,7 @@ def test_the_stage_is_that_of_the_moment(bus):
     stages = []
     for name in ("after_train_iter", "after_val_iter", "after_train", "after_test_iter"):
         bus.on(name, lambda event: stages.append(event.run.info["stage"]))
-    loop = make_loop(bus, train_data=DATA[:1], val_data=DATA[:1], test_data=DATA[:1])
+    loop = make_loop(bus=bus, train_data=DATA[:1], val_data=DATA[:1], test_data=DATA[:1])
     loop.run()
     loop.test()
     assert stages == ["train", "val", "train", "val", "train", "test"]

@@ -34,10 +34,6 @@ def test_the_window_has_exactly_the_iterations_that_were_asked_for(tmp_path):
     assert names.count("step") == 3
 
 
-def test_the_window_ends_with_a_short_run(tmp_path):
-    assert traced(tmp_path, first=5, iterations=100).iterations == [5, 6, 7]
-
-
 def test_the_training_track_has_parts_and_hooks_by_name(tmp_path):
     picture = traced(tmp_path, EMAHook())
     names = {one.name for one in picture.track("training")}
