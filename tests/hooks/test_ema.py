@@ -290,7 +290,6 @@ def test_a_horizon_beyond_the_training_is_logged_once(job, options, accumulate, 
 def test_an_accumulation_window_is_one_update(job):
     hook = EMAHook()
     job.loop(OptimizerHook(accumulate=3), hook).run()
-    assert hook.average is not None
     assert hook.average.steps == 4  # two windows per epoch of four batches
 
 
@@ -364,7 +363,6 @@ def test_a_break_out_of_a_users_own_validation_restores_raw_weights(job):
                 assert not equal(list(model.parameters()), raw)
                 break
     assert equal(list(model.parameters()), raw)
-    assert hook.average is not None
     assert hook.average.steps == 4
 
 
@@ -376,7 +374,6 @@ def test_without_known_optimizers_every_iteration_is_an_update(job):
         for _ in run.epochs(1):
             for _ in run.train(job.batches()):
                 pass
-    assert hook.average is not None
     assert hook.average.steps == 4
 
 
@@ -462,7 +459,6 @@ def test_a_stripped_average_is_not_taken_from_the_hooks_state(job, tmp_path):
     hook, watch = EMAHook(momentum=0.3), Watch()
     resumed = job.loop(hook, watch, max_epochs=1, val_data=job.batches(1))
     resumed.run(resume=tmp_path / "stripped.safetensors")
-    assert hook.average is not None
     assert hook.average.steps == 0
     assert equal(watch.seen["val"], [tree["state_dict"][name] for name, _ in resumed.model.named_parameters()])
 
@@ -506,7 +502,7 @@ def test_an_average_is_not_updated_while_it_is_lent():
     average = ExponentialMovingAverage(model)
     average.update_parameters(model)
     average.swap(model)
-    with pytest.raises(TrainingError, match="swap them back"):
+    with pytest.raises(TrainingError):
         average.update_parameters(model)
 
 

@@ -89,7 +89,6 @@ def test_it_runs_in_evaluation_mode_without_gradients(job):
 def test_the_best_result_is_kept(job, options, results, best):
     hook = EvaluateHook(3, Function(*results), **options)
     evaluated(job, hook)
-    assert hook.best is not None
     assert hook.best.iter == best
 
 
@@ -178,7 +177,6 @@ def test_the_best_survives_a_resume(job, tmp_path):
     other = EvaluateHook(4, Function({"acc": 0.1, "loss": 3.0}), monitor="loss")
     with capture_logs():
         job.loop(other, CheckpointHook(1), work_dir=tmp_path, max_epochs=3).run(resume="auto")
-    assert other.best is not None
     assert other.best.metrics == {"acc": 0.1, "loss": 3.0}
 
 
@@ -186,7 +184,6 @@ def test_a_new_training_resets_the_hook(job):
     hook = EvaluateHook(4, Function({"acc": 0.9}, {"acc": 0.8}, {"acc": 0.1}, {"acc": 0.2}))
     evaluated(job, hook)
     evaluated(job, hook)
-    assert hook.best is not None
     assert hook.best.metrics == {"acc": 0.2}
 
 

@@ -89,7 +89,7 @@ def test_one_of_several_models_is_named(job):
 
 
 def test_a_model_without_the_methods_is_an_error_naming_the_other_hook(job):
-    with pytest.raises(ConfigurationError, match=r"no init_ema and no update_ema; EMAHook"), capture_logs():
+    with pytest.raises(ConfigurationError, match=r"init_ema.*update_ema.*EMAHook"), capture_logs():
         job.loop(EMAIterHook()).run()
 
 
@@ -97,5 +97,5 @@ def test_a_model_without_the_methods_is_an_error_naming_the_other_hook(job):
 def test_a_hook_added_during_a_run_is_an_error(job, kind):
     loop = job.loop(model=Averaging())
     loop.bus.on("before_train_iter", lambda event: loop.bus.add(kind()), once=2)
-    with pytest.raises(ConfigurationError, match=rf"{kind.__name__} was added during a run; add it before the run begins"):
+    with pytest.raises(ConfigurationError, match=kind.__name__):
         loop.run()

@@ -34,13 +34,6 @@ class Rows(Hook):
         self.seen.extend(event.batch[0][:, 0].int().tolist())
 
 
-def test_every_epoch_has_a_different_order(job):
-    rows = Rows()
-    job.loop(DistSamplerSeedHook(), rows, train_data=DataLoader(DATASET, 2, sampler=sampler()), max_epochs=3).run()
-    assert rows.seen == order_of(0) + order_of(1) + order_of(2)
-    assert order_of(0) != order_of(1)
-
-
 def test_without_it_all_epochs_have_the_same(job):
     rows = Rows()
     job.loop(rows, train_data=DataLoader(DATASET, 2, sampler=sampler())).run()

@@ -204,10 +204,10 @@ def test_one_scheduler_in_two_hooks_is_an_error_when_training_begins(job):
     scheduler = halving(optimizer)
     hooks = ParamSchedulerHook({"a": scheduler}, by="epoch"), ParamSchedulerHook({"b": scheduler}, by="iter")
     loop = job.loop(*hooks, model=model, optimizer=optimizer)
-    with pytest.raises(ConfigurationError, match=r"'b' is in two hooks"), capture_logs():
+    with pytest.raises(ConfigurationError, match="'b'"), capture_logs():
         loop.run()
     assert loop.counters.iter == 0
-    with pytest.raises(ConfigurationError, match="given twice"):
+    with pytest.raises(ConfigurationError, match="twice"):
         ParamSchedulerHook({"a": scheduler, "b": scheduler}, by="epoch")
 
 

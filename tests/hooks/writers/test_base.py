@@ -43,7 +43,7 @@ def test_a_writer_can_define_write_scalar_only(logged):
 
 
 def test_a_writer_without_scalar_methods_is_an_error():
-    with pytest.raises(NotImplementedError, match="Writer must define write_scalars or write_scalar"):
+    with pytest.raises(NotImplementedError, match="write_scalars or write_scalar"):
         Writer().write_scalars({"a": 1.0}, 1, None)
 
 

@@ -155,6 +155,6 @@ def test_without_mlflow_the_error_names_the_extra_to_install(monkeypatch):
 
 def test_without_packages_for_local_stores_the_error_names_them(client, monkeypatch):
     monkeypatch.setattr("hooks.writers.mlflow.find_spec", lambda name: None)
-    with pytest.raises(ConfigurationError, match="needs sqlalchemy and alembic for a local store"):
+    with pytest.raises(ConfigurationError, match="sqlalchemy and alembic"):
         MLflowWriter()
     MLflowWriter("http://localhost:5000")
