@@ -1,106 +1,60 @@
 """Options as they are where nothing is said, and the places of hooks in a mount point: those that their users know."""
 
+import importlib
 import inspect
-from typing import Any
 
 import pytest
 
 import hooks
 from eventloop import Priority
+from hooks.compat.mmengine.names import TABLE
 from hooks.defaults import DEFAULT_HOOKS
 from hooks.smoothing import MEASURED
 
-DEFAULTS: dict[str, dict[str, Any]] = {
+OURS = {
     "AutogradAnomalyDetectHook": {"mode": True},
     "CheckInvalidLossHook": {"interval": 50},
-    "CheckpointHook": {
-        "interval": -1,
-        "by_epoch": True,
-        "save_optimizer": True,
-        "save_param_scheduler": True,
-        "out_dir": None,
-        "max_keep_ckpts": -1,
-        "save_last": True,
-        "save_best": None,
-        "rule": None,
-        "greater_keys": None,
-        "less_keys": None,
-        "filename_tmpl": None,
-        "published_keys": None,
-        "save_begin": 0,
-    },
-    "EMAHook": {"ema_type": hooks.WarmupEMA, "strict_load": False, "begin_iter": 0, "begin_epoch": 0},
-    "EarlyStoppingHook": {
-        "rule": None,
-        "min_delta": 0.1,
-        "strict": True,
-        "check_finite": True,
-        "patience": 5,
-        "stopping_threshold": None,
-    },
-    "EmptyCacheHook": {"before_epoch": False, "after_epoch": True, "after_iter": False},
-    "ExponentialMovingAverage": {"momentum": 0.0002, "interval": 1, "update_buffers": False},
-    "IterTimerHook": {"warmup_iter": 0},
-    "LoggerHook": {
-        "interval": 10,
-        "ignore_last": True,
-        "interval_exp_name": 1000,
-        "out_dir": None,
-        "keep_local": True,
-        "log_metric_by_epoch": True,
-        "window_size": 10,
-        "mean_pattern": MEASURED,  # MMEngine's leaves other measurements unaveraged beside averaged ones
-    },
     "ConsoleWriter": {"num_digits": 4},
-    "MomentumAnnealingEMA": {"momentum": 0.0002, "gamma": 100, "interval": 1, "update_buffers": False},
+    "EMAHook": {"ema_type": hooks.WarmupEMA},
+    "EarlyStoppingHook": {"strict": True},
+    "IterTimerHook": {"warmup_iter": 0},
+    "LoggerHook": {"window_size": 10, "mean_pattern": MEASURED},  # MMEngine's pattern leaves some measurements unaveraged
     "OptimizerHook": {"accumulate": 1, "grad_clip": None, "amp": None, "scaler": None},
-    "ProfilerHook": {
-        "by_epoch": True,
-        "profile_times": 1,
-        "activities": None,
-        "schedule": None,
-        "on_trace_ready": None,
-        "record_shapes": False,
-        "profile_memory": False,
-        "with_stack": False,
-        "with_flops": False,
-        "json_trace_path": None,
-    },
-    "StochasticWeightAverage": {"interval": 1, "update_buffers": False},
+    "ProfilerHook": {"activities": None, "activity_with_cpu": None, "activity_with_cuda": None},  # all that torch can
 }
-
-PRIORITIES = {
-    "RuntimeInfoHook": 10,
-    "OptimizerHook": 30,
-    "Fp16OptimizerHook": 30,
-    "CheckInvalidLossHook": 50,
-    "DistSamplerSeedHook": 50,
-    "EMAHook": 50,
-    "EmptyCacheHook": 50,
-    "IterTimerHook": 50,
-    "SyncBuffersHook": 50,
-    "LoggerHook": 60,
-    "ParamSchedulerHook": 70,
-    "CheckpointHook": 90,
-    "ProfilerHook": 90,
-    "EarlyStoppingHook": 100,
-}
+MMENGINES = [
+    *(("hooks", entry.name) for entry in TABLE if entry.ours and entry.name not in ("Hook", "CheckInvalidLossHook")),
+    *(("model", name) for name in ("ExponentialMovingAverage", "MomentumAnnealingEMA", "StochasticWeightAverage")),
+]
 
 
-@pytest.mark.parametrize("name", DEFAULTS)
-def test_defaults(name):
-    parameters = inspect.signature(getattr(hooks, name)).parameters
-    assert {option: parameters[option].default for option in DEFAULTS[name]} == DEFAULTS[name]
+def defaults(kind):
+    return {name: one.default for name, one in inspect.signature(kind).parameters.items()}
 
 
-@pytest.mark.parametrize("name", PRIORITIES)
-def test_priorities(name):
-    assert Priority.parse(getattr(hooks, name).priority) == PRIORITIES[name]
+@pytest.mark.parametrize("name", OURS)
+def test_our_own_defaults(name):
+    assert defaults(getattr(hooks, name)).items() >= OURS[name].items()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what MMEngine imports
+@pytest.mark.parametrize(("module", "name"), MMENGINES)
+def test_defaults_and_priorities_are_mmengines(module, name):
+    pytest.importorskip("mmengine.runner")
+    theirs, ours = getattr(importlib.import_module(f"mmengine.{module}"), name), getattr(hooks, name)
+    shared = defaults(theirs).keys() & defaults(ours).keys() - OURS.get(name, {}).keys() - {"model", "out_suffix"}
+    assert {one: defaults(ours)[one] for one in shared} == {one: defaults(theirs)[one] for one in shared}
+    if module == "hooks":
+        assert Priority.parse(ours.priority) == Priority.parse(theirs.priority)
+
+
+@pytest.mark.parametrize(("name", "priority"), [("OptimizerHook", 30), ("Fp16OptimizerHook", 30), ("CheckInvalidLossHook", 50)])
+def test_priorities_of_our_own(name, priority):
+    assert Priority.parse(getattr(hooks, name).priority) == priority
 
 
 def test_the_logger_copies_at_least_the_files_that_mmengines_does():
-    suffixes = inspect.signature(hooks.LoggerHook).parameters["out_suffix"].default
-    assert {".json", ".log", ".py", "yaml"} <= set(suffixes)
+    assert {".json", ".log", ".py", "yaml"} <= set(defaults(hooks.LoggerHook)["out_suffix"])
 
 
 def test_as_a_default_hook_checkpoints_are_saved_every_epoch():
