@@ -35,13 +35,9 @@ class Unwritten:
         self._sizes: dict[Group, int] = {}
 
     def take(self, windows: Mapping[str, Any] | None, skipped: int, waiting: Sequence[Waiting], reach: int) -> dict[str, Any]:
-        """Return a tree for a checkpoint.
+        """Return a tree for a checkpoint: the state of a ``Fanout``, the iterations since, and how many of them were skipped.
 
-        Args:
-            windows: the state of a ``Fanout``; None for a new one.
-            skipped: number of iterations after it that no line depends on.
-            waiting: the iterations since.
-            reach: number of iterations that a line may depend on; 0 if it may depend on all.
+        A line depends on ``reach`` iterations at most; 0: on all.
         """
         needed = waiting[-reach:]
         stacks: dict[Group, list[torch.Tensor]] = defaultdict(list)
@@ -59,10 +55,7 @@ class Unwritten:
         return {"windows": windows, "skipped": skipped + len(waiting) - len(needed), "waiting": rows, "late": late_values}
 
     def _joined(self, group: Group, stacks: list[torch.Tensor]) -> torch.Tensor:
-        """Return all values of a group in one tensor.
-
-        It has the same size in almost all saves, because a tensor of another size would need new memory for the whole copy.
-        """
+        # Of one size in almost all saves, because a tensor of another size would need new memory for the whole copy.
         used = sum(map(len, stacks))
         size = self._sizes.get(group, _FEWEST)
         while size < used:

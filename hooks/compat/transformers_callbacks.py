@@ -27,8 +27,7 @@ class Guest(Protocol):
     processing_class: Any
 
     @property
-    def label(self) -> str:
-        """The name of the hook."""
+    def label(self) -> str: ...
 
 
 class State(TrainerState):  # type: ignore[misc]  # transformers is not followed by mypy

@@ -98,13 +98,7 @@ class Fanout(CopiedAnew):
             return {"smoother": self._smoother.state_dict(), "last": msgspec.to_builtins(self._last)}, self._last.iter
 
     def load_state_dict(self, state: Mapping[str, Any] | None, skipped: int, since: Iterable[Waiting]) -> None:
-        """Continue where :meth:`state_dict` was taken, or anew, after further iterations whose lines are written.
-
-        Args:
-            state: the state; None begins anew.
-            skipped: number of iterations after it that no later line depends on.
-            since: the iterations after those.
-        """
+        """Continue from ``state`` (None: anew) after ``skipped`` iterations, and those ``since``, whose lines are written."""
         with self._smoothing:
             if state is not None:
                 self._smoother.load_state_dict(state["smoother"])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Collection, Iterator, Mapping
-from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
@@ -45,11 +43,7 @@ class MLflowWriter(Writer):
         ConfigurationError: MLflow or a package for local stores is not installed, or an option is invalid.
     """
 
-    of_run: ClassVar = {
-        "_mlflow": partial(import_module, "mlflow"),
-        "_entities": partial(import_module, "mlflow.entities"),
-        **dict.fromkeys(("_client", "_id", "_metrics")),
-    }
+    of_run: ClassVar = dict.fromkeys(("_client", "_id", "_metrics"))
 
     @check_options
     def __init__(

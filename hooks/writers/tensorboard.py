@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping
-from functools import partial
-from importlib import import_module
 from typing import Any, ClassVar
 
 from eventloop import check_options, register
@@ -36,12 +34,7 @@ class TensorBoardWriter(Writer):
 
     needs_work_dir = True
 
-    of_run: ClassVar = {
-        "_torch": partial(import_module, "torch.utils.tensorboard"),
-        "_event": partial(import_module, "tensorboard.compat.proto.event_pb2"),
-        "_summary": partial(import_module, "tensorboard.compat.proto.summary_pb2"),
-        "_events": None,
-    }
+    of_run: ClassVar = {"_events": None}
 
     @check_options
     def __init__(self, directory: Name = "tensorboard", *, interval: PositiveInt | None = None) -> None:

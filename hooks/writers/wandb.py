@@ -7,8 +7,6 @@ import secrets
 import time
 from collections.abc import Collection, Mapping
 from datetime import datetime
-from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,7 +38,7 @@ class WandbWriter(Writer):
 
     needs_work_dir = True
 
-    of_run: ClassVar = {"_wandb": partial(import_module, "wandb"), "_run": None}
+    of_run: ClassVar = {"_run": None}
 
     @check_options
     def __init__(self, project: Name | None = None, *, interval: PositiveInt | None = None) -> None:
