@@ -18,13 +18,10 @@ from hooks import (
     ConsoleWriter,
     DistSamplerSeedHook,
     EarlyStoppingHook,
-    EMAEpochHook,
     EMAHook,
-    EMAIterHook,
     EmptyCacheHook,
     EvaluateHook,
     ExponentialMovingAverage,
-    Fp16OptimizerHook,
     IterTimerHook,
     JSONLinesWriter,
     LoggerHook,
@@ -157,10 +154,6 @@ IMIX_DEFAULTS = [
     dict(type="AutogradAnomalyDetectHook", mode=True),
     dict(type="AutogradProfilerHook", enable_predicate=soon, output_dir="traces", use_cuda=False),
 ]
-IMIX_CUSTOM = [
-    dict(type="EMAIterHook", level=30),
-    dict(type="EMAEpochHook", level=40),
-]
 
 
 def test_imixs_hooks_are_accepted_with_imixs_options():
@@ -177,19 +170,6 @@ def test_imixs_hooks_are_accepted_with_imixs_options():
     assert type(console) is ConsoleWriter
     assert (type(lines), lines.filename) == (JSONLinesWriter, "metrics.json")
     assert (type(board), board.directory) == (TensorBoardWriter, "runs")
-
-
-def test_imixs_custom_hooks_are_accepted_at_their_levels():
-    bus = Bus()
-    add_hooks(bus, IMIX_CUSTOM)
-    assert [type(hook) for hook in bus.hooks] == [EMAIterHook, EMAEpochHook]
-    assert {one.hook: one.priority for one in bus.subscriptions} == dict(zip(bus.hooks, (30, 40), strict=True))
-
-
-def test_imixs_fp16_hook_and_its_scaler():
-    fp16 = dict(init_scale=2.0**16, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000)
-    (hook,) = add([dict(type="Fp16OptimizerHook", grad_clip=None, grad_scaler_config=fp16)])
-    assert type(hook) is Fp16OptimizerHook
 
 
 def test_imixs_scheduler_hook_steps_by_iteration():

@@ -3,6 +3,7 @@
 import hashlib
 import os
 import threading
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -355,39 +356,29 @@ def test_the_best_has_the_weights_that_were_validated(job, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("metric", "rule"),
+    ("metric", "keys", "rule"),
     [
-        ("accuracy/top1", "greater"),
-        ("LOSS", "less"),
-        ("val_loss", "less"),
-        ("coco/bbox_mAP", "greater"),
-        ("acc", "greater"),
+        ("accuracy/top1", (), "greater"),
+        ("LOSS", (), "less"),
+        ("val_loss", (), "less"),
+        ("coco/bbox_mAP", (), "greater"),
+        ("top_loss", (["acc", "top"], ["Top_Loss"]), "less"),  # a key that is the whole name decides
+        ("top_loss", (["TOP_LOSS"], ["loss"]), "greater"),
+        ("speed", (["Speed"], ["time"]), "greater"),  # own keys replace the built-in ones
+        ("score", (["score"], ["Score"]), None),
+        ("acc", (["speed"], ["time"]), None),
     ],
 )
-def test_rules_are_inferred_from_names(metric, rule):
-    assert find_rule(metric) == rule
+def test_rules_are_inferred_from_names(metric, keys, rule):
+    with pytest.raises(ConfigurationError, match=f"{metric}.*rule=") if rule is None else nullcontext():
+        assert find_rule(metric, *keys) == rule
 
 
 @pytest.mark.parametrize("metric", ["val/topk_loss", "accumulated_loss", "auc_loss", "LossAcc"])
 def test_an_ambiguous_metric_name_is_an_error_asking_for_rule(metric):
     with pytest.raises(ConfigurationError, match=f"{metric}.*'loss'.*rule="):
-        find_rule(metric)
-    with pytest.raises(ConfigurationError, match=metric):
         CheckpointHook(save_best=metric)
     CheckpointHook(save_best=metric, rule="less")
-
-
-def test_a_key_that_is_the_whole_name_decides():
-    assert find_rule("top_loss", ["acc", "top"], ["Top_Loss"]) == "less"
-    assert find_rule("top_loss", ["TOP_LOSS"], ["loss"]) == "greater"
-    with pytest.raises(ConfigurationError, match="rule="):
-        find_rule("score", ["score"], ["Score"])
-
-
-def test_own_keys_replace_the_built_in_ones():
-    assert find_rule("speed", ["Speed"], ["time"]) == "greater"
-    with pytest.raises(ConfigurationError, match="acc"):
-        find_rule("acc", ["speed"], ["time"])
 
 
 # ------------------------------------------------------------------------------------------- nothing gets lost
