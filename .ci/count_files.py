@@ -60,8 +60,9 @@ class Way:
             found.setdefault(name, []).append(code.co_qualname)
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        threading.setprofile(self)
+    def watching(self, *, threads: bool = True) -> Iterator[None]:
+        if threads:  # those that begin in the block, too
+            threading.setprofile(self)
         sys.setprofile(self)
         try:
             yield
@@ -131,7 +132,10 @@ def checkpoint() -> Way:
 
 
 def attached_step() -> Way:
-    """Follow one step of a Lightning trainer with a bus, an average and a logger that is due."""
+    """Follow one step of a Lightning trainer with a bus, an average and a logger that is due, on the training thread.
+
+    On a slow machine the logger's thread writes earlier lines within the step.
+    """
     import lightning
 
     class Module(lightning.LightningModule):
@@ -157,7 +161,7 @@ def attached_step() -> Way:
     silent: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     with tempfile.TemporaryDirectory() as folder:
         trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=folder, **silent)
-        with way.watching(), bus.attach(trainer):
+        with way.watching(threads=False), bus.attach(trainer):
             trainer.callbacks = [Begins(), *trainer.callbacks, Ends()]
             trainer.fit(Module(), torch.utils.data.DataLoader([torch.ones(2, 4)] * 4, batch_size=None))
     return way
