@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader
 from eventloop.errors import ConfigurationError
 
 Names = Mapping[str, tuple[str, str]]
-"""Paths such as ``trainer.strategy._checkpoint_io``; for each, where it is used, and the versions that it was seen in."""
+"""Paths such as ``trainer.strategy._checkpoint_io``, or several of which one is there, with ``|`` between them; for each, where
+it is used, and the versions that it was seen in."""
 
 
 def check_names(library: str, package: str, names: Names, /, **roots: Any) -> None:
@@ -37,13 +38,17 @@ def check_names(library: str, package: str, names: Names, /, **roots: Any) -> No
     Raises:
         ConfigurationError: the installed version lacks a name.
     """
-    for path, (used, seen) in names.items():
+    for paths, (used, seen) in names.items():
+        path = paths.partition("|")[0]
         root, *parts = path.split(".")
         found = roots[root]
         try:
             for part in parts:
                 found = getattr(found, part)
         except AttributeError as error:
+            if path != paths:  # another version of the library has another name
+                check_names(library, package, {paths.partition("|")[2]: (used, seen)}, **roots)
+                continue
             newest = seen.rpartition(" ")[2]
             raise ConfigurationError(
                 f"{library} {import_module(package).__version__} has no {path} ({type(found).__name__} lacks {part!r}), which "

@@ -270,11 +270,35 @@ def test_a_url(tmp_path):
 
 
 def test_trainers_with_another_plugin_are_as_they_were(tmp_path):
-    TrainbusCheckpointIO()
+    plugin = TrainbusCheckpointIO()
     for how in ("link", True):
         saver = callbacks.ModelCheckpoint(tmp_path / str(how), filename="{epoch}", save_last=how)
         trainer_of(tmp_path, saver, plugin=pl.plugins.io.TorchCheckpointIO()).fit(Module(), data())
         assert names(tmp_path / str(how)) == ["epoch=1.ckpt", "last.ckpt"]
+    assert not plugin.saves
+
+
+def test_the_methods_of_lightning_are_its_own_again_behind_the_last_plugin():
+    """The classes belong to the whole process. Here it is another one, because trainers of other tests may still be alive."""
+    code = """if True:
+        import gc
+        from lightning.pytorch import Trainer
+        from lightning.pytorch.callbacks import ModelCheckpoint
+        from trainbus import TrainbusCheckpointIO
+
+        methods = lambda: [Trainer.save_checkpoint, ModelCheckpoint.file_exists, ModelCheckpoint._link_checkpoint]
+        before, plugins = methods(), [TrainbusCheckpointIO(), TrainbusCheckpointIO()]
+        plugins.pop()
+        trainer = Trainer(accelerator="cpu", logger=False, plugins=[plugins.pop()])
+        gc.collect()
+        changed = [one is not other for one, other in zip(before, methods())]
+        del trainer
+        gc.collect()
+        print(changed, methods() == before)
+    """
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)  # noqa: S603
+    assert done.stdout == "[True, True, True] True\n", done
 
 
 @pytest.mark.parametrize("on_error", ["raise", "log"])

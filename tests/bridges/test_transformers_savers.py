@@ -57,7 +57,7 @@ def test_the_library_goes_on_from_a_folder_without_the_bus(tmp_path):
     rest = make(tmp_path / "parts", model=gpt2)
     rest.train(resume_from_checkpoint=str(tmp_path / "parts" / "checkpoint-10"))
     assert_same(weights_of(rest.model), weights_of(whole.model))
-    opened = GPT2LMHeadModel.from_pretrained(tmp_path / "parts" / "checkpoint-16")
+    opened = GPT2LMHeadModel.from_pretrained(str(tmp_path / "parts" / "checkpoint-16"))
     assert_same(opened.state_dict(), whole.model.state_dict())
     assert opened.lm_head.weight is opened.transformer.wte.weight
 
@@ -68,7 +68,7 @@ def test_a_large_model_is_written_in_shards(tmp_path):
     trainer.train()
     last = tmp_path / "checkpoint-16"
     assert len(list(last.glob("model-*.safetensors"))) > 1
-    assert_same(GPT2LMHeadModel.from_pretrained(last).state_dict(), trainer.model.state_dict())
+    assert_same(GPT2LMHeadModel.from_pretrained(str(last)).state_dict(), trainer.model.state_dict())
 
 
 def test_a_bus_of_its_own_is_attached_with_one_line_and_detached_without_a_trace(tmp_path):
@@ -128,7 +128,7 @@ def test_folders_of_hooks_and_averages_are_written_beside_the_training_too(tmp_p
     assert folders(tmp_path) == ["best_loss_epoch_2", "checkpoint-16", "checkpoint-8", "epoch_2"]
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-16")
     for name in ("epoch_2", "checkpoint-16"):
-        loaded = GPT2LMHeadModel.from_pretrained(tmp_path / name).state_dict()
+        loaded = GPT2LMHeadModel.from_pretrained(str(tmp_path / name)).state_dict()
         assert all(torch.equal(loaded[key], tensor) for key, tensor in ema.average.tensors.items())
 
 
@@ -164,7 +164,7 @@ def with_other_arguments(folder):
 
 
 def split_anew(folder):
-    model = GPT2LMHeadModel.from_pretrained(folder)
+    model = GPT2LMHeadModel.from_pretrained(str(folder))
     (folder / "model.safetensors").unlink()
     model.save_pretrained(folder, max_shard_size="10KB")
 

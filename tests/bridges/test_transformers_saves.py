@@ -53,7 +53,7 @@ def test_the_average_is_evaluated_and_is_what_from_pretrained_opens(tmp_path):
     assert torch.equal(evaluated[-1], average["transformer.wte.weight"])
     assert not torch.equal(evaluated[-1], raw["transformer.wte.weight"])
     for name in ("epoch_2", "checkpoint-16"):
-        loaded = GPT2LMHeadModel.from_pretrained(tmp_path / name).state_dict()
+        loaded = GPT2LMHeadModel.from_pretrained(str(tmp_path / name)).state_dict()
         assert all(torch.equal(loaded[key], average[key]) for key in average)
 
 
@@ -69,7 +69,7 @@ def test_the_best_model_of_the_trainer_is_the_averaged_one_and_the_last_checkpoi
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-8")
     assert_same(trainer.model.state_dict(), worst[7])
     last = Plain()
-    last.load_state_dict(transformers.modeling_utils.load_state_dict(tmp_path / "epoch_2" / "model.safetensors"))
+    last.load_state_dict(transformers.modeling_utils.load_state_dict(str(tmp_path / "epoch_2" / "model.safetensors")))
     assert_same(last.state_dict(), worst[15])
 
 

@@ -74,6 +74,8 @@ def files_seen(callback: Any, around: Callable[[Any], Any]) -> Iterator[None]:
         callback._fs = files
 
 
-def replace_link(model_checkpoint: Any, around: Callable[[Callable[..., None]], Callable[..., None]]) -> None:
-    """Replace the function by which the class ModelCheckpoint links a file."""
-    model_checkpoint._link_checkpoint = staticmethod(around(model_checkpoint._link_checkpoint))
+def replace_link(model_checkpoint: Any, around: Callable[[Callable[..., None]], Callable[..., None]]) -> Callable[[], None]:
+    """Replace the function by which the class ModelCheckpoint links a file; return what restores it."""
+    original = model_checkpoint._link_checkpoint
+    model_checkpoint._link_checkpoint = staticmethod(around(original))
+    return lambda: setattr(model_checkpoint, "_link_checkpoint", staticmethod(original))

@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial, wraps
 from importlib.util import find_spec
 from pathlib import Path
@@ -62,7 +62,7 @@ class TrainbusCheckpointIO:
     """
 
     def __init__(self) -> None:
-        _join_lightning()
+        _join_lightning(self)
         self._saver: AsyncSaver | None = None
         self._files: dict[str, Future[CommitInfo]] = {}
         """The last save of each path since the last wait."""
@@ -83,7 +83,7 @@ class TrainbusCheckpointIO:
         return {**vars(self), **first}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        _join_lightning()  # perhaps in another process
+        _join_lightning(self)  # perhaps in another process
         vars(self).update(state)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None) -> None:
@@ -190,13 +190,16 @@ def _wait_for_ranks() -> None:
 
 
 # Lightning passes a CheckpointIO neither its trainer nor the names that ModelCheckpoint looks up or links. Hence three methods
-# of its classes are wrapped. For trainers without this plugin they are unchanged.
+# of its classes are wrapped while there is a plugin. For trainers without one they are unchanged.
 
-_joined: Final[set[str]] = set()
+_plugins: Final[set[int]] = set()
+"""The ids of all plugins."""
+_joined: Final[dict[str, Callable[[], None]]] = {}
+"""The packages whose methods are wrapped; for each, what undoes it."""
 
 
-def _join_lightning() -> None:
-    """Make the imported Lightning packages accept the plugin; import one if none is imported.
+def _join_lightning(plugin: TrainbusCheckpointIO) -> None:
+    """Make the imported Lightning packages accept a plugin, for as long as it exists; import one if none is imported.
 
     Raises:
         ConfigurationError: no Lightning package is installed, or it lacks a name that the plugin uses.
@@ -204,15 +207,28 @@ def _join_lightning() -> None:
     names = [name for name in _PACKAGES if name in sys.modules] or [_installed()]
     for name in names:
         privates.check_plugin(name)
+    _plugins.add(id(plugin))
+    weakref.finalize(plugin, _leave_lightning, id(plugin)).atexit = False
+    for name in names:
         if name in _joined:
             continue
         model_checkpoint = importlib.import_module(f"{name}.callbacks.model_checkpoint").ModelCheckpoint
         trainer = importlib.import_module(f"{name}.trainer.trainer").Trainer
         importlib.import_module(f"{_PACKAGES[name]}.plugins.io.checkpoint_io").CheckpointIO.register(TrainbusCheckpointIO)
+        undo = ExitStack()
+        undo.callback(setattr, trainer, "save_checkpoint", trainer.save_checkpoint)
+        undo.callback(setattr, model_checkpoint, "file_exists", model_checkpoint.file_exists)
         trainer.save_checkpoint = _around_save(trainer.save_checkpoint)
         model_checkpoint.file_exists = _around_file_exists(model_checkpoint.file_exists)
-        privates.replace_link(model_checkpoint, _around_link)
-        _joined.add(name)
+        undo.callback(privates.replace_link(model_checkpoint, _around_link))
+        _joined[name] = undo.close
+
+
+def _leave_lightning(plugin: int) -> None:
+    """Restore the methods once the last plugin is gone."""
+    _plugins.discard(plugin)
+    while _joined and not _plugins:
+        _joined.popitem()[1]()
 
 
 def _installed() -> str:
@@ -223,7 +239,7 @@ def _installed() -> str:
 
 
 def _torch_io() -> Any:
-    name = next(iter(_joined))
+    name = next(name for name in _PACKAGES if name in sys.modules)
     return importlib.import_module(f"{_PACKAGES[name]}.plugins.io.torch_io").TorchCheckpointIO()
 
 

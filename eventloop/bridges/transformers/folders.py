@@ -111,10 +111,6 @@ class Folders:
         if self._trainer.args.should_save:
             torch.save(entry, Path(output_dir) / STATE_FILE)
 
-    def output_dir(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replace the trainer's ``_get_output_dir``."""
-        return original(*args, **kwargs) if self.writing is None else str(self.writing)
-
     def sync(self, folder: Path) -> None:
         """Make a folder that the trainer has written durable."""
         if self._trainer.args.should_save:

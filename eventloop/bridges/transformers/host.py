@@ -89,11 +89,10 @@ class TransformersBridge(Bridge):
             "evaluate": partial(self._evaluate, "val"),
             "predict": partial(self._evaluate, "test"),
             "prediction_step": self._evaluations.prediction_step,
-            privates.FINALIZE: self._finalize,
             privates.LOAD_BEST: self._load_best_model,
             privates.SAVE: self._save_checkpoint,
             "save_model": self._folders.save_model,
-            privates.OUTPUT_DIR: self._folders.output_dir,
+            privates.OUTPUT_DIR: self._output_dir,
         }
         for owner, wrappers in ((self.trainer.callback_handler, moments), (self.trainer, around)):
             for name, wrapper in wrappers.items():
@@ -256,14 +255,19 @@ class TransformersBridge(Bridge):
             self._drive.end_train()
             run.write_due(self._write)
 
-    def _finalize(self, original: Method, *args: Any, **kwargs: Any) -> Any:
-        if self._saver is not None:  # the trainer loads the best folder, and may remove all others
-            self._saver.settle()
-        return original(*args, **kwargs)
-
     def _load_best_model(self, original: Method) -> None:
+        if self._saver is not None:
+            self._saver.settle()
         self._end_train()
         original()
+
+    def _output_dir(self, original: Method, *args: Any, **kwargs: Any) -> Any:
+        """Return the directory of the folders. At the end of a training, the trainer then removes all but the best one."""
+        if self._folders.writing is not None:
+            return str(self._folders.writing)
+        if self._saver is not None and self._saver.is_open:
+            self._saver.settle()
+        return original(*args, **kwargs)
 
     def _evaluate(self, stage: Stage, original: Method, *args: Any, **kwargs: Any) -> Any:
         run = self.running

@@ -116,8 +116,7 @@ class FolderSaver:
     def _rotate(self, directory: Path, best: str | None) -> None:
         """Name the best folder, which is durable now, and remove older ones as the trainer does."""
         self._trainer.state.best_model_checkpoint = best
-        limit = self._trainer.args.save_total_limit
-        privates.rotate(output_dir=str(directory), save_total_limit=limit, best_model_checkpoint=best, use_mtime=True)
+        privates.rotate(self._trainer, directory)
 
     def around_on_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Replace ``on_save`` of the callbacks: wait until the folder is complete, because callbacks may read it."""

@@ -1,0 +1,142 @@
+"""Run the tests of the bridges with the lowest and the newest version of each host, of torch and of Python.
+
+    python .ci/hosts.py                      # all environments; writes the table in docs/bridges.md
+    python .ci/hosts.py lowest-hosts         # some of them; prints their lines
+    python .ci/hosts.py --keep ENVIRONMENTS  # environments are kept there, and used again
+
+Each environment is made by pip, downloads included. The lowest versions are those of pyproject.toml. Python is the newest
+``python3.N`` on the path that pip finds a torch for. Exits with 1 if a test fails.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import tomllib
+import xml.etree.ElementTree as ET
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PAGE = ROOT / "docs" / "bridges.md"
+BEGIN, END = "<!-- written by .ci/hosts.py -->\n", "<!-- end -->\n"
+HOSTS = {
+    "lightning": "Lightning",
+    "transformers": "Transformers",
+    "accelerate": "Accelerate",
+    "pytorch-ignite": "Ignite",
+    "mmengine": "MMEngine",
+}
+BRIDGES = ("tests/bridges", "tests/hooks/compat", "tests/training/test_wrappers.py", "tests/examples/test_bridges.py")
+EVERYTHING = ("tests",)
+TORCH = "torch==2.13.0"
+"""Of the README's commands; the torch of the environments in which something else varies."""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What is installed, and the tests to run."""
+
+    name: str
+    torch: str = TORCH
+    lowest: bool = False
+    """Of the hosts: their lowest versions, or the newest that pip finds."""
+    python: str = sys.executable
+    tests: tuple[str, ...] = BRIDGES
+
+    def requirements(self) -> list[str]:
+        """Return the arguments of ``pip install``."""
+        extras = "dev,mlflow,wandb,accelerate,ignite,lightning,transformers,mmengine"
+        return [self.torch, f"-e{ROOT}[{extras}]", *([f"{host}=={lowest(host)}" for host in HOSTS] if self.lowest else ())]
+
+
+def lowest(package: str) -> str:
+    """Return the lower bound of a package in pyproject.toml."""
+    text = (ROOT / "pyproject.toml").read_text()
+    found = re.search(rf'"{package}>=([0-9.]+)', json.dumps(tomllib.loads(text)["project"]))
+    if found is None:
+        raise LookupError(f"{package} has no lower bound in pyproject.toml")
+    return found[1]
+
+
+def newest_python() -> str:
+    """Return the newest ``python3.N`` on the path; no torch of every version exists for 3.14."""
+    found = (shutil.which(f"python3.{minor}") for minor in range(13, 10, -1))
+    return next((one for one in found if one), sys.executable)
+
+
+def environments() -> list[Environment]:
+    """Return all environments."""
+    return [
+        Environment("lowest-hosts", lowest=True),
+        Environment("newest-hosts"),
+        Environment("lowest-torch", torch=f"torch=={lowest('torch')}", tests=EVERYTHING),
+        Environment("newest-torch", torch="torch", tests=EVERYTHING),
+        Environment("newest-python", python=newest_python(), tests=EVERYTHING),
+    ]
+
+
+def made(environment: Environment, folder: Path) -> Path:
+    """Make an environment, if it is not there; return its Python."""
+    python = folder / "bin" / "python"
+    if not (folder / "complete").exists():
+        subprocess.run([environment.python, "-m", "venv", "--clear", folder], check=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", *environment.requirements()], check=True)
+        # MMEngine imports cv2, whose usual package needs libraries of a desktop.
+        subprocess.run([python, "-m", "pip", "uninstall", "-q", "-y", "opencv-python"], check=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", "opencv-python-headless"], check=True)
+        (folder / "complete").touch()
+    return python
+
+
+def versions(python: Path) -> list[str]:
+    """Return the versions of Python, torch and the hosts in an environment."""
+    code = "import sys, importlib.metadata as m; print(sys.version.split()[0], *map(m.version, sys.argv[1:]))"
+    found = subprocess.run([python, "-c", code, "torch", *HOSTS], check=True, capture_output=True, text=True).stdout
+    return [one.partition("+")[0] for one in found.split()]
+
+
+def counts(python: Path, tests: tuple[str, ...], report: Path) -> tuple[int, int, int]:
+    """Run tests; return how many passed, failed and were skipped."""
+    subprocess.run([python, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={report}", *tests], cwd=ROOT, check=False)
+    suite = next(ET.parse(report).iter("testsuite"))  # noqa: S314 - pytest wrote it
+    every, skipped, failed = (int(suite.get(name, 0)) for name in ("tests", "skipped", "failures"))
+    failed += int(suite.get("errors", 0))
+    return every - skipped - failed, failed, skipped
+
+
+def main() -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    every = {one.name: one for one in environments()}
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(every))
+    parser.add_argument("--keep", type=Path, help="folder of the environments (default: a temporary one)")
+    options = parser.parse_args()
+    if unknown := sorted(set(options.names) - every.keys()):
+        parser.error(f"{unknown[0]} is no environment: choose from {', '.join(every)}")
+    lines = ["| environment | Python | torch | " + " | ".join(HOSTS.values()) + " | tests | passed | failed | skipped |"]
+    lines.append("|---" * (len(HOSTS) + 7) + "|")
+    failures = 0
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (options.keep or Path(temporary)).absolute()
+        for one in [every[name] for name in options.names] or every.values():
+            python = made(one, folder / one.name)
+            passed, failed, skipped = counts(python, one.tests, folder / f"{one.name}.xml")
+            tests = "all" if one.tests == EVERYTHING else "bridges, guests"
+            cells = [one.name.replace("-", " "), *versions(python), tests, f"{passed:,}", str(failed), str(skipped)]
+            lines.append(f"| {' | '.join(cells)} |")
+            print(lines[-1], flush=True)
+            failures += failed
+    if not options.names:
+        before, _, rest = PAGE.read_text().partition(BEGIN)
+        table = f"{BEGIN}Run on {date.today():%d %B %Y} by `.ci/hosts.py`:\n\n" + "\n".join(lines) + "\n\n"
+        PAGE.write_text(before + table + END + rest.partition(END)[2])
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
