@@ -8,6 +8,7 @@ import importlib
 import json
 import signal
 import threading
+import time
 from pathlib import Path
 
 import anyio
@@ -18,6 +19,7 @@ import torch
 from eventloop import Bus, ConfigurationError, RunCancelled, SubscribeError, TrainingError
 from eventloop.errors import BusStateError, CheckpointError, CheckpointValueError
 from eventloop.events import AfterTrainIter
+from eventloop.observe import expensive
 from eventloop.observe.record import Validation
 from eventloop.observe.report.reported_run import ReportedRun
 from hooks import (
@@ -790,3 +792,31 @@ def test_ctrl_c_tells_how_to_continue_in_the_words_of_the_trainer(host, tmp_path
         assert told.endswith(f"continue from {path} with {host.continues.format(path)}")
     else:
         assert "continue from" not in told
+
+
+# ----------------------------------------------------------------------------------------------------------- costs
+
+
+@hosts("own", "body", "toy", "accelerate")  # where there are callbacks of the trainer, whose calls its bridge times
+def test_a_slow_callback_of_the_trainer_has_its_name_in_the_costs(host, tmp_path):
+    def slow(*_, **__):
+        time.sleep(0.02)
+
+    bus = Bus(timing=True)
+    job = host(tmp_path, bus, epochs=1)
+    name = job.call(slow)
+    job.fit()
+    seconds = {(part.group, part.name): part.seconds for part in bus.costs().parts}
+    assert seconds["hook", name] >= 4 * 0.02  # sleep() never ends early
+    assert any(sentence.startswith(name.partition(".")[0]) for sentence in expensive(bus.costs()))
+
+
+@hosts()
+def test_a_checkpoint_tells_how_long_it_held_training_up(host, tmp_path):
+    bus, stalls = Bus(CheckpointHook(interval=1), timing=True), []
+    bus.on("checkpoint_committed", lambda event: stalls.append(event.stall))
+    host(tmp_path, bus).fit()
+    assert stalls
+    assert min(stalls) > 0
+    parts = {(part.group, part.name) for part in bus.costs().parts}
+    assert {("training", "writing checkpoints"), ("training", "copying for checkpoints")} & parts

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from eventloop import Bus, CheckpointError
 from hooks import CheckpointHook, EMAHook
@@ -190,3 +191,13 @@ def test_no_thread_is_left_by_a_training(host, tmp_path):  # noqa: F811
     job = host(tmp_path, every=4, beside=True)
     job.fit()
     assert Path(job.own()).exists()
+
+
+@hosts("own", "body", "toy", "accelerate")
+def test_ctrl_c_waits_for_the_file_that_is_being_written_and_names_it(host, tmp_path, disk):  # noqa: F811
+    bus = Bus(CheckpointHook(interval=2, by_epoch=False))
+    threading.Timer(0.3, disk.go.set).start()
+    job = host(tmp_path, bus, beside=True, look=Look({3: fails(KeyboardInterrupt())}))
+    with capture_logs() as logs, pytest.raises(host.interrupts):
+        job.fit()
+    assert f"continue from {tmp_path / f'iter_2{host.suffix}'} with" in logs[-1]["event"]

@@ -374,3 +374,9 @@ def test_detaching_leaves_a_method_of_the_trainer_that_was_replaced_before(tmp_p
         trainer.train()
     assert trainer.compute_loss is own
     assert "backward" not in vars(trainer.accelerator)
+
+
+def test_callbacks_are_as_they_were_after_a_timed_training(tmp_path):
+    trainer = make(tmp_path, Bus(timing=True), num_train_epochs=1)
+    trainer.train()
+    assert not [name for one in trainer.callback_handler.callbacks for name in vars(one) if name.startswith("on_")]

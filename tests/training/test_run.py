@@ -9,7 +9,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import Bus, BusStateError, ConfigurationError, Event, Progress, Run, TrainingError, TrainLoop, Update
+from eventloop import Bus, BusStateError, ConfigurationError, Event, Progress, Run, TrainingError, TrainLoop
 
 ITER = "before_train_iter after_train_iter"
 VAL = "before_val before_val_epoch 2*(before_val_iter after_val_iter) after_val_epoch after_val"
@@ -453,17 +453,6 @@ def test_iteration_based_training_in_a_users_own_loop(parts, job, trace):
     )
 
 
-def test_stop_ends_a_users_own_loop(parts, bus, job, trace):
-    run, learn = job
-    bus.on("after_train_iter", lambda e: e.run.stop(), once=2)
-    with run:
-        for _ in run.epochs(5):
-            for batch in run.train(parts.batches(3)):
-                learn(batch)
-            evaluate(run, run.validate(parts.batches(2)))
-    assert trace.names == parts.spell(f"before_run before_train before_train_epoch 2*({ITER}) after_train after_run")
-
-
 def test_test_and_several_runs_on_one_bus(parts, bus, trace):
     with bus:
         for _ in range(2):
@@ -487,33 +476,10 @@ def test_an_exception_leaves_a_bus_open_that_the_user_opened(parts):
         assert bus.state == "open"
 
 
-def test_an_update_on_the_bus_is_an_error_in_a_users_own_loop(parts, bus):
-    bus.add(Update())
-    with pytest.raises(ConfigurationError, match="the body of your own loop"), Run(bus, model=parts.model()):
-        pass
-    assert bus.state == "idle"
-
-
 @pytest.mark.parametrize("limits", [{}, {"max_epochs": 1, "max_iters": 1}])
 def test_epochs_takes_one_limit(parts, bus, limits):
     with pytest.raises(ConfigurationError, match="one of them"), Run(bus, model=parts.model()) as run:
         run.epochs(**limits)
-
-
-def test_its_weights_are_those_of_a_plain_loop(parts, job):
-    run, learn = job
-    plain = parts.model()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    with run:
-        for _ in run.epochs(2):
-            for batch in run.train(parts.batches(3)):
-                learn(batch)
-    for _ in range(2):
-        for batch in parts.batches(3):
-            optimizer.zero_grad()
-            parts.step(plain, batch).backward()
-            optimizer.step()
-    parts.assert_same(dict(run.model.state_dict()), dict(plain.state_dict()))
 
 
 def test_a_second_ctrl_c_during_on_exception_leaves_nothing_open(bus, job):

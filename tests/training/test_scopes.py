@@ -363,14 +363,6 @@ def stop_at(bus, mount_point, *, every=None, **filters):
     bus.on(mount_point, lambda e: e.run.stop("enough"), **filters)
 
 
-def test_a_stop_in_the_middle_of_an_epoch_ends_train_and_run_but_not_the_epoch(parts, bus, trace):
-    stop_at(bus, "after_train_iter", once=2)
-    parts.loop(bus).run()
-    assert trace.names == parts.spell(
-        "before_run before_train before_train_epoch 2*(before_train_iter after_train_iter) after_train after_run"
-    )
-
-
 @pytest.mark.parametrize("mount_point", ["before_train_iter", "before_forward", "before_backward", "after_optimizer_step"])
 def test_a_stop_within_an_iteration_lets_it_end(parts, bus, trace, mount_point):
     stop_at(bus, mount_point, once=2)
@@ -425,14 +417,6 @@ def test_a_stop_before_training_trains_nothing(parts, bus, trace, mount_point):
     assert trace.names[-1] == "after_run"
 
 
-def test_a_stop_inside_an_accumulation_window_waits_for_its_step(parts, bus, trace):
-    bus.add(Update(accumulate=4))
-    stop_at(bus, "after_train_iter", once=2)
-    parts.loop(bus, train_data=parts.batches(10)).run()
-    assert len(trace.of("after_train_iter")) == 4
-    assert trace.of("after_run")[0].progress.update == 1
-
-
 def test_a_stop_inside_a_window_that_the_epoch_cuts_short_waits_for_that_step(parts, bus, trace):
     bus.add(Update(accumulate=4))
     stop_at(bus, "after_train_iter", once=5)
@@ -464,14 +448,6 @@ def test_stop_from_an_offloaded_handler(parts, bus, trace):
     bus.on("after_train_iter", lambda e: loop.stop(), once=3, offload="thread")
     loop.run()
     assert trace.names[-2:] == ["after_train", "after_run"]
-
-
-def test_the_reason_of_a_stop_is_kept(parts, bus):
-    stop_at(bus, "after_train_iter", once=1)
-    reasons = []
-    bus.on("after_run", lambda e: reasons.append(e.run.info["stop_reason"]))
-    parts.loop(bus).run()
-    assert reasons == ["enough"]
 
 
 def test_a_stopped_loop_continues_with_the_next_run(parts, bus, trace):

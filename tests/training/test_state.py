@@ -21,11 +21,6 @@ def counts(event: Any) -> tuple[int, int, int, int]:
     return progress.epoch, progress.iter, progress.update, progress.batch_idx
 
 
-def test_an_epoch_based_run_validates_after_every_epoch(parts, bus, trace):
-    parts.loop(bus).run()
-    assert trace.names == parts.spell(f"before_run before_train {EPOCH} {VAL} {EPOCH} {VAL} after_train after_run")
-
-
 def test_an_iteration_based_run_is_one_long_epoch_with_validation_inside(parts, bus, trace):
     parts.loop(bus, max_iters=5, val_interval=2).run()
     assert trace.names == parts.spell(
@@ -37,11 +32,6 @@ def test_an_iteration_based_run_is_one_long_epoch_with_validation_inside(parts, 
 def test_training_without_validation_data_publishes_no_validation(parts, bus, trace):
     parts.loop(bus, val_data=None).run()
     assert trace.names == parts.spell(f"before_run before_train {EPOCH} {EPOCH} after_train after_run")
-
-
-def test_val_alone_publishes_a_run(parts, bus, trace):
-    parts.loop(bus).val()
-    assert trace.names == parts.spell(f"before_run {VAL} after_run")
 
 
 def test_test_alone_publishes_a_run(parts, bus, trace):
@@ -156,21 +146,6 @@ def test_the_run_ends_with_the_stage_train_and_all_epochs_counted(parts, bus, tr
     for name in ("after_train", "after_run"):
         (event,) = trace.of(name)
         assert (event.progress.stage, *counts(event)[:3]) == ("train", 2, 6, 6)
-
-
-def test_update_counts_optimizer_steps_only(parts, bus, trace):
-    bus.add(Update(accumulate=2))
-    parts.loop(bus, train_data=parts.batches(4), val_data=None, max_epochs=1).run()
-    assert [e.progress.update for e in trace.of("before_train_iter")] == [0, 0, 1, 1]
-    assert trace.of("after_run")[0].progress.update == 2
-
-
-def test_updated_is_true_after_the_update_and_false_in_an_open_window(parts, bus):
-    seen = []
-    bus.add(Update(accumulate=2))
-    bus.on(AfterTrainIter, lambda e: seen.append(e.run.updated), priority=50)
-    parts.loop(bus, train_data=parts.batches(4), val_data=None, max_epochs=1).run()
-    assert seen == [False, True, False, True]
 
 
 def test_before_iter_and_after_iter_are_called_in_all_stages(parts, bus):

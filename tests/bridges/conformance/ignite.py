@@ -53,6 +53,10 @@ class Job(job.Job):
             self.trainer.add_event_handler(Events.ITERATION_COMPLETED(every=self.every), self.saver)
         self.trainer.run(list(job.loader(self.batches)), max_epochs=self.epochs)
 
+    def call(self, slow):
+        self.trainer.add_event_handler(Events.ITERATION_COMPLETED, slow)
+        return "slow.ITERATION_COMPLETED"
+
     def evaluate(self):
         return self.evaluator.run(list(job.loader(1, seed=2))).metrics
 

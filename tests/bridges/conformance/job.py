@@ -135,6 +135,10 @@ class Job:
         """Train once more."""
         self.fit()
 
+    def call(self, slow: Callable[..., None]) -> str:
+        """Have the trainer call a function at the end of each batch; return its name in the costs of a run."""
+        raise NotImplementedError
+
     def evaluate(self) -> Mapping[str, float]:
         """Validate outside of a training, and return the metrics by the host."""
         raise NotImplementedError

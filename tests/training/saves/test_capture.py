@@ -8,7 +8,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import Bus, CheckpointError, ConfigurationError, Hook, Run, Update
+from eventloop import Bus, CheckpointError, ConfigurationError, Hook, Run
 from eventloop.checkpoint import BackgroundWriter, PendingSaves, load, write
 from eventloop.errors import CheckpointValueError
 
@@ -34,14 +34,6 @@ def test_two_requests_of_one_moment_are_one_write(parts, bus, trace, tmp_path):
     assert len(trace.of("before_save_checkpoint")) == 1
     (committed,) = trace.of("checkpoint_committed")
     assert committed.names == [str(tmp_path / "one.safetensors"), str(tmp_path / "two.safetensors")]
-
-
-def test_a_request_inside_a_window_waits_for_its_step(parts, bus, tmp_path):
-    bus.add(Update(accumulate=4))
-    bus.on("after_train_iter", lambda e: e.run.request_save("here.safetensors"), once=2)
-    parts.loop(bus, train_data=parts.batches(8), val_data=None, max_epochs=1, work_dir=tmp_path).run()
-    progress = load(tmp_path / "here.safetensors")["progress"]
-    assert (progress["iter"], progress["update"]) == (4, 1)
 
 
 def test_checkpoint_now_from_another_thread(parts, bus, tmp_path):
