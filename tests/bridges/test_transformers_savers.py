@@ -138,7 +138,7 @@ def test_a_damaged_folder_is_refused_and_true_takes_the_one_before(tmp_path):
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    with pytest.raises(CheckpointDamagedError, match=r"model\.safetensors changed .* remove trainbus-digests\.json"):
+    with pytest.raises(CheckpointDamagedError, match=r"model\.safetensors.*trainbus-digests\.json"):
         make(tmp_path, Bus()).train(resume_from_checkpoint=str(weights.parent))
     bus, begun = Bus(), []
     bus.on("after_load_checkpoint", lambda event: begun.append(Path(event.path).name))
@@ -195,11 +195,11 @@ def test_a_folder_that_a_person_edited_resumes_as_in_the_trainer_and_says_what_c
 def test_without_a_good_folder_true_is_an_error_that_names_the_files(tmp_path):
     saving(tmp_path, data=plain_data(4), num_train_epochs=1, save_strategy="epoch").train()
     (tmp_path / "checkpoint-2" / "optimizer.pt").write_bytes(b"")
-    with pytest.raises(CheckpointDamagedError, match=r"no good checkpoint .*-2 .*optimizer\.pt.*remove trainbus-digests"):
+    with pytest.raises(CheckpointDamagedError, match=r"-2 .*optimizer\.pt.*trainbus-digests"):
         make(tmp_path, Bus()).train(resume_from_checkpoint=True)
     (tmp_path / "checkpoint-2" / "optimizer.pt").unlink()
     (tmp_path / "checkpoint-2" / "model.safetensors").unlink()
-    with pytest.raises(CheckpointDamagedError, match=r"no good checkpoint .*model\.safetensors"):
+    with pytest.raises(CheckpointDamagedError, match=r"model\.safetensors"):
         make(tmp_path, Bus()).train(resume_from_checkpoint=True)
 
 

@@ -37,7 +37,7 @@ def test_a_folder_of_another_program_is_not_replaced(tmp_path):
     (tmp_path / "epoch_1" / "mine").write_text("")
     bus = Bus()
     bus.add(CheckpointHook(interval=1))
-    with pytest.raises(CheckpointError, match="not a checkpoint of this bus"):
+    with pytest.raises(CheckpointError, match="epoch_1"):
         make(tmp_path, bus).train()
     assert [path.name for path in tmp_path.iterdir()] == ["epoch_1"]
 
@@ -171,7 +171,7 @@ def test_a_folder_without_a_state_of_the_trainer_is_stepped_over_with_a_warning(
 def test_a_damaged_state_of_the_bus_is_an_error_that_names_the_file(tmp_path, trained):
     shutil.copytree(trained / "checkpoint-10", tmp_path / "checkpoint-10")
     (tmp_path / "checkpoint-10" / "trainbus.pt").write_bytes(b"damaged")
-    with pytest.raises(CheckpointError, match=r"trainbus\.pt cannot be read"):
+    with pytest.raises(CheckpointError, match=r"trainbus\.pt"):
         make(tmp_path, Bus()).train(resume_from_checkpoint=str(tmp_path / "checkpoint-10"))
 
 

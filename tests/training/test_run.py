@@ -251,10 +251,10 @@ def test_nested_training_batches_are_an_error(parts, job):
 @pytest.mark.parametrize("make", [Run, TrainLoop])
 def test_the_error_for_an_invalid_bus_says_where_hooks_and_models_go(parts, bus, make):
     options = {"step": parts.step} if make is TrainLoop else {}
-    with pytest.raises(ConfigurationError, match=r"bus=.*: give a Bus, to which bus.add\(...\) adds hooks \(the model is"):
+    with pytest.raises(ConfigurationError, match=r"bus=.*bus.add\(...\)"):
         make(bus=bus, model=parts.model(), **options)
     if make is Run:
-        with pytest.raises(ConfigurationError, match="the model is model="):
+        with pytest.raises(ConfigurationError, match="model="):
             Run(bus, optimizer=None)
 
 
@@ -267,11 +267,11 @@ def test_an_invalid_option_of_a_run_is_an_error_at_construction(parts, options):
 
 def test_strings_for_flags_and_numbers_of_run_methods_are_errors(job):
     run, _ = job
-    with pytest.raises(ConfigurationError, match="max_epochs='3': give an integer"):
+    with pytest.raises(ConfigurationError, match="max_epochs='3'"):
         run.epochs("3")
-    with pytest.raises(ConfigurationError, match="endless='no': give True or False"):
+    with pytest.raises(ConfigurationError, match="endless='no'"):
         run.train([1], endless="no")
-    with pytest.raises(ConfigurationError, match=r"metrics=\['acc'\]: give a mapping of names"):
+    with pytest.raises(ConfigurationError, match=r"metrics=\['acc'\]"):
         run.validate([1], metrics=["acc"])
 
 
@@ -291,7 +291,7 @@ def test_run_methods_outside_of_a_run_are_errors(parts, job, use, ended):
 
 
 def test_an_epoch_without_training_is_an_error(parts):
-    with pytest.raises(TrainingError, match=r"epoch 1 has trained nothing.*iterate over run.train\(loader\)"):
+    with pytest.raises(TrainingError, match=r"epoch 1.*run.train\(loader\)"):
         with Run(model=parts.model()) as run:
             for _ in run.epochs(2):
                 for _ in parts.batches(1):
@@ -375,7 +375,7 @@ def test_errors_of_report_and_publish_show_the_call(job):
         with pytest.raises(TrainingError, match=r"run.publish\(PlainOfRunTests, ...\)"):
             run.publish(PlainOfRunTests(points=3))
         for wrong in ("plain_of_run_tests", int, 3):
-            with pytest.raises(TrainingError, match=r"run.publish\(\) takes a class, run.publish\(MyEvent, ...\), not"):
+            with pytest.raises(TrainingError, match=r"run.publish\(MyEvent, ...\)"):
                 run.publish(wrong, points=3)
 
 
@@ -522,7 +522,7 @@ def test_a_loop_that_a_handler_of_another_loop_runs_needs_a_bus_of_its_own(parts
     with (
         bus.on("before_train_iter", lambda event: inner.run(), once=2),
         capture_logs(),
-        pytest.raises(BusStateError, match="run 'inner' cannot begin, because run 'outer' is open"),
+        pytest.raises(BusStateError, match=r"'inner'.*'outer'"),
     ):
         outer.run()
     assert inner.counters.iter == 0
@@ -536,7 +536,7 @@ def test_loops_at_the_same_time_on_one_bus_are_an_error_for_the_second(parts, bu
 
     def run_second(event):
         def run() -> None:
-            with pytest.raises(BusStateError, match="run 'first' is open on the same bus"):
+            with pytest.raises(BusStateError, match="'first'"):
                 second.run()
             refused.append(second.counters.iter)
 

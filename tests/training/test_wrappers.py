@@ -138,7 +138,7 @@ def test_an_uncommitted_torchft_step_is_not_an_update(parts, bus):
 
 
 def test_a_wrapper_without_an_optimizer_is_an_error_at_construction(parts, bus):
-    with pytest.raises(ConfigurationError, match=r"the steps of Uninitialised: neither"):
+    with pytest.raises(ConfigurationError, match="Uninitialised"):
         Run(bus, model=parts.model(), optimizer=Uninitialised())
 
 

@@ -64,11 +64,11 @@ def test_of_a_url_as_well(saved):
 
 def test_peek_at_another_file_is_an_error_naming_it(tmp_path):
     save({"state_dict": {"w": torch.ones(2)}}, tmp_path / "weights.safetensors")
-    with pytest.raises(CheckpointError, match=r"weights\.safetensors is not a checkpoint of a run"):
+    with pytest.raises(CheckpointError, match=r"weights\.safetensors"):
         peek(tmp_path / "weights.safetensors")
     with pytest.raises(CheckpointError, match="has no checkpoint of a run"):
         peek(tmp_path)
-    with pytest.raises(CheckpointNotFoundError, match=r"none\.safetensors does not exist; give a checkpoint"):
+    with pytest.raises(CheckpointNotFoundError, match=r"none\.safetensors"):
         peek(tmp_path / "none.safetensors")
     (tmp_path / "weights.safetensors").write_bytes(b"no header")
     with pytest.raises(CheckpointDamagedError), capture_logs():
@@ -80,8 +80,6 @@ def test_peek_at_another_file_is_an_error_naming_it(tmp_path):
 @pytest.mark.parametrize("name", ["old.pth", "old.safetensors"])
 def test_a_file_of_torch_save_is_named_with_the_command_that_converts_it(tmp_path, name):
     torch.save({"state_dict": {}}, tmp_path / name)
-    with pytest.raises(
-        CheckpointError, match=r"is a file of torch.save: `trainbus checkpoint import .* old.safetensors`"
-    ) as told:
+    with pytest.raises(CheckpointError, match=r"`trainbus checkpoint import .* old.safetensors`") as told:
         peek(tmp_path / name)
     assert "damaged" not in str(told.value)

@@ -516,7 +516,7 @@ def test_auto_with_only_damaged_files_is_an_error(parts, tmp_path):
 def test_an_explicit_path_that_is_damaged_or_missing_is_an_error(parts, tmp_path):
     Job(parts, tmp_path).save_at("after_train_iter", 1).run()
     damage(tmp_path / "here.safetensors")
-    with pytest.raises(CheckpointDamagedError, match=r"here\.safetensors is damaged"):
+    with pytest.raises(CheckpointDamagedError, match=r"here\.safetensors"):
         Job(parts, tmp_path).run(resume=tmp_path / "here.safetensors")
     with pytest.raises(CheckpointNotFoundError, match=r'nowhere\.safetensors.* does not exist; give .*resume="auto"') as gone:
         Job(parts, tmp_path).run(resume=tmp_path / "nowhere.safetensors")

