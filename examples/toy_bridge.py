@@ -9,9 +9,9 @@ from typing import ClassVar
 
 import torch
 
-from eventloop.bridges import Bridge, HostedRun
+from eventloop.bridges import Bridge, TrainerHost
 from eventloop.bus import HostKind, register_host
-from trainbus import mount_points
+from trainbus import Run, mount_points
 
 sys.path.insert(0, str(Path(__file__).parent / "plain"))
 from toy_trainer import Trainer
@@ -56,7 +56,7 @@ class ToyBridge(Bridge):
                 fit(*arguments, **named)
             except BaseException as error:
                 if self.running is not None:
-                    self.run.driver.fail(error)  # publishes on_exception, ends the scopes
+                    self._host.drive.fail(error)  # publishes on_exception, ends the scopes
                 raise
 
         self.replace(self.trainer, "fit", fit_with_bus)
@@ -64,41 +64,41 @@ class ToyBridge(Bridge):
     # ------------------------------------------------------------------------------------------- the trainer's calls
 
     def on_fit_start(self, data):
-        trainer = self.trainer
-        self.run = HostedRun(self.bus, model=trainer.model, optimizer=trainer.optimizer, work_dir=self._work_dir, suffix=".pt")
-        self.run.train_data, self.run.epoch_length, self.run.validates = data, len(data), False
-        drive = self.run.driver
+        trainer, host = self.trainer, TrainerHost(".pt")
+        self.run = Run(self.bus, model=trainer.model, optimizer=trainer.optimizer, work_dir=self._work_dir, host=host)
+        host.train_data, host.epoch_length, self.run.validates = data, len(data), False
+        self._host, drive = host, host.drive
         drive.begin_run()
         if self._loaded is not None:
-            self.run.restore_entry(*self._loaded)
-        drive.watch_steps()  # counts and publishes optimizer steps by torch's step hooks
+            host.restore_entry(*self._loaded)
+        host.watch_steps()  # counts and publishes optimizer steps by torch's step hooks
         drive.begin_train(max_epochs=trainer.epochs)
         self._save_and_stop()
 
     def on_epoch_start(self):
-        self.run.driver.begin_epoch()
+        self._host.drive.begin_epoch()
 
     def on_batch_start(self, batch):
-        self.run.driver.begin_iteration(batch, last=self.trainer.batch_index + 1 == self.run.epoch_length)
+        self._host.drive.begin_iteration(batch, last=self.trainer.batch_index + 1 == self.run.epoch_length)
 
     def on_batch_end(self, loss):
-        self.run.driver.end_iteration({"loss": loss})
+        self._host.drive.end_iteration({"loss": loss})
         self._save_and_stop()
 
     def on_epoch_end(self):
-        self.run.driver.end_epoch()
+        self._host.drive.end_epoch()
         self._save_and_stop()
 
     def on_fit_end(self):
-        drive = self.run.driver
+        drive = self._host.drive
         if self.run.state.scopes.innermost == "epoch":  # stopped in its middle
             drive.abandon_epoch()
         drive.end_train()
-        self.run.write_due(self._save)
+        self._host.saver.write_due(self._save)
         drive.end_run()
 
     def on_save(self, state, path):
-        entry, weights = self.run.gather_entry(str(path))
+        entry, weights = self._host.gather_entry(str(path))
         state[ENTRY] = entry
         state["model"] = {**state["model"], **weights.get("model", {})}  # hooks may replace some: EMAHook, by averages
 
@@ -109,12 +109,12 @@ class ToyBridge(Bridge):
     # ------------------------------------------------------------------------------------------------- what hooks ask
 
     def _save_and_stop(self):
-        self.run.write_due(self._save)
-        if self.run.driver.should_stop():
+        self._host.saver.write_due(self._save)
+        if self._host.drive.should_stop():
             self.trainer.should_stop = True
 
     def _save(self, path):
-        with self.run.writing(path):  # publishes checkpoint_committed, or checkpoint_failed
+        with self._host.saver.writing(path):  # publishes checkpoint_committed, or checkpoint_failed
             self.trainer.save(path)
 
 

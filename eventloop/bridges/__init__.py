@@ -1,15 +1,15 @@
 """The same bus in another library's trainer: ``bus.attach(trainer)`` returns a :class:`Bridge`.
 
-A bridge publishes the mount points of a :class:`HostedRun` when the trainer passes them. Each library has a folder here, whose
-modules are imported when such a trainer is attached.
+A bridge gives a run a :class:`TrainerHost`, and publishes its mount points when the trainer passes them. Each library has a
+folder here, whose modules are imported when such a trainer is attached.
 """
 
 from eventloop.bridges.bridge import Bridge, attach
-from eventloop.bridges.hosted import HostedDriver, HostedRun
+from eventloop.bridges.hosted import TrainerHost
 from eventloop.bridges.lightning.saver import TrainbusCheckpointIO
 from eventloop.bus import HostKind, register_host
 
-__all__ = ["Bridge", "HostedDriver", "HostedRun", "TrainbusCheckpointIO", "attach"]
+__all__ = ["Bridge", "TrainbusCheckpointIO", "TrainerHost", "attach"]
 
 _LIGHTNING = "eventloop.bridges.lightning.host:LightningBridge"
 register_host(

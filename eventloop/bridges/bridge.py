@@ -9,11 +9,11 @@ from functools import partial
 from typing import Any, ClassVar, Self
 
 from eventloop.bridges.copies import Unattached, announce_copies, attached, replaced
-from eventloop.bridges.hosted import HostedRun
 from eventloop.bus import Bus, Subscription
 from eventloop.bus.hosts import bridge_for
 from eventloop.errors import ConfigurationError, SubscribeError, TrainingError
 from eventloop.log import get_logger
+from eventloop.training import Run
 
 log = get_logger()
 
@@ -21,9 +21,9 @@ log = get_logger()
 class Bridge:
     """A bus in another library's trainer, from ``bus.attach(trainer)`` to :meth:`detach`.
 
-    A subclass installs itself in :meth:`install`, makes a :class:`HostedRun` when the trainer begins, and drives it. It
-    changes the trainer with :meth:`replace` and :meth:`on_detach` only, so that :meth:`detach` undoes everything. Keyword-only
-    arguments of its constructor are options of :meth:`eventloop.Bus.attach`.
+    A subclass installs itself in :meth:`install`, makes a run with a :class:`TrainerHost` when the trainer begins, and drives
+    it. It changes the trainer with :meth:`replace` and :meth:`on_detach` only, so that :meth:`detach` undoes everything.
+    Keyword-only arguments of its constructor are options of :meth:`eventloop.Bus.attach`.
     """
 
     host: ClassVar[str] = "the trainer"
@@ -38,7 +38,7 @@ class Bridge:
     def __init__(self, bus: Bus, trainer: Any) -> None:
         self.bus = bus
         self.trainer = trainer
-        self.run: HostedRun | None = None
+        self.run: Run | None = None
         """The run of the trainer's present or last training, validation or test."""
         self._undo = ExitStack()
 
@@ -90,7 +90,7 @@ class Bridge:
         raise NotImplementedError
 
     @property
-    def running(self) -> HostedRun | None:
+    def running(self) -> Run | None:
         """The run, if it has begun and not ended."""
         return self.run if self.run is not None and self.run.running else None
 

@@ -16,10 +16,10 @@ from eventloop.checkpoint import AnyPath, link
 from eventloop.errors import ConfigurationError, RunCancelled
 from eventloop.events import Progress
 from eventloop.log import get_logger
-from eventloop.training.distributed.ranks import Ranks
-from eventloop.training.saves.capture import Saves
+from eventloop.training.run import Run
+from eventloop.training.saves.capture import state_version
+from eventloop.training.saves.requests import SaveRequest, merged
 from eventloop.training.saves.resumable import resume_line
-from eventloop.training.saves.write import SaveRequest, merged
 
 log = get_logger()
 
@@ -68,76 +68,62 @@ class Writing(AbstractContextManager[None]):
             self._span.__exit__(None, None, None)
 
 
-class HostSaves(Saves):
+class TrainerSaver:
     """Collect the requests of hooks, and make the trainer write them.
 
     At a save point of the run, requests become due. At its next safe moment the bridge calls :meth:`write_due`.
     """
 
     hidden = RunCancelled, KeyboardInterrupt  # Lightning exits instead of raising it
-    _run: Any
-    due: list[SaveRequest]
-    _others: list[AnyPath]
-    """Further names for the file that is being written."""
-    raises = True
-    """True if a failure of the current save ends the training; False if a hook asked for a log line only."""
-    _written: tuple[object, set[AnyPath]] | None
-    """The version of the last state that was written, and its paths."""
+    writer = None
+    resumes_training_at = None
 
-    def __init__(self, run: Any, feeds: Any) -> None:
-        super().__init__(run, feeds)
+    def __init__(self, host: Any) -> None:
+        self._host = host
+        self._run: Run = host.run
+        self.raises = True
+        """True if a failure of the current save ends the training; False if a hook asked for a log line only."""
         self._committed: list[AnyPath] = []
+        self.open()
 
-    def open(self, ranks: Ranks | None) -> None:
-        """Accept requests until the run ends."""
-        self.requests, self.due, self._others, self._written = [], [], [], None
+    def open(self) -> None:
+        """Begin a run."""
+        self.due: list[SaveRequest] = []
+        self._others: list[AnyPath] = []
+        """Further names for the file that is being written."""
+        self._written: tuple[object, set[AnyPath]] | None = None
+        """The version of the last state that was written, and its paths."""
 
-    def request(self, request: SaveRequest) -> None:
-        """Queue a request; raise ConfigurationError for an option that needs trainbus's own format."""
-        self._run.state.check_open("run.request_save()")
-        self._check(request)
-        if self._run.state.has_trained or self._run.state.progress.stage == "train":
-            self.requests.append(request)
-        else:
-            self._refuse(request)
+    def check(self, request: SaveRequest) -> None:
+        """Raise ConfigurationError for an option that needs trainbus's own format."""
+        request.check(sharded=False)
+        for option, value in (("staging", request.staging), ("leave_out", sorted(request.leave_out))):
+            if value not in ("block", []):
+                raise ConfigurationError(
+                    f"{option}={value!r} does not work here: another trainer writes the checkpoints, always whole, by its own "
+                    "saver (for a CheckpointHook: save_optimizer, save_param_scheduler and staging keep their defaults)"
+                )
 
-    def check(self, request: SaveRequest, *, copy: bool) -> list[str]:
-        """Raise the error that a save would raise. Returns no keys, because those of the trainer's checkpoint are unknown."""
-        self._check(request)
-        if copy:
-            self._run.gather_entry(CHECKED)
+    def rehearse(self, request: SaveRequest) -> list[str]:
+        """Gather the state. Return no keys, because those of the trainer's checkpoint are unknown."""
+        self._host.gather_entry(CHECKED)
         return []
 
-    def save_if_asked(self, *, force: bool = False) -> None:
-        """Make the requests due; inside an accumulation window only with ``force``."""
-        state = self._run.state
-        if not state.has_trained or (not force and state.window_open):
-            return
-        self._add_asked_now()
-        self.due += self.requests
-        self.requests = []
-
-    def end(self) -> None:
-        """Skip requests that are too late for the trainer."""
-        left = [*self.due, *self.requests]
-        self.due, self.requests = [], []
-        for request in left:
-            self._refuse(request)
+    def save(self, requests: list[SaveRequest]) -> None:
+        """Make the requests due."""
+        self.due += requests
 
     def resume_line(self) -> str:
         """Return the line that tells how to continue from the newest checkpoint of this run, in the trainer's own words."""
-        lines = (resume_line(path, self._run.resume_way.format(path)) for path in reversed(self._committed))
+        lines = (resume_line(path, self._host.resume_way.format(path)) for path in reversed(self._committed))
         return next(filter(None, lines), "")  # the trainer may have removed the newest
-
-    def wait(self) -> None:
-        """Return at once: the trainer has written its files."""
 
     def write_due(self, write: Callable[[AnyPath], object]) -> None:
         """Call ``write`` with the path of the file, if one is due. It makes the trainer save, within :meth:`writing`."""
         if not self.due:
             return
         requests, self.due = self.due, []
-        asked, version = {request.path for request in requests}, self._version()
+        asked, version = {request.path for request in requests}, state_version(self._run)
         if self._written is not None and self._written[0] == version and asked <= self._written[1]:
             return  # the end of training asks for the state of its last epoch again
         path, *self._others = dict.fromkeys(request.path for request in requests)
@@ -182,23 +168,6 @@ class HostSaves(Saves):
             seconds = time.perf_counter() - start
             stall = seconds if writing.here else writing.copied
             self._run.bus.publish(ev.CheckpointCommitted(**payload, bytes=_size(path), seconds=seconds, stall=stall))
-
-    def _check(self, request: SaveRequest) -> None:
-        request.check(sharded=False)
-        for option, value in (("staging", request.staging), ("leave_out", sorted(request.leave_out))):
-            if value not in ("block", []):
-                raise ConfigurationError(
-                    f"{option}={value!r} does not work here: another trainer writes the checkpoints, always whole, by its own "
-                    "saver (for a CheckpointHook: save_optimizer, save_param_scheduler and staging keep their defaults)"
-                )
-
-    def _refuse(self, request: SaveRequest) -> None:
-        reason = "only a training saves, and this run has not trained or has ended"
-        names: Any = [str(request.path)]
-        log.warning("checkpoint not made", names=names, reason=reason)
-        self._run.bus.publish(
-            ev.CheckpointSkipped(progress=self._run.state.counters.snapshot(), path=names[0], names=names, reason=reason)
-        )
 
 
 def _size(path: AnyPath) -> int:

@@ -27,7 +27,7 @@ from eventloop.training.folders import free_folder, newest_run
 from eventloop.training.loop import TrainLoop
 from eventloop.training.saves.discover import is_candidate
 from eventloop.training.saves.resumable import resumed_with
-from eventloop.training.saves.write import LAST
+from eventloop.training.schema import LAST
 
 _RUNS = Path("runs")
 

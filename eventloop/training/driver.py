@@ -5,7 +5,7 @@ The iterators (:mod:`eventloop.training.iterators`) and ``TrainLoop`` make the s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final
 
@@ -20,9 +20,13 @@ from eventloop.training.arguments import Limit
 from eventloop.training.data import Feed
 from eventloop.training.distributed.shares import Share, check_even, forward_alone
 from eventloop.training.metrics import Metrics, NamedMetrics
+from eventloop.training.optimizers import stepping
 from eventloop.training.repeat import warn_if_left_out
 from eventloop.training.rng import get_rng_state
+from eventloop.training.saves.capture import Capture
+from eventloop.training.saves.contents import SavedRun
 from eventloop.training.session import Session
+from eventloop.training.state import ITERATIONS
 
 _EVALUATION: Final[Mapping[str, tuple[type[Event], ...]]] = {
     "val": (ev.BeforeVal, ev.BeforeValEpoch, ev.BeforeValIter, ev.AfterValIter, ev.AfterValEpoch, ev.AfterVal),
@@ -65,7 +69,8 @@ class Driver(Session):
     _batch: Any = None
     _last: bool | None = None
     _evaluated: Feed | None = None
-    _metrics: Metrics
+    _metrics: Metrics | None = None
+    """Those of the present evaluation; None if the trainer computes them."""
     _share: Share | None = None
     _index = 0
     _in_step = False
@@ -93,7 +98,7 @@ class Driver(Session):
 
     def expect(self, data: Iterable[Any], *, max_epochs: int | None, max_iters: int | None) -> None:
         """Set the limits and loaders of the training for hooks, before the run begins."""
-        self._saves.feeds.expected = data
+        self._run.feeds.expected = data
         self.state.counters.max_epochs, self.state.counters.max_iters = max_epochs, max_iters
 
     @check_options
@@ -107,14 +112,12 @@ class Driver(Session):
         if max_epochs is not None and max_iters is not None:
             raise ConfigurationError(f"max_epochs={max_epochs} and max_iters={max_iters}: give drive.begin_train() one of them")
         state = self.state
-        self._lock()
-        self._begin_stage()
-        if max_epochs is not None or max_iters is not None:
-            state.counters.max_epochs, state.counters.max_iters = max_epochs, max_iters
-        state.scopes.enter("train")
-        state.has_trained = True
-        state.set_progress()
-        self._run.publish(ev.BeforeTrain)
+        with self._host.training():
+            self._begin_stage()
+            if max_epochs is not None or max_iters is not None:
+                state.counters.max_epochs, state.counters.max_iters = max_epochs, max_iters
+            state.begin_training()
+            self._run.publish(ev.BeforeTrain)
 
     def end_train(self) -> None:
         """Publish ``after_train``."""
@@ -137,7 +140,7 @@ class Driver(Session):
         """
         self._check_order("begin_epoch")
         state = self.state
-        feed = self.feed = None if data is None else self._saves.feeds.for_training(data)
+        feed = self.feed = None if data is None else self._run.feeds.for_training(data)
         if state.ranks is not None and not endless:
             length = None if feed is None else feed.length
             check_even(state.ranks, self._run.models.values(), length, first=not self._begun)
@@ -179,21 +182,25 @@ class Driver(Session):
             self.abandon_iteration()
         self.state.scopes.leave("epoch")
 
-    def begin_iteration(self, batch: Any = None, *, last: bool | None = None) -> None:
-        """Publish ``before_train_iter``. ``last`` tells whether it is the last batch of the epoch; None asks the data."""
+    def begin_iteration(self, batch: Any = None, *, last: bool | None = None, silent: bool = False) -> None:
+        """Publish ``before_train_iter``, unless ``silent``.
+
+        ``last`` tells whether it is the last batch of the epoch; None asks the data.
+        """
         # This method and end_iteration() make few calls: after a step of the model each costs about a microsecond.
         state = self.state
         if state.scopes.innermost != "epoch":
             self._check_order("begin_iteration")
         state.begin_train_iteration()
         self._batch, self._last = batch, last
-        if self._run.wants(ev.BeforeTrainIter):
+        if not silent and self._run.wants(ev.BeforeTrainIter):
             event = ev.BeforeTrainIter(run=self._run, progress=state.progress, batch_idx=state.counters.batches, batch=batch)
             self._bus.publish(event)
 
-    def end_iteration(self, outputs: Mapping[str, Any] | None = None, *, validates: bool = False) -> None:
+    def end_iteration(self, outputs: Mapping[str, Any] | None = None, *, validates: bool = False, silent: bool = False) -> None:
         """Publish ``after_train_iter`` with ``outputs`` and reported outputs (``run.report()``), and count the iteration.
 
+        ``silent`` only counts an iteration of which nothing was published.
         ``validates`` tells that :meth:`begin_validation` comes next: a run resumed from a save made here then validates first.
         """
         state = self.state
@@ -201,7 +208,7 @@ class Driver(Session):
             self._check_order("end_iteration")
         if outputs is not None:
             self._take_outputs("end_iteration", outputs)
-        if self._run.wants(ev.AfterTrainIter):
+        if not silent and self._run.wants(ev.AfterTrainIter):
             index, batch, progress = state.counters.batches, self._batch, state.progress
             event = ev.AfterTrainIter(run=self._run, progress=progress, batch_idx=index, batch=batch, outputs=state.outputs)
             self._bus.publish(event)
@@ -222,6 +229,15 @@ class Driver(Session):
         self._check_order("abandon_iteration")
         self._count_iteration()
         self.state.scopes.leave("iter")
+
+    def replace_batch(self, batch: Any, *, last: bool) -> None:
+        """Set the batch of the current iteration behind its step, which has fetched the batch itself."""
+        self._batch, self._last = batch, last
+
+    def drop_iteration(self) -> None:
+        """End the current iteration, if there is one, uncounted and without its ``after_x``: it found no batch."""
+        if (scope := self.state.scopes.innermost) in ITERATIONS:
+            self.state.scopes.leave(scope)
 
     def _count_iteration(self) -> None:
         state, counters = self.state, self.state.counters
@@ -284,9 +300,10 @@ class Driver(Session):
         self._check_order(call)
         self._begin_stage()
         state = self.state
-        feed = None if data is None else self._saves.feeds.for_evaluation(data, f"{stage}_data")
-        accumulated = metrics if isinstance(metrics, Metrics) else self._saves.feeds.metrics(metrics)
-        self._evaluated, self._metrics, self._index = feed, accumulated, -1
+        feed = None if data is None else self._run.feeds.for_evaluation(data, f"{stage}_data")
+        self._evaluated, self._metrics, self._index = feed, None, -1
+        if self._host.evaluates:
+            self._metrics = metrics if isinstance(metrics, Metrics) else self._run.feeds.metrics(metrics)
         self._share = None if feed is None else Share(feed.loader)
         length = None if feed is None else feed.length
         lengths = [length] if state.ranks is None else state.ranks.gather(length)
@@ -294,7 +311,7 @@ class Driver(Session):
         self._in_step = len(lengths) > 1 and length is not None and set(lengths) == {length}
         # Only a validation inside a training is a phase of it that a resumed run repeats.
         if stage == "val" and state.training:
-            warn_if_left_out(state.counters, self._saves.resumes_training_at)
+            warn_if_left_out(state.counters, self._host.saver.resumes_training_at)
             if state.plan is not None:
                 state.plan.asked = False
             state.counters.phase = "val"
@@ -303,19 +320,22 @@ class Driver(Session):
         if len(lengths) > 1 and not self._in_step:
             state.scopes.defer(forward_alone(self._run.models.values(), lengths))
         state.set_progress(stage, 0)
-        self._enter_evaluation_mode()
+        if self._host.evaluates:
+            self._enter_evaluation_mode()
         before, before_epoch, before_iter, after_iter, *_ = _EVALUATION[stage]
         self._evaluation_changes = self._bus.may_change_state(before_iter) or self._bus.may_change_state(after_iter)
         self._announce(before)
         self._announce(before_epoch)
         if self._share is not None:
             state.scopes.defer(self._share.leave_out())
-        self._metrics.reset()
+        if self._metrics is not None:
+            self._metrics.reset()
         return () if feed is None else feed
 
     def measures(self, name: str) -> bool:
         """Return True if a metric of the open validation or test takes this entry of the outputs."""
-        return self.state.scopes.innermost in ("val iter", "test iter") and self._metrics.takes(name)
+        metrics = self._metrics
+        return metrics is not None and self.state.scopes.innermost in ("val iter", "test iter") and metrics.takes(name)
 
     def _enter_evaluation_mode(self) -> None:
         scopes, models = self.state.scopes, self._run.models.values()
@@ -343,7 +363,8 @@ class Driver(Session):
             self._take_outputs(call, outputs)
         self._run.publish(_EVALUATION[stage][3], batch_idx=self._index, batch=self._batch, outputs=state.outputs)
         state.version += self._evaluation_changes
-        self._metrics.update(state.outputs, 1 if self._share is None else self._share.counts(self._index))
+        if self._metrics is not None:
+            self._metrics.update(state.outputs, 1 if self._share is None else self._share.counts(self._index))
         if self._in_step:
             state.channel.exchange()
         self._saves.save_if_asked()
@@ -357,7 +378,7 @@ class Driver(Session):
             if state.ranks is not None and not any(state.ranks.gather(feed.used)):
                 feed.check_not_empty()
             feed.end()
-        metrics = {**self._metrics.compute(state.ranks), **(values or {})}
+        metrics = {**({} if self._metrics is None else self._metrics.compute(state.ranks)), **(values or {})}
         if stage == "val":
             state.go_on()
         self._announce(_EVALUATION[stage][4], metrics=dict(metrics))
@@ -380,6 +401,43 @@ class Driver(Session):
 
     def _forget(self) -> None:
         """Drop all references to the loaders."""
-        self._saves.feeds.forget()
+        self._run.feeds.forget()
         self.feed = self._evaluated = self._share = self._batch = self.state.plan = None
         self._begun = False
+
+
+Step = Callable[..., None]
+"""A function to call before or after a step of an optimizer; it ignores its arguments, as torch's step hooks have some."""
+
+
+def around_step(
+    run: SavedRun, name: str, optimizer: torch.optim.Optimizer, capture: Capture | None = None
+) -> tuple[Step, Step]:
+    """Return the functions to call before and after each step of an optimizer, which publish and count it.
+
+    ``capture`` waits before a step for the copies that it makes beside the training.
+    """
+    publish, wants, stepped = run.publish, run.wants, run.state.stepped
+
+    def before_step(*step: Any) -> None:
+        if capture is not None and capture.overlap is not None:
+            capture.overlap.fence()  # first, because a handler may change weights
+        if wants(ev.BeforeOptimizerStep):
+            publish(ev.BeforeOptimizerStep, name=name, optimizer=optimizer)
+
+    def after_step(*step: Any) -> None:
+        stepped.add(id(optimizer))
+        if wants(ev.AfterOptimizerStep):
+            publish(ev.AfterOptimizerStep, name=name, optimizer=optimizer)
+
+    return before_step, after_step
+
+
+def watch_steps(run: SavedRun, capture: Capture | None = None) -> None:
+    """Count and publish all steps by torch's step hooks until the run ends, as :func:`around_step`."""
+    for name, optimizer in run.optimizers.items():
+        # GradScaler does not call step() for a step that it skips, so torch's hooks see only real steps.
+        before_step, after_step = around_step(run, name, optimizer, capture)
+        inner = stepping(optimizer)
+        run.state.scopes.defer(inner.register_step_pre_hook(before_step).remove)
+        run.state.scopes.defer(inner.register_step_post_hook(after_step).remove)

@@ -284,7 +284,7 @@ class TrainBatches(Batches):
         loops.end_epoch()
         loops.training = self
         loops.epoch_ends = None if self._endless else False
-        inside = drive.validation_comes_first and drive.state.counters.batches > 0 and not drive.loop_driven
+        inside = drive.validation_comes_first and drive.state.counters.batches > 0 and not loops.run.host.update_steps
         repeat = Repeat(loops.run, self._feed) if inside else None
         drive.begin_epoch(self._feed, endless=self._endless)
         return None if repeat is None else repeat.begin()

@@ -20,6 +20,7 @@ from eventloop.log import get_logger
 from eventloop.offload import in_thread
 from eventloop.spelling import answers_names
 from eventloop.training.arguments import Config, Data, Limit, Models, OnBus, Optimizers, Resume, Stateful, Step, check_step
+from eventloop.training.host import OwnLoop
 from eventloop.training.iterators import EvaluationBatches
 from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.run import Run
@@ -279,12 +280,10 @@ class TrainLoop:
         due = done == last or (done >= self.val_begin and done % self.val_interval == 0)
         return due and self._data["val"] is not None
 
-    def _new_run(self, **options: Any) -> Run:
-        options = self._options | ({} if self._folder is None else {"work_dir": self._folder}) | options
-        run = Run(self.bus, model=self.model, optimizer=self._optimizer, counters=self.counters, **options)
-        run.drive().own_folder = self._folder is None
-        run.drive().loop_driven = True
-        return run
+    def _new_run(self, **resume: Any) -> Run:
+        options = self._options | ({} if self._folder is None else {"work_dir": self._folder})
+        host = OwnLoop(**resume, update_steps=True, chooses_folder=self._folder is None)
+        return Run(self.bus, model=self.model, optimizer=self._optimizer, counters=self.counters, host=host, **options)
 
     @contextmanager
     def _begun(self, *, trains: bool = False, **options: Any) -> Iterator[Run]:

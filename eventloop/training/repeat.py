@@ -58,7 +58,7 @@ class Repeat:
 
     def _kept(self) -> Callable[[], None]:
         """Copy the state that the body may change; return a function that puts it back."""
-        run, accelerator = self._run, self._run.state.accelerator
+        run, accelerator = self._run, self._run.host.accelerator
         parts = [*run.models.values(), *run.optimizers.values(), *run.stateful.values()]
         kept = [copy.deepcopy(part.state_dict()) for part in parts]
         step = getattr(accelerator, "step", None)

@@ -20,7 +20,6 @@ from eventloop.events import Event, Progress, RunEvent
 from eventloop.events.shared import Shared
 from eventloop.log import get_logger
 from eventloop.spelling import answers_names
-from eventloop.training.accelerator import register
 from eventloop.training.arguments import (
     Config,
     Data,
@@ -41,17 +40,15 @@ from eventloop.training.arguments import (
 from eventloop.training.data import Feeds
 from eventloop.training.distributed.ranks import this_rank, world_size
 from eventloop.training.driver import Driver
+from eventloop.training.host import Host, OwnLoop
 from eventloop.training.iterators import Epochs, EvaluationBatches, OpenLoops, TrainBatches
-from eventloop.training.loaders import length_of
 from eventloop.training.metrics import NamedMetrics
 from eventloop.training.optimizers import by_path, options_given, selected, stepping
 from eventloop.training.rng import checked_seed
-from eventloop.training.saves.capture import Saves
-from eventloop.training.saves.restore import HOSTED, Restore
-from eventloop.training.saves.write import OnError, SaveRequest
+from eventloop.training.saves.requests import OnError, SaveRequest, Saves
+from eventloop.training.saves.restore import HOSTED
 from eventloop.training.session import DEFAULT_NAME
 from eventloop.training.state import ITERATIONS, REPEATED, Counters, RunState
-from eventloop.training.update import Update
 
 log = get_logger()
 
@@ -96,6 +93,8 @@ class Run:
         accelerator: the ``accelerate.Accelerator`` that prepared model, optimizer and loaders. Saves and stops wait for the
             step of ``accelerator.accumulate()``. The checkpoints of ``accelerator.save_state()`` hold the run as well, and
             ``accelerator.load_state()``, before training begins, continues it; do not skip batches yourself.
+        host: where the run lives (:class:`~eventloop.training.Host`): a bridge gives the one of its trainer. By default your
+            own loop, with the arguments ``resume``, ``strict`` and ``accelerator``.
     """
 
     @check_options
@@ -115,6 +114,7 @@ class Run:
         config: Config | None = None,
         counters: Counters | None = None,
         accelerator: Any = None,
+        host: Any = None,
     ) -> None:
         self.bus = bus if bus is not None else Bus()
         self.wants = self.bus.route_of
@@ -132,7 +132,9 @@ class Run:
         self.config = config or {}
         self.counters = counters or Counters()
         self.counters.run_name = self.name
-        self.state = RunState(self.counters, self.optimizers, self.bus)
+        self.host: Host = host or OwnLoop(resume=resume, strict=strict, accelerator=accelerator)
+        self.state = RunState(self.counters, self.optimizers, self.bus, self.host)
+        self.moves_models = device is not None
         self.info: dict[str, Any] = {}
         self.shared = Shared()
         self.validates: bool | None = None
@@ -145,18 +147,14 @@ class Run:
         """Names of the parts of another trainer that average the weights, too; empty in your own loop."""
         self.resumed_from: AnyPath | None = None
         self.options = options_given(self.optimizers, seed)
-        self._feeds = Feeds(self.device)
-        self._saves = Saves(self, self._feeds)
-        self._restore = Restore(self, self._saves, resume, strict=strict)
-        self._driver = Driver(self, self.bus, self.state, self._saves, self._restore, moves=device is not None)
+        self.feeds = Feeds(self.device)
+        self.saves = Saves(self)
+        self.state.save_if_asked = self.saves.save_if_asked
+        self._driver = Driver(self)
         self._loops = OpenLoops(self._driver, self)
         self._reported: set[str] = set()  # names of entries that were looked at
         self._in_handlers = False  # while handlers of this run's events are called, but for those in an iteration
-        self._driver.own_folder = accelerator is None  # whose loop saves into the folder itself
-        self._driver.host_folder = accelerator is not None
-        if accelerator is not None:
-            register(accelerator, self, self._restore)
-            self.state.accelerator = accelerator
+        self.host.join(self, self._driver)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -177,7 +175,7 @@ class Run:
     @property
     def checkpoint_suffix(self) -> str:
         """Suffix of this run's checkpoints: ``.safetensors``, or the suffix of the trainer that writes them."""
-        return ".safetensors"
+        return self.host.suffix
 
     @property
     def rank(self) -> int:
@@ -193,6 +191,11 @@ class Run:
     def outputs(self) -> dict[str, Any]:
         """The outputs reported so far in the current iteration."""
         return self.state.outputs
+
+    @property
+    def running(self) -> bool:
+        """True from the beginning of the run to its end."""
+        return bool(self.state.scopes.innermost)
 
     @property
     def training(self) -> bool:
@@ -215,6 +218,7 @@ class Run:
 
     def drive(self) -> Driver:
         """Return the :class:`~eventloop.training.Driver` of this run, for control flow other than a ``for`` statement."""
+        self._own_loop("drive")
         return self._driver
 
     @check_options
@@ -226,6 +230,7 @@ class Run:
         Raises:
             ConfigurationError: both limits were given, or none.
         """
+        self._own_loop("epochs")
         if (max_epochs is None) == (max_iters is None):
             raise ConfigurationError(f"max_epochs={max_epochs} and max_iters={max_iters}: give run.epochs() one of them")
         self.counters.max_epochs = max_epochs
@@ -243,7 +248,8 @@ class Run:
             loader: an iterable of batches that can be iterated again.
             endless: restart an exhausted loader within the same epoch (iteration-based training).
         """
-        return TrainBatches(self._loops, self._feeds.for_training(loader), endless=endless)
+        self._own_loop("train")
+        return TrainBatches(self._loops, self.feeds.for_training(loader), endless=endless)
 
     @check_options
     def validate(self, loader: Data, metrics: NamedMetrics | None = None) -> EvaluationBatches:
@@ -255,15 +261,17 @@ class Run:
         ``break`` ends the validation without its ``after_val`` and restores modes, gradients and weights. If you draw batches
         without a ``for`` statement (``next``), use ``with run.validate(loader) as batches:``.
         """
+        self._own_loop("validate")
         self.validates = True
-        feed = self._feeds.for_evaluation(loader, "val_data")
-        return EvaluationBatches(self._loops, feed, self._feeds.metrics(metrics), "val")
+        feed = self.feeds.for_evaluation(loader, "val_data")
+        return EvaluationBatches(self._loops, feed, self.feeds.metrics(metrics), "val")
 
     @check_options
     def test(self, loader: Data, metrics: NamedMetrics | None = None) -> EvaluationBatches:
         """Iterate over test batches; like :meth:`validate`, with the events of a test."""
-        feed = self._feeds.for_evaluation(loader, "test_data")
-        return EvaluationBatches(self._loops, feed, self._feeds.metrics(metrics), "test")
+        self._own_loop("test")
+        feed = self.feeds.for_evaluation(loader, "test_data")
+        return EvaluationBatches(self._loops, feed, self.feeds.metrics(metrics), "test")
 
     def report(self, *unnamed: Any, **entries: Any) -> None:
         """Add named entries to the outputs of the current iteration; tensors stay on their device.
@@ -396,7 +404,7 @@ class Run:
 
     def checkpoint_now(self) -> None:
         """Save ``iter_<n>.safetensors`` in the work dir."""
-        self._saves.directory()
+        self.saves.directory()
         self.state.own.save = True
 
     def end_epoch(self) -> None:
@@ -455,18 +463,16 @@ class Run:
                 next forward and backward pass (not in a validation or test; see :mod:`eventloop.checkpoint.overlap`).
             busy: if another save is being written, ``"wait"`` for it, ``"skip"`` this one, or ``"replace"`` the waiting one.
         """
-        path = self._saves.directory(directory) / name
+        path = self.saves.directory(directory) / name
         with self.bus.span("requesting checkpoints"):
-            self._saves.request(SaveRequest(path, frozenset(leave_out), on_error, staging=staging, busy=busy))
+            self.saves.request(SaveRequest(path, frozenset(leave_out), on_error, staging=staging, busy=busy))
 
     def keeps_checkpoints_in(self, directory: str | AnyPath) -> AnyPath:
         """Return the directory for a hook that saves elsewhere, and search it for ``resume="auto"``. Call it before the run.
 
         It is another one (``out-2``) if a new run has no work dir and the directory has a run already.
         """
-        chosen: AnyPath = self._driver.free_directory(as_path(directory))
-        self._saves.directories.append(chosen)
-        return chosen
+        return self.saves.add_directory(as_path(directory))
 
     def note_options(self, owner: str, options: Any) -> None:
         """Record options that a checkpoint overrides; a resume warns about options that the program changed.
@@ -483,12 +489,12 @@ class Run:
         Ranks other than 0 return no keys. A :class:`CheckpointValueError` names the path of the value that does not fit.
         """
         options["leave_out"] = frozenset(options.get("leave_out", ()))
-        request = SaveRequest(self._saves.directory(directory), **options)
-        return self._saves.check(request, copy=not self.rank)
+        request = SaveRequest(self.saves.directory(directory), **options)
+        return self.saves.check(request, rehearse=not self.rank)
 
     def wait_for_saves(self) -> None:
         """Wait until no save is being written."""
-        self._saves.wait()
+        self.saves.wait()
 
     def gather_state(self, into: MutableMapping[str, Any]) -> None:
         """Add the whole state of the run, under ``"trainbus"``, to a checkpoint that another program writes.
@@ -504,6 +510,7 @@ class Run:
             ConfigurationError: a model is sharded.
             CheckpointValueError: a value is neither a tensor nor a plain value; the error names its path.
         """
+        capture = self._own_loop("gather_state").saver
         self.state.check_open("run.gather_state()")
         if self._loops.broken_out and not self._in_handlers:
             self._loops.drop_iteration()
@@ -513,7 +520,7 @@ class Run:
                 "statement over run.train(loader) or between two epochs; a handler calls run.request_save(), because later "
                 "handlers may still change the state"
             )
-        into[HOSTED] = self._saves.gather()
+        into[HOSTED] = capture.gather()
 
     @check_options
     def apply_state(self, from_: Mapping[str, Any]) -> None:
@@ -526,34 +533,39 @@ class Run:
             TrainingError: the run has not begun, or its training has begun.
             CheckpointError: the checkpoint has no state of a run, or belongs to another model or optimizer.
         """
-        self._restore.apply_state(from_)
+        self._own_loop("apply_state").restore.apply_state(from_)
+
+    def _own_loop(self, call: str) -> OwnLoop:
+        """Return the host of a loop of one's own; raise TrainingError if another trainer has the loop."""
+        if isinstance(self.host, OwnLoop):
+            return self.host
+        instead = self.host.instead[call]
+        raise TrainingError(f"run.{call}() is for your own loop, and here another trainer has the loop: {instead}")
 
     @property
     def train_data(self) -> Iterable[Any] | None:
         """The loader of the training data; None before the first training epoch of your own loop."""
-        return self._feeds.train.loader if self._feeds.train is not None else self._feeds.expected
+        return self.host.train_data
 
     @property
     def epoch_length(self) -> int | None:
         """Training batches per epoch; None if unknown."""
-        return self._feeds.train.length if self._feeds.train is not None else length_of(self._feeds.expected)
+        return self.host.epoch_length
 
     @property
     def evaluation_length(self) -> int | None:
         """Batches in the current or last validation or test; None if unknown."""
-        return self._feeds.evaluated.length if self._feeds.evaluated is not None else None
+        return self.host.evaluation_length
 
     @property
     def evaluation_data(self) -> Iterable[Any] | None:
         """The loader of the current or last validation or test; None before the first, and in another trainer."""
-        return self._feeds.evaluated.loader if self._feeds.evaluated is not None else None
+        return self.host.evaluation_data
 
     @property
     def accumulation(self) -> int | None:
         """Iterations per optimizer step, from the update on the bus or the accelerator; None if your code decides."""
-        if (accelerator := self.state.accelerator) is not None:
-            return int(accelerator.gradient_accumulation_steps)
-        return next((hook.accumulate for hook in self.bus.hooks if isinstance(hook, Update)), None)
+        return self.host.accumulation
 
     @property
     def total_iters(self) -> int | None:
@@ -564,7 +576,7 @@ class Run:
 
     def move_to(self, work_dir: Path) -> None:
         """Use another work dir. It comes before the first handler."""
-        self._saves.directories[:1] = [work_dir]
+        self.saves.directories[:1] = [work_dir]
         self.work_dir = work_dir
         if not self._named:
             self.name = self.counters.run_name = work_dir.name

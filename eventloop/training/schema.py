@@ -20,6 +20,9 @@ from eventloop.errors import CheckpointError
 FORMAT: Final = 2
 """Version of the layout. trainbus 0.1 and 0.2 wrote 1."""
 
+LAST: Final = "last_checkpoint"
+"""File with the relative path (or URL) of the newest committed checkpoint, in its directory and in the work dir."""
+
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Tree = dict[str, Any]
 _Saved = TypeVar("_Saved", bound="SavedEntry")

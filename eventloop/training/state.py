@@ -20,7 +20,6 @@ from eventloop.training.agree import Alone, Channel, Requests
 from eventloop.training.distributed.ranks import Ranks
 from eventloop.training.optimizers import set_learning_rate
 from eventloop.training.schema import SavedCounts
-from eventloop.training.update import Update
 
 log = get_logger()
 
@@ -164,7 +163,7 @@ class ValidationPlan:
 class RunState:
     """Hold the state of a run and the requests of other threads, which take effect at the next safe mount point."""
 
-    def __init__(self, counters: Counters, optimizers: Mapping[str, torch.optim.Optimizer], bus: Bus) -> None:
+    def __init__(self, counters: Counters, optimizers: Mapping[str, torch.optim.Optimizer], bus: Bus, host: Any) -> None:
         self.counters = counters
         self.progress: Progress = counters.snapshot()
         self.version = 0
@@ -189,12 +188,7 @@ class RunState:
         self.join(Alone(self.own))
         self.save_if_asked: Callable[[], object] = lambda: None
         """Writes the checkpoint that ``checkpoint_now`` asked for, also in a pause."""
-        self.around_rates: Callable[[Callable[[], None]], None] | None = None
-        """Called with the function that sets the rates: a bridge to another trainer scales its schedule along."""
-        self.in_window = False
-        """True inside an accumulation window of another trainer, which drives the run."""
-        self.accelerator: Any = None
-        """The ``accelerate.Accelerator`` whose accumulation windows count, if any."""
+        self._host = host
         self._optimizers = optimizers
         self._bus = bus
         self._refusal: Callable[[], object] | None = None
@@ -211,10 +205,9 @@ class RunState:
 
     @property
     def window_open(self) -> bool:
-        """True inside an accumulation window of the bus's update, of an accelerator, or of another trainer."""
-        if self.accelerator is not None and not self.accelerator.sync_gradients:
-            return True
-        return self.in_window or any(hook.window_open for hook in self._bus.hooks if isinstance(hook, Update))
+        """True inside an accumulation window."""
+        is_open: bool = self._host.window_open
+        return is_open
 
     @property
     def ranks(self) -> Ranks | None:
@@ -264,6 +257,12 @@ class RunState:
         self.counters.phase, self.validation_rng = "train", None
         self.scopes.enter("iter")
 
+    def begin_training(self) -> None:
+        """Begin the training: from here on, saves write files."""
+        self.scopes.enter("train")
+        self.has_trained = True
+        self.set_progress()
+
     def resume(self) -> None:
         """Note that the counts are those of a checkpoint."""
         self.resumed = True
@@ -295,10 +294,11 @@ class RunState:
         if agreed.paused and not agreed.stop:
             self._wait()
         if agreed.rates:
-            if self.around_rates is None:
+            around: Callable[[Callable[[], None]], None] | None = self._host.around_rates
+            if around is None:
                 self._set_rates()
             else:
-                self.around_rates(self._set_rates)
+                around(self._set_rates)
 
     def should_stop(self) -> bool:
         """Handle requests; return True if the run must stop here. A stop waits for the step of an accumulation window."""

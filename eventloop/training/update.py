@@ -233,10 +233,10 @@ def _gradients(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.Tensor
     return [parameter.grad for one in optimizers for parameter in parameters_of(one) if parameter.grad is not None]
 
 
-def check_updates(hooks: Iterable[Hook], *, loop_driven: bool) -> None:
+def check_updates(hooks: Iterable[Hook], *, update_steps: bool) -> None:
     """Raise ConfigurationError if more than one hook, or a hook and the user's own loop, would step the optimizers."""
     updates = [hook for hook in hooks if isinstance(hook, Update)]
-    if updates and not loop_driven:
+    if updates and not update_steps:
         raise ConfigurationError(
             f"{updates[0].label} is on the bus, but the body of your own loop steps the optimizer: remove the hook, or use "
             "TrainLoop"

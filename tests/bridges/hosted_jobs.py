@@ -9,8 +9,8 @@ import torch
 from structlog.testing import capture_logs
 from torch import distributed
 
-from eventloop import Bus
-from eventloop.bridges.hosted import HostedRun
+from eventloop import Bus, Run
+from eventloop.bridges import TrainerHost
 from eventloop.training.distributed import rounds
 from hooks import PreemptionHook
 
@@ -21,8 +21,9 @@ def trainer(bus, folder, *, epochs=EPOCHS, attached=True, slow=0.0):
     """Train and validate as other trainers do in DDP: a rank that leaves alone would hang. Return where it was."""
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = HostedRun(bus, model=model, optimizer=optimizer, work_dir=folder, suffix=".pt")
-    drive, done, saved = run.driver, 0, []
+    host = TrainerHost(".pt")
+    run = Run(bus, model=model, optimizer=optimizer, work_dir=folder, host=host)
+    drive, done, saved = host.drive, 0, []
 
     def save(path):
         distributed.barrier()
@@ -30,7 +31,7 @@ def trainer(bus, folder, *, epochs=EPOCHS, attached=True, slow=0.0):
 
     def stops():
         if attached:
-            run.write_due(save)
+            host.saver.write_due(save)
         return attached and drive.should_stop()
 
     if attached:
@@ -60,7 +61,7 @@ def trainer(bus, folder, *, epochs=EPOCHS, attached=True, slow=0.0):
             stopped = stops()
     if attached:
         drive.end_train()
-        run.write_due(save)
+        host.saver.write_due(save)
         drive.end_run()
     distributed.barrier()
     return done, saved, run.info.get("stop_reason")
@@ -139,10 +140,9 @@ def one_rank_evaluates(folder):
 
     def ask(event):
         if rank() == 0 and event.progress.iter == 3:
-            drive = event.run.driver
-            drive.state.settle()  # a safe point that the other rank does not have
+            event.run.state.settle()  # a safe point that the other rank does not have
             event.run.stop()
-            drive.state.settle()
+            event.run.state.settle()
 
     bus.on("before_train_iter", ask)
     return trainer(bus, folder)

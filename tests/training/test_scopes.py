@@ -13,7 +13,7 @@ import torch
 from eventloop import Bus, Hook, Run, TrainingError, Update
 from eventloop.training import run as run_module
 from eventloop.training import state as state_module
-from eventloop.training.saves import capture as saves_module
+from eventloop.training.saves import requests as saves_module
 from eventloop.training.state import Scopes
 
 
@@ -486,7 +486,7 @@ def test_stop_and_checkpoint_now_hold_no_lock_that_a_signal_handler_would_wait_f
         try:
             run.stop()
             run.checkpoint_now()
-            run._saves.save_if_asked()
+            run.saves.save_if_asked()
         finally:
             sys.settrace(before)
     assert (tmp_path / "iter_0.safetensors").exists()

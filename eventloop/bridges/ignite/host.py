@@ -14,7 +14,7 @@ from ignite.handlers.checkpoint import CheckpointEvents
 from eventloop import events as ev
 from eventloop.bridges.bridge import Bridge
 from eventloop.bridges.foreign_calls import ignite_handlers
-from eventloop.bridges.hosted import HostedRun
+from eventloop.bridges.hosted import TrainerHost
 from eventloop.bridges.ignite import files as ignite_files
 from eventloop.bridges.ignite import privates
 from eventloop.bridges.ignite.files import RequestedFiles
@@ -184,19 +184,19 @@ class IgniteBridge(Bridge):
             TrainingError: there was no run yet.
             CheckpointValueError: a value is neither a tensor nor a plain value; the error names its path.
         """
-        run = self._training.last or self.run
-        if run is None:
+        host = self._training.last or self._training.host
+        if host is None:
             raise TrainingError("the bus has no state before the first trainer.run(): add the bridge to a Checkpoint handler")
         self._since = time.perf_counter()
         for saver in ignite_files.savers(self._engines(), self):
-            saver.report = partial(self._report, run)
-        entry, weights = run.gather_entry("")
+            saver.report = partial(self._report, host)
+        entry, weights = host.gather_entry("")
         return {"entry": entry, "weights": weights}
 
-    def _report(self, run: HostedRun, path: Path) -> Writing:
+    def _report(self, host: TrainerHost, path: Path) -> Writing:
         """Return a context that reports the writing of a file by `TrainbusSaver`."""
         self._since = 0.0
-        return run.writing(path)
+        return host.saver.writing(path)
 
     def _engines(self) -> list[Engine]:
         return [engine for engine in (self.trainer, self._evaluator) if engine is not None]
@@ -221,22 +221,22 @@ class IgniteBridge(Bridge):
 
     def save(self, path: AnyPath) -> None:
         """Copy the state for a requested checkpoint, and queue the copy to be written."""
-        run, _ = self._training.running()
-        writing = run.writing(path)
+        host, _ = self._training.running()
+        writing = host.saver.writing(path)
         try:
             with writing.copying():
-                self._copy(run, path, writing)
+                self._copy(host, path, writing)
         except Exception:
             with writing:
                 raise
 
-    def _copy(self, run: HostedRun, path: AnyPath, writing: Writing) -> None:
-        entry, weights = run.gather_entry(str(path))
+    def _copy(self, host: TrainerHost, path: AnyPath, writing: Writing) -> None:
+        entry, weights = host.gather_entry(str(path))
         states: dict[int, dict[str, Any]] = {id(self): {"entry": entry, "weights": weights}}
         for name, changed in weights.items():
-            states[id(run.models[name])] = {**run.models[name].state_dict(), **changed}
+            states[id(host.run.models[name])] = {**host.run.models[name].state_dict(), **changed}
         objects = ignite_files.with_states(self.to_save, states)
-        self._files.save(path, objects, writing, raises=run.save_raises)
+        self._files.save(path, objects, writing, raises=host.saver.raises)
 
     def settle_files(self) -> None:
         """Wait until all files are durable and reported on the bus; raise the CheckpointError of a failed one."""

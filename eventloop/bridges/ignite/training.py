@@ -8,9 +8,10 @@ from typing import Any
 
 from ignite.engine import Engine, State
 
-from eventloop.bridges.hosted import HostedDriver, HostedRun
+from eventloop.bridges.hosted import TrainerHost
 from eventloop.bridges.training_step import outputs_of
 from eventloop.log import get_logger
+from eventloop.training import Driver, Run
 from eventloop.training.arguments import Models, Optimizers
 from eventloop.training.state import Counters
 
@@ -45,9 +46,9 @@ class TrainerRuns:
         self._trainer: Any = bridge.trainer
         self._models, self._optimizers = models, optimizers
         self._transform, self._work_dir, self._validates = transform, work_dir, validates
-        self.opened: HostedRun | None = None  # the last run
-        self.driver: HostedDriver | None = None  # while a run is open
-        self.last: HostedRun | None = None  # the last one that trained
+        self.host: TrainerHost | None = None  # of the last run
+        self.driver: Driver | None = None  # while a run is open
+        self.last: TrainerHost | None = None  # of the last run that trained
         self.error: BaseException | None = None  # the last error, until Ignite continues
         self.in_run = False
         self._left_off = ""  # the scope in which Ignite's run was interrupted
@@ -79,42 +80,42 @@ class TrainerRuns:
         """Begin a run after Ignite's handlers of STARTED, which may load a checkpoint, or in them if they validate."""
         if self.driver is not None:
             return
-        engine, run = self._trainer, self.open(self._optimizers)
-        self._resume(run)
-        drive = run.driver
-        drive.watch_steps()
+        engine, host = self._trainer, self.open(self._optimizers)
+        self._resume(host)
+        drive = host.drive
+        host.watch_steps()
         max_epochs, max_iters = _limits(engine.state)
         drive.begin_train(max_epochs=max_epochs, max_iters=max_iters)
         if drive.should_stop():
             engine.terminate()
 
-    def open(self, optimizers: Optimizers | None) -> HostedRun:
+    def open(self, optimizers: Optimizers | None) -> TrainerHost:
         """Make a run, and publish ``before_run``."""
-        run = HostedRun(self._bridge.bus, model=self._models, optimizer=optimizers, work_dir=self._work_dir, suffix=".pt")
+        host = TrainerHost(".pt", resume_way='Checkpoint.load_objects(bridge.to_save, "{}")')
+        run = Run(self._bridge.bus, model=self._models, optimizer=optimizers, work_dir=self._work_dir, host=host)
         run.work_dir_advice = "give bus.attach() work_dir="
         if optimizers is None:
-            run.count_from(self.last)
-        run.resume_way = 'Checkpoint.load_objects(bridge.to_save, "{}")'
-        state, self.opened, self._bridge.run = self._trainer.state, run, run
+            host.count_from(None if self.last is None else self.last.run)
+        state, self.host, self._bridge.run = self._trainer.state, host, run
         run.validates = None if self._validates else False
-        run.train_data, run.epoch_length = state.dataloader, state.epoch_length
-        run.driver.begin_run()
-        self.driver = run.driver
-        return run
+        host.train_data, host.epoch_length = state.dataloader, state.epoch_length
+        host.drive.begin_run()
+        self.driver = host.drive
+        return host
 
-    def _resume(self, run: HostedRun) -> None:
+    def _resume(self, host: TrainerHost) -> None:
         """Restore the loaded entry, or continue the last run if Ignite does. Ignite's counts take precedence."""
-        state, entry, last = self._trainer.state, self._bridge.take_entry(), self.last
-        self.last = run
+        state, entry, run = self._trainer.state, self._bridge.take_entry(), host.run
+        last = None if self.last is None else self.last.run
+        self.last = host
         if entry is not None:
-            run.restore_entry(entry["entry"], weights=entry["weights"])
+            host.restore_entry(entry["entry"], weights=entry["weights"])
             if run.counters.iter != state.iteration:
                 log.warning(_COUNTS_DIFFER, bus=run.counters.iter, engine=state.iteration)
         elif last is not None and (self._left_off or last.counters.iter == state.iteration != 0):
-            run.counters.restore(last.counters)
-            run.state.resume()
+            host.continue_from(last)
         elif state.iteration:
-            run.resume_without_entry(Counters(update=state.iteration))
+            host.resume_without_entry(Counters(update=state.iteration))
         if not self._left_off:
             run.counters.epoch, run.counters.iter = state.epoch, state.iteration
 
@@ -127,12 +128,12 @@ class TrainerRuns:
 
     def _end(self) -> None:
         """Publish the end of a training, after Ignite's handlers of COMPLETED."""
-        run, drive = self.running()
+        host, drive = self.running()
         if self._left_off:
-            self._left_off = run.state.scopes.innermost
+            self._left_off = drive.state.scopes.innermost
         self.leave_epoch()
         drive.end_train()
-        run.write_due(self._bridge.save)
+        host.saver.write_due(self._bridge.save)
         self._bridge.settle_files()
         drive.end_run()
         self.driver = None
@@ -153,11 +154,11 @@ class TrainerRuns:
         """Begin an epoch, before Ignite's handlers."""
         if self.driver is None:
             return
-        run, drive = self.running()
+        host, drive = self.running()
         self.leave_epoch()
-        state, counters = self._trainer.state, run.counters
+        state, counters = self._trainer.state, drive.state.counters
         # Ignite's handlers may change all of this.
-        run.train_data, run.epoch_length = state.dataloader, state.epoch_length
+        host.train_data, host.epoch_length = state.dataloader, state.epoch_length
         counters.max_epochs, counters.max_iters = _limits(state)
         counters.epoch, counters.iter = state.epoch - 1, state.iteration
         # An engine that was terminated begins its next epoch with the first batch; else it continues in the epoch.
@@ -170,12 +171,12 @@ class TrainerRuns:
         driver = self.driver
         if driver is None or driver.state.scopes.innermost != "epoch":
             return inner(engine, batch)
-        run: Any = self.opened
+        host: Any = self.host
         self.error = None
-        length = run.epoch_length
-        driver.begin_iteration(batch, last=length is not None and run.counters.batches + 1 == length)
+        length = host.epoch_length
+        driver.begin_iteration(batch, last=length is not None and driver.state.counters.batches + 1 == length)
         output = inner(engine, batch)
-        run.window_open = not run.state.stepped
+        host.window_open = not driver.state.stepped
         driver.end_iteration(outputs_of(output if self._transform is None else self._transform(output)))
         return output
 
@@ -183,9 +184,9 @@ class TrainerRuns:
         """Save and stop after an iteration and Ignite's handlers, which step schedules and run evaluators."""
         if self.driver is None:
             return
-        run: Any = self.opened
-        if run.state.stepped:  # perhaps in a handler
-            run.window_open = False
+        host, drive = self.running()
+        if drive.state.stepped:  # perhaps in a handler
+            host.window_open = False
         self._settle()
 
     def end_epoch(self) -> None:
@@ -207,9 +208,9 @@ class TrainerRuns:
             self._settle()
 
     def _settle(self) -> None:
-        run, drive = self.running()
+        host, drive = self.running()
         self.leave_validation()
-        run.write_due(self._bridge.save)
+        host.saver.write_due(self._bridge.save)
         if drive.should_stop():
             self._trainer.terminate()
 
@@ -229,10 +230,10 @@ class TrainerRuns:
         """Note that ``trainer.interrupt()`` was called."""
         self._left_off = "interrupted"
 
-    def running(self) -> tuple[HostedRun, HostedDriver]:
-        """Return the open run and its driver."""
-        assert self.opened is not None and self.driver is not None  # noqa: S101 - the callers know
-        return self.opened, self.driver
+    def running(self) -> tuple[TrainerHost, Driver]:
+        """Return the host of the open run, and its driver."""
+        assert self.host is not None and self.driver is not None  # noqa: S101 - the callers know
+        return self.host, self.driver
 
 
 def _limits(state: State) -> tuple[int | None, int | None]:

@@ -43,10 +43,10 @@ class EvaluatorRuns:
         elif self._training.driver is None:
             self._training.open(None)
         self._training.leave_validation()
-        run, drive = self._training.running()
+        host, drive = self._training.running()
         if drive.state.scopes.innermost in ("run", "train", "epoch"):
-            run.validates = True
-            run.evaluation_length = self._evaluator.state.epoch_length
+            host.run.validates = True
+            host.evaluation_length = self._evaluator.state.epoch_length
             drive.begin_validation()
 
     def step(self, inner: Callable[..., Any], engine: Engine, batch: Any) -> Any:

@@ -15,14 +15,14 @@ import torch
 
 from eventloop.bridges.bridge import Bridge
 from eventloop.bridges.foreign_calls import time_lightning
-from eventloop.bridges.hosted import HostedDriver, HostedRun
+from eventloop.bridges.hosted import TrainerHost
 from eventloop.bridges.lightning import privates
 from eventloop.bridges.lightning.copy import UnattachedCallback
 from eventloop.bridges.lightning.iterations import Iterations, named
 from eventloop.bridges.lightning.saver import plugin_of
 from eventloop.checkpoint import AnyPath, as_path
 from eventloop.errors import ConfigurationError
-from eventloop.training import check_needs
+from eventloop.training import Driver, Run, check_needs
 from eventloop.training.state import Counters
 
 _AVERAGES: Final = ("WeightAveraging", "StochasticWeightAveraging")
@@ -55,12 +55,13 @@ class LightningBridge(Bridge):
     on_after_backward: Any = None
     on_before_optimizer_step: Any = None
 
-    _drive: HostedDriver
+    _host: TrainerHost
+    _drive: Driver
     _iterations: Iterations
     _entry: Mapping[str, Any] | None = None
     """The entry of the checkpoint that Lightning has loaded."""
-    _trained: HostedRun | None = None
-    """The run of the last ``trainer.fit()``, whose state later checkpoints have, too."""
+    _trained: TrainerHost | None = None
+    """The host of the last ``trainer.fit()``, whose state later checkpoints have, too."""
     _before: Mapping[str, Any]
     """The trainer's metrics before the present validation or test."""
 
@@ -104,23 +105,23 @@ class LightningBridge(Bridge):
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Begin the run unless a sanity check has, resume, and begin the training."""
         run = self.running or self._begin(trainer.optimizers)
-        last, self._trained = self._trained, run
+        host, last = self._host, self._trained
+        self._trained = host
         length = trainer.num_training_batches
-        run.epoch_length = None if length == float("inf") else length
-        run.train_data = trainer.train_dataloader
-        run.accumulation = trainer.accumulate_grad_batches if module.automatic_optimization else None
+        host.epoch_length = None if length == float("inf") else length
+        host.train_data = trainer.train_dataloader
+        host.accumulation = trainer.accumulate_grad_batches if module.automatic_optimization else None
         run.validates = bool(trainer.enable_validation)
         run.foreign_schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
         run.foreign_averages = [
             type(one).__name__ for one in trainer.callbacks if any(_has_base(one, kind) for kind in _AVERAGES)
         ]
         time_lightning(trainer, run, self)
-        self._iterations = Iterations(self, trainer, run, self._begin_epoch, self._settle)
+        self._iterations = Iterations(self, trainer, host, self._begin_epoch, self._settle)
         self._resume(run)
         if not trainer.ckpt_path and trainer.global_step:  # the trainer goes on after its last fit()
-            run.count_from(last)
-            run.state.resumed = last is not None
-        self._drive.begin_train(**_limits(trainer, run.epoch_length))
+            host.continue_from(None if last is None else last.run)
+        self._drive.begin_train(**_limits(trainer, host.epoch_length))
         self._stop_if_asked()
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
@@ -131,7 +132,7 @@ class LightningBridge(Bridge):
         if trainer.should_stop and not run.state.stops:
             run.state.own.reason = "trainer.should_stop was set"
         drive.end_train()
-        run.write_due(self._write)
+        self._host.saver.write_due(self._write)
         if (plugin := plugin_of(trainer)) is not None:
             plugin.wait()  # its files are reported while the run is open
         drive.end_run()
@@ -148,25 +149,25 @@ class LightningBridge(Bridge):
         if self.running is not None:
             self._drive.end_run()
 
-    def _begin(self, optimizers: list[torch.optim.Optimizer]) -> HostedRun:
+    def _begin(self, optimizers: list[torch.optim.Optimizer]) -> Run:
         trainer = self.trainer
         given = {"optimizer": optimizers[0]} if len(optimizers) == 1 else _numbered(optimizers)
         folder, name = trainer.log_dir, None
         if remote := "://" in str(folder) and not str(folder).startswith("file://"):
             name = str(folder).rstrip("/").rpartition("/")[2]
         work_dir = None if remote else folder
-        run = HostedRun(self.bus, model=trainer.lightning_module, optimizer=given, work_dir=work_dir, suffix=".ckpt", name=name)
+        last, host = self.run, TrainerHost(".ckpt", resume_way='trainer.fit(..., ckpt_path="{}")')
+        run = Run(self.bus, model=trainer.lightning_module, optimizer=given, work_dir=work_dir, name=name, host=host)
         reason = f" (trainer.log_dir is the URL {folder})" if remote else ""
         run.work_dir_advice = f"give the first logger, or Trainer(default_root_dir=), a local directory{reason}"
-        run.resume_way = 'trainer.fit(..., ckpt_path="{}")'
         run.config = dict(trainer.lightning_module.hparams)
         if not optimizers:
-            run.count_from(self.run)
-        self.run, self._drive = run, run.driver
+            host.count_from(last)
+        self.run, self._host, self._drive = run, host, host.drive
         self._drive.begin_run()
         return run
 
-    def _resume(self, run: HostedRun) -> None:
+    def _resume(self, run: Run) -> None:
         """Continue from the checkpoint that Lightning has loaded, if any."""
         trainer, entry, self._entry = self.trainer, self._entry, None
         if not trainer.ckpt_path:
@@ -177,11 +178,11 @@ class LightningBridge(Bridge):
             if not trains:  # afterwards the model has the weights of the file again, such as the averaged ones
                 loaded = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
                 run.defer(partial(run.model.load_state_dict, loaded))
-            run.restore_entry(entry, path)
+            self._host.restore_entry(entry, path)
         else:
             batches = trainer.fit_loop.epoch_loop.batch_progress.total.ready
             counters = Counters(epoch=trainer.current_epoch, iter=batches, update=trainer.global_step)
-            run.resume_without_entry(counters if trains else Counters(), path)
+            self._host.resume_without_entry(counters if trains else Counters(), path)
 
     # ------------------------------------------------------------------------------------------------------ training
 
@@ -191,7 +192,7 @@ class LightningBridge(Bridge):
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         """End the epoch, unless a validation at its end has done so."""
-        scopes, run = self._drive.state.scopes, self.run
+        scopes = self._drive.state.scopes
         if self._iterations.step_fetches:
             self._drive.drop_iteration()
         if "iter" in scopes:  # the module's on_train_batch_start returned -1
@@ -201,8 +202,7 @@ class LightningBridge(Bridge):
                 self._drive.abandon_epoch()
             else:
                 self._drive.end_epoch()
-        if run is not None:
-            run.write_due(self._write)
+        self._host.saver.write_due(self._write)
         self._stop_if_asked()
 
     def _begin_epoch(self, batches: int) -> None:
@@ -213,8 +213,7 @@ class LightningBridge(Bridge):
 
     def _settle(self) -> None:
         """Save and stop after an iteration, if a hook has asked for it."""
-        if self.run is not None:
-            self.run.write_due(self._write)
+        self._host.saver.write_due(self._write)
         if self._drive.state.stops:
             self._stop_if_asked()
 
@@ -253,7 +252,7 @@ class LightningBridge(Bridge):
         self._drive.end_validation(self._metrics())
         run = self.run
         if run is not None and "epoch" in self._drive.state.scopes:  # else the epoch's end follows, where Lightning saves
-            run.write_due(self._write)
+            self._host.saver.write_due(self._write)
         if run is not None and run.training:
             self._stop_if_asked()
 
@@ -278,8 +277,7 @@ class LightningBridge(Bridge):
 
     def _begin_evaluation(self, lengths: list[int | float]) -> None:
         length = sum(lengths)
-        if self.run is not None:
-            self.run.evaluation_length = None if length == float("inf") else int(length)
+        self._host.evaluation_length = None if length == float("inf") else int(length)
         self._before = dict(self.trainer.callback_metrics)
 
     def _metrics(self) -> dict[str, Any]:
@@ -313,20 +311,20 @@ class LightningBridge(Bridge):
     def _save_checkpoint(
         self, original: Callable[..., None], checkpoint: dict[str, Any], filepath: Any, *arguments: Any, **options: Any
     ) -> None:
-        run = self._trained
-        if run is None or self not in self.trainer.callbacks or as_path(filepath).name.startswith(_TUNER_FILES):
+        host = self._trained
+        if host is None or self not in self.trainer.callbacks or as_path(filepath).name.startswith(_TUNER_FILES):
             original(checkpoint, filepath, *arguments, **options)
             return
-        plugin, writing = plugin_of(self.trainer), run.writing(as_path(filepath))
+        plugin, writing = plugin_of(self.trainer), host.saver.writing(as_path(filepath))
         if plugin is None:
             with writing:
-                self._add_entry(run, checkpoint, filepath)
+                self._add_entry(host, checkpoint, filepath)
                 original(checkpoint, filepath, *arguments, **options)
             return
-        plugin.around, plugin.raises = writing, run.save_raises
+        plugin.around, plugin.raises = writing, host.saver.raises
         try:
             with writing.copying():
-                self._add_entry(run, checkpoint, filepath)
+                self._add_entry(host, checkpoint, filepath)
                 original(checkpoint, filepath, *arguments, **options)
         except Exception:
             with writing:
@@ -337,8 +335,8 @@ class LightningBridge(Bridge):
             with left:
                 pass
 
-    def _add_entry(self, run: HostedRun, checkpoint: dict[str, Any], filepath: Any) -> None:
-        entry, weights = run.gather_entry(str(filepath), checkpoint["state_dict"])
+    def _add_entry(self, host: TrainerHost, checkpoint: dict[str, Any], filepath: Any) -> None:
+        entry, weights = host.gather_entry(str(filepath), checkpoint["state_dict"])
         checkpoint["state_dict"] = {**checkpoint["state_dict"], **weights.get("model", {})}
         if "callbacks" in checkpoint:  # not in one with the weights only
             checkpoint["callbacks"][self.state_key] = entry

@@ -22,7 +22,7 @@ import torch
 
 from eventloop import events as ev
 from eventloop.bridges.copies import replaced
-from eventloop.bridges.hosted import HostedRun
+from eventloop.bridges.hosted import TrainerHost
 from eventloop.bridges.lightning import privates
 from eventloop.training.optimizers import stepping
 
@@ -44,20 +44,20 @@ class Iterations:
     Args:
         callback: the callback that Lightning calls.
         trainer: the trainer.
-        run: the run.
+        host: the host of the run.
         begin_epoch: called with the number of the next batch if Lightning resumes in the middle of an epoch.
         settle: called after an iteration if a save or a stop may be due.
     """
 
     def __init__(
-        self, callback: Any, trainer: Any, run: HostedRun, begin_epoch: Callable[[int], object], settle: Callable[[], object]
+        self, callback: Any, trainer: Any, host: TrainerHost, begin_epoch: Callable[[int], object], settle: Callable[[], object]
     ) -> None:
         self._callback = callback
         self._trainer = trainer
-        self._run = run
-        self._drive = drive = run.driver
+        self._host, self._run, self._drive = host, host.run, host.drive
         self._begin_epoch, self._settle = begin_epoch, settle
-        self._wants, self._state, self._scopes, self._saves = run.wants, run.state, run.state.scopes, run.saves
+        run, self._saver = host.run, host.saver
+        self._wants, self._state, self._scopes = run.wants, run.state, run.state.scopes
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
         self.step_fetches = privates.step_fetches(trainer)
         self._undo: list[Callable[[], object]] = []
@@ -76,7 +76,7 @@ class Iterations:
         run.defer(self._forget)
         run.defer(replaced(strategy, "on_train_batch_start", self.begin))
         for optimizer in run.optimizers.values():
-            after_step = partial(self._after_step, drive.around_step(optimizer)[1])
+            after_step = partial(self._after_step, host.around_step(optimizer)[1])
             run.defer(stepping(optimizer).register_step_post_hook(after_step).remove)
 
     def _forget(self) -> None:
@@ -116,13 +116,13 @@ class Iterations:
         accumulate, drive, state = trainer.accumulate_grad_batches, self._drive, self._state
         if self.step_fetches or self._scopes.innermost != "iter":
             self._catch_up(batch, batch_idx)
-        state.in_window = accumulate > 1 and not self.last and (batch_idx + 1) % accumulate != 0
+        self._host.window_open = accumulate > 1 and not self.last and (batch_idx + 1) % accumulate != 0
         if self._published:
             drive.end_iteration()
             self._batch = None
         else:
-            drive.end_unheard()
-        if state.agreed.urgent or self._saves.due:
+            drive.end_iteration(silent=True)
+        if state.agreed.urgent or self._saver.due:
             self._settle()
 
     def _catch_up(self, batch: Any, batch_idx: int) -> None:
@@ -135,11 +135,11 @@ class Iterations:
             self._begin_epoch(batch_idx)
         self.last = batch_idx + 1 >= self.length or self._progress.is_last_batch
         if begun:
-            self._drive.take_batch(batch, last=self.last)
+            self._drive.replace_batch(batch, last=self.last)
         else:
             if self._published:
                 self._listen(listens=False)
-            self._drive.begin_unheard(last=self.last)
+            self._drive.begin_iteration(None, last=self.last, silent=True)
 
     def _listen(self, *, listens: bool) -> None:
         """Install or remove the functions that publish events in Lightning and torch."""
@@ -149,10 +149,9 @@ class Iterations:
         if listens:
             self._undo = [replaced(strategy, "training_step", self._training_step)]
             for optimizer in self._run.optimizers.values():
-                before_step = partial(self._before_step, self._drive.around_step(optimizer)[0])
+                before_step = partial(self._before_step, self._host.around_step(optimizer)[0])
                 self._undo.append(stepping(optimizer).register_step_pre_hook(before_step).remove)
         else:
-            self._state.outputs = {}
             while self._undo:
                 self._undo.pop()()
 

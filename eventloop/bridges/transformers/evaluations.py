@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sized
 from typing import Any, Final
 
 from eventloop import events as ev
-from eventloop.bridges.hosted import HostedDriver, HostedRun
+from eventloop.bridges.hosted import TrainerHost
 from eventloop.events import Stage
+from eventloop.training import Driver
 
 Method = Callable[..., Any]
 
@@ -20,17 +21,16 @@ class Evaluations:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._run: HostedRun
-        self._drive: HostedDriver
+        self._host: TrainerHost
         self.stage: Stage | None = None
         """The stage of the present evaluation."""
 
-    def evaluate(self, run: HostedRun, stage: Stage, original: Method, *args: Any, **kwargs: Any) -> Any:
+    def evaluate(self, host: TrainerHost, stage: Stage, original: Method, *args: Any, **kwargs: Any) -> Any:
         """Replace ``evaluate`` or ``predict`` of the trainer; return its result."""
-        self._run, self._drive = run, run.driver
-        drive, val = self._drive, stage == "val"
-        abandon_evaluation(run)
-        run.evaluation_length = None
+        self._host = host
+        drive, val = host.drive, stage == "val"
+        abandon_evaluation(drive)
+        host.evaluation_length = None
         self.stage = stage
         try:
             (drive.begin_validation if val else drive.begin_test)()
@@ -47,25 +47,25 @@ class Evaluations:
         """Replace ``prediction_step``, one iteration of an evaluation."""
         if self.stage is None:
             return original(model, inputs, *args, **kwargs)
-        run, drive, val = self._run, self._drive, self.stage == "val"
-        if run.evaluation_length is None and has_length(data := self._trainer.callback_handler.eval_dataloader):
-            run.evaluation_length = len(data)
+        host, drive, val = self._host, self._host.drive, self.stage == "val"
+        if host.evaluation_length is None and has_length(data := self._trainer.callback_handler.eval_dataloader):
+            host.evaluation_length = len(data)
         (drive.begin_validation_iteration if val else drive.begin_test_iteration)(inputs)
         result = original(model, inputs, *args, **kwargs)
-        wanted = run.wants(ev.AfterValIter if val else ev.AfterTestIter)
+        wanted = host.run.wants(ev.AfterValIter if val else ev.AfterTestIter)
         named = zip(("loss", "logits", "labels"), result, strict=False) if wanted else ()
         outputs = {name: value for name, value in named if value is not None}
         (drive.end_validation_iteration if val else drive.end_test_iteration)(outputs)
         return result
 
 
-def abandon_evaluation(run: HostedRun) -> None:
+def abandon_evaluation(drive: Driver) -> None:
     """End an evaluation whose error a callback has caught."""
-    scopes = run.state.scopes
+    scopes = drive.state.scopes
     if "val" in scopes:
-        run.driver.abandon_validation()
+        drive.abandon_validation()
     elif "test" in scopes:
-        run.driver.abandon_test()
+        drive.abandon_test()
 
 
 def has_length(data: Any) -> bool:

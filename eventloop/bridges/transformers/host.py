@@ -19,7 +19,7 @@ import torch
 
 from eventloop.bridges.bridge import Bridge
 from eventloop.bridges.foreign_calls import time_transformers
-from eventloop.bridges.hosted import HostedDriver, HostedRun
+from eventloop.bridges.hosted import TrainerHost
 from eventloop.bridges.transformers import privates
 from eventloop.bridges.transformers.evaluations import Evaluations, abandon_evaluation, has_length
 from eventloop.bridges.transformers.folders import Folders, check_folder, local, read_entry
@@ -30,6 +30,7 @@ from eventloop.checkpoint import AnyPath
 from eventloop.errors import ConfigurationError
 from eventloop.events import Stage
 from eventloop.log import get_logger
+from eventloop.training import Driver, Run
 from eventloop.training.state import Counters
 
 log = get_logger()
@@ -62,11 +63,12 @@ class TransformersBridge(Bridge):
         super().__init__(bus, trainer)
         self._folders = Folders(trainer)
         self._saver = FolderSaver(trainer, self._folders) if checkpoints else None
-        self._drive: HostedDriver
+        self._host: TrainerHost
+        self._drive: Driver
         self._resume: str | None = None
         self._called = self._looping = False
         self._evaluations = Evaluations(trainer)
-        self._training: HostedRun | None = None
+        self._training: Run | None = None
         """The run, from the beginning of its first epoch until it ends."""
         self._epoch = 0  # counted by the trainer's loop, also if it cuts an epoch short
         self._length: int | None = None
@@ -137,7 +139,7 @@ class TransformersBridge(Bridge):
         finally:
             self._training = None
         if self.running is not None:
-            abandon_evaluation(self.running)
+            abandon_evaluation(self._drive)
             self._drive.end_run()
 
     def _on_train_begin(self, original: Method, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -152,12 +154,12 @@ class TransformersBridge(Bridge):
         trainer = self.trainer
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate's wrapper has no step hooks
         self._begin_run(optimizer)
-        run, drive = self.run_begun, self._drive
+        host, run, drive = self._host, self._host.run, self._drive
         run.foreign_schedulers = [SimpleNamespace(optimizer=one) for one in (optimizer, trainer.optimizer)]
-        run.state.around_rates = partial(set_rates, trainer, optimizer)
-        run.train_data, run.accumulation = data, trainer.args.gradient_accumulation_steps
-        self._length = run.epoch_length = len(data) if has_length(data) else None
-        publish_iterations(trainer, run, drive, optimizer, self._settle)
+        host.around_rates = partial(set_rates, trainer, optimizer)
+        host.train_data, host.accumulation = data, trainer.args.gradient_accumulation_steps
+        self._length = host.epoch_length = len(data) if has_length(data) else None
+        publish_iterations(trainer, host, optimizer, self._settle)
         time_transformers(trainer, run)
         epoch, batches = self._position(state)
         unfinished = self._resume is not None and self._restore(state, self._resume, epoch, batches)
@@ -170,11 +172,11 @@ class TransformersBridge(Bridge):
 
     def _begin_run(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         trainer, args = self.trainer, self.trainer.args
-        run = HostedRun(self.bus, model=trainer.model, optimizer=optimizer, work_dir=Path(args.output_dir))
-        run.resume_way = 'trainer.train(resume_from_checkpoint="{}")'
+        host = TrainerHost(resume_way='trainer.train(resume_from_checkpoint="{}")')
+        run = Run(self.bus, model=trainer.model, optimizer=optimizer, work_dir=Path(args.output_dir), host=host)
         if optimizer is None:
-            run.count_from(self.run)
-        self.run, self._drive = run, run.driver
+            host.count_from(self.run)
+        self.run, self._host, self._drive = run, host, host.drive
         run.validates = True if args.eval_strategy != "no" or args.eval_on_start else None
         handler = signal.getsignal(signal.SIGTERM)
         self._drive.begin_run()
@@ -182,12 +184,6 @@ class TransformersBridge(Bridge):
             raise ConfigurationError(
                 "enable_jit_checkpoint=True handles SIGTERM, and so does a hook on the bus (PreemptionHook); use one of them"
             )
-
-    @property
-    def run_begun(self) -> HostedRun:
-        """The run, which has begun."""
-        assert self.run is not None  # noqa: S101 - for the type checker
-        return self.run
 
     def _position(self, state: Any) -> tuple[int, int]:
         """Return the epoch and the number of its batches with which the trainer begins."""
@@ -211,13 +207,13 @@ class TransformersBridge(Bridge):
 
     def _restore(self, state: Any, path: str, epoch: int, batches: int) -> bool:
         """Resume with the trainer; return True if the checkpoint was saved between the last step of an epoch and its end."""
-        run = self.run_begun
+        host, run = self._host, self._host.run
         entry = read_entry(Path(path))
         if entry is None:
             done = epoch * (self._length or 0) + batches
-            run.resume_without_entry(Counters(epoch=epoch, iter=done, update=state.global_step, batches=batches), path)
+            host.resume_without_entry(Counters(epoch=epoch, iter=done, update=state.global_step, batches=batches), path)
         else:
-            run.restore_entry(entry, path)
+            host.restore_entry(entry, path)
         unfinished = run.counters.epoch < epoch and run.counters.batches > 0 and not batches
         if not unfinished:
             run.counters.epoch, run.counters.batches = epoch, batches
@@ -233,7 +229,7 @@ class TransformersBridge(Bridge):
         """End an epoch; one that a stop has cut short is left without ``after_train_epoch``."""
         run = self._training
         if run is not None:
-            abandon_evaluation(run)
+            abandon_evaluation(self._drive)
             cut = control.should_training_stop or control.should_epoch_stop
             complete = run.counters.batches == self._length or state.global_step >= state.max_steps
             if cut and not complete:
@@ -251,9 +247,9 @@ class TransformersBridge(Bridge):
         """End the training, before the trainer loads the best model."""
         run = self._training
         if run is not None and run.training:
-            abandon_evaluation(run)
+            abandon_evaluation(self._drive)
             self._drive.end_train()
-            run.write_due(self._write)
+            self._host.saver.write_due(self._write)
 
     def _load_best_model(self, original: Method) -> None:
         if self._saver is not None:
@@ -274,19 +270,19 @@ class TransformersBridge(Bridge):
         if self._evaluations.stage is not None or (run is not None and "iter" in run.state.scopes):
             return original(*args, **kwargs)  # one of several data sets, or at a point where a run has no evaluation
         if run is not None:
-            return self._evaluations.evaluate(run, stage, original, *args, **kwargs)
+            return self._evaluations.evaluate(self._host, stage, original, *args, **kwargs)
         with self._closing():
             self._begin_run()
-            return self._evaluations.evaluate(self.run_begun, stage, original, *args, **kwargs)
+            return self._evaluations.evaluate(self._host, stage, original, *args, **kwargs)
 
     # -------------------------------------------------------------------------------------------------- the checkpoints
 
     def _settle(self) -> None:
         """Save or stop after the trainer has logged, evaluated and saved: a resumed run does not repeat these."""
-        run = self.run_begun
+        run, saver = self._host.run, self._host.saver
         # After the last step of an epoch the end of the epoch follows at once, and a run resumes better from there.
-        if run.save_due and ("epoch" not in run.state.scopes or run.counters.batches != self._length):
-            run.write_due(self._write)
+        if saver.due and ("epoch" not in run.state.scopes or run.counters.batches != self._length):
+            saver.write_due(self._write)
         if run.state.stops and self._drive.should_stop():
             self.trainer.control.should_training_stop = True
 
@@ -297,7 +293,8 @@ class TransformersBridge(Bridge):
             original(model, trial)
             return
         folder = self._folders.next(trial)
-        writing, filled = run.writing(folder), self._folders.filled(*run.gather_entry(str(folder)))
+        writing = self._host.saver.writing(folder)
+        filled = self._folders.filled(*self._host.gather_entry(str(folder)))
         if self._saver is not None and self._saver.is_open:
             with writing.copying(), filled:
                 self._saver.save(partial(original, model, trial), folder, writing, own=True)
@@ -308,12 +305,12 @@ class TransformersBridge(Bridge):
 
     def _write(self, path: AnyPath) -> None:
         """Make the trainer save a checkpoint under a name given by a hook."""
-        run = self.run_begun
-        writing, filled = run.writing(path), self._folders.filled(*run.gather_entry(str(path)))
+        saver = self._host.saver
+        writing, filled = saver.writing(path), self._folders.filled(*self._host.gather_entry(str(path)))
         if self._saver is not None and self._saver.is_open:
             save = partial(privates.save, self.trainer)
             with writing.copying(), filled:
-                self._saver.save(save, local(path), writing, own=False, raises=run.save_raises)
+                self._saver.save(save, local(path), writing, own=False, raises=saver.raises)
             return
         with writing, filled:
             self._folders.write(path)

@@ -15,25 +15,24 @@ import torch
 
 from eventloop import events as ev
 from eventloop.bridges.copies import replaced
-from eventloop.bridges.hosted import HostedDriver, HostedRun
+from eventloop.bridges.hosted import TrainerHost
 from eventloop.bridges.transformers import privates
 from eventloop.bridges.transformers.evaluations import abandon_evaluation
+from eventloop.training import Run
 
 Method = Callable[..., Any]
 
 
-def publish_iterations(
-    trainer: Any, run: HostedRun, drive: HostedDriver, optimizer: torch.optim.Optimizer, settle: Callable[[], object]
-) -> None:
+def publish_iterations(trainer: Any, host: TrainerHost, optimizer: torch.optim.Optimizer, settle: Callable[[], object]) -> None:
     """Publish the iterations of a training until its run ends.
 
     ``settle`` is called after the trainer has logged, evaluated and saved, if a hook waits for a save or a stop.
     """
-    handler, steps = trainer.callback_handler, _Steps(trainer, run, drive, optimizer)
-    training_step, loss = _around_training_step(trainer, run, drive, steps)
-    on_substep_end = _around_end(handler.on_substep_end, run, drive, loss, None)
-    on_step_end = _around_end(handler.on_step_end, run, drive, loss, steps)
-    log_save_evaluate = _around_log_save_evaluate(trainer, run, settle)
+    handler, run, steps = trainer.callback_handler, host.run, _Steps(trainer, host, optimizer)
+    training_step, loss = _around_training_step(trainer, host, steps)
+    on_substep_end = _around_end(handler.on_substep_end, host, loss, None)
+    on_step_end = _around_end(handler.on_step_end, host, loss, steps)
+    log_save_evaluate = _around_log_save_evaluate(trainer, host, settle)
     run.defer(replaced(trainer, "training_step", training_step))
     run.defer(replaced(handler, "on_substep_end", on_substep_end))
     run.defer(replaced(handler, "on_step_end", on_step_end))
@@ -43,9 +42,9 @@ def publish_iterations(
 class _Steps:
     """The steps of the optimizer. Torch's hooks see the real ones; they are registered only where that is needed."""
 
-    def __init__(self, trainer: Any, run: HostedRun, drive: HostedDriver, optimizer: torch.optim.Optimizer) -> None:
-        self._run, self._optimizer = run, optimizer
-        self._before, self._after = drive.around_step(optimizer)
+    def __init__(self, trainer: Any, host: TrainerHost, optimizer: torch.optim.Optimizer) -> None:
+        self._run, self._optimizer = host.run, optimizer
+        self._before, self._after = host.around_step(optimizer)
         self.all_happen = trainer.accelerator.scaler is None
         """True if each window ends with a step; False if a gradient scaler skips some."""
         if not self.all_happen:
@@ -58,17 +57,17 @@ class _Steps:
         self._run.defer(self._optimizer.register_step_post_hook(self._after).remove)
 
 
-def _around_training_step(trainer: Any, run: HostedRun, drive: HostedDriver, steps: _Steps) -> tuple[Method, Callable[[], Any]]:
+def _around_training_step(trainer: Any, host: TrainerHost, steps: _Steps) -> tuple[Method, Callable[[], Any]]:
     """Return the training step with its events, and a function that returns the loss of the last one."""
-    original, wants = trainer.training_step, run.wants
-    scopes, counters, length = run.state.scopes, run.counters, run.epoch_length
+    original, run, drive, wants = trainer.training_step, host.run, host.drive, host.run.wants
+    scopes, counters, length = run.state.scopes, run.counters, host.epoch_length
     all_happen, loss = steps.all_happen, None
 
     @wraps(original)
     def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal loss
         if scopes.innermost != "epoch":
-            abandon_evaluation(run)
+            abandon_evaluation(drive)
         drive.begin_iteration(inputs, last=counters.batches + 1 == length)
         if all_happen and (wants(ev.BeforeOptimizerStep) or wants(ev.AfterOptimizerStep)):
             steps.watch()
@@ -88,7 +87,7 @@ def _around_training_step(trainer: Any, run: HostedRun, drive: HostedDriver, ste
 
 
 @contextmanager
-def _publishing_passes(trainer: Any, run: HostedRun, inputs: Any) -> Iterator[None]:
+def _publishing_passes(trainer: Any, run: Run, inputs: Any) -> Iterator[None]:
     """Publish around the forward and the backward pass of a block."""
     # A search for hyper-parameters makes a new accelerator.
     forward, backward = trainer.compute_loss, trainer.accelerator.backward
@@ -112,14 +111,14 @@ def _publishing_passes(trainer: Any, run: HostedRun, inputs: Any) -> Iterator[No
         yield
 
 
-def _around_end(original: Method, run: HostedRun, drive: HostedDriver, loss: Method, steps: _Steps | None) -> Method:
+def _around_end(original: Method, host: TrainerHost, loss: Method, steps: _Steps | None) -> Method:
     """Return ``on_substep_end``, or with the steps ``on_step_end``, at whose call the trainer has counted the step."""
-    state, wants, window_open = run.state, run.wants, steps is None
-    stepped = [id(one) for one in run.optimizers.values()] if steps is not None and steps.all_happen else []
+    drive, state, wants, window_open = host.drive, host.run.state, host.run.wants, steps is None
+    stepped = [id(one) for one in host.run.optimizers.values()] if steps is not None and steps.all_happen else []
 
     @wraps(original)
     def on_end(*args: Any) -> Any:
-        state.in_window = window_open
+        host.window_open = window_open
         state.stepped.update(stepped)
         drive.end_iteration({"loss": loss()} if wants(ev.AfterTrainIter) else None)
         return original(*args)
@@ -127,13 +126,13 @@ def _around_end(original: Method, run: HostedRun, drive: HostedDriver, loss: Met
     return on_end
 
 
-def _around_log_save_evaluate(trainer: Any, run: HostedRun, settle: Callable[[], object]) -> Method:
-    original, state = getattr(trainer, privates.LOG_SAVE_EVALUATE), run.state
+def _around_log_save_evaluate(trainer: Any, host: TrainerHost, settle: Callable[[], object]) -> Method:
+    original, state, saver = getattr(trainer, privates.LOG_SAVE_EVALUATE), host.run.state, host.saver
 
     @wraps(original)
     def log_save_evaluate(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
-        if state.agreed.stop or run.save_due:
+        if state.agreed.stop or saver.due:
             settle()
 
     return log_save_evaluate

@@ -18,8 +18,7 @@ from eventloop.cli.common import FileOrURL, check_checkpoint, say, status_of, to
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 from eventloop.terminal import printable
 from eventloop.training.saves.discover import file_named, is_candidate, newest_first, read_pointer
-from eventloop.training.saves.write import LAST
-from eventloop.training.schema import how_far
+from eventloop.training.schema import LAST, how_far
 
 _STYLES = {"complete": "green", "verified": "bold green", "damaged": "bold red", "unreadable": "bold red", "weights": "dim"}
 

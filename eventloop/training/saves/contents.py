@@ -36,8 +36,12 @@ class SavedRun(RunView, Protocol):
 
     bus: Bus
     state: RunState
+    feeds: Feeds
+    saves: Any
+    host: Any
     stateful: dict[str, Any]
     options: dict[str, Any]
+    moves_models: bool
     resumed_from: AnyPath | None
 
 
@@ -72,10 +76,10 @@ def gather_state(run: SavedRun, rank: SavedRank, ranks: Sequence[SavedRank], lea
     return as_tree(saved)
 
 
-def gather_rank(run: SavedRun, feeds: Feeds) -> SavedRank:
+def gather_rank(run: SavedRun) -> SavedRank:
     """Return what only this process has: random states, and positions in the data."""
     rng = run.state.validation_rng
-    return SavedRank(rng=rng or get_rng_state(), data=feeds.saved(validating=rng is not None))
+    return SavedRank(rng=rng or get_rng_state(), data=run.feeds.saved(validating=rng is not None))
 
 
 def _entry(run: SavedRun) -> Tree:
@@ -98,7 +102,7 @@ def restore_entry(run: SavedRun, saved: SavedEntry) -> None:
     run.state.resume()
 
 
-def restore_state(run: SavedRun, feeds: Feeds, tree: Mapping[str, Any], *, strict: bool) -> None:
+def restore_state(run: SavedRun, tree: Mapping[str, Any], *, strict: bool) -> None:
     """Restore a tree of the present version; set the random states last, so that no other step draws from them."""
     saved = read(tree, SavedState)
     weights = by_model(run.models, saved.state_dict)
@@ -119,7 +123,7 @@ def restore_state(run: SavedRun, feeds: Feeds, tree: Mapping[str, Any], *, stric
     for _, thing, saved_state in _with_state("stateful", run.stateful, saved.stateful):
         thing.load_state_dict(saved_state)
     restore_entry(run, saved)
-    feeds.restore(saved.data)
+    run.feeds.restore(saved.data)
     if optimizers is msgspec.UNSET or sum(loaded) < len(run.optimizers):
         forget_options(saved.options, "optimizer")
     warn_of_overridden(saved.options, run.options)

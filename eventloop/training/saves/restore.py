@@ -17,7 +17,6 @@ from eventloop.log import get_logger
 from eventloop.privates import tree_map
 from eventloop.training.distributed.ranks import this_rank, world_size
 from eventloop.training.rng import other_rng_state
-from eventloop.training.saves.capture import Saves
 from eventloop.training.saves.contents import SavedRun, restore_state, unwrapped_state
 from eventloop.training.saves.discover import Found, find_checkpoint, load_verified, read_checkpoint
 from eventloop.training.schema import SavedCounts, SavedRank, SavedState, Tree, as_tree, read, upgraded
@@ -41,9 +40,8 @@ def publish_loaded(run: SavedRun, path: str, checkpoint: Tree, progress: SavedCo
 class Restore:
     """Restore the state that a run resumes from. ``source`` and ``strict`` are the run's ``resume=`` and ``strict=``."""
 
-    def __init__(self, run: SavedRun, saves: Saves, source: str | Path | None, *, strict: bool) -> None:
+    def __init__(self, run: SavedRun, source: str | Path | None, *, strict: bool) -> None:
         self._run = run
-        self._saves = saves
         self._source = source if source is None or source == "auto" else as_path(source).absolute()
         self._strict = strict
         self._given: Mapping[str, Any] | None = None
@@ -80,7 +78,7 @@ class Restore:
                 return
             path, state = found
             state = state_of_rank(state, this_rank(), world_size())
-            if self._saves.sharded or has_shards(state):
+            if self._run.host.saver.sharded or has_shards(state):
                 state = self._with_shards(state, path)
             self._apply(state, str(path))
             self._run.resumed_from = path
@@ -124,13 +122,13 @@ class Restore:
         """Load a checked state into the run."""
         run, state = self._run, dict(state)
         publish_loaded(run, path, state, read(state, SavedState).progress)
-        restore_state(run, self._saves.feeds, state, strict=self._strict)
+        restore_state(run, state, strict=self._strict)
         counters = run.state.counters
         log.info("resumed", path=path or "the given state", epoch=counters.epoch, iter=counters.iter)
 
     def _find(self) -> Found | None:
         """Load the checkpoint to resume from; rank 0 finds it for all ranks."""
-        ranks = self._saves.ranks
+        ranks = self._run.state.ranks
         found = self._find_here() if ranks is None or not ranks.rank else None
         if ranks is None:
             return found
@@ -139,12 +137,12 @@ class Restore:
 
     def _find_here(self) -> Found | None:
         if self._source == "auto":
-            return find_checkpoint(*self._saves.directories)
+            return find_checkpoint(*self._run.saves.directories)
         way_out = (
             'give the path or URL of a checkpoint, or of a directory with some; resume="auto" takes the newest one in the work '
             "dir, and begins a new run if it finds none"
         )
-        return read_checkpoint(as_path(self._source or ""), load_verified, way_out, known=self._saves.directories)
+        return read_checkpoint(as_path(self._source or ""), load_verified, way_out, known=self._run.saves.directories)
 
     def _with_shards(self, state: Mapping[str, Any], path: Any) -> dict[str, Any]:
         from eventloop.checkpoint.sharded import put_shards, spread  # takes a second; only for sharded models
@@ -152,7 +150,8 @@ class Restore:
         like = placement(self._run.models, self._run.optimizers)
         if not has_shards(state):
             return spread(state, like)
-        return put_shards(state, path, like, None if self._saves.ranks is None else self._saves.ranks.group)
+        ranks = self._run.state.ranks
+        return put_shards(state, path, like, None if ranks is None else ranks.group)
 
 
 def placement(

@@ -1,4 +1,4 @@
-"""Requests for a checkpoint: merge those of one mount point, write them on the background writer, report each by an event."""
+"""Write checkpoints on the background writer, and report each by an event."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, get_args
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -15,10 +15,8 @@ from eventloop.bus.subscription import OFFLOADED, Subscription
 from eventloop.checkpoint import (
     AnyPath,
     BackgroundWriter,
-    Busy,
     RemotePath,
     StagedTree,
-    Staging,
     commit_bytes,
     file_kind,
     free_name,
@@ -26,75 +24,19 @@ from eventloop.checkpoint import (
     make_directory,
     write,
 )
-from eventloop.checks import check_value
-from eventloop.errors import ConfigurationError
-from eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointSkipped, CheckpointStaged, Progress, RunView
+from eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointStaged, Progress, RunView
 from eventloop.events.event import name_of
 from eventloop.log import get_logger
 from eventloop.offload import Deadline
+from eventloop.training.saves.requests import SaveRequest, publish_skipped
+from eventloop.training.schema import LAST
 
 if TYPE_CHECKING:  # a second to import, and only sharded models need it
     from eventloop.checkpoint.sharded import Parts
 
-LAST = "last_checkpoint"
-"""File with the relative path (or URL) of the newest committed checkpoint, in its directory and in the work dir."""
-
 _STAGED: Final = name_of(CheckpointStaged)
 
 log = get_logger()
-
-
-OnError = Literal["raise", "log"]
-
-_CHOICES: Final = {
-    option: (annotation, frozenset(get_args(annotation)))
-    for option, annotation in (("busy", Busy), ("staging", Staging), ("on_error", OnError))
-}
-
-
-class SaveRequest(msgspec.Struct, frozen=True):
-    """The path of a requested checkpoint, and the options to write it with."""
-
-    path: AnyPath
-    leave_out: frozenset[str] = frozenset()
-    """Keys to leave out of the checkpoint."""
-    on_error: OnError = "raise"
-    staging: Staging = "block"
-    busy: Busy = "wait"
-
-    def check(self, *, sharded: bool) -> None:
-        """Raise ConfigurationError for an unknown option, or one that does not work with a sharded model."""
-        for option, (annotation, allowed) in _CHOICES.items():
-            value = getattr(self, option)
-            if type(value) is not str or value not in allowed:  # check_value takes 10 times as long, for its message
-                check_value(option, value, annotation)
-        if not sharded:
-            return
-        if self.busy == "replace":
-            raise ConfigurationError(
-                'busy="replace" does not work with a sharded model: one process may have begun to write its part of the save '
-                'that another replaces; use busy="wait" or "skip"'
-            )
-        if self.staging != "block":
-            raise ConfigurationError(f'staging={self.staging!r} does not work with a sharded model: use "block"')
-        if isinstance(self.path, RemotePath):
-            raise ConfigurationError(
-                f"cannot save to {self.path}: a sharded model needs a directory that all processes share, not a URL"
-            )
-
-
-def merged(requests: list[SaveRequest]) -> SaveRequest:
-    """Merge requests into one, with the first path and the safest options."""
-    if len(requests) == 1:
-        return requests[0]
-    return SaveRequest(
-        path=requests[0].path,
-        leave_out=frozenset.intersection(*(request.leave_out for request in requests)),
-        on_error="raise" if any(request.on_error == "raise" for request in requests) else "log",
-        # One request may need its copy at once, or must not be skipped.
-        staging="overlap" if all(request.staging == "overlap" for request in requests) else "block",
-        busy=min((request.busy for request in requests), key=("wait", "replace", "skip").index),
-    )
 
 
 class SaveJob(msgspec.Struct, eq=False):
@@ -182,9 +124,7 @@ class CheckpointWriter:
     def skip(self, job: SaveJob) -> None:
         """Log and publish the reason why a job is not written."""
         self._skipped += 1
-        names = [str(path) for path in job.paths]
-        log.warning("checkpoint not made", names=names, reason=job.given_up, skipped=self._skipped)
-        self._bus.publish(CheckpointSkipped(progress=job.progress, path=names[0], names=names, reason=job.given_up))
+        publish_skipped(self._bus, job.paths, job.progress, job.given_up, skipped=self._skipped)
 
     # ------------------------------------------------------------------------------------------------ on the thread
 

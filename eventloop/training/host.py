@@ -1,0 +1,252 @@
+"""``Host``: what differs between a loop of one's own and another library's trainer. ``OwnLoop`` is the host of one's own loop.
+
+A run is the order of the mount points and the state of the hooks. Its host decides who steps, who saves, how the ranks agree,
+and who owns directories, seeds and data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from eventloop.log import get_logger
+from eventloop.training.accelerator import register
+from eventloop.training.agree import Agreement, Alone
+from eventloop.training.distributed.ranks import join_ranks
+from eventloop.training.driver import watch_steps
+from eventloop.training.folders import free_folder, newest_run
+from eventloop.training.loaders import length_of
+from eventloop.training.locks import DirectoryLock
+from eventloop.training.optimizers import warn_if_useless
+from eventloop.training.rng import seed_everything
+from eventloop.training.saves.capture import Capture
+from eventloop.training.saves.contents import SavedRun
+from eventloop.training.saves.requests import Saver
+from eventloop.training.saves.restore import Restore
+from eventloop.training.session import open_runs
+from eventloop.training.update import Update, check_updates
+
+log = get_logger()
+
+
+class Host(Protocol):
+    """Where a run lives. :class:`~eventloop.Run` gets one; a bridge gives it an :class:`~eventloop.bridges.TrainerHost`."""
+
+    instead: Mapping[str, str]
+    """What to do instead of the methods of a run that need a loop of one's own; empty in one."""
+    update_steps: bool
+    """True if an update on the bus steps the optimizers; False if the body of the loop or the trainer does."""
+    evaluates: bool
+    """True if the run sets the evaluation mode and computes metrics; False if the trainer does."""
+    clears_folder: bool
+    """True if a new training moves the files of an earlier run in its work dir aside."""
+    around_rates: Callable[[Callable[[], None]], None] | None
+    """Called with the function that sets learning rates, to scale the schedule of a trainer along."""
+
+    @property
+    def suffix(self) -> str:
+        """End of the names of checkpoints."""
+
+    @property
+    def saver(self) -> Saver:
+        """Writes the checkpoints that hooks request."""
+
+    @property
+    def window_open(self) -> bool:
+        """True inside an accumulation window: saves and a stop wait for its end."""
+
+    @property
+    def accumulation(self) -> int | None:
+        """Iterations per optimizer step; None if unknown."""
+
+    @property
+    def train_data(self) -> Iterable[Any] | None:
+        """The loader of the training data, if known."""
+
+    @property
+    def epoch_length(self) -> int | None:
+        """Training batches per epoch; None if unknown."""
+
+    @property
+    def evaluation_data(self) -> Iterable[Any] | None:
+        """The loader of the current or last validation or test, if known."""
+
+    @property
+    def evaluation_length(self) -> int | None:
+        """Its number of batches; None if unknown."""
+
+    def join(self, run: Any, drive: Any) -> None:
+        """Become the host of a run, which ``drive`` drives."""
+
+    def beginning(self) -> AbstractContextManager[None]:
+        """Prepare ranks, directories, seeds and steps; inside, ``before_run`` is published; then resume."""
+
+    def training(self) -> AbstractContextManager[None]:
+        """Prepare a training; inside, ``before_train`` is published."""
+
+
+class OwnLoop:
+    """The host of a loop of one's own: its ranks agree by collectives, and trainbus writes its checkpoints.
+
+    Args:
+        resume: the checkpoint to resume from; see :class:`~eventloop.Run`.
+        strict: False loads only the matching part of a checkpoint of another model or optimizer.
+        accelerator: the ``accelerate.Accelerator``, if any. Its loop saves into the work dir itself.
+        update_steps: True if an update on the bus steps the optimizers.
+        chooses_folder: True if a training that begins or resumes by ``"auto"`` chooses its folder.
+    """
+
+    suffix = ".safetensors"
+    instead: Mapping[str, str] = {}
+    evaluates = True
+    around_rates: Callable[[Callable[[], None]], None] | None = None
+
+    def __init__(
+        self,
+        *,
+        resume: str | Path | None = None,
+        strict: bool = True,
+        accelerator: Any = None,
+        update_steps: bool = False,
+        chooses_folder: bool = True,
+    ) -> None:
+        self.accelerator = accelerator
+        self.update_steps = update_steps
+        self.clears_folder = accelerator is not None
+        self._chooses_folder = chooses_folder and accelerator is None
+        self._resume, self._strict = resume, strict
+        self._locked: set[Path] = set()
+        self._run: SavedRun
+        self._drive: Any
+        self.saver: Capture
+        self.restore: Restore
+
+    def join(self, run: Any, drive: Any) -> None:
+        """Become the host of a run."""
+        self._run, self._drive = run, drive
+        self.saver = Capture(run)
+        self.restore = Restore(run, self._resume, strict=self._strict)
+        if self.accelerator is not None:
+            register(self.accelerator, run, self.restore)
+
+    @contextmanager
+    def beginning(self) -> Iterator[None]:
+        """Join the ranks, choose and lock the directories, seed, move the models, and watch the steps; then resume."""
+        run, state = self._run, self._run.state
+        ranks = join_ranks(run.bus, run.models, trains=bool(run.optimizers))
+        state.join(Alone(state.own) if ranks is None else Agreement(ranks, state.own))
+        begins_anew = self._chooses_folder and state.trains and self._choose_folder()
+        check_updates(run.bus.hooks, update_steps=self.update_steps)
+        self._warn_of_others()
+        warn_if_useless(run.optimizers, run.models)
+        if run.seed is not None:
+            seed_everything(run.seed)
+        for model in run.models.values() if run.moves_models else ():
+            model.to(run.device)
+        run.saves.open(begins_anew=begins_anew)
+        watch_steps(run, self.saver)
+        if state.trains:
+            self._lock()  # before a handler opens a file in them
+        yield
+        if state.trains:
+            self._lock()  # the directories that hooks added in before_run
+        self.restore.load()
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Lock the directories that hooks added since the run began."""
+        self._lock()
+        yield
+
+    @property
+    def window_open(self) -> bool:
+        """True inside an accumulation window of the accelerator or of the bus's update."""
+        if self.accelerator is not None and not self.accelerator.sync_gradients:
+            return True
+        return any(hook.window_open for hook in self._run.bus.hooks if isinstance(hook, Update))
+
+    @property
+    def accumulation(self) -> int | None:
+        """Iterations per optimizer step, from the accelerator or the update on the bus; None if your code decides."""
+        if self.accelerator is not None:
+            return int(self.accelerator.gradient_accumulation_steps)
+        return next((hook.accumulate for hook in self._run.bus.hooks if isinstance(hook, Update)), None)
+
+    @property
+    def train_data(self) -> Iterable[Any] | None:
+        """The loader of the training data; None before the first epoch, unless a ``TrainLoop`` knows it."""
+        feeds = self._run.feeds
+        return feeds.expected if feeds.train is None else feeds.train.loader
+
+    @property
+    def epoch_length(self) -> int | None:
+        """Training batches per epoch; None if unknown."""
+        feeds = self._run.feeds
+        return length_of(feeds.expected) if feeds.train is None else feeds.train.length
+
+    @property
+    def evaluation_data(self) -> Iterable[Any] | None:
+        """The loader of the current or last validation or test; None before the first."""
+        feed = self._run.feeds.evaluated
+        return None if feed is None else feed.loader
+
+    @property
+    def evaluation_length(self) -> int | None:
+        """Its number of batches; None if unknown."""
+        feed = self._run.feeds.evaluated
+        return None if feed is None else feed.length
+
+    def _lock(self) -> None:
+        """Lock the directories of this training on rank 0 until the bus is closed; an error is raised on all ranks."""
+
+        def lock() -> None:
+            for path in self._run.saves.directories:
+                # resolve(): links and ".." give one directory several names.
+                if isinstance(path, Path) and (directory := path.resolve()) not in self._locked:
+                    release = DirectoryLock(directory).release
+                    self._locked.add(directory)
+                    self._drive.on_close.callback(self._locked.discard, directory)
+                    self._drive.on_close.callback(release)
+
+        self._on_first(lock)
+
+    def _choose_folder(self) -> bool:
+        """Choose the folder of a training that does not resume from a given checkpoint; all ranks use rank 0's choice.
+
+        Return True for a training without a work dir that begins anew.
+        """
+        run: Any = self._run
+        self._chooses_folder = False  # a run that is entered again stays there
+        restore, wanted, state = self.restore, run.work_dir, run.state
+        if restore.given or state.counters.iter or state.counters.epoch:
+            return False
+        if wanted is None:
+            return True
+        folder = self._on_first(
+            partial(newest_run, wanted) if restore.automatic else partial(free_folder, wanted, run.bus.hooks)
+        )
+        if folder != wanted:
+            what = "going on with the newest run of this name" if restore.automatic else "this work dir has a run already, so"
+            log.info(what if restore.automatic else f"{what} this one gets a folder of its own", work_dir=str(folder))
+            run.move_to(folder)
+        return False
+
+    def _on_first(self, find: Callable[[], Any]) -> Any:
+        """Return what ``find`` returns on rank 0, or raise its error on all ranks."""
+        ranks = self._run.state.ranks
+        return find() if ranks is None else ranks.from_first(find)
+
+    def _warn_of_others(self) -> None:
+        """Warn about another open run if one of the two has a seed: both draw from the same random state."""
+        run = self._run
+        for other in (one for one in open_runs if one is not run):
+            if run.seed is not None or other.seed is not None:
+                log.warning(
+                    "two open runs in one process draw from the same random state, so seeds and resumes do not reproduce their "
+                    "numbers; run one after the other, or each in its own process",
+                    run=run.name,
+                    other=other.name,
+                )

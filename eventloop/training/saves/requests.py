@@ -1,0 +1,251 @@
+"""Request checkpoints: ``Saves`` keeps the requests of hooks and threads until a save point, where the host's saver gets them.
+
+A request waits for the next save point, after the last handler of a mount point. Requests at one save point become one write
+under several names.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, Literal, Protocol, get_args
+
+import msgspec
+
+from eventloop.bus import Bus
+from eventloop.checkpoint import AnyPath, Busy, RemotePath, Staging, as_path
+from eventloop.checks import check_value
+from eventloop.errors import ConfigurationError
+from eventloop.events import CheckpointSkipped, Progress
+from eventloop.log import get_logger
+from eventloop.training.agree import Agreement
+from eventloop.training.distributed.ranks import Ranks
+from eventloop.training.folders import free_folder
+from eventloop.training.saves.contents import SavedRun
+from eventloop.training.state import Counters
+
+log = get_logger()
+
+OnError = Literal["raise", "log"]
+
+_CHOICES: Final = {
+    option: (annotation, frozenset(get_args(annotation)))
+    for option, annotation in (("busy", Busy), ("staging", Staging), ("on_error", OnError))
+}
+
+
+class SaveRequest(msgspec.Struct, frozen=True):
+    """The path of a requested checkpoint, and the options to write it with."""
+
+    path: AnyPath
+    leave_out: frozenset[str] = frozenset()
+    """Keys to leave out of the checkpoint."""
+    on_error: OnError = "raise"
+    staging: Staging = "block"
+    busy: Busy = "wait"
+
+    def check(self, *, sharded: bool) -> None:
+        """Raise ConfigurationError for an unknown option, or one that does not work with a sharded model."""
+        for option, (annotation, allowed) in _CHOICES.items():
+            value = getattr(self, option)
+            if type(value) is not str or value not in allowed:  # check_value takes 10 times as long, for its message
+                check_value(option, value, annotation)
+        if not sharded:
+            return
+        if self.busy == "replace":
+            raise ConfigurationError(
+                'busy="replace" does not work with a sharded model: one process may have begun to write its part of the save '
+                'that another replaces; use busy="wait" or "skip"'
+            )
+        if self.staging != "block":
+            raise ConfigurationError(f'staging={self.staging!r} does not work with a sharded model: use "block"')
+        if isinstance(self.path, RemotePath):
+            raise ConfigurationError(
+                f"cannot save to {self.path}: a sharded model needs a directory that all processes share, not a URL"
+            )
+
+
+def merged(requests: list[SaveRequest]) -> SaveRequest:
+    """Merge requests into one, with the first path and the safest options."""
+    if len(requests) == 1:
+        return requests[0]
+    return SaveRequest(
+        path=requests[0].path,
+        leave_out=frozenset.intersection(*(request.leave_out for request in requests)),
+        on_error="raise" if any(request.on_error == "raise" for request in requests) else "log",
+        # One request may need its copy at once, or must not be skipped.
+        staging="overlap" if all(request.staging == "overlap" for request in requests) else "block",
+        busy=min((request.busy for request in requests), key=("wait", "replace", "skip").index),
+    )
+
+
+class Writer(Protocol):
+    """Writes files on a thread of its own."""
+
+    def wait(self, seconds: float = math.inf) -> object:
+        """Wait until no file is being written, for at most ``seconds``."""
+
+    def close(self, seconds: float) -> object:
+        """Write what is queued, for at most ``seconds``, and end the thread."""
+
+
+class Saver(Protocol):
+    """Who saves: trainbus's own writer, or the trainer of a host."""
+
+    hidden: tuple[type[BaseException], ...]
+    """Errors that the user may not get to see."""
+    due: list[SaveRequest]
+    """Requests that wait for a safe moment of the trainer."""
+    resumes_training_at: Counters | None
+    """The counts in the last save, if a run that resumes from it does not begin with a validation."""
+
+    @property
+    def writer(self) -> Writer | None:
+        """Our own writer; None if the trainer writes."""
+
+    def open(self) -> None:
+        """Begin a run."""
+
+    def check(self, request: SaveRequest) -> None:
+        """Raise ConfigurationError for an option that does not work here."""
+
+    def rehearse(self, request: SaveRequest) -> list[str]:
+        """Gather the state as for a save, without writing it; return its keys, if they are known."""
+
+    def save(self, requests: list[SaveRequest]) -> None:
+        """Save for these requests, at a save point of the run."""
+
+    def resume_line(self) -> str:
+        """Return the line that tells how to continue a training that ended early; empty if nothing can be resumed from."""
+
+
+class Saves:
+    """The requests of a run, and the directories that it saves to."""
+
+    def __init__(self, run: SavedRun) -> None:
+        self._run = run
+        self.requests: list[SaveRequest] = []
+        self.directories: list[AnyPath] = [] if run.work_dir is None else [run.work_dir]
+        """The work dir, if any, and the directories of hooks."""
+        self._begins_anew = False
+        self._is_open = False
+
+    @property
+    def _saver(self) -> Saver:
+        saver: Saver = self._run.host.saver
+        return saver
+
+    def open(self, *, begins_anew: bool = False) -> None:
+        """Begin a run. ``begins_anew`` tells that it has no work dir, and gets free directories for its hooks."""
+        self.requests, self._begins_anew, self._is_open = [], begins_anew, True
+        self._run.state.own.files = lambda: [request.path.name for request in self.requests]
+        self._saver.open()
+
+    def directory(self, directory: str | AnyPath | None = None) -> AnyPath:
+        """Return ``directory``, or the work dir if it is None; raise ConfigurationError if there is neither."""
+        if directory is not None:
+            return as_path(directory)
+        if self._run.work_dir is None:
+            raise ConfigurationError(f"the run has no directory for checkpoints: {self._run.work_dir_advice}")
+        return self._run.work_dir
+
+    def add_directory(self, wanted: AnyPath) -> AnyPath:
+        """Add a directory of checkpoints: another one if ``wanted`` has a run, and nothing tells the two runs apart."""
+        folder = wanted
+        if self._begins_anew:
+            ranks = self._run.state.ranks
+            folder = free_folder(wanted) if ranks is None else ranks.from_first(lambda: free_folder(wanted))
+            if folder != wanted:
+                log.info("this directory has a run already, so this one gets a directory of its own", directory=str(folder))
+        self.directories.append(folder)
+        return folder
+
+    def request(self, request: SaveRequest) -> None:
+        """Queue a request for the next save point; skip it if the run does not train."""
+        self._check_open()
+        if not (self._run.state.has_trained or self._run.state.progress.stage == "train"):
+            self._skip(request)
+            return
+        self._saver.check(request)
+        self.requests.append(request)
+
+    def check(self, request: SaveRequest, *, rehearse: bool) -> list[str]:
+        """Raise the error that a save would raise; with ``rehearse``, gather the state and return its keys."""
+        self._check_open()
+        self._saver.check(request)
+        return self._saver.rehearse(request) if rehearse else []
+
+    def save_if_asked(self, *, force: bool = False) -> None:
+        """Save if hooks or threads requested it; inside an accumulation window only with ``force``."""
+        state = self._run.state
+        ranks = state.ranks
+        if not self.requests and not state.agreed.save and not (force and ranks is not None):
+            return  # the usual case
+        if not state.has_trained or (not force and state.window_open):
+            return
+        self._add_asked_now()
+        if ranks is not None:
+            self._agree(ranks, force=force)
+        requests, self.requests = self.requests, []
+        if requests:
+            self._saver.save(requests)
+
+    def end(self) -> None:
+        """Save the last requests and wait until all files are written. Requests that come too late are skipped."""
+        self.save_if_asked(force=True)
+        if not self._run.state.has_trained:
+            self._add_asked_now()
+        left = [*self._saver.due, *self.requests]
+        self._saver.due, self.requests = [], []
+        for request in left:
+            self._skip(request)
+        self.wait()  # even if the bus stays open: the next run may resume from the file
+
+    def wait(self) -> None:
+        """Wait until no save is being written."""
+        self._check_open()
+        if (writer := self._saver.writer) is not None:
+            with self._run.bus.span("waiting for checkpoints"):
+                writer.wait()
+
+    def settle(self, seconds: float) -> None:
+        """Wait for the files that are being written, for at most ``seconds``."""
+        if (writer := self._saver.writer) is not None:
+            writer.wait(seconds)
+
+    def close(self, seconds: float) -> None:
+        """Accept no more requests, and wait for the files that are being written, for at most ``seconds``."""
+        if (writer := self._saver.writer) is not None:
+            writer.close(seconds)
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise ConfigurationError("checkpoints need an open run: use `with Run(...) as run:`, or TrainLoop")
+
+    def _add_asked_now(self) -> None:
+        """Queue a request, once, if ``checkpoint_now`` was called on any rank."""
+        state = self._run.state
+        if not state.agreed.save:
+            return
+        state.own.save = state.agreed.save = False
+        self.requests.append(SaveRequest(self.directory() / f"iter_{state.counters.iter}{self._run.checkpoint_suffix}"))
+
+    def _agree(self, ranks: Ranks, *, force: bool) -> None:
+        """Make all ranks save the same files."""
+        if force:  # rank 0 alone sees a failed write, after which it may request another file
+            everyones = ranks.gather(self.requests)
+            ranks.check_first_has_all([[request.path.name for request in requests] for requests in everyones])
+            self.requests = everyones[0]
+        elif self.requests and isinstance(channel := self._run.state.channel, Agreement):
+            channel.confirm()
+
+    def _skip(self, request: SaveRequest) -> None:
+        state = self._run.state
+        reason = f"only a training saves, and this run {'has ended' if state.has_trained else 'has not trained'}"
+        publish_skipped(self._run.bus, [request.path], state.counters.snapshot(), reason)
+
+
+def publish_skipped(bus: Bus, paths: list[AnyPath], progress: Progress, reason: str, **more: object) -> None:
+    """Log and publish the reason why a requested checkpoint is not made."""
+    names = [str(path) for path in paths]
+    log.warning("checkpoint not made", names=names, reason=reason, **more)
+    bus.publish(CheckpointSkipped(progress=progress, path=names[0], names=names, reason=reason))
