@@ -10,7 +10,6 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from msgspec.structs import replace
 
 from eventloop import events as ev
 from eventloop.checks import check_options
@@ -22,7 +21,6 @@ from eventloop.training.distributed.shares import Share, check_even, forward_alo
 from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.optimizers import stepping
 from eventloop.training.repeat import warn_if_left_out
-from eventloop.training.rng import get_rng_state
 from eventloop.training.saves.capture import Capture
 from eventloop.training.saves.contents import SavedRun
 from eventloop.training.session import Session
@@ -99,7 +97,7 @@ class Driver(Session):
     def expect(self, data: Iterable[Any], *, max_epochs: int | None, max_iters: int | None) -> None:
         """Set the limits and loaders of the training for hooks, before the run begins."""
         self._run.feeds.expected = data
-        self.state.counters.max_epochs, self.state.counters.max_iters = max_epochs, max_iters
+        self.state.counters.limit(max_epochs, max_iters)
 
     @check_options
     def begin_train(self, *, max_epochs: Limit | None = None, max_iters: Limit | None = None) -> None:
@@ -115,7 +113,7 @@ class Driver(Session):
         with self._host.training():
             self._begin_stage()
             if max_epochs is not None or max_iters is not None:
-                state.counters.max_epochs, state.counters.max_iters = max_epochs, max_iters
+                state.counters.limit(max_epochs, max_iters)
             state.begin_training()
             self._run.publish(ev.BeforeTrain)
 
@@ -144,12 +142,8 @@ class Driver(Session):
         if state.ranks is not None and not endless:
             length = None if feed is None else feed.length
             check_even(state.ranks, self._run.models.values(), length, first=not self._begun)
-        state.scopes.enter("epoch")
-        state.go_on()
-        if not ((state.resumed and not self._begun) if feed is None else feed.resuming):
-            state.counters.batches = 0
+        state.begin_epoch(resumes=(state.resumed and not self._begun) if feed is None else feed.resuming)
         self._begun = True
-        state.set_progress()
         if feed is not None:
             feed.set_epoch(state.counters.epoch, endless=endless)
         self._run.publish(ev.BeforeTrainEpoch)
@@ -160,15 +154,10 @@ class Driver(Session):
     def end_epoch(self) -> None:
         """Publish ``after_train_epoch`` and count the epoch."""
         self._check_order("end_epoch")
-        state, counters = self.state, self.state.counters
-        if counters.batches and state.progress.iter == counters.iter:  # resumed, or validated, behind the last iteration
-            last = replace(counters.snapshot(), iter=counters.iter - 1, batch_idx=counters.batches - 1)
-            state.progress = replace(last, update=counters.update - bool(state.stepped))
+        state = self.state
+        state.show_last_iteration()
         self._announce(ev.AfterTrainEpoch)
-        counters.epoch += 1
-        counters.batches = 0
-        if state.plan is None or state.plan.due is None:  # else the last iteration has told whether one is due
-            counters.phase = "val"
+        state.count_epoch()
         if self.feed is not None:
             self.feed.end()
         state.settle()
@@ -212,9 +201,9 @@ class Driver(Session):
             index, batch, progress = state.counters.batches, self._batch, state.progress
             event = ev.AfterTrainIter(run=self._run, progress=progress, batch_idx=index, batch=batch, outputs=state.outputs)
             self._bus.publish(event)
-        self._count_iteration()
+        state.count_iteration()
         if validates:
-            state.counters.phase = "val"
+            state.validate_next()
         agreed = state.agreed
         if not state.alone:
             state.channel.exchange()
@@ -227,7 +216,7 @@ class Driver(Session):
     def abandon_iteration(self) -> None:
         """End the iteration without ``after_train_iter``; its batch still counts as consumed."""
         self._check_order("abandon_iteration")
-        self._count_iteration()
+        self.state.count_iteration()
         self.state.scopes.leave("iter")
 
     def replace_batch(self, batch: Any, *, last: bool) -> None:
@@ -238,14 +227,6 @@ class Driver(Session):
         """End the current iteration, if there is one, uncounted and without its ``after_x``: it found no batch."""
         if (scope := self.state.scopes.innermost) in ITERATIONS:
             self.state.scopes.leave(scope)
-
-    def _count_iteration(self) -> None:
-        state, counters = self.state, self.state.counters
-        state.version += 1
-        counters.iter += 1
-        counters.batches += 1
-        counters.update += bool(state.stepped)
-        counters.phase = "val" if state.plan is not None and state.plan.follows else "train"
 
     @check_options
     def begin_validation(self, data: Iterable[Any] | None = None, metrics: AnyMetrics | None = None) -> Iterable[Any]:
@@ -312,10 +293,7 @@ class Driver(Session):
         # Only a validation inside a training is a phase of it that a resumed run repeats.
         if stage == "val" and state.training:
             warn_if_left_out(state.counters, self._host.saver.resumes_training_at)
-            if state.plan is not None:
-                state.plan.asked = False
-            state.counters.phase = "val"
-            state.validation_rng = get_rng_state()
+            state.begin_validation()
         state.scopes.enter(stage)
         if len(lengths) > 1 and not self._in_step:
             state.scopes.defer(forward_alone(self._run.models.values(), lengths))
@@ -350,10 +328,8 @@ class Driver(Session):
         self._check_order(call)
         state = self.state
         self._index += 1
-        state.set_progress(stage, self._index)
-        state.outputs = {}
         self._batch = batch
-        state.scopes.enter(f"{stage} iter")
+        state.begin_evaluation_iteration(stage, self._index)
         self._run.publish(_EVALUATION[stage][2], batch_idx=self._index, batch=batch)
 
     def _end_evaluation_iteration(self, call: str, stage: Stage, outputs: Mapping[str, Any] | None) -> None:
@@ -362,7 +338,7 @@ class Driver(Session):
         if outputs is not None:
             self._take_outputs(call, outputs)
         self._run.publish(_EVALUATION[stage][3], batch_idx=self._index, batch=self._batch, outputs=state.outputs)
-        state.version += self._evaluation_changes
+        state.note_change(self._evaluation_changes)
         if self._metrics is not None:
             self._metrics.update(state.outputs, 1 if self._share is None else self._share.counts(self._index))
         if self._in_step:
@@ -382,8 +358,7 @@ class Driver(Session):
         if stage == "val":
             state.go_on()
         self._announce(_EVALUATION[stage][4], metrics=dict(metrics))
-        state.counters.validations += stage == "val"
-        state.counters.tests += stage == "test"
+        state.count_evaluation(stage)
         state.settle()
         # force: save the validated weights even within an accumulation window, whose gradients are saved too.
         self._saves.save_if_asked(force=True)
@@ -402,7 +377,8 @@ class Driver(Session):
     def _forget(self) -> None:
         """Drop all references to the loaders."""
         self._run.feeds.forget()
-        self.feed = self._evaluated = self._share = self._batch = self.state.plan = None
+        self.state.forget()
+        self.feed = self._evaluated = self._share = self._batch = None
         self._begun = False
 
 

@@ -144,7 +144,7 @@ class TrainLoop:
 
         with self._begun(trains=True, resume=resume, strict=strict) as run:
             plan = ValidationPlan(validate, self._validation_due if by_iter else None) if run.validates else None
-            run.state.plan = plan
+            run.state.validate_by(plan)
             self._look(run)
             for _ in run.epochs(self.max_epochs, max_iters=self.max_iters):
                 if run.validates and run.counters.phase == "val" and (by_iter or run.counters.batches):
@@ -294,7 +294,8 @@ class TrainLoop:
         if self.bus.hosted_here:
             raise BusStateError("loop.run() would block the event loop of this bus: use `await loop.arun()`")
         run = self._new_run(**options)
-        run.state.trains = trains
+        if not trains:
+            run.state.only_evaluate()
         try:
             self._running = run
             self.bus.steps = {"step": self._step, "val_step": self._val_step, "test_step": self._test_step}

@@ -46,7 +46,7 @@ class Repeat:
             log.warning(_LEFT_OUT, reason="the loader restores its own position, so it cannot read its last batch again")
             return None
         batch = self._feed.next()
-        counters.phase = "val"  # until that validation begins: a stop may come first
+        state.validate_next()  # until that validation begins: a stop may come first
         put_back = self._kept()
         state.scopes.enter(REPEATED)
         state.scopes.defer(put_back)

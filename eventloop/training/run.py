@@ -131,7 +131,7 @@ class Run:
         self._named = name is not None
         self.config = config or {}
         self.counters = counters or Counters()
-        self.counters.run_name = self.name
+        self.counters.rename(self.name)
         self.host: Host = host or OwnLoop(resume=resume, strict=strict, accelerator=accelerator)
         self.state = RunState(self.counters, self.optimizers, self.bus, self.host)
         self.moves_models = device is not None
@@ -149,7 +149,7 @@ class Run:
         self.options = options_given(self.optimizers, seed)
         self.feeds = Feeds(self.device)
         self.saves = Saves(self)
-        self.state.save_if_asked = self.saves.save_if_asked
+        self.state.save_by(self.saves.save_if_asked)
         self._driver = Driver(self)
         self._loops = OpenLoops(self._driver, self)
         self._reported: set[str] = set()  # names of entries that were looked at
@@ -233,8 +233,7 @@ class Run:
         self._own_loop("epochs")
         if (max_epochs is None) == (max_iters is None):
             raise ConfigurationError(f"max_epochs={max_epochs} and max_iters={max_iters}: give run.epochs() one of them")
-        self.counters.max_epochs = max_epochs
-        self.counters.max_iters = max_iters
+        self.counters.limit(max_epochs, max_iters)
         return Epochs(self._loops)
 
     @check_options
@@ -435,7 +434,7 @@ class Run:
                 "run.validate_now() needs the training of a TrainLoop with val_data=: your own loop validates where it calls "
                 "run.validate(loader), and another trainer by its own settings"
             )
-        self.state.plan.asked = True
+        self.state.plan.ask()
 
     def request_save(
         self,
@@ -579,7 +578,8 @@ class Run:
         self.saves.directories[:1] = [work_dir]
         self.work_dir = work_dir
         if not self._named:
-            self.name = self.counters.run_name = work_dir.name
+            self.name = work_dir.name
+            self.counters.rename(self.name)
             self.state.set_progress()
 
     def __enter__(self) -> Self:

@@ -89,7 +89,7 @@ def _outputs(run: Any, step: Callable[[Any], Any], batch: Any) -> dict[str, Any]
             returned = step(batch)
         return {**state.outputs, **(returned if isinstance(returned, Mapping) else {"loss": returned})}
     finally:
-        state.outputs = {}
+        state.drop_outputs()
         state.scopes.leave("val iter")
 
 

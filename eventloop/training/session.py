@@ -189,7 +189,7 @@ class Session:
     def _announce(self, event: type[Event], **payload: Any) -> None:
         """Publish an event between iterations, and advance the version if a handler may have changed the state."""
         self._run.publish(event, **payload)
-        self.state.version += self._bus.may_change_state(event)
+        self.state.note_change(self._bus.may_change_state(event))
 
     def _begin_stage(self) -> None:
         """Before the first stage of a training that does not resume, move the files of an earlier run aside."""
@@ -208,7 +208,7 @@ class Session:
         taken = {other.name for other in open_runs}
         if run.work_dir is None and run.name == DEFAULT_NAME and run.name in taken:
             run.name = next(name for number in count(2) if (name := f"{DEFAULT_NAME}-{number}") not in taken)
-            self.state.counters.run_name = run.name
+            self.state.counters.rename(run.name)
 
     def _check_order(self, call: str) -> None:
         """Raise TrainingError if the call is out of turn."""

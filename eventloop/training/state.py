@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, Final
 
 import torch
+from msgspec.structs import replace
 
 from eventloop.bus import Bus
 from eventloop.errors import RunCancelled, TrainingError, stopped
@@ -19,6 +20,7 @@ from eventloop.log import get_logger
 from eventloop.training.agree import Alone, Channel, Requests
 from eventloop.training.distributed.ranks import Ranks
 from eventloop.training.optimizers import set_learning_rate
+from eventloop.training.rng import get_rng_state
 from eventloop.training.schema import SavedCounts
 
 log = get_logger()
@@ -47,6 +49,19 @@ class Counters(SavedCounts):
     def complete(self) -> bool:
         """True if the training has reached its limit."""
         return self.epoch == self.max_epochs or self.iter == self.max_iters
+
+    def limit(self, max_epochs: int | None, max_iters: int | None) -> None:
+        """Set the limits of the training."""
+        self.max_epochs, self.max_iters = max_epochs, max_iters
+
+    def go_to(self, *, epoch: int, batches: int, iteration: int | None = None) -> None:
+        """Take over the counts of another trainer."""
+        self.epoch, self.batches = epoch, batches
+        self.iter = self.iter if iteration is None else iteration
+
+    def rename(self, name: str) -> None:
+        """Set the name of the run."""
+        self.run_name = name
 
     def saved(self) -> SavedCounts:
         """Return the counts to save."""
@@ -154,6 +169,10 @@ class ValidationPlan:
         self.asked = False
         """True from ``run.validate_now()`` to the next validation."""
 
+    def ask(self) -> None:
+        """Validate after the current iteration, epoch or validation."""
+        self.asked = True
+
     @property
     def follows(self) -> bool:
         """True if a validation follows the iteration that ends here."""
@@ -186,8 +205,7 @@ class RunState:
         self.own = Requests()
         """The requests of this process, which other threads and signal handlers make."""
         self.join(Alone(self.own))
-        self.save_if_asked: Callable[[], object] = lambda: None
-        """Writes the checkpoint that ``checkpoint_now`` asked for, also in a pause."""
+        self._save_if_asked: Callable[[], object]
         self._host = host
         self._optimizers = optimizers
         self._bus = bus
@@ -213,6 +231,23 @@ class RunState:
     def ranks(self) -> Ranks | None:
         """All processes; None if there is only one, or another library's trainer."""
         return self.channel.ranks
+
+    def save_by(self, save_if_asked: Callable[[], object]) -> None:
+        """Call ``save_if_asked`` in a pause, for a checkpoint that ``checkpoint_now`` asked for."""
+        self._save_if_asked = save_if_asked
+
+    def only_evaluate(self) -> None:
+        """Note that the run only validates or tests: it locks no directories."""
+        self.trains = False
+
+    def validate_by(self, plan: ValidationPlan | None) -> None:
+        """Follow the plan of a ``TrainLoop`` that trains."""
+        self.plan = plan
+
+    def forget(self) -> None:
+        """Drop references to the data when the run ends."""
+        self.plan = None
+        self.outputs = {}
 
     def join(self, channel: Channel) -> None:
         """Agree with other ranks by a channel."""
@@ -256,6 +291,67 @@ class RunState:
         self.stepped.clear()
         self.counters.phase, self.validation_rng = "train", None
         self.scopes.enter("iter")
+
+    def begin_evaluation_iteration(self, stage: Stage, index: int) -> None:
+        """Begin an iteration of a validation or test. The steps are still those of the last iteration of the training."""
+        self.set_progress(stage, index)
+        self.drop_outputs()
+        self.scopes.enter(f"{stage} iter")
+
+    def drop_outputs(self) -> None:
+        """Begin anew without outputs; events keep theirs."""
+        self.outputs = {}
+
+    def count_iteration(self) -> None:
+        """Count the iteration that ends here."""
+        counters = self.counters
+        self.version += 1
+        counters.iter += 1
+        counters.batches += 1
+        counters.update += bool(self.stepped)
+        counters.phase = "val" if self.plan is not None and self.plan.follows else "train"
+
+    def note_change(self, changed: bool = True) -> None:
+        """Advance the version if handlers may have changed the state."""
+        self.version += changed
+
+    def validate_next(self) -> None:
+        """Make a validation the next phase of the training, which a resumed run begins with."""
+        self.counters.phase = "val"
+
+    def begin_validation(self) -> None:
+        """Begin a validation inside the training: a run that resumes from here repeats it."""
+        if self.plan is not None:
+            self.plan.asked = False
+        self.validate_next()
+        self.validation_rng = get_rng_state()
+
+    def count_evaluation(self, stage: Stage) -> None:
+        """Count the validation or test that ends here."""
+        self.counters.validations += stage == "val"
+        self.counters.tests += stage == "test"
+
+    def begin_epoch(self, *, resumes: bool) -> None:
+        """Begin an epoch; one that ``resumes`` keeps the number of its batches."""
+        self.scopes.enter("epoch")
+        self.go_on()
+        if not resumes:
+            self.counters.batches = 0
+        self.set_progress()
+
+    def show_last_iteration(self) -> None:
+        """Give the end of an epoch the progress of its last iteration, also if the run has resumed or validated behind it."""
+        counters = self.counters
+        if counters.batches and self.progress.iter == counters.iter:
+            last = replace(counters.snapshot(), iter=counters.iter - 1, batch_idx=counters.batches - 1)
+            self.progress = replace(last, update=counters.update - bool(self.stepped))
+
+    def count_epoch(self) -> None:
+        """Count the epoch that ends here; without a plan, a validation follows it."""
+        self.counters.epoch += 1
+        self.counters.batches = 0
+        if self.plan is None or self.plan.due is None:  # else the last iteration has set the phase
+            self.validate_next()
 
     def begin_training(self) -> None:
         """Begin the training: from here on, saves write files."""
@@ -316,7 +412,7 @@ class RunState:
         log.info("the run is paused", iter=self.counters.iter)
         while (agreed := self.agreed).paused and not (agreed.stop or agreed.cancelled):
             if agreed.save:
-                self.save_if_asked()
+                self._save_if_asked()
             time.sleep(_LOOK)
             self.channel.settle()  # all ranks together, or some would time out in a collective of the training
         self.check_cancelled()
@@ -330,7 +426,7 @@ class RunState:
                 set_learning_rate(self._optimizers[name], rate)
             log.info("the learning rate was set", lr=rate, optimizers=", ".join(names), iter=self.counters.iter)
             self._publish(LearningRateSet, lr=rate, optimizers=list(names))
-        self.version += bool(wanted)
+        self.note_change(bool(wanted))
 
     def _publish(self, event: type[Event], **fields: Any) -> None:
         if self._bus.wants(event):

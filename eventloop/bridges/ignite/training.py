@@ -117,7 +117,7 @@ class TrainerRuns:
         elif state.iteration:
             host.resume_without_entry(Counters(update=state.iteration))
         if not self._left_off:
-            run.counters.epoch, run.counters.iter = state.epoch, state.iteration
+            run.counters.go_to(epoch=state.epoch, batches=run.counters.batches, iteration=state.iteration)
 
     def _continue(self) -> None:
         """Begin a run in the middle of Ignite's, which was interrupted there and fires no event when it continues."""
@@ -159,10 +159,10 @@ class TrainerRuns:
         state, counters = self._trainer.state, drive.state.counters
         # Ignite's handlers may change all of this.
         host.train_data, host.epoch_length = state.dataloader, state.epoch_length
-        counters.max_epochs, counters.max_iters = _limits(state)
-        counters.epoch, counters.iter = state.epoch - 1, state.iteration
+        counters.limit(*_limits(state))
         # An engine that was terminated begins its next epoch with the first batch; else it continues in the epoch.
-        counters.batches = 0 if self._terminated or not state.epoch_length else state.iteration % state.epoch_length
+        batches = 0 if self._terminated or not state.epoch_length else state.iteration % state.epoch_length
+        counters.go_to(epoch=state.epoch - 1, batches=batches, iteration=state.iteration)
         self._terminated = False
         drive.begin_epoch()
 

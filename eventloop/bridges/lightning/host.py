@@ -206,8 +206,7 @@ class LightningBridge(Bridge):
         self._stop_if_asked()
 
     def _begin_epoch(self, batches: int) -> None:
-        counters = self._drive.state.counters
-        counters.epoch, counters.batches = self.trainer.current_epoch, batches
+        self._drive.state.counters.go_to(epoch=self.trainer.current_epoch, batches=batches)
         self._iterations.length, self._iterations.last = self.trainer.num_training_batches, False
         self._drive.begin_epoch()
 

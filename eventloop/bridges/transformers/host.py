@@ -167,7 +167,8 @@ class TransformersBridge(Bridge):
         if unfinished:  # the trainer saved after the last step of an epoch, and does not end that epoch again
             drive.begin_epoch()
             drive.end_epoch()
-        self._epoch, run.counters.batches = epoch, batches
+        self._epoch = epoch
+        run.counters.go_to(epoch=run.counters.epoch, batches=batches)
         self._training = run
 
     def _begin_run(self, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -216,12 +217,12 @@ class TransformersBridge(Bridge):
             host.restore_entry(entry, path)
         unfinished = run.counters.epoch < epoch and run.counters.batches > 0 and not batches
         if not unfinished:
-            run.counters.epoch, run.counters.batches = epoch, batches
+            run.counters.go_to(epoch=epoch, batches=batches)
         return unfinished
 
     def _on_epoch_begin(self, original: Method, *args: Any, **kwargs: Any) -> Any:
         if self._training is not None:
-            self._training.counters.epoch = self._epoch
+            self._training.counters.go_to(epoch=self._epoch, batches=self._training.counters.batches)
             self._drive.begin_epoch()
         return original(*args, **kwargs)
 
