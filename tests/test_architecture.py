@@ -196,3 +196,28 @@ def test_stubs_are_installed_with_the_package():
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     installed = {file for package, globs in data.items() for glob in globs for file in (ROOT / package).glob(glob)}
     assert {ROOT / "eventloop" / "bus" / "overloads.pyi"} == set((ROOT / "eventloop").glob("**/*.pyi")) <= installed
+
+
+def test_each_attribute_of_a_runs_state_is_assigned_by_the_module_of_the_state_alone():
+    """Others call a method of ``RunState``, ``Counters`` or ``ValidationPlan``, whose name says what happens."""
+    home = "eventloop.training.state"
+    classes = {node.name: node for node in ast.parse(MODULES[home].read_text()).body if isinstance(node, ast.ClassDef)}
+    stored = {
+        name: {
+            node.attr
+            for node in ast.walk(classes[name])
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+        }
+        for name in ("RunState", "Counters", "ValidationPlan")
+    }
+    stored["Counters"] |= {"epoch", "iter", "update", "batches", "phase", "validations", "tests", "max_epochs", "max_iters"}
+    owners = {"state": stored["RunState"], "counters": stored["Counters"], "plan": stored["ValidationPlan"]}
+    assert {"outputs", "version", "resumed", "progress"} <= stored["RunState"]
+    found = []
+    for name in [*under("eventloop"), *under("hooks")]:
+        for node in ast.walk(ast.parse(MODULES[name].read_text())):
+            if name != home and isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                owner = ast.unparse(node.value).rpartition(".")[2].strip("_")
+                if node.attr in owners.get(owner, ()):
+                    found.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
+    assert not found
