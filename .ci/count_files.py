@@ -33,7 +33,7 @@ COMMAND = (
     "trainbus.py",
     "eventloop/cli/",
     "eventloop/config/",
-    *(f"eventloop/training/{name}.py" for name in ("loop", "run", "session", "driver", "state", "iterators", "data")),
+    *(f"eventloop/training/{name}.py" for name in ("loop", "host", "run", "session", "driver", "state", "iterators", "data")),
 )
 
 
@@ -208,8 +208,8 @@ if __name__ == "__main__":
         report("an event, from publish to its handler", event(), 7),
         report("an event, to an async handler", event(is_async=True), 7),
         report("an event with capture=", event(capture=lambda one: one.outputs["loss"]), 7),
-        report("a checkpoint, from request_save to its event", checkpoint(), 24, goal=22),
-        *([report("a step of an attached Lightning trainer", attached_step(), 18, goal=12)] if find_spec("lightning") else []),
-        report("trainbus run, to the first batch", command(), 14, goal=12),
+        report("a checkpoint, from request_save to its event", checkpoint(), 26, goal=22),
+        *([report("a step of an attached Lightning trainer", attached_step(), 12)] if find_spec("lightning") else []),
+        report("trainbus run, to the first batch", command(), 15, goal=12),
     ]
     sys.exit(not all(good))

@@ -1,6 +1,7 @@
 """The training loop: ``Run`` publishes the mount points in order, and ``TrainLoop`` is built on it."""
 
 from eventloop.training.driver import Driver
+from eventloop.training.host import Host, OwnLoop
 from eventloop.training.loop import TrainLoop
 from eventloop.training.metrics import Metric, missing_metric
 from eventloop.training.rng import SeededDataset, set_sampler_epoch
@@ -14,7 +15,9 @@ from eventloop.training.worker_signals import WorkerSignals
 
 __all__ = [
     "Driver",
+    "Host",
     "Metric",
+    "OwnLoop",
     "Run",
     "SeededDataset",
     "TrainLoop",

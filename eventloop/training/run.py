@@ -116,6 +116,10 @@ class Run:
         accelerator: Any = None,
         host: Any = None,
     ) -> None:
+        if host is not None and (resume is not None or accelerator is not None or not strict):
+            raise ConfigurationError(
+                f"host={type(host).__name__} beside resume=, strict= or accelerator=: give these to the host, which decides"
+            )
         self.bus = bus if bus is not None else Bus()
         self.wants = self.bus.route_of
         """``wants(AfterForward)`` is falsy if publishing the event does nothing; costs as little as a dictionary."""

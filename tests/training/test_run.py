@@ -10,6 +10,7 @@ import torch
 from structlog.testing import capture_logs
 
 from eventloop import Bus, BusStateError, ConfigurationError, Event, Progress, Run, TrainingError, TrainLoop
+from eventloop.training import OwnLoop
 
 ITER = "before_train_iter after_train_iter"
 VAL = "before_val before_val_epoch 2*(before_val_iter after_val_iter) after_val_epoch after_val"
@@ -256,6 +257,13 @@ def test_the_error_for_an_invalid_bus_says_where_hooks_and_models_go(parts, bus,
     if make is Run:
         with pytest.raises(ConfigurationError, match="model="):
             Run(bus, optimizer=None)
+
+
+@pytest.mark.parametrize("option", [{"resume": "auto"}, {"strict": False}, {"accelerator": object()}])
+def test_what_a_given_host_decides_is_no_option_of_the_run(parts, option):
+    """It would be ignored."""
+    with pytest.raises(ConfigurationError, match="OwnLoop"):
+        Run(model=parts.model(), host=OwnLoop(), **option)
 
 
 @pytest.mark.parametrize("options", [{"seed": "3"}, {"strict": "no"}, {"resume": True}, {"config": "x"}])
