@@ -105,7 +105,11 @@ class TrainerHost:
 
     @contextmanager
     def beginning(self) -> Iterator[None]:
-        """Set the rank of the bus. Refuse an update on the bus: the trainer steps the optimizers."""
+        """Set the rank of the bus, and prepare the steps.
+
+        Raises:
+            ConfigurationError: the bus has an update, but the trainer steps the optimizers.
+        """
         run = self.run
         run.bus.set_rank(run.rank, run.world_size)
         for hook in run.bus.hooks:

@@ -95,6 +95,9 @@ class Run:
             ``accelerator.load_state()``, before training begins, continues it; do not skip batches yourself.
         host: where the run lives (:class:`~eventloop.training.Host`): a bridge gives the one of its trainer. By default your
             own loop, with the arguments ``resume``, ``strict`` and ``accelerator``.
+
+    Raises:
+        ConfigurationError: an argument does not fit; the error names it.
     """
 
     @check_options

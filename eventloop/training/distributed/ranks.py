@@ -115,7 +115,11 @@ def join_ranks(bus: Bus, models: Mapping[str, torch.nn.Module], *, trains: bool)
     if world_size() == 1:
         return None
     _runs += 1
-    ranks = Ranks(own_group("control"))
+    try:
+        ranks = Ranks(own_group("control"))
+    except BaseException as error:
+        share_failure(error)  # the run shares the errors that come once it has its ranks
+        raise
     for name, model in models.items():
         if trains and not (is_parallel(model) or any(isinstance(part, DistributedDataParallel) for part in model.modules())):
             log.warning(
