@@ -17,14 +17,14 @@ from eventloop.cli.common import say, to_terminal
 from eventloop.errors import ConfigurationError
 from eventloop.observe import RunFolder, RunFolderError, find_runs
 from eventloop.observe.record import Validation
-from eventloop.observe.states import RunState
+from eventloop.observe.states import RunStatus
 from eventloop.terminal import cell
 
 _STYLES = {
-    RunState.RUNNING: "green",
-    RunState.FAILED: "red",
-    RunState.KILLED: "red",
-    RunState.INTERRUPTED: "yellow",
+    RunStatus.RUNNING: "green",
+    RunStatus.FAILED: "red",
+    RunStatus.KILLED: "red",
+    RunStatus.INTERRUPTED: "yellow",
 }
 
 

@@ -21,7 +21,7 @@ from eventloop.observe.run_folder import (
     write_manifest,
 )
 from eventloop.observe.sparkline import Sparkline, main_curve
-from eventloop.observe.states import RunState
+from eventloop.observe.states import RunStatus
 from eventloop.observe.story import RunManifest, RunSession, RunStory
 from eventloop.observe.trace import Tracer
 from eventloop.observe.verdict import expensive
@@ -53,7 +53,7 @@ __all__ = [
     "RunFolderError",
     "RunManifest",
     "RunSession",
-    "RunState",
+    "RunStatus",
     "RunStory",
     "Sparkline",
     "Straggler",

@@ -28,7 +28,7 @@ from eventloop.checks import check_value
 from eventloop.errors import ConfigurationError
 from eventloop.observe.costs import Costs, Histogram
 from eventloop.observe.latest import LatestHook
-from eventloop.observe.states import ENDED, RunState
+from eventloop.observe.states import ENDED, RunStatus
 from eventloop.observe.story import RunStory
 
 try:
@@ -40,7 +40,7 @@ except ImportError as error:
     raise ConfigurationError(f'metrics need prometheus-client ({error}): pip install "trainbus[metrics]"') from error
 
 _BOUNDS: Final = range(13 * 8, 38 * 8 + 1, 4)  # eighths of doublings of 1 ns: 8 µs to 275 s, two a doubling
-_STATES: Final = (RunState.RUNNING, RunState.PAUSED, *ENDED)
+_STATES: Final = (RunStatus.RUNNING, RunStatus.PAUSED, *ENDED)
 
 _FAMILIES: Final[Mapping[str, tuple[type[core.Metric], str, tuple[str, ...]]]] = {
     "run": (core.InfoMetricFamily, "Facts of the run", ()),

@@ -18,7 +18,7 @@ from eventloop import events as ev
 from eventloop.observe.bounds import Count, Number, Time
 from eventloop.observe.costs import Costs
 from eventloop.observe.ranks import RankCosts
-from eventloop.observe.states import RunState
+from eventloop.observe.states import RunStatus
 
 
 class Line(msgspec.Struct, kw_only=True, tag_field="kind"):
@@ -170,11 +170,11 @@ def entry_of(event: Any) -> Entry:
             return Compared(**at, ranks=event.ranks)
         case ev.OnException():
             interrupted = isinstance(event.exception, KeyboardInterrupt)
-            return End(**at, state=RunState.INTERRUPTED if interrupted else RunState.FAILED, reason=event.error)
+            return End(**at, state=RunStatus.INTERRUPTED if interrupted else RunStatus.FAILED, reason=event.error)
         case ev.AfterRun():
             run: Any = event.run
             reason = "" if run is msgspec.UNSET else str(run.info.get("stop_reason", ""))
-            return End(**at, state=RunState.STOPPED if reason else RunState.FINISHED, reason=reason)
+            return End(**at, state=RunStatus.STOPPED if reason else RunStatus.FINISHED, reason=reason)
     raise TypeError(f"{type(event).__name__} is not a part of the story of a run")
 
 

@@ -1,4 +1,4 @@
-"""``RunState``: the states that a run can be in."""
+"""``RunStatus``: the states that a run can be in."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 from typing import Final
 
 
-class RunState(StrEnum):
+class RunStatus(StrEnum):
     """The states of a run, as the record, the report, the dashboard, the metrics and ``trainbus runs`` name them."""
 
     RUNNING = "running"
@@ -26,5 +26,5 @@ class RunState(StrEnum):
     """Not ended, but its process is on another machine, or not recorded."""
 
 
-ENDED: Final = (RunState.FINISHED, RunState.STOPPED, RunState.INTERRUPTED, RunState.FAILED)
+ENDED: Final = (RunStatus.FINISHED, RunStatus.STOPPED, RunStatus.INTERRUPTED, RunStatus.FAILED)
 """The states in which a run ends by itself."""

@@ -35,7 +35,7 @@ from eventloop.observe.record import (
     Stage,
     Validation,
 )
-from eventloop.observe.states import ENDED, RunState
+from eventloop.observe.states import ENDED, RunStatus
 
 
 class RunSession(msgspec.Struct, kw_only=True):
@@ -47,23 +47,23 @@ class RunSession(msgspec.Struct, kw_only=True):
     stages: list[str] = []
     resumed_from: str = ""
     ended: Time | None = None
-    state: RunState = RunState.RUNNING
+    state: RunStatus = RunStatus.RUNNING
     reason: str = ""
     """The error, or the reason given to ``run.stop()``."""
     epoch: Count = 0
     iter: Count = 0
 
     def __post_init__(self) -> None:
-        if self.state not in (RunState.RUNNING, *ENDED):
+        if self.state not in (RunStatus.RUNNING, *ENDED):
             raise ValueError(f"a session does not end as {self.state}")
 
     @property
-    def state_now(self) -> RunState:
+    def state_now(self) -> RunStatus:
         """The state; ``killed`` if the process no longer runs, ``unknown`` if it is on another machine."""
-        if self.state is not RunState.RUNNING:
+        if self.state is not RunStatus.RUNNING:
             return self.state
         lives = self.environment.process.lives()
-        return RunState.UNKNOWN if lives is None else RunState.RUNNING if lives else RunState.KILLED
+        return RunStatus.UNKNOWN if lives is None else RunStatus.RUNNING if lives else RunStatus.KILLED
 
 
 class RunManifest(msgspec.Struct, kw_only=True):
@@ -101,9 +101,9 @@ class RunStory:
 
     def __init__(self, manifest: RunManifest | None = None, lines: Iterable[AnyLine] = (), ends: Sequence[float] = ()) -> None:
         self.manifest = manifest or RunManifest(name="")
-        self.state = RunState.RUNNING
+        self.state = RunStatus.RUNNING
         if manifest is not None:
-            self.state = manifest.sessions[-1].state_now if manifest.sessions else RunState.UNKNOWN
+            self.state = manifest.sessions[-1].state_now if manifest.sessions else RunStatus.UNKNOWN
         self.run: Callable[[], Any] = lambda: None
         """Returns the live run; None if there is none."""
         self.metrics: dict[str, Any] = {}
@@ -141,7 +141,7 @@ class RunStory:
         """Begin a session after earlier ones; in the process of the last one, that one continues."""
         if earlier and earlier[-1].environment.process == session.environment.process:  # a test after the training
             session = earlier[-1]
-            session.state, session.ended = RunState.RUNNING, None
+            session.state, session.ended = RunStatus.RUNNING, None
         else:
             earlier = [*earlier, session]
         self.manifest.sessions = list(earlier)
@@ -154,7 +154,7 @@ class RunStory:
             match entry:
                 case Begin():
                     self.manifest = RunManifest(name=entry.name, seed=entry.seed, config=entry.config)
-                    self.run, self.state = entry.run, RunState.RUNNING
+                    self.run, self.state = entry.run, RunStatus.RUNNING
                     self._session, self._loaded, self._trains = None, None, False
                     return []
                 case Resume():
@@ -173,10 +173,10 @@ class RunStory:
                 self.last_checkpoint = entry
             case NotWritten():
                 self.outcomes["failed" if isinstance(entry, FailedCheckpoint) else "skipped"] += 1
-            case Pause() if entry.begins or self.state is not RunState.STOPPING:
-                self.state = RunState.PAUSED if entry.begins else RunState.RUNNING
+            case Pause() if entry.begins or self.state is not RunStatus.STOPPING:
+                self.state = RunStatus.PAUSED if entry.begins else RunStatus.RUNNING
             case End():
-                self.state = RunState(entry.state)
+                self.state = RunStatus(entry.state)
 
     def _follow(self, session: RunSession, entry: Entry) -> list[Line]:
         """Keep up the session; return the lines for the record."""

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import eventloop
-from eventloop.observe import RunFolder, RunState
+from eventloop.observe import RunFolder, RunStatus
 from eventloop.observe.latest import LatestHook
 from eventloop.observe.record import FailedCheckpoint, Resume, Validation, entry_of
 from eventloop.observe.states import ENDED
@@ -23,7 +23,7 @@ def test_a_live_run_and_its_files_have_one_story(tmp_path):
     latest = LatestHook()
     make_loop(CheckpointHook(interval=1, save_best="loss"), RunRecordHook(), latest, work_dir=tmp_path, **VALIDATED).run()
     live, read = latest.story, RunFolder(tmp_path).story()
-    assert live.state is read.state is RunState.FINISHED
+    assert live.state is read.state is RunStatus.FINISHED
     assert live.manifest.name == read.manifest.name
     assert live.outcomes == {"committed": len(read.checkpoints()), "failed": len(read.of(FailedCheckpoint)), "skipped": 0}
     assert live.stalled == pytest.approx(sum(one.stall for one in read.checkpoints()))

@@ -13,7 +13,7 @@ import torch
 from eventloop.errors import TrainbusError
 from eventloop.observe.dashboard.message_log import MessageLog
 from eventloop.observe.record import End, Entry, Pause, Resume, begin_of, fields_of
-from eventloop.observe.states import ENDED, RunState
+from eventloop.observe.states import ENDED, RunStatus
 from eventloop.observe.story import RunStory
 
 Command = Literal["pause", "resume", "stop", "checkpoint", "lr"]
@@ -38,7 +38,7 @@ class RunPage:
         self.story = RunStory()
         self.story.add(begin)
         self.name, self.began = begin.name or "run", begin.time
-        self.end = End(time=0.0, state=RunState.FINISHED)
+        self.end = End(time=0.0, state=RunStatus.FINISHED)
         """How the run ends; posted when its last checkpoint is written."""
         self.ends_later = False
         """True if the page ends after the last checkpoint is written instead of with ``after_run``."""
@@ -105,14 +105,14 @@ class RunPage:
         match name:
             case "pause":
                 run.pause()
-                self._ask(RunState.PAUSING)
+                self._ask(RunStatus.PAUSING)
             case "resume":
                 run.resume()
-                if self.story.state is RunState.PAUSING:  # it was not paused yet, so no run_resumed will come
-                    self._ask(RunState.RUNNING)
+                if self.story.state is RunStatus.PAUSING:  # it was not paused yet, so no run_resumed will come
+                    self._ask(RunStatus.RUNNING)
             case "stop":
                 run.stop("stopped from the dashboard")
-                self._ask(RunState.STOPPING)
+                self._ask(RunStatus.STOPPING)
             case "checkpoint":
                 run.checkpoint_now()
                 self.note("asked", what="a checkpoint")
@@ -125,7 +125,7 @@ class RunPage:
         where = {"iter": self.iter, "epoch": self.epoch}
         return {"number": self.number, "name": self.name, "state": self.story.state, "began": self.began} | where
 
-    def _ask(self, state: RunState) -> None:
+    def _ask(self, state: RunStatus) -> None:
         """Post the state between a command and its effect."""
         if not self.over:
             self.story.state = state

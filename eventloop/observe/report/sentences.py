@@ -9,7 +9,7 @@ import numpy as np
 
 from eventloop.observe.record import FailedCheckpoint, SkippedCheckpoint, Validation
 from eventloop.observe.report.reported_run import ReportedRun
-from eventloop.observe.states import RunState
+from eventloop.observe.states import RunStatus
 from eventloop.observe.verdict import duration, expensive
 
 Best = Callable[[Sequence[Mapping[str, float]]], tuple[str, int] | None]
@@ -34,14 +34,14 @@ def _state(run: ReportedRun) -> str:
     sessions = f", in {number} sessions" if number > 1 else ""
     reason = f": {last.reason.strip().rstrip('.')}" if last.reason.strip() else ""
     match run.story.state:
-        case RunState.KILLED:
+        case RunStatus.KILLED:
             return f"The run was killed after {after}{sessions}: its process ended without recording an end."
-        case RunState.RUNNING:
+        case RunStatus.RUNNING:
             return f"The run is still training; so far {after}{sessions}."
-        case RunState.UNKNOWN:
+        case RunStatus.UNKNOWN:
             return f"The run is on another machine ({last.environment.machine.host}), not ended; so far {after}{sessions}."
         case state:
-            how = f"was {state}" if state in (RunState.STOPPED, RunState.INTERRUPTED) else state
+            how = f"was {state}" if state in (RunStatus.STOPPED, RunStatus.INTERRUPTED) else state
             return f"The run {how} after {after}{sessions}{reason}."
 
 
