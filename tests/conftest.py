@@ -205,3 +205,27 @@ def ctrl_c(in_our_code):
     signal.signal(signal.SIGALRM, previous)
     gc.enable()
     torch.set_grad_enabled(True)  # Ctrl-C in torch's own no_grad() leaves it off
+
+
+class HeldDisk:
+    """Holds each sync of the thread that writes checkpoints until it is let go, and can fail it."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.reached = threading.Event()
+        self.error: OSError | None = None
+
+    def fsync(self, descriptor: int) -> None:
+        if threading.current_thread().name == "trainbus-saver":
+            self.reached.set()
+            assert self.go.wait(30)
+            if self.error is not None:
+                raise self.error
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldDisk]:
+    held = HeldDisk()
+    monkeypatch.setattr(os, "fsync", held.fsync)
+    yield held
+    held.go.set()

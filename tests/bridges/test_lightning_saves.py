@@ -87,28 +87,6 @@ def trainer_of(folder, *callbacks, plugin=None, **options):
     return pl.Trainer(callbacks=list(callbacks), plugins=plugins, **options)
 
 
-class Disk:
-    """Holds the sync of every checkpoint until it is released, and can fail it."""
-
-    def __init__(self):
-        self.go = threading.Event()
-        self.error = None
-
-    def fsync(self, descriptor):
-        if threading.current_thread().name == "trainbus-saver":
-            assert self.go.wait(30)
-            if self.error is not None:
-                raise self.error
-
-
-@pytest.fixture
-def disk(monkeypatch):
-    made = Disk()
-    monkeypatch.setattr(os, "fsync", made.fsync)
-    yield made
-    made.go.set()
-
-
 class Look(pl.Callback):
     """Calls a function at the end of each batch, after those that save."""
 

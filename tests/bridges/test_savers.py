@@ -1,6 +1,5 @@
 """Checkpoints of trainers that are written beside the training: what all savers keep, with and without a bus."""
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -16,28 +15,6 @@ from .jobs import assert_same
 from .test_conformance import checkpoints, host, hosts, pytestmark  # noqa: F401 - for pytest
 
 savers = hosts("own", "body", "toy")
-
-
-class Disk:
-    """Holds each sync of a checkpoint until it is let go, and can fail it."""
-
-    def __init__(self):
-        self.go = threading.Event()
-        self.error = None
-
-    def fsync(self, descriptor):
-        if threading.current_thread().name == "trainbus-saver":
-            assert self.go.wait(30)
-            if self.error is not None:
-                raise self.error
-
-
-@pytest.fixture
-def disk(monkeypatch):
-    made = Disk()
-    monkeypatch.setattr(os, "fsync", made.fsync)
-    yield made
-    made.go.set()
 
 
 class Look:

@@ -15,29 +15,6 @@ from eventloop.checkpoint import AsyncSaver, BackgroundWriter, load
 from eventloop.errors import CheckpointValueError
 
 
-class Disk:
-    """Holds every fsync of a file up until it is released, and can fail them."""
-
-    def __init__(self):
-        self.go = threading.Event()
-        self.reached = threading.Event()
-        self.error: OSError | None = None
-
-    def fsync(self, descriptor):
-        self.reached.set()
-        assert self.go.wait(30)
-        if self.error is not None:
-            raise self.error
-
-
-@pytest.fixture
-def disk(monkeypatch):
-    made = Disk()
-    monkeypatch.setattr(os, "fsync", made.fsync)
-    yield made
-    made.go.set()
-
-
 def tree(number):
     return {"w": torch.full((1000,), float(number))}
 
