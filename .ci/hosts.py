@@ -117,7 +117,7 @@ def main() -> int:
     parser.add_argument("--keep", type=Path, help="folder of the environments (default: a temporary one)")
     options = parser.parse_args()
     if unknown := sorted(set(options.names) - every.keys()):
-        parser.error(f"{unknown[0]} is no environment: choose from {', '.join(every)}")
+        parser.error(f"{unknown[0]} is not the name of an environment; the names are {', '.join(every)}")
     lines = ["| environment | Python | torch | " + " | ".join(HOSTS.values()) + " | tests | passed | failed | skipped |"]
     lines.append("|---" * (len(HOSTS) + 7) + "|")
     failures = 0

@@ -96,6 +96,10 @@ SCALER: Final[Names] = {
     "scaler._per_optimizer_states": ("training/update.py: did the gradients overflow?", _SEEN),
 }
 """Looked up when a run begins that has a gradient scaler."""
+_ACCELERATOR: Final[Names] = {
+    "accelerator._custom_objects": ("training/accelerator.py: what register_for_checkpointing() was given", "1.10.0 to 1.15.0"),
+}
+"""Looked up when a run gets an accelerator: ``Run(accelerator=...)`` needs no bridge."""
 OPTIONAL: Final[Names] = {
     "torch._C._cuda_getCurrentRawStream": ("offload/scalars.py: the stream that makes a scalar; with CUDA only", _SEEN),
     "module._join_config": ("training/distributed/shares.py: a module inside torch's Join", _SEEN),
@@ -209,6 +213,13 @@ def check_scaler(scaler: torch.amp.GradScaler) -> None:
     """Raise ConfigurationError if :func:`is_overflown` cannot look into a scaler that is enabled."""
     if scaler.is_enabled():
         check_names("torch", "torch", SCALER, scaler=scaler)
+
+
+def custom_objects_of(accelerator: Any) -> list[Any]:
+    """Return the objects that an ``accelerate.Accelerator`` saves beside models and optimizers."""
+    check_names("accelerate", "accelerate", _ACCELERATOR, accelerator=accelerator)
+    found: list[Any] = accelerator._custom_objects
+    return found
 
 
 def default_store() -> Any:

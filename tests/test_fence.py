@@ -14,8 +14,6 @@ from eventloop import ConfigurationError, privates
 ROOT = Path(eventloop.__file__).parent.parent
 FILES = sorted(file for room in ("eventloop", "hooks") for file in (ROOT / room).rglob("*.py") if file.name != "privates.py")
 ALLOWED = {
-    # Accelerate: the objects that register_for_checkpointing() was given; the run has an accelerator without a bridge
-    "eventloop/training/accelerator.py": {"_custom_objects"},
     # Python: multiprocessing's children, which a forked process must not end
     "eventloop/offload/process.py": {"_children"},
 }

@@ -52,7 +52,7 @@ def _span(bus: Any, action: str, own: str) -> AbstractContextManager[None] | Non
     if owner == _CALLBACK + own or not method.startswith("on_") or not owner.startswith((_CALLBACK, _MODULE)):
         return None
     name = owner.partition("]")[2].partition("{")[0].rpartition(".")[2]
-    return bus.span(f"{name}.{method}", moment=method)  # type: ignore[no-any-return]
+    return bus.span(f"{name}.{method}", method=method)  # type: ignore[no-any-return]
 
 
 def time_transformers(trainer: Any, run: Run) -> None:
@@ -71,7 +71,7 @@ def _timed(run: Run, callback: Any, name: str) -> Callable[..., Any]:
 
     @wraps(inner)
     def timed(*arguments: Any, **named: Any) -> Any:
-        with bus.span(label, moment=name):
+        with bus.span(label, method=name):
             return inner(*arguments, **named)
 
     return timed
@@ -85,7 +85,7 @@ def ignite_handlers(engine: Any, bus: Any, fire: Callable[..., None]) -> Callabl
     def timed_fire(event: Any, *arguments: Any, **named: Any) -> None:
         if handlers := handlers_of(engine).get(event):
             names = dict.fromkeys(_name(function) for function, *_ in handlers)
-            with bus.span(f"{' + '.join(names)}.{event.name}", moment=event.name):
+            with bus.span(f"{' + '.join(names)}.{event.name}", method=event.name):
                 fire(event, *arguments, **named)
         else:
             fire(event, *arguments, **named)

@@ -312,14 +312,14 @@ class Bus(TypedOn, Streams):
             )
         return self._recorder.costs()
 
-    def span(self, name: str, moment: str = "") -> AbstractContextManager[None]:
+    def span(self, name: str, method: str = "") -> AbstractContextManager[None]:
         """Return a context manager that measures a block as a part ``name`` of :meth:`costs`, if ``timing`` is on.
 
-        With ``moment``, the block is a call of another library's callback, shown like that of a hook.
+        With ``method``, the block is a call of another library's callback, shown like that of a hook.
         """
         if self._recorder is None:
             return nullcontext()
-        span: AbstractContextManager[None] = self._recorder.call(name, moment) if moment else self._recorder.span(name)
+        span: AbstractContextManager[None] = self._recorder.call(name, method) if method else self._recorder.span(name)
         return span
 
     def count_calls(self) -> None:

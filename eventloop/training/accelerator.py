@@ -9,6 +9,7 @@ import torch
 
 from eventloop.errors import CheckpointError, ConfigurationError
 from eventloop.log import get_logger
+from eventloop.privates import custom_objects_of
 from eventloop.training.repeat import end_repeated
 from eventloop.training.saves.contents import flat, gather_weights
 from eventloop.training.saves.restore import HOSTED, Restore
@@ -25,8 +26,8 @@ def register(accelerator: Any, run: Any, restore: Restore) -> None:
     """
     if not (callable(getattr(accelerator, "register_for_checkpointing", None)) and hasattr(accelerator, "sync_gradients")):
         raise ConfigurationError(f"accelerator={accelerator!r}: give an accelerate.Accelerator")
-    # In the accelerator and not in a table of ours: a copy of it has a copy of the entry. Seen in accelerate 0.20 to 1.15.
-    entry = next((one for one in accelerator._custom_objects if isinstance(one, AcceleratorEntry)), None)
+    # In the accelerator and not in a table of ours: a copy of it has a copy of the entry.
+    entry = next((one for one in custom_objects_of(accelerator) if isinstance(one, AcceleratorEntry)), None)
     if entry is None:  # once, because Accelerate loads only folders with as many objects as are registered
         entry = AcceleratorEntry()
         accelerator.register_for_checkpointing(entry)

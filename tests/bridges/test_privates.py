@@ -5,8 +5,9 @@ import inspect
 from contextlib import suppress
 
 import pytest
+import torch
 
-from eventloop import Bus, ConfigurationError, TrainbusCheckpointIO
+from eventloop import Bus, ConfigurationError, Run, TrainbusCheckpointIO
 from eventloop.privates import check_names
 
 HOSTS = {"lightning": "lightning", "transformers": "transformers", "ignite": "pytorch-ignite", "accelerate": "accelerate"}
@@ -28,7 +29,6 @@ def attach(host, folder):
 
         trainer, options = make(folder), {}
     elif host == "ignite":
-        import torch
         from ignite.engine import create_supervised_trainer
 
         model = torch.nn.Linear(1, 1)
@@ -94,6 +94,16 @@ def test_a_plugin_in_a_library_without_a_name_is_an_error(path, monkeypatch):
         with pytest.raises(ConfigurationError) as error:
             TrainbusCheckpointIO()
     assert_names(error, "lightning", path.rpartition(".")[2])
+
+
+def test_a_run_with_an_accelerator_without_a_name_is_an_error(monkeypatch):
+    """``Run(accelerator=...)`` needs no bridge."""
+    accelerate = pytest.importorskip("accelerate")
+    accelerator = accelerate.Accelerator(cpu=True)
+    monkeypatch.delattr(accelerator, "_custom_objects")
+    with pytest.raises(ConfigurationError) as error:
+        Run(model=torch.nn.Linear(1, 1), accelerator=accelerator)
+    assert_names(error, "accelerate", "_custom_objects")
 
 
 def test_a_missing_object_on_the_way_is_named():

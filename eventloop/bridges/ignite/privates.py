@@ -12,10 +12,10 @@ FIRE: Final = "_fire_event"
 HANDLE_EXCEPTION: Final = "_handle_exception"
 
 NAMES: Final[Names] = {
-    f"engine.{STEP}": ("host.py: the step of an engine", "0.5.5"),
-    f"engine.{FIRE}": ("host.py: events before and after Ignite's handlers", "0.5.5"),
-    f"engine.{HANDLE_EXCEPTION}": ("host.py: errors of a training", "0.5.5"),
-    "engine._event_handlers": ("files.py, foreign_calls.py: the handlers of an engine", "0.5.5"),
+    f"engine.{STEP}": ("host.py: the step of an engine", "0.5.3 to 0.5.5"),
+    f"engine.{FIRE}": ("host.py: events before and after Ignite's handlers", "0.5.3 to 0.5.5"),
+    f"engine.{HANDLE_EXCEPTION}": ("host.py: errors of a training", "0.5.3 to 0.5.5"),
+    "engine._event_handlers": ("files.py, foreign_calls.py: the handlers of an engine", "0.5.3 to 0.5.5"),
 }
 
 

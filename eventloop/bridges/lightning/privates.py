@@ -10,21 +10,21 @@ from typing import Any, Final
 from eventloop.privates import Names, check_names
 
 NAMES: Final[Names] = {
-    "trainer.strategy.launcher": ("host.py: refuse strategies that start processes", "2.6.6"),
-    "trainer.strategy._checkpoint_io": ("saver.py: the plugin of a trainer", "2.6.6"),
-    "trainer.fit_loop._data_fetcher": ("iterations.py: steps that fetch their batches", "2.6.6"),
-    "trainer.fit_loop.epoch_loop.batch_progress": ("host.py, iterations.py: counts, and the last batch", "2.6.6"),
-    "package.loops.fetchers._DataLoaderIterDataFetcher": ("iterations.py: steps that fetch their batches", "2.6.6"),
+    "trainer.strategy.launcher": ("host.py: refuse strategies that start processes", "2.5.0 to 2.6.6"),
+    "trainer.strategy._checkpoint_io": ("saver.py: the plugin of a trainer", "2.5.0 to 2.6.6"),
+    "trainer.fit_loop._data_fetcher": ("iterations.py: steps that fetch their batches", "2.5.0 to 2.6.6"),
+    "trainer.fit_loop.epoch_loop.batch_progress": ("host.py, iterations.py: counts, and the last batch", "2.5.0 to 2.6.6"),
+    "package.loops.fetchers._DataLoaderIterDataFetcher": ("iterations.py: steps that fetch their batches", "2.5.0 to 2.6.6"),
     "package.strategies.launchers.multiprocessing._MultiProcessingLauncher": (
         "host.py: refuse strategies that start processes",
-        "2.6.6",
+        "2.5.0 to 2.6.6",
     ),
 }
 """Checked when a trainer is attached."""
 PLUGIN_NAMES: Final[Names] = {
-    "strategy._checkpoint_io": ("saver.py: the plugin of a trainer", "2.6.6"),
-    "callback._fs": ("saver.py: find files that are being written", "2.6.6"),
-    "callback._link_checkpoint": ("saver.py: links to files that are being written", "2.6.6"),
+    "strategy._checkpoint_io": ("saver.py: the plugin of a trainer", "2.5.0 to 2.6.6"),
+    "callback._fs": ("saver.py: find files that are being written", "2.5.0 to 2.6.6"),
+    "callback._link_checkpoint": ("saver.py: links to files that are being written", "2.5.0 to 2.6.6"),
 }
 """Checked when a plugin is made."""
 
