@@ -215,6 +215,7 @@ class TrainerFacade:
         if self._begun:
             return
         self._begun = True
+        self._state.epoch = self._state.epoch or 0  # None before it in Transformers up to 5.3
         self._lines.begin(event.progress, resumed=self._restored is not None)
         self._call("on_train_begin")
 

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 SCRIPT = Path(__file__).parent / "transformers_script.py"
+OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 4)
+needs_cpu_resume = pytest.mark.xfail(OLD, reason="Transformers before 5.4 loads an optimizer to 'cpu:0'", strict=True)
 
 
 @pytest.fixture
@@ -33,6 +35,7 @@ def train(tmp_path):
     return run
 
 
+@needs_cpu_resume
 @pytest.mark.timeout(300)
 def test_two_processes_train_save_and_resume_together(train, tmp_path):
     alone = train("alone", "none")
@@ -53,6 +56,7 @@ def test_two_processes_train_save_and_resume_together(train, tmp_path):
     assert torch.tensor(rest[0]["weights"][0]).isfinite().all()
 
 
+@needs_cpu_resume
 @pytest.mark.timeout(300)
 def test_two_processes_write_their_checkpoints_beside_the_training(train, tmp_path):
     alone = train("alone", "none")
