@@ -1,21 +1,32 @@
 """Context variables of the publisher in offloaded handlers."""
 
+from collections.abc import Callable
 from contextvars import ContextVar
 
 import anyio
 import anyio.lowlevel
 import pytest
 
-from eventloop import Bus, Progress
+from eventloop import Bus, Event, Progress
 from eventloop.events import AfterTrainIter
+
+from .workers import Told
 
 variable: ContextVar[str] = ContextVar("variable", default="nothing")
 
 
-def publish(bus: Bus, number: int) -> None:
+def live(i: int) -> Event:
+    return AfterTrainIter(progress=Progress(iter=i))
+
+
+def plain(i: int) -> Event:
+    return Told(what=str(i))
+
+
+def publish(bus: Bus, number: int, event: Callable[[int], Event] = live) -> None:
     for i in range(number):
         variable.set(f"iteration {i}")
-        bus.publish(AfterTrainIter(progress=Progress(iter=i)))
+        bus.publish(event(i))
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +37,8 @@ def _as_found():
 
 
 @pytest.mark.parametrize("kind", ["async", "thread"])
-def test_a_handler_sees_those_of_its_publish_and_keeps_its_own_changes_to_itself(backend, kind):
+@pytest.mark.parametrize("event", [live, plain])
+def test_a_handler_sees_those_of_its_publish_and_keeps_its_own_changes_to_itself(backend, kind, event):
     bus = Bus(backend=backend)
     seen = []
 
@@ -41,9 +53,9 @@ def test_a_handler_sees_those_of_its_publish_and_keeps_its_own_changes_to_itself
         seen.append(variable.get())
         variable.set("changed by the handler")
 
-    bus.on("after_train_iter", *([handler] if kind == "async" else [blocking]), offload="thread" if kind == "thread" else None)
+    bus.on(type(event(0)), handler if kind == "async" else blocking, offload="thread" if kind == "thread" else None)
     with bus:
-        publish(bus, 3)
+        publish(bus, 3, event)
     assert seen == ["iteration 0", "iteration 1", "iteration 2"]
     assert variable.get() == "iteration 2"
 

@@ -12,6 +12,8 @@ from eventloop.events import AfterRun, BeforeRun
 from eventloop.offload import Owned, sized, snapshot
 from eventloop.offload.snapshot import nbytes
 
+from . import handlers
+
 KB = torch.zeros(250)  # 1000 bytes
 
 
@@ -24,17 +26,9 @@ def numbered(i: int, kilobytes: int = 1) -> AfterRun:
 
 
 def held(bus: Bus, **options):
-    """Subscribe a handler that waits in its first event. Returns its subscription, what it heard, started, release."""
-    heard: list[int] = []
-    started, release = threading.Event(), threading.Event()
-
-    def handler(tensor):
-        heard.append(int(tensor[0]))
-        started.set()
-        release.wait()
-
-    options = {"capture": lambda event: event.run, "offload": "thread"} | options
-    return bus.on("after_run", handler, **options), heard, started, release
+    return handlers.held(
+        bus, event="after_run", number=lambda tensor: int(tensor[0]), capture=lambda event: event.run, **options
+    )
 
 
 def test_bytes_are_those_of_tensors_and_arrays_wherever_they_are():
@@ -73,50 +67,32 @@ def test_a_publisher_waits_for_bytes_as_for_a_place():
     assert heard == [0, 1, 2]
 
 
-@pytest.mark.parametrize(("full", "kept"), [("drop_old", [0, 8, 9]), ("drop_new", [0, 1, 2]), ("latest", [0, 9])])
-def test_policies_apply_to_bytes(full, kept):
+@pytest.mark.parametrize(
+    ("full", "budget", "kilobytes", "kept"),
+    [
+        ("drop_old", 3100, [1] * 10, [0, 8, 9]),
+        ("drop_new", 3100, [1] * 10, [0, 1, 2]),
+        ("latest", 3100, [1] * 10, [0, 9]),
+        ("drop_old", 6000, [1, 1, 1, 1, 1, 4], [0, 4, 5]),  # room for a large one
+        ("drop_old", 4000, [3, 1, 2], [0, 1]),  # what the handler holds cannot be dropped
+    ],
+)
+def test_policies_apply_to_bytes(full, budget, kilobytes, kept):
     bus = Bus()
-    subscription, heard, started, release = held(bus, max_bytes=3100, full=full)
+    subscription, heard, started, release = held(bus, max_bytes=budget, full=full)
     with bus:
-        bus.publish(numbered(0))
-        started.wait()
-        for i in range(1, 10):
-            bus.publish(numbered(i))
+        for i, size in enumerate(kilobytes):
+            bus.publish(numbered(i, size))
+            started.wait()
             stats = subscription.stats
-            assert stats.bytes <= 3100
+            assert stats.bytes <= budget
             assert stats.published == stats.delivered + stats.failed + stats.dropped + stats.pending
         release.set()
     assert heard == kept
     stats = subscription.stats
-    assert stats.published == 10
-    assert stats.dropped == 10 - len(kept)
+    assert stats.published == len(kilobytes)
+    assert stats.dropped == len(kilobytes) - len(kept)
     assert stats.bytes == 0
-
-
-def test_drop_old_makes_room_for_a_large_one():
-    bus = Bus()
-    _, heard, started, release = held(bus, max_bytes=6000, full="drop_old")
-    with bus:
-        bus.publish(numbered(0))
-        started.wait()
-        for i in range(1, 5):
-            bus.publish(numbered(i))
-        bus.publish(numbered(7, kilobytes=4))
-        release.set()
-    assert heard == [0, 4, 7]
-
-
-def test_bytes_held_by_the_handler_cannot_be_dropped():
-    bus = Bus()
-    subscription, heard, started, release = held(bus, max_bytes=4000, full="drop_old")
-    with bus:
-        bus.publish(numbered(0, kilobytes=3))
-        started.wait()
-        bus.publish(numbered(1))
-        bus.publish(numbered(2, kilobytes=2))
-        release.set()
-    assert heard == [0, 1]
-    assert subscription.stats.dropped == 1
 
 
 def test_a_full_budget_may_raise():

@@ -7,12 +7,9 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from eventloop import Bus, BusStateError, HandlerTimeoutError, Progress
-from eventloop.events import AfterTrainIter
+from eventloop import Bus, HandlerTimeoutError
 
-
-def iteration(i: int) -> AfterTrainIter:
-    return AfterTrainIter(progress=Progress(iter=i), batch_idx=i)
+from .handlers import iteration
 
 
 @pytest.fixture
@@ -50,8 +47,10 @@ def hanging(bus: Bus, kind: str, hangs: set[int], release: threading.Event, **op
     return bus.on("after_train_iter", task, **options), finished
 
 
-def check_that_the_lane_goes_on(bus, kind, release):
-    subscription, finished = hanging(bus, kind, {1}, release, timeout=1, on_error="log")
+@pytest.mark.parametrize(("kind", "library"), [("async", "asyncio"), ("async", "trio"), ("thread", "asyncio")])
+def test_a_handler_that_hangs_is_cancelled_or_abandoned_and_reported_once_and_the_lane_continues(kind, library, release):
+    bus = Bus(backend=library)
+    subscription, finished = hanging(bus, kind, {1}, release, timeout=0.3, on_error="log")
     with capture_logs() as logs, bus:
         for i in range(3):
             bus.publish(iteration(i))
@@ -62,21 +61,13 @@ def check_that_the_lane_goes_on(bus, kind, release):
     assert (stats.published, stats.delivered, stats.failed, stats.pending) == (3, 2, 1, 0)
     errors = [entry["exc_info"] for entry in logs if "exc_info" in entry]
     assert [type(error) for error in errors] == [HandlerTimeoutError]
-    assert "timeout=1 s" in str(errors[0])
-
-
-def test_a_hanging_task_is_cancelled_and_reported_once_and_the_lane_continues(backend, release):
-    check_that_the_lane_goes_on(Bus(backend=backend), "async", release)
-
-
-def test_a_hanging_thread_is_abandoned_and_reported_once_and_the_lane_continues(release):
-    check_that_the_lane_goes_on(Bus(), "thread", release)
+    assert "timeout=0.3 s" in str(errors[0])
 
 
 @pytest.mark.parametrize("kind", ["async", "thread"])
 def test_a_hanging_batch_fails_as_a_whole(kind, release):
     bus = Bus()
-    subscription, _ = hanging(bus, kind, {0}, release, timeout=1, on_error="log", batch=8, linger=0)
+    subscription, _ = hanging(bus, kind, {0}, release, timeout=0.3, on_error="log", batch=8, linger=0)
     with capture_logs(), bus:
         for i in range(20):
             bus.publish(iteration(i))
@@ -179,30 +170,3 @@ def test_a_handler_in_time_is_unaffected_and_its_own_timeout_error_is_kept(kind,
         bus.publish(iteration(0))
     assert not isinstance(caught.value, HandlerTimeoutError)
     assert finished == [0]
-
-
-def test_a_handler_on_the_second_thread_counts_as_a_bus_thread():
-    bus = Bus()
-    errors = []
-
-    @bus.on("after_train_iter", offload="thread", timeout=30)
-    def handler(event):
-        try:
-            bus.drain()
-        except BusStateError as error:
-            errors.append(str(error))
-
-    with bus:
-        bus.publish(iteration(0))
-    assert "bus.drain()" in errors[0]
-
-
-def test_a_handler_with_a_timeout_that_exits_the_program_is_raised():
-    bus = Bus()
-
-    @bus.on("after_train_iter", offload="thread", timeout=30)
-    def handler(event):
-        raise SystemExit(4)
-
-    with pytest.raises(SystemExit), bus:
-        bus.publish(iteration(0))

@@ -1,0 +1,34 @@
+"""Events with numbers, and handlers that wait until they are released."""
+
+import threading
+from typing import Any
+
+import anyio
+
+from eventloop import Bus, Progress
+from eventloop.events import AfterTrainIter
+
+
+def iteration(i: int, **fields: Any) -> AfterTrainIter:
+    return AfterTrainIter(progress=Progress(iter=i), batch_idx=i, **fields)
+
+
+def held(bus: Bus, kind: str = "thread", *, event="after_train_iter", number=lambda event: event.batch_idx, **options: Any):
+    """Subscribe a handler that waits in its first event. Returns its subscription, what it heard, started, release."""
+    heard: list[int] = []
+    started, release = threading.Event(), threading.Event()
+
+    def handler(event):
+        heard.append(number(event))
+        started.set()
+        release.wait()
+
+    async def task(event):
+        heard.append(number(event))
+        started.set()
+        while not release.is_set():
+            await anyio.sleep(0.001)
+
+    if kind == "thread":
+        return bus.on(event, handler, offload="thread", **options), heard, started, release
+    return bus.on(event, task, **options), heard, started, release
