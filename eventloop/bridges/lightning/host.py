@@ -14,10 +14,10 @@ from typing import Any, ClassVar, Final
 import torch
 
 from eventloop.bridges.bridge import Bridge
+from eventloop.bridges.copies import Unattached
 from eventloop.bridges.foreign_calls import time_lightning
 from eventloop.bridges.hosted import TrainerHost
 from eventloop.bridges.lightning import privates
-from eventloop.bridges.lightning.copy import UnattachedCallback
 from eventloop.bridges.lightning.iterations import Iterations, named
 from eventloop.bridges.lightning.saver import plugin_of
 from eventloop.checkpoint import AnyPath, as_path
@@ -32,7 +32,38 @@ _TUNER_FILES: Final = (".lr_find_", ".scale_batch_size_")
 """Begins of the names of files from which Lightning's tuner restores the trainer. They are none of the run's checkpoints."""
 
 
-class LightningBridge(Bridge):
+class _Callback:
+    """The common part of the callbacks in a trainer and in its copies: what Lightning looks up or calls in every callback."""
+
+    def __getattr__(self, name: str) -> None:
+        if not name.startswith("on_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        # Lightning skips methods that are not callable.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the entry is added when the path is known."""
+        return {}
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        """Do nothing; Lightning calls it unseen. It calls :meth:`load_state_dict` next to ``on_load_checkpoint``."""
+
+    on_load_checkpoint = on_save_checkpoint
+
+
+class UnattachedCallback(_Callback, Unattached):
+    """Tells once that the copy of a trainer has no bus; else it does nothing."""
+
+    # Not the key of the bridge: Lightning warns if a checkpoint has the state of a callback that the trainer does not have.
+    state_key = _legacy_state_key = "trainbus (copied without a bus)"
+    teardown = None
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        """Tell that the copy has no bus."""
+        if stage == "fit":
+            self.tell(trainer)
+
+
+class LightningBridge(_Callback, Bridge):
     """A callback that drives a run in the order of trainbus's own loop, and keeps the state of the bus in checkpoints.
 
     Lightning validates before its ``on_train_epoch_end``. A validation after the last batch of an epoch comes after
@@ -85,11 +116,6 @@ class LightningBridge(Bridge):
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         return UnattachedCallback, (self.host,)  # in a copy of the trainer
-
-    def __getattr__(self, name: str) -> None:
-        # Lightning looks up every method of a callback, and skips methods that are not callable.
-        if not name.startswith("on_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     # ------------------------------------------------------------------------------------------------ begin and end
 
@@ -285,16 +311,6 @@ class LightningBridge(Bridge):
         return {name: value.item() for name, value in found.items() if value is not self._before.get(name)}
 
     # ---------------------------------------------------------------------------------------------------- checkpoints
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the entry is added when the path is known."""
-        return {}
-
-    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-        """Do nothing, like :meth:`state_dict`."""
-
-    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-        """Do nothing: Lightning calls :meth:`load_state_dict` next."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Keep the entry of a checkpoint until the run has begun."""
