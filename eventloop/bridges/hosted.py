@@ -10,7 +10,6 @@ from typing import Any, Final
 import torch
 
 from eventloop import events as ev
-from eventloop.bridges.entry import same_tensor
 from eventloop.bridges.saves import CHECKED, TrainerSaver
 from eventloop.checkpoint import weights_only
 from eventloop.errors import ConfigurationError
@@ -177,7 +176,7 @@ class TrainerHost:
         own = gather_weights(self.run.models) if wanted else {}
         if wanted and stored is not None:
             keys = checkpoint_keys(self.run.models["model"])
-            kept = {key for long, key in keys.items() if same_tensor(stored.get(long), own["model"][key])}
+            kept = {key for long, key in keys.items() if _same_place(stored.get(long), own["model"][key])}
             own["model"] = {key: tensor for key, tensor in own["model"].items() if key in kept}
         entry = {**gather_entry(self.run), "state_dict": flat(own) if own else {}}
         self.run.publish(ev.BeforeSaveCheckpoint, path=path, checkpoint=entry)
@@ -243,3 +242,11 @@ class TrainerHost:
             if replaced:
                 changed[name] = replaced
         return changed
+
+
+def _same_place(one: object, other: object) -> bool:
+    """Return True if two values are tensors in one place in memory; of sharded ones, their parts in this process."""
+    if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return False
+    here, there = ((tensor.to_local() if hasattr(tensor, "to_local") else tensor) for tensor in (one, other))
+    return here.device == there.device and here.data_ptr() == there.data_ptr() and here.shape == there.shape

@@ -20,7 +20,7 @@ T = TypeVar("T")
 def trained_by(step: Callable[..., Any], models: Any, optimizers: Any) -> tuple[Any, Any, dict[str, Any]]:
     """Return the models and optimizers, given or found in the training step, and the schedules and scalers in it."""
     used = _used_by(step)
-    optimizers = _only(_optimizers_in(used)) if optimizers is None else optimizers
+    optimizers = _only(_distinct(used, torch.optim.Optimizer)) if optimizers is None else optimizers
     if models is None:
         models = _only(_models_in(used, named("optimizer", optimizers, torch.optim.Optimizer)))
     lacking = [kind for kind, found in (("optimizer", optimizers), ("model", models)) if found == {}]
@@ -29,7 +29,8 @@ def trained_by(step: Callable[..., Any], models: Any, optimizers: Any) -> tuple[
             f"bus.attach() found no {lacking[0]} in the training step "
             f"{getattr(step, '__qualname__', step)}; give bus.attach(trainer, model=..., optimizer=...)"
         )
-    return models, optimizers, _stateful_in(used)
+    stateful = {**_distinct(used, torch.optim.lr_scheduler.LRScheduler), **_distinct(used, torch.amp.GradScaler)}
+    return models, optimizers, stateful
 
 
 def _only(found: Mapping[str, Any]) -> Any:
@@ -68,11 +69,6 @@ def _used_by(step: Callable[..., Any]) -> dict[str, Any]:
     return seen
 
 
-def _optimizers_in(objects: Mapping[str, Any]) -> dict[str, torch.optim.Optimizer]:
-    """Return the optimizers among ``objects``."""
-    return _distinct(objects, torch.optim.Optimizer)
-
-
 def _models_in(objects: Mapping[str, Any], optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, torch.nn.Module]:
     """Return the outermost modules among ``objects`` that have a parameter of the optimizers (no frozen models, no losses)."""
     trained = {id(parameter) for optimizer in optimizers.values() for parameter in parameters_of(optimizer)}
@@ -82,11 +78,6 @@ def _models_in(objects: Mapping[str, Any], optimizers: Mapping[str, torch.optim.
     }
     inner = {id(part) for model in models.values() for part in model.modules() if part is not model}
     return {name: model for name, model in models.items() if id(model) not in inner}
-
-
-def _stateful_in(objects: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the learning rate schedules and gradient scalers among ``objects``."""
-    return {**_distinct(objects, torch.optim.lr_scheduler.LRScheduler), **_distinct(objects, torch.amp.GradScaler)}
 
 
 def _distinct(objects: Mapping[str, Any], kind: type[T]) -> dict[str, T]:

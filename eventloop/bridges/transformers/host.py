@@ -23,8 +23,7 @@ from eventloop.bridges.hosted import TrainerHost
 from eventloop.bridges.transformers import privates
 from eventloop.bridges.transformers.evaluations import Evaluations, abandon_evaluation, has_length
 from eventloop.bridges.transformers.folders import Folders, check_folder, local, read_entry
-from eventloop.bridges.transformers.iterations import publish_iterations
-from eventloop.bridges.transformers.rates import set_rates
+from eventloop.bridges.transformers.iterations import publish_iterations, set_rates
 from eventloop.bridges.transformers.saver import FolderSaver
 from eventloop.checkpoint import AnyPath
 from eventloop.errors import ConfigurationError

@@ -18,7 +18,10 @@ from eventloop.bridges.copies import replaced
 from eventloop.bridges.hosted import TrainerHost
 from eventloop.bridges.transformers import privates
 from eventloop.bridges.transformers.evaluations import abandon_evaluation
+from eventloop.log import get_logger
 from eventloop.training import Run
+
+log = get_logger()
 
 Method = Callable[..., Any]
 
@@ -148,3 +151,16 @@ def _unless_skipped(optimizer: torch.optim.Optimizer, hook: Method) -> Method:
             hook()
 
     return unless_skipped
+
+
+def set_rates(trainer: Any, optimizer: torch.optim.Optimizer, set_new: Callable[[], None]) -> None:
+    """Set the new rates of ``run.set_lr()`` with ``set_new``, and scale the rest of the trainer's schedule."""
+    before = [float(group["lr"]) for group in optimizer.param_groups]
+    set_new()
+    after, scheduler = [float(group["lr"]) for group in optimizer.param_groups], trainer.lr_scheduler
+    if before == after or not hasattr(scheduler, "base_lrs"):
+        return
+    if 0.0 in before:
+        log.warning("the schedule's rate is 0 now, so run.set_lr() cannot scale its later rates", lr=after)
+    bases = zip(scheduler.base_lrs, before, after, strict=True)
+    scheduler.base_lrs = [base * new / old if old else base for base, old, new in bases]
