@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from threading import get_ident
 from types import TracebackType
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from eventloop import events as ev
 from eventloop.bus import Bus
-from eventloop.checkpoint import AnyPath, link
+from eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, Pickled, StagedTree, link
 from eventloop.errors import ConfigurationError, RunCancelled
 from eventloop.events import Progress
 from eventloop.log import get_logger
@@ -168,6 +169,50 @@ class TrainerSaver:
             seconds = time.perf_counter() - start
             stall = seconds if writing.here else writing.copied
             self._run.bus.publish(ev.CheckpointCommitted(**payload, bytes=_size(path), seconds=seconds, stall=stall))
+
+
+class ReopenedSaver:
+    """An ``AsyncSaver`` that begins with the first save, and anew after :meth:`close`. A copy has no file under way."""
+
+    def __init__(self, busy: Literal["wait", "queue"] = "wait") -> None:
+        self._busy: Literal["wait", "queue"] = busy
+        self._saver: AsyncSaver | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._busy,)
+
+    def save(self, tree: object, path: AnyPath, write: Callable[..., CommitInfo], *, raises: bool = True) -> Future[CommitInfo]:
+        """Copy ``tree``, and queue the copy to be written, as :meth:`AsyncSaver.save`."""
+        self._saver = self._saver or AsyncSaver(busy=self._busy)
+        return self._saver.save(tree, path, write=write, raises=raises)
+
+    def after_commit(self, action: Callable[[], object]) -> None:
+        """Call ``action`` once the saves so far are durable."""
+        if self._saver is None:
+            action()
+        else:
+            self._saver.after_commit(action)
+
+    def wait(self) -> None:
+        """Wait until all files are durable; raise the CheckpointError of a failed one."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def close(self) -> None:
+        """Wait as :meth:`wait`, and end. After Ctrl-C, call it again to finish."""
+        if self._saver is not None:
+            try:
+                self._saver.close()
+            except Exception:
+                self._saver = None
+                raise
+            self._saver = None
+
+
+def write_pickled(pickled: Pickled, report: AbstractContextManager[object], staged: StagedTree, path: AnyPath) -> CommitInfo:
+    """Write a file of torch.save, within ``report``."""
+    with report:
+        return pickled.write(staged, path)
 
 
 def _size(path: AnyPath) -> int:

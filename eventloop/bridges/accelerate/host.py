@@ -11,10 +11,10 @@ from typing import Any, ClassVar, Final
 
 from eventloop.bridges.accelerate import privates
 from eventloop.bridges.bridge import Bridge
+from eventloop.bridges.saves import ReopenedSaver
 from eventloop.bus import Bus
 from eventloop.checkpoint import (
     TEMPORARY_PREFIX,
-    AsyncSaver,
     FolderFiles,
     discard_folder,
     files_in,
@@ -75,13 +75,13 @@ class AcceleratorSaves(Bridge):
         reason = _REFUSED.get(kind) or ("save_on_each_node=True writes on several ranks" if project.save_on_each_node else None)
         if reason is not None:
             raise ConfigurationError(f"checkpoints=True does not work with this Accelerator: {reason}")
-        self._saver: AsyncSaver | None = None
+        self._saver = ReopenedSaver()
 
     check_library = staticmethod(privates.check)
 
     def install(self) -> None:
         """Replace the methods of the accelerator."""
-        self.on_detach(self._close)
+        self.on_detach(self._saver.close)
         for name, method in (("save_state", self._save), ("load_state", self._load), ("end_training", self._end)):
             self.replace(self.trainer, name, partial(method, getattr(self.trainer, name)))
 
@@ -104,8 +104,7 @@ class AcceleratorSaves(Bridge):
             accelerator.wait_for_everyone()  # each rank has written a file
             if first:
                 _check_replaced(final, files)
-                self._saver = self._saver or AsyncSaver()
-                self._saver.save(files.tree, final, write=files.write)
+                self._saver.save(files.tree, final, files.write)
                 if automatic:
                     self._saver.after_commit(self._rotate)
         except BaseException:
@@ -123,7 +122,7 @@ class AcceleratorSaves(Bridge):
 
     def _end(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         try:
-            self._close()
+            self._saver.close()
         finally:
             original(*args, **options)
 
@@ -169,20 +168,9 @@ class AcceleratorSaves(Bridge):
     def _settle(self) -> None:
         """Wait on all ranks until every folder is durable; raise the error of a save that failed."""
         try:
-            if self._saver is not None:
-                self._saver.wait()
+            self._saver.wait()
         finally:
             self.trainer.wait_for_everyone()
-
-    def _close(self) -> None:
-        saver = self._saver
-        if saver is not None:
-            try:
-                saver.close()
-            except Exception:
-                self._saver = None
-                raise
-            self._saver = None
 
 
 def _check_replaced(final: Path, files: FolderFiles) -> None:

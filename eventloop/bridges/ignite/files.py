@@ -1,11 +1,9 @@
-"""Write requested checkpoints in the format of Ignite's ``Checkpoint``, and find the files that its handlers write."""
+"""Requested checkpoints in the format of Ignite's ``Checkpoint``, and the files that its handlers write."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,65 +13,18 @@ from ignite.handlers import Checkpoint, DiskSaver
 
 from eventloop.bridges.ignite import privates
 from eventloop.bridges.ignite.saver import TrainbusSaver
-from eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, Pickled, StagedTree, make_directory, unwrapped
-from eventloop.errors import ConfigurationError
+from eventloop.checkpoint import Pickled, unwrapped
 
 
-class RequestedFiles:
-    """Write requested checkpoints on a thread, so that the training waits only for a copy."""
+def pickled_states(trainer: Engine, objects: Mapping[str, Any]) -> Pickled | None:
+    """Return the states of ``objects`` in the format of ``Checkpoint``, on rank 0."""
+    kept: list[Any] = []
 
-    def __init__(self, trainer: Engine) -> None:
-        self._trainer = trainer
-        self._saver: AsyncSaver | None = None
+    def keep(checkpoint: Any, *_: object) -> None:
+        kept.append(checkpoint)
 
-    def save(self, path: AnyPath, objects: Mapping[str, Any], report: AbstractContextManager[None], *, raises: bool) -> None:
-        """Copy the states of ``objects``, and queue them to be written on rank 0 in the format of ``Checkpoint``.
-
-        Args:
-            path: the file.
-            objects: what ``Checkpoint`` saves.
-            report: entered by the thread that writes.
-            raises: False to log the error of a save that fails, instead of ending the training.
-
-        Raises:
-            ConfigurationError: the path is a URL.
-        """
-        if not isinstance(path, Path):
-            raise ConfigurationError(f"{path}: Ignite writes requested checkpoints to local directories only")
-        kept: list[Any] = []
-
-        def keep(checkpoint: Any, *_: object) -> None:
-            kept.append(checkpoint)
-
-        Checkpoint(objects, keep, n_saved=None)(self._trainer)
-        if distributed.get_rank() != 0:
-            return
-        make_directory(path.parent)
-        pickled = Pickled(kept[0])
-        self._saver = self._saver or AsyncSaver()
-        self._saver.save(pickled.storages, path, write=partial(_write, pickled, report, raises))
-
-    def close(self) -> None:
-        """Wait until all files are durable; raise the CheckpointError of a failed one."""
-        if self._saver is not None:
-            try:
-                self._saver.close()
-            except Exception:
-                self._saver = None
-                raise
-            self._saver = None
-
-
-def _write(
-    pickled: Pickled, report: AbstractContextManager[None], raises: bool, staged: StagedTree, path: AnyPath
-) -> CommitInfo:
-    try:
-        with report:
-            return pickled.write(staged, path)
-    except Exception:
-        if raises:
-            raise
-        return CommitInfo(path, 0, "", 0.0)  # the error was logged
+    Checkpoint(objects, keep, n_saved=None)(trainer)
+    return Pickled(kept[0]) if distributed.get_rank() == 0 else None
 
 
 def newest(engines: Iterable[Engine], entry: object) -> Path | None:

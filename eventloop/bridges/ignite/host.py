@@ -17,13 +17,12 @@ from eventloop.bridges.foreign_calls import ignite_handlers
 from eventloop.bridges.hosted import TrainerHost
 from eventloop.bridges.ignite import files as ignite_files
 from eventloop.bridges.ignite import privates
-from eventloop.bridges.ignite.files import RequestedFiles
 from eventloop.bridges.ignite.training import TrainerRuns
 from eventloop.bridges.ignite.validation import EvaluatorRuns
-from eventloop.bridges.saves import Writing
+from eventloop.bridges.saves import ReopenedSaver, Writing, write_pickled
 from eventloop.bridges.training_step import trained_by
 from eventloop.bus import Bus, Subscription
-from eventloop.checkpoint import AnyPath, unwrapped
+from eventloop.checkpoint import AnyPath, make_directory, unwrapped
 from eventloop.checks import check_options
 from eventloop.errors import CheckpointError, ConfigurationError, TrainingError
 from eventloop.training.arguments import Models, Optimizers, Stateful
@@ -98,7 +97,7 @@ class IgniteBridge(Bridge):
         self._training = TrainerRuns(
             self, self._models, self._optimizers, output_transform, work_dir, validates=evaluator is not None
         )
-        self._files = RequestedFiles(trainer)
+        self._saver = ReopenedSaver()  # of requested checkpoints
         self._entry: Mapping[str, Any] | None = None  # to resume from
         self._since = 0.0  # when Ignite's Checkpoint asked for the state
 
@@ -236,11 +235,15 @@ class IgniteBridge(Bridge):
         for name, changed in weights.items():
             states[id(host.run.models[name])] = {**host.run.models[name].state_dict(), **changed}
         objects = ignite_files.with_states(self.to_save, states)
-        self._files.save(path, objects, writing, raises=host.saver.raises)
+        if not isinstance(path, Path):
+            raise ConfigurationError(f"{path}: Ignite writes requested checkpoints to local directories only")
+        if (pickled := ignite_files.pickled_states(self.trainer, objects)) is not None:
+            make_directory(path.parent)
+            self._saver.save(pickled.storages, path, partial(write_pickled, pickled, writing), raises=host.saver.raises)
 
     def settle_files(self) -> None:
         """Wait until all files are durable and reported on the bus; raise the CheckpointError of a failed one."""
-        self._files.close()
+        self._saver.close()
         for saver in ignite_files.savers(self._engines(), self):
             saver.wait()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial, update_wrapper
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,8 @@ from ignite.engine import Engine
 from ignite.handlers import DiskSaver
 
 from eventloop.bridges.copies import replaced
-from eventloop.bridges.saves import Writing
-from eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, Pickled, StagedTree, remove, stage
+from eventloop.bridges.saves import ReopenedSaver, Writing, write_pickled
+from eventloop.checkpoint import Pickled, remove, stage
 
 
 class TrainbusSaver(DiskSaver):  # type: ignore[misc]  # types of Ignite are not looked at
@@ -42,7 +42,7 @@ class TrainbusSaver(DiskSaver):  # type: ignore[misc]  # types of Ignite are not
     """
 
     def __init__(self, dirname: str | Path, trainer: Engine, *, require_empty: bool = True, save_on_rank: int = 0) -> None:
-        self._saver: AsyncSaver | None = None
+        self._saver = ReopenedSaver()
         super().__init__(dirname, require_empty=require_empty, save_on_rank=save_on_rank)
         self._in_run = False
         self._removed: list[str] = []  # since the last save
@@ -59,7 +59,7 @@ class TrainbusSaver(DiskSaver):  # type: ignore[misc]  # types of Ignite are not
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which has no file under way and belongs to a copy of the engine."""
-        return {**vars(self), "_saver": None, "_in_run": False, "report": None}
+        return {**vars(self), "_in_run": False, "report": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -82,12 +82,11 @@ class TrainbusSaver(DiskSaver):  # type: ignore[misc]  # types of Ignite are not
         path, report, self.report = self._directory / filename, self.report, None
         pickled = Pickled(checkpoint)
         writing = None if report is None else report(path)
-        write = partial(_write, pickled, writing or nullcontext())
+        write = partial(write_pickled, pickled, writing or nullcontext())
         self._kept.add(filename)
         if self._in_run:
-            self._saver = self._saver or AsyncSaver()
             with nullcontext() if writing is None else writing.copying():
-                self._saver.save(pickled.storages, path, write=write)
+                self._saver.save(pickled.storages, path, write)
             for name in self._take_removed():
                 self._saver.after_commit(partial(self._remove, name))
         else:
@@ -103,8 +102,7 @@ class TrainbusSaver(DiskSaver):  # type: ignore[misc]  # types of Ignite are not
 
     def wait(self) -> None:
         """Wait until all files are durable; raise the CheckpointError of a failed one."""
-        if self._saver is not None:
-            self._saver.wait()
+        self._saver.wait()
 
     def _take_removed(self) -> list[str]:
         names, self._removed = self._removed, []
@@ -121,25 +119,11 @@ class TrainbusSaver(DiskSaver):  # type: ignore[misc]  # types of Ignite are not
             state = inner(*arguments, **named)
         except BaseException as error:
             try:
-                self._close()
+                self._saver.close()
             except Exception as failure:  # noqa: BLE001 - the first error is the one to raise
                 error.add_note(f"and a checkpoint could not be written: {failure}")
             raise
         finally:
             self._in_run = before
-        self._close()
+        self._saver.close()
         return state
-
-    def _close(self) -> None:
-        if self._saver is not None:
-            try:
-                self._saver.close()
-            except Exception:
-                self._saver = None
-                raise
-            self._saver = None
-
-
-def _write(pickled: Pickled, report: AbstractContextManager[None], staged: StagedTree, path: AnyPath) -> CommitInfo:
-    with report:
-        return pickled.write(staged, path)

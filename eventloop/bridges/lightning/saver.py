@@ -24,9 +24,9 @@ import torch
 from torch import distributed
 
 from eventloop.bridges.lightning import privates
+from eventloop.bridges.saves import ReopenedSaver
 from eventloop.checkpoint import (
     AnyPath,
-    AsyncSaver,
     CommitInfo,
     Pickled,
     StagedTree,
@@ -63,7 +63,7 @@ class TrainbusCheckpointIO:
 
     def __init__(self) -> None:
         _join_lightning(self)
-        self._saver: AsyncSaver | None = None
+        self._saver = ReopenedSaver("queue")
         self._files: dict[str, Future[CommitInfo]] = {}
         """The last save of each path since the last wait."""
         self._last: Future[CommitInfo] | None = None
@@ -79,8 +79,7 @@ class TrainbusCheckpointIO:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which has no file under way."""
-        first: dict[str, Any] = {"_saver": None, "_files": {}, "_last": None, "saved_by": None, "around": None, "raises": True}
-        return {**vars(self), **first}
+        return {**vars(self), "_files": {}, "_last": None, "saved_by": None, "around": None, "raises": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         _join_lightning(self)  # perhaps in another process
@@ -96,11 +95,9 @@ class TrainbusCheckpointIO:
         """
         if storage_options is not None:
             raise TypeError("TrainbusCheckpointIO takes no storage_options; configure the file system by fsspec's own settings")
-        if self._saver is None:
-            self._saver = AsyncSaver(busy="queue")
         pickled = Pickled(checkpoint)
         write = partial(_write, pickled, self.around)
-        future = self._saver.save(pickled.storages, as_path(path), write=write, raises=self.raises)
+        future = self._saver.save(pickled.storages, as_path(path), write, raises=self.raises)
         self.around, self._last = None, future
         self.saves += 1
         self._files = {name: file for name, file in self._files.items() if not file.done()} | {os.fspath(path): future}
@@ -123,10 +120,9 @@ class TrainbusCheckpointIO:
         """
         trainer = None if self.saved_by is None else self.saved_by()
         error = sys.exception() if trainer is not None and trainer.interrupted else None
-        saver, self._saver, self.saved_by, self._files = self._saver, None, None, {}
+        self.saved_by, self._last, self._files = None, None, {}
         try:
-            if saver is not None:
-                saver.close()
+            self._saver.close()
         except Exception as failure:
             if error is None:
                 raise
@@ -137,8 +133,7 @@ class TrainbusCheckpointIO:
 
     def wait(self) -> None:
         """Wait until all files are durable; raise the error of a save that failed."""
-        if self._saver is not None:
-            self._saver.wait()
+        self._saver.wait()
 
     def finish(self) -> None:
         """Wait until no file is under way; an error is raised later."""
@@ -151,10 +146,7 @@ class TrainbusCheckpointIO:
 
     def after_commit(self, action: Callable[[], object]) -> None:
         """Call ``action`` once the saves so far are durable, or at once; not if the last one has failed."""
-        if self._saver is None:
-            action()
-        else:
-            self._saver.after_commit(partial(_unless_failed, self._last, action))
+        self._saver.after_commit(partial(_unless_failed, self._last, action))
 
 
 def _write(pickled: Pickled, around: AbstractContextManager[object] | None, staged: StagedTree, path: AnyPath) -> CommitInfo:

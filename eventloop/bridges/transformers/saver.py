@@ -103,7 +103,7 @@ class FolderSaver:
             if saver is not None:
                 best = self._folders.best if own else None
                 after = partial(self._rotate, path.parent, best) if own else None
-                saver.save(files.tree, path, write=partial(_write, files, report, raises, after))
+                saver.save(files.tree, path, write=partial(_write, files, report, after), raises=raises)
         except Exception:
             if saver is not None:
                 discard_folder(self._folders.temporary(path))
@@ -138,16 +138,12 @@ class FolderSaver:
 
 
 def _write(
-    files: FolderFiles, report: Report, raises: bool, after: Callable[[], None] | None, staged: StagedTree, path: AnyPath
+    files: FolderFiles, report: Report, after: Callable[[], None] | None, staged: StagedTree, path: AnyPath
 ) -> CommitInfo:
     """Write a folder on the saver's thread, report it, and then remove what it replaces."""
     try:
         with report:
             info = files.write(staged, path)
-    except Exception:
-        if raises:
-            raise
-        return CommitInfo(path, 0, "", 0.0)  # the report has logged the error
     finally:
         discard_folder(files.folder.parent)
     if after is not None:
