@@ -91,40 +91,26 @@ def test_an_exception_in_a_hook_is_the_last_but_one_event_wherever_it_is_raised(
     assert mount_point in error.__notes__[0]
 
 
+def fails_after(batches):
+    yield from batches
+    raise Boom("disk")
+
+
 def test_an_exception_in_the_training_loader_ends_the_run(parts, bus, trace):
-    def batches():
-        yield from parts.batches(2)
-        raise Boom("disk")
-
-    class Loader:
-        def __iter__(self):
-            return batches()
-
-        def __len__(self):
-            return 5
-
-    with pytest.raises(Boom, match="disk"):
-        parts.loop(bus, train_data=Loader()).run()
+    with pytest.raises(Boom):
+        parts.loop(bus, train_data=fails_after(parts.batches(2)), max_epochs=1).run()
     assert trace.names == parts.spell(
         "before_run before_train before_train_epoch 2*(before_train_iter after_train_iter) on_exception"
     )
 
 
 def test_an_exception_in_the_validation_loader_restores_mode_and_gradients(parts, bus, trace):
-    class Loader:
-        def __iter__(self):
-            yield from parts.batches(1)
-            raise Boom("disk")
-
-        def __len__(self):
-            return 2
-
-    model = parts.model()
-    with pytest.raises(Boom, match="disk"):
-        parts.loop(bus, model=model, val_data=Loader(), sanity=0).run()
+    loop = parts.loop(bus, val_data=fails_after(parts.batches(1)), sanity=0)
+    with pytest.raises(Boom):
+        loop.run()
     assert trace.names[-2:] == ["after_val_iter", "on_exception"]
     assert trace.names.count("after_val_iter") == 1
-    assert model.training
+    assert loop.model.training
     assert torch.is_grad_enabled()
 
 
@@ -151,11 +137,13 @@ def test_deferred_functions_run_last_in_first_out_over_all_scopes_after_on_excep
 
 
 def test_deferred_functions_run_when_their_scope_ends_by_itself(parts, bus):
+    """Those of a validation run before ``after_val``."""
     calls = []
     scopes = {
         "before_train_iter": "after_train_iter",
         "before_train_epoch": "after_train_epoch",
         "before_val_iter": "after_val_iter",
+        "before_val": "after_val",
         "before_train": "after_train",
         "before_run": "after_run",
     }
@@ -166,17 +154,9 @@ def test_deferred_functions_run_when_their_scope_ends_by_itself(parts, bus):
     parts.loop(bus, train_data=one, val_data=one, max_epochs=1).run()
     assert calls == [
         *("after_train_iter", "undo before_train_iter", "after_train_epoch", "undo before_train_epoch"),
-        *("after_val_iter", "undo before_val_iter", "after_train", "undo before_train", "after_run", "undo before_run"),
+        *("after_val_iter", "undo before_val_iter", "undo before_val", "after_val"),
+        *("after_train", "undo before_train", "after_run", "undo before_run"),
     ]
-
-
-def test_deferred_calls_of_before_val_run_before_after_val(parts, bus):
-    calls = []
-    bus.on("before_val", lambda e: e.run.defer(lambda: calls.append("undo")))
-    bus.on("after_val_epoch", lambda e: calls.append("after_val_epoch"))
-    bus.on("after_val", lambda e: calls.append("after_val"))
-    parts.loop(bus).val()
-    assert calls == ["after_val_epoch", "undo", "after_val"]
 
 
 def test_the_users_exception_survives_failing_handlers_of_on_exception_and_failing_undos(parts, bus):
@@ -223,9 +203,12 @@ def test_an_interrupted_deferred_call_is_repeated_and_others_run(strikes):
     assert not scopes.innermost
 
 
-def test_defer_outside_of_a_run_is_an_error(parts):
-    with pytest.raises(RuntimeError, match="needs an open run"):
-        Run(model=parts.model()).defer(print)
+def test_defer_needs_an_open_run_and_a_function(parts):
+    run = Run(model=parts.model())
+    with pytest.raises(RuntimeError):
+        run.defer(print)
+    with pytest.raises(TypeError, match=r"run.defer\(f\)"), run:
+        run.defer([].clear())
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
@@ -363,35 +346,33 @@ def stop_at(bus, mount_point, *, every=None, **filters):
     bus.on(mount_point, lambda e: e.run.stop("enough"), **filters)
 
 
-@pytest.mark.parametrize("mount_point", ["before_train_iter", "before_forward", "before_backward", "after_optimizer_step"])
-def test_a_stop_within_an_iteration_lets_it_end(parts, bus, trace, mount_point):
-    stop_at(bus, mount_point, once=2)
-    parts.loop(bus).run()
-    assert trace.names[-4:] == ["before_train_iter", "after_train_iter", "after_train", "after_run"]
-    assert trace.of("after_run")[0].progress.update == 2
+ENDED = "after_train after_run"
 
 
-def test_a_stop_in_after_train_epoch_skips_the_validation(parts, bus, trace):
-    stop_at(bus, "after_train_epoch")
-    parts.loop(bus).run()
-    assert trace.names[-3:] == ["after_train_epoch", "after_train", "after_run"]
-
-
-def test_a_stop_in_the_last_iteration_of_an_epoch_lets_the_epoch_end(parts, bus, trace):
-    stop_at(bus, "after_train_iter", once=3)
-    parts.loop(bus).run()
-    assert trace.names[-4:] == ["after_train_iter", "after_train_epoch", "after_train", "after_run"]
-
-
-@pytest.mark.parametrize("mount_point", ["before_val", "before_val_epoch", "before_val_iter", "after_val_iter"])
-def test_a_stop_in_the_middle_of_validation_publishes_no_after_val(parts, bus, trace, mount_point):
-    model = parts.model()
-    bus.on(mount_point, lambda e: e.run.stop())
-    metrics = parts.loop(bus, model=model).run()
-    assert metrics == {}
-    assert not {"after_val_epoch", "after_val"} & set(trace.names)
-    assert trace.names[-2:] == ["after_train", "after_run"]
-    assert model.training
+@pytest.mark.parametrize(
+    ("mount_point", "count", "tail"),
+    [
+        ("before_run", 1, "before_run after_run"),
+        ("before_train", 1, f"before_run before_train {ENDED}"),
+        *(
+            (name, 2, f"2*(before_train_iter after_train_iter) {ENDED}")  # the iteration ends, the epoch does not
+            for name in ("before_train_iter", "before_forward", "before_backward", "after_optimizer_step")
+        ),
+        ("after_train_iter", 3, f"after_train_iter after_train_epoch {ENDED}"),  # the last of its epoch
+        ("after_train_epoch", 1, f"after_train_iter after_train_epoch {ENDED}"),  # without its validation
+        *((name, 1, f"before_val before_val_epoch {ENDED}") for name in ("before_val", "before_val_epoch")),
+        *((name, 1, f"before_val_iter after_val_iter {ENDED}") for name in ("before_val_iter", "after_val_iter")),
+        ("after_val", 1, f"after_val_epoch after_val {ENDED}"),
+    ],
+)
+def test_a_stop_ends_what_is_under_way_and_begins_nothing(parts, bus, trace, mount_point, count, tail):
+    stop_at(bus, mount_point, once=count)
+    loop = parts.loop(bus)
+    metrics = loop.run()
+    expected = parts.spell(tail)
+    assert trace.names[-len(expected) :] == expected
+    assert loop.model.training
+    assert (metrics == {}) == (mount_point != "after_val")
 
 
 def test_a_stop_in_the_middle_of_a_validation_inside_an_iteration_based_run(parts, bus, trace):
@@ -401,20 +382,6 @@ def test_a_stop_in_the_middle_of_a_validation_inside_an_iteration_based_run(part
         "before_run before_train before_train_epoch 2*(before_train_iter after_train_iter) "
         "before_val before_val_epoch before_val_iter after_val_iter after_train after_run"
     )
-
-
-def test_a_stop_in_after_val_ends_the_run_after_it(parts, bus, trace):
-    stop_at(bus, "after_val")
-    parts.loop(bus).run()
-    assert trace.names[-4:] == ["after_val_epoch", "after_val", "after_train", "after_run"]
-
-
-@pytest.mark.parametrize("mount_point", ["before_run", "before_train"])
-def test_a_stop_before_training_trains_nothing(parts, bus, trace, mount_point):
-    stop_at(bus, mount_point)
-    parts.loop(bus).run()
-    assert not [name for name in trace.names if name.endswith(("iter", "epoch"))]
-    assert trace.names[-1] == "after_run"
 
 
 def test_a_stop_inside_a_window_that_the_epoch_cuts_short_waits_for_that_step(parts, bus, trace):
@@ -440,13 +407,6 @@ def test_stop_from_another_thread(parts, bus, trace):
     loop.run()
     stopper.join()
     assert len(trace.of("after_train_iter")) == 2
-    assert trace.names[-2:] == ["after_train", "after_run"]
-
-
-def test_stop_from_an_offloaded_handler(parts, bus, trace):
-    loop = parts.loop(bus, max_epochs=100_000)
-    bus.on("after_train_iter", lambda e: loop.stop(), once=3, offload="thread")
-    loop.run()
     assert trace.names[-2:] == ["after_train", "after_run"]
 
 
@@ -502,11 +462,3 @@ def test_a_missing_loss_is_an_error_with_a_note_of_the_hook(parts, bus):
         parts.loop(bus).run()
     assert "Picky.after_train_iter" in caught.value.__notes__[0]
     assert "epoch 1, iteration 1" in caught.value.__notes__[0]
-
-
-def test_deferring_a_non_callable_is_an_error(parts):
-    with (
-        pytest.raises(TypeError, match=r"run.defer\(f\)"),
-        Run(model=parts.model()) as run,
-    ):
-        run.defer([].clear())

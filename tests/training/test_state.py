@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from eventloop import Event, Hook, TrainLoop, Update
+from eventloop import Bus, Update
 from eventloop.events import AfterTrainIter
 
 ITER = "before_train_iter after_train_iter"
@@ -29,16 +29,6 @@ def test_an_iteration_based_run_is_one_long_epoch_with_validation_inside(parts, 
     )
 
 
-def test_training_without_validation_data_publishes_no_validation(parts, bus, trace):
-    parts.loop(bus, val_data=None).run()
-    assert trace.names == parts.spell(f"before_run before_train {EPOCH} {EPOCH} after_train after_run")
-
-
-def test_test_alone_publishes_a_run(parts, bus, trace):
-    parts.loop(bus, test_data=parts.batches(2)).test()
-    assert trace.names == parts.spell(f"before_run {TEST} after_run")
-
-
 def test_test_after_run_is_a_second_run_on_the_same_bus(parts, bus, trace):
     loop = parts.loop(bus, test_data=parts.batches(2), max_epochs=1)
     loop.run()
@@ -48,11 +38,11 @@ def test_test_after_run_is_a_second_run_on_the_same_bus(parts, bus, trace):
     )
 
 
-def test_the_mount_points_inside_an_iteration_surround_forward_backward_and_step(parts, bus):
+def test_the_mount_points_inside_an_iteration_surround_forward_backward_and_step_with_one_snapshot_of_progress(parts, bus):
     trace = parts.Trace(bus, inside=True)
     parts.loop(bus, train_data=parts.batches(1), val_data=None, max_epochs=1).run()
-    start = trace.names.index("before_train_iter")
-    assert trace.names[start : trace.names.index("after_train_epoch")] == [
+    iteration = trace.events[trace.names.index("before_train_iter") : trace.names.index("after_train_epoch")]
+    assert [event.mount_point for event in iteration] == [
         "before_train_iter",
         "before_forward",
         "after_forward",
@@ -62,6 +52,7 @@ def test_the_mount_points_inside_an_iteration_surround_forward_backward_and_step
         "before_optimizer_step",
         "after_optimizer_step",
     ]
+    assert len({id(event.progress) for event in iteration}) == 1
 
 
 def test_handlers_of_after_train_iter_see_old_weights_before_priority_30_and_new_ones_after(parts, bus):
@@ -77,54 +68,40 @@ def test_handlers_of_after_train_iter_see_old_weights_before_priority_30_and_new
     assert torch.equal(seen["at 31"][0], seen["at 29"][1])
 
 
-def test_the_loop_adds_its_update_at_priority_30(parts, bus):
+def test_the_loop_adds_its_update_at_priority_30_unless_the_bus_has_one(parts, bus):
     parts.loop(bus)
     (update,) = bus.hooks
     assert isinstance(update, Update)
     assert [s.priority for s in bus.subscriptions if s.hook is update and s.mount_point == "after_train_iter"] == [30]
+    other = Bus()
+    other.add(mine := Update(accumulate=3), priority=20)
+    parts.loop(other)
+    assert other.hooks == (mine,)
 
 
-def test_the_loop_leaves_an_update_that_is_on_the_bus_alone(parts, bus):
-    bus.add(update := Update(accumulate=3), priority=20)
-    parts.loop(bus)
-    assert bus.hooks == (update,)
-
-
-def test_progress_counts_from_zero_and_grows_after_the_events_of_an_iteration(parts, bus, trace):
-    parts.loop(bus, max_epochs=2).run()
-    assert [counts(e) for e in trace.of("before_train_iter")] == [
-        (0, 0, 0, 0),
-        (0, 1, 1, 1),
-        (0, 2, 2, 2),
-        (1, 3, 3, 0),
-        (1, 4, 4, 1),
-        (1, 5, 5, 2),
-    ]
-    assert [counts(e) for e in trace.of("after_train_iter")] == [counts(e) for e in trace.of("before_train_iter")]
-
-
-def test_progress_is_one_snapshot_for_all_events_of_an_iteration(parts, bus):
-    trace = parts.Trace(bus, inside=True)
-    parts.loop(bus, train_data=parts.batches(1), val_data=None, max_epochs=1).run()
-    start, end = trace.names.index("before_train_iter"), trace.names.index("after_optimizer_step")
-    assert len({id(event.progress) for event in trace.events[start : end + 1]}) == 1
-
-
-def test_after_train_epoch_still_carries_the_index_of_its_epoch_and_validation_the_next(parts, bus, trace):
-    parts.loop(bus).run()
-    assert [e.progress.epoch for e in trace.of("before_train_epoch")] == [0, 1]
-    assert [e.progress.epoch for e in trace.of("after_train_epoch")] == [0, 1]
-    assert [e.progress.epoch for e in trace.of("before_val")] == [1, 2]
-    assert [e.progress.iter for e in trace.of("before_val")] == [3, 6]
-
-
-def test_batch_idx_is_the_index_within_the_epoch_or_validation(parts, bus, trace):
-    parts.loop(bus).run()
+def test_the_counts_of_a_run_by_epochs(parts, bus, trace):
+    """They count from zero, and grow after the events of an iteration, epoch or validation."""
+    metrics = parts.loop(bus).run()
     for name in ("before_train_iter", "after_train_iter"):
+        assert [counts(e) for e in trace.of(name)] == [
+            *((0, 0, 0, 0), (0, 1, 1, 1), (0, 2, 2, 2)),
+            *((1, 3, 3, 0), (1, 4, 4, 1), (1, 5, 5, 2)),
+        ]
         assert [e.batch_idx for e in trace.of(name)] == [0, 1, 2, 0, 1, 2]
+        assert {e.progress.stage for e in trace.of(name)} == {"train"}
+    for name in ("before_train_epoch", "after_train_epoch"):
+        assert [e.progress.epoch for e in trace.of(name)] == [0, 1]
+    assert [(e.progress.epoch, e.progress.iter) for e in trace.of("before_val")] == [(1, 3), (2, 6)]
     for name in ("before_val_iter", "after_val_iter"):
         assert [e.batch_idx for e in trace.of(name)] == [0, 1, 0, 1]
         assert [e.progress.batch_idx for e in trace.of(name)] == [0, 1, 0, 1]
+        assert {(e.progress.stage, e.progress.max_epochs, e.progress.max_iters) for e in trace.of(name)} == {("val", 2, None)}
+    assert [e.progress.validation for e in trace.of("after_val")] == [0, 1]
+    for name in ("after_train", "after_run"):
+        (event,) = trace.of(name)
+        assert (event.progress.stage, *counts(event)[:3]) == ("train", 2, 6, 6)
+    assert metrics == trace.of("after_val_epoch")[-1].metrics
+    assert metrics.keys() == {"loss"}
 
 
 def test_batch_idx_of_an_iteration_based_run_increases_across_passes(parts, bus, trace):
@@ -133,92 +110,37 @@ def test_batch_idx_of_an_iteration_based_run_increases_across_passes(parts, bus,
     assert [e.progress.epoch for e in trace.of("after_train_iter")] == [0] * 7
 
 
-def test_progress_has_stage_limits_and_number_of_validations(parts, bus, trace):
-    parts.loop(bus, max_epochs=2).run()
-    assert {e.progress.stage for e in trace.of("after_train_iter")} == {"train"}
-    assert {e.progress.stage for e in trace.of("after_val_iter")} == {"val"}
-    assert {(e.progress.max_epochs, e.progress.max_iters) for e in trace.of("after_val_iter")} == {(2, None)}
-    assert [e.progress.validation for e in trace.of("after_val")] == [0, 1]
-
-
-def test_the_run_ends_with_the_stage_train_and_all_epochs_counted(parts, bus, trace):
-    parts.loop(bus).run()
-    for name in ("after_train", "after_run"):
-        (event,) = trace.of(name)
-        assert (event.progress.stage, *counts(event)[:3]) == ("train", 2, 6, 6)
-
-
 def test_before_iter_and_after_iter_are_called_in_all_stages(parts, bus):
     heard: list[tuple[str, str]] = []
-
-    class Everything(Hook):
-        def before_iter(self, event):
-            heard.append((event.mount_point, event.progress.stage))
-
-        def after_iter(self, event):
-            heard.append((event.mount_point, event.progress.stage))
-
-        def before_epoch(self, event):
-            heard.append((event.mount_point, event.progress.stage))
-
-        def after_epoch(self, event):
-            heard.append((event.mount_point, event.progress.stage))
-
-    bus.add(Everything())
+    for name in ("before_iter", "after_iter", "before_epoch", "after_epoch"):
+        bus.on(name, lambda event: heard.append((event.mount_point, event.progress.stage)))
     one = parts.batches(1)
     loop = parts.loop(bus, train_data=one, val_data=one, test_data=one, max_epochs=1)
     loop.run()
     loop.test()
-    expected = [
+    assert heard == [
         (f"{when}_{stage}_{what}", stage)
         for stage in ("train", "val", "test")
         for when, what in (("before", "epoch"), ("before", "iter"), ("after", "iter"), ("after", "epoch"))
     ]
-    assert heard == expected
 
 
 @pytest.mark.parametrize(
-    ("options", "epochs"),
+    ("options", "done"),
     [
-        ({}, [1, 2, 3, 4, 5]),
-        ({"val_interval": 2}, [2, 4, 5]),
-        ({"val_begin": 3}, [3, 4, 5]),
-        ({"val_begin": 3, "val_interval": 2}, [4, 5]),
-        ({"val_interval": 7}, [5]),
-        ({"val_begin": 9}, [5]),
+        ({"max_epochs": 5}, [1, 2, 3, 4, 5]),
+        ({"max_epochs": 5, "val_begin": 3, "val_interval": 2}, [4, 5]),
+        ({"max_epochs": 5, "val_interval": 7}, [5]),
+        ({"max_epochs": 5, "val_begin": 9}, [5]),
+        ({"max_iters": 7}, [7]),
+        ({"max_iters": 7, "val_interval": 3}, [3, 6, 7]),
+        ({"max_iters": 7, "val_interval": 2, "val_begin": 4}, [4, 6, 7]),
+        ({"max_iters": 7, "val_interval": 7}, [7]),
     ],
 )
-def test_validation_runs_every_val_interval_from_val_begin_and_at_the_end(parts, bus, trace, options, epochs):
-    parts.loop(bus, max_epochs=5, **options).run()
-    assert [e.progress.epoch for e in trace.of("before_val")] == epochs
-
-
-@pytest.mark.parametrize(
-    ("options", "iters"),
-    [
-        ({}, [7]),
-        ({"val_interval": 3}, [3, 6, 7]),
-        ({"val_interval": 2, "val_begin": 4}, [4, 6, 7]),
-        ({"val_interval": 7}, [7]),
-    ],
-)
-def test_validation_of_an_iteration_based_run_counts_iterations(parts, bus, trace, options, iters):
-    parts.loop(bus, max_iters=7, **options).run()
-    assert [e.progress.iter for e in trace.of("before_val")] == iters
-
-
-def test_run_returns_the_metrics_of_the_last_validation(parts, bus, trace):
-    metrics = parts.loop(bus).run()
-    assert metrics == trace.of("after_val_epoch")[-1].metrics
-    assert metrics.keys() == {"loss"}
-
-
-def test_a_second_run_of_a_finished_loop_trains_no_more(parts, bus, trace):
-    loop = parts.loop(bus)
-    loop.run()
-    trace.events.clear()
-    loop.run()
-    assert trace.names == ["before_run", "after_run"]
+def test_validation_runs_every_val_interval_from_val_begin_and_at_the_end(parts, bus, trace, options, done):
+    parts.loop(bus, **options).run()
+    assert [e.progress.epoch if "max_epochs" in options else e.progress.iter for e in trace.of("before_val")] == done
 
 
 def test_the_model_trains_in_training_mode_and_validates_without_gradients(parts, bus):
@@ -241,29 +163,6 @@ def test_validation_restores_the_mode_of_every_submodule(parts):
     model[1].eval()  # a frozen batch norm
     parts.loop(model=model, max_epochs=1).run()
     assert [module.training for module in model] == [True, False, True, True, True]
-
-
-def test_a_user_event_can_be_published_in_the_step(parts, bus, registry):
-    class Pruned(Event):
-        kept: int
-
-    heard = []
-    bus.on(Pruned, lambda e: heard.append(e.kept))
-    model = parts.model()
-
-    def step(model, batch):
-        bus.publish(Pruned(kept=3))
-        return parts.step(model, batch)
-
-    TrainLoop(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        step=step,
-        train_data=parts.batches(2),
-        bus=bus,
-        max_epochs=1,
-    ).run()
-    assert heard == [3, 3]
 
 
 def test_total_iters_and_epoch_length_are_known_from_the_loader(parts, bus):
