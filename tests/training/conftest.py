@@ -96,6 +96,13 @@ def assert_same(one: Any, other: Any) -> None:
         assert one == other
 
 
+def damage(path: Path) -> None:
+    """Flip a bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
 class Parts:
     """The helpers above, handed to tests as one fixture (test modules cannot import each other)."""
 
@@ -104,6 +111,7 @@ class Parts:
     model = staticmethod(make_model)
     batches = staticmethod(make_batches)
     step = staticmethod(step)
+    damage = staticmethod(damage)
     weights = staticmethod(weights)
     assert_same = staticmethod(assert_same)
     load: Callable[[Path], Any] = staticmethod(load)

@@ -130,15 +130,14 @@ class Job:
     """A training job in which everything depends on everything: what a resume forgets shows in the weights."""
 
     def __init__(
-        self, parts, work_dir: Path, loader: str = "shuffled", *, update: Update | None = None, **options: Any
+        self, parts, work_dir: Path, loader: str = "shuffled", *, accumulate: int = 1, scaler: Any = None, **options: Any
     ) -> None:
         self.bus = Bus()
         self.model = parts.model(dropout=0.3)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.2, momentum=0.9)
         by_iter = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, 0.95)
         by_metric = torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, factor=0.5, patience=0)
-        if update is not None:
-            self.bus.add(update)
+        self.bus.add(Update(accumulate=accumulate, scaler=scaler))
         self.bus.on("after_train_iter", lambda e: by_iter.step() if e.run.updated else None, priority=70)
         # The metric is random: validations must draw what they would have drawn, and be made once.
         self.bus.on("after_val_epoch", lambda e: by_metric.step(e.metrics["noise"]), priority=70)
@@ -158,16 +157,19 @@ class Job:
             **options,
         )
 
-    def save_at(self, mount_point: str, count: int) -> Job:
+    def at(self, mount_point: str, count: int, act: Callable[[Run], None]) -> Job:
         heard = []
 
-        def save(event):
+        def handler(event):
             heard.append(event)
             if len(heard) == count:
-                event.run.request_save("here.safetensors")
+                act(event.run)
 
-        self.bus.on(mount_point, save, priority=95)
+        self.bus.on(mount_point, handler, priority=95)
         return self
+
+    def save_at(self, mount_point: str, count: int) -> Job:
+        return self.at(mount_point, count, lambda run: run.request_save("here.safetensors"))
 
     def run(self, **options: Any) -> Job:
         self.loop.run(**options)
@@ -189,12 +191,26 @@ class Job:
         }
 
 
-def check(parts, tmp_path, mount_point, count, *, warns=None, make_update=lambda: None, **options):
-    """Run through; save on the way; resume from that save in another job. All three end the same."""
-    through = Job(parts, tmp_path / "a", update=make_update(), **options).run().outcome
-    saving = Job(parts, tmp_path / "b", update=make_update(), **options).save_at(mount_point, count).run()
-    parts.assert_same(saving.outcome, through)
-    resumed = Job(parts, tmp_path / "c", update=make_update(), **options)
+WHOLE: dict[str, dict[str, Any]] = {}
+
+
+def uninterrupted(parts, folder: Path, **options: Any) -> dict[str, Any]:
+    """What a run without a save ends with; each kind is run once."""
+    key = repr(sorted(options.items()))
+    if key not in WHOLE:
+        WHOLE[key] = Job(parts, folder / "a", **options).run().outcome
+    return WHOLE[key]
+
+
+def check(parts, tmp_path, mount_point, count, *, stops=False, warns=None, **options):
+    """Save on the way, or stop there and save at the end; resume from that in another, which ends like one never stopped."""
+    through = uninterrupted(parts, tmp_path, **options)
+    saving = Job(parts, tmp_path / "b", **options)
+    if stops:
+        saving.at(mount_point, count, lambda run: run.stop()).save_at("after_train", 1).run()
+    else:
+        parts.assert_same(saving.save_at(mount_point, count).run().outcome, through)
+    resumed = Job(parts, tmp_path / "c", **options)
     with pytest.warns(RuntimeWarning, match=warns) if warns else nullcontext():
         resumed.run(resume=tmp_path / "b" / "here.safetensors")
     parts.assert_same(resumed.outcome, through)
@@ -276,13 +292,12 @@ def test_resume_of_an_iteration_based_run_with_other_loaders(parts, tmp_path, lo
 
 @pytest.mark.parametrize("count", [2, 4, 6, 7])
 def test_resume_with_accumulation_continues_after_a_complete_window(parts, tmp_path, count):
-    check(parts, tmp_path, "after_train_iter", count, make_update=lambda: Update(accumulate=4))
+    check(parts, tmp_path, "after_train_iter", count, accumulate=4)
 
 
 @pytest.mark.parametrize(("mount_point", "count"), [("after_val_epoch", 1), ("after_val_iter", 1), ("after_train_iter", 3)])
 def test_resume_from_a_save_in_or_before_a_validation_inside_an_accumulation_window(parts, tmp_path, mount_point, count):
-    options = {"max_iters": 8, "val_interval": 3, "make_update": lambda: Update(accumulate=4)}
-    check(parts, tmp_path, mount_point, count, **options)
+    check(parts, tmp_path, mount_point, count, max_iters=8, val_interval=3, accumulate=4)
 
 
 def test_an_iterable_dataset_is_read_again_with_a_warning(parts, tmp_path, monkeypatch):
@@ -341,57 +356,36 @@ def test_a_loader_is_in_no_reference_cycle_after_its_run(parts):
         gc.enable()
 
 
-def test_progress_continues_after_resuming(parts, tmp_path):
-    Job(parts, tmp_path).save_at("after_train_iter", 8).run()
-    resumed = Job(parts, tmp_path).run(resume=tmp_path / "here.safetensors")
-    assert [(e.progress.epoch, e.progress.iter, e.batch_idx) for e in resumed.trace.of("after_train_iter")] == [
-        (1, 8, 2),
-        (1, 9, 3),
-        (1, 10, 4),
-        (1, 11, 5),
-    ]
+ITER = "before_train_iter after_train_iter"
+VAL = "before_val before_val_epoch 6*(before_val_iter after_val_iter) after_val_epoch after_val"
 
 
-def test_a_resumed_run_publishes_after_load_checkpoint_before_training(parts, tmp_path):
-    Job(parts, tmp_path).save_at("after_train_iter", 8).run()
-    names = Job(parts, tmp_path).run(resume=tmp_path / "here.safetensors").trace.names
-    assert names[:5] == ["before_run", "after_load_checkpoint", "before_train", "before_train_epoch", "before_train_iter"]
-
-
-def test_a_run_that_is_resumed_after_its_last_validation_still_ends_in_order(parts, tmp_path):
-    Job(parts, tmp_path, max_epochs=2).save_at("after_val_epoch", 2).run()
-    names = Job(parts, tmp_path, max_epochs=2).run(resume=tmp_path / "here.safetensors").trace.names
-    assert names == ["before_run", "after_load_checkpoint", "before_train", "after_train", "after_run"]
-
-
-def test_a_save_during_validation_resumes_with_that_validation_from_its_start(parts, tmp_path):
-    Job(parts, tmp_path).save_at("after_val_iter", 3).run()
-    names = Job(parts, tmp_path).run(resume=tmp_path / "here.safetensors").trace.names
-    assert names[2:7] == ["before_train", "before_val", "before_val_epoch", "before_val_iter", "after_val_iter"]
-    assert names.count("before_train_epoch") == 1
+@pytest.mark.parametrize(
+    ("mount_point", "count", "names", "counts"),
+    [
+        (
+            *("after_train_iter", 8, f"before_train_epoch 4*({ITER}) after_train_epoch {VAL}"),
+            [(1, 8, 2), (1, 9, 3), (1, 10, 4), (1, 11, 5)],
+        ),
+        (
+            *("after_val_iter", 3, f"{VAL} before_train_epoch 6*({ITER}) after_train_epoch {VAL}"),  # from its start
+            [(1, 6 + index, index) for index in range(6)],
+        ),
+        ("after_val_epoch", 2, "", []),
+    ],
+)
+def test_events_and_counts_continue_after_resuming(parts, tmp_path, mount_point, count, names, counts):
+    Job(parts, tmp_path).save_at(mount_point, count).run()
+    trace = Job(parts, tmp_path).run(resume=tmp_path / "here.safetensors").trace
+    assert trace.names == parts.spell(f"before_run after_load_checkpoint before_train {names} after_train after_run")
+    assert [(e.progress.epoch, e.progress.iter, e.batch_idx) for e in trace.of("after_train_iter")] == counts
 
 
 @pytest.mark.parametrize("options", [{}, {"max_iters": 14, "val_interval": 4}])
 @pytest.mark.parametrize("mount_point", ["before_val_iter", "after_train_epoch", "after_train_iter", "before_val"])
 def test_a_run_that_was_stopped_and_saved_at_its_end_resumes_bitwise(parts, tmp_path, mount_point, options):
     """The save is made in after_train, long after the stop cut something short."""
-    through = Job(parts, tmp_path / "a", **options).run().outcome
-    stopped = Job(parts, tmp_path / "b", **options).save_at("after_train", 1)
-    stopped.bus.on(mount_point, lambda e: e.run.stop())
-    stopped.run()
-    resumed = Job(parts, tmp_path / "c", **options).run(resume=tmp_path / "b" / "here.safetensors")
-    parts.assert_same(resumed.outcome, through)
-
-
-def check_stopped(parts, tmp_path, mount_point, count, **options):
-    through = Job(parts, tmp_path / "a", **options).run().outcome
-    stopped = Job(parts, tmp_path / "b", **options).save_at("after_train", 1)
-    heard = []
-    stopped.bus.on(mount_point, lambda e: heard.append(e) or (len(heard) == count and e.run.stop()))
-    stopped.run()
-    resumed = Job(parts, tmp_path / "c", **options).run(resume=tmp_path / "b" / "here.safetensors")
-    parts.assert_same(resumed.outcome, through)
-    return resumed
+    check(parts, tmp_path, mount_point, 1, stops=True, **options)
 
 
 @pytest.mark.parametrize("loader", ["shuffled", "two workers", "persistent workers", "generator of its own", "stateful"])
@@ -400,11 +394,11 @@ def test_a_stop_before_the_first_batch_of_an_epoch_leaves_its_order_as_it_would_
     parts, tmp_path, loader, count, options
 ):
     """Making the iterator draws random numbers, and so does its first batch: a resumed run draws both again."""
-    check_stopped(parts, tmp_path, "before_train_epoch", count, loader=loader, **options)
+    check(parts, tmp_path, "before_train_epoch", count, stops=True, loader=loader, **options)
 
 
 def test_a_stop_in_the_last_iteration_leaves_the_last_validation_to_the_resumed_run(parts, tmp_path):
-    resumed = check_stopped(parts, tmp_path, "after_train_iter", 14, max_iters=14, val_interval=4)
+    resumed = check(parts, tmp_path, "after_train_iter", 14, stops=True, max_iters=14, val_interval=4)
     assert resumed.trace.names.count("after_val") == 1
 
 
@@ -419,20 +413,18 @@ def test_a_stopped_loop_that_runs_again_validates_first_if_that_was_cut_off(part
 
 
 def test_a_finished_run_can_go_further_with_a_larger_limit(parts, tmp_path):
-    through = Job(parts, tmp_path / "a", max_epochs=3).run().outcome
     Job(parts, tmp_path / "b", max_epochs=2).save_at("after_train", 1).run()
     further = Job(parts, tmp_path / "c", max_epochs=3).run(resume=tmp_path / "b" / "here.safetensors")
-    parts.assert_same(further.outcome, through)
+    parts.assert_same(further.outcome, uninterrupted(parts, tmp_path, max_epochs=3))
 
 
 def test_resuming_twice_in_the_same_place_is_the_same_run(parts, tmp_path):
     """The second save is made before the resumed run has come to its data."""
-    through = Job(parts, tmp_path / "a").run().outcome
     Job(parts, tmp_path / "b").save_at("after_train_iter", 8).run()
     again = Job(parts, tmp_path / "c").save_at("before_train", 1)
     again.run(resume=tmp_path / "b" / "here.safetensors")
     last = Job(parts, tmp_path / "d").run(resume=tmp_path / "c" / "here.safetensors")
-    parts.assert_same(last.outcome, through)
+    parts.assert_same(last.outcome, uninterrupted(parts, tmp_path))
 
 
 def test_resume_restores_the_gradient_scaler_and_other_hooks(parts, tmp_path):
@@ -450,7 +442,7 @@ def test_resume_restores_the_gradient_scaler_and_other_hooks(parts, tmp_path):
             self.count = state["count"]
 
     def job(name):
-        made = Job(parts, tmp_path / name, update=Update(scaler=torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)))
+        made = Job(parts, tmp_path / name, scaler=torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2))
         made.bus.add(counting := Counting())
         return made, counting
 
@@ -474,51 +466,36 @@ def test_counts_of_events_without_progress_survive_a_resume(parts, tmp_path):
 
 
 def test_auto_without_a_checkpoint_starts_from_the_beginning(parts, tmp_path):
-    through = Job(parts, tmp_path / "a").run().outcome
-    parts.assert_same(Job(parts, tmp_path / "b").run(resume="auto").outcome, through)
+    parts.assert_same(Job(parts, tmp_path / "b").run(resume="auto").outcome, uninterrupted(parts, tmp_path))
 
 
-def test_auto_uses_the_newest_checkpoint(parts, tmp_path):
-    job = Job(parts, tmp_path)
-    job.bus.on("after_train_iter", lambda e: e.run.request_save(f"iter_{e.progress.iter + 1}.safetensors"), every=4)
+def saving_every(parts, folder: Path, iterations: int, **options: Any) -> None:
+    job = Job(parts, folder, **options)
+    save = lambda e: e.run.request_save(f"iter_{e.progress.iter + 1}.safetensors")  # noqa: E731
+    job.bus.on("after_train_iter", save, every=iterations)
     job.run()
-    resumed = Job(parts, tmp_path).run(resume="auto")
-    assert resumed.resumed_from == tmp_path / "iter_12.safetensors"
 
 
-def damage(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
-def test_auto_reports_a_damaged_file_and_uses_the_previous_one(parts, tmp_path, capfd):
-    through = Job(parts, tmp_path / "a").run().outcome
-    job = Job(parts, tmp_path / "b")
-    job.bus.on("after_train_iter", lambda e: e.run.request_save(f"iter_{e.progress.iter + 1}.safetensors"), every=4)
-    job.run()
-    damage(tmp_path / "b" / "iter_12.safetensors")
-    resumed = Job(parts, tmp_path / "b").run(resume="auto")
-    assert resumed.resumed_from == tmp_path / "b" / "iter_8.safetensors"
-    parts.assert_same(resumed.outcome, through)
+def test_auto_uses_the_newest_checkpoint_and_reports_a_damaged_one_and_uses_the_previous(parts, tmp_path, capfd):
+    folder = tmp_path / "b"
+    saving_every(parts, folder, 4)
+    assert Job(parts, folder).run(resume="auto").resumed_from == folder / "iter_12.safetensors"
+    parts.damage(folder / "iter_12.safetensors")
+    resumed = Job(parts, folder).run(resume="auto")
+    assert resumed.resumed_from == folder / "iter_8.safetensors"
+    parts.assert_same(resumed.outcome, uninterrupted(parts, tmp_path))
     told = "".join(capfd.readouterr())
     assert "damaged" in told
     assert "iter_12.safetensors" in told
 
 
-def test_auto_with_only_damaged_files_is_an_error(parts, tmp_path):
+def test_a_path_that_is_damaged_or_missing_and_a_folder_with_only_damaged_files_are_errors(parts, tmp_path):
     Job(parts, tmp_path).save_at("after_train_iter", 1).run()
-    damage(tmp_path / "here.safetensors")
-    with pytest.raises(CheckpointDamagedError, match="no good checkpoint"):
-        Job(parts, tmp_path).run(resume="auto")
-
-
-def test_an_explicit_path_that_is_damaged_or_missing_is_an_error(parts, tmp_path):
-    Job(parts, tmp_path).save_at("after_train_iter", 1).run()
-    damage(tmp_path / "here.safetensors")
-    with pytest.raises(CheckpointDamagedError, match=r"here\.safetensors"):
-        Job(parts, tmp_path).run(resume=tmp_path / "here.safetensors")
-    with pytest.raises(CheckpointNotFoundError, match=r'nowhere\.safetensors.* does not exist; give .*resume="auto"') as gone:
+    parts.damage(tmp_path / "here.safetensors")
+    for resume in (tmp_path / "here.safetensors", "auto", tmp_path):
+        with pytest.raises(CheckpointDamagedError, match=r"here\.safetensors|no good checkpoint"):
+            Job(parts, tmp_path).run(resume=resume)
+    with pytest.raises(CheckpointNotFoundError, match=r'nowhere\.safetensors.*resume="auto"') as gone:
         Job(parts, tmp_path).run(resume=tmp_path / "nowhere.safetensors")
     assert isinstance(gone.value, FileNotFoundError)
 
@@ -547,9 +524,7 @@ def test_auto_handles_an_invalid_last_checkpoint(parts, tmp_path, content):
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
 def test_auto_uses_the_file_before_an_unreadable_one(parts, tmp_path, monkeypatch, number):
-    job = Job(parts, tmp_path, max_epochs=1)
-    job.bus.on("after_train_iter", lambda e: e.run.request_save(f"iter_{e.progress.iter + 1}.safetensors"), every=2)
-    job.run()
+    saving_every(parts, tmp_path, 2, max_epochs=1)
     real = Path.open
 
     def refuse(self, *args, **options):
@@ -585,26 +560,16 @@ def save_of(parts, tmp_path, model, **options):
     return tmp_path / "here.safetensors"
 
 
-def other_model():
-    return torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
-
-
-def test_a_checkpoint_of_another_model_lists_the_keys(parts, tmp_path):
+def test_a_checkpoint_of_another_model_lists_the_keys_and_leaves_the_model_as_it_was(parts, tmp_path):
     path = save_of(parts, tmp_path, parts.model())
+    model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+    before = parts.weights(model)
     with pytest.raises(CheckpointError) as caught:
-        parts.loop(model=other_model()).run(resume=path)
+        parts.loop(model=model).run(resume=path)
     message = str(caught.value)
     assert "missing: 2.bias, 2.weight" in message
     assert "unexpected: 1.bias, 1.num_batches_tracked" in message
     assert "of another shape: 0.weight (saved (8, 4), here (16, 4))" in message
-
-
-def test_a_refused_checkpoint_leaves_the_model_as_it_was(parts, tmp_path):
-    path = save_of(parts, tmp_path, parts.model())
-    model = other_model()
-    before = parts.weights(model)
-    with pytest.raises(CheckpointError):
-        parts.loop(model=model).run(resume=path)
     parts.assert_same(dict(model.state_dict()), before)
 
 
@@ -758,14 +723,21 @@ def own_loop(parts, tmp_path, *, resume=None, nested=False):
     return state, indices, trace
 
 
+@pytest.fixture(scope="module")
+def whole(parts, tmp_path_factory):
+    """An own loop without and with validations in its body, and the folder of its saves; each is run once."""
+    folders = {nested: tmp_path_factory.mktemp(f"nested-{nested}") for nested in (False, True)}
+    return {nested: (*own_loop(parts, folder, nested=nested), folder) for nested, folder in folders.items()}
+
+
 @pytest.mark.parametrize(
     ("saved", "indices"),
     [("after_train_iter", [1]), ("after_train_epoch", [0, 1]), ("after_val_iter", [0, 1])],
 )
-def test_a_users_own_loop_resumes_bitwise(parts, tmp_path, saved, indices):
-    through, all_indices, _ = own_loop(parts, tmp_path)
+def test_a_users_own_loop_resumes_bitwise(parts, tmp_path, whole, saved, indices):
+    through, all_indices, _, folder = whole[False]
     assert all_indices == [0, 1]
-    resumed, found, _ = own_loop(parts, tmp_path / "again", resume=tmp_path / f"{saved}.safetensors")
+    resumed, found, _ = own_loop(parts, tmp_path, resume=folder / f"{saved}.safetensors")
     assert found == indices
     parts.assert_same(resumed, through)
 
@@ -793,14 +765,14 @@ def test_a_users_own_loop_validates_at_last_if_a_stop_in_its_last_iteration_cut_
 
 
 @pytest.mark.parametrize(("saved", "done"), [("after_val_iter", 4), ("after_train_iter", 8)])
-def test_a_validation_in_the_body_of_a_users_own_loop_is_not_left_out_by_a_resume(parts, tmp_path, saved, done):
-    through, _, whole = own_loop(parts, tmp_path, nested=True)
-    resumed, _, trace = own_loop(parts, tmp_path / "b", resume=tmp_path / f"{saved}.safetensors", nested=True)
-    through["seen"] = {iteration: weights for iteration, weights in through["seen"].items() if iteration >= done - 1}
-    parts.assert_same(resumed, through)
+def test_a_validation_in_the_body_of_a_users_own_loop_is_not_left_out_by_a_resume(parts, tmp_path, whole, saved, done):
+    through, _, through_trace, folder = whole[True]
+    resumed, _, trace = own_loop(parts, tmp_path, resume=folder / f"{saved}.safetensors", nested=True)
+    seen = {iteration: weights for iteration, weights in through["seen"].items() if iteration >= done - 1}
+    parts.assert_same(resumed, {**through, "seen": seen})
     assert [e.progress.iter for e in trace.of("after_train_iter")] == list(range(done, 12))
     assert [e.progress.iter for e in trace.of("after_optimizer_step")] == list(range(done, 12))
-    scores = [[(e.progress.iter, e.metrics) for e in one.of("after_val_epoch")] for one in (trace, whole)]
+    scores = [[(e.progress.iter, e.metrics) for e in one.of("after_val_epoch")] for one in (trace, through_trace)]
     assert scores[0] == [one for one in scores[1] if one[0] >= done]
 
 
