@@ -18,7 +18,6 @@ from hooks import (
     ExponentialMovingAverage,
     LoggerHook,
     MomentumAnnealingEMA,
-    ParamSchedulerHook,
     PreemptionHook,
     Writer,
 )
@@ -145,29 +144,21 @@ def test_names_distinguish_hooks_of_a_class_without_a_name_option():
     assert [hook.label for hook in hooks] == ["one", "two", "EMAHook"]
 
 
-def test_text_is_converted_to_the_annotated_type():
+def test_text_is_converted_to_the_annotated_type_and_omitted_options_have_their_defaults():
     options = got(share=1, names=["a"], pair=[1, 2], table={"x": 1}, path="here", choice="b")
     assert options["share"] == 1.0
     assert (options["names"], options["pair"], options["table"]) == (["a"], (1, 2.0), {"x": 1})
     assert (options["path"], options["choice"]) == (Path("here"), "b")
+    assert options["kind"] is torch.nn.ReLU
 
 
-def test_omitted_options_have_the_constructors_defaults():
-    assert got()["names"] == ()
-    assert got()["kind"] is torch.nn.ReLU
-
-
-def test_functions_and_classes_are_given_by_name():
+def test_functions_and_classes_are_given_by_name_and_options_of_a_function_are_filled_in():
     table = {"type": "Everything", "function": "operator:neg", "kind": "torch.nn:Tanh"}
     options = add(table, imports=["operator", "torch.nn"])[0].got
     assert options["function"](3) == -3
     assert options["kind"] is torch.nn.Tanh
-
-
-def test_a_function_with_options_has_them_filled_in():
     table = {"type": "Everything", "function": {"type": "statistics:mean", "data": [1, 2, 3]}}
-    hook = add(table, imports=["statistics"])[0]
-    assert hook.got["function"]() == 2
+    assert add(table, imports=["statistics"])[0].got["function"]() == 2
 
 
 def test_objects_are_tables_with_a_type():
@@ -191,28 +182,29 @@ def test_an_object_in_a_module_is_used_and_not_called():
     assert hook.got["untyped"] == "torch:x"  # where the signature says nothing, text is text
 
 
-def test_a_scheduler_gets_the_optimizer():
-    _, optimizer = network()
-    table = {"type": "torch.optim.lr_scheduler:StepLR", "step_size": 3}
-    (hook,) = add({"type": "ParamSchedulerHook", "by": "epoch", "scheduler": table}, imports=SCHEDULERS, optimizer=optimizer)
-    assert isinstance(hook, ParamSchedulerHook)
-    (scheduler,) = hook.schedulers.values()
-    assert (scheduler.optimizer, scheduler.step_size) == (optimizer, 3)
-
-
 def short(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
     return torch.optim.lr_scheduler.StepLR(optimizer, 1)
 
 
-def test_a_scheduler_can_be_a_name_and_several_have_names(monkeypatch):
+SHORT = "parts_of_hook_list_tests:short"
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "names"),
+    [
+        ({"type": "torch.optim.lr_scheduler:StepLR", "step_size": 3}, ["StepLR"]),
+        (SHORT, ["StepLR"]),
+        ([SHORT], ["StepLR"]),
+        ({"one": SHORT, "two": {"type": SHORT}}, ["one", "two"]),
+    ],
+)
+def test_a_scheduler_gets_the_optimizer_is_a_table_or_a_name_and_several_have_names(monkeypatch, scheduler, names):
     monkeypatch.setitem(sys.modules, "parts_of_hook_list_tests", sys.modules[__name__])
     _, optimizer = network()
-    name = "parts_of_hook_list_tests:short"
-    for scheduler, names in [(name, ["StepLR"]), ([name], ["StepLR"]), ({"one": name, "two": {"type": name}}, ["one", "two"])]:
-        table = {"type": "ParamSchedulerHook", "by": "epoch", "scheduler": scheduler}
-        (hook,) = add(table, imports=["parts_of_hook_list_tests"], optimizer=optimizer)
-        assert list(hook.schedulers) == names
-        assert all(one.optimizer is optimizer for one in hook.schedulers.values())
+    table = {"type": "ParamSchedulerHook", "by": "epoch", "scheduler": scheduler}
+    (hook,) = add(table, imports=[*SCHEDULERS, "parts_of_hook_list_tests"], optimizer=optimizer)
+    assert list(hook.schedulers) == names
+    assert all(one.optimizer is optimizer for one in hook.schedulers.values())
 
 
 def test_nested_schedulers_get_the_optimizer():
@@ -272,71 +264,53 @@ def test_a_registered_user_average_is_an_ema_type_in_python():
 
 
 def test_signals_are_given_by_name():
-    assert [one.name for one in add({"type": "PreemptionHook", "signals": ["SIGTERM", "SIGUSR1"]})[0].signals] == [
-        "SIGTERM",
-        "SIGUSR1",
-    ]
+    hook = add({"type": "PreemptionHook", "signals": ["SIGTERM", "SIGUSR1"]})[0]
+    assert [one.name for one in hook.signals] == ["SIGTERM", "SIGUSR1"]
 
 
 # -------------------------------------------------------------------------------------------- what is wrong, and where
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"number": "ten"}, "number: expected int, got str 'ten'"),
-        ({"number": True}, "number: expected int, got bool True"),
-        ({"number": None}, "number: expected int, got null"),
-        ({"choice": "A"}, "choice: expected 'a' | 'b', got str 'A' (did you mean 'a'?)"),
-        ({"names": "abc"}, "names: expected list of str, got str 'abc'"),
-        ({"names": ["a", 2]}, "names[1]: expected str, got int 2"),
-        ({"pair": [1]}, "pair: expected a list of 2, got one of 1"),
-        ({"pair": [1, "x"]}, "pair[1]: expected float, got str 'x'"),
-        ({"table": {"x": 1, "y y": "z"}}, "table.\"y y\": expected int, got str 'z'"),
-        ({"function": 3}, "function: expected function | None, got int 3"),
-        ({"console": "Console"}, "console: 'Console' is not of the form module:attribute, such as \"my_module:MyClass\""),
-        ({"writer": {"typ": "ConsoleWriter"}}, "writer.type: is missing (is 'typ' misspelt?): name a writer, one of "),
-        ({"writer": "Console"}, "writer: 'Console' is not a registered writer (did you mean 'ConsoleWriter'?)"),
-        ({"writer": {"type": "JSONLinesWriter", "interval": "x"}}, "writer.interval: expected int | None, got str 'x'"),
-        ({"writers": {"main": {"type": "JSONLinesWriter", "intervall": 1}}}, "writers.main.intervall: JSONLinesWriter has no "),
-        ({"numbr": 3}, "numbr: Everything has no option 'numbr' (did you mean 'number'?)"),
-        ({"priority": "NORML"}, "priority: priority='NORML' is not a priority name (did you mean 'NORMAL'?)"),
-        (
-            {"level": "VERY_LOW"},
-            "level: priority='VERY_LOW' is not a priority name (did you mean 'LOW'?); use an integer from 0 to 100 or one of",
-        ),
-        (
-            {"level": "LOW", "priority": 3},
-            "level: priority is given, too; give one of them: level is iMIX's name for it, on iMIX's scale",
-        ),
-        ({"name": 3}, "name: expected str, got int 3"),
-    ],
-)
-def test_the_error_for_an_option_has_position_expectation_and_suggestion(options, expected):
-    said = message("EMAHook", {"type": "LoggerHook"}, {"type": "Everything", **options})
-    assert said.startswith(f"hooks[2].{expected}"), said
-
-
-def test_an_unknown_option_without_a_near_name_lists_all():
-    assert message({"type": "CheckInvalidLossHook", "zzz": 1}) == (
-        "hooks[0].zzz: CheckInvalidLossHook has no option 'zzz'; its options are interval, keys, type, priority, level, name"
-    )
+def option(**options):
+    return {"type": "Everything", **options}
 
 
 @pytest.mark.parametrize(
     ("entry", "expected"),
     [
-        (3, "hooks[0]: expected a table with the type of a hook, or its name, got int 3"),
-        ({"tpye": "EMAHook"}, "hooks[0].type: is missing (is 'tpye' misspelt?): name a hook, one of "),
-        ("EMAHok", "hooks[0].type: 'EMAHok' is not a registered hook (did you mean 'EMAHook'"),
-        ({"type": "ConsoleWriter"}, "hooks[0].type: 'ConsoleWriter' is not a registered hook"),
-        ({"type": ConsoleWriter}, "hooks[0].type: expected a class derived from Hook, got <class"),
-        ({"type": 3}, "hooks[0].type: expected a class derived from Hook, got int 3"),
-        ({"type": "ParamSchedulerHook", "scheduler": 1}, "hooks[0].scheduler: expected Scheduler | list of Scheduler"),
+        (option(number="ten"), ".number: expected int, got str 'ten'"),
+        (option(number=True), ".number: expected int, got bool True"),
+        (option(number=None), ".number: expected int, got null"),
+        (option(choice="A"), ".choice: expected 'a' | 'b', got str 'A' (did you mean 'a'?)"),
+        (option(names="abc"), ".names: expected list of str, got str 'abc'"),
+        (option(pair=[1]), ".pair: expected a list of 2, got one of 1"),
+        (option(pair=[1, "x"]), ".pair[1]: expected float, got str 'x'"),
+        (option(table={"x": 1, "y y": "z"}), ".table.\"y y\": expected int, got str 'z'"),
+        (option(function=3), ".function: expected function | None, got int 3"),
+        (option(console="Console"), ".console: 'Console' is not of the form module:attribute"),
+        (option(writer={"typ": "ConsoleWriter"}), ".writer.type: is missing (is 'typ' misspelt?)"),
+        (option(writer="Console"), ".writer: 'Console' is not a registered writer (did you mean 'ConsoleWriter'?)"),
+        (option(writers={"main": {"type": "JSONLinesWriter", "intervall": 1}}), ".writers.main.intervall: JSONLinesWriter"),
+        (option(numbr=3), ".numbr: Everything has no option 'numbr' (did you mean 'number'?)"),
+        (option(priority="NORML"), ".priority: priority='NORML' is not a priority name (did you mean 'NORMAL'?)"),
+        (option(level="VERY_LOW"), ".level: priority='VERY_LOW' is not a priority name (did you mean 'LOW'?)"),
+        (option(level="LOW", priority=3), ".level: priority is given, too"),
+        (option(name=3), ".name: expected str, got int 3"),
+        (
+            {"type": "CheckInvalidLossHook", "zzz": 1},
+            ".zzz: CheckInvalidLossHook has no option 'zzz'; its options are interval, keys, type, priority, level, name",
+        ),
+        (3, ": expected a table with the type of a hook, or its name, got int 3"),
+        ({"tpye": "EMAHook"}, ".type: is missing (is 'tpye' misspelt?)"),
+        ("EMAHok", ".type: 'EMAHok' is not a registered hook (did you mean 'EMAHook'"),
+        ({"type": ConsoleWriter}, ".type: expected a class derived from Hook, got <class"),
+        ({"type": 3}, ".type: expected a class derived from Hook, got int 3"),
+        ({"type": "ParamSchedulerHook", "scheduler": 1}, ".scheduler: expected Scheduler | list of Scheduler"),
     ],
 )
-def test_an_entry_that_is_not_a_hook_is_named(entry, expected):
-    assert message(entry).startswith(expected), message(entry)
+def test_the_error_for_an_entry_has_position_expectation_and_suggestion(entry, expected):
+    said = message("EMAHook", {"type": "LoggerHook"}, entry)
+    assert said.startswith(f"hooks[2]{expected}"), said
 
 
 def test_all_are_added_or_none():

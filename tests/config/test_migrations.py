@@ -13,13 +13,8 @@ from eventloop.config.setup import merged
 from hooks import (
     AutogradAnomalyDetectHook,
     AutogradProfilerHook,
-    CheckInvalidLossHook,
     CheckpointHook,
     ConsoleWriter,
-    DistSamplerSeedHook,
-    EarlyStoppingHook,
-    EMAHook,
-    EmptyCacheHook,
     EvaluateHook,
     ExponentialMovingAverage,
     IterTimerHook,
@@ -28,10 +23,7 @@ from hooks import (
     MomentumAnnealingEMA,
     OptimizerHook,
     ParamSchedulerHook,
-    ProfilerHook,
-    RuntimeInfoHook,
     StochasticWeightAverage,
-    SyncBuffersHook,
     TensorBoardWriter,
 )
 from hooks.defaults import DEFAULT_HOOKS
@@ -96,14 +88,8 @@ def test_mmengines_default_hooks_are_accepted_unchanged():
     chosen = merged(DEFAULT_HOOKS, MMENGINE_DEFAULTS, "default_hooks")
     assert chosen.keys() == DEFAULT_HOOKS.keys()
     hooks = dict(zip(chosen, add(chosen.values()), strict=True))
-    assert [type(hooks[name]) for name in MMENGINE_DEFAULTS] == [
-        RuntimeInfoHook,
-        IterTimerHook,
-        DistSamplerSeedHook,
-        LoggerHook,
-        ParamSchedulerHook,
-        CheckpointHook,
-    ]
+    for name, table in MMENGINE_DEFAULTS.items():
+        assert type(hooks[name]).__name__ == table["type"]
     assert (hooks["checkpoint"].interval, hooks["checkpoint"].by_epoch) == (16000, False)
 
 
@@ -115,25 +101,13 @@ def test_names_of_mmengines_default_hooks_change_or_disable_ours():
 
 
 def test_a_custom_hooks_list_of_mmengines_is_accepted_as_it_is():
-    hooks = add(MMENGINE_CUSTOM)
-    assert [type(hook) for hook in hooks] == [
-        EMAHook,
-        EMAHook,
-        EMAHook,
-        EmptyCacheHook,
-        SyncBuffersHook,
-        CheckInvalidLossHook,
-        EarlyStoppingHook,
-        ProfilerHook,
-        ParamSchedulerHook,
-    ]
-    assert [hook._type for hook in hooks[:3]] == [StochasticWeightAverage, ExponentialMovingAverage, MomentumAnnealingEMA]
-
-
-def test_without_schedulers_mmengines_scheduler_hook_subscribes_nothing():
+    """Its scheduler hook, without schedulers, subscribes nothing."""
     bus = Bus()
-    add_hooks(bus, [dict(type="ParamSchedulerHook")])
-    assert bus.subscriptions == ()
+    add_hooks(bus, MMENGINE_CUSTOM)
+    assert [type(hook).__name__ for hook in bus.hooks] == [table["type"] for table in MMENGINE_CUSTOM]
+    averages = [StochasticWeightAverage, ExponentialMovingAverage, MomentumAnnealingEMA]
+    assert [hook._type for hook in bus.hooks[:3]] == averages
+    assert not [one for one in bus.subscriptions if one.hook is bus.hooks[-1]]
 
 
 # What iMIX's Organizer makes, as a list; then the list of its tutorial (docs, Customize hooks).
@@ -172,17 +146,14 @@ def test_imixs_hooks_are_accepted_with_imixs_options():
     assert (type(board), board.directory) == (TensorBoardWriter, "runs")
 
 
-def test_imixs_scheduler_hook_steps_by_iteration():
+def test_imixs_scheduler_hook_and_periods_of_checkpoints_count_iterations():
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     (hook,) = add([dict(type="LRSchedulerHook", optimizer=optimizer, scheduler=scheduler)])
     assert (type(hook), hook.by, list(hook.schedulers.values())) == (ParamSchedulerHook, "iter", [scheduler])
-
-
-@pytest.mark.parametrize("period", ["period", "iter_period"])
-def test_imixs_period_of_checkpoints_counts_iterations(period):
-    (hook,) = add([{"type": "CheckPointHook", period: 7}])
-    assert (hook.interval, hook.by_epoch) == (7, False)
+    for period in ("period", "iter_period"):
+        (hook,) = add([{"type": "CheckPointHook", period: 7}])
+        assert (hook.interval, hook.by_epoch) == (7, False)
 
 
 def test_pointrixs_names_have_pointrixs_defaults():
@@ -208,54 +179,42 @@ def test_an_option_without_an_equivalent_is_accepted_with_our_behaviour(entry):
 
 
 @pytest.mark.parametrize(
-    ("entry", "message"),
+    ("entry", "position", "names"),
     [
         (
             dict(type="CheckpointHook", backend_args=dict(backend="petrel")),
-            "hooks[0].backend_args: backend_args of MMEngine's CheckpointHook is not supported, given as a table: "
-            'leave it out; out_dir="s3://bucket/runs" says where files go',
+            *("hooks[0].backend_args: ", ["MMEngine's CheckpointHook", 'out_dir="s3://bucket/runs"']),
         ),
         (
             dict(type="PeriodicLogger", loggers=[dict(type="JSONLogger", window_size=5)]),
-            "hooks[0].writers[0].window_size: window_size of iMIX's JSONLogger is not supported, given as int 5: "
-            "leave it out; LoggerHook(window_size=) averages for all its writers",
+            *("hooks[0].writers[0].window_size: ", ["iMIX's JSONLogger", "int 5", "LoggerHook(window_size=)"]),
         ),
         (
             dict(type="CheckPointHook", prefix="model", period=5),
-            "hooks[0].prefix: prefix of iMIX's CheckPointHook is not supported, given as str 'model': leave it out; "
-            'filename_tmpl="mine_{}.safetensors" names files',
+            *("hooks[0].prefix: ", ["iMIX's CheckPointHook", "'model'", 'filename_tmpl="mine_{}.safetensors"']),
         ),
         (
             dict(type="EMAIterHook", config=dict(use_ema=True, ema_decay_ratio=0.9999)),
-            "hooks[0].config: config of iMIX's EMAIterHook is not supported, given as a table: leave it out; "
-            "EMAHook(momentum=) averages by itself, momentum is 1 - ema_decay_ratio",
+            *("hooks[0].config: ", ["iMIX's EMAIterHook", "EMAHook(momentum=)", "1 - ema_decay_ratio"]),
         ),
         (
             dict(type="CheckPointHook", iter_period=5, epoch_period=1),
-            "hooks[0].epoch_period: epoch_period of iMIX's CheckPointHook is called interval in trainbus, and interval",
+            "hooks[0].epoch_period: ",
+            ["called interval in trainbus"],
         ),
         (
             dict(type="EvaluateHook", eval_period=5, period=5, function=evaluate),
-            "hooks[0].eval_period: eval_period of iMIX's EvaluateHook is called period in trainbus, and period is given, too",
+            *("hooks[0].eval_period: ", ["called period in trainbus"]),
         ),
-        (dict(type="EvaluateHook", eval_period="x", function=evaluate), "hooks[0].period: expected int, got str 'x'"),
-        (dict(type="CheckPointHook", max_num_checkpoints="x"), "hooks[0].max_keep_ckpts: expected int, got str 'x'"),
-        (
-            dict(type="ParamSchedulerHook", by="iter"),
-            "hooks[0] (ParamSchedulerHook): by='iter': give a scheduler, too",
-        ),
-        (
-            dict(type="PrepareTTAHook", tta_cfg={}),
-            "hooks[0].type: 'PrepareTTAHook' is not a registered hook",
-        ),
+        (dict(type="CheckPointHook", max_num_checkpoints="x"), "hooks[0].max_keep_ckpts: ", ["expected int, got str 'x'"]),
+        (dict(type="ParamSchedulerHook", by="iter"), "hooks[0] (ParamSchedulerHook): ", ["by='iter'", "scheduler"]),
+        (dict(type="PrepareTTAHook", tta_cfg={}), "hooks[0].type: 'PrepareTTAHook'", ["MMEngine's: none", "test_step"]),
     ],
 )
-def test_unsupported_options_are_errors_with_advice(entry, message):
-    assert said(entry).startswith(message), said(entry)
-
-
-def test_the_error_for_a_missing_hook_has_a_reason():
-    assert "(MMEngine's: none: it builds OpenMMLab's model wrapper; give `TrainLoop` a `test_step`" in said("PrepareTTAHook")
+def test_unsupported_options_are_errors_with_advice(entry, position, names):
+    told = said(entry)
+    assert told.startswith(position), told
+    assert all(name in told for name in names), told
 
 
 def test_a_user_defined_migration_table():

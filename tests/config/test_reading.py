@@ -76,18 +76,15 @@ def test_a_number_with_an_exponent_is_a_number_in_yaml(file, number):
         ("c.yaml", "a: !!python/object/apply:os.system ['true']", "could not determine a constructor for the tag"),
         ("c.yaml", "- a", "expected a table with model, data, optimizer …, got a list"),
         ("c.yaml", "", "expected a table with model, data, optimizer …, got nothing"),
-        ("c.json", "3", "expected a table with model, data, optimizer …, got int 3"),
         ("c.py", "", "must be a .toml, .yaml or .json file; run a Python script with python"),
         ("c.ini", "", "a configuration must be a .toml, .yaml or .json file"),
-        *((f"c.{suffix}", text, "is nested too deeply; a configuration has at most 100 levels") for suffix, text in DEEP),
-        ("c.toml", f"a = {'9' * 5000}", "an integer has thousands of digits; put text in quotes"),
-        ("c.toml", f"a = 0x{'f' * 5000}", "an integer has thousands of digits; put text in quotes"),
-        ("c.json", f'{{"a": {"9" * 5000}}}', "an integer has thousands of digits; put text in quotes"),
-        ("c.yaml", f"a: {'9' * 5000}", "an integer has thousands of digits; put text in quotes"),
+        *((f"c.{suffix}", text, "is nested too deeply") for suffix, text in DEEP),
+        ("c.toml", f"a = {'9' * 5000}", "an integer has thousands of digits"),
+        ("c.json", f'{{"a": {"9" * 5000}}}', "an integer has thousands of digits"),
+        ("c.yaml", f"a: {'9' * 5000}", "an integer has thousands of digits"),
         ("c.yaml", BOMB.format("[", "]"), "aliases expand to more than 1,000,000 values (at line 7, column 5)"),
         ("c.yaml", BOMB.format("{<<: [", "]}"), "aliases expand to more than 1,000,000 values (at line 7, column 14)"),
         ("c.yaml", "a: &a [*a]", "an alias contains itself (at line 1, column 4)"),
-        ("c.yaml", "a: &a {<<: *a}", "an alias contains itself (at line 1, column 4)"),
         ("c.yaml", "a: 2026-13-01", "a value does not match its type: month must be in 1..12"),
         ("c.yaml", "a: !!bool maybe", "a value does not match its type: 'maybe'"),
         ("c.yaml", "on: 1", "the key True is not text (YAML reads on, off, yes and no as booleans); put it in quotes"),
@@ -111,11 +108,12 @@ def test_the_error_for_a_missing_file_names_its_neighbours(file, tmp_path):
     )
 
 
-def test_a_pipe_or_a_directory_is_an_error_without_waiting(tmp_path):
+def test_what_is_no_text_file_is_an_error_without_waiting(tmp_path):
     os.mkfifo(tmp_path / "pipe.toml")
     (tmp_path / "folder.toml").mkdir()
-    assert said(read, tmp_path / "pipe.toml").endswith("is not a file but a device or a pipe")
-    assert said(read, tmp_path / "folder.toml").endswith("is a directory")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    for name, told in (("pipe", "is not a file"), ("folder", "is a directory"), ("binary", "UTF-8")):
+        assert told in said(read, tmp_path / f"{name}.toml")
 
 
 def test_aliases_and_merged_tables_of_yaml_are_read(file):
@@ -124,11 +122,6 @@ def test_aliases_and_merged_tables_of_yaml_are_read(file):
         "b": {"x": 1, "y": 2},
         "c": [{"x": 1}, {"x": 1}],
     }
-
-
-def test_a_binary_file_is_an_error(tmp_path):
-    (tmp_path / "c.toml").write_bytes(b"\xff\xfe")
-    assert "is not UTF-8 text" in said(read, tmp_path / "c.toml")
 
 
 def test_without_pyyaml_the_error_names_the_package(file, monkeypatch):
@@ -149,15 +142,10 @@ def test_an_override_replaces_adds_and_creates_tables():
     assert found["default_hooks"] == {"logger": {"interval": "3"}}
     assert found["custom_hooks"] == [{"type": "EMAHook"}, {"type": "LoggerHook", "interval": "7"}]
     assert CONFIG["loop"] == {"max_epochs": 3}
-
-
-def test_an_option_of_a_name_converts_it_to_a_table():
-    assert changed("model.width=3")["model"] == {"type": "mine:net", "width": "3"}
-
-
-def test_quoted_names_and_counts_from_the_end():
-    assert changed('metrics."a.b".k=1')["metrics"] == {"a.b": {"k": "1"}}
-    assert changed("custom_hooks[-1].type=EMAHook")["custom_hooks"][1]["type"] == "EMAHook"
+    found = changed("model.width=3", 'metrics."a.b".k=1', "custom_hooks[-1].type=EMAHook")
+    assert found["model"] == {"type": "mine:net", "width": "3"}  # a name becomes a table
+    assert found["metrics"] == {"a.b": {"k": "1"}}
+    assert found["custom_hooks"][1]["type"] == "EMAHook"
 
 
 @pytest.mark.parametrize(
@@ -172,11 +160,11 @@ def test_quoted_names_and_counts_from_the_end():
         ("loop[0]=1", "loop[0]: loop is a table, not a list"),
         ("loop.max_epochs.x=1", "loop.max_epochs.x: loop.max_epochs is int 3, not a table"),
         ("nothing[0]=1", "nothing[0]: nothing is not in the configuration"),
-        (f"a={'[' * 5000}", "a: is nested too deeply; a configuration has at most 100 levels"),
-        (f"a={'{a=' * 101}1{'}' * 101}", "a: is nested too deeply; a configuration has at most 100 levels"),
+        (f"a={'[' * 5000}", "a: is nested too deeply"),
+        (f"a={'{a=' * 101}1{'}' * 101}", "a: is nested too deeply"),
         (f"{'.'.join('a' * 101)}=1", f"'{'a.' * 40}…' is not a configuration key"),
         (f"custom_hooks[{'9' * 5000}]=1", f"'custom_hooks[{'9' * 67}…' is not a configuration key"),
-        (f"a=0x{'f' * 5000}", "a: an integer has thousands of digits; put text in quotes"),
+        (f"a=0x{'f' * 5000}", "a: an integer has thousands of digits"),
     ],
 )
 def test_the_error_for_an_invalid_override_has_its_position(change, message):
@@ -195,19 +183,10 @@ def typed(annotation, text):
 @pytest.mark.parametrize(
     ("annotation", "text", "value"),
     [
-        (int, "3", 3),
-        (float, "3", 3.0),
-        (float, "1e-3", 0.001),
-        (str, "3", "3"),
-        (str, "true", "true"),
-        (bool, "true", True),
-        (bool, "false", False),
-        (int | None, "null", None),
-        (str | list[str], "abc", "abc"),
-        (str | list[str], '["a", "b"]', ["a", "b"]),
-        (list[int], "[1, 2]", [1, 2]),
-        (dict[str, int], "{a = 1}", {"a": 1}),
-        (dict[str, int], '{"a": 1}', {"a": 1}),
+        *((int, "3", 3), (float, "3", 3.0), (float, "1e-3", 0.001), (str, "3", "3"), (str, "true", "true")),
+        *((bool, "true", True), (bool, "false", False), (int | None, "null", None)),
+        *((str | list[str], "abc", "abc"), (str | list[str], '["a", "b"]', ["a", "b"]), (list[int], "[1, 2]", [1, 2])),
+        *((dict[str, int], "{a = 1}", {"a": 1}), (dict[str, int], '{"a": 1}', {"a": 1})),
         (float | dict[str, float] | None, "2", 2.0),
         (float | dict[str, float] | None, "{max_norm = 2.0}", {"max_norm": 2.0}),
     ],
@@ -221,11 +200,9 @@ def test_an_override_has_the_type_of_its_option(annotation, text, value):
 @pytest.mark.parametrize(
     ("annotation", "text", "message"),
     [
-        (int, "x", "x.option: expected int, got str 'x'"),
         (int, "1.5", "x.option: expected int, got str '1.5'"),
         (int, "9" * 5000, f"x.option: expected int, got str '{'9' * 80}…'"),
         (bool, "yes", "x.option: expected bool, got str 'yes'"),
-        (list[int], "3", "x.option: expected list of int, got str '3'"),
         (list[int], '[1, "x"]', "x.option[1]: expected int, got str 'x'"),
     ],
 )

@@ -31,12 +31,18 @@ def test_the_base_class_determines_the_kind(base, kind):
 
 
 def test_registering_a_class_of_the_same_module_and_name_again_replaces_it():
-    """A notebook cell that is run twice."""
+    """A notebook cell that is run twice, or a class in two functions."""
     first = make("Again", aliases=("OldAlias",))
     second = make("Again", aliases=("NewAlias",))
     assert find("hook", "Again") is find("hook", "NewAlias") is second is not first
     with pytest.raises(UnknownNameError):
         find("hook", "OldAlias")
+
+    @register
+    class Again(Hook):
+        pass
+
+    assert find("hook", "Again") is Again
 
 
 @pytest.mark.parametrize("taken", ["TakenName", "TakenAlias"])
@@ -97,20 +103,3 @@ def test_every_public_hook_and_writer_is_registered():
     bases = {"Hook", "Writer", "WeightAverage"}
     wanted = {one for one in public if issubclass(one, Hook | Writer | hooks.WeightAverage)}
     assert {one.__name__ for one in wanted - known} - bases == set()
-
-
-def test_a_class_redefined_in_another_function_replaces_the_first():
-    def one():
-        @register
-        class MadeAnew(Hook):
-            pass
-
-    def other():
-        @register
-        class MadeAnew(Hook):
-            pass
-
-        return MadeAnew
-
-    one()
-    assert other() is find("hook", "MadeAnew")
