@@ -16,8 +16,7 @@ from eventloop.log import get_logger
 
 log = get_logger()
 
-_RECORD: Final = "_trainbus_replaced"
-"""The attribute of an object that holds its `_Originals`."""
+_RECORD: Final = "_trainbus_replaced"  # the attribute of an object that holds its `_Originals`
 _ABSENT: Final = object()
 
 attached: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
@@ -96,11 +95,7 @@ def _make_copy(make: Callable[..., Any], arguments: tuple[Any, ...], method: str
 
 
 class Unattached:
-    """The bridge of a copied trainer: it has no bus, and no state of one.
-
-    Args:
-        host: the kind of the trainer.
-    """
+    """The bridge of a copied trainer of some kind: it has no bus, and no state of one."""
 
     def __init__(self, host: str) -> None:
         self._host = host

@@ -24,8 +24,7 @@ from eventloop.training.saves.resumable import resume_line
 
 log = get_logger()
 
-CHECKED: Final = str(Path())
-"""The path that stands for a check: the state is gathered, but not written."""
+CHECKED: Final = str(Path())  # the path that stands for a check: the state is gathered, but not written
 
 
 class Writing(AbstractContextManager[None]):
@@ -36,10 +35,8 @@ class Writing(AbstractContextManager[None]):
     def __init__(self, bus: Bus) -> None:
         self._bus, self._thread, self._begin = bus, get_ident(), time.perf_counter()
         self._span: AbstractContextManager[None] = nullcontext()
-        self.here = False
-        """True if the training thread writes."""
-        self.copied = 0.0
-        """Seconds for which the training thread copied the state, if another one writes."""
+        self.here = False  # True if the training thread writes
+        self.copied = 0.0  # seconds for which the training thread copied the state, if another one writes
 
     @contextmanager
     def copying(self) -> Iterator[None]:
@@ -82,16 +79,14 @@ class TrainerSaver:
     def __init__(self, host: Any) -> None:
         self._host = host
         self._run: Run = host.run
-        self.raises = True
-        """True if a failure of the current save ends the training; False if a hook asked for a log line only."""
+        self.raises = True  # True if a failure of the current save ends the training; False if a hook asked for a log line only
         self._committed: list[AnyPath] = []
         self.open()
 
     def open(self) -> None:
         """Begin a run."""
         self.due: list[SaveRequest] = []
-        self._others: list[AnyPath] = []
-        """Further names for the file that is being written."""
+        self._others: list[AnyPath] = []  # further names for the file that is being written
         self._written: tuple[object, set[AnyPath]] | None = None
         """The version of the last state that was written, and its paths."""
 

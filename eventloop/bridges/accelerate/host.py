@@ -28,8 +28,7 @@ from eventloop.log import get_logger
 
 log = get_logger()
 
-_NAMED: Final = re.compile(r"checkpoint_(\d+)")
-"""Names of folders by automatic naming."""
+_NAMED: Final = re.compile(r"checkpoint_(\d+)")  # names of folders by automatic naming
 
 _REFUSED: Final = {
     "FSDP": "FSDP writes its own shards, on all ranks",

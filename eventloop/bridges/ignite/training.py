@@ -23,13 +23,7 @@ _COUNTS_DIFFER = "the engine and the bus begin at different iterations; load the
 class TrainerRuns:
     """Drive a run for each ``trainer.run()``, and for each ``evaluator.run()`` outside of it.
 
-    Args:
-        bridge: the bridge; its ``save`` writes requested checkpoints.
-        models: the models.
-        optimizers: their optimizers.
-        transform: returns the loss, or outputs by name, from what the training step returned.
-        work_dir: directory for the files of hooks.
-        validates: whether there is an evaluator.
+    The arguments are those of the bridge, whose ``save`` writes requested checkpoints.
     """
 
     def __init__(

@@ -12,12 +12,7 @@ from eventloop.bridges.training_step import outputs_of
 
 
 class EvaluatorRuns:
-    """Publish a validation for each ``evaluator.run()``.
-
-    Args:
-        training: the runs of the trainer.
-        evaluator: the engine that validates.
-    """
+    """Publish a validation for each ``evaluator.run()``."""
 
     def __init__(self, training: TrainerRuns, evaluator: Engine) -> None:
         self._training = training

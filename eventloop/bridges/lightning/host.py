@@ -25,8 +25,7 @@ from eventloop.errors import ConfigurationError
 from eventloop.training import Driver, Run, check_needs
 from eventloop.training.state import Counters
 
-_AVERAGES: Final = ("WeightAveraging", "StochasticWeightAveraging")
-"""Lightning's callbacks that average the weights."""
+_AVERAGES: Final = ("WeightAveraging", "StochasticWeightAveraging")  # Lightning's callbacks that average the weights
 
 _TUNER_FILES: Final = (".lr_find_", ".scale_batch_size_")
 """Begins of the names of files from which Lightning's tuner restores the trainer. They are none of the run's checkpoints."""
@@ -89,12 +88,9 @@ class LightningBridge(_Callback, Bridge):
     _host: TrainerHost
     _drive: Driver
     _iterations: Iterations
-    _entry: Mapping[str, Any] | None = None
-    """The entry of the checkpoint that Lightning has loaded."""
-    _trained: TrainerHost | None = None
-    """The host of the last ``trainer.fit()``, whose state later checkpoints have, too."""
-    _before: Mapping[str, Any]
-    """The trainer's metrics before the present validation or test."""
+    _entry: Mapping[str, Any] | None = None  # the entry of the checkpoint that Lightning has loaded
+    _trained: TrainerHost | None = None  # the host of the last `trainer.fit()`, whose state later checkpoints have, too
+    _before: Mapping[str, Any]  # the trainer's metrics before the present validation or test
 
     check_library = staticmethod(privates.check)
 
@@ -177,7 +173,7 @@ class LightningBridge(_Callback, Bridge):
 
     def _begin(self, optimizers: list[torch.optim.Optimizer]) -> Run:
         trainer = self.trainer
-        given = {"optimizer": optimizers[0]} if len(optimizers) == 1 else _numbered(optimizers)
+        given = {f"optimizer{index}" if len(optimizers) > 1 else "optimizer": one for index, one in enumerate(optimizers)}
         folder, name = trainer.log_dir, None
         if remote := "://" in str(folder) and not str(folder).startswith("file://"):
             name = str(folder).rstrip("/").rpartition("/")[2]
@@ -360,10 +356,6 @@ class LightningBridge(_Callback, Bridge):
 def _has_base(value: object, name: str) -> bool:
     """Return True if a class of Lightning is a base of the object's class; no package is imported to compare with it."""
     return any(base.__name__ == name and "lightning" in base.__module__ for base in type(value).__mro__)
-
-
-def _numbered(optimizers: list[torch.optim.Optimizer]) -> dict[str, torch.optim.Optimizer]:
-    return {f"optimizer{index}": optimizer for index, optimizer in enumerate(optimizers)}
 
 
 def _limits(trainer: Any, length: int | None) -> dict[str, int]:

@@ -41,12 +41,8 @@ _EVENTS: Final[tuple[type[ev.Event], ...]] = (
 class Iterations:
     """Publish and count the iterations of one training, until its run ends.
 
-    Args:
-        callback: the callback that Lightning calls.
-        trainer: the trainer.
-        host: the host of the run.
-        begin_epoch: called with the number of the next batch if Lightning resumes in the middle of an epoch.
-        settle: called after an iteration if a save or a stop may be due.
+    ``begin_epoch`` is called with the number of the next batch if Lightning resumes in the middle of an epoch, ``settle``
+    after an iteration if a save or a stop may be due.
     """
 
     def __init__(
@@ -61,14 +57,12 @@ class Iterations:
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
         self.step_fetches = privates.step_fetches(trainer)
         self._undo: list[Callable[[], object]] = []
-        self._published = False
-        """True if events of the present iteration are published."""
+        self._published = False  # True if events of the present iteration are published
         self._batch: Any = None
         self._waits: Callable[[], None] | None = None
         """The function to call before the step of an optimizer; its ``step(closure)`` begins with forward and backward."""
         self.length: float = 0
-        self.last = False
-        """True if the present batch is the last one of its epoch."""
+        self.last = False  # True if the present batch is the last one of its epoch
         strategy = trainer.strategy
         self._strategy_start = _overridden(strategy, "on_train_batch_start")
         self._strategy_step = strategy.training_step

@@ -64,10 +64,8 @@ class TrainbusCheckpointIO:
     def __init__(self) -> None:
         _join_lightning(self)
         self._saver = ReopenedSaver("queue")
-        self._files: dict[str, Future[CommitInfo]] = {}
-        """The last save of each path since the last wait."""
-        self._last: Future[CommitInfo] | None = None
-        """The last save."""
+        self._files: dict[str, Future[CommitInfo]] = {}  # the last save of each path since the last wait
+        self._last: Future[CommitInfo] | None = None  # the last save
         self.saved_by: weakref.ref[Any] | None = None
         """The trainer that saved since the last teardown."""
         self.saves = 0
@@ -184,10 +182,8 @@ def _wait_for_ranks() -> None:
 # Lightning passes a CheckpointIO neither its trainer nor the names that ModelCheckpoint looks up or links. Hence three methods
 # of its classes are wrapped while there is a plugin. For trainers without one they are unchanged.
 
-_plugins: Final[set[int]] = set()
-"""The ids of all plugins."""
-_joined: Final[dict[str, Callable[[], None]]] = {}
-"""The packages whose methods are wrapped; for each, what undoes it."""
+_plugins: Final[set[int]] = set()  # the ids of all plugins
+_joined: Final[dict[str, Callable[[], None]]] = {}  # the packages whose methods are wrapped; for each, what undoes it
 
 
 def _join_lightning(plugin: TrainbusCheckpointIO) -> None:

@@ -12,8 +12,7 @@ from eventloop.training import Driver
 
 Method = Callable[..., Any]
 
-_PREFIXES: Final[Mapping[Stage, str]] = {"val": "eval", "test": "test"}
-"""The trainer's prefix for the names of metrics."""
+_PREFIXES: Final[Mapping[Stage, str]] = {"val": "eval", "test": "test"}  # the trainer's prefix for the names of metrics
 
 
 class Evaluations:
@@ -22,8 +21,7 @@ class Evaluations:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._host: TrainerHost
-        self.stage: Stage | None = None
-        """The stage of the present evaluation."""
+        self.stage: Stage | None = None  # the stage of the present evaluation
 
     def evaluate(self, host: TrainerHost, stage: Stage, original: Method, *args: Any, **kwargs: Any) -> Any:
         """Replace ``evaluate`` or ``predict`` of the trainer; return its result."""

@@ -48,10 +48,8 @@ class Folders:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._filling: tuple[Mapping[str, Any], Weights] | None = None
-        self.writing: Path | None = None
-        """The directory in which the trainer writes a folder that gets another name, or None."""
-        self.best: str | None = None
-        """The best folder of the trainer at its last save."""
+        self.writing: Path | None = None  # the directory in which the trainer writes a folder that gets another name, or None
+        self.best: str | None = None  # the best folder of the trainer at its last save
 
     def next(self, trial: Any = None) -> Path:
         """Return the folder that the trainer would write next."""
@@ -136,9 +134,7 @@ class Folders:
     def redirected(self, path: Path, best: Path | None = None) -> Iterator[Path]:
         """Make the trainer write into another folder in a block, without removing older checkpoints; yield the folder.
 
-        Args:
-            path: the name of the folder when it is complete.
-            best: the same if the folder may be the best one of the trainer, which :attr:`best` then names.
+        Its name is ``path`` when it is complete; ``best`` is the same if :attr:`best` may name it then.
         """
         trainer, first, state = self._trainer, self._trainer.args.should_save, self._trainer.state
         directory, former = self.temporary(path), state.best_model_checkpoint

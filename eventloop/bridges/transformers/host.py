@@ -67,8 +67,7 @@ class TransformersBridge(Bridge):
         self._resume: str | None = None
         self._called = self._looping = False
         self._evaluations = Evaluations(trainer)
-        self._training: Run | None = None
-        """The run, from the beginning of its first epoch until it ends."""
+        self._training: Run | None = None  # the run, from the beginning of its first epoch until it ends
         self._epoch = 0  # counted by the trainer's loop, also if it cuts an epoch short
         self._length: int | None = None
 

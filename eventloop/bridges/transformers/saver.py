@@ -44,10 +44,8 @@ class FolderSaver:
         self._trainer = trainer
         self._folders = folders
         self._saver: AsyncSaver | None = None
-        self._best: str | None = None
-        """The folder that becomes the best one once it is durable."""
-        self.is_open = False
-        """True while the trainer trains; outside of it, the trainer writes itself."""
+        self._best: str | None = None  # the folder that becomes the best one once it is durable
+        self.is_open = False  # True while the trainer trains; outside of it, the trainer writes itself
 
     @contextmanager
     def open(self) -> Iterator[None]:
@@ -84,14 +82,10 @@ class FolderSaver:
             error.add_note(f"and a checkpoint could not be written: {failure}")
 
     def save(self, write: Callable[[], object], path: Path, report: Report, *, own: bool, raises: bool = True) -> None:
-        """Call ``write``, copy the state that the trainer saves in it, and queue the copy for the folder ``path``.
+        """Copy the state that the trainer saves in ``write``, and queue the copy for the folder ``path``, within ``report``.
 
-        Args:
-            write: calls the trainer's own ``_save_checkpoint``.
-            path: the folder.
-            report: entered by the thread that writes.
-            own: True for a folder of the trainer, which counts for its limit, and may be its best one.
-            raises: False to log the error of a save that fails, instead of ending the training.
+        A folder of the trainer's ``own`` counts for its limit, and may be its best one. Unless it ``raises``, an error of
+        writing is logged only.
         """
         self.settle()
         saver = self._saver
