@@ -13,7 +13,7 @@ from functools import wraps
 from typing import Any, Final
 
 from eventloop.bridges.copies import replaced
-from eventloop.bridges.ignite.privates import handlers_of
+from eventloop.bridges.ignite.privates import HANDLERS
 from eventloop.training import Run
 
 _CALLBACK: Final = "[Callback]"
@@ -83,7 +83,7 @@ def ignite_handlers(engine: Any, bus: Any, fire: Callable[..., None]) -> Callabl
         return fire
 
     def timed_fire(event: Any, *arguments: Any, **named: Any) -> None:
-        if handlers := handlers_of(engine).get(event):
+        if handlers := getattr(engine, HANDLERS).get(event):
             names = dict.fromkeys(_name(function) for function, *_ in handlers)
             with bus.span(f"{' + '.join(names)}.{event.name}", method=event.name):
                 fire(event, *arguments, **named)

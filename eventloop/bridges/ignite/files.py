@@ -67,7 +67,7 @@ def _disk_savers(engines: Iterable[Engine], entry: object) -> list[DiskSaver]:
 
 
 def _handlers(engine: Any) -> list[Checkpoint]:
-    functions = [inspect.unwrap(one[0]) for handlers in privates.handlers_of(engine).values() for one in handlers]
+    functions = [inspect.unwrap(one[0]) for handlers in getattr(engine, privates.HANDLERS).values() for one in handlers]
     return [one for one in functions if isinstance(one, Checkpoint)]
 
 

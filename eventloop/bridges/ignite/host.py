@@ -83,7 +83,7 @@ class IgniteBridge(Bridge):
         work_dir: str | Path | None = None,
     ) -> None:
         super().__init__(bus, trainer)
-        models, self._optimizers, others = trained_by(privates.step_of(trainer), model, optimizer)
+        models, self._optimizers, others = trained_by(getattr(trainer, privates.STEP), model, optimizer)
         several = isinstance(models, Mapping)
         self._models = {name: unwrapped(one) for name, one in models.items()} if several else unwrapped(models)
         self._evaluator = evaluator
@@ -120,7 +120,7 @@ class IgniteBridge(Bridge):
             CheckpointEvents.SAVED_CHECKPOINT: self._publish_saved,
         }
         self._wrap(self.trainer, training.run, training.step, before, after)
-        inner = privates.handle_exception_of(self.trainer)
+        inner = getattr(self.trainer, privates.HANDLE_EXCEPTION)
 
         def handle_exception(error: BaseException) -> None:
             training.error = error
@@ -146,7 +146,7 @@ class IgniteBridge(Bridge):
         after: Mapping[Any, Callable[[], None]],
     ) -> None:
         """Call functions of this bridge around an engine's run, its steps, and the handlers of some events."""
-        inner_run, inner_step, inner_fire = engine.run, privates.step_of(engine), privates.fire_of(engine)
+        inner_run, inner_step, inner_fire = engine.run, getattr(engine, privates.STEP), getattr(engine, privates.FIRE)
         handlers = inner_fire
 
         @wraps(inner_run)

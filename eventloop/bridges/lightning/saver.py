@@ -103,7 +103,9 @@ class TrainbusCheckpointIO:
     def load_checkpoint(self, path: str | os.PathLike[str], *arguments: Any, **options: Any) -> dict[str, Any]:
         """Read a checkpoint as Lightning does, after the saves that are under way."""
         self.wait()
-        loaded: dict[str, Any] = _torch_io().load_checkpoint(path, *arguments, **options)
+        fabric = next(_PACKAGES[name] for name in _PACKAGES if name in sys.modules)
+        own = importlib.import_module(f"{fabric}.plugins.io.torch_io").TorchCheckpointIO()
+        loaded: dict[str, Any] = own.load_checkpoint(path, *arguments, **options)
         return loaded
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -224,11 +226,6 @@ def _installed() -> str:
         if find_spec(name.partition(".")[0]) is not None:
             return name
     raise ConfigurationError("TrainbusCheckpointIO needs Lightning: pip install 'trainbus[lightning]'")
-
-
-def _torch_io() -> Any:
-    name = next(name for name in _PACKAGES if name in sys.modules)
-    return importlib.import_module(f"{_PACKAGES[name]}.plugins.io.torch_io").TorchCheckpointIO()
 
 
 def plugin_of(trainer: Any) -> TrainbusCheckpointIO | None:

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from eventloop.bridges.hosted import Weights
 from eventloop.bridges.transformers import privates
 from eventloop.checkpoint import (
     FORMER_PREFIX,
@@ -28,8 +29,6 @@ from eventloop.errors import CheckpointDamagedError, CheckpointError
 from eventloop.log import get_logger
 
 log = get_logger()
-
-Weights = Mapping[str, Mapping[str, torch.Tensor]]
 
 _PREFIX: Final = "checkpoint"
 _STATE: Final = "trainer_state.json"
@@ -53,7 +52,7 @@ class Folders:
 
     def next(self, trial: Any = None) -> Path:
         """Return the folder that the trainer would write next."""
-        return Path(privates.output_dir(self._trainer, trial)) / f"{_PREFIX}-{self._trainer.state.global_step}"
+        return Path(getattr(self._trainer, privates.OUTPUT_DIR)(trial)) / f"{_PREFIX}-{self._trainer.state.global_step}"
 
     def newest(self) -> str | None:
         """Return the folder in the trainer's ``output_dir`` that has the most steps, and is complete; None without any.

@@ -31,12 +31,6 @@ def check(trainer: Any) -> None:
     check_names("transformers", "transformers", NAMES, trainer=trainer, transformers=import_module("transformers"))
 
 
-def output_dir(trainer: Any, trial: Any) -> str:
-    """Return the directory of the trainer's checkpoints."""
-    directory: str = trainer._get_output_dir(trial)
-    return directory
-
-
 def save(trainer: Any) -> None:
     """Make the trainer save a checkpoint."""
     trainer._save_checkpoint(trainer.model_wrapped, None)
