@@ -15,13 +15,7 @@ from eventloop.checkpoint import unwrapped
 from eventloop.config import OptionsOf, find
 from eventloop.errors import UnknownNameError
 from eventloop.training import checkpoint_keys
-from hooks.averages import (
-    ExponentialMovingAverage,
-    MomentumAnnealingEMA,
-    StochasticWeightAverage,
-    WarmupEMA,
-    WeightAverage,
-)
+from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WarmupEMA, WeightAverage
 from hooks.copies import CopiedAnew
 from hooks.options import Name, NonNegativeInt, added_late, check_averages_alone, model_name
 

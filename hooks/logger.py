@@ -229,16 +229,13 @@ class LoggerHook(CopiedAnew, Hook):
             durable = False
             for kind, group in groupby(batch, type):
                 if issubclass(kind, AfterTrainIter):
-                    self._write_iterations(cast("Iterator[AfterTrainIter]", group))
+                    iterations, length = cast("Iterator[AfterTrainIter]", group), self._epoch_length
+                    self._fanout.train([(one.outputs, _where(one.progress, one.batch_idx + 1, length)) for one in iterations])
                     continue
                 for event in group:
                     self._write_one(event)
                     durable |= isinstance(event, CheckpointStaged)  # it is committed after this method returns
             self._fanout.flush(durable=durable)
-
-    def _write_iterations(self, group: Iterator[AfterTrainIter]) -> None:
-        length = self._epoch_length
-        self._fanout.train([(event.outputs, _where(event.progress, event.batch_idx + 1, length)) for event in group])
 
     def _write_one(self, event: events.Event) -> None:
         if isinstance(event, LogRecord):

@@ -32,10 +32,7 @@ class Smoother:
 
     @check_options
     def __init__(
-        self,
-        window_size: PositiveInt = 10,
-        mean_pattern: str = MEASURED,
-        custom_cfg: Sequence[Mapping[str, Any]] = (),
+        self, window_size: PositiveInt = 10, mean_pattern: str = MEASURED, custom_cfg: Sequence[Mapping[str, Any]] = ()
     ) -> None:
         self.window_size = window_size
         try:

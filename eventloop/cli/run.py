@@ -99,14 +99,7 @@ def run(
                 console.print(cell(f"\nnext: trainbus report {work_dir}", keep="\n"), soft_wrap=True)
 
 
-def demo(
-    *,
-    out: Path | None = None,
-    epochs: Positive = 20,
-    seed: Seed = 0,
-    resume: bool = False,
-    hooks: bool = False,
-) -> int:
+def demo(*, out: Path | None = None, epochs: Positive = 20, seed: Seed = 0, resume: bool = False, hooks: bool = False) -> int:
     """Train a small network on handwritten digits, with many hooks.
 
     Args:

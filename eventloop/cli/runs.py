@@ -20,12 +20,7 @@ from eventloop.observe.record import Validation
 from eventloop.observe.states import RunStatus
 from eventloop.terminal import cell
 
-_STYLES = {
-    RunStatus.RUNNING: "green",
-    RunStatus.FAILED: "red",
-    RunStatus.KILLED: "red",
-    RunStatus.INTERRUPTED: "yellow",
-}
+_STYLES = {RunStatus.RUNNING: "green", RunStatus.FAILED: "red", RunStatus.KILLED: "red", RunStatus.INTERRUPTED: "yellow"}
 
 
 def list_runs(folder: Path = Path("runs"), /) -> int:
@@ -38,13 +33,9 @@ def list_runs(folder: Path = Path("runs"), /) -> int:
     """
     if not folder.is_dir():
         raise ConfigurationError(f"{folder}: no such folder; name the folder that contains your runs")
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("run")
-    table.add_column("state", no_wrap=True)
-    table.add_column("epochs", justify="right", no_wrap=True)
-    table.add_column("best", no_wrap=True)
-    for column in ("time", "size"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = Table("run", box=None, padding=(0, 2, 0, 0))
+    for column in ("state", "epochs", "best", "time", "size"):
+        table.add_column(column, justify="left" if column in ("state", "best") else "right", no_wrap=True)
     damaged = []
     for path in find_runs(folder):
         try:

@@ -103,16 +103,13 @@ def _find(directory: AnyPath) -> list[Found]:
     if not directory.is_dir():
         raise CheckpointError(f"{directory} is a file, not a directory; show it by: trainbus checkpoint show {directory}")
     found: dict[object, Found] = {}
-    for path, modified in sorted(list_files(directory), key=lambda file: _natural(file[0].name)):
+    files = list_files(directory)
+    for path, modified in sorted(files, key=lambda one: (one[0].name.startswith("best_"), len(one[0].name), one[0].name)):
         if is_candidate(path):
             with suppress(OSError):  # removed meanwhile, or a broken link
                 identity, size, changed = status_of(path, modified)
                 found.setdefault(identity, Found([], size, changed)).names.append(path)
     return list(found.values())
-
-
-def _natural(name: str) -> tuple[bool, int, str]:
-    return name.startswith("best_"), len(name), name
 
 
 def _examined(found: Found, *, every_byte: bool) -> Found:

@@ -4,15 +4,4 @@ from eventloop.observe.trace.chrome import TraceError, merge, read_trace, write_
 from eventloop.observe.trace.record import Tracer
 from eventloop.observe.trace.tracks import Arrow, Counter, Slice, Track, nested
 
-__all__ = [
-    "Arrow",
-    "Counter",
-    "Slice",
-    "TraceError",
-    "Tracer",
-    "Track",
-    "merge",
-    "nested",
-    "read_trace",
-    "write_trace",
-]
+__all__ = ["Arrow", "Counter", "Slice", "TraceError", "Tracer", "Track", "merge", "nested", "read_trace", "write_trace"]
