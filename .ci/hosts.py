@@ -1,7 +1,7 @@
 """Run the tests of the bridges with the lowest and the newest version of each host, of torch and of Python.
 
     python .ci/hosts.py                      # all environments; writes the table in docs/bridges.md
-    python .ci/hosts.py lowest-hosts         # some of them; prints their lines
+    python .ci/hosts.py lowest-hosts         # some of them; writes their rows
     python .ci/hosts.py --keep ENVIRONMENTS  # environments are kept there, and used again
 
 Each environment is made by pip, downloads included. The lowest versions are those of pyproject.toml. Python is the newest
@@ -109,6 +109,19 @@ def counts(python: Path, tests: tuple[str, ...], report: Path) -> tuple[int, int
     return every - skipped - failed, failed, skipped
 
 
+def write(cells: list[str]) -> None:
+    """Put a row into the table, in the place of the earlier one of its environment."""
+    row = f"| {' | '.join(cells)} |"
+    print(row, flush=True)
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    table, _, after = rest.partition(END)
+    rows = {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()[2:]} | {cells[0]: row}
+    head = ["environment", "run on", "Python", "torch", *HOSTS.values(), "tests", "passed", "failed", "skipped"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    lines += (rows[one.name] for one in environments() if one.name in rows)
+    PAGE.write_text(before + BEGIN + "\n".join(lines) + "\n" + END + after)
+
+
 def main() -> int:
     """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -118,8 +131,6 @@ def main() -> int:
     options = parser.parse_args()
     if unknown := sorted(set(options.names) - every.keys()):
         parser.error(f"{unknown[0]} is not the name of an environment; the names are {', '.join(every)}")
-    lines = ["| environment | Python | torch | " + " | ".join(HOSTS.values()) + " | tests | passed | failed | skipped |"]
-    lines.append("|---" * (len(HOSTS) + 7) + "|")
     failures = 0
     with tempfile.TemporaryDirectory() as temporary:
         folder = (options.keep or Path(temporary)).absolute()
@@ -127,14 +138,8 @@ def main() -> int:
             python = made(one, folder / one.name)
             passed, failed, skipped = counts(python, one.tests, folder / f"{one.name}.xml")
             tests = "all" if one.tests == EVERYTHING else "bridges, guests"
-            cells = [one.name.replace("-", " "), *versions(python), tests, f"{passed:,}", str(failed), str(skipped)]
-            lines.append(f"| {' | '.join(cells)} |")
-            print(lines[-1], flush=True)
+            write([one.name, f"{date.today():%Y-%m-%d}", *versions(python), tests, f"{passed:,}", str(failed), str(skipped)])
             failures += failed
-    if not options.names:
-        before, _, rest = PAGE.read_text().partition(BEGIN)
-        table = f"{BEGIN}Run on {date.today():%d %B %Y} by `.ci/hosts.py`:\n\n" + "\n".join(lines) + "\n\n"
-        PAGE.write_text(before + table + END + rest.partition(END)[2])
     return 1 if failures else 0
 
 
