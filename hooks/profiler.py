@@ -72,10 +72,7 @@ class ProfilerSession:
     def step(self) -> None:
         """Step the profiler at the end of an iteration; a schedule may produce a trace here."""
         if self._running:
-            with warnings.catch_warnings():
-                # The warning is about intended behaviour: each cycle of a schedule has its own trace.
-                warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
-                self._run(self._profiler.step)
+            self._run(self._profiler.step)
             self._raise_failure()
 
     def close(self, *, write: bool = True) -> None:
@@ -101,7 +98,9 @@ class ProfilerSession:
         # First False: after Ctrl-C between two traces, stopping again would crash the process.
         self._running = False
         try:
-            with survived(self._owner):
+            with survived(self._owner), warnings.catch_warnings():
+                # The warning is about intended behaviour: each cycle of a schedule has its own trace.
+                warnings.filterwarnings("ignore", message=".*Profiler clears events at the end of each cycle")
                 do()
                 self._running = True
         finally:

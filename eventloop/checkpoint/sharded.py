@@ -202,7 +202,6 @@ class ShardReader(FileSystemReader):
 
     def read_metadata(self) -> dcp.Metadata:
         """Return the index in torch's form. Without ``**kwargs`` torch looks for no other metadata, which it would unpickle."""
-        self._check_pieces()
         tensors: dict[str, dcp.STORAGE_TYPES] = {
             name: dcp.TensorStorageMetadata(
                 dcp.TensorProperties(DTYPES[tensor.dtype]),
@@ -218,8 +217,9 @@ class ShardReader(FileSystemReader):
         }
         return dcp.Metadata(tensors, storage_data=stored)
 
-    def _check_pieces(self) -> None:
-        """Refuse pieces that become larger when they are read."""
+    def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Refuse pieces that become larger when they are read. Here, since torch 2.11 loses an error of ``read_metadata``."""
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         for piece in shards.all_pieces(self._index):
             # A zip file may have anything before it; so this view of the file ends where the piece ends.
             with (
