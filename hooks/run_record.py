@@ -6,28 +6,9 @@ from pathlib import Path
 from types import NoneType
 from typing import ClassVar
 
-from eventloop import Hook, Priority, check_options, get_logger, mount, register
+from eventloop import Hook, Priority, check_options, get_logger, mount, observe, register
 from eventloop import events as ev
 from eventloop.checkpoint import free_name
-from eventloop.observe import (
-    MANIFEST,
-    RECORD,
-    Begin,
-    Compared,
-    End,
-    Entry,
-    Measured,
-    Resume,
-    RunFolderError,
-    RunSession,
-    RunStory,
-    encode_line,
-    entry_of,
-    environment,
-    fields_of,
-    read_manifest,
-    write_manifest,
-)
 from hooks.copies import CopiedAnew
 from hooks.writers.base import RunFacts
 from hooks.writers.files import FileWriter
@@ -55,17 +36,17 @@ class RunRecordHook(CopiedAnew, Hook):
     priority = Priority.LOWEST
     observes = True
     ranks = "rank0"
-    of_run: ClassVar = {"_story": RunStory, "_folder": NoneType, "_announced": NoneType}
+    of_run: ClassVar = {"_story": observe.RunStory, "_folder": NoneType, "_announced": NoneType}
 
     @check_options
     def __init__(self, *, costs: bool = True) -> None:
         # All of it is used on the lane's thread only.
-        self._story = RunStory()
+        self._story = observe.RunStory()
         self._folder: Path | None = None
-        self._lines = FileWriter(RECORD, None)
-        self._due: dict[type[Entry], float] = {}
+        self._lines = FileWriter(observe.RECORD, None)
+        self._due: dict[type[observe.Entry], float] = {}
         self._straggler: tuple[int, str] | None = None
-        self._announced: Begin | None = None  # the run that has begun, until its first stage
+        self._announced: observe.Begin | None = None  # the run that has begun, until its first stage
         self.timing = costs
 
     @mount(
@@ -84,69 +65,69 @@ class RunRecordHook(CopiedAnew, Hook):
         ev.OnException,
         ev.AfterRun,
         offload="thread",
-        capture=entry_of,
+        capture=observe.entry_of,
         on_error="log",
     )
-    def write(self, entry: Entry) -> None:
+    def write(self, entry: observe.Entry) -> None:
         """Write what has happened."""
-        if isinstance(entry, Begin):
+        if isinstance(entry, observe.Begin):
             self._announce(entry)
-        elif self._announced is not None and not isinstance(entry, Resume | Measured | Compared):
+        elif self._announced is not None and not isinstance(entry, observe.Resume | observe.Measured | observe.Compared):
             self._begin(self._announced)  # the run knows now whether it resumes
-        if isinstance(entry, Measured | Compared) and not self._is_due(entry):
+        if isinstance(entry, observe.Measured | observe.Compared) and not self._is_due(entry):
             return
         lines = self._story.add(entry)
         if self._folder is None:
             return
         session = self._story.sessions[-1]
-        if isinstance(entry, End) and (run := self._story.run()) is not None and (costs := run.costs()) is not None:
-            lines.insert(0, Measured(time=entry.time, epoch=session.epoch, iter=session.iter, costs=costs))
+        if isinstance(entry, observe.End) and (run := self._story.run()) is not None and (costs := run.costs()) is not None:
+            lines.insert(0, observe.Measured(time=entry.time, epoch=session.epoch, iter=session.iter, costs=costs))
         for line in lines:
-            self._lines.append(encode_line(fields_of(line)))
+            self._lines.append(observe.encode_line(observe.fields_of(line)))
         if lines:
             self._lines.flush()
         if self._story.changed:
             self._story.changed = False
-            write_manifest(self._folder, self._story.manifest)
+            observe.write_manifest(self._folder, self._story.manifest)
         if session.ended is not None:
             self._lines.close()  # the last checkpoint may still be written, and opens it again
 
-    def _announce(self, begin: Begin) -> None:
+    def _announce(self, begin: observe.Begin) -> None:
         self._folder = None
         self._announced = None if begin.work_dir is None else begin
         if self._announced is None:
             log.warning(f"RunRecordHook writes nothing, because the run has no work dir: {begin.advice}")
 
-    def _begin(self, begin: Begin) -> None:
+    def _begin(self, begin: observe.Begin) -> None:
         self._announced = None
         folder = Path(begin.work_dir or "")
-        self._due = {Measured: begin.time + 10, Compared: begin.time + 10}
+        self._due = {observe.Measured: begin.time + 10, observe.Compared: begin.time + 10}
         self._straggler = None
-        session = RunSession(began=begin.time, environment=environment(), world_size=begin.world_size)
+        session = observe.RunSession(began=begin.time, environment=observe.environment(), world_size=begin.world_size)
         self._story.open(session, self._earlier(folder))
-        write_manifest(folder, self._story.manifest)
+        observe.write_manifest(folder, self._story.manifest)
         self._lines.open(RunFacts(begin.name, folder, begin.seed, begin.config))
         self._folder = folder  # after a failure, nothing more is written
 
-    def _is_due(self, entry: Measured | Compared) -> bool:
+    def _is_due(self, entry: observe.Measured | observe.Compared) -> bool:
         """Return True once in a while, and for ranks also if another one holds up the others."""
         if self._folder is None or (session := self._story.sessions[-1]).ended is not None:
             return False
-        slow = entry.ranks.straggler if isinstance(entry, Compared) else None
-        straggler = self._straggler if isinstance(entry, Measured) else None if slow is None else (slow.rank, slow.name)
+        slow = entry.ranks.straggler if isinstance(entry, observe.Compared) else None
+        straggler = self._straggler if isinstance(entry, observe.Measured) else None if slow is None else (slow.rank, slow.name)
         if entry.time < self._due[type(entry)] and straggler == self._straggler:
             return False
         self._due[type(entry)] = entry.time + max(10, (entry.time - session.began) / 100)
         self._straggler = straggler
         return True
 
-    def _earlier(self, folder: Path) -> list[RunSession]:
+    def _earlier(self, folder: Path) -> list[observe.RunSession]:
         """Return the earlier sessions of a resumed run; keep an unreadable file under another name."""
         try:
-            manifest = read_manifest(folder)
-        except RunFolderError as error:
-            kept = free_name(folder / f"{MANIFEST}.old")
+            manifest = observe.read_manifest(folder)
+        except observe.RunFolderError as error:
+            kept = free_name(folder / f"{observe.MANIFEST}.old")
             log.warning("the record of earlier sessions cannot be read and is kept", file=str(kept), error=str(error))
-            (folder / MANIFEST).rename(kept)
+            (folder / observe.MANIFEST).rename(kept)
             return []
         return [] if manifest is None else manifest.sessions

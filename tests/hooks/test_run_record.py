@@ -66,7 +66,7 @@ def test_the_save_of_a_stop_has_the_place_that_its_file_has(tmp_path):
 def test_a_resumed_run_has_two_sessions_and_a_line_with_the_place_of_the_checkpoint(tmp_path, monkeypatch):
     make_loop(CheckpointHook(interval=1), RunRecordHook(), work_dir=tmp_path, max_epochs=3).run()
     other = msgspec.structs.replace(environment(), process=Process(1, "elsewhere", "", ""))
-    monkeypatch.setattr(run_record, "environment", lambda: other)
+    monkeypatch.setattr(run_record.observe, "environment", lambda: other)
     make_loop(CheckpointHook(interval=1), RunRecordHook(), work_dir=tmp_path, max_epochs=4).run(
         resume=tmp_path / "epoch_2.safetensors"
     )
@@ -132,7 +132,7 @@ def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypa
     def refuse(*what):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("hooks.run_record.write_manifest", refuse)
+    monkeypatch.setattr("hooks.run_record.observe.write_manifest", refuse)
     loop, epochs = make_loop(RunRecordHook(), work_dir=tmp_path), []
     loop.bus.on("after_train_epoch", lambda event: epochs.append(event.progress.epoch))
     with capture_logs() as logs:
