@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -54,11 +55,20 @@ class GuestRunner:
 
     call_hook = Runner.call_hook
 
-    @property
-    def hooks(self) -> list[Any]:
-        return [adapter.guest for adapter in self._adapters]
-
-    _hooks = hooks
+    hooks = _hooks = property(lambda self: [adapter.guest for adapter in self._adapters])
+    model_name = property(lambda self: type(self.run.unwrapped_model).__name__)
+    by_iter = property(lambda self: self.run.counters.max_iters is not None)
+    iter = property(attrgetter("run.counters.iter"))
+    train_loop = property(lambda self: self._loops[self.by_iter])
+    val_loop = property(lambda self: None if self.run.validates is False else self._loops[2])
+    test_loop = property(lambda self: self._loops[3])
+    _train_loop = property(lambda self: self.train_loop if self.run.training or self.trains else None)
+    train_dataloader = property(attrgetter("train_loop.dataloader"))
+    val_dataloader = property(lambda self: self._loops[2].dataloader)
+    test_dataloader = property(lambda self: self._loops[3].dataloader)
+    seed, rank, world_size = (property(attrgetter(f"run.{name}")) for name in ("seed", "rank", "world_size"))
+    distributed = property(lambda self: self.world_size > 1)
+    _resume = property(lambda self: self._entry is not None)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -66,10 +76,6 @@ class GuestRunner:
             self.absent("model")
         model: torch.nn.Module = self.run.model
         return model
-
-    @property
-    def model_name(self) -> str:
-        return type(self.run.unwrapped_model).__name__
 
     @property
     def optim_wrapper(self) -> Any:
@@ -80,17 +86,9 @@ class GuestRunner:
         return self._wrapper[1]
 
     @property
-    def by_iter(self) -> bool:
-        return self.run.counters.max_iters is not None
-
-    @property
     def epoch(self) -> int:
         """Epochs done; 0 in iteration-based training."""
         return 0 if self.by_iter else self.run.counters.epoch
-
-    @property
-    def iter(self) -> int:
-        return int(self.run.counters.iter)
 
     @property
     def max_epochs(self) -> int:
@@ -108,34 +106,6 @@ class GuestRunner:
         return EpochLoop(self), IterLoop(self), EvaluationLoop(self, "val_loop"), EvaluationLoop(self, "test_loop")
 
     @property
-    def train_loop(self) -> Any:
-        return self._loops[self.by_iter]
-
-    @property
-    def val_loop(self) -> Any:
-        return None if self.run.validates is False else self._loops[2]
-
-    @property
-    def test_loop(self) -> Any:
-        return self._loops[3]
-
-    @property
-    def _train_loop(self) -> Any:
-        return self.train_loop if self.run.training or self.trains else None
-
-    @property
-    def train_dataloader(self) -> Any:
-        return self.train_loop.dataloader
-
-    @property
-    def val_dataloader(self) -> Any:
-        return self._loops[2].dataloader
-
-    @property
-    def test_dataloader(self) -> Any:
-        return self._loops[3].dataloader
-
-    @property
     def work_dir(self) -> str:
         directory = self.run.work_dir
         return self.absent("work_dir") if directory is None else str(Path(directory).absolute())
@@ -146,27 +116,6 @@ class GuestRunner:
         return str(Path(self.work_dir, self.timestamp))
 
     _log_dir = log_dir
-
-    @property
-    def seed(self) -> int | None:
-        seed: int | None = self.run.seed
-        return seed
-
-    @property
-    def rank(self) -> int:
-        return int(self.run.rank)
-
-    @property
-    def world_size(self) -> int:
-        return int(self.run.world_size)
-
-    @property
-    def distributed(self) -> bool:
-        return self.world_size > 1
-
-    @property
-    def _resume(self) -> bool:
-        return self._entry is not None
 
     @cached_property
     def cfg(self) -> Any:
