@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import fields
 from typing import Any
 
@@ -15,7 +17,6 @@ from eventloop import TrainbusError, events, get_logger
 from eventloop.events import RunView
 from hooks.compat.transformers_callbacks import Callbacks, Guest, State, arguments_for, is_local_first, schedule_of
 from hooks.compat.transformers_logs import LogLines, named, number_of_samples, speeds
-from hooks.compat.transformers_saves import SavedStates
 
 log = get_logger()
 
@@ -39,7 +40,10 @@ class TrainerFacade:
         self._begun = self._in_epoch = self._in_window = False
         self._epoch = (0, 0)  # index of the epoch, and of its first iteration
         self._validated_from = 0.0
-        self._saves = SavedStates()
+        # The states of checkpoints that are being written (by path), and of durable ones. A save ends on another thread.
+        self._saving: dict[str, Any] = {}
+        self._durable: deque[Any] = deque()
+        self._reported = -1  # the step of the last durable one
 
     def join(self, hook: Guest) -> None:
         self._hooks.append(hook)
@@ -154,22 +158,26 @@ class TrainerFacade:
             log.warning("the checkpoint has no state of callbacks; they start anew", path=event.path)
 
     def checkpoint_staged(self, event: events.CheckpointStaged) -> None:
-        self._saves.begun(event.path, self._state)
+        self._saving[event.path] = copy(self._state)
 
     def checkpoint_committed(self, event: events.CheckpointCommitted) -> None:
-        self._saves.ended(event.path, durable=True)
+        if (state := self._saving.pop(event.path, None)) is not None:
+            self._durable.append(state)
 
     def checkpoint_failed(self, event: events.CheckpointFailed | events.CheckpointSkipped) -> None:
-        self._saves.ended(event.path, durable=False)
+        self._saving.pop(event.path, None)
 
     checkpoint_skipped = checkpoint_failed
 
     def _call_on_save(self, *, wait: bool = False) -> None:
-        if wait and self._saves.open:
+        if wait and self._saving:
             self._run.wait_for_saves()
-        for state in self._saves.completed():
-            # Not on_save() of the list: it clears should_save, which may be set for the next save by now.
-            self._control = self._callbacks.call_event("on_save", self._args, state, self._control)
+        while self._durable:
+            state = self._durable.popleft()
+            if state.global_step != self._reported:
+                self._reported = state.global_step
+                # Not on_save() of the list: it clears should_save, which may be set for the next save by now.
+                self._control = self._callbacks.call_event("on_save", self._args, state, self._control)
 
     # ------------------------------------------------------------------------------------------ parts of the moments
 
