@@ -1,20 +1,19 @@
 """Create hooks, models and loops from a configuration, with options typed by signatures.
 
 - ``read``: reads files and applies changes of the command line.
-- ``names``: registers classes and resolves ``module:attribute``.
+- ``names``: registers classes, reads the descriptions of their options, and resolves ``module:attribute``.
 - ``make``: creates objects by their signatures.
-- ``descriptions``: reads the descriptions of options from docstrings.
 - ``setup``: creates hooks and a whole loop.
 """
 
 from eventloop.annotations import OptionsOf
-from eventloop.config.descriptions import option_descriptions
 from eventloop.config.names import (
     Migration,
     OptionChange,
     PriorityScale,
     Registered,
     find,
+    option_descriptions,
     register,
     register_finder,
     register_migrations,

@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any, TypeVar, overload
 
 import msgspec
+from docstring_parser import DocstringStyle, parse
 
 from eventloop.builtin import load_builtin
 from eventloop.config.read import inside, kind_of, settle, wrong
@@ -123,6 +124,16 @@ def find(kind: str, name: str) -> type[Any]:
     known = "" if hint else f"; registered: {names or 'none (`import hooks` registers the built-in ones)'}"
     absent = [f" ({entry.system}'s: {entry.note})" for entry in _migrations.get(name, ()) if not entry.ours]
     raise UnknownNameError(f"{name!r} is not a registered {kind}{hint}{known}{''.join(absent[:1])}")
+
+
+def option_descriptions(cls: type) -> dict[str, str]:
+    """Return the descriptions of options by name, from ``Args:`` in the docstrings of a class and its bases."""
+    found: dict[str, str] = {}
+    for one in cls.__mro__:
+        for entry in parse(inspect.cleandoc(one.__doc__ or ""), DocstringStyle.GOOGLE).params:
+            for name in entry.arg_name.split(","):  # "beta1, beta2: ..."
+                found.setdefault(name.strip().lstrip("*"), " ".join((entry.description or "").split()))
+    return found
 
 
 # -------------------------------------------------------------------------------------------------- module:attribute
@@ -268,8 +279,7 @@ def register_finder(find: Callable[[str, str], type | None]) -> None:
         _finders.append(find)
 
 
-priority_scales: dict[str, PriorityScale] = {}
-"""The scales of other systems by their keys."""
+priority_scales: dict[str, PriorityScale] = {}  # the scales of other systems by their keys
 
 
 def register_migrations(table: Iterable[Migration]) -> None:

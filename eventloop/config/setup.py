@@ -28,8 +28,7 @@ from eventloop.training.loop import TrainLoop
 from eventloop.training.rng import checked_seed, seed_everything
 
 Tables = Mapping[str, Mapping[str, Any]]
-Chosen = tuple[Hook, PriorityLike | None]
-"""A hook and its priority from the configuration; None keeps the hook's own priority."""
+Chosen = tuple[Hook, PriorityLike | None]  # a hook and its priority from the configuration; None keeps the hook's own priority
 
 registrable("hook")(Hook)
 
