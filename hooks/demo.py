@@ -28,8 +28,7 @@ from eventloop.observe import last_lines
 from eventloop.terminal import cell
 
 BATCH: Final = 32
-WRONG: Final = 0.2
-"""Share of the training labels that are replaced by random ones."""
+WRONG: Final = 0.2  # share of the training labels that are replaced by random ones
 
 
 class Accuracy:
@@ -98,8 +97,7 @@ class Evidence(Hook):
 
     def __init__(self, console: Console, epochs: int) -> None:
         self.checkpoints, self.bytes, self.stall = 0, 0, 0.0
-        self.best = (0.0, 0)
-        """Best accuracy of a validation, and its epoch."""
+        self.best = (0.0, 0)  # best accuracy of a validation, and its epoch
         self._console, self._epochs = console, epochs
 
     def after_val_epoch(self, event: Any) -> None:

@@ -36,8 +36,7 @@ class Pairs:
         self.held = {key: twins[id(tensor)] for key, tensor in live.items()}
         self._live = list({id(tensor): tensor for tensor in live.values()}.values())
         self._twins = list(twins.values())
-        self.swapped = [False] * len(self._live)
-        """For each pair, True if the live tensor holds the average."""
+        self.swapped = [False] * len(self._live)  # for each pair, True if the live tensor holds the average
         # An exchange under way: the pair, its new `swapped`, and what its live and its averaged tensor are to hold.
         self._unfinished: tuple[int, bool, torch.Tensor, torch.Tensor] | None = None
         self._sharded = [hasattr(tensor, "to_local") for tensor in self._live]

@@ -41,13 +41,7 @@ def in_work_dir(path: str | Path, run: RunView) -> Path:
 class ProfilerSession:
     """One use of ``torch.profiler.profile``. A second session at the same time is an error: torch would lose data of the first.
 
-    An error in torch is logged and ends the session. An error in the user's function ends the run.
-
-    Args:
-        owner: label of the hook, for errors.
-        on_trace_ready: the user's function for traces, or None.
-        json_path: file for the last trace, or None.
-        **options: further arguments of ``profile``.
+    An error in torch is logged and ends the session. An error in the user's function (``on_trace_ready``) ends the run.
     """
 
     _active: ClassVar[str | None] = None

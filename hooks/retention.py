@@ -34,8 +34,7 @@ _STILL = 60.0  # seconds without a change after which no process is writing a te
 KEPT = Slot("kept checkpoints", list)
 """The policies of all hooks of a run. A hook does not remove a file that another one keeps."""
 
-REGULAR = ""
-"""The kind of regular files. The kind of a best file is the name of its metric."""
+REGULAR = ""  # the kind of regular files. The kind of a best file is the name of its metric.
 
 
 class KeptFile(msgspec.Struct):

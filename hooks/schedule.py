@@ -34,11 +34,9 @@ class Scheduler(Protocol):
 _LIKE_TORCH = "an object like torch's schedulers, with step, state_dict and load_state_dict"
 Like = Annotated[Scheduler, Meta(description=_LIKE_TORCH)]
 
-STEPPED = Slot("schedulers that hooks step", dict)
-"""The hook that steps each scheduler, by the scheduler's id."""
+STEPPED = Slot("schedulers that hooks step", dict)  # the hook that steps each scheduler, by the scheduler's id
 
-KEY = "param_schedulers"
-"""Key of the schedulers' states (by name) in a checkpoint."""
+KEY = "param_schedulers"  # key of the schedulers' states (by name) in a checkpoint
 
 
 @register

@@ -17,8 +17,7 @@ from hooks.options import PositiveInt
 STATES = r"(^|/)(([^/]*[-_])?(lr|learning_rate)([-_][^/]*)?|momentum|weight_decay|loss_scale|eta)(/|$)"
 """Matches the names of states: learning rates and the like, which are set, and logged as they are."""
 
-MEASURED = rf"^(?!.*{STATES})"
-"""Matches all other names, of measurements."""
+MEASURED = rf"^(?!.*{STATES})"  # matches all other names, of measurements
 
 
 class Smoother:
@@ -51,8 +50,7 @@ class Smoother:
         self._seen: dict[str, int] = {}
         # The last values, each with the number of its iteration; None for a scalar that is not averaged.
         self._windows: dict[str, deque[tuple[int, float]] | None] = {}
-        self.count = 0
-        """Number of iterations so far."""
+        self.count = 0  # number of iterations so far
         for custom in self._customs:
             custom.clear()
 

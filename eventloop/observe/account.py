@@ -60,22 +60,14 @@ _MOST_BETWEEN: Final = 1 << 12  # spans while no run is open, which may lie in t
 class Account:
     """Add up the time of one thread by span name, from ``before_run`` to the last mount point of the run.
 
-    Time between two runs is not counted.
-
-    Args:
-        id_of: returns the id of a name.
-        beside: returns the ids of spans to leave out.
+    Time between two runs is not counted. ``beside`` returns the ids of spans to leave out.
     """
 
     def __init__(self, id_of: Callable[[Hashable], int], beside: Callable[[], Sequence[int]]) -> None:
-        self.wall = 0
-        """Nanoseconds of all runs so far."""
-        self.steps: Counter[int] = Counter()
-        """Durations of iterations, as :class:`eventloop.observe.Histogram` counts them."""
-        self.stepped = 0
-        """The time of all iterations in ns."""
-        self.calls = Totals()
-        """The calls in these runs, without the time of the spans within them."""
+        self.wall = 0  # nanoseconds of all runs so far
+        self.steps: Counter[int] = Counter()  # durations of iterations, as :class:`eventloop.observe.Histogram` counts them
+        self.stepped = 0  # the time of all iterations in ns
+        self.calls = Totals()  # the calls in these runs, without the time of the spans within them
         self._beside = beside
         self._until: int | None = None  # counted up to here; None before the first run
         self._ended = False
@@ -161,14 +153,14 @@ class Account:
             begins = found.times([first], END)
             if index in self._open and self._until is not None:
                 begins = np.concatenate([[self._until], begins])
-            begins, ends, still_open = _pairs(begins, found.times(following, BEGIN))
+            begins, ends, still_open = pairs(begins, found.times(following, BEGIN))
             (self._open.discard if still_open is None else self._open.add)(index)
             made.append(_spans(part, begins, ends))
             if still_open is not None:
                 made.append(_spans(part, np.array([still_open]), np.array([until])))
         for first, following, part in self._within:
             begins = found.times([first], END)
-            begins, ends, _ = _pairs(begins, found.times(following, BEGIN))
+            begins, ends, _ = pairs(begins, found.times(following, BEGIN))
             limits = np.append(marks, until)[np.searchsorted(marks, begins, side="right")]
             made.append(_spans(part, begins[ends <= limits], ends[ends <= limits]))
         return np.concatenate(made)
@@ -203,7 +195,7 @@ def _spans(name: int, begins: Ints, ends: Ints) -> Spans:
     return spans
 
 
-def _pairs(begins: Ints, ends: Ints) -> tuple[Ints, Ints, int | None]:
+def pairs(begins: Ints, ends: Ints) -> tuple[Ints, Ints, int | None]:
     """Pair each begin with the first end after it, unless another begin comes first. Both arrays are sorted.
 
     Returns:

@@ -90,8 +90,7 @@ def _as_floats(rows: list[tuple[Any, ...]]) -> Array:
     return np.array([[_number(value) for value in row] for row in rows], np.float64)
 
 
-_MISSING: Final = -1.2345678901234567e308
-"""Marks a value that is not a number; a NaN in the file stays NaN."""
+_MISSING: Final = -1.2345678901234567e308  # marks a value that is not a number; a NaN in the file stays NaN
 
 
 def _number(value: Any) -> float:

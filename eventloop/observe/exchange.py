@@ -21,8 +21,7 @@ from eventloop.log import get_logger
 from eventloop.observe.ranks import RankCosts, Spent, Straggler, compare, seconds_of, slow_at
 from eventloop.training.distributed.mailbox import Mailbox
 
-PERIOD: Final = 2.0
-"""Seconds between two comparisons."""
+PERIOD: Final = 2.0  # seconds between two comparisons
 
 _COMPARES: Final = 0.25  # of a period after all have written
 _READS: Final = 0.5
@@ -49,20 +48,14 @@ class Result(msgspec.Struct, frozen=True):
 
 class _Latest(NamedTuple):
     report: Report
-    periods: int
-    """Number of periods since it was new."""
+    periods: int  # number of periods since it was new
 
 
 class RankExchange:
     """Exchange the times of the ranks, on a separate thread, until :meth:`stop`.
 
-    Args:
-        name: of the run; equal on all ranks.
-        rank: of this process.
-        world_size: number of processes.
-        measure: returns the times of this rank.
-        report: called on the thread with the comparison of the last iterations.
-        trains: returns True while a run is open; all ranks are then expected to report.
+    ``name``, of the run, is equal on all ranks. ``report`` gets the comparison of the last iterations, on the thread.
+    ``trains`` returns True while a run is open; all ranks are then expected to report.
     """
 
     def __init__(
@@ -75,8 +68,7 @@ class RankExchange:
         report: Callable[[RankCosts], object],
         trains: Callable[[], bool],
     ) -> None:
-        self.whole: RankCosts | None = None
-        """The comparison of the whole run."""
+        self.whole: RankCosts | None = None  # the comparison of the whole run
         self._name = f"costs/{name}"
         self._rank = rank
         self._measure, self._report, self._trains = measure, report, trains
@@ -139,8 +131,7 @@ class Comparison:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.latest: dict[int, _Latest] = {}
-        """The last report of each rank."""
+        self.latest: dict[int, _Latest] = {}  # the last report of each rank
         self.number = 0
         self._compared: dict[int, Spent] = {}  # where the last comparison of recent iterations ended
         self._windows: deque[tuple[Straggler | None, dict[int, Spent]]] = deque(maxlen=_IN_A_ROW)

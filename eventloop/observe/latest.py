@@ -45,8 +45,7 @@ class LatestHook(Hook):
     timing = True
 
     def __init__(self) -> None:
-        self.story = RunStory()
-        """The story of all runs so far; without a name before the first one begins."""
+        self.story = RunStory()  # the story of all runs so far; without a name before the first one begins
         self._progress = ev.Progress()  # after the end of the run
         self._rates: dict[tuple[str, str], float] = {}
         self._outputs: Mapping[str, Any] = {}

@@ -52,8 +52,7 @@ class Kept(NamedTuple):
     """The objects that an owner refers to."""
 
     bytes: int
-    graphs: int
-    """Number of tensors with a ``grad_fn``, which keeps the graph that computed them."""
+    graphs: int  # number of tensors with a `grad_fn`, which keeps the graph that computed them
 
 
 class _Look(NamedTuple):
@@ -66,8 +65,7 @@ class Memory:
     """Samples of the memory of the process, in bounded space."""
 
     def __init__(self) -> None:
-        self.resident = resident()
-        """Resident bytes at the last sample."""
+        self.resident = resident()  # resident bytes at the last sample
         self._samples: list[_Sample] = []
         self._every, self._skipped = 1, 0  # of the samples offered, this one is kept
         self._looks: list[_Look] = []  # the first, and the newest

@@ -34,10 +34,8 @@ RECORD: Final = "record.jsonl"
 SCALARS: Final = "scalars.jsonl"
 """Name of the file with the scalars, one JSON object a line."""
 
-_MOST: Final = 16 << 20
-"""Bytes of run.json, and of one line of the other files; what is longer is damaged."""
-_DEEPEST: Final = 100
-"""Levels of a configuration; what is deeper is damaged."""
+_MOST: Final = 16 << 20  # bytes of run.json, and of one line of the other files; what is longer is damaged
+_DEEPEST: Final = 100  # levels of a configuration; what is deeper is damaged
 
 T = TypeVar("T")
 

@@ -7,8 +7,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-BINS: Final = 8
-"""Bins per doubling: quantiles are exact to 5 %."""
+BINS: Final = 8  # bins per doubling: quantiles are exact to 5 %
 _DOUBLINGS: Final = 48
 
 

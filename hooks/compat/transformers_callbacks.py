@@ -15,8 +15,7 @@ from eventloop.events import Progress, RunView
 from eventloop.training import missing_metric
 from hooks.schedule import STEPPED
 
-UNKNOWN: Final[Any] = object()
-"""The value of an unknown attribute of :class:`State`."""
+UNKNOWN: Final[Any] = object()  # the value of an unknown attribute of :class:`State`
 
 
 class Guest(Protocol):
@@ -88,8 +87,7 @@ class Callbacks(CallbackHandler):  # type: ignore[misc]
         self.lr_scheduler: Any = None
         self.train_dataloader: Any = None
         self.eval_dataloader: Any = None
-        self.set_by: dict[str, str] = {}
-        """For each flag of ``control``, the callback that set it last."""
+        self.set_by: dict[str, str] = {}  # for each flag of `control`, the callback that set it last
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **given: Any) -> Any:
         """Call a method of every callback; return the control, which a callback may replace."""

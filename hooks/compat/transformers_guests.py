@@ -76,8 +76,7 @@ class TransformersHook(GuestHook):
         super().__init__(callback)
         self.args = args
         self.processing_class = processing_class
-        self.methods = _overridden(callback)
-        """The methods that the callback overrides."""
+        self.methods = _overridden(callback)  # the methods that the callback overrides
         self.observes = type(callback).__module__.startswith("transformers.")
         self._trainer: TrainerFacade | None = None
 

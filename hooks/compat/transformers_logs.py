@@ -19,10 +19,8 @@ class LogLines:
     """
 
     def __init__(self, run: RunView, *, nan_filter: bool) -> None:
-        self.flos = 0.0
-        """Floating-point operations since the last line or save."""
-        self.logged = 0
-        """The step of the last line."""
+        self.flos = 0.0  # floating-point operations since the last line or save
+        self.logged = 0  # the step of the last line
         self._run = run
         self._filter = nan_filter
         self._window: list[Any] = []  # losses of the steps' iterations so far

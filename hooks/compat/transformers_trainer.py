@@ -20,8 +20,7 @@ from hooks.compat.transformers_logs import LogLines, named, number_of_samples, s
 
 log = get_logger()
 
-KEY = "transformers"
-"""Key of the state of callbacks in a checkpoint."""
+KEY = "transformers"  # key of the state of callbacks in a checkpoint
 
 
 class TrainerFacade:

@@ -11,10 +11,8 @@ from hooks.writers.base import Row, RunFacts, Writer
 
 log = get_logger()
 
-MOST_KEPT: Final = 10_000
-"""Largest number of calls that wait for a failing writer; beyond it the oldest are dropped."""
-MOST_IMAGES: Final = 100
-"""Largest number of images among them; later ones are dropped."""
+MOST_KEPT: Final = 10_000  # largest number of calls that wait for a failing writer; beyond it the oldest are dropped
+MOST_IMAGES: Final = 100  # largest number of images among them; later ones are dropped
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0  # seconds before another try
 

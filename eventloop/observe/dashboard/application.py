@@ -43,10 +43,7 @@ class _Rate(msgspec.Struct):
 class Application(Starlette):
     """The dashboard of the runs on a board. All its addresses are relative, so it can be mounted under any prefix.
 
-    Args:
-        board: the runs.
-        access: who may see and change them.
-        cut_off: closes the connection of a stalled reader, given the client's address.
+    ``cut_off`` closes the connection of a stalled reader, given the client's address.
     """
 
     def __init__(self, board: Board, access: Access, cut_off: Callable[[Any], object] | None = None) -> None:

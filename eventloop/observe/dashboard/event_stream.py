@@ -12,14 +12,11 @@ from starlette.types import Receive, Scope, Send
 from eventloop.observe.dashboard.message_log import MessageLog
 from eventloop.offload import server_ends
 
-PACE: Final = 0.2
-"""Seconds between two polls of the log with one reader."""
+PACE: Final = 0.2  # seconds between two polls of the log with one reader
 PACE_PER_READER: Final = 0.01
 """Seconds that each further reader adds, so that 200 readers load the interpreter no more than a few."""
-QUIET: Final = 10.0
-"""Seconds without a message after which a keep-alive is sent."""
-PATIENCE: float = 20.0
-"""Seconds that a reader may take for one message before its connection is closed."""
+QUIET: Final = 10.0  # seconds without a message after which a keep-alive is sent
+PATIENCE: float = 20.0  # seconds that a reader may take for one message before its connection is closed
 _CHUNK: Final = 65536
 
 _HEADERS: Final = [
@@ -45,11 +42,8 @@ class Readers:
 class EventStream:
     """An ASGI response that ends with the last message, when its server ends, or when the reader does not read.
 
-    Args:
-        messages: the messages of the run.
-        seen: number of the last message that the reader received.
-        readers: the count of all readers.
-        cut_off: closes a connection at once, given the client's address; None leaves it to the server.
+    ``seen`` is the number of the last message that the reader received. ``cut_off`` closes a connection at once, given the
+    client's address; None leaves it to the server.
     """
 
     def __init__(

@@ -14,11 +14,9 @@ from typing import Any, Final, NamedTuple
 import orjson
 
 _MOST_POINTS: Final = 4000
-_RECENT: Final = 500
-"""Number of newest points kept at full resolution when older points are thinned out."""
+_RECENT: Final = 500  # number of newest points kept at full resolution when older points are thinned out
 _MOST_NOTES: Final = 2000
-_MOST_NAMES: Final = 64
-"""Most names of scalars; further names are dropped, because events may bring any number of them."""
+_MOST_NAMES: Final = 64  # most names of scalars; further names are dropped, because events may bring any number of them
 
 
 class Point(NamedTuple):
@@ -54,10 +52,8 @@ class MessageLog:
         self._messages: list[_Message] = []
         self._names: set[str] = set()
         self._stride = 1
-        self.number = 0
-        """Number of the last message or point."""
-        self.over = False
-        """True after the last message."""
+        self.number = 0  # number of the last message or point
+        self.over = False  # True after the last message
 
     def post(self, kind: str, data: Mapping[str, Any], *, replace: bool = False, last: bool = False) -> None:
         """Add a message. After the last one, readers leave and later messages are ignored."""

@@ -18,8 +18,7 @@ from eventloop.observe.story import RunStory
 
 Command = Literal["pause", "resume", "stop", "checkpoint", "lr"]
 
-_MOST_ENDED: Final = 20
-"""Most pages of ended runs; the oldest are dropped."""
+_MOST_ENDED: Final = 20  # most pages of ended runs; the oldest are dropped
 
 
 class CommandRefusedError(TrainbusError):
@@ -38,21 +37,14 @@ class RunPage:
         self.story = RunStory()
         self.story.add(begin)
         self.name, self.began = begin.name or "run", begin.time
-        self.end = End(time=0.0, state=RunStatus.FINISHED)
-        """How the run ends; posted when its last checkpoint is written."""
-        self.ends_later = False
-        """True if the page ends after the last checkpoint is written instead of with ``after_run``."""
+        self.end = End(time=0.0, state=RunStatus.FINISHED)  # how the run ends; posted when its last checkpoint is written
+        self.ends_later = False  # True if the page ends after the last checkpoint is written instead of with `after_run`
         self.last_costs: Any = None
         self.iter = self.epoch = 0
         self.messages = MessageLog()
-        self.refusals = _refusals(run)
-        """Reasons why commands are not possible, by command; empty if all are possible."""
+        self.refusals = _refusals(run)  # reasons why commands are not possible, by command; empty if all are possible
         facts = {"name": self.name, "work_dir": begin.work_dir or "", "began": self.began, "state": self.story.state}
         self.messages.post("hello", facts | {"refusals": self.refusals, "lr": learning_rate(run)})
-
-    def is_of(self, run: object) -> bool:
-        """Return True for the page of this run."""
-        return self.story.run() is run
 
     @property
     def over(self) -> bool:
@@ -147,10 +139,8 @@ class Board:
         self._lock = threading.Lock()
         self._pages: dict[int, RunPage] = {}
         self._number = 0
-        self.closed = False
-        """True when the server ends; readers then disconnect."""
-        self.collect: Callable[[Any], object] | None = None
-        """Called with the bus of each run that begins, for ``/metrics``."""
+        self.closed = False  # True when the server ends; readers then disconnect
+        self.collect: Callable[[Any], object] | None = None  # called with the bus of each run that begins, for `/metrics`
 
     def __iter__(self) -> Iterator[RunPage]:
         with self._lock:

@@ -15,8 +15,7 @@ from eventloop.observe.dashboard.page import Board
 DEFAULT_PORT: Final = 8000
 _LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 _SHORTEST_TOKEN: Final = 16
-_GRACE: Final = 1
-"""Seconds that pages have to receive the last messages when the program ends."""
+_GRACE: Final = 1  # seconds that pages have to receive the last messages when the program ends
 
 _servers: dict[tuple[str, int | None], Server] = {}
 """The servers of this process, by host and requested port: hooks with the same values share one server."""

@@ -45,7 +45,7 @@ class Watcher(Hook):
         """Create the page of a run that begins, or that began before this hook was added."""
         run = None if event.run is msgspec.UNSET else event.run
         begins, newest = isinstance(event, ev.BeforeRun), self._newest
-        if begins or newest is None or newest.over or not newest.is_of(run):
+        if begins or newest is None or newest.over or newest.story.run() is not run:
             self._newest = page = self.board.begin(run)
             self.pending_pages.append(page)
             if begins and run is not None:

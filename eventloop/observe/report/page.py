@@ -35,12 +35,7 @@ _NO_OTHER: Final = "base-uri 'none'; form-action 'none'"
 
 
 def build_report(runs: Sequence[ReportedRun], best: Best) -> bytes:
-    """Return one page of HTML about runs, of at most 1 MB. It needs no network and no other file.
-
-    Args:
-        runs: one run, or several to compare.
-        best: finds the best validation by the metrics of all.
-    """
+    """Return one page of HTML about one run, or several to compare, of at most 1 MB. It needs no network and no other file."""
     names = run_names(runs)
     known = {
         "runs": runs,

@@ -65,11 +65,7 @@ def write_trace(
 
 
 def read_trace(path: Path, most: int = 1 << 30) -> dict[str, Any]:
-    """Read a trace in Chrome's format, plain or compressed by gzip.
-
-    Args:
-        path: the file.
-        most: the largest number of bytes, decompressed.
+    """Read a trace in Chrome's format, plain or compressed by gzip, of at most so many bytes when decompressed.
 
     Raises:
         TraceError: the file cannot be read, is not a trace, is damaged, or is larger than ``most``.

@@ -13,13 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eventloop.measure.spans import BEGIN, END, NAME, THREAD, Spans
-from eventloop.observe.account import BETWEEN, WITHIN
+from eventloop.observe.account import BETWEEN, WITHIN, pairs
 from eventloop.observe.bus_recorder import Call, ForeignCall, LaneSpan
 
 ITERATION: Final = ("before_train_iter", "after_train_iter")
 WAITING: Final = "waiting for data"
-GAP: Final = 10
-"""Nanoseconds between the ends of slices."""
+GAP: Final = 10  # nanoseconds between the ends of slices
 REQUESTING: Final = "requesting checkpoints"
 COPYING: Final = "copying for checkpoints"
 WRITING: Final = "writing checkpoints"
@@ -66,14 +65,10 @@ class Window(NamedTuple):
 
     spans: Spans
     names: Sequence[Any]
-    pauses: Sequence[tuple[int, int, int, int]]
-    """Garbage collections: thread, begin, end, generation."""
-    threads: Mapping[int, str]
-    """Names of threads."""
-    training: int
-    """The thread that trains."""
-    first: int
-    """The number of the first iteration."""
+    pauses: Sequence[tuple[int, int, int, int]]  # garbage collections: thread, begin, end, generation
+    threads: Mapping[int, str]  # names of threads
+    training: int  # the thread that trains
+    first: int  # the number of the first iteration
     begin: int
     iterations: int
 
@@ -115,8 +110,7 @@ class Tracks:
         self._ids = {name: number for number, name in enumerate(window.names)}
         spans = window.spans[window.spans[:, END] >= window.begin]
         self._spans = spans[np.argsort(spans[:, BEGIN], kind="stable")]
-        self.end = self._end()
-        """The end of the last iteration of the window."""
+        self.end = self._end()  # the end of the last iteration of the window
         self._index("training", "training")
         self._writes = self._writes_of_window()
         self._add_lanes()
@@ -311,8 +305,5 @@ def _titled(name: str | Call | ForeignCall) -> tuple[str, str]:
 
 
 def _between(begins: NDArray[np.int64], ends: NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Pair each begin with the first end behind it, unless another begin comes first."""
-    found = np.searchsorted(ends, begins)
-    begins, found = begins[found < len(ends)], found[found < len(ends)]
-    single = np.append(found[1:] > found[:-1], True)[: len(found)]  # the last one before its end
-    return list(zip(begins[single].tolist(), ends[found[single]].tolist(), strict=True))
+    begins, ends, _ = pairs(begins, ends)
+    return list(zip(begins.tolist(), ends.tolist(), strict=True))

@@ -31,8 +31,7 @@ class GuestCalls(GuestRunner):
 
     def __init__(self) -> None:
         super().__init__()
-        self._epoch_open: list[Adapter] = []
-        """The adapters whose guests have not had ``after_train_epoch`` of the present epoch."""
+        self._epoch_open: list[Adapter] = []  # the adapters whose guests have not had `after_train_epoch` of the present epoch
         self._named = False
 
     def enter(self, run: Any) -> None:

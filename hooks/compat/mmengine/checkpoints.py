@@ -25,9 +25,6 @@ def from_mmengine(tree: Mapping[str, Any]) -> dict[str, Any]:
       epochs and iterations, and the averaged weights of an ``EMAHook``. Each iteration counts as an update.
     - The file has no random states and no position in the data, so the run resumes at the beginning of an epoch.
     - Entries that only MMEngine uses (schedulers, message hub, meta data, loss scaler) are kept under ``"mmengine"``.
-
-    Args:
-        tree: a tree from ``load_pth`` for which ``is_mmengine`` is True.
     """
     weights, meta = tree["state_dict"], tree["meta"]
     state = imported_state(weights, epoch=_count(meta, "epoch") or 0, iter=_count(meta, "iter") or 0)

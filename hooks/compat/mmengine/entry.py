@@ -14,8 +14,7 @@ from mmengine.logging import HistoryBuffer
 
 from hooks.ema import RAW_WEIGHTS, EMAHook
 
-ENTRY: Final = "mmengine"
-"""Key of the entry in a checkpoint."""
+ENTRY: Final = "mmengine"  # key of the entry in a checkpoint
 
 _BASE: Final = "base_param_settings"
 _ABSENT: Any = object()

@@ -50,10 +50,8 @@ class MMEngineHook(GuestHook):
     def __init__(self, guest: Any) -> None:
         super().__init__(guest)
         self.priority = get_priority(guest.priority)
-        self.overridden = frozenset(guest.get_triggered_stages())
-        """The names of the methods that the guest overrides."""
-        self.ran = False
-        """True if the guest's ``before_run`` was called in the current run."""
+        self.overridden = frozenset(guest.get_triggered_stages())  # the names of the methods that the guest overrides
+        self.ran = False  # True if the guest's `before_run` was called in the current run
         self._runner = GuestCalls()
         classes = [f"{base.__module__}.{base.__qualname__}" for base in type(guest).__mro__]
         self._saved = next((_STATE[name] for name in classes if name in _STATE), ())

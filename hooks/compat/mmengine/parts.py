@@ -20,8 +20,7 @@ from mmengine.visualization import Visualizer
 
 from eventloop.checkpoint import commit_bytes
 
-_KEYS: Final = ("filename", "text", "env_variables")
-"""Keys that MMEngine's Config reserves."""
+_KEYS: Final = ("filename", "text", "env_variables")  # keys that MMEngine's Config reserves
 
 
 class SteppedByRun(OptimWrapper):  # type: ignore[misc]  # it has no types

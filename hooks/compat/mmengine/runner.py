@@ -43,10 +43,8 @@ class GuestRunner:
 
     def __init__(self) -> None:
         self.run: Any = None
-        self.trains = False
-        """True if the guests' ``before_train`` was called in the current run."""
-        self.stops = False
-        """True if a guest has stopped the training."""
+        self.trains = False  # True if the guests' `before_train` was called in the current run
+        self.stops = False  # True if a guest has stopped the training
         self.param_schedulers: Any = None
         self._adapters: list[Any] = []
         self._calling: list[Any] = []
