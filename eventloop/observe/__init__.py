@@ -3,7 +3,6 @@
 from eventloop.observe.bus_recorder import BusRecorder, Call, LaneSpan
 from eventloop.observe.costs import Costs, Growth, Histogram, LaneCosts, Part
 from eventloop.observe.environment import Environment, environment
-from eventloop.observe.last_lines import last_lines
 from eventloop.observe.ranks import RankCosts, RankTimes, Straggler
 from eventloop.observe.record import Begin, Compared, End, Entry, Measured, Resume, entry_of, fields_of
 from eventloop.observe.run_folder import (
@@ -20,7 +19,7 @@ from eventloop.observe.run_folder import (
     read_manifest,
     write_manifest,
 )
-from eventloop.observe.sparkline import Sparkline, main_curve
+from eventloop.observe.sparkline import Sparkline, last_lines, main_curve
 from eventloop.observe.states import RunStatus
 from eventloop.observe.story import RunManifest, RunSession, RunStory
 from eventloop.observe.trace import Tracer

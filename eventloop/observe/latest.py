@@ -13,7 +13,7 @@ import torch
 
 from eventloop import events as ev
 from eventloop.bus import Hook, Priority, mount
-from eventloop.observe.record import begin_of, entry_of, scalars
+from eventloop.observe.record import CHECKPOINTS, begin_of, entry_of, scalars
 from eventloop.observe.states import ENDED
 from eventloop.observe.story import RunStory
 
@@ -113,15 +113,7 @@ class LatestHook(Hook):
         if self.story.run() is run:
             self._samples.append(sample)
 
-    @mount(
-        ev.AfterValEpoch,
-        ev.AfterTestEpoch,
-        ev.CheckpointCommitted,
-        ev.CheckpointFailed,
-        ev.CheckpointSkipped,
-        ev.RunPaused,
-        ev.RunResumed,
-    )
+    @mount(ev.AfterValEpoch, ev.AfterTestEpoch, *CHECKPOINTS, ev.RunPaused, ev.RunResumed)
     def note(self, event: Any) -> None:
         """Add an event to the story."""
         self.story.add(entry_of(event))

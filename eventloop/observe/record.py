@@ -135,6 +135,7 @@ Entry = AnyLine | Compared | Begin | Stage | Pause
 L = TypeVar("L", bound=Line)
 
 _KINDS: Final = {kind.__struct_config__.tag for kind in get_args(AnyLine)}
+CHECKPOINTS: Final = (ev.CheckpointCommitted, ev.CheckpointFailed, ev.CheckpointSkipped)
 _STAGES: Final = {ev.BeforeTrain: "train", ev.BeforeVal: "val", ev.BeforeTest: "test"}
 
 

@@ -1,17 +1,21 @@
-"""``Sparkline``: draw a curve in one line of a terminal."""
+"""The last lines that a command prints about a run, with a ``Sparkline``: a curve in one line of a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import isfinite
+from pathlib import Path
 from typing import Final
 
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.text import Text
 
+from eventloop.bus import Bus
 from eventloop.observe.curves import Curve
-from eventloop.terminal import printable
+from eventloop.observe.run_folder import RunFolder, RunFolderError, is_run
+from eventloop.observe.verdict import expensive
+from eventloop.terminal import cell, printable
 
 WIDTH: Final = 80  # columns at most
 _LEVELS, _PLAIN_LEVELS = "▁▂▃▄▅▆▇█", "_.-:=+*#"
@@ -71,3 +75,22 @@ def _rank(name: str) -> int:
 def _mean(values: Sequence[float]) -> float | None:
     finite = [one for one in values if isfinite(one)]
     return sum(one / len(finite) for one in finite) if finite else None
+
+
+def last_lines(folder: Path, bus: Bus) -> Group:
+    """Return the lines to print: the curve of the run, and its three most expensive parts as far as they matter.
+
+    Args:
+        folder: the work dir; without scalars in it, the curve is left out.
+        bus: the bus of the run; without ``bus.timing``, costs are left out.
+    """
+    lines: list[RenderableType] = []
+    try:
+        curve = main_curve(RunFolder(folder).curves()) if is_run(folder) else None
+    except RunFolderError as error:
+        lines.append(cell(f"no curve: {error}"))
+    else:
+        lines += [] if curve is None else [curve]
+    if bus.timing:
+        lines += map(cell, expensive(bus.costs()))
+    return Group(*lines)

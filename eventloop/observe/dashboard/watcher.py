@@ -16,7 +16,7 @@ from eventloop.bus.hook import Hook, mount
 from eventloop.bus.priority import Priority
 from eventloop.observe.costs import Costs
 from eventloop.observe.dashboard.page import Board, RunPage
-from eventloop.observe.record import entry_of
+from eventloop.observe.record import CHECKPOINTS, entry_of
 
 _MOST_PARTS = 40
 _MOST_LANES = 40
@@ -66,9 +66,7 @@ class Watcher(Hook):
         ev.AfterTrainEpoch,
         ev.AfterValEpoch,
         ev.AfterTestEpoch,
-        ev.CheckpointCommitted,
-        ev.CheckpointFailed,
-        ev.CheckpointSkipped,
+        *CHECKPOINTS,
         ev.CostsMeasured,
         ev.RunPaused,
         ev.RunResumed,
