@@ -34,7 +34,7 @@ class Evaluated(RunEvent, kw_only=True):
     work_dir: str | None = None
 
 
-class Result(msgspec.Struct, frozen=True):
+class EvaluationResult(msgspec.Struct, frozen=True):
     """The metrics of an evaluation, and the number of epochs and iterations before it."""
 
     epoch: int
@@ -87,7 +87,7 @@ class EvaluateHook(Hook):
         self.by_epoch = by_epoch
         self.monitor = monitor
         self.rule = rule or (None if monitor is None else find_rule(monitor))
-        self.best: Result | None = None
+        self.best: EvaluationResult | None = None
         """The best result so far."""
         self._function = function
         self._json_file = json_file
@@ -100,7 +100,7 @@ class EvaluateHook(Hook):
         """Restore the best result, unless it is the best by another metric."""
         if self.monitor is None or self.monitor == state["monitor"]:
             self._follow(state["monitor"])
-            self.best = None if state["best"] is None else msgspec.convert(state["best"], Result)
+            self.best = None if state["best"] is None else msgspec.convert(state["best"], EvaluationResult)
 
     def before_train(self, event: BeforeTrain) -> None:
         self._evaluated_at = None
@@ -148,9 +148,9 @@ class EvaluateHook(Hook):
             for module, mode in modes:
                 module.training = mode
         if metrics := dict(_flat(self.label, returned or {})):
-            self._keep(run, Result(epoch, iteration, metrics))
+            self._keep(run, EvaluationResult(epoch, iteration, metrics))
 
-    def _keep(self, run: RunView, result: Result) -> None:
+    def _keep(self, run: RunView, result: EvaluationResult) -> None:
         metrics = result.metrics
         run.info.update({f"eval/{name}": value for name, value in metrics.items()})
         if self.monitor is None:

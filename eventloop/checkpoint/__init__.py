@@ -25,7 +25,7 @@ from eventloop.checkpoint.pth import ForeignFormat, convert_foreign, load_pth, r
 from eventloop.checkpoint.remote import RemotePath
 from eventloop.checkpoint.saver import AsyncSaver, Busy
 from eventloop.checkpoint.shards import has_shards, is_sharded, sweep_shards, verify_shards
-from eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, Writer, save, stage, write
+from eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, WriteFile, save, stage, write
 from eventloop.checkpoint.store import (
     AnyPath,
     as_path,
@@ -60,7 +60,7 @@ __all__ = [
     "StageBuffer",
     "StagedTree",
     "Staging",
-    "Writer",
+    "WriteFile",
     "as_path",
     "check_regular",
     "checkpoints_in",

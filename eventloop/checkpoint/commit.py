@@ -21,13 +21,13 @@ from typing import Final, TypeVar
 from eventloop.errors import CheckpointError
 
 TEMPORARY_PREFIX: Final = ".trainbus-"
-Result = TypeVar("Result")
+Made = TypeVar("Made")
 
 CHUNK: Final = 16 << 20
 """Bytes per piece: so many that a background writer seldom asks for the GIL, so few that verifying needs little memory."""
 
 
-def commit_file(path: str | os.PathLike[str], size: int, fill: Callable[[int], Result]) -> Result:
+def commit_file(path: str | os.PathLike[str], size: int, fill: Callable[[int], Made]) -> Made:
     """Create or replace the file at ``path``, in a directory that exists; return the result of ``fill``.
 
     ``fill`` is called with a file descriptor and writes the content, ``size`` bytes (for the error message).

@@ -11,7 +11,7 @@ import torch
 
 from eventloop.checkpoint.background import BackgroundWriter
 from eventloop.checkpoint.overlap import Overlap
-from eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, Writer, stage, write
+from eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, WriteFile, stage, write
 from eventloop.checkpoint.store import AnyPath, AsPath, as_path
 from eventloop.checks import check_value
 from eventloop.errors import CheckpointError
@@ -24,7 +24,7 @@ class _Job(NamedTuple):
     staged: StagedTree
     path: AnyPath
     number: int
-    write: Writer
+    write: WriteFile
     raises: bool
     future: Future[CommitInfo]
 
@@ -62,7 +62,7 @@ class AsyncSaver:
         self._overlap = Overlap(optimizers) if (optimizers := list(overlap)) else None
         self._writer = BackgroundWriter[_Job](self._write, at_exit=self.close)
 
-    def save(self, tree: object, path: AsPath, *, write: Writer = write, raises: bool = True) -> Future[CommitInfo]:
+    def save(self, tree: object, path: AsPath, *, write: WriteFile = write, raises: bool = True) -> Future[CommitInfo]:
         """Copy ``tree``, and queue the copy to be written to ``path``, a file or a URL, whose directory must exist.
 
         Args:

@@ -257,7 +257,7 @@ def write(staged: StagedTree, path: AsPath) -> CommitInfo:
     return CommitInfo(path, staged.bytes, readable(digest), time.perf_counter() - start)
 
 
-Writer = Callable[[StagedTree, AnyPath], CommitInfo]
+WriteFile = Callable[[StagedTree, AnyPath], CommitInfo]
 """Writes a staged tree to a path, durably and atomically, or raises."""
 
 

@@ -38,7 +38,7 @@ class Report(msgspec.Struct, frozen=True):
     spent: Spent
 
 
-class Result(msgspec.Struct, frozen=True):
+class ComparedRanks(msgspec.Struct, frozen=True):
     """The comparison by rank 0: of the last iterations, and of the whole run."""
 
     number: int
@@ -97,7 +97,7 @@ class RankExchange:
         except (RuntimeError, OSError, ValueError):  # the process with the store has ended, or the group is destroyed
             log.debug("the comparison of the ranks' times has ended", exc_info=True)
 
-    def _compare(self, mailbox: Mailbox) -> Result | None:
+    def _compare(self, mailbox: Mailbox) -> ComparedRanks | None:
         """Compare all reports and put the result."""
         comparison = self._comparison
         there = [rank for rank in range(comparison.world_size) if rank in comparison.latest or mailbox.has(str(rank))]
@@ -109,15 +109,15 @@ class RankExchange:
             mailbox.put("result", result)
         return result
 
-    def _read(self, mailbox: Mailbox) -> Result | None:
+    def _read(self, mailbox: Mailbox) -> ComparedRanks | None:
         """Return the result of rank 0; None if there is no new one."""
-        result = mailbox.get(Result, "result")[0] if mailbox.has("result") else None
+        result = mailbox.get(ComparedRanks, "result")[0] if mailbox.has("result") else None
         if result is None or result.number == self._comparison.number:
             return None
         self._comparison.number = result.number
         return result
 
-    def _take(self, result: Result | None) -> None:
+    def _take(self, result: ComparedRanks | None) -> None:
         if result is not None and not self._stopped.is_set():
             self.whole = result.whole
             try:
@@ -153,7 +153,7 @@ class Comparison:
                     "ended, was stopped, or is busy in a single call; see its own log"
                 )
 
-    def result(self) -> Result | None:
+    def result(self) -> ComparedRanks | None:
         """Compare the reporting ranks; None if one of them had no iteration since the last comparison."""
         latest = {rank: one.report.spent for rank, one in self.latest.items() if one.periods < _SILENT}
         # An iteration may begin with compiling, and a run with files: the first report only marks the beginning.
@@ -170,7 +170,7 @@ class Comparison:
         found = msgspec.structs.replace(found, straggler=self._confirmed(found))
         slow = whole.straggler  # one figure of the whole run has no spread that it could be held against
         named = slow is not None and (slow.rank, slow.name) in self._named
-        return Result(self.number, found, whole if named else msgspec.structs.replace(whole, straggler=None))
+        return ComparedRanks(self.number, found, whole if named else msgspec.structs.replace(whole, straggler=None))
 
     def _confirmed(self, found: RankCosts) -> Straggler | None:
         """Return the straggler if the last comparisons carry it; warn about it once.

@@ -32,7 +32,7 @@ Bytes = npt.NDArray[np.uint8]
 _ALIGNMENT = 64  # of every part, so that copies run at full speed
 
 
-def pack(items: list[Any], segment: Segment) -> bytes:
+def pack(items: list[Any], segment: SharedSegment) -> bytes:
     """Write ``items`` to ``segment``, and return the ticket with which the other side can :func:`unpack` them.
 
     Raises:
@@ -45,7 +45,7 @@ def pack(items: list[Any], segment: Segment) -> bytes:
     return msgspec.msgpack.encode((segment.size, parts))
 
 
-def unpack(ticket: bytes, segment: Segment) -> list[Any]:
+def unpack(ticket: bytes, segment: SharedSegment) -> list[Any]:
     """Return the items of :func:`pack`; copies, which the handler may keep."""
     pickled, *parts = segment.read(*msgspec.msgpack.decode(ticket))
     items: list[Any] = pickle.loads(pickled.data, buffers=parts)  # noqa: S301 - our own bytes
@@ -81,7 +81,7 @@ def _event(module: str, file: str | None, encoded: bytes) -> Event:
     return from_msgpack(encoded)
 
 
-class Segment:
+class SharedSegment:
     """Memory shared by two processes: one makes and writes it, the other gets its descriptor and reads it."""
 
     def __init__(self, descriptor: int | None = None) -> None:
@@ -139,8 +139,8 @@ def _starts(lengths: Iterable[int]) -> list[int]:
     return starts
 
 
-def _attach(descriptor: Any) -> Segment:
-    return Segment(descriptor.detach())
+def _attach(descriptor: Any) -> SharedSegment:
+    return SharedSegment(descriptor.detach())
 
 
 def _memory() -> int:

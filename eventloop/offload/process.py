@@ -28,7 +28,7 @@ from eventloop.log import get_logger
 from eventloop.offload.callers import Caller, timed_out
 from eventloop.offload.consumers import Delivery
 from eventloop.offload.importable import Importable
-from eventloop.offload.parcel import Segment, pack, unpack
+from eventloop.offload.parcel import SharedSegment, pack, unpack
 
 _START = 300.0  # seconds for a worker to import its handler, on a busy machine
 _END = 3.0  # seconds for an idle worker to end in order (its atexit functions, its open files), before it is killed
@@ -131,7 +131,7 @@ class _Process:
     """A process that runs :func:`serve`, the pipe and the memory to talk to it."""
 
     def __init__(self, target: Importable, name: str, *, batched: bool) -> None:
-        self.segment = Segment()
+        self.segment = SharedSegment()
         self.code = 0
         self.pipe, other = _spawn.Pipe()
         # A daemon, so that multiprocessing's own exit handler cannot wait for it.
@@ -214,7 +214,7 @@ class Reply(msgspec.Struct, array_like=True):
     ended: int = 0
 
 
-def serve(pipe: Connection, segment: Segment, target: Importable, batched: bool) -> None:
+def serve(pipe: Connection, segment: SharedSegment, target: Importable, batched: bool) -> None:
     """Import the handler, and call it for each parcel until the other side sends an empty message or ends."""
     for number in SIGNALS:
         # A handler that does nothing, and not SIG_IGN, which programs started by the user's handler would inherit.
@@ -227,7 +227,7 @@ def serve(pipe: Connection, segment: Segment, target: Importable, batched: bool)
         _send(pipe, _outcome(partial(_call, target, ticket, segment, batched=batched)))
 
 
-def _call(target: Importable, ticket: bytes, segment: Segment, *, batched: bool) -> None:
+def _call(target: Importable, ticket: bytes, segment: SharedSegment, *, batched: bool) -> None:
     items = unpack(ticket, segment)
     check_returned(target.load()(items if batched else items[0]))
 

@@ -9,7 +9,7 @@ import torch
 from eventloop import Event, Progress
 from eventloop.events import AfterTrainIter, AfterValEpoch
 from eventloop.offload import detacher
-from eventloop.offload.parcel import Segment, pack, unpack
+from eventloop.offload.parcel import SharedSegment, pack, unpack
 from eventloop.offload.snapshot import Snapshot
 
 detach = detacher()
@@ -30,8 +30,8 @@ TENSORS = [
 @pytest.fixture
 def ends():
     """Both ends of a segment, as the two processes have them."""
-    writer = Segment()
-    reader = Segment(os.dup(writer.descriptor))
+    writer = SharedSegment()
+    reader = SharedSegment(os.dup(writer.descriptor))
     yield writer, reader
     writer.close()
     reader.close()
@@ -98,7 +98,7 @@ def test_an_event_that_msgpack_cannot_hold_is_an_error_here(ends, registry):
 
 def test_closing_leaves_no_descriptor():
     before = len(list(Path("/proc/self/fd").iterdir()))
-    segment = Segment()
+    segment = SharedSegment()
     pack([torch.ones(10)], segment)
     segment.close()
     assert len(list(Path("/proc/self/fd").iterdir())) == before

@@ -10,7 +10,7 @@ from eventloop.observe.costs import Costs, Part
 _COLOURED: Final = 7  # parts with a colour; the eighth colour is for all others
 
 
-class Row(NamedTuple):
+class CostRow(NamedTuple):
     """A part of the costs in each run; None in a run without it. ``colour`` is 1 to 8."""
 
     name: str
@@ -20,7 +20,7 @@ class Row(NamedTuple):
     colour: int
 
 
-class Segment(NamedTuple):
+class BarPiece(NamedTuple):
     """A piece of a bar; ``begin`` and ``width`` are in percent."""
 
     name: str
@@ -32,8 +32,8 @@ class Segment(NamedTuple):
 class Bars(NamedTuple):
     """The bars of runs and the rows of their table. A run without costs has an empty bar."""
 
-    rows: list[Row]
-    segments: list[list[Segment]]
+    rows: list[CostRow]
+    segments: list[list[BarPiece]]
     walls: list[float]
 
 
@@ -45,14 +45,14 @@ def cost_bars(all_costs: Sequence[Costs | None]) -> Bars:
             keys.setdefault((part.group, part.name, part.mount_point), [None] * len(all_costs))[index] = part
     ordered = sorted(keys.items(), key=lambda one: -max(part.share for part in one[1] if part is not None))
     rows = [
-        Row(name.removesuffix(f".{mount_point}"), group, mount_point, parts, min(index, _COLOURED) + 1)
+        CostRow(name.removesuffix(f".{mount_point}"), group, mount_point, parts, min(index, _COLOURED) + 1)
         for index, ((group, name, mount_point), parts) in enumerate(ordered)
     ]
     segments = [_segments(rows, index) if costs is not None else [] for index, costs in enumerate(all_costs)]
     return Bars(rows, segments, [0.0 if costs is None else costs.wall for costs in all_costs])
 
 
-def _segments(rows: Sequence[Row], index: int) -> list[Segment]:
+def _segments(rows: Sequence[CostRow], index: int) -> list[BarPiece]:
     """Return the pieces of one bar. Shares are scaled to fill it, even if the remainder is below zero."""
     shares = [max(0.0, part.share) if (part := row.parts[index]) is not None else 0.0 for row in rows]
     named = [*((row.name, row.colour, share) for row, share in zip(rows, shares, strict=True))][:_COLOURED]
@@ -61,6 +61,6 @@ def _segments(rows: Sequence[Row], index: int) -> list[Segment]:
         named.append((f"{others} other parts", _COLOURED + 1, sum(shares[_COLOURED:])))
     whole, begin, found = sum(shares) or 1.0, 0.0, []
     for name, colour, share in named:
-        found.append(Segment(name, colour, begin, 100 * share / whole))
+        found.append(BarPiece(name, colour, begin, 100 * share / whole))
         begin += 100 * share / whole
     return found

@@ -78,7 +78,7 @@ def merged(requests: list[SaveRequest]) -> SaveRequest:
     )
 
 
-class Writer(Protocol):
+class RunningWriter(Protocol):
     """Writes files on a thread of its own."""
 
     def wait(self, seconds: float = math.inf) -> object:
@@ -99,7 +99,7 @@ class Saver(Protocol):
     """The counts in the last save, if a run that resumes from it does not begin with a validation."""
 
     @property
-    def writer(self) -> Writer | None:
+    def writer(self) -> RunningWriter | None:
         """Our own writer; None if the trainer writes."""
 
     def open(self) -> None:
