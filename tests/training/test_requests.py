@@ -62,52 +62,44 @@ class Stalled:
         self.act(run)
 
 
-@pytest.mark.parametrize("at", ["before_train_iter", "after_train_iter", "before_val_iter", "after_train_epoch", "after_val"])
-def test_a_paused_run_waits_until_resumed_with_equal_results(parts, at):
+@pytest.mark.parametrize(
+    ("at", "end"),
+    [
+        *(("before_train_iter", ("after_train_iter", 1)), ("after_train_iter", ("after_train_iter", 2))),  # of the iteration
+        *(("before_val_iter", ("after_val_iter", 3)), ("after_train_epoch", None), ("after_val", None)),
+    ],
+)
+def test_a_paused_run_waits_until_resumed_with_equal_results(parts, at, end):
     stalled = Stalled(parts, lambda run: run.resume(), at=at)
     stalled.loop.run()
     assert stalled.still == [True]
     whole = parts.loop(max_epochs=2)
     trace = parts.Trace(whole.bus)
     whole.run()
-    assert [name for name in stalled.trace.names if name not in ("run_paused", "run_resumed")] == trace.names
+    names = stalled.trace.names
+    assert [name for name in names if name not in ("run_paused", "run_resumed")] == trace.names
+    paused = names.index("run_paused")
+    assert names[paused + 1] == "run_resumed"
+    assert names[paused - 1] == (at if end is None else end[0])
+    (begun,), (ended,) = stalled.trace.of("run_paused"), stalled.trace.of("run_resumed")
+    assert begun.progress.iter == ended.progress.iter
     parts.assert_same(stalled.loop.model.state_dict(), whole.model.state_dict())
 
 
-def test_it_pauses_at_the_end_of_the_iteration_under_way(parts):
-    seen: list[str] = []
-    stalled = Stalled(parts, lambda run: (seen.extend(stalled.trace.names), run.resume()), at="before_train_iter")
-    stalled.loop.run()
-    assert seen[-3:] == ["before_train_iter", "after_train_iter", "run_paused"]
-
-
-def test_the_loop_passes_pause_and_resume_on_to_the_run_under_way(parts):
-    stalled = Stalled(parts, lambda run: stalled.loop.resume())
-    stalled.loop.run()
-    assert stalled.still == [True]
-    assert stalled.trace.names[-1] == "after_run"
-
-
 def test_a_stop_before_the_run_ends_it_as_it_begins(parts, bus, trace, logs):
+    """A validation, it leaves alone."""
     loop = parts.loop(bus)
     loop.stop("enough")
-    bus.on("after_run", lambda event: reasons.append(event.run.info["stop_reason"]))
+    assert loop.val()
+    trace.events.clear()
     reasons: list[str] = []
+    bus.on("after_run", lambda event: reasons.append(event.run.info["stop_reason"]), once=1)
     assert loop.run() == {}
     assert trace.names == ["before_run", "after_run"]
     assert reasons == ["enough"]
     assert [entry["event"] for entry in logs] == ["loop.stop() was called before this run began, so it ends at once"]
-    bus.off(bus.subscriptions[-1])
     loop.run()
     assert loop.counters.iter == 6
-
-
-def test_a_stop_before_the_run_leaves_a_validation_alone(parts):
-    loop = parts.loop()
-    loop.stop()
-    assert loop.val()
-    loop.run()
-    assert loop.counters.iter == 0
 
 
 @pytest.mark.anyio
@@ -158,15 +150,6 @@ def test_requests_to_a_run_before_it_begins_hold(parts, bus, trace, tmp_path, ho
     assert len(trace.of("run_paused")) == (how == "pause")
     assert optimizer.param_groups[0]["lr"] == (0.5 if how == "set_lr" else 0.1)
     assert [file.name for file in tmp_path.glob("iter_*")] == ["iter_1.safetensors"] * (how == "checkpoint_now")
-
-
-def test_the_bus_hears_when_a_pause_begins_and_ends(parts):
-    stalled = Stalled(parts, lambda run: run.resume())
-    heard: list[tuple[str, int]] = []
-    for name in ("run_paused", "run_resumed"):
-        stalled.bus.on(name, lambda event: heard.append((event.mount_point, event.progress.iter)))
-    stalled.loop.run()
-    assert heard == [("run_paused", 2), ("run_resumed", 2)]
 
 
 @pytest.mark.parametrize("at", ["after_train_iter", "after_val_iter", "after_train_epoch"])
@@ -358,18 +341,13 @@ def rates(parts: Any, bus: Bus, optimizer: torch.optim.Optimizer, model: Any, se
 
 
 @pytest.mark.parametrize("as_tensor", [False, True])
-def test_a_learning_rate_holds_from_the_next_iteration_on(parts, bus, as_tensor):
+def test_a_learning_rate_holds_from_the_next_iteration_on_and_the_bus_hears_of_it(parts, bus, as_tensor):
+    heard: list[tuple[int, float, list[str]]] = []
+    bus.on("learning_rate_set", lambda event: heard.append((event.progress.iter, event.lr, event.optimizers)))
     model = parts.model()
     optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1) if as_tensor else 0.1)
     assert rates(parts, bus, optimizer, model, set_at=3) == pytest.approx([0.1] * 3 + [0.02] * 3)
     assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor) == as_tensor
-
-
-def test_the_bus_hears_when_a_learning_rate_takes_effect(parts, bus):
-    heard: list[tuple[int, float, list[str]]] = []
-    bus.on("learning_rate_set", lambda event: heard.append((event.progress.iter, event.lr, event.optimizers)))
-    model = parts.model()
-    rates(parts, bus, torch.optim.SGD(model.parameters(), lr=0.1), model, set_at=3)
     assert heard == [(3, 0.02, ["optimizer"])]
 
 
@@ -402,17 +380,14 @@ def test_it_is_for_all_groups_of_all_optimizers_or_of_one_by_name_or_index(parts
         assert now(run) == [[0.7, 0.7], [0.7]]
 
 
-@pytest.mark.parametrize("rate", [0, -0.1, math.nan, math.inf, True, "0.1", None])
-def test_a_rate_that_cannot_be_is_an_error_of_the_call(parts, rate):
+def test_a_rate_that_cannot_be_is_an_error_of_the_call(parts):
     model = parts.model()
     with Run(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)) as run:
-        with pytest.raises(ConfigurationError, match="lr="):
-            run.set_lr(rate)
-
-
-def test_set_lr_without_an_optimizer_is_an_error(parts):
+        for rate in (0, -0.1, math.nan, math.inf, True, "0.1", None):
+            with pytest.raises(ConfigurationError, match="lr="):
+                run.set_lr(rate)
     with pytest.raises(ConfigurationError, match="optimizer"):
-        Run(model=parts.model()).set_lr(0.1)
+        Run(model=model).set_lr(0.1)
 
 
 @pytest.mark.parametrize(
@@ -469,13 +444,6 @@ def test_the_unwrapped_model_is_the_one_inside_its_wrappers(parts):
     parallel = torch.nn.DataParallel(model)
     for wrapped in (parallel, torch.compile(model, backend="eager"), torch.compile(parallel, backend="eager")):
         assert Run(model=wrapped).unwrapped_model is model
-
-
-def test_a_model_with_a_submodule_named_module_is_not_a_wrapper():
-    class Net(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.module = torch.nn.Linear(1, 1)
-
-    model = Net()
-    assert Run(model=model).unwrapped_model is model
+    no_wrapper = torch.nn.Module()
+    no_wrapper.module = torch.nn.Linear(1, 1)
+    assert Run(model=no_wrapper).unwrapped_model is no_wrapper
