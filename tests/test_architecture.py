@@ -6,6 +6,7 @@ import importlib.util
 import re
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,12 @@ class Import:
         return f"from {self.module} import {self.name}" if self.name else f"import {self.module}"
 
 
+@cache
+def parsed(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text())
+
+
+@cache
 def imports(name: str) -> list[Import]:
     """All imports of a module, with whether they stand in a function and whether they are for type checkers only."""
     found: list[Import] = []
@@ -71,7 +78,7 @@ def imports(name: str) -> list[Import]:
         for child in ast.iter_child_nodes(node):
             visit(child, lazy=inside, typing=typing)
 
-    visit(ast.parse(MODULES[name].read_text()), lazy=False, typing=False)
+    visit(parsed(name), lazy=False, typing=False)
     return found
 
 
@@ -80,11 +87,11 @@ BY_USERS = {"eventloop.config.names", "eventloop.offload.importable"}
 """Modules that import what a user's text names."""
 
 
+@cache
 def by_name(name: str) -> set[str]:
     """The modules of ours that a module names in a string, as for ``import_module``: late imports and adapters."""
     found = set()
-    tree = ast.parse(MODULES[name].read_text())
-    for node in ast.walk(tree):
+    for node in ast.walk(parsed(name)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and DOTTED.fullmatch(node.value):
             module = node.value.partition(":")[0]
             if module in MODULES and "." in node.value:
@@ -145,7 +152,7 @@ def test_hooks_use_public_names_of_eventloop_only(name):
 
 @pytest.mark.parametrize("name", sorted(under("hooks")))
 def test_hooks_use_no_private_attributes_of_others(name):
-    tree = ast.parse(MODULES[name].read_text())
+    tree = parsed(name)
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)} | {"self", "cls"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
@@ -201,7 +208,7 @@ def test_stubs_are_installed_with_the_package():
 def test_each_attribute_of_a_runs_state_is_assigned_by_the_module_of_the_state_alone():
     """Others call a method of ``RunState``, ``Counters`` or ``ValidationPlan``, whose name says what happens."""
     home = "eventloop.training.state"
-    classes = {node.name: node for node in ast.parse(MODULES[home].read_text()).body if isinstance(node, ast.ClassDef)}
+    classes = {node.name: node for node in parsed(home).body if isinstance(node, ast.ClassDef)}
     stored = {
         name: {
             node.attr
@@ -215,7 +222,7 @@ def test_each_attribute_of_a_runs_state_is_assigned_by_the_module_of_the_state_a
     assert {"outputs", "version", "resumed", "progress"} <= stored["RunState"]
     found = []
     for name in [*under("eventloop"), *under("hooks")]:
-        for node in ast.walk(ast.parse(MODULES[name].read_text())):
+        for node in ast.walk(parsed(name)):
             if name != home and isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 owner = ast.unparse(node.value).rpartition(".")[2].strip("_")
                 if node.attr in owners.get(owner, ()):

@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from eventloop import load_weights
 from eventloop.checkpoint import link, load, save
 from eventloop.cli import main
 
@@ -90,18 +89,13 @@ def test_ls_goes_by_the_progress_in_the_files_and_not_by_their_times(trainbus):
 def test_ls_marks_the_newest_and_shows_all_names_of_one_file(trainbus):
     make("epoch_1.safetensors", 1, age=60)
     link(make("epoch_2.safetensors", 2), "best_accuracy_epoch_2.safetensors")
-    Path("last_checkpoint").write_text("epoch_2.safetensors")
-    lines = trainbus("ls", ".").out.splitlines()
-    assert lines[1].split()[0] == "epoch_1.safetensors"
-    assert lines[2].split()[:2] == ["→", "epoch_2.safetensors"]
-    assert lines[3].strip() == "= best_accuracy_epoch_2"
-    assert lines[4] == "→ last_checkpoint: epoch_2.safetensors"
-
-
-def test_ls_reports_a_last_checkpoint_naming_a_missing_file(trainbus):
-    make("epoch_1.safetensors")
-    Path("last_checkpoint").write_text("epoch_2.safetensors")
-    assert "→ last_checkpoint: epoch_2.safetensors (missing)" in trainbus("ls", ".").out
+    for name, missing in (("epoch_2", ""), ("epoch_3", " (missing)")):
+        Path("last_checkpoint").write_text(f"{name}.safetensors")
+        lines = trainbus("ls", ".").out.splitlines()
+        assert lines[1].split()[0] == "epoch_1.safetensors"
+        assert lines[2].split()[:2] == ["→", "epoch_2.safetensors"]
+        assert lines[3].strip() == "= best_accuracy_epoch_2"
+        assert lines[4] == f"→ last_checkpoint: {name}.safetensors{missing}"
 
 
 def test_ls_of_a_work_dir_names_the_newest_in_another_directory(trainbus):
@@ -180,14 +174,11 @@ def test_verify_reads_every_byte_and_ends_with_status_1_and_a_line_for_each_dama
     assert lines[3].startswith("verified  epoch_1.safetensors")
 
 
-def test_verify_reads_a_file_with_two_names_once(trainbus):
+def test_verify_takes_several_files_and_reads_one_with_two_names_once(trainbus):
     link(make("epoch_1.safetensors"), "best_loss_epoch_1.safetensors")
     result = trainbus("verify", ".")
     assert result.out.count("verified") == 1
     assert "epoch_1.safetensors = best_loss_epoch_1.safetensors" in result.out
-
-
-def test_verify_takes_several_files(trainbus):
     result = trainbus("verify", make("a.safetensors"), make("b.safetensors"))
     assert (result.status, result.err) == (0, "")
     assert result.out.splitlines()[-1] == "2 of 2 files verified"
@@ -274,27 +265,17 @@ def test_show_json_is_for_programs(trainbus):
     assert shown["tree"]["rng"]["bad"] == "nan"
     assert shown["tree"]["rng"]["numpy"][1] == {"array": {"dtype": "uint32", "shape": [300]}}
     assert shown["tree"]["optimizer"]["optimizer"]["param_groups"] == [{"lr": 0.1}]
-
-
-def test_show_json_of_a_key_and_to_a_depth(trainbus):
-    make("a.safetensors")
     shown = json.loads(trainbus("show", "a.safetensors", "--json", "--key", "rng", "--depth", 1).out)
-    assert shown["key"] == "rng"
-    assert shown["tree"] == {"numpy": "tuple of 3", "bad": "nan"}
+    assert (shown["key"], shown["tree"]) == ("rng", {"numpy": "tuple of 3", "bad": "nan"})
 
 
-def test_show_of_a_shape_is_its_numbers(trainbus):
-    save({"shape": torch.Size([2, 3])}, "a.safetensors")
-    assert "shape: torch.Size([2, 3])" in trainbus("show", "a.safetensors").out
-    assert json.loads(trainbus("show", "a.safetensors", "--json").out)["tree"] == {"shape": [2, 3]}
-
-
-def test_show_of_integers_beyond_pythons_digit_limit(trainbus):
-    save({"n": 2**20000, 2**20000: 1, "l": [2**20000, 1], "m": 2**64}, "a.safetensors")
-    assert "n: 0x1000000" in trainbus("show", "a.safetensors").out
+def test_show_of_shapes_and_of_integers_beyond_pythons_digit_limit(trainbus):
+    save({"n": 2**20000, 2**20000: 1, "l": [2**20000, 1], "m": 2**64, "shape": torch.Size([2, 3])}, "a.safetensors")
+    out = trainbus("show", "a.safetensors").out
+    assert "n: 0x1000000" in out
+    assert "shape: torch.Size([2, 3])" in out
     shown = json.loads(trainbus("show", "a.safetensors", "--json").out)["tree"]
-    assert shown["n"] == hex(2**20000)
-    assert shown["m"] == 2**64
+    assert (shown["n"], shown["m"], shown["shape"]) == (hex(2**20000), 2**64, [2, 3])
 
 
 def test_show_does_not_let_a_file_write_to_the_terminal(trainbus):
@@ -358,28 +339,21 @@ def test_not_even_force_replaces_the_file_that_is_read(trainbus):
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["a.safetensors", "out.bin"], "must end in .pth or .pt"),
-        (["a.safetensors", "out.safetensors"], "give --weights to export only its weights"),
-        (["a.safetensors", "out.pth", "--raw"], "--raw works with --weights only"),
-        (["a.safetensors", "out.pth", "--strip"], "--strip works with --weights only"),
-        (["a.safetensors", "out.pth", "--model", "m"], "--model works with --weights only"),
-        (["a.safetensors", "nowhere/out.pth"], "nowhere: no such directory"),
-        (["a.safetensors", "."], ". is a directory"),
+        (["out.bin"], "must end in .pth or .pt"),
+        (["out.safetensors"], "--weights"),
+        *((["out.pth", option], f"{option} works with --weights only") for option in ("--raw", "--strip")),
+        (["out.pth", "--model", "m"], "--model works with --weights only"),
+        (["nowhere/out.pth"], "nowhere: no such directory"),
+        (["."], ". is a directory"),
+        (["out.pth", "--weights", "--raw"], "leave out --raw"),
     ],
 )
 def test_a_usage_error_of_export_exits_with_status_2_and_leaves_no_file(trainbus, arguments, says):
-    make("a.safetensors")
-    result = trainbus("export", *arguments)
+    save({"state_dict": {"w": torch.ones(2)}}, "a.safetensors")  # without averages
+    result = trainbus("export", "a.safetensors", *arguments)
     assert (result.status, result.out) == (2, "")
     assert says in result.err
     assert [path.name for path in Path().iterdir()] == ["a.safetensors"]
-
-
-def test_exporting_raw_weights_without_averages_is_an_error(trainbus):
-    save({"state_dict": {"w": torch.ones(2)}}, "a.safetensors")
-    result = trainbus("export", "a.safetensors", "w.pth", "--weights", "--raw")
-    assert result.status == 2
-    assert "its state_dict is raw already; leave out --raw" in result.err
 
 
 # ------------------------------------------------------------------------------------------------------------- import
@@ -397,28 +371,21 @@ def test_import_of_an_mmengine_checkpoint_reports_the_resumable_parts(trainbus):
     assert load("out.safetensors")["progress"]["epoch"] == 2
 
 
-def test_import_of_a_plain_state_dict_makes_weights_that_load(trainbus):
-    model, other = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
-    torch.save(model.state_dict(), "w.pth")
-    result = trainbus("import", "w.pth", "w.safetensors")
-    assert "nothing but the weights" in result.out
-    load_weights(other, load("w.safetensors")["state_dict"])
-    assert other.weight.equal(model.weight)
-
-
 @pytest.mark.parametrize(
     ("content", "says"),
     [
         ({"state_dict": {"w": torch.ones(1)}, "epoch": 3}, "nothing but the weights: load_weights"),
+        (torch.nn.Linear(2, 3).state_dict(), "nothing but the weights"),
         ({"model": 1, "epoch": 3}, "a dict, unchanged: model, epoch"),
         ([1, 2], "a list, unchanged"),
     ],
-    ids=["weights", "dict", "list"],
+    ids=["weights", "plain weights", "dict", "list"],
 )
 def test_import_of_another_file_keeps_the_tree_and_warns(trainbus, content, says):
     torch.save(content, "a.pth")
     assert says in trainbus("import", "a.pth", "a.safetensors").out
-    assert repr(load("a.safetensors")) == repr(content)
+    read = load("a.safetensors")
+    assert repr(read) == repr(content) or read["state_dict"].keys() == content.keys()
 
 
 class Runs:
@@ -512,20 +479,14 @@ def test_show_and_export_take_urls(trainbus, bucket):
     assert [name for name in bucket.store if ".trainbus-" in name] == []
 
 
-def test_import_writes_to_a_url(trainbus, bucket):
-    assert trainbus("import", MMENGINE, "memory://bucket/ours.safetensors").status == 0
-    assert trainbus("verify", "memory://bucket/ours.safetensors").status == 0
-
-
-def test_a_file_url_is_a_path(trainbus):
+def test_files_may_be_named_by_urls_of_all_kinds(trainbus, bucket):
     make("a.safetensors")
     assert trainbus("verify", f"file://{Path.cwd()}/a.safetensors").status == 0
     assert trainbus("ls", f"file://{Path.cwd()}").status == 0
-
-
-def test_ls_names_the_newest_in_a_store_without_asking_there(trainbus):
-    Path("last_checkpoint").write_text("nowhere://bucket/epoch_1.safetensors")
-    assert trainbus("ls", ".").out.splitlines()[1] == "→ last_checkpoint: nowhere://bucket/epoch_1.safetensors"
+    assert trainbus("import", MMENGINE, "memory://bucket/ours.safetensors").status == 0
+    assert trainbus("verify", "memory://bucket/ours.safetensors").status == 0
+    Path("last_checkpoint").write_text("nowhere://bucket/epoch_1.safetensors")  # ls does not ask there
+    assert trainbus("ls", ".").out.splitlines()[-1] == "→ last_checkpoint: nowhere://bucket/epoch_1.safetensors"
 
 
 @pytest.mark.parametrize("command", [["ls"], ["verify"], ["show"], ["export", "out.pth"]], ids=lambda command: command[0])
@@ -553,61 +514,41 @@ def test_a_file_of_a_newer_version_is_listed_as_that(trainbus):
 # ------------------------------------------------------------------------------------------------------- all commands
 
 
-READING = [["verify"], ["show"], ["export", "out.pth"], ["import", "out.safetensors"]]
-
-
-def call(trainbus: Any, command: list[str], file: str) -> Result:
-    name, *rest = command
-    return trainbus(name, file, *rest)
+READING = [["verify"], ["show"], ["export", "out.pth"]]
 
 
 @pytest.mark.parametrize("command", READING, ids=lambda command: command[0])
-def test_a_missing_file_is_a_mistake(trainbus, command):
-    result = call(trainbus, command, "nowhere.safetensors")
-    assert (result.status, result.out) == (2, "")
-    assert result.err == f"trainbus checkpoint {command[0]}: nowhere.safetensors: no such file\n"
-
-
-@pytest.mark.parametrize("command", READING[:3], ids=lambda command: command[0])
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "status", "says"),
     [
-        ("a.pth", "not a checkpoint but a file of torch.save; convert it by: trainbus checkpoint import a.pth"),
-        ("plain.safetensors", "not a checkpoint but plain safetensors"),
-        ("notes.txt", "is not a checkpoint: checkpoints end in .safetensors"),
+        ("nowhere.safetensors", 2, "nowhere.safetensors: no such file\n"),
+        ("a.pth", 2, "trainbus checkpoint import a.pth"),
+        ("plain.safetensors", 2, "plain safetensors"),
+        ("notes.txt", 2, "checkpoints end in .safetensors"),
+        ("cut.safetensors", 1, "cut.safetensors is damaged"),
+        ("run", 2, "trainbus checkpoint ls run"),
     ],
 )
-def test_another_kind_of_file_is_a_usage_error_and_not_damage(trainbus, command, name, says):
+def test_what_cannot_be_read_is_told_from_damage(trainbus, command, name, status, says):
     torch.save({"w": 1}, "a.pth")
     save_file({"w": torch.ones(1)}, "plain.safetensors")
     Path("notes.txt").write_text("hello, this is a text")
-    result = call(trainbus, command, name)
-    assert result.status == 2
-    assert says in result.err
+    Path("run").mkdir()
+    cut(make("cut.safetensors"))
+    result = trainbus(command[0], name, *command[1:])
+    if (command[0], name) != ("verify", "run"):  # which takes directories
+        assert result.status == status
+        assert says in result.out + result.err
 
 
-@pytest.mark.parametrize("command", READING[:3], ids=lambda command: command[0])
-def test_a_damaged_file_ends_with_status_1(trainbus, command):
-    cut(make("a.safetensors"))
-    result = call(trainbus, command, "a.safetensors")
-    assert result.status == 1
-    assert "a.safetensors is damaged: the header promises" in result.out + result.err
-
-
-def test_a_damaged_file_of_torch_save_ends_with_status_1(trainbus):
+def test_import_of_a_missing_or_damaged_file_of_torch_save_is_an_error(trainbus):
+    result = trainbus("import", "nowhere.pth", "a.safetensors")
+    assert (result.status, result.err) == (2, "trainbus checkpoint import: nowhere.pth: no such file\n")
     data = MMENGINE.read_bytes()
     Path("a.pth").write_bytes(data[: len(data) // 2])
     result = trainbus("import", "a.pth", "a.safetensors")
     assert result.status == 1
     assert "a.pth is damaged" in result.err
-
-
-@pytest.mark.parametrize("command", READING[1:3], ids=lambda command: command[0])
-def test_a_directory_instead_of_a_file_is_a_mistake(trainbus, command):
-    Path("run").mkdir()
-    result = call(trainbus, command, "run")
-    assert result.status == 2
-    assert "trainbus checkpoint ls run lists them" in result.err
 
 
 def test_a_file_that_cannot_be_written_ends_with_status_1(trainbus, monkeypatch):

@@ -1,12 +1,11 @@
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
 from eventloop.checkpoint import load
+
+from ..scripts import run_on_ranks
 
 SCRIPT = Path(__file__).parent.parent.parent / "examples" / "ddp.py"
 
@@ -14,15 +13,9 @@ SCRIPT = Path(__file__).parent.parent.parent / "examples" / "ddp.py"
 def test_the_same_script_runs_alone_and_under_torchrun_and_resumes_across_both(example, tmp_path):
     example("ddp").make_loop(tmp_path / "alone", epochs=5).run()
     example("ddp").make_loop(tmp_path / "both", epochs=2).run()
-    started = subprocess.run(  # noqa: S603 - the interpreter that runs this test
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone", SCRIPT, tmp_path / "both"],
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert started.returncode == 0, started.stderr
+    run = f"import runpy; runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+    for ended in run_on_ranks(run, tmp_path, arguments=[tmp_path / "both"]):
+        assert ended.returncode == 0, ended.stderr
     alone, both = (load(tmp_path / name / "epoch_5.safetensors") for name in ("alone", "both"))
     for name, value in alone["state_dict"].items():
         torch.testing.assert_close(both["state_dict"][name], value, rtol=1e-3, atol=1e-4)
