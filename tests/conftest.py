@@ -52,7 +52,6 @@ ALONE = (
     "observe/test_five_faults.py",
     "faults/",
     "examples/",
-    "bridges/test_transformers_ranks.py",
     "cli/test_torchrun.py",
     "hooks/test_preemption.py",
     "observe/test_dashboard_browser.py",

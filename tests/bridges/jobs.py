@@ -79,8 +79,35 @@ def _as_torchrun():
     os.environ |= {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
-def lightning(folder: Path, attached: bool, *, asks: bool = False, plugin: bool = False):
-    """Train by DDP in Lightning, with a bus or without; return what this rank has seen."""
+class AsksOnOne(Hook):
+    """Asks for a save and a stop, on rank 1 only, as a dashboard or a signal handler does."""
+
+    def after_train_iter(self, event):
+        if event.run.rank == 1 and event.progress.iter == 5:
+            event.run.checkpoint_now()
+            event.run.stop("enough")
+
+
+class Rank:
+    """What one rank has seen of a training with a bus: ``seen`` of it can be pickled."""
+
+    def __init__(self, *hooks):
+        self.first, self.ema, self.committed, self.info, self.begun = OnFirst(), EMAHook(momentum=0.1), [], {}, []
+        self.bus = Bus(self.first, self.ema, *hooks)
+        self.bus.on("checkpoint_committed", lambda event: self.committed.append(Path(event.path).name))
+        self.bus.on("before_train", lambda e: self.begun.append((e.run.rank, e.run.world_size, e.progress.iter)))
+        self.bus.on("after_run", lambda event: self.info.update(event.run.info, steps=event.run.counters.iter))
+
+    def seen(self, model):
+        return {
+            "weights": weights_of(model), "average": self.ema.average and dict(self.ema.average.tensors), "begun": self.begun,
+            "first": len(self.first.iters), "committed": self.committed, "steps": self.info.get("steps"),
+            "reason": self.info.get("stop_reason"),
+        }  # fmt: skip
+
+
+def in_lightning(folder: Path):
+    """Train by DDP in Lightning: without a bus, with one, with checkpoints beside the training, until rank 1 stops it."""
     import lightning.pytorch as pl
 
     class Module(pl.LightningModule):
@@ -98,60 +125,59 @@ def lightning(folder: Path, attached: bool, *, asks: bool = False, plugin: bool 
         def configure_optimizers(self):
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    _as_torchrun()
-    torch.manual_seed(1)
-    loader = DataLoader(TensorDataset(torch.randn(16, 4), torch.randn(16, 1)), 2)
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-    trainer = pl.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=2, default_root_dir=folder, **quiet)
-    module, committed, first = Module(), [], OnFirst()
-    if plugin:
-        trainer.strategy.checkpoint_io = TrainbusCheckpointIO()
-    if asks:
-        trainer.fit_loop.max_epochs = 50
-    if attached:
-        bus = Bus()
-        bus.add(first, EMAHook(momentum=0.1), LoggerHook(interval=1, writers=[JSONLinesWriter()]))
-        bus.add(CheckpointHook(interval=1, save_best="val_loss"))
-        bus.on("checkpoint_committed", lambda event: committed.extend(Path(name).name for name in event.names))
-        if asks:
-            bus.add(AsksOnOne())
-        bridge = bus.attach(trainer)
-    trainer.fit(module, loader, loader)
-    if plugin:  # every rank reads what the first one has written
-        assert torch.load(folder / "epoch_2.ckpt", weights_only=False)["callbacks"]["trainbus"]["progress"]["iter"] == 8
-    if asks:
-        return trainer.fit_loop.epoch_loop.total_batch_idx + 1, bridge.run.info.get("stop_reason"), committed
-    return distributed.get_rank(), weights_of(module), len(first.iters), committed
-
-
-class AsksOnOne(Hook):
-    """Asks for a save and a stop, on rank 1 only, as a dashboard or a signal handler does."""
-
-    def after_train_iter(self, event):
-        if event.run.rank == 1 and event.progress.iter == 5:
-            event.run.checkpoint_now()
-            event.run.stop("enough")
-
-
-def stops_in_lightning(folder: Path):
-    """Train in Lightning until rank 1 stops it; return what this rank has done."""
-    return lightning(folder, True, asks=True)
-
-
-def stops_in_transformers(folder: Path):
-    """Train with a ``transformers.Trainer`` until rank 1 stops it; return what this rank has done."""
-    from .conformance.transformers import make
+    def train(name, *hooks, attached=True, **options):
+        torch.manual_seed(1)
+        loader = DataLoader(TensorDataset(torch.randn(16, 4), torch.randn(16, 1)), 2)
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+        options = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "max_epochs": 2, **quiet, **options}
+        trainer, module = pl.Trainer(default_root_dir=folder / name, **options), Module()
+        rank = Rank(
+            *hooks, LoggerHook(interval=1, writers=[JSONLinesWriter()]), CheckpointHook(interval=1, save_best="val_loss")
+        )
+        if attached:
+            rank.bus.attach(trainer)
+        trainer.fit(module, loader, loader)
+        if "plugins" in options:  # every rank reads what the first one has written
+            assert (
+                torch.load(folder / name / "epoch_2.ckpt", weights_only=False)["callbacks"]["trainbus"]["progress"]["iter"] == 8
+            )
+        return rank.seen(module)
 
     _as_torchrun()
-    bus, committed = Bus(), []
-    bus.add(AsksOnOne())
-    bus.on("checkpoint_committed", lambda event: committed.extend(Path(name).name for name in event.names))
-    trainer = make(folder, num_train_epochs=50)
-    bridge = bus.attach(trainer)
-    trainer.train()
-    return trainer.state.global_step, bridge.run.info.get("stop_reason"), committed
+    beside = train("beside", plugins=[TrainbusCheckpointIO()])
+    return train("plain", attached=False), train("bus"), beside, train("stops", AsksOnOne(), max_epochs=50)
 
 
-def lightning_saves(folder: Path):
-    """Train as :func:`lightning` does, with checkpoints that are written beside the training."""
-    return lightning(folder, True, plugin=True)
+def in_transformers(folder: Path):
+    """Train with a ``transformers.Trainer`` as :func:`in_lightning` does, and stop and resume in step 7."""
+    import transformers
+    from packaging.version import Version
+
+    from .conformance.transformers import Plain, make, plain_data
+
+    def model():
+        made = Plain()
+        made.inner = nn.Linear(3, 1)  # without randomness, which evaluations change
+        return made
+
+    def train(name, *hooks, attached=True, beside=False, resume=None, **options):
+        options = {"max_steps": 12, "eval_strategy": "epoch", "lr_scheduler_type": "constant", **options}
+        if beside:
+            options |= {"save_steps": 6, "eval_steps": 6, "save_total_limit": 1, "metric_for_best_model": "loss"}
+            options |= {"save_strategy": "steps", "eval_strategy": "steps", "greater_is_better": False}
+        trainer = make(folder / name, model=model, data=plain_data(32), options={"eval_dataset": plain_data(8)}, **options)
+        rank = Rank(*hooks, CheckpointHook(interval=6, by_epoch=False, save_last=False))
+        if attached:
+            rank.bus.attach(trainer, checkpoints=beside)
+        trainer.train(resume_from_checkpoint=resume)
+        return rank.seen(trainer.model) | {"best": trainer.state.best_model_checkpoint}
+
+    _as_torchrun()
+    resumes = Version(transformers.__version__) >= Version("5.4")  # earlier ones load an optimizer to 'cpu:0'
+    found = {"alone": train("alone", attached=False), "stops": train("stops", AsksOnOne(), max_steps=400)}
+    for beside in (False, True):
+        found["whole", beside] = train(f"whole {beside}", beside=beside)
+        train(f"parts {beside}", beside=beside, max_steps=7)
+        if resumes:
+            found["rest", beside] = train(f"parts {beside}", beside=beside, resume=True)
+    return found

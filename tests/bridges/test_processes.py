@@ -1,4 +1,6 @@
-"""Bridges in two processes (gloo)."""
+"""Bridges in two processes (gloo): one pair of processes for each library, whose trainings the tests look at."""
+
+import json
 
 import pytest
 import torch
@@ -7,37 +9,86 @@ from ..ranks.conftest import on_ranks
 from . import jobs
 
 
-@pytest.mark.parametrize("library", ["lightning", "transformers"])
-def test_a_stop_and_a_save_of_one_rank_take_effect_on_all(tmp_path, library):
-    pytest.importorskip(library)
-    if library == "lightning":
-        outcomes = on_ranks(jobs.stops_in_lightning, tmp_path, folder=tmp_path)
-    else:
-        outcomes = on_ranks(jobs.stops_in_transformers, tmp_path, folder=tmp_path)
-    assert [one.exitcode for one in outcomes] == [0, 0], [one.output for one in outcomes]
-    (steps, reason, committed), (others, reason_there, _) = (one.value for one in outcomes)
-    assert steps == others
-    assert 6 <= steps <= 8
-    assert reason == reason_there == "enough"
-    assert f"iter_{steps}" in [name.removesuffix(".ckpt") for name in committed]
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of the trainings in a library, and what each rank has seen."""
+    made = {}
+
+    def train(library):
+        if library not in made:
+            folder = tmp_path_factory.mktemp(library)
+            outcomes = on_ranks(getattr(jobs, f"in_{library}"), folder, folder=folder)
+            assert [one.exitcode for one in outcomes] == [0, 0], [one.output for one in outcomes]
+            made[library] = folder, [one.value for one in outcomes]
+        return made[library]
+
+    return train
 
 
-def test_lightning_ddp(tmp_path):
+@pytest.fixture
+def lightning(trained):
     pytest.importorskip("lightning")
-    (rank, plain, *_), _ = (one.value for one in on_ranks(jobs.lightning, tmp_path / "plain", False, folder=tmp_path))
-    outcomes = on_ranks(jobs.lightning, tmp_path / "bus", True, folder=tmp_path)
-    assert [one.exitcode for one in outcomes] == [0, 0], [one.output for one in outcomes]
-    for rank, weights, seen, committed in (one.value for one in outcomes):
-        jobs.assert_same(weights, plain)
-        assert seen == (8 if rank == 0 else 0)
-        assert bool(committed) == (rank == 0)
-    assert len((tmp_path / "bus" / "scalars.jsonl").read_text().splitlines()) == 2 * 4 + 2
-    saved = torch.load(tmp_path / "bus" / "epoch_2.ckpt", weights_only=False)
+    return trained("lightning")
+
+
+@pytest.fixture
+def transformers(trained):
+    pytest.importorskip("transformers")
+    return trained("transformers")
+
+
+@pytest.mark.parametrize("library", ["lightning", "transformers"])
+def test_a_stop_and_a_save_of_one_rank_take_effect_on_all(request, library):
+    _, ranks = request.getfixturevalue(library)
+    first, second = (rank["stops"] if library == "transformers" else rank[-1] for rank in ranks)
+    assert first["steps"] == second["steps"]
+    assert 6 <= first["steps"] <= 8
+    assert first["reason"] == second["reason"] == "enough"
+    assert f"iter_{first['steps']}" in [name.removesuffix(".ckpt") for name in first["committed"]]
+
+
+def test_lightning_ddp(lightning):
+    folder, ranks = lightning
+    for rank, (plain, bus, beside, _) in enumerate(ranks):
+        jobs.assert_same(bus["weights"], plain["weights"])
+        jobs.assert_same(beside["weights"], plain["weights"])
+        assert bus["first"] == (8 if rank == 0 else 0)
+        assert bool(bus["committed"]) == bool(beside["committed"]) == (rank == 0)
+    assert len((folder / "bus" / "scalars.jsonl").read_text().splitlines()) == 2 * 4 + 2
+    saved = torch.load(folder / "bus" / "epoch_2.ckpt", weights_only=False)
     assert saved["callbacks"]["trainbus"]["progress"]["iter"] == 8
 
 
-def test_lightning_ddp_with_checkpoints_beside_the_training(tmp_path):
-    pytest.importorskip("lightning")
-    outcomes = on_ranks(jobs.lightning_saves, tmp_path / "bus", folder=tmp_path)
-    assert [one.exitcode for one in outcomes] == [0, 0], [one.output for one in outcomes]
-    assert sorted(bool(one.value[3]) for one in outcomes) == [False, True]
+FILES = {"trainbus.pt", "model.safetensors", "optimizer.pt", "rng_state_0.pth", "rng_state_1.pth"}
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_transformers_ddp(transformers, beside):
+    folder, ranks = transformers
+    whole = [rank["whole", beside] for rank in ranks]
+    for one, rank in zip(whole, ranks, strict=True):
+        jobs.assert_same(one["weights"], rank["alone"]["weights"])
+        jobs.assert_same(one["weights"], whole[0]["weights"])
+    assert [one["first"] for one in whole] == [12, 0]  # the hook of rank 0
+    names = ["checkpoint-6", "iter_6", "checkpoint-12", "iter_12"] if beside else ["iter_6", "iter_12"]
+    assert [one["committed"] for one in whole] == [names, []]
+    assert [one["begun"] for one in whole] == [[(0, 2, 0)], [(1, 2, 0)]]
+    left = folder / f"whole {beside}"
+    assert sorted(path.name for path in left.iterdir()) == sorted(set(names) - {"checkpoint-6"})
+    for name in ("checkpoint-12", "iter_6") if beside else ("iter_6",):
+        assert {path.name for path in (left / name).iterdir()} >= FILES
+        assert not beside or json.loads((left / name / "trainbus-digests.json").read_text()).keys() >= FILES
+    assert {one["best"] for one in whole} == {str(left / "checkpoint-12") if beside else None}
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_transformers_ddp_goes_on_exactly(transformers, beside):
+    _, ranks = transformers
+    if ("rest", beside) not in ranks[0]:
+        pytest.skip("Transformers before 5.4 does not resume in two processes on a CPU")
+    whole, rest = ([rank[name, beside] for rank in ranks] for name in ("whole", "rest"))
+    assert rest[0]["begun"] == [(0, 2, 7 if beside else 6)]  # the trainer itself saves its last step, too
+    assert rest[0]["first"] == 12
+    for one in rest:
+        for name in ("weights", "average"):
+            jobs.assert_same(one[name], whole[0][name])
