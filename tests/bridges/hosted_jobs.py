@@ -124,8 +124,7 @@ def a_thread_pauses(folder):
 
 
 def one_rank_gets_a_signal(folder):
-    bus = Bus()
-    bus.add(PreemptionHook())
+    bus = Bus(PreemptionHook())
 
     def ask(event):
         if rank() == 1:

@@ -1,9 +1,6 @@
 """``Run(bus, accelerator=...)`` around a loop with Accelerate, against the real library."""
 
-import errno
 import itertools
-import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,6 +19,7 @@ from eventloop import Bus, ConfigurationError, Run, TrainingError, attach
 from eventloop.errors import CheckpointError
 from hooks import EMAHook, ParamSchedulerHook
 
+from ..waiting import until
 from .jobs import Counting, assert_same, network, weights_of
 
 
@@ -70,9 +68,8 @@ class Job:
 @pytest.mark.filterwarnings("ignore:resuming reads and drops")  # the loaders of Accelerate cannot skip
 def test_a_checkpoint_of_accelerate_is_loaded_in_the_run_too(tmp_path):
     def make():
-        job, bus, hook, ema = Job(), Bus(), Counting(), EMAHook(momentum=0.1)
-        bus.add(hook, ema)
-        return job, bus, hook, ema
+        hook, ema = Counting(), EMAHook(momentum=0.1)
+        return Job(), Bus(hook, ema), hook, ema
 
     whole, bus, hook, ema = make()
     with whole.run(bus) as run:
@@ -101,17 +98,15 @@ def test_a_checkpoint_of_accelerate_is_loaded_in_the_run_too(tmp_path):
     assert_same(average.average.tensors, ema.average.tensors)
 
 
-@pytest.mark.parametrize("hook", [None, EMAHook])
-def test_what_accelerate_saves_itself_is_not_saved_again(tmp_path, hook):
-    job, bus = Job(), Bus()
-    if hook is not None:
-        bus.add(hook())
-    with job.run(bus) as run:
+@pytest.mark.parametrize("hooks", [[], [EMAHook]])
+def test_what_accelerate_saves_itself_is_not_saved_again(tmp_path, hooks):
+    job = Job()
+    with job.run(Bus(*(hook() for hook in hooks))) as run:
         job.train(run, 1)
         job.accelerator.save_state(tmp_path)
     entry = torch.load(tmp_path / "custom_checkpoint_0.pkl", weights_only=True)
     assert "optimizer" not in entry
-    assert ("state_dict" in entry) is (hook is not None)
+    assert ("state_dict" in entry) is bool(hooks)
 
 
 def test_a_state_is_saved_and_loaded_only_where_it_makes_sense(tmp_path):
@@ -144,31 +139,6 @@ def test_another_object_is_refused():
 
 
 # --------------------------------------------------------------------- folders written beside the training
-
-
-class Disk:
-    """Holds up the renaming of complete folders until it is let go, and can fail it."""
-
-    def __init__(self, monkeypatch):
-        self.go = threading.Event()
-        self.fails = lambda name: False
-        inner = Path.rename
-
-        def rename(path, target):
-            if not path.name.endswith((".tmp", ".old")) and path.is_dir() and not path.name.startswith("checkpoint"):
-                assert self.go.wait(30)
-                if self.fails(Path(target).name):
-                    raise OSError(errno.EIO, "broken disk")
-            return inner(path, target)
-
-        monkeypatch.setattr(Path, "rename", rename)
-
-
-@pytest.fixture
-def disk(monkeypatch):
-    made = Disk(monkeypatch)
-    yield made
-    made.go.set()
 
 
 def named(directory, limit=None):
@@ -205,28 +175,27 @@ def test_a_folder_has_the_files_of_accelerate_which_loads_it_without_trainbus(tm
     assert fresh.optimizer.state_dict()["param_groups"] == plain.optimizer.state_dict()["param_groups"]
 
 
-def test_folders_beyond_the_limit_go_when_their_successor_is_durable(tmp_path, disk):
-    job, directory, before = named(tmp_path, limit=2), tmp_path / "checkpoints", []
-    disk.fails = lambda name: before.append([name for name in folders(directory) if name != "notes_1"])
-    disk.go.set()
+def test_folders_beyond_the_limit_go_and_others_stay(tmp_path):
+    job, directory = named(tmp_path, limit=2), tmp_path / "checkpoints"
     (directory / "notes_1").mkdir(parents=True)
     for _ in range(4):
         job.accelerator.save_state()
         learn(job)
     job.accelerator.end_training()
-    assert before == [[], ["checkpoint_0"], ["checkpoint_0", "checkpoint_1"], ["checkpoint_1", "checkpoint_2"]]
     assert folders(directory) == ["checkpoint_2", "checkpoint_3", "notes_1"]
     assert folders(tmp_path) == ["checkpoints"]
 
 
 def test_a_save_that_failed_is_told_and_the_folders_before_it_stay(tmp_path, disk):
     disk.go.set()
-    disk.fails = lambda name: name == "checkpoint_1"
     job, directory = named(tmp_path, limit=1), tmp_path / "checkpoints"
     job.accelerator.save_state()
+    until((directory / "checkpoint_0").exists)
+    disk.error = OSError("broken disk")
     job.accelerator.save_state()
     with pytest.raises(CheckpointError, match="broken disk"):
         job.accelerator.save_state()
+    disk.error = None
     assert folders(directory) == ["checkpoint_0"]
     job.accelerator.load_state()  # the newest that is there
     job.accelerator.save_state()
@@ -268,7 +237,7 @@ def test_a_damaged_folder_is_not_loaded(tmp_path):
     with (tmp_path / "state" / "optimizer.bin").open("r+b") as file:
         file.seek(-20, 2)
         file.write(b"?")
-    with pytest.raises(CheckpointError, match=r"optimizer\.bin changed"):
+    with pytest.raises(CheckpointError, match=r"optimizer\.bin"):
         job.accelerator.load_state(tmp_path / "state")
 
 
@@ -297,17 +266,11 @@ def test_what_cannot_be_written_beside_the_training_is_refused():
         attach(job.accelerator, checkpoints=True)
 
 
-def test_a_schedule_of_accelerate_steps_by_itself_or_by_the_hook(tmp_path):
-    seen = []
-
-    def rates(prepared):
-        job, bus = Job(), Bus()
-        schedule = job.schedule if prepared else job.schedule.scheduler
-        job.schedule = SimpleNamespace(step=lambda: None)
-        bus.add(ParamSchedulerHook(schedule, by="iter"))
-        with job.run(bus) as run:
-            job.train(run, 1)
-        return job.optimizer.param_groups[0]["lr"]
-
-    seen = [rates(False), rates(True)]
-    assert seen[0] == seen[1] == pytest.approx(0.01)
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_schedule_steps_by_the_hook_prepared_or_not(prepared):
+    job = Job()
+    schedule = job.schedule if prepared else job.schedule.scheduler
+    job.schedule = SimpleNamespace(step=lambda: None)
+    with job.run(Bus(ParamSchedulerHook(schedule, by="iter"))) as run:
+        job.train(run, 1)
+    assert job.optimizer.param_groups[0]["lr"] == pytest.approx(0.01)

@@ -25,7 +25,6 @@ from ignite.metrics import Accuracy, Loss
 from eventloop import Bus, ConfigurationError, SubscribeError, TrainingError
 from eventloop.errors import CheckpointError
 from hooks import (
-    CheckpointHook,
     EMAHook,
     RuntimeInfoHook,
 )
@@ -54,26 +53,11 @@ class Job:
         self.trainer.add_event_handler(event, lambda: self.evaluator.run(batches(2, seed=9)))
         return self
 
-    def load(self, path):
-        Checkpoint.load_objects(self.bridge.to_save, torch.load(path, weights_only=True))
-        return self
-
     def weights(self):
         return weights_of(self.model)
 
 
-STEP = ["before_train_iter", "before_optimizer_step", "after_optimizer_step", "after_train_iter"]
 VAL = ["before_val", "before_val_epoch", "before_val_iter", "after_val_iter", "after_val_epoch", "after_val"]
-
-
-def test_the_loss_is_not_divided_by_the_accumulation_and_only_steps_are_updates():
-    bus, seen = Bus(), []
-    bus.on("after_train_iter", lambda event: seen.append((event.run.updated, event.outputs["loss"])))
-    job = Job(bus, accumulate=2, lr=0.0)
-    job.trainer.run(batches(4), max_epochs=1)
-    assert [updated for updated, _ in seen] == [False, True, False, True]
-    assert job.bridge.run.counters.update == 2
-    assert all(0.5 < loss < 3 for _, loss in seen)
 
 
 def test_a_step_that_the_scaler_skips_is_none():
@@ -165,38 +149,25 @@ def test_the_model_is_found_in_a_partial_and_given_ones_win():
         assert bridge.run.models == {"model": other}
 
 
-def test_a_training_step_without_optimizer_is_an_error_that_asks_for_it():
-    with pytest.raises(ConfigurationError, match="optimizer="):
-        Bus().attach(Engine(lambda engine, batch: None))
-    stray = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    with pytest.raises(ConfigurationError, match="model="):
-        Bus().attach(Engine(lambda engine, batch: None), optimizer=stray)
-
-
 def test_wrong_options_and_a_second_bus_are_errors():
-    job = Job(Bus())
-    with pytest.raises(ConfigurationError, match=r"evaluators=.*ignite.*evaluator"):
-        Bus().attach(Job().trainer, evaluators=job.evaluator)
-    with pytest.raises(ConfigurationError, match="evaluator="):
-        Bus().attach(Job().trainer, evaluator=nn.Linear(1, 1))
-    with pytest.raises(ConfigurationError, match="evaluator="):
-        plain = Job()
-        Bus().attach(plain.trainer, evaluator=plain.trainer)
-    with pytest.raises(SubscribeError, match="Engine"):
-        Bus().attach(job.trainer)
+    job, plain, step = Job(Bus()), Job(), Engine(lambda engine, batch: None)
+    stray = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    for error, named, trainer, options in (
+        (ConfigurationError, "optimizer=", step, {}),
+        (ConfigurationError, "model=", step, {"optimizer": stray}),
+        (ConfigurationError, "evaluators=.*ignite.*evaluator", plain.trainer, {"evaluators": job.evaluator}),
+        (ConfigurationError, "evaluator=", plain.trainer, {"evaluator": nn.Linear(1, 1)}),
+        (ConfigurationError, "evaluator=", plain.trainer, {"evaluator": plain.trainer}),
+        (SubscribeError, "Engine", job.trainer, {}),
+    ):
+        with pytest.raises(error, match=named):
+            Bus().attach(trainer, **options)
 
 
-def test_missing_mount_points_are_warned_about_but_not_for_hooks_of_validations():
-    bus = Bus()
-    bus.add(EMAHook(), RuntimeInfoHook())
+def test_hooks_of_validations_are_not_warned_about_without_an_evaluator():
     with structlog.testing.capture_logs() as logs:
-        bridge = bus.attach(Job().trainer)
-        assert logs == []
-        bus.on("before_backward", print)
-        bus.on("after_test", print)
-    assert [(one["mount_point"], one["reason"]) for one in logs] == [
-        (name, bridge.missing[name]) for name in ("before_backward", "after_test")
-    ]
+        Bus(EMAHook(), RuntimeInfoHook()).attach(Job().trainer)
+    assert logs == []
 
 
 # ---------------------------------------------------------------------------------------------------------------- validation
@@ -227,8 +198,7 @@ def test_a_validation_before_the_training_is_part_of_it():
 
 
 def test_a_validation_that_is_cut_short_has_no_end():
-    bus, ema = Bus(), EMAHook()
-    bus.add(ema)
+    bus = Bus(ema := EMAHook())
     job = Job(bus).validating()
     names = heard(bus)
     job.evaluator.add_event_handler(Events.ITERATION_COMPLETED(once=1), job.evaluator.terminate)
@@ -238,8 +208,7 @@ def test_a_validation_that_is_cut_short_has_no_end():
 
 
 def test_a_validation_whose_error_is_caught_is_undone():
-    bus, ema = Bus(), EMAHook()
-    bus.add(ema)
+    bus = Bus(ema := EMAHook())
     job = Job(bus)
     names = heard(bus)
     job.evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: 1 / 0)
@@ -310,7 +279,7 @@ def test_a_limit_and_data_that_handlers_change_are_those_of_the_next_epoch():
 
 
 @pytest.mark.skipif(not HAS_MAX_ITERS, reason="Ignite has max_iters since 0.5.5")
-def test_an_engine_with_both_limits_is_run_again():
+def test_max_iters_is_a_limit_in_iterations_and_a_later_run_has_both_limits():
     class Unsized:
         def __iter__(self):
             return iter(batches(4))
@@ -321,14 +290,9 @@ def test_an_engine_with_both_limits_is_run_again():
     assert job.trainer.state.max_epochs == 3  # Ignite sets it when the data has ended once
     job.trainer.run(Unsized())
     assert job.bridge.run.counters.iter == job.trainer.state.iteration == 10
-
-
-@pytest.mark.skipif(not HAS_MAX_ITERS, reason="Ignite has max_iters since 0.5.5")
-def test_max_iters_ends_within_an_epoch():
-    bus = Bus()
-    names = heard(bus)
+    names = heard(bus := Bus())
     job = Job(bus)
-    job.trainer.run(batches(2), max_iters=3)
+    job.trainer.run(batches(2), max_iters=3)  # it ends within an epoch
     counters = job.bridge.run.counters
     assert (counters.iter, counters.max_iters, counters.max_epochs) == (3, 3, None)
     assert names.count("after_train_epoch") == 1
@@ -402,10 +366,10 @@ def test_training_goes_on_if_ignite_does_after_an_exception():
 # ---------------------------------------------------------------------------------------------------------------- checkpoints
 
 
-def full(bus):
-    hook, ema = Counting(), EMAHook(momentum=0.1)
-    bus.add(hook, ema, RuntimeInfoHook())
-    return hook, ema
+def full():
+    """A job with hooks that have state."""
+    bus = Bus(hook := Counting(), ema := EMAHook(momentum=0.1), RuntimeInfoHook())
+    return Job(bus, deterministic=True), hook, ema
 
 
 def shuffled():
@@ -415,59 +379,35 @@ def shuffled():
 
 # Ignite resumes exactly between epochs with such a loader, and in an epoch only with data in a fixed order.
 def test_a_resumed_training_with_a_loader_that_shuffles_goes_on_exactly(tmp_path):
-    stop_at, data = 8, shuffled
+    stop_at = 8
 
     def train(job):
         torch.manual_seed(1)
-        job.trainer.run(data(), max_epochs=5)
+        job.trainer.run(shuffled(), max_epochs=5)
         return job
 
-    plain = train(Job(deterministic=True))
-    whole = Job(Bus(), deterministic=True)
-    hook, ema = full(whole.bus)
+    whole, hook, ema = full()
     train(whole)
 
-    cut = Job(Bus(), deterministic=True)
-    full(cut.bus)
+    cut, *_ = full()
     saver = Checkpoint(cut.bridge.to_save, DiskSaver(tmp_path))
     cut.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop_at), saver)
     cut.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop_at + 1), cut.trainer.terminate)
     train(cut)
 
-    rest = Job(Bus(), deterministic=True)
-    counted, average = full(rest.bus)
+    rest, counted, average = full()
     names, indices = heard(rest.bus), []
     rest.bus.on("before_train_iter", lambda event: indices.append((event.progress.epoch, event.batch_idx)))
     saved = torch.load(tmp_path / saver.last_checkpoint, weights_only=False)  # Ignite's engine saves the states of NumPy
     Checkpoint.load_objects(rest.bridge.to_save, saved)
     train(rest)
 
-    assert_same(whole.weights(), plain.weights())
     assert_same(rest.weights(), whole.weights())
     assert_same(average.average.tensors, ema.average.tensors)
     assert counted.iters == hook.iters == [(i // 4, i, i % 4) for i in range(20)]
     assert rest.bridge.run.counters.saved() == whole.bridge.run.counters.saved()
     assert indices == [divmod(index, 4) for index in range(stop_at, 20)]
     assert names[:3] == ["before_run", "after_load_checkpoint", "before_train"]
-
-
-def test_checkpoint_hook_has_ignite_save_files_that_ignite_loads(tmp_path):
-    bus, told = Bus(), []
-    ema = EMAHook(momentum=0.1)
-    bus.add(ema, CheckpointHook(interval=1, save_best="accuracy", max_keep_ckpts=1))
-    bus.on("checkpoint_committed", lambda event: told.append(event.path))
-    job = Job(bus, work_dir=tmp_path).validating()
-    job.trainer.run(batches(), max_epochs=3)
-    best, last = sorted(path.name for path in tmp_path.iterdir())
-    assert last == "epoch_3.pt"
-    assert best.startswith("best_accuracy_epoch_")
-    assert told[0] == str(tmp_path / "epoch_1.pt")
-    saved = torch.load(tmp_path / "epoch_3.pt", weights_only=True)
-    assert_same(dict(saved["model"]), {**job.weights(), **ema.average.tensors})
-    other = Job()
-    objects = {"model": other.model, "optimizer": other.optimizer, "trainer": other.trainer}
-    Checkpoint.load_objects(objects, tmp_path / "epoch_3.pt")
-    assert other.trainer.state.iteration == 12
 
 
 def test_the_best_checkpoint_of_ignite_has_the_averaged_weights(tmp_path):
@@ -500,13 +440,6 @@ def test_a_requested_save_has_what_handlers_of_ignite_did_in_the_iteration(tmp_p
     saved = torch.load(tmp_path / "iter_2.pt", weights_only=True)
     assert saved["schedule"]["last_epoch"] == 2
     assert saved["optimizer"]["param_groups"][0]["lr"] == 0.1 / 4
-
-
-def test_checkpoint_hook_without_a_directory_says_so_at_once():
-    bus = Bus()
-    bus.add(CheckpointHook(interval=1))
-    with pytest.raises(ConfigurationError, match="work_dir"):
-        Job(bus).trainer.run(batches())
 
 
 def test_the_state_of_the_bus_is_refused_where_it_makes_no_sense():
@@ -545,28 +478,22 @@ def test_a_second_run_of_the_engine_continues_where_ignite_does():
     assert seen[0] == (0, 0, 0, 0)
 
 
-@pytest.mark.parametrize("event", [Events.EPOCH_STARTED, Events.ITERATION_STARTED, Events.ITERATION_COMPLETED])
-def test_an_interrupted_engine_continues_in_the_epoch(event):
+@pytest.mark.parametrize(
+    ("event", "times", "ends", "places"),
+    [
+        (Events.EPOCH_STARTED, 2, "interrupt", [0, 1, 2, 3, 4, 5]),
+        (Events.ITERATION_STARTED, 2, "interrupt", [0, 1, 2, 3, 4, 5]),
+        (Events.ITERATION_COMPLETED, 2, "interrupt", [0, 1, 2, 3, 4, 5]),
+        (Events.ITERATION_COMPLETED, 1, "terminate", [0, 2, 3, 4, 5]),  # with the next epoch
+    ],
+)
+def test_an_engine_that_was_ended_early_continues_where_ignite_does(event, times, ends, places):
     bus, seen = Bus(), []
     bus.on("before_train_iter", lambda e: seen.append((e.progress.epoch, e.batch_idx, e.progress.iter)))
     job = Job(bus)
-    job.trainer.add_event_handler(event(once=2), job.trainer.interrupt)
-    data = batches(2)
-    job.trainer.run(data, max_epochs=3)
+    job.trainer.add_event_handler(event(once=times), getattr(job.trainer, ends))
+    job.trainer.run(batches(2), max_epochs=3)
     assert bus.state == "idle"
     assert len(seen) < 6
-    job.trainer.run(data, max_epochs=3)
-    assert seen == [(index // 2, index % 2, index) for index in range(6)]
-
-
-def test_a_terminated_engine_continues_with_the_next_epoch():
-    bus, seen = Bus(), []
-    bus.on("before_train_iter", lambda e: seen.append((e.progress.epoch, e.batch_idx, e.progress.iter)))
-    job = Job(bus)
-    job.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=1), job.trainer.terminate)
-    job.trainer.run(batches(2), max_epochs=2)
-    job.trainer.run(batches(2), max_epochs=2)
-    assert seen == [(0, 0, 0), (1, 0, 1), (1, 1, 2)]
-
-
-# ---------------------------------------------------------------------------------------------------------------- our hooks
+    job.trainer.run(batches(2), max_epochs=3)
+    assert seen == [(*divmod(place, 2), index) for index, place in enumerate(places)]

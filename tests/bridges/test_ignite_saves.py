@@ -1,9 +1,6 @@
 """``TrainbusSaver``, the save handler for Ignite's ``Checkpoint``, with and without a bus; checkpoints that hooks request."""
 
-import errno
 import logging
-import os
-import threading
 
 import pytest
 import torch
@@ -17,8 +14,6 @@ from ignite.handlers import Checkpoint
 from ignite.metrics import Accuracy
 
 from eventloop import Bus
-from eventloop.errors import CheckpointError
-from hooks import CheckpointHook
 from trainbus import TrainbusSaver
 
 from ..scripts import run_script
@@ -50,31 +45,6 @@ class Job:
         return sorted(each.name for each in self.directory.iterdir())
 
 
-class Disk:
-    """Holds up the renaming of complete files until it is let go, and can fail it."""
-
-    def __init__(self, monkeypatch):
-        self.go = threading.Event()
-        self.held = threading.Event()
-        self.fails = lambda name: False
-        self._replace = os.replace
-        monkeypatch.setattr(os, "replace", self.replace)
-
-    def replace(self, source, target):
-        self.held.set()
-        assert self.go.wait(30)
-        if self.fails(os.path.basename(target)):  # noqa: PTH119
-            raise OSError(errno.EIO, "broken disk")
-        self._replace(source, target)
-
-
-@pytest.fixture
-def disk(monkeypatch):
-    made = Disk(monkeypatch)
-    yield made
-    made.go.set()
-
-
 def files(*numbers):
     return [f"checkpoint_{number}.pt" for number in numbers]
 
@@ -98,8 +68,7 @@ def test_the_files_are_those_of_the_handler_that_ignite_has(tmp_path):
 
 
 def test_a_file_saved_again_under_its_name_stays(tmp_path):
-    job = Job(tmp_path, n_saved=1, filename_pattern="last.pt").run(3)
-    assert job.names == ["last.pt"]
+    Job(tmp_path, n_saved=1, filename_pattern="last.pt").run(3)
     assert torch.load(tmp_path / "last.pt", weights_only=True)["trainer"]["iteration"] == 6
 
 
@@ -180,8 +149,7 @@ class Attached(Job):
         super().__init__(directory, when=Events.EPOCH_COMPLETED(event_filter=lambda *_: False))
         self.bus, self.told = Bus(), []
         self.bus.add(*hooks)
-        self.bus.on("checkpoint_committed", lambda event: self.told.append(("committed", event.path, event.bytes)))
-        self.bus.on("checkpoint_failed", lambda event: self.told.append(("failed", event.path, event.error)))
+        self.bus.on("checkpoint_committed", lambda event: self.told.append((event.path, event.bytes)))
         self.bridge = self.bus.attach(self.trainer)
         if late:  # else the bus was attached to a trainer that waits already
             self.saver = TrainbusSaver(directory, self.trainer, require_empty=False)
@@ -193,31 +161,7 @@ class Attached(Job):
 @pytest.mark.parametrize("late", [False, True])
 def test_a_bus_hears_of_each_file_when_it_is_durable(tmp_path, late):
     job = Attached(tmp_path, late=late, n_saved=None).run(2)
-    expected = [("committed", str(tmp_path / name), (tmp_path / name).stat().st_size) for name in files(2, 4)]
-    assert job.told == expected
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_a_bus_hears_of_files_that_failed(tmp_path, disk, late):
-    disk.go.set()
-    disk.fails = lambda name: True
-    job = Attached(tmp_path, late=late)
-    with pytest.raises(CheckpointError, match="broken disk"):
-        job.run(1)
-    assert [(what, path) for what, path, _ in job.told] == [("failed", str(tmp_path / "checkpoint_2.pt"))]
-
-
-def test_a_requested_file_that_failed_is_told_by_the_end(tmp_path, disk):
-    disk.go.set()
-    disk.fails = lambda name: name == "epoch_1.pt"
-    trainer = Job(tmp_path / "unused").trainer
-    bus, told = Bus(), []
-    bus.add(CheckpointHook(interval=1))
-    bus.on("checkpoint_failed", lambda event: told.append(event.path))
-    bus.attach(trainer, work_dir=tmp_path)
-    with pytest.raises(CheckpointError, match="broken disk"):
-        trainer.run(batches(2), max_epochs=1)
-    assert told == [str(tmp_path / "epoch_1.pt")]
+    assert job.told == [(str(tmp_path / name), (tmp_path / name).stat().st_size) for name in files(2, 4)]
 
 
 def test_hooks_are_told_no_path_where_ignite_names_the_file_later(tmp_path):

@@ -20,25 +20,8 @@ def names_of(host, table="NAMES"):
 def attach(host, folder):
     """Return the trainer of a host, and a function that attaches a bus to it."""
     pytest.importorskip("lightning.pytorch" if host == "lightning" else host)
-    if host == "lightning":
-        from lightning.pytorch import Trainer
-
-        trainer, options = Trainer(accelerator="cpu", logger=False, default_root_dir=folder), {}
-    elif host == "transformers":
-        from tests.bridges.conformance.transformers import make
-
-        trainer, options = make(folder), {}
-    elif host == "ignite":
-        from ignite.engine import create_supervised_trainer
-
-        model = torch.nn.Linear(1, 1)
-        trainer = create_supervised_trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.MSELoss())
-        options = {}
-    else:
-        from accelerate import Accelerator
-
-        trainer, options = Accelerator(cpu=True, project_dir=folder), {"checkpoints": True}
-    return trainer, lambda: Bus().attach(trainer, **options)
+    trainer = importlib.import_module(f"tests.bridges.conformance.{host}").Job(folder, every=4).trainer
+    return trainer, lambda: Bus().attach(trainer, **{"checkpoints": True} if host == "accelerate" else {})
 
 
 def take_away(monkeypatch, path, **roots):

@@ -355,8 +355,7 @@ def test_a_hook_that_steps_what_the_trainer_steps_is_refused(tmp_path):
 
 def test_two_handlers_of_one_signal_are_refused(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
-    bus = Bus()
-    bus.add(PreemptionHook())
+    bus = Bus(PreemptionHook())
     try:
         with pytest.raises(ConfigurationError, match="enable_jit_checkpoint=True handles SIGTERM"):
             make(tmp_path, bus, enable_jit_checkpoint=True).train()

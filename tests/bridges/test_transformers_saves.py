@@ -35,8 +35,7 @@ def test_the_trainers_own_checkpoints_hold_the_bus_and_are_removed_by_the_traine
 def test_a_folder_of_another_program_is_not_replaced(tmp_path):
     (tmp_path / "epoch_1").mkdir()
     (tmp_path / "epoch_1" / "mine").write_text("")
-    bus = Bus()
-    bus.add(CheckpointHook(interval=1))
+    bus = Bus(CheckpointHook(interval=1))
     with pytest.raises(CheckpointError, match="epoch_1"):
         make(tmp_path, bus).train()
     assert [path.name for path in tmp_path.iterdir()] == ["epoch_1"]
@@ -140,8 +139,7 @@ def trained(tmp_path_factory):
 
 
 def test_true_resumes_from_the_newest_folder_also_from_one_that_a_hook_has_named(tmp_path):
-    bus = Bus()
-    bus.add(CheckpointHook(interval=1, max_keep_ckpts=1))
+    bus = Bus(CheckpointHook(interval=1, max_keep_ckpts=1))
     make(tmp_path, bus, save_strategy="steps", save_steps=5).train()
     (tmp_path / "checkpoint-99").mkdir()  # the process was killed before it was complete
     bus, begun = Bus(), []

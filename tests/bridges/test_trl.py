@@ -66,8 +66,7 @@ def test_a_trainer_of_trl_publishes_saves_beside_the_training_and_keeps_its_weig
     transformers.logging.set_verbosity_error()
     alone = make(tmp_path / "alone")
     alone.train()
-    bus, losses, told = Bus(), [], []
-    bus.add(EMAHook(momentum=0.1))
+    bus, losses, told = Bus(EMAHook(momentum=0.1)), [], []
     names = heard(bus)
     bus.on("after_train_iter", lambda event: losses.append(float(event.outputs["loss"])))
     bus.on("checkpoint_committed", lambda event: told.append(event.path))

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -14,6 +15,20 @@ from eventloop import Bus
 
 SIZE = 2
 """Samples in a batch."""
+
+
+WARNINGS = [
+    pytest.mark.filterwarnings(f"ignore:{message}")
+    for message in (
+        ".*does not have many workers",
+        "You defined a `validation_step` but have no",
+        ".*treespec",
+        ".*You're resuming from a checkpoint that ended before the epoch ended",
+        "Checkpoint directory .* exists and is not empty",
+        ".*callbacks used to create the checkpoint need to be provided",
+    )
+]
+"""Those of Lightning about jobs as small as these."""
 
 
 class Net(nn.Module):
