@@ -153,28 +153,17 @@ class TwoPriorities(Recorder):
     def after_train_iter(self, event): ...
 
 
-def priorities(bus: Bus) -> dict[str, int]:
-    return {one.mount_point: one.priority for one in bus.subscriptions}
-
-
-def test_the_priority_of_a_method_goes_before_that_of_its_hook():
-    bus = Bus()
-    bus.add(TwoPriorities())
-    assert priorities(bus) == {"after_run": 70, "after_train_iter": 5}
-
-
-def test_the_priority_given_to_add_goes_before_both():
-    bus = Bus()
-    bus.add(TwoPriorities(), priority=33)
-    assert priorities(bus) == {"after_run": 33, "after_train_iter": 33}
-
-
-def test_the_priority_of_an_object_goes_before_that_of_its_class():
-    hook = TwoPriorities()
-    hook.priority = 81
-    bus = Bus()
-    bus.add(hook)
-    assert priorities(bus)["after_run"] == 81
+def test_the_priority_of_add_goes_before_that_of_a_method_of_an_object_and_of_a_class():
+    own = TwoPriorities()
+    own.priority = 81
+    for hook, given, found in (
+        (TwoPriorities(), None, {"after_run": 70, "after_train_iter": 5}),
+        (own, None, {"after_run": 81, "after_train_iter": 5}),
+        (TwoPriorities(), 33, {"after_run": 33, "after_train_iter": 33}),
+    ):
+        bus = Bus()
+        bus.add(hook, priority=given)
+        assert {one.mount_point: one.priority for one in bus.subscriptions} == found
 
 
 def test_mount_sets_filters_and_name_of_a_method():
@@ -263,15 +252,9 @@ def test_a_method_mounted_at_several_points_has_one_lane_in_order():
     (subscription,) = bus.subscriptions
     assert subscription.mount_points == ("after_train_iter", "before_train_epoch", "after_epoch")
     assert subscription.stats.delivered == len(order)
-
-
-def test_a_method_mounted_at_several_points_is_listed_and_cancelled_at_all():
-    bus, diary = Bus(), Diary()
-    bus.add(diary)
     assert [row.mount_point for row in bus.describe().rows] == [
         "before_train_epoch", "after_train_iter", "after_train_epoch", "after_val_epoch", "after_test_epoch"
     ]  # fmt: skip
-    assert bus.wants(AfterTrainIter)
     bus.off(diary)
     assert not any(bus.wants(event) for event in (AfterTrainIter, BeforeTrainEpoch, AfterTrainEpoch))
 
@@ -304,19 +287,14 @@ class Sparing(Hook):
 
 
 def test_methods_that_a_hook_calls_unused_are_not_subscribed():
-    bus = Bus()
-    bus.add(Sparing("before_train_iter"))
-    assert bus.wants("after_train_iter")
-    assert not bus.wants("before_train_iter")
-
-
-def test_unused_may_return_one_name():
     class One(Sparing):
         def unused(self):
-            return "after_train_iter"
+            return "before_train_iter"
 
-    bus = Bus(One())
-    assert "after_train_iter" not in [name for each in bus.subscriptions for name in each.mount_points]
+    for hook in (Sparing("before_train_iter"), One()):
+        bus = Bus(hook)
+        assert bus.wants("after_train_iter")
+        assert not bus.wants("before_train_iter")
 
 
 class Empty(Hook):

@@ -92,7 +92,7 @@ def test_a_stored_bound_publish_uses_new_subscriptions():
         publish(AfterRun(progress=P))
 
 
-@pytest.mark.parametrize("options", [{}, {"every": 2}, {"when": bool}, {"every_seconds": 1e-9}])
+@pytest.mark.parametrize("options", [{}, {"every": 8, "on_error": "raise"}, {"when": bool}, {"every_seconds": 1e-9}])
 @pytest.mark.parametrize("timing", [False, True])
 def test_an_error_is_noted_and_leads_to_the_users_line(options, timing):
     error = KeyError("mine")
@@ -106,7 +106,7 @@ def test_an_error_is_noted_and_leads_to_the_users_line(options, timing):
     bus = Bus(timing=timing)
     bus.on("after_train_iter", recorder(calls, "before"), every=4)
     bus.on("after_train_iter", broken, **options)
-    bus.on("after_train_iter", recorder(calls, "behind"))
+    bus.on("after_train_iter", recorder(calls, "behind"), on_error="log")
     warm(bus)
     calls.clear()
     failing.append(True)
@@ -244,16 +244,25 @@ def test_publish_may_be_patched_on_a_bus_and_back_again(monkeypatch):
 
 
 @pytest.mark.parametrize("opened", [False, True])
-def test_a_dropped_bus_is_collected(opened):
+@pytest.mark.parametrize("timing", [False, True])
+def test_a_dropped_bus_is_collected(opened, timing):
     class Model: ...
 
     def use() -> list[weakref.ref]:
-        model, bus = Model(), Bus()
+        model, bus = Model(), Bus(timing=timing)
         bus.on("after_train_iter", lambda event: (model, bus))
         if opened:
+            bus.on("after_train_iter", lambda event: (model, bus), offload="thread")
+
+            @bus.on("after_train_iter")
+            async def handler(event, held=(model, bus)): ...
+
             with bus:
                 warm(bus)
-        warm(bus)
+        else:
+            warm(bus)
+        if timing:
+            bus.costs()
         return [weakref.ref(model), weakref.ref(bus)]
 
     left = use()

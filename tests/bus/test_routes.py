@@ -1,9 +1,7 @@
 import functools
-import gc
 import linecache
 import pickle
 import time
-import weakref
 
 import pytest
 from structlog.testing import capture_logs
@@ -54,13 +52,9 @@ def test_only_a_handler_with_a_filter_has_a_condition():
     text = lines(bus)
     assert "v = event.progress.iter + 1" in text
     assert [line for line in text if line.startswith("if ")] == ["if v > 3 and (v - 3) % 10 == 0:", "if v in {1, 5}:"]
-
-
-def test_a_predicate_alone_needs_no_count():
-    bus = Bus()
-    bus.on("after_train_iter", print, when=bool)
-    assert "v =" not in bus.explain("after_train_iter")
-    assert "if _when_0(event):" in lines(bus)
+    bus.on("after_run", print, when=bool)
+    assert "v =" not in bus.explain("after_run")
+    assert "if _when_0(event):" in lines(bus, "after_run")
 
 
 def test_the_clock_is_read_only_with_timing():
@@ -143,36 +137,6 @@ def test_a_hook_can_have_any_name(name):
     bus.add(hook := Named())
     bus.publish(EVENT)
     assert hook.calls == [EVENT]
-
-
-def test_the_note_of_a_hook_names_the_hook():
-    class Broken(Hook):
-        def after_run(self, event):
-            raise ValueError
-
-    bus = Bus()
-    bus.add(Broken())
-    with pytest.raises(ValueError) as caught:
-        bus.publish(AfterRun(progress=Progress()))
-    assert "in Broken.after_run (inline" in noted(caught.value)
-
-
-@pytest.mark.parametrize("options", [{}, {"every": 2}, {"when": lambda event: True}, {"every": 8, "on_error": "raise"}])
-def test_the_note_names_the_right_handler_for_multi_line_filters(options):
-    def one(event): ...
-
-    def broken(event):
-        raise ValueError
-
-    def other(event): ...
-
-    bus = Bus(timing=True)
-    bus.on("after_train_iter", one, every=4)
-    bus.on("after_train_iter", broken, **options)
-    bus.on("after_train_iter", other, on_error="log")
-    with pytest.raises(ValueError) as caught:
-        bus.publish(EVENT)
-    assert "in broken (" in noted(caught.value)
 
 
 def test_an_error_in_a_predicate_is_noted_too():
@@ -345,22 +309,3 @@ def test_replaced_routes_are_removed_from_linecache():
         with bus.on("after_train_iter", lambda event: None):
             bus.publish(EVENT)
     assert len({name for name in linecache.cache if name.startswith("<trainbus")} - before) <= 1
-
-
-def test_a_dropped_bus_that_was_open_is_collected():
-    class Model: ...
-
-    def use() -> weakref.ref:
-        model, bus = Model(), Bus()
-        bus.on("after_train_iter", lambda event: (model, bus), offload="thread")
-
-        @bus.on("after_train_iter")
-        async def handler(event, held=(model, bus)): ...
-
-        with bus:
-            bus.publish(EVENT)
-        return weakref.ref(model)
-
-    model = use()
-    gc.collect()
-    assert model() is None

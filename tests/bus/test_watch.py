@@ -85,29 +85,22 @@ def test_forward_and_backward_are_published_in_order_by_qualified_name(bus, mode
     ]
 
 
-def test_a_forward_event_has_module_inputs_keywords_and_outputs(bus, model, inputs):
+def test_events_have_module_inputs_keywords_outputs_and_the_gradients_of_autograd(bus, model, inputs):
     events = []
-    bus.on("before_module_forward", events.append)
-    bus.on("after_module_forward", events.append)
+    for mount_point in (*FORWARD, *BACKWARD):
+        bus.on(mount_point, events.append)
     bus.watch(model, "encoder")
-    model(inputs)
-    before, after = events
-    assert before.module is after.module is model.encoder
-    assert before.inputs[0] is after.inputs[0] is inputs
-    assert before.kwargs == after.kwargs == {"scale": 2.0}
-    assert torch.equal(after.outputs, model.encoder(inputs, scale=2.0))
-
-
-def test_a_backward_event_has_the_gradients_that_autograd_computes(bus, model, inputs):
-    events = []
-    bus.on("before_module_backward", events.append)
-    bus.on("after_module_backward", events.append)
-    bus.watch(model, "head")
     model(inputs).sum().backward()
-    before, after = events
-    assert torch.equal(before.grad_outputs[0], torch.ones(5, 2))
-    assert torch.equal(after.grad_outputs[0], torch.ones(5, 2))
-    assert torch.allclose(after.grad_inputs[0], model.head.weight.sum(0).expand(5, 4))
+    before, after, above, below = events
+    assert before.module is after.module is model.encoder
+    assert before.inputs[0] is inputs
+    assert torch.equal(after.inputs[0], inputs)
+    assert before.kwargs == after.kwargs == {"scale": 2.0}
+    bus.off(events.append)
+    assert torch.equal(after.outputs, model.encoder(inputs, scale=2.0))
+    for event in (above, below):
+        assert torch.allclose(event.grad_outputs[0], model.head.weight.sum(0).expand(5, 4))
+    assert torch.allclose(below.grad_inputs[0], inputs.grad)
 
 
 def test_watching_changes_neither_outputs_nor_gradients(bus, model, inputs, heard):
@@ -238,29 +231,19 @@ def test_names_are_those_without_wrappers(bus, model):
     assert bus.watch(wrapped, "encoder.*").names == ("encoder.layers.0", "encoder.layers.1")
 
 
-def test_an_error_of_a_handler_names_handler_mount_point_and_module(bus, model, inputs):
+@pytest.mark.parametrize("mount_point", ["after_module_forward", "before_module_backward"])
+def test_an_error_of_a_handler_names_handler_mount_point_and_module(bus, model, inputs, mount_point):
     def broken(event):
         raise ValueError("no")
 
-    bus.on("after_module_forward", broken)
-    bus.watch(model, "head")
-    with pytest.raises(ValueError, match="no") as caught:
-        model(inputs)
-    notes = "\n".join(caught.value.__notes__)
-    assert "in broken (inline, priority 50" in notes
-    assert "at after_module_forward" in notes
-    assert "published by the watched module 'head' (Linear)" in notes
-
-
-def test_an_error_in_the_backward_pass_keeps_its_type_and_notes(bus, model, inputs):
-    def broken(event):
-        raise ValueError("no")
-
-    bus.on("before_module_backward", broken)
+    bus.on(mount_point, broken)
     bus.watch(model, "head")
     with pytest.raises(ValueError, match="no") as caught:
         model(inputs).sum().backward()
-    assert "published by the watched module 'head' (Linear)" in caught.value.__notes__
+    notes = "\n".join(caught.value.__notes__)
+    assert "in broken (inline, priority 50" in notes
+    assert f"at {mount_point}" in notes
+    assert "published by the watched module 'head' (Linear)" in notes
 
 
 def test_an_offloaded_handler_gets_captured_copies_and_no_live_fields(bus, model, inputs):
