@@ -1,5 +1,6 @@
-"""Tests wait for conditions, never for times."""
+"""Tests wait for conditions, and for threads, never for times."""
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -10,3 +11,12 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition does not come about"
         time.sleep(0.005)
+
+
+def on_threads(function: Callable[..., object], *arguments: object) -> None:
+    """Call a function with each argument at the same time, on a thread each, to the end of all."""
+    threads = [threading.Thread(target=function, args=(one,)) for one in arguments]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()

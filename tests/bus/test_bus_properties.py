@@ -1,6 +1,5 @@
 """Random subscriptions, cancels, failures and publishers against a simple model of what must arrive in which order."""
 
-import threading
 from dataclasses import dataclass, field
 
 import anyio
@@ -11,6 +10,8 @@ from structlog.testing import capture_logs
 from eventloop import Bus, Progress
 from eventloop.errors import LaneClosedError
 from eventloop.events import AfterTrainIter
+
+from ..waiting import on_threads
 
 MODES = ["inline", "async", "thread"]
 FULL = ["block", "drop_old", "drop_new", "latest"]
@@ -174,11 +175,7 @@ def test_from_several_threads_counts_add_up_and_the_order_of_each_thread_is_kept
             assert stats.published == stats.delivered + stats.failed + stats.dropped + stats.pending
 
     with capture_logs(), bus:
-        threads = [threading.Thread(target=publish, args=(n,)) for n in range(publishers)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        on_threads(publish, *range(publishers))
     stats = subscription.stats
     assert stats.published == publishers * events
     assert stats.published == stats.delivered + stats.failed + stats.dropped

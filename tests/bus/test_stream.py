@@ -13,6 +13,8 @@ import torch
 from eventloop import Bus, BusStateError, Event, LiveFieldError, Progress, SubscribeError
 from eventloop.events import AfterTrainIter, CheckpointCommitted
 
+from ..handlers import iteration, publish_all
+
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_blocking")]
 
 
@@ -26,16 +28,11 @@ async def iters(stream) -> list[int]:
         return [event.progress.iter async for event in stream]
 
 
-def iteration(i: int, **fields) -> AfterTrainIter:
-    return AfterTrainIter(progress=Progress(iter=i), batch_idx=i, **fields)
-
-
 async def test_a_stream_yields_filtered_events_and_ends_when_the_bus_closes():
     bus = Bus()
     async with bus:
         stream = bus.stream("after_train_iter", every=10)
-        for i in range(30):
-            bus.publish(iteration(i))
+        publish_all(bus, range(30))
     assert [event.batch_idx async for event in stream] == [9, 19, 29]
     assert bus.subscriptions == ()
 
@@ -96,16 +93,14 @@ async def test_it_ends_where_the_bus_closes_just_then():
 async def test_a_reader_in_another_task_gets_events_of_another_thread_which_waits_for_it(replay):
     bus = Bus()
     bus.keep("after_train_iter", last=2)
-    for i in range(replay):
-        bus.publish(iteration(i))
+    publish_all(bus, range(replay))
     heard = []
 
     async def read(stream) -> None:
         heard.extend(await iters(stream))
 
     def publish() -> None:
-        for i in range(replay, 200):
-            bus.publish(iteration(i))
+        publish_all(bus, range(replay, 200))
 
     async with anyio.create_task_group() as group, bus:
         group.start_soon(read, bus.stream(AfterTrainIter, replay=replay, queue=5, full="block"))
@@ -194,8 +189,7 @@ async def test_a_late_stream_begins_with_the_last_events():
     bus = Bus()
     bus.keep("after_train_iter", "checkpoint_committed", last=3)
     async with bus:
-        for i in range(5):
-            bus.publish(iteration(i))
+        publish_all(bus, range(5))
         bus.publish(committed(5))
         late = bus.stream("after_train_iter", "checkpoint_committed", replay=3)
         two = bus.stream("checkpoint_committed", "after_train_iter", replay=2)
@@ -213,11 +207,9 @@ async def test_without_keep_events_are_kept_from_the_first_stream_to_the_last():
     async with bus:
         bus.publish(iteration(0))
         first = bus.stream("after_train_iter", replay=2)
-        for i in (1, 2, 3):
-            bus.publish(iteration(i))
+        publish_all(bus, (1, 2, 3))
         second = bus.stream("after_train_iter", replay=5)  # from now on five are kept
-        for i in (4, 5, 6):
-            bus.publish(iteration(i))
+        publish_all(bus, (4, 5, 6))
         third = bus.stream("after_train_iter", replay=5)
         heard = [[(await anext(stream)).progress.iter for _ in range(n)] for stream, n in ((first, 6), (second, 5), (third, 5))]
         assert heard == [[1, 2, 3, 4, 5, 6], [2, 3, 4, 5, 6], [2, 3, 4, 5, 6]]
@@ -236,8 +228,7 @@ async def test_a_stream_on_a_bus_that_has_closed_replays_and_ends():
     bus.keep("after_train_iter", last=2)
     async with bus:
         early = bus.stream("after_train_iter", replay=2)
-        for i in range(3):
-            bus.publish(iteration(i))
+        publish_all(bus, range(3))
     assert await iters(early) == [0, 1, 2]
     for _ in range(2):
         assert await iters(bus.stream("after_train_iter", replay=2)) == [1, 2]
@@ -297,8 +288,7 @@ async def test_what_is_kept_has_passed_the_filter_and_the_capture():
 async def test_streams_with_other_options_have_a_history_of_their_own(other):
     bus = Bus()
     bus.keep("after_train_iter", every=2)
-    for i in range(6):
-        bus.publish(iteration(i))
+    publish_all(bus, range(6))
     stream = bus.stream("after_train_iter", replay=10, **other)
     assert stream.stats.pending == 0
     async with bus:
@@ -350,11 +340,9 @@ async def test_a_slow_reader_misses_events_replayed_or_not_and_blocks_no_publish
     bus = Bus()
     bus.keep("after_train_iter", last=3)
     async with bus:
-        for i in range(6):
-            bus.publish(iteration(i))
+        publish_all(bus, range(6))
         stream = bus.stream("after_train_iter", replay=replay, queue=3, **options)
-        for i in range(6, 10):
-            bus.publish(iteration(i))
+        publish_all(bus, range(6, 10))
         published = replay + 4
         assert (stream.stats.published, stream.stats.dropped) == (published, published - len(kept))
     assert await iters(stream) == kept

@@ -15,7 +15,7 @@ from eventloop.errors import LaneClosedError
 from eventloop.events import AfterRun, BeforeRun
 from eventloop.offload import DrainReport
 
-from .handlers import iteration
+from ..handlers import iteration, publish_all
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_blocking")]
 
@@ -53,8 +53,7 @@ async def test_async_handlers_run_in_the_hosts_loop_and_blocking_ones_on_threads
     bus.on("after_train_iter", lambda e: heard.append(("thread", threading.get_ident() == host, e.batch_idx)), offload="thread")
     async with bus:
         assert bus.state == "open"
-        for i in range(50):
-            bus.publish(iteration(i))
+        publish_all(bus, range(50))
     assert bus.state == "idle"
     assert [entry for entry in heard if entry[0] == "task"] == [("task", True, i) for i in range(50)]
     assert [entry for entry in heard if entry[0] == "thread"] == [("thread", False, i) for i in range(50)]
@@ -69,8 +68,7 @@ async def test_events_published_by_other_threads_arrive():
         heard.append(event.batch_idx)
 
     def publish(start: int) -> None:
-        for i in range(start, start + 100):
-            bus.publish(iteration(i))
+        publish_all(bus, range(start, start + 100))
 
     async with bus, anyio.create_task_group() as group:
         for n in range(3):
@@ -87,8 +85,7 @@ async def test_the_host_ticks_on_while_the_bus_closes():
     async with anyio.create_task_group() as group:
         group.start_soon(ticking, ticks)
         async with bus:
-            for i in range(10):
-                bus.publish(iteration(i))
+            publish_all(bus, range(10))
             before = len(ticks)
         assert len(ticks) > before + 5
         group.cancel_scope.cancel()
@@ -146,8 +143,7 @@ async def test_adrain_reports_without_blocking_the_host():
 
     async with anyio.create_task_group() as group, bus:
         group.start_soon(ticking, ticks)
-        for i in range(10):
-            bus.publish(iteration(i))
+        publish_all(bus, range(10))
         with capture_logs():
             assert await bus.adrain() == DrainReport(delivered=9, failed=1)
         assert ticks
@@ -329,8 +325,7 @@ async def test_a_block_left_by_an_exception_or_a_cancellation_delivers_what_was_
 
     with anyio.CancelScope() as scope, nullcontext() if cancelled else pytest.raises(ZeroDivisionError):
         async with bus:
-            for i in range(5):
-                bus.publish(iteration(i))
+            publish_all(bus, range(5))
             if not cancelled:
                 raise ZeroDivisionError
             scope.cancel()

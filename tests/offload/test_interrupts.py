@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import sys
 import threading
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from eventloop import Bus, Progress
 from eventloop.events import AfterTrainIter
 from eventloop.offload import Runtime
 
+from ..strikes import strikes_at
 from . import workers
 
 STRIKES = 2000
@@ -91,30 +91,12 @@ def test_an_interrupt_at_any_line_of_starting_threads_leaks_and_loses_nothing(no
 
 
 def strikes_while_it_opens(bus: Bus, at: int) -> bool:
-    """Raise KeyboardInterrupt at the n-th line of what starts threads, from 0; False if there are not so many."""
     # No function with a lock: where a trace function raises as `with` ends, unlike Ctrl-C, the lock is not released.
     names = {"serve", "_start", "start"}
     ours = str(Path(eventloop.__file__).parent)
-    lines = 0
-
-    def trace(frame, event, _):
-        nonlocal lines
-        if event == "line" and frame.f_code.co_name in names and frame.f_code.co_filename.startswith(ours):
-            lines += 1
-            if lines > at:
-                raise KeyboardInterrupt  # which ends the tracing
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        bus.open()
-    except KeyboardInterrupt:
-        assert bus.state == "idle"
-        return True
-    finally:
-        sys.settrace(before)
-    return False
+    struck = strikes_at(at, bus.open, lambda frame: frame.f_code.co_name in names and frame.f_code.co_filename.startswith(ours))
+    assert bus.state == ("idle" if struck else "open")
+    return struck
 
 
 @pytest.mark.parametrize("after", [False, True])

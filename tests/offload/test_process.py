@@ -16,7 +16,7 @@ from eventloop.offload import process
 
 from . import workers
 
-pytestmark = pytest.mark.usefixtures("no_worker_is_left")
+pytestmark = pytest.mark.usefixtures("no_worker_is_left", "quick_workers")
 
 
 def deed(name: str, i: int = 0) -> AfterTrainIter:
@@ -33,19 +33,6 @@ def error_of(deed_name: str, **options) -> tuple[Exception, Bus]:
 
 
 # ------------------------------------------------------------------------------------------------------------ spawned
-
-
-def test_a_spawned_worker_gets_events_in_order_and_a_clean_exit_delivers_all_of_them(tmp_path):
-    bus = Bus()
-    subscription = bus.on(workers.Told, workers.note_down, offload="process")
-    with bus:
-        for i in range(50):
-            bus.publish(workers.Told(what=str(i), out=str(tmp_path / "out")))
-    lines = [line.split() for line in (tmp_path / "out").read_text().splitlines()]
-    assert [int(what) for what, _ in lines] == list(range(50))
-    assert {int(pid) for _, pid in lines} != {os.getpid()}
-    assert len({pid for _, pid in lines}) == 1
-    assert subscription.stats.delivered == 50
 
 
 SCRIPT = """
@@ -108,15 +95,10 @@ def test_a_script_without_a_main_guard_is_an_error_with_advice(tmp_path):
     assert 'must start its work under `if __name__ == "__main__":`' in done.stderr
 
 
-# ------------------------------------------------------------------------------------- from here on of a fork server
+# ---------------------------------------------------------------------------------------------- of a fork server
 
 
-@pytest.fixture
-def quick(quick_workers):
-    """For tests of what happens once a worker is there."""
-
-
-def test_captured_tensors_arrive_as_they_were_and_are_the_handlers_own(quick):
+def test_captured_tensors_arrive_as_they_were_and_are_the_handlers_own():
     bus = Bus()
     subscription = bus.on("after_run", workers.check_values, offload="process", capture=lambda event: event.run)
     with bus:
@@ -125,7 +107,7 @@ def test_captured_tensors_arrive_as_they_were_and_are_the_handlers_own(quick):
     assert subscription.stats.delivered == 3
 
 
-def test_an_error_in_the_worker_keeps_type_message_and_traceback(quick):
+def test_an_error_in_the_worker_keeps_type_message_and_traceback():
     error = error_of("raise")
     assert type(error) is ZeroDivisionError
     assert str(error) == "in the worker"
@@ -135,7 +117,7 @@ def test_an_error_in_the_worker_keeps_type_message_and_traceback(quick):
     assert "in the offloaded (process) handler act of after_train_iter" in notes
 
 
-def test_an_unpicklable_error_is_reported_by_name(quick):
+def test_an_unpicklable_error_is_reported_by_name():
     error = error_of("raise something unpicklable")
     assert type(error) is OffloadError
     assert str(error).endswith("workers.UnpicklableError: this and that")
@@ -152,7 +134,7 @@ def test_an_unpicklable_error_is_reported_by_name(quick):
         ("hang", HandlerTimeoutError, "timeout=0.3 s"),
     ],
 )
-def test_a_worker_that_dies_or_hangs_is_reported_replaced_and_its_event_counted_as_failed(quick, how, error, named):
+def test_a_worker_that_dies_or_hangs_is_reported_replaced_and_its_event_counted_as_failed(how, error, named):
     bus = Bus()
     options = {"timeout": 0.3} if how == "hang" else {}
     subscription = bus.on("after_train_iter", workers.act, offload="process", on_error="log", **options)
@@ -167,7 +149,7 @@ def test_a_worker_that_dies_or_hangs_is_reported_replaced_and_its_event_counted_
     assert named in str(found)
 
 
-def test_a_batch_fails_as_a_whole_with_its_worker(quick):
+def test_a_batch_fails_as_a_whole_with_its_worker():
     bus = Bus()
     subscription = bus.on("after_train_iter", workers.act_on_all, offload="process", batch=4, on_error="log")
     with capture_logs(), bus:
@@ -179,7 +161,7 @@ def test_a_batch_fails_as_a_whole_with_its_worker(quick):
     assert stats.delivered == 40 - stats.failed
 
 
-def test_an_exit_by_exception_kills_a_worker_at_work(quick):
+def test_an_exit_by_exception_kills_a_worker_at_work():
     bus = Bus(abort_timeout=0.05)
     subscription = bus.on("after_train_iter", workers.act, offload="process")
     began = time.monotonic()
@@ -192,7 +174,7 @@ def test_an_exit_by_exception_kills_a_worker_at_work(quick):
     assert stats.published == stats.failed + stats.dropped == 3
 
 
-def test_disable_after_retires_the_handler_and_drops_pending_events(quick):
+def test_disable_after_retires_the_handler_and_drops_pending_events():
     bus = Bus()
     subscription = bus.on("after_train_iter", workers.act, offload="process", disable_after=2)
     with capture_logs() as logs, bus:
@@ -205,7 +187,7 @@ def test_disable_after_retires_the_handler_and_drops_pending_events(quick):
     assert [entry["event"] for entry in logs].count("handler retired") == 1
 
 
-def test_a_cancelled_handler_gets_earlier_events_before_its_worker_ends(quick):
+def test_a_cancelled_handler_gets_earlier_events_before_its_worker_ends():
     bus = Bus()
     with bus:
         with bus.on("after_train_iter", workers.act, offload="process") as subscription:
@@ -220,7 +202,7 @@ def test_a_cancelled_handler_gets_earlier_events_before_its_worker_ends(quick):
     assert subscription.stats.delivered == 10
 
 
-def test_a_bus_that_opens_again_starts_another_worker(quick):
+def test_a_bus_that_opens_again_starts_another_worker():
     bus = Bus()
     subscription = bus.on("after_train_iter", workers.act, offload="process")
     for _ in range(2):
@@ -229,7 +211,7 @@ def test_a_bus_that_opens_again_starts_another_worker(quick):
     assert subscription.stats.delivered == 2
 
 
-def test_signals_for_the_program_do_not_end_a_worker(quick):
+def test_signals_for_the_program_do_not_end_a_worker():
     bus = Bus()
     subscription = bus.on("after_train_iter", workers.act, offload="process")
     with bus:
@@ -242,7 +224,7 @@ def test_signals_for_the_program_do_not_end_a_worker(quick):
     assert subscription.stats.delivered == 2
 
 
-def test_a_missing_handler_is_reported_and_retired_after_three_attempts(quick, monkeypatch):
+def test_a_missing_handler_is_reported_and_retired_after_three_attempts(monkeypatch):
     bus = Bus()
     subscription = bus.on("after_train_iter", workers.not_importable, offload="process", on_error="log")
     monkeypatch.delattr(workers, "not_importable")
@@ -254,7 +236,7 @@ def test_a_missing_handler_is_reported_and_retired_after_three_attempts(quick, m
     assert not subscription.active
 
 
-def test_static_methods_of_hooks_run_in_workers(quick):
+def test_static_methods_of_hooks_run_in_workers():
     bus = Bus()
     bus.add(workers.ProcessHook())
     with bus:
@@ -266,7 +248,7 @@ def test_static_methods_of_hooks_run_in_workers(quick):
     assert bus.subscriptions[0].stats.delivered == 1
 
 
-def test_every_event_is_accounted_for_when_ctrl_c_interrupts_the_publisher(quick, ctrl_c):
+def test_every_event_is_accounted_for_when_ctrl_c_interrupts_the_publisher(ctrl_c):
     bus = Bus()
     subscription = bus.on("after_train_iter", workers.act_on_all, offload="process", linger=0.0001, batch=64, queue=200)
     event = [deed("nothing", i) for i in range(4000)]

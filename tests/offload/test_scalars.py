@@ -10,6 +10,8 @@ from eventloop.events import AfterTrainIter
 from eventloop.offload import scalars
 from eventloop.offload.scalars import DeviceStack, ScalarTaker
 
+from ..waiting import on_threads
+
 P = Progress()
 
 
@@ -44,11 +46,7 @@ def test_publishers_on_several_threads_have_separate_values():
         for n in range(start, start + 500):
             taken[n] = taker.take({"n": torch.tensor(float(n)), "again": n})
 
-    threads = [threading.Thread(target=publish, args=(start,)) for start in range(0, 2000, 500)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(publish, *range(0, 2000, 500))
     assert all(read(one) == {"n": n, "again": n} for n, one in taken.items())
 
 
@@ -123,11 +121,7 @@ def test_consumers_on_several_threads_read_the_right_rows(fetches):
         for n in range(start, 400, 4):
             found[n] = stacks[n].tolist()
 
-    threads = [threading.Thread(target=consume, args=(start,)) for start in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(consume, *range(4))
     assert found == {n: [float(n)] for n in range(400)}
 
 

@@ -12,7 +12,8 @@ from eventloop.events import AfterRun, BeforeRun
 from eventloop.offload import Owned, sized, snapshot
 from eventloop.offload.snapshot import nbytes
 
-from . import handlers
+from .. import handlers
+from ..handlers import publish_all
 
 KB = torch.zeros(250)  # 1000 bytes
 
@@ -40,8 +41,7 @@ def test_bytes_count_until_the_handler_is_done():
     bus = Bus()
     subscription, _, started, release = held(bus)
     with bus:
-        for i in range(3):
-            bus.publish(numbered(i))
+        publish_all(bus, range(3), numbered)
         started.wait()
         assert subscription.stats.bytes == 3000
         assert bus.stats()[subscription].bytes == 3000
@@ -142,8 +142,7 @@ def test_failed_and_abandoned_values_release_their_bytes():
         raise ValueError
 
     with capture_logs(), pytest.raises(KeyError), bus:
-        for i in range(5):
-            bus.publish(numbered(i))
+        publish_all(bus, range(5), numbered)
         started.wait()
         threading.Timer(0.1, release.set).start()
         raise KeyError

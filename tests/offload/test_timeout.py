@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from eventloop import Bus, HandlerTimeoutError
 
-from .handlers import iteration
+from ..handlers import iteration, publish_all
 
 
 @pytest.fixture
@@ -52,8 +52,7 @@ def test_a_handler_that_hangs_is_cancelled_or_abandoned_and_reported_once_and_th
     bus = Bus(backend=library)
     subscription, finished = hanging(bus, kind, {1}, release, timeout=0.3, on_error="log")
     with capture_logs() as logs, bus:
-        for i in range(3):
-            bus.publish(iteration(i))
+        publish_all(bus, range(3))
         bus.drain()
         assert finished == [0, 2]
         release.set()  # the abandoned thread ends now, without a report
@@ -69,8 +68,7 @@ def test_a_hanging_batch_fails_as_a_whole(kind, release):
     bus = Bus()
     subscription, _ = hanging(bus, kind, {0}, release, timeout=0.3, on_error="log", batch=8, linger=0)
     with capture_logs(), bus:
-        for i in range(20):
-            bus.publish(iteration(i))
+        publish_all(bus, range(20))
     stats = subscription.stats
     assert 1 <= stats.failed <= 8
     assert stats.delivered == 20 - stats.failed
@@ -123,8 +121,7 @@ def test_after_three_abandoned_threads_the_handler_is_retired_and_pending_events
     bus = Bus()
     subscription, finished = hanging(bus, "thread", set(range(100)), release, timeout=0.05, on_error="log")
     with capture_logs() as logs, bus:
-        for i in range(10):
-            bus.publish(iteration(i))
+        publish_all(bus, range(10))
         bus.drain()
         assert not subscription.active
         bus.publish(iteration(10))
@@ -138,8 +135,7 @@ def test_an_async_handler_is_not_retired_for_timeouts(release):
     bus = Bus()
     subscription, _ = hanging(bus, "async", set(range(5)), release, timeout=0.02, on_error="log")
     with capture_logs(), bus:
-        for i in range(6):
-            bus.publish(iteration(i))
+        publish_all(bus, range(6))
     assert subscription.stats.failed == 5
     assert subscription.stats.delivered == 1
 

@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import torch
 
@@ -19,7 +18,6 @@ class Told(Event, kw_only=True):
     """An event of a module that only the handlers' side declares."""
 
     what: str
-    out: str = ""
 
 
 class UnpicklableError(Exception):
@@ -61,11 +59,6 @@ def do(number: int) -> None:
             time.sleep(600)
         case "leave":
             sys.exit(5)
-
-
-def note_down(event: Told) -> None:
-    with Path(event.out).open("a") as file:
-        file.write(f"{event.what} {os.getpid()}\n")
 
 
 def check_values(values: dict) -> None:

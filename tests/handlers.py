@@ -1,16 +1,22 @@
 """Events with numbers, and handlers that wait until they are released."""
 
 import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import anyio
 
-from eventloop import Bus, Progress
+from eventloop import Bus, Event, Progress
 from eventloop.events import AfterTrainIter
 
 
 def iteration(i: int, **fields: Any) -> AfterTrainIter:
     return AfterTrainIter(progress=Progress(iter=i), batch_idx=i, **fields)
+
+
+def publish_all(bus: Bus, numbers: Iterable[int], event: Callable[[int], Event] = iteration) -> None:
+    for number in numbers:
+        bus.publish(event(number))
 
 
 def held(bus: Bus, kind: str = "thread", *, event="after_train_iter", number=lambda event: event.batch_idx, **options: Any):

@@ -1,0 +1,28 @@
+"""Ctrl-C at each line of what a test names."""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+
+def strikes_at(at: int, call: Callable[[], object], counts: Callable[[FrameType], bool]) -> bool:
+    """Raise KeyboardInterrupt at the n-th line, from 0, of the frames that count; False if a call has not so many."""
+    lines = 0
+
+    def trace(frame, event, _):
+        nonlocal lines
+        if event == "line" and counts(frame):
+            lines += 1
+            if lines > at:
+                raise KeyboardInterrupt  # which ends the tracing
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
