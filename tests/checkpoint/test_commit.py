@@ -11,65 +11,22 @@ import torch
 from eventloop.checkpoint import TEMPORARY_PREFIX, commit_bytes, link, load, remove, save, stage, verify, write
 from eventloop.errors import CheckpointError
 
-OPERATIONS = ["open", "write", "fsync", "close", "replace"]
-
-
-class Faults:
-    """Counts the file operations under a directory, and makes the n-th one fail."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls: list[str] = []
-        self.fail_at = -1
-        self.error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        for name in [*OPERATIONS, "link", "unlink"]:
-            monkeypatch.setattr(os, name, self._wrap(name, getattr(os, name)))
-        gather(monkeypatch)
-
-    def _wrap(self, name: str, real: Any) -> Any:
-        def operation(*args: Any, **kwargs: Any) -> Any:
-            self.calls.append(name)
-            if len(self.calls) - 1 == self.fail_at:
-                if name == "close":
-                    real(*args, **kwargs)  # a descriptor is gone even when close() reports an error
-                raise self.error
-            return real(*args, **kwargs)
-
-        return operation
-
-    def arm(self, at: int) -> None:
-        self.calls.clear()
-        self.fail_at = at
-
-
-def gather(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Send what ``os.writev`` writes through ``os.write``."""
-    monkeypatch.setattr(os, "writev", lambda descriptor, parts: os.write(descriptor, b"".join(parts)))
-
-
-@pytest.fixture
-def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
-    return Faults(monkeypatch)
+from .faults import fill_up
 
 
 def names(directory: Path) -> list[str]:
     return sorted(each.name for each in directory.iterdir())
 
 
-def count(faults: Faults, action: Any) -> list[str]:
-    faults.arm(-1)
-    action()
-    return list(faults.calls)
-
-
 def test_the_order_is_write_fsync_rename_fsync_directory(tmp_path, faults):
-    calls = count(faults, lambda: save({"w": torch.ones(4)}, tmp_path / "c"))
+    calls = faults.count(lambda: save({"w": torch.ones(4)}, tmp_path / "c"))
     assert [call for call in calls if call != "write"] == ["open", "fsync", "close", "replace", "open", "fsync", "close"]
     assert calls.index("write") < calls.index("fsync")
 
 
 def test_a_failure_of_any_operation_leaves_a_good_checkpoint_and_no_debris(tmp_path, faults):
     path = tmp_path / "c"
-    steps = count(faults, lambda: save({"w": torch.zeros(4)}, path))
+    steps = faults.count(lambda: save({"w": torch.zeros(4)}, path))
     for at, step in enumerate(steps):
         staged = stage({"w": torch.ones(4)})
         faults.arm(at)
@@ -86,7 +43,7 @@ def test_a_failure_of_any_operation_leaves_a_good_checkpoint_and_no_debris(tmp_p
 
 
 def test_a_failure_of_the_first_write_ever_leaves_nothing(tmp_path, faults):
-    steps = count(faults, lambda: commit_bytes(tmp_path / "x", b"abc"))
+    steps = faults.count(lambda: commit_bytes(tmp_path / "x", b"abc"))
     remove(tmp_path / "x")
     for at in range(steps.index("replace") + 1):
         faults.arm(at)
@@ -97,17 +54,7 @@ def test_a_failure_of_the_first_write_ever_leaves_nothing(tmp_path, faults):
 
 def test_a_disk_that_fills_up_in_the_middle_is_reported(tmp_path, monkeypatch):
     save({"w": torch.zeros(4)}, tmp_path / "c")
-    real, room = os.write, [3000]
-
-    def fill_up(descriptor: int, data: Any) -> int:
-        if not room[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written = real(descriptor, data[: room[0]])
-        room[0] -= written
-        return written
-
-    monkeypatch.setattr(os, "write", fill_up)
-    gather(monkeypatch)
+    fill_up(monkeypatch, 3000)
     with pytest.raises(CheckpointError, match="No space left") as caught:
         save({"w": torch.ones(1 << 20)}, tmp_path / "c")
     assert caught.value.__cause__.errno == errno.ENOSPC
@@ -133,8 +80,8 @@ def test_a_system_that_takes_no_bytes_is_an_error_and_no_endless_loop(tmp_path, 
 
 
 def test_an_interrupt_removes_the_temporary_file_and_passes_through(tmp_path, faults):
-    faults.error = KeyboardInterrupt()  # type: ignore[assignment]
-    steps = count(faults, lambda: commit_bytes(tmp_path / "x", b"old"))
+    faults.error = KeyboardInterrupt()
+    steps = faults.count(lambda: commit_bytes(tmp_path / "x", b"old"))
     faults.arm(steps.index("fsync"))
     with pytest.raises(KeyboardInterrupt):
         commit_bytes(tmp_path / "x", b"new")
@@ -155,7 +102,7 @@ def test_a_temporary_file_that_cannot_be_removed_is_named(tmp_path, monkeypatch)
 
 
 def test_a_file_system_without_directory_fsync_is_fine(tmp_path, faults):
-    steps = count(faults, lambda: commit_bytes(tmp_path / "x", b"old"))
+    steps = faults.count(lambda: commit_bytes(tmp_path / "x", b"old"))
     faults.error = OSError(errno.EINVAL, os.strerror(errno.EINVAL))
     faults.arm(len(steps) - 1 - steps[::-1].index("fsync"))
     commit_bytes(tmp_path / "x", b"new")
@@ -214,7 +161,7 @@ def test_a_failure_while_linking_leaves_the_old_name_and_no_debris(tmp_path, fau
     if not linked:
         monkeypatch.setattr(Path, "hardlink_to", lambda self, target: (_ for _ in ()).throw(OSError("no links")))
     link(old, best)
-    steps = count(faults, lambda: link(new, best))
+    steps = faults.count(lambda: link(new, best))
     for at in range(len(steps)):
         link(old, best)
         faults.arm(at)

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from eventloop.checkpoint import export_tree, export_weights, load, outline, save
 from eventloop.errors import CheckpointDamagedError, CheckpointError, CheckpointValueError
 from tests.checkpoint.dtypes import FOREIGN, SAFE
+from tests.checkpoint.faults import fill_up
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch says so of any complex32 tensor
 
@@ -153,20 +154,13 @@ RUN = {"state_dict": {"w": AVERAGED}, "trained": {"w": TRAINED}, "progress": {"e
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_exported_weights_are_only_the_averages(tmp_path, suffix):
+def test_exported_weights_are_only_the_averages_or_those_of_a_named_key(tmp_path, suffix):
     weights = weights_of(RUN, tmp_path, suffix)
     assert list(weights) == ["w"]
     assert weights["w"].equal(AVERAGED)
-
-
-@pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
-def test_weights_under_another_key_are_exported_when_it_is_named(tmp_path, suffix):
     assert weights_of(RUN, tmp_path, suffix, key="trained")["w"].equal(TRAINED)
-
-
-def test_a_key_that_the_checkpoint_does_not_have_is_an_error_that_names_those_it_has(tmp_path):
     with pytest.raises(CheckpointError, match=r"\(trained\) .*'state_dict'"):
-        weights_of({"state_dict": {"w": TRAINED}}, tmp_path, key="trained")
+        weights_of({"state_dict": {"w": TRAINED}}, tmp_path, suffix, key="trained")
 
 
 @pytest.mark.parametrize("suffix", [".pth", ".safetensors"])
@@ -220,9 +214,6 @@ def test_wrapper_prefixes_are_removed_on_request(tmp_path):
     state = {"state_dict": {"module._orig_mod.w": AVERAGED, "head.module.b": TRAINED, "modules.c": TRAINED}}
     assert list(weights_of(state, tmp_path)) == ["module._orig_mod.w", "head.module.b", "modules.c"]
     assert list(weights_of(state, tmp_path, strip=True)) == ["w", "head.b", "modules.c"]
-
-
-def test_two_weights_that_would_get_one_name_are_an_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"'w' and 'module\.w' .*'w'"):
         weights_of({"state_dict": {"w": AVERAGED, "module.w": TRAINED}}, tmp_path, strip=True)
 
@@ -280,15 +271,7 @@ def test_a_full_disk_keeps_the_existing_file(tmp_path, monkeypatch, suffix):
 @pytest.mark.parametrize("room", [0, 5_000, 500_000])
 def test_a_disk_filling_up_during_an_export_raises_its_own_error(tmp_path, monkeypatch, room):
     save({"state_dict": {"a": torch.randn(100_000), "b": torch.randn(100_000)}}, tmp_path / "a.safetensors")
-    write, left = os.write, [room]
-
-    def full(descriptor: int, data: Any) -> int:
-        left[0] -= len(data)
-        if left[0] < 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(descriptor, data)
-
-    monkeypatch.setattr(os, "write", full)
+    fill_up(monkeypatch, room)
     with pytest.raises(CheckpointError, match=r"out\.pth.*No space left") as error:
         export_weights(tmp_path / "a.safetensors", tmp_path / "out.pth")
     assert isinstance(error.value.__cause__, OSError)

@@ -6,7 +6,6 @@ import atexit
 import itertools
 import os
 import random
-import sys
 import threading
 
 import pytest
@@ -14,6 +13,8 @@ import torch
 
 from eventloop.checkpoint import AsyncSaver, load, save
 from eventloop.checkpoint.background import PendingSaves
+
+from ..strikes import strikes_at
 
 STRIKES = 1500
 
@@ -57,29 +58,7 @@ def test_thousands_of_interrupts_of_saves_lose_no_file_and_do_not_hang(busy, tmp
 def lines_of(*methods):
     """Where the n-th line of these methods of AsyncSaver (from 0) is reached, Ctrl-C strikes; tells if there are as many."""
     codes = {getattr(AsyncSaver, name).__code__ for name in methods}
-
-    def strike(at, call):
-        lines = 0
-
-        def trace(frame, event, _):
-            nonlocal lines
-            if event == "line" and frame.f_code in codes:
-                lines += 1
-                if lines > at:
-                    raise KeyboardInterrupt  # which ends the tracing
-            return trace
-
-        before = sys.gettrace()
-        sys.settrace(trace)
-        try:
-            call()
-        except KeyboardInterrupt:
-            return True
-        finally:
-            sys.settrace(before)
-        return False
-
-    return strike
+    return lambda at, call: strikes_at(at, call, lambda frame: frame.f_code in codes)
 
 
 def test_a_saver_works_after_an_interrupt_at_any_line_of_a_save(tmp_path, no_thread_is_left):

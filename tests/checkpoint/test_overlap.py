@@ -59,6 +59,7 @@ def overlap(job):
 
 def test_the_next_step_waits_for_the_copy_and_the_file_has_the_weights_before_it(job, overlap, late, tmp_path):
     staged = stage(job.tree(), overlap=overlap)
+    job.buffer.add_(1)  # of no optimizer: copied at the save point
     stepping = threading.Thread(target=job.step)
     stepping.start()
     time.sleep(0.02)
@@ -69,6 +70,7 @@ def test_the_next_step_waits_for_the_copy_and_the_file_has_the_weights_before_it
     write(staged, tmp_path / "c")
     loaded = load(tmp_path / "c")
     assert torch.equal(loaded["weight"], torch.full((1000,), -1.0))
+    assert torch.equal(loaded["buffer"], torch.zeros(3))
     assert torch.equal(loaded["optimizer"]["state"][0]["momentum_buffer"], torch.ones(1000))
 
 
@@ -124,19 +126,12 @@ def test_a_small_weight_that_cannot_be_saved_any_more_is_named(tmp_path):
     overlap.close()
 
 
-def test_tensors_outside_of_optimizers_are_copied_at_the_save_point(job, overlap, late, tmp_path):
-    staged = stage(job.tree(), overlap=overlap)
-    job.buffer.add_(1)
-    late.set()
-    write(staged, tmp_path / "c")
-    assert torch.equal(load(tmp_path / "c")["buffer"], torch.zeros(3))
-
-
-def test_a_weight_changed_during_the_copy_fails_the_save_and_is_named(job, overlap, late, tmp_path):
+def test_a_weight_changed_during_the_copy_fails_the_save_and_not_the_step_and_is_named(job, overlap, late, tmp_path):
     staged = stage({"model": job.tree()}, overlap=overlap)
     with torch.no_grad():
         job.weight.add_(1)
     late.set()
+    job.step()
     with pytest.raises(CheckpointError, match=r"^model\.weight "):
         write(staged, tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
@@ -185,16 +180,6 @@ def test_parameters_that_are_replaced_during_the_copy_leave_the_old_ones_in_the_
     job.step()
     write(staged, tmp_path / "c")
     assert torch.equal(load(tmp_path / "c")["weight"], torch.full((1000,), -1.0))
-
-
-def test_a_failed_copy_does_not_affect_the_step(job, overlap, late):
-    staged = stage(job.tree(), overlap=overlap)
-    with torch.no_grad():
-        job.weight.add_(1)
-    late.set()
-    job.step()
-    with pytest.raises(CheckpointError, match="weight"):
-        staged.pieces()
 
 
 def test_closing_leaves_the_optimizer_as_it_was(job):

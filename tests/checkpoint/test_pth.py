@@ -144,26 +144,20 @@ class Runs:
         return os.system, (self.command,)
 
 
-def test_code_is_refused_and_not_run_and_all_of_it_is_named(tmp_path):
-    tree = {"state_dict": {"w": torch.ones(2)}, "evil": Runs(f"touch {tmp_path}/ran"), "where": pathlib.PurePosixPath("a")}
-    with pytest.raises(CheckpointError, match=r": pathlib\.PurePosixPath, posix\.system\.") as error:
-        load_pth(saved(tree, tmp_path / "evil.pth"))
+@pytest.mark.parametrize(
+    ("zipped", "named"),
+    [(True, r": pathlib\.PurePosixPath, posix\.system\."), (False, r": posix\.system\.")],  # before torch 1.6: the first
+)
+def test_code_is_refused_and_not_run_and_all_of_it_is_named(tmp_path, zipped, named):
+    path, weights = tmp_path / "a.pth", {"w": torch.arange(3.0)}
+    torch.save(weights, path, _use_new_zipfile_serialization=zipped)
+    assert load_pth(path)["w"].tolist() == [0, 1, 2]
+    evil = {"state_dict": weights, "evil": Runs(f"touch {tmp_path}/ran"), "where": pathlib.PurePosixPath("a")}
+    torch.save(evil, path, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CheckpointError, match=named) as error:
+        load_pth(path)
     assert "weights_only=False" in str(error.value)
     assert not (tmp_path / "ran").exists()
-
-
-def test_code_in_the_format_of_before_torch_1_6_is_refused_as_well(tmp_path):
-    path = tmp_path / "evil.pth"
-    torch.save([Runs(f"touch {tmp_path}/ran")], path, _use_new_zipfile_serialization=False)
-    with pytest.raises(CheckpointError, match=r": posix\.system\."):
-        load_pth(path)
-    assert not (tmp_path / "ran").exists()
-
-
-def test_the_format_of_before_torch_1_6_is_read(tmp_path):
-    path = tmp_path / "old.pth"
-    torch.save({"w": torch.arange(3.0)}, path, _use_new_zipfile_serialization=False)
-    assert load_pth(path)["w"].tolist() == [0, 1, 2]
 
 
 def test_the_stand_ins_are_removed_also_after_an_error(tmp_path):

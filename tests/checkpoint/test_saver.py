@@ -23,20 +23,16 @@ def saved(directory):
     return {path.name: load(path)["w"][0].item() for path in directory.iterdir()}
 
 
-def test_a_save_is_a_snapshot_and_durable_after_wait(tmp_path):
+def test_a_save_is_a_snapshot_and_durable_after_wait_and_its_future_returns_the_file(tmp_path):
     state = tree(0)
     with AsyncSaver() as saver:
         for number in range(5):
             state["w"].fill_(number)
-            saver.save(state, tmp_path / f"{number}")
+            future = saver.save(state, tmp_path / f"{number}")
         saver.wait()
         assert saved(tmp_path) == {str(number): number for number in range(5)}
-
-
-def test_a_future_returns_the_file(tmp_path):
-    with AsyncSaver() as saver:
-        info = saver.save(tree(1), tmp_path / "c").result(30)
-    assert (info.path, info.bytes) == (tmp_path / "c", (tmp_path / "c").stat().st_size)
+        info = future.result()
+    assert (info.path, info.bytes) == (tmp_path / "4", (tmp_path / "4").stat().st_size)
 
 
 def test_wait_is_the_default_and_skips_nothing(disk, tmp_path):
@@ -229,7 +225,10 @@ def test_an_action_waits_for_the_save_before_it_and_for_no_later_one(disk, tmp_p
         saver.after_commit(lambda: there.append(sorted(path.name for path in tmp_path.glob("[0-9]"))))
         assert there == []
         disk.go.set()
-    assert there == [["0"], ["0", "1"]]
+        saver.wait()
+        assert there == [["0"], ["0", "1"]]
+        saver.after_commit(there.clear)  # no save is under way: at once
+        assert there == []
 
 
 def test_a_failure_in_the_queue_is_raised_by_the_next_save(disk, tmp_path):

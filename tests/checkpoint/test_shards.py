@@ -20,12 +20,13 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from eventloop import Bus, TrainLoop
 from eventloop.checkpoint import export_tree, load, load_whole, save, sweep_shards
 from eventloop.checkpoint.sharded import take_shards
 from eventloop.cli import main
 from eventloop.errors import CheckpointDamagedError
 from hooks import CheckpointHook
+
+from ..hooks.conftest import make_loop
 
 TOKEN = "0123abcd"  # noqa: S105 - no secret
 WEIGHTS = {"w": torch.arange(6.0).view(3, 2), "b": torch.ones(4)}
@@ -282,26 +283,15 @@ def test_two_places_for_one_sharded_tensor_are_refused(place):
 
 
 def test_a_run_without_shards_executes_no_pickle_and_uses_the_previous_file(tmp_path):
-    def loop(epochs: int) -> TrainLoop:
-        model = torch.nn.Linear(2, 1)
-        step = lambda model, batch: model(batch).sum()  # noqa: E731
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        bus = Bus()
-        bus.add(CheckpointHook(1))
-        return TrainLoop(
-            model, optimizer, step=step, train_data=[torch.ones(1, 2)], bus=bus, max_epochs=epochs, work_dir=tmp_path
-        )
-
-    loop(1).run()
+    make_loop(CheckpointHook(1), work_dir=tmp_path, max_epochs=1).run()
     directory = tmp_path / "x.shards"
     directory.mkdir()
     (directory / ".metadata").write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
     (directory / "a.digests.json").write_text(json.dumps({".metadata": digest_of(directory / ".metadata")}))
     save(load(tmp_path / "epoch_1.safetensors") | {"shards": "x.shards"}, tmp_path / "epoch_2.safetensors")
     (tmp_path / "last_checkpoint").write_text("epoch_2.safetensors")
-    resumed = loop(2)
     with capture_logs() as logs:
-        resumed.run(resume="auto")
+        make_loop(CheckpointHook(1), work_dir=tmp_path, max_epochs=2).run(resume="auto")
     assert [entry["path"] for entry in logs if "damaged" in entry["event"]] == [str(tmp_path / "epoch_2.safetensors")]
     assert not (tmp_path / "sprung").exists()
 
@@ -327,12 +317,9 @@ def test_only_directories_of_trainbus_are_removed_and_each_removal_is_logged(pla
     shutil.copytree(shards_of_a, left)
     for one in place.glob("*.shards"):
         os.utime(one, (0, 0))
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data, bus = [torch.ones(1, 2)], Bus(CheckpointHook(1, out_dir=place))
+    loop = make_loop(CheckpointHook(1, out_dir=place))
     there = place.rename(place.with_name("there"))  # a new run would get another directory
-    bus.on("before_train", lambda event: shutil.copytree(there, place, symlinks=True, dirs_exist_ok=True), priority=0)
-    loop = TrainLoop(model, optimizer, step=lambda m, b: m(b).sum(), train_data=data, bus=bus, max_epochs=2)
+    loop.bus.on("before_train", lambda event: shutil.copytree(there, place, symlinks=True, dirs_exist_ok=True), priority=0)
     with capture_logs() as logs:
         loop.run()
     assert {one.name for one in place.glob("*.shards")} == {*FOREIGN, f"link-{TOKEN}.shards", shards_of_a.name}

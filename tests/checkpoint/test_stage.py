@@ -44,64 +44,48 @@ def test_a_released_buffer_is_used_again(tmp_path):
 
 def test_a_leased_buffer_is_never_written(tmp_path):
     buffer = StageBuffer()
+    stage({"w": torch.full((4,), 0.0)}, buffer)  # dropped: its memory is used again
     one = stage({"w": torch.full((4,), 1.0)}, buffer)
     two = stage({"w": torch.full((4,), 2.0)}, buffer)
     assert buffer.bytes == 32
     write(one, tmp_path / "one")
     three = stage({"w": torch.full((4,), 3.0)}, buffer)
     assert buffer.bytes == 32
+    buffer.clear()
+    assert buffer.bytes == 0
     write(three, tmp_path / "three")
     write(two, tmp_path / "two")
     assert [load(tmp_path / name)["w"][0].item() for name in ("one", "two", "three")] == [1, 2, 3]
 
 
-def test_a_dropped_staged_tree_releases_its_memory():
-    buffer = StageBuffer()
-    for _ in range(3):
-        stage(make_tree(), buffer)
-    assert buffer.bytes == 36
-
-
-def test_clearing_a_buffer_keeps_staged_trees(tmp_path):
-    buffer = StageBuffer()
-    staged = stage(make_tree(), buffer)
-    buffer.clear()
-    assert buffer.bytes == 0
-    write(staged, tmp_path / "c")
-    assert torch.equal(load(tmp_path / "c")["model"]["b"], torch.ones(3))
-
-
 @pytest.mark.parametrize(
-    "second",
+    ("first", "second"),
     [
-        {"w": torch.ones(3, 2)},
-        {"w": torch.ones(1, 6)},
-        {"w": torch.ones(1, 1)},
-        {"w": torch.ones(6)},
-        {"w": torch.ones(2, 3, dtype=torch.float64)},
-        {"w": torch.ones(2, 3, dtype=torch.int32)},
-        {"v": torch.ones(2, 3)},
-        {"w": torch.ones(2, 3), "x": torch.ones(0, 3)},
-        {"w": torch.ones(0, 3)},
-        {"w": {"w": torch.ones(2, 3)}},
-        {},
+        *(
+            ({"w": torch.zeros(2, 3)}, second)
+            for second in (
+                {"w": torch.ones(3, 2)},
+                {"w": torch.ones(1, 6)},
+                {"w": torch.ones(1, 1)},
+                {"w": torch.ones(6)},
+                {"w": torch.ones(2, 3, dtype=torch.float64)},
+                {"w": torch.ones(2, 3, dtype=torch.int32)},
+                {"v": torch.ones(2, 3)},
+                {"w": torch.ones(2, 3), "x": torch.ones(0, 3)},
+                {"w": torch.ones(0, 3)},
+                {"w": {"w": torch.ones(2, 3)}},
+                {},
+            )
+        ),
+        *(({"w": torch.zeros(one)}, {"w": torch.zeros(two)}) for one, two in (((0, 1), (1, 0)), ((0, 3), (0, 1)))),
     ],
     ids=str,
 )
-def test_a_buffer_follows_when_the_tensors_change(tmp_path, second):
+def test_a_buffer_follows_when_the_tensors_change(tmp_path, first, second):
     buffer = StageBuffer()
-    stage({"w": torch.zeros(2, 3)}, buffer)
+    stage(first, buffer)
     write(stage(second, buffer), tmp_path / "c")
-    loaded = load(tmp_path / "c")
-    assert str(loaded) == str(second)
-
-
-@pytest.mark.parametrize(("before", "after"), [((0, 1), (1, 0)), ((0, 3), (0, 1)), ((2, 0), (1, 0))])
-def test_a_buffer_sees_empty_tensors_change_their_shape(tmp_path, before, after):
-    buffer = StageBuffer()
-    stage({"w": torch.zeros(before)}, buffer)
-    write(stage({"w": torch.zeros(after)}, buffer), tmp_path / "c")
-    assert load(tmp_path / "c")["w"].shape == after
+    assert str(load(tmp_path / "c")) == str(second)
 
 
 def test_tied_weights_are_stored_once_and_loaded_as_one(tmp_path):
@@ -114,31 +98,6 @@ def test_tied_weights_are_stored_once_and_loaded_as_one(tmp_path):
     assert torch.equal(loaded["t"], weight.t())
     assert torch.equal(loaded["row"], weight[0])
     assert loaded["row"].data_ptr() != loaded["a"].data_ptr()
-
-
-@pytest.mark.parametrize("tied_first", [True, False])
-def test_a_buffer_follows_when_weights_become_tied_or_untied(tmp_path, tied_first):
-    one, other = torch.ones(4), torch.zeros(4)
-    trees = [{"a": one, "b": one}, {"a": one, "b": other}]
-    buffer = StageBuffer()
-    for tree in trees if tied_first else trees[::-1]:
-        write(stage(tree, buffer), tmp_path / "c")
-        loaded = load(tmp_path / "c")
-        assert (loaded["a"] is loaded["b"]) == (tree["a"] is tree["b"])
-        assert torch.equal(loaded["b"], tree["b"])
-
-
-def test_a_conjugated_view_is_not_taken_for_its_base(tmp_path):
-    base = torch.tensor([1 + 2j])
-    write(stage([base, base.conj()]), tmp_path / "c")
-    assert [each.item() for each in load(tmp_path / "c")] == [1 + 2j, 1 - 2j]
-
-
-def test_thousands_of_tiny_tensors(tmp_path):
-    tree = {"state": {index: {"step": torch.tensor(float(index))} for index in range(5000)}}
-    write(stage(tree), tmp_path / "c")
-    loaded = load(tmp_path / "c")["state"]
-    assert [each["step"].item() for each in loaded.values()] == list(range(5000))
 
 
 def test_releasing_twice_is_fine_and_writing_afterwards_is_not(tmp_path):
@@ -219,13 +178,6 @@ def test_unsupported_values_are_refused_with_their_path_and_advice(value, says):
         stage({"hooks": OrderedDict(EMAHook=[1, "x", (), {"model": value}])})
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_a_quantised_tensor_is_refused_with_its_path():
-    tensor = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
-    with pytest.raises(CheckpointValueError, match=r"^w: .*quantised"):
-        stage({"w": tensor})
-
-
 def test_a_tensor_that_turns_sparse_later_is_refused_too():
     buffer = StageBuffer()
     stage({"w": torch.zeros(2, 2)}, buffer)
@@ -238,17 +190,6 @@ def test_a_reference_cycle_is_refused():
     tree: dict[str, Any] = {"a": [1]}
     tree["a"].append(tree)
     with pytest.raises(CheckpointValueError):
-        stage(tree)
-
-
-def test_a_tree_that_is_too_deep_is_refused_and_a_deep_one_is_not(tmp_path):
-    tree: Any = 1
-    for level in range(1, 150):
-        tree = [tree] if level % 2 else (tree,)
-        if level == 100:
-            write(stage(tree), tmp_path / "c")
-            assert load(tmp_path / "c") == tree
-    with pytest.raises(CheckpointValueError, match=" 100 "):
         stage(tree)
 
 
@@ -329,10 +270,12 @@ def test_memory_for_tensors_on_a_cuda_device_is_pinned():
 
 
 @pytest.mark.parametrize(
-    "other", [torch.Tensor.t, torch.Tensor.conj, lambda w: w.view(2, 2)], ids=["transposed", "conjugated", "tied"]
+    "other",
+    [torch.Tensor.t, torch.Tensor.conj, lambda w: w.view(2, 2), torch.zeros_like],
+    ids=["transposed", "conjugated", "tied", "untied"],
 )
 @pytest.mark.parametrize("tied_first", [True, False])
-def test_a_buffer_follows_when_tied_tensors_become_different_views(tmp_path, other, tied_first):
+def test_a_buffer_follows_when_tied_tensors_become_different_views_or_untied(tmp_path, other, tied_first):
     weight = torch.tensor([[1 + 1j, 2 + 2j], [3 + 3j, 4 + 4j]])
     trees = [{"a": weight, "b": weight}, {"a": weight, "b": other(weight)}]
     buffer = StageBuffer()
@@ -343,6 +286,8 @@ def test_a_buffer_follows_when_tied_tensors_become_different_views(tmp_path, oth
         assert torch.equal(loaded["b"], tree["b"])
         if tree["b"] is weight:
             assert loaded["a"] is loaded["b"]
+        elif other is torch.zeros_like:
+            assert loaded["a"] is not loaded["b"]
 
 
 def test_a_key_too_long_for_python_to_make_digits_of_holds_tensors_like_any_other(tmp_path):

@@ -66,36 +66,27 @@ def tree(value: float = 1.0) -> dict[str, Any]:
     return {"weight": torch.full((300, 100), value), "step": 3, "none": torch.empty(0)}
 
 
-def test_a_url_can_be_saved_loaded_verified_and_described(memory: MemoryFileSystem) -> None:
-    info = save(tree(), "memory://bucket/run/a.safetensors")
-    assert str(info.path) == "memory://bucket/run/a.safetensors"
+def test_a_url_can_be_saved_loaded_verified_and_described(memory: MemoryFileSystem, tmp_path: Path) -> None:
+    url = "memory://bucket/run/a.safetensors"
+    with pytest.raises(FileNotFoundError):
+        load(url)
+    with AsyncSaver() as saver:
+        info = saver.save(tree(), url).result(30)
+    assert str(info.path) == url
     assert info.bytes == memory.info("/bucket/run/a.safetensors")["size"]
-    back = load("memory://bucket/run/a.safetensors")
+    back = load(url)
     assert torch.equal(back["weight"], tree()["weight"])
     assert back["step"] == 3
-    verify("memory://bucket/run/a.safetensors")
-    assert inspect("memory://bucket/run/a.safetensors").digest == info.digest
-    assert outline("memory://bucket/run/a.safetensors")["weight"].shape == (300, 100)
-
-
-def test_a_remote_file_has_the_bytes_of_a_local_one(memory: MemoryFileSystem, tmp_path: Path) -> None:
+    verify(url)
+    assert inspect(url).digest == info.digest
+    assert outline(url)["weight"].shape == (300, 100)
     save(tree(), tmp_path / "a.safetensors")
-    save(tree(), "memory://bucket/a.safetensors")
-    assert memory.cat_file("/bucket/a.safetensors") == (tmp_path / "a.safetensors").read_bytes()
-
-
-def test_damage_in_a_store_is_found(memory: MemoryFileSystem) -> None:
-    save(tree(), "memory://bucket/a.safetensors")
-    content = bytearray(memory.cat_file("/bucket/a.safetensors"))
+    content = bytearray(memory.cat_file("/bucket/run/a.safetensors"))
+    assert content == (tmp_path / "a.safetensors").read_bytes()
     content[5000] ^= 1
-    memory.pipe_file("/bucket/a.safetensors", bytes(content))
-    with pytest.raises(CheckpointDamagedError, match=r"memory://bucket/a\.safetensors"):
-        load("memory://bucket/a.safetensors")
-
-
-def test_a_missing_remote_file_is_a_file_not_found_error() -> None:
-    with pytest.raises(FileNotFoundError):
-        load("memory://bucket/nothing.safetensors")
+    memory.pipe_file("/bucket/run/a.safetensors", bytes(content))
+    with pytest.raises(CheckpointDamagedError, match=r"memory://bucket/run/a\.safetensors"):
+        load(url)
 
 
 @pytest.mark.parametrize("error", [TimeoutError("no answer"), OSError(5, "down"), RuntimeError("HTTP 503")])
@@ -172,12 +163,6 @@ def test_a_missing_bucket_is_a_write_error(monkeypatch: pytest.MonkeyPatch) -> N
         save(tree(), "memory://bucket/a.safetensors")
 
 
-def test_an_async_saver_takes_urls() -> None:
-    with AsyncSaver() as saver:
-        saver.save(tree(4.0), "memory://bucket/step.safetensors")
-    assert load("memory://bucket/step.safetensors")["weight"][0, 0] == 4.0
-
-
 def test_a_file_url_is_a_path(tmp_path: Path) -> None:
     assert as_path(f"file://{tmp_path}/a%20b.safetensors") == tmp_path / "a b.safetensors"
     save(tree(), f"file://{tmp_path}/a%20b.safetensors")
@@ -202,9 +187,7 @@ def test_without_fsspec_the_error_names_the_extra_to_install(monkeypatch: pytest
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(ConfigurationError, match=r"trainbus\[remote\]"):
         as_path("s3://bucket/run")
-
-
-def test_an_unknown_protocol_is_an_error_that_names_it() -> None:
+    monkeypatch.undo()
     with pytest.raises(ConfigurationError, match="nowhere"):
         as_path("nowhere://bucket/run")
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import random
-import threading
 import zipfile
 from argparse import Namespace
 from pathlib import Path
@@ -17,6 +14,7 @@ from eventloop.checkpoint import AsyncSaver, CommitInfo, Pickled, commit_bytes, 
 from eventloop.errors import CheckpointError, CheckpointValueError
 
 from ..scripts import run_script
+from .faults import fill_up
 
 
 class Settings:
@@ -101,21 +99,17 @@ def test_an_empty_tree_and_text_in_all_alphabets_are_kept(tmp_path):
         assert torch.load(tmp_path / "c.pt", weights_only=True) == tree
 
 
-def test_nothing_in_the_file_changes_after_the_save(tmp_path):
-    held = Held()
+def test_nothing_in_the_file_changes_after_the_save(disk, tmp_path):
     settings, counts, weight = Settings({"lr": 1}), {"steps": [1]}, torch.ones(5)
     pickled = Pickled({"settings": settings, "counts": counts, "weight": weight})
-
-    def write_late(staged, path):
-        held(staged, path)
-        return pickled.write(staged, path)
-
-    with AsyncSaver() as saver:
-        saver.save(pickled.storages, tmp_path / "c.pt", write=write_late)
+    with AsyncSaver(busy="queue") as saver:
+        saver.save({}, tmp_path / "before")
+        assert disk.reached.wait(30)  # the next one is not being written yet
+        saver.save(pickled.storages, tmp_path / "c.pt", write=pickled.write)
         settings.values["lr"], counts["steps"] = 2, [7]
         counts["steps"].append(8)
         weight += 1
-        held.go.set()
+        disk.go.set()
     found = torch.load(tmp_path / "c.pt", weights_only=False)
     assert (found["settings"].values, found["counts"], found["weight"][0].item()) == ({"lr": 1}, {"steps": [1]}, 1)
 
@@ -158,50 +152,23 @@ def test_sizes_and_offsets_that_need_64_bits_are_given_in_64(tmp_path, monkeypat
 # --------------------------------------------------------------------- faults
 
 
-def test_any_failing_operation_leaves_the_old_file_and_no_debris(tmp_path, monkeypatch):
+def test_any_failing_operation_leaves_the_old_file_and_no_debris(tmp_path, faults):
     path = tmp_path / "c.pt"
-    calls, fail_at = [], -1
-
-    def wrapped(name, real):
-        def operation(*args, **kwargs):
-            calls.append(name)
-            if len(calls) - 1 == fail_at:
-                if name == "close":
-                    real(*args, **kwargs)
-                raise OSError(errno.EIO, "broken disk")
-            return real(*args, **kwargs)
-
-        return operation
-
-    for name in ("open", "write", "writev", "fsync", "close", "replace"):
-        monkeypatch.setattr(os, name, wrapped(name, getattr(os, name)))
-    write(torch.zeros(4), path)
-    steps = list(calls)
-    assert [step for step in steps if "write" not in step] == ["open", "fsync", "close", "replace", "open", "fsync", "close"]
+    steps = faults.count(lambda: write(torch.zeros(4), path))
+    assert [step for step in steps if step != "write"] == ["open", "fsync", "close", "replace", "open", "fsync", "close"]
     for at in range(len(steps)):
         write(torch.zeros(4), path)
-        calls.clear()
-        fail_at = at
-        with pytest.raises(CheckpointError, match=r"c\.pt \([\d,]+ bytes\): .*broken disk"):
+        faults.arm(at)
+        with pytest.raises(CheckpointError, match=r"c\.pt \([\d,]+ bytes\): .*No space left"):
             write(torch.ones(4), path)
-        fail_at = -1
+        faults.arm(-1)
         assert names(tmp_path) == ["c.pt"]
         assert torch.load(path)[0] == (at > steps.index("replace"))
 
 
 def test_a_disk_that_fills_up_in_the_middle_is_told_by_the_next_call(tmp_path, monkeypatch):
     write(torch.zeros(4), tmp_path / "c.pt")
-    room, real = [1_000_000], os.write
-
-    def fill_up(descriptor, data):
-        if not room[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        written = real(descriptor, data[: room[0]])
-        room[0] -= written
-        return written
-
-    monkeypatch.setattr(os, "write", fill_up)
-    monkeypatch.setattr(os, "writev", lambda descriptor, parts: fill_up(descriptor, b"".join(parts)))
+    fill_up(monkeypatch, 1_000_000)
     with AsyncSaver() as saver:
         pickled = Pickled(torch.ones(5_000_000))
         future = saver.save(pickled.storages, tmp_path / "c.pt", write=pickled.write)
@@ -312,66 +279,40 @@ def test_the_error_of_a_writer_is_told_by_the_next_call_and_frees_the_memory(tmp
 # --------------------------------------------------------------------- actions behind the commit
 
 
-class Held:
-    """A writer that waits until it is let go."""
-
-    def __init__(self):
-        self.go = threading.Event()
-        self.fails = False
-
-    def __call__(self, staged, path):
-        assert self.go.wait(30)
-        if self.fails:
-            raise OSError("broken disk")
-        commit_bytes(path, b"")
-        return CommitInfo(path, 0, "", 0.0)
-
-
-def test_an_action_comes_behind_the_commit_of_the_save_under_way(tmp_path):
-    held, seen = Held(), []
-    with AsyncSaver() as saver:
-        saver.save({}, tmp_path / "x", write=held)
-        saver.after_commit(lambda: seen.append((tmp_path / "x").exists()))
-        assert seen == []
-        held.go.set()
-        saver.wait()
-        assert seen == [True]
-        saver.after_commit(lambda: seen.append("at once"))
-        assert seen == [True, "at once"]
-
-
-def test_an_action_is_not_done_while_the_last_save_has_failed(tmp_path):
-    held, seen = Held(), []
-    held.go.set()
-    held.fails = True
+def test_an_action_is_not_done_while_the_last_save_has_failed(disk, tmp_path):
+    seen = []
+    disk.go.set()
+    disk.error = OSError("broken disk")
     with AsyncSaver() as saver:
         for number in range(2):
-            saver.save({}, tmp_path / "x", write=held)
+            saver.save({}, tmp_path / "x")
             saver.after_commit(lambda number=number: seen.append(number))
-            with pytest.raises(OSError, match="broken disk"):
+            with pytest.raises(CheckpointError, match="broken disk"):
                 saver.wait()
         assert seen == []
+        disk.error = None
         saver.save({}, tmp_path / "y")
         saver.wait()
         assert seen == [0, 1]
-        saver.save({}, tmp_path / "x", write=held)
+        disk.error = OSError("broken disk")
+        saver.save({}, tmp_path / "x")
         saver.after_commit(lambda: seen.append("never"))
-        with pytest.raises(OSError, match="broken disk"):
+        with pytest.raises(CheckpointError, match="broken disk"):
             saver.close()
     assert seen == [0, 1]
 
 
-def test_the_error_of_an_action_is_told_and_the_others_are_done(tmp_path):
-    held, seen = Held(), []
+def test_the_error_of_an_action_is_told_and_the_others_are_done(disk, tmp_path):
+    seen = []
 
     def broken():
         raise OSError("not removed")
 
     with AsyncSaver() as saver:
-        future = saver.save({}, tmp_path / "x", write=held)
+        future = saver.save({}, tmp_path / "x")
         saver.after_commit(broken)
         saver.after_commit(lambda: seen.append(1))
-        held.go.set()
+        disk.go.set()
         with pytest.raises(OSError, match="not removed"):
             saver.wait()
         assert future.exception() is None

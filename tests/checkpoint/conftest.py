@@ -1,0 +1,8 @@
+import pytest
+
+from .faults import Faults
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Faults:
+    return Faults(monkeypatch)
