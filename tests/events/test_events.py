@@ -1,4 +1,3 @@
-import threading
 import types
 
 import msgspec
@@ -19,6 +18,8 @@ from eventloop.events import (
 from eventloop.events.event import lineage, mount_name, resolve
 from eventloop.events.event import registry as registered
 from eventloop.events.mount_points import BUILTIN
+
+from ..waiting import on_threads
 
 
 def test_mount_points_are_listed_in_the_order_of_a_run():
@@ -64,6 +65,7 @@ def test_groups_are_resolvable_but_not_mount_points():
     assert "after_iter" not in mount_points()
     assert resolve("after_iter") is AfterIter
     assert resolve("event") is Event
+    assert lineage(AfterTrainIter) == ["after_train_iter", "after_iter", "run_event", "event"]
 
 
 @pytest.mark.parametrize(
@@ -79,22 +81,16 @@ def test_the_mount_point_is_the_class_name_in_snake_case(class_name, name):
     assert mount_name(class_name) == name
 
 
-def test_an_event_knows_its_mount_point():
-    assert AfterTrainIter(progress=Progress()).mount_point == "after_train_iter"
-
-
-def test_events_are_frozen():
-    event = AfterTrainIter(progress=Progress(), batch_idx=1)
-    with pytest.raises(AttributeError):
-        event.batch_idx = 2
-
-
-def test_events_are_compared_by_identity():
-    one = AfterTrainIter(progress=Progress(), outputs={"loss": torch.ones(3)})
-    other = AfterTrainIter(progress=Progress(), outputs={"loss": torch.ones(3)})
+def test_events_are_frozen_and_compared_by_identity():
+    one, other = (AfterTrainIter(progress=Progress(), outputs={"loss": torch.ones(3)}) for _ in range(2))
     assert one != other
     assert one == one
     assert len({one, other}) == 2
+    with pytest.raises(AttributeError):
+        one.batch_idx = 2
+    first, second = AfterValEpoch(progress=Progress()), AfterValEpoch(progress=Progress())
+    assert first.metrics == {}
+    assert first.metrics is not second.metrics
 
 
 def test_the_repr_is_short_and_omits_absent_fields():
@@ -107,36 +103,29 @@ def test_the_repr_is_short_and_omits_absent_fields():
 
 
 @pytest.mark.parametrize(
-    ("theirs", "ours"),
+    ("given", "error", "named"),
     [
-        ("on_train_batch_end", "after_train_iter"),
-        ("on_train_epoch_start", "before_train_epoch"),
-        ("on_validation_epoch_end", "after_val_epoch"),
-        ("on_validation_batch_start", "before_val_iter"),
-        ("on_fit_end", "after_train"),
-        ("on_step_end", "after_train_iter"),
-        ("on_epoch_begin", "before_train_epoch"),
-        ("on_test_end", "after_test"),
+        *(
+            (theirs, UnknownEventError, rf"'{theirs}' .*'{ours}'")
+            for theirs, ours in (
+                ("on_train_batch_end", "after_train_iter"),
+                ("on_train_epoch_start", "before_train_epoch"),
+                ("on_validation_epoch_end", "after_val_epoch"),
+                ("on_validation_batch_start", "before_val_iter"),
+                ("on_fit_end", "after_train"),
+                ("on_step_end", "after_train_iter"),
+                ("on_epoch_begin", "before_train_epoch"),
+                ("on_test_end", "after_test"),
+                ("after_train_iteration", "after_train_iter"),
+            )
+        ),
+        ("zzzzzzzz", UnknownEventError, r"subclassing Event.*`trainbus events`"),
+        (3, TypeError, "3"),
     ],
 )
-def test_a_name_of_another_library_is_answered_with_ours(theirs, ours):
-    with pytest.raises(UnknownEventError, match=rf"'{theirs}' .*'{ours}'"):
-        Bus().on(theirs, print)
-
-
-def test_the_error_for_a_typo_suggests_the_nearest_names():
-    with pytest.raises(UnknownEventError, match=r"'after_train_iteration'.*'after_train_iter'"):
-        resolve("after_train_iteration")
-
-
-def test_the_error_for_an_unknown_name_says_how_to_declare_an_event():
-    with pytest.raises(UnknownEventError, match=r"subclassing Event.*`trainbus events`"):
-        resolve("zzzzzzzz")
-
-
-def test_a_value_that_is_neither_class_nor_name_is_refused():
-    with pytest.raises(TypeError, match="3"):
-        resolve(3)
+def test_an_unknown_name_is_answered_with_the_nearest_or_that_of_another_library_with_ours(given, error, named):
+    with pytest.raises(error, match=named):
+        resolve(given)
 
 
 def test_subclassing_event_declares_a_mount_point(registry):
@@ -172,32 +161,22 @@ def test_defining_an_event_again_in_its_module_replaces_it_and_keeps_subscriptio
     assert heard[-1] is new
 
 
-def test_another_module_cannot_replace_a_mount_point():
-    body = {"__module__": "somewhere.else"}
-    with pytest.raises(EventDefinitionError, match=r"'after_train_iter' .*eventloop.events.mount_points.AfterTrainIter"):
-        type(Event)("AfterTrainIter", (Event,), body)
-    assert resolve("after_train_iter") is AfterTrainIter
-
-
-def test_another_class_of_the_same_module_cannot_replace_a_mount_point(registry):
+@pytest.mark.parametrize(
+    ("name", "module", "named"),
+    [
+        ("AfterTrainIter", "somewhere.else", r"'after_train_iter' .*eventloop.events.mount_points.AfterTrainIter"),
+        ("HTTPReady", __name__, "http_ready"),  # another class of the module that has HttpReady
+        ("Event", __name__, "'event'"),
+    ],
+)
+def test_a_mount_point_cannot_be_replaced_by_another_class(registry, name, module, named):
     class HttpReady(Event):
         pass
 
-    with pytest.raises(EventDefinitionError, match=r"http_ready"):
-
-        class HTTPReady(Event):
-            pass
-
+    with pytest.raises(EventDefinitionError, match=named):
+        type(Event)(name, (Event,), {"__module__": module})
+    assert resolve("after_train_iter") is AfterTrainIter
     assert resolve("http_ready") is HttpReady
-
-
-def test_an_event_cannot_be_named_event():
-    with pytest.raises(EventDefinitionError, match="'event'"):
-        type(Event)("Event", (Event,), {"__module__": __name__})
-
-
-def test_subscribers_of_base_classes_get_a_subclass_event():
-    assert lineage(AfterTrainIter) == ["after_train_iter", "after_iter", "run_event", "event"]
 
 
 def test_a_subclass_of_a_group_is_a_separate_mount_point(registry):
@@ -216,12 +195,6 @@ def test_live_state_cannot_be_encoded(event):
         event.to_json()
     with pytest.raises(TypeError):
         event.to_msgpack()
-
-
-def test_metrics_default_to_a_fresh_dict():
-    one, other = AfterValEpoch(progress=Progress()), AfterValEpoch(progress=Progress())
-    assert one.metrics == {}
-    assert one.metrics is not other.metrics
 
 
 def test_plain_events_encode_without_being_detached():
@@ -257,11 +230,7 @@ def test_encoded_events_name_their_run(tmp_path):
                     run.checkpoint_now()
             bus.publish(CostsMeasured(progress=bus.progress, costs=bus.costs()))
 
-    threads = [threading.Thread(target=train, args=[name]) for name in ("one", "other")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    on_threads(train, "one", "other")
     for name, encoded in heard.items():
         events = [from_json(one) for one in encoded]
         assert {event.mount_point for event in events} == {

@@ -13,6 +13,8 @@ import hooks
 from eventloop import Bus, ConfigurationError, Hook, Run, TrainingError, TrainLoop
 from eventloop.events import Slot
 
+from ..hooks.conftest import batches, make_loop
+
 NORM = Slot("gradient norm", torch.Tensor)
 COUNT = Slot("count", int)
 
@@ -22,11 +24,7 @@ class Thing:
 
 
 def train(*found: Hook, **options: Any) -> TrainLoop:
-    model, bus = torch.nn.Linear(3, 1), Bus()
-    bus.add(*found)
-    data = [torch.randn(2, 3)] * 3
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loop = TrainLoop(model, optimizer, step=lambda m, b: m(b).mean(), train_data=data, bus=bus, max_epochs=1, **options)
+    loop = make_loop(*found, train_data=batches(3), max_epochs=1, **options)
     loop.run()
     return loop
 
@@ -48,31 +46,21 @@ def test_a_hook_reads_the_value_that_another_hook_has_set() -> None:
     assert taken == [1, 2, 3]
 
 
-def test_reading_an_empty_slot_is_an_error() -> None:
+def test_slots_are_typed_and_independent_and_reading_an_empty_one_is_an_error() -> None:
     run = Run(model=torch.nn.Linear(1, 1))
     run.shared[COUNT] = 3
     with pytest.raises(TrainingError, match=r"gradient norm.*count"):
         run.shared[NORM]
     assert run.shared.get(NORM) is None
     assert NORM not in run.shared
-    assert list(run.shared) == [COUNT]
-
-
-def test_setting_a_value_of_another_type_is_an_error() -> None:
-    run = Run(model=torch.nn.Linear(1, 1))
     with pytest.raises(TypeError, match=r"count.*int.*Tensor"):
         run.shared[COUNT] = torch.ones(())  # type: ignore[assignment]
-
-
-def test_slots_of_the_same_name_are_independent() -> None:
-    run = Run(model=torch.nn.Linear(1, 1))
-    other = Slot("count", int)
-    run.shared[COUNT] = 1
+    other = Slot("count", int)  # of the same name
     run.shared[other] = 2
-    assert (run.shared[COUNT], run.shared[other]) == (1, 2)
+    assert (run.shared[COUNT], run.shared[other]) == (3, 2)
     del run.shared[other]
     assert other not in run.shared
-    assert len(run.shared) == 1
+    assert list(run.shared) == [COUNT]
 
 
 @pytest.mark.parametrize("end", ["in order", "by an error"])
@@ -118,7 +106,7 @@ def test_hooks_and_slots_do_not_keep_a_run_alive(tmp_path: Any) -> None:
         hooks.ProfilerHook(on_trace_ready=lambda profiler: None),
         hooks.AutogradAnomalyDetectHook(),
     ]
-    loop = train(*kept, work_dir=tmp_path, val_data=[torch.randn(2, 3)])
+    loop = train(*kept, work_dir=tmp_path, val_data=batches(1))
     bus = loop.bus
     del loop
     gc.collect()
