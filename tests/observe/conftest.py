@@ -1,8 +1,11 @@
-"""Fixtures of the dashboard's tests: a real server, and a visitor who has its token."""
+"""A real server of the dashboard, a visitor who has its token, and a browser: Debian's Chromium, driven by Playwright."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -21,3 +24,19 @@ def server() -> Iterator[Server]:
 def visitor(server: Server) -> Iterator[Visitor]:
     with Visitor(server) as one:
         yield one
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Where Playwright and Chromium are installed. Of a module: no event loop can run beside it."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        pytest.skip("Chromium is not installed")
+    options = ["--disable-gpu", "--disable-dev-shm-usage"]
+    if os.getuid() == 0:  # Chromium refuses a sandbox to root, as in containers
+        options.append("--no-sandbox")
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=found, args=options)
+        yield browser
+        browser.close()

@@ -39,21 +39,10 @@ def session(began: float = BEGAN, lasted: float | None = 100.0, **fields: Any) -
 
 def some_costs(wall: float = 10.0, iterations: int = 100) -> Costs:
     """Costs with a hook of 11 %, a lane that dropped two events, and data of 30 %."""
-    seconds = {"forward": 0.5, "waiting for data": 0.3, "Histograms.after_train_iter": 0.11, "rest": 0.09}
-    parts = [
-        Part(
-            "hook",
-            name,
-            iterations,
-            share * wall,
-            share,
-            2 * share * wall / iterations,
-            "after_train_iter",
-        )
-        if name.startswith("Hist")
-        else Part("training", name, 0, share * wall, share)
-        for name, share in seconds.items()
-    ]
+    shares = {"forward": 0.5, "waiting for data": 0.3, "rest": 0.09}
+    parts = [Part("training", name, 0, share * wall, share) for name, share in shares.items()]
+    hook = "Histograms.after_train_iter"
+    parts.insert(2, Part("hook", hook, iterations, 0.11 * wall, 0.11, 0.22 * wall / iterations, "after_train_iter"))
     lanes = [LaneCosts("LoggerHook.write", ["after_train_iter"], iterations - 2, 0, 2, 0, 0.5, 0.0, 1.5, 7, 0.01, 0.2)]
     return Costs(wall=wall, parts=parts, steps=Histogram({212: iterations - 10, 220: 10}, wall), lanes=lanes)
 
@@ -79,45 +68,29 @@ def loss_lines(number: int, begin: int = 1, began: float = BEGAN, per_epoch: int
     ]
 
 
+def entry(after: float, kind: str, epoch: int = 5, iteration: int = 50, **fields: Any) -> dict[str, Any]:
+    """A line of the record, so many seconds after the run began."""
+    return {"time": BEGAN + after, "kind": kind, "epoch": epoch, "iter": iteration, **fields}
+
+
 def write_run(folder: Path, *sessions: RunSession, name: str = "digits", config: dict[str, Any] | None = None) -> Path:
     """Write a whole run: run.json, a record with one line of every kind, and the scalars of 100 iterations."""
     folder.mkdir(parents=True, exist_ok=True)
     write_manifest(
         folder, RunManifest(name=name, seed=3, config=config or {}, sessions=list(sessions or [session(epoch=10, iter=100)]))
     )
-    at = {"epoch": 5, "iter": 50}
     write_record(
         folder,
-        {"time": BEGAN, "kind": "resume", "epoch": 0, "iter": 0, "path": "/runs/a/epoch_1.safetensors"},
-        {
-            "time": BEGAN + 10,
-            "kind": "checkpoint",
-            **at,
-            "names": ["/a/epoch_5.safetensors"],
-            "bytes": 1000,
-            "stall": 0.25,
-            "seconds": 2.0,
-        },
-        {
-            "time": BEGAN + 20,
-            "kind": "checkpoint_failed",
-            **at,
-            "names": ["/a/iter_51.safetensors"],
-            "reason": "the disk is full",
-        },
-        {
-            "time": BEGAN + 21,
-            "kind": "checkpoint_skipped",
-            **at,
-            "names": ["/a/iter_52.safetensors"],
-            "reason": "one is being written",
-        },
-        {"time": BEGAN + 30, "kind": "validation", **at, "metrics": {"accuracy": 0.9}, "seconds": 1.5},
-        {"time": BEGAN + 60, "kind": "validation", "epoch": 8, "iter": 80, "metrics": {"accuracy": 0.8}, "seconds": 1.5},
-        {"time": BEGAN + 70, "kind": "test", "epoch": 10, "iter": 100, "metrics": {"accuracy": 0.85}, "seconds": 1.5},
+        entry(0, "resume", 0, 0, path="/runs/a/epoch_1.safetensors"),
+        entry(10, "checkpoint", names=["/a/epoch_5.safetensors"], bytes=1000, stall=0.25, seconds=2.0),
+        entry(20, "checkpoint_failed", names=["/a/iter_51.safetensors"], reason="the disk is full"),
+        entry(21, "checkpoint_skipped", names=["/a/iter_52.safetensors"], reason="one is being written"),
+        entry(30, "validation", metrics={"accuracy": 0.9}, seconds=1.5),
+        entry(60, "validation", 8, 80, metrics={"accuracy": 0.8}, seconds=1.5),
+        entry(70, "test", 10, 100, metrics={"accuracy": 0.85}, seconds=1.5),
         costs_line(BEGAN + 50, some_costs(5.0, 50), 5, 50),
         costs_line(BEGAN + 100, some_costs(), 10, 100),
-        {"time": BEGAN + 100, "kind": "end", "epoch": 10, "iter": 100, "state": "finished", "reason": ""},
+        entry(100, "end", 10, 100, state="finished", reason=""),
     )
     write_scalars(folder, *loss_lines(100))
     return folder

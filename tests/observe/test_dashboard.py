@@ -57,38 +57,27 @@ def test_late_and_returning_visitors_miss_nothing(server, visitor):
     with visitor.told() as told:
         late = list(told)
     assert [one for one in late if one[1] != "progress"] == [one for one in first if one[1] != "progress"]
-    seen = late[1][0]
-    with visitor.told(**{"Last-Event-ID": str(seen)}) as told:
+    with visitor.told(**{"Last-Event-ID": str(late[1][0])}) as told:
         assert list(told) == late[2:]
+    answer = visitor.client.get("/runs/1/events", headers={"Last-Event-ID": str(late[-1][0])})
+    assert answer.status_code == 204  # it has everything, and is not to come back
+    for said in ("9" * 5000, "-1", "x", "\u00b2", ""):
+        with visitor.told(**{"Last-Event-ID": said.encode("latin-1")}) as told:
+            assert next(told)[1] == "hello", said[:10]
 
 
-def test_a_visitor_that_has_everything_of_an_ended_run_is_told_not_to_come_back(server, visitor):
-    with watched(server), visitor.told() as told:
-        last = list(told)[-1][0]
-    answer = visitor.client.get("/runs/1/events", headers={"Last-Event-ID": str(last)})
-    assert answer.status_code == 204
-
-
-def test_a_last_event_id_that_is_none_is_ignored(server, visitor):
-    with watched(server):
-        for said in ("9" * 5000, "-1", "x", "\u00b2", ""):
-            with visitor.told(**{"Last-Event-ID": said.encode("latin-1")}) as told:
-                assert next(told)[1] == "hello", said[:10]
-
-
-def test_costs_of_parts_and_lanes_are_told(server, visitor):
-    with watched(server, slow=True), visitor.told() as told:
-        costs = wait_for(told, "costs")
-    assert math.isclose(sum(part["seconds"] for part in costs["parts"]), costs["wall"], rel_tol=0.02)
-    assert "Watcher.post" in [lane["name"] for lane in costs["lanes"]]
-    assert costs["steps"]["number"] > 0 < costs["steps"]["p50"] <= costs["steps"]["p99"]
-
-
-def test_pause_holds_the_run_until_resume(server, visitor):
+@pytest.mark.parametrize("in_code", [False, True])
+def test_pause_holds_the_run_until_resume(server, visitor, in_code):
     with watched(server, slow=True) as job, visitor.told() as told:
-        wait_for(told, "scalars")
-        assert visitor.post("pause").status_code == 202
-        wait_for(told, "state", state="pausing")
+        costs = wait_for(told, "costs")
+        assert math.isclose(sum(part["seconds"] for part in costs["parts"]), costs["wall"], rel_tol=0.02)
+        assert "Watcher.post" in [lane["name"] for lane in costs["lanes"]]
+        assert costs["steps"]["number"] > 0 < costs["steps"]["p50"] <= costs["steps"]["p99"]
+        if in_code:
+            job.loop.pause()
+        else:
+            assert visitor.post("pause").status_code == 202
+            wait_for(told, "state", state="pausing")
         at = wait_for(told, "state", state="paused")["iter"]
         for _ in range(20):
             assert visitor.client.get("/").status_code == 200
@@ -98,24 +87,6 @@ def test_pause_holds_the_run_until_resume(server, visitor):
         assert wait_for(told, "scalars")["iter"][-1] > at
 
 
-def test_a_pause_in_code_is_shown_and_resumed(server, visitor):
-    with watched(server, slow=True) as job, visitor.told() as told:
-        wait_for(told, "scalars")
-        job.loop.pause()
-        at = wait_for(told, "state", state="paused")["iter"]
-        assert visitor.post("resume").status_code == 202
-        wait_for(told, "state", state="running")
-        assert wait_for(told, "scalars")["iter"][-1] > at
-
-
-def test_a_learning_rate_takes_effect_and_is_told(server, visitor):
-    with watched(server, slow=True) as job, visitor.told() as told:
-        assert visitor.post("lr", json={"lr": 0.004}).status_code == 202
-        assert wait_for(told, "asked")["what"] == "the learning rate 0.004"
-        assert wait_for(told, "lr")["lr"] == 0.004
-        assert job.loop._optimizer.param_groups[0]["lr"] == 0.004
-
-
 NUMBERS = ['"fast"', '"0.1"', "null", "true", "-1", "0", "7000", "NaN", "Infinity", "1e999", "9" * 200, "[0.1]"]
 REFUSED = {
     422: ["", "{}", "[1]", "[" * 256, '{"a":' * 50, b"\xff\xfe", *(f'{{"lr": {number}}}' for number in NUMBERS)],
@@ -123,12 +94,16 @@ REFUSED = {
 }
 
 
-def test_an_invalid_learning_rate_is_refused(server, visitor):
-    with watched(server, slow=True):
+def test_a_learning_rate_takes_effect_and_is_told_and_an_invalid_one_is_refused(server, visitor):
+    with watched(server, slow=True) as job, visitor.told() as told:
         for status, bodies in REFUSED.items():
             for body in bodies:
                 assert visitor.post("lr", content=body).status_code == status, body[:50]
         assert "above 0 and below 1000" in visitor.post("lr", content="{}").json()["error"]
+        assert visitor.post("lr", json={"lr": 0.004}).status_code == 202
+        assert wait_for(told, "asked")["what"] == "the learning rate 0.004"
+        assert wait_for(told, "lr")["lr"] == 0.004
+        assert job.loop._optimizer.param_groups[0]["lr"] == 0.004
 
 
 def test_checkpoint_now_leaves_a_file_that_loads(server, visitor, tmp_path):
@@ -191,15 +166,6 @@ def test_the_runs_of_a_process_have_a_page_each(server, visitor):
             assert list(told)[-1][2]["state"] == "finished"
 
 
-def test_runs_one_after_the_other_on_an_open_bus_are_not_mixed_up():
-    board = Board()
-    bus = Bus(Watcher(board))
-    with bus:
-        for epochs in (1, 2):
-            Job(bus, epochs=epochs).loop.run()
-    assert [(page.story.state, page.iter) for page in board] == [("finished", 5), ("finished", 10)]
-
-
 def test_a_resumed_run_is_shown_at_the_place_of_its_checkpoint(tmp_path):
     Job(Bus(CheckpointHook()), work_dir=tmp_path).loop.run()
     watcher = Watcher()
@@ -209,6 +175,15 @@ def test_a_resumed_run_is_shown_at_the_place_of_its_checkpoint(tmp_path):
         data for _, kind, data in messages(iter(b"".join(page.messages.read()[0]).decode().splitlines())) if kind == "resume"
     ]
     assert (resume["epoch"], resume["iter"]) == (3, 15)
+
+
+def test_runs_one_after_the_other_on_an_open_bus_are_not_mixed_up():
+    board = Board()
+    bus = Bus(Watcher(board))
+    with bus:
+        for epochs in (1, 2):
+            Job(bus, epochs=epochs).loop.run()
+    assert [(page.story.state, page.iter) for page in board] == [("finished", 5), ("finished", 10)]
 
 
 def test_only_the_pages_of_the_last_ended_runs_are_kept(monkeypatch):
@@ -339,16 +314,16 @@ def test_a_port_that_is_taken_is_an_error_and_the_default_one_gives_way(no_serve
         assert Server.at().port != other.port
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "192.168.0.7", "::", "example.org", ""])  # noqa: S104 - refused
-def test_another_address_than_the_loopback_needs_a_token_when_the_hook_is_made(host):
-    with pytest.raises(ConfigurationError, match=r"token=|non-empty"):
-        Dashboard(host=host)
-
-
-@pytest.mark.parametrize("token", ["", "short", "x" * 15, "with space " * 3, "\u00e9" * 20, "line\n" * 9])
-def test_a_token_that_can_be_guessed_or_not_be_sent_is_an_error(token):
-    with pytest.raises(ConfigurationError, match="16"):
-        Dashboard(token=token)
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        *(({"host": host}, r"token=|non-empty") for host in ("0.0.0.0", "192.168.0.7", "::", "example.org", "")),  # noqa: S104
+        *(({"token": one}, "16") for one in ("", "short", "x" * 15, "with space " * 3, "\u00e9" * 20, "line\n" * 9)),
+    ],
+)
+def test_another_address_needs_a_token_and_a_token_cannot_be_guessed_and_can_be_sent(options, named):
+    with pytest.raises(ConfigurationError, match=named):
+        Dashboard(**options)
 
 
 ENDING = """

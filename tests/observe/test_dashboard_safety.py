@@ -48,22 +48,9 @@ def test_a_command_needs_the_token_and_looking_does_not(server):
             assert visitor.client.get("/runs.json", headers=headers).json()["may_change"] is False, given
             with visitor.told(**headers) as told:
                 assert wait_for(told, "scalars"), given
+        assert visitor.client.post(f"/runs/1/stop?token={server.token}").status_code == 403
         assert not job.loop._running.state.own.paused
         assert not job.loop._running.state.own.stop
-
-
-def test_the_token_is_in_no_page_and_no_message(server, visitor):
-    with watched(server) as job:
-        job.thread.join(60)
-        texts = [
-            visitor.client.get(path).text for path in ("/", "/runs.json", "/runs/1/", "/runs/1/events", "/static/common.js")
-        ]
-    assert server.token not in "".join(texts)
-
-
-def test_a_query_with_the_token_is_not_accepted(server):
-    with watched(server, slow=True), Visitor(server, token=False) as visitor:
-        assert visitor.client.post(f"/runs/1/stop?token={server.token}").status_code == 403
 
 
 def test_at_another_address_nothing_of_the_run_is_shown_without_the_token():
@@ -86,7 +73,6 @@ OTHER_NAMES = [
     *("evil.example", "evil.example:{port}", "127.0.0.1.evil.example"),
     *("", "a:b:c", "localhost.evil", "127.0.0.1@evil", "[::1].x"),
 ]
-LOOPBACK = ["localhost:{port}", "LOCALHOST", "127.0.0.1", "[::1]:{port}"]
 REQUESTS = [("GET", "/"), ("GET", "/runs.json"), ("GET", "/runs/1/events"), ("POST", "/runs/1/stop")]
 
 
@@ -95,12 +81,9 @@ def test_requests_for_another_name_are_refused_so_that_no_name_is_rebound(server
         for host, (method, path) in itertools.product(OTHER_NAMES, REQUESTS):
             answer = visitor.client.request(method, path, headers={"Host": host.format(port=server.port)})
             assert answer.status_code == 400, (host, path)
+        for host in ("localhost:{port}", "LOCALHOST", "127.0.0.1", "[::1]:{port}"):
+            assert visitor.client.get("/runs.json", headers={"Host": host.format(port=server.port)}).status_code == 200, host
         assert job.thread.is_alive()
-
-
-def test_requests_for_the_loopback_are_answered(server, visitor):
-    for host in LOOPBACK:
-        assert visitor.client.get("/runs.json", headers={"Host": host.format(port=server.port)}).status_code == 200, host
 
 
 FOREIGN = [
@@ -118,7 +101,7 @@ FOREIGN = [
 ]
 
 
-def test_what_pages_of_other_sites_send_is_refused_even_with_the_token(server, visitor):
+def test_what_pages_of_other_sites_send_is_refused_even_with_the_token_and_the_own_page_is_heard(server, visitor):
     with watched(server, slow=True) as job:
         for foreign in FOREIGN:
             headers = {name: value.format(port=server.port) for name, value in foreign.items()}
@@ -126,20 +109,18 @@ def test_what_pages_of_other_sites_send_is_refused_even_with_the_token(server, v
                 assert visitor.post(command, json={"lr": 0.5}, headers=headers).status_code == 403, (foreign, command)
             assert visitor.client.get("/runs/1/events", headers=headers).status_code == 403, foreign
         assert job.thread.is_alive()
-
-
-def test_the_own_page_is_heard_and_a_link_from_elsewhere_opens_it(server, visitor):
-    ours = f"http://127.0.0.1:{server.port}"
-    with watched(server, slow=True):
-        assert visitor.post("pause", headers={"Origin": ours, "Sec-Fetch-Site": "same-origin"}).status_code == 202
+        ours = {"Origin": f"http://127.0.0.1:{server.port}", "Sec-Fetch-Site": "same-origin"}
+        assert visitor.post("pause", headers=ours).status_code == 202
         assert visitor.post("resume").status_code == 202  # curl says nothing of where it comes from
         link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
         assert visitor.client.get("/", headers=link).status_code == 200
 
 
-def test_no_other_site_is_told_that_it_may_read_or_frame(server, visitor):
+def test_no_other_site_is_told_that_it_may_read_or_frame_and_the_token_is_in_no_answer(server, visitor):
     with watched(server) as job:
         job.thread.join(60)
+        for path in ("/runs.json", "/static/common.js"):
+            assert server.token not in visitor.client.get(path).text
         for method, path in [
             ("GET", "/"),
             ("GET", "/runs/1/"),
@@ -150,6 +131,7 @@ def test_no_other_site_is_told_that_it_may_read_or_frame(server, visitor):
             asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
             answer = visitor.client.request(method, path, headers=asks if method == "OPTIONS" else {})
             assert not [name for name in answer.headers if name.startswith("access-control-")]
+            assert server.token not in answer.text
             assert answer.headers["x-frame-options"] == "DENY"
             assert answer.headers["x-content-type-options"] == "nosniff"
             assert answer.headers["referrer-policy"] == "no-referrer"
@@ -257,7 +239,11 @@ def test_a_reader_that_does_not_read_is_cut_off_and_holds_up_nobody(server, visi
             before = job.loop.counters.iter
             until(lambda: ours not in {one.client for one in list(connections)})
             until(lambda: job.loop.counters.iter > before)
-        until(lambda: server._server.config.app._readers.number == 0)
+        readers = server._server.config.app._readers
+        until(lambda: readers.number == 0)
+        readers.number = 500
+        answer = visitor.client.get("/runs/1/events")
+        assert (answer.status_code, answer.json()["error"][:18]) == (503, "500 pages are open")
 
 
 def test_an_interrupted_request_is_not_an_error_of_the_server(server, visitor, capfd):
@@ -269,13 +255,6 @@ def test_an_interrupted_request_is_not_an_error_of_the_server(server, visitor, c
         assert visitor.client.get("/").status_code == 200
     server.close()
     assert "Traceback" not in capfd.readouterr().err
-
-
-def test_more_readers_than_500_are_told_so(server, visitor):
-    with watched(server, slow=True):
-        server._server.config.app._readers.number = 500
-        answer = visitor.client.get("/runs/1/events")
-        assert (answer.status_code, answer.json()["error"]) == (503, "500 pages are open, which is the limit; close some")
 
 
 # ------------------------------------------------------------------------------ mounted in an application of the user
@@ -301,13 +280,7 @@ async def test_mounted_under_a_prefix_it_shows_the_run(anyio_backend):
                 assert (await client.get(page.url.join(path))).status_code == 200, path
         events = (await client.get("/deep/training/runs/1/events")).text
         assert '"state":"finished"' in events.splitlines()[-2]
-
-
-@pytest.mark.anyio
-async def test_without_token_and_may_change_it_only_shows(anyio_backend):
-    job = Job()
-    async with mounted(job.bus) as client:
-        job.loop.run()
+        # without token= and may_change= it only shows
         answer = await client.post("/deep/training/runs/1/stop", headers={"Authorization": "Bearer None"})
         assert (answer.status_code, answer.json()["error"][:33]) == (403, "this dashboard only shows the run")
         assert (await client.get("/deep/training/runs.json")).json()["changes"] == "nobody"

@@ -32,14 +32,13 @@ def test_the_commit_and_whether_files_were_changed(repository):
     assert (second.commit, second.clean) == (first.commit, False)
 
 
-def test_a_folder_outside_a_repository_has_no_commit(tmp_path, monkeypatch):
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    monkeypatch.chdir(tmp_path)
-    assert environment().git is None
-
-
-def test_without_git_there_is_no_commit(repository, monkeypatch):
-    monkeypatch.setenv("PATH", "")
+def test_outside_a_repository_and_without_git_there_is_no_commit(repository, tmp_path_factory, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setenv("PATH", "")
+        assert environment().git is None
+    folder = tmp_path_factory.mktemp("outside")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(folder.parent))
+    monkeypatch.chdir(folder)
     assert environment().git is None
 
 

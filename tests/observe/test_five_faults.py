@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import torch
 
-from eventloop import Bus, Hook, TrainLoop, mount
+from eventloop import Hook, mount
 from eventloop.observe import Costs, Part, RunFolder, expensive
 from eventloop.observe.report import ReportedRun, verdict
 from hooks import CheckpointHook, RunRecordHook
 
-from ..hooks.conftest import batches, loss_of, small_model
+from ..hooks.conftest import batches, make_loop
 
 ITERATIONS = 350
 DATA, HOOK, LANE, DISK = 0.008, 0.005, 0.025, 0.3
@@ -66,19 +66,9 @@ class Uploader(Hook):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Costs, Path]:
     folder = tmp_path_factory.mktemp("run")
-    bus = Bus(
-        Histograms(), Keeper(), Uploader(), CheckpointHook(interval=50, by_epoch=False, max_keep_ckpts=1), RunRecordHook()
-    )
-    model = small_model()
-    loop = TrainLoop(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        step=loss_of,
-        train_data=SlowData(),
-        bus=bus,
-        max_epochs=1,
-        work_dir=folder,
-    )
+    checkpoints = CheckpointHook(interval=50, by_epoch=False, max_keep_ckpts=1)
+    found = (Histograms(), Keeper(), Uploader(), checkpoints, RunRecordHook())
+    loop = make_loop(*found, train_data=SlowData(), max_epochs=1, work_dir=folder)
     fsync = os.fsync
 
     def slow(descriptor: int) -> None:
@@ -88,7 +78,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Costs, Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", slow)
         loop.run()
-    return bus.costs(), folder
+    return loop.bus.costs(), folder
 
 
 def the_part(costs: Costs, name: str) -> Part:

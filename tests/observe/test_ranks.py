@@ -24,8 +24,19 @@ def straggler(*ranks):
     return compare(dict(enumerate(ranks)), len(ranks)).straggler
 
 
-def test_equal_ranks_have_no_straggler():
-    assert straggler(spent(0), spent(1), spent(2), spent(3)) is None
+@pytest.mark.parametrize(
+    ("ranks", "named"),
+    [
+        ([spent(0), spent(1), spent(2), spent(3)], None),
+        ([spent(0, Histograms=1.2), spent(1, waiting_for_data=1.1)], None),  # slow in turn
+        ([spent(0), spent(1, waiting_for_data=0.2, backward=1.9)], None),  # costs little
+        ([spent(0, forward=2.0), spent(1, waiting_for_data=1.1)], (1, "waiting for data")),  # the others wait in the forward
+        ([spent(0), spent(1), spent(2, backward=4.0)], (2, "backward")),  # independent ranks
+    ],
+)
+def test_the_straggler_among_ranks(ranks, named):
+    found = straggler(*ranks)
+    assert (found and (found.rank, found.name)) == named
 
 
 def test_min_median_max_and_the_slowest_rank():
@@ -48,24 +59,6 @@ def test_a_straggler_is_found_although_all_iterations_take_equally_long(slow, na
     found = straggler(fast[0], fast[1], spent(2, **{slow: usual + 1.0}), fast[2])
     assert (found.rank, found.host, found.name) == (2, "node2", name)
     assert (found.seconds, found.others, found.waited) == pytest.approx(((usual + 1) / 100, usual / 100, 0.01))
-
-
-def test_a_straggler_is_found_where_the_others_wait_in_the_forward_pass():
-    found = straggler(spent(0, forward=2.0), spent(1, waiting_for_data=1.1))
-    assert (found.rank, found.name) == (1, "waiting for data")
-
-
-def test_a_straggler_is_found_among_independent_ranks():
-    found = straggler(spent(0), spent(1), spent(2, backward=4.0))
-    assert (found.rank, found.name) == (2, "backward")
-
-
-def test_ranks_that_are_slow_in_turn_have_no_straggler():
-    assert straggler(spent(0, Histograms=1.2), spent(1, waiting_for_data=1.1)) is None
-
-
-def test_a_straggler_that_costs_little_is_not_named():
-    assert straggler(spent(0), spent(1, waiting_for_data=0.2, backward=1.9)) is None
 
 
 def test_ranks_without_times_are_missing():

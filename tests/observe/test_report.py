@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from eventloop.cli.runs import best_metric
-from eventloop.observe import Damage, Histogram, RankCosts, RankTimes, Straggler
+from eventloop.observe import Damage, RankCosts, RankTimes, Straggler
 from eventloop.observe.curves import Curve, read_curves
 from eventloop.observe.record import Checkpoint
 from eventloop.observe.report import ReportedRun, build_report, verdict
@@ -176,15 +176,12 @@ def test_a_page_of_a_long_run_has_at_most_a_megabyte_and_the_extremes(tmp_path):
     assert re.search(r"The last \d+ of 1,00[0-9] validations", page.text)
 
 
-def test_a_page_with_thousands_of_scalars_and_large_values_has_at_most_a_megabyte(tmp_path):
+def test_a_page_with_thousands_of_scalars_and_large_values_or_of_many_runs_has_at_most_a_megabyte(tmp_path):
     folder = write_run(tmp_path, config={f"key{i}": "x" * 5000 for i in range(500)})
     write_scalars(folder, *({"step": i, **{f"train/grad_norm/{j}": j / i for j in range(1200)}} for i in range(101, 111)))
     page = page_of(folder)
     assert len(page.bytes) <= MOST_BYTES
     assert "would make this page too long" in page.text
-
-
-def test_a_page_of_many_runs_has_at_most_a_megabyte(tmp_path):
     page = page_of(*(write_run(tmp_path / str(i), name=f"run {i}") for i in range(20)))
     assert len(page.bytes) <= MOST_BYTES
     assert "20 runs compared" in page.text
@@ -198,11 +195,9 @@ def test_a_run_without_one_of_its_files_has_a_report(tmp_path, name):
     assert ("Resumes and stops" in page.text) == (name != "run.json")
     assert ("were not measured" in page.text) == (name == "record.jsonl")
     assert ("There are no scalars" in page.text) == (name == "scalars.jsonl")
-
-
-def test_a_run_with_an_empty_scalars_file_only_has_a_report(tmp_path):
-    (tmp_path / "scalars.jsonl").touch()
-    assert "There are no scalars" in page_of(tmp_path).text
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "scalars.jsonl").touch()
+    assert "There are no scalars" in page_of(tmp_path / "only").text
 
 
 def test_values_that_are_not_finite_are_gaps_and_are_told(tmp_path):
@@ -226,6 +221,7 @@ def test_lines_of_other_kinds_are_left_out_and_such_with_wrong_fields_are_damage
     history = ReportedRun(folder)
     assert len(history.story.of(Checkpoint)) == len(ReportedRun(write_run(tmp_path / "other")).story.of(Checkpoint))
     assert history.damaged == {"record.jsonl": Damage(lines=3, first=12)}
+    assert "record.jsonl is damaged: 3 lines could not be read, the first one is line 12." in sentences(folder)
 
 
 # Several runs
@@ -280,46 +276,21 @@ def test_the_verdict_begins_with_the_state_of_the_run(tmp_path, fields, begins):
     assert sentences(write_run(tmp_path, session(**fields)))[0].startswith(begins)
 
 
-def test_damaged_lines_are_told(tmp_path):
-    folder = write_run(tmp_path)
-    with (folder / "record.jsonl").open("a") as file:
-        file.write("{\n")
-    assert "record.jsonl is damaged: 1 line could not be read, the first one is line 11." in sentences(folder)
+def curves(*lines):
+    return {name: (curve.iterations.tolist(), curve.values.tolist()) for name, curve in read_curves(list(lines)).items()}
+
+
+def test_curves_are_read_from_the_lines_of_scalars():
+    repeated = [{"step": step, "iter": step, "a": value} for step, value in ((1, 1), (2, 2), (3, 3), (4, 4), (2, 20), (3, 30))]
+    assert curves(*repeated) == {"a": ([1, 2, 3], [1, 20, 30])}  # the later ones count
+    back = curves({"step": 5, "iter": 5, "a": 1}, {"step": 1, "iter": 3, "b": 1}, {"step": 6, "iter": 6, "a": 2})
+    assert back == {"a": ([5, 6], [1, 2]), "b": ([3], [1])}  # iterations that go back in other scalars do not matter
+    odd = [{"a": 1, "b": "x"}, {"a": None, "b": "y"}, {"a": 10**400, "b": [1]}, {"a": True}]
+    assert curves(*({"step": step} | one for step, one in enumerate(odd, 1))) == {"a": ([1, 3, 4], [1, math.inf, 1])}
+    assert curves({"a": 5}, {"a": 6}, {"a": 7, "step": None}) == {"a": ([1, 2, 3], [5, 6, 7])}  # without a step
 
 
 # Curves
-
-
-def lines_of(*places: tuple[int, float]) -> list[dict]:
-    return [{"step": step, "iter": step, "loss": value} for step, value in places]
-
-
-def test_of_repeated_iterations_the_later_ones_count(tmp_path):
-    curve = read_curves(lines_of((1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0), (2, 20.0), (3, 30.0)))["loss"]
-    assert curve.iterations.tolist() == [1, 2, 3]
-    assert curve.values.tolist() == [1, 20, 30]
-
-
-def test_iterations_that_go_back_in_other_scalars_do_not_matter():
-    curves = read_curves([{"step": 5, "iter": 5, "a": 1}, {"step": 1, "iter": 3, "b": 1}, {"step": 6, "iter": 6, "a": 2}])
-    assert curves["a"].iterations.tolist() == [5, 6]
-    assert curves["b"].iterations.tolist() == [3]
-
-
-def test_what_is_no_number_is_left_out():
-    lines = [
-        {"step": 1, "a": 1, "b": "x"},
-        {"step": 2, "a": None, "b": "y"},
-        {"step": 3, "a": 10**400, "b": [1]},
-        {"step": 4, "a": True},
-    ]
-    curves = read_curves(lines)
-    assert list(curves) == ["a"]
-    assert curves["a"].values.tolist() == [1, math.inf, 1]
-
-
-def test_lines_without_a_step_are_counted():
-    assert read_curves([{"a": 5}, {"a": 6}, {"a": 7, "step": None}])["a"].iterations.tolist() == [1, 2, 3]
 
 
 def test_more_lines_than_are_read_at_once_keep_their_order(monkeypatch):
@@ -348,6 +319,7 @@ def test_a_thinned_curve_keeps_its_ends_extremes_and_gaps(number, bad):
 
 
 def test_the_time_of_a_curve_has_no_pauses_and_epochs_have_fractions(tmp_path):
+    (tmp_path / "cut").mkdir()
     folder = write_run(tmp_path, session(lasted=50), session(BEGAN + 1050, lasted=50))
     (folder / "scalars.jsonl").unlink()
     write_scalars(folder, *loss_lines(50), *loss_lines(50, begin=51, began=BEGAN + 1000))
@@ -355,12 +327,10 @@ def test_the_time_of_a_curve_has_no_pauses_and_epochs_have_fractions(tmp_path):
     curve = run.curves["train/loss"]
     assert run.elapsed(curve.times).tolist() == list(range(1, 101))
     assert run.epochs_at(curve)[[4, 9, 24]].tolist() == [0.5, 1.0, 2.5]
-
-
-def test_the_last_epoch_may_be_incomplete(tmp_path):
-    write_scalars(tmp_path, *loss_lines(25))
-    run = ReportedRun(tmp_path)
-    assert run.epochs_at(run.curves["train/loss"])[-1] == 2.5
+    write_scalars(tmp_path / "cut", *loss_lines(25))  # the last epoch may be incomplete
+    cut = ReportedRun(tmp_path / "cut")
+    assert cut.epochs_at(cut.curves["train/loss"])[-1] == 2.5
+    assert (cut.costs, cut.step_times()) == (None, [])
 
 
 # Costs
@@ -373,12 +343,8 @@ def test_the_costs_of_all_sessions_are_added(tmp_path):
     assert (costs.wall, costs.steps.total, costs.lanes[0].delivered) == (50, 160, 156)
     assert {part.name: round(part.share, 6) for part in costs.parts} == {part.name: part.share for part in some_costs().parts}
     assert sum(part.seconds for part in costs.parts) == pytest.approx(50)
-
-
-def test_costs_that_begin_anew_in_the_same_session_are_added(tmp_path):
-    folder = write_run(tmp_path)
-    write_record(folder, costs_line(BEGAN + 101, some_costs(2.0, 10)))
-    assert ReportedRun(folder).costs.wall == 12
+    write_record(folder, costs_line(BEGAN + 1070, some_costs(2.0, 10)))  # they begin anew in the same session
+    assert ReportedRun(folder).costs.wall == 52
 
 
 def test_step_times_are_those_between_two_measurements(tmp_path):
@@ -391,13 +357,6 @@ def test_the_bar_of_costs_adds_up_to_100_percent():
     assert sum(one.width for one in bars.segments[0]) == pytest.approx(100)
     assert [one.name for one in bars.segments[0]] == ["forward", "waiting for data", "Histograms", "rest"]
     assert bars.segments[1] == []
-
-
-def test_a_run_without_costs_has_no_step_times(tmp_path):
-    write_scalars(tmp_path, *loss_lines(3))
-    assert ReportedRun(tmp_path).costs is None
-    assert ReportedRun(tmp_path).step_times() == []
-    assert Histogram().total == 0
 
 
 def test_further_names_of_a_file_are_one_checkpoint(tmp_path):

@@ -1,7 +1,5 @@
-"""The page of ``trainbus report`` in a browser: headless Chromium, as Playwright drives it."""
+"""The page of ``trainbus report`` in a browser."""
 
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,22 +11,10 @@ from eventloop.observe.report import ReportedRun, build_report
 
 from .folders import write_run
 
-playwright = pytest.importorskip("playwright.sync_api")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = [
-    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium"),
     pytest.mark.filterwarnings("default::DeprecationWarning"),
     pytest.mark.filterwarnings("default::ResourceWarning"),
 ]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    # Chromium refuses a sandbox to root, as in containers.
-    with playwright.sync_playwright() as started:
-        browser = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"] if os.getuid() == 0 else [])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

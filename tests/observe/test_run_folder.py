@@ -19,7 +19,6 @@ from eventloop.observe import (
     encode_line,
     find_runs,
     last_lines,
-    read_manifest,
 )
 from eventloop.observe.environment import this_process
 from eventloop.observe.report import ReportedRun, build_report, verdict
@@ -27,16 +26,16 @@ from eventloop.observe.report import ReportedRun, build_report, verdict
 from .folders import BEGAN, GONE, HERE, loss_lines, session, write_record, write_run, write_scalars
 
 
-def test_a_folder_without_files_of_a_run_is_an_error(tmp_path):
+def test_a_folder_with_scalars_only_has_the_name_of_the_folder_and_an_empty_one_is_an_error(tmp_path):
     with pytest.raises(RunFolderError, match=r"run\.json.*scalars\.jsonl"):
         RunFolder(tmp_path)
-
-
-def test_a_folder_with_scalars_only_has_the_name_of_the_folder(tmp_path):
-    write_scalars(tmp_path, *loss_lines(3))
+    write_scalars(tmp_path, *loss_lines(2), {"step": 3, "a": math.nan, "b": math.inf})
     run = RunFolder(tmp_path)
     assert run.manifest().name == tmp_path.name
-    assert [line["step"] for line in run.scalars()] == [1, 2, 3]
+    *lines, last = run.scalars()
+    assert [line["step"] for line in lines] == [1, 2]
+    assert math.isnan(last["a"])
+    assert last["b"] == math.inf
     assert list(run.record()) == []
     assert run.story().seconds == 0
 
@@ -63,13 +62,6 @@ def test_damaged_lines_are_left_out_and_counted(tmp_path, bad):
         assert run.damaged == {"scalars.jsonl": Damage(lines=2, first=4)}
 
 
-def test_not_finite_values_are_read(tmp_path):
-    write_scalars(tmp_path, {"step": 1, "a": math.nan, "b": math.inf})
-    [line] = RunFolder(tmp_path).scalars()
-    assert math.isnan(line["a"])
-    assert line["b"] == math.inf
-
-
 def test_a_line_of_the_record_holds_anything():
     line = msgspec.json.decode(encode_line({"a": math.nan, "b": [math.inf], "c": {1: object}, "d": (1, 2)}))
     assert line == {"a": "nan", "b": ["inf"], "c": {"1": "<class 'object'>"}, "d": [1, 2]}
@@ -82,7 +74,7 @@ NESTED = b"[" * 5_000 + b"]" * 5_000
     "content",
     [
         *(b"{", b"[]", b'{"name": 3}', b"", b'{"name": "\xff"}', b'{"name": "", "x": %s}' % NESTED),
-        b'{"name": "", "config": {"x": %s}}' % (b"[" * 200 + b"]" * 200),
+        *(b'{"name": "", "config": {"x": %s}}' % (b"[" * 200 + b"]" * 200), b'{"name": "a", "format": 2}'),
     ],
 )
 def test_a_damaged_run_json_is_an_error_that_names_it(tmp_path, content):
@@ -154,12 +146,6 @@ def test_any_damage_is_read_around_or_told(tmp_path_factory, name, data):
         assert build_report([history], best_metric)
 
 
-def test_a_run_json_of_a_newer_trainbus_is_an_error_that_says_so(tmp_path):
-    (tmp_path / "run.json").write_text('{"name": "a", "format": 2}')
-    with pytest.raises(RunDamagedError, match="format 2"):
-        read_manifest(tmp_path)
-
-
 def test_runs_are_found_in_subfolders_but_not_in_other_runs_hidden_folders_or_links(tmp_path):
     for name in ("b", "a/one", "a/two", "b/inner", ".hidden"):
         write_run(tmp_path / name)
@@ -168,22 +154,15 @@ def test_runs_are_found_in_subfolders_but_not_in_other_runs_hidden_folders_or_li
     assert [str(one.relative_to(tmp_path)) for one in find_runs(tmp_path)] == ["a/one", "a/two", "b"]
 
 
-def test_the_time_of_a_run_is_that_of_its_sessions_without_the_pauses(tmp_path):
-    write_run(tmp_path, session(lasted=10), session(BEGAN + 1000, lasted=20))
-    assert RunFolder(tmp_path).story().seconds == 30
-
-
-def test_a_killed_session_ends_with_its_last_sign_of_life(tmp_path):
+def test_a_killed_session_ends_with_its_last_sign_of_life_and_pauses_do_not_count(tmp_path):
     write_run(tmp_path, session(lasted=None), session(BEGAN + 1000, lasted=None))
     write_record(tmp_path, {"time": BEGAN + 1020, "kind": "test", "epoch": 1, "iter": 1})
     write_scalars(tmp_path, *loss_lines(3, begin=101, began=BEGAN + 1000 - 100), {"time": "no number"})
-    assert RunFolder(tmp_path).story().ends == [BEGAN + 100, BEGAN + 1020]
-
-
-def test_the_end_of_a_long_run_that_was_killed_is_found_at_the_end_of_its_scalars(tmp_path):
-    write_run(tmp_path, session(lasted=None))
-    write_scalars(tmp_path, *loss_lines(5000, begin=101))
-    assert RunFolder(tmp_path).story().seconds == 5100
+    story = RunFolder(tmp_path).story()
+    assert (story.ends, story.seconds) == ([BEGAN + 100, BEGAN + 1020], 120)
+    write_run(long := tmp_path / "long", session(lasted=None))
+    write_scalars(long, *loss_lines(5000, begin=101))
+    assert RunFolder(long).story().seconds == 5100  # found at the end of its scalars
 
 
 @pytest.mark.parametrize(

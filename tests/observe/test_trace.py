@@ -161,6 +161,12 @@ def test_a_file_that_is_no_trace_is_an_error_that_names_it(tmp_path, content, ca
     assert main(["trace", "merge", str(tmp_path / "bad.json"), "-o", str(tmp_path / "c.json")]) == 2
     assert "bad.json" in capsys.readouterr().err
     assert not (tmp_path / "c.json").exists()
+    assert main(["trace", "merge", str(tmp_path / "gone.json")]) == 2
+    assert "gone.json: no such file" in capsys.readouterr().err
+    assert main(["trace", "merge"]) == 2
+    (tmp_path / "other.json").write_text('{"traceEvents": []}')  # of unknown time
+    with pytest.raises(TraceError, match=r"other\.json"):
+        merge({"other.json": read_trace(tmp_path / "other.json")})
 
 
 GOOD = {"baseTimeNanoseconds": 1, "traceEvents": [{"ph": "X", "pid": 1, "tid": 1, "ts": 1.5, "name": "a"}]}
@@ -200,18 +206,6 @@ def test_a_file_that_is_too_large_is_an_error_whether_it_is_compressed_or_not(tm
     for name in ("a.json", "a.json.gz"):
         with pytest.raises(TraceError, match=f"{re.escape(name)}.*99,999"):
             read_trace(tmp_path / name, most=99_999)
-
-
-def test_a_trace_of_unknown_time_cannot_be_merged(tmp_path):
-    (tmp_path / "other.json").write_text('{"traceEvents": []}')
-    with pytest.raises(TraceError, match=r"other\.json"):
-        merge({"other.json": read_trace(tmp_path / "other.json")})
-
-
-def test_a_missing_file_is_an_error_that_names_it(tmp_path, capsys):
-    assert main(["trace", "merge", str(tmp_path / "gone.json")]) == 2
-    assert "gone.json: no such file" in capsys.readouterr().err
-    assert main(["trace", "merge"]) == 2
 
 
 def train(folder):

@@ -24,11 +24,62 @@ def lane(**fields):
     )
 
 
-def test_a_run_without_anything_expensive_has_no_sentence():
-    assert (
-        expensive(costs(training("step", 0.9), part("EMAHook.after_train_iter", 0.02), training("waiting for data", 0.04)))
-        == []
-    )
+def grown(process, *others):
+    return {"memory": 10**9, "growth": [Growth("process", process, 60.0, 500), *others]}
+
+
+COPIES, WAITS = (training(f"{what} for checkpoints", share) for what, share in (("copying", 0.01), ("waiting", 0.3)))
+SLOW = Straggler(2, "node7", "training", "waiting for data", 0.05, 0.002, 0.048)
+
+
+@pytest.mark.parametrize(
+    ("measured", "sentences"),
+    [
+        (costs(training("step", 0.9), part("EMAHook.after_train_iter", 0.02), training("waiting for data", 0.04)), []),
+        (
+            costs(
+                *(part(f"Mine.{name}_train_iter", 0.02) for name in ("before", "after")),
+                part("Mine.write", 0.01, group="hand-off"),
+            ),
+            ["Mine takes 5.0% of the time: 500 µs an iteration."],  # its methods together
+        ),
+        (
+            costs(part("watch", 0.05, calls=2, mount_point="after_val")),
+            ["watch takes 5.0% of the time: 250 ms a call at after_val."],
+        ),
+        (
+            costs(lanes=[lane(waited=0.5, seconds=3.69)]),
+            ["Training waits 5.0% of the time for the full lane of Histograms: its handler takes 4.1 ms an event."],
+        ),
+        (costs(lanes=[lane(dropped=100)]), ["The lane of Histograms dropped 100 of 1000 events."]),
+        (
+            costs(training("copying for checkpoints", 0.02)),
+            ["Checkpoints hold training up for 2.0% of the time (200 ms)."],
+        ),
+        (
+            costs(COPIES, WAITS),
+            [
+                "Checkpoints hold training up for 31% of the time "
+                "(3.1 s, mostly because the one before was still being written)."
+            ],
+        ),
+        (
+            costs(**grown(120_000_000, Growth("Leaky", 110_000_000, 60.0, 500))),
+            ["Memory grew by 120 MB in 60 s, 500 iterations; Leaky keeps 220 kB more each iteration."],
+        ),
+        (costs(**grown(1_000_000)), []),
+        (
+            costs(training("backward", 0.9), ranks=RankCosts(4, 100, 0.096, [], SLOW)),
+            [
+                "The other ranks wait 50% of the time for rank 2 (node7): waiting for data takes 50 ms an iteration there, "
+                "2 ms on the others."
+            ],
+        ),
+        (costs(training("backward", 0.9), ranks=RankCosts(4, 100, 0.096, [])), []),
+    ],
+)
+def test_what_is_expensive_is_told_with_its_figures(measured, sentences):
+    assert expensive(measured) == sentences
 
 
 def test_the_worst_comes_first():
@@ -38,44 +89,6 @@ def test_the_worst_comes_first():
         "Histograms takes 11% of the time: 1.1 ms an iteration.",
     ]
     assert len(expensive(costs(*parts), most=1)) == 1
-
-
-def test_the_methods_of_a_hook_count_together():
-    parts = [
-        part("Mine.before_train_iter", 0.02),
-        part("Mine.after_train_iter", 0.02),
-        part("Mine.write", 0.01, group="hand-off"),
-    ]
-    assert expensive(costs(*parts)) == ["Mine takes 5.0% of the time: 500 µs an iteration."]
-
-
-def test_a_hook_that_is_called_rarely_is_told_by_its_call():
-    [sentence] = expensive(costs(part("watch", 0.05, calls=2, mount_point="after_val")))
-    assert sentence == "watch takes 5.0% of the time: 250 ms a call at after_val."
-
-
-def test_a_full_lane_is_told_with_the_speed_of_its_handler():
-    [sentence] = expensive(costs(lanes=[lane(waited=0.5, seconds=3.69)]))
-    assert sentence == "Training waits 5.0% of the time for the full lane of Histograms: its handler takes 4.1 ms an event."
-
-
-def test_lost_events_are_told():
-    [sentence] = expensive(costs(lanes=[lane(dropped=100)]))
-    assert sentence == "The lane of Histograms dropped 100 of 1000 events."
-
-
-def test_checkpoints_that_hold_training_up_are_told():
-    [sentence] = expensive(costs(training("copying for checkpoints", 0.02)))
-    assert sentence == "Checkpoints hold training up for 2.0% of the time (200 ms)."
-    [sentence] = expensive(costs(training("copying for checkpoints", 0.01), training("waiting for checkpoints", 0.3)))
-    assert sentence.endswith("31% of the time (3.1 s, mostly because the one before was still being written).")
-
-
-def test_memory_that_grows_is_told_with_the_hook_that_keeps_it():
-    grown = [Growth("process", 120_000_000, 60.0, 500), Growth("Leaky", 110_000_000, 60.0, 500)]
-    [sentence] = expensive(costs(memory=1_000_000_000, growth=grown))
-    assert sentence == "Memory grew by 120 MB in 60 s, 500 iterations; Leaky keeps 220 kB more each iteration."
-    assert expensive(costs(memory=1_000_000_000, growth=[Growth("process", 1_000_000, 60.0, 500)])) == []
 
 
 @pytest.mark.parametrize(
@@ -98,16 +111,6 @@ def test_durations_have_a_unit(seconds, text):
 @pytest.mark.parametrize(("number", "text"), [(0, "0 B"), (512, "512 B"), (118_400_000, "118 MB"), (2.5e9, "2.5 GB")])
 def test_sizes_have_a_unit(number, text):
     assert size(number) == text
-
-
-def test_a_rank_that_the_others_wait_for_is_named():
-    slow = Straggler(2, "node7", "training", "waiting for data", 0.05, 0.002, 0.048)
-    ranks = RankCosts(4, 100, 0.096, [], slow)
-    assert expensive(costs(training("backward", 0.9), ranks=ranks)) == [
-        "The other ranks wait 50% of the time for rank 2 (node7): waiting for data takes 50 ms an iteration there, 2 ms on the "
-        "others."
-    ]
-    assert expensive(costs(training("backward", 0.9), ranks=RankCosts(4, 100, 0.096, []))) == []
 
 
 def test_a_leak_without_a_suspect_says_where_to_look():
