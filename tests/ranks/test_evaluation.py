@@ -72,23 +72,28 @@ def test_repeated_samples_of_a_distributed_sampler_do_not_count(ranks):
     assert first == second == [(3.0, 3.0, 2.0)] * 6 + [(3.0, 1.0, 1.0)] * 3
 
 
-def uneven(batches: list[int], sized: bool) -> Any:
-    rank, _ = jobs.rank_and_size()
-    mine = [torch.full((2,), float(10 * rank + index)) for index in range(batches[rank])]
-    data: Any = mine if sized else DataLoader(mine, batch_size=None, sampler=Unsized(mine))
-    model = normed()
-    loop = TrainLoop(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        step=lambda model, batch: model(batch[:, None]).mean(),
-        train_data=[torch.ones(2)] * 2,
-        val_data=data,
-        val_step=value_of,
-        metrics={"merged": Merged()},
-        max_epochs=2,
-    )
-    loop.bus.add(SyncBuffersHook())
-    return loop.run(), [buffer.tolist() for buffer in model.buffers()]
+UNEVEN = [([2, 0], True), ([2, 0], False), ([1, 3], True), ([1, 3], False)]
+
+
+def uneven() -> list[Any]:
+    rank, found = jobs.rank_and_size()[0], []
+    for batches, sized in UNEVEN:
+        mine = [torch.full((2,), float(10 * rank + index)) for index in range(batches[rank])]
+        data: Any = mine if sized else DataLoader(mine, batch_size=None, sampler=Unsized(mine))
+        model = normed()
+        loop = TrainLoop(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            step=lambda model, batch: model(batch[:, None]).mean(),
+            train_data=[torch.ones(2)] * 2,
+            val_data=data,
+            val_step=value_of,
+            metrics={"merged": Merged()},
+            max_epochs=2,
+        )
+        loop.bus.add(SyncBuffersHook())
+        found.append((loop.run(), [buffer.tolist() for buffer in model.buffers()]))
+    return found
 
 
 class Unsized:
@@ -101,15 +106,13 @@ class Unsized:
         return iter(range(len(self.data)))
 
 
-@pytest.mark.parametrize("batches", [[2, 0], [1, 3]])
-@pytest.mark.parametrize("sized", [True, False])
-def test_ranks_may_have_different_numbers_of_batches_with_buffers_to_broadcast(ranks, batches, sized):
-    (first, kept), (second, theirs) = ranks(uneven, batches, sized)
-    values = [float(10 * rank + index) for rank, number in enumerate(batches) for index in range(number)]
-    assert first == second
-    assert first["loss"] == pytest.approx(sum(values) / len(values))
-    assert first["merged"] == 2 * len(values)
-    assert kept == theirs
+def test_ranks_may_have_different_numbers_of_batches_with_buffers_to_broadcast(ranks):
+    for (batches, _), (first, kept), (second, theirs) in zip(UNEVEN, *ranks(uneven), strict=True):
+        values = [float(10 * rank + index) for rank, number in enumerate(batches) for index in range(number)]
+        assert first == second
+        assert first["loss"] == pytest.approx(sum(values) / len(values))
+        assert first["merged"] == 2 * len(values)
+        assert kept == theirs
 
 
 def refused(batches: list[int], shard: bool) -> None:

@@ -20,6 +20,10 @@ def together(batch: list[tuple[torch.Tensor, ...]]) -> list[int]:
     return [int(one) for (one,) in batch]
 
 
+def found() -> tuple[dict[str, list[list[int]]], list[str], list[bool]]:
+    return passes(), left_alone(), wrapped()
+
+
 def passes() -> dict[str, list[list[int]]]:
     loaders = {
         "ordered": DataLoader(DATA, batch_size=2, collate_fn=together),
@@ -29,16 +33,6 @@ def passes() -> dict[str, list[list[int]]]:
     found = {name: shared(loader, name, seed=1) for name, loader in loaders.items()}
     assert all(shared(loader, name, seed=1) is loader for name, loader in found.items())
     return {name: list(loader) for name, loader in found.items()}
-
-
-def test_a_data_loader_is_rebuilt_with_the_share_of_each_process(ranks):
-    first, second = ranks(passes)
-    assert first["ordered"] == [[0, 2], [4, 6], [8]]
-    assert second["ordered"] == [[1, 3], [5, 7], [9]]
-    mine, theirs = (list(chain(*batches["shuffled"])) for batches in (first, second))
-    assert sorted(mine + theirs) == list(range(10))
-    assert mine != sorted(mine)
-    assert [len(batch) for batch in first["dropping"] + second["dropping"]] == [3, 3]
 
 
 class Own(DataLoader[Any]):
@@ -58,17 +52,20 @@ def left_alone() -> list[str]:
     return [entry["data"] for entry in logs]
 
 
-def test_another_loader_is_unchanged_with_a_warning(ranks):
-    first, second = ranks(left_alone)
-    assert first == ["list", "replacing", "batches", "unbatched", "subclass"]
-    assert second == []
-
-
 def wrapped() -> list[bool]:
     model = nn.Linear(2, 2)
     frozen = nn.Linear(2, 2).requires_grad_(False)
     return [is_parallel(one) for one in (model, frozen, nn.parallel.DistributedDataParallel(model))]
 
 
-def test_wrapped_or_frozen_models_are_not_wrapped(ranks):
-    assert ranks(wrapped) == [[False, True, True]] * 2
+def test_each_process_has_its_share_of_a_data_loader_and_what_cannot_be_shared_or_wrapped_is_unchanged(ranks):
+    (first, told, parallel), (second, told_by_others, parallel_too) = ranks(found)
+    assert first["ordered"] == [[0, 2], [4, 6], [8]]
+    assert second["ordered"] == [[1, 3], [5, 7], [9]]
+    mine, theirs = (list(chain(*batches["shuffled"])) for batches in (first, second))
+    assert sorted(mine + theirs) == list(range(10))
+    assert mine != sorted(mine)
+    assert [len(batch) for batch in first["dropping"] + second["dropping"]] == [3, 3]
+    assert told == ["list", "replacing", "batches", "unbatched", "subclass"]
+    assert told_by_others == []
+    assert parallel == parallel_too == [False, True, True]  # a frozen model, and one that is wrapped
