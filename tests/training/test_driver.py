@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from eventloop import Bus, Run, TrainingError
+from eventloop import Bus, ConfigurationError, Run, TrainingError
 from eventloop.errors import RunCancelled
 from eventloop.training import Driver
 
@@ -384,6 +384,18 @@ def test_outputs_without_names_are_an_error_that_changes_nothing(parts, trace, b
             if scope == "train":
                 drive.end_epoch()
             getattr(drive, f"end_{scope}")()
+
+
+def test_invalid_options_change_nothing(parts, trace, bus):
+    with Run(bus, model=parts.model()) as run:
+        drive = run.drive()
+        for options, value in (({"max_epochs": 1, "max_iters": 1}, "begin_train"), ({"max_epochs": 0}, "max_epochs=0")):
+            with pytest.raises(ConfigurationError, match=value):
+                drive.begin_train(**options)
+        for begin in (drive.begin_validation, drive.begin_test):
+            with pytest.raises(ConfigurationError, match="data=3"):
+                begin(3)
+    assert trace.names == ["before_run", "after_run"]
 
 
 INSIDE: dict[str, tuple[str, ...]] = {

@@ -132,51 +132,41 @@ class Stream(IterableDataset):
         return iter([torch.zeros(4)] * 6)
 
 
-LOADERS = {
-    "dataset": lambda: DataLoader(Dry()),
-    "dataset in batches": lambda: DataLoader(Dry(), batch_size=2),
-    "dataset in a worker": lambda: DataLoader(Dry(), batch_size=2, num_workers=1),
-    "collate_fn": lambda: DataLoader(list(range(6)), collate_fn=runs_dry),
-    "collate_fn of an iterable dataset": lambda: DataLoader(Stream(), batch_size=2, collate_fn=runs_dry),
-}
-
-
-@pytest.mark.parametrize("which", LOADERS)
-def test_a_dataset_that_raises_it_does_not_end_the_epoch(parts, which):
-    with pytest.raises(StopIterationError, match="train_data"), Run(model=parts.model()) as run:
-        list(run.train(LOADERS[which]()))
-    with pytest.raises(StopIterationError, match="val_data"), Run(model=parts.model()) as run:
-        list(run.validate(LOADERS[which]()))
-
-
-@pytest.mark.parametrize("batch_size", [None, 2, 4])
-def test_an_iterable_dataset_still_ends_by_itself(parts, batch_size):
-    with Run(model=parts.model()) as run:
-        assert len(list(run.train(DataLoader(Stream(), batch_size=batch_size)))) == {None: 6, 2: 3, 4: 2}[batch_size]
-
-
 class Unready:
     """A loader that cannot even begin."""
 
     __iter__ = runs_dry
 
 
-class Samples(list):
-    """Of a batch that cannot be moved."""
-
-    def __iter__(self):
-        return iter([Unmovable()])
-
-
 class Unmovable:
     to = runs_dry
 
 
-@pytest.mark.parametrize("loader", [Unready, Samples])
-@pytest.mark.parametrize("method", ["train", "validate", "test"])
-def test_other_code_called_by_an_iterator_does_not_end_it(parts, loader, method):
-    with pytest.raises(StopIterationError, match=f"run.{method}"), Run(model=parts.model(), device="cpu") as run:
-        list(getattr(run, method)(loader()))
+LOADERS = {
+    "dataset": lambda: DataLoader(Dry()),
+    "dataset in batches": lambda: DataLoader(Dry(), batch_size=2),
+    "dataset in a worker": lambda: DataLoader(Dry(), batch_size=2, num_workers=1),
+    "collate_fn": lambda: DataLoader(list(range(6)), collate_fn=runs_dry),
+    "collate_fn of an iterable dataset": lambda: DataLoader(Stream(), batch_size=2, collate_fn=runs_dry),
+    "unready": Unready,
+    "a batch that cannot be moved": lambda: [Unmovable()],
+}
+
+
+@pytest.mark.parametrize("which", LOADERS)
+def test_code_that_an_iterator_of_batches_calls_does_not_end_it(parts, which):
+    for method, data in (("train", "train_data"), ("validate", "val_data"), ("test", "test_data")):
+        with (
+            pytest.raises(StopIterationError, match=rf"run\.{method}|{data}"),
+            Run(model=parts.model(), device="cpu") as run,
+        ):
+            list(getattr(run, method)(LOADERS[which]()))
+
+
+@pytest.mark.parametrize("batch_size", [None, 2, 4])
+def test_an_iterable_dataset_still_ends_by_itself(parts, batch_size):
+    with Run(model=parts.model()) as run:
+        assert len(list(run.train(DataLoader(Stream(), batch_size=batch_size)))) == {None: 6, 2: 3, 4: 2}[batch_size]
 
 
 def test_a_save_does_not_end_the_epochs(parts, tmp_path):

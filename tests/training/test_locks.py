@@ -43,7 +43,7 @@ def other(tmp_path, tmp_path_factory):
 
 def test_a_second_training_in_a_work_dir_is_refused_while_the_first_one_lives(parts, tmp_path, other):
     loop = parts.loop(Bus(), work_dir=tmp_path, max_epochs=1)
-    with capture_logs(), pytest.raises(ConfigurationError, match="two trainings would overwrite") as refused:
+    with capture_logs(), pytest.raises(ConfigurationError, match="process") as refused:
         loop.run()
     assert f"{tmp_path} is in use by process {other.pid} on {socket.gethostname()}, and" in str(refused.value)
     assert loop.counters.iter == 0
@@ -104,7 +104,7 @@ def test_a_users_own_loop_is_refused_as_well(tmp_path, with_optimizer):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if with_optimizer else None
     with (
         capture_logs(),
-        pytest.raises(ConfigurationError, match="is in use"),
+        pytest.raises(ConfigurationError, match=str(tmp_path)),
         Run(model=model, optimizer=optimizer, work_dir=tmp_path) as run,
     ):
         for _ in run.train([1]):
@@ -116,7 +116,7 @@ def test_an_out_dir_in_which_a_run_of_the_same_name_saves_is_in_use_as_well(part
     lock = DirectoryLock(tmp_path / "out" / "run")
     bus = Bus()
     bus.add(CheckpointHook(1, out_dir=tmp_path / "out"))
-    with capture_logs(), pytest.raises(ConfigurationError, match=r"out/run is in use"):
+    with capture_logs(), pytest.raises(ConfigurationError, match="out/run"):
         parts.loop(bus, work_dir=tmp_path / "run").run()
     lock.release()
 
@@ -159,28 +159,23 @@ def test_a_work_dir_that_cannot_be_written_is_an_error(parts, tmp_path, monkeypa
         parts.loop(work_dir=tmp_path, max_epochs=1).run()
 
 
-@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP])
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, None])
 def test_training_works_on_file_systems_without_locks(parts, tmp_path, monkeypatch, number):
+    """And on some that are mounted over a network, which number a file anew each time it is looked at."""
+
     def refuse(descriptor, operation):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(fcntl, "flock", refuse)
+    if number is None:
+        monkeypatch.setattr(os.path, "samestat", lambda *files: False)
+    else:
+        monkeypatch.setattr(fcntl, "flock", refuse)
     loop = parts.loop(work_dir=tmp_path, max_epochs=1)
     with capture_logs() as logs:
         loop.run()
     assert loop.counters.iter == 3
     (told,) = [entry for entry in logs if "cannot be locked" in entry["event"]]
-    assert told["error"] == str(OSError(number, os.strerror(number)))
-
-
-def test_training_works_on_file_systems_with_unstable_inodes(parts, tmp_path, monkeypatch):
-    """Some that are mounted over a network number a file anew each time it is looked at."""
-    monkeypatch.setattr(os.path, "samestat", lambda *files: False)
-    loop = parts.loop(work_dir=tmp_path, max_epochs=1)
-    with capture_logs() as logs:
-        loop.run()
-    assert loop.counters.iter == 3
-    assert ["cannot be locked" in entry["event"] for entry in logs].count(True) == 1
+    assert number is None or told["error"] == str(OSError(number, os.strerror(number)))
 
 
 def test_a_lock_that_is_waited_for_while_its_file_is_removed_is_taken_on_a_new_one(tmp_path, monkeypatch):

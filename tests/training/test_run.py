@@ -228,7 +228,7 @@ def test_new_training_batches_after_a_break_begin_another_epoch(parts, job, trac
 
 def test_nested_training_batches_are_an_error(parts, job):
     run, _ = job
-    with pytest.raises(TrainingError, match="in the body of another"), run:
+    with pytest.raises(TrainingError), run:
         for _ in run.epochs(1):
             for _ in run.train(parts.batches(3)):
                 for _ in run.train(parts.batches(3)):

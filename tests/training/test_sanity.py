@@ -140,20 +140,22 @@ def test_the_first_batches_are_those_of_the_next_pass():
         assert [one[0].tolist() for one in found] == [one[0].tolist() for one in loader][:2]
 
 
-def test_a_name_that_a_handler_may_report_is_a_warning_only(parts, tmp_path):
-    bus = Bus(CheckpointHook(save_best="mine", rule="less"))
-    bus.on("after_val_iter", lambda event: event.run.report(mine=1.0))
+@pytest.mark.parametrize(
+    ("needy", "mount_point"),
+    [
+        (CheckpointHook(save_best="mine", rule="less"), "after_val_iter"),
+        (CheckpointHook(save_best="mine", rule="less"), "after_val_epoch"),
+        (EarlyStoppingHook("mine", rule="less"), "after_val_epoch"),
+    ],
+)
+def test_a_name_that_a_handler_may_report_or_add_to_the_metrics_is_a_warning_only(parts, tmp_path, needy, mount_point):
+    bus = Bus(needy)
+    if mount_point == "after_val_iter":
+        bus.on(mount_point, lambda event: event.run.report(mine=1.0))
+    else:
+        bus.on(mount_point, lambda event: event.metrics.update(mine=1.0), priority=10)
     with capture_logs() as logs:
         parts.loop(bus, work_dir=tmp_path).run()
-    assert any("'mine'" in entry["event"] for entry in logs if entry["log_level"] == "warning")
-
-
-@pytest.mark.parametrize("needy", [EarlyStoppingHook("mine", rule="less"), CheckpointHook(save_best="mine", rule="less")])
-def test_a_name_that_a_handler_may_add_to_the_metrics_is_a_warning_only(parts, tmp_path, needy):
-    bus = Bus(needy)
-    bus.on("after_val_epoch", lambda event: event.metrics.update(mine=1.0), priority=10)
-    with capture_logs() as logs:
-        parts.loop(bus, work_dir=tmp_path, max_epochs=2).run()
     assert any("'mine'" in entry["event"] for entry in logs if entry["log_level"] == "warning")
 
 
@@ -183,7 +185,7 @@ def test_a_metric_that_a_few_batches_do_not_suffice_for_is_a_warning_only(parts,
     (warning,) = [entry for entry in logs if entry["log_level"] == "warning"]
     assert warning["metric"] == "area"
     assert "Only one class" in warning["error"]
-    with pytest.raises(ConfigurationError, match="did you mean 'area'"):
+    with pytest.raises(ConfigurationError, match="'area'"):
         parts.loop(
             Bus(CheckpointHook(save_best="arena", rule="greater")), metrics={"area": Area()}, work_dir=tmp_path / "2"
         ).run()
