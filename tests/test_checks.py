@@ -81,16 +81,16 @@ def test_a_missing_argument_is_pythons_own_error_and_an_unknown_one_is_answered_
         @check_options
         def __init__(self, count: int) -> None: ...
 
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'count'"):
+    with pytest.raises(TypeError, match="'count'"):
         Needy()
-    with pytest.raises(ConfigurationError, match=r"^Needy has no option cuont=; did you mean count=\?$"):
+    with pytest.raises(ConfigurationError, match=r"Needy.*cuont=.*count="):
         Needy(cuont=3)
-    with pytest.raises(ConfigurationError, match=r"^Needy has no option every=; its options are count$"):
+    with pytest.raises(ConfigurationError, match=r"Needy.*every=.*count"):
         Needy(every=3)
 
     class Poor(Needy): ...
 
-    with pytest.raises(ConfigurationError, match=r"^Poor has no option cuont="):
+    with pytest.raises(ConfigurationError, match=r"Poor.*cuont="):
         Poor(cuont=3)
 
 
@@ -100,7 +100,7 @@ def test_a_name_of_positional_arguments_is_no_option():
         def __init__(self, *things: int, count: int = 1) -> None: ...
 
     Several(1, 2, count=3)
-    with pytest.raises(ConfigurationError, match=r"^Several has no option things=; its options are count$"):
+    with pytest.raises(ConfigurationError, match=r"Several.*things=.*count"):
         Several(things=[1, 2])
 
 
@@ -119,5 +119,5 @@ def test_an_annotation_may_have_marks_that_cannot_be_hashed():
         def __init__(self, count: Annotated[int, ["a note"], Meta(ge=1)] = 1) -> None: ...
 
     Marked(2)
-    with pytest.raises(ConfigurationError, match="count=0: give an integer of at least 1"):
+    with pytest.raises(ConfigurationError, match="count=0"):
         Marked(0)

@@ -211,11 +211,6 @@ def test_the_filters_of_the_demos_hook_table_stay_in_one_line_in_80_columns():
     assert "…" not in captured.get()
 
 
-def test_resume_without_a_run_is_an_error(here, capsys):
-    assert main(["demo", "--resume"]) == 2
-    assert "found no last_checkpoint" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("arguments", "names"),
     [
@@ -238,18 +233,26 @@ def test_a_usage_error_exits_with_status_2_and_names_option_value_and_help(argum
     assert not arguments.startswith("demo") or len(err) < 400
 
 
-@pytest.mark.parametrize("out", [".", "", "..", "/"])
-def test_a_non_empty_folder_without_a_name_to_number_is_refused(here, capsys, out):
+OUT = (".", "", "..", "/")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--resume"], "found no last_checkpoint"),
+        *(
+            (["--out", out], f"{Path(out)} is not empty; give the run an empty folder, such as {Path(out, 'run')}")
+            for out in OUT
+        ),
+        (["--out", "x" * 300], f"{'x' * 80}…: cannot be used: File name too long"),
+        (["--out", "notes.txt/run"], "notes.txt/run: cannot create this folder: Not a directory"),
+    ],
+    ids=["resume", "here", "nothing", "above", "root", "long", "in a file"],
+)
+def test_a_folder_that_cannot_be_that_of_a_run_is_an_error_before_the_training(here, capsys, words, told):
     (here / "notes.txt").touch()
-    assert main(["demo", "--out", out]) == 2
-    folder = Path(out)
-    told = f"trainbus demo: {folder} is not empty; give the run an empty folder, such as {folder / 'run'}"
-    assert capsys.readouterr().err.strip() == told if out else "runs" in str(here / "runs")
-
-
-def test_a_too_long_folder_name_is_an_error(here, capsys):
-    assert main(["demo", "--out", "x" * 300]) == 2
-    assert f"{'x' * 80}…: cannot be used: File name too long" in capsys.readouterr().err
+    assert main(["demo", *words]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_output_is_limited_to_the_terminals_encoding(here, monkeypatch):
@@ -276,9 +279,3 @@ def test_ctrl_c_prints_how_to_resume(here, capsys, monkeypatch, struck_at, hint)
     err = capsys.readouterr().err
     assert "trainbus demo: interrupted" in err
     assert hint in err
-
-
-def test_an_uncreatable_folder_is_an_error_before_training(here, capsys):
-    (here / "file").touch()
-    assert main(["demo", "--out", "file/run"]) == 2
-    assert "file/run: cannot create this folder: Not a directory" in capsys.readouterr().err

@@ -44,9 +44,9 @@ def test_help_works_without_the_libraries_that_some_names_need(monkeypatch):
 
 
 def test_an_unknown_name_is_an_error():
-    with pytest.raises(AttributeError, match="module 'trainbus' has no attribute 'EMAHok'"):
+    with pytest.raises(AttributeError, match=r"'trainbus'.*'EMAHok'"):
         _ = trainbus.EMAHok
-    with pytest.raises(ImportError, match="cannot import name 'EMAHok'"):
+    with pytest.raises(ImportError, match="'EMAHok'"):
         from trainbus import EMAHok  # noqa: F401
 
 
@@ -83,6 +83,6 @@ def test_the_error_names_a_local_hooks_py_that_shadows_the_package(tmp_path, mon
     spec = spec_from_file_location("hooks", file)
     monkeypatch.setitem(sys.modules, "hooks", module_from_spec(spec))
     monkeypatch.delitem(vars(trainbus), name, raising=False)
-    with pytest.raises(ImportError, match=f"'hooks' is {file}, which hides trainbus's package 'hooks'; rename it"):
+    with pytest.raises(ImportError, match=f"'hooks' is {file}"):
         getattr(trainbus, name)
     assert trainbus.Bus is eventloop.Bus

@@ -85,14 +85,11 @@ def test_a_run_that_fails_ends_with_the_same_lines(here, capsys):
 # ----------------------------------------------------------------------------------------------------------- sparkline
 
 
-def test_a_sparkline_is_one_line_of_at_most_80_columns_with_both_ends():
+def test_a_sparkline_is_one_line_of_at_most_80_columns_with_both_ends_also_without_block_characters():
     assert shown(Sparkline("loss", [2.0, 1.0, 0.5]), width=200) == "loss 2 █▃▁ 0.5\n"
     for width in (200, 80, 40, 12, 5):
         [line] = shown(Sparkline("train/loss", [1 / (1 + n) for n in range(1000)]), width=width).splitlines()
         assert len(line) <= min(80, width)
-
-
-def test_a_terminal_without_block_characters_gets_plain_ones():
     with Path(os.devnull).open("w", encoding="ascii") as file:
         assert shown(Sparkline("loss", [2.0, 1.0, 0.5]), file=file) == "loss 2 #-_ 0.5\n"
 
@@ -118,16 +115,12 @@ def test_values_that_are_equal_or_not_finite(values, line):
         ({"train/lr": 0.1, "train/loss_cls": 1.0, "train/loss": 2.0}, "train/loss"),
         ({"val/accuracy": 0.5, "train/lr": 0.1, "train/loss_cls": 1.0}, "train/loss_cls"),
         ({"train/lr": 0.1, "val/accuracy": 0.5}, "val/accuracy"),
+        ({"epoch": 1, "iter": 1, "train/lr": 0.1}, None),
     ],
 )
 def test_the_main_scalar_is_the_loss_or_the_first_metric(scalars, name):
     curve = main_curve(read_curves([{"step": 1, **scalars}]))
-    assert curve is not None
-    assert curve.name == name
-
-
-def test_without_a_loss_or_a_metric_there_is_no_curve():
-    assert main_curve(read_curves([{"step": 1, "epoch": 1, "iter": 1, "train/lr": 0.1}])) is None
+    assert (curve and curve.name) == name
 
 
 def test_a_damaged_file_of_scalars_does_not_fail_the_end_of_a_run(tmp_path):

@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 from rich import get_console
 
@@ -14,6 +15,8 @@ from eventloop.checkpoint import load
 from eventloop.cli import main
 from eventloop.config import registered
 from eventloop.events.event import registry
+
+from ..observe.traces import Picture
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning:sklearn")
 
@@ -139,22 +142,6 @@ def test_own_hook_writer_and_event_from_a_file_beside_the_configuration_are_pick
     assert (here / "lines.txt").read_text().split() == ["1", "2", "3", "4"]
 
 
-def test_a_second_run_does_not_overwrite_the_first_and_resume_continues(here, project, capsys):
-    for _ in range(2):
-        main(["run", project])
-    assert {path.name for path in (here / "runs").iterdir()} == {"mine", "mine-2"}
-    capsys.readouterr()
-    assert main(["run", project, "--resume", "loop.max_epochs=3"]) == 0
-    assert "12 iterations" in capsys.readouterr().out
-    assert {path.name for path in (here / "runs").iterdir()} == {"mine", "mine-2"}
-
-
-def test_resume_without_a_run_is_an_error(here, project, capsys):
-    assert "--resume found no last_checkpoint in runs/mine; leave out --resume to begin a new run" in said(
-        capsys, "run", project, "--resume"
-    )
-
-
 def test_a_dry_run_tells_the_nearest_name_of_a_metric_that_validations_lack(here, capsys):
     change = 'custom_hooks=[{type="EarlyStoppingHook", monitor="acuracy", rule="greater"}]'
     err = said(capsys, "run", DIGITS, "--dry-run", change)
@@ -203,27 +190,13 @@ def test_overrides_can_precede_and_follow_options(here, project, capsys):
     ("change", "message"),
     [
         ("loop.max_epochs=x", "loop.max_epochs: expected int | None, got str 'x'"),
-        ("loop.max_epoch=3", "loop.max_epoch: loop has no option 'max_epoch' (did you mean 'max_epochs'?)"),
         ("custom_hooks[0]=GrowrForTests", "custom_hooks[0].type: 'GrowrForTests' is not a registered hook (did you mean"),
-        (
-            "default_hooks.logger.writers=[{type='lines_for_test'}]",
-            "default_hooks.logger.writers[0].type: 'lines_for_test' is not a registered writer",
-        ),
-        (
-            "default_hooks.loger.interval=3",
-            "default_hooks.loger: 'loger' is not one of the default hooks (did you mean",
-        ),
         ("model.widht=3", "model.widht: net has no option 'widht' (did you mean 'width'?)"),
-        (
-            "imports=['user_parts_for_test']",
-            "imports[0]: module 'user_parts_for_test' was not found (did you mean 'user_parts_for_tests'?)",
-        ),
-        ("imports=[]", "model: 'user_parts_for_tests:net' is in a module that is not listed under imports; add it there"),
-        ("loop", "'loop': changes are written as key=value, such as loop.max_epochs=3"),
+        ("imports=[]", "model: 'user_parts_for_tests:net' is in a module that is not listed under imports"),
+        ("loop", "'loop': changes are written as key=value"),
         ("optimizer.lr=-1", "optimizer: SGD does not take these options: Invalid learning rate: -1.0"),
-        ("loop.seed=99999999999999999999", "seed=99999999999999999999: give a 64-bit integer"),
-        ("imports=['']", "imports[0]: '' is not the name of a module, such as my_module or my_package.my_module"),
-        ("imports=['.x']", "imports[0]: '.x' is not the name of a module, such as my_module or my_package.my_module"),
+        ("loop.seed=99999999999999999999", "seed=99999999999999999999: "),
+        *((f"imports=['{name}']", f"imports[0]: '{name}' is not the name of a module") for name in ("", ".x")),
         ("loop.work_dir=.", ". is not empty; give the run an empty folder, such as run"),
     ],
 )
@@ -245,15 +218,14 @@ def test_a_local_hooks_py_is_never_imported_as_the_package(here, project, capsys
     ("text", "message"),
     [
         ("x = (", "imports[0]: 'broken' cannot be imported: '(' was never closed ({}/configs/broken.py, line 1)"),
-        (
-            "raise SystemExit(3)",
-            "imports[0]: 'broken' ended the program by sys.exit(3) while it was imported: it is a script, not a module",
-        ),
+        ("raise SystemExit(3)", "imports[0]: 'broken' ended the program by sys.exit(3) while it was imported"),
     ],
 )
 def test_an_import_error_is_reported_without_a_traceback(here, project, capsys, text, message):
     (here / "configs/broken.py").write_text(text)
-    assert said(capsys, "run", project, "imports=['broken']") == f"trainbus run: {message.format(here)}"
+    told = said(capsys, "run", project, "imports=['broken']")
+    assert told.startswith(f"trainbus run: {message.format(here)}")
+    assert "Traceback" not in told
 
 
 def test_an_error_of_the_users_own_code_keeps_its_traceback_also_within_torch(here, project, capsys):
@@ -265,47 +237,39 @@ def test_an_error_of_the_users_own_code_keeps_its_traceback_also_within_torch(he
     sys.modules.pop("sized")
 
 
-def test_a_missing_configuration_names_those_that_are_there(project, capsys):
-    assert said(capsys, "run", "configs/mime.toml").endswith(
-        "cannot be read: No such file or directory (did you mean 'mine.toml'?)"
-    )
-
-
-def test_a_folder_instead_of_a_configuration_names_those_in_it(project, capsys):
+def test_a_folder_or_a_missing_configuration_names_those_that_are_there(project, capsys):
+    assert said(capsys, "run", "configs/mime.toml").endswith("(did you mean 'mine.toml'?)")
     (Path("configs") / "other.toml").mkdir()
-    assert said(capsys, "run", "configs").endswith("must be a .toml, .yaml or .json file; configs has mine.toml")
-    assert said(capsys, "run", "mine").endswith(f"a .toml, .yaml or .json file; no configuration is in {Path.cwd()}")
-
-
-def test_an_unknown_option_names_the_nearest(project, capsys):
-    err = said(capsys, "run", project, "--dryrun")
-    assert err == "trainbus run: Unknown option: --dryrun. Did you mean --dry-run?\ntrainbus run --help shows the options"
+    assert said(capsys, "run", "configs").endswith("configs has mine.toml")
+    assert said(capsys, "run", "mine").endswith(f"no configuration is in {Path.cwd()}")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "names"),
     [
-        (["run"], "trainbus run: the argument CONFIG is missing"),
-        (["run", "x.toml", "--loop.max_epochs=3"], "Change the configuration by key=value, such as loop.max_epochs=3"),
-        (["events", "after_train"], "trainbus events: unexpected argument 'after_train'"),
-        (["hooks", "CheckpointHok"], "'CheckpointHok' is not a registered hook (did you mean 'CheckpointHook'"),
+        (["run"], ["CONFIG", "trainbus run --help"]),
+        (["run", "x.toml", "--dryrun"], ["--dryrun", "--dry-run", "trainbus run --help"]),
+        (["run", "x.toml", "--loop.max_epochs=3"], ["such as loop.max_epochs=3"]),
+        (["demo", "loop.max_epochs=3"], ["trainbus demo --help"]),
+        (["events", "after_train"], ["'after_train'"]),
+        (["hooks", "CheckpointHok"], ["'CheckpointHok'", "did you mean 'CheckpointHook'"]),
     ],
 )
-def test_a_mistake_in_the_command_line_is_named_with_the_way_out(arguments, message, capsys):
-    assert message in said(capsys, *arguments)
+def test_a_mistake_in_the_command_line_is_named_with_the_way_out(arguments, names, capsys):
+    told = said(capsys, *arguments)
+    assert all(name in told for name in names), told
 
 
-@pytest.mark.parametrize("arguments", [["run"], ["run", "x.toml", "--nonsense"], ["demo", "loop.max_epochs=3"]])
-def test_a_usage_error_says_how_to_list_the_options(arguments, capsys):
-    assert said(capsys, *arguments).endswith(f"trainbus {arguments[0]} --help shows the options")
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_hooks_lists_every_registered_hook_with_options_types_defaults_and_mount_points(here, capsys, monkeypatch, width):
-    monkeypatch.setenv("COLUMNS", str(width))
+def test_hooks_lists_every_registered_hook_with_options_types_defaults_and_mount_points(here, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     assert main(["hooks"]) == 0
     printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= width
+    title, *lines = printed.splitlines()
+    assert max(map(len, lines)) <= 120
+    names = sorted((entry.name for entry in registered("hook")), key=str.lower)
+    assert title == "Hooks"  # one line for each comes first
+    assert [line.split()[0] for line in lines[: len(names)]] == names
+    assert lines[len(names)].strip() == ""
     for kind in ("hook", "writer", "average"):
         for entry in registered(kind):
             assert re.search(rf"^{re.escape(entry.name)}\b", printed, re.MULTILINE), entry.name
@@ -315,44 +279,28 @@ def test_hooks_lists_every_registered_hook_with_options_types_defaults_and_mount
     assert "priority 90 VERY_LOW, at before_train, after_train_iter, after_train_epoch" in printed
 
 
-def test_hooks_begins_with_one_line_for_each(here, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    assert main(["hooks"]) == 0
-    title, *lines = capsys.readouterr().out.splitlines()
-    names = sorted((entry.name for entry in registered("hook")), key=str.lower)
-    assert title == "Hooks"
-    assert [line.split()[0] for line in lines[: len(names)]] == names
-    assert lines[len(names)].strip() == ""
-
-
-def test_hooks_of_a_users_module_are_listed_with_it(project, capsys, monkeypatch, here):
+def test_hooks_and_events_of_a_users_module_are_listed_with_it(project, capsys, monkeypatch, here):
     monkeypatch.chdir(here / "configs")
     assert main(["hooks", "--import", "user_parts_for_tests"]) == 0
     printed = capsys.readouterr().out
     assert "GrowerForTests" in printed
     assert "lines_for_tests" in printed
     assert re.search(r"priority 50 NORMAL, at densified_for_tests, after_run", printed)
-
-
-@pytest.mark.parametrize("width", [80, 120])
-def test_events_lists_the_mount_points_in_order_with_their_fields(here, capsys, monkeypatch, width):
-    monkeypatch.setenv("COLUMNS", str(width))
-    assert main(["events"]) == 0
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= width
-    found = [line.split()[0] for line in printed.splitlines() if line and not line.startswith(" ")]
-    names = [name for name in found if name in eventloop.mount_points()]
-    assert names == eventloop.mount_points()
-    text = " ".join(printed.split())
-    assert "after_train_iter iterations batch_idx: int, batch: live" in text
-
-
-def test_events_of_a_users_module_are_listed_apart(project, capsys, monkeypatch, here):
-    monkeypatch.chdir(here / "configs")
     assert main(["events", "--import", "user_parts_for_tests"]) == 0
     before, _, after = capsys.readouterr().out.partition("Declared by hooks and by your modules")
     assert "densified_for_tests" not in before
     assert re.search(r"densified_for_tests +publishes +points: int", after)
+
+
+def test_events_lists_the_mount_points_in_order_with_their_fields(here, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main(["events"]) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 120
+    found = [line.split()[0] for line in printed.splitlines() if line and not line.startswith(" ")]
+    names = [name for name in found if name in eventloop.mount_points()]
+    assert names == eventloop.mount_points()
+    assert "after_train_iter iterations batch_idx: int, batch: live" in " ".join(printed.split())
 
 
 # ------------------------------------------------------------------------------------------------------------- resuming
@@ -369,21 +317,18 @@ def trained(here, project, capsys):
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        ["--resume", "runs/mine", "loop.max_epochs=3"],
-        ["loop.max_epochs=3", "--resume", "runs/mine"],
-        ["--resume=runs/mine", "loop.max_epochs=3"],
-    ],
+    [["--resume", "runs/mine", "configs/mine.toml"], ["configs/mine.toml", "loop.max_epochs=3", "--resume=runs/mine"]],
 )
 def test_resume_continues_the_named_run(here, trained, capsys, arguments):
-    assert main(["run", trained, *arguments]) == 0
+    assert main(["run", *arguments, "loop.max_epochs=3"]) == 0
     assert "12 iterations" in capsys.readouterr().out
     assert (here / "runs/mine/last_checkpoint").read_text() == "epoch_3.safetensors"
     assert (here / "runs/mine-2/last_checkpoint").read_text() == "epoch_1.safetensors"
+    assert {path.name for path in (here / "runs").iterdir()} == {"mine", "mine-2"}
 
 
 def test_an_override_replaced_by_the_checkpoint_is_reported(here, trained, capsys):
-    assert main(["run", trained, "--resume", "optimizer.lr=0.5", "loop.max_epochs=2"]) == 0
+    assert main(["run", "--resume", trained, "optimizer.lr=0.5", "loop.max_epochs=2"]) == 0
     told = "your options differ from the checkpoint"
     assert told in (err := capsys.readouterr().err)
     assert "optimizer.lr is 0.1, not 0.5" in err
@@ -391,54 +336,33 @@ def test_an_override_replaced_by_the_checkpoint_is_reported(here, trained, capsy
     assert told not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--resume", "configs/mine.toml"], ["--resume", "auto", "configs/mine.toml"]])
-def test_resume_can_precede_the_configuration(here, trained, capsys, arguments):
-    assert main(["run", *arguments, "loop.max_epochs=2"]) == 0
-    assert (here / "runs/mine-2/last_checkpoint").read_text() == "epoch_2.safetensors"
-
-
 def test_resume_from_a_checkpoint_continues_in_a_new_folder(here, trained, capsys):
-    assert main(["run", trained, "--resume", "runs/mine/epoch_1.safetensors", "loop.max_epochs=2"]) == 0
-    assert "8 iterations" in capsys.readouterr().out
-    assert {path.name for path in (here / "runs/mine-3").glob("*.safetensors")} == {"epoch_2.safetensors"}
+    fsspec.filesystem("memory").pipe("/epoch_1.safetensors", (here / "runs/mine/epoch_1.safetensors").read_bytes())
+    for number, source in ((3, "runs/mine/epoch_1.safetensors"), (4, "memory://epoch_1.safetensors")):
+        assert main(["run", trained, "--resume", source, "loop.max_epochs=2"]) == 0
+        assert "8 iterations" in capsys.readouterr().out
+        assert {path.name for path in (here / f"runs/mine-{number}").glob("*.safetensors")} == {"epoch_2.safetensors"}
     assert {path.name for path in (here / "runs/mine").glob("*.safetensors")} == {"epoch_1.safetensors"}
 
 
-def test_resume_from_a_checkpoint_in_a_store(here, trained, capsys):
-    fsspec = pytest.importorskip("fsspec")
-    fsspec.filesystem("memory").pipe("/epoch_1.safetensors", (here / "runs/mine/epoch_1.safetensors").read_bytes())
-    assert main(["run", trained, "--resume", "memory://epoch_1.safetensors", "loop.max_epochs=2"]) == 0
-    assert "8 iterations" in capsys.readouterr().out
+def test_a_resume_error_is_reported_before_a_folder_is_created(here, project, capsys):
+    for resume, message in (
+        ([], "--resume found no last_checkpoint in runs/mine"),
+        (["runs/mime"], "--resume runs/mime: no such file or folder"),
+        (["configs"], "--resume found no last_checkpoint in configs"),
+        (["memory://nowhere/epoch_1.safetensors"], "--resume memory://nowhere/epoch_1.safetensors: no such file or folder"),
+        (["://"], "--resume :: no such file or folder"),
+        (["configs/user_parts_for_tests.py"], "configs/user_parts_for_tests.py is not a checkpoint"),
+    ):
+        assert message in said(capsys, "run", project, "--resume", *resume)
+    assert not (here / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("resume", "message"),
-    [
-        (
-            "runs/mime",
-            "--resume runs/mime: no such file or folder; without a value, --resume resumes the newest run in runs/",
-        ),
-        ("configs", "--resume found no last_checkpoint in configs; leave out --resume to begin a new run"),
-        ("memory://nowhere/epoch_1.safetensors", "--resume memory://nowhere/epoch_1.safetensors: no such file or folder"),
-        ("://", "--resume :: no such file or folder"),
-        ("configs/user_parts_for_tests.py", "configs/user_parts_for_tests.py is not a checkpoint"),
-    ],
-)
-def test_a_resume_error_is_reported_before_a_folder_is_created(here, trained, capsys, resume, message):
-    assert message in said(capsys, "run", trained, "--resume", resume)
-    assert {path.name for path in (here / "runs").iterdir()} == {"mine", "mine-2"}
-
-
-def test_the_newest_run_is_one_of_this_configuration(here, trained, capsys):
+def test_the_newest_run_is_the_one_of_this_configuration_that_was_begun_last_also_in_a_copy(here, trained, capsys):
     (here / "configs/mine_too.toml").write_text((here / "configs/mine.toml").read_text())
     main(["run", "configs/mine_too.toml", "loop.max_epochs=2"])
-    assert main(["run", trained, "--resume", "loop.max_epochs=2"]) == 0
-    assert (here / "runs/mine-2/last_checkpoint").read_text() == "epoch_2.safetensors"
-
-
-def test_the_newest_run_is_the_one_that_was_begun_last_also_in_a_copy(here, trained, capsys):
     os.utime(here / "runs/mine/last_checkpoint", (2e9, 2e9))
-    assert main(["run", trained, "--resume", "loop.max_epochs=2"]) == 0
+    assert main(["run", "--resume", "auto", trained, "loop.max_epochs=2"]) == 0
     assert (here / "runs/mine-2/last_checkpoint").read_text() == "epoch_2.safetensors"
     assert (here / "runs/mine/last_checkpoint").read_text() == "epoch_1.safetensors"
 
@@ -452,3 +376,14 @@ def test_ctrl_c_prints_how_to_resume(here, trained, capsys):
     said = capsys.readouterr().err
     assert "trainbus run: interrupted" in said
     assert "epoch_1.safetensors with --resume runs/mine\n" in said
+
+
+def test_a_run_with_trace_leaves_a_picture_of_50_iterations_or_of_those_of_its_trace_hook(here):
+    """``trainbus trace merge`` is tested beside the files that it merges."""
+    assert main(["run", DIGITS, "loop.max_epochs=5", "loop.work_dir=all", "--trace"]) == 0
+    picture = Picture(here / "all/trace.json")
+    picture.check()
+    assert picture.iterations == list(range(100, 150))
+    hook = 'custom_hooks=[{type="TraceHook", first=3, iterations=2}]'  # another one is not added
+    assert main(["run", DIGITS, "loop.max_epochs=1", "loop.work_dir=some", hook, "--trace"]) == 0
+    assert Picture(here / "some/trace.json").iterations == [3, 4]
