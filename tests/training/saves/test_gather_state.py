@@ -253,12 +253,24 @@ def test_a_state_within_an_accumulation_window_has_its_gradients(parts, tmp_path
 # ------------------------------------------------------------------------------------------------------ wrong moments
 
 
-def test_within_an_iteration_no_state_is_gathered(parts, tmp_path):
-    with Run(model=parts.model(), work_dir=tmp_path) as run:
-        for _ in run.train([1, 2]):
-            with pytest.raises(TrainingError, match="within an iteration"):
-                run.gather_state({})
-        run.gather_state({})
+def test_moments_at_which_no_state_is_gathered_or_applied(parts, tmp_path):
+    checkpoint: dict[str, Any] = {}
+    run = Run(model=parts.model(), work_dir=tmp_path)
+    for _ in range(2):  # before and after it
+        with pytest.raises(TrainingError, match=r"run\.gather_state\(\).*with Run"):
+            run.gather_state({})
+        with pytest.raises(TrainingError, match="with Run"):
+            run.apply_state({})
+        with run:
+            run.gather_state(checkpoint)
+            for _ in run.train([1, 2]):
+                with pytest.raises(TrainingError):
+                    run.gather_state({})
+                with pytest.raises(TrainingError):
+                    run.apply_state(checkpoint)
+            run.gather_state({})
+            with pytest.raises(TrainingError):
+                run.apply_state(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -290,42 +302,16 @@ def test_a_handler_of_the_programs_own_event_may_train_and_gather_state(parts, t
     assert "trainbus" in checkpoint
 
 
-def test_gathering_state_outside_a_run_is_an_error(parts):
-    run = Run(model=parts.model())
-    with pytest.raises(TrainingError, match=r"run\.gather_state\(\).*with Run"):
-        run.gather_state({})
-    with pytest.raises(TrainingError, match=r"right after `with Run"):
-        run.apply_state({})
-    with run:
-        pass
-    with pytest.raises(TrainingError, match=r"run\.gather_state\(\).*with Run"):
-        run.gather_state({})
-
-
-def test_applying_a_state_after_training_began_is_an_error(parts, tmp_path):
-    checkpoint: dict[str, Any] = {}
-    with Run(model=parts.model(), work_dir=tmp_path) as run:
-        run.gather_state(checkpoint)
-        for _ in run.train([1]):
-            with pytest.raises(TrainingError):
-                run.apply_state(checkpoint)
-        with pytest.raises(TrainingError):
-            run.apply_state(checkpoint)
-
-
-def test_a_checkpoint_without_a_run_state_is_an_error_naming_its_entries(parts):
-    with (
-        pytest.raises(CheckpointError, match=r"no key 'trainbus' .*'epoch', 'model'; .*gather_state"),
-        Run(model=parts.model()) as run,
-    ):
-        run.apply_state({"epoch": 1, "model": {}})
-    with pytest.raises(CheckpointError, match="is not a checkpoint of a run"), Run(model=parts.model()) as run:
-        run.apply_state({"trainbus": {"state_dict": {}}})
-
-
-@pytest.mark.parametrize("given", [None, [], "host.pt"])
-def test_a_state_that_is_not_a_mapping_is_an_error(parts, given):
-    with Run(model=parts.model()) as run, pytest.raises(ConfigurationError, match="from_="):
+@pytest.mark.parametrize(
+    ("given", "error", "value"),
+    [
+        ({"epoch": 1, "model": {}}, CheckpointError, r"'trainbus'.*'epoch', 'model'.*gather_state"),
+        ({"trainbus": {"state_dict": {}}}, CheckpointError, "checkpoint"),
+        *((given, ConfigurationError, "from_=") for given in (None, [], "host.pt")),
+    ],
+)
+def test_what_is_no_state_of_a_run_is_an_error_naming_its_entries(parts, given, error, value):
+    with Run(model=parts.model()) as run, pytest.raises(error, match=value):
         run.apply_state(given)
 
 

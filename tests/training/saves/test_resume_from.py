@@ -100,19 +100,13 @@ def test_of_files_of_one_state_the_best_is_the_last_choice(parts, tmp_path):
     assert began(parts, tmp_path) == (3, tmp_path / "epoch_1.safetensors")
 
 
-def test_resume_from_a_relative_directory(parts, tmp_path, monkeypatch):
-    saving(parts, tmp_path / "run")
-    monkeypatch.chdir(tmp_path)
-    assert began(parts, "run") == (9, tmp_path / "run" / "epoch_3.safetensors")
-
-
 def test_a_directory_names_the_out_dir_of_its_checkpoints(parts, tmp_path):
     """A work dir whose hooks save elsewhere."""
     saving(parts, tmp_path / "out")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "last_checkpoint").write_text("../out/epoch_3.safetensors")
     assert began(parts, tmp_path / "run", out_dir=tmp_path / "out")[0] == 9
-    with capture_logs(), pytest.raises(CheckpointDamagedError, match=r"names '\.\./out/epoch_3\.safetensors'.*give its path"):
+    with capture_logs(), pytest.raises(CheckpointDamagedError, match=r"'\.\./out/epoch_3\.safetensors'"):
         began(parts, tmp_path / "run")
 
 
@@ -171,7 +165,7 @@ def test_an_invalid_state_is_refused_and_changes_nothing(parts, tmp_path, key, v
     save({**state, key: value}, tmp_path / "odd.safetensors")
     loop = parts.loop(Bus(), val_data=None, max_epochs=3)
     before = [parameter.clone() for parameter in loop.model.parameters()]
-    with pytest.raises(CheckpointError, match="does not hold the state of a run"):
+    with pytest.raises(CheckpointError, match=key):
         loop.run(resume=tmp_path / "odd.safetensors")
     assert loop.counters.iter == 0
     assert all(map(torch.equal, before, loop.model.parameters()))
@@ -186,16 +180,26 @@ def test_a_run_resumes_without_the_keys_omitted_from_a_save(parts, tmp_path):
     assert began(parts, tmp_path) == (3, tmp_path / "some.safetensors")
 
 
-def test_a_fifo_that_is_named_is_an_error_and_no_hang(parts, tmp_path):
-    os.mkfifo(tmp_path / "fifo.safetensors")
-    with pytest.raises(CheckpointDamagedError, match="FIFO"):
-        began(parts, tmp_path / "fifo.safetensors")
-
-
-def test_a_directory_without_a_checkpoint_is_an_error_with_advice(parts, tmp_path):
-    with pytest.raises(CheckpointError, match=r'no checkpoint of a run.*resume="auto"') as caught:
-        began(parts, tmp_path)
-    assert str(tmp_path) in str(caught.value)
+@pytest.mark.parametrize(
+    ("name", "error", "value"),
+    [
+        ("fifo.safetensors", CheckpointDamagedError, "FIFO"),  # and no hang
+        ("", CheckpointError, 'resume="auto"'),
+        *(
+            (f"x{suffix}", ConfigurationError, "`trainbus checkpoint import {} x.safetensors`")
+            for suffix in (".pth", ".pt", ".ckpt")
+        ),
+    ],
+)
+def test_what_is_no_checkpoint_is_an_error_with_advice(parts, tmp_path, name, error, value):
+    path = tmp_path / name
+    if name.endswith(".safetensors"):
+        os.mkfifo(path)
+    elif name:
+        torch.save({"state_dict": {}}, path)
+    with pytest.raises(error, match=value.format(path)) as caught:
+        began(parts, path)
+    assert str(path) in str(caught.value)
 
 
 def test_from_the_url_of_a_directory(parts, tmp_path):
@@ -217,7 +221,8 @@ def test_from_the_url_of_a_directory(parts, tmp_path):
         files.rm("/resume-from", recursive=True)
 
 
-def test_the_place_is_that_of_the_beginning(parts, tmp_path, monkeypatch):
+@pytest.mark.parametrize("resume", ["run", "run/epoch_1.safetensors"])
+def test_a_relative_path_is_one_from_the_directory_at_the_beginning(parts, tmp_path, monkeypatch, resume):
     """Also where a hook changes the current directory."""
     saving(parts, tmp_path / "run", max_epochs=1)
     (tmp_path / "elsewhere").mkdir()
@@ -225,7 +230,7 @@ def test_the_place_is_that_of_the_beginning(parts, tmp_path, monkeypatch):
     bus, seen = Bus(), []
     bus.on("before_run", lambda e: os.chdir(tmp_path / "elsewhere"))
     bus.on("before_train", lambda e: seen.append(e.run.resumed_from))
-    parts.loop(bus, max_epochs=1).run(resume="run/epoch_1.safetensors")
+    parts.loop(bus, max_epochs=1).run(resume=resume)
     assert seen == [tmp_path / "run" / "epoch_1.safetensors"]
 
 
@@ -330,11 +335,3 @@ def test_gradients_of_a_window_are_those_of_an_optimizer_of_the_same_name(parts,
         loop.run(resume=path)
     assert loop.counters.iter == 8
     assert any("accumulation window" in entry["event"] for entry in logs)
-
-
-@pytest.mark.parametrize("suffix", [".pth", ".pt", ".ckpt"])
-def test_a_file_of_torch_save_is_refused_with_the_command_that_imports_it(parts, tmp_path, suffix):
-    path = tmp_path / f"x{suffix}"
-    torch.save({"state_dict": {}}, path)
-    with pytest.raises(ConfigurationError, match=f"`trainbus checkpoint import {path} x.safetensors`"):
-        parts.loop().run(resume=path)
