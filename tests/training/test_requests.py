@@ -173,22 +173,6 @@ def test_a_paused_run_writes_the_checkpoint_that_it_is_asked_for(parts, tmp_path
     parts.assert_same(resumed.model.state_dict(), stalled.loop.model.state_dict())
 
 
-def test_a_stop_ends_a_paused_run_cleanly_without_another_iteration(parts):
-    stalled = Stalled(parts, lambda run: run.stop())
-    stalled.loop.run()
-    assert stalled.still == [True]
-    assert len(stalled.trace.of("after_train_iter")) == 2
-    assert stalled.trace.names[-2:] == ["after_train", "after_run"]
-
-
-def test_a_cancellation_releases_a_paused_run(parts):
-    stalled = Stalled(parts, lambda run: run.cancel())
-    with pytest.raises(RunCancelled):
-        stalled.loop.run()
-    assert stalled.still == [True]
-    assert stalled.trace.names[-1] == "on_exception"
-
-
 @pytest.fixture
 def interruptible():
     """Python's own handler of SIGINT, which a process that was started in the background has not."""
@@ -198,27 +182,31 @@ def interruptible():
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_ctrl_c_releases_a_paused_run(parts):
-    stalled = Stalled(parts, lambda run: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt):
-        stalled.loop.run()
-    assert stalled.still == [True]
-    assert stalled.trace.names[-1] == "on_exception"
-    assert stalled.bus.state == "idle"
-
-
-@pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_from_another_thread_releases_a_paused_run(parts):
-    """``_thread.interrupt_main()``, as consoles of editors do it, wakes no lock."""
-    stalled = Stalled(parts, lambda run: _thread.interrupt_main())
+@pytest.mark.parametrize(
+    ("act", "error"),
+    [
+        (lambda run: run.stop(), None),
+        (lambda run: run.cancel(), RunCancelled),
+        (lambda run: signal.pthread_kill(threading.main_thread().ident, signal.SIGINT), KeyboardInterrupt),
+        (lambda run: _thread.interrupt_main(), KeyboardInterrupt),  # as consoles of editors do it, which wakes no lock
+    ],
+    ids=["stop", "cancel", "Ctrl-C", "interrupt_main"],
+)
+def test_a_paused_run_that_is_stopped_cancelled_or_interrupted_ends_without_another_iteration(parts, act, error):
+    stalled = Stalled(parts, act)
     deadline = threading.Timer(5, lambda: stalled.loop.resume())  # a failure is not to hang
     deadline.start()
     try:
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(error) if error else nullcontext():
             stalled.loop.run()
         assert deadline.is_alive()
     finally:
         deadline.cancel()
+    assert stalled.still == [True]
+    assert len(stalled.trace.of("after_train_iter")) == 2
+    names = stalled.trace.names
+    assert names[-1] == "on_exception" if error else names[-2:] == ["after_train", "after_run"]
+    assert stalled.bus.state == "idle"
 
 
 def test_a_pause_ends_with_the_run(parts):
