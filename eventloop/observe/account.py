@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eventloop.measure.spans import BEGIN, END, FIELDS, NAME, Spans
-from eventloop.observe.totals import BINS, Totals
+from eventloop.observe.totals import BINS, Totals, at
 
 Ints = NDArray[np.int64]
 
@@ -86,7 +86,7 @@ class Account:
 
     def spent(self, name: int) -> int:
         """Return the nanoseconds of a name, without the spans within it."""
-        return int(self._own[name]) if name < len(self._own) else 0
+        return at(self._own, name)
 
     def add(self, spans: Spans) -> None:
         """Add spans of this thread, in the order of their ends."""

@@ -21,7 +21,7 @@ from eventloop.observe.costs import Costs, Histogram, LaneCosts, Part
 from eventloop.observe.exchange import RankExchange
 from eventloop.observe.memory import Memory
 from eventloop.observe.ranks import RankCosts, Spent, spent_here
-from eventloop.observe.totals import Totals
+from eventloop.observe.totals import Totals, at
 from eventloop.offload import Lane, LaneMeter
 
 _PUBLISH_EVERY: Final = 2.0  # seconds
@@ -191,7 +191,7 @@ class BusRecorder(Recorder):
     def _part(self, accounts: list[Account], name: Any, spent: int, wall: int) -> Part:
         seconds, share = spent / 1e9, spent / max(wall, 1)
         number = self.id_of(name)
-        calls = sum(one.calls.calls_of(number) for one in accounts)
+        calls = sum(at(one.calls.calls, number) for one in accounts)
         p99 = max((one.calls.quantile(number, 0.99) for one in accounts), default=0.0) / 1e9
         if isinstance(name, LaneSpan):
             return Part("waiting", name.subscription.label, calls, seconds, share, p99, name.subscription.mount_point)
@@ -213,12 +213,12 @@ class BusRecorder(Recorder):
             stats.failed,
             stats.dropped,
             stats.pending,
-            seconds=totals.sum_of(meter.handled) / 1e9,
-            waited=totals.sum_of(meter.waiting) / 1e9,
+            seconds=at(totals.sums, meter.handled) / 1e9,
+            waited=at(totals.sums, meter.waiting) / 1e9,
             depth_mean=meter.depths / max(meter.arrived, 1),
             depth_max=meter.deepest,
             age_mean=totals.mean(meter.queued) / 1e9,
-            age_max=totals.most_of(meter.queued) / 1e9,
+            age_max=at(totals.most, meter.queued) / 1e9,
             capacity=lane.capacity,
             full=lane.full,
         )

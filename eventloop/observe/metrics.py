@@ -17,6 +17,7 @@ import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
 from importlib import metadata
+from itertools import count
 from threading import Lock
 from typing import Any, Final, NamedTuple
 
@@ -120,13 +121,16 @@ class RunCollector(Collector):  # type: ignore[misc]  # mypy skips prometheus-cl
     def collect(self) -> Iterator[core.Metric]:
         """Yield the metrics with their current values."""
         families = _Families()
-        taken: Counter[str] = Counter()
+        taken: set[str] = set()
         with self._lock:
             self._watched = [one for one in self._watched if one.bus() is not None]
             for one in self._watched:
                 bus = one.bus()
                 if bus is not None and one.latest.story.manifest.name:
-                    families.run = _distinct(one.name or one.latest.story.manifest.name, taken)
+                    name = one.name or one.latest.story.manifest.name
+                    labels = (f"{name}-{number}" if number > 1 else name for number in count(1))
+                    families.run = next(label for label in labels if label not in taken)
+                    taken.add(families.run)
                     _collect(families, bus, one)
         yield from (family for family in families if family.samples)
 
@@ -213,15 +217,6 @@ class _Lanes:
 
 def _key(one: Subscription) -> tuple[str, str, bool]:
     return one.label, one.mount_point, one.lane is not None
-
-
-def _distinct(name: str, taken: Counter[str]) -> str:
-    while True:
-        taken[name] += 1
-        label = name if taken[name] == 1 else f"{name}-{taken[name]}"
-        if label == name or label not in taken:
-            taken[label] += label != name
-            return label
 
 
 def _collect(families: _Families, bus: Bus, watched: _Watched) -> None:

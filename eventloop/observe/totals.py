@@ -11,6 +11,11 @@ BINS: Final = 8  # bins per doubling: quantiles are exact to 5 %
 _DOUBLINGS: Final = 48
 
 
+def at(values: NDArray[np.int64], name: int) -> int:
+    """Return the value of a name; 0 if it has none."""
+    return int(values[name]) if name < len(values) else 0
+
+
 class Totals:
     """Count, sum, maximum and quantiles of the durations of many names, in bounded memory. Times are nanoseconds."""
 
@@ -37,25 +42,13 @@ class Totals:
             own = self._bins.setdefault(name, {})
             own[index] = own.get(index, 0) + number
 
-    def calls_of(self, name: int) -> int:
-        """Return the number of calls of a name."""
-        return int(self.calls[name]) if name < len(self.calls) else 0
-
-    def sum_of(self, name: int) -> int:
-        """Return the total duration of a name, in ns."""
-        return int(self.sums[name]) if name < len(self.sums) else 0
-
-    def most_of(self, name: int) -> int:
-        """Return the longest duration of a name, in ns."""
-        return int(self.most[name]) if name < len(self.most) else 0
-
     def mean(self, name: int) -> float:
         """Return the mean duration of a name, in ns; 0 without calls."""
-        return self.sum_of(name) / max(self.calls_of(name), 1)
+        return at(self.sums, name) / max(at(self.calls, name), 1)
 
     def quantile(self, name: int, share: float) -> float:
         """Return the duration in ns that ``share`` of the calls do not exceed, exact to 5 %; 0 without calls."""
-        if name >= len(self.calls) or not self.calls[name]:
+        if not at(self.calls, name):
             return 0.0
         bins = sorted(self._bins[name].items())
         reached = np.cumsum([number for _, number in bins])

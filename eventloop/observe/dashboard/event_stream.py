@@ -19,11 +19,7 @@ QUIET: Final = 10.0  # seconds without a message after which a keep-alive is sen
 PATIENCE: float = 20.0  # seconds that a reader may take for one message before its connection is closed
 _CHUNK: Final = 65536
 
-_HEADERS: Final = [
-    (b"content-type", b"text/event-stream"),
-    (b"cache-control", b"no-store"),
-    (b"x-accel-buffering", b"no"),
-]
+_HEADERS: Final = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
 
 
 class Readers:
@@ -49,10 +45,7 @@ class EventStream:
     def __init__(
         self, messages: MessageLog, seen: int, readers: Readers, cut_off: Callable[[Any], object] | None = None
     ) -> None:
-        self._messages = messages
-        self._seen = seen
-        self._readers = readers
-        self._cut_off = cut_off
+        self._messages, self._seen, self._readers, self._cut_off = messages, seen, readers, cut_off
         self._gone = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

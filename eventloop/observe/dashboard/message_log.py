@@ -86,7 +86,13 @@ class MessageLog:
         with self._lock:
             start = bisect_right(self._messages, seen, key=lambda one: one.last)
             messages, number, over = self._messages[start:], self.number, self.over
-        return [one.data if one.first > seen or not one.points else _rest(one, seen) for one in messages], number, over
+        bodies = [
+            one.data
+            if one.first > seen or not one.points
+            else _scalars([point for point in one.points if point.number > seen]).data
+            for one in messages
+        ]
+        return bodies, number, over
 
     def _known(self, values: Mapping[str, Any]) -> dict[str, float | None]:
         known: dict[str, float | None] = {}
@@ -121,11 +127,6 @@ class MessageLog:
             # Keep the first message, which identifies the run.
             oldest = next(index for index, one in enumerate(self._messages) if index and not one.points)
             del self._messages[oldest]
-
-
-def _rest(message: _Message, seen: int) -> bytes:
-    """Return the unseen part of a message with points."""
-    return _scalars([point for point in message.points if point.number > seen]).data
 
 
 def _scalars(points: Sequence[Point]) -> _Message:

@@ -114,7 +114,7 @@ def _style() -> str:
 @cache
 def _template() -> Any:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters |= {"count": count, "duration": duration, "size": size, "percent": _percent, "when": _when}
+    environment.filters |= {"count": count, "duration": duration, "size": size, "percent": "{:.1%}".format, "when": _when}
     kinds = (Checkpoint, FailedCheckpoint, Resume, SkippedCheckpoint, Test, Validation)
     environment.globals |= {kind.__name__: kind for kind in kinds} | {"differences": facts.differences}
     return environment.from_string(_own("page.html"))
@@ -122,10 +122,6 @@ def _template() -> Any:
 
 def _own(name: str) -> str:
     return files(__package__).joinpath(name).read_text(encoding="utf-8")
-
-
-def _percent(share: float) -> str:
-    return f"{share:.1%}"
 
 
 def _when(seconds: float) -> str:

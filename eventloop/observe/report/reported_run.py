@@ -166,11 +166,8 @@ def _epochs(curves: Iterable[Curve]) -> dict[float, float]:
     ends: dict[float, float] = {}
     for curve in curves:
         known = np.isfinite(curve.epochs) & (curve.epochs > 0)
-        for epoch, last in zip(*_last_of_each(curve.epochs[known], curve.iterations[known]), strict=True):
-            ends[epoch] = max(ends.get(epoch, 0.0), last)
+        epochs, iterations = curve.epochs[known], curve.iterations[known]
+        last = np.append(np.diff(epochs) != 0, True)[: len(epochs)]
+        for epoch, iteration in zip(epochs[last].tolist(), iterations[last].tolist(), strict=True):
+            ends[epoch] = max(ends.get(epoch, 0.0), iteration)
     return ends
-
-
-def _last_of_each(epochs: Array, iterations: Array) -> tuple[list[float], list[float]]:
-    changes = np.flatnonzero(np.append(np.diff(epochs) != 0, True)) if len(epochs) else np.zeros(0, np.int64)
-    return epochs[changes].tolist(), iterations[changes].tolist()

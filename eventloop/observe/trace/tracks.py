@@ -139,7 +139,8 @@ class Tracks:
 
     def _of(self, kind: str) -> dict[Any, Spans]:
         """Return the spans of a kind by subscription, in order of their begin."""
-        numbers = {name.subscription: number for number, name in enumerate(self._window.names) if _is(name, kind)}
+        lanes = ((number, name) for number, name in enumerate(self._window.names) if isinstance(name, LaneSpan))
+        numbers = {name.subscription: number for number, name in lanes if name.kind == kind}
         found = {one: self._spans[self._spans[:, NAME] == number] for one, number in numbers.items()}
         return {one: spans for one, spans in found.items() if len(spans)}
 
@@ -289,10 +290,6 @@ class Tracks:
             return None
         commits = (one.begin for one in self.tracks[index].slices if one.name == _COMMITTED)
         return next(((index, begin) for begin in commits if write[BEGIN] <= begin <= write[END]), None)
-
-
-def _is(name: Any, kind: str) -> bool:
-    return isinstance(name, LaneSpan) and name.kind == kind
 
 
 def _titled(name: str | Call | ForeignCall) -> tuple[str, str]:
