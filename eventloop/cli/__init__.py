@@ -10,8 +10,6 @@ import io
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownOptionError, UnusedCliTokensError
 from rich.console import Console
@@ -23,19 +21,13 @@ from eventloop.cli.checkpoint import exchange, listing, show
 from eventloop.config.read import shortened
 from eventloop.errors import CheckpointDamagedError, TrainbusError
 from eventloop.observe import RunDamagedError
+from eventloop.observe.environment import versions
 from eventloop.terminal import cell
-
-
-def _version() -> str:
-    with suppress(PackageNotFoundError):  # a checkout that is not installed
-        return f"trainbus {version('trainbus')}"
-    return "trainbus 0+unknown"
-
 
 app = App(
     name="trainbus",
     help="An async event-bus runtime for PyTorch training.",
-    version=_version,
+    version=lambda: f"trainbus {versions().get('trainbus', '0+unknown')}",
     default_parameter=Parameter(negative=()),
     suppress_keyboard_interrupt=False,
     exit_on_error=False,

@@ -68,7 +68,7 @@ class Environment(msgspec.Struct, frozen=True):
 def environment() -> Environment:
     """Describe this process. Takes about 20 ms, because it runs git and reads files."""
     folder = Path.cwd()
-    return Environment(sys.orig_argv, str(folder), this_process(), _machine(), _versions(), _git(folder))
+    return Environment(sys.orig_argv, str(folder), this_process(), _machine(), versions(), _git(folder))
 
 
 def this_process(pid: int | None = None) -> Process:
@@ -101,9 +101,10 @@ def _machine() -> Machine:
     return Machine(socket.gethostname(), platform.platform(), processor, cores, memory, gpus)
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the versions of Python, torch and trainbus; without the latter in a checkout that is not installed."""
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    with suppress(metadata.PackageNotFoundError):  # a checkout that is not installed
+    with suppress(metadata.PackageNotFoundError):
         found["trainbus"] = metadata.version("trainbus")
     return found
 

@@ -16,7 +16,6 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping
-from importlib import metadata
 from itertools import count
 from threading import Lock
 from typing import Any, Final, NamedTuple
@@ -28,6 +27,7 @@ from eventloop.bus import Bus, Subscription
 from eventloop.checks import check_value
 from eventloop.errors import ConfigurationError
 from eventloop.observe.costs import Costs, Histogram
+from eventloop.observe.environment import versions
 from eventloop.observe.latest import LatestHook
 from eventloop.observe.states import ENDED, RunStatus
 from eventloop.observe.story import RunStory
@@ -281,13 +281,10 @@ def _buckets(steps: Histogram) -> list[tuple[str, float]]:
 
 
 def _facts(latest: LatestHook) -> dict[str, str]:
-    try:
-        version = metadata.version("trainbus")
-    except metadata.PackageNotFoundError:  # run from its sources
-        version = ""
+    known = versions()
     return {
-        "version": version,
-        "torch": str(torch.__version__),
+        "version": known.get("trainbus", ""),
+        "torch": known["torch"],
         "device": str(latest.device),
         "rank": str(latest.rank),
         "world_size": str(latest.world_size),

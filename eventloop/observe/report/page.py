@@ -14,7 +14,7 @@ import orjson
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from eventloop.observe.assets import read_asset
+from eventloop.observe import assets
 from eventloop.observe.record import Checkpoint, FailedCheckpoint, Resume, SkippedCheckpoint, Test, Validation
 from eventloop.observe.report import facts
 from eventloop.observe.report.bars import cost_bars
@@ -74,7 +74,7 @@ def _render(data: Any, **known: Any) -> bytes:
         script=script,
         style=style,
         policy=f"default-src 'none'; img-src data:; script-src {_hash(script)}; style-src {_hash(style)}; {_NO_OTHER}",
-        licence=read_asset("uplot.LICENSE"),
+        licence=_text("uplot.LICENSE", assets),
         several=len(known["runs"]) > 1,
     )
     return page.encode("utf-8", "replace")  # a name may hold bytes that are not UTF-8
@@ -103,12 +103,12 @@ def _hash(text: str) -> str:
 
 @cache
 def _script() -> str:
-    return "\n".join((read_asset("uplot.js"), read_asset("curves.js"), _own("page.js")))
+    return "\n".join((_text("uplot.js", assets), _text("curves.js", assets), _text("page.js")))
 
 
 @cache
 def _style() -> str:
-    return "\n".join((read_asset("colours.css"), read_asset("uplot.css"), _own("page.css")))
+    return "\n".join((_text("colours.css", assets), _text("uplot.css", assets), _text("page.css")))
 
 
 @cache
@@ -117,11 +117,11 @@ def _template() -> Any:
     environment.filters |= {"count": count, "duration": duration, "size": size, "percent": "{:.1%}".format, "when": _when}
     kinds = (Checkpoint, FailedCheckpoint, Resume, SkippedCheckpoint, Test, Validation)
     environment.globals |= {kind.__name__: kind for kind in kinds} | {"differences": facts.differences}
-    return environment.from_string(_own("page.html"))
+    return environment.from_string(_text("page.html"))
 
 
-def _own(name: str) -> str:
-    return files(__package__).joinpath(name).read_text(encoding="utf-8")
+def _text(name: str, package: Any = __package__) -> str:
+    return files(package).joinpath(name).read_text(encoding="utf-8")
 
 
 def _when(seconds: float) -> str:
