@@ -17,8 +17,7 @@ from eventloop.bridges.foreign_calls import ignite_handlers
 from eventloop.bridges.hosted import TrainerHost
 from eventloop.bridges.ignite import files as ignite_files
 from eventloop.bridges.ignite import privates
-from eventloop.bridges.ignite.training import TrainerRuns
-from eventloop.bridges.ignite.validation import EvaluatorRuns
+from eventloop.bridges.ignite.training import EvaluatorRuns, TrainerRuns
 from eventloop.bridges.saves import ReopenedSaver, Writing, write_pickled
 from eventloop.bridges.training_step import trained_by
 from eventloop.bus import Bus, Subscription
