@@ -32,6 +32,7 @@ from eventloop.bus.subscription import Subscription
 from eventloop.checks import check_returned
 from eventloop.events import Event
 from eventloop.events.event import name_of
+from eventloop.measure.spans import packer
 
 Route = Callable[[Any], None]
 
@@ -50,9 +51,6 @@ class SpanRecorder(Protocol):
 
     def id_of_publish(self, event_type: type[Event], heard: Sequence[Subscription]) -> int:
         """Return the id of the records of a route."""
-
-    def packer(self, steps: int) -> Callable[..., bytes]:
-        """Return the function that packs the integers of records with this number of handlers."""
 
 
 class TimestampRoute(partial[None]):
@@ -99,7 +97,7 @@ def compile_route(
     }
     if recorder is not None:
         named = {name: getattr(recorder, name) for name in ("note", "number", "thread")}
-        namespace |= {"clock": perf_counter_ns, "pack": recorder.packer(len(heard)), **named}
+        namespace |= {"clock": perf_counter_ns, "pack": packer(len(heard)), **named}
     module = compile(source, filename, "exec")
     code = next(constant for constant in module.co_consts if isinstance(constant, types.CodeType))
     # Not executed, because a function in its own globals would be a reference cycle.

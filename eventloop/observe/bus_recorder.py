@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Final, Literal, NamedTuple, get_args
 
@@ -15,7 +15,7 @@ from eventloop.bus.subscription import Subscription
 from eventloop.errors import LaneClosedError
 from eventloop.events import CostsMeasured, Event, RanksMeasured
 from eventloop.events.event import name_of, registry
-from eventloop.measure.spans import BEGIN, END, NAME, THREAD, Recorder, Spans, Steps, packer
+from eventloop.measure.spans import BEGIN, END, NAME, THREAD, Recorder, Spans, Steps
 from eventloop.observe.account import NEEDED, Account, among
 from eventloop.observe.costs import Costs, Histogram, LaneCosts, Part
 from eventloop.observe.exchange import RankExchange
@@ -88,10 +88,6 @@ class BusRecorder(Recorder):
         name = name_of(event_type)
         calls = [self.id_of(StreamCall(name) if one.mode == "stream" else Call(one, name)) for one in heard]
         return self.id_of(Steps((*calls, self.id_of(name))))
-
-    def packer(self, steps: int) -> Callable[..., bytes]:
-        """Return the function that packs the integers of records of publishes with this number of handlers."""
-        return packer(steps)
 
     def call(self, label: str, method: str) -> AbstractContextManager[None]:
         """Record a ``with`` block as a call of another library's callback."""
