@@ -250,3 +250,11 @@ def _same_place(one: object, other: object) -> bool:
         return False
     here, there = ((tensor.to_local() if hasattr(tensor, "to_local") else tensor) for tensor in (one, other))
     return here.device == there.device and here.data_ptr() == there.data_ptr() and here.shape == there.shape
+
+
+def iterations_in(steps: int, window: int, length: int | None) -> int:
+    """Return the number of batches in this number of steps; the last window of an epoch of some length may be shorter."""
+    if not length:
+        return steps * window
+    epochs, rest = divmod(steps, -(-length // window))
+    return epochs * length + min(rest * window, length)

@@ -16,7 +16,7 @@ import torch
 from eventloop.bridges.bridge import Bridge
 from eventloop.bridges.copies import Unattached
 from eventloop.bridges.foreign_calls import time_lightning
-from eventloop.bridges.hosted import TrainerHost
+from eventloop.bridges.hosted import TrainerHost, iterations_in
 from eventloop.bridges.lightning import privates
 from eventloop.bridges.lightning.iterations import Iterations, named
 from eventloop.bridges.lightning.saver import plugin_of
@@ -362,15 +362,7 @@ def _limits(trainer: Any, length: int | None) -> dict[str, int]:
     """Return the limit that ends the training, in epochs or iterations; nothing if there is none."""
     epochs = trainer.max_epochs if trainer.max_epochs is not None and trainer.max_epochs > 0 else None
     steps = trainer.max_steps if trainer.max_steps > 0 and trainer.lightning_module.automatic_optimization else None
-    iters = None if steps is None else _iterations(steps, trainer.accumulate_grad_batches, length)
+    iters = None if steps is None else iterations_in(steps, trainer.accumulate_grad_batches, length)
     if iters is not None and (epochs is None or length is None or iters < epochs * length):
         return {"max_iters": iters}
     return {} if epochs is None else {"max_epochs": epochs}
-
-
-def _iterations(steps: int, accumulate: int, length: int | None) -> int:
-    """Return the number of batches in this number of steps; the last window of an epoch may be shorter."""
-    if length is None:
-        return steps * accumulate
-    epochs, rest = divmod(steps, -(-length // accumulate))
-    return epochs * length + min(rest * accumulate, length)

@@ -19,7 +19,7 @@ import torch
 
 from eventloop.bridges.bridge import Bridge
 from eventloop.bridges.foreign_calls import time_transformers
-from eventloop.bridges.hosted import TrainerHost
+from eventloop.bridges.hosted import TrainerHost, iterations_in
 from eventloop.bridges.transformers import privates
 from eventloop.bridges.transformers.evaluations import Evaluations, abandon_evaluation, has_length
 from eventloop.bridges.transformers.folders import Folders, check_folder, local, read_entry
@@ -199,10 +199,7 @@ class TransformersBridge(Bridge):
         args, length = self.trainer.args, self._length
         if length and args.max_steps <= 0 and float(args.num_train_epochs).is_integer():
             return {"max_epochs": state.num_train_epochs or None}
-        window = args.gradient_accumulation_steps
-        epochs, steps = divmod(state.max_steps, self._updates(state))
-        total = epochs * length + min(steps * window, length) if length else state.max_steps * window
-        return {"max_iters": total or None}
+        return {"max_iters": iterations_in(state.max_steps, args.gradient_accumulation_steps, length) or None}
 
     def _restore(self, state: Any, path: str, epoch: int, batches: int) -> bool:
         """Resume with the trainer; return True if the checkpoint was saved between the last step of an epoch and its end."""
