@@ -91,15 +91,10 @@ class LatestHook(Hook):
 
     # ------------------------------------------------------------------------------------------------------- handlers
 
-    @mount(ev.BeforeRun)
-    def begin(self, event: ev.BeforeRun) -> None:
-        """Start over with a new run."""
-        self._follow(event.run)
-
-    @mount(ev.BeforeTrain, ev.BeforeTrainEpoch, ev.BeforeVal)
+    @mount(ev.BeforeRun, ev.BeforeTrain, ev.BeforeTrainEpoch, ev.BeforeVal)
     def join(self, event: Any) -> None:
-        """Follow a run that began before this hook was added."""
-        if self.story.run() is not event.run:
+        """Start over with a run that begins, or that began before this hook was added."""
+        if isinstance(event, ev.BeforeRun) or self.story.run() is not event.run:
             self._follow(event.run)
 
     @mount(ev.AfterTrainIter, every_seconds=1.0, capture=_sample, offload="thread", queue=2, full="drop_old", on_error="log")

@@ -55,9 +55,6 @@ class TrainerFacade:
 
     # ------------------------------------------------------------------------------------------------- moments
 
-    def before_train(self, event: events.BeforeTrain) -> None:
-        self._prepare(event)
-
     def before_train_epoch(self, event: events.BeforeTrainEpoch) -> None:
         self._epoch = (event.progress.epoch, event.progress.iter - event.progress.batch_idx)
         self._begin(event)
@@ -205,6 +202,8 @@ class TrainerFacade:
         self._count(event.progress.update, event.progress.iter)
         self._list.lr_scheduler = schedule_of(run)
         self._call("on_init_end")
+
+    before_train = _prepare
 
     def _restore(self, saved: dict[str, Any], callbacks: Callbacks) -> None:
         known = {field.name for field in fields(State)}
