@@ -167,14 +167,11 @@ class TrainerSaver:
 
 
 class ReopenedSaver:
-    """An ``AsyncSaver`` that begins with the first save, and anew after :meth:`close`. A copy has no file under way."""
+    """An ``AsyncSaver`` that begins with the first save, and anew after :meth:`close`."""
 
     def __init__(self, busy: Literal["wait", "queue"] = "wait") -> None:
         self._busy: Literal["wait", "queue"] = busy
         self._saver: AsyncSaver | None = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._busy,)
 
     def save(self, tree: object, path: AnyPath, write: Callable[..., CommitInfo], *, raises: bool = True) -> Future[CommitInfo]:
         """Copy ``tree``, and queue the copy to be written, as :meth:`AsyncSaver.save`."""

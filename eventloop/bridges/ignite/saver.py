@@ -59,7 +59,7 @@ class TrainbusSaver(DiskSaver):  # type: ignore[misc]  # types of Ignite are not
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which has no file under way and belongs to a copy of the engine."""
-        return {**vars(self), "_in_run": False, "report": None}
+        return {**vars(self), "_saver": ReopenedSaver(), "_in_run": False, "report": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -77,7 +77,8 @@ class TrainbusCheckpointIO:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, which has no file under way."""
-        return {**vars(self), "_files": {}, "_last": None, "saved_by": None, "around": None, "raises": True}
+        none = dict.fromkeys(("_last", "saved_by", "around"))
+        return {**vars(self), **none, "_saver": ReopenedSaver("queue"), "_files": {}, "raises": True}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         _join_lightning(self)  # perhaps in another process
