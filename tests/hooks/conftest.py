@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from eventloop import Bus, Hook, TrainLoop
+from eventloop import Bus, Hook, Run, TrainLoop
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -41,6 +41,20 @@ def make_loop(*hooks: Hook, work_dir: Path | None = None, **options: Any) -> Tra
     options.setdefault("train_data", batches())
     options.setdefault("step", loss_of)
     return TrainLoop(model, optimizer, bus=bus, work_dir=work_dir, **options)
+
+
+def own_loop(bus: Bus, model: nn.Module, optimizer: Any = None, *, train: int = 4, val: int = 0, **options: Any) -> Run:
+    """Train an epoch of so many batches in a loop of one's own, validate, and return the run."""
+    with Run(bus, model=model, optimizer=optimizer, **options) as run:
+        for _ in run.epochs(1):
+            for batch in run.train(batches(train)):
+                if optimizer is not None:
+                    optimizer.zero_grad()
+                    loss_of(model, batch).backward()
+                    optimizer.step()
+            for batch in run.validate(batches(val)) if val else ():
+                run.report(loss=loss_of(model, batch))
+    return run
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -74,6 +88,17 @@ class Scores:
         return self.scores.pop(0)
 
     def reset(self) -> None: ...
+
+
+def scored(directory: Path, hook: Hook, *scores: float | None, **options: Any) -> TrainLoop:
+    """Return a loop of as many epochs as there are scores, one ``acc`` after each."""
+    options = {"max_epochs": len(scores), "val_data": batches(1), "metrics": {"acc": Scores(*scores)}} | options
+    return make_loop(hook, work_dir=directory, **options)
+
+
+def files(directory: Path) -> set[str]:
+    """Return the names of the checkpoints in a directory."""
+    return {path.name.removesuffix(".safetensors") for path in directory.glob("*.safetensors")}
 
 
 @pytest.fixture

@@ -38,8 +38,7 @@ def make_loop(work_dir: Path | None, *hooks: Any, **workers: Any) -> TrainLoop:
     model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=ITERATIONS)
-    bus = Bus()
-    bus.add(EMAHook(momentum=0.1), ParamSchedulerHook(schedule, by="iter"), *hooks)
+    bus = Bus(EMAHook(momentum=0.1), ParamSchedulerHook(schedule, by="iter"), *hooks)
     return TrainLoop(
         model,
         optimizer,
@@ -50,25 +49,26 @@ def make_loop(work_dir: Path | None, *hooks: Any, **workers: Any) -> TrainLoop:
         max_epochs=4,
         work_dir=work_dir,
         seed=0,
+        sanity=0,
     )
 
 
 def main(
-    at: str,
-    iteration: int,
-    times: int,
-    signals: list[int],
     work_dir: str | None,
-    workers: dict[str, Any],
-    early: bool,
-    moment: float,
+    signals: list[int],
+    at: str = "before_forward",
+    iteration: int = 8,
+    times: int = 1,
+    workers: dict[str, Any] | None = None,
+    early: bool = False,
+    moment: float = 60.0,
 ) -> None:
     os.setsid()
     torch.set_num_threads(1)
     preemption._ONE_REQUEST = moment
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with SIGINT ignored
     signal.signal(signal.SIGUSR1, lambda number, frame: say("the handler from before"))
-    loop = make_loop(None if work_dir is None else Path(work_dir), PreemptionHook(signals), **workers)
+    loop = make_loop(None if work_dir is None else Path(work_dir), PreemptionHook(signals), **(workers or {}))
     if early:
         next(iter(loop._data["train"]))
 

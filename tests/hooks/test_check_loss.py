@@ -29,15 +29,9 @@ def test_it_names_the_key_and_the_iteration(job, key, value):
         loop.run()
 
 
-def test_finite_losses_and_other_outputs_do_not_matter(job):
-    loop = job.loop(CheckInvalidLossHook(interval=1), step=breaking(job, 2, float("nan"), "acc"))
-    loop.run()
-    assert loop.counters.iter == 2 * len(job.batches())
-
-
-def test_it_looks_only_every_so_often(job):
-    step = breaking(job, 2, float("nan"), "aux_loss")
-    loop = job.loop(CheckInvalidLossHook(interval=3), step=step)
+@pytest.mark.parametrize(("interval", "key"), [(1, "acc"), (3, "aux_loss")])
+def test_it_looks_only_every_so_often_and_at_losses(job, interval, key):
+    loop = job.loop(CheckInvalidLossHook(interval=interval), step=breaking(job, 2, float("nan"), key))
     loop.run()
     assert loop.counters.iter == 2 * len(job.batches())
 
@@ -52,8 +46,7 @@ def test_a_missing_output_is_an_error_naming_the_outputs(job):
     loop = job.loop(CheckInvalidLossHook(interval=1, keys="los"), step=breaking(job, 0, 1.0))
     with pytest.raises(TrainingError, match=r"'los'.*'aux_loss'"), capture_logs():
         loop.run()
-    bus = Bus()
-    bus.add(CheckInvalidLossHook(interval=1))
+    bus = Bus(CheckInvalidLossHook(interval=1))
     with pytest.raises(TrainingError, match="acc"), capture_logs(), Run(bus, model=job.model()) as run:
         for _ in run.epochs(1):
             for _ in run.train(job.batches()):

@@ -10,20 +10,11 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from eventloop import Hook, TrainLoop
+from eventloop import Hook
 from eventloop.checkpoint import load
 from hooks import CheckpointHook, EarlyStoppingHook, EMAHook, ParamSchedulerHook
 
-
-def files(directory):
-    return {path.stem for path in directory.glob("*.safetensors")}
-
-
-def scored(job, directory, hook, *scores, **options):
-    options |= {"val_data": job.batches(1), "metrics": {"acc": job.Scores(*scores)}, "max_epochs": len(scores)}
-    loop: TrainLoop = job.loop(hook, work_dir=directory, **options)
-    return loop
-
+from .conftest import files, scored
 
 # -------------------------------------------------------------------------------------------- several in one directory
 
@@ -51,7 +42,7 @@ def test_a_shared_file_is_kept_after_a_resume(job, tmp_path):
 
 
 def test_the_best_of_two_hooks_is_removed_once_neither_keeps_it(job, tmp_path):
-    loop = scored(job, tmp_path, CheckpointHook(save_best="acc", save_last=False, name="one"), 0.1, 0.3, 0.2)
+    loop = scored(tmp_path, CheckpointHook(save_best="acc", save_last=False, name="one"), 0.1, 0.3, 0.2)
     loop.bus.add(CheckpointHook(save_best="acc", save_last=False, name="other"))
     loop.run()
     assert files(tmp_path) == {"best_acc_epoch_2"}
@@ -63,10 +54,10 @@ def test_the_best_of_two_hooks_is_removed_once_neither_keeps_it(job, tmp_path):
 def test_a_hook_with_another_directory_forgets_earlier_files_and_scores(job, tmp_path):
     """As in cross-validation, with one hook for all parts."""
     hook = CheckpointHook(1, max_keep_ckpts=1, save_best="acc")
-    scored(job, tmp_path / "a", hook, 0.5, 0.9).run()
+    scored(tmp_path / "a", hook, 0.5, 0.9).run()
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "epoch_2.safetensors").write_bytes(b"mine")
-    scored(job, tmp_path / "b", hook, 0.3, max_epochs=1).run()
+    scored(tmp_path / "b", hook, 0.3, max_epochs=1).run()
     assert files(tmp_path / "a") == {"epoch_2", "best_acc_epoch_2"}
     assert files(tmp_path / "b") == {"epoch_1", "best_acc_epoch_1", "epoch_2"}
 
@@ -94,7 +85,7 @@ def test_one_directory_named_in_two_ways_is_one(job, tmp_path, monkeypatch):
 
 def test_the_directory_is_not_listed_without_sharded_models(job, tmp_path, monkeypatch):
     hook = CheckpointHook(1, by_epoch=False, max_keep_ckpts=1, save_best="acc")
-    loop = scored(job, tmp_path, hook, 0.1, 0.2)
+    loop = scored(tmp_path, hook, 0.1, 0.2)
     listed: list[Path] = []
     real = Path.glob
 

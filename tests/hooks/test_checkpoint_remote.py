@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
@@ -10,6 +12,9 @@ from structlog.testing import capture_logs
 from eventloop import CheckpointError, ConfigurationError
 from eventloop.checkpoint import load
 from hooks import CheckpointHook
+
+from ..failing import fails
+from .conftest import scored
 
 OUT = "memory://bucket"
 URL = "memory://bucket/run"
@@ -31,13 +36,8 @@ def there(memory):
     return lambda: {name.removeprefix("/bucket/run/").removesuffix(".safetensors") for name in memory.store}
 
 
-def scored(job, work_dir, hook, *scores, **options):
-    options |= {"val_data": job.batches(1), "metrics": {"acc": job.Scores(*scores)}, "max_epochs": len(scores)}
-    return job.loop(hook, work_dir=work_dir, **options)
-
-
 def test_files_and_the_best_stay_as_in_a_directory(job, tmp_path, there):
-    scored(job, tmp_path / "run", CheckpointHook(1, out_dir=OUT, max_keep_ckpts=2, save_best="acc"), 0.1, 0.5, 0.3, 0.4).run()
+    scored(tmp_path / "run", CheckpointHook(1, out_dir=OUT, max_keep_ckpts=2, save_best="acc"), 0.1, 0.5, 0.3, 0.4).run()
     assert there() == {"epoch_3", "epoch_4", "best_acc_epoch_2", "last_checkpoint"}
     assert load(f"{URL}/best_acc_epoch_2.safetensors")["progress"]["epoch"] == 2
 
@@ -90,10 +90,7 @@ def test_a_remote_last_checkpoint_naming_another_store_is_ignored(job, tmp_path,
 def test_a_store_that_does_not_answer_is_an_error_and_no_older_checkpoint(job, tmp_path, monkeypatch):
     job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "run").run()
 
-    def down(*args, **options):
-        raise TimeoutError("no answer")
-
-    monkeypatch.setattr(MemoryFileSystem, "open", down)
+    monkeypatch.setattr(MemoryFileSystem, "open", fails(TimeoutError("no answer")))
     with pytest.raises(CheckpointError, match=r"memory://bucket/run/.*no answer"):
         job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "run", max_epochs=3).run(resume="auto")
 
@@ -113,17 +110,13 @@ def test_a_failed_upload_is_loud_and_costs_no_file(job, tmp_path, monkeypatch, t
         CheckpointHook(1, out_dir=OUT, max_keep_ckpts=1, on_error=on_error), work_dir=tmp_path / "run", max_epochs=2
     )
     loop.bus.on("checkpoint_failed", lambda event: failed.append(event.path))
-    if on_error == "raise":
-        with pytest.raises(CheckpointError, match="quota"):
-            loop.run()
-    else:
+    with pytest.raises(CheckpointError, match="quota") if on_error == "raise" else nullcontext():
         loop.run()
     assert f"{URL}/epoch_2.safetensors" in failed
     assert there() == {"epoch_1", "last_checkpoint"}
 
 
-@pytest.mark.parametrize("staging", ["block", "overlap"])
-@pytest.mark.parametrize("busy", ["wait", "skip", "replace"])
+@pytest.mark.parametrize(("staging", "busy"), [("block", "wait"), ("overlap", "skip"), ("overlap", "replace")])
 def test_staging_and_busy_are_those_of_a_directory(job, tmp_path, there, staging, busy):
     hook = CheckpointHook(1, by_epoch=False, out_dir=OUT, staging=staging, busy=busy)
     job.loop(hook, work_dir=tmp_path / "run", max_iters=6).run()

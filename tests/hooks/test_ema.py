@@ -10,12 +10,14 @@ from structlog.testing import capture_logs
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eventloop import Bus, CheckpointError, ConfigurationError, Hook, Run, TrainingError
+from eventloop import Bus, CheckpointError, ConfigurationError, Hook, Run, TrainingError, mount
 from eventloop.checkpoint import load, save
 from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WarmupEMA
 from hooks.checkpoint import CheckpointHook
 from hooks.ema import EMAHook
 from hooks.optimizer import OptimizerHook
+
+from .conftest import own_loop
 
 KINDS = [WarmupEMA, ExponentialMovingAverage, StochasticWeightAverage, MomentumAnnealingEMA]
 
@@ -69,24 +71,21 @@ def test_buffers_are_the_models_own_unless_they_are_averaged():
     assert torch.equal(average.tensors["running_mean"], torch.full((2,), 0.5))
 
 
-def test_averages_follow_a_replaced_parameter():
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.__setitem__(0, nn.Linear(2, 2, bias=False)),  # another parameter
+        lambda model: setattr(model[0].weight, "data", torch.ones(2, 2)),  # other storage
+    ],
+)
+def test_averages_follow_a_replaced_parameter_and_new_storage_under_one(change):
     model = nn.Sequential(nn.Linear(2, 2, bias=False))
     average = ExponentialMovingAverage(model, momentum=0.5)
     average.update_parameters(model)
     before = average.tensors["0.weight"].clone()
-    model[0] = nn.Linear(2, 2, bias=False)
+    change(model)
     average.update_parameters(model)
     torch.testing.assert_close(average.tensors["0.weight"], 0.5 * before + 0.5 * model[0].weight.detach())
-
-
-def test_new_storage_under_a_parameter_is_seen():
-    model = nn.Linear(2, 2)
-    average = ExponentialMovingAverage(model, momentum=0.5)
-    average.update_parameters(model)
-    before = average.tensors["weight"].clone()
-    model.weight.data = torch.ones(2, 2)
-    average.update_parameters(model)
-    torch.testing.assert_close(average.tensors["weight"], 0.5 * before + 0.5)
 
 
 def test_modules_added_later_are_averaged_too():
@@ -198,6 +197,9 @@ class Reference(Hook):
             self.updates += 1
 
 
+NOTED = {"after_train_epoch": "train", "before_val_iter": "val", "after_val": "after", "before_test_iter": "test"}
+
+
 class Watch(Hook):
     """Notes the weights that validation and its neighbours see."""
 
@@ -206,20 +208,9 @@ class Watch(Hook):
     def __init__(self):
         self.seen: dict[str, list[torch.Tensor]] = {}
 
-    def note(self, what, event):
-        self.seen[what] = [p.detach().clone() for p in event.run.model.parameters()]
-
-    def after_train_epoch(self, event):
-        self.note("train", event)
-
-    def before_val_iter(self, event):
-        self.note("val", event)
-
-    def after_val(self, event):
-        self.note("after", event)
-
-    def before_test_iter(self, event):
-        self.note("test", event)
+    @mount(*NOTED)
+    def note(self, event):
+        self.seen[NOTED[event.mount_point]] = [p.detach().clone() for p in event.run.model.parameters()]
 
 
 def equal(left, right):
@@ -236,6 +227,24 @@ def test_validation_and_test_see_the_average_and_training_the_raw_weights(job):
     loop.test()
     assert equal(watch.seen["test"], reference.average)
     assert equal(list(loop.model.parameters()), watch.seen["train"])
+
+
+def test_the_average_of_a_short_training_is_as_good_as_its_weights(job):
+    """With the defaults, which count on a long one."""
+    inputs = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+    data = [*zip(inputs.split(8), (inputs.sum(1) > 0).long().split(8), strict=True)]
+
+    def evaluate(model, batch):
+        return {"accuracy": (model(batch[0]).argmax(1) == batch[1]).float().mean()}
+
+    found = []
+    for hooks in ([], [EMAHook()]):
+        torch.manual_seed(0)
+        optimizer = torch.optim.Adam((model := nn.Linear(3, 2)).parameters(), lr=0.1)
+        options = {"train_data": data, "val_data": data, "val_step": evaluate, "max_epochs": 3}
+        found.append(job.loop(*hooks, model=model, optimizer=optimizer, **options).run()["accuracy"])
+    assert found[0] > 0.85
+    assert found[1] == pytest.approx(found[0], abs=0.08)
 
 
 @pytest.mark.parametrize(("options", "first"), [({"begin_iter": 6}, 6), ({"begin_epoch": 2}, 5)])
@@ -350,8 +359,7 @@ def strike(call, at):
 def test_a_break_out_of_a_users_own_validation_restores_raw_weights(job):
     model, hook = job.model(), EMAHook(momentum=0.5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    bus = Bus()
-    bus.add(hook)
+    bus = Bus(hook)
     with Run(bus, model=model, optimizer=optimizer) as run:
         for _ in run.epochs(1):
             for batch in run.train(job.batches()):
@@ -368,12 +376,7 @@ def test_a_break_out_of_a_users_own_validation_restores_raw_weights(job):
 
 def test_without_known_optimizers_every_iteration_is_an_update(job):
     hook = EMAHook()
-    bus = Bus()
-    bus.add(hook)
-    with Run(bus, model=job.model()) as run:
-        for _ in run.epochs(1):
-            for _ in run.train(job.batches()):
-                pass
+    own_loop(Bus(hook), job.model())
     assert hook.average.steps == 4
 
 
@@ -409,18 +412,6 @@ def test_checkpoints_hold_averaged_weights_and_the_raw_ones(job, tmp_path):
     assert equal([saved["state_dict"][name] for name in names], reference.average)
     assert equal([saved["ema_state_dict"][name] for name in names], watch.seen["train"])
     assert saved["state_dict"]["1.num_batches_tracked"] == 8
-
-
-def test_saved_now_and_saved_in_a_validation_is_the_same(job, tmp_path):
-    class Now(Hook):
-        def before_val_iter(self, event):
-            event.run.request_save("inside.safetensors")
-
-    hooks = (EMAHook(momentum=0.3), Now(), CheckpointHook(interval=1, max_keep_ckpts=1, out_dir=tmp_path / "other"))
-    job.loop(*hooks, work_dir=tmp_path, val_data=job.batches(1)).run()
-    inside, outside = load(tmp_path / "inside.safetensors"), load(tmp_path / "other" / tmp_path.name / "epoch_2.safetensors")
-    for key in ("state_dict", "ema_state_dict"):
-        assert job.same(inside[key], outside[key])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -482,16 +473,8 @@ def test_an_average_of_another_model_is_an_error_or_partially_loaded(job, tmp_pa
 
 
 def test_wrapper_prefixes_are_not_in_checkpoints(job, tmp_path):
-    class Wrapper(nn.Module):
-        def __init__(self, module):
-            super().__init__()
-            self.module = module
-
-        def forward(self, inputs):
-            return self.module(inputs)
-
     inner = job.model()
-    job.loop(EMAHook(momentum=0.3), CheckpointHook(interval=1), model=Wrapper(inner), work_dir=tmp_path).run()
+    job.loop(EMAHook(momentum=0.3), CheckpointHook(interval=1), model=nn.DataParallel(inner), work_dir=tmp_path).run()
     saved = load(tmp_path / "epoch_2.safetensors")
     assert saved["state_dict"].keys() == saved["ema_state_dict"].keys() == inner.state_dict().keys()
     assert not torch.equal(saved["state_dict"]["0.weight"], saved["ema_state_dict"]["0.weight"])

@@ -31,21 +31,16 @@ def emptied(job, monkeypatch):
     return run
 
 
-EPOCH = ["after_train_epoch", "after_val_epoch"]
-
-
-def test_by_default_after_each_epoch_of_all_stages(emptied):
-    assert emptied() == [*EPOCH, *EPOCH, "after_test_epoch"]
-
-
-def test_before_epochs(emptied):
-    epoch = ["before_train_epoch", "before_val_epoch"]
-    assert emptied(before_epoch=True, after_epoch=False) == [*epoch, *epoch, "before_test_epoch"]
-
-
-def test_after_iterations(emptied):
-    epoch = ["after_train_iter"] * 4 + ["after_val_iter"]
-    assert emptied(after_iter=True, after_epoch=False) == [*epoch, *epoch, "after_test_iter"]
+@pytest.mark.parametrize(
+    ("options", "epoch", "test"),
+    [
+        ({}, ["after_train_epoch", "after_val_epoch"], ["after_test_epoch"]),
+        ({"before_epoch": True, "after_epoch": False}, ["before_train_epoch", "before_val_epoch"], ["before_test_epoch"]),
+        ({"after_iter": True, "after_epoch": False}, ["after_train_iter"] * 4 + ["after_val_iter"], ["after_test_iter"]),
+    ],
+)
+def test_by_default_after_each_epoch_of_all_stages_or_where_it_is_asked_to(emptied, options, epoch, test):
+    assert emptied(**options) == [*epoch, *epoch, *test]
 
 
 def test_nothing_happens_without_an_accelerator(job, monkeypatch):

@@ -86,10 +86,13 @@ def test_it_runs_in_evaluation_mode_without_gradients(job):
         ({}, [None, {"acc": 0.2}, {}], 6),
     ],
 )
-def test_the_best_result_is_kept(job, options, results, best):
+def test_the_best_result_is_kept_and_logged_at_the_end(job, options, results, best):
     hook = EvaluateHook(3, Function(*results), **options)
-    evaluated(job, hook)
-    assert hook.best.iter == best
+    with capture_logs() as logs:
+        job.loop(hook).run()
+    (entry,) = [entry for entry in logs if entry["event"] == "best evaluation"]
+    assert (hook.best.iter, entry["iter"]) == (best, best)
+    assert entry["metrics"] == hook.best.metrics
 
 
 def test_nested_results_and_tensors_are_flat_numbers(job, tmp_path):
@@ -115,8 +118,7 @@ def test_results_are_lines_of_json_in_the_work_dir(job, tmp_path, file):
 
 @pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
 def test_of_several_processes_the_first_one_writes_the_file(tmp_path, rank, lines):
-    bus, progress = Bus(), Progress()
-    bus.add(EvaluateHook(4, Function()))
+    bus, progress = Bus(EvaluateHook(4, Function())), Progress()
     bus.set_rank(rank, 2)
     with bus:
         bus.publish(
@@ -157,13 +159,6 @@ def test_no_file_is_written_without_json_file_or_work_dir(job, tmp_path):
     evaluated(job, EvaluateHook(4, Function(), json_file=None), work_dir=tmp_path)
     evaluated(job, EvaluateHook(4, Function()))
     assert not list(tmp_path.iterdir())
-
-
-def test_the_best_is_logged_at_the_end(job):
-    with capture_logs() as logs:
-        job.loop(EvaluateHook(3, Function({"acc": 0.1}, {"acc": 0.9}))).run()
-    (entry,) = [entry for entry in logs if entry["event"] == "best evaluation"]
-    assert (entry["iter"], entry["metrics"]) == (6, {"acc": 0.9})
 
 
 def test_the_best_survives_a_resume(job, tmp_path):

@@ -64,8 +64,7 @@ def test_logging_every_iteration_does_not_synchronise_with_the_device(asked, tmp
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-    bus = Bus()
-    bus.add(
+    bus = Bus(
         OptimizerHook(grad_clip={"max_norm": 1.0}),
         RuntimeInfoHook(),
         IterTimerHook(),

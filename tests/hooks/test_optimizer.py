@@ -48,15 +48,6 @@ def test_only_forward_passes_run_under_autocast(job, amp):
     assert seen == [torch.bfloat16 if amp == "bf16" else torch.float16] * 7  # the look at val_data, too
 
 
-def test_autocast_ends_with_an_exception(job):
-    def step(model, batch):
-        raise ValueError("middle")
-
-    with pytest.raises(ValueError, match="middle"):
-        job.loop(OptimizerHook(amp="bf16"), step=step).run()
-    assert not torch.is_autocast_enabled("cpu")
-
-
 def test_fp16_with_accumulation_and_clipping_is_torchs_own_recipe_to_the_bit(job):
     """The loop of torch's page "Automatic Mixed Precision examples", with an overflow in the second window."""
     factors = [1.0, 1.0, 1.0, float("inf"), 1.0, 1.0]

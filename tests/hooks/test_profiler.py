@@ -13,6 +13,8 @@ from eventloop import ConfigurationError
 from hooks.autograd import AutogradProfilerHook
 from hooks.profiler import ProfilerHook
 
+from ..failing import fails
+
 
 def steps_of(profiler):
     """How many training steps are in a trace: the model has one batch norm."""
@@ -128,7 +130,7 @@ def test_source_lines_are_recorded_on_request(job, tmp_path):
 
 def test_a_run_that_fails_ends_the_profile(job, traces):
     loop = job.loop(ProfilerHook(on_trace_ready=traces))
-    loop.bus.on("before_train_iter", _fail, once=3)
+    loop.bus.on("before_train_iter", fails(RuntimeError("mine")), once=3)
     with pytest.raises(RuntimeError, match="mine"), capture_logs():
         loop.run()
     assert traces == [2]
@@ -139,15 +141,11 @@ def test_a_run_that_fails_ends_the_profile(job, traces):
 
 @pytest.mark.parametrize("schedule", [None, {"wait": 0, "warmup": 1, "active": 1, "repeat": 2}])
 def test_a_handler_that_fails_is_the_error_of_the_run(job, traces, schedule):
-    hook = ProfilerHook(schedule=schedule, on_trace_ready=_fail)
+    hook = ProfilerHook(schedule=schedule, on_trace_ready=fails(RuntimeError("mine")))
     with pytest.raises(RuntimeError, match="mine"), capture_logs():
         job.loop(hook).run()
     job.loop(ProfilerHook(on_trace_ready=traces)).run()
     assert traces == [4]
-
-
-def _fail(event):
-    raise RuntimeError("mine")
 
 
 def _no_utf8(*_, **__):

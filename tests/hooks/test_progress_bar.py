@@ -15,6 +15,7 @@ from hooks.logger import LoggerHook
 from hooks.progress_bar import ProgressBar
 from hooks.writers import ConsoleWriter
 
+from ..failing import fails
 from . import conftest
 
 DATA = conftest.batches(5)
@@ -40,16 +41,25 @@ def terminal(screen):
 
 
 def bus_with(*hooks):
-    bus = Bus()
-    bus.add(*hooks)
-    return bus
+    return Bus(*hooks)
 
 
-def test_the_bar_shows_epochs_validations_and_losses(terminal, screen):
+def test_the_bar_shows_epochs_validations_and_losses_and_leaves_the_terminal_as_it_was(
+    terminal, screen, monkeypatch, no_thread_is_left
+):
+    hidden, written, before = [], screen.write, sys.stdout
+
+    def write(text):
+        written(text)
+        hidden.append(screen.getvalue().rfind(HIDE) > screen.getvalue().rfind(SHOW))
+
+    monkeypatch.setattr(screen, "write", write)
     make_loop(bus=bus_with(ProgressBar(terminal)), val_data=DATA).run()
-    text = screen.getvalue()
     for part in ("epoch 1/2", "epoch 2/2", "val", "/5", "loss", "eta"):
-        assert part in text
+        assert part in screen.getvalue()
+    assert hidden and not any(hidden)  # the cursor
+    assert_restored(screen)
+    assert sys.stdout is before
 
 
 def test_the_bar_of_an_iteration_based_run_counts_to_its_end(terminal, screen):
@@ -71,26 +81,6 @@ def assert_restored(screen):
     text = screen.getvalue()
     assert text.rindex(SHOW) > text.rindex(HIDE)
     assert text.endswith("\x1b[2K")  # the line of the bar is wiped
-
-
-def test_the_terminal_is_as_it_was_when_the_run_is_over(terminal, screen, no_thread_is_left):
-    before = sys.stdout
-    make_loop(bus=bus_with(ProgressBar(terminal))).run()
-    assert_restored(screen)
-    assert sys.stdout is before
-
-
-def test_the_cursor_is_never_hidden(terminal, screen, monkeypatch):
-    hidden = []
-    written = screen.write
-
-    def write(text):
-        written(text)
-        hidden.append(screen.getvalue().rfind(HIDE) > screen.getvalue().rfind(SHOW))
-
-    monkeypatch.setattr(screen, "write", write)
-    make_loop(bus=bus_with(ProgressBar(terminal))).run()
-    assert hidden and not any(hidden)
 
 
 @contextlib.contextmanager
@@ -168,10 +158,7 @@ def test_the_terminal_is_as_it_was_after_an_exception(terminal, screen, error):
     bus = bus_with(ProgressBar(terminal))
     out = sys.stdout
 
-    @bus.on("after_train_iter", once=8, priority=90)
-    def fail(event):
-        raise error("stop")
-
+    bus.on("after_train_iter", fails(error("stop")), once=8, priority=90)
     with pytest.raises(error, match="stop"):
         make_loop(bus=bus).run()
     assert_restored(screen)

@@ -20,30 +20,16 @@ make_loop = partial(conftest.make_loop, train_data=DATA, step=step)
 
 @pytest.fixture
 def bus():
-    bus = Bus()
-    bus.add(RuntimeInfoHook())
-    return bus
+    return Bus(RuntimeInfoHook())
 
 
-def test_run_facts_are_set_at_before_run(bus, tmp_path):
+def test_facts_of_the_run_and_the_training_are_set_where_they_begin(bus, tmp_path):
     found = []
-    bus.on("before_run", lambda event: found.append(dict(event.run.info)))
+    for name in ("before_run", "before_train"):
+        bus.on(name, lambda event: found.append(dict(event.run.info)))
     make_loop(bus=bus, work_dir=tmp_path / "digits", seed=7, config={"width": 64}).run()
-    assert found == [{"experiment": "digits", "seed": 7, "config": {"width": 64}}]
-
-
-def test_training_facts_are_set_at_before_train(bus):
-    found = []
-    bus.on("before_train", lambda event: found.append(dict(event.run.info)))
-    make_loop(bus=bus).run()
-    (info,) = found
-    assert {name: info[name] for name in ("max_epochs", "max_iters", "epoch", "iter", "stage")} == {
-        "max_epochs": 2,
-        "max_iters": None,
-        "epoch": 0,
-        "iter": 0,
-        "stage": "train",
-    }
+    assert found[0] == {"experiment": "digits", "seed": 7, "config": {"width": 64}}
+    assert found[1].items() >= {"max_epochs": 2, "max_iters": None, "epoch": 0, "iter": 0, "stage": "train"}.items()
 
 
 def test_iteration_epoch_and_learning_rate_follow_the_run(bus):
@@ -74,18 +60,6 @@ def test_only_scalars_are_kept_and_unchanged(bus):
 
     make_loop(bus=bus).run()
     assert found == [0.5] * 6
-
-
-def test_nothing_synchronises_with_the_device():
-    """On the meta device there are no numbers, so reading one fails."""
-    bus = Bus()
-    bus.add(RuntimeInfoHook())
-    model = torch.nn.Linear(3, 1)
-    with Run(bus, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)) as run:
-        for _ in run.epochs(1):
-            for _ in run.train(DATA):
-                run.report(loss=torch.empty((), device="meta"))
-        assert run.info["train/loss"].device.type == "meta"
 
 
 def test_parameter_groups_have_separate_learning_rates(bus):

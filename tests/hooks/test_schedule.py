@@ -35,22 +35,18 @@ def scheduled(job, by, *more, make=halving, monitor=None, **options):
     return job.loop(hook, rates, *more, model=model, optimizer=optimizer, **options), rates
 
 
-def test_by_iteration_steps_after_each_update(job):
-    loop, rates = scheduled(job, "iter", max_epochs=1)
+@pytest.mark.parametrize(
+    ("by", "accumulate", "rates"),
+    [
+        ("iter", 1, [1, 0.5, 0.25, 0.125]),  # after each update
+        ("iter", 2, [1, 1, 0.5, 0.5]),  # a window of two is one step
+        ("epoch", 1, [1] * 4 + [0.5] * 4),
+    ],
+)
+def test_schedules_step_after_updates_or_epochs(job, by, accumulate, rates):
+    loop, seen = scheduled(job, by, OptimizerHook(accumulate=accumulate), max_epochs=2 if by == "epoch" else 1)
     loop.run()
-    assert rates.seen == [1, 0.5, 0.25, 0.125]
-
-
-def test_an_accumulation_window_is_one_step(job):
-    loop, rates = scheduled(job, "iter", OptimizerHook(accumulate=2), max_epochs=1)
-    loop.run()
-    assert rates.seen == [1, 1, 0.5, 0.5]
-
-
-def test_by_epoch_steps_after_each_epoch(job):
-    loop, rates = scheduled(job, "epoch")
-    loop.run()
-    assert rates.seen == [1] * 4 + [0.5] * 4
+    assert seen.seen == rates
 
 
 def test_by_metric_steps_with_it_after_validations_of_training_only(job):
@@ -188,9 +184,7 @@ def test_a_scheduler_of_a_wrapped_optimizer_steps_with_the_wrapper(job):
 def test_a_run_without_known_optimizers_steps_any_scheduler(job):
     model = job.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    bus = Bus()
-    bus.add(ParamSchedulerHook(halving(optimizer), by="iter"))
-    with Run(bus, model=model) as run:
+    with Run(Bus(ParamSchedulerHook(halving(optimizer), by="iter")), model=model) as run:
         for _ in run.epochs(1):
             for batch in run.train(job.batches(2)):
                 job.loss(model, batch).backward()

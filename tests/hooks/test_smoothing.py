@@ -24,20 +24,18 @@ def test_measurements_are_averaged_over_the_same_iterations_and_states_are_curre
 RATES = ("lr", "gan/lr/group1", "learning_rate", "lr-SGD", "lr-AdamW/pg1", "base_lr", "lr_backbone", "optim/lr-Adam-momentum")
 
 
-@pytest.mark.parametrize("name", [*RATES, "momentum", "d/weight_decay", "loss_scale", "eta"])
-def test_a_state_is_never_averaged(name):
+@pytest.mark.parametrize(
+    ("names", "value"),
+    [
+        ([*RATES, "momentum", "d/weight_decay", "loss_scale", "eta"], 2.0),  # a state is never averaged
+        (["loss", "lrmse", "learning", "beta", "colr/loss", "val/theta", "time"], 1.5),
+    ],
+)
+def test_measurements_are_averaged_and_states_are_not(names, value):
     smoother = Smoother(window_size=2)
-    for value in (1.0, 2.0):
-        smoother.push({name: value})
-    assert smoother.read() == {name: 2.0}
-
-
-@pytest.mark.parametrize("name", ["loss", "lrmse", "learning", "beta", "colr/loss", "val/theta", "time"])
-def test_other_names_are_averaged(name):
-    smoother = Smoother(window_size=2)
-    for value in (1.0, 2.0):
-        smoother.push({name: value})
-    assert smoother.read() == {name: 1.5}
+    for one in (1.0, 2.0):
+        smoother.push(dict.fromkeys(names, one))
+    assert smoother.read() == dict.fromkeys(names, value)
 
 
 def test_the_pages_know_the_same_states():
@@ -67,34 +65,23 @@ def test_only_keys_reported_since_the_last_line_are_returned():
     assert set(smoother.read(since=1)) == {"loss"}
 
 
-@pytest.mark.parametrize(("method", "value"), [("mean", 2.5), ("min", 2.0), ("max", 3.0), ("current", 2.0)])
-def test_custom_windows_of_some_iterations(method, value):
-    smoother = Smoother(custom_cfg=[{"data_src": "loss", "log_name": "mine", "method_name": method, "window_size": 2}])
-    push(smoother, 9.0, 3.0, 2.0)
-    assert smoother.read()["mine"] == value
-
-
-@pytest.mark.parametrize(("method", "value"), [("mean", 4.0), ("min", 1.0), ("max", 9.0), ("current", 2.0)])
-def test_custom_windows_of_the_whole_run(method, value):
-    smoother = Smoother(custom_cfg=[{"data_src": "loss", "log_name": "mine", "method_name": method, "window_size": "global"}])
-    push(smoother, 9.0, 1.0)
-    smoother.begin_epoch()
-    push(smoother, 4.0, 2.0)
-    assert smoother.read()["mine"] == value
-
-
-def test_a_custom_window_without_a_size_is_of_the_whole_run_as_mmengines():
-    smoother = Smoother(window_size=2, custom_cfg=[{"data_src": "loss", "log_name": "worst", "method_name": "max"}])
-    push(smoother, 9.0, 1.0, 2.0, 3.0)
-    assert smoother.read() == {"loss": 2.5, "worst": 9.0}
-
-
-def test_custom_windows_of_an_epoch_are_cleared_with_it():
-    smoother = Smoother(custom_cfg=[{"data_src": "loss", "log_name": "mine", "window_size": "epoch"}])
-    push(smoother, 9.0, 1.0)
-    smoother.begin_epoch()
-    push(smoother, 4.0, 2.0)
-    assert smoother.read()["mine"] == 3.0
+@pytest.mark.parametrize(
+    ("window", "values"),
+    [
+        (2, {"mean": 3.0, "min": 2.0, "max": 4.0, "current": 2.0}),  # iterations
+        ("global", {"mean": 4.0, "min": 1.0, "max": 9.0, "current": 2.0}),  # of the whole run
+        (None, {"max": 9.0}),  # the same, as MMEngine's
+        ("epoch", {"mean": 3.0, "max": 4.0}),  # cleared with it
+    ],
+)
+def test_custom_windows(window, values):
+    for method, value in values.items():
+        size = {} if window is None else {"window_size": window}
+        smoother = Smoother(custom_cfg=[{"data_src": "loss", "log_name": "mine", "method_name": method, **size}])
+        push(smoother, 9.0, 1.0)
+        smoother.begin_epoch()
+        push(smoother, 4.0, 2.0)
+        assert smoother.read()["mine"] == value
 
 
 def test_a_custom_window_without_a_name_replaces_its_source():

@@ -2,10 +2,9 @@ import time
 from functools import partial
 
 import pytest
-import torch
 from structlog.testing import capture_logs
 
-from eventloop import Bus, Run
+from eventloop import Bus
 from hooks.logger import LoggerHook
 from hooks.timer import IterTimerHook
 from hooks.writers import Writer
@@ -24,9 +23,7 @@ def timer():
 
 @pytest.fixture
 def bus(timer):
-    bus = Bus()
-    bus.add(timer)
-    return bus
+    return Bus(timer)
 
 
 def outputs_of(bus):
@@ -125,17 +122,6 @@ def test_a_resumed_run_keeps_the_count_but_not_the_mean(tmp_path):
     assert found[0]["eta"] == pytest.approx(found[0]["time"])
 
 
-def test_the_hook_works_in_a_users_own_loop(bus, timer):
-    model = torch.nn.Linear(3, 1)
-    found = outputs_of(bus)
-    with Run(bus, model=model) as run:
-        for _ in run.epochs(2):
-            for _ in run.train(DATA):
-                run.report(loss=0.5)
-    assert timer.iters == 6
-    assert all({"time", "data_time", "eta", "loss"} == set(outputs) for outputs in found)
-
-
 @pytest.fixture
 def passes(monkeypatch):
     """A function that lets so many seconds pass, on a clock that stands still otherwise."""
@@ -146,6 +132,16 @@ def passes(monkeypatch):
 
     monkeypatch.setattr("hooks.timer.perf_counter", lambda: now[0])
     return let_pass
+
+
+def summary_of(bus, **job):
+    """Run a job; return what the run's information says at its end, and the line of the summary."""
+    infos = []
+    bus.on("after_run", lambda event: infos.append(dict(event.run.info)))
+    with capture_logs() as logs:
+        make_loop(bus=bus, **job).run()
+    (summary,) = [entry for entry in logs if entry["event"] == "training took"]
+    return infos[0], summary
 
 
 def test_the_summary_shows_the_parts_of_the_time(passes):
@@ -162,19 +158,14 @@ def test_the_summary_shows_the_parts_of_the_time(passes):
         passes(4.0)
         return step(model, batch)
 
-    bus = Bus()
-    bus.add(IterTimerHook())
+    bus = Bus(IterTimerHook())
     bus.on("before_train_iter", lambda event: passes(2.0), priority=80)
     bus.on("after_train_iter", lambda event: passes(3.0), priority=40)
     bus.on("before_val", lambda event: passes(50.0))
-    infos = []
-    bus.on("after_run", lambda event: infos.append(dict(event.run.info)))
-    with capture_logs() as logs:
-        make_loop(bus=bus, train_data=Slow(), step=slow_step, val_data=DATA[:1], val_step=step).run()
-    assert infos[0]["train/mean_time"] == 10.0
-    assert infos[0]["train/data_share"] == pytest.approx(0.1)
-    assert infos[0]["train/hooks_share"] == pytest.approx(0.5)
-    (summary,) = [entry for entry in logs if entry["event"] == "training took"]
+    info, summary = summary_of(bus, train_data=Slow(), step=slow_step, val_data=DATA[:1], val_step=step)
+    assert info["train/mean_time"] == 10.0
+    assert info["train/data_share"] == pytest.approx(0.1)
+    assert info["train/hooks_share"] == pytest.approx(0.5)
     assert summary == {
         "event": "training took",
         "log_level": "info",
@@ -188,32 +179,23 @@ def test_the_summary_shows_the_parts_of_the_time(passes):
 
 
 def test_hooks_after_the_timer_count_as_hooks_too(passes):
-    bus = Bus()
-    bus.add(IterTimerHook())
+    bus = Bus(IterTimerHook())
     bus.on("after_train_iter", lambda event: passes(3.0), priority=90)
-    infos = []
-    bus.on("after_run", lambda event: infos.append(dict(event.run.info)))
-    with capture_logs():
-        make_loop(bus=bus, step=lambda model, batch: passes(1.0) or step(model, batch), max_iters=5).run()
-    assert infos[0]["train/hooks_share"] == pytest.approx(15 / 20)
+    info, _ = summary_of(bus, step=lambda model, batch: passes(1.0) or step(model, batch), max_iters=5)
+    assert info["train/hooks_share"] == pytest.approx(15 / 20)
 
 
 def test_time_between_epochs_is_split_into_hooks_and_validations(passes):
-    bus = Bus()
-    bus.add(IterTimerHook())
+    bus = Bus(IterTimerHook())
     bus.on("before_train", lambda event: passes(1.0), priority=60)
     bus.on("after_train_epoch", lambda event: passes(10.0))
     bus.on("after_val", lambda event: passes(4.0), priority=60)
     bus.on("before_val_iter", lambda event: passes(7.0))
-    infos = []
-    bus.on("after_run", lambda event: infos.append(dict(event.run.info)))
-    with capture_logs() as logs:
-        make_loop(
-            bus=bus, step=lambda model, batch: passes(1.0) or step(model, batch), val_data=DATA[:1], val_step=step, max_epochs=2
-        ).run()
-    (summary,) = [entry for entry in logs if entry["event"] == "training took"]
-    assert infos[0]["train/mean_time"] == 1.0
-    assert infos[0]["train/hooks_share"] == pytest.approx(29 / 35)
+    info, summary = summary_of(
+        bus, step=lambda model, batch: passes(1.0) or step(model, batch), val_data=DATA[:1], val_step=step, max_epochs=2
+    )
+    assert info["train/mean_time"] == 1.0
+    assert info["train/hooks_share"] == pytest.approx(29 / 35)
     assert (summary["total"], summary["validation"], summary["hooks"]) == ("0:00:49", "0:00:14", "82.9%")
 
 
@@ -224,8 +206,7 @@ def test_the_summary_comes_after_the_last_line_of_the_logger():
         def write_scalars(self, scalars, step, where):
             written.append((where.stage, step, list(logs)))
 
-    bus = Bus()
-    bus.add(LoggerHook(writers=[Slow(interval=1)]), IterTimerHook())
+    bus = Bus(LoggerHook(writers=[Slow(interval=1)]), IterTimerHook())
     with capture_logs() as logs:
         make_loop(bus=bus, val_data=DATA[:1], val_step=step).run()
     assert [(stage, step) for stage, step, _ in written][-1] == ("val", 2)
@@ -239,21 +220,12 @@ def test_warmup_iterations_are_not_in_the_summary(passes):
         return step(model, batch)
 
     timer = IterTimerHook(warmup_iter=2)
-    bus = Bus()
-    bus.add(timer)
-    infos = []
-    bus.on("after_run", lambda event: infos.append(dict(event.run.info)))
-    with capture_logs():
-        make_loop(bus=bus, step=slow_at_first).run()
-    assert infos[0]["train/mean_time"] == 1.0
+    info, _ = summary_of(Bus(timer), step=slow_at_first)
+    assert info["train/mean_time"] == 1.0
     assert timer.seconds == 22.0
 
 
 def test_fewer_iterations_than_the_warmup_have_a_total_only():
-    bus = Bus()
-    bus.add(IterTimerHook(warmup_iter=50))
-    with capture_logs() as logs:
-        make_loop(bus=bus).run()
-    (summary,) = [entry for entry in logs if entry["event"] == "training took"]
+    _, summary = summary_of(Bus(IterTimerHook(warmup_iter=50)))
     assert summary["iters"] == 6
     assert "seconds_per_iter" not in summary

@@ -5,10 +5,12 @@ import torch
 from structlog.testing import capture_logs
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from eventloop import Bus, ConfigurationError, Run, TrainingError
+from eventloop import Bus, ConfigurationError, TrainingError
 from hooks.checkpoint import CheckpointHook
 from hooks.early_stopping import EarlyStoppingHook
 from hooks.schedule import ParamSchedulerHook
+
+from .conftest import own_loop
 
 HOOKS = {
     "EarlyStoppingHook": lambda optimizer, metric="loss": EarlyStoppingHook(metric, patience=1),
@@ -44,29 +46,18 @@ def test_a_loop_without_validation_data_is_an_error_before_its_first_iteration(j
 @pytest.mark.parametrize("validates", [True, False])
 def test_a_users_own_loop_without_validations_is_warned_of_at_its_end(job, parts, label, tmp_path, validates):
     model, optimizer, hook = parts
-    bus = Bus()
-    bus.add(hook)
-    with capture_logs() as logs, Run(bus, model=model, optimizer=optimizer, work_dir=tmp_path) as run:
-        for _ in run.epochs(1):
-            for batch in run.train(job.batches(1)):
-                job.loss(model, batch).backward()
-                optimizer.step()
-            if validates:
-                for batch in run.validate(job.batches(1)):
-                    run.report(loss=job.loss(model, batch))
+    bus = Bus(hook)
+    with capture_logs() as logs:
+        own_loop(bus, model, optimizer, train=1, val=int(validates), work_dir=tmp_path)
     told = [entry["event"] for entry in logs if "had none" in entry["event"]]
     assert [one.startswith(label) for one in told] == ([] if validates else [True])
 
 
 def test_one_that_is_stopped_before_its_first_validation_is_not(job, parts, tmp_path):
     model, optimizer, hook = parts
-    bus = Bus()
-    bus.add(hook, job.StopAfter(1))
-    with capture_logs() as logs, Run(bus, model=model, optimizer=optimizer, work_dir=tmp_path) as run:
-        for _ in run.epochs(1):
-            for batch in run.train(job.batches(2)):
-                job.loss(model, batch).backward()
-                optimizer.step()
+    bus = Bus(hook, job.StopAfter(1))
+    with capture_logs() as logs:
+        own_loop(bus, model, optimizer, train=2, work_dir=tmp_path)
     assert not [entry for entry in logs if "had none" in entry["event"]]
 
 
@@ -75,13 +66,8 @@ def test_a_resumed_run_that_has_nothing_left_to_train_is_not(job, label, tmp_pat
         model = job.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         bus = Bus(CheckpointHook(name="at the end"), HOOKS[label](optimizer))
-        with capture_logs() as logs, Run(bus, model=model, optimizer=optimizer, work_dir=tmp_path, resume="auto") as run:
-            for _ in run.epochs(1):
-                for batch in run.train(job.batches(1)):
-                    job.loss(model, batch).backward()
-                    optimizer.step()
-                for batch in run.validate(job.batches(1)):
-                    run.report(loss=job.loss(model, batch))
+        with capture_logs() as logs:
+            own_loop(bus, model, optimizer, train=1, val=1, work_dir=tmp_path, resume="auto")
     assert any("nothing is left" in entry["event"] for entry in logs)
     assert not [entry for entry in logs if "had none" in entry["event"]]
 

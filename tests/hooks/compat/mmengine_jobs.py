@@ -105,12 +105,19 @@ def val_step(model: torch.nn.Module, batch: Any) -> dict[str, torch.Tensor]:
     return {"predicted": predicted, "labels": labels}
 
 
-def theirs(work_dir: Path, hooks: list[Any], *, resume: str | None = None, groups: int = 1, **job: Any) -> Runner:
+def theirs(work_dir: Path, hooks: list[Any], **job: Any) -> Runner:
     """Run the job in MMEngine's Runner."""
+    runner = runner_of(work_dir, hooks, **job)
+    runner.train()
+    return runner
+
+
+def runner_of(work_dir: Path, hooks: list[Any], *, resume: str | None = None, groups: int = 1, **job: Any) -> Runner:
+    """Make MMEngine's Runner for the job."""
     model, (train, val) = Net(), loaders()
     validates = job.pop("validates", True)
     limits = {key: job.pop(key) for key in ("max_epochs", "max_iters", "val_interval") if key in job}
-    runner = Runner(
+    return Runner(
         model,
         str(work_dir),
         train_dataloader=train,
@@ -130,8 +137,6 @@ def theirs(work_dir: Path, hooks: list[Any], *, resume: str | None = None, group
         experiment_name=f"theirs{next(_numbers)}",  # MMEngine's objects are global, by this name and the second
         **job,
     )
-    runner.train()
-    return runner
 
 
 def loop_of(work_dir: Path, hooks: list[Any], *, groups: int = 1, bus: Bus | None = None, **job: Any) -> tuple[Bus, TrainLoop]:
@@ -171,8 +176,7 @@ def own_loop(
 ) -> Run:
     """Run the job in a loop around our Run."""
     model, (train, val) = Net(), loaders()
-    bus = Bus()
-    bus.add(*hooks)
+    bus = Bus(*hooks)
     optimizer = optimizer_of(model, groups)
     with Run(bus, model=model, optimizer=optimizer, work_dir=work_dir, seed=3, name="ours", config=config) as run:
         for _ in run.epochs(max_epochs):

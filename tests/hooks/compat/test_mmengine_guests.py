@@ -30,6 +30,7 @@ import hooks as own_hooks
 from eventloop import Bus, ConfigurationError, Run, TrainingError, add_hooks
 from eventloop.checkpoint import load_pth
 
+from ...failing import fails
 from . import mmengine_jobs as jobs
 from .mmengine_jobs import checkpoint, checkpoint_hook, default_hooks, lines, names, ours, own_loop, same, scalars, theirs
 
@@ -75,13 +76,22 @@ def assert_same_files(one, other):
 def assert_same_hubs(one, other):
     assert one["resumed_keys"] == other["resumed_keys"]
     assert list(one["log_scalars"]) == list(other["log_scalars"])
-    for name, buffer in one["log_scalars"].items():
-        if not name.endswith("time"):
-            assert [list(some) for some in buffer.data] == [list(some) for some in other["log_scalars"][name].data]
+    assert_same_scalars(one, other)
     left, right = one["runtime_info"], other["runtime_info"]
     assert list(left) == list(right)
     different = {"cfg", "experiment_name", "eta", "last_ckpt", "best_ckpt"}
     same({key: left[key] for key in left.keys() - different}, {key: right[key] for key in left.keys() - different})
+
+
+def assert_same_scalars(one, other):
+    for name, buffer in one["log_scalars"].items():
+        if not name.endswith("time"):
+            assert [list(some) for some in buffer.data] == [list(some) for some in other["log_scalars"][name].data]
+
+
+def same_state(one, other):
+    for key in ("state_dict", "ema_state_dict", "optimizer", "param_schedulers"):
+        same(one[key], other[key])
 
 
 # ------------------------------------------------------------------------------------------------- the same job
@@ -143,31 +153,15 @@ def test_early_stopping_stops_at_the_same_iteration(tmp_path, job, options):
 
 
 def test_a_test_leaves_the_same_files(tmp_path):
+    _, val = jobs.loaders()
+    test = {"test_dataloader": val, "test_cfg": {}, "test_evaluator": [jobs.Accuracy()], "max_epochs": 1}
+    jobs.runner_of(tmp_path / "theirs", [*default_hooks(), EMAHook(momentum=0.1)], **test).test()
+    _, loop = jobs.loop_of(tmp_path / "ours", [*default_hooks(), EMAHook(momentum=0.1)], max_epochs=1, test_data=val)
+    loop.test()
     found = []
     for side in ("theirs", "ours"):
-        work_dir = tmp_path / side
-        some = [*default_hooks(), EMAHook(momentum=0.1)]
-        if side == "theirs":
-            _, val = jobs.loaders()
-            model = jobs.Net()
-            runner = jobs.Runner(
-                model,
-                str(work_dir),
-                test_dataloader=val,
-                test_cfg={},
-                test_evaluator=[jobs.Accuracy()],
-                custom_hooks=some,
-                default_hooks=dict.fromkeys(
-                    ("runtime_info", "timer", "sampler_seed", "logger", "param_scheduler", "checkpoint")
-                ),
-            )
-            runner.test()
-        else:
-            _, loop = jobs.loop_of(work_dir, some, max_epochs=1)
-            loop._data["test"] = loop._data["val"]
-            loop.test()
-        (file,) = work_dir.glob("*/*.json")
-        found.append((json.loads(file.read_text())["accuracy"], lines(work_dir)))
+        (file,) = (tmp_path / side).glob("*/*.json")
+        found.append((json.loads(file.read_text())["accuracy"], lines(tmp_path / side)))
     assert found[0] == found[1]
 
 
@@ -191,13 +185,11 @@ def test_mmengines_runner_resumes_our_file_and_we_resume_its(tmp_path):
     loop.run()
     same(whole.model.state_dict(), loop.model.state_dict())
     left, right = (checkpoint(tmp_path / side / "epoch_4.pth") for side in ("whole", "b"))
-    for key in ("state_dict", "ema_state_dict", "optimizer", "param_schedulers"):
-        same(left[key], right[key])
+    same_state(left, right)
     assert left["message_hub"]["runtime_info"]["best_score"] == right["message_hub"]["runtime_info"]["best_score"]
 
 
-@pytest.mark.parametrize("save", [{"interval": 2}, {"interval": 10, "by_epoch": False}])
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("save", "groups"), [({"interval": 2}, 2), ({"interval": 10, "by_epoch": False}, 1)])
 def test_our_own_resume_continues_guests_exactly(tmp_path, save, groups):
     def some():
         stopping = EarlyStoppingHook("accuracy", patience=50, min_delta=0.5)
@@ -212,12 +204,9 @@ def test_our_own_resume_continues_guests_exactly(tmp_path, save, groups):
     resumed = ours(tmp_path / "cut", again, max_epochs=4, resume=last, **job)
     same(whole.model.state_dict(), resumed.model.state_dict())
     left, right = (checkpoint(tmp_path / side / "epoch_4.pth") for side in ("whole", "cut"))
-    for key in ("state_dict", "ema_state_dict", "optimizer", "param_schedulers"):
-        same(left[key], right[key])
+    same_state(left, right)
     hubs = [one["message_hub"] for one in (left, right)]
-    for name, buffer in hubs[0]["log_scalars"].items():
-        if not name.endswith("time"):
-            assert [list(some) for some in buffer.data] == [list(some) for some in hubs[1]["log_scalars"][name].data]
+    assert_same_scalars(*hubs)
     assert hubs[0]["runtime_info"]["best_score"] == hubs[1]["runtime_info"]["best_score"]
     assert (hooks[-2].wait_count, hooks[-2].best_score) == (again[-2].wait_count, again[-2].best_score)
     assert math.isfinite(again[-2].best_score)
@@ -306,8 +295,7 @@ def test_guests_see_the_weights_after_the_update_in_the_order_of_their_prioritie
 
 
 def test_only_the_methods_that_a_guest_overrides_are_called_in_iterations_and_epochs():
-    bus = Bus()
-    bus.add(EMAHook())
+    bus = Bus(EMAHook())
     heard = {one.mount_point for one in bus.subscriptions}
     assert "after_train_iter" in heard
     assert not heard & {"before_train_iter", "before_val_iter", "after_val_iter"}
@@ -337,7 +325,7 @@ def with_hook(tmp_path, method, **job):
     ],
 )
 def test_a_missing_attribute_is_an_error_that_names_it_and_the_hook(tmp_path, use, name):
-    with pytest.raises(AttributeError, match=rf"Asks uses runner\.{name}:"):
+    with pytest.raises(AttributeError, match=rf"Asks .*runner\.{name}:"):
         with_hook(tmp_path, use)
 
 
@@ -353,22 +341,21 @@ def test_missing_attributes_are_absent_for_hasattr_and_getattr(tmp_path):
 
 @pytest.mark.parametrize("name", ["model", "iter", "optim_wrapper"])
 def test_an_attribute_that_the_run_decides_cannot_be_set(tmp_path, name):
-    with pytest.raises(TrainingError, match=rf"Asks uses runner\.{name} ="):
+    with pytest.raises(TrainingError, match=rf"Asks .*runner\.{name} ="):
         with_hook(tmp_path, lambda runner: setattr(runner, name, None))
-    with pytest.raises(TrainingError, match=r"Asks uses runner\.train_loop\.val_interval = 2"):
+    with pytest.raises(TrainingError, match=r"Asks .*runner\.train_loop\.val_interval = 2"):
         with_hook(tmp_path, lambda runner: setattr(runner.train_loop, "val_interval", 2))
 
 
 def test_without_a_work_dir_hooks_that_write_say_what_is_missing():
-    with pytest.raises(AttributeError, match=r"LoggerHook uses runner\.logger: .*work_dir="):
+    with pytest.raises(AttributeError, match=r"LoggerHook .*runner\.logger: .*work_dir="):
         ours(None, [RuntimeInfoHook(), IterTimerHook(), LoggerHook(interval=1)], max_epochs=1)
 
 
 def test_several_models_are_refused(tmp_path):
-    bus = Bus()
-    bus.add(EMAHook())
+    bus = Bus(EMAHook())
     model = torch.nn.Linear(1, 1)
-    with pytest.raises(AttributeError, match=r"EMAHook uses runner\.model:"):
+    with pytest.raises(AttributeError, match=r"EMAHook .*runner\.model:"):
         with Run(bus, model={"a": model, "b": torch.nn.Linear(1, 1)}) as run:
             for _ in run.epochs(1):
                 for _ in run.train([1, 2]):
@@ -438,11 +425,8 @@ def test_a_checkpoint_that_fails_leaves_the_one_before(tmp_path, monkeypatch):
     ours(tmp_path, [checkpoint_hook(filename_tmpl="only.pth")], max_epochs=1, validates=False)
     before = (tmp_path / "only.pth").read_bytes()
 
-    def fails(*_):
-        raise OSError("no space left")
-
-    monkeypatch.setattr("os.replace", fails)
-    with pytest.raises(Exception, match="no space"):
+    monkeypatch.setattr("os.replace", fails(OSError("full")))
+    with pytest.raises(Exception, match="full"):
         ours(tmp_path, [checkpoint_hook(filename_tmpl="only.pth")], max_epochs=1, validates=False)
     assert (tmp_path / "only.pth").read_bytes() == before
     assert [one.name for one in tmp_path.iterdir() if one.name.startswith(".trainbus-")] == []

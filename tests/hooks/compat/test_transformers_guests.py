@@ -2,7 +2,6 @@
 
 import re
 import threading
-from typing import ClassVar
 
 import pytest
 import torch
@@ -30,6 +29,10 @@ from transformers.trainer_callback import ExportableState  # noqa: E402
 from eventloop import Bus, ConfigurationError, Run, SubscribeError, TrainingError, TrainLoop, add_hooks  # noqa: E402
 from hooks import CheckpointHook, OptimizerHook, ParamSchedulerHook, TransformersHook  # noqa: E402
 
+from ...bridges.conformance.transformers import gpt2, tokens  # noqa: E402
+from ...failing import fails  # noqa: E402
+from ..conftest import Scores  # noqa: E402
+
 MOMENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
 
 
@@ -55,6 +58,10 @@ def samples(count, seed):
     return [{"x": one, "labels": one.sum()} for one in x]
 
 
+def evaluate(model, batch):
+    return {"loss": model(**batch)["loss"]}
+
+
 class InOrder(Trainer):
     """Takes the samples in their order."""
 
@@ -78,26 +85,21 @@ class Job:
         options |= {"num_train_epochs": epochs} if steps is None else {"max_steps": steps}
         self.args = TrainingArguments(str(folder), **(options | args))
 
+    def trainer(self):
+        data = {"train_dataset": self.train, "eval_dataset": self.val, "optimizers": (self.optimizer, self.scheduler)}
+        trainer = InOrder(self.model, self.args, callbacks=list(self.callbacks), **data)
+        trainer.remove_callback(PrinterCallback)
+        return trainer
+
     def theirs(self):
         """Train with their Trainer."""
-        trainer = InOrder(
-            self.model,
-            self.args,
-            train_dataset=self.train,
-            eval_dataset=self.val,
-            optimizers=(self.optimizer, self.scheduler),
-            callbacks=list(self.callbacks),
-        )
-        if trainer.pop_callback(PrinterCallback) in self.callbacks:  # else it is the one that the Trainer adds
-            trainer.pop_callback(PrinterCallback)
-            trainer.add_callback(PrinterCallback)
+        trainer = self.trainer()
         trainer.train()
         self.state = trainer.state
         return self
 
     def bus(self, *more):
-        bus = Bus()
-        bus.add(*more)
+        bus = Bus(*more)
         for one in self.callbacks:
             bus.add(TransformersHook(one, args=self.args))
         keeper = Keeper()
@@ -112,10 +114,9 @@ class Job:
             self.model,
             self.optimizer,
             step=lambda model, batch: model(**batch),
-            val_step=lambda model, batch: {"loss": model(**batch)["loss"]},
             train_data=DataLoader(self.train, batch_size=2),
             bus=bus,
-            **length | {"val_data": DataLoader(self.val, batch_size=2)} | options,
+            **length | {"val_data": DataLoader(self.val, batch_size=2), "val_step": evaluate} | options,
         )
 
     def ours(self, *more, **options):
@@ -230,17 +231,8 @@ def test_moments_and_lines_are_the_same_in_a_loop_of_ones_own(tmp_path, window):
 
 
 def test_floating_point_operations_are_counted_as_by_the_trainer(tmp_path):
-    def model():
-        return transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=8, bos_token_id=0, eos_token_id=0)
-        ).eval()
-
-    def tokens(count, seed):
-        ids = torch.randint(0, 16, (count, 8), generator=torch.Generator().manual_seed(seed))
-        return [{"input_ids": one, "labels": one} for one in ids]
-
-    one = Job(tmp_path, model=model, data=tokens, epochs=1).theirs()
-    other = Job(tmp_path, PrinterCallback(), model=model, data=tokens, epochs=1).ours()
+    job = {"model": lambda: gpt2().eval(), "data": lambda count, seed: tokens(count), "epochs": 1}
+    one, other = Job(tmp_path, **job).theirs(), Job(tmp_path, PrinterCallback(), **job).ours()
     assert other.state.total_flos == one.state.total_flos > 0
 
 
@@ -260,42 +252,6 @@ def test_early_stopping_stops_at_the_same_step_with_the_same_best_metric(tmp_pat
     assert other.state.global_step == one.state.global_step
     assert other.state.best_metric == pytest.approx(one.state.best_metric)
     assert other.callbacks[0].early_stopping_patience_counter == one.callbacks[0].early_stopping_patience_counter == 2
-
-
-def lines(text):
-    """Printed lines, without times, and with three digits."""
-    text = re.sub(r"'[a-z_]+_(runtime|per_second)': '[^']*'", r"'\1'", text)
-    return re.sub(r"\d+\.\d+", lambda number: f"{float(number[0]):.3g}", text).splitlines()
-
-
-class Bar:
-    """A progress bar that only counts."""
-
-    made: ClassVar[list] = []
-
-    def __init__(self, total=None, leave=True, **options):
-        self.total, self.leave, self.n, self.written, self.closed = total, leave, 0, [], False
-        self.made.append(self)
-
-    def update(self, count):
-        self.n += count
-
-    def write(self, text):
-        self.written += lines(text)
-
-    def close(self):
-        self.closed = True
-
-
-def test_the_progress_bars_have_the_same_totals_counts_and_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr("transformers.trainer_callback.tqdm", Bar)
-    made = {}
-    for way in ("theirs", "ours"):
-        monkeypatch.setattr(Bar, "made", [])
-        getattr(Job(tmp_path, ProgressCallback(), window=2), way)()
-        made[way] = [vars(bar) for bar in Bar.made]
-    assert made["ours"] == made["theirs"]
-    assert [(bar["total"], bar["n"], bar["leave"]) for bar in made["ours"]] == [(6, 6, True), (2, 2, False), (2, 2, False)]
 
 
 def scalars(folder):
@@ -388,6 +344,13 @@ def test_a_callback_may_return_another_control(tmp_path):
     assert Job(tmp_path, Replacing()).ours().state.global_step == 1
 
 
+def test_the_reason_of_a_stop_names_the_callback(tmp_path):
+    reasons, loop = [], Job(tmp_path, Asking("should_training_stop", 2)).loop()
+    loop.bus.on("after_run", lambda event: reasons.append(event.run.info["stop_reason"]), priority=100)
+    loop.run()
+    assert reasons == ["Asking set should_training_stop"]
+
+
 def test_should_save_writes_a_checkpoint_after_the_validation_that_was_asked_for(tmp_path):
     class Both(Asking):
         def ask(self, args, state, control, **given):
@@ -403,25 +366,13 @@ def test_should_save_writes_a_checkpoint_after_the_validation_that_was_asked_for
     assert order[:2] == ["validated", "iter_2.safetensors"]
 
 
-@pytest.mark.parametrize(
-    ("flag", "reason"),
-    [
-        ("should_save", "checkpoints"),
-        ("should_evaluate", r"run.validate_now\(\)"),
-        ("should_epoch_stop", r"run.end_epoch\(\)"),
-    ],
-)
+WAYS_OUT = {"should_save": "checkpoints", "should_evaluate": r"validate_now\(\)", "should_epoch_stop": r"end_epoch\(\)"}
+
+
+@pytest.mark.parametrize(("flag", "reason"), WAYS_OUT.items())
 def test_a_decision_that_the_run_cannot_follow_is_an_error_that_names_the_callback(tmp_path, flag, reason):
-    with pytest.raises((TrainingError, ConfigurationError), match=rf"Asking set control\.{flag}: .*{reason}"):
+    with pytest.raises((TrainingError, ConfigurationError), match=rf"Asking .*{flag}.*{reason}"):
         Job(tmp_path, Asking(flag, 1), steps=4).ours(val_data=None)
-
-
-def test_the_reason_of_a_stop_names_the_callback(tmp_path):
-    reasons = []
-    loop = Job(tmp_path, Asking("should_training_stop", 2)).loop()
-    loop.bus.on("after_run", lambda event: reasons.append(event.run.info["stop_reason"]), priority=100)
-    loop.run()
-    assert reasons == ["Asking set should_training_stop"]
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
@@ -458,16 +409,8 @@ def test_a_resumed_run_goes_on_with_the_state_and_the_lines_of_callbacks(tmp_pat
 
 def test_a_checkpoint_without_state_of_callbacks_or_with_that_of_others_is_told(tmp_path):
     job = Job(tmp_path, epochs=1)
-    bare = TrainLoop(
-        job.model,
-        job.optimizer,
-        step=lambda model, batch: model(**batch),
-        train_data=DataLoader(job.train, batch_size=2),
-        bus=Bus(),
-        max_epochs=1,
-        work_dir=tmp_path / "bare",
-    )
-    bare.bus.add(CheckpointHook(1))
+    bare = job.loop(CheckpointHook(1), val_data=None, work_dir=tmp_path / "bare")
+    bare.bus.off(job.keeper)
     bare.run()
     with capture_logs() as logs:
         Job(tmp_path).loop(val_data=None).run(resume=tmp_path / "bare")
@@ -511,10 +454,7 @@ def test_news_of_a_durable_checkpoint_does_not_undo_the_wish_for_the_next(tmp_pa
 
 
 def test_a_checkpoint_that_could_not_be_written_is_no_save(tmp_path, monkeypatch):
-    def fails(*arguments, **options):
-        raise OSError("no space")
-
-    monkeypatch.setattr("eventloop.training.saves.write.write", fails)
+    monkeypatch.setattr("eventloop.training.saves.write.write", fails(OSError("full")))
     recorder = Recorder()
     Job(tmp_path, recorder).ours(CheckpointHook(1, on_error="log"), work_dir=tmp_path / "run")
     assert not moments(recorder, "on_save")
@@ -524,8 +464,7 @@ def test_a_checkpoint_that_could_not_be_written_is_no_save(tmp_path, monkeypatch
 
 
 def mount_points(*callbacks):
-    bus = Bus()
-    bus.add(*callbacks)
+    bus = Bus(*callbacks)
     return {name for one in bus.subscriptions for name in one.mount_points}
 
 
@@ -559,25 +498,15 @@ def test_callbacks_share_state_and_control_and_are_called_moment_by_moment(tmp_p
 
 
 def test_a_callback_on_the_bus_gets_arguments_that_follow_from_the_run(tmp_path):
-    job, seen = Job(tmp_path, epochs=2), []
+    seen = []
 
     class Looks(TrainerCallback):
         def on_train_begin(self, args, state, control, **given):
             seen.append(args)
 
-    bus = Bus()
-    bus.add(OptimizerHook(accumulate=2), Looks(), EarlyStoppingCallback())
-    TrainLoop(
-        job.model,
-        job.optimizer,
-        step=lambda model, batch: model(**batch),
-        train_data=job.train,
-        val_data=job.val,
-        bus=bus,
-        max_epochs=2,
-        seed=7,
-        work_dir=tmp_path / "run",
-    ).run()
+    loop = Job(tmp_path, window=2).loop(seed=7, work_dir=tmp_path / "run")
+    loop.bus.add(Looks(), EarlyStoppingCallback())
+    loop.run()
     (args,) = seen
     assert isinstance(args, TrainingArguments)
     assert (args.output_dir, args.seed, args.num_train_epochs) == (str(tmp_path / "run"), 7, 2)
@@ -585,44 +514,21 @@ def test_a_callback_on_the_bus_gets_arguments_that_follow_from_the_run(tmp_path)
 
 
 def test_arguments_may_be_a_mapping_and_name_the_metric(tmp_path):
-    job, seen = Job(tmp_path, epochs=3), []
+    seen = []
 
     class Looks(TrainerCallback):
         def on_train_end(self, args, state, control, **given):
-            seen.append(
-                (args.greater_is_better, args.logging_steps, state.best_metric, [one["step"] for one in state.log_history])
-            )
+            steps = [one["step"] for one in state.log_history]
+            seen.append((args.greater_is_better, args.logging_steps, state.best_metric, steps))
 
         def on_log(self, args, state, control, **given): ...
 
-    bus = Bus()
-    bus.add(Looks(), TransformersHook(EarlyStoppingCallback(1), args={"metric_for_best_model": "score", "logging_steps": 4}))
-    scores = iter([0.25, 0.75, 0.5])
-    loop = TrainLoop(
-        job.model,
-        job.optimizer,
-        step=lambda model, batch: model(**batch),
-        val_step=lambda model, batch: {},
-        train_data=DataLoader(job.train, batch_size=2),
-        val_data=job.val[:1],
-        metrics={"score": Scores(scores)},
-        bus=bus,
-        max_epochs=9,
-    )
+    metrics = {"score": Scores(0.25, 0.75, 0.5)}
+    loop = Job(tmp_path, epochs=9).loop(val_step=lambda model, batch: {}, metrics=metrics)
+    given = {"metric_for_best_model": "score", "logging_steps": 4}
+    loop.bus.add(Looks(), TransformersHook(EarlyStoppingCallback(1), args=given))
     loop.run()
     assert seen == [(True, 4, 0.75, [4, 5, 8, 10, 12, 15, 15])]
-
-
-class Scores:
-    def __init__(self, values):
-        self.values = values
-
-    def reset(self): ...
-
-    def update(self): ...
-
-    def compute(self):
-        return next(self.values)
 
 
 def test_a_metric_that_was_named_and_is_missing_is_an_error(tmp_path):
@@ -648,7 +554,7 @@ def test_an_attribute_that_is_not_there_is_an_error_that_names_it_and_the_callba
             owner, name = attribute.split(".")
             getattr({"args": args, "state": state, "control": control}[owner], name)
 
-    with pytest.raises(TrainingError, match=f"Touching.on_step_end uses {attribute}"):
+    with pytest.raises(TrainingError, match=f"Touching.on_step_end .*{attribute}"):
         Job(tmp_path, Touching()).ours()
 
 
@@ -665,7 +571,7 @@ def test_an_argument_that_a_run_does_not_have_is_named_with_the_callback(tmp_pat
 def test_the_length_of_a_training_that_is_unknown_is_an_error_that_names_it(tmp_path):
     job = Job(tmp_path, ProgressCallback())
     bus, _ = job.bus()
-    named = pytest.raises(TrainingError, match=r"ProgressCallback\.on_train_begin uses state\.max_steps")
+    named = pytest.raises(TrainingError, match=r"ProgressCallback\.on_train_begin .*state\.max_steps")
     with named, Run(bus, model=job.model, optimizer=job.optimizer) as run:
         for _ in run.epochs(2):
             for _ in run.train(batch for batch in [1]):
@@ -699,7 +605,7 @@ def test_a_callback_without_a_method_that_is_called_is_refused():
 def test_a_callback_that_is_added_during_a_run_is_an_error(tmp_path):
     loop = Job(tmp_path).loop()
     loop.bus.on("before_train", lambda event: loop.bus.add(PrinterCallback()))
-    with pytest.raises(ConfigurationError, match="PrinterCallback was added"):
+    with pytest.raises(ConfigurationError, match="PrinterCallback"):
         loop.run()
 
 
@@ -716,17 +622,8 @@ def test_a_configuration_names_callbacks_and_their_arguments():
 def test_callbacks_work_on_a_bus_in_another_trainer(tmp_path):
     theirs, ours = Recorder(), Recorder()
     job = Job(tmp_path, theirs)
-    bus = Bus()
-    bus.add(TransformersHook(ours, args=job.args))
-    trainer = InOrder(
-        job.model,
-        job.args,
-        train_dataset=job.train,
-        eval_dataset=job.val,
-        optimizers=(job.optimizer, job.scheduler),
-        callbacks=[theirs],
-    )
-    trainer.remove_callback(PrinterCallback)
+    bus = Bus(TransformersHook(ours, args=job.args))
+    trainer = job.trainer()
     bus.attach(trainer)
     trainer.train()
     own = [one for one in moments(theirs, *MOMENTS) if one[0] != "on_init_end"]

@@ -29,8 +29,7 @@ def loop(*writers: Writer, **options: Any) -> TrainLoop:
     """Two epochs of three iterations; the loss is 1 in the first iteration, 2 in the second and so on."""
     torch.manual_seed(0)
     model = torch.nn.Linear(1, 1)
-    bus = Bus()
-    bus.add(LoggerHook(interval=1, writers=writers))
+    bus = Bus(LoggerHook(interval=1, writers=writers))
     every = options.pop("every", None)
     if every is not None:
         bus.on("after_train_iter", every)

@@ -1,12 +1,16 @@
 import csv
 import json
 import shutil
+import sys
 
 import pytest
 import structlog
 import torch
 
+from eventloop import ConfigurationError
 from hooks import ConsoleWriter, CSVWriter, JSONLinesWriter, MLflowWriter, TensorBoardWriter, WandbWriter, Writer
+
+from ...failing import fails
 
 NEEDS = {TensorBoardWriter: "tensorboard", WandbWriter: "wandb", MLflowWriter: "mlflow"}
 ALL = [ConsoleWriter, JSONLinesWriter, CSVWriter, TensorBoardWriter, WandbWriter, MLflowWriter]
@@ -43,8 +47,17 @@ def test_a_writer_can_define_write_scalar_only(logged):
 
 
 def test_a_writer_without_scalar_methods_is_an_error():
-    with pytest.raises(NotImplementedError, match="write_scalars or write_scalar"):
+    with pytest.raises(NotImplementedError, match="write_scalar"):
         Writer().write_scalars({"a": 1.0}, 1, None)
+
+
+@pytest.mark.parametrize(
+    ("cls", "module"), [(TensorBoardWriter, "torch.utils.tensorboard"), (WandbWriter, "wandb"), (MLflowWriter, "mlflow")]
+)
+def test_without_its_library_the_error_names_the_extra_to_install(monkeypatch, cls, module):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigurationError, match=rf'pip install "trainbus\[{NEEDS[cls]}\]"'):
+        cls()
 
 
 def steps(path):
@@ -81,8 +94,7 @@ def test_a_temporarily_full_disk_loses_no_line_and_leaves_no_incomplete_line(scr
         def room(size):
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
-        bus = Bus()
-        bus.add(LoggerHook(writers=[{cls.__name__}(interval=1)]))
+        bus = Bus(LoggerHook(writers=[{cls.__name__}(interval=1)]))
         with Run(bus, model=torch.nn.Linear(1, 1), work_dir={str(tmp_path)!r}) as run:
             for epoch in run.epochs(4):
                 room(2000 if epoch == 1 else resource.RLIM_INFINITY)
@@ -122,9 +134,6 @@ def test_aborted_is_called_if_an_exception_ends_the_run(logged):
     good, bad = Fate(), Fate()
     logged.loop(good).run()
 
-    def fail(event):
-        raise ValueError("no")
-
     with pytest.raises(ValueError, match="no"):
-        logged.loop(bad, every=fail).run()
+        logged.loop(bad, every=fails(ValueError("no"))).run()
     assert (good.fate, bad.fate) == (("closed",), ("aborted", "closed"))

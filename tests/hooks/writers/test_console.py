@@ -17,54 +17,34 @@ SCALARS = {
 }
 
 
-@pytest.fixture
-def output():
-    return io.StringIO()
+@pytest.mark.parametrize(
+    ("scalars", "where", "line"),
+    [
+        (
+            SCALARS,
+            Where("train", epoch=3, iter=154, batch=40, epoch_length=57, max_epochs=20),
+            "epoch  3/20  iter 40/57  lr 1.2e-03  loss 0.1234  grad_norm 2.5000  time 0.0021  data_time 0.0003  eta 0:00:12",
+        ),
+        ({"train/loss": 1.0}, Where("train", epoch=1, iter=400, batch=400, max_iters=5000), "iter  400/5000  loss 1.0000"),
+        ({"train/loss": 1.0}, Where("train", epoch=1, iter=40, batch=40, max_epochs=2), "epoch 1/2  iter 40  loss 1.0000"),
+        ({"val/accuracy": 0.9722}, Where("val", epoch=3, iter=171, max_epochs=20), "epoch  3/20  val  accuracy 0.9722"),
+        ({"test/accuracy": 0.9722}, Where("test", epoch=0, iter=0), "test  accuracy 0.9722"),
+        ({"val/[red]": 1.0, "val/:smile:": 1.0}, Where("val", epoch=0, iter=0), "val  [red] 1.0000  :smile: 1.0000"),
+    ],
+)
+def test_a_line_is_for_a_reader(scalars, where, line):
+    """It has the places that the run knows, names without their stage, and no markup."""
+    output = io.StringIO()
+    ConsoleWriter(Console(file=output, width=40)).write_scalars(scalars, 1, where)
+    assert output.getvalue() == f"{line}\n"
 
 
-@pytest.fixture
-def writer(output):
-    return ConsoleWriter(Console(file=output, width=40))
-
-
-def test_training_line(writer, output):
-    writer.write_scalars(SCALARS, 154, Where("train", epoch=3, iter=154, batch=40, epoch_length=57, max_epochs=20))
-    assert output.getvalue() == (
-        "epoch  3/20  iter 40/57  lr 1.2e-03  loss 0.1234  grad_norm 2.5000  time 0.0021  data_time 0.0003  eta 0:00:12\n"
-    )
-
-
-def test_training_line_of_an_iteration_based_run(writer, output):
-    writer.write_scalars({"train/loss": 1.0}, 400, Where("train", epoch=1, iter=400, batch=400, max_iters=5000))
-    assert output.getvalue() == "iter  400/5000  loss 1.0000\n"
-
-
-def test_training_line_without_epoch_length(writer, output):
-    writer.write_scalars({"train/loss": 1.0}, 40, Where("train", epoch=1, iter=40, batch=40, max_epochs=2))
-    assert output.getvalue() == "epoch 1/2  iter 40  loss 1.0000\n"
-
-
-def test_validation_line(writer, output):
-    writer.write_scalars({"val/accuracy": 0.9722}, 3, Where("val", epoch=3, iter=171, max_epochs=20))
-    assert output.getvalue() == "epoch  3/20  val  accuracy 0.9722\n"
-
-
-def test_test_line_without_training(writer, output):
-    writer.write_scalars({"test/accuracy": 0.9722}, 0, Where("test", epoch=0, iter=0))
-    assert output.getvalue() == "test  accuracy 0.9722\n"
-
-
-def test_a_terminal_breaks_a_long_line_between_two_values(writer, output):
+def test_a_terminal_breaks_a_long_line_between_two_values():
     scalars = {"train/loss": 0.25, "train/accuracy": 0.5, "train/grad_norm": 1.5}
     file = io.StringIO()
     narrow = ConsoleWriter(Console(file=file, width=40, force_terminal=True, color_system=None))
     narrow.write_scalars(scalars, 1, Where("train", epoch=1, iter=1, max_epochs=3, batch=1, epoch_length=4))
     assert file.getvalue() == "epoch 1/3  iter 1/4  loss 0.2500\n    accuracy 0.5000  grad_norm 1.5000\n"
-
-
-def test_markup_in_names_is_printed_literally(writer, output):
-    writer.write_scalars({"val/[red]": 1.0, "val/:smile:": 1.0}, 0, Where("val", epoch=0, iter=0))
-    assert output.getvalue() == "val  [red] 1.0000  :smile: 1.0000\n"
 
 
 @pytest.mark.parametrize(

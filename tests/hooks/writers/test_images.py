@@ -22,8 +22,7 @@ class Album(Writer):
 
 def report(*writers, image=None):
     """A run of two epochs of two iterations and a validation that reports an image in each iteration."""
-    bus = Bus()
-    bus.add(LoggerHook(writers=writers))
+    bus = Bus(LoggerHook(writers=writers))
     with Run(bus, model=torch.nn.Linear(1, 1)) as run:
         for _ in run.epochs(2):
             for _ in run.train(range(2)):
@@ -33,23 +32,12 @@ def report(*writers, image=None):
     return run
 
 
-def test_images_have_their_stage_and_its_step():
+def test_images_have_their_stage_its_step_and_uint8_of_height_width_channels():
     album = Album()
     report(album)
-    steps = [
-        ("train/noise", 1),
-        ("train/noise", 2),
-        ("val/digits", 1),
-        ("train/noise", 3),
-        ("train/noise", 4),
-        ("val/digits", 2),
-    ]
+    train, val = "train/noise", "val/digits"
+    steps = [(train, 1), (train, 2), (val, 1), (train, 3), (train, 4), (val, 2)]
     assert [(name, step) for name, step, _ in album.images] == steps
-
-
-def test_a_writer_gets_uint8_of_height_width_channels():
-    album = Album()
-    report(album)
     noise, digits = album.images[0][2], album.images[2][2]
     assert (noise.shape, noise.dtype, noise.max()) == ((4, 5, 3), np.uint8, 0)
     assert (digits.shape, digits.dtype, digits.min()) == ((4, 5, 1), np.uint8, 255)
@@ -58,8 +46,7 @@ def test_a_writer_gets_uint8_of_height_width_channels():
 def test_an_image_is_copied_when_reported():
     album = Album()
     image = torch.ones(1, 2, 2, requires_grad=True)
-    bus = Bus()
-    bus.add(LoggerHook(writers=[album]))
+    bus = Bus(LoggerHook(writers=[album]))
     with Run(bus, model=torch.nn.Linear(1, 1)) as run:
         for _ in run.epochs(1):
             for _ in run.train(range(1)):

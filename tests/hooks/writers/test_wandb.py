@@ -2,7 +2,6 @@ import json
 import math
 import shutil
 import struct
-import sys
 import time
 import zlib
 from pathlib import Path
@@ -11,9 +10,10 @@ import pytest
 import structlog
 import torch
 
-from eventloop import ConfigurationError
 from hooks import WandbWriter
 from hooks.writers import RunFacts, Where
+
+from ...failing import fails
 
 pytestmark = [pytest.mark.usefixtures("offline")]
 
@@ -70,8 +70,20 @@ def column(found, name):
     return [(row["_step"], row[name]) for row in found if name in row]
 
 
-def test_logged_data_is_readable_from_the_wandb_file(wandb, logged, tmp_path):
-    logged.loop(WandbWriter("digits"), work_dir=tmp_path, name="first", config={"lr": 0.1, "model": {"depth": 3}}).run()
+def exits(path):
+    return [record.exit.exit_code for record in records(path) if record.WhichOneof("record_type") == "exit"]
+
+
+def test_logged_data_and_images_are_readable_from_the_wandb_file(wandb, logged, tmp_path):
+    from PIL import Image
+
+    def report(event):
+        if event.progress.iter == 1:
+            event.run.report_image("noise", torch.ones(3, 2, 5))
+            event.run.report_image("grey", torch.zeros(2, 5))
+
+    config = {"lr": 0.1, "model": {"depth": 3}}
+    logged.loop(WandbWriter("digits"), work_dir=tmp_path, name="first", config=config, every=report).run()
     (path,) = files(tmp_path)
     found = rows(path)
     assert column(found, "train/loss") == [(step, float(step)) for step in range(1, 7)]
@@ -80,27 +92,14 @@ def test_logged_data_is_readable_from_the_wandb_file(wandb, logged, tmp_path):
     assert column(found, "val/step") == [(3, 1), (6, 2)]
     run = next(record.run for record in records(path) if record.WhichOneof("record_type") == "run")
     assert (run.project, run.display_name) == ("digits", "first")
-    ends = [record.exit.exit_code for record in records(path) if record.WhichOneof("record_type") == "exit"]
-    assert ends == [0]
+    assert exits(path) == [0]
     updates = {item.key or "/".join(item.nested_key): item for record in records(path) for item in record.config.update}
     assert [json.loads(updates[name].value_json) for name in ("lr", "model")] == [0.1, {"depth": 3}]
-
-
-def test_images_are_files_named_in_the_history(wandb, logged, tmp_path):
-    from PIL import Image
-
-    def report(event):
-        if event.progress.iter == 1:
-            event.run.report_image("noise", torch.ones(3, 2, 5))
-            event.run.report_image("grey", torch.zeros(2, 5))
-
-    logged.loop(WandbWriter(), work_dir=tmp_path, every=report).run()
-    (path,) = files(tmp_path)
-    ((step, image),) = column(rows(path), "train/noise/path")
+    ((step, image),) = column(found, "train/noise/path")
     assert step == 2
     picture = Image.open(path.parent / "files" / image)
     assert (picture.size, picture.getpixel((0, 0))) == ((5, 2), (255, 255, 255))
-    assert [step for step, _ in column(rows(path), "train/grey/path")] == [2]
+    assert [step for step, _ in column(found, "train/grey/path")] == [2]
 
 
 def test_nan_and_infinities_are_kept(wandb, tmp_path):
@@ -151,15 +150,11 @@ def test_two_runs_within_a_second_have_separate_folders(wandb, logged, tmp_path)
 
 
 def test_an_aborted_run_is_marked_as_failed(wandb, logged, tmp_path):
-    def fail(event):
-        raise ValueError("no")
-
-    loop = logged.loop(WandbWriter(), work_dir=tmp_path, every=fail)
+    loop = logged.loop(WandbWriter(), work_dir=tmp_path, every=fails(ValueError("no")))
     loop.bus.abort_timeout = 25.0  # on a busy machine it takes longer than the default to begin
     with pytest.raises(ValueError, match="no"):
         loop.run()
-    ends = [record.exit.exit_code for record in records(files(tmp_path)[0]) if record.WhichOneof("record_type") == "exit"]
-    assert ends == [1]
+    assert exits(files(tmp_path)[0]) == [1]
 
 
 def test_the_users_own_wandb_run_is_not_changed(wandb, tmp_path):
@@ -169,9 +164,3 @@ def test_the_users_own_wandb_run_is_not_changed(wandb, tmp_path):
         assert wandb.run is mine
         writer.close()
         mine.log({"a": 1})
-
-
-def test_without_wandb_the_error_names_the_extra_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigurationError, match=r'pip install "trainbus\[wandb\]"'):
-        WandbWriter()
