@@ -14,6 +14,9 @@ from eventloop.bridges import TrainerHost
 from eventloop.training.distributed import rounds
 from hooks import PreemptionHook
 
+from ..failing import fails
+from .jobs import AsksOnOne
+
 BATCHES, EPOCHS = 4, 3
 
 
@@ -72,15 +75,7 @@ def rank():
 
 
 def one_rank_stops(folder, which):
-    bus = Bus()
-
-    def ask(event):
-        if rank() == which and event.progress.iter == 5:
-            event.run.checkpoint_now()
-            event.run.stop("enough")
-
-    bus.on("after_train_iter", ask)
-    return trainer(bus, folder)
+    return trainer(Bus(AsksOnOne(which)), folder)
 
 
 def all_ranks_stop(folder, mount_point):
@@ -125,12 +120,7 @@ def a_thread_pauses(folder):
 
 def one_rank_gets_a_signal(folder):
     bus = Bus(PreemptionHook())
-
-    def ask(event):
-        if rank() == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    bus.on("after_train_iter", ask, once=3)
+    bus.on("after_train_iter", lambda event: rank() == 1 and os.kill(os.getpid(), signal.SIGTERM), once=3)
     return trainer(bus, folder)
 
 
@@ -158,10 +148,6 @@ def one_rank_has_a_bus(folder):
 
 def one_rank_fails(folder):
     bus = Bus()
-
-    def fail(event):
-        if rank() == 1:
-            raise KeyboardInterrupt
-
-    bus.on("after_train_iter", fail, once=3)
+    if rank() == 1:
+        bus.on("after_train_iter", fails(KeyboardInterrupt), once=3)
     return trainer(bus, folder)

@@ -66,6 +66,27 @@ def network():
     return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
 
 
+def lightning_module(package):
+    """Return a module of Lightning, which has two packages."""
+
+    class Module(package.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = nn.Linear(4, 1)
+
+        def training_step(self, batch, batch_idx):
+            return (self.net(batch[0]) - batch[1]).square().mean()
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.net(batch[0]).square().mean(), sync_dist=True)
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return Module()
+
+
 def batches(count=4, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [(torch.randn(8, 4, generator=generator), torch.arange(8) % 3) for _ in range(count)]
@@ -80,10 +101,13 @@ def _as_torchrun():
 
 
 class AsksOnOne(Hook):
-    """Asks for a save and a stop, on rank 1 only, as a dashboard or a signal handler does."""
+    """Asks for a save and a stop, on one rank only, as a dashboard or a signal handler does."""
+
+    def __init__(self, rank=1):
+        self.rank = rank
 
     def after_train_iter(self, event):
-        if event.run.rank == 1 and event.progress.iter == 5:
+        if event.run.rank == self.rank and event.progress.iter == 5:
             event.run.checkpoint_now()
             event.run.stop("enough")
 
@@ -110,27 +134,12 @@ def in_lightning(folder: Path):
     """Train by DDP in Lightning: without a bus, with one, with checkpoints beside the training, until rank 1 stops it."""
     import lightning.pytorch as pl
 
-    class Module(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.net = nn.Linear(4, 1)
-
-        def training_step(self, batch, batch_idx):
-            return (self.net(batch[0]) - batch[1]).square().mean()
-
-        def validation_step(self, batch, batch_idx):
-            self.log("val_loss", self.net(batch[0]).square().mean(), sync_dist=True)
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
     def train(name, *hooks, attached=True, **options):
         torch.manual_seed(1)
         loader = DataLoader(TensorDataset(torch.randn(16, 4), torch.randn(16, 1)), 2)
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
         options = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "max_epochs": 2, **quiet, **options}
-        trainer, module = pl.Trainer(default_root_dir=folder / name, **options), Module()
+        trainer, module = pl.Trainer(default_root_dir=folder / name, **options), lightning_module(pl)
         rank = Rank(
             *hooks, LoggerHook(interval=1, writers=[JSONLinesWriter()]), CheckpointHook(interval=1, save_best="val_loss")
         )

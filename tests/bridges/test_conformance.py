@@ -39,6 +39,7 @@ from hooks import (
 )
 from hooks.writers import JSONLinesWriter
 
+from ..failing import fails
 from .conformance.job import WARNINGS, Net
 from .jobs import Counting, assert_same, heard
 
@@ -126,14 +127,22 @@ VAL = ["before_val", "before_val_epoch", "before_val_iter", "after_val_iter", "a
 
 
 @hosts()
-def test_mount_points_come_in_the_order_of_a_run_and_all_but_the_missing_ones(host, tmp_path):
-    bus = Bus()
-    names = heard(bus)
+def test_events_come_in_the_order_of_a_run_all_but_the_missing_ones_with_the_counts_of_the_host(host, tmp_path):
+    names = heard(bus := Bus())
+    starts, ends, limits, forward = [], [], [], []
+    bus.on("before_train_epoch", lambda event: limits.append((event.progress.max_epochs, event.run.total_iters)))
+    bus.on("before_train_iter", lambda e: starts.append((e.progress.epoch, e.batch_idx, e.progress.iter, e.run.epoch_length)))
+    bus.on("after_train_iter", lambda event: ends.append((tensors(event.batch)[0].shape, event.run.last_batch)))
+    bus.on("after_forward", lambda event: forward.append(event.outputs["loss"].requires_grad))
     host(tmp_path, bus, epochs=2, batches=2, validate=host.validates).fit()
     epoch = ["before_train_epoch", *["before_train_iter", *FORWARD, *STEP, "after_train_iter"] * 2, "after_train_epoch"]
     epoch += VAL if host.validates else []
     expected = ["before_run", "before_train", *epoch * 2, "after_train", "after_run"]
     assert names == [name for name in expected if name not in host.missing]
+    assert limits == [(2, 4)] * 2
+    assert starts == [(0, 0, 0, 2), (0, 1, 1, 2), (1, 0, 2, 2), (1, 1, 3, 2)]
+    assert ends == [((2, 4), False), ((2, 4), True)] * 2
+    assert forward == ([] if "after_forward" in host.missing else [True] * 4)
 
 
 @hosts(*OWN)
@@ -175,20 +184,6 @@ def test_the_loss_of_a_micro_batch_is_not_divided_by_the_accumulation(host, tmp_
     host(tmp_path, bus, accumulate=4).fit()
     ((batch, loss),) = seen
     assert loss == pytest.approx(Net().loss(batch).item())
-
-
-@hosts()
-def test_batches_counts_and_lengths_are_those_of_the_host(host, tmp_path):
-    bus, starts, ends, limits, forward = Bus(), [], [], [], []
-    bus.on("before_train_epoch", lambda event: limits.append((event.progress.max_epochs, event.run.total_iters)))
-    bus.on("before_train_iter", lambda e: starts.append((e.progress.epoch, e.batch_idx, e.progress.iter, e.run.epoch_length)))
-    bus.on("after_train_iter", lambda event: ends.append((tensors(event.batch)[0].shape, event.run.last_batch)))
-    bus.on("after_forward", lambda event: forward.append(event.outputs["loss"].requires_grad))
-    host(tmp_path, bus, batches=2).fit()
-    assert limits == [(2, 4)] * 2
-    assert starts == [(0, 0, 0, 2), (0, 1, 1, 2), (1, 0, 2, 2), (1, 1, 3, 2)]
-    assert ends == [((2, 4), False), ((2, 4), True)] * 2
-    assert forward == ([] if "after_forward" in host.missing else [True] * 4)
 
 
 @hosts()
@@ -247,8 +242,7 @@ def test_a_validation_has_the_metrics_of_the_host(host, tmp_path):
 
 @hosts("toy")
 def test_an_evaluation_alone_is_a_run_of_its_own(host, tmp_path):
-    bus = Bus()
-    names = heard(bus)
+    names = heard(bus := Bus())
     job = host(tmp_path, bus, validate=True)
     job.evaluate()
     assert names == ["before_run", *VAL, "after_run"]
@@ -263,8 +257,7 @@ def test_an_evaluation_alone_is_a_run_of_its_own(host, tmp_path):
 @hosts("toy")
 def test_averages_are_validated_and_saved_and_the_training_goes_on_with_the_raw_weights(host, tmp_path):
     ema, validated = EMAHook(momentum=0.5), []
-    bus = Bus(ema, CheckpointHook(interval=1))
-    paths = checkpoints(bus)
+    paths = checkpoints(bus := Bus(ema, CheckpointHook(interval=1)))
     plain = host(tmp_path / "plain", validate=True)
     plain.fit()
     look = lambda net: net.training or validated.append(net.layers[0].weight.clone())  # noqa: E731
@@ -281,8 +274,7 @@ def test_averages_are_validated_and_saved_and_the_training_goes_on_with_the_raw_
 
 @hosts("toy")
 def test_checkpoints_are_named_kept_and_committed(host, tmp_path):
-    bus = Bus(CheckpointHook(interval=1, save_best=host.metric, rule="less", max_keep_ckpts=1))
-    paths = checkpoints(bus)
+    paths = checkpoints(bus := Bus(CheckpointHook(interval=1, save_best=host.metric, rule="less", max_keep_ckpts=1)))
     job = host(tmp_path, bus, validate=True)
     job.fit()
     best = [name for name in job.files() if name.startswith("best_")]
@@ -414,8 +406,7 @@ def test_a_checkpoint_without_a_bus_goes_on_with_its_counts_and_a_warning(host, 
 
 @hosts("ignite")  # an engine that has run to its end begins anew
 def test_nothing_left_to_train_is_a_run_without_a_training(host, tmp_path):
-    bus = Bus(CheckpointHook(interval=1))
-    paths = checkpoints(bus)
+    paths = checkpoints(bus := Bus(CheckpointHook(interval=1)))
     host(tmp_path, bus, epochs=1).fit()
     names = heard(again := Bus(CheckpointHook(interval=1)))
     host(tmp_path, again, epochs=1).fit(paths[-1])
@@ -448,8 +439,7 @@ def test_a_stop_and_a_save_take_effect_after_the_step(host, tmp_path, accumulate
 
 @hosts("transformers")  # its trainer looks after the first step
 def test_a_stop_before_the_training_trains_nothing(host, tmp_path):
-    bus = Bus()
-    names = heard(bus)
+    names = heard(bus := Bus())
     bus.on("before_train", lambda event: event.run.stop())
     host(tmp_path, bus).fit()
     assert names == ["before_run", "before_train", "after_train", "after_run"]
@@ -457,8 +447,7 @@ def test_a_stop_before_the_training_trains_nothing(host, tmp_path):
 
 @hosts("toy")
 def test_a_stop_in_a_validation_ends_the_training(host, tmp_path):
-    bus = Bus()
-    names = heard(bus)
+    names = heard(bus := Bus())
     bus.on("after_val_iter", lambda event: event.run.stop(), once=1)
     host(tmp_path, bus, epochs=3, validate=True).fit()
     assert (names.count("after_train_iter"), names.count("before_val")) == (4, 1)
@@ -467,8 +456,7 @@ def test_a_stop_in_a_validation_ends_the_training(host, tmp_path):
 
 @hosts("toy")
 def test_early_stopping_needs_validations_and_ends_the_training(host, tmp_path):
-    bus = Bus(EarlyStoppingHook(host.metric, min_delta=1000.0, patience=2))
-    runs = of_run(bus)
+    runs = of_run(bus := Bus(EarlyStoppingHook(host.metric, min_delta=1000.0, patience=2)))
     host(tmp_path, bus, epochs=9, validate=True).fit()
     assert runs[0].counters.epoch == 3
     assert host.metric in runs[0].info["stop_reason"]
@@ -551,10 +539,7 @@ def test_an_exception_in_the_model_is_told_first_then_scopes_are_undone(host, tm
 def test_the_error_of_a_handler_is_raised_and_told_once(host, tmp_path, name):
     bus, told = Bus(), []
 
-    def fail(event):
-        raise KeyError("ours")
-
-    bus.on(name, fail)
+    bus.on(name, fails(KeyError("ours")))
     bus.on("on_exception", lambda event: told.append(event.error))
     with pytest.raises(KeyError, match="ours"):
         host(tmp_path, bus, epochs=1, validate="_val" in name).fit()
@@ -567,10 +552,7 @@ def test_the_error_of_a_handler_is_raised_and_told_once(host, tmp_path, name):
 def test_the_error_of_an_offloaded_handler_ends_the_training(host, tmp_path):
     bus = Bus()
 
-    @bus.on("after_train_iter", offload="thread")
-    def fail(event):
-        raise ValueError("broken")
-
+    bus.on("after_train_iter", fails(ValueError("broken")), offload="thread")
     with pytest.raises(ValueError, match="broken"):
         host(tmp_path, bus).fit()
     assert bus.state == "idle"
@@ -618,8 +600,7 @@ def test_a_stream_follows_a_training_in_a_thread(host, tmp_path):
 
 @hosts()
 def test_what_the_host_measures_and_hooks_report_is_logged(host, tmp_path):
-    bus = Bus(LoggerHook(interval=1, writers=[JSONLinesWriter()]), IterTimerHook(), RuntimeInfoHook())
-    runs = of_run(bus)
+    runs = of_run(bus := Bus(LoggerHook(interval=1, writers=[JSONLinesWriter()]), IterTimerHook(), RuntimeInfoHook()))
     bus.on("after_train_iter", lambda event: event.run.report(mine=1.0), priority=0)
     host(tmp_path, bus, validate=host.validates).fit()
     lines = [json.loads(line) for line in (runs[0].work_dir / "scalars.jsonl").read_text().splitlines()]
@@ -663,8 +644,7 @@ def test_a_schedule_of_ours_steps(host, tmp_path):
 
 @hosts()
 def test_a_second_training_is_a_run_of_its_own(host, tmp_path):
-    bus = Bus()
-    names = heard(bus)
+    names = heard(bus := Bus())
     job = host(tmp_path, bus, epochs=1)
     job.fit()
     job.again()
@@ -764,10 +744,7 @@ def test_an_evaluation_after_the_training_has_its_epoch_and_iteration(host, tmp_
 def test_ctrl_c_tells_how_to_continue_in_the_words_of_the_trainer(host, tmp_path, interval):
     bus = Bus(CheckpointHook(interval=interval, by_epoch=False))
 
-    @bus.on("before_train_iter", when=lambda event: event.progress.iter == 2)
-    def interrupt(event):
-        raise KeyboardInterrupt
-
+    bus.on("before_train_iter", fails(KeyboardInterrupt), when=lambda event: event.progress.iter == 2)
     with structlog.testing.capture_logs() as logs, pytest.raises(host.interrupts):
         host(tmp_path, bus).fit()
     told, path = logs[-1]["event"] if logs else "", tmp_path / f"iter_2{host.suffix}"

@@ -158,13 +158,6 @@ def test_a_copy_gets_a_bus_of_its_own(kind, tmp_path):
     assert (len(first.iters), len(second.iters)) == (0, STEPS)
 
 
-def test_a_trainer_that_was_detached_is_as_before(tmp_path):
-    job = TransformersJob(tmp_path)
-    before = dict(vars(job.trainer))
-    Bus().attach(job.trainer).detach()
-    assert vars(job.trainer) == before
-
-
 def test_the_copy_of_an_ignite_saver_writes_in_the_training_of_the_copied_engine(tmp_path):
     job = IgniteJob(tmp_path)
     from ignite.engine import Events

@@ -29,6 +29,7 @@ from hooks import (
     RuntimeInfoHook,
 )
 
+from ..failing import fails
 from .jobs import Counting, assert_same, batches, heard, network, weights_of
 
 logging.getLogger("ignite").setLevel(logging.CRITICAL)
@@ -189,8 +190,7 @@ def test_a_validation_is_the_run_of_the_evaluator_with_its_metrics():
 
 
 def test_a_validation_before_the_training_is_part_of_it():
-    bus = Bus()
-    names = heard(bus)
+    names = heard(bus := Bus())
     job = Job(bus)
     job.trainer.add_event_handler(Events.STARTED, lambda: job.evaluator.run(batches(1)))
     job.trainer.run(batches(1))
@@ -229,8 +229,7 @@ def test_a_validation_whose_error_is_caught_is_undone():
 
 
 def test_ignites_own_early_stopping_and_terminations_are_followed():
-    bus = Bus()
-    names = heard(bus)
+    names = heard(bus := Bus())
     job = Job(bus)
     stopping = EarlyStopping(patience=1, score_function=lambda engine: 0.0, trainer=job.trainer)
     job.evaluator.add_event_handler(Events.COMPLETED, stopping)
@@ -319,8 +318,7 @@ def test_epoch_length_and_iterators_of_unknown_length():
 
 @pytest.mark.parametrize("event", [Events.STARTED, Events.EPOCH_STARTED, Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED])
 def test_an_exception_in_a_handler_of_ignite_is_told_and_raised(event):
-    bus = Bus()
-    names = heard(bus)
+    names = heard(bus := Bus())
     job = Job(bus)
     job.trainer.add_event_handler(event, lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -331,16 +329,12 @@ def test_an_exception_in_a_handler_of_ignite_is_told_and_raised(event):
 
 
 def test_an_exception_that_a_handler_of_ignite_swallows_ends_the_run_as_failed():
-    bus = Bus()
-    names = heard(bus)
+    names = heard(bus := Bus())
     job = Job(bus)
     swallowed = []
     job.trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda engine, error: swallowed.append(error))
 
-    @bus.on("after_train_iter", once=2)
-    def interrupt(event):
-        raise KeyboardInterrupt
-
+    bus.on("after_train_iter", fails(KeyboardInterrupt), once=2)
     job.trainer.run(batches(4))
     assert isinstance(swallowed[0], KeyboardInterrupt)
     assert names[-1] == "on_exception"
@@ -348,15 +342,11 @@ def test_an_exception_that_a_handler_of_ignite_swallows_ends_the_run_as_failed()
 
 
 def test_training_goes_on_if_ignite_does_after_an_exception():
-    bus = Bus()
-    names = heard(bus)
+    names = heard(bus := Bus())
     job = Job(bus)
     job.trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda engine, error: None)
 
-    @bus.on("before_optimizer_step", once=2)
-    def broken(event):
-        raise ValueError
-
+    bus.on("before_optimizer_step", fails(ValueError), once=2)
     state = job.trainer.run(batches(2), max_epochs=2)
     assert state.epoch == 2
     assert names[-2:] == ["after_train", "after_run"]
@@ -411,8 +401,7 @@ def test_a_resumed_training_with_a_loader_that_shuffles_goes_on_exactly(tmp_path
 
 
 def test_the_best_checkpoint_of_ignite_has_the_averaged_weights(tmp_path):
-    bus, ema, told = Bus(), EMAHook(momentum=0.1), []
-    bus.add(ema)
+    bus, told = Bus(ema := EMAHook(momentum=0.1)), []
     bus.on("checkpoint_committed", lambda event: told.append(event.path))
     job = Job(bus).validating()
     best = Checkpoint(

@@ -20,9 +20,10 @@ from hooks import (
     RuntimeInfoHook,
 )
 
+from ..failing import fails
 from .conformance.job import WARNINGS
 from .conformance.lightning import QUIET, Rest
-from .jobs import Counting, assert_same, heard
+from .jobs import Counting, assert_same, heard, lightning_module
 
 pl = pytest.importorskip("lightning.pytorch")
 callbacks = pytest.importorskip("lightning.pytorch.callbacks")
@@ -118,8 +119,7 @@ def test_the_sanity_check_warns_of_a_metric_that_the_module_does_not_log():
 
 
 def test_a_fit_publishes_in_the_order_of_our_own_loop():
-    bus = Bus()
-    names = heard(bus)
+    names = heard(bus := Bus())
     with bus.attach(trainer := trainer_of(max_epochs=1, num_sanity_val_steps=2)):
         trainer.fit(Module(), data(1), data(1))
     epoch = ["before_train_epoch", *FORWARD, *STEP, "after_train_iter", "after_train_epoch"]
@@ -127,8 +127,7 @@ def test_a_fit_publishes_in_the_order_of_our_own_loop():
 
 
 def test_a_validation_in_the_middle_of_an_epoch_comes_there():
-    bus = Bus()
-    names = heard(bus)
+    names = heard(bus := Bus())
     bus.attach(trainer := trainer_of(max_epochs=1, val_check_interval=1))
     trainer.fit(Module(), data(2), data(1))
     iteration = [*FORWARD, *STEP, "after_train_iter"]
@@ -209,8 +208,7 @@ def test_a_stop_of_the_trainer_is_one_of_the_run():
         def on_train_batch_end(self, *args):
             self.trainer.should_stop = True
 
-    bus = Bus()
-    names = heard(bus)
+    names = heard(bus := Bus())
     bridge = bus.attach(trainer := trainer_of())
     trainer.fit(Stopping(), data())
     assert names.count("after_train_iter") == 1
@@ -223,8 +221,7 @@ def test_the_rest_of_an_epoch_that_the_module_skips():
         def on_train_batch_start(self, batch, batch_idx):
             return -1 if batch_idx == 1 else None
 
-    bus = Bus()
-    names = heard(bus)
+    names = heard(bus := Bus())
     bus.attach(trainer := trainer_of())
     trainer.fit(Skipping(), data())
     assert names.count("after_train_iter") == names.count("after_train_epoch") == 2
@@ -239,12 +236,8 @@ CALLS = ("on_train_start", "on_train_epoch_start", "on_train_batch_start", "on_b
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("name", CALLS)
 def test_an_exception_in_another_callback_ends_the_run_once(name, before):
-    def fail(self, *args):
-        raise ValueError(f"{name} is broken")
-
-    bus = Bus()
-    names = heard(bus)
-    other = type("Other", (pl.Callback,), {name: fail})()
+    names = heard(bus := Bus())
+    other = type("Other", (pl.Callback,), {name: fails(ValueError(name))})()
     trainer = trainer_of(callbacks=[other] if before else [])
     bridge = bus.attach(trainer)
     if not before:
@@ -279,8 +272,7 @@ class Kill(pl.Callback):
 @pytest.mark.parametrize("every", ["epoch", "validation"])
 def test_a_resumed_run_goes_on_exactly(tmp_path, every, kill):
     def make(folder, **more):
-        bus = Bus(hook := Counting(), ema := EMAHook(momentum=0.1))
-        names = heard(bus)
+        names = heard(bus := Bus(hook := Counting(), ema := EMAHook(momentum=0.1)))
         options = {"enable_version_counter": False, "save_on_train_epoch_end": every == "epoch"}
         saves = callbacks.ModelCheckpoint(folder, filename="last", **options)
         calls = [saves, *more.get("callbacks", [])]
@@ -375,8 +367,7 @@ def test_averages_are_validated_and_saved_also_in_the_best_checkpoint_of_lightni
         def on_validation_batch_start(self, batch, batch_idx):
             validated.append(self.net[0].weight.detach().clone())
 
-    bus, ema = Bus(), EMAHook(momentum=0.1)
-    bus.add(ema)
+    bus = Bus(ema := EMAHook(momentum=0.1))
     after = []
     bus.on("after_val_epoch", lambda event: after.append(ema.average.swapped))
     best = callbacks.ModelCheckpoint(tmp_path, monitor="val_loss", save_weights_only=weights_only, save_top_k=1)
@@ -395,8 +386,7 @@ def test_averages_are_validated_and_saved_also_in_the_best_checkpoint_of_lightni
 
 
 def test_a_checkpoint_after_the_fit_has_the_state_of_the_bus_too(tmp_path):
-    bus, ema = Bus(), EMAHook(momentum=0.1)
-    bus.add(ema, CheckpointHook(interval=3, by_epoch=False, max_keep_ckpts=1))
+    bus = Bus(ema := EMAHook(momentum=0.1), CheckpointHook(interval=3, by_epoch=False, max_keep_ckpts=1))
     bus.attach(trainer := trainer_of(tmp_path))
     trainer.fit(Module(), data())
     trainer.save_checkpoint(tmp_path / "final.ckpt")
@@ -459,6 +449,16 @@ def test_averages_that_cannot_be_in_a_checkpoint_are_warned_of(tmp_path):
     assert [one["weights"] for one in logs if "weights" in one] == [sorted(saved)]
 
 
+def test_a_checkpoint_of_a_pruned_model_has_the_keys_that_it_has_without_averages(tmp_path):
+    for bus in (None, Bus(EMAHook())):
+        trainer = trainer_of(tmp_path, callbacks=[callbacks.ModelPruning("l1_unstructured", amount=0.5)])
+        if bus is not None:
+            bus.attach(trainer)
+        trainer.fit(Module(), data())
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        Module().load_state_dict(torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"])
+
+
 @pytest.mark.parametrize("name", ["EMAWeightAveraging", "StochasticWeightAveraging"])
 def test_averages_beside_those_of_lightning_are_refused(name):
     if not hasattr(callbacks, name):
@@ -516,23 +516,6 @@ def test_processes_that_start_from_this_one_are_refused():
     assert trainer.callbacks == trainer_of(strategy="ddp_spawn", devices=2).callbacks
 
 
-def test_a_learning_rate_finder_does_not_disturb_the_run():
-    class Tuned(Module):
-        rate = 0.01
-
-    def trainer_with_finder():
-        finder = callbacks.LearningRateFinder(num_training_steps=4, attr_name="rate")
-        return trainer_of(max_epochs=1, callbacks=[finder], enable_checkpointing=True)
-
-    plain, trainer, bus = trainer_with_finder(), trainer_with_finder(), Bus()
-    names = heard(bus)
-    bus.attach(trainer)
-    for one in (plain, trainer):
-        one.fit(Tuned(), data(6))
-    assert names.count("before_run") == names.count("after_run") == 1
-    assert names.count("after_train_iter") == plain.global_step > 0  # 6; Lightning 2.5.0 leaves out those that the finder made
-
-
 class EarlyFinder(callbacks.LearningRateFinder):
     """Look for a rate at the begin of epochs, as in Lightning's documentation."""
 
@@ -543,13 +526,13 @@ class EarlyFinder(callbacks.LearningRateFinder):
         self.lr_find(trainer, module)
 
 
-@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(("kind", "first"), [(callbacks.LearningRateFinder, True), (EarlyFinder, True), (EarlyFinder, False)])
 @pytest.mark.filterwarnings("ignore:.*Failed to compute suggestion", "ignore:The .* does not have many workers")
-def test_a_finder_inside_a_training_does_not_disturb_the_run(first):
+def test_a_finder_before_or_inside_a_training_does_not_disturb_the_run(kind, first):
     """The finder trains, saves and restores with other callbacks, and none of it is seen or changed by the bus."""
 
     def trained(bus, *hooks):
-        finder = EarlyFinder(num_training_steps=3, update_attr=False)
+        finder = kind(num_training_steps=3, update_attr=False)
         trainer = trainer_of(callbacks=[finder] if first else [])
         if bus is not None:
             bus.timing = True
@@ -560,14 +543,14 @@ def test_a_finder_inside_a_training_does_not_disturb_the_run(first):
         trainer.fit(module := Module(), data(4))
         return module, trainer, bus and bridge.run.counters
 
-    bus = Bus()
-    names = heard(bus)
+    names = heard(bus := Bus())
     plain, trainer, _ = trained(None)
     for module, same, counters in (trained(Bus()), trained(bus, ema := EMAHook(momentum=0.1))):
         assert_same(module.state_dict(), plain.state_dict())
         assert counters.iter == counters.update == same.global_step == trainer.global_step  # 8; in Lightning 2.5, 5
     steps = trainer.global_step
     assert names.count("after_train_iter") == names.count("after_optimizer_step") == names.count("after_forward") == steps
+    assert names.count("before_run") == names.count("after_run") == 1
     assert "checkpoint_committed" not in names
     assert ema.average.steps == steps
     assert not any("_LRCallback" in part.name for part in bus.costs().parts)
@@ -626,28 +609,12 @@ def test_a_root_that_is_a_url_of_a_local_folder_is_the_work_dir(tmp_path, monkey
 def test_the_old_name_of_the_package(tmp_path):
     old = pytest.importorskip("pytorch_lightning")
 
-    class Old(old.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.net = nn.Linear(4, 1)
-
-        def training_step(self, batch, batch_idx):
-            return (self.net(batch[0]) - batch[1]).square().mean()
-
-        def validation_step(self, batch, batch_idx):
-            self.log("val_loss", self.net(batch[0]).square().mean())
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     best = old.callbacks.ModelCheckpoint(tmp_path / "theirs", monitor="val_loss")
-    bus = Bus(CheckpointHook(interval=1))
-    names = heard(bus)
-    trainer = old.Trainer(accelerator="cpu", max_epochs=1, callbacks=[best], default_root_dir=tmp_path, **quiet)
+    names = heard(bus := Bus(CheckpointHook(interval=1)))
+    trainer = old.Trainer(accelerator="cpu", max_epochs=1, callbacks=[best], default_root_dir=tmp_path, **QUIET)
     bridge = bus.attach(trainer)
     assert trainer.callbacks.index(bridge) < trainer.callbacks.index(best)
-    trainer.fit(Old(), data(2), data(1))
+    trainer.fit(lightning_module(old), data(2), data(1))
     assert names.count("after_train_iter") == 2
     assert names[-1] == "after_run"
     for file in (best.best_model_path, tmp_path / "epoch_1.ckpt"):

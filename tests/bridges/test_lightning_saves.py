@@ -90,28 +90,12 @@ def names(folder):
 
 
 def test_files_are_those_of_lightning_and_load_without_trainbus(tmp_path):
-    saver = callbacks.ModelCheckpoint(tmp_path, filename="one", save_last=True)
-    trainer = trainer_of(tmp_path, saver)
-    trainer.fit(module := Module(width=5), data())
-    assert names(tmp_path) == ["last.ckpt", "one.ckpt"]
-    archive = ZipFile(tmp_path / "one.ckpt")
-    pickled = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
-    assert b"lightning" in pickled
-    assert not re.search(b"eventloop|trainbus", pickled)  # no class of ours is needed to read it
-    plain = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
-    own = torch.load(tmp_path / "one.ckpt", weights_only=False)
-    assert_same(own["state_dict"], module.state_dict())
-    assert type(plain.strategy.load_checkpoint(tmp_path / "one.ckpt", **FULL)) is type(own)
-    loaded = Module.load_from_checkpoint(tmp_path / "one.ckpt", weights_only=False)
-    assert loaded.hparams == module.hparams
-    assert_same(loaded.state_dict(), module.state_dict())
-
-
-def test_the_same_file_as_lightnings_own(tmp_path):
     for name, plugin in (("own", None), ("theirs", pl.plugins.io.TorchCheckpointIO())):
-        saver = callbacks.ModelCheckpoint(tmp_path / name, filename="c")
-        trainer_of(tmp_path, saver, plugin=plugin).fit(Module(), data())
-    own, theirs = (torch.load(tmp_path / name / "c.ckpt", weights_only=False) for name in ("own", "theirs"))
+        saver = callbacks.ModelCheckpoint(tmp_path / name, filename="one", save_last=True)
+        trainer_of(tmp_path, saver, plugin=plugin).fit(module := Module(width=5), data())
+    assert names(tmp_path / "own") == names(tmp_path / "theirs") == ["last.ckpt", "one.ckpt"]
+    file = tmp_path / "own" / "one.ckpt"
+    own, theirs = (torch.load(one, weights_only=False) for one in (file, tmp_path / "theirs" / "one.ckpt"))
     assert own.keys() == theirs.keys()
     assert_same(own["state_dict"], theirs["state_dict"])
     assert own["hyper_parameters"] == theirs["hyper_parameters"]
@@ -120,6 +104,15 @@ def test_the_same_file_as_lightnings_own(tmp_path):
     assert states[0].keys() == states[1].keys()
     for index in states[0]:
         assert_same(states[0][index], states[1][index])
+    archive = ZipFile(file)
+    pickled = archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
+    assert b"lightning" in pickled
+    assert not re.search(b"eventloop|trainbus", pickled)  # no class of ours is needed to read it
+    plain = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+    assert type(plain.strategy.load_checkpoint(file, **FULL)) is type(own)
+    loaded = Module.load_from_checkpoint(file, weights_only=False)
+    assert loaded.hparams == module.hparams
+    assert_same(loaded.state_dict(), module.state_dict())
 
 
 def test_a_checkpoint_is_removed_and_a_link_is_moved_behind_the_commit_of_its_successor(tmp_path, disk):

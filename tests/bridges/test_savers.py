@@ -2,7 +2,6 @@
 
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from structlog.testing import capture_logs
 from eventloop import Bus, CheckpointError
 from hooks import CheckpointHook, EMAHook
 
+from ..failing import fails
 from .jobs import assert_same
 from .test_conformance import checkpoints, host, hosts, pytestmark  # noqa: F401 - for pytest
 
@@ -37,14 +37,8 @@ def durable(job, steps):
         time.sleep(0.01)
 
 
-def fails(error):
-    def fail(net):
-        raise error
-
-    return fail
-
-
 @savers
+@pytest.mark.usefixtures("no_thread_is_left")
 def test_training_goes_on_while_a_file_is_written_and_its_end_waits(host, tmp_path, disk):  # noqa: F811
     seen = []
 
@@ -160,14 +154,6 @@ def test_a_bus_hears_of_each_file_of_host_and_hooks_when_it_is_durable(host, tmp
     assert job.own() in paths
     assert not hooks[0].exists()
     assert torch.is_grad_enabled()
-
-
-@savers
-@pytest.mark.usefixtures("no_thread_is_left")
-def test_no_thread_is_left_by_a_training(host, tmp_path):  # noqa: F811
-    job = host(tmp_path, every=4, beside=True)
-    job.fit()
-    assert Path(job.own()).exists()
 
 
 @hosts("own", "body", "toy", "accelerate")

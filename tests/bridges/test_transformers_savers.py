@@ -13,7 +13,6 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file  # noqa: E402
 from transformers import GPT2LMHeadModel  # noqa: E402
 
-import eventloop  # noqa: E402
 from eventloop import Bus, CheckpointDamagedError, ConfigurationError  # noqa: E402
 from hooks import CheckpointHook, EMAHook  # noqa: E402
 
@@ -71,17 +70,6 @@ def test_a_large_model_is_written_in_shards(tmp_path):
     assert_same(GPT2LMHeadModel.from_pretrained(str(last)).state_dict(), trainer.model.state_dict())
 
 
-def test_a_bus_of_its_own_is_attached_with_one_line_and_detached_without_a_trace(tmp_path):
-    trainer = make(tmp_path, **EVERY_FIVE)
-    before = {*vars(trainer.callback_handler)}
-    bridge = eventloop.attach(trainer, checkpoints=True)
-    trainer.train()
-    bridge.detach()
-    assert vars(trainer.callback_handler).keys() == before
-    assert not {"_save_checkpoint", "training_step", "_finalize_training"} & vars(trainer).keys()
-    assert folders(tmp_path) == ["checkpoint-10", "checkpoint-15", "checkpoint-16", "checkpoint-5"]
-
-
 @pytest.mark.parametrize("limit", [1, 2])
 def test_the_best_folder_is_that_of_the_trainer_alone_and_named_when_it_is_durable(tmp_path, limit):
     def trained(folder, attach):
@@ -113,8 +101,7 @@ def test_the_best_folder_is_that_of_the_trainer_alone_and_named_when_it_is_durab
 
 
 def test_folders_of_hooks_and_averages_are_written_beside_the_training_too(tmp_path):
-    bus, ema, told = Bus(), EMAHook(momentum=0.1), []
-    bus.add(ema, CheckpointHook(interval=1, save_best="loss", max_keep_ckpts=1))
+    told, bus = [], Bus(ema := EMAHook(momentum=0.1), CheckpointHook(interval=1, save_best="loss", max_keep_ckpts=1))
     bus.on("checkpoint_committed", lambda event: told.append([(Path(name).name, Path(name).is_dir()) for name in event.names]))
     trainer = saving(tmp_path, bus, model=gpt2, **BEST | {"num_train_epochs": 2})
     trainer.train()

@@ -1,6 +1,7 @@
 """Checkpoints and resumes of the bus in a ``transformers.Trainer``."""
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,13 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from transformers import GPT2LMHeadModel  # noqa: E402
 
 from eventloop import Bus, CheckpointError  # noqa: E402
 from eventloop.observe.record import Validation  # noqa: E402
 from eventloop.observe.report.reported_run import ReportedRun  # noqa: E402
 from hooks import CheckpointHook, EMAHook, RunRecordHook, RuntimeInfoHook  # noqa: E402
 
+from ..failing import fails  # noqa: E402
 from .conformance.transformers import Plain, gpt2, make, plain_data  # noqa: E402
 from .jobs import Counting, assert_same  # noqa: E402
 
@@ -41,24 +42,8 @@ def test_a_folder_of_another_program_is_not_replaced(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["epoch_1"]
 
 
-def test_the_average_is_evaluated_and_is_what_from_pretrained_opens(tmp_path):
-    bus, ema, evaluated = Bus(), EMAHook(momentum=0.1), []
-    bus.add(ema, CheckpointHook(interval=1))
-    bus.on("after_val_iter", lambda event: evaluated.append(event.run.model.transformer.wte.weight.clone()))
-    own = {"save_strategy": "steps", "save_steps": 16}
-    trainer = make(tmp_path, bus, model=gpt2, eval_strategy="epoch", **own)
-    trainer.train()
-    average, raw = ema.average.tensors, trainer.model.state_dict()
-    assert torch.equal(evaluated[-1], average["transformer.wte.weight"])
-    assert not torch.equal(evaluated[-1], raw["transformer.wte.weight"])
-    for name in ("epoch_2", "checkpoint-16"):
-        loaded = GPT2LMHeadModel.from_pretrained(str(tmp_path / name)).state_dict()
-        assert all(torch.equal(loaded[key], average[key]) for key in average)
-
-
 def test_the_best_model_of_the_trainer_is_the_averaged_one_and_the_last_checkpoint_is_not_the_best(tmp_path):
-    bus, ema, worst = Bus(), EMAHook(momentum=0.5), []
-    bus.add(ema, CheckpointHook(save_last=True))
+    worst, bus = [], Bus(ema := EMAHook(momentum=0.5), CheckpointHook(save_last=True))
     bus.on("after_train_iter", lambda event: worst.append({k: v.clone() for k, v in ema.average.tensors.items()}))
     best = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
     best |= {"metric_for_best_model": "count", "greater_is_better": False}
@@ -73,17 +58,6 @@ def test_the_best_model_of_the_trainer_is_the_averaged_one_and_the_last_checkpoi
 
 
 # ------------------------------------------------------------------------------------------------------------- resume
-
-
-def hooks():
-    return [Counting(), EMAHook(momentum=0.1), RuntimeInfoHook()]
-
-
-def killed(bus, at):
-    @bus.on("before_train_iter", priority="LOWEST")
-    def kill(event):
-        if event.progress.iter == at:
-            raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize(
@@ -102,9 +76,8 @@ def test_a_resumed_training_goes_on_exactly(tmp_path, saved, at, arguments):
     window = arguments.get("gradient_accumulation_steps", 1)
 
     def trained(folder, resume=None, kill=None):
-        bus, mine = Bus(), hooks()
-        bus.add(*mine)
-        seen, counts = [], []
+        mine, seen, counts = [Counting(), EMAHook(momentum=0.1), RuntimeInfoHook()], [], []
+        bus = Bus(*mine)
         bus.on("before_train_iter", lambda event: seen.append((event.progress.epoch, event.batch_idx, event.progress.iter)))
         bus.on("after_run", lambda event: counts.append(event.run.counters.saved()))
         strategy = {"trainer": {"save_strategy": "steps", "save_steps": at // window}, "epoch": {"save_strategy": "epoch"}}
@@ -112,12 +85,9 @@ def test_a_resumed_training_goes_on_exactly(tmp_path, saved, at, arguments):
         if saved == "hook":
             bus.on("after_train_iter", lambda event: event.progress.iter + 1 == at and event.run.checkpoint_now())
         if kill is not None:
-            killed(bus, kill)
-        if kill is None:
+            bus.on("before_train_iter", fails(KeyboardInterrupt), once=kill + 1, priority="LOWEST")
+        with nullcontext() if kill is None else pytest.raises(KeyboardInterrupt):
             trainer.train(resume_from_checkpoint=resume)
-        else:
-            with pytest.raises(KeyboardInterrupt):
-                trainer.train()
         return trainer, mine, seen, counts
 
     whole, (count, ema, _), seen, counts = trained(tmp_path / "whole")
