@@ -34,14 +34,9 @@ def test_the_source_has_only_one_call_per_handler():
     assert [call.split("(")[0] for call in calls] == ["first_0", "second_1"]
     assert "50 NORMAL: first, bus/test_routes.py:" in calls[0]
     source = bus.explain("after_train_iter")
+    assert bus.explain("after_run") == "def after_run(event):\n    pass  # no subscriber\n"
     for unneeded in ("if ", "for ", "v =", "clock", "spent", "count"):
         assert unneeded not in source
-
-
-def test_the_source_without_subscribers_does_nothing():
-    bus = Bus()
-    source = bus.explain("after_run")
-    assert source == "def after_run(event):\n    pass  # no subscriber\n"
 
 
 def test_only_a_handler_with_a_filter_has_a_condition():
@@ -139,15 +134,19 @@ def test_a_hook_can_have_any_name(name):
     assert hook.calls == [EVENT]
 
 
-def test_an_error_in_a_predicate_is_noted_too():
+def test_an_error_in_a_predicate_or_of_a_hand_off_is_noted_too():
     def unready(event):
         raise RuntimeError("not ready")
 
-    bus = Bus()
-    bus.on("after_train_iter", print, when=unready)
-    with pytest.raises(RuntimeError, match="not ready") as caught:
-        bus.publish(EVENT)
-    assert "in print (" in noted(caught.value)
+    for options, error, noted_as in (
+        ({"when": unready}, RuntimeError, "in print ("),
+        ({"offload": "thread"}, LaneClosedError, "in print (thread, priority 50"),
+    ):
+        bus = Bus()
+        bus.on("after_train_iter", print, **options)
+        with pytest.raises(error) as caught:
+            bus.publish(EVENT)
+        assert noted_as in noted(caught.value)
 
 
 def test_a_nested_publish_leaves_a_note_per_handler():
@@ -235,11 +234,8 @@ def test_a_coroutine_that_only_some_calls_return_is_found_too():
         bus.publish(AfterTrainEpoch(progress=Progress(epoch=7)))
     with pytest.raises(SubscribeError, match="later"):
         bus.publish(EVENT)
-
-
-def test_a_coroutine_is_no_answer_of_when():
     bus, heard = Bus(), []
-    bus.on("after_train_iter", heard.append, when=lambda event: later(event))
+    bus.on("after_train_iter", heard.append, when=lambda event: later(event))  # nor is it an answer of `when`
     with pytest.raises(SubscribeError, match="later"):
         bus.publish(EVENT)
     assert not heard
@@ -292,14 +288,6 @@ def test_an_isolated_handler_does_not_swallow_an_offloaded_failure():
         with pytest.raises(ZeroDivisionError):
             bus.publish(EVENT)
     assert [line["handler"].partition(":")[0] for line in logs] == ["lambda at test_routes.py"]
-
-
-def test_the_error_of_an_offloaded_hand_off_is_noted():
-    bus = Bus()
-    bus.on("after_train_iter", print, offload="thread")
-    with pytest.raises(LaneClosedError) as caught:
-        bus.publish(EVENT)
-    assert "in print (thread, priority 50" in noted(caught.value)
 
 
 def test_replaced_routes_are_removed_from_linecache():

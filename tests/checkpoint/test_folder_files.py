@@ -90,16 +90,12 @@ def test_other_files_threads_and_options_are_the_librarys_own_business(tmp_path)
         thread.start()
         thread.join()
     assert (torch.save, safe_save_file) == originals
-    assert files.tree == {}
-    assert sorted(path.name for path in (tmp_path / "temporary").iterdir()) == ["legacy.pt", "opened.pt", "thread.pt"]
-
-
-def test_the_functions_are_the_librarys_again_after_an_error(tmp_path):
-    originals = torch.save, safe_save_file
     with pytest.raises(ZeroDivisionError), FolderFiles(tmp_path).recorded():
         assert (torch.save, safe_save_file) != originals
         raise ZeroDivisionError
     assert (torch.save, safe_save_file) == originals
+    assert files.tree == {}
+    assert sorted(path.name for path in (tmp_path / "temporary").iterdir()) == ["legacy.pt", "opened.pt", "thread.pt"]
 
 
 def test_threads_record_at_the_same_time_and_leave_nothing_behind(tmp_path):
