@@ -132,12 +132,17 @@ def test_nothing_is_attached_without_subscribers(bus, model, inputs):
 
 
 @pytest.mark.parametrize("event", [Event, "module_event"])
-def test_subscribers_of_a_group_get_module_events(bus, model, inputs, event):
-    names = []
+def test_subscribers_of_a_group_get_module_events_and_filters_count_those_of_all_modules(bus, model, inputs, event):
+    names, second = [], []
     bus.on(event, lambda one: names.append(one.mount_point))
-    bus.watch(model, "head")
-    model(inputs).sum().backward()
+    bus.on("after_module_forward", lambda event: second.append(event.module_name), every=2)
+    with bus.watch(model, "head"):
+        model(inputs).sum().backward()
     assert names == [*FORWARD, *BACKWARD]
+    bus.watch(model, "encoder.*", "head")
+    model(inputs)
+    model(inputs)
+    assert second == ["encoder.layers.0", "head", "encoder.layers.1"]
 
 
 def test_a_handle_detaches(bus, model, inputs, heard):
@@ -267,15 +272,6 @@ def test_for_an_offloaded_handler_modules_are_watched_only_while_the_bus_is_open
     assert hooks_on(model) == []
     model(inputs)
     assert names == ["head"]
-
-
-def test_filters_count_the_events_of_all_modules(bus, model, inputs):
-    names = []
-    bus.on("after_module_forward", lambda event: names.append(event.module_name), every=2)
-    bus.watch(model, "encoder.*", "head")
-    model(inputs)
-    model(inputs)
-    assert names == ["encoder.layers.1", "encoder.layers.0", "head"]
 
 
 def test_a_copy_of_a_watched_model_is_not_watched(bus, model, inputs, heard):

@@ -66,19 +66,14 @@ GUARD
 """
 
 
-def run_script(path, text: str) -> subprocess.CompletedProcess:
-    path.write_text(text)
-    return subprocess.run([sys.executable, "-W", "ignore", path], capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
-
-
 def test_a_script_with_a_main_guard_uses_worker_processes_and_leaves_nothing_on_stderr(tmp_path):
-    done = run_script(tmp_path / "script.py", SCRIPT.replace("GUARD", 'if __name__ == "__main__":\n    main()'))
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT.replace("GUARD", 'if __name__ == "__main__":\n    main()'))
+    command = [sys.executable, "-W", "ignore", path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "worker 0.0 __mp_main__",
-        "worker 1000.0 __mp_main__",
-        "worker 2000.0 __mp_main__",
-        "worker 3000.0 __mp_main__",
+        *(f"worker {1000.0 * number} __mp_main__" for number in range(4)),
         "end [3, 0]",
     ]
     assert "__main__.Mine: from the worker" in done.stderr.replace("__mp_main__", "__main__")
@@ -86,9 +81,10 @@ def test_a_script_with_a_main_guard_uses_worker_processes_and_leaves_nothing_on_
         assert word not in done.stderr
 
 
-def test_a_script_without_a_main_guard_is_an_error_with_advice(tmp_path):
-    script = SCRIPT.replace("GUARD", "main()").replace('on_error="log", ', "").replace("range(3)", "range(1)")
-    done = run_script(tmp_path / "script.py", script)
+def test_a_script_without_a_main_guard_is_an_error_with_advice(tmp_path, script):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT.replace("GUARD", "main()").replace('on_error="log", ', "").replace("range(3)", "range(1)"))
+    done = script(f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')")
     assert done.returncode == 1
     assert "worker" not in done.stdout
     assert "WorkerDiedError" in done.stderr
