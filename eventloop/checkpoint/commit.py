@@ -5,6 +5,11 @@ directory. If a step fails before the rename, the temporary file is removed and 
 step fails, the new file is in place, but a power cut may undo that. Every ``OSError`` arrives as a ``CheckpointError`` that is
 chained from it.
 
+A checkpoint ends with its digest, which guards against damage (torn writes, flipped bits), not against forgery. Measured on an
+EPYC core with SHA extensions: crc32 4.1 GB/s, sha1 1.9, sha256 1.8, blake2b 0.9, md5 0.8; without those extensions sha256 is
+slower than a disk. All release the GIL. CRC-32 finds every flipped bit and every burst of up to 32 bits, and misses one in
+2**32 others.
+
 A process that is killed can leave a temporary file behind; its name begins with ``TEMPORARY_PREFIX``.
 """
 
@@ -14,7 +19,8 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final, TypeVar
 
@@ -25,6 +31,13 @@ Made = TypeVar("Made")
 
 CHUNK: Final = 16 << 20
 """Bytes per piece: so many that a background writer seldom asks for the GIL, so few that verifying needs little memory."""
+
+DIGEST_BYTES: Final = 4
+Pieces = tuple[bytes, memoryview, bytes]
+"""A file without its digest: header, tensors, tree."""
+
+# Below this, the digest takes no longer than starting a thread and syncing twice.
+_ALONE: Final = 8 << 20
 
 
 def commit_file(path: str | os.PathLike[str], size: int, fill: Callable[[int], Made]) -> Made:
@@ -78,6 +91,47 @@ def chunks(data: memoryview | bytes) -> Iterator[memoryview]:
     view = memoryview(data)
     for start in range(0, len(view), CHUNK):
         yield view[start : start + CHUNK]
+
+
+def crc32(parts: Iterable[memoryview | bytes], crc: int = 0) -> int:
+    """Return the CRC-32 of all parts together, or of what has ``crc`` and the parts."""
+    for part in parts:
+        for chunk in chunks(part) if len(part) > CHUNK else (part,):
+            crc = zlib.crc32(chunk, crc)
+    return crc
+
+
+def readable(crc: int) -> str:
+    """Return a digest as text, ``crc32:`` and eight hex digits."""
+    return f"crc32:{crc:08x}"
+
+
+def write_sealed(descriptor: int, pieces: Pieces) -> int:
+    """Write the pieces and their digest to a file descriptor; return the digest."""
+    if sum(map(len, pieces)) < _ALONE:
+        crc = crc32(pieces)
+        write_all(descriptor, *pieces, crc.to_bytes(DIGEST_BYTES, "little"))
+    else:
+        write_all(descriptor, *pieces)
+        crc = _digest_during_sync(descriptor, pieces)
+        write_all(descriptor, crc.to_bytes(DIGEST_BYTES, "little"))
+    return crc
+
+
+def _digest_during_sync(descriptor: int, pieces: Pieces) -> int:
+    # The digest is made while the disk works. Beside the writing it would be one more busy thread, and on few cores the
+    # training pays for that. Measured on 800 MB: 0.8 times the seconds, too.
+    # The digest has the thread, not the sync: after Ctrl-C, or when the sync fails, this thread need not wait for the other.
+    made: list[int] = []
+    thread = threading.Thread(target=lambda: made.append(crc32(pieces)), name="trainbus-digest", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:  # the interpreter is shutting down, and the last checkpoint matters most
+        return crc32(pieces)
+    # Of the data so far; the caller syncs the rest, once the file is complete.
+    (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(descriptor)
+    thread.join()
+    return made[0] if made else crc32(pieces)  # if it failed in the thread, this raises its error
 
 
 @contextmanager

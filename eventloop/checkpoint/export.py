@@ -14,8 +14,9 @@ import numpy as np
 import orjson
 import torch
 
-from eventloop.checkpoint.commit import commit_file, write_all
-from eventloop.checkpoint.container import METADATA, SAFE_NAMES, crc32, with_length
+from eventloop.checkpoint.commit import commit_file, crc32, write_all
+from eventloop.checkpoint.container import METADATA, SAFE_NAMES
+from eventloop.checkpoint.layout import with_length
 from eventloop.checkpoint.load import inspect, load
 from eventloop.checkpoint.rebuild import convert_parts
 from eventloop.checkpoint.shards import has_shards, verify_shards

@@ -23,8 +23,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import torch
 
-from eventloop.checkpoint.commit import CHUNK, discard, failing
-from eventloop.checkpoint.container import crc32, readable
+from eventloop.checkpoint.commit import CHUNK, crc32, discard, failing, readable
 from eventloop.checkpoint.export import safetensors_file
 from eventloop.checkpoint.folder import commit_folder
 from eventloop.checkpoint.stage import CommitInfo, StagedTree

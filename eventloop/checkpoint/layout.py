@@ -10,9 +10,25 @@ from operator import attrgetter, itemgetter
 from typing import Any, Final, NamedTuple
 
 import msgspec
+import orjson
 import torch
 
-from eventloop.checkpoint.container import FOREIGN_NAMES, RESERVED, SAFE_NAMES, ForeignInfo, TensorInfo, render_start
+from eventloop.checkpoint.commit import DIGEST_BYTES
+from eventloop.checkpoint.container import (
+    DIGEST,
+    FOREIGN_NAMES,
+    FORMAT,
+    LENGTH_BYTES,
+    MAX_HEADER_BYTES,
+    MAX_TREE_BYTES,
+    METADATA,
+    RESERVED,
+    SAFE_NAMES,
+    TREE,
+    VERSION,
+    ForeignInfo,
+    TensorInfo,
+)
 from eventloop.checkpoint.tree import FlatTree
 from eventloop.errors import CheckpointValueError
 from eventloop.privates import foreach_copy_
@@ -137,12 +153,25 @@ class Layout:
                 stored, foreign[rank] = (self.bytes - begin,), ForeignInfo(FOREIGN_NAMES[dtype], shape)
             name = _unique_name(flat.path(index), infos)
             infos[name] = TensorInfo(SAFE_NAMES.get(dtype, "U8"), stored, (begin, self.bytes))
-        self.start = render_start(infos)
+        self._start = _render_start(infos)
         ranks = {index: rank for rank, index in enumerate(self.order)}
         #: For each tensor of the tree, the position of its copy in the order of the file.
         self.slots = [ranks[original] for original in self._originals]
         self.packed_slots = msgspec.Raw(_pack(self.slots))
         self.packed_foreign = msgspec.Raw(_pack(foreign))
+
+    def header(self, tree_bytes: int) -> bytes:
+        """Return the whole header with its length, padded with spaces so that the data begin at a multiple of 8."""
+        if tree_bytes > MAX_TREE_BYTES:
+            raise CheckpointValueError(
+                "more than 4 GB of arrays, bytes and text in all; store arrays as tensors, by torch.from_numpy(...)"
+            )
+        tree_end = self.bytes + tree_bytes
+        rest = {
+            TREE: {"dtype": "U8", "shape": (tree_bytes,), "data_offsets": (self.bytes, tree_end)},
+            DIGEST: {"dtype": "U8", "shape": (DIGEST_BYTES,), "data_offsets": (tree_end, tree_end + DIGEST_BYTES)},
+        }
+        return with_length(b"%b,%b" % (self._start, orjson.dumps(rest)[1:]))
 
     def check(self, flat: FlatTree) -> None:
         """Raise Changed if another tree has other paths, or other shapes of empty tensors.
@@ -294,3 +323,19 @@ def _unique_name(path: str, taken: dict[str, TensorInfo]) -> str:
     while name in taken or name in RESERVED:
         name, number = f"{wanted}#{number}", number + 1
     return name
+
+
+def _render_start(tensors: dict[str, TensorInfo]) -> bytes:
+    """Return the JSON of the user's tensors: the part of a header that stays the same while the set of tensors does."""
+    metadata = {"format": FORMAT, "version": str(VERSION), "digest": "crc32"}
+    plain = {name: msgspec.structs.asdict(info) for name, info in tensors.items()}
+    start = orjson.dumps({METADATA: metadata, **plain})[:-1]
+    if len(start) > MAX_HEADER_BYTES - 1000:
+        raise CheckpointValueError(f"{len(tensors):,} tensors need a header of {len(start):,} bytes; 100 MB is the limit")
+    return start
+
+
+def with_length(text: bytes) -> bytes:
+    """Return a JSON header as it stands in a file: after its length, and padded with spaces to a multiple of 8."""
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from eventloop.checkpoint import container
-from eventloop.checkpoint.commit import CHUNK
-from eventloop.checkpoint.container import DIGEST_BYTES, LENGTH_BYTES, ForeignInfo, Header, TensorInfo, crc32, readable
+from eventloop.checkpoint.commit import CHUNK, DIGEST_BYTES, crc32, readable
+from eventloop.checkpoint.container import LENGTH_BYTES, ForeignInfo, Header, TensorInfo
 from eventloop.checkpoint.rebuild import check_packed, unflatten
 from eventloop.checkpoint.store import AnyPath, AsPath, as_path, list_files, open_file
 from eventloop.errors import CheckpointDamagedError, CheckpointError

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Final
 import msgspec
 import torch
 
-from eventloop.checkpoint.commit import CHUNK, TEMPORARY_PREFIX, failing
-from eventloop.checkpoint.container import crc32, elements, readable
+from eventloop.checkpoint.commit import CHUNK, TEMPORARY_PREFIX, crc32, failing, readable
+from eventloop.checkpoint.container import elements
 from eventloop.checkpoint.load import file_kind, outline
 from eventloop.checkpoint.rebuild import DTYPES
 from eventloop.checkpoint.store import file_size, is_plain_name, read_small

@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from eventloop.checkpoint.container import DIGEST_BYTES, Pieces, readable, render
+from eventloop.checkpoint.commit import DIGEST_BYTES, Pieces, readable
 from eventloop.checkpoint.layout import Batch, Changed, Layout, Pair, Tensors, by_device, copy, end_of_queue
 from eventloop.checkpoint.memory import allocate
 from eventloop.checkpoint.overlap import Overlap
@@ -136,7 +136,7 @@ class StagedTree:
         self._slots = layout.slots
         self._rest = rest
         self._tree = _pack((layout.packed_slots, layout.packed_foreign, rest))
-        self._header = render(layout.start, layout.bytes, len(self._tree))
+        self._header = layout.header(len(self._tree))
         #: The size of the file that ``write`` makes, in bytes.
         self.bytes: Final = len(self._header) + layout.bytes + len(self._tree) + DIGEST_BYTES
 

@@ -15,8 +15,20 @@ from pathlib import Path
 from typing import BinaryIO, Final, TypeGuard
 from urllib.parse import unquote, urlsplit
 
-from eventloop.checkpoint.commit import CHUNK, chunks, commit_file, discard, failing, sync_directory, temporary_name, write_all
-from eventloop.checkpoint.container import DIGEST_BYTES, Pieces, crc32, write_sealed
+from eventloop.checkpoint.commit import (
+    CHUNK,
+    DIGEST_BYTES,
+    Pieces,
+    chunks,
+    commit_file,
+    crc32,
+    discard,
+    failing,
+    sync_directory,
+    temporary_name,
+    write_all,
+    write_sealed,
+)
 from eventloop.checkpoint.folder import link_folder, remove_folder
 from eventloop.checkpoint.remote import RemotePath
 from eventloop.errors import CheckpointDamagedError

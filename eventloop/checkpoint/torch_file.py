@@ -20,8 +20,7 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch.serialization import location_tag
 
-from eventloop.checkpoint.commit import CHUNK, commit_file, write_all
-from eventloop.checkpoint.container import crc32, readable
+from eventloop.checkpoint.commit import CHUNK, commit_file, crc32, readable, write_all
 from eventloop.checkpoint.remote import RemotePath
 from eventloop.checkpoint.stage import CommitInfo, StagedTree
 from eventloop.checkpoint.store import AnyPath

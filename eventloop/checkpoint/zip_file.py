@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from eventloop.checkpoint.container import crc32
+from eventloop.checkpoint.commit import crc32
 
 Part = bytes | memoryview
 
