@@ -12,20 +12,17 @@ from eventloop.errors import TrainingError, stopped
 from eventloop.log import get_logger
 from eventloop.privates import READS_NEXT, READS_SAMPLES
 from eventloop.training.distributed.launch import warn_if_all
-from eventloop.training.loaders import (
-    generator_states,
-    has_state,
-    has_workers,
-    length_of,
-    own_generators,
-    passes_made,
-    random_states,
-    restore_loader,
-    set_random_states,
-    skip_batches,
-)
+from eventloop.training.loaders import has_state, length_of, restore_loader, skip_batches
 from eventloop.training.metrics import Metrics, NamedMetrics
-from eventloop.training.rng import set_epoch, set_sampler_epoch
+from eventloop.training.rng import (
+    generator_states,
+    has_workers,
+    own_generators,
+    random_states,
+    set_epoch,
+    set_random_states,
+    set_sampler_epoch,
+)
 from eventloop.training.schema import SavedData, SavedEvaluation, SavedPosition, SavedStart
 
 log = get_logger()
@@ -43,6 +40,7 @@ class Feed:
     def __init__(self, loader: Iterable[Any], device: torch.device, name: str = "train_data") -> None:
         self.loader: Any = loader
         self.length = length_of(loader)
+        self._has_state = has_state(loader)
         self.used = 0
         self.passes = 0  # earlier passes of the same epoch, in iteration-based training
         self._device = device
@@ -82,7 +80,7 @@ class Feed:
             set_random_states(self.loader, again)
         if self.resuming and self.used and self.start is not None:
             self.used -= self.repeats_last
-            self._iterator = iter(self.loader) if has_state(self.loader) else self._remaining(self.start)
+            self._iterator = iter(self.loader) if self._has_state else self._remaining(self.start)
         else:
             self.start = random_states(self.loader)
             self.used = 0
@@ -92,7 +90,7 @@ class Feed:
     @property
     def can_repeat(self) -> bool:
         """True if the interrupted pass of a resumed run can begin with the last batch that was used."""
-        return self.resuming and self.used > 0 and self.start is not None and not has_state(self.loader)
+        return self.resuming and self.used > 0 and self.start is not None and not self._has_state
 
     def _remaining(self, start: SavedStart) -> Iterator[Any]:
         """Return an iterator over the rest of the pass that began with the random states ``start``."""
@@ -137,7 +135,7 @@ class Feed:
         if self.length is not None:
             return self.used >= self.length
         if self._ahead is _MISSING:
-            self._position = self.loader.state_dict() if has_state(self.loader) else _MISSING
+            self._position = self.loader.state_dict() if self._has_state else _MISSING
             self._ahead = self._pull()
         return self._ahead is _END
 
@@ -150,9 +148,9 @@ class Feed:
             length=self.length,
             start=self.start,
             generators=generator_states(self.loader, instead),
-            counted=passes_made(self.loader),
+            counted=_passes_made(self.loader),
         )
-        if has_state(self.loader):
+        if self._has_state:
             saved.loader = self.loader.state_dict() if self._position is _MISSING else self._position
         return saved
 
@@ -265,7 +263,7 @@ class Feeds:
             SavedEvaluation(
                 generators=generator_states(loader, instead),
                 workers=workers.get(id(loader), has_workers(loader)),
-                counted=passes_made(loader),
+                counted=_passes_made(loader),
             )
             for loader in self._evaluated
         ]
@@ -282,6 +280,11 @@ class Feeds:
         # would end before the iterator. torch would then wait 5 s for each worker.
         self.train = self.expected = None
         self._evaluated.clear()
+
+
+def _passes_made(loader: Iterable[Any]) -> int | None:
+    """Return the number of passes that an Accelerate loader has counted, which sets its next order; None for others."""
+    return getattr(loader, "iteration", None) if hasattr(loader, "base_dataloader") else None
 
 
 def _of_a_sample(end: StopIteration) -> bool:

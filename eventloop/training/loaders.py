@@ -1,4 +1,4 @@
-"""Loaders: save state that ``state_dict`` lacks (generators, workers, number of passes), and skip batches after a resume.
+"""Loaders: restore state that ``state_dict`` lacks (generators, workers, number of passes), and skip batches after a resume.
 
 Accelerate's loaders hold a DataLoader as ``base_dataloader`` and fake its class.
 """
@@ -6,7 +6,7 @@ Accelerate's loaders hold a DataLoader as ``base_dataloader`` and fake its class
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -14,9 +14,9 @@ import msgspec
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from eventloop.privates import starts_own_workers, workers_of
-from eventloop.training.rng import get_rng_state, set_rng_state
-from eventloop.training.schema import SavedLoader, SavedPosition, SavedStart
+from eventloop.privates import starts_own_workers
+from eventloop.training.rng import has_workers, own_generators, random_states, set_generators, set_random_states
+from eventloop.training.schema import SavedLoader, SavedPosition
 
 
 def length_of(loader: Any) -> int | None:
@@ -27,35 +27,6 @@ def length_of(loader: Any) -> int | None:
         return len(loader)
     except TypeError:
         return None
-
-
-def generator_states(loader: Iterable[Any], instead: Mapping[torch.Generator, torch.Tensor] = {}) -> list[torch.Tensor | None]:
-    """Return the states of the generators that a DataLoader and its samplers own; ``instead`` replaces current ones."""
-    owned = own_generators(loader)
-    return [None if one is None else instead[one] if one in instead else one.get_state() for one in owned]
-
-
-def set_generators(loader: Iterable[Any], states: list[torch.Tensor | None], but: Collection[torch.Generator] = ()) -> None:
-    """Restore the result of :func:`generator_states`, except for the generators in ``but``."""
-    for generator, state in zip(own_generators(loader), states, strict=True):
-        if generator is not None and state is not None and generator not in but:
-            generator.set_state(state)
-
-
-def random_states(loader: Iterable[Any]) -> SavedStart:
-    """Return the states of all global generators and of those that ``loader`` owns, and whether its workers are running."""
-    return SavedStart(get_rng_state(), generator_states(loader), has_workers(loader))
-
-
-def set_random_states(loader: Iterable[Any], states: SavedStart) -> None:
-    """Restore the random states in the result of :func:`random_states`."""
-    set_rng_state(states.rng)
-    set_generators(loader, states.generators)
-
-
-def has_workers(loader: Iterable[Any]) -> bool:
-    """Return True if persistent workers are running, so that the next pass draws no seed for new ones."""
-    return workers_of(loader) is not None
 
 
 def start_persistent_workers(loader: Iterable[Any]) -> None:
@@ -69,11 +40,6 @@ def start_persistent_workers(loader: Iterable[Any]) -> None:
 def has_state(loader: Iterable[Any]) -> bool:
     """Return True if the loader (inside Accelerate's wrapper, if any) has ``state_dict`` and ``load_state_dict``."""
     return all(callable(getattr(_held(loader), name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-def passes_made(loader: Iterable[Any]) -> int | None:
-    """Return the number of passes that an Accelerate loader has counted, which sets its next order; None for others."""
-    return getattr(loader, "iteration", None) if _held(loader) is not loader else None
 
 
 def restore_loader(loader: Any, saved: SavedLoader, restored: set[torch.Generator], *, workers: bool) -> None:
@@ -93,13 +59,6 @@ def restore_loader(loader: Any, saved: SavedLoader, restored: set[torch.Generato
 def _held(loader: Iterable[Any]) -> Iterable[Any]:
     held: Iterable[Any] = getattr(loader, "base_dataloader", loader)
     return held
-
-
-def own_generators(loader: Iterable[Any]) -> list[torch.Generator | None]:
-    """Return the generators of a DataLoader and its samplers in a fixed order, with repeats, and None where one is missing."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
-    return [getattr(owner, "generator", None) for owner in owners]
 
 
 def rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:

@@ -1,11 +1,11 @@
-"""Random numbers: the global generators of a process, and the epoch of datasets and samplers."""
+"""Random numbers: the generators of a process and of its loaders, and the epoch of datasets and samplers."""
 
 from __future__ import annotations
 
 import random
 import weakref
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 from typing import Any, ClassVar, Self
 
@@ -14,6 +14,8 @@ import torch
 from torch.utils.data import Dataset
 
 from eventloop.errors import ConfigurationError
+from eventloop.privates import workers_of
+from eventloop.training.schema import SavedStart
 
 
 def checked_seed(seed: int) -> int:
@@ -65,6 +67,42 @@ def other_rng_state(state: Mapping[str, Any] | None, rank: int) -> Mapping[str, 
         return get_rng_state()
     finally:
         set_rng_state(now)
+
+
+def own_generators(loader: Iterable[Any]) -> list[torch.Generator | None]:
+    """Return the generators of a DataLoader and its samplers in a fixed order, with repeats, and None where one is missing."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    return [getattr(owner, "generator", None) for owner in owners]
+
+
+def generator_states(loader: Iterable[Any], instead: Mapping[torch.Generator, torch.Tensor] = {}) -> list[torch.Tensor | None]:
+    """Return the states of the generators that a DataLoader and its samplers own; ``instead`` replaces current ones."""
+    owned = own_generators(loader)
+    return [None if one is None else instead[one] if one in instead else one.get_state() for one in owned]
+
+
+def set_generators(loader: Iterable[Any], states: list[torch.Tensor | None], but: Collection[torch.Generator] = ()) -> None:
+    """Restore the result of :func:`generator_states`, except for the generators in ``but``."""
+    for generator, state in zip(own_generators(loader), states, strict=True):
+        if generator is not None and state is not None and generator not in but:
+            generator.set_state(state)
+
+
+def random_states(loader: Iterable[Any]) -> SavedStart:
+    """Return the states of all global generators and of those that ``loader`` owns, and whether its workers are running."""
+    return SavedStart(get_rng_state(), generator_states(loader), has_workers(loader))
+
+
+def set_random_states(loader: Iterable[Any], states: SavedStart) -> None:
+    """Restore the random states in the result of :func:`random_states`."""
+    set_rng_state(states.rng)
+    set_generators(loader, states.generators)
+
+
+def has_workers(loader: Iterable[Any]) -> bool:
+    """Return True if persistent workers are running, so that the next pass draws no seed for new ones."""
+    return workers_of(loader) is not None
 
 
 class SeededDataset(Dataset[Any]):

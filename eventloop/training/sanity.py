@@ -21,8 +21,8 @@ from eventloop.log import get_logger
 from eventloop.privates import parts_of
 from eventloop.training.data import to_device
 from eventloop.training.first_batches import first_batches
-from eventloop.training.loaders import random_states, set_random_states
 from eventloop.training.metrics import Metrics, NamedMetrics, missing_metric
+from eventloop.training.rng import random_states, set_random_states
 from eventloop.training.update import Update
 
 log = get_logger()

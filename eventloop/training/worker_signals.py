@@ -21,7 +21,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from eventloop.privates import GET_ITERATOR, forget_workers, workers_of
-from eventloop.training.loaders import has_workers, start_persistent_workers
+from eventloop.training.loaders import start_persistent_workers
+from eventloop.training.rng import has_workers
 
 
 class WorkerSignals:

@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812 - the usual name
 from torch.utils.data import DataLoader, RandomSampler
 
 from eventloop import Bus, Run
-from eventloop.training.loaders import has_workers
+from eventloop.training.rng import has_workers
 
 from .jobs import Job, samples
 
