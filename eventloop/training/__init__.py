@@ -7,9 +7,8 @@ from eventloop.training.metrics import Metric, missing_metric
 from eventloop.training.rng import SeededDataset, set_sampler_epoch
 from eventloop.training.run import Run
 from eventloop.training.sanity import check_needs
-from eventloop.training.saves.contents import checkpoint_keys, load_weights
+from eventloop.training.saves.contents import checkpoint_keys, imported_state, load_weights
 from eventloop.training.saves.discover import peek
-from eventloop.training.schema import imported_state
 from eventloop.training.update import Update
 from eventloop.training.worker_signals import WorkerSignals
 

@@ -150,26 +150,6 @@ class SavedState(SavedEntry, kw_only=True):
     """`rng` and `data` of each process, if there are several"""
 
 
-def as_tree(saved: Struct) -> Tree:
-    """Return a saved state as nested dicts; nothing in it is copied."""
-    return {name: _plain(value) for name, value in msgspec.structs.asdict(saved).items() if value is not UNSET}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Struct):
-        return as_tree(value)
-    return [*map(_plain, value)] if type(value) is list and value and isinstance(value[0], Struct) else value
-
-
-def imported_state(weights: Mapping[str, Any], *, epoch: int = 0, iter: int = 0) -> Tree:  # noqa: A002 - as in Progress
-    """Return the state of a run that another library trained. Each iteration counts as an update.
-
-    It has no random states and no position in the data: a run resumes from it at the beginning of an epoch.
-    """
-    counts = SavedCounts(epoch=epoch, iter=iter, update=iter)
-    return as_tree(SavedState(format=FORMAT, progress=counts, bus=SavedBus(), state_dict=dict(weights), rng=None))
-
-
 # ------------------------------------------------------------------------------------------------------------- readers
 
 

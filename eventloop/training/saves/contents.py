@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import msgspec
 import torch
+from msgspec import UNSET, Struct
 
 from eventloop.bus import Bus
 from eventloop.checkpoint import AnyPath, without_wrappers
@@ -16,16 +17,7 @@ from eventloop.log import get_logger
 from eventloop.training.data import Feeds
 from eventloop.training.optimizers import forget_options, stepping, warn_of_overridden
 from eventloop.training.rng import get_rng_state, set_rng_state
-from eventloop.training.schema import (
-    FORMAT,
-    SavedBus,
-    SavedEntry,
-    SavedRank,
-    SavedState,
-    Tree,
-    as_tree,
-    read,
-)
+from eventloop.training.schema import FORMAT, SavedBus, SavedCounts, SavedEntry, SavedRank, SavedState, Tree, read
 from eventloop.training.state import RunState
 
 log = get_logger()
@@ -48,6 +40,17 @@ class SavedRun(RunView, Protocol):
 # -------------------------------------------------------------------------------------------------------------- gather
 
 
+def as_tree(saved: Struct) -> Tree:
+    """Return a saved state as nested dicts; nothing in it is copied."""
+    return {name: _plain(value) for name, value in msgspec.structs.asdict(saved).items() if value is not UNSET}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Struct):
+        return as_tree(value)
+    return [*map(_plain, value)] if type(value) is list and value and isinstance(value[0], Struct) else value
+
+
 def gather_entry(run: SavedRun) -> Tree:
     """Return the state of the bus, for another trainer's checkpoint, by reference."""
     return as_tree(SavedEntry(**_entry(run)))
@@ -66,7 +69,7 @@ def gather_state(run: SavedRun, rank: SavedRank, ranks: Sequence[SavedRank], lea
     saved = SavedState(
         **_entry(run),
         state_dict=flat(gather_weights(run.models)),
-        optimizer={name: one.state_dict() for name, one in run.optimizers.items()} if with_optimizer else msgspec.UNSET,
+        optimizer={name: one.state_dict() for name, one in run.optimizers.items()} if with_optimizer else UNSET,
         rng=rank.rng,
         data=rank.data,
         stateful={name: thing.state_dict() for name, thing in run.stateful.items()},
@@ -74,6 +77,15 @@ def gather_state(run: SavedRun, rank: SavedRank, ranks: Sequence[SavedRank], lea
         ranks=[*ranks],
     )
     return as_tree(saved)
+
+
+def imported_state(weights: Mapping[str, Any], *, epoch: int = 0, iter: int = 0) -> Tree:  # noqa: A002 - as in Progress
+    """Return the state of a run that another library trained. Each iteration counts as an update.
+
+    It has no random states and no position in the data: a run resumes from it at the beginning of an epoch.
+    """
+    counts = SavedCounts(epoch=epoch, iter=iter, update=iter)
+    return as_tree(SavedState(format=FORMAT, progress=counts, bus=SavedBus(), state_dict=dict(weights), rng=None))
 
 
 def gather_rank(run: SavedRun) -> SavedRank:
@@ -113,10 +125,10 @@ def restore_state(run: SavedRun, tree: Mapping[str, Any], *, strict: bool) -> No
     # Compare everything before loading anything: a refused checkpoint must change nothing.
     fitting = {name: _fitting(model, weights[name], name, strict=strict) for name, model in run.models.items()}
     # Optimizer state of another shape would fail at the first step.
-    optimizers = saved.optimizer if all(complete for _, complete in fitting.values()) else msgspec.UNSET
-    if optimizers is msgspec.UNSET and run.optimizers:
+    optimizers = saved.optimizer if all(complete for _, complete in fitting.values()) else UNSET
+    if optimizers is UNSET and run.optimizers:
         log.warning("the checkpoint has no matching state; it starts fresh", what="optimizer")
-    known = _with_state("optimizer", run.optimizers, optimizers) if optimizers is not msgspec.UNSET else []
+    known = _with_state("optimizer", run.optimizers, optimizers) if optimizers is not UNSET else []
     loaded = [_load_optimizer(*one, strict=strict) for one in known]
     for name, model in run.models.items():
         model.load_state_dict(fitting[name][0], strict=False)
@@ -124,7 +136,7 @@ def restore_state(run: SavedRun, tree: Mapping[str, Any], *, strict: bool) -> No
         thing.load_state_dict(saved_state)
     restore_entry(run, saved)
     run.feeds.restore(saved.data)
-    if optimizers is msgspec.UNSET or sum(loaded) < len(run.optimizers):
+    if optimizers is UNSET or sum(loaded) < len(run.optimizers):
         forget_options(saved.options, "optimizer")
     warn_of_overridden(saved.options, run.options)
     run.options.update(saved.options)  # later checkpoints keep the options that the run began with

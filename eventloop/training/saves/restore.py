@@ -17,9 +17,9 @@ from eventloop.log import get_logger
 from eventloop.privates import tree_map
 from eventloop.training.distributed.ranks import this_rank, world_size
 from eventloop.training.rng import other_rng_state
-from eventloop.training.saves.contents import SavedRun, restore_state, unwrapped_state
+from eventloop.training.saves.contents import SavedRun, as_tree, restore_state, unwrapped_state
 from eventloop.training.saves.discover import Found, find_checkpoint, load_verified, read_checkpoint
-from eventloop.training.schema import SavedCounts, SavedRank, SavedState, Tree, as_tree, read, upgraded
+from eventloop.training.schema import SavedCounts, SavedRank, SavedState, Tree, read, upgraded
 
 HOSTED: Final = "trainbus"
 """Key of the state that :meth:`eventloop.Run.gather_state` adds to another checkpoint."""

@@ -13,7 +13,8 @@ from eventloop import CheckpointError
 from eventloop.checkpoint import load
 from eventloop.cli import main
 from eventloop.training import peek
-from eventloop.training.schema import FORMAT, UPGRADES, SavedData, SavedEntry, SavedState, as_tree, read, upgraded
+from eventloop.training.saves.contents import as_tree
+from eventloop.training.schema import FORMAT, UPGRADES, SavedData, SavedEntry, SavedState, read, upgraded
 
 FILES = Path(__file__).parent / "old_files"
 _spec = importlib.util.spec_from_file_location("old_files_jobs", FILES / "jobs.py")
