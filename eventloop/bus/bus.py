@@ -87,6 +87,7 @@ class Bus(TypedOn, Streams):
         super().__init__(backend=backend, drain_timeout=drain_timeout, abort_timeout=abort_timeout)
         self.hooks: tuple[Hook, ...] = ()
         """The hooks that were added, in order."""
+        self._stateful: dict[str, Hook] = {}  # by label
         self.steps: dict[str, Callable[..., Any]] = {}
         """The step functions of the open run by name, such as ``{"step": train}``, where a loop calls them."""
         self._counts: dict[str, Count] = {}
@@ -129,7 +130,7 @@ class Bus(TypedOn, Streams):
             ]
             if not gone:
                 raise SubscribeError(f"{what!r} is not subscribed to this bus")
-            self.hooks = tuple(hook for hook in self.hooks if not is_same(hook, what))
+            self._keep(hook for hook in self.hooks if not is_same(hook, what))
             self.remove(*gone)
 
     def add(self, *hooks: object, priority: PriorityLike | None = None) -> None:
@@ -162,7 +163,7 @@ class Bus(TypedOn, Streams):
                 log.info("a hook was replaced, because its class was defined again", hook=old.label)
                 self.off(old)
             self._insert(subscriptions)
-            self.hooks += tuple(hooks)
+            self._keep((*self.hooks, *hooks))
         if any(hook.timing for hook in hooks):
             self.timing = True
 
@@ -331,17 +332,17 @@ class Bus(TypedOn, Streams):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all hooks by name, and the publish counts that filters compare."""
-        hooks = {hook.label: hook.state_dict() for hook in self.hooks if hook.stateful}
+        hooks = {label: hook.state_dict() for label, hook in self._stateful.items()}
         return {"hooks": hooks, "publishes": {name: count.value for name, count in self._counts.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state of every hook; warn about a hook without saved state, and about state without a hook."""
         saved = dict(state["hooks"])
-        for hook in self.hooks:
-            if hook.stateful and hook.label not in saved:
-                log.warning("the checkpoint has no state for this hook; it starts anew", hook=hook.label)
-            elif hook.stateful:
-                hook.load_state_dict(saved.pop(hook.label))
+        for label, hook in self._stateful.items():
+            if label in saved:
+                hook.load_state_dict(saved.pop(label))
+            else:
+                log.warning("the checkpoint has no state for this hook; it starts anew", hook=label)
         if saved:
             log.warning("the checkpoint has state of hooks that are not on the bus", hooks=sorted(saved))
         for name, value in state["publishes"].items():
@@ -379,6 +380,10 @@ class Bus(TypedOn, Streams):
                 subscription.ended()
 
     # -------------------------------------------------------------------------------------------------- internals
+
+    def _keep(self, hooks: Iterable[Hook]) -> None:
+        self.hooks = tuple(hooks)
+        self._stateful = {hook.label: hook for hook in self.hooks if hook.stateful}
 
     def _insert(self, new: list[Subscription]) -> None:
         with self._lock:
