@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from eventloop.bus import Bus
 from eventloop.checks import check_options
-from eventloop.errors import BusStateError, ConfigurationError, RunCancelled, TrainingError
+from eventloop.errors import BusStateError, ConfigurationError, RunCancelled, TrainingError, stopped
 from eventloop.events import AfterForward, BeforeForward
 from eventloop.log import get_logger
 from eventloop.offload import in_thread
@@ -26,7 +26,6 @@ from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.run import Run
 from eventloop.training.sanity import check_needs, explained, look
 from eventloop.training.state import Counters, ValidationPlan
-from eventloop.training.steps import called, checked_outputs
 from eventloop.training.update import Update
 
 log = get_logger()
@@ -152,9 +151,9 @@ class TrainLoop:
                 for batch in run.train(data, endless=by_iter):
                     if run.wants(BeforeForward):
                         run.publish(BeforeForward, batch=batch)
-                    outputs = called("step", self._step, self.model, batch)
+                    outputs = _called("step", self._step, self.model, batch)
                     is_loss = type(outputs) is torch.Tensor and outputs.dim() == 0  # the usual case
-                    run.state.outputs.update({"loss": outputs} if is_loss else checked_outputs(outputs))
+                    run.state.outputs.update({"loss": outputs} if is_loss else _checked_outputs(outputs))
                     if run.wants(AfterForward):
                         run.publish(AfterForward, outputs=run.outputs)
                     if by_iter and run.validates and self._validation_due(run.counters.iter + 1):
@@ -255,7 +254,7 @@ class TrainLoop:
         if data is None or not self.sanity or run.state.stops:
             return None
         name = "step" if self._val_step is self._step else "val_step"
-        step = partial(called, name, self._val_step, self.model)
+        step = partial(_called, name, self._val_step, self.model)
         with explained(self.sanity, name):
             found = look(run, data, step, self._metrics, self.sanity)
         if found is not None:
@@ -268,7 +267,7 @@ class TrainLoop:
     def _evaluate(self, run: Run, batches: EvaluationBatches, step: Step) -> dict[str, Any]:
         body = iter(batches)  # an exception's frame keeps it alive, so on_exception precedes the validation's end
         for batch in body:
-            outputs = called(f"{run.progress.stage}_step", step, self.model, batch)
+            outputs = _called(f"{run.progress.stage}_step", step, self.model, batch)
             run.state.outputs.update(outputs if isinstance(outputs, Mapping) else {"loss": outputs})
         return dict(batches.metrics)
 
@@ -322,3 +321,29 @@ class TrainLoop:
         if data is None:
             raise ConfigurationError(f"TrainLoop has no {stage}_data: give it {stage}_data=")
         return data
+
+
+def _called(name: str, step: Step, model: Any, batch: Any) -> Any:
+    """Call a step; turn StopIteration, which would end the loop around it, into an error."""
+    try:
+        return step(model, batch)
+    except StopIteration as error:
+        raise stopped(error, f"{name}()") from error
+
+
+def _checked_outputs(outputs: Any) -> dict[str, Any]:
+    """Return the outputs of a training step as a dict with a scalar ``"loss"``."""
+    if not isinstance(outputs, Mapping):
+        outputs = {"loss": outputs}
+    if "loss" not in outputs:
+        raise TrainingError(
+            f"step() returned no 'loss', only {', '.join(map(repr, outputs)) or 'an empty dict'}; the update needs a loss"
+        )
+    loss = outputs["loss"]
+    if not isinstance(loss, torch.Tensor):
+        raise TrainingError(f"step() returned a loss of type {type(loss).__name__}; return a scalar tensor")
+    if loss.numel() != 1:
+        raise TrainingError(
+            f"step() returned a loss of shape {tuple(loss.shape)}; return a scalar: reduce it, for example with .mean()"
+        )
+    return {**outputs, "loss": loss if loss.dim() == 0 else loss.reshape(())}

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
 
 from eventloop import Bus, ConfigurationError, TrainingError, TrainLoop
-from eventloop.training.first_batches import first_batches
+from eventloop.training.sanity import first_batches
 from hooks import CheckpointHook, EarlyStoppingHook, OptimizerHook
 
 
