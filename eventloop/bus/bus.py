@@ -473,7 +473,6 @@ class Bus(TypedOn, Streams):
             route(event)
 
     def _find_route(self, event_type: type[Event]) -> Route | None:
-        """Return the route of an event, or None if it has no subscriber."""
         with self._lock:
             if self._inert:
                 return None

@@ -108,7 +108,6 @@ def _has_own_row(mount_point: str) -> bool:
 
 
 def _lane(subscription: Subscription) -> str:
-    """Return the lane's capacity and policy, and its byte budget and timeout if it has them."""
     lane = subscription.lane
     if lane is None:
         return ""

@@ -207,7 +207,7 @@ class History:
             check_picks("capture", picks, "what the streams need")
         self.by_user = False
         """True after ``bus.keep()``: without it, the history ends with its last stream."""
-        self._make_item = detacher() if picks is None else _capturer(picks)
+        self._make_item = detacher() if picks is None else functools.partial(_capture_event, picks)
         self._kept: deque[Any] = deque(maxlen=last)
         self._lanes: tuple[Lane, ...] = ()
         # Re-entrant, because the garbage collector may end a stream while this thread holds it.
@@ -258,8 +258,5 @@ class History:
         self._lanes = ()
 
 
-def _capturer(picks: Picks) -> Callable[[Any], Any]:
-    def capture_event(event: Any) -> Any:
-        return msgspec.structs.replace(capture(picks(event)), source=(type(event), getattr(event, "progress", None)))
-
-    return capture_event
+def _capture_event(picks: Picks, event: Any) -> Any:
+    return msgspec.structs.replace(capture(picks(event)), source=(type(event), getattr(event, "progress", None)))

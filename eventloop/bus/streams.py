@@ -123,7 +123,6 @@ class Streams(Lifecycle):
         return made
 
     def _left(self, kept: _Kept) -> None:
-        """End a history without streams, unless ``bus.keep()`` asked for it."""
         with self._lock:
             if not kept.history.streams and not kept.history.by_user:
                 self.remove(kept.subscription)
@@ -188,8 +187,4 @@ def _lane(events: tuple[type[Event], ...], replay: int, options: dict[str, Any])
         raise SubscribeError(f"replay={replay} events do not fit in queue={queue}; give a queue of at least {replay}")
     label = f"stream ({', '.join(event.__name__ for event in events)})"
     more = {"linger": given["linger"]} if "linger" in given else {}
-    return Lane(label, _as_is, capacity=queue, full=given["full"], **more)
-
-
-def _as_is(item: Any) -> Any:
-    return item
+    return Lane(label, lambda item: item, capacity=queue, full=given["full"], **more)

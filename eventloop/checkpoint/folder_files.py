@@ -111,7 +111,10 @@ class FolderFiles:
                 encoded = msgspec.json.format(msgspec.json.encode(digests))
                 (self.folder / DIGESTS_FILE).write_bytes(encoded)
             final = Path(str(path))
-            commit_folder(self.folder, final, replace=True, known=_recorded_files(final))
+            known: Collection[str] = ()
+            with suppress(CheckpointDamagedError, OSError):
+                known = _read_digests(final)
+            commit_folder(self.folder, final, replace=True, known=known)
         except BaseException as error:
             discard(str(self.folder), shutil.rmtree, error)
             raise
@@ -123,7 +126,8 @@ class FolderFiles:
         for name, copy in copies.items():
             pickled = self._pickled.get(name)
             size, fill = safetensors_file(copy, self._metadata[name]) if pickled is None else pickled.file(copy)
-            digests[name] = FileDigest(size, readable(_fill(self.folder / name, fill)))
+            with (self.folder / name).open("wb", buffering=0) as opened:  # commit_folder() syncs it
+                digests[name] = FileDigest(size, readable(fill(opened.fileno())))
         for file in sorted(self.folder.rglob("*")):
             name = file.relative_to(self.folder).as_posix()
             if name not in digests and file.is_file():
@@ -190,13 +194,6 @@ def _read_digests(folder: Path) -> dict[str, FileDigest]:
         ) from error
 
 
-def _recorded_files(folder: Path) -> Collection[str]:
-    """Return the names of the files that an earlier save wrote into a folder; empty if it does not tell."""
-    with suppress(CheckpointDamagedError, OSError):
-        return _read_digests(folder)
-    return ()
-
-
 _lock: Final = threading.Lock()
 _recording: Final[dict[int, tuple[FolderFiles, ...]]] = {}
 """The recordings of each thread, innermost last. The replaced functions look here, so one set of them serves all threads."""
@@ -216,7 +213,6 @@ class _Aliases:
         self._found: list[tuple[Any, str]] = []
 
     def replace(self, function: _Save, other: _Save) -> None:
-        """Replace a function in all modules."""
         for name in set(sys.modules) - self._searched:
             self._searched.add(name)
             module = sys.modules.get(name)
@@ -266,16 +262,6 @@ def _stand_in(original: _Save, keep: _Keep, options: frozenset[str]) -> _Save:
         return original(*args, **kwargs)
 
     return save
-
-
-def _fill(path: Path, fill: Callable[[int], int]) -> int:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
-    try:
-        digest = fill(descriptor)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return digest
 
 
 def _digest_of(file: Path) -> FileDigest:

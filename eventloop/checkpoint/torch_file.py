@@ -59,7 +59,7 @@ class Pickled:
             raise CheckpointValueError(f"{where}: torch.save cannot hold it: {error or type(error).__name__}") from error
         self._pickle = file.getvalue()
         #: The storages of the tensors as bytes (uint8), each one once: to be staged, so that ``write`` gets their copies.
-        self.storages = [_bytes_of(storage) for storage in pickler.storages]
+        self.storages = [torch.empty(0, dtype=torch.uint8, device=one.device).set_(one) for one in pickler.storages]
 
     def write(self, staged: StagedTree, path: AnyPath) -> CommitInfo:
         """Write the file durably and atomically to the local file ``path``; a writer for ``AsyncSaver.save``.
@@ -190,7 +190,3 @@ def _culprit(value: object, path: str) -> str:
         except Exception:  # noqa: BLE001 - see Pickled
             return _culprit(part, join(path, key))
     return path
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

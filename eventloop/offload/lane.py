@@ -188,7 +188,10 @@ class Lane:
                     self.wake()
                 return answer is Outcome.QUEUED
             waited = True
-            self._wait(answer)
+            if self.meter is None:
+                self._sleep(answer)
+            else:
+                self.meter.record_wait(partial(self._sleep, answer))
 
     def _full(self) -> str:
         return f"{self.capacity} events wait" if self._used() >= self.capacity else ""
@@ -257,15 +260,8 @@ class Lane:
             handler=self.label,
         )
 
-    def _wait(self, bell: threading.Lock) -> None:
-        """Wait until something changes, or for a moment."""
-        if self.meter is None:
-            self._sleep(bell)
-        else:
-            self.meter.record_wait(partial(self._sleep, bell))
-
     def _sleep(self, bell: threading.Lock) -> None:
-        """Wait as :meth:`_wait` does; log once which handler keeps its publishers waiting."""
+        """Wait until something changes, or for a moment; log once which handler keeps its publishers waiting."""
         self.wake()  # the consumer may be lingering, and that saves nothing now
         if bell.acquire(timeout=POLL):
             self._stuck_since = None
@@ -409,7 +405,6 @@ class Lane:
         return 0
 
     def _used(self) -> int:
-        """Return the number of slots that are taken."""
         return len(self._queue)
 
     def _amounts(self) -> tuple[int, int]:

@@ -153,7 +153,6 @@ class _Process:
         _processes.add(self)
 
     def kill(self) -> None:
-        """Kill the worker. Idempotent."""
         self._process.kill()
 
     def end(self, grace: float) -> bool:

@@ -76,7 +76,6 @@ class AcceleratorEntry:
 
 
 def _same_storage(one: Any, other: Any) -> bool:
-    """Return True if two trees of weights consist of the same tensors."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(_same_storage(one[name], other[name]) for name in one)
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):

@@ -189,7 +189,6 @@ class Feed:
             raise TrainingError(f"{self._name} yielded no batch; is the dataset smaller than one batch, with drop_last=True?")
 
     def _check_end(self, *, may_be_empty: bool) -> None:
-        """Raise if the pass was empty; warn if it ended early."""
         if not may_be_empty:
             self.check_not_empty()
         if self.length is not None and self.used < self.length and not self._warned:

@@ -375,7 +375,6 @@ class Driver(Session):
         self.state.outputs.update(outputs)
 
     def _forget(self) -> None:
-        """Drop all references to the loaders."""
         self._run.feeds.forget()
         self.state.forget()
         self.feed = self._evaluated = self._share = self._batch = None

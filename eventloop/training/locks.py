@@ -96,7 +96,6 @@ class DirectoryLock:
             return False
 
     def _holder(self) -> tuple[str, str]:
-        """Return the holder of the lock and how to end it."""
         holder = ""
         with suppress(OSError), self._file.open("rb") as file:
             holder = file.read(_MOST).decode(errors="replace")

@@ -190,7 +190,7 @@ class TrainLoop:
     def val(self) -> dict[str, Any]:
         """Validate once, as a separate run; return the metrics."""
         with self._begun() as run:
-            return self._evaluate(run, run.validate(self._need("val"), self._metrics), self._val_step)
+            return self._validate(run)
 
     def test(self) -> dict[str, Any]:
         """Test once, as a separate run; return the metrics."""
@@ -306,7 +306,6 @@ class TrainLoop:
             self._running, self.bus.steps = None, {}
 
     def _expect(self, run: Run) -> None:
-        """Prepare a run that is about to begin."""
         run.validates = self._data["val"] is not None
         if run.state.trains:
             run.drive().expect(self._need("train"), max_epochs=self.max_epochs, max_iters=self.max_iters)

@@ -211,7 +211,6 @@ class Session:
             self.state.counters.rename(run.name)
 
     def _check_order(self, call: str) -> None:
-        """Raise TrainingError if the call is out of turn."""
         where, calls = _TURNS[self.state.scopes.innermost]
         if call not in calls:
             *most, last = (f"drive.{one}()" for one in calls)

@@ -177,7 +177,6 @@ class Update(Hook):
             self._count = 0
 
     def _check_step(self, run: RunView) -> None:
-        """Raise TrainingError if the user's step function called ``backward()`` or ``optimizer.step()``."""
         gradients = _gradients(run.optimizers.values())
         if run.updated or (not self._count and any(bool(gradient.any()) for gradient in gradients)):
             raise TrainingError(

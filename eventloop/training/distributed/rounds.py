@@ -257,7 +257,6 @@ class Rounds:
         return self._get("result")
 
     def _missing(self, what: str, patience: float = 0.0) -> list[int]:
-        """Return the ranks without a key, after some seconds."""
         keys = [self._key(what, rank) for rank in range(self._size)]
         deadline = time.monotonic() + patience
         while not self._mailbox.has(*keys) and time.monotonic() < deadline:
@@ -276,7 +275,6 @@ class Rounds:
 
 
 def _merged(answers: list[_Answer]) -> _Answer:
-    """Return the result of a round."""
     points = [one.point for one in answers]
     here = all(one.stands for one in answers) and len(set(points)) == 1
     return _Answer(

@@ -113,7 +113,8 @@ def forward_alone(models: Iterable[torch.nn.Module], lengths: list[int | None]) 
                 f"the ranks have different numbers of batches to evaluate ({numbers}), and a sharded model would hang: its "
                 "forward pass needs all ranks. Give the DataLoader a DistributedSampler (repeated samples are not counted)"
             )
-        waiting += [module for module in model.modules() if _sends_buffers(module)]
+        wrapped: list[Any] = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        waiting += [module for module in wrapped if module.will_sync_module_buffers()]
     for module in waiting:
         for buffer in module.module.buffers():
             distributed.broadcast(buffer, distributed.get_global_rank(module.process_group, 0), group=module.process_group)
@@ -124,10 +125,6 @@ def forward_alone(models: Iterable[torch.nn.Module], lengths: list[int | None]) 
             module.require_forward_param_sync = True
 
     return wait_again
-
-
-def _sends_buffers(module: Any) -> bool:
-    return isinstance(module, DistributedDataParallel) and bool(module.will_sync_module_buffers())  # type: ignore[no-untyped-call]
 
 
 def _batch_size(loader: Iterable[Any]) -> int | None:

@@ -230,7 +230,6 @@ class Saves:
         self.requests.append(SaveRequest(self.directory() / f"iter_{state.counters.iter}{self._run.checkpoint_suffix}"))
 
     def _agree(self, ranks: Ranks, *, force: bool) -> None:
-        """Make all ranks save the same files."""
         if force:  # rank 0 alone sees a failed write, after which it may request another file
             everyones = ranks.gather(self.requests)
             ranks.check_first_has_all([[request.path.name for request in requests] for requests in everyones])

@@ -119,7 +119,6 @@ class Restore:
         self._apply(state_of_rank({**state, **own}, this_rank(), world_size()), "")
 
     def _apply(self, state: Mapping[str, Any], path: str) -> None:
-        """Load a checked state into the run."""
         run, state = self._run, dict(state)
         publish_loaded(run, path, state, read(state, SavedState).progress)
         restore_state(run, state, strict=self._strict)
