@@ -20,7 +20,7 @@ from eventloop.log import get_logger
 from eventloop.training.run import Run
 from eventloop.training.saves.capture import state_version
 from eventloop.training.saves.requests import SaveRequest, merged
-from eventloop.training.saves.resumable import resume_line
+from eventloop.training.saves.restore import resume_line
 
 log = get_logger()
 

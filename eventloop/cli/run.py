@@ -26,7 +26,7 @@ from eventloop.training.distributed.ranks import this_rank
 from eventloop.training.folders import free_folder, newest_run
 from eventloop.training.loop import TrainLoop
 from eventloop.training.saves.discover import is_candidate
-from eventloop.training.saves.resumable import resumed_with
+from eventloop.training.saves.restore import resumed_with
 from eventloop.training.schema import LAST
 
 _RUNS = Path("runs")

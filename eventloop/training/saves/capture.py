@@ -22,7 +22,7 @@ from eventloop.training.distributed.ranks import own_group
 from eventloop.training.optimizers import forget_options, stepping
 from eventloop.training.saves.contents import SavedRun, gather_rank, gather_state
 from eventloop.training.saves.requests import SaveRequest, merged
-from eventloop.training.saves.resumable import resume_line
+from eventloop.training.saves.restore import resume_line
 from eventloop.training.saves.write import CheckpointWriter, SaveJob
 from eventloop.training.schema import SavedRank
 from eventloop.training.state import Counters

@@ -1,9 +1,11 @@
-"""Resume from a checkpoint: find it, check it against the run, and restore its state."""
+"""Resume from a checkpoint: find it, check it against the run, restore its state. Tell how to resume a run that ended."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,7 +13,7 @@ import msgspec
 import torch
 
 from eventloop import events as ev
-from eventloop.checkpoint import as_path, convert_foreign, has_shards, load
+from eventloop.checkpoint import AnyPath, RemotePath, as_path, convert_foreign, has_shards, load
 from eventloop.errors import CheckpointError, ConfigurationError, TrainingError
 from eventloop.log import get_logger
 from eventloop.privates import tree_map
@@ -25,6 +27,8 @@ HOSTED: Final = "trainbus"
 """Key of the state that :meth:`eventloop.Run.gather_state` adds to another checkpoint."""
 
 log = get_logger()
+
+_way: ContextVar[str] = ContextVar("trainbus_way_to_resume", default="")
 
 
 def publish_loaded(run: SavedRun, path: str, checkpoint: Tree, progress: SavedCounts) -> None:
@@ -197,3 +201,20 @@ def state_of_rank(tree: Mapping[str, Any], rank: int, world_size: int) -> Tree:
         )
     own = ranks[rank] if rank < len(ranks) else SavedRank(other_rng_state(ranks[0].rng, rank), ranks[0].data)
     return {**tree, **as_tree(own)}
+
+
+@contextmanager
+def resumed_with(way: str) -> Iterator[None]:
+    """Let runs in a ``with`` block tell that ``way``, such as a command's arguments, continues them."""
+    token = _way.set(way)
+    try:
+        yield
+    finally:
+        _way.reset(token)
+
+
+def resume_line(path: AnyPath | None, way: str) -> str:
+    """Return the line that tells to continue from the checkpoint ``path`` with ``way``; empty if it is None, or was removed."""
+    if path is None or not (isinstance(path, RemotePath) or path.exists()):
+        return ""
+    return f"continue from {path} with {_way.get() or way}"
