@@ -228,3 +228,13 @@ def test_each_attribute_of_a_runs_state_is_assigned_by_the_module_of_the_state_a
                 if node.attr in owners.get(owner, ()):
                     found.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
     assert not found
+
+
+def test_no_two_public_classes_share_a_name():
+    names = [
+        node.name
+        for file in FILES
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert sorted({name for name in names if names.count(name) > 1}) == []

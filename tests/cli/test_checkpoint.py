@@ -402,7 +402,6 @@ def test_import_runs_no_code_and_gives_advice(trainbus):
     assert [path.name for path in Path().iterdir()] == ["a.pth"]
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly")  # torch 2.11
 def test_import_does_not_let_a_file_write_to_the_terminal(trainbus):
     torch.save({"\x1b[2J": 1, "\ud800": 2}, "a.pth")
     assert "\\x1b[2J, \\ud800" in trainbus("import", "a.pth", "a.safetensors").out
