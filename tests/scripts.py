@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import gc
 import multiprocessing
 import os
 import sys
 import textwrap
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any, Self
 
 from torch.distributed import TCPStore
+
+from eventloop.bus import lifecycle
 
 
 class Script:
@@ -120,6 +124,9 @@ def _run(
     if cwd is not None:
         os.chdir(cwd)
         sys.path.insert(0, "")
+    if sys.version_info >= (3, 13):  # there a forked process has forgotten what the server's modules told atexit
+        atexit.register(weakref.finalize._exitfunc)  # torch's
+        atexit.register(lifecycle._close_at_exit)
     gc.freeze()  # what the server has imported is no garbage of the script: its exit takes a third of the time
     status = 0
     try:

@@ -170,6 +170,8 @@ def _kept(roots: Sequence[Any], seen: set[int]) -> Kept:
                 total += one.untyped_storage().nbytes()
         elif isinstance(one, types.FunctionType):
             stack += _held_by(one)
+        elif type(one) is dict:  # since Python 3.13 the garbage collector does not see the attributes in an object's __dict__
+            stack += (*one.keys(), *one.values())
         else:
             stack += gc.get_referents(one)
     return Kept(total, graphs)

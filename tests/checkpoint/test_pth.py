@@ -146,7 +146,7 @@ class Runs:
 
 @pytest.mark.parametrize(
     ("zipped", "named"),
-    [(True, r": pathlib\.PurePosixPath, posix\.system\."), (False, r": posix\.system\.")],  # before torch 1.6: the first
+    [(True, r": pathlib\S*\.PurePosixPath, posix\.system\."), (False, r": posix\.system\.")],  # before torch 1.6: the first
 )
 def test_code_is_refused_and_not_run_and_all_of_it_is_named(tmp_path, zipped, named):
     path, weights = tmp_path / "a.pth", {"w": torch.arange(3.0)}

@@ -73,7 +73,7 @@ NESTED = b"[" * 5_000 + b"]" * 5_000
 @pytest.mark.parametrize(
     "content",
     [
-        *(b"{", b"[]", b'{"name": 3}', b"", b'{"name": "\xff"}', b'{"name": "", "x": %s}' % NESTED),
+        *(b"{", b"[]", b'{"name": 3}', b"", b'{"name": "\xff"}', b'{"x": %s, "name": 3}' % NESTED),
         *(b'{"name": "", "config": {"x": %s}}' % (b"[" * 200 + b"]" * 200), b'{"name": "a", "format": 2}'),
     ],
 )
