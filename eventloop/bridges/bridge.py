@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -18,12 +19,13 @@ from eventloop.training import Run
 log = get_logger()
 
 
-class Bridge:
+class Bridge(ABC):
     """A bus in another library's trainer, from ``bus.attach(trainer)`` to :meth:`detach`.
 
     A subclass installs itself in :meth:`install`, makes a run with a :class:`TrainerHost` when the trainer begins, and drives
     it. It changes the trainer with :meth:`replace` and :meth:`on_detach` only, so that :meth:`detach` undoes everything.
-    Keyword-only arguments of its constructor are options of :meth:`eventloop.Bus.attach`.
+    Keyword-only arguments of its constructor are options of :meth:`eventloop.Bus.attach`. First of all it refuses
+    a library that lacks a name of its ``privates.py``.
     """
 
     host: ClassVar[str] = "the trainer"
@@ -57,7 +59,6 @@ class Bridge:
                     f"{whose} is attached to this {type(trainer).__name__} already: add your hooks to it, or detach its bridge"
                 )
         cls._check_options(options)
-        cls.check_library(trainer)
         bridge = cls(bus, trainer, **options)
         bridge.on_detach(partial(attached.discard, bridge))
         try:
@@ -81,13 +82,9 @@ class Bridge:
                 way_out = cls.instead.get(name) or f"the options are: {', '.join(known) or 'none'}"
                 raise ConfigurationError(f"bus.attach({name}=...) is not an option for {cls.host}; {way_out}")
 
-    @staticmethod
-    def check_library(trainer: Any, /) -> None:
-        """Raise ConfigurationError if the installed library lacks an undocumented name that the bridge uses."""
-
+    @abstractmethod
     def install(self) -> None:
         """Make the trainer call this bridge."""
-        raise NotImplementedError
 
     @property
     def running(self) -> Run | None:

@@ -64,6 +64,7 @@ class AcceleratorSaves(Bridge):
     missing: ClassVar[Mapping[str, str]] = {}
 
     def __init__(self, bus: Bus, accelerator: Any, *, checkpoints: bool = False) -> None:
+        privates.check(accelerator)
         super().__init__(bus, accelerator)
         if not checkpoints:
             raise ConfigurationError(
@@ -75,8 +76,6 @@ class AcceleratorSaves(Bridge):
         if reason is not None:
             raise ConfigurationError(f"checkpoints=True does not work with this Accelerator: {reason}")
         self._saver = ReopenedSaver()
-
-    check_library = staticmethod(privates.check)
 
     def install(self) -> None:
         """Replace the methods of the accelerator."""

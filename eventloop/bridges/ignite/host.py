@@ -81,6 +81,7 @@ class IgniteBridge(Bridge):
         output_transform: Callable[[Any], Any] | None = None,
         work_dir: str | Path | None = None,
     ) -> None:
+        privates.check(trainer)
         super().__init__(bus, trainer)
         models, self._optimizers, others = trained_by(getattr(trainer, privates.STEP), model, optimizer)
         several = isinstance(models, Mapping)
@@ -99,8 +100,6 @@ class IgniteBridge(Bridge):
         self._saver = ReopenedSaver()  # of requested checkpoints
         self._entry: Mapping[str, Any] | None = None  # to resume from
         self._since = 0.0  # when Ignite's Checkpoint asked for the state
-
-    check_library = staticmethod(privates.check)
 
     def install(self) -> None:
         """Wrap the runs, steps and events of the engines."""

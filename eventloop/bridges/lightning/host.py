@@ -92,10 +92,9 @@ class LightningBridge(_Callback, Bridge):
     _trained: TrainerHost | None = None  # the host of the last `trainer.fit()`, whose state later checkpoints have, too
     _before: Mapping[str, Any]  # the trainer's metrics before the present validation or test
 
-    check_library = staticmethod(privates.check)
-
     def install(self) -> None:
         """Add the callback before all callbacks that save, and wrap the methods."""
+        privates.check(self.trainer)
         trainer, strategy = self.trainer, self.trainer.strategy
         if privates.starts_processes(strategy):
             raise ConfigurationError(

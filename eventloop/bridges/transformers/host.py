@@ -59,6 +59,7 @@ class TransformersBridge(Bridge):
     instead: ClassVar[Mapping[str, str]] = {"work_dir": "files of hooks go to args.output_dir"}
 
     def __init__(self, bus: Any, trainer: Any, *, checkpoints: bool = False) -> None:
+        privates.check(trainer)
         super().__init__(bus, trainer)
         self._folders = Folders(trainer)
         self._saver = FolderSaver(trainer, self._folders) if checkpoints else None
@@ -70,8 +71,6 @@ class TransformersBridge(Bridge):
         self._training: Run | None = None  # the run, from the beginning of its first epoch until it ends
         self._epoch = 0  # counted by the trainer's loop, also if it cuts an epoch short
         self._length: int | None = None
-
-    check_library = staticmethod(privates.check)
 
     def install(self) -> None:
         """Wrap methods. The bridge runs before all callbacks, so that these may raise or evaluate."""
