@@ -16,7 +16,7 @@ import torch
 from blockbuster import blockbuster_ctx
 from hypothesis import HealthCheck, settings
 
-from eventloop import Event
+from eventloop import Bus, Event
 from eventloop.events.event import registry as registered
 
 from .scripts import run_script
@@ -88,6 +88,11 @@ def no_thread_is_left() -> Iterator[None]:
     for thread in set(threading.enumerate()) - before:
         thread.join(5)
         assert not thread.is_alive(), thread
+
+
+@pytest.fixture
+def bus() -> Bus:
+    return Bus()
 
 
 @pytest.fixture(params=["asyncio", pytest.param("uvloop", marks=UVLOOP), "trio"])
@@ -178,6 +183,16 @@ class CtrlC:
 
     def publish(self, bus, event):
         self.call(bus.publish, event)
+
+    def publish_all(self, bus, events, seconds):
+        """Publish events to a bus, with a strike each so many seconds, and drain it."""
+        with bus:
+            self.every(seconds)
+            for event in events:
+                self.publish(bus, event)
+            self.every(0)
+            assert bus.drain(timeout=30).pending == 0
+        assert self.strikes
 
     def call(self, function, *arguments):
         """Return what it returns; None if it was struck."""

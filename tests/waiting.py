@@ -2,7 +2,8 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -11,6 +12,25 @@ def until(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the condition does not come about"
         time.sleep(0.005)
+
+
+@contextmanager
+def meanwhile(function: Callable[[], object]) -> Iterator[None]:
+    """Call a function again and again, on a thread of its own, at least once."""
+    over = threading.Event()
+
+    def call() -> None:
+        function()
+        while not over.is_set():
+            function()
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def on_threads(function: Callable[..., object], *arguments: object) -> None:
