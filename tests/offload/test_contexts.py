@@ -61,8 +61,7 @@ def test_a_handler_sees_those_of_its_publish_and_keeps_its_own_changes_to_itself
 
 
 @pytest.mark.parametrize("kind", ["async", "thread"])
-def test_a_handler_of_batches_sees_those_of_its_subscription(kind):
-    bus = Bus()
+def test_a_handler_of_batches_sees_those_of_its_subscription(bus, kind):
     seen = set()
 
     async def handler(events):

@@ -47,8 +47,7 @@ def subscribe(bus: Bus, kind: str):
 
 
 @pytest.mark.parametrize("kind", ["async", "thread", "captured", "process"])
-def test_thousands_of_interrupts_lose_nothing(kind, quick_workers, no_worker_is_left, ctrl_c):
-    bus = Bus()
+def test_thousands_of_interrupts_lose_nothing(bus, kind, quick_workers, no_worker_is_left, ctrl_c):
     subscription = subscribe(bus, kind)
     workers.heard.clear()
     delays = random.Random(3)
@@ -100,9 +99,8 @@ def strikes_while_it_opens(bus: Bus, at: int) -> bool:
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_an_interrupt_while_a_thread_is_started_leaves_one_consumer(after, monkeypatch, no_worker_is_left):
+def test_an_interrupt_while_a_thread_is_started_leaves_one_consumer(bus, after, monkeypatch, no_worker_is_left):
     heard: list[object] = []
-    bus = Bus()
     subscription = bus.on("after_train_iter", heard.append, offload="thread", linger=0)
     real = threading.Thread.start
 
@@ -121,14 +119,13 @@ def test_an_interrupt_while_a_thread_is_started_leaves_one_consumer(after, monke
     assert subscription.stats.delivered == len(heard) == 3
 
 
-def test_an_interrupt_while_the_bus_closes_leaves_no_thread(monkeypatch, no_worker_is_left):
+def test_an_interrupt_while_the_bus_closes_leaves_no_thread(bus, monkeypatch, no_worker_is_left):
     real = Runtime.close
 
     def close(runtime, *arguments, **options):
         monkeypatch.undo()
         raise KeyboardInterrupt
 
-    bus = Bus()
     bus.on("after_train_iter", print, offload="thread")
     bus.on("after_train_iter", in_order_async, batch=2)
     monkeypatch.setattr(Runtime, "close", close)

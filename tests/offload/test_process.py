@@ -9,11 +9,12 @@ import types
 import pytest
 from structlog.testing import capture_logs
 
-from eventloop import Bus, HandlerTimeoutError, OffloadError, Progress, SubscribeError
+from eventloop import Bus, HandlerTimeoutError, OffloadError, Progress, SubscribeError, Subscription
 from eventloop.errors import WorkerDiedError
-from eventloop.events import AfterRun, AfterTrainIter
+from eventloop.events import AfterTrainIter
 from eventloop.offload import process
 
+from ..waiting import until
 from . import workers
 
 pytestmark = pytest.mark.usefixtures("no_worker_is_left", "quick_workers")
@@ -23,10 +24,15 @@ def deed(name: str, i: int = 0) -> AfterTrainIter:
     return AfterTrainIter(progress=Progress(iter=i), batch_idx=i, outputs={"do": float(workers.DEEDS.index(name))})
 
 
-def error_of(deed_name: str, **options) -> tuple[Exception, Bus]:
-    """Have a worker do something, and return the error that its bus raises."""
+def acting(**options) -> tuple[Bus, Subscription]:
+    """A bus with a worker that does what its events say."""
     bus = Bus()
-    bus.on("after_train_iter", workers.act, offload="process", **options)
+    return bus, bus.on("after_train_iter", workers.act, offload="process", **options)
+
+
+def error_of(deed_name: str) -> Exception:
+    """Have a worker do something, and return the error that its bus raises."""
+    bus, _ = acting()
     with capture_logs(), pytest.raises(Exception) as caught, bus:
         bus.publish(deed(deed_name))
     return caught.value
@@ -94,15 +100,6 @@ def test_a_script_without_a_main_guard_is_an_error_with_advice(tmp_path, script)
 # ---------------------------------------------------------------------------------------------- of a fork server
 
 
-def test_captured_tensors_arrive_as_they_were_and_are_the_handlers_own():
-    bus = Bus()
-    subscription = bus.on("after_run", workers.check_values, offload="process", capture=lambda event: event.run)
-    with bus:
-        for _ in range(3):
-            bus.publish(AfterRun(run=workers.values_to_check(), progress=Progress()))
-    assert subscription.stats.delivered == 3
-
-
 def test_an_error_in_the_worker_keeps_type_message_and_traceback():
     error = error_of("raise")
     assert type(error) is ZeroDivisionError
@@ -131,9 +128,7 @@ def test_an_unpicklable_error_is_reported_by_name():
     ],
 )
 def test_a_worker_that_dies_or_hangs_is_reported_replaced_and_its_event_counted_as_failed(how, error, named):
-    bus = Bus()
-    options = {"timeout": 0.3} if how == "hang" else {}
-    subscription = bus.on("after_train_iter", workers.act, offload="process", on_error="log", **options)
+    bus, subscription = acting(on_error="log", **{"timeout": 0.3} if how == "hang" else {})
     with capture_logs() as logs, bus:
         for i, what in enumerate(["nothing", how, "nothing", "nothing"]):
             bus.publish(deed(what, i))
@@ -145,21 +140,9 @@ def test_a_worker_that_dies_or_hangs_is_reported_replaced_and_its_event_counted_
     assert named in str(found)
 
 
-def test_a_batch_fails_as_a_whole_with_its_worker():
-    bus = Bus()
-    subscription = bus.on("after_train_iter", workers.act_on_all, offload="process", batch=4, on_error="log")
-    with capture_logs(), bus:
-        for i in range(40):
-            bus.publish(deed("exit" if i == 20 else "nothing", i))
-    stats = subscription.stats
-    assert stats.published == 40
-    assert 1 <= stats.failed <= 4
-    assert stats.delivered == 40 - stats.failed
-
-
 def test_an_exit_by_exception_kills_a_worker_at_work():
-    bus = Bus(abort_timeout=0.05)
-    subscription = bus.on("after_train_iter", workers.act, offload="process")
+    bus, subscription = acting()
+    bus.abort_timeout = 0.05
     began = time.monotonic()
     with capture_logs(), pytest.raises(KeyError), bus:
         for i in range(3):
@@ -171,8 +154,7 @@ def test_an_exit_by_exception_kills_a_worker_at_work():
 
 
 def test_disable_after_retires_the_handler_and_drops_pending_events():
-    bus = Bus()
-    subscription = bus.on("after_train_iter", workers.act, offload="process", disable_after=2)
+    bus, subscription = acting(disable_after=2)
     with capture_logs() as logs, bus:
         for i in range(20):
             bus.publish(deed("raise", i))
@@ -183,24 +165,18 @@ def test_disable_after_retires_the_handler_and_drops_pending_events():
     assert [entry["event"] for entry in logs].count("handler retired") == 1
 
 
-def test_a_cancelled_handler_gets_earlier_events_before_its_worker_ends():
-    bus = Bus()
+def test_a_cancelled_handler_gets_earlier_events_before_its_worker_ends(bus):
     with bus:
         with bus.on("after_train_iter", workers.act, offload="process") as subscription:
             for i in range(10):
                 bus.publish(deed("nothing", i))
         bus.drain()
-        for _ in range(2000):
-            if not process._processes:
-                break
-            time.sleep(0.005)
-        assert not process._processes
+        until(lambda: not process._processes)
     assert subscription.stats.delivered == 10
 
 
 def test_a_bus_that_opens_again_starts_another_worker():
-    bus = Bus()
-    subscription = bus.on("after_train_iter", workers.act, offload="process")
+    bus, subscription = acting()
     for _ in range(2):
         with bus:
             bus.publish(deed("nothing", 0))  # in the same worker it would come twice, which is an error there
@@ -208,8 +184,7 @@ def test_a_bus_that_opens_again_starts_another_worker():
 
 
 def test_signals_for_the_program_do_not_end_a_worker():
-    bus = Bus()
-    subscription = bus.on("after_train_iter", workers.act, offload="process")
+    bus, subscription = acting()
     with bus:
         bus.publish(deed("nothing", 0))
         bus.drain()
@@ -220,8 +195,7 @@ def test_signals_for_the_program_do_not_end_a_worker():
     assert subscription.stats.delivered == 2
 
 
-def test_a_missing_handler_is_reported_and_retired_after_three_attempts(monkeypatch):
-    bus = Bus()
+def test_a_missing_handler_is_reported_and_retired_after_three_attempts(bus, monkeypatch):
     subscription = bus.on("after_train_iter", workers.not_importable, offload="process", on_error="log")
     monkeypatch.delattr(workers, "not_importable")
     with capture_logs() as logs, bus:
@@ -232,8 +206,7 @@ def test_a_missing_handler_is_reported_and_retired_after_three_attempts(monkeypa
     assert not subscription.active
 
 
-def test_static_methods_of_hooks_run_in_workers():
-    bus = Bus()
+def test_static_methods_of_hooks_run_in_workers(bus):
     bus.add(workers.ProcessHook())
     with bus:
         bus.publish(deed("nothing", 0))
@@ -244,18 +217,10 @@ def test_static_methods_of_hooks_run_in_workers():
     assert bus.subscriptions[0].stats.delivered == 1
 
 
-def test_every_event_is_accounted_for_when_ctrl_c_interrupts_the_publisher(ctrl_c):
-    bus = Bus()
+def test_every_event_is_accounted_for_when_ctrl_c_interrupts_the_publisher(bus, ctrl_c):
     subscription = bus.on("after_train_iter", workers.act_on_all, offload="process", linger=0.0001, batch=64, queue=200)
-    event = [deed("nothing", i) for i in range(4000)]
-    with bus:
-        ctrl_c.every(0.0006)
-        for i in range(4000):
-            ctrl_c.publish(bus, event[i])
-        ctrl_c.every(0)
-        assert bus.drain(timeout=30).pending == 0
+    ctrl_c.publish_all(bus, [deed("nothing", i) for i in range(4000)], 0.0006)
     stats = subscription.stats
-    assert ctrl_c.strikes
     assert stats.failed == stats.dropped == stats.pending == 0  # the worker raises if one comes twice or out of order
     assert 4000 - ctrl_c.strikes <= stats.published == stats.delivered <= 4000
 
@@ -327,8 +292,7 @@ bus_of_the_module = Bus()
 def late_bound(event): ...
 
 
-def test_describe_names_mode_queue_policy_budget_and_timeout():
-    bus = Bus()
+def test_describe_names_mode_queue_policy_budget_and_timeout(bus):
     bus.on(
         "after_run", workers.act, offload="process", queue=8, full="drop_old", timeout=2.5, max_bytes=64_000_000, capture=len
     )

@@ -8,12 +8,14 @@ import torch
 from structlog.testing import capture_logs
 
 from eventloop import Bus, LaneFullError, Progress
-from eventloop.events import AfterRun, BeforeRun
+from eventloop.events import AfterRun
 from eventloop.offload import Owned, sized, snapshot
 from eventloop.offload.snapshot import nbytes
 
 from .. import handlers
+from ..failing import fails
 from ..handlers import publish_all
+from ..waiting import until
 
 KB = torch.zeros(250)  # 1000 bytes
 
@@ -37,8 +39,7 @@ def test_bytes_are_those_of_tensors_and_arrays_wherever_they_are():
     assert nbytes(value) == 2000 + 80 + 400 + 250
 
 
-def test_bytes_count_until_the_handler_is_done():
-    bus = Bus()
+def test_bytes_count_until_the_handler_is_done(bus):
     subscription, _, started, release = held(bus)
     with bus:
         publish_all(bus, range(3), numbered)
@@ -50,8 +51,7 @@ def test_bytes_count_until_the_handler_is_done():
         assert subscription.stats.bytes == 0
 
 
-def test_a_publisher_waits_for_bytes_as_for_a_place():
-    bus = Bus()
+def test_a_publisher_waits_for_bytes_as_for_a_place(bus):
     subscription, heard, started, release = held(bus, max_bytes=2500)
     with bus:
         bus.publish(numbered(0))
@@ -59,8 +59,7 @@ def test_a_publisher_waits_for_bytes_as_for_a_place():
         started.wait()
         publisher = threading.Thread(target=bus.publish, args=(numbered(2),))
         publisher.start()
-        while not subscription.lane._waiting:
-            threading.Event().wait(0.001)
+        until(lambda: subscription.lane._waiting)
         assert subscription.stats.bytes == 2000
         release.set()
         publisher.join()
@@ -77,8 +76,7 @@ def test_a_publisher_waits_for_bytes_as_for_a_place():
         ("drop_old", 4000, [3, 1, 2], [0, 1]),  # what the handler holds cannot be dropped
     ],
 )
-def test_policies_apply_to_bytes(full, budget, kilobytes, kept):
-    bus = Bus()
+def test_policies_apply_to_bytes(bus, full, budget, kilobytes, kept):
     subscription, heard, started, release = held(bus, max_bytes=budget, full=full)
     with bus:
         for i, size in enumerate(kilobytes):
@@ -95,8 +93,7 @@ def test_policies_apply_to_bytes(full, budget, kilobytes, kept):
     assert stats.bytes == 0
 
 
-def test_a_full_budget_may_raise():
-    bus = Bus()
+def test_a_full_budget_may_raise(bus):
     subscription, heard, started, release = held(bus, max_bytes=1500, full="raise")
     with bus:
         bus.publish(numbered(0))
@@ -109,8 +106,7 @@ def test_a_full_budget_may_raise():
 
 
 @pytest.mark.parametrize("full", ["block", "drop_old", "drop_new", "latest", "raise"])
-def test_a_value_larger_than_the_budget_is_an_error(full):
-    bus = Bus()
+def test_a_value_larger_than_the_budget_is_an_error(bus, full):
     subscription, _, _, release = held(bus, max_bytes=1500, full=full)
     release.set()
     with bus:
@@ -120,8 +116,7 @@ def test_a_value_larger_than_the_budget_is_an_error(full):
     assert subscription.stats.published == subscription.stats.delivered == 1
 
 
-def test_a_value_that_cannot_be_copied_releases_its_bytes():
-    bus = Bus()
+def test_a_value_that_cannot_be_copied_releases_its_bytes(bus):
     subscription, _, _, release = held(bus, max_bytes=1500)
     release.set()
     with bus:
@@ -137,10 +132,8 @@ def test_failed_and_abandoned_values_release_their_bytes():
     bus = Bus(abort_timeout=0.02)
     subscription, _, started, release = held(bus, on_error="log")
 
-    @bus.on("after_run", offload="thread", capture=lambda event: event.run, on_error="log", batch=2)
-    def fail(tensors):
-        raise ValueError
-
+    options = {"capture": lambda event: event.run, "on_error": "log", "batch": 2}
+    bus.on("after_run", fails(ValueError), offload="thread", **options)
     with capture_logs(), pytest.raises(KeyError), bus:
         publish_all(bus, range(5), numbered)
         started.wait()
@@ -148,36 +141,13 @@ def test_failed_and_abandoned_values_release_their_bytes():
         raise KeyError
     release.set()
     for one in bus.subscriptions:
-        stats = one.stats
-        assert stats.published == 5
-        while one.stats.pending:
-            threading.Event().wait(0.001)
+        assert one.stats.published == 5
+        until(lambda one=one: not one.stats.pending)
         assert one.stats.bytes == 0
     assert subscription.stats.dropped
 
 
-def test_publishing_from_a_handler_of_the_bus_does_not_wait_for_bytes():
-    bus = Bus()
-    _, _, started, release = held(bus, max_bytes=1500)
-    errors = []
-
-    @bus.on("before_run", offload="thread")
-    def publish(_):
-        try:
-            bus.publish(numbered(1))
-        except LaneFullError as error:
-            errors.append(str(error))
-        release.set()
-
-    with bus:
-        bus.publish(numbered(0))
-        started.wait()
-        bus.publish(BeforeRun(progress=Progress()))
-    assert "max_bytes=1,500" in errors[0]
-
-
-def test_linger_collects_a_batch_and_a_handler_may_ask_for_a_list():
-    bus = Bus()
+def test_linger_collects_a_batch_and_a_handler_may_ask_for_a_list(bus):
     batches: list[int] = []
     bus.on("after_run", lambda events: batches.append(len(events)), offload="thread", batch=256, linger=0.05)
     with bus:
@@ -189,21 +159,20 @@ def test_linger_collects_a_batch_and_a_handler_may_ask_for_a_list():
     assert len(batches) < 20
 
 
-def test_an_interrupt_between_copy_and_queue_releases_the_bytes(monkeypatch):
+def test_an_interrupt_between_copy_and_queue_releases_the_bytes(bus, monkeypatch):
     """It can strike there where torch.compile has replaced the way in which the interpreter calls functions."""
-    bus = Bus()
+
+    def struck(value):
+        snapshot.capture(value)
+        raise KeyboardInterrupt
+
     subscription = bus.on("after_run", lambda tensor: None, offload="thread", capture=lambda event: event.run, max_bytes=1500)
     with bus:
         for i in range(3):
-
-            def struck(value):
-                snapshot.capture(value)
-                raise KeyboardInterrupt
-
-            monkeypatch.setattr(sized, "capture", struck)
-            with pytest.raises(KeyboardInterrupt):
-                bus.publish(numbered(i))
-            monkeypatch.undo()
+            with monkeypatch.context() as patch:
+                patch.setattr(sized, "capture", struck)
+                with pytest.raises(KeyboardInterrupt):
+                    bus.publish(numbered(i))
             bus.publish(numbered(i))
         assert bus.drain().pending == 0
     assert (subscription.stats.published, subscription.stats.bytes) == (3, 0)

@@ -9,6 +9,7 @@ from structlog.testing import capture_logs
 
 from eventloop import Bus, HandlerTimeoutError
 
+from ..failing import fails
 from ..handlers import iteration, publish_all
 
 
@@ -28,22 +29,21 @@ def hanging(bus: Bus, kind: str, hangs: set[int], release: threading.Event, **op
     """Subscribe a handler that hangs in some iterations; returns its subscription and the iterations that it finished."""
     finished: list[int] = []
 
-    if kind == "thread":
+    def numbers(what) -> list[int]:
+        return [event.batch_idx for event in (what if isinstance(what, list) else [what])]
 
-        def handler(what):
-            events = what if isinstance(what, list) else [what]
-            if any(event.batch_idx in hangs for event in events):
-                release.wait()
-            finished.extend(event.batch_idx for event in events)
-
-        return bus.on("after_train_iter", handler, offload="thread", **options), finished
+    def handler(what):
+        if hangs & set(numbers(what)):
+            release.wait()
+        finished.extend(numbers(what))
 
     async def task(what):
-        events = what if isinstance(what, list) else [what]
-        if any(event.batch_idx in hangs for event in events):
+        if hangs & set(numbers(what)):
             await anyio.sleep_forever()
-        finished.extend(event.batch_idx for event in events)
+        finished.extend(numbers(what))
 
+    if kind == "thread":
+        return bus.on("after_train_iter", handler, offload="thread", **options), finished
     return bus.on("after_train_iter", task, **options), finished
 
 
@@ -64,8 +64,7 @@ def test_a_handler_that_hangs_is_cancelled_or_abandoned_and_reported_once_and_th
 
 
 @pytest.mark.parametrize("kind", ["async", "thread"])
-def test_a_hanging_batch_fails_as_a_whole(kind, release):
-    bus = Bus()
+def test_a_hanging_batch_fails_as_a_whole(bus, kind, release):
     subscription, _ = hanging(bus, kind, {0}, release, timeout=0.3, on_error="log", batch=8, linger=0)
     with capture_logs(), bus:
         publish_all(bus, range(20))
@@ -74,8 +73,7 @@ def test_a_hanging_batch_fails_as_a_whole(kind, release):
     assert stats.delivered == 20 - stats.failed
 
 
-def test_a_thread_that_finishes_while_being_abandoned_ends(monkeypatch, release):
-    bus = Bus()
+def test_a_thread_that_finishes_while_being_abandoned_ends(bus, monkeypatch, release):
     subscription, finished = hanging(bus, "thread", set(), release, timeout=10, on_error="log")
     wait = Future.exception
 
@@ -94,8 +92,7 @@ def test_a_thread_that_finishes_while_being_abandoned_ends(monkeypatch, release)
     # The fixture joins all threads of the bus.
 
 
-def test_the_second_thread_ends_if_the_lane_is_retired_concurrently(monkeypatch, release):
-    bus = Bus()
+def test_the_second_thread_ends_if_the_lane_is_retired_concurrently(bus, monkeypatch, release):
     subscription, finished = hanging(bus, "thread", set(), release, timeout=30)
     look, looked = subscription.lane.finished, []
 
@@ -117,8 +114,7 @@ def test_the_second_thread_ends_if_the_lane_is_retired_concurrently(monkeypatch,
     # The fixture joins all threads of the bus.
 
 
-def test_after_three_abandoned_threads_the_handler_is_retired_and_pending_events_dropped(release):
-    bus = Bus()
+def test_after_three_abandoned_threads_the_handler_is_retired_and_pending_events_dropped(bus, release):
     subscription, finished = hanging(bus, "thread", set(range(100)), release, timeout=0.05, on_error="log")
     with capture_logs() as logs, bus:
         publish_all(bus, range(10))
@@ -131,8 +127,7 @@ def test_after_three_abandoned_threads_the_handler_is_retired_and_pending_events
     assert logs[-1]["event"] == "handler retired"
 
 
-def test_an_async_handler_is_not_retired_for_timeouts(release):
-    bus = Bus()
+def test_an_async_handler_is_not_retired_for_timeouts(bus, release):
     subscription, _ = hanging(bus, "async", set(range(5)), release, timeout=0.02, on_error="log")
     with capture_logs(), bus:
         publish_all(bus, range(6))
@@ -141,26 +136,21 @@ def test_an_async_handler_is_not_retired_for_timeouts(release):
 
 
 @pytest.mark.parametrize("kind", ["async", "thread"])
-def test_by_default_a_hanging_handler_ends_the_run(kind, release):
-    bus = Bus()
+def test_by_default_a_hanging_handler_ends_the_run(bus, kind, release):
     hanging(bus, kind, {0}, release, timeout=0.05)
     with capture_logs(), pytest.raises(TimeoutError, match=r"timeout=0\.05"), bus:
         bus.publish(iteration(0))
 
 
 @pytest.mark.parametrize("kind", ["async", "thread"])
-def test_a_handler_in_time_is_unaffected_and_its_own_timeout_error_is_kept(kind, release):
-    bus = Bus()
-
-    def fail(event):
+def test_a_handler_in_time_is_unaffected_and_its_own_timeout_error_is_kept(bus, kind, release):
+    async def fail_async(event):
         raise TimeoutError("the database")
 
-    async def fail_async(event):
-        fail(event)
-
-    handler = fail if kind == "thread" else fail_async
-    options = {"offload": "thread"} if kind == "thread" else {}
-    bus.on("after_train_iter", handler, timeout=30, **options)
+    if kind == "thread":
+        bus.on("after_train_iter", fails(TimeoutError("the database")), offload="thread", timeout=30)
+    else:
+        bus.on("after_train_iter", fail_async, timeout=30)
     _, finished = hanging(bus, kind, set(), release, timeout=30)
     with capture_logs(), pytest.raises(TimeoutError, match="database") as caught, bus:
         bus.publish(iteration(0))

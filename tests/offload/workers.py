@@ -6,8 +6,6 @@ import signal
 import sys
 import time
 
-import torch
-
 from eventloop import Event, Hook, mount
 from eventloop.events import AfterTrainIter
 
@@ -59,31 +57,6 @@ def do(number: int) -> None:
             time.sleep(600)
         case "leave":
             sys.exit(5)
-
-
-def check_values(values: dict) -> None:
-    """Raise unless the values are those of ``values_to_check``, and may be changed."""
-    for name, expected in values_to_check().items():
-        value = values[name]
-        assert type(value) is type(expected), name
-        if isinstance(value, torch.Tensor):
-            assert value.dtype == expected.dtype, name
-            assert value.shape == expected.shape, name
-            assert torch.equal(value, expected), name
-            value.zero_()
-
-
-def values_to_check() -> dict:
-    return {
-        "matrix": torch.arange(6.0).reshape(2, 3),
-        "turned": torch.arange(6.0).reshape(2, 3).t(),
-        "half": torch.ones(3, dtype=torch.bfloat16),
-        "empty": torch.zeros(0, 4),
-        "scalar": torch.tensor(True),
-        "complex": torch.ones(2, dtype=torch.complex64),
-        "name": "weights",
-        "list": [1, 2.5, None],
-    }
 
 
 def not_importable(event: Event) -> None: ...
