@@ -7,6 +7,8 @@ from structlog.testing import capture_logs
 from eventloop import Bus, Hook, Progress, SubscribeError, mount
 from eventloop.events import AfterRun, AfterTrainIter
 
+from ..failing import fails
+
 EVENT = AfterTrainIter(progress=Progress())
 
 
@@ -14,11 +16,13 @@ def ready_made(event):
     """A handler at module level, which pickle finds by its name."""
 
 
-def test_as_a_decorator_on_returns_the_function_unchanged():
-    bus = Bus()
-    assert bus.on("after_train_iter")(ready_made) is ready_made
-    assert bus.on(AfterTrainIter, priority=3, every=2)(ready_made) is ready_made
+def test_as_a_decorator_on_returns_the_function_unchanged(bus):
+    for events in (["after_train_iter"], [AfterTrainIter], ["after_train_iter", "after_val_iter", AfterTrainIter]):
+        assert bus.on(*events, priority=3, every=2)(ready_made) is ready_made
+    assert bus.subscriptions[-1].mount_points == ("after_train_iter", "after_val_iter")
     assert pickle.loads(pickle.dumps(ready_made)) is ready_made  # noqa: S301
+    with pytest.raises(SubscribeError, match="None"):
+        bus.on("after_train_iter", "after_val_iter", None)
 
 
 def test_called_with_a_function_on_returns_its_subscription():
@@ -30,9 +34,8 @@ def test_called_with_a_function_on_returns_its_subscription():
     assert repr(subscription) == "<Subscription ready_made to after_train_iter, priority 30, inline>"
 
 
-def test_cancel_ends_one_subscription_and_is_idempotent():
+def test_cancel_ends_one_subscription_and_is_idempotent(bus):
     heard = []
-    bus = Bus()
     subscription, other = (bus.on("after_train_iter", heard.append) for _ in range(2))
     bus.publish(EVENT)
     subscription.cancel()
@@ -43,15 +46,14 @@ def test_cancel_ends_one_subscription_and_is_idempotent():
     assert bus.subscriptions == (other,)
 
 
-def test_a_subscription_ends_with_its_block_also_after_an_error():
-    bus = Bus()
+def test_a_subscription_ends_with_its_block_also_after_an_error(bus):
     with pytest.raises(KeyError), bus.on("after_train_iter", ready_made) as subscription:
         assert subscription.active
         raise KeyError
     assert bus.subscriptions == ()
 
 
-def test_a_handler_may_be_any_callable_that_takes_the_event():
+def test_a_handler_may_be_any_callable_that_takes_the_event(bus):
     class Callee:
         def __init__(self):
             self.heard = []
@@ -63,7 +65,6 @@ def test_a_handler_may_be_any_callable_that_takes_the_event():
             self.heard.append(event)
 
     callee, heard = Callee(), []
-    bus = Bus()
     bus.on("after_train_iter", callee)
     bus.on("after_train_iter", callee.method)
     bus.on("after_train_iter", functools.partial(lambda prefix, event: heard.append(prefix), "p"))
@@ -107,6 +108,13 @@ def picks_in_parts(event):
     yield event
 
 
+OFFLOADED = [("queue", 3), ("capture", bool), ("batch", 3), ("timeout", 1)]
+OF_WRONG_VALUE = [
+    *(("queue", 0), ("queue", True), ("batch", 0), ("full", "wait"), ("linger", -1), ("linger", float("nan")), ("capture", 3)),
+    *((name, "3") for name in ("queue", "batch", "disable_after", "max_bytes", "timeout", "linger", "priority")),
+]
+
+
 @pytest.mark.parametrize(
     ("handler", "options", "named"),
     [
@@ -122,23 +130,14 @@ def picks_in_parts(event):
         (lambda: None, {"offload": "thread", "batch": 3}, "a list of events"),
         (3, {}, "__call__"),
         (ready_made(EVENT), {}, r"bus.on\(..., f\)"),
-        (ready_made, {"queue": 3}, "queue="),
-        (ready_made, {"capture": bool}, "capture="),
-        (ready_made, {"batch": 3}, "batch="),
+        *((ready_made, {name: value}, f"{name}=") for name, value in OFFLOADED),
         (ready_made, {"full": "raise"}, 'offload="thread"'),
-        (ready_made, {"offload": "thread", "queue": 0}, "queue=0"),
-        (ready_made, {"offload": "thread", "queue": True}, "queue=True"),
-        (ready_made, {"offload": "thread", "batch": 0}, "batch=0"),
-        (ready_made, {"offload": "thread", "full": "wait"}, "full='wait'"),
-        (ready_made, {"offload": "thread", "linger": -1}, "linger=-1"),
-        (ready_made, {"offload": "thread", "linger": float("nan")}, "linger=nan"),
-        (ready_made, {"offload": "thread", "capture": 3}, "capture=3"),
+        *((ready_made, {"offload": "thread", name: value}, f"{name}={value!r}") for name, value in OF_WRONG_VALUE),
         (ready_made, {"offload": "thread", "capture": picks_later}, "capture="),
         (ready_made, {"offload": "thread", "capture": picks_in_parts}, "capture="),
         (ready_made, {"offload": "thread", "capture": lambda event, run: event}, r"capture= .*\(event, run\)"),
         (ready_made, {"offload": "thread", "max_bytes": 1000}, "max_bytes="),
         *((ready_made, {"offload": "thread", "capture": len, "max_bytes": size}, "max_bytes=") for size in (0, -1, True, 1.5)),
-        (ready_made, {"timeout": 1}, "timeout="),
         *(
             (ready_made, {"offload": "thread", "timeout": seconds}, "timeout=")
             for seconds in (0, -1, True, float("nan"), float("inf"))
@@ -147,10 +146,6 @@ def picks_in_parts(event):
         (ready_made, {"disable_after": 0}, "disable_after=0"),
         (ready_made, {"disable_after": 2, "on_error": "raise"}, "disable_after="),
         (ready_made, {"priority": 101}, "priority=101"),
-        *(
-            (ready_made, {"offload": "thread", option: "3"}, f"{option}='3'")
-            for option in ("queue", "batch", "disable_after", "max_bytes", "timeout", "linger", "priority")
-        ),
     ],
 )
 def test_a_subscription_that_cannot_work_is_an_error_that_names_the_cause(handler, options, named):
@@ -159,13 +154,12 @@ def test_a_subscription_that_cannot_work_is_an_error_that_names_the_cause(handle
 
 
 @pytest.mark.parametrize(("options", "calls"), [({"on_error": "log"}, 10), ({"disable_after": 3}, 3)])
-def test_log_isolates_a_handler_and_counts_its_errors_and_disable_after_retires_it(options, calls):
+def test_log_isolates_a_handler_and_counts_its_errors_and_disable_after_retires_it(bus, options, calls):
     heard = []
 
     def flaky(event):
         raise ValueError("flaky")
 
-    bus = Bus()
     subscription = bus.on("after_train_iter", flaky, **options)
     other = bus.on("after_train_iter", heard.append)
     with capture_logs() as logs:
@@ -182,12 +176,8 @@ def test_log_isolates_a_handler_and_counts_its_errors_and_disable_after_retires_
     assert (logs[-1]["event"] == "handler retired") == (calls == 3)
 
 
-def test_only_exceptions_are_isolated():
-    def leaves(event):
-        raise SystemExit(3)
-
-    bus = Bus()
-    bus.on("after_train_iter", leaves, on_error="log")
+def test_only_exceptions_are_isolated(bus):
+    bus.on("after_train_iter", fails(SystemExit(3)), on_error="log")
     with pytest.raises(SystemExit):
         bus.publish(EVENT)
 
@@ -234,15 +224,3 @@ def test_with_timing_the_table_of_stats_has_inline_handlers_and_their_seconds():
     [row] = [line.split() for line in str(bus.stats()).splitlines() if line.startswith("ready_made, after_run ")]
     assert row[2:6] == ["1", "0", "0", "0"]
     assert float(row[6]) >= 0
-
-
-def test_a_decorator_of_several_mount_points_returns_the_function():
-    bus = Bus()
-
-    @bus.on("after_train_iter", "after_val_iter", AfterTrainIter, priority=30)
-    def watch(event): ...
-
-    assert callable(watch)
-    assert [one.mount_points for one in bus.subscriptions] == [("after_train_iter", "after_val_iter")]
-    with pytest.raises(SubscribeError, match="None"):
-        bus.on("after_train_iter", "after_val_iter", None)

@@ -9,7 +9,7 @@ from eventloop.events import AfterTrainIter
 from eventloop.measure import spans
 from eventloop.measure.spans import BEGIN, END, NAME, NUMBER, THREAD, Recorder
 
-from ..waiting import until
+from ..waiting import meanwhile, on_threads, until
 
 EVENT = AfterTrainIter(progress=Progress())
 
@@ -55,16 +55,12 @@ def test_no_span_of_many_threads_is_lost_or_read_twice():
     seen = Seen(recorder)
     recorder.start()
 
-    def record() -> None:
+    def record(_: int) -> None:
         for begin in range(3000):
             recorder.add(recorder.id_of("work"), begin, begin + 1)
 
-    threads = [threading.Thread(target=record) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        recorder.drain()
-        thread.join()
+    with meanwhile(recorder.drain):
+        on_threads(record, *range(4))
     recorder.stop()
     assert sorted(row[NUMBER] for row in seen.rows) == [*range(12_000)]
     assert recorder.dropped == 0
