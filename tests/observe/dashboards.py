@@ -15,6 +15,7 @@ from torch.nn import functional
 from eventloop import Bus, TrainLoop
 from eventloop.observe.dashboard import Server, Watcher
 
+from ..failing import fails
 from ..waiting import until
 
 DATA = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(5)]
@@ -106,14 +107,9 @@ class Visitor:
 @contextmanager
 def failing(server: Server, message: str) -> Iterator[Job]:
     """A training on the server's page 1 that fails in its seventh iteration."""
-    job = Job(Bus(Watcher(server.board)))
-
-    @job.bus.on("after_train_iter", once=7)
-    def fail(event: Any) -> None:
-        raise RuntimeError(message)
-
-    with job:
-        until(lambda: server.board.get(1) is not None)
+    bus = Bus()
+    bus.on("after_train_iter", fails(RuntimeError(message)), once=7)
+    with watched(server, bus=bus) as job:
         yield job
 
 

@@ -14,6 +14,12 @@ from eventloop.observe import Costs, LaneCosts, Part, bus_recorder
 from hooks import CheckpointHook, OptimizerHook
 
 from ..hooks.conftest import StopAfter, batches, loss_of, make_loop, small_model
+from ..waiting import meanwhile
+
+
+@pytest.fixture
+def bus() -> Bus:
+    return Bus(timing=True)
 
 
 def slow(event):
@@ -30,13 +36,11 @@ def check(costs: Costs) -> dict[str, Part]:
     return {f"{part.name} {part.mount_point}".strip(): part for part in costs.parts}
 
 
-def test_subscriptions_that_come_and_go_leave_little_behind():
-    bus, event = Bus(timing=True), AfterTrainIter(progress=None)
-
+def test_subscriptions_that_come_and_go_leave_little_behind(bus):
     def come_and_go(times: int) -> None:
         for _ in range(times):
             with bus.on("after_train_iter", lambda event: None):
-                bus.publish(event)
+                bus.publish(AfterTrainIter(progress=None))
         bus.recorder.drain()
 
     come_and_go(100)
@@ -50,10 +54,9 @@ def test_subscriptions_that_come_and_go_leave_little_behind():
     assert kept < 200 * 2500  # bytes; with a histogram of fixed size for each it would be 4700
 
 
-def test_the_parts_add_up_to_the_wall_time_and_name_the_hook():
+def test_the_parts_add_up_to_the_wall_time_and_name_the_hook(bus):
     with pytest.raises(BusStateError, match=r"Bus\(timing=True\)"):
         Bus().costs()
-    bus = Bus(timing=True)
     bus.on("after_train_iter", slow)
     bus.publish(AfterTrainIter(progress=None))
     assert bus.costs().wall == 0  # of no run
@@ -77,64 +80,63 @@ def test_the_parts_add_up_to_the_wall_time_and_name_the_hook():
     assert costs.wall < bus.costs().wall <= costs.wall + time.perf_counter() - began
 
 
-@pytest.mark.parametrize("options", [{"max_iters": 6, "val_interval": 2}, {"max_epochs": 2, "val_interval": 2}])
-def test_validations_are_a_part_however_they_are_counted(options):
-    bus = Bus(timing=True)
+@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"max_iters": 6, "val_interval": 2}, {"max_epochs": 2, "val_interval": 2}, {"max_epochs": 2}]
+)
+def test_validations_are_a_part_however_they_are_counted_also_when_a_stop_cuts_them_short(bus, options, stops):
     bus.on("after_val_iter", slow)
+    if stops:
+        bus.on("after_val_iter", lambda event: event.run.stop())
+    bus.on("after_train", lambda event: time.sleep(0.02))
     make_loop(bus=bus, val_data=batches(2), **options).run()
     parts = check(bus.costs())
     assert parts["validation"].seconds > 0
     assert parts["slow after_val_iter"].group == "hook"
 
 
-def test_time_in_the_data_is_waiting_for_it():
+def test_time_in_the_data_is_waiting_for_it(bus):
     class Slow(list):
         def __iter__(self):
             for one in super().__iter__():
                 time.sleep(0.005)
                 yield one
 
-    bus = Bus(timing=True)
     make_loop(bus=bus, train_data=Slow(batches(4))).run()
     costs = bus.costs()
     assert check(costs)["waiting for data"].seconds >= 8 * 0.005
     assert costs.steps.quantile(0.5) >= 0.005
 
 
-def test_a_resumed_run_adds_up(tmp_path):
+def test_a_resumed_run_adds_up(bus, tmp_path):
     make_loop(CheckpointHook(interval=1), StopAfter(6), work_dir=tmp_path).run()
-    bus = Bus(timing=True)
     make_loop(CheckpointHook(interval=1), bus=bus, work_dir=tmp_path).run(resume="auto")
-    costs = bus.costs()
-    parts = check(costs)
+    parts = check(costs := bus.costs())
     assert costs.steps.total == 2
     assert parts["copying for checkpoints"].seconds > 0
     assert parts["waiting for checkpoints"].seconds > 0
 
 
 @pytest.mark.parametrize("where", ["step", "after_train_iter"])
-def test_a_run_that_fails_adds_up_to_its_exception(where):
-    bus = Bus(timing=True)
-
+def test_a_run_that_fails_adds_up_to_its_exception(bus, where):
     def broken(*_):
         time.sleep(0.01)
         raise ValueError("mine")
 
-    loop = make_loop(bus=bus) if where != "step" else make_loop(bus=bus, step=broken)
-    if where != "step":
+    if where == "after_train_iter":
         bus.on(where, broken)
+    loop = make_loop(bus=bus, **{"step": broken} if where == "step" else {})
     with pytest.raises(ValueError, match="mine"):
         loop.run()
-    costs = bus.costs()
-    check(costs)
+    check(costs := bus.costs())
     assert costs.wall >= 0.01
     make_loop(bus=Bus(timing=True)).run()
 
 
-def test_your_own_loop_whose_rounds_are_left_by_break_adds_up():
-    bus, model = Bus(timing=True), small_model()
+def test_your_own_loop_whose_rounds_are_left_by_break_adds_up(bus):
     bus.on("after_train_iter", slow)
     bus.on("after_train", lambda event: time.sleep(0.02))
+    model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with Run(bus, model=model, optimizer=optimizer) as run:
         for epoch in run.epochs(2):
@@ -149,53 +151,29 @@ def test_your_own_loop_whose_rounds_are_left_by_break_adds_up():
                 loss_of(run.model, batch)
                 if epoch == 1:
                     break
-    costs = bus.costs()
-    parts = check(costs)
+    parts = check(costs := bus.costs())
     assert costs.steps.total == 6
     assert parts["slow after_train_iter"].calls == 6
     assert 0 < parts["validation"].seconds < costs.wall / 2
-
-
-@pytest.mark.parametrize("options", [{"max_iters": 6, "val_interval": 2}, {"max_epochs": 2}])
-def test_a_validation_that_a_stop_cuts_short_adds_up(options):
-    bus = Bus(timing=True)
-    bus.on("after_val_iter", lambda event: event.run.stop())
-    bus.on("after_train", lambda event: time.sleep(0.02))
-    make_loop(bus=bus, val_data=batches(2), **options).run()
-    assert check(bus.costs())["validation"].seconds > 0
 
 
 class InnerOfCostTests(Event):
     """An event that handlers publish."""
 
 
-def test_nested_and_foreign_publishes_add_up(registry):
-    bus = Bus(timing=True)
-    over = threading.Event()
-
-    def publish_from_elsewhere() -> None:
-        while not over.is_set():
-            bus.publish(InnerOfCostTests())
-
+def test_nested_and_foreign_publishes_add_up(bus, registry):
     def inner(event):
         time.sleep(0.001)
-
-    bus.on(InnerOfCostTests, inner)
 
     def outer(event):
         for _ in range(3):
             bus.publish(InnerOfCostTests())
 
+    bus.on(InnerOfCostTests, inner)
     bus.on("after_train_iter", outer)
-    other = threading.Thread(target=publish_from_elsewhere)
-    other.start()
-    try:
+    with meanwhile(lambda: bus.publish(InnerOfCostTests())):
         make_loop(bus=bus).run()
-    finally:
-        over.set()
-        other.join()
-    costs = bus.costs()
-    parts = check(costs)
+    parts = check(costs := bus.costs())
     assert parts["inner inner_of_cost_tests"].calls == 24
     assert 24 * 0.001 <= parts["inner inner_of_cost_tests"].seconds <= costs.wall  # those of the training's own thread
     own = parts["outer after_train_iter"]
@@ -203,8 +181,7 @@ def test_nested_and_foreign_publishes_add_up(registry):
     assert own.seconds + parts["inner inner_of_cost_tests"].seconds <= costs.wall
 
 
-def test_runs_on_two_threads_one_after_the_other_add_up():
-    bus = Bus(timing=True)
+def test_runs_on_two_threads_one_after_the_other_add_up(bus):
     bus.on("after_train_iter", slow)
 
     def train() -> None:
@@ -217,33 +194,24 @@ def test_runs_on_two_threads_one_after_the_other_add_up():
         for thread in [threading.Thread(target=train) for _ in range(2)]:
             thread.start()
             thread.join()
-    costs = bus.costs()
-    parts = check(costs)
+    parts = check(costs := bus.costs())
     assert costs.steps.total == 16
     assert parts["slow after_train_iter"].seconds >= 16 * 0.001
 
 
-def test_costs_read_from_another_thread_add_up_at_every_moment():
-    bus, over = Bus(timing=True), threading.Event()
+def test_costs_read_from_another_thread_add_up_at_every_moment(bus):
     bus.on("after_train_iter", lambda event: None)
     wrong: list[AssertionError] = []
 
     def look() -> None:
-        while not over.is_set():
-            try:
-                costs = bus.costs()
-                if costs.wall:
-                    check(costs)
-            except AssertionError as error:
-                wrong.append(error)
+        try:
+            if (costs := bus.costs()).wall:
+                check(costs)
+        except AssertionError as error:
+            wrong.append(error)
 
-    watcher = threading.Thread(target=look)
-    watcher.start()
-    try:
+    with meanwhile(look):
         make_loop(bus=bus, max_epochs=20).run()
-    finally:
-        over.set()
-        watcher.join()
     assert not wrong
 
 
@@ -262,8 +230,7 @@ def test_timing_may_begin_and_end_in_the_middle_of_a_run():
     assert bus.costs().wall == 0
     bus.off(bus.hooks[0])
     make_loop(bus=bus, max_iters=2).run()
-    costs = bus.costs()
-    check(costs)
+    check(costs := bus.costs())
     assert costs.steps.total == 2
 
 
@@ -287,14 +254,10 @@ def test_a_hook_can_ask_for_timing():
 
         def after_run(self, event): ...
 
-    bus = Bus()
-    bus.add(Asks())
-    assert bus.timing
+    assert Bus(Asks()).timing
 
 
-def test_a_block_of_yours_is_a_part():
-    bus = Bus(timing=True)
-
+def test_a_block_of_yours_is_a_part(bus):
     def step(model, batch):
         with bus.span("augmenting"):
             time.sleep(0.001)
@@ -309,44 +272,25 @@ def test_a_block_of_yours_is_a_part():
         pass
 
 
-def run_until(bus: Bus, condition) -> None:
-    """Train until a condition holds."""
-
-    class Stop(Hook):
-        def after_train_iter(self, event):
-            time.sleep(0.01)
-            if condition():
-                event.run.stop()
-
-    make_loop(Stop(), bus=bus, max_iters=100_000).run()
-
-
-@pytest.fixture
-def often(monkeypatch):
-    """Costs are told several times a second."""
+def test_costs_measured_tells_them_while_the_run_goes_on_also_after_an_error_of_a_handler(bus, monkeypatch):
     monkeypatch.setattr(spans, "_PERIOD", 0.0)
     monkeypatch.setattr(bus_recorder, "_PUBLISH_EVERY", 0.0)
-
-
-@pytest.mark.usefixtures("often")
-def test_costs_measured_tells_them_while_the_run_goes_on():
-    bus, heard = Bus(timing=True), []
-    bus.on("costs_measured", heard.append)
-    run_until(bus, lambda: heard)
-    assert check(heard[0].costs)["forward"].seconds > 0
-
-
-@pytest.mark.usefixtures("often")
-def test_an_error_of_a_handler_of_costs_measured_does_not_end_the_recorder():
-    bus, calls = Bus(timing=True), []
+    heard = []
 
     @bus.on("costs_measured")
     def broken(event):
-        calls.append(event)
+        heard.append(event)
         raise ValueError
 
+    @bus.on("after_train_iter")
+    def stop(event):
+        time.sleep(0.01)
+        if len(heard) >= 2:
+            event.run.stop()
+
     with capture_logs() as logs:
-        run_until(bus, lambda: len(calls) >= 2)
+        make_loop(bus=bus, max_iters=100_000).run()
+    assert check(heard[0].costs)["forward"].seconds > 0
     assert len([line for line in logs if "reader of spans failed" in line["event"]]) == 1
 
 
@@ -354,15 +298,7 @@ def test_the_table_fits_80_columns_and_sums_up_what_is_small():
     parts = [
         Part("hook", "OptimizerHook.after_train_iter", 100, 6.0, 0.6, 0.07, "after_train_iter"),
         Part("training", "step", 0, 3.98, 0.398),
-        Part(
-            "hand-off",
-            "AVeryLongNameOfAHook.write_all",
-            9,
-            0.01,
-            0.001,
-            0.001,
-            "after_save_checkpoint",
-        ),
+        Part("hand-off", "AVeryLongNameOfAHook.write_all", 9, 0.01, 0.001, 0.001, "after_save_checkpoint"),
         *[Part("hook", f"Small.number_{number}", 1, 0.001, 0.0001, 0.001, "after_run") for number in range(10)],
     ]
     lane = LaneCosts("LoggerHook.write", ["log_record"], 1_000_000, 0, 123_456, 0, 12345.678, 1234.5, 1000.0, 1024, 0.5, 12.5)

@@ -11,6 +11,7 @@ import torch
 
 from eventloop import Bus, ConfigurationError, Run
 from eventloop.checkpoint import load
+from eventloop.events import AfterRun, AfterTrainIter, BeforeRun, Progress
 from eventloop.observe.dashboard import Board, Server, Watcher
 from eventloop.observe.dashboard import page as pages
 from hooks import CheckpointHook, Dashboard
@@ -28,17 +29,8 @@ def test_a_visitor_is_told_everything_in_order_until_the_run_ends(server, visito
     with watched(server, bus=Bus(CheckpointHook(interval=1)), epochs=3, work_dir=tmp_path), visitor.told() as told:
         heard = list(told)
     assert [number for number, _, _ in heard] == sorted({number for number, _, _ in heard})
-    assert heard[0][1:] == (
-        "hello",
-        {
-            "name": tmp_path.name,
-            "work_dir": str(tmp_path),
-            "began": heard[0][2]["began"],
-            "state": "running",
-            "refusals": {},
-            "lr": 0.01,
-        },
-    )
+    hello = {"name": tmp_path.name, "work_dir": str(tmp_path), "state": "running", "refusals": {}, "lr": 0.01}
+    assert heard[0][1:] == ("hello", hello | {"began": heard[0][2]["began"]})
     assert heard[-1][1] == "state"
     assert heard[-1][2] | {"time": 0} == {"time": 0, "iter": 15, "epoch": 3, "state": "finished", "over": True, "reason": ""}
     points = [data for _, kind, data in heard if kind == "scalars"]
@@ -171,41 +163,44 @@ def test_a_resumed_run_is_shown_at_the_place_of_its_checkpoint(tmp_path):
     watcher = Watcher()
     Job(Bus(watcher), epochs=4, work_dir=tmp_path).loop.run(resume="auto")
     [page] = watcher.board
-    [resume] = [
-        data for _, kind, data in messages(iter(b"".join(page.messages.read()[0]).decode().splitlines())) if kind == "resume"
-    ]
+    resume = wait_for(messages(iter(b"".join(page.messages.read()[0]).decode().splitlines())), "resume")
     assert (resume["epoch"], resume["iter"]) == (3, 15)
 
 
-def test_runs_one_after_the_other_on_an_open_bus_are_not_mixed_up():
+def test_runs_one_after_the_other_on_an_open_bus_have_pages_of_which_the_last_ones_are_kept(monkeypatch):
+    monkeypatch.setattr(pages, "_MOST_ENDED", 2)
     board = Board()
-    bus = Bus(Watcher(board))
-    with bus:
+    with Bus(Watcher(board)) as bus:
         for epochs in (1, 2):
             Job(bus, epochs=epochs).loop.run()
     assert [(page.story.state, page.iter) for page in board] == [("finished", 5), ("finished", 10)]
-
-
-def test_only_the_pages_of_the_last_ended_runs_are_kept(monkeypatch):
-    monkeypatch.setattr(pages, "_MOST_ENDED", 2)
-    board = Board()
-    for _ in range(5):
+    for _ in range(2):
         Job(Bus(Watcher(board)), epochs=1).loop.run()
-    assert [page.number for page in board] == [3, 4, 5]
+    assert [page.number for page in board] == [2, 3, 4]
     assert board.get(1) is None
 
 
-def test_a_loop_of_ones_own_is_shown_and_controlled(server, visitor):
+def parts():
+    """A model, its optimizer, and the function that Ignite's engine calls with itself and a batch."""
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def update(engine, batch):
+        loss = step(model, batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return {"loss": loss.item()}
+
+    return model, optimizer, update
+
+
+def test_a_loop_of_ones_own_is_shown_and_controlled(server, visitor):
+    model, optimizer, update = parts()
     with Run(Bus(Watcher(server.board)), model=model, optimizer=optimizer) as run:
         for epoch in run.epochs(1000):
             for batch in run.train(DATA):
-                loss = step(model, batch)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                run.report(loss=loss)
+                run.report(**update(None, batch))
             if epoch == 3:
                 assert visitor.post("stop").status_code == 202
     assert run.counters.epoch < 10
@@ -217,16 +212,7 @@ def test_a_loop_of_ones_own_is_shown_and_controlled(server, visitor):
 
 def test_a_trainer_of_another_library_is_shown_and_controlled(server, visitor):
     ignite = pytest.importorskip("ignite.engine")
-    model = torch.nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-
-    def update(engine, batch):
-        loss = step(model, batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return {"loss": loss.item()}
-
+    model, optimizer, update = parts()
     engine, bus, asked = ignite.Engine(update), Bus(Watcher(server.board)), []
     bus.attach(engine, model=model, optimizer=optimizer)
 
@@ -248,8 +234,6 @@ def test_a_trainer_of_another_library_is_shown_and_controlled(server, visitor):
 
 
 def test_events_without_a_run_are_shown_and_its_buttons_say_why_they_do_nothing(server, visitor):
-    from eventloop.events import AfterRun, AfterTrainIter, BeforeRun, Progress
-
     with Bus(Watcher(server.board)) as bus:
         bus.publish(BeforeRun(progress=Progress()))
         bus.publish(AfterTrainIter(progress=Progress(), outputs={"loss": 1.5, "note": "text"}))
@@ -327,23 +311,11 @@ def test_another_address_needs_a_token_and_a_token_cannot_be_guessed_and_can_be_
 
 
 ENDING = """
-import time, torch
-from torch.nn import functional
-from eventloop import Bus, TrainLoop
+from eventloop import Bus
 from hooks import Dashboard
+from tests.observe.dashboards import Job
 
-model = torch.nn.Linear(3, 1)
-bus = Bus(Dashboard(port=0))
-bus.on("before_train_iter", lambda event: time.sleep(0.002))
-data = [(torch.randn(4, 3), torch.randn(4, 1))] * 5
-TrainLoop(
-    model,
-    torch.optim.SGD(model.parameters(), lr=0.01),
-    step=lambda model, batch: functional.mse_loss(model(batch[0]), batch[1]),
-    train_data=data,
-    bus=bus,
-    max_epochs=1_000_000,
-).run()
+Job(Bus(Dashboard(port=0)), slow=True).loop.run()
 """
 
 

@@ -6,6 +6,7 @@ import time
 
 import anyio
 import pytest
+import structlog
 import torch
 from structlog.testing import capture_logs
 
@@ -13,6 +14,7 @@ from eventloop import Bus, Progress
 from eventloop.events import AfterTrainIter, BeforeRun
 from eventloop.offload import process
 
+from ..handlers import held, publish_all
 from ..hooks.conftest import make_loop
 from ..offload import workers
 
@@ -43,8 +45,7 @@ def test_a_lane_tells_its_time_depth_and_age(monkeypatch, backend, handler, opti
     bus = Bus(timing=True, backend=backend)
     bus.on("after_train_iter", handler, **options)
     with bus:
-        for number in range(10):
-            bus.publish(event(number))
+        publish_all(bus, range(10), event)
     [lane] = bus.costs().lanes
     assert (lane.name, lane.mount_points, lane.delivered) == (handler.__name__, ["after_train_iter"], 10)
     calls = -(-10 // options.get("batch", 1))
@@ -59,8 +60,7 @@ def test_dropped_events_are_told(full):
     bus, released = Bus(timing=True), threading.Event()
     bus.on("after_train_iter", lambda event: released.wait(), offload="thread", queue=2, full=full, linger=0)
     with capture_logs(), bus:
-        for number in range(20):
-            bus.publish(event(number))
+        publish_all(bus, range(20), event)
         released.set()
     [lane] = bus.costs().lanes
     assert lane.dropped + lane.delivered == 20
@@ -83,20 +83,14 @@ def test_waiting_for_a_full_lane_is_a_part_of_the_costs():
     assert "waiting for the full lane of slow" in str(costs)
 
 
-def test_timing_can_change_while_events_are_queued():
-    bus, released, got = Bus(), threading.Event(), []
-
-    def handle(event) -> None:
-        released.wait()
-        got.append(event.progress.iter)
-
-    bus.on("after_train_iter", handle, offload="thread", linger=0)
+def test_timing_can_change_while_events_are_queued(bus):
+    _, heard, _, release = held(bus, number=lambda event: event.progress.iter, linger=0)
     with bus:
         for number in range(12):
             bus.timing = number % 4 in (1, 2)
             bus.publish(event(number))
-        released.set()
-    assert got == [*range(12)]
+        release.set()
+    assert heard == [*range(12)]
 
 
 def test_the_lane_of_a_cancelled_subscription_stays_in_the_costs():
@@ -150,8 +144,7 @@ def test_a_lane_that_fills_is_a_warning_once_with_both_speeds(options, full, nam
         number = 0
         while not warnings(logs):  # when the first event is done
             bus.publish(event(number := number + 1))
-        for _ in range(40):
-            bus.publish(event(number))
+        publish_all(bus, range(40), event)
     [line] = warnings(logs)
     assert line["log_level"] == "warning"
     assert line["handler"] == "slow (after_train_iter)"
@@ -162,19 +155,15 @@ def test_a_lane_that_fills_is_a_warning_once_with_both_speeds(options, full, nam
 
 
 @pytest.mark.anyio
-async def test_a_lane_of_the_latest_event_or_a_stream_without_a_reader_is_no_warning():
-    bus = Bus()
+async def test_a_lane_of_the_latest_event_or_a_stream_without_a_reader_is_no_warning(bus):
     bus.on("after_train_iter", slow, offload="thread", queue=1, full="latest", linger=0)
     with capture_logs() as logs:
         async with bus, bus.stream("after_train_iter", queue=2):
-            for number in range(40):
-                bus.publish(event(number))
+            publish_all(bus, range(40), event)
     assert warnings(logs) == []
 
 
 def test_a_logger_that_publishes_to_the_full_lane_does_not_hang():
-    import structlog
-
     bus, over = Bus(), []
 
     def publish_too(logger, name, line):

@@ -118,9 +118,8 @@ def test_the_hook_that_keeps_more_and_more_has_a_name(monkeypatch):
     assert found[1].seconds >= 5
 
 
-def test_a_function_that_keeps_more_and_more_has_a_name_too(monkeypatch):
+def test_a_function_that_keeps_more_and_more_has_a_name_too(bus, monkeypatch):
     machine, kept = Machine(monkeypatch), []
-    bus = Bus()
 
     def leak(event, other=None):
         kept.append(event)

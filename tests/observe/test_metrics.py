@@ -3,8 +3,7 @@
 import gc
 import math
 import sys
-import threading
-import time
+from contextlib import suppress
 
 import httpx
 import pytest
@@ -15,7 +14,10 @@ from eventloop import Bus, ConfigurationError, Run
 from eventloop.events import AfterTrainIter, Progress
 from hooks import CheckpointHook
 
+from ..failing import fails
+from ..handlers import held
 from ..hooks.conftest import batches, make_loop
+from ..waiting import meanwhile, until
 
 pytest.importorskip("prometheus_client")
 
@@ -51,9 +53,12 @@ def scrape(collector) -> Scrape:
     return Scrape(expose(collector, OPEN)[0].decode())
 
 
-def test_a_scrape_tells_how_far_and_how_fast_a_run_is(tmp_path):
-    bus = Bus()
-    collector = RunCollector(bus)
+@pytest.fixture
+def collector(bus) -> RunCollector:
+    return RunCollector(bus)
+
+
+def test_a_scrape_tells_how_far_and_how_fast_a_run_is(bus, collector, tmp_path):
     make_loop(bus=bus, val_data=[(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))], name='say "hi"\n\\o/').run()
     found = scrape(collector)
     run = {"run": 'say "hi"\n\\o/'}
@@ -73,9 +78,7 @@ def test_a_scrape_tells_how_far_and_how_fast_a_run_is(tmp_path):
     assert found.all("cost_seconds_total", part="training.update.after_train_iter", mount_point="after_train_iter")
 
 
-def test_scrapes_before_during_and_after_a_run_read_alike():
-    bus = Bus()
-    collector = RunCollector(bus)
+def test_scrapes_before_during_and_after_a_run_read_alike(bus, collector):
     during = []
     bus.on("after_train_iter", lambda event: during.append(scrape(collector)))
     assert scrape(collector).samples == []
@@ -88,33 +91,23 @@ def test_scrapes_before_during_and_after_a_run_read_alike():
 
 
 @pytest.mark.parametrize(
-    ("how", "state"), [(ValueError, "failed"), (KeyboardInterrupt, "interrupted"), ("stop", "stopped"), (None, "finished")]
+    ("end", "state", "iterations"),
+    [
+        (fails(ValueError), "failed", 2),
+        (fails(KeyboardInterrupt), "interrupted", 2),
+        (lambda event: event.run.stop("enough"), "stopped", 3),
+        (bool, "finished", 8),
+    ],
 )
-def test_it_tells_how_a_run_ended(how, state):
-    bus = Bus()
-    collector = RunCollector(bus)
-
-    def end(event):
-        if how == "stop":
-            event.run.stop("enough")
-        elif how is not None:
-            raise how
-
+def test_it_tells_how_a_run_ended(bus, collector, end, state, iterations):
     bus.on("after_train_iter", end, once=3)
-    if how in (None, "stop"):
+    with suppress(ValueError, KeyboardInterrupt):
         make_loop(bus=bus).run()
-    else:
-        with pytest.raises(how):
-            make_loop(bus=bus).run()
     found = scrape(collector)
-    assert found.state() == state
-    assert found.one("iterations_total") == {"stop": 3, None: 8}.get(how, 2)
-    assert found.one("learning_rate") == 0.1
+    assert (found.state(), found.one("iterations_total"), found.one("learning_rate")) == (state, iterations, 0.1)
 
 
-def test_a_run_that_waits_is_paused():
-    bus = Bus()
-    collector = RunCollector(bus)
+def test_a_run_that_waits_is_paused(bus, collector):
     seen = []
     bus.on("after_train_iter", lambda event: event.run.pause(), once=2)
 
@@ -130,19 +123,15 @@ def test_a_run_that_waits_is_paused():
 
 
 def test_runs_of_one_process_have_a_label_each():
-    collector = RunCollector()
-    buses = [Bus() for _ in range(4)]
+    collector, buses = RunCollector(), [Bus() for _ in range(4)]
     for bus, given in zip(buses, (None, None, None, "mine"), strict=True):
         collector.add(bus, given)
     collector.add(buses[0])
     for bus, name, epochs in zip(buses, ("digits", "digits", "digits-2", "digits"), (1, 2, 3, 4), strict=True):
         make_loop(bus=bus, name=name, max_epochs=epochs).run()
     found = scrape(collector)
-    assert {run: found.one("epochs_total", run=run) for run in ("digits", "digits-2", "mine")} == {
-        "digits": 1,
-        "digits-2": 2,
-        "mine": 4,
-    }
+    epochs = {"digits": 1, "digits-2": 2, "mine": 4}
+    assert {run: found.one("epochs_total", run=run) for run in epochs} == epochs
     assert len({sample.labels["run"] for sample in found.samples}) == 4
     collector.remove(buses[0])
     assert scrape(collector).one("epochs_total", run="digits") == 2
@@ -160,43 +149,32 @@ def test_a_registry_takes_one_collector_of_runs():
     assert {"trainbus_iterations", "trainbus_step_seconds"} <= names
 
 
-def test_lanes_tell_depth_drops_and_failures_and_their_counts_never_fall():
-    bus = Bus()
-    collector = RunCollector(bus)
-    go_on = threading.Event()
-
-    def slow(event):
-        go_on.wait()
-
-    def broken(event):
-        raise ValueError("broken")
-
-    lane = bus.on("after_train_iter", slow, offload="thread", queue=2, full="drop_new")
-    bus.on("after_train_iter", broken, offload="thread", on_error="log")
-    bus.on("before_train_iter", broken, on_error="log")
+def test_lanes_tell_depth_drops_and_failures_and_their_counts_never_fall(bus, collector):
+    lane, _, _, go_on = held(bus, queue=2, full="drop_new")
+    broken = bus.on("after_train_iter", fails(ValueError("broken")), offload="thread", on_error="log")
+    bus.on("before_train_iter", fails(ValueError("broken")), on_error="log")
     seen = []
 
     @bus.on("after_train", priority="LOWEST")
     def look(event):
-        while bus.stats()[lane].delivered + bus.stats()[lane].pending + bus.stats()[lane].dropped < 8:
-            time.sleep(0.001)
+        until(lambda: lane.stats.delivered + lane.stats.pending + lane.stats.dropped == 8)
         seen.append(scrape(collector))
         go_on.set()
 
     make_loop(bus=bus).run()
-    of_slow = {"handler": lane.label, "mount_point": "after_train_iter"}
-    counts = [seen[0].one(name, **of_slow) for name in ("lane_depth", "lane_dropped_total", "lane_delivered_total")]
+    of_held = {"handler": lane.label, "mount_point": "after_train_iter"}
+    counts = [seen[0].one(name, **of_held) for name in ("lane_depth", "lane_dropped_total", "lane_delivered_total")]
     assert sum(counts) == 8
     assert counts[1] >= 4
     after = scrape(collector)
-    assert after.one("lane_depth", **of_slow) == 0
-    assert after.one("lane_failed_total", handler=next(one.label for one in bus.subscriptions if "broken" in one.label)) == 8
+    assert after.one("lane_depth", **of_held) == 0
+    assert after.one("lane_failed_total", handler=broken.label) == 8
     assert sum(after.all("handler_failures_total")) == 8
     lane.cancel()
     again = scrape(collector)
-    assert again.one("lane_dropped_total", **of_slow) == after.one("lane_dropped_total", **of_slow)
-    bus.on("after_train_iter", slow, offload="thread")
-    assert scrape(collector).one("lane_delivered_total", **of_slow) == after.one("lane_delivered_total", **of_slow)
+    assert again.one("lane_dropped_total", **of_held) == after.one("lane_dropped_total", **of_held)
+    bus.on("after_train_iter", lane.handler, offload="thread")
+    assert scrape(collector).one("lane_delivered_total", **of_held) == after.one("lane_delivered_total", **of_held)
 
 
 def test_checkpoints_tell_stall_commit_and_age_and_a_further_name_of_a_file_is_none(tmp_path):
@@ -214,16 +192,9 @@ def test_checkpoints_tell_stall_commit_and_age_and_a_further_name_of_a_file_is_n
     assert 0 <= found.one("checkpoint_age_seconds") <= scrape(collector).one("checkpoint_age_seconds") < 1000
 
 
-def test_scalars_keep_their_names_and_may_be_any_number():
-    bus = Bus()
-    collector = RunCollector(bus)
-    given = {
-        'a "b"\n\\': 1.5,
-        "ünï/code": torch.tensor([2.0], requires_grad=True),
-        "nan": math.nan,
-        "inf": torch.tensor(math.inf),
-    }
-    given |= {"text": "no number", "logits": torch.zeros(3), "flag": True}
+def test_scalars_keep_their_names_and_may_be_any_number(bus, collector):
+    given = {'a "b"\n\\': 1.5, "ünï/code": torch.tensor([2.0], requires_grad=True)}
+    given |= {"nan": math.nan, "inf": torch.tensor(math.inf), "text": "no number", "logits": torch.zeros(3), "flag": True}
     with Run(bus, model=nn.Linear(1, 1), name="own") as run:
         for _ in run.epochs(1):
             for _ in run.train([0]):
@@ -234,32 +205,16 @@ def test_scalars_keep_their_names_and_may_be_any_number():
     assert scalars == {'train/a "b"\n\\': 1.5, "train/ünï/code": 2.0, "train/inf": math.inf, "train/flag": 1.0}
 
 
-def test_two_scrapes_at_once_beside_a_training():
-    bus = Bus()
-    collector = RunCollector(bus)
-    over = threading.Event()
-    found: list[list[Scrape]] = [[], []]
-
-    def read(into):
-        while not over.is_set() or not into:
-            into.append(scrape(collector))
-
-    readers = [threading.Thread(target=read, args=[into]) for into in found]
-    for reader in readers:
-        reader.start()
-    try:
+def test_two_scrapes_at_once_beside_a_training(bus, collector):
+    one, other = [], []
+    with meanwhile(lambda: one.append(scrape(collector))), meanwhile(lambda: other.append(scrape(collector))):
         make_loop(bus=bus, max_epochs=20).run()
-    finally:
-        over.set()
-        for reader in readers:
-            reader.join()
-    for scrapes in found:
-        counts = [value for one in scrapes for value in one.all("step_seconds_count")]
+    for scrapes in (one, other):
+        counts = [value for found in scrapes for value in found.all("step_seconds_count")]
         assert counts == sorted(counts)
 
 
-def test_a_collector_that_comes_late_meets_the_run():
-    bus = Bus()
+def test_a_collector_that_comes_late_meets_the_run(bus):
     collector = RunCollector()
     bus.on("after_train_iter", lambda event: collector.add(bus), once=2)
     make_loop(bus=bus, name="late").run()
@@ -278,9 +233,7 @@ def test_it_keeps_no_bus_alive():
 
 
 @pytest.mark.anyio
-async def test_the_application_answers_in_the_format_that_is_asked_for():
-    bus = Bus()
-    collector = RunCollector(bus)
+async def test_the_application_answers_in_the_format_that_is_asked_for(bus, collector):
     with bus:
         bus.publish(AfterTrainIter(progress=Progress()))  # made by hand: without a run there is nothing to tell
     transport = httpx.ASGITransport(metrics_app(collector))

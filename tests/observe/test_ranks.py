@@ -3,6 +3,7 @@ from structlog.testing import capture_logs
 
 from eventloop.observe.exchange import Comparison, Report
 from eventloop.observe.ranks import Spent, compare
+from eventloop.terminal import plain
 
 PARTS = {
     "training": {"waiting for data": 0.1, "forward": 1.0, "backward": 2.0, "rest": 0.0},
@@ -64,22 +65,13 @@ def test_a_straggler_is_found_although_all_iterations_take_equally_long(slow, na
 def test_ranks_without_times_are_missing():
     found = compare({0: spent(0), 2: spent(2)}, 4)
     assert found.missing == [1, 3]
-    assert "Not measured: rank 1, 3" in printed(found)
+    assert "Not measured: rank 1, 3" in plain(found)
     assert compare({0: spent(0)}, 2) is None
     assert compare({0: spent(0), 1: spent(1, iterations=0)}, 2) is None
 
 
-def printed(found):
-    from rich.console import Console
-
-    console = Console(width=80, color_system=None)
-    with console.capture() as captured:
-        console.print(found)
-    return captured.get()
-
-
 def test_the_table_fits_a_terminal():
-    text = printed(compare({0: spent(0, backward=3.0), 1: spent(1, waiting_for_data=1.1)}, 2))
+    text = plain(compare({0: spent(0, backward=3.0), 1: spent(1, waiting_for_data=1.1)}, 2))
     assert "rank 1 (node1)" in text
     assert "wait for rank 1" in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80

@@ -15,7 +15,7 @@ from eventloop.observe.report import ReportedRun, build_report, verdict
 from eventloop.observe.report.bars import cost_bars
 from eventloop.observe.report.page import MOST_BYTES, run_names
 
-from .folders import BEGAN, costs_line, loss_lines, session, some_costs, write_record, write_run, write_scalars
+from .folders import BEGAN, costs_line, entry, loss_lines, session, some_costs, write_record, write_run, write_scalars
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 
@@ -127,18 +127,10 @@ def test_the_page_needs_nothing_from_elsewhere_and_allows_no_other_script(tmp_pa
 
 
 def test_names_and_values_of_a_run_are_text_never_code(tmp_path):
-    folder = write_run(
-        tmp_path / EVIL.replace("/", ""),
-        session(reason=EVIL, state="failed", resumed_from=EVIL),
-        name=EVIL,
-        config={EVIL: EVIL},
-    )
+    one = session(reason=EVIL, state="failed", resumed_from=EVIL)
+    folder = write_run(tmp_path / EVIL.replace("/", ""), one, name=EVIL, config={EVIL: EVIL})
     write_scalars(folder, {"step": 1, EVIL: 1.0, "\ud800": 2.0, "\u2028]]>": 3.0})
-    write_record(
-        folder,
-        {"time": BEGAN + 1, "kind": "validation", "metrics": {EVIL: 1.0}},
-        {"time": BEGAN + 1, "kind": "checkpoint_failed", "names": [EVIL], "reason": EVIL},
-    )
+    write_record(folder, entry(1, "validation", metrics={EVIL: 1.0}), entry(1, "checkpoint_failed", names=[EVIL], reason=EVIL))
     page = page_of(folder, write_run(tmp_path / "other"))
     assert "img" not in page.tags
     assert page.tags.count("script") == 2
@@ -149,21 +141,14 @@ def test_names_and_values_of_a_run_are_text_never_code(tmp_path):
 def test_a_page_of_a_long_run_has_at_most_a_megabyte_and_the_extremes(tmp_path):
     folder, number = write_run(tmp_path), 6_000
     lines = [
-        {
-            "step": i,
-            "epoch": 1 + i // 100,
-            "iter": i,
-            "time": BEGAN + i / 7,
-            **{f"train/metric_{j}": math.sin(i * j / 7) for j in range(20)},
-        }
+        {"step": i, "epoch": 1 + i // 100, "iter": i, "time": BEGAN + i / 7}
+        | {f"train/metric_{j}": math.sin(i * j / 7) for j in range(20)}
         for i in range(1, number + 1)
     ]
     lines[2_345]["train/metric_3"] = 77.0
     lines[4_567]["train/metric_3"] = -88.0
     write_scalars(folder, *lines)
-    write_record(
-        folder, *({"time": BEGAN + i, "kind": "validation", "iter": i, "metrics": {"accuracy": i / 1e6}} for i in range(1000))
-    )
+    write_record(folder, *(entry(i, "validation", 5, i, metrics={"accuracy": i / 1e6}) for i in range(1000)))
     page = page_of(folder)
     assert len(page.bytes) <= MOST_BYTES
     [chart] = [one for one in page.data["charts"] if one["title"] == "train/metric_3"]
@@ -211,13 +196,8 @@ def test_values_that_are_not_finite_are_gaps_and_are_told(tmp_path):
 
 def test_lines_of_other_kinds_are_left_out_and_such_with_wrong_fields_are_damaged(tmp_path):
     folder = write_run(tmp_path)
-    write_record(
-        folder,
-        {"time": BEGAN, "kind": "of a newer trainbus"},
-        {"time": BEGAN, "kind": "checkpoint", "stall": "long"},
-        {"time": BEGAN, "kind": "costs"},
-        {"kind": "validation"},
-    )
+    write_record(folder, entry(0, "of a newer trainbus"), entry(0, "checkpoint", stall="long"))
+    write_record(folder, {"time": BEGAN, "kind": "costs"}, {"kind": "validation"})
     history = ReportedRun(folder)
     assert len(history.story.of(Checkpoint)) == len(ReportedRun(write_run(tmp_path / "other")).story.of(Checkpoint))
     assert history.damaged == {"record.jsonl": Damage(lines=3, first=12)}
@@ -261,19 +241,17 @@ def test_the_verdict_has_the_figures(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("fields", "begins"),
+    ("fields", "named"),
     [
-        (
-            {"state": "failed", "reason": "ValueError: bad"},
-            "The run failed after 10 epochs and 100 iterations in 100 s: ValueError: bad.",
-        ),
-        ({"state": "stopped", "reason": "enough."}, "The run was stopped after 10 epochs and 100 iterations in 100 s: enough."),
-        ({"state": "interrupted"}, "The run was interrupted after"),
-        ({"lasted": None}, "The run is on another machine (elsewhere)"),
+        ({"state": "failed", "reason": "ValueError: bad"}, ["failed", "10 epochs and 100 iterations", "ValueError: bad."]),
+        ({"state": "stopped", "reason": "enough."}, ["stopped", "10 epochs and 100 iterations", " enough."]),
+        ({"state": "interrupted"}, ["interrupted"]),
+        ({"lasted": None}, ["another machine (elsewhere)"]),
     ],
 )
-def test_the_verdict_begins_with_the_state_of_the_run(tmp_path, fields, begins):
-    assert sentences(write_run(tmp_path, session(**fields)))[0].startswith(begins)
+def test_the_verdict_begins_with_the_state_of_the_run(tmp_path, fields, named):
+    first = sentences(write_run(tmp_path, session(**fields)))[0]
+    assert all(one in first for one in named)
 
 
 def curves(*lines):
@@ -362,13 +340,9 @@ def test_the_bar_of_costs_adds_up_to_100_percent():
 def test_further_names_of_a_file_are_one_checkpoint(tmp_path):
     run = write_run(tmp_path / "run")
     before = len(ReportedRun(run).story.checkpoints())
-    common = {"kind": "checkpoint", "epoch": 4}
-    write_record(
-        run,
-        {"time": 3e9, "iter": 127, "names": ["epoch_4.safetensors"], "bytes": 1000, "stall": 0.1, "seconds": 0.2} | common,
-        {"time": 3e9, "iter": 128, "names": ["best_accuracy_epoch_4.safetensors"], "bytes": 0} | common,
-    )
-    history = ReportedRun(run)
-    assert history.story.checkpoints()[before:][0].names == ["epoch_4.safetensors", "best_accuracy_epoch_4.safetensors"]
-    assert len(history.story.checkpoints()) == before + 1
+    written = {"names": ["epoch_4.safetensors"], "bytes": 1000, "stall": 0.1, "seconds": 0.2}
+    write_record(run, entry(1e9, "checkpoint", 4, 127, **written))
+    write_record(run, entry(1e9, "checkpoint", 4, 128, names=["best_accuracy_epoch_4.safetensors"], bytes=0))
+    [one] = ReportedRun(run).story.checkpoints()[before:]
+    assert one.names == ["epoch_4.safetensors", "best_accuracy_epoch_4.safetensors"]
     assert "2 checkpoints held training up for 350 ms in all; writing one took at most 2 s." in sentences(run)
