@@ -12,6 +12,13 @@ from eventloop.checkpoint import load, save
 from eventloop.errors import CheckpointError
 
 
+@pytest.fixture
+def work_dir(tmp_path) -> Path:
+    """A folder that is durable before the run."""
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run"
+
+
 def record(disk, job, work_dir):
     disk.log.clear()
     job.loop(work_dir, job.told(disk.told)).run()
@@ -56,9 +63,7 @@ def broken(power_cut, job, work_dir, log, keep) -> bool:
     return False
 
 
-def test_the_recording_disk_records_all_operations(disk, job, power_cut, tmp_path):
-    work_dir = tmp_path / "run"
-    work_dir.mkdir()
+def test_the_recording_disk_records_all_operations(disk, job, power_cut, work_dir):
     log = record(disk, job, work_dir)
     replay = power_cut()
     for operation in log:
@@ -68,9 +73,7 @@ def test_the_recording_disk_records_all_operations(disk, job, power_cut, tmp_pat
     assert {name: content for name, content in files.items() if content is not None} == there
 
 
-def test_no_power_cut_damages_or_loses_a_reported_checkpoint(disk, job, power_cut, tmp_path):
-    work_dir = tmp_path / "run"
-    work_dir.mkdir()
+def test_no_power_cut_damages_or_loses_a_reported_checkpoint(disk, job, power_cut, work_dir):
     log = record(disk, job, work_dir)
     number = 0
     for number, (files, told) in enumerate(crashes(power_cut, log)):
@@ -88,24 +91,14 @@ def test_no_power_cut_damages_or_loses_a_reported_checkpoint(disk, job, power_cu
     assert number > 60
 
 
-def test_a_directory_made_by_the_run_is_durable_before_the_commit_is_reported(disk, job, power_cut, tmp_path):
-    place = tmp_path / "place"
-    place.mkdir()
-    work_dir = place / "runs" / "today"
-    reports = []
-    for files, told in crashes(power_cut, record(disk, job, work_dir)):
-        make(files, place)
-        job.check(work_dir, told)
-        reports += told
-    assert reports
-
-
-def test_a_directory_made_by_other_code_is_durable_before_the_commit_is_reported(disk, job, power_cut, tmp_path):
+@pytest.mark.parametrize("by_the_run", [True, False])
+def test_a_new_directory_is_durable_before_the_commit_is_reported(disk, job, power_cut, tmp_path, by_the_run):
     place = tmp_path / "place"
     place.mkdir()
     work_dir = place / "runs" / "today"
     disk.log.clear()
-    work_dir.mkdir(parents=True)
+    if not by_the_run:
+        work_dir.mkdir(parents=True)
     job.loop(work_dir, job.told(disk.told)).run()
     reports = []
     for files, told in crashes(power_cut, list(disk.log)):
@@ -116,9 +109,7 @@ def test_a_directory_made_by_other_code_is_durable_before_the_commit_is_reported
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
-def test_the_model_of_a_power_cut_finds_a_missing_sync(disk, job, power_cut, tmp_path, kind):
-    work_dir = tmp_path / "run"
-    work_dir.mkdir()
+def test_the_model_of_a_power_cut_finds_a_missing_sync(disk, job, power_cut, work_dir, kind):
     log = record(disk, job, work_dir)
     assert broken(power_cut, job, work_dir, log, lambda one: one.kind != "sync" or (one.inode == 0) != (kind == "directory"))
 
