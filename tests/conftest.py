@@ -15,6 +15,7 @@ import structlog
 import torch
 from blockbuster import blockbuster_ctx
 from hypothesis import HealthCheck, settings
+from structlog.testing import capture_logs
 
 from eventloop import Bus, Event
 from eventloop.events.event import registry as registered
@@ -130,6 +131,21 @@ def _log_not_configured() -> Iterator[None]:
     """
     yield
     structlog.reset_defaults()
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, which is the current one, and a screen of 80 columns."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    return tmp_path
+
+
+@pytest.fixture
+def logs() -> Iterator[list[Any]]:
+    """What is logged during the test."""
+    with capture_logs() as entries:
+        yield entries
 
 
 @pytest.fixture

@@ -1,58 +1,50 @@
-"""A run that logs to a writer, whichever it is, under the fixture ``logged``."""
+"""A run that logs to a writer, whichever it is, and lines for a writer alone."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from eventloop import Bus, TrainLoop
-from hooks import LoggerHook, Writer
+from eventloop import TrainLoop
+from hooks import CSVWriter, JSONLinesWriter, LoggerHook, MLflowWriter, TensorBoardWriter, WandbWriter, Writer
+from hooks.writers import RunFacts, Where
+
+from ..conftest import Scores, make_loop
+from .readers import column, files, history, rows, runs, scalars, text
 
 
-class Score:
-    def __init__(self) -> None:
-        self.value = 0.5
-
-    def update(self) -> None: ...
-
-    def compute(self) -> float:
-        self.value += 0.25
-        return self.value
-
-    def reset(self) -> None: ...
-
-
-def loop(*writers: Writer, **options: Any) -> TrainLoop:
+def logging_loop(*writers: Writer, every: Any = None, **options: Any) -> TrainLoop:
     """Two epochs of three iterations; the loss is 1 in the first iteration, 2 in the second and so on."""
-    torch.manual_seed(0)
-    model = torch.nn.Linear(1, 1)
-    bus = Bus(LoggerHook(interval=1, writers=writers))
-    every = options.pop("every", None)
-    if every is not None:
-        bus.on("after_train_iter", every)
-    bus.on("after_train_iter", lambda event: event.run.report(loss=event.progress.iter + 1.0))
-    return TrainLoop(
-        model,
-        **{
-            "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
-            "step": lambda model, batch: model(batch).mean(),
-            "train_data": [torch.ones(1, 1)] * 3,
-            "val_data": [torch.ones(1, 1)],
-            "val_step": lambda model, batch: {},
-            "metrics": {"accuracy": Score()},
-            "max_epochs": 2,
-            "bus": bus,
-        }
-        | options,
+    validates = {
+        "val_data": [torch.ones(1, 1)],
+        "val_step": lambda model, batch: {},
+        "metrics": {"accuracy": Scores(0.75, 1.0, 1.25)},
+    }
+    made = make_loop(
+        LoggerHook(interval=1, writers=writers),
+        model=torch.nn.Linear(1, 1),
+        step=lambda model, batch: model(batch).mean(),
+        train_data=[torch.ones(1, 1)] * 3,
+        **validates | {"metrics": {"accuracy": Scores(0.75, 1.0, 1.25)}} | options,
     )
+    if every is not None:
+        made.bus.on("after_train_iter", every)
+    made.bus.on("after_train_iter", lambda event: event.run.report(loss=event.progress.iter + 1.0))
+    return made
 
 
-@pytest.fixture
-def logged() -> SimpleNamespace:
-    return SimpleNamespace(loop=loop)
+def write(writer: Writer, work_dir: Path, *lines: tuple[int, dict[str, Any]], close: bool = True) -> None:
+    """Open a writer for a run in a work dir, write a line of scalars at each step, and flush; they name their stage."""
+    writer.open(RunFacts("digits", work_dir))
+    for step, values in lines:
+        writer.write_scalars(values, step, Where(next(iter(values)).partition("/")[0], epoch=1, iter=step))
+    writer.flush()
+    if close:
+        writer.close()
 
 
 @pytest.fixture
@@ -61,3 +53,62 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     monkeypatch.setenv("DO_NOT_TRACK", "true")
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """Reads a folder with TensorBoard's own reader."""
+    names = pytest.importorskip("tensorboard.summary.writer.event_file_writer")
+    # Files of one second are read in the order of these numbers, as text: all shall have as many digits.
+    monkeypatch.setattr(names, "_global_uid", type(names._global_uid)(1000))
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+
+    def read(directory):
+        return accumulator.EventAccumulator(str(directory), size_guidance={accumulator.SCALARS: 0}).Reload()
+
+    return read
+
+
+@pytest.fixture(scope="module")
+def empty_store(tmp_path_factory):
+    """An empty store, which takes MLflow seconds to make."""
+    path = tmp_path_factory.mktemp("store") / "mlflow.db"
+    pytest.importorskip("mlflow").MlflowClient(tracking_uri=f"sqlite:///{path}").search_experiments()
+    return path
+
+
+@pytest.fixture
+def client(empty_store, tmp_path):
+    """Opens the store of a work dir, or one at an address, with MLflow's own client."""
+    mlflow = pytest.importorskip("mlflow")
+    shutil.copy(empty_store, tmp_path / "mlflow.db")
+
+    def connect(place):
+        uri = place if isinstance(place, str) else f"sqlite:///{place}/mlflow.db"
+        return mlflow.MlflowClient(tracking_uri=uri)
+
+    return connect
+
+
+NEEDS = {TensorBoardWriter: "tensorboard", WandbWriter: "wandb", MLflowWriter: "mlflow"}
+KEEPING = [
+    *(JSONLinesWriter, CSVWriter, TensorBoardWriter, WandbWriter),
+    pytest.param(MLflowWriter, marks=pytest.mark.filterwarnings("ignore")),
+]
+
+
+@pytest.fixture(params=KEEPING)
+def kept(request, offline):
+    """A writer's class, and a function that reads the values of a name in a work dir, with their steps."""
+    cls = request.param
+    if cls in NEEDS:
+        pytest.importorskip(NEEDS[cls])
+    if cls is WandbWriter:
+        return cls, lambda work_dir, name: [one for path in files(work_dir) for one in column(rows(path), name)]
+    if cls is TensorBoardWriter:
+        events = request.getfixturevalue("events")
+        return cls, lambda work_dir, name: scalars(events(work_dir / "tensorboard"), name)
+    if cls is MLflowWriter:
+        client = request.getfixturevalue("client")
+        return cls, lambda work_dir, name: history(client(work_dir), *runs(client(work_dir)), name)
+    return cls, text

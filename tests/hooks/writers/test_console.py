@@ -4,7 +4,8 @@ import math
 import pytest
 from rich.console import Console
 
-from hooks.writers import ConsoleWriter, Where
+from hooks import ConsoleWriter
+from hooks.writers import Where
 from hooks.writers.console import format_number
 
 SCALARS = {

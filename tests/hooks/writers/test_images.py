@@ -2,7 +2,6 @@ import math
 
 import numpy as np
 import pytest
-import structlog
 import torch
 
 from eventloop import Bus, Run
@@ -43,32 +42,23 @@ def test_images_have_their_stage_its_step_and_uint8_of_height_width_channels():
     assert (digits.shape, digits.dtype, digits.min()) == ((4, 5, 1), np.uint8, 255)
 
 
-def test_an_image_is_copied_when_reported():
-    album = Album()
-    image = torch.ones(1, 2, 2, requires_grad=True)
+def test_a_handler_gets_a_reported_image_which_is_copied():
+    album, image, heard = Album(), torch.ones(1, 2, 2, requires_grad=True), []
     bus = Bus(LoggerHook(writers=[album]))
+    bus.on("image_reported", lambda event: heard.append((event.name, event.progress.iter, event.image.shape)))
     with Run(bus, model=torch.nn.Linear(1, 1)) as run:
         for _ in run.epochs(1):
             for _ in run.train(range(1)):
                 run.report_image("noise", image)
                 with torch.no_grad():
                     image.zero_()
+    assert heard == [("noise", 0, (1, 2, 2))]
     assert album.images[0][2].min() == 255
 
 
-def test_a_handler_gets_reported_images():
-    heard = []
-    bus = Bus()
-    bus.on("image_reported", lambda event: heard.append((event.name, event.progress.iter, event.image.shape)))
-    with Run(bus, model=torch.nn.Linear(1, 1)) as run:
-        run.report_image("noise", torch.zeros(4, 5))
-    assert heard == [("noise", 0, (4, 5))]
-
-
-def test_a_missing_image_writer_is_warned_of_once(tmp_path):
-    with structlog.testing.capture_logs() as lines:
-        report(CSVWriter())
-    assert [line["image"] for line in lines if "none of the writers takes" in line["event"]] == ["noise"]
+def test_a_missing_image_writer_is_warned_of_once(tmp_path, logs):
+    report(CSVWriter())
+    assert [line["image"] for line in logs if "none of the writers takes" in line["event"]] == ["noise"]
 
 
 @pytest.mark.parametrize(
@@ -88,14 +78,11 @@ def test_an_invalid_image_is_an_error_when_reported(image, value):
         report(Album(), image=image)
 
 
-def test_channels_are_detected_first_or_last():
+def test_channels_are_detected_first_or_last_floats_are_scaled_and_clipped_and_nan_is_black():
     pixels = np.arange(2 * 4 * 3, dtype=np.uint8).reshape(2, 4, 3)
     assert np.array_equal(as_image(pixels), pixels)
     assert np.array_equal(as_image(np.moveaxis(pixels, -1, 0)), pixels)
     assert as_image(np.zeros((3, 7, 3))).shape == (7, 3, 3)
-
-
-def test_floats_are_scaled_and_clipped_and_nan_is_black():
     image = as_image(torch.tensor([[0.0, 0.5, 1.0], [-1.0, 2.0, math.nan]], dtype=torch.bfloat16))
     assert image[..., 0].tolist() == [[0, 128, 255], [0, 255, 0]]
     assert as_image(torch.tensor([[True, False]]))[..., 0].tolist() == [[255, 0]]

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from structlog.testing import capture_logs
 
-from hooks.writers import RunFacts, Where, Writer
+from hooks import Writer
+from hooks.writers import RunFacts, Where
 from hooks.writers.target import MOST_IMAGES, MOST_KEPT, Target
 
 WHERE = Where("train", epoch=1, iter=1)
@@ -67,89 +68,81 @@ def lost(target):
     return sum(entry["lost"] for entry in logs if entry["event"] == "a writer has lost data")
 
 
-def test_a_failed_call_is_repeated_without_reopening(writer, target):
+def test_a_failed_call_is_repeated_without_reopening(writer, target, logs):
     writer.fails = {2}
-    with capture_logs():
-        give(target, 1, 2, 3)
-        writer.fails.clear()
-        target.flush(durable=True)
+    give(target, 1, 2, 3)
+    writer.fails.clear()
+    target.flush(durable=True)
     assert writer.calls == [1, 2, 2, 3, "flush"]
     assert lost(target) == 0
 
 
-def test_a_text_that_the_writer_does_not_take_is_no_sign_that_it_works(writer, target):
+def test_a_text_that_the_writer_does_not_take_is_no_sign_that_it_works(writer, target, logs):
     writer.fails = {1}
-    with capture_logs():
-        give(target, 1)
-        target.give("write_text", "experiment", "digits", WHERE)
-        target.flush(durable=True)
-        writer.fails.clear()
-        target.flush(durable=True)
+    give(target, 1)
+    target.give("write_text", "experiment", "digits", WHERE)
+    target.flush(durable=True)
+    writer.fails.clear()
+    target.flush(durable=True)
     assert writer.calls[-2:] == [1, "flush"]
     assert lost(target) == 0
 
 
-def test_a_second_failure_reopens_the_writer_and_repeats_calls_since_the_last_flush(writer, target):
+def test_a_second_failure_reopens_the_writer_and_repeats_calls_since_the_last_flush(writer, target, logs):
     give(target, 1)
     target.flush()
     writer.fails = {3}
-    with capture_logs():
-        give(target, 2, 3)
-        target.flush(durable=True)
-        writer.fails.clear()
-        target.flush(durable=True)
+    give(target, 2, 3)
+    target.flush(durable=True)
+    writer.fails.clear()
+    target.flush(durable=True)
     assert writer.calls == [1, "flush", 2, 3, 3, "close", "open", 2, 3, "flush"]
 
 
-def test_the_configuration_that_a_reopened_writer_gets_again_is_no_lost_call(writer, target, monkeypatch):
+def test_the_configuration_that_a_reopened_writer_gets_again_is_no_lost_call(writer, target, monkeypatch, logs):
     monkeypatch.setattr("hooks.writers.target.MOST_KEPT", 3)
     writer.fails = {1, 2, 3, 4, 5}
-    with capture_logs():
-        give(target, 1, 2)
-        for _ in range(2):
-            target.flush(durable=True)
-        give(target, 3, 4, 5)
+    give(target, 1, 2)
+    for _ in range(2):
+        target.flush(durable=True)
+    give(target, 3, 4, 5)
     assert lost(target) == 5
 
 
-def test_a_failed_flush_reopens_the_writer_and_repeats_calls(writer, target):
+def test_a_failed_flush_reopens_the_writer_and_repeats_calls(writer, target, logs):
     give(target, 1)
     writer.fails = {"flush"}
-    with capture_logs():
-        target.flush()
-        writer.fails.clear()
-        target.flush(durable=True)
+    target.flush()
+    writer.fails.clear()
+    target.flush(durable=True)
     assert writer.calls == [1, "flush", "close", "open", 1, "flush"]
     assert lost(target) == 0
 
 
-def test_a_call_that_fails_before_one_that_succeeds_is_dropped_and_counted(writer, target):
+def test_a_call_that_fails_before_one_that_succeeds_is_dropped_and_counted(writer, target, logs):
     writer.fails = {2, 4}
-    with capture_logs():
-        give(target, 1, 2, 3, 4, 5)
-        target.flush(durable=True)
+    give(target, 1, 2, 3, 4, 5)
+    target.flush(durable=True)
     assert writer.calls == [1, 2, 2, 3, 4, 5, "flush"]
     assert lost(target) == 2
 
 
-def test_a_failing_writer_keeps_a_bounded_number_of_images(writer, target):
+def test_a_failing_writer_keeps_a_bounded_number_of_images(writer, target, logs):
     writer.fails = {1}
-    with capture_logs():
-        give(target, 1)
-        for _ in range(MOST_IMAGES + 3):
-            target.give("write_image", "train/noise", IMAGE, 1)
-        writer.fails.clear()
-        target.flush(durable=True)
+    give(target, 1)
+    for _ in range(MOST_IMAGES + 3):
+        target.give("write_image", "train/noise", IMAGE, 1)
+    writer.fails.clear()
+    target.flush(durable=True)
     assert writer.calls.count("image") == MOST_IMAGES
     assert lost(target) == 3
 
 
-def test_a_writer_that_cannot_be_opened_is_not_closed(writer):
+def test_a_writer_that_cannot_be_opened_is_not_closed(writer, logs):
     writer.fails = {"open"}
-    with capture_logs():
-        target = Target(writer, 1, RunFacts("digits"))
-        give(target, 1)
-        target.close(finished=True)
+    target = Target(writer, 1, RunFacts("digits"))
+    give(target, 1)
+    target.close(finished=True)
     assert set(writer.calls) == {"open"}
 
 
@@ -184,22 +177,18 @@ def calls(target):
     return recorded[recorded.index("flush") + 1 :]
 
 
-def test_a_writer_with_write_rows_gets_a_batch_by_one_call(row_target):
-    give_rows(row_target, 1, 2)
-    assert give_rows(row_target, 3) == [[1, 2], [3]]
+class Doubles(RowRecorder):
+    """Overrides write_scalars alone."""
+
+    def write_scalars(self, scalars, step, where):
+        super().write_scalars(scalars, 2 * step, where)
 
 
-def test_a_writer_without_write_rows_gets_single_rows(writer, target):
-    target.give_rows([({"train/loss": 0.5}, step, WHERE) for step in (1, 2)])
-    assert writer.calls == [1, 2]
-
-
-def test_a_subclass_that_overrides_write_scalars_alone_gets_every_row():
-    class Doubles(RowRecorder):
-        def write_scalars(self, scalars, step, where):
-            super().write_scalars(scalars, 2 * step, where)
-
-    assert give_rows(Target(Doubles(), 1, RunFacts("digits")), 1, 2) == [2, 4]
+@pytest.mark.parametrize(("kind", "written"), [(RowRecorder, [[1, 2], [3]]), (Recorder, [1, 2, 3]), (Doubles, [2, 4, 6])])
+def test_a_batch_comes_by_one_call_of_write_rows_or_row_by_row_to_write_scalars(kind, written):
+    target = Target(kind(), 1, RunFacts("digits"))
+    give_rows(target, 1, 2)
+    assert give_rows(target, 3) == written
 
 
 def test_write_rows_calls_write_scalars_by_default(writer):
@@ -207,34 +196,31 @@ def test_write_rows_calls_write_scalars_by_default(writer):
     assert writer.calls == [1, 2]
 
 
-def test_a_bad_row_of_a_batch_costs_one_row(row_target):
+def test_a_bad_row_of_a_batch_costs_one_row(row_target, logs):
     row_target._writer.fails = {2}  # type: ignore[attr-defined]
-    with capture_logs():
-        give_rows(row_target, 1, 2, 3)
-        row_target.flush(durable=True)
+    give_rows(row_target, 1, 2, 3)
+    row_target.flush(durable=True)
     assert calls(row_target) == [[1, 2, 3], 1, 2, 3, "flush"]
     assert lost(row_target) == 1
     assert give_rows(row_target, 4)[-1] == [4]
 
 
-def test_a_failed_flush_repeats_the_rows_of_batches(row_target):
+def test_a_failed_flush_repeats_the_rows_of_batches(row_target, logs):
     give_rows(row_target, 1, 2)
     row_target._writer.fails = {"flush"}  # type: ignore[attr-defined]
-    with capture_logs():
-        row_target.flush()
-        give_rows(row_target, 3)
-        row_target._writer.fails = set()  # type: ignore[attr-defined]
-        row_target.flush(durable=True)
+    row_target.flush()
+    give_rows(row_target, 3)
+    row_target._writer.fails = set()  # type: ignore[attr-defined]
+    row_target.flush(durable=True)
     assert calls(row_target) == [[1, 2], "flush", "close", "open", 1, 2, 3, "flush"]
     assert lost(row_target) == 0
 
 
-def test_a_failing_writer_keeps_a_bounded_number_of_rows(row_target):
+def test_a_failing_writer_keeps_a_bounded_number_of_rows(row_target, logs):
     row_target._writer.fails = {"flush", 0}  # type: ignore[attr-defined]
-    with capture_logs():
-        give_rows(row_target, 0, 1)
-        give_rows(row_target, *range(2, MOST_KEPT + 5))
-        row_target._writer.fails = set()  # type: ignore[attr-defined]
-        row_target.flush(durable=True)
+    give_rows(row_target, 0, 1)
+    give_rows(row_target, *range(2, MOST_KEPT + 5))
+    row_target._writer.fails = set()  # type: ignore[attr-defined]
+    row_target.flush(durable=True)
     assert calls(row_target)[1:-1] == list(range(5, MOST_KEPT + 5))
     assert lost(row_target) == 5
