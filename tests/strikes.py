@@ -9,16 +9,16 @@ def strikes_at(at: int, call: Callable[[], object], counts: Callable[[FrameType]
     """Raise KeyboardInterrupt at the n-th line, from 0, of the frames that count; False if a call has not so many."""
     lines = 0
 
-    def trace(frame, event, _):
+    def count(frame, event, _):
         nonlocal lines
-        if event == "line" and counts(frame):
+        if event == "line":
             lines += 1
             if lines > at:
                 raise KeyboardInterrupt  # which ends the tracing
-        return trace
+        return count
 
     before = sys.gettrace()
-    sys.settrace(trace)
+    sys.settrace(lambda frame, *_: count if counts(frame) else None)
     try:
         call()
     except KeyboardInterrupt:

@@ -8,7 +8,7 @@ import torch
 from structlog.testing import capture_logs
 
 from eventloop import ConfigurationError
-from hooks.autograd import AutogradAnomalyDetectHook, AutogradProfilerHook
+from hooks import AutogradAnomalyDetectHook, AutogradProfilerHook
 
 from ..failing import fails
 
@@ -50,10 +50,9 @@ def operations(file):
     return [event["name"] for event in events if "name" in event]
 
 
-def test_each_chosen_iteration_has_a_trace_with_forward_backward_and_step(job, tmp_path):
+def test_each_chosen_iteration_has_a_trace_with_forward_backward_and_step(job, tmp_path, logs):
     hook = AutogradProfilerHook(lambda event: 3 <= event.progress.iter < 5, "traces")
-    with capture_logs():
-        job.loop(hook, work_dir=tmp_path).run()
+    job.loop(hook, work_dir=tmp_path).run()
     files = sorted((tmp_path / "traces").iterdir())
     assert [file.name for file in files] == ["profiler-trace-iter4.json", "profiler-trace-iter5.json"]
     for file in files:
@@ -63,14 +62,10 @@ def test_each_chosen_iteration_has_a_trace_with_forward_backward_and_step(job, t
         assert any(name.startswith("Optimizer.step") for name in names)
 
 
-def test_the_work_dir_is_the_place_by_default(job, tmp_path):
-    with capture_logs():
-        job.loop(AutogradProfilerHook(lambda event: event.progress.iter == 0), work_dir=tmp_path).run()
+def test_the_work_dir_is_the_place_by_default_and_without_any_it_is_an_error_before_training(job, tmp_path, logs):
+    job.loop(AutogradProfilerHook(lambda event: event.progress.iter == 0), work_dir=tmp_path).run()
     assert (tmp_path / "profiler-trace-iter1.json").is_file()
-
-
-def test_without_any_place_it_is_an_error_before_training(job):
-    with pytest.raises(ConfigurationError, match="output_dir"), capture_logs():
+    with pytest.raises(ConfigurationError, match="output_dir"):
         job.loop(AutogradProfilerHook(lambda event: False)).run()
 
 
@@ -84,9 +79,3 @@ def test_an_iteration_that_fails_has_no_trace_and_the_next_run_can_profile(job, 
     with capture_logs():
         job.loop(hook, work_dir=tmp_path / "again", max_epochs=1).run()
     assert len(list((tmp_path / "again").iterdir())) == 4
-
-
-def test_use_cuda_without_cuda_is_an_error(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    with pytest.raises(ConfigurationError, match="use_cuda"):
-        AutogradProfilerHook(lambda event: True, use_cuda=True)

@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from structlog.testing import capture_logs
 
 from eventloop import CheckpointError, Hook
 from eventloop.checkpoint import load
-from hooks.checkpoint import CheckpointHook
+from hooks import CheckpointHook
 
 from .conftest import files
 
@@ -73,17 +72,15 @@ class Disk(Hook):
         self.failed.append(event)
 
 
-def train(job, tmp_path, disk, iterations=8, **options):
+def train(job, tmp_path, disk, *before, iterations=8, **options):
     hook = CheckpointHook(interval=1, by_epoch=False, **options)
-    job.loop(hook, disk, work_dir=tmp_path, max_iters=iterations, train_data=job.batches(2)).run()
-    return hook
+    job.loop(*before, hook, disk, work_dir=tmp_path, max_iters=iterations, train_data=job.batches(2)).run()
 
 
 @pytest.mark.parametrize("staging", ["block", "overlap"])
-def test_skip_drops_saves_due_during_a_write(job, tmp_path, monkeypatch, staging):
+def test_skip_drops_saves_due_during_a_write(job, tmp_path, monkeypatch, staging, logs):
     disk = Disk(monkeypatch, until=4)
-    with capture_logs() as logs:
-        train(job, tmp_path, disk, iterations=5, busy="skip", staging=staging)
+    train(job, tmp_path, disk, iterations=5, busy="skip", staging=staging)
     assert stems(disk.skipped) == [["iter_2"], ["iter_3"], ["iter_4"]]
     assert files(tmp_path) == {"iter_1", "iter_5"}
     assert disk.staged == ["iter_1", "iter_5"]
@@ -117,8 +114,7 @@ def test_a_skipped_save_evicts_no_file(job, tmp_path, monkeypatch, busy):
             if event.progress.iter == 6:
                 seen.append(files(tmp_path))
 
-    hook = CheckpointHook(interval=1, by_epoch=False, busy=busy, max_keep_ckpts=2)
-    job.loop(Looks(), hook, disk, work_dir=tmp_path, max_iters=8, train_data=job.batches(2)).run()
+    train(job, tmp_path, disk, Looks(), busy=busy, max_keep_ckpts=2)
     assert seen == [{"iter_1", "iter_2"}]
     assert files(tmp_path) == {"iter_3" if busy == "skip" else "iter_7", "iter_8"}
     assert (tmp_path / "last_checkpoint").read_text() == "iter_8.safetensors"
@@ -131,8 +127,7 @@ def test_the_last_save_of_a_training_is_never_skipped(job, tmp_path, monkeypatch
             disk.go.set()
 
     disk = Disk(monkeypatch, until=99)
-    hook = CheckpointHook(interval=1, by_epoch=False, busy=busy)
-    job.loop(Release(), hook, disk, work_dir=tmp_path, max_iters=4, train_data=job.batches(2)).run()
+    train(job, tmp_path, disk, Release(), iterations=4, busy=busy)
     assert files(tmp_path) == {"iter_1", "iter_4"}
     assert load(tmp_path / "iter_4.safetensors")["progress"]["iter"] == 4
 
@@ -171,7 +166,7 @@ def test_checkpoint_now_is_never_skipped(job, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("staging", ["block", "overlap"])
 @pytest.mark.parametrize("on_error", ["raise", "log"])
-def test_a_failed_save_is_loud_leaves_no_debris_and_ends_the_run_or_not(job, tmp_path, monkeypatch, staging, on_error):
+def test_a_failed_save_is_loud_leaves_no_debris_and_ends_the_run_or_not(job, tmp_path, monkeypatch, staging, on_error, logs):
     fsync, calls = os.fsync, []
 
     def full(descriptor):
@@ -184,9 +179,8 @@ def test_a_failed_save_is_loud_leaves_no_debris_and_ends_the_run_or_not(job, tmp
     monkeypatch.setattr(os, "fsync", full)
     hook = CheckpointHook(interval=1, by_epoch=False, staging=staging, on_error=on_error, max_keep_ckpts=9)
     loop = job.loop(hook, work_dir=tmp_path, max_iters=8)
-    with capture_logs() as logs:
-        with pytest.raises(CheckpointError, match="No space") if on_error == "raise" else nullcontext():
-            loop.run()
+    with pytest.raises(CheckpointError, match="No space") if on_error == "raise" else nullcontext():
+        loop.run()
     assert any(entry["event"] == "checkpoint not written" for entry in logs)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
     kept = files(tmp_path)

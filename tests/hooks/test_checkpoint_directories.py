@@ -19,26 +19,16 @@ from .conftest import files, scored
 # -------------------------------------------------------------------------------------------- several in one directory
 
 
-@pytest.mark.parametrize("order", [1, -1])
-def test_a_file_is_kept_while_one_of_several_hooks_keeps_it(job, tmp_path, order):
+@pytest.mark.parametrize(("order", "lengths"), [(1, [7]), (-1, [7]), (1, [3, 7])], ids=["one way", "the other", "resumed"])
+def test_a_file_is_kept_while_one_of_several_hooks_keeps_it(job, tmp_path, order, lengths):
     """The newest to go on from, and every second one for good."""
-    hooks = [
-        CheckpointHook(1, max_keep_ckpts=1, name="newest"),
-        CheckpointHook(2, max_keep_ckpts=2, save_last=False, name="for good"),
-    ][::order]
-    job.loop(*hooks, work_dir=tmp_path, max_epochs=7).run()
+    for max_epochs in lengths:
+        hooks = [
+            CheckpointHook(1, max_keep_ckpts=1, name="newest"),
+            CheckpointHook(2, max_keep_ckpts=2, save_last=False, name="for good"),
+        ][::order]
+        job.loop(*hooks, work_dir=tmp_path, max_epochs=max_epochs).run(resume="auto")
     assert files(tmp_path) == {"epoch_4", "epoch_6", "epoch_7"}
-
-
-def test_a_shared_file_is_kept_after_a_resume(job, tmp_path):
-    def run(max_epochs, resume=None):
-        newest = CheckpointHook(1, max_keep_ckpts=1, name="newest")
-        for_good = CheckpointHook(2, save_last=False, name="for good")
-        job.loop(newest, for_good, work_dir=tmp_path, max_epochs=max_epochs).run(resume=resume)
-
-    run(3)
-    run(5, resume="auto")
-    assert files(tmp_path) == {"epoch_2", "epoch_4", "epoch_5"}
 
 
 def test_the_best_of_two_hooks_is_removed_once_neither_keeps_it(job, tmp_path):
@@ -102,18 +92,13 @@ def test_the_directory_is_not_listed_without_sharded_models(job, tmp_path, monke
 # --------------------------------------------------------------------------------------------------- from where it goes on
 
 
-def test_a_finished_run_resumed_from_elsewhere_saves_a_checkpoint(job, tmp_path):
+def test_a_finished_run_saves_a_checkpoint_if_it_is_resumed_from_elsewhere_and_none_in_place(job, tmp_path):
     job.loop(CheckpointHook(1), work_dir=tmp_path / "a").run()
     hook = CheckpointHook(published_keys="state_dict")
     job.loop(hook, work_dir=tmp_path / "b").run(resume=tmp_path / "a" / "epoch_2.safetensors")
-    assert {name.partition("-")[0] for name in files(tmp_path / "b")} == {"epoch_2"}
-    assert len(files(tmp_path / "b")) == 2
-
-
-def test_a_finished_run_resumed_in_place_saves_nothing(job, tmp_path):
-    job.loop(CheckpointHook(1), work_dir=tmp_path).run()
+    assert [name.partition("-")[0] for name in files(tmp_path / "b")] == ["epoch_2", "epoch_2"]
     committed: list[Any] = []
-    loop = job.loop(CheckpointHook(1), work_dir=tmp_path)
+    loop = job.loop(CheckpointHook(1), work_dir=tmp_path / "a")
     loop.bus.on("checkpoint_committed", committed.append)
     loop.run(resume="auto")
     assert committed == []

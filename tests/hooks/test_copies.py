@@ -8,15 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-import hooks  # noqa: F401 - registers them
-from eventloop import Bus, Hook, TrainLoop
+from eventloop import Hook
 from eventloop.bus import GuestHook
 from eventloop.config import registered
-from hooks import EMAHook, ExponentialMovingAverage, LoggerHook
-from hooks.writers import JSONLinesWriter, Writer
+from hooks import EMAHook, ExponentialMovingAverage, JSONLinesWriter, LoggerHook, Writer
 
+from .conftest import batches, make_loop
 from .test_options import GIVEN
-from .writers.test_base import NEEDS
+from .writers.conftest import NEEDS
 
 
 def catalogue():
@@ -40,18 +39,8 @@ def copies(one):
 
 
 def train(folder, *used):
-    model = nn.Linear(2, 1)
-    bus = Bus(*(LoggerHook(1, writers=[one]) if isinstance(one, Writer) else one for one in used))
-    loop = TrainLoop(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        step=lambda model, batch: model(batch).square().mean(),
-        train_data=[torch.ones(2, 2)] * 2,
-        max_epochs=1,
-        bus=bus,
-        work_dir=folder,
-    )
-    loop.run()
+    added = (LoggerHook(1, writers=[one]) if isinstance(one, Writer) else one for one in used)
+    make_loop(*added, train_data=batches(2), max_epochs=1, work_dir=folder).run()
 
 
 @pytest.mark.parametrize("kind", catalogue())

@@ -48,14 +48,8 @@ def test_defaults_and_priorities_are_mmengines(module, name):
         assert Priority.parse(ours.priority) == Priority.parse(theirs.priority)
 
 
-@pytest.mark.parametrize(("name", "priority"), [("OptimizerHook", 30), ("Fp16OptimizerHook", 30), ("CheckInvalidLossHook", 50)])
-def test_priorities_of_our_own(name, priority):
-    assert Priority.parse(getattr(hooks, name).priority) == priority
-
-
-def test_the_logger_copies_at_least_the_files_that_mmengines_does():
-    assert {".json", ".log", ".py", "yaml"} <= set(defaults(hooks.LoggerHook)["out_suffix"])
-
-
-def test_as_a_default_hook_checkpoints_are_saved_every_epoch():
+def test_priorities_of_our_own_files_that_the_logger_copies_and_checkpoints_of_every_epoch_by_default():
+    kinds = hooks.OptimizerHook, hooks.Fp16OptimizerHook, hooks.CheckInvalidLossHook
+    assert [Priority.parse(kind.priority) for kind in kinds] == [30, 30, 50]
+    assert {".json", ".log", ".py", "yaml"} <= set(defaults(hooks.LoggerHook)["out_suffix"])  # MMEngine's, and more
     assert DEFAULT_HOOKS["checkpoint"] == {"type": "CheckpointHook", "interval": 1}

@@ -6,8 +6,7 @@ from structlog.testing import capture_logs
 
 from eventloop import TrainingError
 from eventloop.checkpoint import load
-from hooks.checkpoint import CheckpointHook
-from hooks.early_stopping import EarlyStoppingHook
+from hooks import CheckpointHook, EarlyStoppingHook
 
 NAN, INF = float("nan"), float("inf")
 
@@ -83,44 +82,31 @@ def test_the_wait_count_is_in_the_checkpoint(job, tmp_path, point, waited):
     assert job.same(job.weights(second.model), job.weights(straight.model))
 
 
-def test_a_stopped_training_remains_stopped_after_resuming(job, tmp_path):
-    saver = CheckpointHook(1)
-    first = training(job, EarlyStoppingHook("accuracy", patience=2), [0.5] * 9, saver, work_dir=tmp_path)
+@pytest.mark.parametrize(("patience", "epochs"), [(2, 3), (4, 5)])
+def test_a_stopped_training_remains_stopped_after_resuming_unless_with_more_patience(job, tmp_path, patience, epochs):
+    first = training(job, EarlyStoppingHook("accuracy", patience=2), [0.5] * 9, CheckpointHook(1), work_dir=tmp_path)
     first.run()
+    assert first.counters.epoch == 3
     final = load(tmp_path / (tmp_path / "last_checkpoint").read_text().strip())
-    again = training(job, EarlyStoppingHook("accuracy", patience=2), [0.5] * 9, CheckpointHook(1), work_dir=tmp_path)
+    again = training(job, EarlyStoppingHook("accuracy", patience=patience), [0.5] * 9, CheckpointHook(1), work_dir=tmp_path)
     again.run(resume="auto")
-    assert again.counters.epoch == first.counters.epoch == 3
-    assert torch.equal(final["state_dict"]["0.weight"], again.model.state_dict()["0.weight"])
+    assert again.counters.epoch == epochs
+    assert torch.equal(final["state_dict"]["0.weight"], again.model.state_dict()["0.weight"]) is (epochs == 3)
 
 
-def test_resuming_with_more_patience_continues(job, tmp_path):
-    training(job, EarlyStoppingHook("accuracy", patience=2), [0.5] * 9, CheckpointHook(), work_dir=tmp_path).run()
-    more = training(job, EarlyStoppingHook("accuracy", patience=4), [0.5] * 9, CheckpointHook(), work_dir=tmp_path)
-    more.run(resume="auto")
-    assert more.counters.epoch == 5
-
-
-def test_a_new_training_resets_the_hook(job):
+def test_a_new_training_resets_the_hook_and_validations_outside_of_one_do_not_count(job):
     hook = EarlyStoppingHook("accuracy", patience=2)
-    for _ in range(2):
-        loop = training(job, hook, [0.5] * 9)
+    for max_epochs, ends in ((9, 3), (9, 3), (2, 2)):
+        loop = training(job, hook, [0.5] * 9, max_epochs=max_epochs)
         loop.run()
-        assert loop.counters.epoch == 3
-
-
-def test_validations_outside_of_a_training_do_not_count(job):
-    hook = EarlyStoppingHook("accuracy", patience=2)
-    loop = training(job, hook, [0.5] * 9, max_epochs=2)
-    loop.run()
+        assert loop.counters.epoch == ends
     loop.val()
     assert hook.wait_count == 1
 
 
-def test_without_strict_a_missing_metric_is_a_warning(job):
+def test_without_strict_a_missing_metric_is_a_warning(job, logs):
     loop = training(job, EarlyStoppingHook("accuracy", patience=1, strict=False), [0.5] * 2, metric="acc_of_it")
-    with capture_logs() as logs:
-        loop.run()
+    loop.run()
     assert loop.counters.epoch == 2
     warnings = [entry["event"] for entry in logs if entry["log_level"] == "warning"]
     assert len(warnings) == 2

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from eventloop import ConfigurationError
-from hooks.empty_cache import EmptyCacheHook
+from hooks import EmptyCacheHook
 
 
 @pytest.fixture
@@ -49,8 +48,3 @@ def test_nothing_happens_without_an_accelerator(job, monkeypatch):
     loop = job.loop(EmptyCacheHook(True, True, True))
     loop.run()
     assert loop.counters.epoch == loop.max_epochs
-
-
-def test_a_hook_that_never_empties_it_is_an_error():
-    with pytest.raises(ConfigurationError, match="after_epoch"):
-        EmptyCacheHook(after_epoch=False)

@@ -6,9 +6,7 @@ from structlog.testing import capture_logs
 from torch import nn
 
 from eventloop import ConfigurationError
-from hooks.checkpoint import CheckpointHook
-from hooks.ema import EMAEpochHook, EMAHook, EMAIterHook
-from hooks.optimizer import OptimizerHook
+from hooks import CheckpointHook, EMAEpochHook, EMAHook, EMAIterHook, OptimizerHook
 
 
 class Averaging(nn.Module):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from eventloop import Bus, TrainLoop
+from eventloop import Bus
 from hooks import (
     CheckInvalidLossHook,
     CheckpointHook,
@@ -20,6 +20,8 @@ from hooks import (
     ParamSchedulerHook,
     RuntimeInfoHook,
 )
+
+from .conftest import make_loop
 
 ROOT = Path(__file__).parents[2]
 OURS = (str(ROOT / "eventloop"), str(ROOT / "hooks"))
@@ -64,7 +66,7 @@ def test_logging_every_iteration_does_not_synchronise_with_the_device(asked, tmp
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-    bus = Bus(
+    hooks = (
         OptimizerHook(grad_clip={"max_norm": 1.0}),
         RuntimeInfoHook(),
         IterTimerHook(),
@@ -74,7 +76,7 @@ def test_logging_every_iteration_does_not_synchronise_with_the_device(asked, tmp
         ParamSchedulerHook(schedule, by="iter"),
         CheckpointHook(interval=1),
     )
-    TrainLoop(model, optimizer, step=step, train_data=DATA, bus=bus, max_epochs=2, work_dir=tmp_path).run()
+    make_loop(*hooks, model=model, optimizer=optimizer, step=step, train_data=DATA, work_dir=tmp_path).run()
     assert asked == []
     assert len((tmp_path / "scalars.jsonl").read_text().splitlines()) == 10
 
@@ -86,8 +88,6 @@ def test_a_synchronisation_is_detected(asked):
     exec(code, names)  # noqa: S102 - a handler that pretends to be one of ours
     bus = Bus()
     bus.on("after_train_iter", names["ask"])
-    model = torch.nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    TrainLoop(model, optimizer, step=step, train_data=DATA, bus=bus, max_epochs=1).run()
+    make_loop(bus=bus, model=torch.nn.Linear(3, 1), step=step, train_data=DATA, max_epochs=1).run()
     assert len(asked) == len(DATA)
     assert asked[0].endswith("bad.py:2")

@@ -1,28 +1,44 @@
-"""Options of every hook, writer and average: a value of the wrong type or out of bounds is an error when the object is made."""
+"""Options of every hook, writer and average that cannot work are errors when the object is made."""
 
 import inspect
 import re
+import signal
 import typing
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 
-import hooks  # noqa: F401 - registers them
 from eventloop import ConfigurationError
 from eventloop.annotations import Signature, members
 from eventloop.bus import GuestHook
 from eventloop.config import registered
+from hooks import (
+    AutogradProfilerHook,
+    CheckInvalidLossHook,
+    CheckpointHook,
+    ConsoleWriter,
+    EMAHook,
+    EmptyCacheHook,
+    EvaluateHook,
+    Fp16OptimizerHook,
+    JSONLinesWriter,
+    LoggerHook,
+    MomentumAnnealingEMA,
+    OptimizerHook,
+    ParamSchedulerHook,
+    PreemptionHook,
+    ProfilerHook,
+)
+from hooks.smoothing import Smoother
 
-GIVEN = {
-    "enable_predicate": lambda event: False,
-    "function": dict,
-    "model": nn.Linear(1, 1),
-    "monitor": "loss",
-    "period": 1,
-}
+GIVEN = {"enable_predicate": lambda event: False, "function": dict, "model": nn.Linear(1, 1), "monitor": "loss", "period": 1}
 """Options without a default."""
+AMBIGUOUS = ("val/topk_loss", "accumulated_loss", "auc_loss", "LossAcc")
+"""Names of metrics that speak for more and for less."""
 
 
 def catalogue() -> Iterator[Any]:
@@ -62,3 +78,102 @@ def test_options_that_their_annotation_refuses_are_errors(kind, option, value):
     required = [one.name for one in inspect.signature(kind).parameters.values() if one.default is one.empty]
     with pytest.raises(ConfigurationError, match=re.escape(f"{option}={value!r}")):
         kind(**{name: GIVEN[name] for name in required if name in GIVEN} | {option: value})
+
+
+SGD = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+WRONG: dict[Any, list[tuple[dict[str, Any], str]]] = {
+    AutogradProfilerHook: [({"enable_predicate": len, "use_cuda": True}, "use_cuda")],  # without CUDA
+    CheckInvalidLossHook: [({"keys": []}, "keys"), ({"keys": [1]}, "keys")],
+    CheckpointHook: [
+        ({"interval": 0}, "interval"),
+        ({"max_keep_ckpts": 0}, "max_keep_ckpts"),
+        ({"rule": "more"}, "rule"),
+        ({"save_best": "speed"}, "speed"),
+        ({"save_best": ["auto", "acc"]}, "auto"),
+        ({"save_best": []}, "save_best"),
+        ({"save_best": {"acc": "less"}}, r"save_best={'acc': 'less'}.*rule="),
+        ({"save_best": ["acc", "loss"], "rule": ["greater", "less", "less"]}, "rule=.*'loss'"),
+        ({"save_best": ["acc", "loss"], "rule": ["greater", "more"]}, "rule=.*more"),
+        *(({"save_best": name}, f"{name}.*'loss'.*rule=") for name in AMBIGUOUS),
+        ({"filename_tmpl": "epoch.safetensors"}, "filename_tmpl"),
+        ({"filename_tmpl": "epoch_{}.pth"}, "safetensors"),
+        ({"filename_tmpl": "a/{}.safetensors"}, "filename_tmpl"),
+        ({"published_keys": []}, "published_keys"),
+        ({"out_dir": "nowhere://bucket"}, "nowhere://bucket"),
+    ],
+    EMAHook: [
+        ({"begin_iter": 3, "begin_epoch": 2}, "begin_iter"),
+        ({"ema_type": MomentumAnnealingEMA, "gamma": 0}, "gamma"),  # an option of the average
+        ({"ema_type": "EMA"}, "ema_type"),
+        ({"gamma": 3}, "gamma"),
+        ({"momentun": 0.1}, "momentun=.*momentum="),
+        ({"zeta": 0.999}, "zeta=.*ema_type, .*, momentum, interval"),
+    ],
+    EmptyCacheHook: [({"after_epoch": False}, "after_epoch")],
+    EvaluateHook: [({"period": 1, "function": dict, "monitor": "speed"}, "'speed'")],
+    Fp16OptimizerHook: [({"grad_scaler_config": {name: 0.5}}, "scaler") for name in ("scale", "growth_factor")],
+    LoggerHook: [
+        ({"keep_local": False}, "out_dir="),
+        ({"out_suffix": [1]}, "out_suffix="),
+        ({"writers": ["console"]}, r"'console'.* ConsoleWriter\(\)$"),
+        ({"writers": [JSONLinesWriter]}, r"JSONLinesWriter.* JSONLinesWriter\(\)$"),
+        ({"writers": [print]}, "<built-in function print>.* hooks.writers.Writer"),
+        ({"writers": ConsoleWriter()}, r"ConsoleWriter.*\[ConsoleWriter\(\), "),
+        ({"writers": "tensorboard"}, r"writers='tensorboard'.* TensorBoardWriter\(\)\]"),
+    ],
+    OptimizerHook: [
+        ({"scaler": {"init_scale": 8.0}}, "scaler"),
+        ({"amp": "bf16", "scaler": {"init_scale": 8.0}}, "scaler"),
+        ({"amp": "fp16", "scaler": 8.0}, "scaler"),
+    ],
+    ParamSchedulerHook: [
+        ({"scheduler": ExponentialLR(SGD, 0.5), "by": "metric"}, "monitor"),
+        ({"scheduler": ExponentialLR(SGD, 0.5), "by": "iter", "monitor": "loss"}, "monitor"),
+        ({"scheduler": ExponentialLR(SGD, 0.5), "by": "metric", "monitor": "loss"}, 'by="iter"'),
+        ({"scheduler": dict.fromkeys("ab", ExponentialLR(SGD, 0.5)), "by": "epoch"}, "twice"),
+        ({"scheduler": ReduceLROnPlateau(SGD), "by": "epoch"}, 'by="metric"'),
+        ({"scheduler": StepLR, "by": "epoch"}, r"scheduler=StepLR.* StepLR\(optimizer"),
+        ({"scheduler": 0.1, "by": "iter"}, "step"),
+        ({"scheduler": SGD, "by": "epoch"}, "'SGD'"),
+        ({"scheduler": [ExponentialLR(SGD, 0.5), ExponentialLR(SGD, 0.5)], "by": "iter"}, "mapping"),
+        ({"scheduler": [], "by": "iter"}, r"\[\]"),
+    ],
+    PreemptionHook: [
+        *(({"signals": one}, "signals=") for one in ((), signal.SIGTERM, ("SIGTREM",), (4711,))),
+        ({"signals": (signal.SIGKILL,)}, "SIGKILL"),
+    ],
+    ProfilerHook: [
+        ({"activities": []}, "activities"),
+        ({"activities": ["gpu"]}, "activities.*'cpu'"),
+        ({"activities": "cpu", "activity_with_cpu": True}, "activity_with_cpu"),
+        ({"activity_with_cpu": False}, r"activities=\[\].*'cpu'"),
+        ({"schedule": {"wait": 1}}, "schedule.*warmup"),
+        ({"schedule": {"wait": 0, "warmup": 0, "active": 0}}, "schedule"),
+        ({"on_trace_ready": {"type": "table"}}, "log_trace.*tb_trace"),
+        ({"on_trace_ready": {"type": "log_trace", "rows": 3}}, "'rows'.*row_limit"),
+        ({"on_trace_ready": {"type": "log_trace", "sort_by": "speed"}}, "sort_by"),
+        ({"on_trace_ready": {"type": "tb_trace", "directory": "x"}}, "'directory'.*dir_name"),
+        ({"json_trace_path": "trace.txt"}, "json_trace_path"),
+        ({"json_trace_path": "t.json", "on_trace_ready": {"type": "tb_trace"}}, "dir_name"),
+    ],
+    Smoother: [  # of LoggerHook
+        ({"mean_pattern": "("}, "mean_pattern="),
+        ({"custom_cfg": [{"log_name": "x"}]}, "data_src"),
+        ({"custom_cfg": [{"data_src": "loss", "method": "max"}]}, "method_name"),
+        ({"custom_cfg": [{"data_src": "loss", "method_name": "median"}]}, "median"),
+        ({"custom_cfg": [{"data_src": "loss", "window_size": "week"}]}, "week"),
+        ({"custom_cfg": [{"data_src": "loss"}, {"data_src": "loss"}]}, "log_name"),
+    ],
+}
+
+
+@pytest.mark.parametrize(("kind", "options", "match"), [(kind, *one) for kind, some in WRONG.items() for one in some])
+def test_options_of_the_right_type_that_cannot_work_are_errors(kind, options, match, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    with pytest.raises(ConfigurationError, match=match):
+        kind(**options)
+
+
+@pytest.mark.parametrize("metric", AMBIGUOUS)
+def test_an_ambiguous_metric_is_accepted_with_a_rule(metric):
+    CheckpointHook(save_best=metric, rule="less")

@@ -75,15 +75,6 @@ def start(tmp_path_factory):
     return functools.partial(Child, tmp_path_factory.mktemp("process"))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """As in the script: with another number of threads, torch's kernels round differently."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def uninterrupted():
     """Weights of the job, trained without a stop."""
@@ -344,9 +335,3 @@ def test_a_run_on_another_thread_is_an_error_with_advice(job):
     assert "main thread" in errors[0]
     assert "'trainer'" in errors[0]
     assert "loop.stop()" in errors[0]
-
-
-@pytest.mark.parametrize("signals", [(), signal.SIGTERM, ("SIGTREM",), (4711,), (signal.SIGKILL,)])
-def test_signals_that_cannot_work_are_errors(signals):
-    with pytest.raises(ConfigurationError, match="SIGKILL" if signals == (signal.SIGKILL,) else "signals="):
-        PreemptionHook(signals)

@@ -4,7 +4,6 @@ import threading
 
 import msgspec
 import pytest
-from structlog.testing import capture_logs
 
 from eventloop import Bus, Run
 from eventloop.observe import RunFolder, environment
@@ -12,11 +11,21 @@ from eventloop.observe.environment import Process
 from hooks import CheckpointHook, RunRecordHook, run_record
 
 from ..failing import fails
-from .conftest import batches, make_loop, small_model
+from .conftest import batches, make_loop, own_loop, small_model
+
+
+def record(folder, *kinds):
+    """The lines of some kinds."""
+    return [line for line in RunFolder(folder).record() if line["kind"] in kinds]
 
 
 def kinds(folder):
     return [line["kind"] for line in RunFolder(folder).record()]
+
+
+def session(folder):
+    (one,) = RunFolder(folder).manifest().sessions
+    return one
 
 
 def test_a_checkpoint_that_is_durable_only_after_the_end_of_the_run_has_its_line(tmp_path, monkeypatch):
@@ -33,26 +42,20 @@ def test_a_checkpoint_that_is_durable_only_after_the_end_of_the_run_has_its_line
     assert kinds(tmp_path)[-2:] == ["end", "checkpoint"]
 
 
-def test_a_test_after_the_training_is_in_the_same_record(tmp_path):
-    loop = make_loop(RunRecordHook(), work_dir=tmp_path, test_data=batches(1))
+@pytest.mark.parametrize("costs", [["costs"], []])
+def test_the_record_has_each_end_after_the_last_costs_if_they_are_measured_and_a_test_after_the_training(tmp_path, costs):
+    loop = make_loop(RunRecordHook(costs=bool(costs)), work_dir=tmp_path, test_data=batches(1))
     loop.run()
+    assert kinds(tmp_path) == [*costs, "end"]
     loop.test()
     assert [kind for kind in kinds(tmp_path) if kind != "costs"] == ["end", "test", "end"]
-    [session] = RunFolder(tmp_path).manifest().sessions
-    assert (session.state, session.stages) == ("finished", ["train", "test"])
-
-
-@pytest.mark.parametrize("costs", [True, False])
-def test_the_last_costs_come_before_the_end_if_they_are_measured(tmp_path, costs):
-    make_loop(RunRecordHook(costs=costs), work_dir=tmp_path).run()
-    assert kinds(tmp_path) == (["costs"] if costs else []) + ["end"]
+    assert (session(tmp_path).state, session(tmp_path).stages) == ("finished", ["train", "test"])
 
 
 def test_checkpoints_and_validations_count_finished_epochs_and_iterations(tmp_path):
     hooks = CheckpointHook(interval=1), RunRecordHook()
     make_loop(*hooks, work_dir=tmp_path, val_data=batches(1), val_step=lambda model, batch: {}).run()
-    lines = [line for line in RunFolder(tmp_path).record() if line["kind"] in ("checkpoint", "validation")]
-    places = {(line["kind"], line["epoch"], line["iter"]) for line in lines}
+    places = {(line["kind"], line["epoch"], line["iter"]) for line in record(tmp_path, "checkpoint", "validation")}
     assert places == {(kind, epoch, 4 * epoch) for kind in ("checkpoint", "validation") for epoch in (1, 2)}
 
 
@@ -60,10 +63,9 @@ def test_the_save_of_a_stop_has_the_place_that_its_file_has_and_the_session_the_
     loop = make_loop(CheckpointHook(), RunRecordHook(), work_dir=tmp_path)
     loop.bus.on("after_train_iter", lambda event: event.run.stop("enough"), every=2)
     loop.run()
-    [line] = [line for line in RunFolder(tmp_path).record() if line["kind"] == "checkpoint"]
+    [line] = record(tmp_path, "checkpoint")
     assert (line["epoch"], line["iter"], line["names"]) == (0, 2, [str(tmp_path / "iter_2.safetensors")])
-    [session] = RunFolder(tmp_path).manifest().sessions
-    assert (session.state, session.reason) == ("stopped", "enough")
+    assert (session(tmp_path).state, session(tmp_path).reason) == ("stopped", "enough")
 
 
 def test_a_resumed_run_has_two_sessions_and_a_line_with_the_place_of_the_checkpoint(tmp_path, monkeypatch):
@@ -76,7 +78,7 @@ def test_a_resumed_run_has_two_sessions_and_a_line_with_the_place_of_the_checkpo
     first, second = RunFolder(tmp_path).manifest().sessions
     assert (first.epoch, first.state, second.epoch, second.state) == (3, "finished", 4, "finished")
     assert second.resumed_from.endswith("epoch_2.safetensors")
-    [line] = [line for line in RunFolder(tmp_path).record() if line["kind"] == "resume"]
+    [line] = record(tmp_path, "resume")
     assert (line["epoch"], line["iter"], line["path"]) == (2, 8, second.resumed_from)
 
 
@@ -86,8 +88,8 @@ def test_a_test_of_an_earlier_checkpoint_resumes_nothing(tmp_path):
         for _ in run.test(batches(1)):
             pass
     assert "resume" not in kinds(tmp_path)
-    [session] = RunFolder(tmp_path).manifest().sessions
-    assert (session.epoch, session.iter, session.resumed_from) == (2, 8, "")
+    one = session(tmp_path)
+    assert (one.epoch, one.iter, one.resumed_from) == (2, 8, "")
 
 
 @pytest.mark.parametrize(
@@ -95,24 +97,20 @@ def test_a_test_of_an_earlier_checkpoint_resumes_nothing(tmp_path):
 )
 def test_a_run_that_ends_by_an_exception_says_so(tmp_path, raised, state):
     loop = make_loop(RunRecordHook(), work_dir=tmp_path)
-
     loop.bus.on("after_train_iter", fails(raised))
     with pytest.raises(type(raised)):
         loop.run()
-    [session] = RunFolder(tmp_path).manifest().sessions
-    assert session.state == state
-    assert str(raised) in session.reason
-    assert session.ended is not None
+    one = session(tmp_path)
+    assert (one.state, str(raised) in one.reason, one.ended is not None) == (state, True, True)
 
 
 @pytest.mark.parametrize(
     "content", [b"{", b'{"name": "", "config": %s}' % (b"[" * 5_000 + b"]" * 5_000), None], ids=["cut", "deep", "folder"]
 )
-def test_an_unreadable_run_json_is_kept_under_a_free_name_and_recording_goes_on(tmp_path, content):
+def test_an_unreadable_run_json_is_kept_under_a_free_name_and_recording_goes_on(tmp_path, content, logs):
     (tmp_path / "run.json.old").write_text("an earlier one")
     (tmp_path / "run.json").mkdir() if content is None else (tmp_path / "run.json").write_bytes(content)
-    with capture_logs() as logs:
-        make_loop(RunRecordHook(), work_dir=tmp_path).run(resume="auto")
+    make_loop(RunRecordHook(), work_dir=tmp_path).run(resume="auto")
     kept = tmp_path / "run.json.old-2"
     assert kept.is_dir() if content is None else kept.read_bytes() == content
     assert (tmp_path / "run.json.old").read_text() == "an earlier one"
@@ -120,20 +118,18 @@ def test_an_unreadable_run_json_is_kept_under_a_free_name_and_recording_goes_on(
     assert [line["file"] for line in logs if line["log_level"] == "warning"] == [str(kept)]
 
 
-def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch, logs):
     monkeypatch.setattr("hooks.run_record.observe.write_manifest", fails(OSError(errno.ENOSPC, "full")))
     loop, epochs = make_loop(RunRecordHook(), work_dir=tmp_path), []
     loop.bus.on("after_train_epoch", lambda event: epochs.append(event.progress.epoch))
-    with capture_logs() as logs:
-        loop.run()
+    loop.run()
     assert epochs == [0, 1]
     assert sum(line["log_level"] == "error" for line in logs) == 1  # not for every event
 
 
-def test_without_a_work_dir_nothing_is_written_which_is_told(tmp_path, monkeypatch):
+def test_without_a_work_dir_nothing_is_written_which_is_told(tmp_path, monkeypatch, logs):
     monkeypatch.chdir(tmp_path)
-    with capture_logs() as logs:
-        make_loop(RunRecordHook()).run()
+    make_loop(RunRecordHook()).run()
     assert list(tmp_path.iterdir()) == []
     assert sum("RunRecordHook writes nothing" in line["event"] for line in logs) == 1
 
@@ -143,11 +139,7 @@ def test_only_the_first_rank_writes():
 
 
 def test_a_loop_of_ones_own_leaves_the_same(tmp_path):
-    bus = Bus(RunRecordHook())
-    with Run(bus, model=small_model(), work_dir=tmp_path, name="by hand", config={"lr": 0.1}) as run:
-        for _ in run.epochs(2):
-            for _ in run.train(batches()):
-                pass
+    own_loop(Bus(RunRecordHook()), small_model(), work_dir=tmp_path, name="by hand", config={"lr": 0.1})
     facts = RunFolder(tmp_path).manifest()
     assert (facts.name, facts.config) == ("by hand", {"lr": 0.1})
-    assert (facts.sessions[0].state, facts.sessions[0].epoch) == ("finished", 2)
+    assert (session(tmp_path).state, session(tmp_path).epoch) == ("finished", 1)

@@ -3,8 +3,8 @@ from functools import partial
 import pytest
 import torch
 
-from eventloop import Bus, Run, TrainLoop
-from hooks.runtime_info import RuntimeInfoHook
+from eventloop import Bus, Run
+from hooks import RuntimeInfoHook
 
 from . import conftest
 
@@ -62,6 +62,12 @@ def test_only_scalars_are_kept_and_unchanged(bus):
     assert found == [0.5] * 6
 
 
+def rates_of(bus):
+    found = []
+    bus.on("after_train_iter", lambda event: found.append({k: v for k, v in event.outputs.items() if "lr" in k}), priority=90)
+    return found
+
+
 def test_parameter_groups_have_separate_learning_rates(bus):
     model = torch.nn.Linear(3, 2)
     groups = [
@@ -70,20 +76,16 @@ def test_parameter_groups_have_separate_learning_rates(bus):
         {"params": [torch.nn.Parameter(torch.ones(1))]},
         {"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.02, "name": "head"},
     ]
-    found = []
-    bus.on("after_train_iter", lambda event: found.append({k: v for k, v in event.outputs.items() if "lr" in k}), priority=90)
-    TrainLoop(model, torch.optim.SGD(groups, lr=0.1), step=step, train_data=DATA, max_iters=1, bus=bus).run()
+    found = rates_of(bus)
+    make_loop(bus=bus, model=model, optimizer=torch.optim.SGD(groups, lr=0.1), max_iters=1).run()
     assert found == [{"lr": 0.1, "lr/group1": 0.01, "lr/head": 0.02}]
 
 
 def test_several_optimizers_give_the_rates_their_names(bus):
     models = {"net": torch.nn.Linear(3, 1), "critic": torch.nn.Linear(3, 1)}
-    optimizers = {
-        name: torch.optim.SGD(model.parameters(), lr=rate)
-        for (name, model), rate in zip(models.items(), (0.1, 0.2), strict=True)
-    }
-    found = []
-    bus.on("after_train_iter", lambda event: found.append({k: v for k, v in event.outputs.items() if "lr" in k}), priority=90)
+    rates = {"net": 0.1, "critic": 0.2}
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=rates[name]) for name, model in models.items()}
+    found = rates_of(bus)
     with Run(bus, model=models, optimizer=optimizers) as run:
         for _ in run.epochs(max_iters=1):
             for _ in run.train(DATA, endless=True):

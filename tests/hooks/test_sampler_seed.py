@@ -7,8 +7,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
 from eventloop import Hook
-from hooks.checkpoint import CheckpointHook
-from hooks.distributed import DistSamplerSeedHook
+from hooks import CheckpointHook, DistSamplerSeedHook
 
 ROWS = 8
 DATASET = TensorDataset(torch.arange(float(ROWS))[:, None].repeat(1, 3), torch.zeros(ROWS, dtype=torch.int64))

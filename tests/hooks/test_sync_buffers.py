@@ -7,7 +7,7 @@ import torch
 from torch import distributed, nn
 
 from eventloop import Bus, Run
-from hooks.distributed import SyncBuffersHook
+from hooks import SyncBuffersHook
 from tests.ranks.conftest import on_ranks
 
 
@@ -64,13 +64,10 @@ def test_both_ranks_have_the_mean_afterwards(ranks, name):
         torch.testing.assert_close(rank["after"][name], (first + second) / 2)
 
 
-def test_counts_are_averaged_too_and_stay_integers(ranks):
+def test_counts_are_averaged_too_and_stay_integers_and_booleans_are_unchanged(ranks):
     assert [rank["after"]["seen"].item() for rank in ranks] == [6, 6]
     assert [rank["after"]["norm.num_batches_tracked"].item() for rank in ranks] == [1, 1]
     assert ranks[0]["after"]["seen"].dtype == torch.int64
-
-
-def test_boolean_buffers_are_unchanged(ranks):
     assert [rank["after"]["mask"].item() for rank in ranks] == [True, False]
 
 

@@ -5,9 +5,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from eventloop import Bus
-from hooks.logger import LoggerHook
-from hooks.timer import IterTimerHook
-from hooks.writers import Writer
+from hooks import IterTimerHook, LoggerHook, Writer
 
 from . import conftest
 
@@ -17,13 +15,27 @@ make_loop = partial(conftest.make_loop, train_data=DATA)
 
 
 @pytest.fixture
-def timer():
-    return IterTimerHook()
+def bus():
+    return Bus(IterTimerHook())
 
 
-@pytest.fixture
-def bus(timer):
-    return Bus(timer)
+class Unknown:
+    """A loader without a length, which takes its time for each batch."""
+
+    def __init__(self, wait=lambda: None):
+        self.wait = wait
+
+    def __iter__(self):
+        for batch in DATA:
+            self.wait()
+            yield batch
+
+
+class Slow(Unknown):
+    """One with a length."""
+
+    def __len__(self):
+        return len(DATA)
 
 
 def outputs_of(bus):
@@ -46,30 +58,11 @@ def test_every_training_iteration_reports_its_times_and_the_mean_times_the_itera
         ]
 
 
-def test_waiting_for_the_data_is_data_time_and_the_step_is_not(bus):
-    class Slow:
-        def __len__(self):
-            return 2
-
-        def __iter__(self):
-            for batch in DATA[:2]:
-                time.sleep(0.02)
-                yield batch
-
+def test_waiting_for_the_data_is_data_time_and_without_a_length_there_is_no_eta(bus):
     found = outputs_of(bus)
-    make_loop(bus=bus, train_data=Slow()).run()
-    assert all(outputs["data_time"] >= 0.02 for outputs in found)
-    assert all(outputs["time"] >= outputs["data_time"] for outputs in found)
-
-
-def test_no_eta_is_reported_without_a_length(bus):
-    class Unknown:
-        def __iter__(self):
-            return iter(DATA)
-
-    found = outputs_of(bus)
-    make_loop(bus=bus, train_data=Unknown()).run()
+    make_loop(bus=bus, train_data=Unknown(lambda: time.sleep(0.02))).run()
     assert len(found) == 6
+    assert all(outputs["time"] >= outputs["data_time"] >= 0.02 for outputs in found)
     assert not any("eta" in outputs for outputs in found)
 
 
@@ -86,35 +79,27 @@ def test_a_validation_within_an_epoch_is_not_in_the_iteration_time(bus):
 
 
 @pytest.mark.parametrize("stage", ["val", "test"])
-def test_validation_and_test_have_separate_times(bus, stage):
+def test_validation_and_test_have_separate_times_which_are_no_metrics(bus, stage):
     infos = []
     bus.on(f"after_{stage}_iter", lambda event: infos.append(dict(event.run.info)), priority=90)
     loop = make_loop(bus=bus, val_data=DATA, test_data=DATA)
-    getattr(loop, stage)()
+    assert set(getattr(loop, stage)()) == {"loss"}
     assert len(infos) == 3
     assert all(0 <= info[f"{stage}/data_time"] <= info[f"{stage}/time"] for info in infos)
     assert infos[0][f"{stage}/eta"] == pytest.approx(2 * infos[0][f"{stage}/time"])
     assert infos[-1][f"{stage}/eta"] == 0.0
 
 
-def test_times_do_not_become_metrics(bus):
-    assert set(make_loop(bus=bus, val_data=DATA).val()) == {"loss"}
-
-
-def test_a_resumed_run_keeps_the_count_but_not_the_mean(tmp_path):
-    first = Bus()
-    first.add(IterTimerHook())
-    loop = make_loop(bus=first, work_dir=tmp_path, max_epochs=2)
-    first.on("after_train_iter", lambda _: loop.checkpoint_now(), once=4)
+def test_a_resumed_run_keeps_the_count_but_not_the_mean(bus, tmp_path):
+    loop = make_loop(bus=bus, work_dir=tmp_path)
+    bus.on("after_train_iter", lambda _: loop.checkpoint_now(), once=4)
     loop.run()
 
-    timer = IterTimerHook()
-    second = Bus()
-    second.add(timer)
-    before = []
+    timer, before = IterTimerHook(), []
+    second = Bus(timer)
     second.on("before_train", lambda _: before.append((timer.iters, timer.seconds)))
     found = outputs_of(second)
-    make_loop(bus=second, work_dir=tmp_path, max_epochs=2).run(resume="auto")
+    make_loop(bus=second, work_dir=tmp_path).run(resume="auto")
     assert before[0][0] == 4
     assert before[0][1] > 0
     assert timer.iters == 6
@@ -144,25 +129,12 @@ def summary_of(bus, **job):
     return infos[0], summary
 
 
-def test_the_summary_shows_the_parts_of_the_time(passes):
-    class Slow:
-        def __len__(self):
-            return 3
-
-        def __iter__(self):
-            for batch in DATA:
-                passes(1.0)
-                yield batch
-
-    def slow_step(model, batch):
-        passes(4.0)
-        return step(model, batch)
-
-    bus = Bus(IterTimerHook())
+def test_the_summary_shows_the_parts_of_the_time(bus, passes):
     bus.on("before_train_iter", lambda event: passes(2.0), priority=80)
     bus.on("after_train_iter", lambda event: passes(3.0), priority=40)
     bus.on("before_val", lambda event: passes(50.0))
-    info, summary = summary_of(bus, train_data=Slow(), step=slow_step, val_data=DATA[:1], val_step=step)
+    data = {"train_data": Slow(lambda: passes(1.0)), "val_data": DATA[:1], "val_step": step}
+    info, summary = summary_of(bus, step=lambda model, batch: passes(4.0) or step(model, batch), **data)
     assert info["train/mean_time"] == 10.0
     assert info["train/data_share"] == pytest.approx(0.1)
     assert info["train/hooks_share"] == pytest.approx(0.5)
@@ -178,28 +150,25 @@ def test_the_summary_shows_the_parts_of_the_time(passes):
     }
 
 
-def test_hooks_after_the_timer_count_as_hooks_too(passes):
-    bus = Bus(IterTimerHook())
+def test_hooks_after_the_timer_count_as_hooks_too(bus, passes):
     bus.on("after_train_iter", lambda event: passes(3.0), priority=90)
     info, _ = summary_of(bus, step=lambda model, batch: passes(1.0) or step(model, batch), max_iters=5)
     assert info["train/hooks_share"] == pytest.approx(15 / 20)
 
 
-def test_time_between_epochs_is_split_into_hooks_and_validations(passes):
-    bus = Bus(IterTimerHook())
+def test_time_between_epochs_is_split_into_hooks_and_validations(bus, passes):
     bus.on("before_train", lambda event: passes(1.0), priority=60)
     bus.on("after_train_epoch", lambda event: passes(10.0))
     bus.on("after_val", lambda event: passes(4.0), priority=60)
     bus.on("before_val_iter", lambda event: passes(7.0))
-    info, summary = summary_of(
-        bus, step=lambda model, batch: passes(1.0) or step(model, batch), val_data=DATA[:1], val_step=step, max_epochs=2
-    )
+    data = {"val_data": DATA[:1], "val_step": step}
+    info, summary = summary_of(bus, step=lambda model, batch: passes(1.0) or step(model, batch), **data)
     assert info["train/mean_time"] == 1.0
     assert info["train/hooks_share"] == pytest.approx(29 / 35)
     assert (summary["total"], summary["validation"], summary["hooks"]) == ("0:00:49", "0:00:14", "82.9%")
 
 
-def test_the_summary_comes_after_the_last_line_of_the_logger():
+def test_the_summary_comes_after_the_last_line_of_the_logger(logs):
     written = []
 
     class Slow(Writer):
@@ -207,20 +176,15 @@ def test_the_summary_comes_after_the_last_line_of_the_logger():
             written.append((where.stage, step, list(logs)))
 
     bus = Bus(LoggerHook(writers=[Slow(interval=1)]), IterTimerHook())
-    with capture_logs() as logs:
-        make_loop(bus=bus, val_data=DATA[:1], val_step=step).run()
+    make_loop(bus=bus, val_data=DATA[:1], val_step=step).run()
     assert [(stage, step) for stage, step, _ in written][-1] == ("val", 2)
     assert all(before == [] for _, _, before in written)
     assert [entry["event"] for entry in logs] == ["training took"]
 
 
 def test_warmup_iterations_are_not_in_the_summary(passes):
-    def slow_at_first(model, batch):
-        passes(9.0 if timer.iters < 2 else 1.0)
-        return step(model, batch)
-
     timer = IterTimerHook(warmup_iter=2)
-    info, _ = summary_of(Bus(timer), step=slow_at_first)
+    info, _ = summary_of(Bus(timer), step=lambda *given: passes(9.0 if timer.iters < 2 else 1.0) or step(*given))
     assert info["train/mean_time"] == 1.0
     assert timer.seconds == 22.0
 

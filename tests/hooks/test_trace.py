@@ -9,12 +9,12 @@ import time
 import anyio
 import pytest
 
-from eventloop import Bus, ConfigurationError, Event, Hook
+from eventloop import Bus, ConfigurationError, Event
 from hooks import CheckpointHook, EMAHook, TraceHook
 
 from ..failing import fails
 from ..observe.traces import Picture
-from .conftest import make_loop
+from .conftest import batches, make_loop
 
 FILE = "trace.json"
 
@@ -36,14 +36,9 @@ def test_the_window_has_exactly_the_iterations_that_were_asked_for_with_parts_an
 
 
 def test_data_and_hooks_are_not_both_in_the_same_time(tmp_path):
-    class Slow(Hook):
-        def before_val(self, event):
-            time.sleep(0.001)
-
     bus = Bus()
-    bus.on("after_train_epoch", lambda event: time.sleep(0.001))
-    picture = traced(tmp_path, Slow(), bus=bus, first=0, iterations=8)
-    training = picture.track("training")
+    bus.on("after_train_epoch", "before_val", lambda event: time.sleep(0.001))
+    training = traced(tmp_path, bus=bus, first=0, iterations=8, val_data=batches(1)).track("training")
     waits = [one for one in training if one.name == "waiting for data"]
     assert waits
     others = [one for one in training if one.kind in ("hook", "event")]
@@ -129,19 +124,15 @@ def test_a_window_that_is_never_reached_is_a_warning(tmp_path, caplog, capsys):
     assert "no trace was made" in capsys.readouterr().err
 
 
-def test_a_stop_in_the_window_leaves_a_trace(tmp_path):
+def test_a_stop_or_an_exception_in_the_window_leaves_a_trace_of_whole_iterations(tmp_path):
     bus = Bus()
     bus.on("after_train_iter", lambda event: event.run.stop(), after=3)
-    assert traced(tmp_path, bus=bus, first=2, iterations=100).iterations == [2, 3]
-
-
-def test_an_exception_in_the_window_leaves_a_trace_of_whole_iterations(tmp_path):
+    assert traced(tmp_path / "stop", bus=bus, first=2, iterations=100).iterations == [2, 3]
     bus = Bus()
-
     bus.on("after_train_iter", fails(ValueError("broken")), once=5)
     with pytest.raises(ValueError, match="broken"):
-        make_loop(TraceHook(first=2, iterations=100), work_dir=tmp_path, bus=bus).run()
-    picture = Picture(tmp_path / FILE)
+        traced(tmp_path / "error", bus=bus, first=2, iterations=100)
+    picture = Picture(tmp_path / "error" / FILE)
     picture.check()
     assert picture.iterations == [2, 3]
 
@@ -177,12 +168,9 @@ def test_a_disk_that_refuses_is_logged_and_the_training_continues(tmp_path, caps
     assert "the trace could not be written" in capsys.readouterr().err
 
 
-def test_a_run_without_a_work_dir_is_an_error_that_says_so():
+def test_without_a_work_dir_or_on_a_bus_that_must_not_measure_it_is_an_error(tmp_path):
     with pytest.raises(ConfigurationError, match="work_dir="):
         make_loop(TraceHook()).run()
-
-
-def test_a_bus_that_must_not_measure_is_an_error(tmp_path):
     bus = Bus(TraceHook())
     bus.timing = False
     with pytest.raises(ConfigurationError, match=r"bus\.timing"):
