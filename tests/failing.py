@@ -1,7 +1,11 @@
-"""Handlers and functions that fail."""
+"""Handlers and functions that fail, and what they say."""
 
 from collections.abc import Callable
 from typing import Any
+
+import pytest
+
+from eventloop import ConfigurationError
 
 
 def fails(error: BaseException | type[BaseException]) -> Callable[..., Any]:
@@ -11,3 +15,10 @@ def fails(error: BaseException | type[BaseException]) -> Callable[..., Any]:
         raise error
 
     return fail
+
+
+def said(function: Callable[..., object], *arguments: object, error: Any = ConfigurationError, **options: object) -> str:
+    """Return the text of the error that a function raises."""
+    with pytest.raises(error) as caught:
+        function(*arguments, **options)
+    return str(caught.value)

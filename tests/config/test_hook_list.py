@@ -10,17 +10,11 @@ import pytest
 import torch
 from rich.console import Console
 
-from eventloop import Bus, ConfigurationError, Hook, Priority, SubscribeError, mount, register
-from eventloop.config import OptionsOf, add_hooks
-from hooks import (
-    ConsoleWriter,
-    EMAHook,
-    ExponentialMovingAverage,
-    LoggerHook,
-    MomentumAnnealingEMA,
-    PreemptionHook,
-    Writer,
-)
+from eventloop import Bus, ConfigurationError, Hook, Priority, SubscribeError, add_hooks, mount, register
+from eventloop.config import OptionsOf
+from hooks import ConsoleWriter, EMAHook, ExponentialMovingAverage, LoggerHook, MomentumAnnealingEMA, PreemptionHook, Writer
+
+from ..failing import said
 
 SCHEDULERS = ("torch.optim.lr_scheduler",)
 
@@ -74,20 +68,18 @@ class Forwards(Hook):
         pass
 
 
-def add(*hooks, **options):
+def bus_of(*hooks, **options):
     bus = Bus()
     add_hooks(bus, hooks, **options)
-    return bus.hooks
+    return bus
+
+
+def add(*hooks, **options):
+    return bus_of(*hooks, **options).hooks
 
 
 def got(**options):
     return add({"type": "Everything", **options})[0].got
-
-
-def message(*hooks, **options):
-    with pytest.raises(ConfigurationError) as caught:
-        add(*hooks, **options)
-    return str(caught.value)
 
 
 def network():
@@ -109,23 +101,19 @@ class PriorityStatus(enum.Enum):
     LOWER = 50
 
 
+IMIX = {"HIGHEST": 0, "HIGHER": 10, "HIGH": 20, "NORMAL": 30, "LOW": 40, "LOWER": 50, "LOWEST": 60}
+
+
 @pytest.mark.parametrize(
-    ("level", "priority"), [("HIGHER", 10), ("normal", 30), ("LOWEST", 60), (PriorityStatus.LOWER, 50), (7, 7)]
+    ("level", "priority"), [*IMIX.items(), *((name.lower(), IMIX[name]) for name in IMIX), (PriorityStatus.LOWER, 50), (7, 7)]
 )
 def test_imixs_levels_are_on_imixs_scale(level, priority):
-    bus = Bus()
-    add_hooks(bus, [{"type": "Everything", "level": level}])
-    assert [one.priority for one in bus.subscriptions] == [priority]
+    assert [one.priority for one in bus_of({"type": "Everything", "level": level}).subscriptions] == [priority]
 
 
 def test_names_classes_and_hooks_are_accepted_as_entries():
-    made = PreemptionHook()
-    assert [type(hook) for hook in add("EMAHook", {"type": LoggerHook, "interval": 5}, LoggerHook, made)] == [
-        EMAHook,
-        LoggerHook,
-        LoggerHook,
-        PreemptionHook,
-    ]
+    hooks = add("EMAHook", {"type": LoggerHook, "interval": 5}, LoggerHook, PreemptionHook())
+    assert [type(hook) for hook in hooks] == [EMAHook, LoggerHook, LoggerHook, PreemptionHook]
 
 
 def test_a_priority_of_the_configuration_overrides_the_methods():
@@ -134,8 +122,7 @@ def test_a_priority_of_the_configuration_overrides_the_methods():
         def after_run(self, event):
             pass
 
-    bus = Bus()
-    add_hooks(bus, [{"type": Marked, "priority": "LOWEST"}, {"type": Marked}])
+    bus = bus_of({"type": Marked, "priority": "LOWEST"}, {"type": Marked})
     assert sorted(one.priority for one in bus.subscriptions) == [Priority.HIGH, Priority.LOWEST]
 
 
@@ -145,41 +132,39 @@ def test_names_distinguish_hooks_of_a_class_without_a_name_option():
 
 
 def test_text_is_converted_to_the_annotated_type_and_omitted_options_have_their_defaults():
-    options = got(share=1, names=["a"], pair=[1, 2], table={"x": 1}, path="here", choice="b")
-    assert options["share"] == 1.0
-    assert (options["names"], options["pair"], options["table"]) == (["a"], (1, 2.0), {"x": 1})
-    assert (options["path"], options["choice"]) == (Path("here"), "b")
+    given = {"share": 1, "names": ["a"], "pair": [1, 2], "table": {"x": 1}, "path": "here", "choice": "b"}
+    options = got(**given)
+    assert {name: options[name] for name in given} == given | {"pair": (1, 2.0), "path": Path("here")}
+    assert type(options["share"]) is float
     assert options["kind"] is torch.nn.ReLU
 
 
-def test_functions_and_classes_are_given_by_name_and_options_of_a_function_are_filled_in():
-    table = {"type": "Everything", "function": "operator:neg", "kind": "torch.nn:Tanh"}
-    options = add(table, imports=["operator", "torch.nn"])[0].got
+def test_functions_classes_and_objects_are_given_by_name_and_options_of_a_function_are_filled_in():
+    mean = {"type": "statistics:mean", "data": [1, 2, 3]}
+    console = {"type": "rich.console:Console", "width": 33}
+    table = {"type": "Everything", "function": "operator:neg", "kind": "torch.nn:Tanh", "console": console}
+    table |= {"anything": {"type": "torch:float16"}, "untyped": "torch:x"}
+    imports = ["operator", "rich.console", "statistics", "torch"]
+    options, other = (hook.got for hook in add(table, {"type": "Everything", "name": "b", "function": mean}, imports=imports))
     assert options["function"](3) == -3
     assert options["kind"] is torch.nn.Tanh
-    table = {"type": "Everything", "function": {"type": "statistics:mean", "data": [1, 2, 3]}}
-    assert add(table, imports=["statistics"])[0].got["function"]() == 2
+    assert options["console"].width == 33
+    assert options["anything"] is torch.float16  # used and not called
+    assert options["untyped"] == "torch:x"  # where the signature says nothing, text is text
+    assert other["function"]() == 2
 
 
 def test_objects_are_tables_with_a_type():
     options = got(writer={"type": "JSONLinesWriter", "interval": 3}, writers={"main": "ConsoleWriter"})
     assert options["writer"].interval == 3
     assert type(options["writers"]["main"]) is ConsoleWriter
-    hook = add({"type": "Everything", "console": {"type": "rich.console:Console", "width": 33}}, imports=["rich.console"])[0]
-    assert hook.got["console"].width == 33
 
 
 def test_objects_in_a_python_list_are_used_unchanged():
-    console, writer = Console(), ConsoleWriter()
-    options = got(console=console, writer=writer, function=double, kind=torch.nn.Tanh, path=Path("x"), anything=[writer])
-    assert (options["console"], options["writer"], options["function"]) == (console, writer, double)
-    assert (options["kind"], options["path"], options["anything"]) == (torch.nn.Tanh, Path("x"), [writer])
-
-
-def test_an_object_in_a_module_is_used_and_not_called():
-    hook = add({"type": "Everything", "anything": {"type": "torch:float16"}, "untyped": "torch:x"}, imports=["torch"])[0]
-    assert hook.got["anything"] is torch.float16
-    assert hook.got["untyped"] == "torch:x"  # where the signature says nothing, text is text
+    objects = {"console": Console(), "writer": ConsoleWriter(), "function": double, "kind": torch.nn.Tanh, "path": Path("x")}
+    options = got(**objects, anything=[objects["writer"]])
+    assert {name: options[name] for name in objects} == objects
+    assert options["anything"] == [objects["writer"]]
 
 
 def short(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
@@ -222,18 +207,16 @@ def test_nested_schedulers_get_the_optimizer():
 
 def test_of_several_optimizers_a_table_names_one():
     (_, one), (_, other) = network(), network()
-    both = {"generator": one, "critic": other}
-    table = {"type": "torch.optim.lr_scheduler:StepLR", "step_size": 3, "optimizer": "critic"}
-    hook = {"type": "ParamSchedulerHook", "by": "epoch", "scheduler": table}
-    (made,) = add(hook, imports=SCHEDULERS, optimizer=both)
+    options = {"imports": SCHEDULERS, "optimizer": {"generator": one, "critic": other}}
+    table = {"type": "torch.optim.lr_scheduler:StepLR", "step_size": 3}
+    hook = {"type": "ParamSchedulerHook", "by": "epoch", "scheduler": table | {"optimizer": "critic"}}
+    (made,) = add(hook, **options)
     assert made.schedulers["StepLR"].optimizer is other
-    table["optimizer"] = "crtic"
     where = "hooks[0].scheduler.optimizer"
-    assert message(hook, imports=SCHEDULERS, optimizer=both) == (
+    assert said(add, hook | {"scheduler": table | {"optimizer": "crtic"}}, **options) == (
         f"{where}: 'crtic' is not an optimizer (did you mean 'critic'?); the optimizers are generator, critic"
     )
-    del table["optimizer"]
-    assert message(hook, imports=SCHEDULERS, optimizer=both) == (
+    assert said(add, hook | {"scheduler": table}, **options) == (
         f"{where}: is missing: StepLR needs it (Optimizer); name one of generator, critic"
     )
 
@@ -241,16 +224,16 @@ def test_of_several_optimizers_a_table_names_one():
 def test_a_hook_that_needs_the_model_gets_it():
     model, _ = network()
     assert add("NeedsModel", model=model)[0].model is model
-    assert message("NeedsModel") == "hooks[0].model: is missing: NeedsModel needs it (Module)"
+    assert said(add, "NeedsModel") == "hooks[0].model: is missing: NeedsModel needs it (Module)"
 
 
 def test_forwarded_options_have_the_types_of_their_receiver():
     (hook,) = add({"type": "EMAHook", "ema_type": "MomentumAnnealingEMA", "gamma": 50})
     assert (hook._type, hook._options) == (MomentumAnnealingEMA, {"gamma": 50})
-    assert message({"type": "EMAHook", "gama": 50, "ema_type": "MomentumAnnealingEMA"}) == (
+    assert said(add, {"type": "EMAHook", "gama": 50, "ema_type": "MomentumAnnealingEMA"}) == (
         "hooks[0].gama: EMAHook with MomentumAnnealingEMA has no option 'gama' (did you mean 'gamma'?)"
     )
-    assert message({"type": "EMAHook", "momentum": "fast"}) == "hooks[0].momentum: expected float, got str 'fast'"
+    assert said(add, {"type": "EMAHook", "momentum": "fast"}) == "hooks[0].momentum: expected float, got str 'fast'"
     assert add({"type": "Forwards", "p": 0.25})[0].made.p == 0.25
 
 
@@ -309,8 +292,8 @@ def option(**options):
     ],
 )
 def test_the_error_for_an_entry_has_position_expectation_and_suggestion(entry, expected):
-    said = message("EMAHook", {"type": "LoggerHook"}, entry)
-    assert said.startswith(f"hooks[2]{expected}"), said
+    told = said(add, "EMAHook", {"type": "LoggerHook"}, entry)
+    assert told.startswith(f"hooks[2]{expected}"), told
 
 
 def test_all_are_added_or_none():

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eventloop import ConfigurationError
 from eventloop.annotations import Signature
 from eventloop.config import override, read
 from eventloop.config.make import Maker
 from eventloop.config.read import settle
+
+from ..failing import said
 
 CONFIG = {"loop": {"max_epochs": 3}, "custom_hooks": [{"type": "EMAHook"}, {"type": "LoggerHook"}], "model": "mine:net"}
 
@@ -42,12 +43,6 @@ def file(tmp_path):
         return path
 
     return write
-
-
-def said(function, *arguments):
-    with pytest.raises(ConfigurationError) as caught:
-        function(*arguments)
-    return str(caught.value)
 
 
 # ---------------------------------------------------------------------------------------------------------------- files
@@ -100,15 +95,11 @@ def test_the_error_for_an_unreadable_file_names_file_and_cause(file, name, text,
     assert message in said(read, path)
 
 
-def test_the_error_for_a_missing_file_names_its_neighbours(file, tmp_path):
+def test_the_error_for_a_missing_file_names_its_neighbours_and_for_what_is_no_text_file_comes_without_waiting(file, tmp_path):
     file("first.toml", "")
     file("notes.txt", "")
-    assert said(read, tmp_path / "frist.toml").endswith(
-        "cannot be read: No such file or directory (did you mean 'first.toml'?)"
-    )
-
-
-def test_what_is_no_text_file_is_an_error_without_waiting(tmp_path):
+    missing = "cannot be read: No such file or directory (did you mean 'first.toml'?)"
+    assert said(read, tmp_path / "frist.toml").endswith(missing)
     os.mkfifo(tmp_path / "pipe.toml")
     (tmp_path / "folder.toml").mkdir()
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")

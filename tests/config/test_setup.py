@@ -10,6 +10,8 @@ from eventloop import ConfigurationError, Hook, SubscribeError, register
 from eventloop.config import Setup
 from hooks import CheckpointHook, EMAHook, LoggerHook, OptimizerHook
 
+from ..failing import said
+
 PARTS = "parts_of_setup_tests"
 DEFAULTS = {
     "optimizer": {"type": "OptimizerHook"},
@@ -83,12 +85,6 @@ def config(**parts):
 
 def make(**parts):
     return Setup(config(**parts)).make()
-
-
-def said(**parts):
-    with pytest.raises((ConfigurationError, SubscribeError)) as caught:
-        make(**parts)
-    return str(caught.value)
 
 
 def test_a_described_loop_trains():
@@ -212,7 +208,8 @@ def test_an_unknown_default_hook_names_the_nearest(change):
     ],
 )
 def test_a_mistake_is_named_with_its_position(change, message):
-    assert said(**change).startswith(message), said(**change)
+    told = said(make, error=(ConfigurationError, SubscribeError), **change)
+    assert told.startswith(message), told
 
 
 def test_a_part_with_a_number_as_name_is_an_error():

@@ -7,11 +7,7 @@ import pytest
 
 from eventloop import Bus, SubscribeError
 
-
-def refusal(callback):
-    with pytest.raises(SubscribeError) as caught:
-        Bus().add(callback)
-    return str(caught.value)
+from ...failing import said
 
 
 @pytest.mark.parametrize(
@@ -29,17 +25,14 @@ def test_a_callback_of_lightning_is_refused_with_the_reason_and_ours_for_it(name
     pytest.importorskip("lightning.pytorch")
     kind = getattr(importlib.import_module("lightning.pytorch.callbacks"), name)
     options = {"EarlyStopping": {"monitor": "loss"}, "StochasticWeightAveraging": {"swa_lrs": 0.1}}.get(name, {})
-    message = refusal(kind(**options))
+    message = said(Bus().add, kind(**options), error=SubscribeError)
     assert message.startswith(f"{name} is a lightning.pytorch.Callback")
     assert ours in message
     assert message.endswith("bus.attach(trainer)")
 
 
-def test_a_callback_of_the_older_package_is_refused_too():
+def test_a_callback_of_the_older_package_is_refused_too_and_of_others_the_guests_are_named():
     older = type("Timer", (), {"__module__": "pytorch_lightning.callbacks.callback", "__qualname__": "Callback"})
-    assert "pytorch_lightning.Callback" in refusal(older())
-
-
-def test_an_object_of_another_library_is_an_error_that_names_the_guests():
-    engine = pytest.importorskip("ignite.handlers")
-    assert re.search(r"transformers\.TrainerCallback.*, not Timer", refusal(engine.Timer()))
+    assert "pytorch_lightning.Callback" in said(Bus().add, older(), error=SubscribeError)
+    timer = pytest.importorskip("ignite.handlers").Timer()
+    assert re.search(r"transformers\.TrainerCallback.*, not Timer", said(Bus().add, timer, error=SubscribeError))

@@ -159,6 +159,16 @@ class Keeper(TrainerCallback):
     on_evaluate = on_train_end
 
 
+def callback(name="Own", **moments):
+    """A callback whose moments are functions of args, state and control."""
+    methods = {moment: _method(function) for moment, function in moments.items()}
+    return type(name, (TrainerCallback,), methods)()
+
+
+def _method(function):
+    return lambda self, args, state, control, **given: function(args, state, control)
+
+
 class Recorder(TrainerCallback):
     """Records its moments, with what it gets."""
 
@@ -180,13 +190,13 @@ for _moment in MOMENTS:
     setattr(Recorder, _moment, _recording(_moment))
 
 
-def is_time(name):
-    return name.endswith(("runtime", "_per_second"))
-
-
 def history(state):
     """The log lines without times."""
     return [{name: value for name, value in line.items() if not is_time(name)} for line in state.log_history]
+
+
+def is_time(name):
+    return name.endswith(("runtime", "_per_second"))
 
 
 def assert_close(ours, theirs):
@@ -300,15 +310,16 @@ def test_the_default_flow_decides_as_in_its_trainer_if_it_is_on_the_bus(tmp_path
 
 
 class Asking(TrainerCallback):
-    """Sets a flag of control at one step, at a moment."""
+    """Sets flags of control at one step, at a moment."""
 
-    def __init__(self, flag, step, moment="on_step_end"):
-        self.flag, self.step = flag, step
+    def __init__(self, flags, step, moment="on_step_end"):
+        self.flags, self.step = flags.split(), step
         setattr(self, moment, self.ask)
 
     def ask(self, args, state, control, **given):
         if state.global_step == self.step:
-            setattr(control, self.flag, True)
+            for flag in self.flags:
+                setattr(control, flag, True)
 
 
 def moments(recorder, *names):
@@ -336,30 +347,20 @@ def test_a_stop_inside_a_window_waits_for_its_step(tmp_path, flag, steps):
     assert [step for _, step in moments(recorder, "on_step_end")] == steps
 
 
-def test_a_callback_may_return_another_control(tmp_path):
-    class Replacing(TrainerCallback):
-        def on_step_end(self, args, state, control, **given):
-            return transformers.TrainerControl(should_training_stop=True)
-
-    assert Job(tmp_path, Replacing()).ours().state.global_step == 1
-
-
-def test_the_reason_of_a_stop_names_the_callback(tmp_path):
-    reasons, loop = [], Job(tmp_path, Asking("should_training_stop", 2)).loop()
-    loop.bus.on("after_run", lambda event: reasons.append(event.run.info["stop_reason"]), priority=100)
-    loop.run()
-    assert reasons == ["Asking set should_training_stop"]
+def test_a_callback_may_return_another_control_and_the_reason_of_a_stop_names_it(tmp_path):
+    replacing = callback("Replacing", on_step_end=lambda *_: transformers.TrainerControl(should_training_stop=True))
+    for asking, step in ((replacing, 1), (Asking("should_training_stop", 2), 2)):
+        reasons, job = [], Job(tmp_path, asking)
+        loop = job.loop()
+        loop.bus.on("after_run", lambda event, reasons=reasons: reasons.append(event.run.info["stop_reason"]), priority=100)
+        loop.run()
+        assert job.keeper.state.global_step == step
+        assert reasons == [f"{type(asking).__name__} set should_training_stop"]
 
 
 def test_should_save_writes_a_checkpoint_after_the_validation_that_was_asked_for(tmp_path):
-    class Both(Asking):
-        def ask(self, args, state, control, **given):
-            if state.global_step == 2:
-                control.should_save = control.should_evaluate = True
-
     order = []
-    job = Job(tmp_path, Both("", 2))
-    loop = job.loop(work_dir=tmp_path / "run")
+    loop = Job(tmp_path, Asking("should_save should_evaluate", 2)).loop(work_dir=tmp_path / "run")
     loop.bus.on("after_val_epoch", lambda event: order.append("validated"))
     loop.bus.on("checkpoint_staged", lambda event: order.append(event.path.rpartition("/")[2]))
     loop.run()
@@ -423,34 +424,24 @@ def test_a_checkpoint_without_state_of_callbacks_or_with_that_of_others_is_told(
 
 
 def test_on_save_comes_on_the_training_thread_when_the_file_is_durable_with_the_state_that_was_saved(tmp_path):
-    class Saved(TrainerCallback):
-        def __init__(self):
-            self.heard = []
+    heard = []
 
-        def on_save(self, args, state, control, **given):
-            there = (tmp_path / "run" / f"epoch_{state.global_step // 5}.safetensors").exists()
-            self.heard.append((state.global_step, state.epoch, there, threading.current_thread() is threading.main_thread()))
+    def hear(args, state, control):
+        there = (tmp_path / "run" / f"epoch_{state.global_step // 5}.safetensors").exists()
+        heard.append((state.global_step, state.epoch, there, threading.current_thread() is threading.main_thread()))
 
-    saved = Saved()
-    Job(tmp_path, saved, epochs=3).ours(CheckpointHook(1), work_dir=tmp_path / "run")
-    assert saved.heard == [(5, 1.0, True, True), (10, 2.0, True, True), (15, 3.0, True, True)]
+    Job(tmp_path, callback(on_save=hear), epochs=3).ours(CheckpointHook(1), work_dir=tmp_path / "run")
+    assert heard == [(5, 1.0, True, True), (10, 2.0, True, True), (15, 3.0, True, True)]
 
 
 def test_news_of_a_durable_checkpoint_does_not_undo_the_wish_for_the_next(tmp_path):
-    class Always(TrainerCallback):
-        saved = 0
-
-        def on_step_end(self, args, state, control, **given):
-            control.should_save = True
-
-        def on_save(self, args, state, control, **given):
-            self.saved += 1
-
-    always = Always()
+    saved = []
+    asks = lambda args, state, control: setattr(control, "should_save", True)  # noqa: E731
+    always = callback(on_step_end=asks, on_save=lambda *_: saved.append(1))
     loop = Job(tmp_path, always, epochs=1).loop(work_dir=tmp_path / "run")
     loop.bus.on("before_train_iter", lambda event: event.run.wait_for_saves())
     loop.run()
-    assert len(list((tmp_path / "run").glob("iter_*.safetensors"))) == always.saved == 5
+    assert len(list((tmp_path / "run").glob("iter_*.safetensors"))) == len(saved) == 5
 
 
 def test_a_checkpoint_that_could_not_be_written_is_no_save(tmp_path, monkeypatch):
@@ -469,43 +460,36 @@ def mount_points(*callbacks):
 
 
 def test_only_what_a_callback_overrides_is_subscribed():
-    class Steps(TrainerCallback):
-        def on_pre_optimizer_step(self, args, state, control, **given): ...
-
     few = mount_points(EarlyStoppingCallback())
     assert not few & {"before_train_iter", "after_train_iter", "after_val_iter", "before_optimizer_step"}
     assert mount_points(PrinterCallback()) - few == {"before_train_iter", "after_train_iter"}
-    assert mount_points(Steps()) - few == {"before_train_iter", "after_train_iter", "before_optimizer_step"}
+    steps = {"before_train_iter", "after_train_iter", "before_optimizer_step"}
+    assert mount_points(callback(on_pre_optimizer_step=print)) - few == steps
     assert mount_points(ProgressCallback()) - few >= {"after_val_iter", "after_test_iter"}
 
 
 def test_callbacks_share_state_and_control_and_are_called_moment_by_moment(tmp_path):
     calls = []
 
-    class One(TrainerCallback):
-        def on_step_end(self, args, state, control, **given):
-            calls.append((type(self).__name__, "step", id(state), id(control)))
+    def called(name):
+        moments = {"step": "on_step_end", "log": "on_log"}
+        return callback(
+            name,
+            **{
+                moment: lambda args, state, control, what=what: calls.append((name, what, id(state), id(control)))
+                for what, moment in moments.items()
+            },
+        )
 
-        def on_log(self, args, state, control, **given):
-            calls.append((type(self).__name__, "log", id(state), id(control)))
-
-    class Two(One): ...
-
-    job = Job(tmp_path, Asking("should_log", 1), One(), Two(), steps=1)
-    job.ours(val_data=None)
+    Job(tmp_path, Asking("should_log", 1), called("One"), called("Two"), steps=1).ours(val_data=None)
     assert [call[:2] for call in calls[:4]] == [("One", "step"), ("Two", "step"), ("One", "log"), ("Two", "log")]
     assert len({call[2:] for call in calls}) == 1
 
 
 def test_a_callback_on_the_bus_gets_arguments_that_follow_from_the_run(tmp_path):
     seen = []
-
-    class Looks(TrainerCallback):
-        def on_train_begin(self, args, state, control, **given):
-            seen.append(args)
-
     loop = Job(tmp_path, window=2).loop(seed=7, work_dir=tmp_path / "run")
-    loop.bus.add(Looks(), EarlyStoppingCallback())
+    loop.bus.add(callback(on_train_begin=lambda args, *_: seen.append(args)), EarlyStoppingCallback())
     loop.run()
     (args,) = seen
     assert isinstance(args, TrainingArguments)
@@ -516,27 +500,18 @@ def test_a_callback_on_the_bus_gets_arguments_that_follow_from_the_run(tmp_path)
 def test_arguments_may_be_a_mapping_and_name_the_metric(tmp_path):
     seen = []
 
-    class Looks(TrainerCallback):
-        def on_train_end(self, args, state, control, **given):
-            steps = [one["step"] for one in state.log_history]
-            seen.append((args.greater_is_better, args.logging_steps, state.best_metric, steps))
+    def look(args, state, control):
+        steps = [one["step"] for one in state.log_history]
+        seen.append((args.greater_is_better, args.logging_steps, state.best_metric, steps))
 
-        def on_log(self, args, state, control, **given): ...
-
-    metrics = {"score": Scores(0.25, 0.75, 0.5)}
-    loop = Job(tmp_path, epochs=9).loop(val_step=lambda model, batch: {}, metrics=metrics)
+    loop = Job(tmp_path, epochs=9).loop(val_step=lambda model, batch: {}, metrics={"score": Scores(0.25, 0.75, 0.5)})
     given = {"metric_for_best_model": "score", "logging_steps": 4}
-    loop.bus.add(Looks(), TransformersHook(EarlyStoppingCallback(1), args=given))
+    loop.bus.add(callback(on_train_end=look, on_log=lambda *_: None), TransformersHook(EarlyStoppingCallback(1), args=given))
     loop.run()
     assert seen == [(True, 4, 0.75, [4, 5, 8, 10, 12, 15, 15])]
 
 
-def test_a_metric_that_was_named_and_is_missing_is_an_error(tmp_path):
-    with pytest.raises(TrainingError, match=r"args.metric_for_best_model .*'score'"):
-        Job(tmp_path, EarlyStoppingCallback(), metric_for_best_model="score").ours()
-
-
-def test_different_arguments_on_one_bus_are_an_error(tmp_path):
+def test_arguments_that_differ_or_are_none_a_missing_metric_and_a_callback_added_during_a_run_are_errors(tmp_path):
     loop = Job(tmp_path, Recorder()).loop()
     loop.bus.add(TransformersHook(PrinterCallback(), args={"logging_steps": 1}))
     with pytest.raises(ConfigurationError, match="Recorder, PrinterCallback"):
@@ -545,17 +520,20 @@ def test_different_arguments_on_one_bus_are_an_error(tmp_path):
     loop.bus.add(TransformersHook(PrinterCallback(), args=3))
     with pytest.raises(ConfigurationError, match="args=3"):
         loop.run()
+    with pytest.raises(TrainingError, match=r"args.metric_for_best_model .*'score'"):
+        Job(tmp_path, EarlyStoppingCallback(), metric_for_best_model="score").ours()
+    loop = Job(tmp_path).loop()
+    loop.bus.on("before_train", lambda event: loop.bus.add(PrinterCallback()))
+    with pytest.raises(ConfigurationError, match="PrinterCallback"):
+        loop.run()
 
 
 @pytest.mark.parametrize("attribute", ["state.loss_scale", "control.should_sing", "args.trainer"])
 def test_an_attribute_that_is_not_there_is_an_error_that_names_it_and_the_callback(tmp_path, attribute):
-    class Touching(TrainerCallback):
-        def on_step_end(self, args, state, control, **given):
-            owner, name = attribute.split(".")
-            getattr({"args": args, "state": state, "control": control}[owner], name)
-
+    owner, name = attribute.split(".")
+    touch = lambda *given: getattr(given[["args", "state", "control"].index(owner)], name)  # noqa: E731
     with pytest.raises(TrainingError, match=f"Touching.on_step_end .*{attribute}"):
-        Job(tmp_path, Touching()).ours()
+        Job(tmp_path, callback("Touching", on_step_end=touch)).ours()
 
 
 def test_an_argument_that_a_run_does_not_have_is_named_with_the_callback(tmp_path):
@@ -592,21 +570,11 @@ def test_a_validation_and_a_test_alone_are_told(tmp_path):
 
 
 def test_a_callback_without_a_method_that_is_called_is_refused():
-    class Pushes(TrainerCallback):
-        def on_push_begin(self, args, state, control, **given): ...
-
-    for callback in (TrainerCallback(), Pushes()):
-        with pytest.raises(SubscribeError, match=type(callback).__name__):
-            Bus().add(callback)
+    for one in (TrainerCallback(), callback("Pushes", on_push_begin=print)):
+        with pytest.raises(SubscribeError, match=type(one).__name__):
+            Bus().add(one)
     with pytest.raises(SubscribeError, match=r"transformers\.TrainerCallback .*3"):
         TransformersHook(3)
-
-
-def test_a_callback_that_is_added_during_a_run_is_an_error(tmp_path):
-    loop = Job(tmp_path).loop()
-    loop.bus.on("before_train", lambda event: loop.bus.add(PrinterCallback()))
-    with pytest.raises(ConfigurationError, match="PrinterCallback"):
-        loop.run()
 
 
 def test_a_configuration_names_callbacks_and_their_arguments():
