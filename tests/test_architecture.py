@@ -8,6 +8,7 @@ import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -33,14 +34,13 @@ def module_name(file: Path) -> str:
 MODULES = {module_name(file): file for file in FILES}
 
 
-class Import:
+class Import(NamedTuple):
     """One imported name: ``from module import name`` or ``import module``."""
 
-    def __init__(self, module: str, name: str | None, *, lazy: bool, typing: bool) -> None:
-        self.module = module
-        self.name = name
-        self.lazy = lazy
-        self.typing = typing
+    module: str
+    name: str | None
+    lazy: bool
+    typing: bool
 
     @property
     def target(self) -> str:
@@ -108,6 +108,7 @@ def test_rooms_import_rooms_above_them_neither_late_nor_by_name():
     def floor_of(module: str) -> int | None:
         return next((floor[room] for room in sorted(floor, key=len, reverse=True) if f"{module}.".startswith(f"{room}.")), None)
 
+    assert {"eventloop.bus", "eventloop.offload.lane", "eventloop.checkpoint.stage", "hooks"} <= set(MODULES)
     for name in MODULES:
         here = floor_of(name)
         if here is None or name in BY_USERS:
@@ -131,12 +132,8 @@ def under(package: str) -> Iterator[str]:
     return (name for name in MODULES if name == package or name.startswith(f"{package}."))
 
 
-def test_the_checked_packages_have_modules():
-    assert {"eventloop.bus", "eventloop.offload.lane", "eventloop.checkpoint.stage", "hooks"} <= set(MODULES)
-
-
 @pytest.mark.parametrize("name", sorted(under("hooks")))
-def test_hooks_use_public_names_of_eventloop_only(name):
+def test_hooks_use_public_names_of_eventloop_only_and_no_private_attributes_of_others(name):
     for one in house(name):
         if one.module.split(".")[0] == "hooks":
             continue
@@ -148,10 +145,6 @@ def test_hooks_use_public_names_of_eventloop_only(name):
         module = importlib.import_module(one.module)
         public = getattr(module, "__all__", vars(module))
         assert one.name in public, f"{name}: {one!r} is not in {one.module}.__all__"
-
-
-@pytest.mark.parametrize("name", sorted(under("hooks")))
-def test_hooks_use_no_private_attributes_of_others(name):
     tree = parsed(name)
     own = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)} | {"self", "cls"}
     for node in ast.walk(tree):
@@ -231,10 +224,6 @@ def test_each_attribute_of_a_runs_state_is_assigned_by_the_module_of_the_state_a
 
 
 def test_no_two_public_classes_share_a_name():
-    names = [
-        node.name
-        for file in FILES
-        for node in ast.parse(file.read_text()).body
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    ]
+    nodes = [node for name in MODULES for node in parsed(name).body]
+    names = [node.name for node in nodes if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
     assert sorted({name for name in names if names.count(name) > 1}) == []

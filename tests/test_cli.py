@@ -21,12 +21,6 @@ from eventloop.offload.lane import Lane
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning:sklearn")
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def commands(group: App, *path: str) -> Iterator[tuple[str, ...]]:
     """The words of every command and of every command within one."""
     yield path
@@ -43,17 +37,13 @@ def test_the_commands_are_found():
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_the_help_of_every_command_fits_80_columns(words, capsys, monkeypatch):
+def test_the_help_of_every_command_fits_80_columns_and_explains_every_argument_and_option(words, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     assert main([*words, "--help"]) == 0
     printed, err = capsys.readouterr()
     assert err == ""
     assert printed.startswith(" ".join(["Usage: trainbus", *words]))
     assert max(map(len, printed.splitlines())) <= 80
-
-
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_every_argument_and_option_has_help(words, capsys):
     app.help_print(words, console=Console(width=400))
     rows = [re.split(r" {2,}", line.strip("│* ")) for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
     for name, *explained in rows:
@@ -159,15 +149,10 @@ def test_the_demo_writes_for_tensorboard_where_it_is_installed(demos):
 
 
 @one_worker
-def test_the_demo_shows_its_hooks(demos):
-    for word in ("after_train_iter", "EMAHook", "thread"):
-        assert word in demos.others
-
-
-@one_worker
-def test_a_later_run_overwrites_no_earlier_one_and_equals_one_of_the_same_seed(demos):
+def test_a_later_run_shows_its_hooks_overwrites_no_earlier_one_and_equals_one_of_the_same_seed(demos):
     from hooks.demo import network
 
+    assert all(word in demos.others for word in ("after_train_iter", "EMAHook", "thread"))
     assert {path: path.read_bytes() for path in demos.files} == demos.files
     one, other = (load(demos.folder / f"runs/digits-{n}" / "epoch_1.safetensors")["state_dict"] for n in (2, 3))
     assert all(one[key].equal(other[key]) for key in one)

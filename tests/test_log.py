@@ -25,15 +25,12 @@ def test_lines_go_to_stderr_by_default(capsys):
     assert "slow disk" in capsys.readouterr().err
 
 
-def test_if_stderr_fails_lines_go_to_the_original_stderr(monkeypatch):
+def test_if_stderr_fails_lines_go_to_the_original_stderr_and_without_any_nothing_is_raised(monkeypatch):
     lines: list[str] = []
     monkeypatch.setattr(sys, "stderr", Gone())
     monkeypatch.setattr(sys, "__stderr__", type("Own", (Gone,), {"write": lambda self, text: lines.append(text)})())
     get_logger().error("a handler failed")
     assert "a handler failed" in "".join(lines)
-
-
-def test_without_any_stderr_nothing_is_raised(monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     monkeypatch.setattr(sys, "__stderr__", Gone())
     assert get_logger().error("a handler failed") is None

@@ -44,8 +44,3 @@ def test_a_list_fits_80_columns_has_no_escape_codes_and_ends_with_what_to_do_nex
     assert max(map(len, out.splitlines())) <= 80
     assert "\x1b" not in out
     assert out.splitlines()[-1].startswith(("next: trainbus hooks NAME", "in a script: @bus.on("))
-
-
-def test_an_unknown_name_is_an_error_with_the_nearest_ones(capsys):
-    assert main(["hooks", "EMAHok"]) == 2
-    assert "did you mean 'EMAHook'" in capsys.readouterr().err

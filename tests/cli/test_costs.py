@@ -36,13 +36,6 @@ def shown(renderable, **options):
     return captured.get()
 
 
-@pytest.fixture
-def here(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
-    return tmp_path
-
-
 def run(capsys, *changes):
     assert main(["run", DIGITS, "loop.max_epochs=2", "default_hooks.run_record=false", *changes]) == 0
     return capsys.readouterr().out

@@ -54,12 +54,20 @@ def test_the_length_of_a_written_training_stands_in_one_place(here):
         assert len(re.findall(length, (here / name).read_text())) == 1
 
 
-@pytest.mark.parametrize("there", ["train.py", "parts.py"])
-def test_nothing_is_overwritten(here, capsys, there):
-    (here / there).write_text("mine")
-    assert main(["init"]) == 2
-    assert f"{there}: exists already" in capsys.readouterr().err
-    assert [path.name for path in here.iterdir()] == [there]
+@pytest.mark.parametrize(
+    ("there", "arguments", "says"),
+    [
+        (["train.py"], [], "train.py: exists already"),
+        (["parts.py"], [], "parts.py: exists already"),
+        *(([], [name], f"{name}: ") for name in ("train.yaml", "train", "parts.py")),
+    ],
+)
+def test_nothing_is_overwritten_and_another_name_is_an_error(here, capsys, there, arguments, says):
+    for name in there:
+        (here / name).write_text("mine")
+    assert main(["init", *arguments]) == 2
+    assert says in capsys.readouterr().err
+    assert [path.name for path in here.iterdir()] == there
 
 
 def test_a_script_and_a_configuration_share_their_parts(here, capsys):
@@ -69,10 +77,3 @@ def test_a_script_and_a_configuration_share_their_parts(here, capsys):
     (here / "parts.py").write_text("mine")
     assert main(["init", "other.py"]) == 2
     assert "parts.py: exists already" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["train.yaml", "train", "parts.py"])
-def test_another_name_is_an_error(here, capsys, name):
-    assert main(["init", name]) == 2
-    assert f"{name}: " in capsys.readouterr().err
-    assert not list(here.iterdir())

@@ -9,27 +9,11 @@ import pytest
 from eventloop import Bus
 from eventloop.cli import main
 from eventloop.cli.runs import best_metric
-from eventloop.observe import (
-    Costs,
-    LaneCosts,
-    Part,
-    RankCosts,
-    RankTimes,
-    RunManifest,
-    Straggler,
-    last_lines,
-    write_manifest,
-)
+from eventloop.observe import Costs, LaneCosts, Part, RankCosts, RankTimes, RunManifest, Straggler, last_lines, write_manifest
 from eventloop.observe.report import ReportedRun, verdict
 from eventloop.terminal import plain
 
 from ..observe.folders import BEGAN, loss_lines, session, write_record, write_run, write_scalars
-
-
-@pytest.fixture
-def here(tmp_path, monkeypatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def test_a_report_is_written_in_the_folder_of_the_run_and_its_verdict_is_printed(here, capsys):

@@ -27,12 +27,17 @@ NAMES = [(room, name) for room in rooms.ROOMS for name in rooms.names(room) if n
 CLASSES = [(name, cls) for kind in hook_options.TITLES for name, cls in hook_options.classes(kind)]
 
 
+def value_of(room, name):
+    module, _, attribute = rooms.path_of(room, name).rpartition(".")
+    return getattr(importlib.import_module(module), attribute)
+
+
 def text_of(room, name):
     """The docstring of a public name; for a constant, the string below its assignment."""
-    module, _, attribute = rooms.path_of(room, name).rpartition(".")
-    value = getattr(importlib.import_module(module), attribute)
+    value = value_of(room, name)
     if inspect.isclass(value) or inspect.isroutine(value):
         return value.__doc__ if inspect.isclass(value) else inspect.getdoc(value)
+    module, _, attribute = rooms.path_of(room, name).rpartition(".")
     source = Path(inspect.getsourcefile(importlib.import_module(module))).read_text()
     found = re.search(rf'^{attribute}\b.* = (?:.|\n)*?\n"""(.*?)"""', source, re.MULTILINE)
     return found and found[1]
@@ -69,14 +74,9 @@ def test_public_functions_name_the_errors_that_they_raise():
     silent = [
         f"{rooms.path_of(room, name)}{member}: {', '.join(sorted(errors))}"
         for room, name in NAMES
-        for member, errors in _unnamed_errors(_value(room, name))
+        for member, errors in _unnamed_errors(value_of(room, name))
     ]
     assert not silent, "\n".join(silent)
-
-
-def _value(room, name):
-    module, _, attribute = rooms.path_of(room, name).rpartition(".")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def _unnamed_errors(value):
@@ -104,9 +104,7 @@ def _error(node):
 
 def test_public_methods_have_docstrings():
     undocumented = [
-        f"{rooms.path_of(room, name)}.{member}"
-        for room, name in NAMES
-        for member in _undocumented(getattr(importlib.import_module(rooms.path_of(room, name).rpartition(".")[0]), name))
+        f"{rooms.path_of(room, name)}.{member}" for room, name in NAMES for member in _undocumented(value_of(room, name))
     ]
     assert not undocumented, "\n".join(undocumented)
 

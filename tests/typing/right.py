@@ -20,53 +20,18 @@ class PointsAdded(Event):
     points: int = 0
 
 
-@bus.on("after_train_iter")
-def by_name(event: AfterTrainIter) -> None: ...
-
-
-@bus.on(AfterTrainIter, priority=30, every=10)
-def by_class(event: AfterTrainIter) -> None: ...
-
-
-@bus.on("after_train_iter", priority="low", once=[1, 2], when=lambda event: True)
-def takes_any_event(event: Event) -> None: ...
-
-
-@bus.on(AfterTrainIter)
-def takes_the_group(event: AfterIter) -> int:
-    return event.batch_idx
-
-
-@bus.on("after_iter")
-def hears_the_group(event: AfterIter) -> None: ...
-
-
-@bus.on("event")
-def hears_everything(event: Event) -> None: ...
-
-
-@bus.on(AfterTrainIter, AfterValIter)
-def of_two_classes(event: AfterIter) -> None: ...
-
-
-@bus.on("after_train_iter", AfterValIter, "after_test_iter", every=10)
-def of_several_names(event: AfterIter) -> None: ...
-
-
-of_two: Subscription = bus.on(AfterTrainIter, AfterValIter, of_two_classes)
-of_three: Subscription = bus.on("after_train_iter", "after_val_iter", "after_test_iter", of_several_names, priority=10)
-
-
-@bus.on(AfterTrainIter, every=100)
-async def asynchronous(event: AfterTrainIter) -> None: ...
-
-
-@bus.on("after_train_iter", queue=3, full="drop_old", on_error="log")
-async def asynchronous_by_name(event: AfterTrainIter) -> None: ...
-
-
-@bus.on("after_train_iter", offload="thread", capture=lambda event: event.outputs["logits"])
-def captured(logits: torch.Tensor) -> None: ...
+def train_iter(event: AfterTrainIter) -> None: ...
+async def async_train_iter(event: AfterTrainIter) -> None: ...
+def any_iter(event: AfterIter) -> None: ...
+def any_event(event: Event) -> None: ...
+def untyped_event(event: Any) -> None: ...
+def points_added(event: PointsAdded) -> None: ...
+def module_ran(event: AfterModuleForward) -> None: ...
+def two_arguments(prefix: str, event: AfterTrainIter) -> None: ...
+def logits_of_one(logits: torch.Tensor) -> None: ...
+def logits_of_many(logits: list[torch.Tensor]) -> None: ...
+def indices_of_many(indices: list[int]) -> None: ...
+def train_iters(events: list[AfterTrainIter]) -> None: ...
 
 
 def pick(event: AfterTrainIter) -> torch.Tensor:
@@ -74,58 +39,57 @@ def pick(event: AfterTrainIter) -> torch.Tensor:
     return tensor
 
 
-@bus.on(AfterTrainIter, offload="thread", capture=pick)
-def captured_by_class(logits: torch.Tensor) -> None: ...
+def index_of(event: AfterIter) -> int:
+    return event.batch_idx
 
 
-@bus.on(AfterTrainIter, offload="thread", batch=32)
-def batched(events: list[AfterTrainIter]) -> None: ...
+# As decorators.
+bus.on("after_train_iter")(train_iter)
+bus.on(AfterTrainIter, priority=30, every=10)(train_iter)
+bus.on("after_train_iter", priority="low", once=[1, 2], when=lambda event: True)(any_event)
+bus.on(AfterTrainIter)(index_of)
+bus.on("after_iter")(any_iter)
+bus.on("event")(any_event)
+bus.on(AfterTrainIter, AfterValIter)(any_iter)
+bus.on("after_train_iter", AfterValIter, "after_test_iter", every=10)(any_iter)
+bus.on(AfterTrainIter, every=100)(async_train_iter)
+bus.on("after_train_iter", queue=3, full="drop_old", on_error="log")(async_train_iter)
+bus.on("after_train_iter", offload="thread", capture=lambda event: event.outputs["logits"])(logits_of_one)
+bus.on(AfterTrainIter, offload="thread", capture=pick)(logits_of_one)
+bus.on(AfterTrainIter, offload="thread", batch=32)(train_iters)
+bus.on("after_train_iter", offload="thread", batch=32)(train_iters)
+bus.on("after_train_iter", offload="process", timeout=30, full="latest")(train_iter)
+bus.on(AfterTrainIter, offload="thread", capture=pick, max_bytes=1_000_000, timeout=0.5)(logits_of_one)
+bus.on(PointsAdded)(points_added)
+bus.on("points_added")(points_added)
+bus.on(AfterTrainIter, offload="thread", batch=32, capture=lambda event: event.batch_idx)(indices_of_many)
+bus.on("after_train_iter", offload="thread", batch=32, capture=pick)(logits_of_many)
 
 
-@bus.on("after_train_iter", offload="thread", batch=32)
-def batched_by_name(events: list[AfterTrainIter]) -> None: ...
+@bus.on(AfterTrainIter, priority=30)
+def by_class(event: AfterTrainIter) -> int:
+    return event.batch_idx
 
 
-@bus.on("after_train_iter", offload="process", timeout=30, full="latest")
-def in_a_worker(event: AfterTrainIter) -> None: ...
+number: int = by_class(AfterTrainIter.__new__(AfterTrainIter))  # a decorated function keeps its type
 
-
-@bus.on(AfterTrainIter, offload="thread", capture=pick, max_bytes=1_000_000, timeout=0.5)
-def within_a_budget(logits: torch.Tensor) -> None: ...
-
-
-@bus.on(PointsAdded)
-def custom_by_class(event: PointsAdded) -> None: ...
-
-
-@bus.on("points_added")
-def custom_by_name(event: PointsAdded) -> None: ...
-
-
-def two_arguments(prefix: str, event: AfterTrainIter) -> None: ...
-
-
-def untyped_event(event: Any) -> None: ...
-
-
-def any_event(event: Event) -> None: ...
-
-
-assert_type(bus.on("after_train_iter", by_name), Subscription)
-assert_type(bus.on(AfterTrainIter, by_class), Subscription)
-assert_type(bus.on(AfterTrainIter, asynchronous), Subscription)
-assert_type(bus.on(PointsAdded, custom_by_class), Subscription)
+# With a function.
+assert_type(bus.on(AfterTrainIter, AfterValIter, any_iter), Subscription)
+assert_type(bus.on("after_train_iter", "after_val_iter", "after_test_iter", any_iter, priority=10), Subscription)
+assert_type(bus.on("after_train_iter", train_iter), Subscription)
+assert_type(bus.on(AfterTrainIter, train_iter), Subscription)
+assert_type(bus.on(AfterTrainIter, async_train_iter), Subscription)
+assert_type(bus.on(PointsAdded, points_added), Subscription)
 assert_type(bus.on("points_added", any_event), Subscription)
 assert_type(bus.on("points_added", untyped_event), Subscription)
-assert_type(bus.on(AfterTrainIter, captured_by_class, offload="thread", capture=pick), Subscription)
-assert_type(bus.on(AfterTrainIter, batched, offload="thread", batch=3), Subscription)
+assert_type(bus.on(AfterTrainIter, logits_of_one, offload="thread", capture=pick), Subscription)
+assert_type(bus.on(AfterTrainIter, train_iters, offload="thread", batch=3), Subscription)
 assert_type(bus.on("after_train_iter", partial(two_arguments, "prefix")), Subscription)
+assert_type(bus.on(AfterTrainIter, logits_of_many, offload="thread", batch=3, capture=pick), Subscription)
 bus.on("after_train_iter", lambda event: event.batch_idx)
 bus.on(AfterValIter, lambda event: event.outputs)
-
-# A decorated function keeps its type.
-by_class(AfterTrainIter.__new__(AfterTrainIter))
-number: int = takes_the_group(AfterTrainIter.__new__(AfterTrainIter))
+bus.on("after_module_forward", module_ran)
+assert_type(bus.watch(torch.nn.Linear(1, 1), "*").names, tuple[str, ...])
 
 
 class Mine(Hook):
@@ -143,33 +107,9 @@ bus.add(Mine(), priority=3)
 with bus.on("after_run", any_event) as subscription:
     subscription.stats.delivered + 1
 
-
-def module_ran(event: AfterModuleForward) -> None: ...
-
-
-bus.on("after_module_forward", module_ran)
-assert_type(bus.watch(torch.nn.Linear(1, 1), "*").names, tuple[str, ...])
-
-
-@bus.on(AfterTrainIter, offload="thread", batch=32, capture=lambda event: event.batch_idx)
-def batched_captures(indices: list[int]) -> None: ...
-
-
-@bus.on("after_train_iter", offload="thread", batch=32, capture=pick)
-def batched_picks(logits: list[torch.Tensor]) -> None: ...
-
-
-assert_type(bus.on(AfterTrainIter, batched_picks, offload="thread", batch=3, capture=pick), Subscription)
-
 assert_type(bus.stream("after_train_iter"), Stream[AfterTrainIter])
 assert_type(bus.stream(AfterTrainIter, every=10, replay=100), Stream[AfterTrainIter])
 assert_type(bus.stream(AfterTrainIter, AfterValIter), Stream[AfterIter])
 assert_type(bus.stream("after_train_iter", AfterValIter, replay=100), Stream[Any])
-
-
-def index_of(event: AfterIter) -> int:
-    return event.batch_idx
-
-
 assert_type(bus.stream(AfterTrainIter, AfterValIter, capture=index_of), Stream[int])
 assert_type(bus.keep("after_train_iter", AfterValIter, every=10, last=100), Subscription)

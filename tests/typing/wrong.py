@@ -36,6 +36,7 @@ bus.on("after_run", val_iter, priority=Priority.LOW)  # type: ignore[arg-type]
 bus.on(AfterTrainIter)(val_iter)  # type: ignore[arg-type]
 bus.on("after_train_iter")(val_iter)  # type: ignore[arg-type]
 bus.on("after_train_iter", every=3)(async_val_iter)  # type: ignore[arg-type]
+bus.on(AfterTrainIter, every=2)(async_val_iter)  # type: ignore[arg-type]
 bus.on(PointsAdded, val_iter)  # type: ignore[arg-type]
 bus.on(AfterTrainIter, batched, offload="thread", batch=3)  # type: ignore[call-overload]
 bus.on(AfterTrainIter, offload="thread", batch=3)(batched)  # type: ignore[arg-type]
@@ -47,15 +48,7 @@ bus.on(int, val_iter)  # type: ignore[arg-type, type-var]
 
 
 @bus.on("after_train_iter")  # type: ignore[arg-type]
-def decorated_by_name(event: AfterValIter) -> None: ...
-
-
-@bus.on(AfterTrainIter)  # type: ignore[arg-type]
-def decorated_by_class(event: AfterValIter) -> None: ...
-
-
-@bus.on(AfterTrainIter, every=2)  # type: ignore[arg-type]
-async def decorated_async(event: AfterValIter) -> None: ...
+def decorated(event: AfterValIter) -> None: ...
 
 
 bus.publish(AfterTrainIter)  # type: ignore[arg-type]
