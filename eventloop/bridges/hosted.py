@@ -53,7 +53,7 @@ class TrainerHost:
         host.saver.write_due(save)
         if drive.should_stop(): ...                                           # set the trainer's own flag
 
-    ``drive.end_validation`` publishes the metrics that it is given, and no means of outputs.
+    ``drive.end_evaluation`` publishes the metrics that it is given, and no means of outputs.
 
     With several processes, a request of one rank (``run.stop()``, ``checkpoint_now()``, ``pause()``, ``set_lr()``,
     ``cancel()``) takes effect on all ranks, which agree without a collective: see

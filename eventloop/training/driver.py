@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
 from eventloop import events as ev
 from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError, TrainingError
-from eventloop.events import Event, Stage
+from eventloop.events import Event
 from eventloop.training.arguments import Limit
 from eventloop.training.data import Feed
 from eventloop.training.distributed.shares import Share, check_even, forward_alone
@@ -26,7 +26,9 @@ from eventloop.training.saves.contents import SavedRun
 from eventloop.training.session import Session
 from eventloop.training.state import ITERATIONS
 
-_EVALUATION: Final[Mapping[str, tuple[type[Event], ...]]] = {
+EvaluationStage = Literal["val", "test"]
+
+_EVALUATION: Final[Mapping[EvaluationStage, tuple[type[Event], ...]]] = {
     "val": (ev.BeforeVal, ev.BeforeValEpoch, ev.BeforeValIter, ev.AfterValIter, ev.AfterValEpoch, ev.AfterVal),
     "test": (ev.BeforeTest, ev.BeforeTestEpoch, ev.BeforeTestIter, ev.AfterTestIter, ev.AfterTestEpoch, ev.AfterTest),
 }
@@ -66,6 +68,7 @@ class Driver(Session):
     _begun = False  # an epoch, since the run began
     _batch: Any = None
     _last: bool | None = None
+    _stage: EvaluationStage = "val"  # of the present evaluation
     _evaluated: Feed | None = None
     _metrics: Metrics | None = None
     """Those of the present evaluation; None if the trainer computes them."""
@@ -190,7 +193,7 @@ class Driver(Session):
         """Publish ``after_train_iter`` with ``outputs`` and reported outputs (``run.report()``), and count the iteration.
 
         ``silent`` only counts an iteration of which nothing was published.
-        ``validates`` tells that :meth:`begin_validation` comes next: a run resumed from a save made here then validates first.
+        ``validates`` tells that a validation comes next: a run resumed from a save made here then validates first.
         """
         state = self.state
         if state.scopes.innermost != "iter":
@@ -229,60 +232,21 @@ class Driver(Session):
             self.state.scopes.leave(scope)
 
     @check_options
-    def begin_validation(self, data: Iterable[Any] | None = None, metrics: AnyMetrics | None = None) -> Iterable[Any]:
+    def begin_evaluation(
+        self, stage: EvaluationStage, data: Iterable[Any] | None = None, metrics: AnyMetrics | None = None
+    ) -> Iterable[Any]:
         """Publish ``before_val`` and ``before_val_epoch``, in evaluation mode and without gradients; return the batches.
 
-        The outputs of each iteration feed ``metrics``; scalar outputs are averaged in any case.
+        Args:
+            stage: ``"val"``; a ``"test"`` publishes ``before_test``, ``before_test_epoch`` and so on instead.
+            data: the loader; None hides it.
+            metrics: get the outputs of each iteration; scalar outputs are averaged in any case.
         """
-        return self._begin_evaluation("begin_validation", "val", data, metrics)
-
-    def begin_validation_iteration(self, batch: Any = None) -> None:
-        """Publish ``before_val_iter``."""
-        self._begin_evaluation_iteration("begin_validation_iteration", "val", batch)
-
-    def end_validation_iteration(self, outputs: Mapping[str, Any] | None = None) -> None:
-        """Publish ``after_val_iter`` with ``outputs`` and reported outputs (``run.report()``), and feed the metrics."""
-        self._end_evaluation_iteration("end_validation_iteration", "val", outputs)
-
-    def end_validation(self, metrics: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Publish ``after_val_epoch`` with the metrics, then ``after_val``; return them. ``metrics`` adds or replaces some."""
-        return self._end_evaluation("end_validation", "val", metrics)
-
-    def abandon_validation(self) -> None:
-        """End the validation early, without ``after_val``; restore modes, gradients and weights."""
-        self._check_order("abandon_validation")
-        self.state.scopes.leave("val")
-
-    @check_options
-    def begin_test(self, data: Iterable[Any] | None = None, metrics: AnyMetrics | None = None) -> Iterable[Any]:
-        """Publish ``before_test`` and ``before_test_epoch``; like :meth:`begin_validation`."""
-        return self._begin_evaluation("begin_test", "test", data, metrics)
-
-    def begin_test_iteration(self, batch: Any = None) -> None:
-        """Publish ``before_test_iter``."""
-        self._begin_evaluation_iteration("begin_test_iteration", "test", batch)
-
-    def end_test_iteration(self, outputs: Mapping[str, Any] | None = None) -> None:
-        """Publish ``after_test_iter``; like :meth:`end_validation_iteration`."""
-        self._end_evaluation_iteration("end_test_iteration", "test", outputs)
-
-    def end_test(self, metrics: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Publish ``after_test_epoch`` with the metrics, then ``after_test``; return them."""
-        return self._end_evaluation("end_test", "test", metrics)
-
-    def abandon_test(self) -> None:
-        """End the test early, without ``after_test``."""
-        self._check_order("abandon_test")
-        self.state.scopes.leave("test")
-
-    def _begin_evaluation(
-        self, call: str, stage: Stage, data: Iterable[Any] | None, metrics: AnyMetrics | None
-    ) -> Iterable[Any]:
-        self._check_order(call)
+        self._check_order("begin_evaluation")
         self._begin_stage()
         state = self.state
         feed = None if data is None else self._run.feeds.for_evaluation(data, f"{stage}_data")
-        self._evaluated, self._metrics, self._index = feed, None, -1
+        self._stage, self._evaluated, self._metrics, self._index = stage, feed, None, -1
         if self._host.evaluates:
             self._metrics = metrics if isinstance(metrics, Metrics) else self._run.feeds.metrics(metrics)
         self._share = None if feed is None else Share(feed.loader)
@@ -294,7 +258,7 @@ class Driver(Session):
         if stage == "val" and state.training:
             warn_if_left_out(state.counters, self._host.saver.resumes_training_at)
             state.begin_validation()
-        state.scopes.enter(stage)
+        state.scopes.enter("evaluation")
         if len(lengths) > 1 and not self._in_step:
             state.scopes.defer(forward_alone(self._run.models.values(), lengths))
         state.set_progress(stage, 0)
@@ -310,10 +274,61 @@ class Driver(Session):
             self._metrics.reset()
         return () if feed is None else feed
 
+    def begin_evaluation_iteration(self, batch: Any = None) -> None:
+        """Publish ``before_val_iter``."""
+        self._check_order("begin_evaluation_iteration")
+        self._index += 1
+        self._batch = batch
+        self.state.begin_evaluation_iteration(self._stage, self._index)
+        self._run.publish(_EVALUATION[self._stage][2], batch_idx=self._index, batch=batch)
+
+    def end_evaluation_iteration(self, outputs: Mapping[str, Any] | None = None) -> None:
+        """Publish ``after_val_iter`` with ``outputs`` and reported outputs (``run.report()``), and feed the metrics."""
+        self._check_order("end_evaluation_iteration")
+        state = self.state
+        if outputs is not None:
+            self._take_outputs("end_evaluation_iteration", outputs)
+        self._run.publish(_EVALUATION[self._stage][3], batch_idx=self._index, batch=self._batch, outputs=state.outputs)
+        state.note_change(self._evaluation_changes)
+        if self._metrics is not None:
+            self._metrics.update(state.outputs, 1 if self._share is None else self._share.counts(self._index))
+        if self._in_step:
+            state.channel.exchange()
+        self._saves.save_if_asked()
+        state.scopes.leave("evaluation iter")
+        state.handle_requests()
+
+    def end_evaluation(self, metrics: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Publish ``after_val_epoch`` with the metrics, then ``after_val``; return them. ``metrics`` adds or replaces some."""
+        self._check_order("end_evaluation")
+        state, feed, stage = self.state, self._evaluated, self._stage
+        if feed is not None:
+            if state.ranks is not None and not any(state.ranks.gather(feed.used)):
+                feed.check_not_empty()
+            feed.end()
+        results = {**({} if self._metrics is None else self._metrics.compute(state.ranks)), **(metrics or {})}
+        if stage == "val":
+            state.go_on()
+        self._announce(_EVALUATION[stage][4], metrics=dict(results))
+        state.count_evaluation(stage)
+        state.settle()
+        # force: save the validated weights even within an accumulation window, whose gradients are saved too.
+        self._saves.save_if_asked(force=True)
+        state.scopes.leave("evaluation")
+        self._announce(_EVALUATION[stage][5])
+        self._saves.save_if_asked()
+        state.handle_requests()
+        return results
+
+    def abandon_evaluation(self) -> None:
+        """End the evaluation early, without ``after_val``; restore modes, gradients and weights."""
+        self._check_order("abandon_evaluation")
+        self.state.scopes.leave("evaluation")
+
     def measures(self, name: str) -> bool:
-        """Return True if a metric of the open validation or test takes this entry of the outputs."""
+        """Return True if a metric of the open evaluation takes this entry of the outputs."""
         metrics = self._metrics
-        return metrics is not None and self.state.scopes.innermost in ("val iter", "test iter") and metrics.takes(name)
+        return metrics is not None and self.state.scopes.innermost == "evaluation iter" and metrics.takes(name)
 
     def _enter_evaluation_mode(self) -> None:
         scopes, models = self.state.scopes, self._run.models.values()
@@ -323,50 +338,6 @@ class Driver(Session):
         for model in models:
             model.eval()
         torch.set_grad_enabled(False)
-
-    def _begin_evaluation_iteration(self, call: str, stage: Stage, batch: Any) -> None:
-        self._check_order(call)
-        state = self.state
-        self._index += 1
-        self._batch = batch
-        state.begin_evaluation_iteration(stage, self._index)
-        self._run.publish(_EVALUATION[stage][2], batch_idx=self._index, batch=batch)
-
-    def _end_evaluation_iteration(self, call: str, stage: Stage, outputs: Mapping[str, Any] | None) -> None:
-        self._check_order(call)
-        state = self.state
-        if outputs is not None:
-            self._take_outputs(call, outputs)
-        self._run.publish(_EVALUATION[stage][3], batch_idx=self._index, batch=self._batch, outputs=state.outputs)
-        state.note_change(self._evaluation_changes)
-        if self._metrics is not None:
-            self._metrics.update(state.outputs, 1 if self._share is None else self._share.counts(self._index))
-        if self._in_step:
-            state.channel.exchange()
-        self._saves.save_if_asked()
-        state.scopes.leave(f"{stage} iter")
-        state.handle_requests()
-
-    def _end_evaluation(self, call: str, stage: Stage, values: Mapping[str, Any] | None) -> dict[str, Any]:
-        self._check_order(call)
-        state, feed = self.state, self._evaluated
-        if feed is not None:
-            if state.ranks is not None and not any(state.ranks.gather(feed.used)):
-                feed.check_not_empty()
-            feed.end()
-        metrics = {**({} if self._metrics is None else self._metrics.compute(state.ranks)), **(values or {})}
-        if stage == "val":
-            state.go_on()
-        self._announce(_EVALUATION[stage][4], metrics=dict(metrics))
-        state.count_evaluation(stage)
-        state.settle()
-        # force: save the validated weights even within an accumulation window, whose gradients are saved too.
-        self._saves.save_if_asked(force=True)
-        state.scopes.leave(stage)
-        self._announce(_EVALUATION[stage][5])
-        self._saves.save_if_asked()
-        state.handle_requests()
-        return metrics
 
     def _take_outputs(self, call: str, outputs: object) -> None:
         if not isinstance(outputs, Mapping):

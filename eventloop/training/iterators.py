@@ -12,10 +12,9 @@ from functools import partial
 from typing import Any, Self
 
 from eventloop.errors import TrainingError, stopped
-from eventloop.events import Stage
 from eventloop.log import get_logger
 from eventloop.training.data import Feed
-from eventloop.training.driver import Driver
+from eventloop.training.driver import Driver, EvaluationStage
 from eventloop.training.metrics import Metrics
 from eventloop.training.repeat import Repeat, end_repeated, end_unvalidated
 from eventloop.training.saves.contents import SavedRun
@@ -75,10 +74,8 @@ class OpenLoops:
     def abandon_evaluation(self) -> None:
         """End a validation or test early if one is open, after ``break`` or a stop."""
         self.evaluating = None
-        if "val" in self.scopes:
-            self.drive.abandon_validation()
-        elif "test" in self.scopes:
-            self.drive.abandon_test()
+        if "evaluation" in self.scopes:
+            self.drive.abandon_evaluation()
 
     def abandon_epoch(self) -> None:
         """End the open epoch early, if any."""
@@ -300,16 +297,12 @@ class TrainBatches(Batches):
 class EvaluationBatches(Batches):
     """Yield the batches of one validation or test; afterwards ``metrics`` holds the result."""
 
-    def __init__(self, loops: OpenLoops, feed: Feed, metrics: Metrics, stage: Stage) -> None:
-        drive, validates = loops.drive, stage == "val"
-        self._validates = validates
+    def __init__(self, loops: OpenLoops, feed: Feed, metrics: Metrics, stage: EvaluationStage) -> None:
         self._loops = loops
         self._feed = feed
-        self._method = "run.validate()" if validates else "run.test()"
-        self._begin = partial(drive.begin_validation if validates else drive.begin_test, feed, metrics)
-        self._begin_iteration = drive.begin_validation_iteration if validates else drive.begin_test_iteration
-        self._end_iteration = drive.end_validation_iteration if validates else drive.end_test_iteration
-        self._end = drive.end_validation if validates else drive.end_test
+        self._validates = stage == "val"
+        self._method = "run.validate()" if self._validates else "run.test()"
+        self._begin = partial(loops.drive.begin_evaluation, stage, feed, metrics)
         self._begun = False
         self._over = False
         self.metrics: Mapping[str, Any] = {}
@@ -318,9 +311,9 @@ class EvaluationBatches(Batches):
     def _advance(self) -> tuple[Any] | None:
         if self._over:
             return None
-        loops, state = self._loops, self._loops.drive.state
+        loops, drive, state = self._loops, self._loops.drive, self._loops.drive.state
         if self._begun:
-            self._end_iteration()
+            drive.end_evaluation_iteration()
         else:
             state.check_open("run.validate() and run.test()")
             loops.abandon_evaluation()
@@ -329,7 +322,7 @@ class EvaluationBatches(Batches):
             if self._validates:
                 end_repeated(state)
             if "iter" in state.scopes:
-                loops.drive.end_iteration(validates=self._validates)
+                drive.end_iteration(validates=self._validates)
             self._over = state.should_stop()
             if self._over:
                 return None
@@ -342,9 +335,9 @@ class EvaluationBatches(Batches):
         batch = self._feed.next(may_be_empty=state.ranks is not None)
         if batch is None:
             self._over = True
-            self.metrics = self._end()
+            self.metrics = drive.end_evaluation()
             return None
-        self._begin_iteration(batch[0])
+        drive.begin_evaluation_iteration(batch[0])
         return batch
 
     def leave(self) -> None:

@@ -89,14 +89,14 @@ def _outputs(run: Any, step: Callable[[Any], Any], batch: Any) -> dict[str, Any]
     """Return the outputs of one step, with those that it reports to the run."""
     state = run.state
     update = next((hook for hook in run.bus.hooks if isinstance(hook, Update)), None)
-    state.scopes.enter("val iter")
+    state.scopes.enter("evaluation iter")
     try:
         with nullcontext() if update is None else update.autocast(run.device):
             returned = step(batch)
         return {**state.outputs, **(returned if isinstance(returned, Mapping) else {"loss": returned})}
     finally:
         state.drop_outputs()
-        state.scopes.leave("val iter")
+        state.scopes.leave("evaluation iter")
 
 
 def _keep(model: torch.nn.Module, undo: ExitStack) -> None:

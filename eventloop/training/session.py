@@ -24,15 +24,13 @@ log = get_logger()
 
 _TURNS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "": ("before the run has begun or after it has ended", ("begin_run",)),
-    "run": ("inside a run", ("begin_train", "begin_validation", "begin_test", "end_run")),
-    "train": ("inside a training", ("begin_epoch", "begin_validation", "begin_test", "end_train")),
-    "epoch": ("inside an epoch", ("begin_iteration", "begin_validation", "begin_test", "end_epoch", "abandon_epoch")),
+    "run": ("inside a run", ("begin_train", "begin_evaluation", "end_run")),
+    "train": ("inside a training", ("begin_epoch", "begin_evaluation", "end_train")),
+    "epoch": ("inside an epoch", ("begin_iteration", "begin_evaluation", "end_epoch", "abandon_epoch")),
     "iter": ("inside an iteration", ("end_iteration", "abandon_iteration", "abandon_epoch")),
     REPEATED: ("inside an iteration that is repeated after a resume", ("abandon_epoch",)),
-    "val": ("inside a validation", ("begin_validation_iteration", "end_validation", "abandon_validation")),
-    "val iter": ("inside an iteration of a validation", ("end_validation_iteration", "abandon_validation")),
-    "test": ("inside a test", ("begin_test_iteration", "end_test", "abandon_test")),
-    "test iter": ("inside an iteration of a test", ("end_test_iteration", "abandon_test")),
+    "evaluation": ("inside an evaluation", ("begin_evaluation_iteration", "end_evaluation", "abandon_evaluation")),
+    "evaluation iter": ("inside an iteration of an evaluation", ("end_evaluation_iteration", "abandon_evaluation")),
 }
 """Words for each innermost scope, and the calls allowed in it. :meth:`Session.fail` is allowed in every open scope."""
 

@@ -76,12 +76,12 @@ class Counters(SavedCounts):
 REPEATED: Final = "repeated iter"
 """The scope of an iteration that a resumed run repeats; see :mod:`eventloop.training.repeat`."""
 
-ITERATIONS: Final = frozenset({"iter", "val iter", "test iter", REPEATED})
+ITERATIONS: Final = frozenset({"iter", "evaluation iter", REPEATED})
 """Scopes in which a run has outputs."""
 
 
 class Scopes:
-    """A stack of named scopes (run, train, epoch, iter, val …), each with functions to call when it ends."""
+    """A stack of named scopes (run, train, epoch, iter, evaluation …), each with functions to call when it ends."""
 
     def __init__(self) -> None:
         self.innermost = ""
@@ -296,7 +296,7 @@ class RunState:
         """Begin an iteration of a validation or test. The steps are still those of the last iteration of the training."""
         self.set_progress(stage, index)
         self.drop_outputs()
-        self.scopes.enter(f"{stage} iter")
+        self.scopes.enter("evaluation iter")
 
     def drop_outputs(self) -> None:
         """Begin anew without outputs; events keep theirs."""

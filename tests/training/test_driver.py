@@ -130,15 +130,15 @@ def epoch_by_push(job: Job, run: Run, drive: Driver) -> bool:
 
 
 def validate_by_push(job: Job, drive: Driver) -> None:
-    batches = iter(drive.begin_validation(job.val))
+    batches = iter(drive.begin_evaluation("val", job.val))
     while not drive.should_stop():
         batch = next(batches, None)
         if batch is None:
-            drive.end_validation()
+            drive.end_evaluation()
             return
-        drive.begin_validation_iteration(batch)
-        drive.end_validation_iteration({"loss": job.parts.step(job.model, batch)})
-    drive.abandon_validation()
+        drive.begin_evaluation_iteration(batch)
+        drive.end_evaluation_iteration({"loss": job.parts.step(job.model, batch)})
+    drive.abandon_evaluation()
 
 
 WAYS = (by_loop, by_pull, by_push)
@@ -255,9 +255,9 @@ def test_break_is_an_abandoned_iteration_or_validation(parts):
             drive.abandon_iteration()
             break
         drive.end_epoch()
-        for batch in drive.begin_validation(push.val):
-            drive.begin_validation_iteration(batch)
-            drive.abandon_validation()
+        for batch in drive.begin_evaluation("val", push.val):
+            drive.begin_evaluation_iteration(batch)
+            drive.abandon_evaluation()
             break
         drive.end_train()
     assert push.published() == pull.published()
@@ -279,10 +279,10 @@ def test_without_data_the_driver_counts_and_the_caller_marks_the_last_batch(part
         drive.begin_iteration()
         drive.end_iteration()
         drive.abandon_epoch()
-        assert drive.begin_validation() == ()
-        drive.begin_validation_iteration()
-        drive.end_validation_iteration({"loss": 2.0})
-        assert drive.end_validation({"accuracy": 0.5}) == {"loss": 2.0, "accuracy": 0.5}
+        assert drive.begin_evaluation("val") == ()
+        drive.begin_evaluation_iteration()
+        drive.end_evaluation_iteration({"loss": 2.0})
+        assert drive.end_evaluation({"accuracy": 0.5}) == {"loss": 2.0, "accuracy": 0.5}
         drive.end_train()
     again = Job(parts, tmp_path, tmp_path / "iter_3.safetensors")
     with again.run() as run:
@@ -305,10 +305,10 @@ def test_a_test_is_driven_like_a_validation(parts):
             run.report(loss=parts.step(pull.model, batch))
     drive = push.run().drive()
     drive.begin_run()
-    for batch in drive.begin_test(push.val):
-        drive.begin_test_iteration(batch)
-        drive.end_test_iteration({"loss": parts.step(push.model, batch)})
-    assert drive.end_test() == batches.metrics
+    for batch in drive.begin_evaluation("test", push.val):
+        drive.begin_evaluation_iteration(batch)
+        drive.end_evaluation_iteration({"loss": parts.step(push.model, batch)})
+    assert drive.end_evaluation() == batches.metrics
     drive.end_run()
     assert push.published() == pull.published()
 
@@ -332,7 +332,7 @@ def test_fail_publishes_the_exception_and_unwinds_without_raising_it(parts, bus,
         drive = run.drive()
         drive.begin_train()
         run.defer(lambda: undone.append("train"))
-        drive.begin_validation()
+        drive.begin_evaluation("val")
         drive.fail(error)
         assert bus.state == "idle"
         assert torch.is_grad_enabled()
@@ -371,19 +371,25 @@ def test_outputs_without_names_are_an_error_that_changes_nothing(parts, trace, b
     run = Run(bus, model=parts.model())
     with run:
         drive = run.drive()
-        for scope, iteration in (("train", "iteration"), ("validation", "validation_iteration"), ("test", "test_iteration")):
-            getattr(drive, f"begin_{scope}")()
-            if scope == "train":
+        for stage in ("train", "val", "test"):
+            if stage == "train":
+                drive.begin_train()
                 drive.begin_epoch()
-            getattr(drive, f"begin_{iteration}")()
+                drive.begin_iteration()
+            else:
+                drive.begin_evaluation(stage)
+                drive.begin_evaluation_iteration()
+            end = drive.end_iteration if stage == "train" else drive.end_evaluation_iteration
             before = stand(run, trace)
-            with pytest.raises(TrainingError, match=rf"drive\.end_{iteration}\(\).*'loss': loss"):
-                getattr(drive, f"end_{iteration}")(outputs)
+            with pytest.raises(TrainingError, match=rf"drive\.{end.__name__}\(\).*'loss': loss"):
+                end(outputs)
             assert stand(run, trace) == before
-            getattr(drive, f"end_{iteration}")({"loss": 0.5})
-            if scope == "train":
+            end({"loss": 0.5})
+            if stage == "train":
                 drive.end_epoch()
-            getattr(drive, f"end_{scope}")()
+                drive.end_train()
+            else:
+                drive.end_evaluation()
 
 
 def test_invalid_options_change_nothing(parts, trace, bus):
@@ -392,9 +398,12 @@ def test_invalid_options_change_nothing(parts, trace, bus):
         for options, value in (({"max_epochs": 1, "max_iters": 1}, "begin_train"), ({"max_epochs": 0}, "max_epochs=0")):
             with pytest.raises(ConfigurationError, match=value):
                 drive.begin_train(**options)
-        for begin in (drive.begin_validation, drive.begin_test):
+        for stage in ("val", "test"):
             with pytest.raises(ConfigurationError, match="data=3"):
-                begin(3)
+                drive.begin_evaluation(stage, 3)
+        for stage in ("train", "validation", None):
+            with pytest.raises(ConfigurationError, match=f'stage={stage!r}.*"val" or "test"'):
+                drive.begin_evaluation(stage)
     assert trace.names == ["before_run", "after_run"]
 
 
@@ -403,18 +412,15 @@ INSIDE: dict[str, tuple[str, ...]] = {
     "train": ("run",),
     "epoch": ("train",),
     "iteration": ("epoch",),
-    "validation": ("run", "train", "epoch"),
-    "validation_iteration": ("validation",),
-    "test": ("run", "train", "epoch"),
-    "test_iteration": ("test",),
+    "evaluation": ("run", "train", "epoch"),
+    "evaluation_iteration": ("evaluation",),
 }
 """What each scope may begin in."""
 
 ABANDONED = {
     "iteration": ("iteration",),
     "epoch": ("epoch", "iteration"),
-    "validation": ("validation", "validation_iteration"),
-    "test": ("test", "test_iteration"),
+    "evaluation": ("evaluation", "evaluation_iteration"),
 }
 """What may be abandoned, and where."""
 
@@ -455,24 +461,27 @@ def test_a_call_out_of_turn_is_an_error_naming_the_expected_calls(parts, data):
 
 
 def play(run: Run, trace: Any, data: Any) -> list[str]:
-    drive, scopes = run.drive(), [""]
+    drive, scopes, stage = run.drive(), [""], ""
     for _ in range(data.draw(st.integers(1, 25))):
         allowed = [call for call in CALLS if in_turn(call, scopes[-1])]
         call = data.draw(st.sampled_from(allowed) | st.sampled_from(CALLS))
+        arguments = [data.draw(st.sampled_from(("val", "test")))] if call == "begin_evaluation" else []
         before = stand(run, trace)
         if call not in allowed:
             with pytest.raises(TrainingError) as refused:
-                getattr(drive, call)()
+                getattr(drive, call)(*arguments)
             message, _, expected = str(refused.value).partition("; expected ")
             assert f"drive.{call}() is out of turn" in message
             assert set(re.findall(r"drive\.(\w+)\(\)", expected)) == set(allowed)
             assert stand(run, trace) == before
             continue
-        getattr(drive, call)()
+        getattr(drive, call)(*arguments)
         verb, _, name = call.partition("_")
+        stage = arguments[0] if arguments else stage
         if verb == "begin":
             scopes.append(name)
         else:
             del scopes[scopes.index(name) :]
         assert verb == "abandon" or len(trace.events) > before[0]
+        assert verb == "abandon" or "evaluation" not in name or f"_{stage}" in trace.names[-1]
     return scopes

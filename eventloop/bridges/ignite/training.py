@@ -210,8 +210,8 @@ class TrainerRuns:
 
     def leave_validation(self) -> None:
         """End a validation without its ``after_val``."""
-        if self.driver is not None and "val" in self.driver.state.scopes:
-            self.driver.abandon_validation()
+        if self.driver is not None and "evaluation" in self.driver.state.scopes:
+            self.driver.abandon_evaluation()
 
     def leave_epoch(self) -> None:
         """End scopes that Ignite left early, without their ``after_x``."""
@@ -261,16 +261,16 @@ class EvaluatorRuns:
         if drive.state.scopes.innermost in ("run", "train", "epoch"):
             host.run.validates = True
             host.evaluation_length = self._evaluator.state.epoch_length
-            drive.begin_validation()
+            drive.begin_evaluation("val")
 
     def step(self, inner: Callable[..., Any], engine: Engine, batch: Any) -> Any:
         """Replace the step of the evaluator: one iteration of a validation."""
         driver = self._training.driver
-        if driver is None or driver.state.scopes.innermost != "val":
+        if driver is None or driver.state.scopes.innermost != "evaluation":
             return inner(engine, batch)
-        driver.begin_validation_iteration(batch)
+        driver.begin_evaluation_iteration(batch)
         output = inner(engine, batch)
-        driver.end_validation_iteration(outputs_of(output))
+        driver.end_evaluation_iteration(outputs_of(output))
         return output
 
     def stop_if_asked(self) -> None:
@@ -285,12 +285,12 @@ class EvaluatorRuns:
     def _end(self) -> None:
         """End the validation after all of Ignite's handlers, so that they see and save the averaged weights."""
         driver = self._training.driver
-        if driver is None or "val" not in driver.state.scopes:
+        if driver is None or "evaluation" not in driver.state.scopes:
             return
-        if self._complete and driver.state.scopes.innermost == "val":
-            driver.end_validation(self._evaluator.state.metrics)
+        if self._complete and driver.state.scopes.innermost == "evaluation":
+            driver.end_evaluation(self._evaluator.state.metrics)
         else:
-            driver.abandon_validation()
+            driver.abandon_evaluation()
         if not self._training.in_run:
             driver.end_run()
             self._training.driver = None

@@ -23,6 +23,7 @@ from eventloop.bridges.lightning.saver import plugin_of
 from eventloop.checkpoint import AnyPath, as_path
 from eventloop.errors import ConfigurationError
 from eventloop.training import Driver, Run, check_needs
+from eventloop.training.driver import EvaluationStage
 from eventloop.training.state import Counters
 
 _AVERAGES: Final = ("WeightAveraging", "StochasticWeightAveraging")  # Lightning's callbacks that average the weights
@@ -251,54 +252,42 @@ class LightningBridge(_Callback, Bridge):
             self._resume(self._begin([]))
         elif "epoch" in self._drive.state.scopes and self._iterations.last:
             self._drive.end_epoch()
-        self._begin_evaluation(trainer.num_val_batches)
-        self._drive.begin_validation()
+        self._begin_evaluation("val", trainer.num_val_batches)
+
+    def on_test_start(self, trainer: Any, module: Any) -> None:
+        """Begin a test, in a run of its own."""
+        self._resume(self._begin([]))
+        self._begin_evaluation("test", trainer.num_test_batches)
+
+    def _begin_evaluation(self, stage: EvaluationStage, lengths: list[int | float]) -> None:
+        length = sum(lengths)
+        self._host.evaluation_length = None if length == float("inf") else int(length)
+        self._before = dict(self.trainer.callback_metrics)
+        self._drive.begin_evaluation(stage)
 
     def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, *index: int) -> None:
-        """Begin an iteration of a validation."""
+        """Begin an iteration of a validation or test."""
         if not trainer.sanity_checking:
-            self._drive.begin_validation_iteration(batch)
+            self._drive.begin_evaluation_iteration(batch)
 
     def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *batch: Any) -> None:
-        """End an iteration of a validation."""
+        """End an iteration of a validation or test."""
         if not trainer.sanity_checking:
-            self._drive.end_validation_iteration(named(outputs))
+            self._drive.end_evaluation_iteration(named(outputs))
 
     def on_validation_end(self, trainer: Any, module: Any) -> None:
-        """End a validation with the metrics that the module has logged in it."""
+        """End a validation or test with the metrics that the module has logged in it."""
         if trainer.sanity_checking:
             return
         self._drive.drop_iteration()
-        self._drive.end_validation(self._metrics())
+        self._drive.end_evaluation(self._metrics())
         run = self.run
         if run is not None and "epoch" in self._drive.state.scopes:  # else the epoch's end follows, where Lightning saves
             self._host.saver.write_due(self._write)
         if run is not None and run.training:
             self._stop_if_asked()
 
-    def on_test_start(self, trainer: Any, module: Any) -> None:
-        """Begin a test."""
-        self._resume(self._begin([]))
-        self._begin_evaluation(trainer.num_test_batches)
-        self._drive.begin_test()
-
-    def on_test_batch_start(self, trainer: Any, module: Any, batch: Any, *index: int) -> None:
-        """Begin an iteration of a test."""
-        self._drive.begin_test_iteration(batch)
-
-    def on_test_batch_end(self, trainer: Any, module: Any, outputs: Any, *batch: Any) -> None:
-        """End an iteration of a test."""
-        self._drive.end_test_iteration(named(outputs))
-
-    def on_test_end(self, trainer: Any, module: Any) -> None:
-        """End a test with the metrics that the module has logged in it."""
-        self._drive.drop_iteration()
-        self._drive.end_test(self._metrics())
-
-    def _begin_evaluation(self, lengths: list[int | float]) -> None:
-        length = sum(lengths)
-        self._host.evaluation_length = None if length == float("inf") else int(length)
-        self._before = dict(self.trainer.callback_metrics)
+    on_test_batch_start, on_test_batch_end, on_test_end = on_validation_batch_start, on_validation_batch_end, on_validation_end
 
     def _metrics(self) -> dict[str, Any]:
         """Return the metrics of the current validation or test: the entries that were replaced since its begin."""

@@ -7,12 +7,13 @@ from typing import Any, Final
 
 from eventloop import events as ev
 from eventloop.bridges.hosted import TrainerHost
-from eventloop.events import Stage
 from eventloop.training import Driver
+from eventloop.training.driver import EvaluationStage
 
 Method = Callable[..., Any]
 
-_PREFIXES: Final[Mapping[Stage, str]] = {"val": "eval", "test": "test"}  # the trainer's prefix for the names of metrics
+_PREFIXES: Final[Mapping[EvaluationStage, str]] = {"val": "eval", "test": "test"}
+"""The trainer's prefix for the names of metrics."""
 
 
 class Evaluations:
@@ -21,22 +22,22 @@ class Evaluations:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._host: TrainerHost
-        self.stage: Stage | None = None  # the stage of the present evaluation
+        self.stage: EvaluationStage | None = None  # the stage of the present evaluation
 
-    def evaluate(self, host: TrainerHost, stage: Stage, original: Method, *args: Any, **kwargs: Any) -> Any:
+    def evaluate(self, host: TrainerHost, stage: EvaluationStage, original: Method, *args: Any, **kwargs: Any) -> Any:
         """Replace ``evaluate`` or ``predict`` of the trainer; return its result."""
         self._host = host
-        drive, val = host.drive, stage == "val"
+        drive = host.drive
         abandon_evaluation(drive)
         host.evaluation_length = None
         self.stage = stage
         try:
-            (drive.begin_validation if val else drive.begin_test)()
+            drive.begin_evaluation(stage)
             result = original(*args, **kwargs)
             prefix = kwargs.get("metric_key_prefix", args[2] if len(args) > 2 else _PREFIXES[stage])
-            metrics = result if val else (result.metrics or {})
+            metrics = result if stage == "val" else (result.metrics or {})
             short = {name.removeprefix(f"{prefix}_"): value for name, value in metrics.items() if name != "epoch"}
-            (drive.end_validation if val else drive.end_test)(short)
+            drive.end_evaluation(short)
         finally:
             self.stage = None
         return result
@@ -45,25 +46,22 @@ class Evaluations:
         """Replace ``prediction_step``, one iteration of an evaluation."""
         if self.stage is None:
             return original(model, inputs, *args, **kwargs)
-        host, drive, val = self._host, self._host.drive, self.stage == "val"
+        host, drive = self._host, self._host.drive
         if host.evaluation_length is None and has_length(data := self._trainer.callback_handler.eval_dataloader):
             host.evaluation_length = len(data)
-        (drive.begin_validation_iteration if val else drive.begin_test_iteration)(inputs)
+        drive.begin_evaluation_iteration(inputs)
         result = original(model, inputs, *args, **kwargs)
-        wanted = host.run.wants(ev.AfterValIter if val else ev.AfterTestIter)
+        wanted = host.run.wants(ev.AfterValIter if self.stage == "val" else ev.AfterTestIter)
         named = zip(("loss", "logits", "labels"), result, strict=False) if wanted else ()
         outputs = {name: value for name, value in named if value is not None}
-        (drive.end_validation_iteration if val else drive.end_test_iteration)(outputs)
+        drive.end_evaluation_iteration(outputs)
         return result
 
 
 def abandon_evaluation(drive: Driver) -> None:
     """End an evaluation whose error a callback has caught."""
-    scopes = drive.state.scopes
-    if "val" in scopes:
-        drive.abandon_validation()
-    elif "test" in scopes:
-        drive.abandon_test()
+    if "evaluation" in drive.state.scopes:
+        drive.abandon_evaluation()
 
 
 def has_length(data: Any) -> bool:

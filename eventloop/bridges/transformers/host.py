@@ -27,9 +27,9 @@ from eventloop.bridges.transformers.iterations import publish_iterations, set_ra
 from eventloop.bridges.transformers.saver import FolderSaver
 from eventloop.checkpoint import AnyPath
 from eventloop.errors import ConfigurationError
-from eventloop.events import Stage
 from eventloop.log import get_logger
 from eventloop.training import Driver, Run
+from eventloop.training.driver import EvaluationStage
 from eventloop.training.state import Counters
 
 log = get_logger()
@@ -260,7 +260,7 @@ class TransformersBridge(Bridge):
             self._saver.settle()
         return original(*args, **kwargs)
 
-    def _evaluate(self, stage: Stage, original: Method, *args: Any, **kwargs: Any) -> Any:
+    def _evaluate(self, stage: EvaluationStage, original: Method, *args: Any, **kwargs: Any) -> Any:
         run = self.running
         if self._evaluations.stage is not None or (run is not None and "iter" in run.state.scopes):
             return original(*args, **kwargs)  # one of several data sets, or at a point where a run has no evaluation

@@ -653,8 +653,8 @@ def test_a_save_before_a_validation_that_the_run_does_not_know_of_warns(parts, t
         with capture_logs() as logs:
             drive.begin_iteration()
             drive.end_iteration(**options)
-            drive.begin_validation()
-            drive.end_validation()
+            drive.begin_evaluation("val")
+            drive.end_evaluation()
         drive.end_epoch()
         drive.end_train()
         drive.end_run()
