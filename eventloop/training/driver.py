@@ -325,6 +325,11 @@ class Driver(Session):
         self._check_order("abandon_evaluation")
         self.state.scopes.leave("evaluation")
 
+    def drop_evaluation(self) -> None:
+        """Abandon the current evaluation, if there is one."""
+        if "evaluation" in self.state.scopes:
+            self.abandon_evaluation()
+
     def measures(self, name: str) -> bool:
         """Return True if a metric of the open evaluation takes this entry of the outputs."""
         metrics = self._metrics

@@ -74,8 +74,7 @@ class OpenLoops:
     def abandon_evaluation(self) -> None:
         """End a validation or test early if one is open, after ``break`` or a stop."""
         self.evaluating = None
-        if "evaluation" in self.scopes:
-            self.drive.abandon_evaluation()
+        self.drive.drop_evaluation()
 
     def abandon_epoch(self) -> None:
         """End the open epoch early, if any."""

@@ -210,8 +210,8 @@ class TrainerRuns:
 
     def leave_validation(self) -> None:
         """End a validation without its ``after_val``."""
-        if self.driver is not None and "evaluation" in self.driver.state.scopes:
-            self.driver.abandon_evaluation()
+        if self.driver is not None:
+            self.driver.drop_evaluation()
 
     def leave_epoch(self) -> None:
         """End scopes that Ignite left early, without their ``after_x``."""

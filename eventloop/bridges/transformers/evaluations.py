@@ -7,7 +7,6 @@ from typing import Any, Final
 
 from eventloop import events as ev
 from eventloop.bridges.hosted import TrainerHost
-from eventloop.training import Driver
 from eventloop.training.driver import EvaluationStage
 
 Method = Callable[..., Any]
@@ -28,7 +27,7 @@ class Evaluations:
         """Replace ``evaluate`` or ``predict`` of the trainer; return its result."""
         self._host = host
         drive = host.drive
-        abandon_evaluation(drive)
+        drive.drop_evaluation()  # a callback has caught the error of the one before
         host.evaluation_length = None
         self.stage = stage
         try:
@@ -56,12 +55,6 @@ class Evaluations:
         outputs = {name: value for name, value in named if value is not None}
         drive.end_evaluation_iteration(outputs)
         return result
-
-
-def abandon_evaluation(drive: Driver) -> None:
-    """End an evaluation whose error a callback has caught."""
-    if "evaluation" in drive.state.scopes:
-        drive.abandon_evaluation()
 
 
 def has_length(data: Any) -> bool:

@@ -21,7 +21,7 @@ from eventloop.bridges.bridge import Bridge
 from eventloop.bridges.foreign_calls import time_transformers
 from eventloop.bridges.hosted import TrainerHost, iterations_in
 from eventloop.bridges.transformers import privates
-from eventloop.bridges.transformers.evaluations import Evaluations, abandon_evaluation, has_length
+from eventloop.bridges.transformers.evaluations import Evaluations, has_length
 from eventloop.bridges.transformers.folders import Folders, check_folder, local, read_entry
 from eventloop.bridges.transformers.iterations import publish_iterations, set_rates
 from eventloop.bridges.transformers.saver import FolderSaver
@@ -136,7 +136,7 @@ class TransformersBridge(Bridge):
         finally:
             self._training = None
         if self.running is not None:
-            abandon_evaluation(self._drive)
+            self._drive.drop_evaluation()
             self._drive.end_run()
 
     def _on_train_begin(self, original: Method, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -224,7 +224,7 @@ class TransformersBridge(Bridge):
         """End an epoch; one that a stop has cut short is left without ``after_train_epoch``."""
         run = self._training
         if run is not None:
-            abandon_evaluation(self._drive)
+            self._drive.drop_evaluation()
             cut = control.should_training_stop or control.should_epoch_stop
             complete = run.counters.batches == self._length or state.global_step >= state.max_steps
             if cut and not complete:
@@ -242,7 +242,7 @@ class TransformersBridge(Bridge):
         """End the training, before the trainer loads the best model."""
         run = self._training
         if run is not None and run.training:
-            abandon_evaluation(self._drive)
+            self._drive.drop_evaluation()
             self._drive.end_train()
             self._host.saver.write_due(self._write)
 

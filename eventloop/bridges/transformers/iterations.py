@@ -17,7 +17,6 @@ from eventloop import events as ev
 from eventloop.bridges.copies import replaced
 from eventloop.bridges.hosted import TrainerHost
 from eventloop.bridges.transformers import privates
-from eventloop.bridges.transformers.evaluations import abandon_evaluation
 from eventloop.log import get_logger
 from eventloop.training import Run
 
@@ -70,7 +69,7 @@ def _around_training_step(trainer: Any, host: TrainerHost, steps: _Steps) -> tup
     def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal loss
         if scopes.innermost != "epoch":
-            abandon_evaluation(drive)
+            drive.drop_evaluation()
         drive.begin_iteration(inputs, last=counters.batches + 1 == length)
         if all_happen and (wants(ev.BeforeOptimizerStep) or wants(ev.AfterOptimizerStep)):
             steps.watch()
