@@ -47,7 +47,7 @@ class TrainerHost:
 
         drive.begin_iteration(batch, last=...)
         run.publish(BeforeForward, ...); run.publish(AfterForward, ...); ...  # if run.wants(...)
-        host.before_step(optimizer); host.after_step(optimizer)               # around each real step
+        before_step, after_step = host.around_step(optimizer)                 # to call around each real step
         host.window_open = ...
         drive.end_iteration(outputs)
         host.saver.write_due(save)
@@ -95,7 +95,6 @@ class TrainerHost:
         self.suffix = suffix
         self.resume_way = resume_way
         self.saver: TrainerSaver
-        self._steps: dict[int, tuple[Step, Step]] = {}
 
     def join(self, run: Run, drive: Driver) -> None:
         """Become the host of a run."""
@@ -117,7 +116,6 @@ class TrainerHost:
         if run.optimizers:
             warn_if_useless(run.optimizers, run.models)
         run.saves.open()
-        self._steps = {id(optimizer): around_step(run, name, optimizer) for name, optimizer in run.optimizers.items()}
         yield
 
     @contextmanager
@@ -140,17 +138,13 @@ class TrainerHost:
 
     # --------------------------------------------------------------------------------------------------------- steps
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Publish ``before_optimizer_step``, when the gradients are complete."""
-        self._steps[id(optimizer)][0]()
-
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count a step that has happened, and publish ``after_optimizer_step``."""
-        self._steps[id(optimizer)][1]()
-
     def around_step(self, optimizer: torch.optim.Optimizer) -> tuple[Step, Step]:
-        """Return :meth:`before_step` and :meth:`after_step` of one optimizer; they ignore their arguments."""
-        return self._steps[id(optimizer)]
+        """Return what to call before each real step of an optimizer, when its gradients are complete, and after the step.
+
+        The functions publish and count the step, and ignore their arguments.
+        """
+        name = next(name for name, one in self.run.optimizers.items() if one is optimizer)
+        return around_step(self.run, name, optimizer)
 
     def watch_steps(self) -> None:
         """Count and publish steps by torch's step hooks until the run ends, for trainers where these fire at the right time."""
