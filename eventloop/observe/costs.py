@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from eventloop.bus.handler import title
 from eventloop.observe.bounds import Change, Count, Number
 from eventloop.observe.ranks import RankCosts
-from eventloop.observe.totals import BINS
+from eventloop.observe.totals import BINS, quantile
 from eventloop.terminal import Figures, plain
 
 Bin = Annotated[int, msgspec.Meta(ge=0, le=64 * BINS)]
@@ -30,12 +30,7 @@ class Histogram(msgspec.Struct, frozen=True):
 
     def quantile(self, share: float) -> float:
         """Return the duration in seconds that ``share`` of them do not exceed, exact to 5 %; 0 if there are none."""
-        wanted, seen = share * self.total, 0
-        for index in sorted(self.counts):
-            seen += self.counts[index]
-            if seen >= wanted:
-                return float(2.0 ** ((index + 0.5) / BINS)) / 1e9
-        return 0.0
+        return quantile(self.counts, share) / 1e9
 
     def since(self, before: Histogram) -> Histogram:
         """Return the counts added since ``before``, an earlier state of this histogram."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
@@ -9,6 +10,16 @@ from numpy.typing import NDArray
 
 BINS: Final = 8  # bins per doubling: quantiles are exact to 5 %
 _DOUBLINGS: Final = 48
+
+
+def quantile(counts: Mapping[int, int], share: float) -> float:
+    """Return the duration in ns that ``share`` of the durations do not exceed, from their counts by bin; 0 without any."""
+    wanted, seen = share * sum(counts.values()), 0
+    for index in sorted(counts):
+        seen += counts[index]
+        if seen >= wanted:
+            return float(2.0 ** ((index + 0.5) / BINS))
+    return 0.0
 
 
 def at(values: NDArray[np.int64], name: int) -> int:
@@ -48,12 +59,7 @@ class Totals:
 
     def quantile(self, name: int, share: float) -> float:
         """Return the duration in ns that ``share`` of the calls do not exceed, exact to 5 %; 0 without calls."""
-        if not at(self.calls, name):
-            return 0.0
-        bins = sorted(self._bins[name].items())
-        reached = np.cumsum([number for _, number in bins])
-        index, _ = bins[int(np.searchsorted(reached, share * reached[-1]))]
-        return float(min(2.0 ** ((index + 0.5) / BINS), float(self.most[name])))
+        return min(quantile(self._bins.get(name, {}), share), float(at(self.most, name)))
 
     def _grow(self, size: int) -> None:
         more = size - len(self.calls)
