@@ -22,6 +22,7 @@ from eventloop.observe.trace.tracks import Counter, Tracks, Window
 from eventloop.offload import Deadline
 
 _SAMPLE_EVERY: Final = 0.005  # seconds between two samples of the queues and the memory; a sample takes about 20 µs
+_PATIENCE: Final = 30.0  # seconds to wait for offloaded handlers after the window
 _REST: Final = 0.0005  # seconds that leave the GIL to the training, after about 0.5 ms of work on the trace
 
 log = get_logger()
@@ -38,16 +39,14 @@ class Tracer:
         path: the file to write.
         process: the number of the process (its rank) and its title.
         iterations: number of iterations in the window; fewer if the run ends earlier.
-        patience: seconds to wait for offloaded handlers.
     """
 
-    def __init__(self, bus: Bus, path: Path, process: tuple[int, str], iterations: int, patience: float = 30.0) -> None:
+    def __init__(self, bus: Bus, path: Path, process: tuple[int, str], iterations: int) -> None:
         self._bus = bus
         self._recorder = bus.recorder
         self._path = path
         self._process = process
         self._iterations = iterations
-        self._patience = patience
         self._batches: list[Spans] = []
         self._pauses: list[tuple[int, int, int, int]] = []
         self._paused = 0
@@ -140,7 +139,7 @@ class Tracer:
         self._threads |= {one.ident: one.name for one in threading.enumerate() if one.ident is not None}
 
     def _await_deliveries(self) -> None:
-        self._deadline.shorten(self._patience)
+        self._deadline.shorten(_PATIENCE)
         self._bus.wait_for_saves(self._deadline)
         for one in self._bus.subscriptions:
             if one.lane is not None and one.mode != "stream":
