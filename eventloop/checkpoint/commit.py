@@ -158,13 +158,13 @@ def temporary_name(directory: str) -> str:
 
 
 def discard(name: str, remove: Callable[[str], object], error: BaseException) -> None:
-    """Remove the temporary file ``name``; if that fails, add a note to ``error``."""
+    """Remove the unfinished file ``name``; if that fails, add a note to ``error``."""
     try:
         remove(name)
     except FileNotFoundError:
         pass
     except Exception as second:  # noqa: BLE001 - the first failure is the one to report
-        error.add_note(f"and the temporary file {name} could not be removed: {second}")
+        error.add_note(f"and the unfinished file {name} could not be removed: {second}")
 
 
 def sync_directory(directory: str | os.PathLike[str]) -> None:

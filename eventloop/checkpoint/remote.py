@@ -1,8 +1,8 @@
 """Files in stores that fsspec reaches (``s3://``, ``gs://``, ``memory://`` …).
 
-Such a store has no rename that is safe everywhere and no fsync: a file counts when its put has returned. So a file is
-uploaded under a temporary name, its size is compared, and then a copy or move within the store gives it its name. If a step
-before that fails, the name keeps what it had.
+A store has no fsync: a file is durable when its upload has ended. In an object store it gets its name at that moment, complete.
+Elsewhere the file is uploaded under a temporary name, its size is compared, and then a move gives it its name. If a step before
+that fails, the name keeps what it had.
 
 A failure of a store, of any type (OSError, HTTP, time-outs, credentials …), arrives as a ``CheckpointError`` that is
 chained from it.
@@ -21,6 +21,8 @@ from eventloop.errors import CheckpointError, ConfigurationError
 
 _BLOCK: Final = 16 << 20
 """Bytes per part of an upload or a copy."""
+_OBJECT_STORES: Final = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"})
+"""Protocols of stores in which an upload appears under its name when it ends, and not before."""
 
 
 class RemotePath:
@@ -103,15 +105,35 @@ class RemotePath:
 
     def upload(self, size: int, parts: Iterable[memoryview | bytes]) -> None:
         """Create or replace a file of ``size`` bytes."""
+        with failing(f"cannot write {self} ({size:,} bytes)", Exception):
+            if self._text.partition("://")[0] in _OBJECT_STORES:
+                self._put(parts)
+            else:
+                self._put_aside(size, parts)
+            self._check_size(size)
+
+    def _put(self, parts: Iterable[memoryview | bytes]) -> None:
+        file = self.fs.open(str(self), "wb", block_size=_BLOCK, autocommit=False)
+        self.fs.transaction.files.remove(file)  # else the next transaction of any user of this file system would commit it
+        try:
+            for part in parts:
+                file.write(part)
+            file.close()
+            file.commit()
+        except BaseException as error:
+            with suppress(AttributeError):
+                file.closed = True  # else its finalizer would upload the rest of its buffer, and end the upload
+            discard(str(self), lambda _: file.discard(), error)
+            raise
+
+    def _put_aside(self, size: int, parts: Iterable[memoryview | bytes]) -> None:
         temporary = self.with_name(f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}.tmp")
         try:
-            with failing(f"cannot write {self} ({size:,} bytes)", Exception):
-                with self.fs.open(str(temporary), "wb", block_size=_BLOCK) as file:
-                    for part in parts:
-                        file.write(part)
-                temporary._check_size(size)
-                self.fs.mv(str(temporary), str(self))
-                self._check_size(size)
+            with self.fs.open(str(temporary), "wb", block_size=_BLOCK) as file:
+                for part in parts:
+                    file.write(part)
+            temporary._check_size(size)
+            self.fs.mv(str(temporary), str(self))
         except BaseException as error:
             discard(str(temporary), self.fs.rm_file, error)
             raise

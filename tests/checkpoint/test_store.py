@@ -125,8 +125,16 @@ def test_an_upload_that_is_too_short_never_gets_the_name(memory: MemoryFileSyste
 
     monkeypatch.setattr(MemoryFileSystem, "info", short)
     with pytest.raises(CheckpointError, match="store"):
-        save(tree(), "memory://bucket/a.safetensors")
+        save(tree(), "failing://bucket/a.safetensors")
     assert list(memory.store) == []
+
+
+def test_an_upload_is_not_part_of_a_transaction_of_someone_else(memory: MemoryFileSystem) -> None:
+    with memory.transaction:
+        pass
+    save(tree(), "memory://bucket/a.safetensors")
+    assert not memory.transaction.files
+    verify("memory://bucket/a.safetensors")
 
 
 def test_a_second_name_is_copied_within_the_store_and_moved_between_places(memory: MemoryFileSystem, tmp_path: Path) -> None:

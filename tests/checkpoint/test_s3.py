@@ -1,0 +1,72 @@
+"""Checkpoints in an S3 server: one upload each, complete under their names or not there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from eventloop.checkpoint import load, save, verify
+from eventloop.errors import CheckpointError
+
+pytest.importorskip("moto")
+s3fs = pytest.importorskip("s3fs")
+
+from ..s3 import BUCKET, S3Server  # noqa: E402 - moto may be missing
+
+URL = f"s3://{BUCKET}/run/a.safetensors"
+PARTS = 3
+BYTES = PARTS * 16_000_000
+"""Fewer bytes than so many parts of an upload hold, and more than one less hold."""
+
+
+def tree(value: float, size: int = BYTES // 4) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((size,), value)}
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    server = S3Server()
+    keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
+    for name, value in {**keys, "AWS_ENDPOINT_URL": server.url, "AWS_MAX_ATTEMPTS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(s3fs.S3FileSystem, "retries", 2)
+    s3fs.S3FileSystem.clear_instance_cache()
+    s3fs.S3FileSystem().mkdir(BUCKET)
+    yield server
+    s3fs.S3FileSystem.clear_instance_cache()
+    server.close()
+
+
+def test_a_checkpoint_is_uploaded_once_and_never_copied(server: S3Server) -> None:
+    server.requests.clear()
+    save(tree(1.0), URL)
+    methods = [request.partition(" ")[0] for request in server.requests]
+    assert methods == ["POST", *["PUT"] * PARTS, "POST", "HEAD"]  # begin, parts, end, compare sizes
+    server.requests.clear()
+    save(tree(1.0, 10), f"s3://{BUCKET}/run/small.safetensors")
+    assert sum("PUT" in request for request in server.requests) == 1
+    verify(URL)
+    assert torch.equal(load(URL)["weight"], tree(1.0)["weight"])
+
+
+@pytest.mark.parametrize("at", ["uploads", "partNumber=1", f"partNumber={PARTS}", "POST /bucket/run/a.safetensors?uploadId"])
+def test_an_upload_that_fails_anywhere_keeps_the_earlier_file_and_leaves_no_part_of_its_own(server: S3Server, at: str) -> None:
+    save(tree(1.0, 10), URL)
+    server.fault = lambda method, path: "403 Forbidden" if at in f"{method} {path}" and method != "DELETE" else None
+    with pytest.raises(CheckpointError, match=URL):
+        save(tree(2.0), URL)
+    server.fault = lambda method, path: None
+    assert load(URL)["weight"][0] == 1.0
+    left = s3fs.S3FileSystem().call_s3("list_multipart_uploads", Bucket=BUCKET)
+    assert not left.get("Uploads")
+
+
+@pytest.mark.parametrize("fault", ["503 Slow Down", "500 Internal Server Error", "reset"])
+def test_a_fault_that_passes_is_tried_again(server: S3Server, fault: str) -> None:
+    faults = [fault]
+    server.fault = lambda method, path: faults.pop() if faults and "partNumber=2" in path else None
+    save(tree(1.0), URL)
+    assert not faults
+    verify(URL)
