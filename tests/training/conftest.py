@@ -1,11 +1,12 @@
 """Small parts that the tests of training share: a model, data, a step, and a trace of what a bus publishes."""
 
-from __future__ import annotations
-
+import itertools
 import re
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -14,19 +15,20 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - the usual name
 from torch.utils.data import dataloader
 
-from eventloop import Bus, Event, TrainLoop
-from eventloop.checkpoint import load
+from eventloop import Bus, Event, Run, TrainLoop
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
-INSIDE_AN_ITERATION = {
-    "before_forward",
-    "after_forward",
-    "before_backward",
-    "after_backward",
-    "before_optimizer_step",
-    "after_optimizer_step",
-}
+INSIDE_AN_ITERATION = {f"{when}_{what}" for when in ("before", "after") for what in ("forward", "backward", "optimizer_step")}
+
+
+MOUNT_POINTS = [
+    *("before_run", "before_train", "before_train_epoch", "before_train_iter", "before_forward", "after_forward"),
+    *("after_train_iter", "before_backward", "after_backward", "before_optimizer_step", "after_optimizer_step"),
+    *("after_train_epoch", "before_val", "before_val_epoch", "before_val_iter", "after_val_iter", "after_val_epoch"),
+    *("after_val", "after_train", "after_run"),
+]
+"""Those of a training."""
 
 
 class Trace:
@@ -57,14 +59,14 @@ def spell(text: str) -> list[str]:
     return text.split()
 
 
-def make_model(seed: int = 0, *, dropout: float = 0.0) -> torch.nn.Sequential:
+def model(seed: int = 0, *, dropout: float = 0.0) -> torch.nn.Sequential:
     torch.manual_seed(seed)
     return torch.nn.Sequential(
         torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Dropout(dropout), torch.nn.Linear(8, 3)
     )
 
 
-def make_batches(count: int, size: int = 4, seed: int = 1) -> list[Batch]:
+def batches(count: int, size: int = 4, seed: int = 1) -> list[Batch]:
     generator = torch.Generator().manual_seed(seed)
     return [(torch.randn(size, 4, generator=generator), torch.arange(size) % 3) for _ in range(count)]
 
@@ -72,6 +74,37 @@ def make_batches(count: int, size: int = 4, seed: int = 1) -> list[Batch]:
 def step(model: Any, batch: Batch) -> torch.Tensor:
     inputs, labels = batch
     return F.cross_entropy(model(inputs), labels)
+
+
+def act_at(bus: Bus, mount_point: str, count: int, act: Callable[[Any], object], *, priority: int = 95) -> None:
+    """Call ``act(event)`` at the ``count``-th event of a mount point (from 1) that is heard."""
+    heard = itertools.count(1)
+    bus.on(mount_point, lambda event: act(event) if next(heard) == count else None, priority=priority)
+
+
+def learn(run: Run, batch: Batch) -> None:
+    """Take a step as a loop of the user's own does."""
+    loss = step(run.model, batch)
+    for optimizer in run.optimizers.values():
+        optimizer.zero_grad()
+    loss.backward()
+    for optimizer in run.optimizers.values():
+        optimizer.step()
+    run.report(loss=loss)
+
+
+def evaluate(run: Run, evaluation: Any) -> dict[str, Any]:
+    """Validate or test as a loop of the user's own does; return the metrics."""
+    for batch in evaluation:
+        run.report(loss=step(run.model, batch))
+    return evaluation.metrics
+
+
+def train(run: Run, data: Any, *, epochs: int = 1) -> None:
+    """Train as a loop of the user's own does."""
+    for _ in run.epochs(epochs):
+        for batch in run.train(data):
+            learn(run, batch)
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -103,36 +136,21 @@ def damage(path: Path) -> None:
     path.write_bytes(data)
 
 
-class Parts:
-    """The helpers above, handed to tests as one fixture (test modules cannot import each other)."""
-
-    Trace = Trace
-    spell = staticmethod(spell)
-    model = staticmethod(make_model)
-    batches = staticmethod(make_batches)
-    step = staticmethod(step)
-    damage = staticmethod(damage)
-    weights = staticmethod(weights)
-    assert_same = staticmethod(assert_same)
-    load: Callable[[Path], Any] = staticmethod(load)
-
-    @staticmethod
-    def loop(bus: Bus | None = None, **options: Any) -> TrainLoop:
-        """A loop over 3 training and 2 validation batches, for 2 epochs, unless told otherwise."""
-        if "max_iters" not in options:
-            options.setdefault("max_epochs", 2)
-        model = options.pop("model", None) or make_model()
-        if "optimizer" not in options:
-            options["optimizer"] = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        options.setdefault("step", step)
-        options.setdefault("train_data", make_batches(3))
-        options.setdefault("val_data", make_batches(2, seed=2))
-        return TrainLoop(model, bus=bus, **options)
+def loop(bus: Bus | None = None, **options: Any) -> TrainLoop:
+    """A loop over 3 training and 2 validation batches, for 2 epochs, unless told otherwise."""
+    if "max_iters" not in options:
+        options.setdefault("max_epochs", 2)
+    trained = options.pop("model", None) or model()
+    if "optimizer" not in options:
+        options["optimizer"] = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
+    defaults = {"step": step, "train_data": batches(3), "val_data": batches(2, seed=2)}
+    return TrainLoop(trained, bus=bus, **{**defaults, **options})
 
 
 @pytest.fixture(scope="session")
-def parts() -> type[Parts]:
-    return Parts
+def parts() -> ModuleType:
+    """The helpers above."""
+    return sys.modules[__name__]
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 
 from eventloop import Bus, Run, SeededDataset, TrainLoop, Update
 
+from ..conftest import act_at
+
 SAMPLES = 22  # five batches of four, and one of two
 
 
@@ -39,14 +41,11 @@ class Stream(IterableDataset):
 
 
 class StatefulLoader:
-    """Knows its place, as torchdata's StatefulDataLoader does; has a length or not."""
+    """Knows its place, as torchdata's StatefulDataLoader does."""
 
-    def __init__(self, batches, *, sized=True):
+    def __init__(self, batches):
         self.batches = batches
-        self.position = self.start = 0
-        self.reads = 0
-        if sized:
-            self.__class__ = SizedStatefulLoader
+        self.position = self.start = self.reads = 0
 
     def __iter__(self):
         for position in range(self.start, len(self.batches)):
@@ -72,6 +71,12 @@ def shuffled(**options: Any) -> DataLoader:
     return DataLoader(options.pop("dataset", None) or samples(), batch_size=4, shuffle=True, **options)
 
 
+def a_part(generator: torch.Generator, **options: Any) -> DataLoader[Any]:
+    """Other samples in each pass."""
+    sampler = RandomSampler(samples(), replacement=True, num_samples=6, generator=generator)
+    return DataLoader(samples(), batch_size=3, sampler=sampler, **options)
+
+
 LOADERS: dict[str, Callable[[Any], Any]] = {
     "shuffled": lambda parts: shuffled(),
     "two workers": lambda parts: shuffled(num_workers=2),
@@ -87,9 +92,17 @@ LOADERS: dict[str, Callable[[Any], Any]] = {
     "seeded augmentation in workers": lambda parts: shuffled(dataset=SeededDataset(Augmented(), seed=3), num_workers=2),
     "persistent workers": lambda parts: shuffled(num_workers=2, persistent_workers=True),
     "a list": lambda parts: parts.batches(6),
-    "stateful": lambda parts: StatefulLoader(parts.batches(6)),
-    "stateful without a length": lambda parts: StatefulLoader(parts.batches(6), sized=False),
+    "stateful": lambda parts: SizedStatefulLoader(parts.batches(6)),
+    "stateful without a length": lambda parts: StatefulLoader(parts.batches(6)),
 }
+VALIDATIONS: dict[str, Callable[[Any], Any]] = {
+    "generator of its own": lambda train: a_part(torch.Generator().manual_seed(2)),
+    "generator of the training": lambda train: a_part(train.generator),
+    "persistent workers": lambda train: DataLoader(list(samples())[:8], batch_size=4, num_workers=1, persistent_workers=True),
+    "both": lambda train: a_part(torch.Generator().manual_seed(2), num_workers=1, persistent_workers=True),
+    "a list": lambda train: [*DataLoader(samples(), batch_size=4)][:2],
+}
+"""Loaders of validations, beside one for the training."""
 
 
 def step(model, batch):
@@ -107,8 +120,7 @@ class Job:
         work_dir: Path,
         loader: str = "shuffled",
         *,
-        train_data: Any = None,
-        val_data: Any = None,
+        validation: str | None = None,
         accumulate: int = 1,
         scaler: Any = None,
         **options: Any,
@@ -125,30 +137,17 @@ class Job:
         self.scores: dict[int, Any] = {}
         self.bus.on("after_val_epoch", lambda e: self.scores.update({e.progress.iter: dict(e.metrics)}))
         self.trace = parts.Trace(self.bus)
+        self.outcome: dict[str, Any] = {}
+        train_data = LOADERS[loader](parts)
         if "max_iters" not in options:
             options.setdefault("max_epochs", 2)
-        self.loop = TrainLoop(
-            self.model,
-            self.optimizer,
-            step=step,
-            train_data=train_data or LOADERS[loader](parts),
-            val_data=val_data or shuffled(),
-            bus=self.bus,
-            work_dir=work_dir,
-            seed=7,
-            stateful={"by_iter": by_iter, "by_metric": by_metric},
-            **options,
-        )
+        val_data = shuffled() if validation is None else VALIDATIONS[validation](train_data)
+        options |= {"stateful": {"by_iter": by_iter, "by_metric": by_metric}, "work_dir": work_dir, "seed": 7}
+        data = {"train_data": train_data, "val_data": val_data}
+        self.loop = TrainLoop(self.model, self.optimizer, step=step, bus=self.bus, **data, **options)
 
     def at(self, mount_point: str, count: int, act: Callable[[Run], None]) -> Job:
-        heard = []
-
-        def handler(event):
-            heard.append(event)
-            if len(heard) == count:
-                act(event.run)
-
-        self.bus.on(mount_point, handler, priority=95)
+        act_at(self.bus, mount_point, count, lambda event: act(event.run))
         return self
 
     def save_at(self, mount_point: str, count: int) -> Job:
@@ -156,19 +155,11 @@ class Job:
 
     def run(self, **options: Any) -> Job:
         self.loop.run(**options)
+        states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        drawn = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
+        self.outcome = {**states, "random": drawn, "counters": self.loop.counters.saved()}
         return self
 
     @property
     def resumed_from(self) -> Path | None:
         return self.trace.of("before_run")[0].run.resumed_from
-
-    @property
-    def outcome(self) -> dict[str, Any]:
-        return {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "torch": torch.get_rng_state(),
-            "numpy": np.random.get_state()[1].tolist(),
-            "python": random.getstate(),
-            "counters": self.loop.counters.saved(),
-        }

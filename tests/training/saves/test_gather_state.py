@@ -1,7 +1,5 @@
 """A run's state in a checkpoint of another program: taken out by a new run, training goes on bit by bit."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path
@@ -10,119 +8,101 @@ from typing import Any
 import pytest
 import torch
 from structlog.testing import capture_logs
-from torch.nn import functional as F  # noqa: N812 - the usual name
 from torch.optim.lr_scheduler import MultiStepLR
-from torch.utils.data import DataLoader, TensorDataset
 
 from eventloop import Bus, CheckpointError, ConfigurationError, Event, Run, TrainingError, Update
+from eventloop.checkpoint import load_pth
 from eventloop.errors import CheckpointValueError
 from hooks import EMAHook, LoggerHook, ParamSchedulerHook
+
+from ..conftest import learn, model, step
+from .jobs import shuffled
 
 
 class Job:
     """A training in which everything depends on everything: random numbers, the order of the data, hooks' states."""
 
-    def __init__(self, work_dir: Path, **options: Any) -> None:
-        torch.manual_seed(3)
-        self.model = torch.nn.Sequential(
-            torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.4), torch.nn.Linear(8, 3)
-        )
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+    def __init__(self, work_dir: Path) -> None:
+        self.model = model(3, dropout=0.4)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
         self.ema = EMAHook(momentum=0.2)
-        self.bus = Bus()
-        schedule = MultiStepLR(self.optimizer, [4, 7], 0.5)
-        self.bus.add(self.ema, ParamSchedulerHook(schedule, by="iter"), LoggerHook(interval=1))
+        schedule = ParamSchedulerHook(MultiStepLR(optimizer, [4, 7], 0.5), by="iter")
+        bus = Bus(self.ema, schedule, LoggerHook(interval=1))
         self.losses: list[float] = []
-        generator = torch.Generator().manual_seed(5)
-        data = TensorDataset(torch.randn(22, 4, generator=generator), torch.arange(22) % 3)
-        self.train_data = DataLoader(data, batch_size=4, shuffle=True)
-        self.val_data = DataLoader(data, batch_size=8, shuffle=True)
-        self.run = Run(self.bus, model=self.model, optimizer=self.optimizer, work_dir=work_dir, seed=7, **options)
+        bus.on("after_train_iter", lambda event: self.losses.append(event.outputs["loss"].item()))
+        self.data, self.val_data = shuffled(), shuffled()
+        self.run = Run(bus, model=self.model, optimizer=optimizer, work_dir=work_dir, seed=7)
 
-    def learn(self, batch: Any) -> None:
-        loss = F.cross_entropy(self.model(batch[0]), batch[1])
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        self.losses.append(loss.item())
-
-    def train(self, *, gather: Any = None, state: Any = None) -> dict[str, Any]:
+    def train(self, *, gather: Any = lambda where: None, state: Any = None) -> dict[str, Any]:
         """Three epochs and as many validations in a loop of the user's own; ``gather`` is called wherever it may be."""
-        told = gather or (lambda where: None)
         with self.run as run:
             if state is not None:
                 run.apply_state(state)
-            told("begun")
+            gather("begun")
             for epoch in run.epochs(3):
-                for batch in run.train(self.train_data):
-                    self.learn(batch)
-                told(f"trained {epoch}")
+                for batch in run.train(self.data):
+                    learn(run, batch)
+                gather(f"trained {epoch}")
                 for index, batch in enumerate(run.validate(self.val_data)):
-                    run.report(loss=F.cross_entropy(self.model(batch[0]), batch[1]) + torch.rand(()))
-                    told(f"validating {epoch} {index}")
-                told(f"validated {epoch}")
-        return self.outcome
-
-    def drive(self, *, iterations: int | None = None, state: Any = None) -> dict[str, Any]:
-        """Three epochs by push; ``iterations`` ends it early and returns what was gathered there."""
-        run, drive = self.run, self.run.drive()
-        drive.begin_run()
-        if state is not None:
-            run.apply_state(state)
-        drive.begin_train(max_epochs=3)
-        while run.progress.epoch < 3 and run.counters.epoch < 3:
-            for batch in drive.begin_epoch(self.train_data):
-                drive.begin_iteration(batch)
-                self.learn(batch)
-                drive.end_iteration()
-                if run.counters.iter == iterations:
-                    checkpoint: dict[str, Any] = {}
-                    run.gather_state(checkpoint)
-                    saved = through_a_file(checkpoint, run.work_dir)
-                    drive.abandon_epoch()
-                    drive.end_train()
-                    drive.end_run()
-                    return saved
-            drive.end_epoch()
-        drive.end_train()
-        drive.end_run()
+                    run.report(loss=step(self.model, batch) + torch.rand(()))
+                    gather(f"validating {epoch} {index}")
+                gather(f"validated {epoch}")
         return self.outcome
 
     @property
     def outcome(self) -> dict[str, Any]:
-        return {
-            "model": self.model.state_dict(),
-            "averages": dict(self.ema.average.tensors),
-            "optimizer": self.optimizer.state_dict(),
-            "torch": torch.get_rng_state(),
-            "counters": self.run.counters.saved(),
-            "losses": self.losses[-3:],
-        }
+        states = {"model": self.model.state_dict(), "optimizer": self.run.optimizers["optimizer"].state_dict()}
+        states |= {"averages": dict(self.ema.average.tensors), "random": torch.get_rng_state()}
+        return {**states, "counters": self.run.counters.saved(), "losses": self.losses[-3:]}
 
 
-def through_a_file(checkpoint: dict[str, Any], directory: Path) -> dict[str, Any]:
-    torch.save(checkpoint, directory / "host.pt")
-    return torch.load(directory / "host.pt", weights_only=True)
+def drive(run: Run, data: Any, body: Any, *, epochs: int = 3, stop: int | None = None, state: Any = None) -> Any:
+    """Train by push; after ``stop`` iterations it ends, and what is gathered there is returned."""
+    with run:
+        if state is not None:
+            run.apply_state(state)
+        driver = run.drive()
+        driver.begin_train(max_epochs=epochs)
+        saved = None
+        while run.counters.epoch < epochs and saved is None:
+            for batch in driver.begin_epoch(data):
+                driver.begin_iteration(batch)
+                body(run, batch)
+                driver.end_iteration()
+                if run.counters.iter == stop:
+                    saved = gathered(run)
+                    driver.abandon_epoch()
+                    break
+            else:
+                driver.end_epoch()
+        driver.end_train()
+    return saved
 
 
-def gathered(tmp_path: Path, where: str) -> dict[str, Any]:
-    """Train, and return what ``gather_state`` put into a checkpoint of another program at one moment, from its file."""
-    job, found = Job(tmp_path / "saving"), []
+def state_of(run: Run, **others: Any) -> dict[str, Any]:
+    """Put its state into a checkpoint of another program, beside ``others``."""
+    checkpoint = dict(others)
+    run.gather_state(checkpoint)
+    return checkpoint
 
-    def gather(moment: str) -> None:
-        if moment == where:
-            checkpoint: dict[str, Any] = {"epoch": 1, "hosts": [1, 2]}
-            job.run.gather_state(checkpoint)
-            found.append(through_a_file(checkpoint, tmp_path))
 
-    job.train(gather=gather)
+def gathered(run: Run, **others: Any) -> dict[str, Any]:
+    """Return such a checkpoint from its file."""
+    torch.save(state_of(run, **others), run.work_dir / "host.pt")
+    return torch.load(run.work_dir / "host.pt", weights_only=True)
+
+
+def gathered_at(where: str, work_dir: Path) -> dict[str, Any]:
+    """Train, and return what was gathered at one moment."""
+    job, found = Job(work_dir), []
+    job.train(gather=lambda moment: moment == where and found.append(gathered(job.run, epoch=1, hosts=[1, 2])))
     return found[0]
 
 
 @pytest.mark.parametrize("where", ["begun", "trained 0", "validating 1 1", "validated 1", "trained 2", "validated 2"])
 def test_a_new_run_resumes_bitwise(parts, tmp_path, where):
     whole = Job(tmp_path / "whole").train()
-    checkpoint = gathered(tmp_path, where)
+    checkpoint = gathered_at(where, tmp_path / "saving")
     assert (checkpoint["epoch"], checkpoint["hosts"]) == (1, [1, 2])
     rest = Job(tmp_path / "rest").train(state=checkpoint)
     if where in ("trained 2", "validated 2"):  # nothing is left to train
@@ -133,35 +113,19 @@ def test_a_new_run_resumes_bitwise(parts, tmp_path, where):
 
 @pytest.mark.parametrize("iterations", [1, 5, 6, 8, 17])
 def test_a_run_driven_by_push_resumes_between_any_two_iterations(parts, tmp_path, iterations):
-    whole = Job(tmp_path / "whole").drive()
-    state = Job(tmp_path / "saving").drive(iterations=iterations)
-    rest = Job(tmp_path / "rest").drive(state=state)
+    whole, saving, rest = (Job(tmp_path / name) for name in ("whole", "saving", "rest"))
+    drive(whole.run, whole.data, learn)
+    expected = whole.outcome
+    drive(rest.run, rest.data, learn, state=drive(saving.run, saving.data, learn, stop=iterations))
+    found = rest.outcome
     if iterations == 17:
-        rest.pop("losses")
-        whole.pop("losses")
-    parts.assert_same(rest, whole)
-
-
-def test_a_new_process_resumes_bitwise(parts, script, tmp_path):
-    gathered(tmp_path, "validated 0")
-    done = script(f"""
-        import sys, torch
-        from pathlib import Path
-        sys.path.insert(0, {str(Path(__file__).parent)!r})
-        from test_gather_state import Job
-        there = Path({str(tmp_path)!r})
-        outcome = Job(there / "rest").train(state=torch.load(there / "host.pt", weights_only=True))
-        torch.save({{key: outcome[key] for key in ("model", "averages", "losses")}}, there / "outcome.pt")
-    """)
-    assert done.returncode == 0, done.stderr
-    rest = torch.load(tmp_path / "outcome.pt", weights_only=True)
-    whole = Job(tmp_path / "whole").train()
-    parts.assert_same(rest, {key: dict(whole[key]) if key == "averages" else whole[key] for key in rest})
+        del expected["losses"], found["losses"]
+    parts.assert_same(found, expected)
 
 
 def test_it_is_a_tree_of_tensors_and_plain_values(tmp_path):
     """JSON takes all of it but the tensors, and what it makes of them is the same tree."""
-    state = gathered(tmp_path, "trained 1")["trainbus"]
+    state = gathered_at("trained 1", tmp_path)["trainbus"]
     tensors = []
 
     def without_tensors(value: Any) -> Any:
@@ -183,9 +147,8 @@ def test_it_is_a_tree_of_tensors_and_plain_values(tmp_path):
 def test_handlers_of_the_checkpoint_events_add_and_read_their_own_keys(tmp_path, parts):
     bus, seen = Bus(), []
     bus.on("before_save_checkpoint", lambda e: e.checkpoint.update(mine=[1]))
-    checkpoint: dict[str, Any] = {}
     with Run(bus, model=parts.model(), work_dir=tmp_path) as run:
-        run.gather_state(checkpoint)
+        checkpoint = state_of(run)
     other = Bus()
     other.on("after_load_checkpoint", lambda e: seen.append((e.path, e.checkpoint["mine"])))
     with Run(other, model=parts.model(), work_dir=tmp_path) as run:
@@ -201,9 +164,8 @@ def test_a_before_run_handler_can_apply_a_state_to_a_loop(parts, tmp_path):
 
     whole = loop(Bus())
     whole.run()
-    checkpoint: dict[str, Any] = {}
     with loop(Bus())._new_run() as run:
-        run.gather_state(checkpoint)
+        checkpoint = state_of(run)
     bus, order = Bus(), []
     bus.on("before_run", lambda e: e.run.apply_state(checkpoint), priority=0)
     bus.on("before_run", lambda e: order.append("before_run"), priority=100)
@@ -216,38 +178,20 @@ def test_a_before_run_handler_can_apply_a_state_to_a_loop(parts, tmp_path):
 
 def test_several_runs_resume_from_one_state_in_memory(parts, tmp_path):
     """The training of the first would change the tensors of the optimizer in place that the second one begins with."""
-    state = gathered(tmp_path, "trained 0")
+    state = gathered_at("trained 0", tmp_path)
     first, second = (Job(tmp_path / name).train(state=state) for name in ("first", "second"))
     parts.assert_same(first, second)
 
 
 def test_a_state_within_an_accumulation_window_has_its_gradients(parts, tmp_path):
-    def job(state: Any = None, stop: int = 8) -> Any:
-        bus, model = Bus(), parts.model()
-        bus.add(Update(accumulate=3))
-        run = parts.loop(bus, model=model, work_dir=tmp_path, max_iters=8)._new_run()
-        drive = run.drive()
-        drive.begin_run()
-        if state is not None:
-            run.apply_state(state)
-        drive.begin_train(max_iters=8)
-        for batch in drive.begin_epoch(parts.batches(8)):
-            drive.begin_iteration(batch)
-            run.report(loss=parts.step(model, batch))
-            drive.end_iteration()
-            if run.counters.iter == stop:
-                break
-        checkpoint: dict[str, Any] = {}
-        run.gather_state(checkpoint)
-        saved = through_a_file(checkpoint, tmp_path)
-        drive.abandon_epoch()
-        drive.end_train()
-        drive.end_run()
-        return saved["trainbus"]
+    def job(**options: Any) -> Any:
+        loop = parts.loop(Bus(Update(accumulate=3)), work_dir=tmp_path, max_epochs=1)
+        body = lambda run, batch: run.report(loss=parts.step(loop.model, batch))  # noqa: E731
+        return drive(loop._new_run(), parts.batches(8), body, epochs=1, **options), loop.model.state_dict()
 
-    half = job(stop=5)
-    assert half["bus"]["hooks"]["training.update"]["window"]["count"] == 2
-    parts.assert_same(job({"trainbus": half})["state_dict"], job()["state_dict"])
+    half, _ = job(stop=5)
+    assert half["trainbus"]["bus"]["hooks"]["training.update"]["window"]["count"] == 2
+    parts.assert_same(job(state=half)[1], job()[1])
 
 
 # ------------------------------------------------------------------------------------------------------ wrong moments
@@ -287,19 +231,17 @@ class TrialAsked(Event):
 
 
 def test_a_handler_of_the_programs_own_event_may_train_and_gather_state(parts, tmp_path):
-    checkpoint: dict[str, Any] = {}
-    program = Bus()
+    program, gathered = Bus(), []
 
     def train(event: TrialAsked) -> None:
         with Run(model=parts.model(), work_dir=tmp_path) as run:
-            for _ in run.train([1, 2]):
-                pass
-            run.gather_state(checkpoint)
+            list(run.train([1, 2]))
+            gathered.append(state_of(run))
 
     program.on(TrialAsked, train)
     with program:
         program.publish(TrialAsked())
-    assert "trainbus" in checkpoint
+    assert "trainbus" in gathered[0]
 
 
 @pytest.mark.parametrize(
@@ -316,20 +258,16 @@ def test_what_is_no_state_of_a_run_is_an_error_naming_its_entries(parts, given, 
 
 
 def test_a_state_of_another_model_is_an_error_unless_strict_is_false(parts):
-    checkpoint: dict[str, Any] = {}
     with Run(model=torch.nn.Linear(2, 2)) as run:
-        run.gather_state(checkpoint)
-    with (
-        pytest.raises(CheckpointError, match="weight"),
-        Run(model=torch.nn.Linear(2, 3)) as run,
-    ):
+        checkpoint = state_of(run)
+    with pytest.raises(CheckpointError, match="weight"), Run(model=torch.nn.Linear(2, 3)) as run:
         run.apply_state(checkpoint)
     with capture_logs() as logs, Run(model=torch.nn.Linear(2, 3), strict=False) as run:
         run.apply_state(checkpoint)
     assert any("only in part" in entry["event"] for entry in logs)
 
 
-def test_a_state_that_is_not_plain_is_an_error_with_its_path(parts):
+def test_a_state_that_is_not_plain_is_an_error_with_its_path(parts, tmp_path):
     class Odd:
         def state_dict(self):
             return {"lock": threading.Lock()}
@@ -337,17 +275,14 @@ def test_a_state_that_is_not_plain_is_an_error_with_its_path(parts):
         def load_state_dict(self, state): ...
 
     checkpoint: dict[str, Any] = {}
-    with (
-        pytest.raises(CheckpointValueError, match=r"stateful\.odd\.lock"),
-        Run(model=parts.model(), stateful={"odd": Odd()}) as run,
-    ):
-        run.gather_state(checkpoint)
+    for look in (lambda run: run.gather_state(checkpoint), Run.check_savable):
+        run = Run(model=parts.model(), stateful={"odd": Odd()}, work_dir=tmp_path)
+        with pytest.raises(CheckpointValueError, match=r"stateful\.odd\.lock"), run:
+            look(run)
     assert not checkpoint
 
 
 def test_a_checkpoint_of_another_system_is_accepted(parts):
-    from eventloop.checkpoint import load_pth
-
     model = torch.nn.Module()
     model.layers = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
     tree = load_pth(Path(__file__).parents[2] / "checkpoint" / "data" / "mmengine.pth")

@@ -1,24 +1,35 @@
-"""What a run may be told to go on from: directories, here and elsewhere; and what does not fit its models or optimizers."""
+"""What a run may be told to go on from, and ``peek`` tells of: directories, here and elsewhere, and what does not fit."""
 
-from __future__ import annotations
-
+import errno
 import os
+from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import Bus, CheckpointDamagedError, CheckpointError, ConfigurationError, Update
-from eventloop.checkpoint import load, save
+from eventloop import (
+    Bus,
+    CheckpointDamagedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    ConfigurationError,
+    Update,
+    load_weights,
+)
+from eventloop.checkpoint import export_tree, load, load_pth, save
 from eventloop.cli import main
+from eventloop.training import peek
+from hooks import CheckpointHook, EMAHook
 
 
-def saving(parts, work_dir, resume=None, **options):
+def saving(parts, work_dir, resume=None, bus=None, **options):
     """Three files, each an epoch further."""
-    bus = Bus()
+    bus = bus or Bus()
     bus.on("after_train_epoch", lambda e: e.run.request_save(f"epoch_{e.progress.epoch + 1}.safetensors"))
-    parts.loop(bus, work_dir=work_dir, val_data=None, **{"max_epochs": 3} | options).run(resume=resume)
+    parts.loop(bus, work_dir=work_dir, **{"max_epochs": 3, "val_data": None} | options).run(resume=resume)
     return work_dir
 
 
@@ -32,27 +43,69 @@ def began(parts, resume, out_dir=None, **options):
     return seen[0]
 
 
-def test_from_a_directory_the_newest_good_checkpoint_in_it_is_taken(parts, tmp_path):
+@pytest.mark.parametrize("copied", [False, True])
+def test_from_a_directory_and_a_copy_of_it_the_newest_good_checkpoint_in_it_is_taken(parts, tmp_path, copied):
     saving(parts, tmp_path)
+    if copied:  # and so the older files may have the newer times
+        for age, name in enumerate(sorted(path.name for path in tmp_path.iterdir())):
+            os.utime(tmp_path / name, (2e9 - age, 2e9 - age))
     assert began(parts, tmp_path) == (9, tmp_path / "epoch_3.safetensors")
     parts.damage(tmp_path / "epoch_3.safetensors")
     assert began(parts, str(tmp_path)) == (6, tmp_path / "epoch_2.safetensors")
-
-
-def copied_backwards(directory):
-    """Have the older files the newer times, as copies may."""
-    for age, name in enumerate(sorted(path.name for path in directory.iterdir())):
-        os.utime(directory / name, (2e9 - age, 2e9 - age))
-
-
-def test_the_newest_checkpoint_of_a_copy_is_the_one_with_most_progress(parts, tmp_path):
-    saving(parts, tmp_path)
-    copied_backwards(tmp_path)
-    parts.damage(tmp_path / "epoch_3.safetensors")
-    assert began(parts, tmp_path) == (6, tmp_path / "epoch_2.safetensors")
     (tmp_path / "epoch_3.safetensors").unlink()
     (tmp_path / "last_checkpoint").unlink()
     assert began(parts, "auto", work_dir=tmp_path) == (6, tmp_path / "epoch_2.safetensors")
+
+
+def test_a_path_that_is_damaged_missing_or_no_checkpoint_and_a_folder_with_only_damaged_files_are_errors(parts, tmp_path):
+    path = saving(parts, tmp_path, max_epochs=1) / "epoch_1.safetensors"
+    parts.damage(path)
+    for resume in (path, "auto", tmp_path):
+        with capture_logs(), pytest.raises(CheckpointDamagedError):
+            began(parts, resume, work_dir=tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match=r'nowhere\.safetensors.*resume="auto"') as gone:
+        began(parts, tmp_path / "nowhere.safetensors")
+    assert isinstance(gone.value, FileNotFoundError)
+    save({"state_dict": {}}, tmp_path / "weights.safetensors")
+    with pytest.raises(CheckpointError):
+        began(parts, tmp_path / "weights.safetensors")
+    with pytest.raises(ConfigurationError, match="give work_dir="):
+        began(parts, "auto")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        *(None, b"", b"\n", b".", b"..", b"gone.safetensors", b"epoch_1.safetensor", b"nowhere/epoch_1.safetensors"),
+        *(b"/epoch_1.safetensors", b"x" * 5000, b"\0epoch_1.safetensors", b"\xff\xfe", b"last_checkpoint"),
+        *(b"epoch_1.safetensors\0\0\0", b"number.safetensors", b"list.safetensors", b"dict.safetensors"),
+        b"folder.safetensors",
+    ],
+)
+def test_auto_handles_an_invalid_last_checkpoint_and_passes_over_files_that_were_never_of_a_run(parts, tmp_path, content):
+    saving(parts, tmp_path, max_epochs=1)
+    for name, tree in {"number": 3, "list": [1, 2], "dict": {"state_dict": {}}}.items():
+        save(tree, tmp_path / f"{name}.safetensors")
+    (tmp_path / "folder.safetensors").mkdir()
+    pointer = tmp_path / "last_checkpoint"
+    pointer.unlink() if content is None else pointer.write_bytes(content)
+    with capture_logs():
+        assert began(parts, "auto", work_dir=tmp_path) == (3, tmp_path / "epoch_1.safetensors")
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_auto_uses_the_file_before_an_unreadable_one(parts, tmp_path, monkeypatch, number):
+    saving(parts, tmp_path)
+    real = Path.open
+
+    def refuse(self, *args, **options):
+        if self.name == "epoch_3.safetensors" and args == ("rb",):
+            raise OSError(number, os.strerror(number))
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with capture_logs():
+        assert began(parts, "auto", work_dir=tmp_path) == (6, tmp_path / "epoch_2.safetensors")
 
 
 def test_of_two_directories_in_a_copy_the_one_with_more_progress_is_resumed(parts, tmp_path):
@@ -237,26 +290,91 @@ def test_a_relative_path_is_one_from_the_directory_at_the_beginning(parts, tmp_p
 # ------------------------------------------------------------------------------------------------ what does not fit
 
 
-def pair(parts, width=3):
+def pair(width=3):
     return {"first": torch.nn.Linear(4, 4), "second": torch.nn.Linear(4, width)}
 
 
-def both(parts, models, **options):
-    optimizer = torch.optim.SGD([p for model in models.values() for p in model.parameters()], lr=0.1)
+def both(models):
+    optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for name, model in models.items()}
 
     def step(models, batch):
         return torch.nn.functional.cross_entropy(models["second"](models["first"](batch[0])), batch[1])
 
-    return {"model": models, "optimizer": optimizer, "step": step, **options}
+    return {"model": models, "optimizer": optimizers, "step": step}
 
 
-def test_a_checkpoint_that_fits_one_of_two_models_changes_neither(parts, tmp_path):
-    saving(parts, tmp_path, max_epochs=1, **both(parts, pair(parts)))
-    models = pair(parts, width=5)
+def test_several_models_and_optimizers_are_saved_by_name(parts, tmp_path):
+    models, others = pair(), pair()
+    saving(parts, tmp_path, **both(models))
+    assert load(tmp_path / "epoch_1.safetensors")["state_dict"].keys() == {"first", "second"}
+    assert began(parts, tmp_path / "epoch_1.safetensors", **both(others))[0] == 3
+    for name, model in models.items():
+        parts.assert_same(dict(others[name].state_dict()), dict(model.state_dict()))
+
+
+def test_a_checkpoint_that_fits_one_of_two_models_or_has_other_names_changes_neither(parts, tmp_path):
+    saving(parts, tmp_path, max_epochs=1, **both(pair()))
+    models = pair(width=5)
     before = {name: parts.weights(model) for name, model in models.items()}
     with pytest.raises(CheckpointError, match=r"weight \(saved \(3, 4\), here \(5, 4\)\)"):
-        began(parts, tmp_path / "epoch_1.safetensors", **both(parts, models))
+        began(parts, tmp_path / "epoch_1.safetensors", **both(models))
     parts.assert_same({name: dict(model.state_dict()) for name, model in models.items()}, before)
+    other = saving(parts, tmp_path / "other", max_epochs=1) / "epoch_1.safetensors"
+    with pytest.raises(CheckpointError, match="first"):
+        began(parts, other, **both(models))
+
+
+def test_a_checkpoint_of_another_model_lists_the_keys_and_leaves_the_model_as_it_was(parts, tmp_path):
+    path = saving(parts, tmp_path, max_epochs=1) / "epoch_1.safetensors"
+    model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.ReLU(), torch.nn.Linear(16, 3))
+    before = parts.weights(model)
+    with pytest.raises(CheckpointError) as caught:
+        began(parts, path, model=model)
+    message = str(caught.value)
+    assert "missing: 2.bias, 2.weight" in message
+    assert "unexpected: 1.bias, 1.num_batches_tracked" in message
+    assert "of another shape: 0.weight (saved (8, 4), here (16, 4))" in message
+    parts.assert_same(dict(model.state_dict()), before)
+
+
+def test_with_strict_false_load_weights_and_a_resumed_run_use_matching_keys(parts, tmp_path):
+    path = saving(parts, tmp_path, max_epochs=1) / "epoch_1.safetensors"
+    saved = load(path)["state_dict"]["0.weight"]
+    other = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 5))
+    load_weights(other, load(path)["state_dict"], strict=False)
+    assert torch.equal(other[0].weight, saved)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
+    bus, seen = Bus(), []
+    bus.on("before_train", lambda e: seen.append(model[0].weight.detach().clone()))
+    parts.loop(bus, model=model).run(resume=path, strict=False)
+    assert torch.equal(seen[0], saved)
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, inputs):
+        return self.module(inputs)
+
+
+@pytest.mark.parametrize("saved_wrapped", [True, False])
+def test_names_of_wrappers_do_not_matter(parts, tmp_path, saved_wrapped):
+    wrapped, plain = Wrapper(parts.model(1)), parts.model(1)
+    one, other = (wrapped, plain) if saved_wrapped else (plain, wrapped)
+    path = saving(parts, tmp_path, model=one, max_epochs=1) / "epoch_1.safetensors"
+    assert "0.weight" in load(path)["state_dict"]
+    parts.loop(model=other, max_epochs=1).run(resume=path)
+    parts.assert_same(list(other.state_dict().values()), list(one.state_dict().values()))
+
+
+def test_after_load_checkpoint_can_change_the_applied_state(parts, tmp_path):
+    path = saving(parts, tmp_path, max_epochs=1) / "epoch_1.safetensors"
+    model, bus = parts.model(), Bus()
+    bus.on("after_load_checkpoint", lambda e: e.checkpoint["state_dict"]["0.bias"].fill_(7.0))
+    parts.loop(bus, model=model, max_epochs=1).run(resume=path)
+    assert torch.equal(model[0].bias, torch.full((8,), 7.0))
 
 
 OTHER_OPTIMIZERS = {
@@ -270,68 +388,121 @@ OTHER_OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("kind", OTHER_OPTIMIZERS)
-def test_a_checkpoint_of_another_optimizer_is_an_error_and_changes_nothing(parts, tmp_path, kind):
+def test_a_checkpoint_of_another_optimizer_changes_nothing_or_with_strict_false_starts_it_without_state(
+    parts, tmp_path, kind, capfd
+):
     saving(parts, tmp_path, max_epochs=1)
     make, says = OTHER_OPTIMIZERS[kind]
     model = parts.model(3)
     optimizer = make(model)
+    loop = parts.loop(model=model, optimizer=optimizer, val_data=None)
     weights, state = parts.weights(model), optimizer.state_dict()
     with pytest.raises(CheckpointError, match=rf"another optimizer.*{says}.*strict=False"):
-        began(parts, tmp_path / "epoch_1.safetensors", model=model, optimizer=optimizer)
+        loop.run(resume=tmp_path / "epoch_1.safetensors")
     parts.assert_same(dict(model.state_dict()), weights)
     parts.assert_same(optimizer.state_dict(), state)
-
-
-@pytest.mark.parametrize("kind", OTHER_OPTIMIZERS)
-def test_with_strict_false_another_optimizer_starts_without_state(parts, tmp_path, kind, capfd):
-    saving(parts, tmp_path, max_epochs=1)
-    model = parts.model(3)
-    loop = parts.loop(model=model, optimizer=OTHER_OPTIMIZERS[kind][0](model), val_data=None)
     loop.run(resume=tmp_path / "epoch_1.safetensors", strict=False)
     assert loop.counters.iter == 6
     assert "starts fresh" in "".join(capfd.readouterr())
 
 
-def saved_in_a_window(parts, tmp_path):
-    bus = Bus()
-    bus.add(Update(accumulate=3))
+@pytest.mark.parametrize("other", ["head", "optimizer"])
+def test_gradients_of_a_window_are_those_of_the_same_head_and_of_an_optimizer_of_the_same_name(parts, tmp_path, other):
+    bus = Bus(Update(accumulate=3))
     bus.on("after_val_epoch", lambda e: e.run.request_save("window.safetensors"), when=lambda e: e.progress.iter == 2)
     parts.loop(bus, work_dir=tmp_path, train_data=parts.batches(4), max_iters=4, val_interval=2).run()
     path = tmp_path / "window.safetensors"
     assert load(path)["bus"]["hooks"]["training.update"]["window"]["count"] == 2
-    return path
-
-
-def test_with_strict_false_another_head_restarts_the_accumulation_window(parts, tmp_path):
-    path = saved_in_a_window(parts, tmp_path)
-    model = parts.model()
-    model[-1] = torch.nn.Linear(8, 5)
-    bus = Bus()
-    bus.add(Update(accumulate=3))
-    updates = []
+    model, bus, updates = parts.model(), Bus(Update(accumulate=3)), []
+    if other == "head":
+        model[-1] = torch.nn.Linear(8, 5)
+    optimizers = {"other" if other == "optimizer" else "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
     bus.on("after_optimizer_step", lambda e: updates.append(e.progress.iter))
-    loop = parts.loop(bus, model=model, train_data=parts.batches(8), val_data=None, max_iters=8)
+    data = {"train_data": parts.batches(8), "val_data": None}
+    loop = parts.loop(bus, model=model, optimizer=optimizers, max_iters=8, **data)
     with capture_logs() as logs:
-        loop.run(resume=path, strict=False)
-    assert updates == [4, 7]
+        loop.run(resume=path, strict=other == "optimizer")
+    assert updates == [4, 7]  # the window begins again
     assert torch.isfinite(model[-1].weight).all()
     assert any("accumulation window" in entry["event"] for entry in logs)
 
 
-def test_gradients_of_a_window_are_those_of_an_optimizer_of_the_same_name(parts, tmp_path):
-    path = saved_in_a_window(parts, tmp_path)
-    model = parts.model()
+@pytest.fixture
+def saved(parts, tmp_path):
+    """A file after each of two epochs of three batches, and one within a validation."""
     bus = Bus()
-    bus.add(Update(accumulate=3))
-    loop = parts.loop(
-        bus,
-        model=model,
-        optimizer={"other": torch.optim.SGD(model.parameters(), lr=0.1)},
-        train_data=parts.batches(8),
-        val_data=None,
-        max_iters=8,
-    )
+    bus.on("after_val_iter", lambda e: e.run.request_save("within.safetensors"), when=lambda e: e.progress.iter == 6)
+    return saving(parts, tmp_path / "run", bus=bus, max_epochs=2, val_data=parts.batches(2))
+
+
+def test_peek_returns_the_progress_in_a_file_of_which_it_reads_no_tensor(saved):
+    progress = peek(saved / "epoch_1.safetensors")
+    assert (progress.epoch, progress.iter, progress.update, progress.stage) == (1, 3, 3, "val")
+    assert (progress.max_epochs, progress.max_iters) == (None, None)  # the limits are the next run's
+    progress = peek(str(saved / "within.safetensors"))
+    assert (progress.epoch, progress.iter, progress.stage, progress.batch_idx, progress.validation) == (2, 6, "val", 0, 1)
+    path = saved / "epoch_2.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1  # the digest is wrong now, and the header as it was
+    path.write_bytes(data)
+    assert peek(path).iter == 6
+
+
+def test_peek_at_a_directory_or_its_url_uses_the_newest_checkpoint(saved):
+    files = fsspec.filesystem("memory")
+    try:
+        for path in saved.glob("*"):
+            files.pipe_file(f"/peek/run/{path.name}", path.read_bytes())
+        assert peek("memory://peek/run/epoch_1.safetensors").iter == 3
+        assert peek("memory://peek/run").iter == 6
+    finally:
+        files.rm("/peek", recursive=True)
+    (saved / "within.safetensors").unlink()
+    (saved / "last_checkpoint").unlink()
+    assert peek(saved).iter == 6
+    (saved / "epoch_2.safetensors").write_bytes(b"cut off")
     with capture_logs() as logs:
-        loop.run(resume=path)
-    assert loop.counters.iter == 8
-    assert any("accumulation window" in entry["event"] for entry in logs)
+        assert peek(saved).iter == 3
+    assert logs[0]["path"] == str(saved / "epoch_2.safetensors")
+
+
+def test_peek_at_another_file_is_an_error_naming_it(tmp_path):
+    save({"state_dict": {"w": torch.ones(2)}}, tmp_path / "weights.safetensors")
+    with pytest.raises(CheckpointError, match=r"weights\.safetensors"):
+        peek(tmp_path / "weights.safetensors")
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        peek(tmp_path)
+    with pytest.raises(CheckpointNotFoundError, match=r"none\.safetensors"):
+        peek(tmp_path / "none.safetensors")
+    (tmp_path / "weights.safetensors").write_bytes(b"no header")
+    with pytest.raises(CheckpointDamagedError), capture_logs():
+        peek(tmp_path / "weights.safetensors")
+    with pytest.raises(CheckpointDamagedError, match=str(tmp_path)), capture_logs():
+        peek(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["old.pth", "old.safetensors"])
+def test_a_file_of_torch_save_is_named_with_the_command_that_converts_it(tmp_path, name):
+    torch.save({"state_dict": {}}, tmp_path / name)
+    with pytest.raises(CheckpointError, match=r"`trainbus checkpoint import .* old.safetensors`") as told:
+        peek(tmp_path / name)
+    assert "damaged" not in str(told.value)
+
+
+def test_a_run_resumes_bitwise_from_a_reimported_export(tmp_path, parts):
+    data = torch.utils.data.TensorDataset(torch.randn(12, 4), torch.arange(12) % 3)
+
+    def train(name: str, epochs: int, resume: Path | None = None) -> Any:
+        loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+        bus = Bus()
+        bus.add(EMAHook(), CheckpointHook(interval=1))
+        model = parts.model(dropout=0.3)
+        loop = parts.loop(bus, model=model, train_data=loader, max_epochs=epochs, work_dir=tmp_path / name, seed=0)
+        loop.run(resume=resume)
+        return model.state_dict()
+
+    whole = train("whole", 3)
+    train("half", 2)
+    export_tree(tmp_path / "half" / "epoch_2.safetensors", tmp_path / "half.pth")
+    save(load_pth(tmp_path / "half.pth"), tmp_path / "back.safetensors")
+    parts.assert_same(whole, train("rest", 3, tmp_path / "back.safetensors"))

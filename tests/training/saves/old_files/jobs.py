@@ -94,14 +94,8 @@ def lightning(work_dir: Path, *, save: bool = False, resume: Path | None = None)
     average = EMAHook(ExponentialMovingAverage, momentum=0.5)
     bus = Bus()
     bus.add(average)
-    quiet = {
-        "logger": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "accelerator": "cpu",
-        "enable_checkpointing": False,
-    }
-    trainer = pl.Trainer(max_epochs=2, callbacks=[Saver()], **quiet)
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    trainer = pl.Trainer(max_epochs=2, callbacks=[Saver()], accelerator="cpu", **quiet)
     bus.attach(trainer)
     module = Module()
     trainer.fit(module, data(shuffle=False), ckpt_path=resume)
