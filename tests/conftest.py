@@ -61,7 +61,7 @@ ALONE = (
     "offload/test_process.py",
     "training/test_locks.py",
     "training/test_stopped.py",
-    "training/test_worker_signals.py",
+    "training/test_workers.py",
 )
 
 

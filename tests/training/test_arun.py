@@ -2,6 +2,7 @@
 
 import contextvars
 import threading
+from contextlib import nullcontext
 
 import anyio
 import anyio.lowlevel
@@ -11,12 +12,24 @@ from structlog.testing import capture_logs
 from eventloop import Bus, BusStateError, Progress, TrainingError
 from eventloop.events import AfterTest
 
+from ..failing import fails
+
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_blocking")]
 
 
 async def until(condition) -> None:
     while not condition():
         await anyio.sleep(0.001)
+
+
+async def cancelled(loop, condition) -> bool:
+    """Run it, and cancel that when a condition holds; return whether the cancellation was caught in the end."""
+    with anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as group:
+            group.start_soon(loop.arun)
+            await until(condition)
+            scope.cancel()
+    return scope.cancelled_caught
 
 
 async def test_the_hosts_loop_runs_while_another_thread_trains(parts):
@@ -57,9 +70,11 @@ async def test_arun_publishes_trains_and_returns_like_run(parts):
     parts.assert_same(one.model.state_dict(), other.model.state_dict())
 
 
-async def test_async_handlers_run_in_the_hosts_loop_on_open_and_closed_buses(parts):
-    threads = set()
-    bus = Bus()
+async def test_async_handlers_run_in_the_hosts_loop_on_open_and_closed_buses_and_training_sees_its_context(parts):
+    variable = contextvars.ContextVar("variable", default="")
+    variable.set("of the host")
+    threads, seen, bus = set(), [], Bus()
+    bus.on("before_run", lambda event: seen.append(variable.get()))
 
     @bus.on("after_train_iter")
     async def handler(event):
@@ -72,16 +87,7 @@ async def test_async_handlers_run_in_the_hosts_loop_on_open_and_closed_buses(par
         await parts.loop(bus).arun()
         assert bus.state == "open"
     assert threads == {threading.get_ident()}
-
-
-async def test_training_sees_the_hosts_context_variables(parts):
-    variable = contextvars.ContextVar("variable", default="")
-    seen = []
-    bus = Bus()
-    bus.on("before_run", lambda event: seen.append(variable.get()))
-    variable.set("of the host")
-    await parts.loop(bus).arun()
-    assert seen == ["of the host"]
+    assert seen == ["of the host"] * 2
 
 
 @pytest.mark.parametrize("opened", [False, True], ids=["bus opened by arun", "bus open already"])
@@ -99,19 +105,8 @@ async def test_cancelling_ends_the_run_at_the_next_safe_mount_point(parts, opene
     bus.on("before_train_epoch", lambda event: event.run.defer(lambda: undone.append("epoch")))
     bus.on("before_run", lambda event: event.run.defer(lambda: undone.append("run")))
 
-    async def train() -> None:
-        with anyio.CancelScope() as scope:
-            async with anyio.create_task_group() as group:
-                group.start_soon(loop.arun)
-                await until(lambda: len(trace.of("after_train_iter")) > 20)
-                scope.cancel()
-        assert scope.cancelled_caught
-
-    if opened:
-        async with bus:
-            await train()
-    else:
-        await train()
+    async with bus if opened else nullcontext():
+        assert await cancelled(loop, lambda: len(trace.of("after_train_iter")) > 20)
     # The iteration under way was finished; nothing around it was.
     assert trace.names[-1] == "on_exception"
     assert len(trace.of("before_train_iter")) == len(trace.of("after_train_iter"))
@@ -137,12 +132,8 @@ async def test_cancelling_reaches_a_training_thread_that_waits_on_a_full_lane(pa
         if event.progress.iter == 2:  # one is in the handler's hands, one in the lane
             waits.set()
 
-    with capture_logs() as logs, anyio.CancelScope() as scope:
-        async with anyio.create_task_group() as group:
-            group.start_soon(parts.loop(bus, max_epochs=100).arun)
-            await until(waits.is_set)
-            scope.cancel()
-    assert scope.cancelled_caught
+    with capture_logs() as logs:
+        assert await cancelled(parts.loop(bus, max_epochs=100), waits.is_set)
     assert trace.names[-1] == "on_exception"
     assert len(trace.of("after_train_iter")) == 3
     assert bus.state == "idle"
@@ -153,11 +144,7 @@ async def test_cancelling_cuts_a_validation_short_without_its_after_val(parts):
     bus = Bus()
     trace = parts.Trace(bus)
     loop = parts.loop(bus, val_data=parts.batches(2, seed=2) * 100_000)
-    with anyio.CancelScope() as scope:
-        async with anyio.create_task_group() as group:
-            group.start_soon(loop.arun)
-            await until(lambda: len(trace.of("after_val_iter")) > 3)
-            scope.cancel()
+    assert await cancelled(loop, lambda: len(trace.of("after_val_iter")) > 3)
     assert trace.names[-2:] == ["after_val_iter", "on_exception"]
     assert loop.model.training
 
@@ -175,13 +162,10 @@ async def test_a_run_cancelled_before_it_begins_ends_immediately_and_runs_again(
 
 
 async def test_an_error_of_training_is_raised_unchanged(parts):
-    def broken(model, batch):
-        raise ZeroDivisionError("in the step")
-
     bus = Bus()
     trace = parts.Trace(bus)
     with pytest.raises(ZeroDivisionError, match="in the step"):
-        await parts.loop(bus, step=broken).arun()
+        await parts.loop(bus, step=fails(ZeroDivisionError("in the step"))).arun()
     assert trace.names[-1] == "on_exception"
     assert bus.state == "idle"
 

@@ -58,32 +58,27 @@ def test_options_changed_by_a_schedule_are_not_reported(session, schedule):
     assert "nothing is left to train" in nothing_left, "nor in another run of the same loop"
 
 
+def by(schedule, length):
+    return {"schedule": lambda made: schedule(made, length)}
+
+
 def nested(steps):
-    return lambda made: SequentialLR(made, [LinearLR(made, total_iters=steps), StepLR(made, 1)], [steps])
+    return {"schedule": lambda made: SequentialLR(made, [LinearLR(made, total_iters=steps), StepLR(made, 1)], [steps])}
 
 
 @pytest.mark.parametrize(
     ("first", "second", "told"),
     [
-        (
-            *({"schedule": lambda made: CosineAnnealingLR(made, 5)}, {"schedule": lambda made: CosineAnnealingLR(made, 50)}),
-            ["param_schedulers.CosineAnnealingLR.T_max is 5, not 50"],
-        ),
-        (
-            *({"schedule": nested(2)}, {"schedule": nested(3)}),
-            ["param_schedulers.SequentialLR._schedulers[0].total_iters is 2, not 3"],
-        ),
-        ({"seed": 1}, {"seed": 2}, ["seed is 1, not 2"]),
-        ({"seed": 1}, {}, []),
+        (by(CosineAnnealingLR, 5), by(CosineAnnealingLR, 50), ["param_schedulers.CosineAnnealingLR.T_max is 5, not 50"]),
+        (nested(2), nested(3), ["param_schedulers.SequentialLR._schedulers[0].total_iters is 2, not 3"]),
+        *(({"seed": 1}, {"seed": 2}, ["seed is 1, not 2"]), ({"seed": 1}, {}, [])),
         ({"groups": 2}, {"groups": 2, "lr": 0.5}, [f"optimizer.groups[{n}].lr is 0.1, not 0.5" for n in (0, 1)]),
         (
             *({"optimizer": torch.optim.AdamW}, {"optimizer": torch.optim.Adam}),
             ["optimizer.type is 'AdamW', not 'Adam'", "optimizer.weight_decay is 0.01, not 0"],
         ),
-        (  # without restored state the options are those that are given
-            {"save_optimizer": False, "schedule": lambda made: StepLR(made, 5)},
-            *({"lr": 0.5, "schedule": lambda made: StepLR(made, 6)}, []),
-        ),
+        # Without restored state the options are those that are given.
+        ({"save_optimizer": False, **by(StepLR, 5)}, {"lr": 0.5, **by(StepLR, 6)}, []),
         ({}, {"optimizer": torch.optim.AdamW, "lr": 0.5, "strict": False}, []),
     ],
     ids=["schedule", "nested", "seed", "no seed", "groups", "another kind", "not saved", "not restored"],
@@ -105,10 +100,7 @@ def test_changed_options_are_reported_in_a_users_own_loop(parts, tmp_path):
         with capture_logs() as logs, Run(bus, model=model, optimizer={"sgd": optimizer}, work_dir=tmp_path, resume=resume):
             pass
         with Run(bus, model=model, optimizer={"sgd": optimizer}, work_dir=tmp_path) as run:
-            for _ in run.epochs(1):
-                for batch in run.train(parts.batches(2)):
-                    parts.step(model, batch).backward()
-                    optimizer.step()
+            parts.train(run, parts.batches(2))
         return [line["options"] for line in logs if "options" in line]
 
     assert session(0.1) == []

@@ -4,8 +4,7 @@ What a file must hold is copied by a handler of ``before_save_checkpoint``, at t
 training are held up, so that they begin when the training has gone on as far as it can.
 """
 
-from __future__ import annotations
-
+import copy
 import threading
 import time
 from itertools import pairwise
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F  # noqa: N812 - the usual name
 
 from eventloop import CheckpointError, Hook, Run, Update, mount
 from eventloop.checkpoint import load
@@ -24,12 +22,12 @@ STAGINGS = ("block", "overlap")
 
 @pytest.fixture(params=STAGINGS)
 def staging(request, monkeypatch):
-    copy = torch._foreach_copy_
+    foreach_copy = torch._foreach_copy_
 
     def late(*args: Any, **options: Any) -> Any:
         if threading.current_thread().name.startswith("trainbus-stage"):
             time.sleep(0.003)  # an iteration of these models takes less
-        return copy(*args, **options)
+        return foreach_copy(*args, **options)
 
     monkeypatch.setattr("eventloop.checkpoint.layout.foreach_copy_", late)
     return request.param
@@ -45,7 +43,7 @@ class Moments:
 
     def keep(self, path, checkpoint):
         if path != ".":  # that is only a check
-            self.expected[path] = copied(checkpoint)
+            self.expected[path] = copy.deepcopy(checkpoint)
 
     def check(self, files):
         """Compare with the files, of which there must be as many."""
@@ -56,16 +54,6 @@ class Moments:
             self.parts.assert_same(found, expected)
         distinct = [tree["state_dict"]["0.weight"] for tree in self.expected.values()]
         assert not any(torch.equal(one, other) for one, other in pairwise(distinct))
-
-
-def copied(tree):
-    if isinstance(tree, torch.Tensor):
-        return tree.detach().clone()
-    if isinstance(tree, dict):
-        return {key: copied(value) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(copied(value) for value in tree)
-    return tree.copy() if hasattr(tree, "copy") else tree
 
 
 @pytest.fixture
@@ -83,9 +71,34 @@ def train(parts, bus, staging, work_dir, **options):
     loop.run()
 
 
-def test_with_batch_norm_dropout_and_a_save_after_every_step(parts, bus, moments, staging, tmp_path):
-    train(parts, bus, staging, tmp_path)
-    moments.check(files=12)
+def replace(event):
+    layer, optimizer = event.run.model[0], event.run.optimizers["optimizer"]
+    old = layer.weight
+    layer.weight = torch.nn.Parameter(old.detach() + 1)
+    optimizer.state.pop(old, None)
+    group = optimizer.param_groups[0]["params"]
+    group[[parameter is old for parameter in group].index(True)] = layer.weight
+
+
+def decay(event):
+    with torch.no_grad():
+        torch._foreach_mul_([*event.run.model.parameters()], 0.9)
+
+
+TRAININGS = {
+    "batch norm and dropout": (lambda bus: None, 16),
+    "accumulation": (lambda bus: bus.add(Update(accumulate=3)), 6),  # after 3, 6 and, cut short, 8 batches of each epoch
+    "parameters that are replaced between saves": (lambda bus: bus.on("before_train_iter", replace, every=2), 16),
+    "weights that change before the step": (lambda bus: bus.on("before_optimizer_step", decay, priority=0), 16),
+}
+
+
+@pytest.mark.parametrize("training", TRAININGS)
+def test_with_a_save_after_every_step(parts, bus, moments, staging, tmp_path, training):
+    prepare, files = TRAININGS[training]
+    prepare(bus)
+    train(parts, bus, staging, tmp_path, train_data=parts.batches(8))
+    moments.check(files)
 
 
 def test_with_an_average_that_is_lent_to_the_model_in_validations(parts, bus, moments, staging, tmp_path):
@@ -138,32 +151,11 @@ def test_with_steps_that_the_scaler_skips(parts, bus, moments, staging, tmp_path
     def step(model, batch):
         return parts.step(model, batch) * next(factors)
 
-    bus.add(CheckpointHook(interval=1, by_epoch=False, staging=staging))
-    parts.loop(bus, step=step, work_dir=tmp_path, train_data=parts.batches(6), val_data=None, max_epochs=1).run()
+    train(parts, bus, staging, tmp_path, step=step, max_epochs=1)
     assert taken == [0, 1, 3, 4, 5]
     assert len(moments.expected) == 6
     for path, expected in moments.expected.items():
         parts.assert_same(load(path), expected)
-
-
-def test_with_gradient_accumulation(parts, bus, moments, staging, tmp_path):
-    bus.add(Update(accumulate=3))
-    train(parts, bus, staging, tmp_path, train_data=parts.batches(8))
-    moments.check(files=6)  # after 3, 6 and, cut short, 8 batches of each epoch
-
-
-def test_with_parameters_that_are_replaced_between_saves(parts, bus, moments, staging, tmp_path):
-    @bus.on("before_train_iter", every=2)
-    def replace(event):
-        layer, optimizer = event.run.model[0], event.run.optimizers["optimizer"]
-        old = layer.weight
-        layer.weight = torch.nn.Parameter(old.detach() + 1)
-        optimizer.state.pop(old, None)
-        group = optimizer.param_groups[0]["params"]
-        group[[parameter is old for parameter in group].index(True)] = layer.weight
-
-    train(parts, bus, staging, tmp_path)
-    moments.check(files=12)
 
 
 def test_in_a_users_own_loop_that_calls_step(parts, bus, moments, staging, tmp_path):
@@ -171,35 +163,18 @@ def test_in_a_users_own_loop_that_calls_step(parts, bus, moments, staging, tmp_p
     model = parts.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with Run(bus, model=model, optimizer=optimizer, work_dir=tmp_path) as run:
-        for _ in run.epochs(2):
-            for inputs, labels in run.train(parts.batches(5)):
-                loss = F.cross_entropy(model(inputs), labels)
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                run.report(loss=loss)
+        parts.train(run, parts.batches(5), epochs=2)
     moments.check(files=10)
-
-
-def test_with_handlers_of_before_optimizer_step_that_change_weights(parts, bus, moments, staging, tmp_path):
-    @bus.on("before_optimizer_step", priority=0)
-    def decay(event):
-        with torch.no_grad():
-            for parameter in event.run.model.parameters():
-                parameter.mul_(0.9)
-
-    train(parts, bus, staging, tmp_path)
-    moments.check(files=12)
 
 
 def test_weights_that_are_changed_before_the_step_fail_the_save_loudly(parts, bus, trace, tmp_path, monkeypatch):
     """Only the copy beside the training can notice; copied at once they are saved as they were."""
-    copy, go = torch._foreach_copy_, threading.Event()
+    foreach_copy, go = torch._foreach_copy_, threading.Event()
 
     def late(*args: Any, **options: Any) -> Any:
         if threading.current_thread().name.startswith("trainbus-stage"):
             assert go.wait(30)
-        return copy(*args, **options)
+        return foreach_copy(*args, **options)
 
     monkeypatch.setattr("eventloop.checkpoint.layout.foreach_copy_", late)
 

@@ -1,7 +1,5 @@
 """The push driver: the same run in three ways (calls, iterators, ``TrainLoop``), and calls out of turn."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import textwrap
@@ -53,36 +51,22 @@ class Job:
 
 
 def by_loop(job: Job) -> None:
-    options = {"val_interval": VAL_EVERY} if job.by_iter else {}
-    loop = job.parts.loop(
-        job.bus,
-        model=job.model,
-        optimizer=job.optimizer,
-        train_data=job.train,
-        val_data=job.val,
-        work_dir=job.work_dir,
-        **job.limits,
-        **options,
-    )
-    loop.run(resume=job.resume)
+    options = {"train_data": job.train, "val_data": job.val, "work_dir": job.work_dir, **job.limits}
+    options |= {"val_interval": VAL_EVERY} if job.by_iter else {}
+    job.parts.loop(job.bus, model=job.model, optimizer=job.optimizer, **options).run(resume=job.resume)
 
 
 def by_pull(job: Job) -> None:
     with job.run() as run:
         for _ in run.epochs(**job.limits):
             if job.by_iter and run.drive().validation_comes_first:
-                validate_by_pull(job, run)
+                job.parts.evaluate(run, run.validate(job.val))
             for batch in run.train(job.train, endless=job.by_iter):
                 run.report(loss=job.learn(batch))
                 if job.validates_after(run.progress.iter + 1):
-                    validate_by_pull(job, run)
+                    job.parts.evaluate(run, run.validate(job.val))
             if not job.by_iter:
-                validate_by_pull(job, run)
-
-
-def validate_by_pull(job: Job, run: Run) -> None:
-    for batch in run.validate(job.val):
-        run.report(loss=job.parts.step(job.model, batch))
+                job.parts.evaluate(run, run.validate(job.val))
 
 
 def by_push(job: Job) -> None:
@@ -144,18 +128,6 @@ def validate_by_push(job: Job, drive: Driver) -> None:
 WAYS = (by_loop, by_pull, by_push)
 
 
-def act_at(bus: Bus, mount_point: str, count: int, act: Any) -> None:
-    """Call ``act(event)`` at the ``count``-th event of a mount point (from 1)."""
-    left = [count]
-
-    def handler(event: Any) -> None:
-        left[0] -= 1
-        if not left[0]:
-            act(event)
-
-    bus.on(mount_point, handler, priority=100)
-
-
 def in_three_ways(parts: Any, prepare: Any, *, error: Any = None, jobs: Any = None, **options: Any) -> list[tuple[Any, ...]]:
     """Return what all three ways have published, after a look whether it is the same, and the same weights."""
     made = jobs or [Job(parts, **options) for _ in WAYS]
@@ -195,7 +167,7 @@ def test_a_training_publishes_the_same_events_in_three_ways(parts, by_iter):
 )
 def test_a_stop_ends_all_three_in_the_same_way(parts, mount_point, count, by_iter):
     published = in_three_ways(
-        parts, lambda bus: act_at(bus, mount_point, count, lambda event: event.run.stop()), by_iter=by_iter
+        parts, lambda bus: parts.act_at(bus, mount_point, count, lambda event: event.run.stop()), by_iter=by_iter
     )
     assert published[-1][0] == "after_run"
 
@@ -217,7 +189,7 @@ def test_an_exception_and_a_cancellation_end_all_three_in_the_same_way(parts, mo
 
     if kind is RunCancelled and mount_point == "after_train":
         pytest.skip("no safe mount point comes after it")
-    published = in_three_ways(parts, lambda bus: act_at(bus, mount_point, count, act), error=kind)
+    published = in_three_ways(parts, lambda bus: parts.act_at(bus, mount_point, count, act), error=kind)
     assert published[-1][0] == "on_exception"
 
 
@@ -227,7 +199,8 @@ def test_an_exception_and_a_cancellation_end_all_three_in_the_same_way(parts, mo
 )
 def test_push_pull_and_train_loop_resume_equally(parts, tmp_path, mount_point, count, by_iter):
     first = Job(parts, work_dir=tmp_path / "first", by_iter=by_iter)
-    act_at(first.bus, mount_point, count, lambda event: (event.run.request_save("here.safetensors"), event.run.stop()))
+    act = lambda event: (event.run.request_save("here.safetensors"), event.run.stop())  # noqa: E731
+    parts.act_at(first.bus, mount_point, count, act)
     by_loop(first)
     (file,) = (tmp_path / "first").glob("here.safetensors")
     jobs = [Job(parts, tmp_path / way.__name__, file, by_iter=by_iter) for way in WAYS]
@@ -300,15 +273,13 @@ def test_without_data_the_driver_counts_and_the_caller_marks_the_last_batch(part
 def test_a_test_is_driven_like_a_validation(parts):
     pull, push = Job(parts), Job(parts)
     with pull.run() as run:
-        batches = run.test(pull.val)
-        for batch in batches:
-            run.report(loss=parts.step(pull.model, batch))
+        metrics = parts.evaluate(run, run.test(pull.val))
     drive = push.run().drive()
     drive.begin_run()
     for batch in drive.begin_evaluation("test", push.val):
         drive.begin_evaluation_iteration(batch)
         drive.end_evaluation_iteration({"loss": parts.step(push.model, batch)})
-    assert drive.end_evaluation() == batches.metrics
+    assert drive.end_evaluation() == metrics
     drive.end_run()
     assert push.published() == pull.published()
 
@@ -407,28 +378,15 @@ def test_invalid_options_change_nothing(parts, trace, bus):
     assert trace.names == ["before_run", "after_run"]
 
 
-INSIDE: dict[str, tuple[str, ...]] = {
-    "run": ("",),
-    "train": ("run",),
-    "epoch": ("train",),
-    "iteration": ("epoch",),
-    "evaluation": ("run", "train", "epoch"),
-    "evaluation_iteration": ("evaluation",),
-}
+INSIDE = {"run": ("",), "train": ("run",), "epoch": ("train",), "iteration": ("epoch",)}
+INSIDE |= {"evaluation": ("run", "train", "epoch"), "evaluation_iteration": ("evaluation",)}
 """What each scope may begin in."""
 
-ABANDONED = {
-    "iteration": ("iteration",),
-    "epoch": ("epoch", "iteration"),
-    "evaluation": ("evaluation", "evaluation_iteration"),
-}
+ABANDONED = {"iteration": ("iteration",), "epoch": ("epoch", "iteration")}
+ABANDONED |= {"evaluation": ("evaluation", "evaluation_iteration")}
 """What may be abandoned, and where."""
 
-CALLS = [
-    *(f"begin_{name}" for name in INSIDE),
-    *(f"end_{name}" for name in INSIDE),
-    *(f"abandon_{name}" for name in ABANDONED),
-]
+CALLS = [*(f"begin_{name}" for name in INSIDE), *(f"end_{name}" for name in INSIDE), *(f"abandon_{name}" for name in ABANDONED)]
 
 
 def in_turn(call: str, innermost: str) -> bool:

@@ -1,5 +1,7 @@
 """The iterators of a run end when all is done, and never because code of the user's raised StopIteration (as in PEP 479)."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from structlog.testing import capture_logs
@@ -9,11 +11,8 @@ from eventloop import Bus, Progress, Run
 from eventloop.errors import StopIterationError
 from eventloop.events import AfterRun
 
-MOUNT_POINTS = [
-    *("before_run", "before_train", "before_train_epoch", "before_train_iter", "before_forward", "after_forward"),
-    *("after_train_iter", "before_backward", "before_optimizer_step", "after_train_epoch", "before_val", "before_val_iter"),
-    *("after_val_iter", "after_val_epoch", "after_val", "after_train", "after_run"),
-]
+from ..failing import fails
+from .conftest import MOUNT_POINTS
 
 
 def runs_dry(*anything: object, **named: object) -> None:
@@ -53,13 +52,10 @@ def test_of_an_offloaded_handler_it_is_an_error_on_the_training_thread(parts, bu
     async def task(event):
         raise error
 
-    def thread(event):
-        raise error
-
     if offload == "async":
         bus.on("after_train_iter", task, once=2)
     else:
-        bus.on("after_train_iter", thread if offload == "thread" else runs_dry, once=2, offload=offload)
+        bus.on("after_train_iter", fails(error) if offload == "thread" else runs_dry, once=2, offload=offload)
     bus.on("after_train_iter", lambda event: bus.drain(), priority=100)
     # In a coroutine, Python itself makes a RuntimeError of StopIteration.
     raised = RuntimeError if offload == "async" and error is StopIteration else StopIterationError
@@ -80,25 +76,25 @@ async def test_a_host_gets_an_error_of_an_async_handler_that_raises_stop_async_i
             bus.publish(AfterRun(progress=Progress()))
 
 
-@pytest.mark.parametrize("name", ["step", "val_step", "test_step"])
-def test_a_step_is_named(parts, name):
-    loop = parts.loop(test_data=parts.batches(1), **{name: runs_dry})
-    with pytest.raises(StopIterationError, match=rf"^{name}\(\) raised StopIteration"):
-        loop.test() if name == "test_step" else loop.run()
+def metric(**methods):
+    """Return options of a loop with a metric of these methods."""
+    others = {"update": lambda loss: None, "compute": lambda: None, "reset": lambda: None}
+    return {"metrics": {"last": SimpleNamespace(**{**others, **methods})}}
 
 
-@pytest.mark.parametrize("method", ["update", "compute", "reset"])
-def test_a_metric_is_named(parts, method):
-    class Last:
-        def update(self, loss): ...
-        def compute(self): ...
-        def reset(self): ...
-
-    metric = Last()
-    setattr(metric, method, runs_dry if method != "update" else lambda loss: runs_dry())
-    metric_name = "runs_dry" if method != "update" else "<lambda>"
-    with pytest.raises(StopIterationError, match=rf"{metric_name}.*'last'"):
-        parts.loop(metrics={"last": metric}).run()
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        *(({name: runs_dry}, rf"^{name}\(\) raised StopIteration") for name in ("step", "val_step", "test_step")),
+        *((metric(**{name: runs_dry}), "runs_dry.*'last'") for name in ("compute", "reset")),
+        (metric(update=lambda loss: runs_dry()), "<lambda>.*'last'"),
+    ],
+)
+def test_a_step_and_a_metric_are_named(parts, options, named):
+    loop = parts.loop(test_data=parts.batches(1), **options)
+    with pytest.raises(StopIterationError, match=named):
+        loop.run()
+        loop.test()
 
 
 @pytest.mark.parametrize("mount_point", ["before_train", "before_train_epoch", "before_train_iter", "before_val"])
@@ -156,10 +152,7 @@ LOADERS = {
 @pytest.mark.parametrize("which", LOADERS)
 def test_code_that_an_iterator_of_batches_calls_does_not_end_it(parts, which):
     for method, data in (("train", "train_data"), ("validate", "val_data"), ("test", "test_data")):
-        with (
-            pytest.raises(StopIterationError, match=rf"run\.{method}|{data}"),
-            Run(model=parts.model(), device="cpu") as run,
-        ):
+        with pytest.raises(StopIterationError, match=rf"run\.{method}|{data}"), Run(model=parts.model(), device="cpu") as run:
             list(getattr(run, method)(LOADERS[which]()))
 
 

@@ -1,7 +1,5 @@
 """A work dir is that of one training at a time, in whatever process; and no lock outlives its process."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
@@ -53,11 +51,21 @@ def test_a_second_training_in_a_work_dir_is_refused_while_the_first_one_lives(pa
     assert loop.counters.iter == 3
 
 
-def test_it_is_refused_before_any_hook_opens_a_file(parts, bus, trace, tmp_path):
+def test_trainings_of_any_kind_are_refused_before_a_hook_opens_a_file_and_evaluations_are_not(parts, bus, trace, tmp_path):
     lock = DirectoryLock(tmp_path)
+    loop = parts.loop(bus, work_dir=tmp_path, test_data=parts.batches(1))
     with capture_logs(), pytest.raises(ConfigurationError, match="process"):
-        parts.loop(bus, work_dir=tmp_path).run()
+        loop.run()
     assert trace.names == ["on_exception"]
+    model = torch.nn.Linear(1, 1)
+    for optimizer in (torch.optim.SGD(model.parameters(), lr=0.1), None):
+        own = Run(model=model, optimizer=optimizer, work_dir=tmp_path)
+        with capture_logs(), pytest.raises(ConfigurationError, match=str(tmp_path)), own:
+            for _ in own.train([1]):
+                pytest.fail("an iteration")
+    loop.val()
+    loop.test()
+    assert (tmp_path / NAME).exists()  # of the other, as it was
     lock.release()
 
 
@@ -86,30 +94,6 @@ def test_the_next_run_has_the_work_dir(parts, tmp_path, ends):
         loop.val()
     assert not (tmp_path / NAME).exists()
     parts.loop(work_dir=tmp_path, max_epochs=1).run()
-
-
-def test_validations_and_tests_take_no_lock_and_need_none(parts, tmp_path):
-    lock = DirectoryLock(tmp_path)
-    loop = parts.loop(work_dir=tmp_path, test_data=parts.batches(1))
-    loop.val()
-    loop.test()
-    assert (tmp_path / NAME).exists()  # of the other, as it was
-    lock.release()
-
-
-@pytest.mark.parametrize("with_optimizer", [True, False])
-def test_a_users_own_loop_is_refused_as_well(tmp_path, with_optimizer):
-    lock = DirectoryLock(tmp_path)
-    model = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if with_optimizer else None
-    with (
-        capture_logs(),
-        pytest.raises(ConfigurationError, match=str(tmp_path)),
-        Run(model=model, optimizer=optimizer, work_dir=tmp_path) as run,
-    ):
-        for _ in run.train([1]):
-            pytest.fail("an iteration")
-    lock.release()
 
 
 def test_an_out_dir_in_which_a_run_of_the_same_name_saves_is_in_use_as_well(parts, tmp_path):

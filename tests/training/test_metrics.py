@@ -1,6 +1,6 @@
 """Metrics of a validation."""
 
-from __future__ import annotations
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -59,17 +59,9 @@ def test_a_metric_gets_the_entries_that_its_update_names(parts):
     assert isinstance(found["accuracy"], float)
 
 
-def test_scalars_that_feed_a_metric_are_not_separate_metrics(parts):
-    def weighted_step(model, batch):
-        return {"loss": parts.step(model, batch), "weight": 3.0, "other": 0.5}
-
-    found = parts.loop(val_step=weighted_step, metrics={"sums": Sums()}).val()
-    assert found.keys() == {"sums/sum", "sums/count", "loss", "other"}
-
-
-def test_a_metric_that_returns_a_mapping_gives_several_values(parts):
-    found = parts.loop(val_step=lambda m, b: {"loss": 3.0}, metrics={"sums": Sums()}).val()
-    assert found == {"loss": 3.0, "sums/sum": 12.0, "sums/count": 2}
+def test_a_metric_may_return_a_mapping_and_scalars_that_feed_one_are_no_separate_metrics(parts):
+    found = parts.loop(val_step=lambda m, b: {"loss": 3.0, "weight": 4.0, "other": 0.5}, metrics={"sums": Sums()}).val()
+    assert found == {"loss": 3.0, "sums/sum": 24.0, "sums/count": 2, "other": 0.5}
 
 
 def test_a_metric_that_takes_any_keyword_gets_all_outputs(parts):
@@ -85,27 +77,17 @@ def test_a_missing_entry_is_an_error_at_the_first_batch(parts, bus, trace):
 
 
 def test_metrics_are_reset_for_every_validation(parts, bus, trace):
-    parts.loop(bus, val_step=val_step, metrics={"sums": Sums()}).run()
+    parts.loop(bus, val_step=val_step, metrics={"sums": Sums()}).run()  # whose weight has a value if there is none
     assert [e.metrics["sums/count"] for e in trace.of("after_val_epoch")] == [2, 2]
 
 
-class Alone:
-    """Ranks that gather from one process."""
-
-    def gather(self, value):
-        return [value]
-
-    def from_first(self, find):
-        return find()
-
-
 def test_a_metric_that_cannot_be_merged_over_ranks_is_warned_of_once_in_a_run(parts, monkeypatch):
-    run = Run(model=parts.model())
-    made = []
+    run, made = Run(model=parts.model()), []
+    alone = SimpleNamespace(gather=lambda value: [value], from_first=lambda find: find())  # ranks in one process
     monkeypatch.setattr("eventloop.training.data.Metrics", lambda *arguments: made.append(Metrics(*arguments)) or made[-1])
     with capture_logs() as logs:
         for _ in range(3):
             run.validate([1], {"accuracy": Accuracy()})
             made[-1].update({"logits": torch.zeros(1, 2), "labels": torch.zeros(1)})
-            made[-1].compute(Alone())
+            made[-1].compute(alone)
     assert [entry["metric"] for entry in logs] == ["accuracy"]

@@ -1,13 +1,11 @@
 """What other threads and signal handlers ask of a run: to pause, to go on, to end, to train at another learning rate."""
 
-from __future__ import annotations
-
 import _thread
 import math
 import signal
 import threading
 import time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import anyio
@@ -33,6 +31,18 @@ def logs() -> Any:
 
 def pauses(logs: list[Any]) -> int:
     return [entry["event"] for entry in logs].count("the run is paused")
+
+
+@contextmanager
+def released(release: Any) -> Any:
+    """Call it after a while, so that a failure does not hang."""
+    deadline = threading.Timer(5, release)
+    deadline.start()
+    try:
+        yield
+        assert deadline.is_alive()
+    finally:
+        deadline.cancel()
 
 
 class Stalled:
@@ -144,8 +154,7 @@ def test_requests_to_a_run_before_it_begins_hold(parts, bus, trace, tmp_path, ho
     bus.on("run_paused", lambda event: run.resume())
     with pytest.raises(RunCancelled) if how == "cancel" else nullcontext(), run:
         for _ in run.epochs(1):
-            for _ in run.train(parts.batches(2)):
-                pass
+            list(run.train(parts.batches(2)))
     assert trace.of("after_train_iter") == [] if how in ("stop", "cancel") else len(trace.of("after_train_iter")) == 2
     assert len(trace.of("run_paused")) == (how == "pause")
     assert optimizer.param_groups[0]["lr"] == (0.5 if how == "set_lr" else 0.1)
@@ -194,14 +203,8 @@ def interruptible():
 )
 def test_a_paused_run_that_is_stopped_cancelled_or_interrupted_ends_without_another_iteration(parts, act, error):
     stalled = Stalled(parts, act)
-    deadline = threading.Timer(5, lambda: stalled.loop.resume())  # a failure is not to hang
-    deadline.start()
-    try:
-        with pytest.raises(error) if error else nullcontext():
-            stalled.loop.run()
-        assert deadline.is_alive()
-    finally:
-        deadline.cancel()
+    with released(lambda: stalled.loop.resume()), pytest.raises(error) if error else nullcontext():
+        stalled.loop.run()
     assert stalled.still == [True]
     assert len(stalled.trace.of("after_train_iter")) == 2
     names = stalled.trace.names
@@ -215,13 +218,8 @@ def test_a_pause_ends_with_the_run(parts):
     with pytest.raises(ZeroDivisionError), run:
         run.pause()
         raise ZeroDivisionError
-    deadline = threading.Timer(5, run.stop)
-    deadline.start()
-    try:
-        with run:
-            trained = [batch for _ in run.epochs(1) for batch in run.train([1, 2])]
-    finally:
-        deadline.cancel()
+    with released(run.stop), run:
+        trained = [batch for _ in run.epochs(1) for batch in run.train([1, 2])]
     assert trained == [1, 2]
 
 
@@ -251,7 +249,6 @@ def _signal_once(stalled: Stalled, event: Any) -> None:
 
 def test_a_run_that_is_driven_by_calls_pauses_at_the_end_of_an_iteration(parts, bus, logs):
     run = Run(bus, model=parts.model())
-    drive = run.drive()
     done: list[int] = []
     seen: list[int] = []
 
@@ -261,58 +258,44 @@ def test_a_run_that_is_driven_by_calls_pauses_at_the_end_of_an_iteration(parts, 
         seen.append(len(done))
         run.resume()
 
-    drive.begin_run()
-    drive.begin_train()
-    for index, batch in enumerate(drive.begin_epoch(parts.batches(2))):
-        drive.begin_iteration(batch)
-        run.pause()
-        thread = threading.Thread(target=resume, args=(index + 1,))
-        thread.start()
-        drive.end_iteration()
-        done.append(index)
-        thread.join()
-    drive.end_epoch()
-    drive.end_train()
-    drive.end_run()
+    with run:
+        drive = run.drive()
+        drive.begin_train()
+        for index, batch in enumerate(drive.begin_epoch(parts.batches(2))):
+            drive.begin_iteration(batch)
+            run.pause()
+            thread = threading.Thread(target=resume, args=(index + 1,))
+            thread.start()
+            drive.end_iteration()
+            done.append(index)
+            thread.join()
+        drive.end_epoch()
+        drive.end_train()
     assert seen == [0, 1]
 
 
 @pytest.mark.anyio
 @pytest.mark.usefixtures("no_blocking")
-async def test_the_hosts_event_loop_runs_during_a_pause_and_resumes_the_run(parts):
+@pytest.mark.parametrize("end", ["resumed", "cancelled"])
+async def test_the_hosts_event_loop_runs_during_a_pause_and_resumes_or_cancels_the_run(parts, end):
     loop = parts.loop(max_epochs=2)
     trace = parts.Trace(loop.bus)
     loop.bus.on("after_train_iter", lambda event: event.run.pause(), once=2)
     ticks = 0
-    async with anyio.create_task_group() as group:
-        group.start_soon(loop.arun)
-        while len(trace.of("after_train_iter")) < 2:
-            await anyio.sleep(0.001)
-        for _ in range(50):
-            await anyio.sleep(0.001)
-            ticks += 1
-        assert len(trace.of("before_train_iter")) == 2
-        loop.resume()
-    assert ticks == 50
-    assert trace.names[-1] == "after_run"
-
-
-@pytest.mark.anyio
-@pytest.mark.usefixtures("no_blocking")
-async def test_cancelling_arun_releases_a_paused_run(parts):
-    loop = parts.loop(max_epochs=2)
-    trace = parts.Trace(loop.bus)
-    loop.bus.on("after_train_iter", lambda event: event.run.pause(), once=2)
     with anyio.CancelScope() as scope:
         async with anyio.create_task_group() as group:
             group.start_soon(loop.arun)
             while len(trace.of("after_train_iter")) < 2:
                 await anyio.sleep(0.001)
-            await anyio.sleep(0.05)
-            scope.cancel()
-    assert scope.cancelled_caught
-    assert len(trace.of("before_train_iter")) == 2
-    assert trace.names[-1] == "on_exception"
+            for _ in range(50):
+                await anyio.sleep(0.001)
+                ticks += 1
+            assert len(trace.of("before_train_iter")) == 2
+            loop.resume() if end == "resumed" else scope.cancel()
+    assert ticks == 50
+    assert scope.cancelled_caught == (end == "cancelled")
+    assert len(trace.of("before_train_iter")) == (6 if end == "resumed" else 2)
+    assert trace.names[-1] == ("after_run" if end == "resumed" else "on_exception")
 
 
 # ---------------------------------------------------------------------------------------------------- learning rates
@@ -421,17 +404,3 @@ def test_a_scaled_schedule_survives_a_resume(parts, tmp_path):
         return seen
 
     assert run(1) + run(2) == pytest.approx([0.1, 0.09, *(0.5 * 0.9**i for i in range(4))])
-
-
-# ------------------------------------------------------------------------------------------------------------- models
-
-
-def test_the_unwrapped_model_is_the_one_inside_its_wrappers(parts):
-    model = parts.model()
-    assert Run(model=model).unwrapped_model is model
-    parallel = torch.nn.DataParallel(model)
-    for wrapped in (parallel, torch.compile(model, backend="eager"), torch.compile(parallel, backend="eager")):
-        assert Run(model=wrapped).unwrapped_model is model
-    no_wrapper = torch.nn.Module()
-    no_wrapper.module = torch.nn.Linear(1, 1)
-    assert Run(model=no_wrapper).unwrapped_model is no_wrapper

@@ -1,9 +1,6 @@
 """Bring your own loop: a Run around the user's own body."""
 
-from __future__ import annotations
-
-import threading
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,46 +9,18 @@ from structlog.testing import capture_logs
 from eventloop import Bus, BusStateError, ConfigurationError, Event, Progress, Run, TrainingError, TrainLoop
 from eventloop.training import OwnLoop
 
+from ..failing import fails
+from ..waiting import on_threads
+
 ITER = "before_train_iter after_train_iter"
 VAL = "before_val before_val_epoch 2*(before_val_iter after_val_iter) after_val_epoch after_val"
 EPOCH = f"before_train_epoch 3*({ITER}) after_train_epoch"
 
 
 @pytest.fixture
-def job(parts, bus):
+def run(parts, bus):
     model = parts.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = Run(bus, model=model, optimizer=optimizer)
-
-    def learn(batch):
-        loss = parts.step(model, batch)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        run.report(loss=loss)
-
-    return run, learn
-
-
-def evaluate(run, batches):
-    for _ in batches:
-        run.report(loss=torch.ones(()))
-    return batches.metrics
-
-
-def test_a_users_own_loop_publishes_the_same_events_as_a_train_loop(parts, bus, job, trace):
-    run, learn = job
-    epochs = []
-    with run:
-        for epoch in run.epochs(2):
-            epochs.append(epoch)
-            for batch in run.train(parts.batches(3)):
-                learn(batch)
-            assert evaluate(run, run.validate(parts.batches(2))) == {"loss": 1.0}
-    assert epochs == [0, 1]
-    assert trace.names == parts.spell(f"before_run before_train {EPOCH} {VAL} {EPOCH} {VAL} after_train after_run")
-    assert [e.progress.iter for e in trace.of("after_train_iter")] == list(range(6))
-    assert all("loss" in e.outputs for e in trace.of("after_train_iter"))
+    return Run(bus, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 class PlainOfRunTests(Event):
@@ -62,40 +31,43 @@ class PlacedOfRunTests(Event):
     progress: Progress
 
 
-def test_run_publish_fills_the_fields_of_user_events(bus, job):
+def test_run_publish_fills_the_fields_of_user_events_and_errors_show_the_call(bus, run):
     heard = []
     bus.on(PlainOfRunTests, heard.append)
     bus.on(PlacedOfRunTests, heard.append)
-    run, _ = job
     with run:
         run.publish(PlainOfRunTests, points=3)
         run.publish(PlacedOfRunTests)
         with pytest.raises(TypeError, match="point"):
             run.publish(PlainOfRunTests, point=3)
-    assert heard[0].points == 3
-    assert heard[1].progress.iter == 0
+        with pytest.raises(TrainingError, match=r"run.report\(loss=loss\)"):
+            run.report(torch.ones(()))
+        with pytest.raises(TrainingError, match=r"run.publish\(PlainOfRunTests, ...\)"):
+            run.publish(PlainOfRunTests(points=3))
+        for wrong in ("plain_of_run_tests", int, 3):
+            with pytest.raises(TrainingError, match=r"run.publish\(MyEvent, ...\)"):
+                run.publish(wrong, points=3)
+    assert (heard[0].points, heard[1].progress.iter) == (3, 0)
 
 
-def test_steps_of_the_body_are_counted_and_published(parts, bus, job):
+def test_steps_of_the_body_are_counted_and_published(parts, bus, run):
     trace = parts.Trace(bus, inside=True)
-    run, learn = job
     with run:
         for _ in run.epochs(1):
             for index, batch in enumerate(run.train(parts.batches(4))):
                 if index % 2:
-                    learn(batch)
+                    parts.learn(run, batch)
     assert len(trace.of("before_optimizer_step")) == len(trace.of("after_optimizer_step")) == 2
     assert [e.progress.update for e in trace.of("before_train_iter")] == [0, 0, 1, 1]
     assert trace.of("after_run")[0].progress.update == 2
 
 
-def test_break_ends_the_iteration_without_after_train_iter_and_the_epoch_normally(parts, job, trace):
-    run, learn = job
+def test_break_ends_the_iteration_without_after_train_iter_and_the_epoch_normally(parts, run, trace):
     loader = parts.batches(3)
     with run:
         for _ in run.epochs(2):
             for index, batch in enumerate(run.train(loader)):
-                learn(batch)
+                parts.learn(run, batch)
                 if index == 1:
                     break
     epoch = f"before_train_epoch {ITER} before_train_iter after_train_epoch"
@@ -104,24 +76,22 @@ def test_break_ends_the_iteration_without_after_train_iter_and_the_epoch_normall
     assert trace.of("after_run")[0].progress.update == 4
 
 
-def test_break_out_of_both_loops_cuts_the_epoch_short(parts, job, trace):
-    run, learn = job
+def test_break_out_of_both_loops_cuts_the_epoch_short(parts, run, trace):
     with run:
         for _ in run.epochs(2):
             for batch in run.train(parts.batches(3)):
-                learn(batch)
+                parts.learn(run, batch)
                 break
             break
     assert trace.names == parts.spell("before_run before_train before_train_epoch before_train_iter after_train after_run")
     assert (run.progress.iter, run.progress.update) == (1, 1)
 
 
-def test_break_out_of_a_validation_publishes_no_after_val_and_training_continues(parts, job, trace):
-    run, learn = job
+def test_break_out_of_a_validation_publishes_no_after_val_and_training_continues(parts, run, trace):
     with run:
         for _ in run.epochs(2):
             for batch in run.train(parts.batches(3)):
-                learn(batch)
+                parts.learn(run, batch)
             for _ in run.validate(parts.batches(2)):
                 break
     cut = "before_val before_val_epoch before_val_iter"
@@ -131,8 +101,7 @@ def test_break_out_of_a_validation_publishes_no_after_val_and_training_continues
 
 @pytest.mark.parametrize("stage", ["validate", "test"])
 @pytest.mark.parametrize("kept", [False, True])
-def test_break_out_of_an_evaluation_restores_modes_gradients_and_weights(parts, bus, job, stage, kept):
-    run, learn = job
+def test_break_out_of_an_evaluation_restores_modes_gradients_and_weights(parts, bus, run, stage, kept):
     undone = []
     bus.on(f"before_{stage.removesuffix('idate')}", lambda e: e.run.defer(lambda: undone.append(e.run.model.training)))
     with run:
@@ -146,11 +115,10 @@ def test_break_out_of_an_evaluation_restores_modes_gradients_and_weights(parts, 
                 assert run.model.training
                 assert torch.is_grad_enabled()
                 assert len(undone) == run.progress.iter
-                learn(batch)
+                parts.learn(run, batch)
 
 
-def test_a_with_statement_ends_an_evaluation(parts, job, trace):
-    run, _ = job
+def test_a_with_statement_ends_an_evaluation(parts, run, trace):
     with run:
         with run.validate(parts.batches(2)) as batches:
             for _ in batches:
@@ -166,73 +134,64 @@ def test_a_with_statement_ends_an_evaluation(parts, job, trace):
     assert trace.names == parts.spell(f"before_run {VAL} before_val before_val_epoch before_val_iter after_run")
 
 
-def test_an_error_while_undoing_an_abandoned_validation_ends_the_run(parts, bus, job, caplog):
-    def fail():
-        raise OSError("not undone")
-
-    bus.on("before_val", lambda e: e.run.defer(fail))
-    run, _ = job
+def test_an_error_while_undoing_an_abandoned_validation_ends_the_run(parts, bus, run, caplog):
+    bus.on("before_val", lambda e: e.run.defer(fails(OSError("not undone"))))
     with pytest.raises(OSError, match="not undone"), run:
         for _ in run.validate(parts.batches(2)):
             break
 
 
 @pytest.mark.parametrize("kept", ["nothing", "batches", "epochs", "block"])
-def test_the_order_of_mount_points_does_not_depend_on_references(parts, job, trace, kept):
-    run, learn = job
+def test_the_order_of_mount_points_does_not_depend_on_references(parts, run, trace, kept):
     with run:
         epochs = run.epochs(2)
         for _ in epochs if kept == "epochs" else run.epochs(2):
             batches = run.train(parts.batches(3))
             if kept == "block":
                 with batches:
-                    learn(next(batches))
+                    parts.learn(run, next(batches))
             else:
                 for batch in batches if kept == "batches" else run.train(parts.batches(3)):
-                    learn(batch)
+                    parts.learn(run, batch)
                     break
-            evaluate(run, run.validate(parts.batches(2)))
+            parts.evaluate(run, run.validate(parts.batches(2)))
     epoch = f"before_train_epoch before_train_iter after_train_epoch {VAL}"
     assert trace.names == parts.spell(f"before_run before_train {epoch} {epoch} after_train after_run")
 
 
-def test_batches_can_be_continued_in_another_for_statement(parts, job, trace):
-    run, learn = job
+def test_batches_can_be_continued_in_another_for_statement(parts, run, trace):
     with run:
         for _ in run.epochs(1):
             batches = run.train(parts.batches(3))
             for _ in batches:
                 break
             for batch in batches:
-                learn(batch)
+                parts.learn(run, batch)
                 break
-            evaluate(run, run.validate(parts.batches(2)))
+            parts.evaluate(run, run.validate(parts.batches(2)))
             assert list(batches) == []
     epoch = f"before_train_epoch before_train_iter before_train_iter after_train_epoch {VAL}"
     assert trace.names == parts.spell(f"before_run before_train {epoch} after_train after_run")
     assert run.progress.iter == 2
 
 
-def test_new_training_batches_after_a_break_begin_another_epoch(parts, job, trace):
-    run, learn = job
+def test_new_training_batches_after_a_break_begin_another_epoch(parts, run, trace):
     with run:
         for _ in run.epochs(2):
             for batch in run.train(parts.batches(3)):
-                learn(batch)
+                parts.learn(run, batch)
                 break
             for batch in run.train(parts.batches(1)):
-                learn(batch)
+                parts.learn(run, batch)
     epochs = f"before_train_epoch before_train_iter after_train_epoch before_train_epoch {ITER} after_train_epoch"
     assert trace.names == parts.spell(f"before_run before_train {epochs} after_train after_run")
 
 
-def test_nested_training_batches_are_an_error(parts, job):
-    run, _ = job
+def test_nested_training_batches_are_an_error(parts, run):
     with pytest.raises(TrainingError), run:
         for _ in run.epochs(1):
             for _ in run.train(parts.batches(3)):
-                for _ in run.train(parts.batches(3)):
-                    pass
+                list(run.train(parts.batches(3)))
 
 
 @pytest.mark.parametrize("bus", [[3], torch.nn.Linear(1, 1)], ids=["hooks", "model"])
@@ -266,19 +225,19 @@ def test_an_invalid_option_of_a_run_is_an_error_at_construction(parts, options):
         ("epochs", ["3"], {}, "max_epochs='3'"),
         ("epochs", [], {}, "max_epochs"),
         ("epochs", [], {"max_epochs": 1, "max_iters": 1}, "max_iters"),
+        *((method, [5], {}, "loader=5") for method in ("train", "validate", "test")),
         ("train", [[1]], {"endless": "no"}, "endless='no'"),
         ("validate", [[1]], {"metrics": ["acc"]}, r"metrics=\['acc'\]"),
     ],
 )
-def test_an_invalid_argument_of_a_run_method_is_an_error(job, method, arguments, options, value):
+def test_an_invalid_argument_of_a_run_method_is_an_error(run, method, arguments, options, value):
     with pytest.raises(ConfigurationError, match=value):
-        getattr(job[0], method)(*arguments, **options)
+        getattr(run, method)(*arguments, **options)
 
 
 @pytest.mark.parametrize("use", ["epochs", "train", "validate", "test"])
 @pytest.mark.parametrize("ended", [False, True])
-def test_run_methods_outside_of_a_run_are_errors(parts, job, use, ended):
-    run, _ = job
+def test_run_methods_outside_of_a_run_are_errors(parts, run, use, ended):
     if ended:
         with run:
             pass
@@ -304,8 +263,7 @@ def test_iterating_finished_epochs_again_logs_that_nothing_is_left(parts):
         for again in (False, True):
             for _ in run.epochs(1):
                 assert not again
-                for _ in run.train(parts.batches(1)):
-                    pass
+                list(run.train(parts.batches(1)))
     assert ["nothing is left to train" in entry["event"] for entry in logs] == [True]
 
 
@@ -341,42 +299,18 @@ def test_entries_that_are_reported_between_two_iterations_are_told_once(parts):
     assert told["entries"] == "score"
 
 
-class Kept:
-    """A metric that takes the entry ``logits``."""
-
-    def update(self, logits):
-        self.shape = logits.shape
-
-    def compute(self):
-        return len(self.shape)
-
-    def reset(self):
-        pass
-
-
 def test_a_reported_entry_that_loggers_and_metrics_leave_out_is_told_once(parts):
+    kept = SimpleNamespace(update=lambda logits: None, compute=lambda: 1.0, reset=lambda: None)  # a metric of ``logits``
     with capture_logs() as logs, Run(Bus(), model=parts.model()) as run:
         for _ in run.train([1, 2]):
             run.report(loss=torch.ones(1), count=3, vector=torch.ones(2), text="x")
             assert run.outputs["text"] == "x"
-        for _ in run.validate([1], {"kept": Kept()}):
+        for _ in run.validate([1], {"kept": kept}):
             run.report(logits=torch.ones(2, 3), labels=torch.ones(2))
     told = {log["entry"]: log["event"] for log in logs if "entry" in log}
     assert list(told) == ["vector", "text", "labels"]
     assert "shape (2,)" in told["vector"]
     assert len([log for log in logs if "entry" in log]) == 3
-
-
-def test_errors_of_report_and_publish_show_the_call(job):
-    run, _ = job
-    with run:
-        with pytest.raises(TrainingError, match=r"run.report\(loss=loss\)"):
-            run.report(torch.ones(()))
-        with pytest.raises(TrainingError, match=r"run.publish\(PlainOfRunTests, ...\)"):
-            run.publish(PlainOfRunTests(points=3))
-        for wrong in ("plain_of_run_tests", int, 3):
-            with pytest.raises(TrainingError, match=r"run.publish\(MyEvent, ...\)"):
-                run.publish(wrong, points=3)
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (1, None), (None, 1)])
@@ -407,44 +341,26 @@ def test_an_optimizer_without_one_parameter_of_the_models_is_warned_of(parts):
     assert "no parameter" in warning["event"]
 
 
-def test_an_exception_in_the_body_is_an_exception_and_no_break(parts, bus, job, trace):
-    run, _ = job
-    with pytest.raises(ZeroDivisionError), run:
-        for _ in run.epochs(1):
-            for _ in run.train(parts.batches(3)):
-                1 / 0  # noqa: B018
-    assert trace.names == parts.spell("before_run before_train before_train_epoch before_train_iter on_exception")
-    assert bus.state == "idle"
-
-
-def test_test_and_several_runs_on_one_bus(parts, bus, trace):
-    with bus:
-        for _ in range(2):
-            with Run(bus, model=parts.model()) as run:
-                evaluate(run, run.test(parts.batches(1)))
-            assert bus.state == "open"
-    test = "before_test before_test_epoch before_test_iter after_test_iter after_test_epoch after_test"
-    assert trace.names == parts.spell(f"before_run {test} after_run") * 2
-
-
-def test_a_run_leaves_its_bus_as_it_found_it(parts, bus):
+def test_a_run_leaves_its_bus_as_it_found_it(parts, bus, trace):
     with Run(bus, model=parts.model()):
         assert bus.state == "open"
     assert bus.state == "idle"
+    trace.events.clear()
     with bus:
+        for _ in range(2):
+            with Run(bus, model=parts.model()) as run:
+                parts.evaluate(run, run.test(parts.batches(1)))
+            assert bus.state == "open"
+        test = "before_test before_test_epoch before_test_iter after_test_iter after_test_epoch after_test"
+        assert trace.names == parts.spell(f"before_run {test} after_run") * 2
         with pytest.raises(ZeroDivisionError), Run(bus, model=parts.model()):
             1 / 0  # noqa: B018
         assert bus.state == "open"
 
 
-def test_a_second_ctrl_c_during_on_exception_leaves_nothing_open(bus, job):
-    run, _ = job
+def test_a_second_ctrl_c_during_on_exception_leaves_nothing_open(bus, run):
     undone = []
-
-    def interrupt_again(event):
-        raise KeyboardInterrupt("second")
-
-    subscription = bus.on("on_exception", interrupt_again)
+    subscription = bus.on("on_exception", fails(KeyboardInterrupt("second")))
     with pytest.raises(KeyboardInterrupt, match="second"), run:
         run.defer(lambda: undone.append("deferred"))
         raise KeyboardInterrupt("first")
@@ -455,49 +371,31 @@ def test_a_second_ctrl_c_during_on_exception_leaves_nothing_open(bus, job):
         assert bus.state == "open"
 
 
-def _run_of(bus: Bus, parts: Any, name: str) -> Run:
-    return Run(bus, model=parts.model(), name=name)
-
-
 def test_a_second_run_on_a_bus_with_an_open_run_is_an_error_that_names_both(parts, bus, trace):
     """The hooks would hear both: the update of one loop would zero and step with the optimizers of the other."""
-    with _run_of(bus, parts, "first"):
-        heard = len(trace.names)
-        with pytest.raises(BusStateError, match=r"'second'.*'first'.*'MainThread'.*its own Bus\(\)"):
-            _run_of(bus, parts, "second").drive().begin_run()
-        assert len(trace.names) == heard
-        assert bus.state == "open"
-    assert trace.names == ["before_run", "after_run"]
-    with _run_of(bus, parts, "second"):
-        assert bus.state == "open"
-
-
-def test_loops_at_the_same_time_on_one_bus_are_an_error_for_the_second(parts, bus):
-    first, second = parts.loop(bus, name="first"), parts.loop(bus, name="second")
     refused = []
 
-    def run_second(event):
-        def run() -> None:
-            with pytest.raises(BusStateError, match="'first'"):
-                second.run()
-            refused.append(second.counters.iter)
+    def begin(name):
+        with pytest.raises(BusStateError, match=rf"'{name}'.*'first'.*'MainThread'.*its own Bus\(\)"):
+            Run(bus, model=parts.model(), name=name).drive().begin_run()
+        refused.append(name)
 
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-
-    bus.on("before_train_iter", run_second, once=2)
-    first.run()
-    assert refused == [0]
-    assert first.counters.iter == 6
+    with Run(bus, model=parts.model(), name="first"):
+        begin("second")
+        on_threads(begin, "third")
+        assert refused == ["second", "third"]
+        assert bus.state == "open"
+    assert trace.names == ["before_run", "after_run"]
+    with Run(bus, model=parts.model(), name="second"):
+        assert bus.state == "open"
 
 
 def test_a_bus_that_cannot_be_opened_takes_the_next_run(parts, bus, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(bus, "open", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            _run_of(bus, parts, "first").drive().begin_run()
-    with _run_of(bus, parts, "second"):
+            Run(bus, model=parts.model(), name="first").drive().begin_run()
+    with Run(bus, model=parts.model(), name="second"):
         assert bus.state == "open"
 
 
@@ -510,3 +408,14 @@ def test_open_runs_without_a_name_are_told_apart(parts):
         assert names[1] not in (names[0], names[2])
     assert len(set(names)) == 3
     assert [trace.of("after_run")[0].progress.run_name for trace in traces] == names
+
+
+def test_the_unwrapped_model_is_the_one_inside_its_wrappers(parts):
+    model = parts.model()
+    assert Run(model=model).unwrapped_model is model
+    parallel = torch.nn.DataParallel(model)
+    for wrapped in (parallel, torch.compile(model, backend="eager"), torch.compile(parallel, backend="eager")):
+        assert Run(model=wrapped).unwrapped_model is model
+    no_wrapper = torch.nn.Module()
+    no_wrapper.module = torch.nn.Linear(1, 1)
+    assert Run(model=no_wrapper).unwrapped_model is no_wrapper

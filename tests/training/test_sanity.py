@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from eventloop import Bus, ConfigurationError, TrainingError, TrainLoop
 from eventloop.training.sanity import first_batches
-from hooks import CheckpointHook, EarlyStoppingHook, OptimizerHook
+from hooks import CheckpointHook, EarlyStoppingHook
 
 
 class Drawing(Dataset):
@@ -93,19 +93,20 @@ def test_a_resumed_training_is_the_same_with_and_without_the_look(parts, tmp_pat
     parts.assert_same(*results)
 
 
+class Score:
+    batches = 0
+
+    def update(self, loss):
+        self.batches += 1
+
+    def compute(self):
+        return self.batches
+
+    def reset(self):
+        self.batches = 0
+
+
 def test_the_look_publishes_nothing_and_feeds_no_metric_of_the_user(parts, bus, trace):
-    class Score:
-        batches = 0
-
-        def update(self, loss):
-            self.batches += 1
-
-        def compute(self):
-            return self.batches
-
-        def reset(self):
-            self.batches = 0
-
     score = Score()
     assert parts.loop(bus, metrics={"score": score}).look() == {"score": 2, "loss": pytest.approx(1.1, abs=1)}
     assert score.batches == 0
@@ -160,35 +161,23 @@ def test_a_name_that_a_handler_may_report_or_add_to_the_metrics_is_a_warning_onl
 
 
 def test_a_metric_that_a_few_batches_do_not_suffice_for_is_a_warning_only(parts, tmp_path):
-    class Area:
-        batches = 0
-
-        def update(self, loss):
-            self.batches += 1
-
+    class Area(Score):
         def compute(self):
             if self.batches < 3:
                 raise ValueError("Only one class present in y_true")
             return 0.5
 
-        def reset(self):
-            self.batches = 0
+    def loop(best, folder):
+        bus = Bus(CheckpointHook(save_best=best, rule="greater"))
+        return parts.loop(bus, metrics={"area": Area()}, val_data=parts.batches(3), work_dir=folder)
 
-    loop = parts.loop(
-        Bus(CheckpointHook(save_best="area", rule="greater")),
-        metrics={"area": Area()},
-        val_data=parts.batches(3),
-        work_dir=tmp_path,
-    )
     with capture_logs() as logs:
-        assert loop.run()["area"] == 0.5
+        assert loop("area", tmp_path / "1").run()["area"] == 0.5
     (warning,) = [entry for entry in logs if entry["log_level"] == "warning"]
     assert warning["metric"] == "area"
     assert "Only one class" in warning["error"]
     with pytest.raises(ConfigurationError, match="'area'"):
-        parts.loop(
-            Bus(CheckpointHook(save_best="arena", rule="greater")), metrics={"area": Area()}, work_dir=tmp_path / "2"
-        ).run()
+        loop("arena", tmp_path / "2").run()
 
 
 def test_what_a_metric_needs_and_errors_of_the_step_are_told_before_the_training(parts):
@@ -206,17 +195,6 @@ def test_what_a_metric_needs_and_errors_of_the_step_are_told_before_the_training
             loop.run()
         assert loop.counters.iter == 0
         assert any("sanity=0" in note for note in caught.value.__notes__)
-
-
-def test_the_look_runs_under_autocast_and_reports_count(parts):
-    seen = []
-
-    def val_step(model, batch):
-        seen.append(model(batch[0]).dtype)
-        return {"loss": 0.0}
-
-    parts.loop(Bus(OptimizerHook(amp="bf16")), val_step=val_step).look()
-    assert seen == [torch.bfloat16] * 2
 
 
 def test_a_model_that_is_not_built_yet_is_not_looked_at(parts):

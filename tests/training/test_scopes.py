@@ -1,7 +1,5 @@
 """Exceptions, stops and what is undone: how the scopes of a run end."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import traceback
@@ -10,19 +8,19 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from eventloop import Bus, Hook, Run, TrainingError, Update
+from eventloop import Bus, Run, Update
 from eventloop.training import run as run_module
 from eventloop.training import state as state_module
 from eventloop.training.saves import requests as saves_module
 from eventloop.training.state import Scopes
 
+from ..failing import fails
+from ..waiting import on_threads, until
+from .conftest import MOUNT_POINTS
+
 
 class Boom(Exception):  # noqa: N818 - short, it is everywhere below
     pass
-
-
-def raise_(error):
-    raise error
 
 
 # ------------------------------------------------------------------------------------------------------- exceptions
@@ -30,12 +28,12 @@ def raise_(error):
 
 @pytest.mark.parametrize("error", [Boom("step"), KeyboardInterrupt(), SystemExit(3), GeneratorExit()])
 def test_an_exception_is_published_first_and_ends_scopes_without_after_x(parts, bus, trace, error):
-    loop = parts.loop(bus, step=lambda model, batch: raise_(error), sanity=0)
+    loop = parts.loop(bus, step=fails(error), sanity=0)
     with pytest.raises(type(error)) as caught:
         loop.run()
     assert caught.value is error
     assert caught.value.__cause__ is None
-    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "raise_"  # in the user's step
+    assert traceback.extract_tb(caught.value.__traceback__)[-1].name == "fail"  # in the user's step
     assert trace.names == parts.spell("before_run before_train before_train_epoch before_train_iter on_exception")
     (heard,) = trace.of("on_exception")
     assert heard.exception is error
@@ -43,20 +41,12 @@ def test_an_exception_is_published_first_and_ends_scopes_without_after_x(parts, 
     assert bus.state == "idle"
 
 
-@pytest.mark.parametrize(
-    "mount_point",
-    [
-        *("before_run", "before_train", "before_train_epoch", "before_train_iter", "before_forward", "after_forward"),
-        *("after_train_iter", "before_backward", "after_backward", "before_optimizer_step", "after_optimizer_step"),
-        *("after_train_epoch", "before_val", "before_val_epoch", "before_val_iter", "after_val_iter", "after_val_epoch"),
-        *("after_val", "after_train", "after_run"),
-    ],
-)
+@pytest.mark.parametrize("mount_point", MOUNT_POINTS)
 def test_an_exception_in_a_hook_is_the_last_but_one_event_wherever_it_is_raised(parts, bus, mount_point):
     trace = parts.Trace(bus, inside=True)
     model = parts.model()
     error = Boom(mount_point)
-    bus.on(mount_point, lambda e: raise_(error), priority=100)
+    bus.on(mount_point, fails(error), priority=100)
     with pytest.raises(Boom) as caught:
         parts.loop(bus, model=model).run()
     assert caught.value is error
@@ -84,24 +74,20 @@ def test_an_exception_in_the_training_loader_ends_the_run(parts, bus, trace):
     )
 
 
-def test_an_exception_in_the_validation_loader_restores_mode_and_gradients(parts, bus, trace):
-    loop = parts.loop(bus, val_data=fails_after(parts.batches(1)), sanity=0)
+@pytest.mark.parametrize("fault", ["loader", "step"])
+def test_an_exception_in_a_validation_restores_mode_and_gradients_after_on_exception(parts, bus, trace, fault):
+    data = parts.batches(1)
+    options = {"val_data": fails_after(data)} if fault == "loader" else {"val_data": data, "val_step": fails(Boom)}
+    loop = parts.loop(bus, sanity=0, **options)
+    seen = []
+    bus.on("on_exception", lambda e: seen.append(loop.model.training))
     with pytest.raises(Boom):
         loop.run()
-    assert trace.names[-2:] == ["after_val_iter", "on_exception"]
-    assert trace.names.count("after_val_iter") == 1
+    assert trace.names[-2:] == ["after_val_iter" if fault == "loader" else "before_val_iter", "on_exception"]
+    assert trace.names.count("after_val_iter") == (fault == "loader")
+    assert seen == [False]
     assert loop.model.training
     assert torch.is_grad_enabled()
-
-
-def test_an_exception_in_validation_restores_the_mode_after_on_exception(parts, bus):
-    model = parts.model()
-    seen = []
-    bus.on("on_exception", lambda e: seen.append(model.training))
-    with pytest.raises(Boom):
-        parts.loop(bus, model=model, val_step=lambda model, batch: raise_(Boom()), sanity=0).run()
-    assert seen == [False]
-    assert model.training
 
 
 def test_deferred_functions_run_last_in_first_out_over_all_scopes_after_on_exception(parts, bus):
@@ -111,7 +97,7 @@ def test_deferred_functions_run_last_in_first_out_over_all_scopes_after_on_excep
         bus.on(name, lambda e: e.run.defer(lambda: calls.append(f"{e.mount_point} again")))
     bus.on("on_exception", lambda e: calls.append("on_exception"))
     with pytest.raises(Boom):
-        parts.loop(bus, step=lambda model, batch: raise_(Boom()), sanity=0).run()
+        parts.loop(bus, step=fails(Boom), sanity=0).run()
     names = ["before_train_iter", "before_train_epoch", "before_train", "before_run"]
     assert calls == ["on_exception", *(call for name in names for call in (f"{name} again", name))]
 
@@ -119,17 +105,9 @@ def test_deferred_functions_run_last_in_first_out_over_all_scopes_after_on_excep
 def test_deferred_functions_run_when_their_scope_ends_by_itself(parts, bus):
     """Those of a validation run before ``after_val``."""
     calls = []
-    scopes = {
-        "before_train_iter": "after_train_iter",
-        "before_train_epoch": "after_train_epoch",
-        "before_val_iter": "after_val_iter",
-        "before_val": "after_val",
-        "before_train": "after_train",
-        "before_run": "after_run",
-    }
-    for before, after in scopes.items():
-        bus.on(before, lambda e: e.run.defer(lambda: calls.append(f"undo {e.mount_point}")))
-        bus.on(after, lambda e: calls.append(e.mount_point))
+    for scope in ("train_iter", "train_epoch", "val_iter", "val", "train", "run"):
+        bus.on(f"before_{scope}", lambda e: e.run.defer(lambda: calls.append(f"undo {e.mount_point}")))
+        bus.on(f"after_{scope}", lambda e: calls.append(e.mount_point))
     one = parts.batches(1)
     parts.loop(bus, train_data=one, val_data=one, max_epochs=1).run()
     assert calls == [
@@ -144,10 +122,10 @@ def test_the_users_exception_survives_failing_handlers_of_on_exception_and_faili
     undone = []
     bus.on("before_run", lambda e: e.run.defer(lambda: undone.append("outer")))
     bus.on("before_train_iter", lambda e: e.run.defer(lambda: undone.append("inner")))
-    bus.on("before_train_iter", lambda e: e.run.defer(lambda: raise_(ValueError("undo"))))
-    bus.on("on_exception", lambda e: raise_(ValueError("handler")))
+    bus.on("before_train_iter", lambda e: e.run.defer(fails(ValueError("undo"))))
+    bus.on("on_exception", fails(ValueError("handler")))
     with pytest.raises(Boom) as caught:
-        parts.loop(bus, step=lambda model, batch: raise_(error), sanity=0).run()
+        parts.loop(bus, step=fails(error), sanity=0).run()
     assert caught.value is error
     assert any("on_exception failed" in note and "handler" in note for note in error.__notes__)
     assert undone == ["inner", "outer"]
@@ -155,7 +133,7 @@ def test_the_users_exception_survives_failing_handlers_of_on_exception_and_faili
 
 
 def test_a_failing_undo_ends_a_run_that_went_well(parts, bus, trace):
-    bus.on("before_train_epoch", lambda e: e.run.defer(lambda: raise_(Boom("undo"))))
+    bus.on("before_train_epoch", lambda e: e.run.defer(fails(Boom("undo"))))
     with pytest.raises(Boom, match="undo"):
         parts.loop(bus).run()
     assert trace.names[-2:] == ["after_train_epoch", "on_exception"]
@@ -209,60 +187,25 @@ def test_a_failing_offloaded_handler_ends_the_run_with_its_exception(parts, back
     assert any("offloaded (async) handler" in note for note in error.__notes__)
 
 
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_offloaded_handlers_of_a_run_get_everything_before_run_returns(parts, backend):
-    bus = Bus(backend=backend)
-    heard = {"async": [], "thread": [], "captured": []}
-
-    @bus.on("after_train_iter")
-    async def ship(event):
-        heard["async"].append((event.progress.iter, event.outputs["loss"]))
-
-    bus.on("after_train_iter", lambda e: heard["thread"].append(e.progress.iter), offload="thread")
-    bus.on("after_train_iter", heard["captured"].append, offload="thread", capture=lambda e: e.run.model[0].weight)
-    model = parts.model()
-    parts.loop(bus, model=model, val_data=None).run()
-    assert [iteration for iteration, _ in heard["async"]] == list(range(6))
-    assert all(isinstance(loss, float) for _, loss in heard["async"])
-    assert heard["thread"] == list(range(6))
-    assert torch.equal(heard["captured"][-1], model[0].weight)
-    assert not torch.equal(heard["captured"][0], model[0].weight)
-
-
 def test_a_failure_of_an_offloaded_handler_at_the_very_end_is_raised_by_run(parts, bus):
-    bus.on("after_run", lambda e: raise_(Boom("late")), offload="thread")
+    bus.on("after_run", fails(Boom("late")), offload="thread")
     with pytest.raises(Boom, match="late"):
         parts.loop(bus).run()
     assert bus.state == "idle"
 
 
-def test_the_users_exception_wins_over_one_that_an_offloaded_handler_raises_meanwhile(parts, bus):
-    entered = threading.Event()
-
-    def fail(event):
-        entered.set()
-        raise ValueError("offloaded")
-
-    bus.on("before_forward", fail, offload="thread", capture=lambda e: None)
+def test_the_users_exception_wins_over_one_of_an_offloaded_handler_and_is_published(parts, bus, trace):
+    bus.on("before_forward", fails(ValueError("offloaded")), offload="thread", capture=lambda e: None)
 
     def step(model, batch):
-        entered.wait(30)
-        raise Boom("mine")
-
-    with pytest.raises(Boom, match="mine"):
-        parts.loop(bus, step=step, sanity=0).run()
-    assert bus.state == "idle"
-
-
-def test_on_exception_is_published_despite_a_failed_offloaded_handler(parts, bus, trace):
-    def step(model, batch):
-        bus.fail(bus.subscriptions[-1], ValueError("offloaded"))  # what a lane does when its handler has raised
+        until(lambda: bus._failures)
         raise Boom("mine")
 
     with pytest.raises(Boom, match="mine") as caught:
         parts.loop(bus, step=step, sanity=0).run()
     assert trace.names[-1] == "on_exception"
     assert any("offloaded" in note for note in caught.value.__notes__)
+    assert bus.state == "idle"
 
 
 def test_an_exception_leaves_autocast_and_the_optimizer_alone_and_the_loop_can_run_again(parts, bus, trace):
@@ -289,7 +232,7 @@ def test_an_exception_leaves_autocast_and_the_optimizer_alone_and_the_loop_can_r
     assert len(trace.of("after_train_iter")) == 3
 
 
-def test_a_failed_val_does_not_affect_a_later_run(parts, bus, trace):
+def test_a_stopped_loop_continues_with_the_next_run_which_a_failed_val_does_not_affect(parts, bus, trace):
     stop_at(bus, "after_val", once=1)
     errors = []
 
@@ -306,12 +249,13 @@ def test_a_failed_val_does_not_affect_a_later_run(parts, bus, trace):
     trace.events.clear()
     loop.run()
     assert trace.names[:4] == ["before_run", "before_train", "before_train_epoch", "before_train_iter"]
+    assert [e.progress.epoch for e in trace.of("before_train_epoch")] == [1]
 
 
 # -------------------------------------------------------------------------------------------------------------- stop
 
 
-def stop_at(bus, mount_point, *, every=None, **filters):
+def stop_at(bus, mount_point, **filters):
     bus.on(mount_point, lambda e: e.run.stop("enough"), **filters)
 
 
@@ -344,13 +288,20 @@ def test_a_stop_ends_what_is_under_way_and_begins_nothing(parts, bus, trace, mou
     assert (metrics == {}) == (mount_point != "after_val")
 
 
-def test_a_stop_in_the_middle_of_a_validation_inside_an_iteration_based_run(parts, bus, trace):
-    bus.on("before_val_iter", lambda e: e.run.stop())
-    parts.loop(bus, max_iters=6, val_interval=2).run()
-    assert trace.names == parts.spell(
-        "before_run before_train before_train_epoch 2*(before_train_iter after_train_iter) "
-        "before_val before_val_epoch before_val_iter after_val_iter after_train after_run"
-    )
+@pytest.mark.parametrize(
+    ("stage", "names"),
+    [
+        ("val", "before_train before_train_epoch 2*(before_train_iter after_train_iter) before_val before_val_epoch"),
+        ("test", "before_test before_test_epoch"),
+    ],
+)
+def test_a_stop_in_an_evaluation_publishes_nothing_but_the_end_of_its_iteration(parts, bus, trace, stage, names):
+    """Also in one inside the long epoch of a run by iterations."""
+    stop_at(bus, f"before_{stage}_iter")
+    loop = parts.loop(bus, max_iters=6, val_interval=2, test_data=parts.batches(2))
+    loop.run() if stage == "val" else loop.test()
+    ended = "after_train after_run" if stage == "val" else "after_run"
+    assert trace.names == parts.spell(f"before_run {names} before_{stage}_iter after_{stage}_iter {ended}")
 
 
 def test_a_stop_inside_a_window_that_the_epoch_cuts_short_waits_for_that_step(parts, bus, trace):
@@ -362,36 +313,11 @@ def test_a_stop_inside_a_window_that_the_epoch_cuts_short_waits_for_that_step(pa
 
 
 def test_stop_from_another_thread(parts, bus, trace):
-    model = parts.model()
-    stopped = threading.Event()
-
-    def step(model, batch):
-        if len(trace.of("before_train_iter")) == 2:
-            stopper.start()
-            stopped.wait(30)
-        return parts.step(model, batch)
-
-    loop = parts.loop(bus, model=model, step=step, max_epochs=1000)
-    stopper = threading.Thread(target=lambda: (loop.stop("from outside"), stopped.set()))
+    loop = parts.loop(bus, max_epochs=1000)
+    bus.on("before_forward", lambda e: on_threads(loop.stop, "from outside"), once=2)
     loop.run()
-    stopper.join()
     assert len(trace.of("after_train_iter")) == 2
     assert trace.names[-2:] == ["after_train", "after_run"]
-
-
-def test_a_stopped_loop_continues_with_the_next_run(parts, bus, trace):
-    stop_at(bus, "after_train_epoch", once=1)
-    loop = parts.loop(bus, val_data=None)
-    loop.run()
-    trace.events.clear()
-    loop.run()
-    assert [e.progress.epoch for e in trace.of("before_train_epoch")] == [1]
-
-
-def test_a_stop_in_a_test_publishes_no_after_test(parts, bus, trace):
-    bus.on("before_test_iter", lambda e: e.run.stop())
-    parts.loop(bus, test_data=parts.batches(2)).test()
-    assert trace.names == parts.spell("before_run before_test before_test_epoch before_test_iter after_test_iter after_run")
 
 
 def test_stop_and_checkpoint_now_hold_no_lock_that_a_signal_handler_would_wait_for(parts, bus, tmp_path):
@@ -419,15 +345,3 @@ def test_stop_and_checkpoint_now_hold_no_lock_that_a_signal_handler_would_wait_f
         finally:
             sys.settrace(before)
     assert (tmp_path / "iter_0.safetensors").exists()
-
-
-def test_the_note_of_an_error_names_the_hook_and_the_iteration(parts, bus):
-    class Picky(Hook):
-        def after_train_iter(self, event):
-            raise TrainingError("no")
-
-    bus.add(Picky())
-    with pytest.raises(TrainingError) as caught:
-        parts.loop(bus).run()
-    assert "Picky.after_train_iter" in caught.value.__notes__[0]
-    assert "epoch 1, iteration 1" in caught.value.__notes__[0]

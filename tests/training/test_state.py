@@ -1,7 +1,5 @@
 """The order of a run's events, and the counts that they carry."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -27,6 +25,7 @@ def test_an_iteration_based_run_is_one_long_epoch_with_validation_inside(parts, 
         f"before_run before_train before_train_epoch 2*({ITER}) {VAL} 2*({ITER}) {VAL} {ITER} {VAL} "
         "after_train_epoch after_train after_run"
     )
+    assert [(e.batch_idx, e.progress.epoch) for e in trace.of("after_train_iter")] == [(index, 0) for index in range(5)]
 
 
 def test_test_after_run_is_a_second_run_on_the_same_bus(parts, bus, trace):
@@ -43,29 +42,20 @@ def test_the_mount_points_inside_an_iteration_surround_forward_backward_and_step
     parts.loop(bus, train_data=parts.batches(1), val_data=None, max_epochs=1).run()
     iteration = trace.events[trace.names.index("before_train_iter") : trace.names.index("after_train_epoch")]
     assert [event.mount_point for event in iteration] == [
-        "before_train_iter",
-        "before_forward",
-        "after_forward",
+        *("before_train_iter", "before_forward", "after_forward"),
         "after_train_iter",  # heard here at priority 0; the update comes at 30
-        "before_backward",
-        "after_backward",
-        "before_optimizer_step",
-        "after_optimizer_step",
+        *("before_backward", "after_backward", "before_optimizer_step", "after_optimizer_step"),
     ]
     assert len({id(event.progress) for event in iteration}) == 1
 
 
 def test_handlers_of_after_train_iter_see_old_weights_before_priority_30_and_new_ones_after(parts, bus):
-    seen: dict[str, list[torch.Tensor]] = {"at 29": [], "at 31": []}
-    for label, priority in (("at 29", 29), ("at 31", 31)):
-        bus.on(
-            AfterTrainIter,
-            lambda e, label=label: seen[label].append(e.run.model[0].weight.detach().clone()),
-            priority=priority,
-        )
+    seen: dict[int, list[torch.Tensor]] = {29: [], 31: []}
+    for priority, weights in seen.items():
+        bus.on(AfterTrainIter, lambda e, w=weights: w.append(e.run.model[0].weight.detach().clone()), priority=priority)
     parts.loop(bus, val_data=None, max_epochs=1).run()
-    assert not torch.equal(seen["at 29"][0], seen["at 31"][0])
-    assert torch.equal(seen["at 31"][0], seen["at 29"][1])
+    assert not torch.equal(seen[29][0], seen[31][0])
+    assert torch.equal(seen[31][0], seen[29][1])
 
 
 def test_the_loop_adds_its_update_at_priority_30_unless_the_bus_has_one(parts, bus):
@@ -104,27 +94,6 @@ def test_the_counts_of_a_run_by_epochs(parts, bus, trace):
     assert metrics.keys() == {"loss"}
 
 
-def test_batch_idx_of_an_iteration_based_run_increases_across_passes(parts, bus, trace):
-    parts.loop(bus, max_iters=7, val_data=None).run()
-    assert [e.batch_idx for e in trace.of("after_train_iter")] == list(range(7))
-    assert [e.progress.epoch for e in trace.of("after_train_iter")] == [0] * 7
-
-
-def test_before_iter_and_after_iter_are_called_in_all_stages(parts, bus):
-    heard: list[tuple[str, str]] = []
-    for name in ("before_iter", "after_iter", "before_epoch", "after_epoch"):
-        bus.on(name, lambda event: heard.append((event.mount_point, event.progress.stage)))
-    one = parts.batches(1)
-    loop = parts.loop(bus, train_data=one, val_data=one, test_data=one, max_epochs=1)
-    loop.run()
-    loop.test()
-    assert heard == [
-        (f"{when}_{stage}_{what}", stage)
-        for stage in ("train", "val", "test")
-        for when, what in (("before", "epoch"), ("before", "iter"), ("after", "iter"), ("after", "epoch"))
-    ]
-
-
 @pytest.mark.parametrize(
     ("options", "done"),
     [
@@ -143,41 +112,25 @@ def test_validation_runs_every_val_interval_from_val_begin_and_at_the_end(parts,
     assert [e.progress.epoch if "max_epochs" in options else e.progress.iter for e in trace.of("before_val")] == done
 
 
-def test_the_model_trains_in_training_mode_and_validates_without_gradients(parts, bus):
+def test_the_model_trains_in_training_mode_validates_without_gradients_and_keeps_the_mode_of_every_submodule(parts, bus):
     modes = {}
-    for name in ("before_train_iter", "before_val", "after_val_iter", "after_val_epoch", "after_val", "after_run"):
-        bus.on(name, lambda e: modes.setdefault(e.mount_point, (e.run.model.training, torch.is_grad_enabled())))
-    parts.loop(bus).run()
-    assert modes == {
-        "before_train_iter": (True, True),
-        "before_val": (False, False),
-        "after_val_iter": (False, False),
-        "after_val_epoch": (False, False),
-        "after_val": (True, True),
-        "after_run": (True, True),
-    }
-
-
-def test_validation_restores_the_mode_of_every_submodule(parts):
     model = parts.model()
     model[1].eval()  # a frozen batch norm
-    parts.loop(model=model, max_epochs=1).run()
+    for name in ("before_train_iter", "before_val", "after_val_iter", "after_val_epoch", "after_val", "after_run"):
+        bus.on(name, lambda e: modes.setdefault(e.mount_point, (e.run.model.training, torch.is_grad_enabled())))
+    parts.loop(bus, model=model).run()
+    assert modes == dict.fromkeys(("before_train_iter", "after_val", "after_run"), (True, True)) | dict.fromkeys(
+        ("before_val", "after_val_iter", "after_val_epoch"), (False, False)
+    )
     assert [module.training for module in model] == [True, False, True, True, True]
 
 
-def test_total_iters_and_epoch_length_are_known_from_the_loader(parts, bus):
-    seen = []
-    bus.on("before_train_epoch", lambda e: seen.append((e.run.epoch_length, e.run.total_iters)))
-    parts.loop(bus, max_epochs=2).run()
-    parts.loop(bus, max_iters=5).run()
-    parts.loop(bus, max_epochs=1, train_data=(b for b in parts.batches(2))).run()
-    assert seen == [(3, 6), (3, 6), (3, 5), (None, None)]
-
-
-def test_last_batch_is_true_at_the_end_of_an_epoch_with_and_without_a_length(parts, bus):
-    seen = []
-    bus.on("after_train_iter", lambda e: seen.append(e.run.last_batch))
-    parts.loop(bus, val_data=None, max_epochs=1).run()
-    parts.loop(bus, val_data=None, max_epochs=1, train_data=(b for b in parts.batches(3))).run()
-    parts.loop(bus, val_data=None, max_iters=4).run()
-    assert seen == [False, False, True] * 2 + [False, False, False, True]
+def test_a_run_knows_its_lengths_from_the_loader_and_the_last_batch_of_an_epoch_with_and_without_a_length(parts, bus):
+    lengths, last = [], []
+    bus.on("before_train_epoch", lambda e: lengths.append((e.run.epoch_length, e.run.total_iters)))
+    bus.on("after_train_iter", lambda e: last.append(e.run.last_batch))
+    parts.loop(bus, max_epochs=2, val_data=None).run()
+    parts.loop(bus, max_iters=4, val_data=None).run()
+    parts.loop(bus, max_epochs=1, val_data=None, train_data=(b for b in parts.batches(3))).run()
+    assert lengths == [(3, 6), (3, 6), (3, 4), (None, None)]
+    assert last == [*[False, False, True] * 2, *[False] * 3, True, *[False, False, True]]

@@ -1,7 +1,5 @@
 """Optimizers and loaders inside the wrappers of other libraries: Accelerate's own, and torchft's optimizer in a stand-in."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
@@ -53,18 +51,12 @@ class OptimizerWrapper(torch.optim.Optimizer):
         if self.manager.should_commit():
             self.optim.step()
 
-    @property
-    def param_groups(self):
-        return self.optim.param_groups
-
-    @property
-    def state(self):
-        return self.optim.state
+    param_groups = property(lambda self: self.optim.param_groups)
+    state = property(lambda self: self.optim.state)
 
 
 class Uninitialised(torch.optim.Optimizer):
-    def __init__(self):
-        pass
+    def __init__(self): ...
 
 
 def momentum(model):
@@ -75,15 +67,14 @@ def in_torchft(model):
     return OptimizerWrapper(Manager(), momentum(model))
 
 
+def accelerator(**options):
+    accelerate = pytest.importorskip("accelerate")
+    config = accelerate.utils.DataLoaderConfiguration(**options)
+    return accelerate.Accelerator(cpu=True, dataloader_config=config)
+
+
 def in_accelerate(model):
-    return accelerate().prepare(momentum(model))
-
-
-def accelerate():
-    pytest.importorskip("accelerate")
-    from accelerate import Accelerator
-
-    return Accelerator(cpu=True)
+    return accelerator().prepare(momentum(model))
 
 
 @pytest.mark.parametrize("wrapped", [in_torchft, in_accelerate])
@@ -112,13 +103,8 @@ def test_a_train_loop_counts_saves_and_resumes_the_steps_of_a_wrapped_optimizer(
 @pytest.mark.parametrize("wrapped", [in_torchft, in_accelerate])
 def test_a_users_own_loop_counts_the_steps_of_a_wrapped_optimizer(parts, bus, wrapped):
     model = parts.model()
-    optimizer = wrapped(model)
-    with Run(bus, model=model, optimizer=optimizer) as run:
-        for _ in run.epochs(1):
-            for batch in run.train(parts.batches(3)):
-                optimizer.zero_grad()
-                parts.step(model, batch).backward()
-                optimizer.step()
+    with Run(bus, model=model, optimizer=wrapped(model)) as run:
+        parts.train(run, parts.batches(3))
     assert run.progress.update == 3
 
 
@@ -146,34 +132,20 @@ def test_a_wrapper_without_an_optimizer_is_an_error_at_construction(parts, bus):
 @pytest.mark.parametrize("seedable", [False, True])
 @pytest.mark.parametrize("stop_at", [5, 8])
 def test_a_resume_keeps_the_order_of_accelerates_loaders(parts, tmp_path, seedable, stop_at):
-    pytest.importorskip("accelerate")
-    from accelerate import Accelerator
-    from accelerate.utils import DataLoaderConfiguration
-
     def train(folder, stop=None):
         torch.manual_seed(3)
-        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable))
         data = DataLoader(TensorDataset(torch.randn(8, 4), torch.arange(8)), batch_size=2, shuffle=True)
         val = DataLoader(TensorDataset(torch.randn(4, 4), torch.arange(4)), batch_size=2, shuffle=True)
         model = parts.model()
-        model, optimizer, data, val = accelerator.prepare(model, momentum(model), data, val)
-        bus = Bus()
-        seen = []
+        prepare = accelerator(use_seedable_sampler=seedable).prepare
+        model, optimizer, data, val = prepare(model, momentum(model), data, val)
+        bus, seen = Bus(), []
         bus.on("before_iter", lambda e: seen.append((e.progress.stage, *e.batch[1].tolist())))
         if stop:
             bus.on("after_train_iter", lambda e: (e.run.checkpoint_now(), e.run.stop()), once=stop)
         step = lambda model, batch: parts.step(model, (batch[0], batch[1] % 3))  # noqa: E731
-        loop = parts.loop(
-            bus,
-            model=model,
-            optimizer=optimizer,
-            train_data=data,
-            val_data=val,
-            step=step,
-            max_epochs=3,
-            work_dir=tmp_path / folder,
-        )
-        loop.run(resume="auto")
+        options = {"train_data": data, "val_data": val, "max_epochs": 3, "work_dir": tmp_path / folder}
+        parts.loop(bus, model=model, optimizer=optimizer, step=step, **options).run(resume="auto")
         return seen, parts.weights(model)
 
     whole, weights = train("whole")
