@@ -1,7 +1,5 @@
 """Runs functions in several processes at once, forked from one that has torch imported: a scenario takes a second."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import pickle

@@ -80,22 +80,9 @@ def make_loop(
         model = DistributedDataParallel(model)
     bus = Bus()
     bus.add(DistSamplerSeedHook(), *hooks)
-    return TrainLoop(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=0.01),
-        **{
-            "step": step,
-            "train_data": loader(shuffle=True),
-            "val_data": loader(shuffle=False),
-            "val_step": val_step,
-            "metrics": {"accuracy": Right()},
-            "bus": bus,
-            "max_epochs": epochs,
-            "work_dir": work_dir,
-            "seed": 5,
-            **options,
-        },
-    )
+    defaults = {"step": step, "train_data": loader(shuffle=True), "val_data": loader(shuffle=False), "val_step": val_step}
+    defaults |= {"metrics": {"accuracy": Right()}, "bus": bus, "max_epochs": epochs, "work_dir": work_dir, "seed": 5}
+    return TrainLoop(model, torch.optim.AdamW(model.parameters(), lr=0.01), **{**defaults, **options})
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -1,7 +1,5 @@
 """The ranks tell each other what they spend their time on, and the straggler gets a name."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -22,6 +20,7 @@ from hooks import RunRecordHook
 from . import jobs
 
 RANKS = (0, 1, 2, 3)
+WITHOUT_VALIDATION = dict.fromkeys(("val_data", "val_step", "metrics"))
 ENOUGH = 4000  # iterations: more than any of these trainings makes before it is stopped
 
 
@@ -63,15 +62,8 @@ def train(
     exchange.PERIOD = period  # type: ignore[misc]  # of this process, which ends after this
     rank, size = jobs.rank_and_size()
     took = {part: 0.05 if slow.get(part) == rank else 0.002 for part in ("data", "hook", "step")}
-    loop = jobs.make_loop(
-        work_dir,
-        *([] if work_dir is None else [RunRecordHook(costs=rank in timing)]),
-        train_data=Data(took["data"]),
-        step=slow_step(took["step"]),
-        val_data=None,
-        val_step=None,
-        metrics=None,
-    )
+    hooks = [] if work_dir is None else [RunRecordHook(costs=rank in timing)]
+    loop = jobs.make_loop(work_dir, *hooks, train_data=Data(took["data"]), step=slow_step(took["step"]), **WITHOUT_VALIDATION)
     loop.bus.timing = rank in timing
     loop.bus.on("after_train_iter", Histograms(took["hook"]))
     measured: list[RankCosts] = []
@@ -140,19 +132,22 @@ def test_with_one_rank_that_measures_nothing_is_compared(ranks, timing):
         assert (measured, warnings) == ([], [])
         assert (costs is not None) == (rank in timing)
         assert costs is None or costs.ranks is None
-
-
-def test_with_a_single_process_there_is_nothing_to_compare(ranks):
     [(measured, costs, _)] = ranks(train, {}, 3, RANKS, 0.1, size=1)
     assert (measured, costs.ranks) == ([], None)
     assert "ranks" not in str(costs)
 
 
+def measured() -> Any:
+    """Make a loop that measures, and tells the other ranks often."""
+    exchange.PERIOD = 0.2  # type: ignore[misc]
+    loop = jobs.make_loop(None, train_data=Data(0.002), **WITHOUT_VALIDATION)
+    loop.bus.timing = True
+    return loop
+
+
 def dies(at: int) -> None:
     """Train until a rank kills itself."""
-    exchange.PERIOD = 0.2  # type: ignore[misc]
-    loop = jobs.make_loop(None, train_data=Data(0.002), val_data=None, val_step=None, metrics=None)
-    loop.bus.timing = True
+    loop = measured()
     if jobs.rank_and_size()[0] == at:
         loop.bus.on("ranks_measured", lambda event: os.kill(os.getpid(), signal.SIGKILL))
     loop.run()
@@ -168,11 +163,8 @@ def test_a_rank_that_dies_does_not_hang_the_others(outcomes, at):
 
 def hangs(folder: str) -> list[str]:
     """Train until rank 1 was stopped like a process that hangs, and rank 0 has said so."""
-    exchange.PERIOD = 0.2  # type: ignore[misc]
     rank, _ = jobs.rank_and_size()
-    file = Path(folder) / "pid"
-    loop = jobs.make_loop(None, train_data=Data(0.002), val_data=None, val_step=None, metrics=None)
-    loop.bus.timing = True
+    loop, file = measured(), Path(folder) / "pid"
 
     def hang(event: Any) -> None:
         if rank == 1 and not file.exists():

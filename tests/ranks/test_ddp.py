@@ -1,10 +1,7 @@
 """Two processes with DistributedDataParallel: the same training, the same decisions, one who writes."""
 
-from __future__ import annotations
-
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -20,44 +17,38 @@ from eventloop import Bus, Hook, Run, TrainingError, get_logger
 from eventloop.training import agree as agreements
 from hooks import CheckpointHook, ConsoleWriter, EarlyStoppingHook, JSONLinesWriter, LoggerHook, ProgressBar
 
+from ..waiting import until
 from . import jobs
 
 
 def train(work_dir: str) -> Any:
-    loop = jobs.make_loop(work_dir, LoggerHook(interval=1, writers=[JSONLinesWriter(interval=1)]))
+    """Each process has a work dir of its own here."""
+    writers = LoggerHook(interval=1, writers=[ConsoleWriter(), JSONLinesWriter(interval=1)])
+    place = f"{work_dir}/{jobs.rank_and_size()[0]}"
+    loop = jobs.make_loop(place, writers, ProgressBar(), CheckpointHook(interval=1))
     metrics = loop.run()
     return jobs.weights(loop.model), metrics, str(loop.bus.describe())
 
 
-def test_training_equals_the_single_process_on_the_same_global_batch(ranks, tmp_path):
+def test_training_equals_the_single_process_on_the_same_global_batch_and_rank_0_alone_writes(ranks, outcomes, tmp_path):
     ((single, metrics, table),) = ranks(train, str(tmp_path / "one"), size=1)
     assert "rank0" not in table
-    for values, reduced, described in ranks(train, str(tmp_path / "two")):
-        for name, value in single.items():
-            torch.testing.assert_close(values[name], value)
+    two = outcomes(train, str(tmp_path / "two"))
+    for outcome in two:
+        assert outcome.exitcode == 0, outcome.output
+        values, reduced, described = outcome.value
+        torch.testing.assert_close(values, single)
         assert reduced["loss"] == pytest.approx(metrics["loss"], rel=1e-5)
         assert reduced["accuracy"] == metrics["accuracy"]
         assert "rank0" in described
-    one, two = ((tmp_path / name / "scalars.jsonl").read_text().splitlines() for name in ("one", "two"))
-    assert len(one) == len(two)  # rank 0's lines, once
-    assert [json.loads(line)["step"] for line in one] == [json.loads(line)["step"] for line in two]
-
-
-def write_everything(work_dir: str) -> None:
-    place = f"{work_dir}/{jobs.rank_and_size()[0]}"
-    hooks = [LoggerHook(interval=1, writers=[ConsoleWriter(), JSONLinesWriter()]), ProgressBar(), CheckpointHook(interval=1)]
-    jobs.make_loop(place, *hooks).run()
-
-
-def test_scalars_progress_and_replicated_checkpoints_are_written_by_rank_0_alone(outcomes, tmp_path):
-    """Each process has a work dir of its own here."""
-    first, second = outcomes(write_everything, str(tmp_path))
-    assert "val/loss" in (tmp_path / "0" / "scalars.jsonl").read_text()
-    assert {"epoch_1.safetensors", "epoch_2.safetensors"} <= {file.name for file in (tmp_path / "0").iterdir()}
-    assert "epoch 2/2" in first.output
-    assert (first.exitcode, second.exitcode) == (0, 0)
-    assert second.output == ""
-    assert not list((tmp_path / "1").glob("*"))
+    assert "epoch 2/2" in two[0].output
+    assert two[1].output == ""
+    folder = tmp_path / "two" / "0"
+    one, other = ((place / "scalars.jsonl").read_text().splitlines() for place in (tmp_path / "one" / "0", folder))
+    assert [json.loads(line)["step"] for line in one] == [json.loads(line)["step"] for line in other]
+    assert "val/loss" in other[-1]
+    assert {"epoch_1.safetensors", "epoch_2.safetensors"} <= {file.name for file in folder.iterdir()}
+    assert not list((tmp_path / "two" / "1").glob("*"))
 
 
 class StopsAt(Hook):
@@ -72,60 +63,30 @@ class StopsAt(Hook):
             event.run.stop("enough")
 
 
-def stop(work_dir: str) -> Any:
-    agreements.INTERVAL = 0.0  # of this process
-    seen: list[int] = []
-    loop = jobs.make_loop(work_dir, StopsAt(3))
+def stop(work_dir: str, epochs: int, interval: float) -> Any:
+    agreements.INTERVAL = interval  # of this process
+    seen: list[Any] = []
+    loop = jobs.make_loop(work_dir, StopsAt(3), epochs=epochs)
     loop.bus.on("after_train_iter", lambda event: seen.append(event.progress.iter))
     loop.bus.on("after_run", lambda event: seen.append(event.run.info["stop_reason"]))
     loop.run()
     return seen
 
 
-def test_all_ranks_stop_and_save_after_the_same_iteration(ranks, tmp_path):
-    first, second = ranks(stop, str(tmp_path))
-    assert first == second == [0, 1, 2, 3, 4, "enough"]
-    assert [file.name for file in tmp_path.glob("*.safetensors")] == ["iter_5.safetensors"]
-
-
-def stop_sometime(work_dir: str) -> Any:
-    loop = jobs.make_loop(work_dir, StopsAt(3), epochs=50)
-    loop.run()
-    return loop.counters.iter
-
-
-def test_ranks_with_short_iterations_agree_periodically(ranks, tmp_path):
-    first, second = ranks(stop_sometime, str(tmp_path))
+@pytest.mark.parametrize(("epochs", "interval"), [(2, 0.0), (50, agreements.INTERVAL)], ids=["each", "periodically"])
+def test_all_ranks_stop_and_save_after_the_same_iteration(ranks, tmp_path, epochs, interval):
+    """Those with short iterations agree periodically."""
+    first, second = ranks(stop, str(tmp_path), epochs, interval)
     assert first == second
-    assert 4 <= first < 400
-    assert [file.name for file in tmp_path.glob("*.safetensors")] == [f"iter_{first}.safetensors"]
-
-
-class Asks(Hook):
-    """On one rank only: pauses the run, which a thread of that rank resumes once it has a checkpoint; sets a learning rate."""
-
-    def __init__(self, logs: list[Any], work_dir: str) -> None:
-        self.logs = logs
-        self.work_dir = Path(work_dir)
-
-    def after_train_iter(self, event: Any) -> None:
-        run = event.run
-        if run.rank == 1 and event.progress.iter == 2:
-            run.set_lr(0.25)
-            run.pause()
-            threading.Thread(target=self.resume, args=(run,)).start()
-
-    def resume(self, run: Any) -> None:
-        while "the run is paused" not in [entry["event"] for entry in self.logs]:
-            time.sleep(0.01)
-        run.checkpoint_now()
-        deadline = time.monotonic() + 30
-        while not list(self.work_dir.glob("iter_*.safetensors")) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        run.resume()
+    *iterations, reason = first
+    assert iterations == list(range(5 if not interval else len(iterations)))
+    assert 4 <= len(iterations) < 400
+    assert reason == "enough"
+    assert [file.name for file in tmp_path.glob("*.safetensors")] == [f"iter_{len(iterations)}.safetensors"]
 
 
 def ask(work_dir: str) -> Any:
+    """One rank pauses the run, which a thread of it resumes once it has a checkpoint, and sets a learning rate."""
     agreements.INTERVAL = 0.0
     rates: list[float] = []
 
@@ -133,9 +94,22 @@ def ask(work_dir: str) -> Any:
         assert not isinstance(event.run.unwrapped_model, DistributedDataParallel)
         rates.append(event.run.optimizers["optimizer"].param_groups[0]["lr"])
 
+    def pause(event: Any) -> None:
+        if event.run.rank == 1 and event.progress.iter == 2:
+            event.run.set_lr(0.25)
+            event.run.pause()
+            threading.Thread(target=resume, args=(event.run,)).start()
+
+    def resume(run: Run) -> None:
+        until(lambda: "the run is paused" in [entry["event"] for entry in logs])
+        run.checkpoint_now()
+        until(lambda: list(Path(work_dir).glob("iter_*.safetensors")))
+        run.resume()
+
     with capture_logs() as logs:
-        loop = jobs.make_loop(work_dir, Asks(logs, work_dir))
+        loop = jobs.make_loop(work_dir)
         loop.bus.on("before_train_iter", note)
+        loop.bus.on("after_train_iter", pause)
         loop.run()
     paused = [(entry["event"], entry["iter"]) for entry in logs if entry["event"].startswith("the run ")]
     return paused, rates.index(0.25), jobs.weights(loop.model)
@@ -147,14 +121,7 @@ def test_all_ranks_pause_save_and_set_the_learning_rate_after_the_same_iteration
     paused, changed, weights = first
     assert paused == [("the run is paused", changed), ("the run continues", changed)]
     assert [file.name for file in tmp_path.glob("*.safetensors")] == [f"iter_{changed}.safetensors"]
-    for name, value in weights.items():
-        torch.testing.assert_close(value, second[2][name])
-
-
-class StopsInValidation(Hook):
-    def after_val_iter(self, event: Any) -> None:
-        if event.run.rank == 1 and event.batch_idx == 2:
-            event.run.stop()
+    torch.testing.assert_close(second[2], weights)
 
 
 def stop_in_validation() -> Any:
@@ -162,8 +129,9 @@ def stop_in_validation() -> Any:
     rank, found = jobs.rank_and_size()[0], []
     for uneven in (False, True):
         data = jobs.loader(shuffle=False, rows=64 if not uneven or rank else 80)
-        loop = jobs.make_loop(None, StopsInValidation(), val_data=data)
+        loop = jobs.make_loop(None, val_data=data)
         seen: list[Any] = []
+        loop.bus.on("after_val_iter", lambda e: e.run.stop() if e.run.rank == 1 and e.batch_idx == 2 else None)
         loop.bus.on("after_val_iter", lambda event, seen=seen: seen.append(event.batch_idx))
         loop.bus.on("after_val_epoch", lambda event, seen=seen: seen.append("over"))
         loop.run()
@@ -180,12 +148,8 @@ def test_a_stop_ends_a_validation_on_all_ranks_only_if_they_are_in_step(ranks):
 class Alone:
     """A metric that cannot be merged."""
 
-    def update(self, loss: Any) -> None:
-        pass
-
-    def reset(self) -> None:
-        pass
-
+    def update(self, loss: Any) -> None: ...
+    def reset(self) -> None: ...
     def compute(self) -> float:
         return float(jobs.rank_and_size()[0])
 
@@ -196,8 +160,7 @@ class Syncing(Alone):
     sync_on_compute = True
 
     def compute(self) -> float:
-        total = torch.tensor(1.0)
-        torch.distributed.all_reduce(total)
+        distributed.all_reduce(total := torch.tensor(1.0))
         return float(total)
 
 
@@ -283,8 +246,7 @@ def test_resuming_on_2_1_and_2_processes_gives_the_weights_of_one_run(ranks, tmp
     ranks(save, place, 3 if stops[1] is None else 4, "auto", stops[1], size=1)
     for resumed, iterations in ranks(save, place, 4, "auto", None):
         assert iterations == 32
-        for name, value in straight.items():
-            torch.testing.assert_close(resumed[name], value)
+        torch.testing.assert_close(resumed, straight)
     assert Path(place, "last_checkpoint").read_text() == "epoch_4.safetensors"
 
 
@@ -300,6 +262,5 @@ def test_every_rank_resumes_its_own_random_state(ranks, tmp_path):
     straight = ranks(with_dropout, str(tmp_path / "straight"), 2, None)
     ranks(with_dropout, str(tmp_path / "resumed"), 1, None)
     resumed = ranks(with_dropout, str(tmp_path / "resumed"), 2, "auto")
-    for name, value in straight[0].items():
-        assert torch.equal(value, resumed[0][name])
-        assert torch.equal(value, resumed[1][name])
+    for one in resumed:
+        torch.testing.assert_close(one, straight[0], rtol=0, atol=0)

@@ -1,7 +1,5 @@
 """Validations and tests of data that the ranks do not share evenly: each sample counts once, and no rank waits for ever."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -81,16 +79,10 @@ def uneven() -> list[Any]:
         mine = [torch.full((2,), float(10 * rank + index)) for index in range(batches[rank])]
         data: Any = mine if sized else DataLoader(mine, batch_size=None, sampler=Unsized(mine))
         model = normed()
-        loop = TrainLoop(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            step=lambda model, batch: model(batch[:, None]).mean(),
-            train_data=[torch.ones(2)] * 2,
-            val_data=data,
-            val_step=value_of,
-            metrics={"merged": Merged()},
-            max_epochs=2,
-        )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        step = lambda model, batch: model(batch[:, None]).mean()  # noqa: E731
+        options = {"val_data": data, "val_step": value_of, "metrics": {"merged": Merged()}, "max_epochs": 2}
+        loop = TrainLoop(model, optimizer, step=step, train_data=[torch.ones(2)] * 2, **options)
         loop.bus.add(SyncBuffersHook())
         found.append((loop.run(), [buffer.tolist() for buffer in model.buffers()]))
     return found
@@ -142,8 +134,7 @@ def plain() -> list[tuple[str, str]]:
         loop.test()
         with Run(model=model) as run:
             for _ in run.epochs(2):
-                for _ in run.train(data):
-                    pass
+                list(run.train(data))
     return [(entry["data"], entry["event"]) for entry in logs if "data" in entry]
 
 

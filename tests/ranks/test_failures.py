@@ -1,7 +1,5 @@
 """An error on one of two processes ends both, and says why; what would make them hang is refused."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time
@@ -17,6 +15,7 @@ from eventloop.training.distributed import ranks as agreements
 from eventloop.training.locks import DirectoryLock
 from hooks import CheckpointHook
 
+from ..failing import fails
 from . import jobs
 
 
@@ -35,14 +34,8 @@ def breaks(work_dir: str, where: str, shard: bool) -> None:
 @pytest.mark.parametrize(
     ("where", "shard"),
     [
-        ("before_run", False),
-        ("before_train", True),
-        ("after_train_iter", False),
-        ("after_train_iter", True),
-        ("before_save_checkpoint", True),
-        ("after_val_iter", False),
-        ("after_run", False),
-        ("offloaded", False),
+        *((where, False) for where in ("before_run", "after_train_iter", "after_val_iter", "after_run", "offloaded")),
+        *((where, True) for where in ("before_train", "after_train_iter", "before_save_checkpoint")),
     ],
 )
 def test_an_exception_on_one_rank_ends_the_others_with_its_message(outcomes, tmp_path, where, shard):
@@ -52,34 +45,29 @@ def test_an_exception_on_one_rank_ends_the_others_with_its_message(outcomes, tmp
     assert any("rank 1: ValueError: one process has had enough" in note for note in first.notes), first.output
 
 
-def dies_in_a_save(work_dir: str) -> None:
+def trains(work_dir: str, dies: bool) -> Any:
     loop = jobs.make_loop(work_dir, CheckpointHook(interval=1), epochs=4)
 
     def die(event: Any) -> None:
         if event.progress.epoch == 2 and event.run.rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    loop.bus.on("checkpoint_staged", die, priority=0)
-    loop.run(resume="auto")
-
-
-def finishes(work_dir: str) -> Any:
-    loop = jobs.make_loop(work_dir, CheckpointHook(interval=1), epochs=4)
+    if dies:
+        loop.bus.on("checkpoint_staged", die, priority=0)
     loop.run(resume="auto")
     return jobs.weights(loop.model)
 
 
 def test_a_process_killed_in_a_save_ends_the_others_and_the_previous_checkpoint_resumes(outcomes, ranks, tmp_path):
     place = tmp_path / "run"
-    first, second = outcomes(dies_in_a_save, str(place))
+    first, second = outcomes(trains, str(place), True)
     assert first.exitcode == -signal.SIGKILL
     assert second.exitcode == 1, second.output
     assert (place / "last_checkpoint").read_text() == "epoch_2.safetensors"
     assert load(place / "epoch_2.safetensors")["progress"]["epoch"] == 2
-    straight = ranks(finishes, str(tmp_path / "straight"))[0]
-    resumed = ranks(finishes, str(place))[1]
-    for name, value in straight.items():
-        assert torch.equal(resumed[name], value)
+    straight = ranks(trains, str(tmp_path / "straight"), False)[0]
+    resumed = ranks(trains, str(place), False)[1]
+    torch.testing.assert_close(resumed, straight, rtol=0, atol=0)
 
 
 def dies_before_it_joins() -> None:
@@ -122,11 +110,7 @@ def fails_twice() -> list[str]:
     told = []
     for what in ("first", "second"):
         loop = jobs.make_loop(None)
-
-        def fail(event: Any, what: str = what) -> None:
-            raise ValueError(what)
-
-        loop.bus.on("after_train", fail)
+        loop.bus.on("after_train", fails(ValueError(what)))
         try:
             loop.run()
         except ValueError as error:
@@ -171,14 +155,10 @@ def test_torchrun_without_a_process_group_is_an_error(monkeypatch):
         jobs.make_loop(None).run()
 
 
-def trains(work_dir: str) -> None:
-    jobs.make_loop(work_dir).run()
-
-
 def test_ranks_share_the_work_dir_lock_and_all_are_refused_a_locked_one(outcomes, ranks, tmp_path):
     lock = DirectoryLock(tmp_path)
-    for outcome in outcomes(trains, str(tmp_path)):
+    for outcome in outcomes(trains, str(tmp_path), False):
         assert outcome.exitcode == 1
         assert f"ConfigurationError: {tmp_path} is in use by process {os.getpid()}" in outcome.error
     lock.release()
-    ranks(trains, str(tmp_path))
+    ranks(trains, str(tmp_path), False)

@@ -1,41 +1,35 @@
-"""Saves of several processes: all of them ask for the same ones, and leave the same ones out."""
-
-from __future__ import annotations
+"""Saves of several processes: all of them ask for the same ones, leave the same ones out, and go on from their own states."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from eventloop import Hook
+from eventloop import Bus, ConfigurationError, Run, TrainLoop
 from eventloop.checkpoint import load_whole, sharded
 from eventloop.training import agree as agreements
-from hooks import CheckpointHook
+from hooks import CheckpointHook, DistSamplerSeedHook, EMAHook
 
 from . import jobs
 
 
-class AsksAlone(Hook):
-    """Asks for a file at one mount point, on one rank."""
+def asking(loop: TrainLoop, mount_point: str, rank: int) -> TrainLoop:
+    """Have one rank ask for a file at one mount point."""
 
-    def __init__(self, mount_point: str, rank: int) -> None:
-        self.mount_point, self.rank = mount_point, rank
-
-    def after_train_iter(self, event: Any) -> None:
-        self.ask(event, "after_train_iter")
-
-    def after_train_epoch(self, event: Any) -> None:
-        self.ask(event, "after_train_epoch")
-
-    def ask(self, event: Any, mount_point: str) -> None:
-        if mount_point == self.mount_point and event.run.rank == self.rank and event.progress.iter >= 3:
+    def ask(event: Any) -> None:
+        if event.run.rank == rank and event.progress.iter >= 3:
             event.run.request_save("mine.safetensors")
+
+    loop.bus.on(mount_point, ask)
+    return loop
 
 
 def asks_alone(work_dir: str, mount_point: str, rank: int, shard: bool = False) -> None:
     agreements.INTERVAL = 0.0  # as with iterations of 50 ms
-    jobs.make_loop(work_dir, AsksAlone(mount_point, rank), epochs=1, shard=shard).run()
+    asking(jobs.make_loop(work_dir, epochs=1, shard=shard), mount_point, rank).run()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -63,7 +57,7 @@ def test_at_an_epochs_end_rank_0_decides_and_a_request_of_another_rank_alone_is_
 def asks_between_exchanges(work_dir: str) -> None:
     agreements.PATIENCE = 0.2
     agreements.INTERVAL = 60.0  # as with short iterations
-    loop = jobs.make_loop(work_dir, AsksAlone("after_train_iter", 0), epochs=1)
+    loop = asking(jobs.make_loop(work_dir, epochs=1), "after_train_iter", 0)
     assert isinstance(loop.model, DistributedDataParallel)
     loop.model = loop.model.module  # whose collective would be what the other waits in
     loop.bus.on("after_train_iter", lambda event: time.sleep(0.1))
@@ -115,3 +109,47 @@ def test_sharded_saves_due_while_a_rank_is_writing_are_skipped_by_all(ranks, tmp
     assert left == {*made, "iter_16.safetensors"}  # the last one waits
     for name in left:
         assert load_whole(tmp_path / name)["state_dict"]["0.weight"].shape == (16, 4)
+
+
+def trains(folder: str, part: str, shard: bool = False) -> Any:
+    """Train two epochs; ``"half"`` ends after one, and rank 0 writes the state of both; ``"rest"`` goes on from that."""
+    model, file = jobs.make_loop(None, dropout=0.3, shard=shard).model, Path(folder, "host.pt")
+    optimizer, data, bus = torch.optim.AdamW(model.parameters(), lr=0.01), jobs.loader(shuffle=True), Bus()
+    bus.add(EMAHook(), DistSamplerSeedHook())
+    with Run(bus, model=model, optimizer=optimizer, seed=5) as run:
+        torch.rand(run.rank)  # the ranks draw different numbers from here on
+        if part == "rest":
+            run.apply_state(torch.load(file, weights_only=True))
+        for _ in run.epochs(2):
+            for batch in run.train(data):
+                optimizer.zero_grad()
+                jobs.step(model, batch).backward()
+                optimizer.step()
+            if part == "half":
+                checkpoint: dict[str, Any] = {}
+                run.gather_state(checkpoint)
+                if not run.rank:
+                    torch.save(checkpoint, file)
+                break
+    return [value.tolist() for value in jobs.weights(model).values()], torch.rand(3).tolist()
+
+
+def test_every_rank_resumes_bitwise_from_the_state_of_rank_0(ranks, tmp_path):
+    whole = ranks(trains, str(tmp_path), "whole")
+    ranks(trains, str(tmp_path), "half")
+    assert len(torch.load(tmp_path / "host.pt", weights_only=True)["trainbus"]["ranks"]) == 2
+    assert ranks(trains, str(tmp_path), "rest") == whole
+    assert whole[0][0] == whole[1][0]
+    assert whole[0][1] != whole[1][1]
+
+
+def refused(folder: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        trains(folder, "half", shard=True)
+    return str(caught.value)
+
+
+def test_a_sharded_model_is_an_error_with_advice(ranks, tmp_path):
+    for message in ranks(refused, str(tmp_path)):
+        assert "does not support sharded models" in message
+        assert "run.request_save()" in message

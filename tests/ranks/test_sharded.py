@@ -1,6 +1,4 @@
-"""Two processes with FSDP2: each has, and saves, a part of every weight."""
-
-from __future__ import annotations
+"""Two processes with FSDP2: each has, averages and saves a part of every weight."""
 
 import os
 import signal
@@ -10,19 +8,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import distributed
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from eventloop import CheckpointDamagedError, ConfigurationError, Hook
 from eventloop.checkpoint import export_weights, load, load_whole, sharded, sweep_shards, verify_shards
-from hooks import CheckpointHook
+from hooks import CheckpointHook, EMAHook, ExponentialMovingAverage
 
 from . import jobs
 
 
-def whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: value.full_tensor() if hasattr(value, "full_tensor") else value.clone()
-        for name, value in model.state_dict().items()
-    }
+def whole(tensors: Any) -> dict[str, torch.Tensor]:
+    return {name: value.full_tensor() if hasattr(value, "full_tensor") else value.clone() for name, value in tensors.items()}
 
 
 class Changes(Hook):
@@ -35,12 +32,7 @@ def train(work_dir: str, epochs: int, resume: str | None, shard: bool = True, *o
     hook = CheckpointHook(interval=1, max_keep_ckpts=2, save_best="loss")
     loop = jobs.make_loop(work_dir, hook, *others, epochs=epochs, shard=shard)
     loop.run(resume=resume)
-    return whole(loop.model)
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    for name, value in one.items():
-        torch.testing.assert_close(other[name], value)
+    return whole(loop.model.state_dict())
 
 
 def test_training_equals_the_single_process_and_resumes_on_2_1_and_2_processes(ranks, tmp_path):
@@ -56,7 +48,7 @@ def test_training_equals_the_single_process_and_resumes_on_2_1_and_2_processes(r
     export_weights(place / "epoch_2.safetensors", tmp_path / "weights.safetensors")
     assert load_file(tmp_path / "weights.safetensors")["0.weight"].shape == (16, 4)
     for resumed in ranks(train, str(place), 4, "auto"):
-        same(single, resumed)
+        torch.testing.assert_close(resumed, single)
 
 
 @pytest.mark.parametrize("others", [(), (Changes(),)])
@@ -112,8 +104,7 @@ def stumbles(work_dir: str, rank: int, step: str, dies: bool, on_error: str = "r
 
 
 @pytest.mark.parametrize(
-    ("rank", "step"),
-    [(0, "makes the directory"), (1, "writes its part"), (0, "writes its part"), (0, "writes the file")],
+    ("rank", "step"), [(0, "makes the directory"), (1, "writes its part"), (0, "writes its part"), (0, "writes the file")]
 )
 @pytest.mark.parametrize("dies", [True, False])
 def test_a_save_that_one_process_does_not_finish_is_not_a_checkpoint(outcomes, ranks, tmp_path, rank, step, dies):
@@ -164,3 +155,94 @@ def test_options_that_need_one_writer_are_errors_with_advice(ranks, tmp_path):
         for message, (_, way_out) in zip(told, REFUSED, strict=True):
             assert "sharded" in message
             assert way_out in message
+
+
+class Validated(Hook):
+    """What the model and the average have in validations, and after them."""
+
+    priority = 100
+    observes = True
+
+    def __init__(self, ema: EMAHook) -> None:
+        self.ema = ema
+        self.losses: list[float] = []
+        self.seen: dict[str, torch.Tensor] = {}
+        self.kept: dict[str, torch.Tensor] = {}
+
+    def before_val_iter(self, event: Any) -> None:
+        self.seen = whole(event.run.model.state_dict())  # also of a model that a forward pass has made whole
+        self.kept = whole(self.ema.average.tensors)
+
+    def after_val_epoch(self, event: Any) -> None:
+        self.losses.append(event.metrics["loss"])
+
+
+def average(work_dir: str, epochs: int, resume: str | None, shard: bool) -> Any:
+    ema = EMAHook(momentum=0.1)
+    watch = Validated(ema)
+    loop = jobs.make_loop(work_dir, ema, watch, CheckpointHook(interval=1), epochs=epochs, shard=shard)
+    loop.run(resume=resume)
+    return watch.losses, whole(loop.model.state_dict()), whole(ema.average.tensors), watch.seen, watch.kept
+
+
+def test_sharded_averages_equal_those_of_one_process_in_validation_and_after_resuming(ranks, tmp_path):
+    same = torch.testing.assert_close
+    ((losses, raw, averaged, _, _),) = ranks(average, str(tmp_path / "single"), 4, None, False, size=1)
+    assert not torch.equal(raw["0.weight"], averaged["0.weight"])
+    place = tmp_path / "sharded"
+    begun = ranks(average, str(place), 2, None, True)
+    file = load_whole(place / "epoch_2.safetensors")
+    for told, weights, averages, validated, kept in begun:
+        assert told == pytest.approx(losses[:2], rel=1e-5)
+        same(validated, averages)
+        same(kept, weights)  # and given back
+        same(dict(file["state_dict"]), averages)
+        same(dict(file["ema_state_dict"]), weights)
+    (alone,) = ranks(average, str(place), 3, "auto", False, size=1)
+    assert alone[0] == pytest.approx(losses[1:3], rel=1e-5)  # the checkpoint was made before the second validation
+    for told, weights, averages, _, _ in ranks(average, str(place), 4, "auto", True):
+        assert told == pytest.approx(losses[2:], rel=1e-5)
+        same(weights, raw)
+        same(averages, averaged)
+
+
+@pytest.fixture
+def linear(tmp_path: Any) -> Any:
+    """A model with a weight that is sharded, over one process."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    model = torch.nn.Linear(3, 2)
+    mesh = init_device_mesh("cpu", (1,))
+    model.weight = torch.nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
+    yield model
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("copies", [0, 1, 2, 3])
+def test_ctrl_c_during_an_exchange_restores_sharded_weights(linear, monkeypatch, copies):
+    average = ExponentialMovingAverage(linear, momentum=0.5)
+    average.update_parameters(linear)
+    raw = linear.weight.full_tensor().clone()
+    with torch.no_grad():
+        linear.weight.mul_(3)
+        average.update_parameters(linear)
+    held = average.tensors["weight"].full_tensor().clone()
+    torch.testing.assert_close(held, 2 * raw)
+    made, copy = [], torch.Tensor.copy_
+
+    def struck(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        made.append(copy(self, other))
+        if len(made) == copies + 1:
+            raise KeyboardInterrupt
+        return made[-1]
+
+    monkeypatch.setattr(torch.Tensor, "copy_", struck)
+    with pytest.raises(KeyboardInterrupt):
+        average.swap(linear)
+        torch.testing.assert_close(linear.weight.full_tensor(), held)
+        average.restore(linear)
+    monkeypatch.undo()
+    average.restore(linear)
+    assert isinstance(linear.weight, DTensor)
+    torch.testing.assert_close(linear.weight.full_tensor(), 3 * raw)
+    torch.testing.assert_close(average.tensors["weight"].full_tensor(), held)
+    assert not average.swapped
