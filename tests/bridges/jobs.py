@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -11,6 +12,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from eventloop import Bus, Event, Hook, TrainbusCheckpointIO
 from hooks import CheckpointHook, EMAHook, LoggerHook
 from hooks.writers import JSONLinesWriter
+
+from ..failing import fails
+
+STEP = ["before_optimizer_step", "after_optimizer_step"]
+VAL = ["before_val", "before_val_epoch", "before_val_iter", "after_val_iter", "after_val_epoch", "after_val"]
 
 
 class Counting(Hook):
@@ -44,9 +50,46 @@ class OnFirst(Counting):
 
 def heard(bus):
     """The names of all events, as they come."""
-    names = []
-    bus.on(Event, lambda event: names.append(event.mount_point))
-    return names
+    return noted(bus, Event, "mount_point")
+
+
+def noted(bus, mount_point, *attributes):
+    """Return a list that gets attributes of each event, as ``operator.attrgetter`` reads them."""
+    values, read = [], attrgetter(*attributes)
+    bus.on(mount_point, lambda event: values.append(read(event)))
+    return values
+
+
+def checkpoints(bus):
+    """Return a list that gets the path of each checkpoint when it is committed; it is there."""
+    paths = []
+
+    @bus.on("checkpoint_committed")
+    def note(event):
+        assert all(Path(name).exists() for name in event.names)
+        paths.append(Path(event.path))
+
+    return paths
+
+
+class Killed(BaseException):
+    """Ends a training as if its process were killed."""
+
+
+def at_steps(calls):
+    """Return a look into the model that calls functions in training steps, counted from 1: ``at_steps({5: function})``."""
+
+    def look(net):
+        net.passes = getattr(net, "passes", 0) + net.training
+        if net.training and net.passes in calls:
+            calls[net.passes](net)
+
+    return look
+
+
+def killing(at):
+    """Return a look into the model that ends the training in iteration ``at``."""
+    return at_steps({at + 1: fails(Killed)})
 
 
 def weights_of(model):
@@ -58,38 +101,6 @@ def assert_same(one, other):
     assert one.keys() == other.keys()
     for name, value in one.items():
         assert torch.equal(value, other[name]), name
-
-
-def network():
-    """A classifier whose steps depend on random numbers and on buffers."""
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
-
-
-def lightning_module(package):
-    """Return a module of Lightning, which has two packages."""
-
-    class Module(package.LightningModule):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.net = nn.Linear(4, 1)
-
-        def training_step(self, batch, batch_idx):
-            return (self.net(batch[0]) - batch[1]).square().mean()
-
-        def validation_step(self, batch, batch_idx):
-            self.log("val_loss", self.net(batch[0]).square().mean(), sync_dist=True)
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    return Module()
-
-
-def batches(count=4, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    return [(torch.randn(8, 4, generator=generator), torch.arange(8) % 3) for _ in range(count)]
 
 
 def _as_torchrun():
@@ -134,22 +145,21 @@ def in_lightning(folder: Path):
     """Train by DDP in Lightning: without a bus, with one, with checkpoints beside the training, until rank 1 stops it."""
     import lightning.pytorch as pl
 
+    from .conformance.lightning import QUIET, Module
+
     def train(name, *hooks, attached=True, **options):
         torch.manual_seed(1)
-        loader = DataLoader(TensorDataset(torch.randn(16, 4), torch.randn(16, 1)), 2)
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
-        options = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "max_epochs": 2, **quiet, **options}
-        trainer, module = pl.Trainer(default_root_dir=folder / name, **options), lightning_module(pl)
-        rank = Rank(
-            *hooks, LoggerHook(interval=1, writers=[JSONLinesWriter()]), CheckpointHook(interval=1, save_best="val_loss")
-        )
+        loader = DataLoader(TensorDataset(torch.randn(16, 4), torch.randn(16)), 2)
+        options = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "max_epochs": 2, **QUIET, **options}
+        trainer, module = pl.Trainer(default_root_dir=folder / name, enable_checkpointing=False, **options), Module()
+        logs, saves = LoggerHook(interval=1, writers=[JSONLinesWriter()]), CheckpointHook(interval=1, save_best="val_loss")
+        rank = Rank(*hooks, logs, saves)
         if attached:
             rank.bus.attach(trainer)
         trainer.fit(module, loader, loader)
         if "plugins" in options:  # every rank reads what the first one has written
-            assert (
-                torch.load(folder / name / "epoch_2.ckpt", weights_only=False)["callbacks"]["trainbus"]["progress"]["iter"] == 8
-            )
+            saved = torch.load(folder / name / "epoch_2.ckpt", weights_only=False)
+            assert saved["callbacks"]["trainbus"]["progress"]["iter"] == 8
         return rank.seen(module)
 
     _as_torchrun()

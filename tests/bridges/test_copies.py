@@ -1,88 +1,60 @@
 """Copies of trainers that have a bus: with ``copy``, ``pickle``, and what stands on them."""
 
 import copy
-import logging
+import importlib
 import pickle
 import sys
-from typing import ClassVar
 
 import pytest
 import structlog
 import torch
 from torch import nn
 
-from eventloop import Bus, Run, TrainbusCheckpointIO
+from eventloop import Bus, Run
 from hooks import CheckpointHook, EMAHook, LoggerHook
 from hooks.writers import JSONLinesWriter
 
-from .jobs import Counting, batches, network
+from .conformance.job import WARNINGS, Net
+from .jobs import Counting
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers", "ignore:.*treespec", "ignore:Checkpoint directory .* exists and is not empty"
-)
-
+pytestmark = WARNINGS
 STEPS = 2  # per training
-
-
-class LightningJob:
-    """A training of two steps in Lightning."""
-
-    options: ClassVar = {}
-
-    def __init__(self, folder):
-        pl = pytest.importorskip("lightning.pytorch")
-        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
-        plugins = [TrainbusCheckpointIO()]
-        self.trainer = pl.Trainer(accelerator="cpu", default_root_dir=folder, max_epochs=0, plugins=plugins, **quiet)
-
-    def train(self, trainer):
-        from lightning.pytorch.demos.boring_classes import BoringModel
-
-        trainer.fit_loop.max_epochs = trainer.current_epoch + 1
-        trainer.limit_train_batches, trainer.limit_val_batches = STEPS, 1
-        trainer.fit(BoringModel())
-        return trainer.global_step
-
-
-class TransformersJob:
-    """A training of two steps in Transformers."""
-
-    options: ClassVar = {"checkpoints": True}
-
-    def __init__(self, folder):
-        jobs = pytest.importorskip("tests.bridges.conformance.transformers")
-        self.trainer = jobs.make(folder, data=jobs.plain_data(4), num_train_epochs=1, save_strategy="epoch")
-
-    def train(self, trainer):
-        trainer.train()
-        return trainer.state.global_step
-
-
-MODEL = network()
+MODEL = Net()
 OPTIMIZER = torch.optim.SGD(MODEL.parameters(), lr=0.1)
 
 
 def step(engine, batch):
     """Take a step; pickle takes no function inside another."""
     OPTIMIZER.zero_grad()
-    loss = nn.functional.cross_entropy(MODEL(batch[0]), batch[1])
+    loss = MODEL.loss(batch)
     loss.backward()
     OPTIMIZER.step()
     return loss.item()
 
 
-class IgniteJob:
-    """A training of two steps in Ignite."""
+def job_in(host, folder):
+    """A training of two steps, whose files are written beside it."""
+    every = 0 if host == "ignite" else STEPS
+    kind = importlib.import_module(f"tests.bridges.conformance.{host}").Job
+    job = kind(folder, epochs=1, batches=STEPS, every=every, beside=host == "lightning")
+    job.beside = True  # not earlier: it is the bus that a test attaches to Transformers' trainer
+    if host == "ignite":
+        from ignite.engine import Engine
 
-    def __init__(self, folder):
-        engine = pytest.importorskip("ignite.engine")
-        logging.getLogger("ignite").setLevel(logging.CRITICAL)
-        self.trainer = engine.Engine(step)
-        self.options = {"work_dir": folder}
+        job.trainer = Engine(step)
+    return job
 
-    def train(self, trainer):
-        trainer.run(batches(STEPS), max_epochs=1)
-        return trainer.state.iteration
+
+def train(job, trainer):
+    job.trainer = trainer
+    job.again()
+
+
+DONE = {
+    "lightning": lambda trainer: trainer.global_step,
+    "transformers": lambda trainer: trainer.state.global_step,
+    "ignite": lambda trainer: trainer.state.iteration,
+}
 
 
 WAYS = {"copy": copy.copy, "deepcopy": copy.deepcopy, "pickle": lambda one: pickle.loads(pickle.dumps(one))}  # noqa: S301 - our own
@@ -90,17 +62,8 @@ WAYS["cloudpickle"] = lambda one: pickle.loads(pytest.importorskip("cloudpickle"
 # Without a bus, a shallow copy of Lightning's trainer has the first one's loops, and Transformers' cannot be pickled after a
 # training, because Accelerate keeps weak references.
 COPIES = [
-    (LightningJob, "deepcopy", True),
-    (LightningJob, "pickle", False),
-    (TransformersJob, "copy", True),
-    (TransformersJob, "deepcopy", True),
-    (TransformersJob, "pickle", False),
-    (IgniteJob, "copy", True),
-    (IgniteJob, "deepcopy", True),
-    (IgniteJob, "pickle", False),
-    (LightningJob, "cloudpickle", False),
-    (TransformersJob, "cloudpickle", False),
-    (IgniteJob, "cloudpickle", False),
+    *(("transformers", "copy", True), ("ignite", "copy", True)),
+    *((host, way, way == "deepcopy") for host in DONE for way in ("deepcopy", "pickle", "cloudpickle")),
 ]
 
 
@@ -112,66 +75,71 @@ def alone(tmp_path, monkeypatch):
         sys.modules["accelerate"].state.GradientState._reset_state()
 
 
-@pytest.mark.parametrize(("kind", "way", "trained"), COPIES)
-def test_a_copy_of_a_trainer_trains_without_the_bus_and_says_so_once(kind, way, trained, tmp_path):
-    job, counting = kind(tmp_path), Counting()
-    bus = Bus(counting, EMAHook(momentum=0.1), LoggerHook(writers=[JSONLinesWriter()]), CheckpointHook())
-    bus.attach(job.trainer, **job.options)
+def warned(logs):
+    return [entry["log_level"] for entry in logs if "is a copy" in entry["event"]]
+
+
+@pytest.mark.parametrize(("host", "way", "trained"), COPIES)
+def test_a_copy_of_a_trainer_trains_without_the_bus_and_says_so_once(host, way, trained, tmp_path):
+    job, counting = job_in(host, tmp_path), Counting()
+    job.attach(Bus(counting, EMAHook(momentum=0.1), LoggerHook(writers=[JSONLinesWriter()]), CheckpointHook()))
+    trainer = job.trainer
     if trained:
-        job.train(job.trainer)
-    made, heard = WAYS[way](job.trainer), len(counting.iters)
+        train(job, trainer)
+    made, heard = WAYS[way](trainer), len(counting.iters)
     with structlog.testing.capture_logs() as logs:
-        assert job.train(made)
-        job.train(made)
+        train(job, made)
+        assert DONE[host](made)
+        train(job, made)
     assert len(counting.iters) == heard
-    assert [entry["log_level"] for entry in logs if "is a copy" in entry["event"]] == ["warning"]
-    job.train(job.trainer)
+    assert warned(logs) == ["warning"]
+    train(job, trainer)
     assert len(counting.iters) == heard + STEPS
 
 
-@pytest.mark.parametrize("kind", [LightningJob, TransformersJob])
-def test_a_copy_that_is_made_within_a_training_has_no_bus(kind, tmp_path):
-    job, counting, bus, made = kind(tmp_path), Counting(), Bus(), []
-    bus.add(counting)
+@pytest.mark.parametrize("host", ["lightning", "transformers"])
+def test_a_copy_that_is_made_within_a_training_has_no_bus(host, tmp_path):
+    job, bus, made = job_in(host, tmp_path), Bus(counting := Counting()), []
     bus.on("after_train_iter", lambda event: made.append(copy.deepcopy(job.trainer)), once=1)
-    bus.attach(job.trainer, **job.options)
-    job.train(job.trainer)
+    job.attach(bus)
+    train(job, job.trainer)
     heard = len(counting.iters)
     with structlog.testing.capture_logs() as logs:
-        assert job.train(made[0])
+        train(job, made[0])
+    assert DONE[host](made[0])
     assert (heard, len(counting.iters)) == (STEPS, STEPS)
-    assert [entry["log_level"] for entry in logs if "is a copy" in entry["event"]] == ["warning"]
+    assert warned(logs) == ["warning"]
 
 
-@pytest.mark.parametrize("kind", [LightningJob, TransformersJob, IgniteJob])
-def test_a_copy_gets_a_bus_of_its_own(kind, tmp_path):
-    job, first, second = kind(tmp_path), Counting(), Counting()
-    Bus(first).attach(job.trainer, **job.options)
-    made = copy.deepcopy(copy.deepcopy(job.trainer))  # a copy of a copy, too
-    bridge = Bus(second).attach(made, **job.options)
+@pytest.mark.parametrize("host", DONE)
+def test_a_copy_gets_a_bus_of_its_own(host, tmp_path):
+    job, first, second = job_in(host, tmp_path), Counting(), Counting()
+    job.attach(Bus(first))
+    job.trainer = made = copy.deepcopy(copy.deepcopy(job.trainer))  # a copy of a copy, too
+    job.attach(Bus(second))
     with structlog.testing.capture_logs() as logs:
-        job.train(made)
-    assert not any("is a copy" in entry["event"] for entry in logs)
+        train(job, made)
+    assert warned(logs) == []
     assert (len(first.iters), len(second.iters)) == (0, STEPS)
-    bridge.detach()
-    job.train(made)
+    job.bridge.detach()
+    train(job, made)
     assert (len(first.iters), len(second.iters)) == (0, STEPS)
 
 
 def test_the_copy_of_an_ignite_saver_writes_in_the_training_of_the_copied_engine(tmp_path):
-    job = IgniteJob(tmp_path)
+    job = job_in("ignite", tmp_path)
     from ignite.engine import Events
     from ignite.handlers import Checkpoint
 
     from eventloop.bridges.ignite.saver import TrainbusSaver
 
     saver = TrainbusSaver(tmp_path / "files", job.trainer)
-    bridge = Bus().attach(job.trainer, **job.options)
+    bridge = job.attach(Bus())
     job.trainer.add_event_handler(Events.EPOCH_COMPLETED, Checkpoint({"model": MODEL, "bus": bridge}, saver))
     made = copy.deepcopy(job.trainer)
     handler = made._event_handlers[Events.EPOCH_COMPLETED][0][0]
     assert handler.save_handler is not saver
-    job.train(made)
+    train(job, made)
     assert list((tmp_path / "files").glob("*.pt")) == [handler.last_checkpoint]
 
 

@@ -10,7 +10,7 @@ import pytest
 from eventloop import Bus, Event, Run
 from eventloop.events.event import registry
 
-from .jobs import batches, network
+from .conformance.job import Net, loader
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "bridges.md").read_text()
@@ -62,15 +62,15 @@ def test_the_table_agrees_with_a_loop_with_accelerate(tmp_path):
     bus, names = Bus(), set()
     bus.on(Event, lambda event: names.add(event.mount_point))
     accelerator = accelerate.Accelerator(cpu=True)
-    model = network()
+    model, data = Net(), loader(2)
     with Run(bus, model=model, accelerator=accelerator, work_dir=tmp_path) as run:
         for _ in run.epochs(1):
-            for inputs, _ in run.train(batches(2)):
+            for inputs, _ in run.train(data):
                 accelerator.backward(model(inputs).mean())
-            for inputs, _ in run.validate(batches(2)):
+            for inputs, _ in run.validate(data):
                 model(inputs)
             accelerator.save_state(tmp_path / "state")
-        for inputs, _ in run.test(batches(2)):
+        for inputs, _ in run.test(data):
             model(inputs)
     assert not names & not_given("Accelerate")
     assert names >= {name for name in table() if "iter" in name or "epoch" in name or name in ("before_run", "after_run")}

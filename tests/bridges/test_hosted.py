@@ -50,15 +50,8 @@ def test_an_entry_of_another_program_is_refused(tmp_path, entry, named):
 
 
 def test_what_only_a_loop_of_ones_own_has_is_refused_and_the_host_continues(tmp_path):
-    calls = {
-        "epochs": [1],
-        "train": [[]],
-        "validate": [[]],
-        "test": [[]],
-        "drive": [],
-        "gather_state": [{}],
-        "apply_state": [{}],
-    }
+    calls = {name: [[]] for name in ("train", "validate", "test")}
+    calls |= {"epochs": [1], "drive": [], "gather_state": [{}], "apply_state": [{}]}
     bus = Bus(counting := Counting())
 
     @bus.on("after_train_iter")

@@ -1,7 +1,6 @@
 """The bridge to Ignite, against the real library: its engines train, validate, stop, save and resume; a bus hears it all."""
 
 import inspect
-import logging
 from contextlib import suppress
 from functools import partial
 
@@ -9,56 +8,33 @@ import pytest
 import structlog
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 pytest.importorskip("ignite")
 
-from ignite.engine import (
-    Engine,
-    Events,
-    create_supervised_evaluator,
-    create_supervised_trainer,
-)
+from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint, DiskSaver, EarlyStopping, FastaiLRFinder
-from ignite.metrics import Accuracy, Loss
 
 from eventloop import Bus, ConfigurationError, SubscribeError, TrainingError
 from eventloop.errors import CheckpointError
-from hooks import (
-    EMAHook,
-    RuntimeInfoHook,
-)
+from hooks import EMAHook, RuntimeInfoHook
 
 from ..failing import fails
-from .jobs import Counting, assert_same, batches, heard, network, weights_of
+from .conformance import ignite
+from .conformance.job import loader, samples
+from .jobs import VAL, Counting, assert_same, heard, noted
 
-logging.getLogger("ignite").setLevel(logging.CRITICAL)
 HAS_MAX_ITERS = "max_iters" in inspect.signature(Engine.run).parameters
 
 
-class Job:
-    """A training of a small network, as Ignite's users write it."""
+class Job(ignite.Job):
+    """With the usual engine, and an evaluator that runs when a test says so."""
 
-    def __init__(self, bus=None, *, deterministic=False, accumulate=1, lr=0.1, **options):
-        self.model = network()
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=lr, momentum=0.9)
-        loss = nn.CrossEntropyLoss()
-        self.trainer = create_supervised_trainer(
-            self.model, self.optimizer, loss, deterministic=deterministic, gradient_accumulation_steps=accumulate
-        )
-        self.evaluator = create_supervised_evaluator(self.model, {"accuracy": Accuracy(), "loss": Loss(loss)})
-        self.bus = bus
-        self.bridge = None if bus is None else bus.attach(self.trainer, evaluator=self.evaluator, **options)
+    def __init__(self, bus=None, *, folder=None, deterministic=False, **options):
+        super().__init__(folder, bus, deterministic=deterministic, **options)
 
-    def validating(self, event=Events.EPOCH_COMPLETED):
-        self.trainer.add_event_handler(event, lambda: self.evaluator.run(batches(2, seed=9)))
-        return self
-
-    def weights(self):
-        return weights_of(self.model)
-
-
-VAL = ["before_val", "before_val_epoch", "before_val_iter", "after_val_iter", "after_val_epoch", "after_val"]
+    def attach(self, bus):
+        self.bridge = bus.attach(self.trainer, evaluator=self.evaluator, work_dir=self.folder)
 
 
 def test_a_step_that_the_scaler_skips_is_none():
@@ -85,8 +61,7 @@ def test_a_step_that_the_scaler_skips_is_none():
 
 
 def test_output_transform_names_what_a_step_returns():
-    bus, seen = Bus(), []
-    bus.on("after_train_iter", lambda event: seen.append(event.outputs))
+    seen = noted(bus := Bus(), "after_train_iter", "outputs")
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -127,9 +102,7 @@ def step_with(model, optimizer, engine, batch):
 
 def test_several_models_and_optimizers_are_found_by_name_and_frozen_ones_are_not():
     for make in (lambda steps: steps, lambda steps: steps.step):
-        bus, stepped = Bus(), []
-        bus.on("after_optimizer_step", lambda event, stepped=stepped: stepped.append(event.name))
-        steps = Steps()
+        stepped, steps = noted(bus := Bus(), "after_optimizer_step", "name"), Steps()
         trainer = Engine(make(steps))
         bridge = bus.attach(trainer)
         trainer.run([torch.ones(1)] * 2)
@@ -171,9 +144,6 @@ def test_hooks_of_validations_are_not_warned_about_without_an_evaluator():
     assert logs == []
 
 
-# ---------------------------------------------------------------------------------------------------------------- validation
-
-
 def test_a_validation_is_the_run_of_the_evaluator_with_its_metrics():
     bus, seen = Bus(), []
     bus.on("after_val_epoch", lambda e: seen.append((e.progress.epoch, e.progress.iter, e.metrics, e.run.evaluation_length)))
@@ -182,70 +152,55 @@ def test_a_validation_is_the_run_of_the_evaluator_with_its_metrics():
     metrics = []
     job.trainer.add_event_handler(
         Events.ITERATION_COMPLETED(every=3) | Events.COMPLETED,
-        lambda: metrics.append(dict(job.evaluator.run(batches(2)).metrics)),
+        lambda: metrics.append(dict(job.evaluator.run(loader(2)).metrics)),
     )
-    job.trainer.run(batches(4), max_epochs=1)
+    job.trainer.run(loader(4), max_epochs=1)
     assert seen == [True, (0, 3, metrics[0], 2), True, (1, 4, metrics[1], 2)]
-    assert set(metrics[0]) == {"accuracy", "loss"}
+    assert set(metrics[0]) == {"loss"}
 
 
 def test_a_validation_before_the_training_is_part_of_it():
     names = heard(bus := Bus())
     job = Job(bus)
-    job.trainer.add_event_handler(Events.STARTED, lambda: job.evaluator.run(batches(1)))
-    job.trainer.run(batches(1))
+    job.trainer.add_event_handler(Events.STARTED, lambda: job.evaluator.run(loader(1)))
+    job.trainer.run(loader(1))
     assert names[:9] == ["before_run", "before_train", *VAL, "before_train_epoch"]
 
 
-def test_a_validation_that_is_cut_short_has_no_end():
-    bus = Bus(ema := EMAHook())
-    job = Job(bus).validating()
-    names = heard(bus)
-    job.evaluator.add_event_handler(Events.ITERATION_COMPLETED(once=1), job.evaluator.terminate)
-    job.trainer.run(batches(1))
-    assert names[-4:] == ["before_val_iter", "after_val_iter", "after_train", "after_run"]
-    assert not ema.average.swapped
-
-
-def test_a_validation_whose_error_is_caught_is_undone():
-    bus = Bus(ema := EMAHook())
+@pytest.mark.parametrize("error", [None, ZeroDivisionError])
+def test_a_validation_that_is_cut_short_or_whose_error_is_caught_has_no_end_and_is_undone(error):
+    names = heard(bus := Bus(ema := EMAHook()))
     job = Job(bus)
-    names = heard(bus)
-    job.evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: 1 / 0)
+    job.evaluator.add_event_handler(Events.ITERATION_COMPLETED(once=1), fails(error) if error else job.evaluator.terminate)
 
     @job.trainer.on(Events.EPOCH_COMPLETED)
     def validate():
         with suppress(ZeroDivisionError):
-            job.evaluator.run(batches(1))
+            job.evaluator.run(loader(2))
 
-    job.trainer.run(batches(1), max_epochs=2)
+    job.trainer.run(loader(1), max_epochs=2)
     assert names.count("after_train_epoch") == 2
-    assert "on_exception" not in names
-    assert "after_val" not in names
+    assert error or names[-4:] == ["before_val_iter", "after_val_iter", "after_train", "after_run"]
+    assert not {"on_exception", "after_val_epoch", "after_val"} & set(names)
     assert not ema.average.swapped
-
-
-# ---------------------------------------------------------------------------------------------------------------- stopping
 
 
 def test_ignites_own_early_stopping_and_terminations_are_followed():
     names = heard(bus := Bus())
-    job = Job(bus)
+    job = Job(bus, validate=True)
     stopping = EarlyStopping(patience=1, score_function=lambda engine: 0.0, trainer=job.trainer)
     job.evaluator.add_event_handler(Events.COMPLETED, stopping)
-    job.validating()
-    assert job.trainer.run(batches(2), max_epochs=9).epoch == 2
+    assert job.trainer.run(loader(2), max_epochs=9).epoch == 2
     assert names.count("after_train_epoch") == names.count("after_val_epoch") == 2
 
 
 def test_an_epoch_that_the_engine_ends_early_ends_if_ignite_says_so():
     for skip, ended in ((False, 2), (True, 1)):
-        bus, epochs = Bus(), []
-        names = heard(bus)
-        bus.on("before_train_iter", lambda e, epochs=epochs: epochs.append((e.progress.epoch, e.batch_idx, e.progress.iter)))
+        names = heard(bus := Bus())
+        epochs = noted(bus, "before_train_iter", "progress.epoch", "batch_idx", "progress.iter")
         job = Job(bus)
         job.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), partial(job.trainer.terminate_epoch, skip))
-        job.trainer.run(batches(3), max_epochs=2)
+        job.trainer.run(loader(3), max_epochs=2)
         assert epochs[:4] == [(0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 3)]
         assert names.count("after_train_epoch") == ended
         assert names.count("before_train_epoch") == 2
@@ -253,20 +208,18 @@ def test_an_epoch_that_the_engine_ends_early_ends_if_ignite_says_so():
 
 @pytest.mark.filterwarnings("ignore:Run completed without loss diverging")
 def test_a_learning_rate_finder_may_make_the_run_longer():
-    seen, bus = [], Bus()
-    bus.on("before_train_epoch", lambda event: seen.append((event.progress.max_epochs, event.run.total_iters)))
+    seen = noted(bus := Bus(), "before_train_epoch", "progress.max_epochs", "run.total_iters")
     job, finder = Job(bus), FastaiLRFinder()
     with finder.attach(job.trainer, {"model": job.model, "optimizer": job.optimizer}, num_iter=5, diverge_th=1e9) as trainer:
-        trainer.run(batches(4))
+        trainer.run(loader(4))
     steps, limits = (5, (None, 5)) if HAS_MAX_ITERS else (6, (2, 8))  # Ignite before 0.5.5 adds whole epochs, and a step
     assert len(finder.get_results()["lr"]) == job.bridge.run.counters.iter == steps
     assert seen == [limits] * 2
 
 
 def test_a_limit_and_data_that_handlers_change_are_those_of_the_next_epoch():
-    seen, bus, other = [], Bus(), batches(4, seed=1)
-    bus.on("before_train_epoch", lambda event: seen.append((event.progress.max_epochs, event.run.train_data)))
-    job, first = Job(bus), batches(4)
+    seen = noted(bus := Bus(), "before_train_epoch", "progress.max_epochs", "run.train_data")
+    job, first, other = Job(bus), loader(4), loader(4)
 
     @job.trainer.on(Events.EPOCH_COMPLETED(once=1))
     def change(engine):
@@ -281,7 +234,7 @@ def test_a_limit_and_data_that_handlers_change_are_those_of_the_next_epoch():
 def test_max_iters_is_a_limit_in_iterations_and_a_later_run_has_both_limits():
     class Unsized:
         def __iter__(self):
-            return iter(batches(4))
+            return iter(loader(4))
 
     job = Job(Bus())
     job.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=6), job.trainer.terminate)
@@ -291,7 +244,7 @@ def test_max_iters_is_a_limit_in_iterations_and_a_later_run_has_both_limits():
     assert job.bridge.run.counters.iter == job.trainer.state.iteration == 10
     names = heard(bus := Bus())
     job = Job(bus)
-    job.trainer.run(batches(2), max_iters=3)  # it ends within an epoch
+    job.trainer.run(loader(2), max_iters=3)  # it ends within an epoch
     counters = job.bridge.run.counters
     assert (counters.iter, counters.max_iters, counters.max_epochs) == (3, 3, None)
     assert names.count("after_train_epoch") == 1
@@ -299,21 +252,15 @@ def test_max_iters_is_a_limit_in_iterations_and_a_later_run_has_both_limits():
 
 
 def test_epoch_length_and_iterators_of_unknown_length():
-    bus, seen = Bus(), []
-    bus.on("before_train_iter", lambda e: seen.append((e.progress.epoch, e.batch_idx, e.run.epoch_length)))
-    job = Job(bus)
-    job.trainer.run(batches(2), max_epochs=2, epoch_length=3)
+    lengths = "progress.epoch", "batch_idx", "run.epoch_length"
+    seen = noted(bus := Bus(), "before_train_iter", *lengths)
+    Job(bus).trainer.run(loader(2), max_epochs=2, epoch_length=3)
     assert seen == [(epoch, index, 3) for epoch in range(2) for index in range(3)]
-    seen.clear()
-    other = Job(Bus())
-    other.bus.on("before_train_iter", lambda e: seen.append((e.progress.epoch, e.batch_idx, e.run.epoch_length)))
-    data = batches(2)
-    other.trainer.add_event_handler(Events.DATALOADER_STOP_ITERATION, lambda: other.trainer.set_data(iter(data)))
-    other.trainer.run(iter(data), max_epochs=1)
+    seen, data = noted(bus := Bus(), "before_train_iter", *lengths), list(loader(2))
+    trainer = Job(bus).trainer
+    trainer.add_event_handler(Events.DATALOADER_STOP_ITERATION, lambda: trainer.set_data(iter(data)))
+    trainer.run(iter(data), max_epochs=1)
     assert seen == [(0, 0, None), (0, 1, None)]
-
-
-# ---------------------------------------------------------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize("event", [Events.STARTED, Events.EPOCH_STARTED, Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED])
@@ -322,7 +269,7 @@ def test_an_exception_in_a_handler_of_ignite_is_told_and_raised(event):
     job = Job(bus)
     job.trainer.add_event_handler(event, lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        job.trainer.run(batches(2))
+        job.trainer.run(loader(2))
     assert names[-1:] == ([] if event == Events.STARTED else ["on_exception"])
     assert "after_train" not in names
     assert bus.state == "idle"
@@ -335,7 +282,7 @@ def test_an_exception_that_a_handler_of_ignite_swallows_ends_the_run_as_failed()
     job.trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda engine, error: swallowed.append(error))
 
     bus.on("after_train_iter", fails(KeyboardInterrupt), once=2)
-    job.trainer.run(batches(4))
+    job.trainer.run(loader(4))
     assert isinstance(swallowed[0], KeyboardInterrupt)
     assert names[-1] == "on_exception"
     assert bus.state == "idle"
@@ -347,47 +294,31 @@ def test_training_goes_on_if_ignite_does_after_an_exception():
     job.trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda engine, error: None)
 
     bus.on("before_optimizer_step", fails(ValueError), once=2)
-    state = job.trainer.run(batches(2), max_epochs=2)
+    state = job.trainer.run(loader(2), max_epochs=2)
     assert state.epoch == 2
     assert names[-2:] == ["after_train", "after_run"]
     assert job.bridge.run.counters.iter == state.iteration
 
 
-# ---------------------------------------------------------------------------------------------------------------- checkpoints
-
-
-def full():
-    """A job with hooks that have state."""
-    bus = Bus(hook := Counting(), ema := EMAHook(momentum=0.1), RuntimeInfoHook())
-    return Job(bus, deterministic=True), hook, ema
-
-
-def shuffled():
-    inputs, labels = zip(*batches(), strict=True)
-    return DataLoader(TensorDataset(torch.cat(inputs), torch.cat(labels)), batch_size=8, shuffle=True)
-
-
 # Ignite resumes exactly between epochs with such a loader, and in an epoch only with data in a fixed order.
 def test_a_resumed_training_with_a_loader_that_shuffles_goes_on_exactly(tmp_path):
-    stop_at = 8
+    def make():
+        bus = Bus(hook := Counting(), ema := EMAHook(momentum=0.1), RuntimeInfoHook())
+        return Job(bus, deterministic=True), hook, ema
 
     def train(job):
         torch.manual_seed(1)
-        job.trainer.run(shuffled(), max_epochs=5)
-        return job
+        job.trainer.run(DataLoader(samples(4), batch_size=2, shuffle=True), max_epochs=5)
 
-    whole, hook, ema = full()
+    whole, hook, ema = make()
     train(whole)
-
-    cut, *_ = full()
+    cut, *_ = make()
     saver = Checkpoint(cut.bridge.to_save, DiskSaver(tmp_path))
-    cut.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop_at), saver)
-    cut.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=stop_at + 1), cut.trainer.terminate)
+    cut.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=8), saver)
+    cut.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=9), cut.trainer.terminate)
     train(cut)
-
-    rest, counted, average = full()
-    names, indices = heard(rest.bus), []
-    rest.bus.on("before_train_iter", lambda event: indices.append((event.progress.epoch, event.batch_idx)))
+    rest, counted, average = make()
+    names, indices = heard(rest.bus), noted(rest.bus, "before_train_iter", "progress.epoch", "batch_idx")
     saved = torch.load(tmp_path / saver.last_checkpoint, weights_only=False)  # Ignite's engine saves the states of NumPy
     Checkpoint.load_objects(rest.bridge.to_save, saved)
     train(rest)
@@ -396,22 +327,17 @@ def test_a_resumed_training_with_a_loader_that_shuffles_goes_on_exactly(tmp_path
     assert_same(average.average.tensors, ema.average.tensors)
     assert counted.iters == hook.iters == [(i // 4, i, i % 4) for i in range(20)]
     assert rest.bridge.run.counters.saved() == whole.bridge.run.counters.saved()
-    assert indices == [divmod(index, 4) for index in range(stop_at, 20)]
+    assert indices == [divmod(index, 4) for index in range(8, 20)]
     assert names[:3] == ["before_run", "after_load_checkpoint", "before_train"]
 
 
 def test_the_best_checkpoint_of_ignite_has_the_averaged_weights(tmp_path):
-    bus, told = Bus(ema := EMAHook(momentum=0.1)), []
-    bus.on("checkpoint_committed", lambda event: told.append(event.path))
-    job = Job(bus).validating()
-    best = Checkpoint(
-        {"model": job.model, "bus": job.bridge},
-        DiskSaver(tmp_path),
-        score_function=Checkpoint.get_default_score_fn("accuracy"),
-        n_saved=1,
-    )
+    told = noted(bus := Bus(ema := EMAHook(momentum=0.1)), "checkpoint_committed", "path")
+    job = Job(bus, validate=True)
+    score = Checkpoint.get_default_score_fn("loss", -1.0)
+    best = Checkpoint({"model": job.model, "bus": job.bridge}, DiskSaver(tmp_path), score_function=score, n_saved=1)
     job.evaluator.add_event_handler(Events.COMPLETED, best)
-    job.trainer.run(batches(), max_epochs=1)
+    job.trainer.run(loader(), max_epochs=1)
     saved = torch.load(tmp_path / best.last_checkpoint, weights_only=True)
     for name, tensor in ema.average.tensors.items():
         assert torch.equal(saved["model"][name], tensor)
@@ -421,11 +347,11 @@ def test_the_best_checkpoint_of_ignite_has_the_averaged_weights(tmp_path):
 def test_a_requested_save_has_what_handlers_of_ignite_did_in_the_iteration(tmp_path):
     bus = Bus()
     bus.on("after_train_iter", lambda event: event.run.checkpoint_now(), once=2)
-    job = Job(bus, work_dir=tmp_path)
+    job = Job(bus, folder=tmp_path)
     schedule = torch.optim.lr_scheduler.StepLR(job.optimizer, 1, gamma=0.5)
     job.bridge.to_save["schedule"] = schedule
     job.trainer.add_event_handler(Events.ITERATION_COMPLETED, lambda: schedule.step())
-    job.trainer.run(batches())
+    job.trainer.run(loader())
     saved = torch.load(tmp_path / "iter_2.pt", weights_only=True)
     assert saved["schedule"]["last_epoch"] == 2
     assert saved["optimizer"]["param_groups"][0]["lr"] == 0.1 / 4
@@ -439,31 +365,30 @@ def test_the_state_of_the_bus_is_refused_where_it_makes_no_sense():
         job.bridge.load_state_dict({"epoch": 1})
     job.trainer.add_event_handler(Events.EPOCH_STARTED, lambda: job.bridge.load_state_dict(job.bridge.state_dict()))
     with pytest.raises(TrainingError):
-        job.trainer.run(batches())
+        job.trainer.run(loader())
 
 
 def test_a_forgotten_trainer_is_a_warning():
     job = Job(Bus())
-    job.trainer.run(batches())
+    job.trainer.run(loader())
     other = Job(Bus())
     other.bridge.load_state_dict(job.bridge.state_dict())
     with structlog.testing.capture_logs() as logs:
-        other.trainer.run(batches())
+        other.trainer.run(loader())
     assert any("load the trainer" in one["event"] for one in logs)
     assert other.bridge.run.counters.iter == 4
 
 
 def test_a_second_run_of_the_engine_continues_where_ignite_does():
-    bus, seen = Bus(), []
-    bus.on("before_train_iter", lambda e: seen.append((e.progress.epoch, e.batch_idx, e.progress.iter, e.progress.update)))
+    seen = noted(bus := Bus(), "before_train_iter", "progress.epoch", "batch_idx", "progress.iter", "progress.update")
     job = Job(bus)
-    job.trainer.run(batches(2), max_epochs=1)
+    job.trainer.run(loader(2), max_epochs=1)
     with structlog.testing.capture_logs() as logs:
-        job.trainer.run(batches(2), max_epochs=2)
+        job.trainer.run(loader(2), max_epochs=2)
     assert seen[2:] == [(1, 0, 2, 2), (1, 1, 3, 3)]
     assert logs == []
     seen.clear()
-    job.trainer.run(batches(2), max_epochs=2)  # a new training
+    job.trainer.run(loader(2), max_epochs=2)  # a new training
     assert seen[0] == (0, 0, 0, 0)
 
 
@@ -477,12 +402,11 @@ def test_a_second_run_of_the_engine_continues_where_ignite_does():
     ],
 )
 def test_an_engine_that_was_ended_early_continues_where_ignite_does(event, times, ends, places):
-    bus, seen = Bus(), []
-    bus.on("before_train_iter", lambda e: seen.append((e.progress.epoch, e.batch_idx, e.progress.iter)))
+    seen = noted(bus := Bus(), "before_train_iter", "progress.epoch", "batch_idx", "progress.iter")
     job = Job(bus)
     job.trainer.add_event_handler(event(once=times), getattr(job.trainer, ends))
-    job.trainer.run(batches(2), max_epochs=3)
+    job.trainer.run(loader(2), max_epochs=3)
     assert bus.state == "idle"
     assert len(seen) < 6
-    job.trainer.run(batches(2), max_epochs=3)
+    job.trainer.run(loader(2), max_epochs=3)
     assert seen == [(*divmod(place, 2), index) for index, place in enumerate(places)]

@@ -1,55 +1,45 @@
-"""``TrainbusSaver``, the save handler for Ignite's ``Checkpoint``, with and without a bus; checkpoints that hooks request."""
-
-import logging
+"""``TrainbusSaver``, the save handler for Ignite's ``Checkpoint``, with and without a bus."""
 
 import pytest
 import torch
-from torch import nn
 
 pytest.importorskip("ignite")
 
 from ignite import distributed as idist
-from ignite.engine import Events, create_supervised_evaluator, create_supervised_trainer
+from ignite.engine import Events
 from ignite.handlers import Checkpoint
-from ignite.metrics import Accuracy
 
 from eventloop import Bus
 from trainbus import TrainbusSaver
 
 from ..scripts import run_script
-from .jobs import assert_same, batches, weights_of
+from .conformance import ignite
+from .conformance.job import loader
+from .jobs import assert_same, noted
 
-logging.getLogger("ignite").setLevel(logging.CRITICAL)
 
+class Job(ignite.Job):
+    """With a save handler of ours at the end of each epoch; a bus comes behind it."""
 
-class Job:
-    """A training as Ignite's users write it, with a save handler of ours."""
+    def __init__(self, directory, bus=None, **options):
+        super().__init__(directory, deterministic=False)
+        saver = TrainbusSaver(directory, self.trainer)
+        if bus is not None:
+            self.attach(bus)
+        self.handler = Checkpoint(self.to_save, saver, **options)
+        self.trainer.add_event_handler(Events.EPOCH_COMPLETED, self.handler)
 
-    def __init__(self, directory, *, when=Events.EPOCH_COMPLETED, **options):
-        torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
-        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
-        self.trainer = create_supervised_trainer(self.model, self.optimizer, nn.CrossEntropyLoss())
-        self.directory = directory
-        self.to_save = {"model": self.model, "optimizer": self.optimizer, "trainer": self.trainer}
-        self.saver = TrainbusSaver(directory, self.trainer)
-        self.handler = Checkpoint(self.to_save, self.saver, **options)
-        self.trainer.add_event_handler(when, self.handler)
-
-    def run(self, epochs=4, data=2):
-        self.trainer.run(batches(data), max_epochs=epochs)
+    def run(self, epochs=4):
+        self.trainer.run(loader(2), max_epochs=epochs)
         return self
 
     @property
     def names(self):
-        return sorted(each.name for each in self.directory.iterdir())
+        return sorted(each.name for each in self.folder.iterdir())
 
 
 def files(*numbers):
     return [f"checkpoint_{number}.pt" for number in numbers]
-
-
-# --------------------------------------------------------------------- without a bus
 
 
 def test_the_files_are_those_of_the_handler_that_ignite_has(tmp_path):
@@ -74,17 +64,14 @@ def test_a_file_saved_again_under_its_name_stays(tmp_path):
 
 def test_the_best_and_the_last_checkpoint_are_durable_when_they_are_named(tmp_path):
     job = Job(tmp_path / "last", n_saved=1)
-    evaluator = create_supervised_evaluator(job.model, {"accuracy": Accuracy()})
-    best = Checkpoint(
-        {"model": job.model}, TrainbusSaver(tmp_path / "best", job.trainer), n_saved=1, score_name="accuracy",
-        greater_or_equal=True,
-    )  # fmt: skip
-    evaluator.add_event_handler(Events.COMPLETED, best)
+    saver = TrainbusSaver(tmp_path / "best", job.trainer)
+    best = Checkpoint({"model": job.model}, saver, n_saved=1, score_function=lambda _: job.trainer.state.epoch)
+    job.evaluator.add_event_handler(Events.COMPLETED, best)
     named = []
 
     @job.trainer.on(Events.EPOCH_COMPLETED)
     def validate():
-        evaluator.run(batches(2, seed=9))
+        job.evaluate()
         named.extend(handler.last_checkpoint.is_file() for handler in (job.handler, best))
 
     job.run(3)
@@ -111,7 +98,7 @@ def test_a_full_directory_is_refused_and_another_rank_writes_nothing(tmp_path, m
     with monkeypatch.context() as patch:
         patch.setattr(idist, "get_rank", lambda: 1)
         other = Job(tmp_path / "other").run(2)
-    assert not other.directory.exists()
+    assert not other.folder.exists()
 
 
 _KILLED = """
@@ -136,36 +123,12 @@ def test_a_process_that_is_killed_leaves_a_file_that_goes_on(tmp_path):
     rest = Job(tmp_path / "b")
     Checkpoint.load_objects(rest.to_save, tmp_path / "a" / left[0])
     rest.run(5)
-    assert_same(weights_of(rest.model), weights_of(Job(tmp_path / "c").run(5).model))
+    assert_same(rest.weights(), Job(tmp_path / "c").run(5).weights())
 
 
-# --------------------------------------------------------------------- beside a bus
-
-
-class Attached(Job):
-    """The same with a bus, whose state is in the files."""
-
-    def __init__(self, directory, *hooks, late=False, when=Events.EPOCH_COMPLETED, **options):
-        super().__init__(directory, when=Events.EPOCH_COMPLETED(event_filter=lambda *_: False))
-        self.bus, self.told = Bus(), []
-        self.bus.add(*hooks)
-        self.bus.on("checkpoint_committed", lambda event: self.told.append((event.path, event.bytes)))
-        self.bridge = self.bus.attach(self.trainer)
-        if late:  # else the bus was attached to a trainer that waits already
-            self.saver = TrainbusSaver(directory, self.trainer, require_empty=False)
-        self.to_save = {**self.to_save, "bus": self.bridge}
-        self.handler = Checkpoint(self.to_save, self.saver, **options)
-        self.trainer.add_event_handler(when, self.handler)
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_a_bus_hears_of_each_file_when_it_is_durable(tmp_path, late):
-    job = Attached(tmp_path, late=late, n_saved=None).run(2)
-    assert job.told == [(str(tmp_path / name), (tmp_path / name).stat().st_size) for name in files(2, 4)]
-
-
-def test_hooks_are_told_no_path_where_ignite_names_the_file_later(tmp_path):
-    job, paths = Attached(tmp_path), []
-    job.bus.on("before_save_checkpoint", lambda event: paths.append(event.path))
-    job.run(1)
-    assert paths == [""]
+def test_a_bus_hears_of_each_file_when_it_is_durable_and_no_path_before_ignite_has_named_it(tmp_path):
+    before = noted(bus := Bus(), "before_save_checkpoint", "path")
+    told = noted(bus, "checkpoint_committed", "path", "bytes")
+    Job(tmp_path, bus, n_saved=None).run(2)
+    assert told == [(str(tmp_path / name), (tmp_path / name).stat().st_size) for name in files(2, 4)]
+    assert before == ["", ""]

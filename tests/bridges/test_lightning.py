@@ -1,32 +1,26 @@
 """``bus.attach`` for a ``lightning.Trainer``, with Lightning itself."""
 
+from contextlib import nullcontext
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import structlog
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
-
-from eventloop import Bus, ConfigurationError, TrainingError
-from eventloop.observe.report.reported_run import ReportedRun
-from hooks import (
-    CheckpointHook,
-    EarlyStoppingHook,
-    EMAHook,
-    ParamSchedulerHook,
-    RunRecordHook,
-    RuntimeInfoHook,
-)
-
-from ..failing import fails
-from .conformance.job import WARNINGS
-from .conformance.lightning import QUIET, Rest
-from .jobs import Counting, assert_same, heard, lightning_module
+from torch.utils.data import DataLoader
 
 pl = pytest.importorskip("lightning.pytorch")
-callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+
+from lightning.pytorch import callbacks  # noqa: E402
+
+from eventloop import Bus, ConfigurationError, TrainingError  # noqa: E402
+from eventloop.observe.report.reported_run import ReportedRun  # noqa: E402
+from hooks import CheckpointHook, EarlyStoppingHook, EMAHook, ParamSchedulerHook, RunRecordHook, RuntimeInfoHook  # noqa: E402
+
+from ..failing import fails  # noqa: E402
+from .conformance.job import WARNINGS, loader  # noqa: E402
+from .conformance.lightning import QUIET, Job, Module, module_of  # noqa: E402
+from .jobs import STEP, VAL, Counting, Killed, assert_same, checkpoints, heard, killing, noted  # noqa: E402
 
 pytestmark = WARNINGS
 
@@ -35,42 +29,6 @@ pytestmark = WARNINGS
 def elsewhere(tmp_path, monkeypatch):
     """A working directory for the files that Lightning writes there."""
     monkeypatch.chdir(tmp_path)
-
-
-class Module(pl.LightningModule):
-    """A small regression, whose data and randomness depend on nothing but the number of the batch."""
-
-    def __init__(self, bus=None, schedule=""):
-        super().__init__()
-        torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-        self.schedule, self.bus = schedule, bus
-
-    def loss(self, batch):
-        x, y = batch
-        return (self.net(x) - y).square().mean()
-
-    def training_step(self, batch, batch_idx):
-        loss = self.loss(batch)
-        self.log("train_loss", loss)
-        return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.loss(batch))
-        return {"size": len(batch[0])}
-
-    def test_step(self, batch, batch_idx):
-        self.log("test_loss", self.loss(batch))
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
-        if not self.schedule:
-            return optimizer
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-        if self.schedule == "lightning":
-            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
-        self.bus.add(ParamSchedulerHook(scheduler, by="iter"))
-        return optimizer
 
 
 class Manual(Module):
@@ -90,12 +48,8 @@ class Manual(Module):
         return {"loss": loss, "twice": 2 * loss}
 
     def configure_optimizers(self):
-        return torch.optim.SGD(self.net[0].parameters(), lr=0.1), torch.optim.SGD(self.net[2].parameters(), lr=0.01)
-
-
-def data(batches=4, size=2):
-    torch.manual_seed(1)
-    return DataLoader(TensorDataset(torch.randn(batches * size, 4), torch.randn(batches * size, 1)), size)
+        parts = ((self.net.layers[0], 0.1), (self.net.layers[3], 0.01))
+        return [torch.optim.SGD(part.parameters(), lr=lr) for part, lr in parts]
 
 
 def trainer_of(folder=None, **options):
@@ -103,35 +57,24 @@ def trainer_of(folder=None, **options):
     return pl.Trainer(**{"accelerator": "cpu", "max_epochs": 2, "enable_checkpointing": False, **QUIET, **where, **options})
 
 
-FORWARD = ["before_train_iter", "before_forward", "after_forward", "before_backward", "after_backward"]
-STEP = ["before_optimizer_step", "after_optimizer_step"]
-VAL = ["before_val", "before_val_epoch", "before_val_iter", "after_val_iter", "after_val_epoch", "after_val"]
-
-
 def test_the_sanity_check_warns_of_a_metric_that_the_module_does_not_log():
     bus = Bus(EarlyStoppingHook("val_los", rule="less", strict=True))
     with bus.attach(trainer := trainer_of(max_epochs=1, num_sanity_val_steps=1)):
         with structlog.testing.capture_logs() as logs, pytest.raises(TrainingError, match="'val_los'"):
-            trainer.fit(Module(), data(1), data(1))
+            trainer.fit(Module(), loader(1), loader(1))
     (first, *_) = [entry["event"] for entry in logs if entry["log_level"] == "warning" and "val_los" in entry["event"]]
     assert "the sanity check" in first
     assert "did you mean 'val_loss'" in first
 
 
-def test_a_fit_publishes_in_the_order_of_our_own_loop():
+def test_a_validation_in_the_middle_of_an_epoch_comes_there_and_the_sanity_check_is_not_told():
     names = heard(bus := Bus())
-    with bus.attach(trainer := trainer_of(max_epochs=1, num_sanity_val_steps=2)):
-        trainer.fit(Module(), data(1), data(1))
-    epoch = ["before_train_epoch", *FORWARD, *STEP, "after_train_iter", "after_train_epoch"]
-    assert names == ["before_run", "before_train", *epoch, *VAL, "after_train", "after_run"]
-
-
-def test_a_validation_in_the_middle_of_an_epoch_comes_there():
-    names = heard(bus := Bus())
-    bus.attach(trainer := trainer_of(max_epochs=1, val_check_interval=1))
-    trainer.fit(Module(), data(2), data(1))
-    iteration = [*FORWARD, *STEP, "after_train_iter"]
-    assert names[2:-2] == ["before_train_epoch", *iteration, *VAL, *iteration, "after_train_epoch", *VAL]
+    bus.attach(trainer := trainer_of(max_epochs=1, val_check_interval=1, num_sanity_val_steps=2))
+    trainer.fit(Module(), loader(2), loader(1))
+    forward = ["before_forward", "after_forward", "before_backward", "after_backward"]
+    iteration = ["before_train_iter", *forward, *STEP, "after_train_iter"]
+    epoch = ["before_train_epoch", *iteration, *VAL, *iteration, "after_train_epoch", *VAL]
+    assert names == ["before_run", "before_train", *epoch, "after_train", "after_run"]
 
 
 @pytest.mark.parametrize("precision", ["16-mixed", "bf16-mixed"])
@@ -146,28 +89,23 @@ def test_mixed_precision_counts_no_step_that_the_scaler_skips(precision):
 
         def on_after_backward(self):
             if self.trainer.global_step == 1:
-                self.net[0].weight.grad[0, 0] = float("inf")
+                self.net.layers[0].weight.grad[0, 0] = float("inf")
 
-    bus, updates = Bus(), []
-    bus.on("after_train_iter", lambda event: updates.append(event.run.updated))
+    updates = noted(bus := Bus(), "after_train_iter", "run.updated")
     names = heard(bus)
     bus.attach(trainer := trainer_of(max_epochs=1, plugins=[MixedPrecision(precision, "cpu", scaler)]))
-    trainer.fit(Overflowing(), data(3))
+    trainer.fit(Overflowing(), loader(3))
     assert updates == [True, scaler is None, True]
     assert names.count("before_optimizer_step") == names.count("after_optimizer_step") == sum(updates)
 
 
 def test_manual_optimization_with_several_optimizers():
-    bus, steps, seen = Bus(), [], []
-    bus.on("before_optimizer_step", lambda event: steps.append(event.name))
-    bus.on("after_optimizer_step", lambda event: steps.append(event.name))
-    bus.on(
-        "after_train_iter",
-        lambda event: seen.append((set(event.outputs), event.run.stepped(event.run.optimizers["optimizer1"]))),
-    )
-    bus.add(RuntimeInfoHook())
+    bus, steps, seen = Bus(RuntimeInfoHook()), [], []
+    for name in STEP:
+        bus.on(name, lambda event: steps.append(event.name))
+    bus.on("after_train_iter", lambda e: seen.append((set(e.outputs), e.run.stepped(e.run.optimizers["optimizer1"]))))
     bridge = bus.attach(trainer := trainer_of(max_epochs=1))
-    trainer.fit(Manual(), data(2))
+    trainer.fit(Manual(), loader(2))
     assert steps == ["optimizer0"] * 2 + ["optimizer1"] * 2 + ["optimizer0"] * 2
     names = {"loss", "twice", "optimizer0/lr", "optimizer1/lr"}
     assert seen == [(names, True), (names, False)]
@@ -175,14 +113,10 @@ def test_manual_optimization_with_several_optimizers():
 
 
 def test_max_steps_is_a_limit_in_iterations():
-    bus, limits = Bus(), []
-    names = heard(bus)
-    bus.on(
-        "before_train",
-        lambda event: limits.append((event.progress.max_epochs, event.progress.max_iters, event.run.total_iters)),
-    )
+    names = heard(bus := Bus())
+    limits = noted(bus, "before_train", "progress.max_epochs", "progress.max_iters", "run.total_iters")
     bridge = bus.attach(trainer := trainer_of(max_epochs=-1, max_steps=5, accumulate_grad_batches=2))
-    trainer.fit(Module(), data(3))  # two steps an epoch
+    trainer.fit(Module(), loader(3))  # two steps an epoch
     assert limits == [(None, 8, 8)]
     assert bridge.run.counters.iter == 8
     assert names.count("after_train_epoch") == 3
@@ -190,14 +124,13 @@ def test_max_steps_is_a_limit_in_iterations():
 
 
 def test_validate_and_test_alone():
-    bus, metrics, outputs = Bus(), [], []
-    names = heard(bus)
-    bus.on("after_epoch", lambda event: metrics.append(event.metrics))
-    bus.on("after_val_iter", lambda event: outputs.append(event.outputs))
+    names = heard(bus := Bus())
+    metrics = noted(bus, "after_epoch", "metrics")
+    outputs = noted(bus, "after_val_iter", "outputs")
     bus.attach(trainer := trainer_of())
     module = Module()
-    (val,) = trainer.validate(module, data(1), verbose=False)
-    (test,) = trainer.test(module, data(1), verbose=False)
+    (val,) = trainer.validate(module, loader(1), verbose=False)
+    (test,) = trainer.test(module, loader(1), verbose=False)
     assert metrics == [val, test]
     assert outputs == [{"size": 2}]
     assert names == ["before_run", *VAL, "after_run", "before_run", *(name.replace("val", "test") for name in VAL), "after_run"]
@@ -210,7 +143,7 @@ def test_a_stop_of_the_trainer_is_one_of_the_run():
 
     names = heard(bus := Bus())
     bridge = bus.attach(trainer := trainer_of())
-    trainer.fit(Stopping(), data())
+    trainer.fit(Stopping(), loader())
     assert names.count("after_train_iter") == 1
     assert names[-2:] == ["after_train", "after_run"]
     assert "should_stop" in bridge.run.info["stop_reason"]
@@ -223,7 +156,7 @@ def test_the_rest_of_an_epoch_that_the_module_skips():
 
     names = heard(bus := Bus())
     bus.attach(trainer := trainer_of())
-    trainer.fit(Skipping(), data())
+    trainer.fit(Skipping(), loader())
     assert names.count("after_train_iter") == names.count("after_train_epoch") == 2
 
 
@@ -243,7 +176,7 @@ def test_an_exception_in_another_callback_ends_the_run_once(name, before):
     if not before:
         trainer.callbacks.append(other)
     with pytest.raises(ValueError, match=name):
-        trainer.fit(Module(), data(1), data(1))
+        trainer.fit(Module(), loader(1), loader(1))
     assert names.count("on_exception") == (not before or name != "on_train_start")
     assert "after_run" not in names
     assert bridge.running is None
@@ -253,50 +186,26 @@ def test_an_exception_in_another_callback_ends_the_run_once(name, before):
 # ------------------------------------------------------------------------------------------------ equal weights, resume
 
 
-class Killed(BaseException):
-    pass
-
-
-class Kill(pl.Callback):
-    """Ends the process, as it were, after so many batches."""
-
-    def __init__(self, after):
-        self.after = after
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if trainer.fit_loop.total_batch_idx == self.after:
-            raise Killed
-
-
 @pytest.mark.parametrize("kill", [8, 13])  # at the end of an epoch, in its middle
 @pytest.mark.parametrize("every", ["epoch", "validation"])
-def test_a_resumed_run_goes_on_exactly(tmp_path, every, kill):
-    def make(folder, **more):
+def test_a_run_resumed_from_a_file_of_the_end_of_an_epoch_goes_on_exactly(tmp_path, every, kill):
+    def make(folder, **look):
         names = heard(bus := Bus(hook := Counting(), ema := EMAHook(momentum=0.1)))
-        options = {"enable_version_counter": False, "save_on_train_epoch_end": every == "epoch"}
-        saves = callbacks.ModelCheckpoint(folder, filename="last", **options)
-        calls = [saves, *more.get("callbacks", [])]
-        trainer = trainer_of(folder, max_epochs=4, callbacks=calls, enable_checkpointing=True)
-        bus.attach(trainer)
-        module = Module()
-        return trainer, module, hook, ema, names
+        when = {"enable_version_counter": False, "save_on_train_epoch_end": every == "epoch"}
+        saves = [callbacks.ModelCheckpoint(folder, filename="last", **when)]
+        return Job(folder, bus, epochs=4, batches=8, validate=True, callbacks=saves, **look), hook, ema, names
 
-    loaders = data(8), data(2)
-    trainer, module, hook, ema, _ = make(tmp_path / "whole")
-    trainer.fit(module, *loaders)
-    first = make(tmp_path / "parts", callbacks=[Kill(kill)])
+    whole, hook, ema, _ = make(tmp_path / "whole")
+    whole.fit()
+    cut, *_ = make(tmp_path / "parts", look=killing(kill))
     with pytest.raises(Killed):
-        first[0].fit(first[1], *loaders)
-    path = next((tmp_path / "parts").glob("*.ckpt"))
-    second, other, counted, average, names = make(tmp_path / "parts")
-    # Lightning does not restore the position in the data: give it the rest of an epoch.
-    saved = torch.load(path, weights_only=False)["callbacks"]["trainbus"]["progress"]
-    second.fit(other, Rest(loaders[0], saved["batches"] % 8), loaders[1], ckpt_path=path)
+        cut.fit()
+    rest, counted, average, names = make(tmp_path / "parts")
+    rest.fit(tmp_path / "parts" / "last.ckpt")
     assert counted.iters == hook.iters == [(i // 8, i, i % 8) for i in range(32)]
-    assert second.callbacks[0].run.counters.epoch == 4
-    empty = [pair for pair in pairwise(names) if pair == ("before_train_epoch", "after_train_epoch")]
-    assert not empty
-    assert_same(other.state_dict(), module.state_dict())
+    assert rest.bridge.run.counters.epoch == 4
+    assert ("before_train_epoch", "after_train_epoch") not in pairwise(names)
+    assert_same(rest.weights(), whole.weights())
     assert_same(average.average.tensors, ema.average.tensors)
 
 
@@ -311,8 +220,8 @@ def test_a_batch_that_is_none_is_counted_and_left_out(names):
     bus = Bus()
     for name in names:
         bus.on(name, lambda event: seen.append(event.progress.iter))
-    bridge = bus.attach(trainer := trainer_of(max_epochs=1, num_sanity_val_steps=0))
-    trainer.fit(Module(), DataLoader(data().dataset, 2, collate_fn=collate), data(1))
+    bridge = bus.attach(trainer := trainer_of(max_epochs=1))
+    trainer.fit(Module(), DataLoader(loader().dataset, 2, collate_fn=collate), loader(1))
     assert seen == {"after_train_iter": [1], "before_train_epoch": [0]}.get("".join(names), [])
     counters = bridge.run.counters
     assert (counters.iter, counters.update, counters.epoch, counters.validations) == (4, trainer.global_step, 1, 1)
@@ -332,26 +241,25 @@ class Fetching(Module):
 
 class Unsized(torch.utils.data.IterableDataset):
     def __iter__(self):
-        return iter(data(3).dataset)
+        return iter(loader(3).dataset)
 
 
 @pytest.mark.filterwarnings("ignore:.*`dataloader_iter`")
-@pytest.mark.parametrize("loader", [data(3), DataLoader(Unsized(), 2)], ids=["sized", "unsized"])
-def test_steps_that_fetch_their_batches_themselves(loader):
+@pytest.mark.parametrize("data", [loader(3), DataLoader(Unsized(), 2)], ids=["sized", "unsized"])
+def test_steps_that_fetch_their_batches_themselves(data):
     """The batch is known after such a step, and the end of an unsized loader only in the step that finds no batch."""
-    bus, seen, before = Bus(), [], []
-    names = heard(bus)
-    bus.on("before_train_iter", lambda event: before.append(event.batch))
-    bus.on("after_train_iter", lambda event: seen.append((event.progress.epoch, event.progress.iter, event.batch[0])))
+    names = heard(bus := Bus())
+    before = noted(bus, "before_train_iter", "batch")
+    seen = noted(bus, "after_train_iter", "progress.epoch", "progress.iter", "batch")
     bridge = bus.attach(trainer := trainer_of(limit_val_batches=0))
-    trainer.fit(module := Fetching(), loader, loader)
+    trainer.fit(module := Fetching(), data, data)
     assert [(epoch, index) for epoch, index, _ in seen] == [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4), (1, 5)]
-    assert all(torch.equal(x, own[0]) for (_, _, x), own in zip(seen, [*data(3), *data(3)], strict=True))
+    assert all(torch.equal(batch[0], own[0]) for (_, _, batch), own in zip(seen, [*loader(3), *loader(3)], strict=True))
     assert set(before) == {None}
     counters = bridge.run.counters
     assert (counters.epoch, counters.iter, counters.update) == (2, 6, trainer.global_step)
     trainer.limit_val_batches = 1.0
-    trainer.validate(module, loader, verbose=False)
+    trainer.validate(module, data, verbose=False)
     assert names.count("after_val_iter") == 3
     assert names[-3:] == ["after_val_epoch", "after_val", "after_run"]
 
@@ -365,7 +273,7 @@ def test_averages_are_validated_and_saved_also_in_the_best_checkpoint_of_lightni
 
     class Looking(Module):
         def on_validation_batch_start(self, batch, batch_idx):
-            validated.append(self.net[0].weight.detach().clone())
+            validated.append(self.net.layers[0].weight.detach().clone())
 
     bus = Bus(ema := EMAHook(momentum=0.1))
     after = []
@@ -373,25 +281,25 @@ def test_averages_are_validated_and_saved_also_in_the_best_checkpoint_of_lightni
     best = callbacks.ModelCheckpoint(tmp_path, monitor="val_loss", save_weights_only=weights_only, save_top_k=1)
     trainer = trainer_of(tmp_path, callbacks=[best], enable_checkpointing=True)
     bus.attach(trainer)
-    trainer.fit(module := Looking(), data(), data(1))
-    saved = torch.load(best.best_model_path, weights_only=False)["state_dict"]["net.0.weight"]
+    trainer.fit(module := Looking(), loader(), loader(1))
+    saved = torch.load(best.best_model_path, weights_only=False)["state_dict"]["net.layers.0.weight"]
     assert any(torch.equal(saved, one) for one in validated)
-    assert not torch.equal(module.net[0].weight, validated[-1])  # the raw weights are back
+    assert not torch.equal(module.net.layers[0].weight, validated[-1])  # the raw weights are back
     assert after == [True, True]
     validated.clear()
-    (results,) = trainer.validate(module, data(1), ckpt_path=best.best_model_path, verbose=False)
+    (results,) = trainer.validate(module, loader(1), ckpt_path=best.best_model_path, verbose=False)
     assert torch.equal(validated[0], saved)
-    assert torch.equal(module.net[0].weight, saved)
+    assert torch.equal(module.net.layers[0].weight, saved)
     assert results["val_loss"] == pytest.approx(float(best.best_model_score))
 
 
 def test_a_checkpoint_after_the_fit_has_the_state_of_the_bus_too(tmp_path):
     bus = Bus(ema := EMAHook(momentum=0.1), CheckpointHook(interval=3, by_epoch=False, max_keep_ckpts=1))
     bus.attach(trainer := trainer_of(tmp_path))
-    trainer.fit(Module(), data())
+    trainer.fit(Module(), loader())
     trainer.save_checkpoint(tmp_path / "final.ckpt")
     saved = torch.load(tmp_path / "final.ckpt", weights_only=False)
-    assert torch.equal(saved["state_dict"]["net.0.weight"], ema.average.tensors["net.0.weight"])
+    assert torch.equal(saved["state_dict"]["net.layers.0.weight"], ema.average.tensors["net.layers.0.weight"])
     assert saved["callbacks"]["trainbus"]["progress"]["iter"] == 8
 
 
@@ -416,21 +324,20 @@ def test_what_the_module_takes_out_of_a_checkpoint_stays_out(tmp_path):
     def trained(*hooks, epochs=2, ckpt_path=None):
         bus = Bus(*hooks)
         bus.attach(trainer := trainer_of(tmp_path, max_epochs=epochs))
-        trainer.fit(module := Frozen(), data(), ckpt_path=ckpt_path)
+        trainer.fit(module := Frozen(), loader(), ckpt_path=ckpt_path)
         trainer.save_checkpoint(tmp_path / "last.ckpt")
         return module, torch.load(tmp_path / "last.ckpt", weights_only=False)
 
     _, plain = trained()
     _, averaged = trained(ema := EMAHook(momentum=0.1))
     assert list(averaged["state_dict"]) == list(plain["state_dict"])
-    assert torch.equal(averaged["state_dict"]["net.0.weight"], ema.average.tensors["net.0.weight"])
+    assert torch.equal(averaged["state_dict"]["net.layers.0.weight"], ema.average.tensors["net.layers.0.weight"])
     raw = averaged["callbacks"]["trainbus"]["ema_state_dict"]
-    assert set(raw) == {name for name in averaged["state_dict"] if name.startswith("net")}
     resumed, _ = trained(again := EMAHook(momentum=0.1), epochs=3, ckpt_path=tmp_path / "last.ckpt")
     module, _ = trained(ema := EMAHook(momentum=0.1), epochs=3)
+    assert set(raw) == {name for name in averaged["state_dict"] if name.startswith("net")}
     assert_same(resumed.net.state_dict(), module.net.state_dict())
-    for name in raw:
-        assert torch.equal(again.average.tensors[name], ema.average.tensors[name])
+    assert_same(again.average.tensors, ema.average.tensors)
 
 
 def test_averages_that_cannot_be_in_a_checkpoint_are_warned_of(tmp_path):
@@ -438,15 +345,15 @@ def test_averages_that_cannot_be_in_a_checkpoint_are_warned_of(tmp_path):
         def on_save_checkpoint(self, checkpoint):
             checkpoint["state_dict"] = {name: tensor.half() for name, tensor in checkpoint["state_dict"].items()}
 
-    bus = Bus(EMAHook(momentum=0.1))
+    bus = Bus(ema := EMAHook(momentum=0.1))
     bus.attach(trainer := trainer_of(tmp_path))
-    trainer.fit(module := Half(), data())
+    trainer.fit(module := Half(), loader())
     with structlog.testing.capture_logs() as logs:
         trainer.save_checkpoint(tmp_path / "a.ckpt")
         trainer.save_checkpoint(tmp_path / "b.ckpt")
     saved = torch.load(tmp_path / "b.ckpt", weights_only=False)["state_dict"]
     assert_same(saved, {name: tensor.half() for name, tensor in module.state_dict().items()})
-    assert [one["weights"] for one in logs if "weights" in one] == [sorted(saved)]
+    assert [one["weights"] for one in logs if "weights" in one] == [sorted(ema.average.tensors)]
 
 
 def test_a_checkpoint_of_a_pruned_model_has_the_keys_that_it_has_without_averages(tmp_path):
@@ -454,7 +361,7 @@ def test_a_checkpoint_of_a_pruned_model_has_the_keys_that_it_has_without_average
         trainer = trainer_of(tmp_path, callbacks=[callbacks.ModelPruning("l1_unstructured", amount=0.5)])
         if bus is not None:
             bus.attach(trainer)
-        trainer.fit(Module(), data())
+        trainer.fit(Module(), loader())
         trainer.save_checkpoint(tmp_path / "last.ckpt")
         Module().load_state_dict(torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"])
 
@@ -467,26 +374,22 @@ def test_averages_beside_those_of_lightning_are_refused(name):
     bus = Bus(EMAHook(momentum=0.1))
     bus.attach(trainer := trainer_of(callbacks=[getattr(callbacks, name)(**options)]))
     with pytest.raises(ConfigurationError, match=name):
-        trainer.fit(Module(), data())
+        trainer.fit(Module(), loader())
 
 
-def test_a_schedule_of_ours_steps():
-    bus = Bus()
-    bus.attach(trainer := trainer_of(max_epochs=1))
-    trainer.fit(Module(bus, schedule="ours"), data(4))
-    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 / 4)
-
-
-def test_a_schedule_of_ours_beside_one_that_lightning_steps_is_refused():
-    class Both(Module):
+@pytest.mark.parametrize("theirs", [False, True])
+def test_a_schedule_of_ours_steps_and_is_refused_beside_one_that_lightning_steps(theirs):
+    class Scheduled(Module):
         def configure_optimizers(self):
-            (optimizer,), schedules = super().configure_optimizers()
-            bus.add(ParamSchedulerHook(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9), by="iter"))
-            return [optimizer], schedules
+            optimizer = super().configure_optimizers()
+            ours, other = (torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5) for _ in range(2))
+            bus.add(ParamSchedulerHook(ours, by="iter"))
+            return [optimizer], [{"scheduler": other, "interval": "step"}] if theirs else []
 
     (bus := Bus()).attach(trainer := trainer_of(max_epochs=1))
-    with pytest.raises(ConfigurationError, match="ParamSchedulerHook"):
-        trainer.fit(Both(schedule="lightning"), data(4))
+    with pytest.raises(ConfigurationError, match="ParamSchedulerHook") if theirs else nullcontext():
+        trainer.fit(Scheduled(), loader(4))
+    assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 if theirs else 0.1 / 4)
 
 
 # ------------------------------------------------------------------------------------------------- attach and detach
@@ -504,7 +407,7 @@ def test_a_second_fit_of_a_trainer_that_goes_on_is_the_same_run(tmp_path):
     Bus(RunRecordHook()).attach(trainer := trainer_of(tmp_path, max_epochs=1))
     for epochs in (1, 2):
         trainer.fit_loop.max_epochs = epochs
-        trainer.fit(Module(), data(4))
+        trainer.fit(Module(), loader(4))
     now = ReportedRun(tmp_path)
     assert (now.epochs, now.iterations) == (2, 8)
 
@@ -540,7 +443,7 @@ def test_a_finder_before_or_inside_a_training_does_not_disturb_the_run(kind, fir
             bus.add(*hooks)
         if not first:
             trainer.callbacks.append(finder)
-        trainer.fit(module := Module(), data(4))
+        trainer.fit(module := Module(), loader(4))
         return module, trainer, bus and bridge.run.counters
 
     names = heard(bus := Bus())
@@ -563,7 +466,7 @@ def test_a_tuner_after_a_fit_leaves_the_raw_weights(search):
         lr, batch_size = 0.01, 2
 
         def train_dataloader(self):
-            return data(2)
+            return loader(2)
 
         val_dataloader = train_dataloader
 
@@ -577,32 +480,29 @@ def test_a_tuner_after_a_fit_leaves_the_raw_weights(search):
 
 
 def test_a_remote_root_trains_without_a_work_dir(tmp_path):
-    bus, told = Bus(), []
-    bus.on("checkpoint_committed", lambda event: told.append(event.path))
+    told = noted(bus := Bus(), "checkpoint_committed", "path")
     bridge = bus.attach(trainer := trainer_of("memory://bucket/run", enable_checkpointing=True, max_epochs=1))
     bus.add(CheckpointHook(out_dir="memory://bucket/ours", interval=1), EMAHook(momentum=0.5))
-    trainer.fit(Module(), data())
+    trainer.fit(Module(), loader())
     assert (bridge.run.work_dir, bridge.run.name) == (None, "run")
     assert {path.rpartition("/")[0] for path in told} == {"memory://bucket/ours", "memory://bucket/run/checkpoints"}
     bus.attach(trainer := trainer_of("memory://bucket/run"))
     bus.add(CheckpointHook(name="local", interval=1))
     with pytest.raises(ConfigurationError, match=r"or give .*default_root_dir=.*memory://bucket/run"):
-        trainer.fit(Module(), data())
+        trainer.fit(Module(), loader())
 
 
-def test_a_root_that_is_a_url_of_a_local_folder_is_the_work_dir(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    bus, told, resumed = Bus(CheckpointHook(interval=1)), [], []
-    bus.on("checkpoint_committed", lambda event: told.append(Path(event.path)))
+def test_a_root_that_is_a_url_of_a_local_folder_is_the_work_dir(tmp_path):
+    told = checkpoints(bus := Bus(CheckpointHook(interval=1)))
+    resumed = noted(bus, "after_load_checkpoint", "path")
     bridge = bus.attach(trainer := trainer_of(f"file://{tmp_path}/run", enable_checkpointing=True, max_epochs=1))
-    trainer.fit(Module(), data())
+    trainer.fit(Module(), loader())
     assert bridge.run.work_dir == tmp_path / "run"
     assert {path.parent for path in told} == {tmp_path / "run", tmp_path / "run/checkpoints"}
     assert all(path.is_file() for path in told)
     assert not (tmp_path / "file:").exists()
     bus.attach(trainer := trainer_of(f"file://{tmp_path}/run", max_epochs=2))
-    bus.on("after_load_checkpoint", lambda event: resumed.append(event.path))
-    trainer.fit(Module(), data(), ckpt_path=told[0].as_uri())
+    trainer.fit(Module(), loader(), ckpt_path=told[0].as_uri())
     assert resumed == [str(told[0])]
 
 
@@ -614,7 +514,7 @@ def test_the_old_name_of_the_package(tmp_path):
     trainer = old.Trainer(accelerator="cpu", max_epochs=1, callbacks=[best], default_root_dir=tmp_path, **QUIET)
     bridge = bus.attach(trainer)
     assert trainer.callbacks.index(bridge) < trainer.callbacks.index(best)
-    trainer.fit(lightning_module(old), data(2), data(1))
+    trainer.fit(module_of(old)(), loader(2), loader(1))
     assert names.count("after_train_iter") == 2
     assert names[-1] == "after_run"
     for file in (best.best_model_path, tmp_path / "epoch_1.ckpt"):
@@ -635,7 +535,7 @@ def test_handlers_that_come_and_go_during_a_training():
             return super().training_step(batch, batch_idx)
 
     bridge = bus.attach(trainer := trainer_of(max_epochs=1))
-    trainer.fit(Module2(), data(6))
+    trainer.fit(Module2(), loader(6))
     whole = [(name, index) for index in (2, 3) for name in ("after_backward", "before_optimizer_step", "after_train_iter")]
     assert seen == whole
     assert (bridge.run.counters.iter, bridge.run.counters.update) == (6, 6)

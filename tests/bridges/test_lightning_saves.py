@@ -23,13 +23,10 @@ from eventloop.checkpoint import symlink
 from eventloop.errors import CheckpointValueError
 from hooks import CheckpointHook
 
-from .conformance.job import WARNINGS
-from .conformance.lightning import QUIET
+from .conformance.job import WARNINGS, loader
 from .jobs import assert_same
-from .test_lightning import data
-
-pl = pytest.importorskip("lightning.pytorch")
-callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+from .test_lightning import callbacks, pl
+from .test_lightning import trainer_of as plain
 
 pytestmark = WARNINGS
 FULL = {"weights_only": False} if "weights_only" in inspect.signature(pl.Trainer.fit).parameters else {}  # since 2.6
@@ -48,41 +45,24 @@ SIZE, OPTIONS = Size(), Namespace(lr=0.1)
 
 
 class Module(pl.LightningModule):
-    def __init__(self, width=8, where=Path("data"), color=Color.RED, size=SIZE, options=OPTIONS, fail=None):
+    def __init__(self, width=8, where=Path("data"), color=Color.RED, size=SIZE, options=OPTIONS):
         super().__init__()
-        self.save_hyperparameters(ignore="fail")
+        self.save_hyperparameters()
         torch.manual_seed(0)
-        self.net = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
-        self.fail = fail
+        self.net = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1), nn.Flatten(0))
 
     def training_step(self, batch, batch_idx):
-        if self.fail is not None and self.trainer.global_step == 3:
-            raise self.fail
-        loss = (self.net(batch[0]) - batch[1]).square().mean()
+        loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
         self.log("train_loss", loss)
         return loss
-
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", -float(self.trainer.global_step))
 
     def configure_optimizers(self):
         return torch.optim.Adam(self.parameters(), lr=0.01)
 
 
-def trainer_of(folder, *callbacks, plugin=None, **options):
+def trainer_of(folder, *calls, plugin=None, **options):
     plugins = [TrainbusCheckpointIO() if plugin is None else plugin]
-    options = {"accelerator": "cpu", "max_epochs": 2, "enable_checkpointing": bool(callbacks), **QUIET, **options}
-    return pl.Trainer(callbacks=list(callbacks), plugins=plugins, default_root_dir=folder, **options)
-
-
-class Look(pl.Callback):
-    """Calls a function at the end of each batch, after those that save."""
-
-    def __init__(self, look):
-        self.look = look
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        self.look(trainer)
+    return plain(folder, callbacks=list(calls), plugins=plugins, enable_checkpointing=bool(calls), **options)
 
 
 def names(folder):
@@ -92,7 +72,7 @@ def names(folder):
 def test_files_are_those_of_lightning_and_load_without_trainbus(tmp_path):
     for name, plugin in (("own", None), ("theirs", pl.plugins.io.TorchCheckpointIO())):
         saver = callbacks.ModelCheckpoint(tmp_path / name, filename="one", save_last=True)
-        trainer_of(tmp_path, saver, plugin=plugin).fit(module := Module(width=5), data())
+        trainer_of(tmp_path, saver, plugin=plugin).fit(module := Module(width=5), loader())
     assert names(tmp_path / "own") == names(tmp_path / "theirs") == ["last.ckpt", "one.ckpt"]
     file = tmp_path / "own" / "one.ckpt"
     own, theirs = (torch.load(one, weights_only=False) for one in (file, tmp_path / "theirs" / "one.ckpt"))
@@ -118,7 +98,7 @@ def test_files_are_those_of_lightning_and_load_without_trainbus(tmp_path):
 def test_a_checkpoint_is_removed_and_a_link_is_moved_behind_the_commit_of_its_successor(tmp_path, disk):
     seen = []
 
-    def look(trainer):
+    def look(trainer, *_):
         last = tmp_path / "c" / "last.ckpt"
         found = names(tmp_path / "c") if (tmp_path / "c").exists() else []
         seen.append([name for name in found if name.endswith(".ckpt")])
@@ -131,18 +111,17 @@ def test_a_checkpoint_is_removed_and_a_link_is_moved_behind_the_commit_of_its_su
             disk.go.set()
 
     saver = callbacks.ModelCheckpoint(tmp_path / "c", filename="{step}", every_n_train_steps=2, save_last="link", save_top_k=1)
-    trainer_of(tmp_path, saver, Look(look)).fit(Module(), data())
+    trainer_of(tmp_path, saver, callbacks.LambdaCallback(on_train_batch_start=look)).fit(Module(), loader())
     assert seen[5] == ["last.ckpt", "step=2.ckpt"]  # a successor is being written
     assert names(tmp_path / "c") == ["last.ckpt", "step=8.ckpt"]
     assert (tmp_path / "c" / "last.ckpt").readlink() == Path("step=8.ckpt")
 
 
 def test_a_name_that_is_being_written_counts_as_taken(tmp_path, disk):
-    saver = callbacks.ModelCheckpoint(
-        tmp_path / "c", filename="{epoch}", monitor="train_loss", every_n_train_steps=2, save_top_k=-1
-    )
-    look = Look(lambda trainer: trainer.global_step == 5 and disk.go.set())
-    trainer_of(tmp_path, saver, look, max_epochs=1).fit(Module(), data(6))
+    when = {"monitor": "train_loss", "every_n_train_steps": 2, "save_top_k": -1}
+    saver = callbacks.ModelCheckpoint(tmp_path / "c", filename="{epoch}", **when)
+    look = callbacks.LambdaCallback(on_train_batch_start=lambda trainer, *_: trainer.global_step == 5 and disk.go.set())
+    trainer_of(tmp_path, saver, look, max_epochs=1).fit(Module(), loader(6))
     assert names(tmp_path / "c") == ["epoch=0-v1.ckpt", "epoch=0-v2.ckpt", "epoch=0.ckpt"]
     steps = [torch.load(tmp_path / "c" / name, weights_only=False)["global_step"] for name in names(tmp_path / "c")]
     assert steps == [4, 6, 2]
@@ -175,20 +154,21 @@ def test_behind_a_save_that_failed_a_later_one_removes_and_links_nothing(tmp_pat
 def test_outside_of_fit_a_save_is_durable_when_it_returns(tmp_path, no_thread_is_left):
     trainer = trainer_of(tmp_path)
     for number in range(2):
-        trainer.fit(module := Module(), data())
+        trainer.fit(module := Module(), loader())
         trainer.save_checkpoint(tmp_path / f"{number}.ckpt")
-        assert_same(
-            Module.load_from_checkpoint(tmp_path / f"{number}.ckpt", weights_only=False).state_dict(), module.state_dict()
-        )
+        loaded = Module.load_from_checkpoint(tmp_path / f"{number}.ckpt", weights_only=False)
+        assert_same(loaded.state_dict(), module.state_dict())
 
 
-def test_a_value_that_cannot_be_pickled_is_refused_at_the_first_save(tmp_path):
+def test_a_value_that_cannot_be_pickled_and_storage_options_are_refused_at_the_first_save(tmp_path):
     class Unsaveable(Module):
         def on_save_checkpoint(self, checkpoint):
             checkpoint["mine"] = {"inner": [1, threading.Lock()]}
 
     with pytest.raises(CheckpointValueError, match=r"mine\.inner\.1"):
-        trainer_of(tmp_path, callbacks.ModelCheckpoint(tmp_path / "c"), max_epochs=1).fit(Unsaveable(), data())
+        trainer_of(tmp_path, callbacks.ModelCheckpoint(tmp_path / "c"), max_epochs=1).fit(Unsaveable(), loader())
+    with pytest.raises(TypeError, match="storage_options"):
+        TrainbusCheckpointIO().save_checkpoint({}, tmp_path / "c", storage_options={})
 
 
 def test_a_strategy_that_writes_itself_is_warned_about(tmp_path, monkeypatch):
@@ -201,19 +181,14 @@ def test_a_strategy_that_writes_itself_is_warned_about(tmp_path, monkeypatch):
 
     with structlog.testing.capture_logs() as logs:
         trainer = trainer_of(tmp_path, callbacks.ModelCheckpoint(tmp_path / "c"), max_epochs=1, strategy=Sharded("cpu"))
-        trainer.fit(Module(), data())
+        trainer.fit(Module(), loader())
     assert [one["strategy"] for one in logs if "no effect" in one["event"]] == ["Sharded"]
-
-
-def test_storage_options_are_refused(tmp_path):
-    with pytest.raises(TypeError, match="storage_options"):
-        TrainbusCheckpointIO().save_checkpoint({}, tmp_path / "c", storage_options={})
 
 
 def test_a_url(tmp_path):
     fsspec = pytest.importorskip("fsspec")
     trainer = trainer_of(tmp_path, callbacks.ModelCheckpoint("memory://lightning/c", filename="{epoch}"))
-    trainer.fit(module := Module(), data())
+    trainer.fit(module := Module(), loader())
     assert fsspec.filesystem("memory").exists("/lightning/c/epoch=1.ckpt")
     assert not fsspec.filesystem("memory").exists("/lightning/c/epoch=0.ckpt")
     loaded = Module.load_from_checkpoint("memory://lightning/c/epoch=1.ckpt", weights_only=False)
@@ -224,7 +199,7 @@ def test_trainers_with_another_plugin_are_as_they_were(tmp_path):
     plugin = TrainbusCheckpointIO()
     for how in ("link", True):
         saver = callbacks.ModelCheckpoint(tmp_path / str(how), filename="{epoch}", save_last=how)
-        trainer_of(tmp_path, saver, plugin=pl.plugins.io.TorchCheckpointIO()).fit(Module(), data())
+        trainer_of(tmp_path, saver, plugin=pl.plugins.io.TorchCheckpointIO()).fit(Module(), loader())
         assert names(tmp_path / str(how)) == ["epoch=1.ckpt", "last.ckpt"]
     assert not plugin.saves
 
@@ -259,7 +234,7 @@ def test_beside_a_bus_a_failed_save_is_told(tmp_path, disk, on_error):
     bus.add(CheckpointHook(interval=3, by_epoch=False, save_last=False, on_error=on_error))
     bus.attach(trainer := trainer_of(tmp_path, max_epochs=1))
     with nullcontext() if on_error == "log" else pytest.raises(CheckpointError, match="the disk is full"):
-        trainer.fit(Module(), data())
+        trainer.fit(Module(), loader())
     assert told == ["iter_3.ckpt"]
 
 

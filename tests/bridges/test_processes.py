@@ -15,6 +15,7 @@ def trained(tmp_path_factory):
     made = {}
 
     def train(library):
+        pytest.importorskip(library)
         if library not in made:
             folder = tmp_path_factory.mktemp(library)
             outcomes = on_ranks(getattr(jobs, f"in_{library}"), folder, folder=folder)
@@ -25,21 +26,9 @@ def trained(tmp_path_factory):
     return train
 
 
-@pytest.fixture
-def lightning(trained):
-    pytest.importorskip("lightning")
-    return trained("lightning")
-
-
-@pytest.fixture
-def transformers(trained):
-    pytest.importorskip("transformers")
-    return trained("transformers")
-
-
 @pytest.mark.parametrize("library", ["lightning", "transformers"])
-def test_a_stop_and_a_save_of_one_rank_take_effect_on_all(request, library):
-    _, ranks = request.getfixturevalue(library)
+def test_a_stop_and_a_save_of_one_rank_take_effect_on_all(trained, library):
+    _, ranks = trained(library)
     first, second = (rank["stops"] if library == "transformers" else rank[-1] for rank in ranks)
     assert first["steps"] == second["steps"]
     assert 6 <= first["steps"] <= 8
@@ -47,8 +36,8 @@ def test_a_stop_and_a_save_of_one_rank_take_effect_on_all(request, library):
     assert f"iter_{first['steps']}" in [name.removesuffix(".ckpt") for name in first["committed"]]
 
 
-def test_lightning_ddp(lightning):
-    folder, ranks = lightning
+def test_lightning_ddp(trained):
+    folder, ranks = trained("lightning")
     for rank, (plain, bus, beside, _) in enumerate(ranks):
         jobs.assert_same(bus["weights"], plain["weights"])
         jobs.assert_same(beside["weights"], plain["weights"])
@@ -63,8 +52,8 @@ FILES = {"trainbus.pt", "model.safetensors", "optimizer.pt", "rng_state_0.pth", 
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_transformers_ddp(transformers, beside):
-    folder, ranks = transformers
+def test_transformers_ddp(trained, beside):
+    folder, ranks = trained("transformers")
     whole = [rank["whole", beside] for rank in ranks]
     for one, rank in zip(whole, ranks, strict=True):
         jobs.assert_same(one["weights"], rank["alone"]["weights"])
@@ -82,8 +71,8 @@ def test_transformers_ddp(transformers, beside):
 
 
 @pytest.mark.parametrize("beside", [False, True])
-def test_transformers_ddp_goes_on_exactly(transformers, beside):
-    _, ranks = transformers
+def test_transformers_ddp_goes_on_exactly(trained, beside):
+    _, ranks = trained("transformers")
     if ("rest", beside) not in ranks[0]:
         pytest.skip("Transformers before 5.4 does not resume in two processes on a CPU")
     whole, rest = ([rank[name, beside] for rank in ranks] for name in ("whole", "rest"))

@@ -1,7 +1,6 @@
 """Checkpoints of trainers that are written beside the training: what all savers keep, with and without a bus."""
 
 import threading
-import time
 
 import pytest
 import torch
@@ -11,30 +10,11 @@ from eventloop import Bus, CheckpointError
 from hooks import CheckpointHook, EMAHook
 
 from ..failing import fails
-from .jobs import assert_same
-from .test_conformance import checkpoints, host, hosts, pytestmark  # noqa: F401 - for pytest
+from ..waiting import until
+from .jobs import assert_same, at_steps, checkpoints, noted
+from .test_conformance import host, hosts, pytestmark  # noqa: F401 - for pytest
 
 savers = hosts("own", "body", "toy")
-
-
-class Look:
-    """Calls functions at the begin of steps: ``Look({5: function})`` when four are done."""
-
-    def __init__(self, calls):
-        self.calls, self.step = calls, 0
-
-    def __call__(self, net):
-        self.step += net.training
-        if net.training and self.step in self.calls:
-            self.calls[self.step](net)
-
-
-def durable(job, steps):
-    """Wait until these checkpoints are there."""
-    end = time.monotonic() + 30
-    while job.kept() != steps:
-        assert time.monotonic() < end, job.kept()
-        time.sleep(0.01)
 
 
 @savers
@@ -45,14 +25,14 @@ def test_training_goes_on_while_a_file_is_written_and_its_end_waits(host, tmp_pa
     def look(net):
         seen.append(job.kept())
         disk.go.set()
-        durable(job, [4])
+        until(lambda: job.kept() == [4])
         stored = {name.removeprefix("net."): tensor for name, tensor in job.stored(job.own()).items()}
         weights = dict(net.named_parameters())
         assert_same({name: stored[name] for name in weights}, weights)  # those of the moment of the save
         disk.go.clear()
         threading.Timer(0.1, disk.go.set).start()
 
-    job = host(tmp_path, epochs=1, batches=8, every=4, beside=True, look=Look({5: look}))
+    job = host(tmp_path, epochs=1, batches=8, every=4, beside=True, look=at_steps({5: look}))
     job.fit()
     assert seen == [[]]
     assert job.kept() == [8]
@@ -64,14 +44,14 @@ def test_the_file_before_is_removed_behind_the_commit_of_its_successor(host, tmp
 
     def first(net):
         disk.go.set()
-        durable(job, [3])
+        until(lambda: job.kept() == [3])
         disk.go.clear()
 
     def second(net):
         seen.append(job.kept())
         disk.go.set()
 
-    job = host(tmp_path, every=3, epochs=2, beside=True, look=Look({5: first, 8: second}))
+    job = host(tmp_path, every=3, epochs=2, beside=True, look=at_steps({5: first, 8: second}))
     job.fit()
     assert seen == [[3]]
     assert job.kept()[-1] >= 6
@@ -82,14 +62,13 @@ def test_the_file_before_is_removed_behind_the_commit_of_its_successor(host, tmp
 @pytest.mark.parametrize("every", [3, 8])
 def test_a_save_that_fails_is_raised_and_the_file_before_stays(host, tmp_path, disk, every):  # noqa: F811
     disk.go.set()
-    bus, told = Bus(), []
-    bus.on("checkpoint_failed", lambda event: told.append(event.error))
+    told = noted(bus := Bus(), "checkpoint_failed", "error")
 
     def look(net):
-        durable(job, [3] if every == 3 else [])
+        until(lambda: job.kept() == ([3] if every == 3 else []))
         disk.error = OSError("the disk is full")
 
-    job = host(tmp_path, bus, every=every, beside=True, look=Look({5: look}))
+    job = host(tmp_path, bus, every=every, beside=True, look=at_steps({5: look}))
     with pytest.raises(CheckpointError, match="the disk is full"):
         job.fit()
     assert job.kept() == ([3] if every == 3 else [])  # 8 is the last of the training
@@ -100,7 +79,7 @@ def test_a_save_that_fails_is_raised_and_the_file_before_stays(host, tmp_path, d
 @pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()], ids=repr)
 def test_after_an_exception_the_save_that_is_under_way_is_complete(host, tmp_path, disk, error):  # noqa: F811
     threading.Timer(0.3, disk.go.set).start()
-    job = host(tmp_path, every=3, beside=True, look=Look({5: fails(error)}))
+    job = host(tmp_path, every=3, beside=True, look=at_steps({5: fails(error)}))
     with pytest.raises((type(error), *host.interrupts)):
         job.fit()
     assert job.kept() == [3]
@@ -110,7 +89,7 @@ def test_after_an_exception_the_save_that_is_under_way_is_complete(host, tmp_pat
 def test_the_own_error_of_a_training_is_raised_with_a_note_about_the_save(host, tmp_path, disk):  # noqa: F811
     disk.go.set()
     disk.error = OSError("the disk is full")
-    job = host(tmp_path, every=3, beside=True, look=Look({5: fails(ValueError("broken"))}))
+    job = host(tmp_path, every=3, beside=True, look=at_steps({5: fails(ValueError("broken"))}))
     with pytest.raises(ValueError, match="broken") as caught:
         job.fit()
     assert any("the disk is full" in note for note in caught.value.__notes__)
@@ -125,7 +104,7 @@ def test_a_training_resumed_from_a_file_goes_on_exactly(host, tmp_path, with_bus
 
     whole, ema = make("whole")
     whole.fit()
-    cut, _ = make("cut", every=4, beside=True, look=Look({6: fails(ValueError("killed"))}))
+    cut, _ = make("cut", every=4, beside=True, look=at_steps({6: fails(ValueError("killed"))}))
     with pytest.raises(ValueError, match="killed"):
         cut.fit()
     rest, average = make("cut")
@@ -145,7 +124,7 @@ def test_a_bus_hears_of_each_file_of_host_and_hooks_when_it_is_durable(host, tmp
         before.extend(paths)
         disk.go.set()
 
-    job = host(tmp_path, bus, every=4, beside=True, look=Look({4: look}))
+    job = host(tmp_path, bus, every=4, beside=True, look=at_steps({4: look}))
     job.fit()
     assert before == []
     assert threads == {"trainbus-saver"}
@@ -160,7 +139,7 @@ def test_a_bus_hears_of_each_file_of_host_and_hooks_when_it_is_durable(host, tmp
 def test_ctrl_c_waits_for_the_file_that_is_being_written_and_names_it(host, tmp_path, disk):  # noqa: F811
     bus = Bus(CheckpointHook(interval=2, by_epoch=False))
     threading.Timer(0.3, disk.go.set).start()
-    job = host(tmp_path, bus, beside=True, look=Look({3: fails(KeyboardInterrupt())}))
+    job = host(tmp_path, bus, beside=True, look=at_steps({3: fails(KeyboardInterrupt())}))
     with capture_logs() as logs, pytest.raises(host.interrupts):
         job.fit()
     assert f"continue from {tmp_path / f'iter_2{host.suffix}'} with" in logs[-1]["event"]

@@ -13,22 +13,15 @@ transformers = pytest.importorskip("transformers")
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback  # noqa: E402
 
 from eventloop import Bus, ConfigurationError  # noqa: E402
-from hooks import (  # noqa: E402
-    ParamSchedulerHook,
-    PreemptionHook,
-)
+from hooks import ParamSchedulerHook, PreemptionHook  # noqa: E402
 
 from ..failing import fails  # noqa: E402
 from .conformance.transformers import Plain, gpt2, make, plain_data  # noqa: E402
-from .jobs import heard  # noqa: E402
+from .jobs import STEP, heard, noted  # noqa: E402
 
-STEP = ["before_forward", "after_forward", "before_backward", "after_backward"]
-UPDATE = ["before_optimizer_step", "after_optimizer_step"]
-ITER = ["before_train_iter", *STEP, *UPDATE, "after_train_iter"]
+FORWARD = ["before_forward", "after_forward", "before_backward", "after_backward"]
+ITER = ["before_train_iter", *FORWARD, *STEP, "after_train_iter"]
 VAL = ["before_val", "before_val_epoch", *["before_val_iter", "after_val_iter"] * 2, "after_val_epoch", "after_val"]
-
-
-# ------------------------------------------------------------------------------------------------------ mount points
 
 
 @pytest.mark.parametrize("model", [Plain, gpt2])
@@ -54,36 +47,26 @@ def test_a_step_that_the_gradient_scaler_skips_is_no_update(tmp_path, optim):
 
     bus, updated = Bus(), []
     bus.on("after_train_iter", lambda event: updated.append(event.run.updated))
+    bus.on("after_train", lambda event: updated.append(event.run.counters.update))
     steps = {"optim": optim, "max_grad_norm": 0.0}
     trainer = make(tmp_path, bus, model=Overflowing, data=plain_data(), num_train_epochs=1, **steps)
     trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    bridge_run = []
-    bus.on("after_train", lambda event: bridge_run.append(event.run.counters.update))
     trainer.train()
-    assert updated == [True, True, False, *[True] * 5]
+    assert updated == [True, True, False, *[True] * 5, 7]
     assert trainer.state.global_step == 8
-    assert bridge_run == [7]
 
 
-def test_max_steps_in_the_middle_of_an_epoch_end_the_training(tmp_path):
-    bus, last = Bus(), []
-    names = heard(bus)
-    bus.on("after_train_iter", lambda event: last.append(event.run.last_batch))
-    bus.on(
-        "before_train", lambda event: last.append((event.progress.max_epochs, event.progress.max_iters, event.run.total_iters))
-    )
-    make(tmp_path, bus, max_steps=11).train()
-    assert last == [(None, 11, 11), *[False] * 7, True, False, False, True]
+@pytest.mark.parametrize(("options", "steps"), [({"max_steps": 11}, 11), ({"num_train_epochs": 1.5}, 12)])
+def test_a_training_that_ends_in_the_middle_of_an_epoch_has_a_limit_in_iterations(tmp_path, options, steps):
+    names = heard(bus := Bus())
+    limits = noted(bus, "before_train", "progress.max_epochs", "progress.max_iters", "run.total_iters")
+    last = noted(bus, "after_train_iter", "run.last_batch")
+    ended = noted(bus, "after_run", "progress.epoch", "progress.iter")
+    make(tmp_path, bus, **options).train()
+    assert (limits, ended) == ([(None, steps, steps)], [(2, steps)])
+    assert last == [*[False] * 7, True, *[False] * (steps - 9), True]
     assert names.count("after_train_epoch") == 2
     assert names[-3:] == ["after_train_epoch", "after_train", "after_run"]
-
-
-def test_part_of_an_epoch_is_a_number_of_iterations(tmp_path):
-    bus, limits = Bus(), []
-    bus.on("before_train", lambda event: limits.append((event.progress.max_epochs, event.progress.max_iters)))
-    bus.on("after_run", lambda event: limits.append((event.progress.epoch, event.progress.iter)))
-    make(tmp_path, bus, num_train_epochs=1.5).train()
-    assert limits == [(None, 12), (2, 12)]
 
 
 def test_an_iterable_dataset_has_epochs_of_unknown_length(tmp_path):
@@ -91,8 +74,7 @@ def test_an_iterable_dataset_has_epochs_of_unknown_length(tmp_path):
         def __iter__(self):
             return iter(plain_data(6))
 
-    bus, epochs = Bus(), []
-    bus.on("after_train_iter", lambda event: epochs.append((event.progress.epoch, event.batch_idx, event.run.epoch_length)))
+    epochs = noted(bus := Bus(), "after_train_iter", "progress.epoch", "batch_idx", "run.epoch_length")
     make(tmp_path, bus, data=Stream(), max_steps=5).train()
     assert epochs == [(0, 0, None), (0, 1, None), (0, 2, None), (1, 0, None), (1, 1, None)]
 
@@ -102,9 +84,8 @@ def test_an_epoch_that_a_callback_cuts_short_is_not_told_as_complete(tmp_path):
         def on_step_end(self, args, state, control, **kwargs):
             control.should_epoch_stop = state.global_step == 3
 
-    bus, epochs = Bus(), []
-    names = heard(bus)
-    bus.on("before_train_epoch", lambda event: epochs.append((event.progress.epoch, event.progress.iter)))
+    names = heard(bus := Bus())
+    epochs = noted(bus, "before_train_epoch", "progress.epoch", "progress.iter")
     make(tmp_path, bus, options={"callbacks": [Cut()]}).train()
     assert epochs == [(0, 0), (1, 3)]
     assert names.count("after_train_epoch") == 1
@@ -141,22 +122,16 @@ def test_a_trainer_with_a_loop_of_its_own_is_a_warning(tmp_path):
     assert [one["event"] for one in logs] == ["Own overrides the training loop, so no mount points are published"]
 
 
-# -------------------------------------------------------------------------------------------------------- evaluations
-
-
-def accuracy(prediction):
-    return {"accuracy": float(np.mean(np.abs(prediction.predictions)))}
-
-
 def test_an_evaluation_within_an_epoch_is_a_validation_with_the_metrics_of_the_trainer(tmp_path):
-    bus, metrics, outputs, modes = Bus(), [], [], []
+    def accuracy(prediction):
+        return {"accuracy": float(np.mean(np.abs(prediction.predictions)))}
+
+    bus, outputs = Bus(), []
     names = heard(bus)
-    bus.on("after_val_epoch", lambda event: metrics.append((event.progress.iter, event.metrics)))
-    bus.on("after_val_iter", lambda event: outputs.append((event.run.evaluation_length, sorted(event.outputs))))
-    bus.on("after_val_iter", lambda event: modes.append(event.run.model.training))
-    trainer = make(
-        tmp_path, bus, num_train_epochs=1, eval_strategy="steps", eval_steps=3, options={"compute_metrics": accuracy}
-    )
+    metrics = noted(bus, "after_val_epoch", "progress.iter", "metrics")
+    bus.on("after_val_iter", lambda e: outputs.append((e.run.evaluation_length, sorted(e.outputs), e.run.model.training)))
+    steps = {"eval_strategy": "steps", "eval_steps": 3, "options": {"compute_metrics": accuracy}}
+    trainer = make(tmp_path, bus, num_train_epochs=1, **steps)
     trainer.train()
     logged = [line for line in trainer.state.log_history if "eval_loss" in line]
     steps = [iteration for iteration, _ in metrics]
@@ -166,8 +141,7 @@ def test_an_evaluation_within_an_epoch_is_a_validation_with_the_metrics_of_the_t
         assert ours["loss"] == theirs["eval_loss"]
         assert ours["accuracy"] == theirs["eval_accuracy"]
         assert "epoch" not in ours
-    assert outputs == [(2, ["labels", "logits", "loss"])] * 2 * len(steps)
-    assert modes == [False] * 2 * len(steps)
+    assert outputs == [(2, ["labels", "logits", "loss"], False)] * 2 * len(steps)
     third = [index for index, name in enumerate(names) if name == "after_train_iter"][2]
     assert names[third + 1 : third + 9] == VAL
 
@@ -217,15 +191,12 @@ def test_an_evaluation_before_the_first_epoch_is_told(tmp_path):
     assert names[: len(VAL) + 3] == ["before_run", "before_train", *VAL, "before_train_epoch"]
 
 
-# --------------------------------------------------------------------------------------------- stop, pause, set_lr
-
-
 def test_an_early_stopping_callback_ends_the_training(tmp_path):
     names = heard(bus := Bus())
-    evaluate = {"num_train_epochs": 9, "eval_strategy": "steps", "eval_steps": 3}
-    best = {"metric_for_best_model": "loss", "greater_is_better": False, "save_strategy": "steps", "save_steps": 3}
-    best |= {"load_best_model_at_end": True}
-    make(tmp_path, bus, **evaluate, **best, options={"callbacks": [EarlyStoppingCallback(1, 100.0)]}).train()
+    every = {"eval_strategy": "steps", "eval_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    best = {"metric_for_best_model": "loss", "greater_is_better": False, "load_best_model_at_end": True}
+    stops = {"callbacks": [EarlyStoppingCallback(1, 100.0)]}
+    make(tmp_path, bus, num_train_epochs=9, **every, **best, options=stops).train()
     assert names.count("after_train_iter") == 6
     assert names.count("after_val_epoch") == 2
     assert "after_train_epoch" not in names
@@ -244,28 +215,19 @@ def test_set_lr_scales_the_rest_of_the_schedule(tmp_path):
     assert seen == pytest.approx([rate if step < 5 else rate * 0.4 for step, rate in enumerate(usual)])
 
 
-# --------------------------------------------------------------------------------------------------------- exceptions
-
-MOMENTS = [
-    name
-    for name in vars(TrainerCallback)
-    if name.startswith("on_") and name not in ("on_init_end", "on_predict", "on_push_begin")
-]
+MOMENTS = {name for name in vars(TrainerCallback) if name.startswith("on_")} - {"on_init_end", "on_predict", "on_push_begin"}
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("moment", sorted(MOMENTS))
 def test_an_exception_in_a_callback_is_told_and_is_what_the_user_sees(tmp_path, moment):
-    class Broken(TrainerCallback):
-        pass
-
-    setattr(Broken, moment, fails(ValueError(moment)))
+    broken = type("Broken", (TrainerCallback,), {moment: fails(ValueError(moment))})
     bus, told = Bus(), []
     names = heard(bus)
     bus.on("before_train", lambda event: event.run.defer(lambda: told.append("undone")))
     bus.on("on_exception", lambda event: told.append(event.error))
     every = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     every |= {"logging_strategy": "steps", "logging_steps": 1, "gradient_accumulation_steps": 2}
-    trainer = make(tmp_path, bus, num_train_epochs=1, options={"callbacks": [Broken()]}, **every)
+    trainer = make(tmp_path, bus, num_train_epochs=1, options={"callbacks": [broken()]}, **every)
     with pytest.raises(ValueError, match=moment):
         trainer.train()
     assert told[0 if moment != "on_train_end" else -1] == f"ValueError: {moment}"
@@ -281,15 +243,14 @@ def test_a_stop_iteration_in_the_step_is_told_before_scopes_are_undone(tmp_path)
         def forward(self, x, labels=None):
             raise error
 
-    bus, told, ran = Bus(), [], []
+    bus, told = Bus(), []
     bus.on("on_exception", lambda event: told.append(event.exception))
     bus.on("before_train", lambda event: event.run.defer(lambda: told.append("undone")))
-    bus.on("after_train_iter", lambda event: ran.append(event))
+    bus.on("after_train_iter", told.append)
     trainer = make(tmp_path, bus, model=Broken, data=plain_data())
     with pytest.raises(StopIteration):
         trainer.train()
     assert told == [error, "undone"]
-    assert ran == []
     assert bus.state == "idle"
 
 
@@ -306,9 +267,6 @@ def test_a_smaller_batch_after_an_error_is_a_new_run(tmp_path):
     begun = ["before_run", "before_train", "before_train_epoch", "before_train_iter", "before_forward"]
     assert names[: len(begun) * 2 + 1] == [*begun, "on_exception", *begun]
     assert names.count("after_train_iter") == 16
-
-
-# ---------------------------------------------------------------------------------------------------------- our hooks
 
 
 def test_a_hook_that_steps_what_the_trainer_steps_is_refused(tmp_path):
@@ -331,19 +289,11 @@ def test_two_handlers_of_one_signal_are_refused(tmp_path):
         signal.signal(signal.SIGTERM, before)
 
 
-# ------------------------------------------------------------------------------------------------------------- detach
-
-
-def test_detaching_leaves_a_method_of_the_trainer_that_was_replaced_before(tmp_path):
+def test_after_a_timed_training_callbacks_and_a_method_that_was_replaced_before_are_as_they_were(tmp_path):
     trainer = make(tmp_path, num_train_epochs=1)
     trainer.compute_loss = own = trainer.compute_loss
-    with Bus().attach(trainer):
+    with Bus(timing=True).attach(trainer):
         trainer.train()
+        assert not [name for one in trainer.callback_handler.callbacks for name in vars(one) if name.startswith("on_")]
     assert trainer.compute_loss is own
     assert "backward" not in vars(trainer.accelerator)
-
-
-def test_callbacks_are_as_they_were_after_a_timed_training(tmp_path):
-    trainer = make(tmp_path, Bus(timing=True), num_train_epochs=1)
-    trainer.train()
-    assert not [name for one in trainer.callback_handler.callbacks for name in vars(one) if name.startswith("on_")]

@@ -138,16 +138,7 @@ def test_a_damaged_folder_is_refused_and_true_takes_the_one_before(tmp_path):
     assert begun[1:] == ["checkpoint-16"]
 
 
-def without_optimizer(folder):
-    (folder / "optimizer.pt").unlink()
-
-
-def with_other_configuration(folder):
-    (folder / "config.json").write_text('{"model_type": "gpt2", "n_layer": 2}')
-
-
-def with_other_arguments(folder):
-    (folder / "training_args.bin").write_bytes(b"")
+OTHER = '{"model_type": "gpt2", "n_layer": 2}'
 
 
 def split_anew(folder):
@@ -159,11 +150,11 @@ def split_anew(folder):
 @pytest.mark.parametrize(
     ("edit", "named", "which"),
     [
-        (without_optimizer, ["optimizer.pt"], "checkpoint-2"),
-        (with_other_configuration, ["config.json"], "checkpoint-2"),
-        (with_other_arguments, ["training_args.bin"], "checkpoint-2"),
-        (split_anew, ["model.safetensors"], "checkpoint-2"),
-        (split_anew, ["model.safetensors"], True),
+        (lambda folder: (folder / "optimizer.pt").unlink(), "optimizer.pt", "checkpoint-2"),
+        (lambda folder: (folder / "config.json").write_text(OTHER), "config.json", "checkpoint-2"),
+        (lambda folder: (folder / "training_args.bin").write_bytes(b""), "training_args.bin", "checkpoint-2"),
+        (split_anew, "model.safetensors", "checkpoint-2"),
+        (split_anew, "model.safetensors", True),
     ],
 )
 def test_a_folder_that_a_person_edited_resumes_as_in_the_trainer_and_says_what_changed(tmp_path, which, edit, named):
@@ -176,7 +167,7 @@ def test_a_folder_that_a_person_edited_resumes_as_in_the_trainer_and_says_what_c
     with structlog.testing.capture_logs() as logs:
         resumed.train(resume_from_checkpoint=which if which is True else str(tmp_path / which))
     assert (begun, resumed.state.global_step) == (["checkpoint-2"], 4)
-    assert named in [entry["files"] for entry in logs if "files" in entry]
+    assert [named] in [entry["files"] for entry in logs if "files" in entry]
 
 
 def test_without_a_good_folder_true_is_an_error_that_names_the_files(tmp_path):
@@ -204,19 +195,14 @@ def test_callbacks_that_handle_on_save_find_the_folder(tmp_path):
     assert [one["callbacks"] for one in logs if "on_save" in one["event"]] == [["Uploads"]]
 
 
-def test_an_older_folder_of_the_same_step_is_replaced_as_the_trainer_does(tmp_path):
+def test_an_older_folder_of_the_same_step_is_replaced_and_outside_of_a_training_the_trainer_writes_at_once(tmp_path):
     make(tmp_path, **EVERY_FIVE).train()
     trainer = saving(tmp_path, learning_rate=0.1, **EVERY_FIVE)
     trainer.train()
-    assert_same(load_file(tmp_path / "checkpoint-16" / "model.safetensors"), weights_of(trainer.model))
     assert len(folders(tmp_path)) == 4
-
-
-def test_outside_of_a_training_the_trainer_writes_at_once(tmp_path):
-    trainer = saving(tmp_path)
-    trainer.train()
     trainer.save_model(str(tmp_path / "model"))
-    assert_same(load_file(tmp_path / "model" / "model.safetensors"), weights_of(trainer.model))
+    for name in ("checkpoint-16", "model"):
+        assert_same(load_file(tmp_path / name / "model.safetensors"), weights_of(trainer.model))
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,7 @@ from hooks import CheckpointHook, EMAHook, RunRecordHook, RuntimeInfoHook  # noq
 
 from ..failing import fails  # noqa: E402
 from .conformance.transformers import Plain, gpt2, make, plain_data  # noqa: E402
-from .jobs import Counting, assert_same  # noqa: E402
-
-# -------------------------------------------------------------------------------------------------------- checkpoints
+from .jobs import Counting, assert_same, noted  # noqa: E402
 
 
 def test_the_trainers_own_checkpoints_hold_the_bus_and_are_removed_by_the_trainer(tmp_path):
@@ -57,32 +55,26 @@ def test_the_best_model_of_the_trainer_is_the_averaged_one_and_the_last_checkpoi
     assert_same(last.state_dict(), worst[15])
 
 
-# ------------------------------------------------------------------------------------------------------------- resume
-
-
 @pytest.mark.parametrize(
-    ("saved", "at", "arguments"),
+    ("at", "arguments"),
     [
-        ("hook", 12, {"gradient_accumulation_steps": 4}),
+        (12, {"gradient_accumulation_steps": 4}),
+        (8, {"max_steps": 13}),
+        (8, {"save_strategy": "epoch"}),
         # Between the last step of an epoch and its end: the trainer itself does not repeat an evaluation there.
-        ("trainer", 8, {"eval_strategy": "no"}),
-        ("epoch", 8, {}),
-        ("hook", 8, {"max_steps": 13}),
+        (8, {"save_strategy": "steps", "save_steps": 8, "eval_strategy": "no"}),
     ],
 )
-def test_a_resumed_training_goes_on_exactly(tmp_path, saved, at, arguments):
+def test_a_resumed_training_goes_on_exactly(tmp_path, at, arguments):
     """Weights, averages, hooks and counts are those of a training that was never killed."""
     arguments = {"eval_strategy": "epoch", "model": gpt2, "lr_scheduler_type": "cosine", **arguments}
-    window = arguments.get("gradient_accumulation_steps", 1)
 
     def trained(folder, resume=None, kill=None):
-        mine, seen, counts = [Counting(), EMAHook(momentum=0.1), RuntimeInfoHook()], [], []
-        bus = Bus(*mine)
-        bus.on("before_train_iter", lambda event: seen.append((event.progress.epoch, event.batch_idx, event.progress.iter)))
+        bus, counts = Bus(*(mine := [Counting(), EMAHook(momentum=0.1), RuntimeInfoHook()])), []
+        seen = noted(bus, "before_train_iter", "progress.epoch", "batch_idx", "progress.iter")
         bus.on("after_run", lambda event: counts.append(event.run.counters.saved()))
-        strategy = {"trainer": {"save_strategy": "steps", "save_steps": at // window}, "epoch": {"save_strategy": "epoch"}}
-        trainer = make(folder, bus, **arguments, **strategy.get(saved, {}))
-        if saved == "hook":
+        trainer = make(folder, bus, **arguments)
+        if "save_strategy" not in arguments:
             bus.on("after_train_iter", lambda event: event.progress.iter + 1 == at and event.run.checkpoint_now())
         if kill is not None:
             bus.on("before_train_iter", fails(KeyboardInterrupt), once=kill + 1, priority="LOWEST")
@@ -144,8 +136,7 @@ def test_a_damaged_state_of_the_bus_is_an_error_that_names_the_file(tmp_path, tr
 
 
 def test_a_resume_that_repeats_the_epochs_data_counts_its_batches_from_zero(tmp_path, trained):
-    bus, begun = Bus(), []
-    bus.on("before_train_iter", lambda event: begun.append((event.progress.epoch, event.batch_idx, event.progress.iter)))
+    begun = noted(bus := Bus(), "before_train_iter", "progress.epoch", "batch_idx", "progress.iter")
     trainer = make(tmp_path, bus, ignore_data_skip=True)
     trainer.train(resume_from_checkpoint=str(trained / "checkpoint-10"))
     assert begun[0] == (1, 0, 10)

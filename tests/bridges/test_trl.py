@@ -14,23 +14,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast  #
 from eventloop import Bus  # noqa: E402
 from hooks import EMAHook  # noqa: E402
 
-from .jobs import assert_same, heard, weights_of  # noqa: E402
+from .jobs import assert_same, heard, noted, weights_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 WORDS = [f"w{index}" for index in range(30)]
-COMMON = {
-    "max_steps": 4,
-    "per_device_train_batch_size": 2,
-    "report_to": [],
-    "use_cpu": True,
-    "bf16": False,
-    "disable_tqdm": True,
-    "logging_strategy": "no",
-    "save_strategy": "steps",
-    "save_steps": 2,
-    "activation_checkpointing": False,
-    "dataloader_pin_memory": False,
-}
+OFF = dict.fromkeys(("bf16", "activation_checkpointing", "dataloader_pin_memory"), False)
+COMMON = {"max_steps": 4, "per_device_train_batch_size": 2, "save_strategy": "steps", "save_steps": 2, "max_length": 16}
+COMMON |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, "logging_strategy": "no", **OFF}
 
 
 def tokenizer():
@@ -48,17 +38,15 @@ def model():
 
 
 def sft(folder):
-    rows = [{"text": " ".join(WORDS[index : index + 5])} for index in range(8)]
-    arguments = trl.SFTConfig(str(folder), max_length=16, **COMMON)
-    data = datasets.Dataset.from_list(rows)
+    data = datasets.Dataset.from_list([{"text": " ".join(WORDS[index : index + 5])} for index in range(8)])
+    arguments = trl.SFTConfig(str(folder), **COMMON)
     return trl.SFTTrainer(model(), arguments, train_dataset=data, processing_class=tokenizer())
 
 
 def dpo(folder):
     rows = [{"prompt": f"w{index}", "chosen": " w1 w2", "rejected": " w3 w4"} for index in range(8)]
-    arguments = trl.DPOConfig(str(folder), max_length=16, **COMMON)
-    data = datasets.Dataset.from_list(rows)
-    return trl.DPOTrainer(model(), ref_model=model(), args=arguments, train_dataset=data, processing_class=tokenizer())
+    both = {"train_dataset": datasets.Dataset.from_list(rows), "processing_class": tokenizer()}
+    return trl.DPOTrainer(model(), ref_model=model(), args=trl.DPOConfig(str(folder), **COMMON), **both)
 
 
 @pytest.mark.parametrize("make", [sft, dpo])
@@ -66,10 +54,10 @@ def test_a_trainer_of_trl_publishes_saves_beside_the_training_and_keeps_its_weig
     transformers.logging.set_verbosity_error()
     alone = make(tmp_path / "alone")
     alone.train()
-    bus, losses, told = Bus(EMAHook(momentum=0.1)), [], []
+    bus, losses = Bus(EMAHook(momentum=0.1)), []
     names = heard(bus)
     bus.on("after_train_iter", lambda event: losses.append(float(event.outputs["loss"])))
-    bus.on("checkpoint_committed", lambda event: told.append(event.path))
+    told = noted(bus, "checkpoint_committed", "path")
     trainer = make(tmp_path / "bus")
     bus.attach(trainer, checkpoints=True)
     trainer.train()

@@ -27,11 +27,11 @@ class Job(job.Job):
     repeats_epoch_end = False
     continues = 'Checkpoint.load_objects(bridge.to_save, "{}")'
 
-    def make(self):
+    def make(self, *, deterministic=True):
         super().make()
         loss = nn.MSELoss()
         self.trainer = create_supervised_trainer(
-            self.net, self.optimizer, loss, deterministic=True, gradient_accumulation_steps=self.accumulate
+            self.net, self.optimizer, loss, deterministic=deterministic, gradient_accumulation_steps=self.accumulate
         )
         self.evaluator = create_supervised_evaluator(self.net, {"loss": Loss(loss)})
         self.to_save = {"model": self.net, "optimizer": self.optimizer, "trainer": self.trainer}

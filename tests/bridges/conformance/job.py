@@ -55,7 +55,7 @@ def samples(batches: int, seed: int = 1) -> TensorDataset:
     return TensorDataset(x, x.sum(1))
 
 
-def loader(batches: int, seed: int = 1) -> DataLoader[Any]:
+def loader(batches: int = 4, seed: int = 1) -> DataLoader[Any]:
     return DataLoader(samples(batches, seed), SIZE)
 
 
@@ -119,16 +119,6 @@ class Job:
             self.attach(bus)
         elif beside:
             self.attach_saver()
-
-    @classmethod
-    def stages(cls) -> tuple[str, ...]:
-        """Return the stages of its trainings."""
-        return ("train", "val") if cls.validates else ("train",)
-
-    @classmethod
-    def windows(cls) -> tuple[int, ...]:
-        """Return how many micro-batches a step may have."""
-        return (1, 2) if cls.accumulates else (1,)
 
     def make(self) -> None:
         """Make the trainer, its optimizer and its data."""

@@ -18,19 +18,34 @@ from . import job
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
 
 
-class Module(pl.LightningModule):
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
+def module_of(package):
+    """Return the modules of a package: Lightning has two names."""
 
-    def training_step(self, batch, batch_idx):
-        return self.net.loss(batch)
+    class Module(package.LightningModule):
+        def __init__(self, net=None):
+            super().__init__()
+            self.net = net or job.Net()
 
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", self.net.loss(batch))
+        def loss(self, batch):
+            return self.net.loss(batch)
 
-    def configure_optimizers(self):
-        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        def training_step(self, batch, batch_idx):
+            return self.loss(batch)
+
+        def validation_step(self, batch, batch_idx):
+            self.log("val_loss", self.loss(batch), sync_dist=True)
+            return {"size": len(batch[0])}
+
+        def test_step(self, batch, batch_idx):
+            self.log("test_loss", self.loss(batch))
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    return Module
+
+
+Module = module_of(pl)
 
 
 class Rest:
@@ -62,8 +77,8 @@ class Job(job.Job):
     interrupts = (SystemExit, KeyboardInterrupt)
     continues = 'trainer.fit(..., ckpt_path="{}")'
 
-    def make(self, *, callbacks=(), module=None, **options):
-        self.model = Module(self.net) if module is None else module(self.net)
+    def make(self, *, callbacks=(), **options):
+        self.model = Module(self.net)
         saves = list(callbacks)
         if self.every:
             every = self.every // self.accumulate
@@ -78,11 +93,11 @@ class Job(job.Job):
         skip = 0
         if resume is not None and (entry := torch.load(resume, weights_only=False)["callbacks"].get("trainbus")):
             skip = entry["progress"]["batches"] % self.batches
-        val = job.loader(1, seed=2) if self.validate else None
-        self.trainer.fit(self.model, Rest(job.loader(self.batches), skip), val, ckpt_path=resume)
+        data, val = job.loader(self.batches), job.loader(1, seed=2) if self.validate else None
+        self.trainer.fit(self.model, Rest(data, skip) if skip else data, val, ckpt_path=resume)
 
     def again(self):
-        self.trainer.fit_loop.max_epochs += self.epochs
+        self.trainer.fit_loop.max_epochs = self.trainer.current_epoch + self.epochs
         self.fit()
 
     def call(self, slow):

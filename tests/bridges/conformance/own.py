@@ -20,10 +20,17 @@ class Job(job.Job):
             self.bus.add(OptimizerHook(accumulate=self.accumulate))
 
     def fit(self, resume=None):
-        if self.bus is None:
-            plain(self)
-        else:
+        if self.bus is not None:
             self.loop().run(resume=resume)
+            return
+        for _ in range(self.epochs):  # by hand, as TrainLoop does
+            for number, batch in enumerate(self.data, 1):
+                (self.net.loss(batch) / self.accumulate).backward()
+                if number % self.accumulate == 0:
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+            if self.validate:
+                self.look_at(self.val_data)
 
     def evaluate(self):
         return self.loop().val()
@@ -35,15 +42,3 @@ class Job(job.Job):
 
     def stored(self, path):
         return load(path)["state_dict"]
-
-
-def plain(job):
-    """Train as TrainLoop does, by hand."""
-    for _ in range(job.epochs):
-        for number, batch in enumerate(job.data, 1):
-            (job.net.loss(batch) / job.accumulate).backward()
-            if number % job.accumulate == 0:
-                job.optimizer.step()
-                job.optimizer.zero_grad()
-        if job.validate:
-            job.look_at(job.val_data)
