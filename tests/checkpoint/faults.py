@@ -1,7 +1,5 @@
 """Disks that fail: at the n-th operation, or when they are full."""
 
-from __future__ import annotations
-
 import errno
 import os
 from typing import Any

@@ -1,10 +1,14 @@
 """Make files with a right digest around any header and data."""
 
-from __future__ import annotations
-
 import json
 import zlib
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import pytest
+
+from eventloop.errors import CheckpointDamagedError
 
 
 def prefixed(header: dict[str, Any] | bytes) -> bytes:
@@ -33,6 +37,14 @@ def header_of(tensors: dict[str, Any], data: int, tree: int) -> dict[str, Any]:
         "__tree__": {"dtype": "U8", "shape": [tree], "data_offsets": [data, end]},
         "__digest__": {"dtype": "U8", "shape": [4], "data_offsets": [end, end + 4]},
     }
+
+
+def assert_refused(
+    path: Path, *readers: Callable[[Path], object], match: str | None = None, error: type[Exception] = CheckpointDamagedError
+) -> None:
+    for read in readers:
+        with pytest.raises(error, match=match):
+            read(path)
 
 
 def sealed_tree(tree: bytes, tensor_bytes: int = 0) -> bytes:

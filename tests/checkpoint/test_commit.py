@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 import errno
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +8,7 @@ import torch
 from eventloop.checkpoint import TEMPORARY_PREFIX, commit_bytes, link, load, remove, save, stage, verify, write
 from eventloop.errors import CheckpointError
 
+from ..failing import fails
 from .faults import fill_up
 
 
@@ -87,11 +85,8 @@ def test_an_interrupt_removes_the_temporary_file_and_passes_through(tmp_path, fa
 
 
 def test_a_temporary_file_that_cannot_be_removed_is_named(tmp_path, monkeypatch):
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise PermissionError(errno.EPERM, "not permitted")
-
-    monkeypatch.setattr(os, "replace", refuse)
-    monkeypatch.setattr(os, "unlink", refuse)
+    for name in ("replace", "unlink"):
+        monkeypatch.setattr(os, name, fails(PermissionError(errno.EPERM, "not permitted")))
     with pytest.raises(CheckpointError) as caught:
         commit_bytes(tmp_path / "x", b"abc")
     assert "could not be removed" in caught.value.__cause__.__notes__[0]
@@ -138,11 +133,8 @@ def test_a_link_is_a_second_name_that_survives_the_first(tmp_path):
 
 
 def test_a_link_is_a_copy_where_hard_links_are_not_possible(tmp_path, monkeypatch):
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise PermissionError(errno.EPERM, "no hard links here")
-
     save({"n": 1}, tmp_path / "epoch_1")
-    monkeypatch.setattr(os, "link", refuse)
+    monkeypatch.setattr(os, "link", fails(PermissionError(errno.EPERM, "no hard links here")))
     link(tmp_path / "epoch_1", tmp_path / "best")
     assert not (tmp_path / "best").samefile(tmp_path / "epoch_1")
     assert load(tmp_path / "best") == {"n": 1}
@@ -155,7 +147,7 @@ def test_a_failure_while_linking_leaves_the_old_name_and_no_debris(tmp_path, fau
     save({"n": 1}, old)
     save({"n": 2}, new)
     if not linked:
-        monkeypatch.setattr(Path, "hardlink_to", lambda self, target: (_ for _ in ()).throw(OSError("no links")))
+        monkeypatch.setattr(Path, "hardlink_to", fails(OSError("no links")))
     link(old, best)
     steps = faults.count(lambda: link(new, best))
     for at in range(len(steps)):
@@ -181,32 +173,14 @@ def test_removing_a_missing_file_is_fine_and_a_refusal_is_an_error(tmp_path, mon
         remove(tmp_path / "directory")
 
 
-# --------------------------------------------------------------------- large files are synced while their digest is made
-
-needs_fdatasync = pytest.mark.skipif(not hasattr(os, "fdatasync"), reason="no fdatasync")
-
-
-@pytest.fixture
-def large():
-    return {"weights": torch.arange(3_000_000.0)}
-
-
-@needs_fdatasync
-def test_a_file_synced_during_its_digest_is_complete(large, tmp_path):
-    save(large, tmp_path / "a.safetensors")
-    verify(tmp_path / "a.safetensors")
-    assert torch.equal(load(tmp_path / "a.safetensors")["weights"], large["weights"])
-
-
-@needs_fdatasync
-def test_an_error_of_that_sync_is_loud_though_a_later_one_would_succeed(large, tmp_path, monkeypatch):
-    path = tmp_path / "a.safetensors"
+@pytest.mark.skipif(not hasattr(os, "fdatasync"), reason="no fdatasync")
+def test_a_large_file_is_complete_and_an_error_of_its_sync_is_loud_though_a_later_one_would_succeed(tmp_path, monkeypatch):
+    large, path = {"weights": torch.arange(3_000_000.0)}, tmp_path / "a.safetensors"
+    save(large, path)
+    verify(path)
+    assert torch.equal(load(path)["weights"], large["weights"])
     save({"before": 1}, path)
-
-    def fail(descriptor: int) -> None:
-        raise OSError(errno.EIO, "broken disk")
-
-    monkeypatch.setattr(os, "fdatasync", fail)
+    monkeypatch.setattr(os, "fdatasync", fails(OSError(errno.EIO, "broken disk")))
     with pytest.raises(CheckpointError, match="broken disk"):
         save(large, path)
     assert load(path) == {"before": 1}

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import errno
 import os
 from collections import Counter, OrderedDict, defaultdict
@@ -16,6 +14,7 @@ from eventloop.checkpoint import export_tree, export_weights, load, outline, sav
 from eventloop.errors import CheckpointDamagedError, CheckpointError, CheckpointValueError
 from tests.checkpoint.dtypes import FOREIGN, SAFE
 from tests.checkpoint.faults import fill_up
+from tests.failing import fails
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch says so of any complex32 tensor
 
@@ -43,54 +42,23 @@ def test_tensors_of_every_dtype_and_the_dtype_itself_are_exported(tmp_path, dtyp
     assert back.view(torch.uint8).equal(tensor.view(torch.uint8))
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        None,
-        True,
-        -(2**2038),
-        1.5,
-        float("-inf"),
-        1j,
-        "é\ud800",
-        b"\x00\xff",
-        [1, [2]],
-        (1, (), (2,), (1, 2, 3, 4)),
-        {1: "a", None: 2, (1, 2): 3, "b": {}},
-        {1, 2},
-        set(),
-        Counter("aab"),
-        torch.Size([2, 3]),
-        torch.device("cuda:3"),
-        OrderedDict(b=1, a=2),
-    ],
-    ids=repr,
-)
-def test_types_allowed_by_weights_only_are_exported_unchanged(tmp_path, value):
+ALLOWED = [
+    *(None, True, -(2**2038), 1.5, float("-inf"), 1j, "é\ud800", b"\x00\xff", torch.Size([2, 3]), torch.device("cuda:3")),
+    *([1, [2]], (1, (), (2,), (1, 2, 3, 4)), {1, 2}, set(), {1: "a", None: 2, (1, 2): 3, "b": {}}),
+    *(Counter("aab"), OrderedDict(b=1, a=2)),
+]
+CONVERTED = [
+    *((np.float32(0.5), 0.5), (np.int64(-3), -3), (np.bool_(True), True), (np.complex128(1j), 1j), (frozenset({1}), {1})),
+    *((b"", bytearray()), (defaultdict(list, a=[1]), {"a": [1]}), ({np.int64(1): np.float64(2)}, {1: 2.0})),
+]
+
+
+@pytest.mark.parametrize(("value", "becomes"), [*((value, value) for value in ALLOWED), *CONVERTED], ids=repr)
+def test_types_allowed_by_weights_only_are_exported_unchanged_and_others_are_converted(tmp_path, value, becomes):
     back = exported({"value": value}, tmp_path)["value"]
-    assert type(back) is type(value)
-    assert back == value
-    assert repr(back) == repr(value)
-
-
-@pytest.mark.parametrize(
-    ("value", "becomes"),
-    [
-        (np.float32(0.5), 0.5),
-        (np.int64(-3), -3),
-        (np.bool_(True), True),
-        (np.complex128(1j), 1j),
-        (frozenset({1}), {1}),
-        (b"", bytearray()),
-        (defaultdict(list, a=[1]), {"a": [1]}),
-        ({np.int64(1): np.float64(2)}, {1: 2.0}),
-    ],
-    ids=repr,
-)
-def test_types_refused_by_weights_only_are_converted(tmp_path, value, becomes):
-    back = exported([value], tmp_path)[0]
     assert type(back) is type(becomes)
     assert back == becomes
+    assert repr(back) == repr(becomes)
 
 
 @pytest.mark.parametrize("kind", ["b1", "i1", "<u2", ">i4", "<i8", "<u8", "<f2", ">f8", "<c8"])
@@ -121,13 +89,6 @@ def test_unconvertible_values_are_errors_with_their_path_and_leave_no_file(tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
 
 
-def test_tied_tensors_stay_tied_and_are_in_the_file_once(tmp_path):
-    weight = torch.randn(1000)
-    back = exported({"a": weight, "b": weight, "c": [weight.t()]}, tmp_path)
-    assert back["a"] is back["b"]
-    assert (tmp_path / "a.pth").stat().st_size < 2 * 4000
-
-
 def test_the_states_of_a_real_model_and_optimizer_load_from_an_export(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -143,8 +104,6 @@ def test_the_states_of_a_real_model_and_optimizer_load_from_an_export(tmp_path):
     assert other.state_dict()["state"][0]["exp_avg"].equal(optimizer.state_dict()["state"][0]["exp_avg"])
     assert other.param_groups[0]["lr"] == 0.1
 
-
-# ------------------------------------------------------------------------------------------------------------ weights
 
 AVERAGED, TRAINED = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
 RUN = {"state_dict": {"w": AVERAGED}, "trained": {"w": TRAINED}, "progress": {"epoch": 1}}
@@ -181,12 +140,16 @@ def test_safetensors_exports_equal_those_of_the_safetensors_package(tmp_path):
         assert file.metadata() == {"format": "pt"}
 
 
-def test_tied_weights_are_under_each_name_in_safetensors_and_tied_in_pth(tmp_path):
-    tied = {"state_dict": {"a": AVERAGED, "b": AVERAGED}}
-    weights = weights_of(tied, tmp_path, ".safetensors")
+def test_tied_weights_are_under_each_name_in_safetensors_and_tied_and_in_the_file_once_in_pth(tmp_path):
+    weight = torch.randn(1000)
+    tied = {"a": weight, "b": weight}
+    weights = weights_of({"state_dict": tied}, tmp_path, ".safetensors")
     assert weights["a"].equal(weights["b"])
-    weights = weights_of(tied, tmp_path, ".pth")
+    weights = weights_of({"state_dict": tied}, tmp_path, ".pth")
     assert weights["a"] is weights["b"]
+    back = exported({**tied, "c": [weight.t()]}, tmp_path)
+    assert back["a"] is back["b"]
+    assert (tmp_path / "a.pth").stat().st_size < 2 * 4000
 
 
 @pytest.mark.parametrize(
@@ -235,9 +198,6 @@ def test_a_checkpoint_without_weights_is_an_error_naming_its_entries(tmp_path, t
         weights_of(tree, tmp_path)
 
 
-# -------------------------------------------------------------------------------------------------------------- files
-
-
 def test_a_damaged_checkpoint_is_not_exported_nor_any_to_another_suffix(tmp_path):
     save(RUN, tmp_path / "a.safetensors")
     data = bytearray((tmp_path / "a.safetensors").read_bytes())
@@ -258,11 +218,7 @@ def test_a_full_disk_keeps_the_existing_file(tmp_path, monkeypatch, suffix):
     save(RUN, tmp_path / "a.safetensors")
     out = tmp_path / f"out{suffix}"
     out.write_text("before")
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", fails(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     with pytest.raises(CheckpointError, match=rf"out{suffix}.*No space left"):
         export_weights(tmp_path / "a.safetensors", out)
     assert out.read_text() == "before"
@@ -277,9 +233,6 @@ def test_a_disk_filling_up_during_an_export_raises_its_own_error(tmp_path, monke
         export_weights(tmp_path / "a.safetensors", tmp_path / "out.pth")
     assert isinstance(error.value.__cause__, OSError)
     assert [path.name for path in tmp_path.iterdir()] == ["a.safetensors"]
-
-
-# ------------------------------------------------------------------------------------------------------------ outline
 
 
 def test_an_outline_has_the_tree_with_shapes_and_dtypes_and_no_data(tmp_path):

@@ -1,7 +1,5 @@
 """Ctrl-C anywhere in AsyncSaver's calls and in a plain save: nothing hangs, no file is damaged, what was taken is written."""
 
-from __future__ import annotations
-
 import atexit
 import itertools
 import os

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import errno
 import os
 import sys
@@ -16,35 +14,28 @@ from hypothesis import strategies as st
 
 from eventloop.checkpoint import inspect, load, outline, save, verify
 from eventloop.errors import CheckpointDamagedError, CheckpointError
-from tests.checkpoint.sealed import seal, sealed_tree, split
+from tests.checkpoint.sealed import assert_refused, seal, sealed_tree, split
+from tests.failing import fails
 
+Ext, pack = msgspec.msgpack.Ext, msgspec.msgpack.encode
 TREE: dict[str, Any] = {"w": torch.arange(5.0), "c": torch.ones(2, dtype=torch.complex64), "epoch": 3, "names": ("a",)}
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    path = tmp_path_factory.mktemp("load") / "good"
+def good(path: Path) -> bytes:
     save(TREE, path)
     return path.read_bytes()
 
 
 @pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    path = tmp_path_factory.mktemp("load") / "large"
+def large(path: Path) -> bytes:
     save({"w": torch.randn(100_000), "x": [torch.randn(10) for _ in range(100)]}, path)
     return path.read_bytes()
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("load") / "damaged.safetensors"
-
-
 def assert_damaged(path: Path, data: bytes, says: str = "") -> None:
     path.write_bytes(data)
-    for read in (load, verify):
-        with pytest.raises(CheckpointDamagedError, match=rf"damaged\.safetensors .*{says}"):
-            read(path)
+    assert_refused(path, load, verify, match=rf"damaged\.safetensors .*{says}")
 
 
 def test_every_flipped_bit_of_a_small_file_is_detected(good, path):
@@ -90,9 +81,7 @@ def test_an_absurd_header_length_allocates_nothing(good, path, length):
     path.write_bytes(length.to_bytes(8, "little") + good[8:])
     tracemalloc.start()
     try:
-        for read in (load, verify, inspect):
-            with pytest.raises(CheckpointDamagedError, match="header"):
-                read(path)
+        assert_refused(path, load, verify, inspect, match="header")
         assert tracemalloc.get_traced_memory()[1] < 1_000_000
     finally:
         tracemalloc.stop()
@@ -102,9 +91,7 @@ def test_files_of_other_formats_are_refused(path):
     safetensors.torch.save_file({"w": torch.ones(3)}, path)
     assert_damaged(path, path.read_bytes(), "format")
     torch.save({"w": torch.ones(3)}, path)
-    for read in (load, verify):
-        with pytest.raises(CheckpointDamagedError, match=r"trainbus checkpoint import"):
-            read(path)
+    assert_refused(path, load, verify, match=r"trainbus checkpoint import")
 
 
 def test_a_newer_format_version_is_named(good, path):
@@ -128,7 +115,7 @@ def test_a_flipped_bit_in_the_version_is_damage(good, path):
 
 
 def test_a_dtype_that_this_torch_lacks_is_named(path):
-    tree = msgspec.msgpack.encode([[0], {0: ["float3_e1m1", [8]]}, msgspec.msgpack.Ext(1, b"")])
+    tree = pack([[0], {0: ["float3_e1m1", [8]]}, Ext(1, b"")])
     whole = sealed_tree(tree, tensor_bytes=8)
     path.write_bytes(whole)
     verify(path)
@@ -141,54 +128,40 @@ def test_a_dtype_that_this_torch_lacks_is_named(path):
         outline(path)
 
 
+CHANGES: dict[tuple[str, str], list[Any]] = {
+    ("w", "shape"): [[6], [-5], [2**62, 2**62]],
+    ("w", "dtype"): ["F64", "X"],
+    ("w", "data_offsets"): [[0, 20], [20, 16], [8, 28]],
+    ("c", "data_offsets"): [[4, 20], [2**63, 2**63 + 16]],
+    ("__tree__", "data_offsets"): [[0, 40]],
+    ("__digest__", "shape"): [[2, 2]],
+    **{("__metadata__", field): [value] for field, value in (("version", "x"), ("digest", "md5"), ("format", "pt"))},
+}
+
+
 def test_a_header_that_contradicts_itself_is_refused_even_with_a_right_digest(good, path):
-    changes: list[tuple[str, str, Any]] = [
-        ("w", "shape", [6]),
-        ("w", "shape", [-5]),
-        ("w", "shape", [2**62, 2**62]),
-        ("w", "dtype", "F64"),
-        ("w", "dtype", "X"),
-        ("w", "data_offsets", [0, 20]),
-        ("w", "data_offsets", [20, 16]),
-        ("w", "data_offsets", [8, 28]),
-        ("c", "data_offsets", [4, 20]),
-        ("c", "data_offsets", [2**63, 2**63 + 16]),
-        ("__tree__", "data_offsets", [0, 40]),
-        ("__digest__", "shape", [2, 2]),
-        ("__metadata__", "version", "x"),
-        ("__metadata__", "digest", "md5"),
-        ("__metadata__", "format", "pt"),
-    ]
-    for name, field, value in changes:
-        header, data = split(good)
-        header[name][field] = value
-        assert_damaged(path, seal(header, data))
+    for (name, field), values in CHANGES.items():
+        for value in values:
+            header, data = split(good)
+            header[name][field] = value
+            assert_damaged(path, seal(header, data))
     header, data = split(good)
     assert_damaged(path, seal(b"{" * 50_000, data))
     assert_damaged(path, seal({name: header[name] for name in reversed(header)}, data))
 
 
+ARRAYS = [("O", 1, b"12345678"), (None, 1, b"12345678"), ("f4,(", 1, b"1234"), ("a", 1, b"1234"), ("<f4", 2**40, b"1234")]
+CODES = [(15, b"load"), (16, b"nonsense"), (4, b"12345678"), (7, pack([[1]]))]
+
+
 @pytest.mark.parametrize(
     "tree",
     [
-        b"",
-        b"\xc1",
-        b"\x93" * 5000,
-        msgspec.msgpack.encode([[0], {}, msgspec.msgpack.Ext(99, b"")]),
-        msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(1, b"")]),
-        msgspec.msgpack.encode([[7], {}, msgspec.msgpack.Ext(1, b"")]),
-        msgspec.msgpack.encode([[0], {0: ["complex64", [99]]}, msgspec.msgpack.Ext(1, b"")]),
-        msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(15, b"load")]),
-        msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(16, b"nonsense")]),
-        msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(13, msgspec.msgpack.encode(["O", [1], b"12345678"]))]),
-        msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(7, msgspec.msgpack.encode([[1]]))]),
-        msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(4, b"12345678")]),
-        msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(13, msgspec.msgpack.encode(["f4,(", [1], b"1234"]))]),
-        msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(13, msgspec.msgpack.encode(["a", [1], b"1234"]))]),
-        msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(13, msgspec.msgpack.encode([None, [1], b"12345678"]))]),
-        msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(13, msgspec.msgpack.encode(["<f4", [2**40], b"1234"]))]),
-        b"\x93\x90\x80" + b"\xdd\xff\xff\xff\xff" * 50,
-        b"\x93\x90\x80" + b"\xdf\xff\xff\xff\xff" * 50,
+        *(b"", b"\xc1", b"\x93" * 5000, *(b"\x93\x90\x80" + (many + b"\xff\xff\xff\xff") * 50 for many in (b"\xdd", b"\xdf"))),
+        *(pack([slots, {}, Ext(1, b"")]) for slots in ([], [7])),
+        *(pack([[0], {}, Ext(99, b"")]), pack([[0], {0: ["complex64", [99]]}, Ext(1, b"")])),
+        *(pack([[], {}, Ext(code, data)]) for code, data in CODES),
+        *(pack([[], {}, Ext(13, pack([dtype, [size], data]))]) for dtype, size, data in ARRAYS),
     ],
 )
 def test_a_malformed_tree_is_refused_even_with_a_right_digest(path, tree):
@@ -199,36 +172,29 @@ def test_a_malformed_tree_is_refused_even_with_a_right_digest(path, tree):
 
 @pytest.mark.parametrize("shape", [[1], [2**30], [2**60], [-1], [0, -1], [2**40, 2**40]])
 def test_a_tree_that_promises_a_tensor_more_memory_than_it_has_is_refused(path, shape):
-    tree = msgspec.msgpack.encode([[0], {0: ["complex64", shape]}, msgspec.msgpack.Ext(1, b"")])
+    tree = pack([[0], {0: ["complex64", shape]}, Ext(1, b"")])
     path.write_bytes(sealed_tree(tree))
     with pytest.raises(CheckpointDamagedError):
         load(path)
 
 
 def test_names_in_a_tree_are_not_imported(path, monkeypatch):
-    path.write_bytes(sealed_tree(msgspec.msgpack.encode([[], {}, msgspec.msgpack.Ext(15, b"_dynamo")])))
+    path.write_bytes(sealed_tree(pack([[], {}, Ext(15, b"_dynamo")])))
+    monkeypatch.delattr(torch, "_dynamo", raising=False)  # reading it would import the module, as this does
     monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
-    monkeypatch.delattr(torch, "_dynamo", raising=False)  # reading it would import the module
     with pytest.raises(CheckpointDamagedError):
         load(path)
     assert "torch._dynamo" not in sys.modules
 
 
 def test_a_disk_that_cannot_read_a_file_has_damaged_it(good, path, monkeypatch):
-    def fail(self: Any, *args: Any, **options: Any) -> Any:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     path.write_bytes(good)
-    monkeypatch.setattr(sys.modules[load.__module__], "_read", fail)
-    for read in (load, verify, inspect):
-        with pytest.raises(CheckpointDamagedError, match=r"damaged\.safetensors.*Input/output error"):
-            read(path)
+    monkeypatch.setattr(sys.modules[load.__module__], "_read", fails(OSError(errno.EIO, os.strerror(errno.EIO))))
+    assert_refused(path, load, verify, inspect, match=r"damaged\.safetensors.*Input/output error")
 
 
 def test_a_missing_file_is_a_file_not_found_error(tmp_path):
-    for read in (load, verify, inspect):
-        with pytest.raises(FileNotFoundError):
-            read(tmp_path / "nothing")
+    assert_refused(tmp_path / "nothing", load, verify, inspect, error=FileNotFoundError)
 
 
 def test_a_wrong_device_is_the_callers_mistake_and_no_damage(good, path):
@@ -276,10 +242,8 @@ def test_a_loaded_tensor_saves_only_itself(tmp_path):
 def test_inspect_describes_without_reading_the_data(good, path):
     path.write_bytes(good)
     description = inspect(path)
-    assert {name: (each.dtype, each.shape) for name, each in description.tensors.items()} == {
-        "c": ("U8", (16,)),
-        "w": ("F32", (5,)),
-    }
+    tensors = {name: (each.dtype, each.shape) for name, each in description.tensors.items()}
+    assert tensors == {"c": ("U8", (16,)), "w": ("F32", (5,))}
     assert (description.path, description.bytes, description.version) == (path, len(good), 1)
     assert description.digest == f"crc32:{int.from_bytes(good[-4:], 'little'):08x}"
     damaged = bytearray(good)

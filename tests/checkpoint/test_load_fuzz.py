@@ -1,7 +1,5 @@
 """Files with a right digest around anything: a tree or a typed error comes out, in memory that the size of the file bounds."""
 
-from __future__ import annotations
-
 import json
 import resource
 import tracemalloc
@@ -34,15 +32,9 @@ PER_BYTE, FIXED = 400, 2_000_000  # what Python objects may take of memory for a
 
 
 @pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    path = tmp_path_factory.mktemp("fuzz") / "good"
+def good(path: Path) -> bytes:
     save(TREE, path)
     return path.read_bytes()
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("fuzz") / "mutated"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -115,10 +107,7 @@ NASTY = [
     *(msgspec.msgpack.encode(one) for one in (2**64 - 1, -(2**63), float("nan"), "float64", "complex64", "<f8", "O", [2**40])),
     *(msgspec.msgpack.encode(Ext(code, b"\x91\xc0")) for code in range(18)),
     *(b"1" * 5000, b"[" * 1000, b"9," * 2000, msgspec.msgpack.encode([9] * 1000), msgspec.msgpack.encode([0] * 1000)),
-    *(
-        msgspec.msgpack.encode(Ext(2, b"\x7f" * 3000)),
-        msgspec.msgpack.encode(Ext(10, msgspec.msgpack.encode([{}, {"items": 1}]))),
-    ),
+    *(msgspec.msgpack.encode(Ext(code, data)) for code, data in ((2, b"\x7f" * 3000), (10, b"\x92\x80\x81\xa5items\x01"))),
     *(wrap * 150 for wrap in (b"\x91", b"\x81\xa1a", b"\xc7\x03\x05\x91")),
 ]
 
@@ -154,38 +143,24 @@ def test_a_tree_with_any_damage(good, path, data):
     assert not read(path, with_tree(good, mutate(tree, data.draw(mutations(len(tree)))))).wasteful
 
 
-values = st.recursive(
-    st.one_of(
-        st.none(),
-        st.booleans(),
-        st.integers(-(2**63), 2**64 - 1),
-        st.floats(),
-        st.sampled_from(["<f4", "|b1", "O", "f4,(", "float32", "complex64", "list", "x", "cpu", "cuda:99"]),
-        st.binary(max_size=9),
-        st.builds(Ext, st.just(1), st.just(b"")),
-    ),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4),
-        st.dictionaries(st.one_of(st.integers(0, 9), st.text(max_size=2)), inner, max_size=3),
-        st.builds(lambda code, one: Ext(code, msgspec.msgpack.encode(one)), st.integers(-2, 18), inner),
-        st.builds(Ext, st.integers(-2, 18), st.binary(max_size=12)),
-    ),
-    max_leaves=10,
-)
-slots = st.one_of(st.just([0, 1, 2, 3]), st.just([0, 1, 2, 3]), st.lists(st.integers(-9, 9), max_size=6), values)
-foreign = st.one_of(
-    st.just({}),
-    st.just({}),
-    st.dictionaries(
-        st.integers(0, 6),
-        st.tuples(
-            st.sampled_from(["complex64", "complex128", "float8_e8m0fnu", "x"]),
-            st.one_of(st.lists(st.integers(-1, 2**40), max_size=3), st.sampled_from([[9] * 1000, [1] * 1000, [2**62, 4, 0]])),
-        ),
-        max_size=3,
-    ),
-    values,
-)
+words = st.sampled_from(["<f4", "|b1", "O", "f4,(", "float32", "complex64", "list", "x", "cpu", "cuda:99"])
+numbers = st.integers(-(2**63), 2**64 - 1) | st.floats()
+codes = st.integers(-2, 18)
+
+
+def _containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    extensions = st.builds(lambda code, one: Ext(code, msgspec.msgpack.encode(one)), codes, inner)
+    maps = st.dictionaries(st.integers(0, 9) | st.text(max_size=2), inner, max_size=3)
+    return st.lists(inner, max_size=4) | maps | extensions | st.builds(Ext, codes, st.binary(max_size=12))
+
+
+leaves = st.none() | st.booleans() | numbers | words | st.binary(max_size=9) | st.builds(Ext, st.just(1), st.just(b""))
+values = st.recursive(leaves, _containers, max_leaves=10)
+slots = st.just([0, 1, 2, 3]) | st.just([0, 1, 2, 3]) | st.lists(st.integers(-9, 9), max_size=6) | values
+huge = st.sampled_from([[9] * 1000, [1] * 1000, [2**62, 4, 0]])
+kinds = st.sampled_from(["complex64", "complex128", "float8_e8m0fnu", "x"])
+described = st.tuples(kinds, st.lists(st.integers(-1, 2**40), max_size=3) | huge)
+foreign = st.just({}) | st.just({}) | st.dictionaries(st.integers(0, 6), described, max_size=3) | values
 
 
 @one_file_for_all
@@ -202,16 +177,13 @@ def test_a_header_with_any_damage(good, path, data):
     assert not read(path, seal(mutate(text, data.draw(mutations(len(text)))), body)).wasteful
 
 
-sizes = st.one_of(st.integers(-1, 40), st.sampled_from([2**31, 2**32, 2**62, 2**63, 2**64, 2**64 + 1]), st.floats(), st.text())
-shapes = st.one_of(st.lists(sizes, max_size=3), st.sampled_from([[9] * 1000, [1] * 1000, [2**62, 4, 0], [2**32] * 2]))
-entries = st.one_of(
-    st.fixed_dictionaries(
-        {"dtype": st.sampled_from(["U8", "F32", "F64", "BOOL", "I4", ""])},
-        optional={"shape": shapes, "data_offsets": st.lists(sizes, min_size=1, max_size=3)},
-    ),
-    st.none(),
-    st.lists(st.none(), max_size=2),
-)
+sizes = st.integers(-1, 40) | st.sampled_from([2**31, 2**32, 2**62, 2**63, 2**64, 2**64 + 1]) | st.floats() | st.text()
+places = {
+    "shape": st.lists(sizes, max_size=3) | huge | st.just([2**32] * 2),
+    "data_offsets": st.lists(sizes, min_size=1, max_size=3),
+}
+dtypes = st.sampled_from(["U8", "F32", "F64", "BOOL", "I4", ""])
+entries = st.fixed_dictionaries({"dtype": dtypes}, optional=places) | st.none() | st.lists(st.none(), max_size=2)
 
 
 @one_file_for_all

@@ -1,7 +1,5 @@
 """Copying beside the training what only a step changes: the step waits, the file holds one moment, and a change shows."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -10,7 +8,7 @@ import pytest
 import torch
 
 from eventloop import CheckpointError
-from eventloop.checkpoint import Overlap, StageBuffer, load, stage, write
+from eventloop.checkpoint import Overlap, StageBuffer, stage, write
 
 
 @pytest.fixture
@@ -57,7 +55,7 @@ def overlap(job):
     made.close()
 
 
-def test_the_next_step_waits_for_the_copy_and_the_file_has_the_weights_before_it(job, overlap, late, tmp_path):
+def test_the_next_step_waits_for_the_copy_and_the_file_has_the_weights_before_it(job, overlap, late, written):
     staged = stage(job.tree(), overlap=overlap)
     job.buffer.add_(1)  # of no optimizer: copied at the save point
     stepping = threading.Thread(target=job.step)
@@ -67,14 +65,13 @@ def test_the_next_step_waits_for_the_copy_and_the_file_has_the_weights_before_it
     late.set()
     stepping.join()
     assert job.weight[0].item() == -2.5
-    write(staged, tmp_path / "c")
-    loaded = load(tmp_path / "c")
+    loaded = written(staged)
     assert torch.equal(loaded["weight"], torch.full((1000,), -1.0))
     assert torch.equal(loaded["buffer"], torch.zeros(3))
     assert torch.equal(loaded["optimizer"]["state"][0]["momentum_buffer"], torch.ones(1000))
 
 
-def test_many_small_weights_are_of_the_same_moment_as_large_ones(late, tmp_path):
+def test_many_small_weights_are_of_the_same_moment_as_large_ones(late, written):
     weights = [torch.nn.Parameter(torch.zeros(10)) for _ in range(300)] + [torch.nn.Parameter(torch.zeros(10_000))]
     optimizer = torch.optim.SGD(weights, lr=1.0, maximize=True)
     overlap = Overlap([optimizer])
@@ -83,37 +80,30 @@ def test_many_small_weights_are_of_the_same_moment_as_large_ones(late, tmp_path)
         weight.grad = torch.ones_like(weight)
     threading.Timer(0.02, late.set).start()
     optimizer.step()
-    write(staged, tmp_path / "c")
-    assert all((weight == 0).all() for weight in load(tmp_path / "c"))
+    assert all((weight == 0).all() for weight in written(staged))
     assert all((weight == 1).all() for weight in weights)
     overlap.close()
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda weights: setattr(weights[2500], "data", torch.ones(2, 5)),
-        lambda weights: setattr(weights[2999], "data", torch.ones(10, dtype=torch.float64)),
-        lambda weights: setattr(weights[1500], "data", torch.ones(11)),
-        lambda weights: setattr(weights[1500], "data", weights[0].data),
-        lambda weights: setattr(weights[0], "data", torch.ones(10)),
-    ],
-    ids=["shape", "dtype", "length", "tied", "elsewhere"],
-)
-def test_small_weights_that_two_threads_copy_are_those_of_the_save_point(change, tmp_path):
+ONES = torch.ones(10)
+CHANGES = {"shape": (2500, ONES.view(2, 5)), "dtype": (2999, ONES.double()), "length": (1500, torch.ones(11)),
+           "tied": (1500, None), "elsewhere": (0, ONES)}  # fmt: skip
+
+
+@pytest.mark.parametrize(("index", "data"), CHANGES.values(), ids=CHANGES)
+def test_small_weights_that_two_threads_copy_are_those_of_the_save_point(index, data, written):
     """Also when a weight that the second save finds is another one than the first save saw."""
     weights = [torch.nn.Parameter(torch.full((10,), float(i))) for i in range(3000)]
     overlap, buffer = Overlap([torch.optim.SGD(weights)]), StageBuffer()
     stage(weights, buffer, overlap=overlap).release()
-    change(weights)
-    write(stage(weights, buffer, overlap=overlap), tmp_path / "c")
-    loaded = load(tmp_path / "c")
+    weights[index].data = weights[0].data if data is None else data
+    loaded = written(stage(weights, buffer, overlap=overlap))
     assert all(one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(loaded, weights, strict=True))
     assert (loaded[0].data_ptr() == loaded[1500].data_ptr()) == (weights[0].data_ptr() == weights[1500].data_ptr())
     overlap.close()
 
 
-def test_a_small_weight_that_cannot_be_saved_any_more_is_named(tmp_path):
+def test_a_small_weight_that_cannot_be_saved_any_more_is_named(written):
     weights = {f"w{i}": torch.zeros(10) for i in range(3000)}
     overlap, buffer = Overlap([torch.optim.SGD(list(weights.values()))]), StageBuffer()
     stage(weights, buffer, overlap=overlap).release()
@@ -121,8 +111,7 @@ def test_a_small_weight_that_cannot_be_saved_any_more_is_named(tmp_path):
         for bad in (weights["w1"].to_sparse(), weights["w1"].to("meta")):
             with pytest.raises(CheckpointError, match=rf"^w{i}: "):
                 stage({**weights, f"w{i}": bad}, buffer, overlap=overlap)
-    write(stage(weights, buffer, overlap=overlap), tmp_path / "c")
-    assert list(load(tmp_path / "c")) == list(weights)
+    assert list(written(stage(weights, buffer, overlap=overlap))) == list(weights)
     overlap.close()
 
 
@@ -145,7 +134,7 @@ def test_optimizer_state_is_copied_late_and_guarded_like_weights(job, overlap, l
         write(staged, tmp_path / "c")
 
 
-def test_weights_without_versions_are_copied_at_the_save_point(late, tmp_path):
+def test_weights_without_versions_are_copied_at_the_save_point(late, written):
     """Those made in inference mode: torch counts no changes of them."""
     with torch.inference_mode():
         weight = torch.nn.Parameter(torch.zeros(1000), requires_grad=False)
@@ -154,32 +143,29 @@ def test_weights_without_versions_are_copied_at_the_save_point(late, tmp_path):
     with torch.inference_mode():
         weight.add_(1)
     late.set()
-    write(staged, tmp_path / "c")
-    assert (load(tmp_path / "c")["w"] == 0).all()
+    assert (written(staged)["w"] == 0).all()
     overlap.close()
 
 
-def test_memory_is_not_reused_while_a_released_copy_is_running(job, overlap, late, tmp_path):
+def test_memory_is_not_reused_while_a_released_copy_is_running(job, overlap, late, written):
     buffer = StageBuffer()
     stage(job.tree(), buffer, overlap=overlap).release()
     second = stage(job.tree(), buffer, overlap=overlap)
     assert buffer.bytes == 2 * (2 * 4000 + 12)
     late.set()
     job.step()
-    write(second, tmp_path / "c")
-    assert torch.equal(load(tmp_path / "c")["weight"], torch.full((1000,), -1.0))
+    assert torch.equal(written(second)["weight"], torch.full((1000,), -1.0))
     stage(job.tree(), buffer, overlap=overlap)
     assert buffer.bytes == 2 * (2 * 4000 + 12)
 
 
-def test_parameters_that_are_replaced_during_the_copy_leave_the_old_ones_in_the_file(job, overlap, late, tmp_path):
+def test_parameters_that_are_replaced_during_the_copy_leave_the_old_ones_in_the_file(job, overlap, late, written):
     staged = stage(job.tree(), overlap=overlap)
     job.weight = torch.nn.Parameter(torch.full((1000,), 7.0))
     job.optimizer.param_groups[0]["params"] = [job.weight]
     late.set()
     job.step()
-    write(staged, tmp_path / "c")
-    assert torch.equal(load(tmp_path / "c")["weight"], torch.full((1000,), -1.0))
+    assert torch.equal(written(staged)["weight"], torch.full((1000,), -1.0))
 
 
 def test_closing_leaves_the_optimizer_as_it_was(job):
@@ -206,13 +192,12 @@ def test_the_number_of_torch_threads_is_unchanged(job, overlap):
         torch.set_num_threads(threads)
 
 
-def test_tied_weights_and_views_of_them_are_of_the_same_moment(overlap, job, late, tmp_path):
+def test_tied_weights_and_views_of_them_are_of_the_same_moment(overlap, job, late, written):
     tree = {"a": job.weight, "b": job.weight.detach(), "row": job.weight.detach()[:10], "tail": job.weight.detach()[990:]}
     staged = stage(tree, overlap=overlap)
     late.set()
     job.step()
-    write(staged, tmp_path / "c")
-    loaded = load(tmp_path / "c")
+    loaded = written(staged)
     assert loaded["a"] is loaded["b"]
     assert {value.unique().item() for value in loaded.values()} == {-1.0}
 
@@ -230,7 +215,7 @@ def test_a_forked_process_steps_without_waiting_for_its_parents_copy(job, overla
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_weights_on_a_cuda_device_are_copied_beside_the_training(tmp_path):
+def test_weights_on_a_cuda_device_are_copied_beside_the_training(written):
     weight = torch.nn.Parameter(torch.zeros(1000, 1000, device="cuda"))
     optimizer = torch.optim.SGD([weight], lr=1.0)
     overlap = Overlap([optimizer])
@@ -238,6 +223,5 @@ def test_weights_on_a_cuda_device_are_copied_beside_the_training(tmp_path):
         staged = stage({"weight": weight.detach()}, overlap=overlap)
         weight.grad = torch.ones_like(weight)
         optimizer.step()
-        write(staged, tmp_path / "c")
-        assert (load(tmp_path / "c")["weight"] == -number).all()
+        assert (written(staged)["weight"] == -number).all()
     overlap.close()

@@ -1,7 +1,5 @@
 """AsyncSaver: saves beside the caller, one at a time, loud when they fail."""
 
-from __future__ import annotations
-
 import os
 import threading
 import time
@@ -111,15 +109,12 @@ def test_a_cancelled_future_is_not_written(disk, tmp_path):
     assert saved(tmp_path) == {"0": 0}
 
 
-def test_saving_with_a_closed_saver_is_an_error(tmp_path):
+def test_saving_with_a_closed_saver_and_an_unknown_policy_are_errors(tmp_path):
     saver = AsyncSaver()
     saver.close()
     saver.close()
     with pytest.raises(CheckpointError, match="closed"):
         saver.save(tree(0), tmp_path / "0")
-
-
-def test_an_unknown_policy_is_an_error_that_names_the_others():
     with pytest.raises(ConfigurationError, match=r"busy=\'drop\'"):
         AsyncSaver(busy="drop")
 
@@ -218,11 +213,10 @@ def test_one_save_waits_in_the_queue_and_a_third_one_waits_for_its_place(disk, t
 def test_an_action_waits_for_the_save_before_it_and_for_no_later_one(disk, tmp_path):
     there = []
     with AsyncSaver(busy="queue") as saver:
-        saver.save(tree(0), tmp_path / "0")
-        saver.after_commit(lambda: there.append(sorted(path.name for path in tmp_path.glob("[0-9]"))))
-        assert disk.reached.wait(30)
-        saver.save(tree(1), tmp_path / "1")
-        saver.after_commit(lambda: there.append(sorted(path.name for path in tmp_path.glob("[0-9]"))))
+        for name in "01":
+            saver.save(tree(0), tmp_path / name)
+            saver.after_commit(lambda: there.append(sorted(path.name for path in tmp_path.glob("[0-9]"))))
+            assert disk.reached.wait(30)
         assert there == []
         disk.go.set()
         saver.wait()

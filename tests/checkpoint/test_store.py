@@ -1,7 +1,5 @@
 """Checkpoints in stores that fsspec reaches: complete under their names or not there, and every failure loud."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from collections.abc import Iterator
@@ -31,6 +29,8 @@ from eventloop.checkpoint import (
     verify,
 )
 from eventloop.errors import CheckpointDamagedError, CheckpointError, ConfigurationError
+
+from ..failing import fails
 
 
 class Failing(MemoryFileSystem):
@@ -138,35 +138,25 @@ def test_an_upload_is_not_part_of_a_transaction_of_someone_else(memory: MemoryFi
 
 
 def test_a_second_name_is_copied_within_the_store_and_moved_between_places(memory: MemoryFileSystem, tmp_path: Path) -> None:
-    local, remote, other = (
-        tmp_path / "l.safetensors",
-        as_path("memory://b/r.safetensors"),
-        as_path("failing://b/o.safetensors"),
-    )
+    local, back = tmp_path / "l.safetensors", tmp_path / "back.safetensors"
+    remote, other = as_path("memory://b/r.safetensors"), as_path("failing://b/o.safetensors")
     save(tree(), local)
     link(local, remote)
     link(remote, remote.with_name("best.safetensors"))
     link(remote, other)
-    back = tmp_path / "back.safetensors"
     link(other, back)
     assert back.read_bytes() == local.read_bytes()
     assert memory.cat_file("/b/best.safetensors") == local.read_bytes()
 
 
-def test_removing_a_missing_file_is_allowed_and_a_refusal_is_an_error() -> None:
+def test_removing_a_missing_file_is_allowed_and_a_refusal_or_a_missing_bucket_is_an_error(monkeypatch) -> None:
     path = as_path("failing://bucket/a.safetensors")
     remove(path)
     Failing.calls.clear()
     Failing.fail_at, Failing.error = 0, PermissionError("not yours")
     with pytest.raises(CheckpointError, match=r"failing://bucket/a.safetensors: not yours"):
         remove(path)
-
-
-def test_a_missing_bucket_is_a_write_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(*args: Any, **options: Any) -> Any:
-        raise FileNotFoundError("the bucket does not exist")
-
-    monkeypatch.setattr(MemoryFileSystem, "open", missing)
+    monkeypatch.setattr(MemoryFileSystem, "open", fails(FileNotFoundError("the bucket does not exist")))
     with pytest.raises(CheckpointError, match="bucket"):
         save(tree(), "memory://bucket/a.safetensors")
 
@@ -181,12 +171,8 @@ def test_a_file_url_is_a_path(tmp_path: Path) -> None:
 def test_a_remote_path_has_parts_and_is_picklable() -> None:
     path = as_path("memory://bucket/run/") / "epoch_3.safetensors"
     assert isinstance(path, RemotePath)
-    assert (path.name, path.stem, path.suffix, str(path.parent)) == (
-        "epoch_3.safetensors",
-        "epoch_3",
-        ".safetensors",
-        "memory://bucket/run",
-    )
+    assert (path.name, path.stem, path.suffix) == ("epoch_3.safetensors", "epoch_3", ".safetensors")
+    assert str(path.parent) == "memory://bucket/run"
     assert pickle.loads(pickle.dumps(path)) == path  # noqa: S301
     assert len({path, as_path("memory://bucket/run/epoch_3.safetensors")}) == 1
 
@@ -200,7 +186,7 @@ def test_without_fsspec_the_error_names_the_extra_to_install(monkeypatch: pytest
         as_path("nowhere://bucket/run")
 
 
-def test_a_symbolic_link_replaces_what_had_its_name(tmp_path):
+def test_a_symbolic_link_replaces_what_had_its_name_and_without_them_it_is_a_hard_link(tmp_path, monkeypatch):
     for name in ("a", "b"):
         (tmp_path / name).write_text(name)
     symlink(tmp_path / "a", tmp_path / "last")
@@ -213,11 +199,7 @@ def test_a_symbolic_link_replaces_what_had_its_name(tmp_path):
         symlink(tmp_path / "a", tmp_path / "folder")
     assert [one["path"] for one in logs] == [str(tmp_path / "folder")]
     assert (tmp_path / "folder").read_text() == "a"
-
-
-def test_without_symbolic_links_it_is_a_hard_link(tmp_path, monkeypatch):
-    (tmp_path / "a").write_text("a")
-    monkeypatch.setattr(Path, "symlink_to", lambda *args: (_ for _ in ()).throw(OSError("not here")))
+    monkeypatch.setattr(Path, "symlink_to", fails(OSError("not here")))
     symlink(tmp_path / "a", tmp_path / "last")
     assert (tmp_path / "last").samefile(tmp_path / "a")
     assert not (tmp_path / "last").is_symlink()

@@ -1,10 +1,9 @@
 """Files of torch.save written beside the training, and writers of other formats: the same promises as for the container."""
 
-from __future__ import annotations
-
 import random
 import zipfile
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +14,7 @@ from eventloop.errors import CheckpointError, CheckpointValueError
 
 from ..scripts import run_script
 from .faults import fill_up
+from .test_container import canonical
 
 
 class Settings:
@@ -47,9 +47,6 @@ def names(directory):
     return sorted(each.name for each in directory.iterdir())
 
 
-# --------------------------------------------------------------------- the file
-
-
 def test_the_file_has_the_bytes_that_torch_save_writes(tmp_path):
     model, optimizer = training()
     base = torch.arange(10.0)
@@ -74,12 +71,8 @@ def test_torch_and_the_importer_read_the_file(tmp_path):
     model, optimizer = training()
     info = write({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
     assert info.digest.startswith("crc32:")
-    for read in (
-        lambda path: torch.load(path, weights_only=True),
-        lambda path: torch.load(path, weights_only=True, mmap=True),
-        load_pth,
-    ):
-        found = read(tmp_path / "c.pt")
+    loads = (partial(torch.load, weights_only=True), partial(torch.load, weights_only=True, mmap=True), load_pth)
+    for found in (read(tmp_path / "c.pt") for read in loads):
         assert torch.equal(found["model"]["weight"], model.weight)
         assert torch.equal(found["optimizer"]["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"])
     for tree in ({}, [], {"größe": "語", "none": None}):
@@ -129,15 +122,8 @@ def test_sizes_and_offsets_that_need_64_bits_are_given_in_64(tmp_path, monkeypat
     (tmp_path / "z").write_bytes(data)
     with zipfile.ZipFile(tmp_path / "z") as archive:
         assert archive.testzip() is None
-        assert [(info.filename, info.file_size) for info in archive.infolist()] == [
-            ("archive/small", 100),
-            ("archive/large", 5000),
-            ("archive/behind", 10),
-            ("archive/none", 0),
-        ]
-
-
-# --------------------------------------------------------------------- faults
+        sizes = {info.filename.removeprefix("archive/"): info.file_size for info in archive.infolist()}
+    assert list(sizes.items()) == [("small", 100), ("large", 5000), ("behind", 10), ("none", 0)]
 
 
 def test_any_failing_operation_leaves_the_old_file_and_no_debris(tmp_path, faults):
@@ -214,9 +200,6 @@ def test_interrupts_lose_no_file_and_do_not_hang(tmp_path, ctrl_c, no_thread_is_
         assert (found["w"] == found["n"]).all()
 
 
-# --------------------------------------------------------------------- writers
-
-
 def test_a_writer_gets_the_tree_with_the_copies_of_its_tensors(tmp_path):
     weight, seen = torch.ones(3), []
 
@@ -239,11 +222,7 @@ def test_a_writer_gets_the_tree_with_the_copies_of_its_tensors(tmp_path):
 def test_staged_trees_have_all_that_a_container_has():
     tree = {"a": (torch.arange(3), [torch.ones(2, 2).t(), torch.tensor(2j)]), 3: {"é": torch.empty(0, 4)}}
     staged = stage(tree)
-    found = staged.tree()
-    assert torch.equal(found["a"][0], tree["a"][0])
-    assert torch.equal(found["a"][1][0], tree["a"][1][0])
-    assert found["a"][1][1] == 2j
-    assert found[3]["é"].shape == (0, 4)
+    assert canonical(staged.tree()) == canonical(tree)
     staged.release()
     with pytest.raises(CheckpointError, match="released"):
         staged.tree()
@@ -262,9 +241,6 @@ def test_the_error_of_a_writer_is_told_by_the_next_call_and_frees_the_memory(tmp
             saver.wait()
         assert seen[0].released
         saver.save({"w": torch.ones(3)}, tmp_path / "y").result(30)
-
-
-# --------------------------------------------------------------------- actions behind the commit
 
 
 def test_an_action_is_not_done_while_the_last_save_has_failed(disk, tmp_path):
