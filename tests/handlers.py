@@ -19,6 +19,17 @@ def publish_all(bus: Bus, numbers: Iterable[int], event: Callable[[int], Event] 
         bus.publish(event(number))
 
 
+def offload(bus: Bus, function: Callable[[Any], object], kind: str, event: Any = "after_train_iter", **options: Any):
+    """Subscribe ``function`` as an async handler, or as a plain one that runs inline, on a thread or in a process."""
+
+    async def handler(what):
+        return function(what)
+
+    if kind == "async":
+        return bus.on(event, handler, **options)
+    return bus.on(event, function, offload=kind, **options)
+
+
 def held(bus: Bus, kind: str = "thread", *, event="after_train_iter", number=lambda event: event.batch_idx, **options: Any):
     """Subscribe a handler that waits in its first event. Returns its subscription, what it heard, started, release."""
     heard: list[int] = []

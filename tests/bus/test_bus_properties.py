@@ -11,6 +11,8 @@ from eventloop import Bus, Progress
 from eventloop.errors import LaneClosedError
 from eventloop.events import AfterTrainIter
 
+from ..handlers import offload
+
 MODES = ["inline", "async", "thread"]
 
 
@@ -99,21 +101,11 @@ def test_everything_arrives_as_the_model_says(planned, events, backend):
             if i == plan.fails_at:
                 raise ValueError(i)
 
-        async def handle_async(event: AfterTrainIter) -> None:
-            handle(event)
-
         if plan is None:
             subscriptions[number] = bus.on(AfterTrainIter, handle)
             return
-        subscriptions[number] = bus.on(
-            AfterTrainIter,
-            handle_async if plan.mode == "async" else handle,
-            priority=plan.priority,
-            every=plan.every,
-            after=plan.after,
-            on_error="log",
-            offload="thread" if plan.mode == "thread" else None,
-        )
+        options = {"priority": plan.priority, "every": plan.every, "after": plan.after, "on_error": "log"}
+        subscriptions[number] = offload(bus, handle, plan.mode, **options)
 
     for plan in planned:
         plan.acted = False
@@ -168,16 +160,10 @@ def test_with_failures_and_cancellations_every_lane_accounts_for_a_prefix_of_eac
             if any(event.progress.iter in fails for event in arrived):
                 raise ValueError
 
-        async def handle_async(what) -> None:
-            handle(what)
-
         options = {"queue": queue, "full": full, "linger": linger}
         if mode == "stream":
             return bus.stream(AfterTrainIter, **options)
-        options |= {"on_error": "log"} | ({"batch": batch} if batch else {})
-        if mode == "thread":
-            return bus.on(AfterTrainIter, handle, offload="thread", **options)
-        return bus.on(AfterTrainIter, handle_async, **options)
+        return offload(bus, handle, mode, on_error="log", batch=batch, **options)
 
     def publish(publisher: int) -> None:
         for i in range(events):

@@ -10,6 +10,7 @@ import pytest
 from eventloop import Bus, Event, Progress
 from eventloop.events import AfterTrainIter
 
+from ..handlers import offload
 from .workers import Told
 
 variable: ContextVar[str] = ContextVar("variable", default="nothing")
@@ -42,18 +43,20 @@ def test_a_handler_sees_those_of_its_publish_and_keeps_its_own_changes_to_itself
     bus = Bus(backend=backend)
     seen = []
 
-    async def handler(event):
-        await anyio.lowlevel.checkpoint()
+    def look():
         seen.append(variable.get())
         variable.set("changed by the handler")
+
+    async def handler(event):
+        await anyio.lowlevel.checkpoint()
+        look()
         await anyio.lowlevel.checkpoint()
         assert variable.get() == "changed by the handler"
 
-    def blocking(event):
-        seen.append(variable.get())
-        variable.set("changed by the handler")
-
-    bus.on(type(event(0)), handler if kind == "async" else blocking, offload="thread" if kind == "thread" else None)
+    if kind == "async":
+        bus.on(type(event(0)), handler)
+    else:
+        bus.on(type(event(0)), lambda event: look(), offload="thread")
     with bus:
         publish(bus, 3, event)
     assert seen == ["iteration 0", "iteration 1", "iteration 2"]
@@ -63,15 +66,8 @@ def test_a_handler_sees_those_of_its_publish_and_keeps_its_own_changes_to_itself
 @pytest.mark.parametrize("kind", ["async", "thread"])
 def test_a_handler_of_batches_sees_those_of_its_subscription(bus, kind):
     seen = set()
-
-    async def handler(events):
-        seen.add(variable.get())
-
     variable.set("when it was subscribed")
-    if kind == "async":
-        bus.on("after_train_iter", handler, batch=2)
-    else:
-        bus.on("after_train_iter", lambda events: seen.add(variable.get()), batch=2, offload="thread")
+    offload(bus, lambda events: seen.add(variable.get()), kind, batch=2)
     variable.set("when the bus was opened")
     with bus:
         publish(bus, 5)

@@ -13,18 +13,11 @@ from eventloop import Bus, Progress
 from eventloop.events import AfterTrainIter
 from eventloop.offload import Runtime
 
+from ..handlers import offload
 from ..strikes import strikes_at
 from . import workers
 
 STRIKES = 2000
-
-
-def in_order(events) -> None:
-    workers.act_on_all(events)
-
-
-async def in_order_async(events) -> None:
-    workers.act_on_all(events)
 
 
 def values_in_order(values) -> None:
@@ -34,16 +27,10 @@ def values_in_order(values) -> None:
 
 def subscribe(bus: Bus, kind: str):
     options = {"batch": 64, "linger": 0.0002, "queue": 16}
-    match kind:
-        case "async":
-            return bus.on("after_train_iter", in_order_async, **options)
-        case "captured":
-            capture = lambda event: event.run  # noqa: E731
-            return bus.on("after_train_iter", values_in_order, offload="thread", capture=capture, max_bytes=40, **options)
-        case "process":
-            return bus.on("after_train_iter", workers.act_on_all, offload="process", **options)
-        case _:
-            return bus.on("after_train_iter", in_order, offload="thread", **options)
+    if kind == "captured":
+        options |= {"capture": lambda event: event.run, "max_bytes": 40}
+        return bus.on("after_train_iter", values_in_order, offload="thread", **options)
+    return offload(bus, workers.act_on_all, kind, **options)
 
 
 @pytest.mark.parametrize("kind", ["async", "thread", "captured", "process"])
@@ -70,14 +57,7 @@ def test_an_interrupt_at_any_line_of_starting_threads_leaks_and_loses_nothing(no
     for at in itertools.count():
         heard: list[object] = []
         bus = Bus()
-
-        async def listen(event, heard=heard):
-            heard.append(event)
-
-        subscriptions = [
-            bus.on("after_train_iter", heard.append, offload="thread", linger=0),
-            bus.on("after_train_iter", listen, linger=0),
-        ]
+        subscriptions = [offload(bus, heard.append, kind, linger=0) for kind in ("thread", "async")]
         if not strikes_while_it_opens(bus, at):
             break
         with bus:
@@ -127,7 +107,7 @@ def test_an_interrupt_while_the_bus_closes_leaves_no_thread(bus, monkeypatch, no
         raise KeyboardInterrupt
 
     bus.on("after_train_iter", print, offload="thread")
-    bus.on("after_train_iter", in_order_async, batch=2)
+    offload(bus, print, "async", batch=2)
     monkeypatch.setattr(Runtime, "close", close)
     with pytest.raises(KeyboardInterrupt), bus:
         pass

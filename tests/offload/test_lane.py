@@ -12,6 +12,7 @@ from eventloop.errors import LaneClosedError
 from eventloop.events import AfterRun
 from eventloop.offload import Deadline, DrainReport, Lane, SizedLane, consumers
 
+from ..handlers import offload
 from ..strikes import strikes_at
 from ..waiting import until
 
@@ -214,12 +215,7 @@ def test_a_sleeping_consumer_delivers_an_event_whose_wake_up_was_missed(bus, mod
     """As after a Ctrl-C between the append and the wake-up."""
     monkeypatch.setattr(consumers, "LOOK", 0.02)
     heard: list[object] = []
-
-    async def listen(event) -> None:
-        heard.append(event)
-
-    options = {"offload": "thread"} if mode == "thread" else {}
-    subscription = bus.on("after_run", heard.append if options else listen, linger=0, **options)
+    subscription = offload(bus, heard.append, mode, event="after_run", linger=0)
     with bus:
         until(lambda: not subscription.lane._armed)  # it sleeps
         item = AfterRun(progress=Progress())

@@ -19,7 +19,7 @@ from eventloop.offload.lane import Lane
 
 from ..conftest import UVLOOP
 from ..failing import fails
-from ..handlers import held, iteration, publish_all
+from ..handlers import held, iteration, offload, publish_all
 from ..waiting import meanwhile, on_threads, until
 
 P = Progress()
@@ -33,17 +33,6 @@ class Mark(Event):
     """Its fields are all plain: it goes into a lane as it is, by a shorter way."""
 
     number: int
-
-
-def offload(bus: Bus, function, kind: str, event="after_train_iter", **options):
-    """Subscribe ``function`` as an async handler or on a thread."""
-    if kind == "thread":
-        return bus.on(event, function, offload="thread", **options)
-
-    async def handler(what):
-        return function(what)
-
-    return bus.on(event, handler, **options)
 
 
 EVERYWHERE = pytest.mark.parametrize(
