@@ -293,6 +293,14 @@ class Job:
     def told(self, hear: Callable[[list[str]], None]) -> Hook:
         return Told(hear)
 
+    def resume(self, work_dir: Path) -> int:
+        """Train to the end from the newest checkpoint, and return the step that it was of."""
+        loop, began = self.loop(work_dir), []
+        loop.bus.on("before_train", lambda event: began.append(event.progress.iter))
+        loop.run(resume="auto")
+        assert (loop.model.weight == STEPS).all()
+        return began[0]
+
     @staticmethod
     def step_of(path: Path) -> int:
         """Read a checkpoint, see that it is the state of one step, and return which."""

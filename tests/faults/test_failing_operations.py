@@ -177,12 +177,7 @@ def test_any_failing_operation_in_a_run_raises_and_loses_no_committed_checkpoint
         newest = job.check(directory, [f"{name}.safetensors" for name in there])
         assert disk.failed == "unlink" or not list(directory.glob(f"{TEMPORARY_PREFIX}*"))
         if len(refused) % 5 == 0:
-            resumed = job.loop(directory)
-            began = []
-            resumed.bus.on("before_train", lambda event, began=began: began.append(event.progress.iter))
-            resumed.run(resume="auto")
-            assert began == [newest]
-            assert (resumed.model.weight == job.STEPS).all()
+            assert job.resume(directory) == newest
             assert job.check(directory, []) == job.STEPS
     assert {"mkdir", "open", "write", "fsync", "close", "link", "unlink"} <= set(refused)
 
@@ -212,6 +207,5 @@ def test_a_full_disk_loses_no_old_checkpoint_and_errors_can_be_logged_only(disk,
     assert [entry["log_level"] for entry in logs if entry["event"] == "checkpoint not written"]
     assert job.check(tmp_path / "run", [Path(name).name for name in told]) in (1, 2)
     disk.heal()
-    resumed = job.loop(tmp_path / "run")
-    resumed.run(resume="auto")
+    job.resume(tmp_path / "run")
     assert job.check(tmp_path / "run", []) == job.STEPS
