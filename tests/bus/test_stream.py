@@ -136,9 +136,6 @@ async def test_misuse_is_a_clear_error(bus):
     assert bus.subscriptions == ()
 
 
-# ------------------------------------------------------------------------------------------------ several mount points
-
-
 async def test_filters_count_each_of_several_mount_points(bus):
     async with bus:
         stream = bus.stream("after_train_iter", "checkpoint_committed", every=2)

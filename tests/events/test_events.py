@@ -6,14 +6,7 @@ import torch
 
 from eventloop import Bus, Event, Live, Progress, Run, UnknownEventError, from_json, from_msgpack, mount_points
 from eventloop.errors import EventDefinitionError
-from eventloop.events import (
-    AfterIter,
-    AfterTrainIter,
-    AfterValEpoch,
-    CheckpointCommitted,
-    CostsMeasured,
-    ModuleEvent,
-)
+from eventloop.events import AfterIter, AfterTrainIter, AfterValEpoch, CheckpointCommitted, CostsMeasured, ModuleEvent
 from eventloop.events.event import lineage, mount_name, resolve
 from eventloop.events.event import registry as registered
 from eventloop.events.mount_points import BUILTIN

@@ -78,10 +78,7 @@ def test_a_script_with_a_main_guard_uses_worker_processes_and_leaves_nothing_on_
     command = [sys.executable, "-W", "ignore", path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)  # noqa: S603
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        *(f"worker {1000.0 * number} __mp_main__" for number in range(4)),
-        "end [3, 0]",
-    ]
+    assert done.stdout.splitlines() == [*(f"worker {1000.0 * number} __mp_main__" for number in range(4)), "end [3, 0]"]
     assert "__main__.Mine: from the worker" in done.stderr.replace("__mp_main__", "__main__")
     for word in ("resource_tracker", "leaked", "BrokenPipe", "KeyError"):
         assert word not in done.stderr

@@ -50,15 +50,17 @@ def test_publishers_on_several_threads_have_separate_values():
     assert all(read(one) == {"n": n, "again": n} for n, one in taken.items())
 
 
-def test_tensors_made_in_inference_mode_and_with_a_graph_are_taken_in_any_grad_mode():
-    taker = ScalarTaker()
-    with torch.inference_mode():
-        first = taker.take({"a": torch.tensor(1.0)})
-    second = taker.take({"a": torch.tensor(2.0, requires_grad=True) * 2})
-    assert not any(values.requires_grad for _, values in second[1])
-    with torch.inference_mode():
-        third = taker.take({"a": torch.tensor(3.0)})
-    assert [read(one) for one in (first, second, third)] == [{"a": 1.0}, {"a": 4.0}, {"a": 3.0}]
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_tensors_of_any_grad_mode_and_with_a_graph_are_taken_and_the_mode_is_left_as_it_was(mode):
+    taker, taken = ScalarTaker(), []
+    for number in (1.0, 3.0):
+        with mode():
+            enabled = torch.is_grad_enabled()
+            taken.append(taker.take({"a": torch.tensor(number)}))
+            assert torch.is_grad_enabled() == enabled
+        taken.append(taker.take({"a": torch.tensor(number, requires_grad=True) * 2}))
+        assert not any(values.requires_grad for _, values in taken[-1][1])
+    assert [read(one) for one in taken] == [{"a": 1.0}, {"a": 2.0}, {"a": 3.0}, {"a": 6.0}]
     assert torch.is_grad_enabled()
 
 
