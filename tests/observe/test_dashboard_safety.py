@@ -121,13 +121,7 @@ def test_no_other_site_is_told_that_it_may_read_or_frame_and_the_token_is_in_no_
         job.thread.join(60)
         for path in ("/runs.json", "/static/common.js"):
             assert server.token not in visitor.client.get(path).text
-        for method, path in [
-            ("GET", "/"),
-            ("GET", "/runs/1/"),
-            ("GET", "/runs/1/events"),
-            ("OPTIONS", "/runs/1/stop"),
-            ("GET", "/no"),
-        ]:
+        for method, path in [*REQUESTS, ("GET", "/runs/1/"), ("OPTIONS", "/runs/1/stop"), ("GET", "/no")]:
             asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
             answer = visitor.client.request(method, path, headers=asks if method == "OPTIONS" else {})
             assert not [name for name in answer.headers if name.startswith("access-control-")]

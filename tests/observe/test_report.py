@@ -88,7 +88,7 @@ def test_the_page_has_all_that_the_run_left(tmp_path):
     assert page.row("Histograms") == ["Histograms after_train_iter", "11.0%", "1.1 s", "100", "11 ms", "22 ms"]
     assert page.row("All") == ["All", "100.0%", "10 s", "", "", ""]
     assert page.row("LoggerHook.write") == [
-        *("LoggerHook.write", "98", "0", "2", "0", "500 ms", "0 µs", "1.5", "7", "10 ms", "200 ms"),
+        *("LoggerHook.write", "98", "0", "2", "0", "500 ms", "0 µs", "1.5", "7", "10 ms", "200 ms")
     ]
     assert page.row("epoch_5.safetensors")[1:6] == ["5", "50", "250 ms", "2 s", "1 kB"]
     assert page.row("iter_51.safetensors")[3] == "the disk is full"

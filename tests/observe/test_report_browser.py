@@ -11,10 +11,7 @@ from eventloop.observe.report import ReportedRun, build_report
 
 from .folders import write_run
 
-pytestmark = [
-    pytest.mark.filterwarnings("default::DeprecationWarning"),
-    pytest.mark.filterwarnings("default::ResourceWarning"),
-]
+pytestmark = [pytest.mark.filterwarnings("default::DeprecationWarning"), pytest.mark.filterwarnings("default::ResourceWarning")]
 
 
 @pytest.fixture(scope="module")

@@ -11,15 +11,7 @@ from hypothesis import strategies as st
 from eventloop import Bus
 from eventloop.cli import main
 from eventloop.cli.runs import best_metric
-from eventloop.observe import (
-    Damage,
-    RunDamagedError,
-    RunFolder,
-    RunFolderError,
-    encode_line,
-    find_runs,
-    last_lines,
-)
+from eventloop.observe import Damage, RunDamagedError, RunFolder, RunFolderError, encode_line, find_runs, last_lines
 from eventloop.observe.environment import this_process
 from eventloop.observe.report import ReportedRun, build_report, verdict
 

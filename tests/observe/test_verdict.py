@@ -1,3 +1,5 @@
+from fnmatch import fnmatchcase
+
 import pytest
 
 from eventloop.observe import Costs, Growth, Histogram, LaneCosts, Part, RankCosts, Straggler
@@ -30,56 +32,31 @@ def grown(process, *others):
 
 COPIES, WAITS = (training(f"{what} for checkpoints", share) for what, share in (("copying", 0.01), ("waiting", 0.3)))
 SLOW = Straggler(2, "node7", "training", "waiting for data", 0.05, 0.002, 0.048)
+THERE = "rank 2 (node7): waiting for data takes 50 ms an iteration there, 2 ms on the others"
+METHODS = [part(f"Mine.{name}_train_iter", 0.02) for name in ("before", "after")]  # which count together
+LEAKS = Growth("Leaky", 110_000_000, 60.0, 500)
 
 
 @pytest.mark.parametrize(
-    ("measured", "sentences"),
+    ("measured", "told"),
     [
-        (costs(training("step", 0.9), part("EMAHook.after_train_iter", 0.02), training("waiting for data", 0.04)), []),
-        (
-            costs(
-                *(part(f"Mine.{name}_train_iter", 0.02) for name in ("before", "after")),
-                part("Mine.write", 0.01, group="hand-off"),
-            ),
-            ["Mine takes 5.0% of the time: 500 µs an iteration."],  # its methods together
-        ),
-        (
-            costs(part("watch", 0.05, calls=2, mount_point="after_val")),
-            ["watch takes 5.0% of the time: 250 ms a call at after_val."],
-        ),
-        (
-            costs(lanes=[lane(waited=0.5, seconds=3.69)]),
-            ["Training waits 5.0% of the time for the full lane of Histograms: its handler takes 4.1 ms an event."],
-        ),
-        (costs(lanes=[lane(dropped=100)]), ["The lane of Histograms dropped 100 of 1000 events."]),
-        (
-            costs(training("copying for checkpoints", 0.02)),
-            ["Checkpoints hold training up for 2.0% of the time (200 ms)."],
-        ),
-        (
-            costs(COPIES, WAITS),
-            [
-                "Checkpoints hold training up for 31% of the time "
-                "(3.1 s, mostly because the one before was still being written)."
-            ],
-        ),
-        (
-            costs(**grown(120_000_000, Growth("Leaky", 110_000_000, 60.0, 500))),
-            ["Memory grew by 120 MB in 60 s, 500 iterations; Leaky keeps 220 kB more each iteration."],
-        ),
-        (costs(**grown(1_000_000)), []),
-        (
-            costs(training("backward", 0.9), ranks=RankCosts(4, 100, 0.096, [], SLOW)),
-            [
-                "The other ranks wait 50% of the time for rank 2 (node7): waiting for data takes 50 ms an iteration there, "
-                "2 ms on the others."
-            ],
-        ),
-        (costs(training("backward", 0.9), ranks=RankCosts(4, 100, 0.096, [])), []),
+        (costs(training("step", 0.9), part("EMAHook.after_train_iter", 0.02), training("waiting for data", 0.04)), None),
+        (costs(*METHODS, part("Mine.write", 0.01, group="hand-off")), "Mine takes 5.0% of the time: 500 µs an iteration."),
+        (costs(part("watch", 0.05, calls=2, mount_point="after_val")), "watch takes 5.0% * 250 ms a call at after_val."),
+        (costs(lanes=[lane(waited=0.5, seconds=3.69)]), "* waits 5.0% * full lane of Histograms: * takes 4.1 ms an event."),
+        (costs(lanes=[lane(dropped=100)]), "The lane of Histograms dropped 100 of 1000 events."),
+        (costs(training("copying for checkpoints", 0.02)), "Checkpoints hold training up for 2.0% of the time (200 ms)."),
+        (costs(COPIES, WAITS), "Checkpoints * 31% * (3.1 s, mostly because the one before was still being written)."),
+        (costs(**grown(120_000_000, LEAKS)), "Memory grew by 120 MB in 60 s, 500 iterations; Leaky keeps 220 kB more *"),
+        (costs(**grown(1_000_000)), None),
+        (costs(training("backward", 0.9), ranks=RankCosts(4, 100, 0.096, [], SLOW)), f"The other ranks wait 50% * {THERE}."),
+        (costs(training("backward", 0.9), ranks=RankCosts(4, 100, 0.096, [])), None),
     ],
 )
-def test_what_is_expensive_is_told_with_its_figures(measured, sentences):
-    assert expensive(measured) == sentences
+def test_what_is_expensive_is_told_with_its_figures(measured, told):
+    sentences = expensive(measured)
+    assert len(sentences) == (told is not None)
+    assert all(fnmatchcase(one, told) for one in sentences)
 
 
 def test_the_worst_comes_first():
