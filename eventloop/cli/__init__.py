@@ -23,6 +23,7 @@ from eventloop.errors import CheckpointDamagedError, TrainbusError
 from eventloop.observe import RunDamagedError
 from eventloop.observe.environment import versions
 from eventloop.terminal import cell
+from eventloop.training.distributed.ranks import record_failure
 
 app = App(
     name="trainbus",
@@ -95,6 +96,7 @@ def _mistake(error: CycloptsError, names: Sequence[str]) -> str:
 
 
 def _fail(status: int, command: str, message: str, error: BaseException) -> int:
+    record_failure(error)
     rank = f" (rank {os.environ['RANK']})" if is_torchelastic_launched() else ""
     lines = "\n".join([message, *getattr(error, "__notes__", ())])
     # One write, so that the lines of several ranks do not mix.

@@ -15,7 +15,7 @@ from eventloop.events import Event
 from eventloop.events.run_view import RunView
 from eventloop.log import get_logger
 from eventloop.offload import Deadline
-from eventloop.training.distributed.ranks import share_failure, world_size
+from eventloop.training.distributed.ranks import record_failure, share_failure, world_size
 from eventloop.training.folders import move_aside
 from eventloop.training.saves.contents import SavedRun
 from eventloop.training.state import REPEATED
@@ -134,6 +134,7 @@ class Session:
         """End the run after an exception; log errors in here and add them to it as notes."""
         if self.state.ranks is not None and world_size() > 1:  # else the group was destroyed
             share_failure(error)
+        record_failure(error)
         self._patience = Deadline(self._bus.abort_timeout)
         with ExitStack() as last:  # a second Ctrl-C, for example in a handler of on_exception, must not leave anything open
             last.callback(self._tell_resume, error)  # last of all: the lanes have written their checkpoints

@@ -131,3 +131,24 @@ def test_a_user_function_can_shard_the_model(here, both):
 def test_an_error_is_reported_by_each_rank_without_waiting(both):
     for rank, ended in enumerate(both("--resume", "runs/nothing", status=2)):
         assert f"trainbus run (rank {rank}): --resume runs/nothing: no such file or folder" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "cause"),
+    [
+        (RUN, "no_such_function"),  # before the run
+        (RUN.replace("'mine.toml'", "'mine.toml', 'step=parts:broken'"), "ZeroDivisionError"),  # in it
+    ],
+    ids=["a configuration", "a step"],
+)
+def test_a_failure_is_in_the_error_file_of_torchrun_with_its_traceback(here, source, cause):
+    (here / "parts.py").write_text(f"{PARTS}\ndef broken(model, batch):\n    1 / 0\n")
+    arguments = ["model=parts:no_such_function"] if cause == "no_such_function" else []
+    file = here / "error.json"
+    (ended,) = run_on_ranks(
+        source, here, size=1, cwd=here, arguments=arguments, environment={**COLUMNS, "TORCHELASTIC_ERROR_FILE": str(file)}
+    )
+    assert ended.returncode
+    failure = json.loads(file.read_text())["message"]
+    assert cause in failure["message"]
+    assert "Traceback" in failure["extraInfo"]["py_callstack"]

@@ -12,7 +12,7 @@ from torch import distributed
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from eventloop.log import get_logger
-from eventloop.training.distributed.ranks import Ranks, T, this_rank, wait_until_connected, world_size
+from eventloop.training.distributed.ranks import Ranks, T, record_failure, this_rank, wait_until_connected, world_size
 from eventloop.training.loaders import rebuilt
 
 log = get_logger()
@@ -30,9 +30,13 @@ def process_group() -> Iterator[None]:
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    distributed.init_process_group()
-    wait_until_connected()
-    yield
+    try:
+        distributed.init_process_group()
+        wait_until_connected()
+        yield
+    except BaseException as error:
+        record_failure(error)
+        raise
     distributed.destroy_process_group()
 
 

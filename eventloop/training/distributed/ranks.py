@@ -186,6 +186,17 @@ def share_failure(error: BaseException) -> None:
     log.error("a process failed and ends the others", first=first)
 
 
+def record_failure(error: BaseException) -> None:
+    """Write an error that is being handled to the error file of ``torchrun``, if that started this process.
+
+    The summary of ``torchrun``'s agent, and what reads it, then have its message and traceback.
+    """
+    if distributed.is_available() and distributed.is_torchelastic_launched():
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
+
+
 def _silent(store: Any) -> str:
     """Return the ranks that reported no error, as text; living ranks report one at about the same time."""
     keys = {rank: f"{_FAILURE}/{_runs}/{rank}" for rank in range(world_size())}
