@@ -1,9 +1,7 @@
 """Small trainings that run on one process and on several, on the same global batches."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import distributed, nn
@@ -31,7 +29,7 @@ class Right:
     def reset(self) -> None:
         self.right = self.seen = 0
 
-    def merge_state(self, others: list[Right]) -> Right:
+    def merge_state(self, others: list[Self]) -> Self:
         for other in others:
             self.update(other.right, other.seen)
         return self

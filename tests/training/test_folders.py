@@ -85,30 +85,28 @@ def test_a_run_in_the_current_folder_has_its_successors_in_it(tmp_path, monkeypa
     assert (tmp_path / "run-2" / "epoch_3.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    "hook",
-    [
-        lambda: LoggerHook(writers=[JSONLinesWriter("mine.jsonl")]),
-        lambda: LoggerHook(writers=[CSVWriter("mine.csv")]),
-        lambda: LoggerHook(writers=[TensorBoardWriter("events")]),
-        lambda: TraceHook(first=0, iterations=1),
-    ],
-    ids=["jsonl", "csv", "tensorboard", "trace"],
-)
+HOOKS = {
+    "jsonl": lambda: LoggerHook(writers=[JSONLinesWriter("mine.jsonl")]),
+    "csv": lambda: LoggerHook(writers=[CSVWriter("mine.csv")]),
+    "tensorboard": lambda: LoggerHook(writers=[TensorBoardWriter("events")]),
+    "trace": lambda: TraceHook(first=0, iterations=1),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS)
 def test_a_file_that_only_one_hook_writes_tells_a_run(tmp_path, hook):
-    make_loop(tmp_path / "first", hooks=[hook()]).run()
+    make_loop(tmp_path / "first", hooks=[HOOKS[hook]()]).run()
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
-    make_loop(tmp_path / "first", hooks=[hook()]).run()
+    make_loop(tmp_path / "first", hooks=[HOOKS[hook]()]).run()
     assert {path.name for path in tmp_path.iterdir()} == {"first", "first-2"}
     assert {path: path.stat().st_mtime_ns for path in before} == before
 
 
-def test_a_directory_of_checkpoints_without_a_work_dir_gets_a_number(tmp_path):
+def test_a_directory_of_checkpoints_without_a_work_dir_gets_a_number(tmp_path, logs):
     out = tmp_path / "out"
     make_loop(None, hooks=[CheckpointHook(1, out_dir=out)]).run()
     before = content(out)
-    with capture_logs() as logs:
-        make_loop(None, hooks=[CheckpointHook(1, out_dir=out)]).run()
+    make_loop(None, hooks=[CheckpointHook(1, out_dir=out)]).run()
     assert [one["directory"] for one in logs if "directory" in one] == [str(tmp_path / "out-2")]
     assert content(out) == before
     assert content(tmp_path / "out-2").keys() == before.keys()

@@ -1,11 +1,9 @@
 """A training job in which everything depends on everything, and loaders of every kind, for tests of resumed runs."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -146,14 +144,14 @@ class Job:
         data = {"train_data": train_data, "val_data": val_data}
         self.loop = TrainLoop(self.model, self.optimizer, step=step, bus=self.bus, **data, **options)
 
-    def at(self, mount_point: str, count: int, act: Callable[[Run], None]) -> Job:
+    def at(self, mount_point: str, count: int, act: Callable[[Run], None]) -> Self:
         act_at(self.bus, mount_point, count, lambda event: act(event.run))
         return self
 
-    def save_at(self, mount_point: str, count: int) -> Job:
+    def save_at(self, mount_point: str, count: int) -> Self:
         return self.at(mount_point, count, lambda run: run.request_save("here.safetensors"))
 
-    def run(self, **options: Any) -> Job:
+    def run(self, **options: Any) -> Self:
         self.loop.run(**options)
         states = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
         drawn = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()

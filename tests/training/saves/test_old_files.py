@@ -1,6 +1,5 @@
 """Checkpoints that trainbus 0.1 and 0.2 wrote."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -14,10 +13,9 @@ from eventloop.training import peek
 from eventloop.training.saves.contents import as_tree
 from eventloop.training.schema import FORMAT, UPGRADES, SavedData, SavedEntry, SavedState, read, upgraded
 
+from .old_files import jobs
+
 FILES = Path(__file__).parent / "old_files"
-_spec = importlib.util.spec_from_file_location("old_files_jobs", FILES / "jobs.py")
-jobs = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(jobs)
 
 
 @pytest.mark.parametrize("version", ["0.1", "0.2"])
