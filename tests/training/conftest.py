@@ -154,11 +154,6 @@ def parts() -> ModuleType:
 
 
 @pytest.fixture
-def bus() -> Bus:
-    return Bus()
-
-
-@pytest.fixture
 def trace(bus: Bus) -> Trace:
     return Trace(bus)
 

@@ -32,10 +32,9 @@ async def cancelled(loop, condition) -> bool:
     return scope.cancelled_caught
 
 
-async def test_the_hosts_loop_runs_while_another_thread_trains(parts):
+async def test_the_hosts_loop_runs_while_another_thread_trains(parts, bus):
     ticks: list[int] = []
     seen = []
-    bus = Bus()
     host = threading.get_ident()
 
     async def ticker() -> None:
@@ -91,10 +90,8 @@ async def test_async_handlers_run_in_the_hosts_loop_on_open_and_closed_buses_and
 
 
 @pytest.mark.parametrize("opened", [False, True], ids=["bus opened by arun", "bus open already"])
-async def test_cancelling_ends_the_run_at_the_next_safe_mount_point(parts, opened):
+async def test_cancelling_ends_the_run_at_the_next_safe_mount_point(parts, bus, trace, opened):
     delivered = []
-    bus = Bus()
-    trace = parts.Trace(bus)
 
     @bus.on("after_train_iter")
     async def handler(event):
@@ -117,7 +114,7 @@ async def test_cancelling_ends_the_run_at_the_next_safe_mount_point(parts, opene
     assert bus.state == "idle"
 
 
-async def test_cancelling_reaches_a_training_thread_that_waits_on_a_full_lane(parts):
+async def test_cancelling_reaches_a_training_thread_that_waits_on_a_full_lane(parts, logs):
     bus = Bus(abort_timeout=0.05)
     trace = parts.Trace(bus)
     waits = threading.Event()
@@ -132,17 +129,14 @@ async def test_cancelling_reaches_a_training_thread_that_waits_on_a_full_lane(pa
         if event.progress.iter == 2:  # one is in the handler's hands, one in the lane
             waits.set()
 
-    with capture_logs() as logs:
-        assert await cancelled(parts.loop(bus, max_epochs=100), waits.is_set)
+    assert await cancelled(parts.loop(bus, max_epochs=100), waits.is_set)
     assert trace.names[-1] == "on_exception"
     assert len(trace.of("after_train_iter")) == 3
     assert bus.state == "idle"
     assert next(entry for entry in logs if "not delivered" in entry["event"])
 
 
-async def test_cancelling_cuts_a_validation_short_without_its_after_val(parts):
-    bus = Bus()
-    trace = parts.Trace(bus)
+async def test_cancelling_cuts_a_validation_short_without_its_after_val(parts, bus, trace):
     loop = parts.loop(bus, val_data=parts.batches(2, seed=2) * 100_000)
     assert await cancelled(loop, lambda: len(trace.of("after_val_iter")) > 3)
     assert trace.names[-2:] == ["after_val_iter", "on_exception"]
@@ -161,9 +155,7 @@ async def test_a_run_cancelled_before_it_begins_ends_immediately_and_runs_again(
     assert trace.names[-1] == "after_run"
 
 
-async def test_an_error_of_training_is_raised_unchanged(parts):
-    bus = Bus()
-    trace = parts.Trace(bus)
+async def test_an_error_of_training_is_raised_unchanged(parts, bus, trace):
     with pytest.raises(ZeroDivisionError, match="in the step"):
         await parts.loop(bus, step=fails(ZeroDivisionError("in the step"))).arun()
     assert trace.names[-1] == "on_exception"
@@ -192,8 +184,7 @@ async def test_a_real_error_wins_over_the_cancellation_that_came_meanwhile(parts
             cancelled.set()
 
 
-async def test_run_in_the_loop_of_its_bus_is_an_error_that_names_arun(parts):
-    bus = Bus()
+async def test_run_in_the_loop_of_its_bus_is_an_error_that_names_arun(parts, bus):
     async with bus:
         with pytest.raises(BusStateError, match=r"use `await loop\.arun"):
             parts.loop(bus).run()
@@ -210,8 +201,7 @@ async def test_one_loop_does_not_run_twice_at_the_same_time(parts):
         loop.stop()
 
 
-async def test_a_failure_is_raised_on_the_training_thread_only(parts):
-    bus = Bus()
+async def test_a_failure_is_raised_on_the_training_thread_only(parts, bus):
     heard = threading.Event()
 
     @bus.on("before_train_iter")

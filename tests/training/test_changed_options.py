@@ -48,12 +48,11 @@ def test_a_changed_optimizer_option_is_reported_again_and_the_checkpoints_value_
         lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch),
     ],
 )
-def test_options_changed_by_a_schedule_are_not_reported(session, schedule):
+def test_options_changed_by_a_schedule_are_not_reported(session, schedule, logs):
     session(1, schedule=schedule)
     loop, told = session(2, schedule=schedule)
     assert told == []
-    with capture_logs() as logs:
-        loop.run(resume="auto")
+    loop.run(resume="auto")
     [nothing_left] = [line["event"] for line in logs if line["log_level"] == "warning"]
     assert "nothing is left to train" in nothing_left, "nor in another run of the same loop"
 
@@ -108,8 +107,7 @@ def test_changed_options_are_reported_in_a_users_own_loop(parts, tmp_path):
 
 
 @pytest.mark.parametrize(("size", "told"), [(4, []), (2, [(3, 6)])])
-def test_another_batch_size_within_an_epoch_is_reported(parts, tmp_path, size, told):
-    bus = Bus()
+def test_another_batch_size_within_an_epoch_is_reported(parts, bus, tmp_path, size, told):
     bus.on("after_train_iter", lambda event: event.run.stop(), once=2)
     data = torch.utils.data.TensorDataset(torch.randn(12, 4), torch.arange(12) % 3)
     loader = lambda size: torch.utils.data.DataLoader(data, batch_size=size)  # noqa: E731

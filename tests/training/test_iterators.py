@@ -7,7 +7,7 @@ import torch
 from structlog.testing import capture_logs
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from eventloop import Bus, Progress, Run
+from eventloop import Progress, Run
 from eventloop.errors import StopIterationError
 from eventloop.events import AfterRun
 
@@ -65,11 +65,10 @@ def test_of_an_offloaded_handler_it_is_an_error_on_the_training_thread(parts, bu
 
 
 @pytest.mark.anyio
-async def test_a_host_gets_an_error_of_an_async_handler_that_raises_stop_async_iteration():
+async def test_a_host_gets_an_error_of_an_async_handler_that_raises_stop_async_iteration(bus):
     async def ship(event):
         raise StopAsyncIteration
 
-    bus = Bus()
     bus.on("after_run", ship)
     with pytest.raises(StopIterationError, match="ship of after_run"), capture_logs():
         async with bus:
@@ -162,26 +161,24 @@ def test_an_iterable_dataset_still_ends_by_itself(parts, batch_size):
         assert len(list(run.train(DataLoader(Stream(), batch_size=batch_size)))) == {None: 6, 2: 3, 4: 2}[batch_size]
 
 
-def test_a_save_does_not_end_the_epochs(parts, tmp_path):
+def test_a_save_does_not_end_the_epochs(parts, bus, tmp_path):
     class State:
         state_dict = runs_dry
 
         def load_state_dict(self, state): ...
 
-    bus = Bus()
     bus.on("after_train_iter", lambda event: event.run.request_save("x.safetensors"), once=1)
     with pytest.raises(StopIterationError) as caught:
         parts.loop(bus, stateful={"mine": State()}, work_dir=tmp_path).run()
     assert isinstance(caught.value.__cause__, StopIteration)
 
 
-def test_a_loader_that_ends_before_its_length_is_warned_of_once(parts):
+def test_a_loader_that_ends_before_its_length_is_warned_of_once(parts, logs):
     class Short(list):
         def __len__(self):
             return 5
 
-    with capture_logs() as logs:
-        parts.loop(train_data=Short(parts.batches(3)), val_data=None, max_epochs=3).run()
+    parts.loop(train_data=Short(parts.batches(3)), val_data=None, max_epochs=3).run()
     (line,) = [line for line in logs if line["log_level"] == "warning"]
     assert "ended before its length" in line["event"]
     assert (line["data"], line["batches"], line["length"]) == ("train_data", 3, 5)

@@ -15,6 +15,7 @@ from eventloop import Bus, ConfigurationError, Run
 from eventloop.training.locks import NAME, DirectoryLock
 from hooks import CheckpointHook
 
+from ..failing import fails
 from ..scripts import Script
 from ..waiting import until
 
@@ -82,8 +83,7 @@ def test_the_advice_for_a_run_that_was_never_left_works(parts, tmp_path):
 
 
 @pytest.mark.parametrize("ends", ["in order", "by an exception"])
-def test_the_next_run_has_the_work_dir(parts, tmp_path, ends):
-    bus = Bus()
+def test_the_next_run_has_the_work_dir(parts, bus, tmp_path, ends):
     if ends == "by an exception":
         bus.on("before_train_iter", lambda event: 1 / 0, once=1)
         with capture_logs(), pytest.raises(ZeroDivisionError):
@@ -96,9 +96,8 @@ def test_the_next_run_has_the_work_dir(parts, tmp_path, ends):
     parts.loop(work_dir=tmp_path, max_epochs=1).run()
 
 
-def test_an_out_dir_in_which_a_run_of_the_same_name_saves_is_in_use_as_well(parts, tmp_path):
+def test_an_out_dir_in_which_a_run_of_the_same_name_saves_is_in_use_as_well(parts, bus, tmp_path):
     lock = DirectoryLock(tmp_path / "out" / "run")
-    bus = Bus()
     bus.add(CheckpointHook(1, out_dir=tmp_path / "out"))
     with capture_logs(), pytest.raises(ConfigurationError, match="out/run"):
         parts.loop(bus, work_dir=tmp_path / "run").run()
@@ -106,10 +105,9 @@ def test_an_out_dir_in_which_a_run_of_the_same_name_saves_is_in_use_as_well(part
 
 
 @pytest.mark.parametrize("work_dir", ["runs/latest", "runs/x/../x", "runs/x"])
-def test_a_run_can_use_a_directory_under_two_names(parts, tmp_path, work_dir):
+def test_a_run_can_use_a_directory_under_two_names(parts, bus, tmp_path, work_dir):
     (tmp_path / "runs" / "x").mkdir(parents=True)
     (tmp_path / "runs" / "latest").symlink_to("x")
-    bus = Bus()
     bus.add(CheckpointHook(1, out_dir=tmp_path / "runs"))
     parts.loop(bus, work_dir=tmp_path / work_dir, max_epochs=1).run()
     assert sorted(file.name for file in (tmp_path / "runs" / "x").iterdir()) == ["epoch_1.safetensors", "last_checkpoint"]
@@ -144,19 +142,14 @@ def test_a_work_dir_that_cannot_be_written_is_an_error(parts, tmp_path, monkeypa
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, None])
-def test_training_works_on_file_systems_without_locks(parts, tmp_path, monkeypatch, number):
+def test_training_works_on_file_systems_without_locks(parts, tmp_path, monkeypatch, number, logs):
     """And on some that are mounted over a network, which number a file anew each time it is looked at."""
-
-    def refuse(descriptor, operation):
-        raise OSError(number, os.strerror(number))
-
     if number is None:
         monkeypatch.setattr(os.path, "samestat", lambda *files: False)
     else:
-        monkeypatch.setattr(fcntl, "flock", refuse)
+        monkeypatch.setattr(fcntl, "flock", fails(OSError(number, os.strerror(number))))
     loop = parts.loop(work_dir=tmp_path, max_epochs=1)
-    with capture_logs() as logs:
-        loop.run()
+    loop.run()
     assert loop.counters.iter == 3
     (told,) = [entry for entry in logs if "cannot be locked" in entry["event"]]
     assert number is None or told["error"] == str(OSError(number, os.strerror(number)))

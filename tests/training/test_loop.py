@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from structlog.testing import capture_logs
 
 from eventloop import Bus, ConfigurationError, Run, TrainingError, TrainLoop
 from hooks import CheckpointHook, OptimizerHook
@@ -62,25 +61,22 @@ def test_val_step_and_test_step_are_used_where_they_are_given(parts):
 
 
 @pytest.mark.parametrize("limit", [{"max_epochs": 2}, {"max_iters": 4}])
-def test_a_run_with_nothing_left_to_train_logs_it(parts, bus, trace, limit):
+def test_a_run_with_nothing_left_to_train_logs_it(parts, bus, trace, limit, logs):
     loop = parts.loop(bus, **limit)
-    with capture_logs() as logs:
-        loop.run()
+    loop.run()
     assert not logs
     trace.events.clear()
-    with capture_logs() as logs:
-        assert loop.run() == {}
+    assert loop.run() == {}
     assert trace.names == ["before_run", "after_run"]
     (told,) = [entry["event"] for entry in logs if "nothing is left to train" in entry["event"]]
     ((name, value),) = limit.items()
     assert f"reached {name}={value}" in told
 
 
-def test_a_resume_of_a_finished_training_that_only_validates_again_logs_that_nothing_is_left(parts, tmp_path):
+def test_a_resume_of_a_finished_training_that_only_validates_again_logs_that_nothing_is_left(parts, tmp_path, logs):
     for again in (False, True):
         loop = parts.loop(Bus(CheckpointHook(interval=1)), max_epochs=2, val_data=parts.batches(1), work_dir=tmp_path)
-        with capture_logs() as logs:
-            loop.run(resume="auto")
+        loop.run(resume="auto")
         assert any("nothing is left to train" in entry["event"] for entry in logs) == again
 
 

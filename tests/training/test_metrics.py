@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from structlog.testing import capture_logs
 
 from eventloop import Run, TrainingError
 from eventloop.training.metrics import Metrics
@@ -81,13 +80,12 @@ def test_metrics_are_reset_for_every_validation(parts, bus, trace):
     assert [e.metrics["sums/count"] for e in trace.of("after_val_epoch")] == [2, 2]
 
 
-def test_a_metric_that_cannot_be_merged_over_ranks_is_warned_of_once_in_a_run(parts, monkeypatch):
+def test_a_metric_that_cannot_be_merged_over_ranks_is_warned_of_once_in_a_run(parts, monkeypatch, logs):
     run, made = Run(model=parts.model()), []
     alone = SimpleNamespace(gather=lambda value: [value], from_first=lambda find: find())  # ranks in one process
     monkeypatch.setattr("eventloop.training.data.Metrics", lambda *arguments: made.append(Metrics(*arguments)) or made[-1])
-    with capture_logs() as logs:
-        for _ in range(3):
-            run.validate([1], {"accuracy": Accuracy()})
-            made[-1].update({"logits": torch.zeros(1, 2), "labels": torch.zeros(1)})
-            made[-1].compute(alone)
+    for _ in range(3):
+        run.validate([1], {"accuracy": Accuracy()})
+        made[-1].update({"logits": torch.zeros(1, 2), "labels": torch.zeros(1)})
+        made[-1].compute(alone)
     assert [entry["metric"] for entry in logs] == ["accuracy"]

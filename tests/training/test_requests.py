@@ -121,8 +121,12 @@ async def test_a_stop_before_arun_has_begun_holds(parts):
     assert loop.counters.iter == 0
 
 
-def test_requests_before_the_run_take_effect_in_it(parts, bus, trace, tmp_path):
+def test_requests_before_the_run_take_effect_in_it_and_those_that_cannot_are_errors_at_once(parts, bus, trace, tmp_path):
+    with pytest.raises(ConfigurationError, match="work_dir="):
+        parts.loop().checkpoint_now()
     loop = parts.loop(bus, work_dir=tmp_path)
+    with pytest.raises(ConfigurationError, match="lr=-1"):
+        loop.set_lr(-1)
     loop.pause()
     loop.resume()
     loop.set_lr(0.5)
@@ -130,19 +134,10 @@ def test_requests_before_the_run_take_effect_in_it(parts, bus, trace, tmp_path):
     rates: list[float] = []
     bus.on("before_forward", lambda event: rates.append(event.run.optimizers["optimizer"].param_groups[0]["lr"]))
     loop.run()
+    assert loop.counters.iter == 6
     assert "run_paused" not in trace.names
     assert set(rates) == {0.5}
     assert (tmp_path / "iter_1.safetensors").exists()
-
-
-def test_a_request_before_the_run_that_cannot_work_is_an_error_at_once(parts):
-    loop = parts.loop()
-    with pytest.raises(ConfigurationError, match="lr=-1"):
-        loop.set_lr(-1)
-    with pytest.raises(ConfigurationError, match="work_dir="):
-        loop.checkpoint_now()
-    loop.run()
-    assert loop.counters.iter == 6
 
 
 @pytest.mark.parametrize("how", ["stop", "cancel", "pause", "set_lr", "checkpoint_now"])

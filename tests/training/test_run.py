@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from structlog.testing import capture_logs
 
 from eventloop import Bus, BusStateError, ConfigurationError, Event, Progress, Run, TrainingError, TrainLoop
 from eventloop.training import OwnLoop
@@ -257,9 +256,9 @@ def test_an_epoch_without_training_is_an_error(parts):
                     run.report(loss=1.0)
 
 
-def test_iterating_finished_epochs_again_logs_that_nothing_is_left(parts):
+def test_iterating_finished_epochs_again_logs_that_nothing_is_left(parts, logs):
     run = Run(model=parts.model())
-    with capture_logs() as logs, run:
+    with run:
         for again in (False, True):
             for _ in run.epochs(1):
                 assert not again
@@ -268,10 +267,10 @@ def test_iterating_finished_epochs_again_logs_that_nothing_is_left(parts):
 
 
 @pytest.mark.parametrize("steps", [True, False])
-def test_an_epoch_without_a_step_of_the_optimizer_is_warned_of(parts, steps):
+def test_an_epoch_without_a_step_of_the_optimizer_is_warned_of(parts, steps, logs):
     model = parts.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with capture_logs() as logs, Run(model=model, optimizer=optimizer) as run:
+    with Run(model=model, optimizer=optimizer) as run:
         for _ in run.epochs(2):
             for batch in run.train(parts.batches(2)):
                 parts.step(model, batch).backward()
@@ -280,11 +279,10 @@ def test_an_epoch_without_a_step_of_the_optimizer_is_warned_of(parts, steps):
     assert sum("no optimizer has stepped" in entry["event"] for entry in logs) == (not steps)
 
 
-def test_entries_that_are_reported_between_two_iterations_are_told_once(parts):
+def test_entries_that_are_reported_between_two_iterations_are_told_once(parts, bus, logs):
     seen = []
-    bus = Bus()
     bus.on("after_iter", lambda event: seen.append(sorted(event.outputs)))
-    with capture_logs() as logs, Run(bus, model=parts.model()) as run:
+    with Run(bus, model=parts.model()) as run:
         for epoch in run.epochs(2):
             for _ in run.train(parts.batches(1)):
                 run.report(loss=1.0)
@@ -299,9 +297,9 @@ def test_entries_that_are_reported_between_two_iterations_are_told_once(parts):
     assert told["entries"] == "score"
 
 
-def test_a_reported_entry_that_loggers_and_metrics_leave_out_is_told_once(parts):
+def test_a_reported_entry_that_loggers_and_metrics_leave_out_is_told_once(parts, logs):
     kept = SimpleNamespace(update=lambda logits: None, compute=lambda: 1.0, reset=lambda: None)  # a metric of ``logits``
-    with capture_logs() as logs, Run(Bus(), model=parts.model()) as run:
+    with Run(Bus(), model=parts.model()) as run:
         for _ in run.train([1, 2]):
             run.report(loss=torch.ones(1), count=3, vector=torch.ones(2), text="x")
             assert run.outputs["text"] == "x"
@@ -314,28 +312,26 @@ def test_a_reported_entry_that_loggers_and_metrics_leave_out_is_told_once(parts)
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (1, None), (None, 1)])
-def test_a_second_run_at_the_same_time_is_warned_of_if_one_has_a_seed(parts, first, second):
-    with capture_logs() as logs:
-        with Run(model=parts.model(), seed=first, name="one"), Run(model=parts.model(), seed=second, name="other"):
-            pass
-        with Run(model=parts.model(), seed=1):
-            pass
-        with Run(model=parts.model()), Run(model=parts.model()):
-            pass
+def test_a_second_run_at_the_same_time_is_warned_of_if_one_has_a_seed(parts, first, second, logs):
+    with Run(model=parts.model(), seed=first, name="one"), Run(model=parts.model(), seed=second, name="other"):
+        pass
+    with Run(model=parts.model(), seed=1):
+        pass
+    with Run(model=parts.model()), Run(model=parts.model()):
+        pass
     (warning,) = logs
     assert "each in its own process" in warning["event"]
     assert (warning["run"], warning["other"]) == ("other", "one")
 
 
-def test_an_optimizer_without_one_parameter_of_the_models_is_warned_of(parts):
+def test_an_optimizer_without_one_parameter_of_the_models_is_warned_of(parts, logs):
     models = {"one": parts.model(), "other": parts.model()}
     optimizers = {name: torch.optim.SGD(model.parameters(), lr=0.1) for name, model in models.items()}
-    with capture_logs() as logs:
-        with Run(model=models, optimizer=optimizers):
-            pass
-        assert not logs
-        with Run(model=models["one"], optimizer=optimizers):
-            pass
+    with Run(model=models, optimizer=optimizers):
+        pass
+    assert not logs
+    with Run(model=models["one"], optimizer=optimizers):
+        pass
     (warning,) = logs
     assert warning["optimizer"] == "other"
     assert "no parameter" in warning["event"]

@@ -5,7 +5,6 @@ import random
 import numpy as np
 import pytest
 import torch
-from structlog.testing import capture_logs
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
 
@@ -149,18 +148,17 @@ def test_the_first_batches_are_those_of_the_next_pass():
         (EarlyStoppingHook("mine", rule="less"), "after_val_epoch"),
     ],
 )
-def test_a_name_that_a_handler_may_report_or_add_to_the_metrics_is_a_warning_only(parts, tmp_path, needy, mount_point):
+def test_a_name_that_a_handler_may_report_or_add_to_the_metrics_is_a_warning_only(parts, tmp_path, needy, mount_point, logs):
     bus = Bus(needy)
     if mount_point == "after_val_iter":
         bus.on(mount_point, lambda event: event.run.report(mine=1.0))
     else:
         bus.on(mount_point, lambda event: event.metrics.update(mine=1.0), priority=10)
-    with capture_logs() as logs:
-        parts.loop(bus, work_dir=tmp_path).run()
+    parts.loop(bus, work_dir=tmp_path).run()
     assert any("'mine'" in entry["event"] for entry in logs if entry["log_level"] == "warning")
 
 
-def test_a_metric_that_a_few_batches_do_not_suffice_for_is_a_warning_only(parts, tmp_path):
+def test_a_metric_that_a_few_batches_do_not_suffice_for_is_a_warning_only(parts, tmp_path, logs):
     class Area(Score):
         def compute(self):
             if self.batches < 3:
@@ -171,8 +169,7 @@ def test_a_metric_that_a_few_batches_do_not_suffice_for_is_a_warning_only(parts,
         bus = Bus(CheckpointHook(save_best=best, rule="greater"))
         return parts.loop(bus, metrics={"area": Area()}, val_data=parts.batches(3), work_dir=folder)
 
-    with capture_logs() as logs:
-        assert loop("area", tmp_path / "1").run()["area"] == 0.5
+    assert loop("area", tmp_path / "1").run()["area"] == 0.5
     (warning,) = [entry for entry in logs if entry["log_level"] == "warning"]
     assert warning["metric"] == "area"
     assert "Only one class" in warning["error"]

@@ -169,8 +169,7 @@ def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_workers_forked_from_a_run_with_offloaded_handlers_neither_hang_nor_publish(tmp_path, persistent):
-    bus = Bus()
+def test_workers_forked_from_a_run_with_offloaded_handlers_neither_hang_nor_publish(bus, tmp_path, persistent):
     where = tmp_path / "heard"
     where.touch()
 

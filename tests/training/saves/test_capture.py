@@ -5,7 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-from structlog.testing import capture_logs
 
 from eventloop import Bus, ConfigurationError, Hook, Run
 from eventloop.checkpoint import BackgroundWriter, PendingSaves, load, write
@@ -86,13 +85,12 @@ def test_buffers_that_were_made_in_inference_mode_are_saved(parts, bus, tmp_path
 
 
 @pytest.mark.parametrize("stage", ["val", "test"])
-def test_only_a_training_saves(parts, bus, trace, tmp_path, stage):
+def test_only_a_training_saves(parts, bus, trace, tmp_path, stage, logs):
     """What handlers or other threads ask for in `val()` and `test()` is told, published and not written."""
     loop = parts.loop(bus, test_data=parts.batches(1), work_dir=tmp_path)
     bus.on(f"after_{stage}_epoch", lambda e: e.run.request_save("mine.safetensors"))
     bus.on(f"after_{stage}_iter", lambda e: loop.checkpoint_now(), once=1)
-    with capture_logs() as logs:
-        getattr(loop, stage)()
+    getattr(loop, stage)()
     assert not list(tmp_path.iterdir())
     assert {event.names[0] for event in trace.of("checkpoint_skipped")} == {
         str(tmp_path / "mine.safetensors"),

@@ -16,13 +16,7 @@ import torch
 from structlog.testing import capture_logs
 from torch.utils.data import DataLoader
 
-from eventloop import (
-    Bus,
-    Hook,
-    Run,
-    RunCancelled,
-    SeededDataset,
-)
+from eventloop import Bus, Hook, Run, RunCancelled, SeededDataset
 from eventloop.checkpoint import load
 from eventloop.training.rng import has_workers
 from eventloop.training.saves.discover import peek
@@ -370,14 +364,13 @@ def test_a_users_own_loop_resumes_bitwise(parts, tmp_path, whole, saved, indices
 
 
 @pytest.mark.parametrize("limits", [{"max_epochs": 1}, {"max_iters": 6}])
-def test_a_users_own_loop_validates_at_last_if_a_stop_in_its_last_iteration_cut_that_off(parts, tmp_path, limits):
+def test_a_users_own_loop_validates_at_last_if_a_stop_in_its_last_iteration_cut_that_off(parts, bus, tmp_path, limits):
     def train(bus, resume=None):
         with Run(bus, model=parts.model(), work_dir=tmp_path, resume=resume) as run:
             for _ in run.epochs(**limits):
                 list(run.train(parts.batches(6), endless="max_iters" in limits))
                 parts.evaluate(run, run.validate(parts.batches(1)))
 
-    bus = Bus()
     bus.on("after_train_iter", lambda e: e.run.stop(), once=6)
     bus.on("after_train", lambda e: e.run.request_save("here.safetensors"))
     train(bus)
@@ -450,19 +443,17 @@ ENDS = {
 
 @pytest.mark.parametrize("place", ["work dir", "out_dir", "nowhere"])
 @pytest.mark.parametrize("end", ENDS)
-def test_a_run_that_ends_early_tells_last_how_to_continue_if_it_can(parts, tmp_path, end, place):
+def test_a_run_that_ends_early_tells_last_how_to_continue_if_it_can(parts, bus, tmp_path, end, place, logs):
     work_dir, out_dir = (None, tmp_path) if place == "out_dir" else (tmp_path, None)
-    bus = Bus()
     if place != "nowhere":
         bus.on("after_train_iter", lambda e: e.run.request_save("here.safetensors", directory=out_dir), once=2)
     bus.on("after_train_iter", ENDS[end], when=lambda e: e.progress.iter == 2, priority=99)
     loop = parts.loop(bus, max_epochs=5, val_data=None, work_dir=work_dir)
     notes = []
-    with capture_logs() as logs:
-        try:
-            loop.run()
-        except (KeyboardInterrupt, ZeroDivisionError, RunCancelled) as error:
-            notes = getattr(error, "__notes__", [])
+    try:
+        loop.run()
+    except (KeyboardInterrupt, ZeroDivisionError, RunCancelled) as error:
+        notes = getattr(error, "__notes__", [])
     told = [text for text in [*notes, logs[-1]["event"] if logs else ""] if "here.safetensors with resume=" in text]
     way = {"work dir": '"auto"', "out_dir": f'"{tmp_path / "here.safetensors"}"', "nowhere": None}[place]
     assert [text.partition("resume=")[2] for text in told] == ([] if way is None else [way])
@@ -479,7 +470,7 @@ def test_a_run_that_ends_early_tells_last_how_to_continue_if_it_can(parts, tmp_p
         ),
     ],
 )
-def test_on_a_bus_that_stays_open_the_line_names_the_file_that_is_being_written(parts, tmp_path, disk, opened, end):
+def test_on_a_bus_that_stays_open_the_line_names_the_file_that_is_being_written(parts, bus, tmp_path, disk, opened, end, logs):
     asked = threading.Event()
 
     def end_it(event):
@@ -498,18 +489,16 @@ def test_on_a_bus_that_stays_open_the_line_names_the_file_that_is_being_written(
             if end not in ENDS:
                 group.cancel_scope.cancel()
 
-    bus = Bus()
     bus.on("after_train_iter", lambda e: e.run.request_save("here.safetensors"), once=2)
     bus.on("after_train_iter", end_it, when=lambda e: e.progress.iter == 2, priority=99)
     loop, backend = parts.loop(bus, max_epochs=5, val_data=None, work_dir=tmp_path), opened.rpartition(" ")[2]
     notes = []
-    with capture_logs() as logs:
-        try:
-            if backend == "bus":
-                with bus:
-                    loop.run()
-            else:
-                anyio.run(train, backend=backend)
-        except* (ZeroDivisionError, RunCancelled) as errors:
-            notes = getattr(errors.exceptions[0], "__notes__", [])
+    try:
+        if backend == "bus":
+            with bus:
+                loop.run()
+        else:
+            anyio.run(train, backend=backend)
+    except* (ZeroDivisionError, RunCancelled) as errors:
+        notes = getattr(errors.exceptions[0], "__notes__", [])
     assert any("here.safetensors with resume=" in text for text in [*notes, *(entry["event"] for entry in logs)])

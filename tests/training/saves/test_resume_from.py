@@ -8,7 +8,6 @@ from typing import Any
 import fsspec
 import pytest
 import torch
-from structlog.testing import capture_logs
 
 from eventloop import (
     Bus,
@@ -23,6 +22,8 @@ from eventloop.checkpoint import export_tree, load, load_pth, save
 from eventloop.cli import main
 from eventloop.training import peek
 from hooks import CheckpointHook, EMAHook
+
+pytestmark = pytest.mark.usefixtures("logs")  # what is wrong with a file is drawn there: a tenth of a second
 
 
 def saving(parts, work_dir, resume=None, bus=None, **options):
@@ -61,7 +62,7 @@ def test_a_path_that_is_damaged_missing_or_no_checkpoint_and_a_folder_with_only_
     path = saving(parts, tmp_path, max_epochs=1) / "epoch_1.safetensors"
     parts.damage(path)
     for resume in (path, "auto", tmp_path):
-        with capture_logs(), pytest.raises(CheckpointDamagedError):
+        with pytest.raises(CheckpointDamagedError):
             began(parts, resume, work_dir=tmp_path)
     with pytest.raises(CheckpointNotFoundError, match=r'nowhere\.safetensors.*resume="auto"') as gone:
         began(parts, tmp_path / "nowhere.safetensors")
@@ -89,8 +90,7 @@ def test_auto_handles_an_invalid_last_checkpoint_and_passes_over_files_that_were
     (tmp_path / "folder.safetensors").mkdir()
     pointer = tmp_path / "last_checkpoint"
     pointer.unlink() if content is None else pointer.write_bytes(content)
-    with capture_logs():
-        assert began(parts, "auto", work_dir=tmp_path) == (3, tmp_path / "epoch_1.safetensors")
+    assert began(parts, "auto", work_dir=tmp_path) == (3, tmp_path / "epoch_1.safetensors")
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
@@ -104,8 +104,7 @@ def test_auto_uses_the_file_before_an_unreadable_one(parts, tmp_path, monkeypatc
         return real(self, *args, **options)
 
     monkeypatch.setattr(Path, "open", refuse)
-    with capture_logs():
-        assert began(parts, "auto", work_dir=tmp_path) == (6, tmp_path / "epoch_2.safetensors")
+    assert began(parts, "auto", work_dir=tmp_path) == (6, tmp_path / "epoch_2.safetensors")
 
 
 def test_of_two_directories_in_a_copy_the_one_with_more_progress_is_resumed(parts, tmp_path):
@@ -125,8 +124,7 @@ def test_a_damaged_newest_file_gives_way_to_none_of_a_longer_training_before_in_
     data = bytearray(file.read_bytes())
     data[-1] ^= 1  # the digest: how far it has come can be read
     file.write_bytes(data)
-    with capture_logs():
-        assert began(parts, "auto", work_dir=tmp_path) == (3, tmp_path / "epoch_1.safetensors")
+    assert began(parts, "auto", work_dir=tmp_path) == (3, tmp_path / "epoch_1.safetensors")
 
 
 @pytest.mark.parametrize("step", [1, 0], ids=["times", "equal times"])  # a copy may have one time for all files
@@ -142,8 +140,7 @@ def test_the_newest_complete_save_is_taken_if_the_process_was_killed_before_last
     assert main(["checkpoint", "ls", str(tmp_path)]) == 0
     assert [line.split()[1] for line in capsys.readouterr().out.splitlines()[:-1] if "→" in line] == ["epoch_3.safetensors"]
     parts.damage(tmp_path / "epoch_3.safetensors")
-    with capture_logs():
-        assert began(parts, "auto", work_dir=tmp_path) == (6, tmp_path / "epoch_2.safetensors")
+    assert began(parts, "auto", work_dir=tmp_path) == (6, tmp_path / "epoch_2.safetensors")
 
 
 def test_of_files_of_one_state_the_best_is_the_last_choice(parts, tmp_path):
@@ -159,7 +156,7 @@ def test_a_directory_names_the_out_dir_of_its_checkpoints(parts, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "last_checkpoint").write_text("../out/epoch_3.safetensors")
     assert began(parts, tmp_path / "run", out_dir=tmp_path / "out")[0] == 9
-    with capture_logs(), pytest.raises(CheckpointDamagedError, match=r"'\.\./out/epoch_3\.safetensors'"):
+    with pytest.raises(CheckpointDamagedError, match=r"'\.\./out/epoch_3\.safetensors'"):
         began(parts, tmp_path / "run")
 
 
@@ -167,7 +164,7 @@ def test_a_directory_names_the_out_dir_of_its_checkpoints(parts, tmp_path):
     "kind", ["absolute", "../", "URL", "file URL", "FIFO", "link", "device", "a long text", "to a link", "to a FIFO"]
 )
 @pytest.mark.parametrize("resume", ["auto", "the directory"])
-def test_a_last_checkpoint_outside_the_directory_is_reported_and_ignored(parts, tmp_path, monkeypatch, kind, resume):
+def test_a_last_checkpoint_outside_the_directory_is_reported_and_ignored(parts, tmp_path, monkeypatch, kind, resume, logs):
     work_dir = saving(parts, tmp_path / "run", max_epochs=2)
     elsewhere = saving(parts, tmp_path / "elsewhere") / "epoch_3.safetensors"
     pointer = work_dir / "last_checkpoint"
@@ -187,8 +184,7 @@ def test_a_last_checkpoint_outside_the_directory_is_reported_and_ignored(parts, 
         texts |= {"file URL": elsewhere.as_uri(), "to a link": "link.safetensors", "to a FIFO": "fifo.safetensors"}
         pointer.write_text(texts.get(kind, "x" * 100_000))
     monkeypatch.setattr("fsspec.core.url_to_fs", None)
-    with capture_logs() as logs:
-        seen = began(parts, "auto" if resume == "auto" else work_dir, work_dir=work_dir)
+    seen = began(parts, "auto" if resume == "auto" else work_dir, work_dir=work_dir)
     assert seen == (6, work_dir / "epoch_2.safetensors")
     assert any(entry["log_level"] == "warning" for entry in logs)
 
@@ -197,11 +193,11 @@ def test_a_last_checkpoint_outside_the_directory_without_others_is_an_error(part
     elsewhere = saving(parts, tmp_path / "elsewhere") / "epoch_3.safetensors"
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "last_checkpoint").write_text(str(elsewhere))
-    with capture_logs(), pytest.raises(CheckpointDamagedError, match="resume="):
+    with pytest.raises(CheckpointDamagedError, match="resume="):
         began(parts, "auto", work_dir=tmp_path / "run")
     (tmp_path / "run" / "last_checkpoint").unlink()
     (tmp_path / "run" / "epoch_3.safetensors").symlink_to(elsewhere)
-    with capture_logs(), pytest.raises(CheckpointDamagedError, match=r"epoch_3\.safetensors"):
+    with pytest.raises(CheckpointDamagedError, match=r"epoch_3\.safetensors"):
         began(parts, "auto", work_dir=tmp_path / "run")
     assert began(parts, tmp_path / "run" / "epoch_3.safetensors") == (9, tmp_path / "run" / "epoch_3.safetensors")
 
@@ -224,8 +220,7 @@ def test_an_invalid_state_is_refused_and_changes_nothing(parts, tmp_path, key, v
     assert all(map(torch.equal, before, loop.model.parameters()))
 
 
-def test_a_run_resumes_without_the_keys_omitted_from_a_save(parts, tmp_path):
-    bus = Bus()
+def test_a_run_resumes_without_the_keys_omitted_from_a_save(parts, bus, tmp_path):
     leave_out = ["data", "info", "stateful", "options"]
     bus.on("after_train_epoch", lambda e: e.run.request_save("some.safetensors", leave_out=leave_out))
     parts.loop(bus, work_dir=tmp_path, val_data=None, max_epochs=1).run()
@@ -275,12 +270,12 @@ def test_from_the_url_of_a_directory(parts, tmp_path):
 
 
 @pytest.mark.parametrize("resume", ["run", "run/epoch_1.safetensors"])
-def test_a_relative_path_is_one_from_the_directory_at_the_beginning(parts, tmp_path, monkeypatch, resume):
+def test_a_relative_path_is_one_from_the_directory_at_the_beginning(parts, bus, tmp_path, monkeypatch, resume):
     """Also where a hook changes the current directory."""
     saving(parts, tmp_path / "run", max_epochs=1)
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    bus, seen = Bus(), []
+    seen = []
     bus.on("before_run", lambda e: os.chdir(tmp_path / "elsewhere"))
     bus.on("before_train", lambda e: seen.append(e.run.resumed_from))
     parts.loop(bus, max_epochs=1).run(resume=resume)
@@ -337,14 +332,14 @@ def test_a_checkpoint_of_another_model_lists_the_keys_and_leaves_the_model_as_it
     parts.assert_same(dict(model.state_dict()), before)
 
 
-def test_with_strict_false_load_weights_and_a_resumed_run_use_matching_keys(parts, tmp_path):
+def test_with_strict_false_load_weights_and_a_resumed_run_use_matching_keys(parts, bus, tmp_path):
     path = saving(parts, tmp_path, max_epochs=1) / "epoch_1.safetensors"
     saved = load(path)["state_dict"]["0.weight"]
     other = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 5))
     load_weights(other, load(path)["state_dict"], strict=False)
     assert torch.equal(other[0].weight, saved)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 3))
-    bus, seen = Bus(), []
+    seen = []
     bus.on("before_train", lambda e: seen.append(model[0].weight.detach().clone()))
     parts.loop(bus, model=model).run(resume=path, strict=False)
     assert torch.equal(seen[0], saved)
@@ -389,7 +384,7 @@ OTHER_OPTIMIZERS = {
 
 @pytest.mark.parametrize("kind", OTHER_OPTIMIZERS)
 def test_a_checkpoint_of_another_optimizer_changes_nothing_or_with_strict_false_starts_it_without_state(
-    parts, tmp_path, kind, capfd
+    parts, tmp_path, kind, logs
 ):
     saving(parts, tmp_path, max_epochs=1)
     make, says = OTHER_OPTIMIZERS[kind]
@@ -403,11 +398,11 @@ def test_a_checkpoint_of_another_optimizer_changes_nothing_or_with_strict_false_
     parts.assert_same(optimizer.state_dict(), state)
     loop.run(resume=tmp_path / "epoch_1.safetensors", strict=False)
     assert loop.counters.iter == 6
-    assert "starts fresh" in "".join(capfd.readouterr())
+    assert any("starts fresh" in entry["event"] for entry in logs)
 
 
 @pytest.mark.parametrize("other", ["head", "optimizer"])
-def test_gradients_of_a_window_are_those_of_the_same_head_and_of_an_optimizer_of_the_same_name(parts, tmp_path, other):
+def test_gradients_of_a_window_are_those_of_the_same_head_and_of_an_optimizer_of_the_same_name(parts, tmp_path, other, logs):
     bus = Bus(Update(accumulate=3))
     bus.on("after_val_epoch", lambda e: e.run.request_save("window.safetensors"), when=lambda e: e.progress.iter == 2)
     parts.loop(bus, work_dir=tmp_path, train_data=parts.batches(4), max_iters=4, val_interval=2).run()
@@ -420,17 +415,15 @@ def test_gradients_of_a_window_are_those_of_the_same_head_and_of_an_optimizer_of
     bus.on("after_optimizer_step", lambda e: updates.append(e.progress.iter))
     data = {"train_data": parts.batches(8), "val_data": None}
     loop = parts.loop(bus, model=model, optimizer=optimizers, max_iters=8, **data)
-    with capture_logs() as logs:
-        loop.run(resume=path, strict=other == "optimizer")
+    loop.run(resume=path, strict=other == "optimizer")
     assert updates == [4, 7]  # the window begins again
     assert torch.isfinite(model[-1].weight).all()
     assert any("accumulation window" in entry["event"] for entry in logs)
 
 
 @pytest.fixture
-def saved(parts, tmp_path):
+def saved(parts, bus, tmp_path):
     """A file after each of two epochs of three batches, and one within a validation."""
-    bus = Bus()
     bus.on("after_val_iter", lambda e: e.run.request_save("within.safetensors"), when=lambda e: e.progress.iter == 6)
     return saving(parts, tmp_path / "run", bus=bus, max_epochs=2, val_data=parts.batches(2))
 
@@ -448,7 +441,7 @@ def test_peek_returns_the_progress_in_a_file_of_which_it_reads_no_tensor(saved):
     assert peek(path).iter == 6
 
 
-def test_peek_at_a_directory_or_its_url_uses_the_newest_checkpoint(saved):
+def test_peek_at_a_directory_or_its_url_uses_the_newest_checkpoint(saved, logs):
     files = fsspec.filesystem("memory")
     try:
         for path in saved.glob("*"):
@@ -461,8 +454,7 @@ def test_peek_at_a_directory_or_its_url_uses_the_newest_checkpoint(saved):
     (saved / "last_checkpoint").unlink()
     assert peek(saved).iter == 6
     (saved / "epoch_2.safetensors").write_bytes(b"cut off")
-    with capture_logs() as logs:
-        assert peek(saved).iter == 3
+    assert peek(saved).iter == 3
     assert logs[0]["path"] == str(saved / "epoch_2.safetensors")
 
 
@@ -475,9 +467,9 @@ def test_peek_at_another_file_is_an_error_naming_it(tmp_path):
     with pytest.raises(CheckpointNotFoundError, match=r"none\.safetensors"):
         peek(tmp_path / "none.safetensors")
     (tmp_path / "weights.safetensors").write_bytes(b"no header")
-    with pytest.raises(CheckpointDamagedError), capture_logs():
+    with pytest.raises(CheckpointDamagedError):
         peek(tmp_path / "weights.safetensors")
-    with pytest.raises(CheckpointDamagedError, match=str(tmp_path)), capture_logs():
+    with pytest.raises(CheckpointDamagedError, match=str(tmp_path)):
         peek(tmp_path)
 
 
