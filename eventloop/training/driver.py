@@ -97,11 +97,6 @@ class Driver(Session):
             return True
         return self._last if self._last is not None else self.feed is not None and self.feed.last
 
-    def expect(self, data: Iterable[Any], *, max_epochs: int | None, max_iters: int | None) -> None:
-        """Set the limits and loaders of the training for hooks, before the run begins."""
-        self._run.feeds.expected = data
-        self.state.counters.limit(max_epochs, max_iters)
-
     @check_options
     def begin_train(self, *, max_epochs: Limit | None = None, max_iters: Limit | None = None) -> None:
         """Publish ``before_train``. The limits are for hooks that need them: your code counts and ends the training.

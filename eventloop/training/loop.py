@@ -308,7 +308,8 @@ class TrainLoop:
     def _expect(self, run: Run) -> None:
         run.validates = self._data["val"] is not None
         if run.state.trains:
-            run.drive().expect(self._need("train"), max_epochs=self.max_epochs, max_iters=self.max_iters)
+            run.feeds.expected = self._need("train")  # hooks may ask for it and the limits before the first epoch
+            run.counters.limit(self.max_epochs, self.max_iters)
             self._pass_on(run)
             if run.state.own.stop:
                 log.warning("loop.stop() was called before this run began, so it ends at once", run=run.name)
