@@ -81,7 +81,6 @@ class TrainerHost:
     # The bridge sets these when they are known.
     train_data: Iterable[Any] | None = None
     epoch_length: int | None = None
-    evaluation_data: Iterable[Any] | None = None
     evaluation_length: int | None = None
     accumulation: int | None = None
     window_open = False

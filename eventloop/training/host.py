@@ -71,12 +71,8 @@ class Host(Protocol):
         """Training batches per epoch; None if unknown."""
 
     @property
-    def evaluation_data(self) -> Iterable[Any] | None:
-        """The loader of the current or last validation or test, if known."""
-
-    @property
     def evaluation_length(self) -> int | None:
-        """Its number of batches; None if unknown."""
+        """Batches in the current or last validation or test; None if unknown."""
 
     def join(self, run: Any, drive: Any) -> None:
         """Become the host of a run, which ``drive`` drives."""
@@ -188,14 +184,8 @@ class OwnLoop:
         return length_of(feeds.expected) if feeds.train is None else feeds.train.length
 
     @property
-    def evaluation_data(self) -> Iterable[Any] | None:
-        """The loader of the current or last validation or test; None before the first."""
-        feed = self._run.feeds.evaluated
-        return None if feed is None else feed.loader
-
-    @property
     def evaluation_length(self) -> int | None:
-        """Its number of batches; None if unknown."""
+        """Batches in the current or last validation or test; None if unknown."""
         feed = self._run.feeds.evaluated
         return None if feed is None else feed.length
 

@@ -566,7 +566,8 @@ class Run:
     @property
     def evaluation_data(self) -> Iterable[Any] | None:
         """The loader of the current or last validation or test; None before the first, and in another trainer."""
-        return self.host.evaluation_data
+        feed = self.feeds.evaluated
+        return None if feed is None else feed.loader
 
     @property
     def accumulation(self) -> int | None:
