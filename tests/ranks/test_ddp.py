@@ -23,9 +23,9 @@ from . import jobs
 
 def train(work_dir: str) -> Any:
     """Each process has a work dir of its own here."""
-    writers = LoggerHook(interval=1, writers=[ConsoleWriter(), JSONLinesWriter(interval=1)])
+    logger = LoggerHook(interval=1, writers=[ConsoleWriter(), JSONLinesWriter(interval=1)])
     place = f"{work_dir}/{jobs.rank_and_size()[0]}"
-    loop = jobs.make_loop(place, writers, ProgressBar(), CheckpointHook(interval=1))
+    loop = jobs.make_loop(place, logger, ProgressBar(), CheckpointHook(interval=1))
     metrics = loop.run()
     return jobs.weights(loop.model), metrics, str(loop.bus.describe())
 

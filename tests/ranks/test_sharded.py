@@ -15,6 +15,7 @@ from eventloop import CheckpointDamagedError, ConfigurationError, Hook
 from eventloop.checkpoint import export_weights, load, load_whole, sharded, sweep_shards, verify_shards
 from hooks import CheckpointHook, EMAHook, ExponentialMovingAverage
 
+from ..training.conftest import damage
 from . import jobs
 
 
@@ -63,10 +64,7 @@ def test_shards_and_their_directories_are_created_and_removed_together(ranks, tm
     newest = "best_loss_epoch_4.safetensors" if others else "epoch_4.safetensors"
     assert (tmp_path / "last_checkpoint").read_text() == newest
     assert tmp_path / load(tmp_path / newest)["shards"] == directory
-    part = directory / "__1_0.distcp"
-    content = bytearray(part.read_bytes())
-    content[len(content) // 2] ^= 1
-    part.write_bytes(content)
+    damage(directory / "__1_0.distcp")
     with pytest.raises(CheckpointDamagedError, match="other bytes"):
         verify_shards(load(tmp_path / "epoch_4.safetensors"), tmp_path / "epoch_4.safetensors")
     for file in tmp_path.glob("*.safetensors"):

@@ -23,7 +23,7 @@ async def until(condition) -> None:
 
 
 async def cancelled(loop, condition) -> bool:
-    """Run it, and cancel that when a condition holds; return whether the cancellation was caught in the end."""
+    """Run it, cancel that when a condition holds, and return whether the scope caught the cancellation."""
     with anyio.CancelScope() as scope:
         async with anyio.create_task_group() as group:
             group.start_soon(loop.arun)

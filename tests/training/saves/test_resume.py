@@ -68,11 +68,8 @@ PLACES = (
     | {"before_val": [1], "before_val_epoch": [2], "before_val_iter": [1], "after_val_iter": [3, 6], "after_val_epoch": [1]}
     | {"after_val": [1, 2], "after_train": [1], "after_run": [1]}
 )
-IN_ANY_PASS = {"after_train_iter": [2, 6, 9, 14], "before_val_iter": [2], "after_val_iter": [20], "after_val": [1]} | {
-    "after_val_epoch": [3],
-    "after_train_epoch": [1],
-    "after_train": [1],
-}
+IN_ANY_PASS = {"after_train_iter": [2, 6, 9, 14], "before_val_iter": [2], "after_val_iter": [20], "after_val": [1]}
+IN_ANY_PASS |= {"after_val_epoch": [3], "after_train_epoch": [1], "after_train": [1]}
 IN_A_WINDOW = {"after_val_epoch": [1], "after_val_iter": [1], "after_train_iter": [3]}
 VALIDATED = {"after_train_iter": [7], "before_val_iter": [3], "after_val_epoch": [2]}
 STOPPED = {"before_val_iter": [1], "after_train_epoch": [1], "after_train_iter": [1], "before_val": [1]}
