@@ -20,10 +20,9 @@ from typing import Final
 
 import msgspec
 from rich.console import Group
-from rich.table import Table
 
 from eventloop.observe.bounds import Count, Number
-from eventloop.terminal import cell
+from eventloop.terminal import Figures, cell
 
 SIGNIFICANT: Final = 0.1
 """A rank is a straggler if the others wait this share of an iteration for it."""
@@ -108,15 +107,11 @@ class RankCosts(msgspec.Struct, frozen=True):
     """Ranks without times: they do not measure, or stopped reporting."""
 
     def __rich__(self) -> Group:
-        title = f"{self.world_size} ranks, ms an iteration"
-        table = Table(title=title, title_justify="left", box=None, padding=(0, 1, 0, 0))
-        table.add_column("part")
-        for name in ("min", "median", "max"):
-            table.add_column(name, justify="right", no_wrap=True)
-        table.add_column("slowest")
-        for one in self.times:
-            each = (f"{seconds * 1e3:.3f}" for seconds in (one.min, one.median, one.max))
-            table.add_row(cell(one.name), *each, cell(f"rank {one.rank} ({one.host})"))
+        rows = [
+            (one.name, *(f"{seconds * 1e3:.3f}" for seconds in (one.min, one.median, one.max)), f"rank {one.rank} ({one.host})")
+            for one in self.times
+        ]
+        table = Figures(f"{self.world_size} ranks, ms an iteration", ("part", "min", "median", "max", "slowest"), rows)
         slow, missing = self.straggler, ", ".join(map(str, self.missing))
         lines = [f"The other ranks wait for rank {slow.rank}: {slow_at(slow)}"] if slow is not None else []
         lines += [f"Not measured: rank {missing}"] if missing else []
