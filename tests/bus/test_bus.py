@@ -5,7 +5,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from eventloop import Bus, ConfigurationError, Event, Progress, UnknownEventError
-from eventloop.events import AfterIter, AfterRun, AfterTrainIter, BeforeRun
+from eventloop.events import AfterIter, AfterTrainIter, BeforeRun
 
 from ..handlers import publish_all
 from ..waiting import meanwhile, on_threads
@@ -84,15 +84,6 @@ def test_state_of_hooks_that_are_missing_on_either_side_is_a_warning(bus):
         bus.load_state_dict({"hooks": {"Gone": {}}, "publishes": {}})
     assert logs[0]["hooks"] == ["Gone"]
     assert logs[0]["log_level"] == "warning"
-
-
-def test_an_event_published_by_a_handler_is_handled_immediately(bus):
-    log: list[str] = []
-    bus.on("after_run", recorder(log, "inner"))
-    bus.on("after_train_iter", lambda event: bus.publish(AfterRun(progress=P)), priority=1)
-    bus.on("after_train_iter", recorder(log, "outer"))
-    bus.publish(EVENT)
-    assert log == ["inner", "outer"]
 
 
 # ------------------------------------------------------------------------------------------- processes that end or fork

@@ -135,18 +135,6 @@ def test_the_priority_of_add_goes_before_that_of_a_method_of_an_object_and_of_a_
         assert {one.mount_point: one.priority for one in bus.subscriptions} == found
 
 
-def test_mount_sets_filters_and_name_of_a_method(bus):
-    class Mounted(Recorder):
-        @mount("after_train_iter", every=2)
-        def histogram(self, event):
-            self.calls.append(event.progress.iter)
-
-    bus.add(hook := Mounted())
-    for i in range(4):
-        bus.publish(AfterTrainIter(progress=Progress(iter=i)))
-    assert hook.calls == [1, 3]
-
-
 class Counter(Hook):
     def __init__(self, name: str = "") -> None:
         self.name = name

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from eventloop import Event, LiveFieldError, SubscribeError, TrainLoop
+from eventloop import Event, SubscribeError, TrainLoop
 
 from ..failing import fails
 
@@ -222,27 +222,6 @@ def test_an_error_of_a_handler_names_handler_mount_point_and_module(bus, model, 
     assert "in fail (inline, priority 50" in notes
     assert f"at {mount_point}" in notes
     assert "published by the watched module 'head' (Linear)" in notes
-
-
-def test_an_offloaded_handler_gets_captured_copies_and_no_live_fields(bus, model, inputs):
-    captured, names = [], []
-
-    def plain(event):
-        with pytest.raises(LiveFieldError):
-            event.outputs.sum()
-        names.append(event.module_name)
-
-    bus.on("after_module_forward", captured.append, offload="thread", capture=lambda event: event.outputs)
-    bus.on("after_module_forward", plain, offload="thread")
-    bus.watch(model, "head")
-    with bus:
-        outputs = model(inputs)
-        expected = outputs.detach().clone()
-        with torch.no_grad():
-            outputs.zero_()
-    assert torch.equal(captured[0], expected)
-    assert not captured[0].requires_grad
-    assert names == ["head"]
 
 
 def test_for_an_offloaded_handler_modules_are_watched_only_while_the_bus_is_open(bus, model, inputs):

@@ -1,12 +1,11 @@
 import types
 
-import msgspec
 import pytest
 import torch
 
 from eventloop import Bus, Event, Live, Progress, Run, UnknownEventError, from_json, from_msgpack, mount_points
 from eventloop.errors import EventDefinitionError
-from eventloop.events import AfterIter, AfterTrainIter, AfterValEpoch, CheckpointCommitted, CostsMeasured, ModuleEvent
+from eventloop.events import AfterIter, AfterTrainIter, AfterValEpoch, CostsMeasured, ModuleEvent
 from eventloop.events.event import lineage, mount_name, resolve
 from eventloop.events.event import registry as registered
 from eventloop.events.mount_points import BUILTIN
@@ -154,14 +153,6 @@ def test_a_mount_point_cannot_be_replaced_by_another_class(registry, name, modul
 def test_live_state_cannot_be_encoded(encode, live):
     with pytest.raises(TypeError):
         encode(AfterTrainIter(progress=Progress(), **live))
-
-
-def test_plain_events_encode_without_being_detached():
-    event = CheckpointCommitted(progress=Progress(iter=9), path="a.safetensors", names=["a"], bytes=3, seconds=0.5)
-    decoded = msgspec.json.decode(event.to_json())
-    assert decoded["event"] == "checkpoint_committed"
-    assert decoded["names"] == ["a"]
-    assert decoded["progress"]["iter"] == 9
 
 
 def test_an_event_declared_in_a_script_may_have_live_fields(registry):

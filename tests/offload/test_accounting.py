@@ -94,7 +94,7 @@ def test_the_counts_add_up_at_every_moment(mode, full, queue, batch, linger, dee
         time.sleep(0.0005)
 
     published = 0
-    with patch.object(process, "_spawn", context), capture_logs():
+    with patch.object(process, "_spawn", context), capture_logs() as logs:
         try:
             with meanwhile(watch), bus:
                 for i, deed in enumerate(deeds):
@@ -110,14 +110,20 @@ def test_the_counts_add_up_at_every_moment(mode, full, queue, batch, linger, dee
     check(stats)
     assert stats.pending == 0
     assert stats.published <= published
+    bad, timely = sum(deed != 0 for deed in deeds[:published]), "timeout" not in options
     if full == "block" and not disable_after:
         assert stats.published == published
         assert stats.dropped == 0
-        bad = sum(deed != 0 for deed in deeds[:published])
-        if batch is None and "timeout" not in options:
+        if batch is None and timely:
             assert (stats.delivered, stats.failed) == (published - bad, bad)
         assert stats.failed >= -(-bad // (batch or 1))
-        assert stats.failed <= bad * (batch or 1) or "timeout" in options  # a batch fails as a whole
+        assert stats.failed <= bad * (batch or 1) or not timely  # a batch fails as a whole
+    if disable_after and batch is None and (cancels_at is None or cancels_at >= len(deeds)):
+        retired = sum(line["event"] == "handler retired" for line in logs)
+        assert retired == (stats.failed == disable_after)
+        assert stats.failed <= disable_after
+        assert not (retired and subscription.active)
+        assert stats.failed == min(bad, disable_after) or full != "block" or not timely
 
 
 @given(

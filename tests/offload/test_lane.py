@@ -67,17 +67,6 @@ def test_a_full_lane_that_raises_gives_advice():
     assert lane.stats.published == 3
 
 
-def test_a_full_blocking_lane_waits_for_a_free_slot():
-    lane = make(capacity=1)
-    lane.put(0)
-    thread, result = in_thread(lane.put, 1)
-    until(lambda: lane._waiting)
-    assert lane.take(1) == [0]
-    thread.join()
-    assert result == [None]
-    assert lane.take(1) == [1]
-
-
 @pytest.mark.parametrize("end", [lambda lane: lane.close("the bus has closed"), lambda lane: lane.retire("it was cancelled")])
 def test_a_waiting_publisher_is_released_when_the_lane_ends(end):
     lane = make(capacity=1)

@@ -150,18 +150,6 @@ def test_an_exit_by_exception_kills_a_worker_at_work():
     assert stats.published == stats.failed + stats.dropped == 3
 
 
-def test_disable_after_retires_the_handler_and_drops_pending_events():
-    bus, subscription = acting(disable_after=2)
-    with capture_logs() as logs, bus:
-        for i in range(20):
-            bus.publish(deed("raise", i))
-    stats = subscription.stats
-    assert not subscription.active
-    assert stats.failed == 2
-    assert stats.published == stats.failed + stats.dropped
-    assert [entry["event"] for entry in logs].count("handler retired") == 1
-
-
 def test_a_cancelled_handler_gets_earlier_events_before_its_worker_ends(bus):
     with bus:
         with bus.on("after_train_iter", workers.act, offload="process") as subscription:

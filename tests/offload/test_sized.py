@@ -51,21 +51,6 @@ def test_bytes_count_until_the_handler_is_done(bus):
         assert subscription.stats.bytes == 0
 
 
-def test_a_publisher_waits_for_bytes_as_for_a_place(bus):
-    subscription, heard, started, release = held(bus, max_bytes=2500)
-    with bus:
-        bus.publish(numbered(0))
-        bus.publish(numbered(1))
-        started.wait()
-        publisher = threading.Thread(target=bus.publish, args=(numbered(2),))
-        publisher.start()
-        until(lambda: subscription.lane._waiting)
-        assert subscription.stats.bytes == 2000
-        release.set()
-        publisher.join()
-    assert heard == [0, 1, 2]
-
-
 @pytest.mark.parametrize(
     ("full", "budget", "kilobytes", "kept"),
     [

@@ -73,6 +73,7 @@ def test_a_detached_event_is_still_an_instance_of_its_class_and_a_plain_one_is_i
         (AfterRun(run=object(), progress=P), "run"),
         (AfterLoadCheckpoint(checkpoint={}, progress=P), "checkpoint"),
         (AfterModuleForward(module=object()), "module"),
+        (AfterModuleForward(outputs=torch.ones(1)), "outputs"),
         (OnException(exception=ValueError(), progress=P), "exception"),
     ],
 )
