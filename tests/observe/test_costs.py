@@ -95,19 +95,6 @@ def test_validations_are_a_part_however_they_are_counted_also_when_a_stop_cuts_t
     assert parts["slow after_val_iter"].group == "hook"
 
 
-def test_time_in_the_data_is_waiting_for_it(bus):
-    class Slow(list):
-        def __iter__(self):
-            for one in super().__iter__():
-                time.sleep(0.005)
-                yield one
-
-    make_loop(bus=bus, train_data=Slow(batches(4))).run()
-    costs = bus.costs()
-    assert check(costs)["waiting for data"].seconds >= 8 * 0.005
-    assert costs.steps.quantile(0.5) >= 0.005
-
-
 def test_a_resumed_run_adds_up(bus, tmp_path):
     make_loop(CheckpointHook(interval=1), StopAfter(6), work_dir=tmp_path).run()
     make_loop(CheckpointHook(interval=1), bus=bus, work_dir=tmp_path).run(resume="auto")

@@ -38,16 +38,8 @@ def tab(browser):
     assert [text for text in said if "ERR_" not in text and "status of 4" not in text] == []
 
 
-def text(tab, name):
-    return tab.text_content(f"#{name}")
-
-
 def wait(tab, name, wanted):
     tab.wait_for_function("([name, wanted]) => document.getElementById(name)?.textContent.includes(wanted)", arg=[name, wanted])
-
-
-def wait_for_event(tab, wanted):
-    wait(tab, "events", wanted)
 
 
 def test_the_token_leaves_the_address_bar_and_the_only_run_is_shown(server, tab):
@@ -111,14 +103,14 @@ def test_a_late_visitor_sees_the_whole_run_and_how_it_ended(server, tab, tmp_pat
     Job(Bus(hook, Watcher(server.board)), epochs=1, work_dir=tmp_path).loop.run()
     tab.goto(server.url)
     wait(tab, "state", "finished")
-    assert text(tab, "iter") == "5"
-    assert text(tab, "epoch") == "1 / 1"
+    assert tab.text_content("#iter") == "5"
+    assert tab.text_content("#epoch") == "1 / 1"
     assert tab.evaluate(LOSS).startswith("Curve of loss up to iteration 5")
     tab.wait_for_selector("#parts tr")
     wait(tab, "files", "best_loss_epoch_1")
     assert tab.locator("#files tr").count() == 1  # a second name of a file is in its row
-    assert "epoch_1.safetensors, best_loss_epoch_1.safetensors" in text(tab, "files")
-    assert "0 B" not in text(tab, "files").split()
+    assert "epoch_1.safetensors, best_loss_epoch_1.safetensors" in tab.text_content("#files")
+    assert "0 B" not in tab.text_content("#files").split()
 
 
 def test_pause_resume_rate_checkpoint_and_stop(server, tab, tmp_path):
@@ -130,11 +122,11 @@ def test_pause_resume_rate_checkpoint_and_stop(server, tab, tmp_path):
         at = job.loop.counters.iter
         tab.fill("#new-rate", "0.004")
         tab.press("#new-rate", "Enter")
-        wait_for_event(tab, "the learning rate 0.004 was asked for")
+        wait(tab, "events", "the learning rate 0.004 was asked for")
         assert job.loop.counters.iter == at
         tab.click("#pause")
         wait(tab, "state", "running")
-        wait_for_event(tab, "the learning rate is 0.004 now")
+        wait(tab, "events", "the learning rate is 0.004 now")
         wait(tab, "rate", "0.004")
         tab.click("#checkpoint")
         wait(tab, "files", "iter_")
@@ -159,8 +151,8 @@ def test_a_wrong_rate_is_answered_on_the_page_and_a_button_that_does_not_work_sa
         wait(tab, "rate", "0.01")
         tab.evaluate("document.getElementById('new-rate').value = 'fast'")
         tab.click("#set")
-        wait_for_event(tab, "Learning rate: the learning rate must be above 0")
-        assert text(tab, "rate") == "0.01"
+        wait(tab, "events", "Learning rate: the learning rate must be above 0")
+        assert tab.text_content("#rate") == "0.01"
 
 
 def test_without_the_token_the_run_is_shown_and_cannot_be_changed(server, tab):
@@ -175,7 +167,7 @@ def test_a_failed_run_says_why(server, tab):
     with failing(server, "out of <b>luck</b>"):
         tab.goto(server.url)
         wait(tab, "state", "failed")
-        wait_for_event(tab, "RuntimeError: out of <b>luck</b>")
+        wait(tab, "events", "RuntimeError: out of <b>luck</b>")
 
 
 def test_several_runs_are_listed_and_have_a_page_each(server, tab):

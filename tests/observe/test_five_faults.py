@@ -100,6 +100,7 @@ def about(expected: float) -> Any:
 def test_slow_data_is_the_time_of_waiting_for_it(trained):
     costs, _ = trained
     assert the_part(costs, "waiting for data").seconds / ITERATIONS == about(DATA)
+    assert costs.steps.quantile(0.5) >= DATA
 
 
 def test_the_slow_hook_has_its_calls_and_their_time(trained):
@@ -117,7 +118,9 @@ def test_the_full_lane_has_the_time_of_its_handler_and_of_waiting_for_it(trained
     assert 0.1 * lane.seconds < lane.waited < costs.wall
     [waiting] = [one for one in costs.parts if one.group == "waiting"]
     assert "Uploader" in waiting.name
-    assert waiting.seconds == pytest.approx(lane.waited, rel=0.05)
+    assert waiting.seconds == pytest.approx(lane.waited, rel=1e-6)
+    assert waiting.calls >= 1
+    assert "waiting for the full lane of Uploader" in str(costs)
 
 
 def test_the_slow_disk_is_in_the_checkpoints_and_in_what_training_waited_for_them(trained):
@@ -140,7 +143,7 @@ def test_the_leaking_hook_is_named_with_what_it_keeps(trained):
 
 def test_the_parts_add_up_to_the_wall_time(trained):
     costs, _ = trained
-    assert sum(part.seconds for part in costs.parts) == pytest.approx(costs.wall, rel=0.02)
+    assert sum(part.seconds for part in costs.parts) == pytest.approx(costs.wall, rel=1e-6)
 
 
 def test_the_report_names_all_five_with_the_right_figures(trained):

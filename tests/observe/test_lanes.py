@@ -15,7 +15,6 @@ from eventloop.events import AfterTrainIter, BeforeRun
 from eventloop.offload import process
 
 from ..handlers import held, publish_all
-from ..hooks.conftest import make_loop
 from ..offload import workers
 
 
@@ -66,21 +65,6 @@ def test_dropped_events_are_told(full):
     assert lane.dropped + lane.delivered == 20
     assert lane.dropped >= 15
     assert lane.depth_max <= 2
-
-
-def test_waiting_for_a_full_lane_is_a_part_of_the_costs():
-    bus = Bus(timing=True)
-    bus.on("after_train_iter", slow, offload="thread", queue=1, linger=0)
-    with capture_logs():
-        make_loop(bus=bus, max_epochs=5).run()
-    costs = bus.costs()
-    assert sum(part.seconds for part in costs.parts) == pytest.approx(costs.wall, rel=1e-6)
-    [part] = [one for one in costs.parts if one.group == "waiting"]
-    assert part.name == "slow"
-    assert part.calls >= 1
-    [lane] = costs.lanes
-    assert lane.waited == pytest.approx(part.seconds, rel=1e-6)
-    assert "waiting for the full lane of slow" in str(costs)
 
 
 def test_timing_can_change_while_events_are_queued(bus):

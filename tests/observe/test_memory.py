@@ -57,6 +57,11 @@ def test_a_cycle_and_a_very_large_hook_end(monkeypatch):
     assert 0 < kept_by([("Keeps", [vars(hook)])])["Keeps"].bytes < 50_000
 
 
+@pytest.fixture
+def machine(monkeypatch):
+    return Machine(monkeypatch)
+
+
 class Machine:
     """A process with a memory and a clock of its own."""
 
@@ -78,8 +83,7 @@ class Machine:
         return self.memory.growth()
 
 
-def test_growth_is_known_after_some_samples_and_told_with_its_window(monkeypatch):
-    machine = Machine(monkeypatch)
+def test_growth_is_known_after_some_samples_and_told_with_its_window(machine):
     assert machine.go(5, grows=1 << 20) == []
     [process] = machine.go(55, grows=1 << 20)
     assert process.name == "process"
@@ -88,8 +92,7 @@ def test_growth_is_known_after_some_samples_and_told_with_its_window(monkeypatch
     assert process.seconds >= 20
 
 
-def test_the_warm_up_and_what_comes_and_goes_are_no_growth(monkeypatch):
-    machine = Machine(monkeypatch)
+def test_the_warm_up_and_what_comes_and_goes_are_no_growth(machine):
     machine.go(10, grows=50 << 20)
     waves = iter([64 << 20, -(64 << 20)] * 50)
 
@@ -100,16 +103,15 @@ def test_the_warm_up_and_what_comes_and_goes_are_no_growth(monkeypatch):
     assert process.bytes == 0
 
 
-def test_samples_are_bounded_however_long_a_run_takes(monkeypatch):
-    machine = Machine(monkeypatch)
+def test_samples_are_bounded_however_long_a_run_takes(machine):
     [process] = machine.go(10_000, grows=1000)
     assert len(machine.memory._samples) <= memory._MOST_SAMPLES
     assert process.bytes / process.seconds == pytest.approx(1000, rel=0.01)
     assert process.seconds > 3000
 
 
-def test_the_hook_that_keeps_more_and_more_has_a_name(monkeypatch):
-    machine, leaks, fine = Machine(monkeypatch), Keeps(), Keeps()
+def test_the_hook_that_keeps_more_and_more_has_a_name(machine):
+    leaks, fine = Keeps(), Keeps()
     fine.name = "Fine"
     fine.kept.append(np.zeros(10_000))
     found = machine.go(60, grows=1 << 20, hooks=[leaks, fine], each=lambda: leaks.kept.append(torch.zeros(1000)))
@@ -118,8 +120,8 @@ def test_the_hook_that_keeps_more_and_more_has_a_name(monkeypatch):
     assert found[1].seconds >= 5
 
 
-def test_a_function_that_keeps_more_and_more_has_a_name_too(bus, monkeypatch):
-    machine, kept = Machine(monkeypatch), []
+def test_a_function_that_keeps_more_and_more_has_a_name_too(bus, machine):
+    kept = []
 
     def leak(event, other=None):
         kept.append(event)
@@ -130,8 +132,8 @@ def test_a_function_that_keeps_more_and_more_has_a_name_too(bus, monkeypatch):
     assert [one.name for one in found] == ["process", "leak"]
 
 
-def test_hooks_are_not_looked_at_while_the_process_does_not_grow(monkeypatch):
-    machine, leaks = Machine(monkeypatch), Keeps()
+def test_hooks_are_not_looked_at_while_the_process_does_not_grow(machine, monkeypatch):
+    leaks = Keeps()
     monkeypatch.setattr(memory, "kept_by", lambda owners: pytest.fail("looked"))
     [process] = machine.go(60, hooks=[leaks], each=lambda: leaks.kept.append(torch.zeros(1000)))
     assert process.bytes == 0
@@ -169,8 +171,8 @@ def lost(kept):
 
 
 @pytest.mark.parametrize("place", ["attribute", "class", "function of an attribute", "global", "handler", "step"])
-def test_losses_with_their_graphs_are_found_wherever_they_are_kept(monkeypatch, place):
-    machine, bus, hook, steps, kept = Machine(monkeypatch), Bus(), Keeps(), {}, LOSSES
+def test_losses_with_their_graphs_are_found_wherever_they_are_kept(machine, bus, place):
+    hook, steps, kept = Keeps(), {}, LOSSES
     LOSSES.clear()
     match place:
         case "attribute":

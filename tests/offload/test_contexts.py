@@ -6,6 +6,7 @@ from contextvars import ContextVar
 import anyio
 import anyio.lowlevel
 import pytest
+import sniffio
 
 from eventloop import Bus, Event, Progress
 from eventloop.events import AfterTrainIter
@@ -83,11 +84,11 @@ def test_an_async_handler_runs_in_its_own_event_loop_for_any_publisher(backend):
         with anyio.move_on_after(5):
             async with anyio.create_task_group() as group:
                 group.start_soon(anyio.sleep, 0)
-            slept.append(await anyio.to_thread.run_sync(variable.get))
+            slept.append((sniffio.current_async_library(), await anyio.to_thread.run_sync(variable.get)))
 
     async def host() -> None:
         publish(bus, 2)
 
     with bus:
         anyio.run(host, backend="asyncio" if backend == "trio" else "trio")
-    assert slept == ["iteration 0", "iteration 1"]
+    assert slept == [(backend, "iteration 0"), (backend, "iteration 1")]
