@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import structlog
@@ -139,6 +139,24 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     return tmp_path
+
+
+class Printed(NamedTuple):
+    out: str
+    err: str
+
+
+@pytest.fixture
+def trainbus(capsys: pytest.CaptureFixture[str]) -> Callable[..., Printed]:
+    """``trainbus(*words, status=0)`` runs the command, which ends with a status; returns what it prints."""
+    from eventloop.cli import main
+
+    def run(*words: object, status: int = 0) -> Printed:
+        capsys.readouterr()
+        assert main([str(word) for word in words]) == status, capsys.readouterr()
+        return Printed(*capsys.readouterr())
+
+    return run
 
 
 @pytest.fixture

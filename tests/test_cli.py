@@ -37,10 +37,9 @@ def test_the_commands_are_found():
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_the_help_of_every_command_fits_80_columns_and_explains_every_argument_and_option(words, capsys, monkeypatch):
+def test_the_help_of_every_command_fits_80_columns_and_explains_every_argument_and_option(trainbus, words, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    assert main([*words, "--help"]) == 0
-    printed, err = capsys.readouterr()
+    printed, err = trainbus(*words, "--help")
     assert err == ""
     assert printed.startswith(" ".join(["Usage: trainbus", *words]))
     assert max(map(len, printed.splitlines())) <= 80
@@ -52,8 +51,8 @@ def test_the_help_of_every_command_fits_80_columns_and_explains_every_argument_a
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_scripts_complete_commands_and_options(here, shell):
-    assert main(["--install-completion", "--shell", shell, "--output", "script"]) == 0
+def test_completion_scripts_complete_commands_and_options(trainbus, here, shell):
+    trainbus("--install-completion", "--shell", shell, "--output", "script")
     script = (here / "script").read_text()
     for word in ("checkpoint", "verify", "dry-run", "epochs"):
         assert word in script
@@ -67,8 +66,8 @@ def test_completion_scripts_complete_commands_and_options(here, shell):
         ("trainbus run --d", {"--dashboard", "--dry-run"}),
     ],
 )
-def test_bash_completes_commands_and_options(here, line, offered):
-    assert main(["--install-completion", "--shell", "bash", "--output", "script"]) == 0
+def test_bash_completes_commands_and_options(trainbus, here, line, offered):
+    trainbus("--install-completion", "--shell", "bash", "--output", "script")
     words = line.split(" ")
     press_tab = f"source ./script; COMP_WORDS=({line} ''); COMP_CWORD={len(words) - 1}; _trainbus; echo ${{COMPREPLY[@]}}"
     done = subprocess.run(["bash", "-c", press_tab], capture_output=True, text=True, check=True)  # noqa: S603, S607
@@ -136,9 +135,9 @@ def test_the_demo_fits_a_screen_and_a_half_of_80_columns(demos):
 
 
 @one_worker
-def test_the_demo_and_its_report_count_the_same_checkpoints(demos, capsys):
-    assert main(["report", str(demos.folder / "runs/digits"), "-o", str(demos.folder / "report.html")]) == 0
-    assert "\n20 checkpoints held training up" in capsys.readouterr().out
+def test_the_demo_and_its_report_count_the_same_checkpoints(demos, trainbus):
+    printed = trainbus("report", demos.folder / "runs/digits", "-o", demos.folder / "report.html").out
+    assert "\n20 checkpoints held training up" in printed
 
 
 @one_worker
@@ -160,25 +159,22 @@ def test_a_later_run_shows_its_hooks_overwrites_no_earlier_one_and_equals_one_of
 
 
 @one_worker
-def test_resume_continues_from_the_last_checkpoint_and_tests_a_complete_run_again(demos, capsys):
+def test_resume_continues_from_the_last_checkpoint_and_tests_a_complete_run_again(demos, trainbus):
     run = demos.folder / "runs/digits-2"
-    assert main(["demo", "--epochs", "2", "--out", str(run), "--resume"]) == 0
+    assert "68 iterations" in trainbus("demo", "--epochs", "2", "--out", run, "--resume").out
     saved = load(run / "epoch_2.safetensors")
     assert saved["progress"]["iter"] == 68
     assert saved["bus"]["hooks"]["Evidence"]["best"][1] == 1  # the best epoch of both sessions
-    assert "68 iterations" in capsys.readouterr().out
-    assert main(["demo", "--epochs", "2", "--out", str(run), "--resume"]) == 0
-    assert "averaged weights" in capsys.readouterr().out
+    assert "averaged weights" in trainbus("demo", "--epochs", "2", "--out", run, "--resume").out
 
 
-def test_the_demo_needs_no_tensorboard(here, capsys, monkeypatch):
+def test_the_demo_needs_no_tensorboard(here, trainbus, monkeypatch):
     from hooks import demo
 
     monkeypatch.setattr(demo, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # an import fails
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
-    assert main(["demo", "--epochs", "1"]) == 0
-    assert "tensorboard" not in capsys.readouterr().out
+    assert "tensorboard" not in trainbus("demo", "--epochs", "1").out
 
 
 def test_the_filters_of_the_demos_hook_table_stay_in_one_line_in_80_columns():
@@ -210,9 +206,8 @@ def test_the_filters_of_the_demos_hook_table_stay_in_one_line_in_80_columns():
         ("", ["Usage: trainbus"]),
     ],
 )
-def test_a_usage_error_exits_with_status_2_and_names_option_value_and_help(arguments, names, capsys):
-    assert main(arguments.split()) == 2
-    err = capsys.readouterr().err
+def test_a_usage_error_exits_with_status_2_and_names_option_value_and_help(arguments, names, trainbus):
+    err = trainbus(*arguments.split(), status=2).err
     assert all(name in err for name in names)
     assert not arguments.startswith("demo") or err.splitlines()[-1] == "trainbus demo --help shows the options"
     assert not arguments.startswith("demo") or len(err) < 400
@@ -234,21 +229,20 @@ OUT = (".", "", "..", "/")
     ],
     ids=["resume", "here", "nothing", "above", "root", "long", "in a file"],
 )
-def test_a_folder_that_cannot_be_that_of_a_run_is_an_error_before_the_training(here, capsys, words, told):
+def test_a_folder_that_cannot_be_that_of_a_run_is_an_error_before_the_training(here, trainbus, words, told):
     (here / "notes.txt").touch()
-    assert main(["demo", *words]) == 2
-    assert told in capsys.readouterr().err
+    assert told in trainbus("demo", *words, status=2).err
 
 
-def test_output_is_limited_to_the_terminals_encoding(here, monkeypatch):
+def test_output_is_limited_to_the_terminals_encoding(trainbus, here, monkeypatch):
     screen = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(screen, encoding="ascii", write_through=True))
-    assert main(["events"]) == 0
+    trainbus("events")
     assert b"after_train_iter" in screen.getvalue()
 
 
 @pytest.mark.parametrize(("struck_at", "hint"), [(1, "no checkpoint was written yet"), (2, "--resume --out mine")])
-def test_ctrl_c_prints_how_to_resume(here, capsys, monkeypatch, struck_at, hint):
+def test_ctrl_c_prints_how_to_resume(here, trainbus, monkeypatch, struck_at, hint):
     from hooks import demo
 
     make_bus = demo.make_bus
@@ -260,7 +254,6 @@ def test_ctrl_c_prints_how_to_resume(here, capsys, monkeypatch, struck_at, hint)
         return bus
 
     monkeypatch.setattr(demo, "make_bus", make)
-    assert main(["demo", "--epochs", "3", "--out", "mine"]) == 130
-    err = capsys.readouterr().err
+    err = trainbus("demo", "--epochs", "3", "--out", "mine", status=130).err
     assert "trainbus demo: interrupted" in err
     assert hint in err

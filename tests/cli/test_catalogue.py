@@ -4,7 +4,6 @@ import pytest
 
 import hooks  # noqa: F401 - registers what is offered
 from eventloop.annotations import Signature
-from eventloop.cli import main
 from eventloop.config import option_descriptions, registered
 
 KINDS = ("hook", "writer", "average")
@@ -17,10 +16,9 @@ def test_every_option_has_a_description(entry):
     assert [name for name in Signature(entry.cls).options if not described.get(name)] == []
 
 
-def test_one_hook_is_shown_with_the_type_default_and_description_of_each_option(capsys, monkeypatch):
+def test_one_hook_is_shown_with_the_type_default_and_description_of_each_option(trainbus, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(["hooks", "CheckpointHook"]) == 0
-    shown = capsys.readouterr().out
+    shown = trainbus("hooks", "CheckpointHook").out
     assert "interval: int = -1\n    epochs or iterations between saves; -1 for none." in shown
     assert "before_train" in shown
     assert "``" not in shown
@@ -29,18 +27,16 @@ def test_one_hook_is_shown_with_the_type_default_and_description_of_each_option(
 
 
 @pytest.mark.parametrize("name", ["JSONLinesWriter", "StochasticWeightAverage"])
-def test_writers_and_averages_are_shown_too(capsys, name):
-    assert main(["hooks", name]) == 0
-    out = capsys.readouterr().out
+def test_writers_and_averages_are_shown_too(trainbus, name):
+    out = trainbus("hooks", name).out
     assert out.startswith(f"{name}\n")
     assert name in out.splitlines()[-1]  # how to use it
 
 
 @pytest.mark.parametrize("command", ["hooks", "events"])
-def test_a_list_fits_80_columns_has_no_escape_codes_and_ends_with_what_to_do_next(capsys, monkeypatch, command):
+def test_a_list_fits_80_columns_has_no_escape_codes_and_ends_with_what_to_do_next(trainbus, monkeypatch, command):
     monkeypatch.setenv("COLUMNS", "80")
-    assert main([command]) == 0
-    out = capsys.readouterr().out
+    out = trainbus(command).out
     assert max(map(len, out.splitlines())) <= 80
     assert "\x1b" not in out
     assert out.splitlines()[-1].startswith(("next: trainbus hooks NAME", "in a script: @bus.on("))

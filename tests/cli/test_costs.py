@@ -11,7 +11,6 @@ from rich.console import Console
 
 import eventloop
 from eventloop import Bus, Hook
-from eventloop.cli import main
 from eventloop.observe import Sparkline, last_lines, main_curve
 from eventloop.observe.curves import read_curves
 
@@ -36,23 +35,22 @@ def shown(renderable, **options):
     return captured.get()
 
 
-def run(capsys, *changes):
-    assert main(["run", DIGITS, "loop.max_epochs=2", "default_hooks.run_record=false", *changes]) == 0
-    return capsys.readouterr().out
+def run(trainbus, *changes):
+    return trainbus("run", DIGITS, "loop.max_epochs=2", "default_hooks.run_record=false", *changes).out
 
 
-def test_costs_prints_the_table_at_the_end_of_a_run_also_with_the_record_disabled(here, capsys, monkeypatch):
+def test_costs_prints_the_table_at_the_end_of_a_run_also_with_the_record_disabled(here, trainbus, monkeypatch):
     for name in ("COLUMNS", "FORCE_COLOR"):
         monkeypatch.delenv(name, raising=False)
-    table = run(capsys, "--costs").partition("\nWhere ")[2]
+    table = run(trainbus, "--costs").partition("\nWhere ")[2]
     assert "waiting for data" in table
     assert "OptimizerHook" in table
     assert "\x1b" not in table
     assert max(map(len, table.splitlines())) <= 80
 
 
-def test_a_run_without_measurement_ends_with_the_curve_and_without_words_on_costs(here, capsys):
-    out = run(capsys)
+def test_a_run_without_measurement_ends_with_the_curve_and_without_words_on_costs(here, trainbus):
+    out = run(trainbus)
     assert "Where " not in out
     *_, curve, end = [line for line in out.splitlines() if line]
     assert re.fullmatch(r"train/loss \S+ [▁-█]+ \S+", curve)
@@ -66,10 +64,9 @@ def test_a_slow_hook_is_named_at_the_end(tmp_path):
     assert "Histograms takes" in shown(last_lines(tmp_path, bus))
 
 
-def test_a_run_that_fails_ends_with_the_same_lines(here, capsys):
+def test_a_run_that_fails_ends_with_the_same_lines(here, trainbus):
     failing = 'custom_hooks=[{type="EarlyStoppingHook", monitor="missing", rule="less", strict=true}]'
-    assert main(["run", DIGITS, "loop.max_epochs=2", "loop.sanity=0", "--costs", failing]) == 2
-    out, error = capsys.readouterr()
+    out, error = trainbus("run", DIGITS, "loop.max_epochs=2", "loop.sanity=0", "--costs", failing, status=2)
     assert "missing" in error
     assert "Where " in out
     assert "train/loss " in out

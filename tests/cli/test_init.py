@@ -31,10 +31,9 @@ def train(name: str, *words: str) -> None:
         assert main(["run", name, *words]) == 0
 
 
-def test_what_is_written_trains_and_resumes_and_one_name_gives_two_runs(here, capsys):
+def test_what_is_written_trains_and_resumes_and_one_name_gives_two_runs(here, trainbus):
     for name in ("train.py", "train.toml"):
-        assert main(["init", name]) == 0
-        assert capsys.readouterr().out.startswith(f"wrote {name} and parts.py" if name == "train.py" else f"wrote {name}")
+        assert trainbus("init", name).out.startswith(f"wrote {name} and parts.py" if name == "train.py" else f"wrote {name}")
     train("train.py")
     first = {path.name: path.read_bytes() for path in (here / "runs/train").iterdir()}
     train("train.toml")
@@ -48,9 +47,9 @@ def test_what_is_written_trains_and_resumes_and_one_name_gives_two_runs(here, ca
         verify(run / "epoch_3.safetensors")
 
 
-def test_the_length_of_a_written_training_stands_in_one_place(here):
+def test_the_length_of_a_written_training_stands_in_one_place(trainbus, here):
     for name, length in (("train.py", r"\b20\b"), ("mine.toml", r"(?<!loop\.)\b20\b")):
-        assert main(["init", name]) == 0
+        trainbus("init", name)
         assert len(re.findall(length, (here / name).read_text())) == 1
 
 
@@ -62,18 +61,16 @@ def test_the_length_of_a_written_training_stands_in_one_place(here):
         *(([], [name], f"{name}: ") for name in ("train.yaml", "train", "parts.py")),
     ],
 )
-def test_nothing_is_overwritten_and_another_name_is_an_error(here, capsys, there, arguments, says):
+def test_nothing_is_overwritten_and_another_name_is_an_error(here, trainbus, there, arguments, says):
     for name in there:
         (here / name).write_text("mine")
-    assert main(["init", *arguments]) == 2
-    assert says in capsys.readouterr().err
+    assert says in trainbus("init", *arguments, status=2).err
     assert [path.name for path in here.iterdir()] == there
 
 
-def test_a_script_and_a_configuration_share_their_parts(here, capsys):
-    assert main(["init", "train.py"]) == 0
-    assert main(["init", "train.toml"]) == 0
+def test_a_script_and_a_configuration_share_their_parts(here, trainbus):
+    trainbus("init", "train.py")
+    trainbus("init", "train.toml")
     assert sorted(path.name for path in here.iterdir()) == ["parts.py", "train.py", "train.toml"]
     (here / "parts.py").write_text("mine")
-    assert main(["init", "other.py"]) == 2
-    assert "parts.py: exists already" in capsys.readouterr().err
+    assert "parts.py: exists already" in trainbus("init", "other.py", status=2).err

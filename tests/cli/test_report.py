@@ -7,7 +7,6 @@ from types import FunctionType
 import pytest
 
 from eventloop import Bus
-from eventloop.cli import main
 from eventloop.cli.runs import best_metric
 from eventloop.observe import Costs, LaneCosts, Part, RankCosts, RankTimes, RunManifest, Straggler, last_lines, write_manifest
 from eventloop.observe.report import ReportedRun, verdict
@@ -16,27 +15,25 @@ from eventloop.terminal import plain
 from ..observe.folders import BEGAN, loss_lines, session, write_record, write_run, write_scalars
 
 
-def test_a_report_is_written_in_the_folder_of_the_run_and_its_verdict_is_printed(here, capsys):
+def test_a_report_is_written_in_the_folder_of_the_run_and_its_verdict_is_printed(trainbus, here):
     write_run(Path("a"))
-    assert main(["report", "a"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = trainbus("report", "a").out.splitlines()
     assert lines[0].startswith("The run finished after 10 epochs")
     assert re.fullmatch(r"a/report\.html \([\d.]+ kB\): open it in a browser", lines[-1])
     assert Path("a/report.html").read_text().startswith("<!doctype html>")
-    assert main(["report", "a"]) == 0  # again
+    trainbus("report", "a")  # again
     Path("a/report.html").write_text("of another program")
-    assert main(["report", "a"]) != 0
-    assert "a/report.html" in capsys.readouterr().err
+    assert "a/report.html" in trainbus("report", "a", status=2).err
     assert Path("a/report.html").read_text() == "of another program"
 
 
-def test_a_report_on_several_runs_is_written_in_the_current_folder_or_where_it_is_wanted(here, capsys):
+def test_a_report_on_several_runs_is_written_in_the_current_folder_or_where_it_is_wanted(here, trainbus):
     write_run(Path("a"))
     write_run(Path("b"))
-    assert main(["report", "a", "b", "a"]) == 0
+    trainbus("report", "a", "b", "a")
     assert "2 runs compared" in Path("report.html").read_text()
     for option, name in (("-o", "c.html"), ("--output", "d.html")):
-        assert main(["report", "a", "b", option, name]) == 0
+        trainbus("report", "a", "b", option, name)
         assert Path(name).is_file()
 
 
@@ -53,35 +50,32 @@ def test_a_report_on_several_runs_is_written_in_the_current_folder_or_where_it_i
         ([], 2, "report"),
     ],
 )
-def test_mistakes_are_told_and_nothing_is_written(here, capsys, words, status, says):
+def test_mistakes_are_told_and_nothing_is_written(here, trainbus, words, status, says):
     write_run(Path("a"))
     Path("empty").mkdir()
     Path("damaged").mkdir()
     Path("damaged/run.json").write_text("{")
-    assert main(["report", *words]) == status
-    out, err = capsys.readouterr()
+    out, err = trainbus("report", *words, status=status)
     assert says in err
     assert out == ""
     assert not list(here.rglob("*.html"))
 
 
-def test_a_disk_error_is_told(here, capsys, monkeypatch):
+def test_a_disk_error_is_told(here, trainbus, monkeypatch):
     write_run(Path("a"))
 
     def full(path, content):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("eventloop.cli.report.commit_bytes", full)
-    assert main(["report", "a"]) == 1
-    assert "a/report.html cannot be written (No space left on device)" in capsys.readouterr().err
+    assert "a/report.html cannot be written (No space left on device)" in trainbus("report", "a", status=1).err
 
 
-def test_damaged_lines_are_left_out_and_give_the_status_1(here, capsys):
+def test_damaged_lines_are_left_out_and_give_the_status_1(here, trainbus):
     write_run(Path("a"))
     with Path("a/scalars.jsonl").open("a") as file:
         file.write("{\n")
-    assert main(["report", "a"]) == 1
-    assert "a/scalars.jsonl: 1 damaged line left out, the first is line 101" in capsys.readouterr().out
+    assert "a/scalars.jsonl: 1 damaged line left out, the first is line 101" in trainbus("report", "a", status=1).out
     assert Path("a/report.html").is_file()
 
 
@@ -89,13 +83,12 @@ def rows(out: str) -> dict[str, list[str]]:
     return {cells[0]: cells[1:] for cells in (re.split(r" {2,}", line.rstrip()) for line in out.splitlines())}
 
 
-def test_runs_are_listed_with_state_epochs_best_metric_time_and_size(here, capsys):
+def test_runs_are_listed_with_state_epochs_best_metric_time_and_size(here, trainbus):
     write_run(Path("runs/a"))
     write_run(Path("runs/deep/b"), session(state="failed", lasted=3700))
     Path("runs/c").mkdir()
     write_scalars(Path("runs/c"), {"step": 1, "loss": 1.0})
-    assert main(["runs"]) == 0
-    table = rows(capsys.readouterr().out)
+    table = rows(trainbus("runs").out)
     assert table["run"] == ["state", "epochs", "best", "time", "size"]
     assert table["a"][:4] == ["finished", "10", "accuracy 0.9", "0:01:40"]
     assert table["deep/b"][0] == "failed"
@@ -104,14 +97,13 @@ def test_runs_are_listed_with_state_epochs_best_metric_time_and_size(here, capsy
     assert table["c"][-1] == f"{Path('runs/c/scalars.jsonl').stat().st_size} bytes"
 
 
-def test_the_epochs_of_a_run_that_was_killed_are_those_of_its_record(here, capsys):
+def test_the_epochs_of_a_run_that_was_killed_are_those_of_its_record(here, trainbus):
     write_run(Path("a"), session(lasted=None, epoch=1))
-    assert main(["runs", "a"]) == 0
-    assert rows(capsys.readouterr().out)["a"][:2] == ["unknown", "10"]
+    assert rows(trainbus("runs", "a").out)["a"][:2] == ["unknown", "10"]
 
 
 @pytest.mark.parametrize("same_process", [True, False])
-def test_what_a_resume_abandons_counts_nowhere_and_is_told_in_a_sentence(here, capsys, same_process):
+def test_what_a_resume_abandons_counts_nowhere_and_is_told_in_a_sentence(trainbus, here, same_process):
     first = session(BEGAN, lasted=50, epoch=5, iter=40)
     sessions = [first] if same_process else [first, session(BEGAN + 1000, lasted=10, epoch=4, iter=32)]
     after = BEGAN + (50 if same_process else 1000)
@@ -130,9 +122,9 @@ def test_what_a_resume_abandons_counts_nowhere_and_is_told_in_a_sentence(here, c
         {"time": after + 8, "kind": "validation", "epoch": 4, "iter": 32, "metrics": {"accuracy": 0.45}},
     )
     write_scalars(Path("a"), *loss_lines(40, per_epoch=8), *loss_lines(8, begin=25, began=after + 1 - 24, per_epoch=8))
-    assert main(["runs", "."]) == 0
+    table = rows(trainbus("runs", ".").out)
     seconds = 30 + 9 + (0 if same_process else 1)
-    assert rows(capsys.readouterr().out)["a"][1:4] == ["4", "accuracy 0.5", f"0:00:{seconds}"]
+    assert table["a"][1:4] == ["4", "accuracy 0.5", f"0:00:{seconds}"]
     history = ReportedRun(Path("a"))
     assert (history.epochs, history.iterations, history.seconds) == (4, 32, seconds)
     loss = history.curves["train/loss"]
@@ -145,7 +137,7 @@ def test_what_a_resume_abandons_counts_nowhere_and_is_told_in_a_sentence(here, c
     assert best.endswith("at epoch 2, iteration 16; 4 validations.")
 
 
-def test_a_run_that_goes_back_and_has_nothing_left_to_train_tells_the_present_one(here, capsys):
+def test_a_run_that_goes_back_and_has_nothing_left_to_train_tells_the_present_one(here):
     write_manifest(
         Path("a"), RunManifest(name="digits", sessions=[session(epoch=5, iter=40), session(BEGAN + 1000, epoch=3, iter=24)])
     )
@@ -154,44 +146,39 @@ def test_a_run_that_goes_back_and_has_nothing_left_to_train_tells_the_present_on
     assert verdict(ReportedRun(Path("a")), best_metric)[0].startswith("The run finished after 3 epochs and 24 iterations")
 
 
-def test_a_loss_is_best_when_least_and_nan_is_never_best(here, capsys):
+def test_a_loss_is_best_when_least_and_nan_is_never_best(here, trainbus):
     write_scalars(here, {"step": 1})
     for value in (0.5, 0.25, float("nan"), 0.75):
         write_record(here, {"time": 1.0, "kind": "validation", "metrics": {"speed": 3, "loss": value}})
-    assert main(["runs", "."]) == 0
-    assert "loss 0.25" in capsys.readouterr().out
+    assert "loss 0.25" in trainbus("runs", ".").out
 
 
-def test_a_damaged_run_is_told_after_the_others(here, capsys):
+def test_a_damaged_run_is_told_after_the_others(here, trainbus):
     write_run(Path("runs/a"))
     write_run(Path("runs/b"))
     Path("runs/b/run.json").write_text("{")
     with Path("runs/a/record.jsonl").open("a") as file:
         file.write("{\n")
-    assert main(["runs"]) == 1
-    out = capsys.readouterr().out
+    out = trainbus("runs", status=1).out
     assert out.splitlines()[1].startswith("a ")
     assert "runs/b/run.json is damaged" in out
 
 
-def test_a_folder_without_runs_says_so_and_a_missing_one_is_a_mistake(here, capsys):
+def test_a_folder_without_runs_says_so_and_a_missing_one_is_a_mistake(here, trainbus):
     Path("runs").mkdir()
-    assert main(["runs"]) == 0
-    assert capsys.readouterr().out == "no runs in runs\n"
-    assert main(["runs", "missing"]) == 2
-    assert "missing: no such folder" in capsys.readouterr().err
+    assert trainbus("runs").out == "no runs in runs\n"
+    assert "missing: no such folder" in trainbus("runs", "missing", status=2).err
 
 
 EVIL = "acc[/foo][red]\x1b[31m\r\n:smile:"
 
 
 @pytest.mark.parametrize("command", [["runs", "runs"], ["report", "runs/[bold]a\x1b[31m"], ["runs", "runs/[bold]a\x1b[31m"]])
-def test_names_are_neither_markup_nor_control_characters(here, capsys, command):
+def test_names_are_neither_markup_nor_control_characters(here, trainbus, command):
     folder = write_run(Path("runs") / "[bold]a\x1b[31m", session(state="failed", reason=EVIL))
     write_record(folder, {"time": 1764000080.0, "kind": "validation", "epoch": 9, "iter": 90, "metrics": {EVIL: 0.95}})
     write_scalars(folder, {"step": 101, EVIL: float("nan")})
-    assert main(command) == 0
-    out = capsys.readouterr().out
+    out = trainbus(*command).out
     assert not {"\x1b", "\r", "☺", "😃"} & set(out)
     assert "[bold]a" in out
     assert command[0] == "runs" or "acc[/foo][red]\\x1b[31m\\r\\n:smile:" in out

@@ -112,53 +112,45 @@ def project(here):
     registry.update(events)
 
 
-def said(capsys, *arguments):
-    assert main(arguments) == 2
-    return capsys.readouterr().err.strip()
-
-
-def test_the_demo_as_a_configuration_trains_the_same_weights_as_the_demo(here):
-    main(["demo", "--epochs", "1", "--out", "demo"])
+def test_the_demo_as_a_configuration_trains_the_same_weights_as_the_demo(trainbus, here):
+    trainbus("demo", "--epochs", "1", "--out", "demo")
     changes = ["loop.max_epochs=1", "custom_hooks[1].scheduler.lr_lambda.over=34", "loop.work_dir=ours"]
-    assert main(["run", DIGITS, *changes]) == 0
+    trainbus("run", DIGITS, *changes)
     one, other = (load(here / name / "epoch_1.safetensors")["state_dict"] for name in ("demo", "ours"))
     assert one.keys() == other.keys()
     assert all(one[key].equal(other[key]) for key in one)
 
 
-def test_a_run_prints_where_its_files_are(here, capsys):
-    assert main(["run", DIGITS, "loop.max_epochs=2"]) == 0
+def test_a_run_prints_where_its_files_are(here, trainbus):
+    printed = trainbus("run", DIGITS, "loop.max_epochs=2").out
     files = {path.name for path in (here / "runs/digits").iterdir()}
     assert {"epoch_2.safetensors", "last_checkpoint", "scalars.jsonl", "config.json", "test_metrics.json"} <= files
     assert json.loads((here / "runs/digits/config.json").read_text())["loop"] == {"max_epochs": 2, "seed": 0}
-    printed = capsys.readouterr().out
     for words in ("last validation", "accuracy", "test", "68 iterations", "runs/digits"):
         assert words in printed
 
 
-def test_own_hook_writer_and_event_from_a_file_beside_the_configuration_are_picked_up(here, project):
-    assert main(["run", project, "custom_hooks=['GrowerForTests', 'CounterForTests']"]) == 0
+def test_own_hook_writer_and_event_from_a_file_beside_the_configuration_are_picked_up(trainbus, here, project):
+    trainbus("run", project, "custom_hooks=['GrowerForTests', 'CounterForTests']")
     assert (here / "points.txt").read_text() == "[1, 3]"
     assert (here / "lines.txt").read_text().split() == ["1", "2", "3", "4"]
 
 
-def test_a_dry_run_shows_the_hook_table_or_the_nearest_name_of_a_missing_metric_and_writes_nothing(here, project, capsys):
-    assert main(["run", project, "--dry-run", "custom_hooks[0]=GrowerForTests", "default_hooks.checkpoint=false"]) == 0
-    printed = capsys.readouterr().out
+def test_a_dry_run_shows_the_hook_table_or_the_nearest_name_of_a_missing_metric_and_writes_nothing(here, project, trainbus):
+    printed = trainbus("run", project, "--dry-run", "custom_hooks[0]=GrowerForTests", "default_hooks.checkpoint=false").out
     for words in ("Hooks in the order of a run", "densified_for_tests", "CounterForTests", "OptimizerHook", "not trained"):
         assert words in printed
     assert "CheckpointHook" not in printed
     change = 'custom_hooks=[{type="EarlyStoppingHook", monitor="acuracy", rule="greater"}]'
-    err = said(capsys, "run", DIGITS, "--dry-run", change)
+    err = trainbus("run", DIGITS, "--dry-run", change, status=2).err
     assert "'acuracy'" in err
     assert "did you mean 'accuracy'?" in err
     assert not (here / "runs").exists()
 
 
 @pytest.mark.parametrize("option", [["--dashboard"], ["--dashboard", "8123"], ["--dashboard=0"]])
-def test_the_dashboard_is_added_with_a_port_and_without_before_and_after_overrides(here, project, capsys, option):
-    assert main(["run", *option, project, "model.width=5", "--dry-run", "loop.max_epochs=2"]) == 0
-    assert "Dashboard.post" in capsys.readouterr().out
+def test_the_dashboard_is_added_with_a_port_and_without_before_and_after_overrides(here, project, trainbus, option):
+    assert "Dashboard.post" in trainbus("run", *option, project, "model.width=5", "--dry-run", "loop.max_epochs=2").out
 
 
 def test_a_run_with_a_dashboard_prints_where_it_is(here, project, capfd, monkeypatch):
@@ -189,25 +181,24 @@ def test_a_run_with_a_dashboard_prints_where_it_is(here, project, capfd, monkeyp
         ("imports=['exits']", "imports[0]: 'exits' ended the program by sys.exit(3) while it was imported"),
     ],
 )
-def test_a_configuration_error_exits_with_status_2_and_suggestions_without_a_traceback(here, project, capsys, change, message):
+def test_a_configuration_error_exits_with_status_2_and_suggestions_and_no_traceback(here, project, trainbus, change, message):
     (here / "configs/broken.py").write_text("x = (")
     (here / "configs/exits.py").write_text("raise SystemExit(3)")
-    told = said(capsys, "run", project, "--dry-run", change)
+    told = trainbus("run", project, "--dry-run", change, status=2).err
     assert told.startswith(f"trainbus run: {message.replace('{}', str(here))}")
     assert "Traceback" not in told
 
 
-def test_a_local_hooks_py_is_never_imported_as_the_package(here, project, capsys):
+def test_a_local_hooks_py_is_never_imported_as_the_package(here, project, trainbus):
     (here / "configs/hooks.py").write_text("raise AssertionError")
-    assert main(["run", project, "--dry-run"]) == 0
-    capsys.readouterr()
-    err = said(capsys, "run", project, "imports=['hooks']")
+    trainbus("run", project, "--dry-run")
+    err = trainbus("run", project, "imports=['hooks']", status=2).err
     package = f"{Path(eventloop.__file__).parent.parent}/hooks/__init__.py"
     assert err.startswith(f"trainbus run: imports[0]: 'hooks' is imported from {package}, which hides")
-    assert err.endswith(f"which hides {here}/configs/hooks.py; rename your file")
+    assert err.endswith(f"which hides {here}/configs/hooks.py; rename your file\n")
 
 
-def test_an_error_of_the_users_own_code_keeps_its_traceback_also_within_torch(here, project, capsys):
+def test_an_error_of_the_users_own_code_keeps_its_traceback_also_within_torch(here, project, trainbus):
     source = "from torch.utils.data import Dataset\nclass Sized(Dataset):\n    def __len__(self): raise ValueError('mine')\n"
     (here / "configs/sized.py").write_text(source)
     data = "{type = 'torch.utils.data:DataLoader', shuffle = true, dataset = {type = 'sized:Sized'}}"
@@ -216,11 +207,11 @@ def test_an_error_of_the_users_own_code_keeps_its_traceback_also_within_torch(he
     sys.modules.pop("sized")
 
 
-def test_a_folder_or_a_missing_configuration_names_those_that_are_there(project, capsys):
-    assert said(capsys, "run", "configs/mime.toml").endswith("(did you mean 'mine.toml'?)")
+def test_a_folder_or_a_missing_configuration_names_those_that_are_there(project, trainbus):
+    assert trainbus("run", "configs/mime.toml", status=2).err.endswith("(did you mean 'mine.toml'?)\n")
     (Path("configs") / "other.toml").mkdir()
-    assert said(capsys, "run", "configs").endswith("configs has mine.toml")
-    assert said(capsys, "run", "mine").endswith(f"no configuration is in {Path.cwd()}")
+    assert trainbus("run", "configs", status=2).err.endswith("configs has mine.toml\n")
+    assert trainbus("run", "mine", status=2).err.endswith(f"no configuration is in {Path.cwd()}\n")
 
 
 @pytest.mark.parametrize(
@@ -233,15 +224,14 @@ def test_a_folder_or_a_missing_configuration_names_those_that_are_there(project,
         (["hooks", "CheckpointHok"], ["'CheckpointHok'", "did you mean 'CheckpointHook'"]),
     ],
 )
-def test_a_mistake_in_the_command_line_is_named_with_the_way_out(arguments, names, capsys):
-    told = said(capsys, *arguments)
+def test_a_mistake_in_the_command_line_is_named_with_the_way_out(arguments, names, trainbus):
+    told = trainbus(*arguments, status=2).err
     assert all(name in told for name in names), told
 
 
-def test_hooks_lists_every_registered_hook_with_options_types_defaults_and_mount_points(here, capsys, monkeypatch):
+def test_hooks_lists_every_registered_hook_with_options_types_defaults_and_mount_points(here, trainbus, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    assert main(["hooks"]) == 0
-    printed = capsys.readouterr().out
+    printed = trainbus("hooks").out
     title, *lines = printed.splitlines()
     assert max(map(len, lines)) <= 120
     names = sorted((entry.name for entry in registered("hook")), key=str.lower)
@@ -257,23 +247,21 @@ def test_hooks_lists_every_registered_hook_with_options_types_defaults_and_mount
     assert "priority 90 VERY_LOW, at before_train, after_train_iter, after_train_epoch" in printed
 
 
-def test_hooks_and_events_of_a_users_module_are_listed_with_it(project, capsys, monkeypatch, here):
+def test_hooks_and_events_of_a_users_module_are_listed_with_it(project, trainbus, monkeypatch, here):
     monkeypatch.chdir(here / "configs")
-    assert main(["hooks", "--import", "user_parts_for_tests"]) == 0
-    printed = capsys.readouterr().out
+    printed = trainbus("hooks", "--import", "user_parts_for_tests").out
     assert "GrowerForTests" in printed
     assert "lines_for_tests" in printed
     assert re.search(r"priority 50 NORMAL, at densified_for_tests, after_run", printed)
-    assert main(["events", "--import", "user_parts_for_tests"]) == 0
-    before, _, after = capsys.readouterr().out.partition("Declared by hooks and by your modules")
+    events = trainbus("events", "--import", "user_parts_for_tests").out
+    before, _, after = events.partition("Declared by hooks and by your modules")
     assert "densified_for_tests" not in before
     assert re.search(r"densified_for_tests +publishes +points: int", after)
 
 
-def test_events_lists_the_mount_points_in_order_with_their_fields(here, capsys, monkeypatch):
+def test_events_lists_the_mount_points_in_order_with_their_fields(here, trainbus, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    assert main(["events"]) == 0
-    printed = capsys.readouterr().out
+    printed = trainbus("events").out
     assert max(map(len, printed.splitlines())) <= 120
     found = [line.split()[0] for line in printed.splitlines() if line and not line.startswith(" ")]
     names = [name for name in found if name in eventloop.mount_points()]
@@ -285,11 +273,10 @@ def test_events_lists_the_mount_points_in_order_with_their_fields(here, capsys, 
 
 
 @pytest.fixture
-def trained(here, project, capsys):
+def trained(trainbus, here, project):
     """Two runs of one epoch, of four iterations."""
     for _ in range(2):
-        main(["run", project])
-    capsys.readouterr()
+        trainbus("run", project)
     return project
 
 
@@ -297,33 +284,30 @@ def trained(here, project, capsys):
     "arguments",
     [["--resume", "runs/mine", "configs/mine.toml"], ["configs/mine.toml", "loop.max_epochs=3", "--resume=runs/mine"]],
 )
-def test_resume_continues_the_named_run(here, trained, capsys, arguments):
-    assert main(["run", *arguments, "loop.max_epochs=3"]) == 0
-    assert "12 iterations" in capsys.readouterr().out
+def test_resume_continues_the_named_run(here, trained, trainbus, arguments):
+    assert "12 iterations" in trainbus("run", *arguments, "loop.max_epochs=3").out
     assert (here / "runs/mine/last_checkpoint").read_text() == "epoch_3.safetensors"
     assert (here / "runs/mine-2/last_checkpoint").read_text() == "epoch_1.safetensors"
     assert {path.name for path in (here / "runs").iterdir()} == {"mine", "mine-2"}
 
 
-def test_an_override_replaced_by_the_checkpoint_is_reported(here, trained, capsys):
-    assert main(["run", "--resume", trained, "optimizer.lr=0.5", "loop.max_epochs=2"]) == 0
+def test_an_override_replaced_by_the_checkpoint_is_reported(trainbus, here, trained):
+    err = trainbus("run", "--resume", trained, "optimizer.lr=0.5", "loop.max_epochs=2").err
     told = "your options differ from the checkpoint"
-    assert told in (err := capsys.readouterr().err)
+    assert told in err
     assert "optimizer.lr is 0.1, not 0.5" in err
-    assert main(["run", trained, "--resume", "loop.max_epochs=3"]) == 0
-    assert told not in capsys.readouterr().err
+    assert told not in trainbus("run", trained, "--resume", "loop.max_epochs=3").err
 
 
-def test_resume_from_a_checkpoint_continues_in_a_new_folder(here, trained, capsys):
+def test_resume_from_a_checkpoint_continues_in_a_new_folder(here, trained, trainbus):
     fsspec.filesystem("memory").pipe("/epoch_1.safetensors", (here / "runs/mine/epoch_1.safetensors").read_bytes())
     for number, source in ((3, "runs/mine/epoch_1.safetensors"), (4, "memory://epoch_1.safetensors")):
-        assert main(["run", trained, "--resume", source, "loop.max_epochs=2"]) == 0
-        assert "8 iterations" in capsys.readouterr().out
+        assert "8 iterations" in trainbus("run", trained, "--resume", source, "loop.max_epochs=2").out
         assert {path.name for path in (here / f"runs/mine-{number}").glob("*.safetensors")} == {"epoch_2.safetensors"}
     assert {path.name for path in (here / "runs/mine").glob("*.safetensors")} == {"epoch_1.safetensors"}
 
 
-def test_a_resume_error_is_reported_before_a_folder_is_created(here, project, capsys):
+def test_a_resume_error_is_reported_before_a_folder_is_created(here, project, trainbus):
     for resume, message in (
         ([], "--resume found no last_checkpoint in runs/mine"),
         (["runs/mime"], "--resume runs/mime: no such file or folder"),
@@ -332,36 +316,36 @@ def test_a_resume_error_is_reported_before_a_folder_is_created(here, project, ca
         (["://"], "--resume :: no such file or folder"),
         (["configs/user_parts_for_tests.py"], "configs/user_parts_for_tests.py is not a checkpoint"),
     ):
-        assert message in said(capsys, "run", project, "--resume", *resume)
+        assert message in trainbus("run", project, "--resume", *resume, status=2).err
     assert not (here / "runs").exists()
 
 
-def test_the_newest_run_is_the_one_of_this_configuration_that_was_begun_last_also_in_a_copy(here, trained, capsys):
+def test_the_newest_run_is_the_one_of_this_configuration_that_was_begun_last_also_in_a_copy(here, trained, trainbus):
     (here / "configs/mine_too.toml").write_text((here / "configs/mine.toml").read_text())
-    main(["run", "configs/mine_too.toml", "loop.max_epochs=2"])
+    trainbus("run", "configs/mine_too.toml", "loop.max_epochs=2")
     os.utime(here / "runs/mine/last_checkpoint", (2e9, 2e9))
-    assert main(["run", "--resume", "auto", trained, "loop.max_epochs=2"]) == 0
+    trainbus("run", "--resume", "auto", trained, "loop.max_epochs=2")
     assert (here / "runs/mine-2/last_checkpoint").read_text() == "epoch_2.safetensors"
     assert (here / "runs/mine/last_checkpoint").read_text() == "epoch_1.safetensors"
 
 
-def test_ctrl_c_prints_how_to_resume(here, trained, capsys):
+def test_ctrl_c_prints_how_to_resume(here, trained, trainbus):
     parts = here / "configs/user_parts_for_tests.py"
     parts.write_text(parts.read_text() + "\ndef interrupted(model, batch):\n    raise KeyboardInterrupt\n")
     sys.modules.pop("user_parts_for_tests")
     registry.pop("densified_for_tests")
-    assert main(["run", trained, "--resume", "runs/mine", "step=user_parts_for_tests:interrupted", "loop.max_epochs=2"]) == 130
-    said = capsys.readouterr().err
+    words = [trained, "--resume", "runs/mine", "step=user_parts_for_tests:interrupted", "loop.max_epochs=2"]
+    said = trainbus("run", *words, status=130).err
     assert "trainbus run: interrupted" in said
     assert "epoch_1.safetensors with --resume runs/mine\n" in said
 
 
-def test_a_run_with_trace_leaves_a_picture_of_50_iterations_or_of_those_of_its_trace_hook(here):
+def test_a_run_with_trace_leaves_a_picture_of_50_iterations_or_of_those_of_its_trace_hook(trainbus, here):
     """``trainbus trace merge`` is tested beside the files that it merges."""
-    assert main(["run", DIGITS, "loop.max_epochs=5", "loop.work_dir=all", "--trace"]) == 0
+    trainbus("run", DIGITS, "loop.max_epochs=5", "loop.work_dir=all", "--trace")
     picture = Picture(here / "all/trace.json")
     picture.check()
     assert picture.iterations == list(range(100, 150))
     hook = 'custom_hooks=[{type="TraceHook", first=3, iterations=2}]'  # another one is not added
-    assert main(["run", DIGITS, "loop.max_epochs=1", "loop.work_dir=some", hook, "--trace"]) == 0
+    trainbus("run", DIGITS, "loop.max_epochs=1", "loop.work_dir=some", hook, "--trace")
     assert Picture(here / "some/trace.json").iterations == [3, 4]
