@@ -6,7 +6,6 @@ from types import FunctionType
 
 import pytest
 
-from eventloop import Bus
 from eventloop.cli.runs import best_metric
 from eventloop.observe import Costs, LaneCosts, Part, RankCosts, RankTimes, RunManifest, Straggler, last_lines, write_manifest
 from eventloop.observe.report import ReportedRun, verdict
@@ -184,14 +183,13 @@ def test_names_are_neither_markup_nor_control_characters(here, trainbus, command
     assert command[0] == "runs" or "acc[/foo][red]\\x1b[31m\\r\\n:smile:" in out
 
 
-def test_the_tables_of_a_bus_print_names_as_they_are(here):
+def test_the_tables_of_a_bus_print_names_as_they_are(here, bus):
     part = Part("hook", EVIL, 1, 1.0, 0.5, 1.0, EVIL)
     lane = LaneCosts(EVIL, [EVIL], 1, 0, 1, 0, 1.0, 1.0)
     times = RankTimes("hook", EVIL, 1.0, 1.0, 1.0, 0, EVIL)
     costs = Costs(
         2.0, [part], lanes=[lane], ranks=RankCosts(2, 1, 1.0, [times], Straggler(0, EVIL, "hook", EVIL, 1.0, 0.5, 0.5))
     )
-    bus = Bus()
     handler = FunctionType((lambda event: None).__code__, {}, EVIL)
     handler.__qualname__ = EVIL
     bus.on("after_train_iter", handler, offload="thread")

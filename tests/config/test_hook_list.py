@@ -296,8 +296,7 @@ def test_the_error_for_an_entry_has_position_expectation_and_suggestion(entry, e
     assert told.startswith(f"hooks[2]{expected}"), told
 
 
-def test_all_are_added_or_none():
-    bus = Bus()
+def test_all_are_added_or_none(bus):
     with pytest.raises(ConfigurationError):
         add_hooks(bus, ["EMAHook", "LoggerHook", "EMAHok"])
     with pytest.raises(SubscribeError, match="'EMAHook'"):

@@ -96,9 +96,8 @@ def test_names_of_mmengines_default_hooks_change_or_disable_ours():
     assert changed["checkpoint"] == {"type": "CheckpointHook", "interval": 1, "max_keep_ckpts": 3}
 
 
-def test_a_custom_hooks_list_of_mmengines_is_accepted_as_it_is():
+def test_a_custom_hooks_list_of_mmengines_is_accepted_as_it_is(bus):
     """Its scheduler hook, without schedulers, subscribes nothing."""
-    bus = Bus()
     add_hooks(bus, MMENGINE_CUSTOM)
     assert [type(hook).__name__ for hook in bus.hooks] == [table["type"] for table in MMENGINE_CUSTOM]
     averages = [StochasticWeightAverage, ExponentialMovingAverage, MomentumAnnealingEMA]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from eventloop import CheckpointError, Hook
+from eventloop import CheckpointError, Hook, mount
 from eventloop.checkpoint import load
 from hooks import CheckpointHook
 
@@ -32,9 +32,7 @@ class Disk(Hook):
         self.held = threading.Event()
         self.go = threading.Event()
         self.staged: list[str] = []
-        self.committed: list[Any] = []
-        self.skipped: list[Any] = []
-        self.failed: list[Any] = []
+        self.told: dict[str, list[Any]] = {"committed": [], "skipped": [], "failed": []}
         self._fsync = os.fsync
         self._armed = from_iteration == 0
         self._hangs = False
@@ -62,14 +60,9 @@ class Disk(Hook):
         if self._hangs and not self.go.is_set():
             assert self.held.wait(30)
 
-    def checkpoint_committed(self, event):
-        self.committed.append(event)
-
-    def checkpoint_skipped(self, event):
-        self.skipped.append(event)
-
-    def checkpoint_failed(self, event):
-        self.failed.append(event)
+    @mount("checkpoint_committed", "checkpoint_skipped", "checkpoint_failed")
+    def tell(self, event):
+        self.told[event.mount_point.removeprefix("checkpoint_")].append(event)
 
 
 def train(job, tmp_path, disk, *before, iterations=8, **options):
@@ -81,21 +74,21 @@ def train(job, tmp_path, disk, *before, iterations=8, **options):
 def test_skip_drops_saves_due_during_a_write(job, tmp_path, monkeypatch, staging, logs):
     disk = Disk(monkeypatch, until=4)
     train(job, tmp_path, disk, iterations=5, busy="skip", staging=staging)
-    assert stems(disk.skipped) == [["iter_2"], ["iter_3"], ["iter_4"]]
+    assert stems(disk.told["skipped"]) == [["iter_2"], ["iter_3"], ["iter_4"]]
     assert files(tmp_path) == {"iter_1", "iter_5"}
     assert disk.staged == ["iter_1", "iter_5"]
     assert [entry["skipped"] for entry in logs if entry["event"] == "checkpoint not made"] == [1, 2, 3]
-    assert disk.skipped[0].reason == "another checkpoint is being written"
-    assert disk.skipped[0].progress.iter == 2
-    assert disk.failed == []
+    assert disk.told["skipped"][0].reason == "another checkpoint is being written"
+    assert disk.told["skipped"][0].progress.iter == 2
+    assert disk.told["failed"] == []
 
 
 @pytest.mark.parametrize("staging", ["block", "overlap"])
 def test_replace_writes_the_newest_next(job, tmp_path, monkeypatch, staging):
     disk = Disk(monkeypatch, until=4)
     train(job, tmp_path, disk, iterations=5, busy="replace", staging=staging)
-    assert stems(disk.skipped) == [["iter_2"], ["iter_3"]]
-    assert disk.skipped[0].reason == f"replaced by {tmp_path / 'iter_3.safetensors'}"
+    assert stems(disk.told["skipped"]) == [["iter_2"], ["iter_3"]]
+    assert disk.told["skipped"][0].reason == f"replaced by {tmp_path / 'iter_3.safetensors'}"
     assert files(tmp_path) == {"iter_1", "iter_4", "iter_5"}
     assert disk.staged == [f"iter_{n}" for n in range(1, 6)]
     assert {n: load(tmp_path / f"iter_{n}.safetensors")["progress"]["iter"] for n in (1, 4, 5)} == {1: 1, 4: 4, 5: 5}
@@ -138,7 +131,7 @@ def test_a_best_score_with_a_skipped_save_is_forgotten(job, tmp_path, monkeypatc
     hook = CheckpointHook(by_epoch=False, busy="skip", save_best="acc", save_last=False)
     data = {"val_data": job.batches(1), "metrics": {"acc": job.Scores(0.5, 0.9, 0.7)}}
     job.loop(hook, disk, work_dir=tmp_path, max_iters=3, val_interval=1, **data).run()
-    assert stems(disk.skipped) == [["best_acc_iter_2"]]
+    assert stems(disk.told["skipped"]) == [["best_acc_iter_2"]]
     assert files(tmp_path) == {"best_acc_iter_3"}
 
 
@@ -146,9 +139,9 @@ def test_the_events_of_every_save_add_up(job, tmp_path, monkeypatch):
     """Each name that was asked for is committed, skipped or failed, once."""
     disk = Disk(monkeypatch, until=5)
     train(job, tmp_path, disk, iterations=9, busy="replace")
-    told = [name for event in (*disk.committed, *disk.skipped, *disk.failed) for name in event.names]
+    told = [name for events in disk.told.values() for event in events for name in event.names]
     assert sorted(told) == sorted(str(tmp_path / f"iter_{n}.safetensors") for n in range(1, 10))
-    assert files(tmp_path) == {Path(name).stem for event in disk.committed for name in event.names}
+    assert files(tmp_path) == {Path(name).stem for event in disk.told["committed"] for name in event.names}
 
 
 def test_checkpoint_now_is_never_skipped(job, tmp_path, monkeypatch):

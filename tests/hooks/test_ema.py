@@ -105,11 +105,14 @@ def test_all_new_storage_in_a_large_model_is_seen_within_a_few_updates():
     assert (average.tensors["70.weight"] > 90).all()
 
 
-def test_tied_weights_are_one_average_under_both_names():
-    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
-    model[1].weight = model[0].weight
+def test_tied_weights_are_one_average_under_both_names_and_each_type_has_its_own():
+    model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False), "c": nn.Linear(2, 2).double()})
+    model["b"].weight = model["a"].weight
     average = ExponentialMovingAverage(model)
-    assert average.tensors["0.weight"] is average.tensors["1.weight"]
+    average.update_parameters(model)
+    average.update_parameters(model)
+    assert average.tensors["a.weight"] is average.tensors["b.weight"]
+    assert average.tensors["c.weight"].dtype == torch.float64
 
 
 def test_swap_exchanges_storage_undoes_itself_and_there_is_no_update_in_between():
@@ -146,14 +149,6 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names.append(func.name().partition(".")[0])
         return func(*args, **(kwargs or {}))
-
-
-def test_mixed_types_are_averaged_in_their_own():
-    model = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2).double()})
-    average = ExponentialMovingAverage(model)
-    average.update_parameters(model)
-    average.update_parameters(model)
-    assert average.tensors["b.weight"].dtype == torch.float64
 
 
 def test_state_of_an_average_alone_round_trips():
@@ -211,13 +206,21 @@ def equal(left, right):
     return all(torch.equal(one, other) for one, other in zip(left, right, strict=True))
 
 
-def test_validation_and_test_see_the_average_and_training_the_raw_weights(job):
+def test_validation_test_and_checkpoints_have_the_average_and_training_the_raw_weights(job, tmp_path):
     reference, watch = Reference(0.3), Watch()
-    loop = job.loop(EMAHook(momentum=0.3), reference, watch, val_data=job.batches(1), test_data=job.batches(1))
+    hooks = (EMAHook(momentum=0.3), reference, watch, CheckpointHook(save_best="acc", save_last=False))
+    data = {"val_data": job.batches(1), "test_data": job.batches(1), "metrics": {"acc": job.Scores(1.0, 2.0, 3.0)}}
+    loop = job.loop(*hooks, work_dir=tmp_path, **data)
     loop.run()
     assert equal(watch.seen["val"], reference.average)
     assert equal(watch.seen["after"], watch.seen["train"])
     assert not equal(watch.seen["val"], watch.seen["train"])
+    # This one is made in the validation, while the model has the averaged weights.
+    saved = load(tmp_path / "best_acc_epoch_2.safetensors")
+    names = [name for name, _ in loop.model.named_parameters()]
+    assert equal([saved["state_dict"][name] for name in names], reference.average)
+    assert equal([saved["ema_state_dict"][name] for name in names], watch.seen["train"])
+    assert saved["state_dict"]["1.num_batches_tracked"] == 8
     loop.test()
     assert equal(watch.seen["test"], reference.average)
     assert equal(list(loop.model.parameters()), watch.seen["train"])
@@ -289,10 +292,12 @@ def test_a_horizon_beyond_the_training_is_logged_once(job, options, accumulate, 
     assert all(part in said[0] for part in says or ())
 
 
-def test_an_accumulation_window_is_one_update(job):
+def test_an_accumulation_window_is_one_update_and_without_known_optimizers_every_iteration(job):
     hook = EMAHook()
     job.loop(OptimizerHook(accumulate=3), hook).run()
     assert hook.average.steps == 4  # two windows per epoch of four batches
+    own_loop(Bus(hook := EMAHook()), job.model())
+    assert hook.average.steps == 4
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
@@ -343,12 +348,6 @@ def test_a_break_out_of_a_users_own_validation_restores_raw_weights(job):
     assert hook.average.steps == 4
 
 
-def test_without_known_optimizers_every_iteration_is_an_update(job):
-    hook = EMAHook()
-    own_loop(Bus(hook), job.model())
-    assert hook.average.steps == 4
-
-
 def test_one_of_several_models_is_named(job, tmp_path):
     models = {"g": job.model(), "d": job.model()}
     optimizer = torch.optim.SGD(models["g"].parameters(), lr=0.1)
@@ -367,20 +366,6 @@ def test_one_of_several_models_is_named(job, tmp_path):
 
 
 # ----------------------------------------------------------------------------------------------- checkpoints
-
-
-def test_checkpoints_hold_averaged_weights_and_the_raw_ones(job, tmp_path):
-    reference, watch = Reference(0.3), Watch()
-    metrics = {"acc": job.Scores(1.0, 2.0)}
-    hooks = (EMAHook(momentum=0.3), reference, watch, CheckpointHook(save_best="acc", save_last=False))
-    loop = job.loop(*hooks, work_dir=tmp_path, val_data=job.batches(1), metrics=metrics)
-    loop.run()
-    # This one is made in the validation, while the model has the averaged weights.
-    saved = load(tmp_path / "best_acc_epoch_2.safetensors")
-    names = [name for name, _ in loop.model.named_parameters()]
-    assert equal([saved["state_dict"][name] for name in names], reference.average)
-    assert equal([saved["ema_state_dict"][name] for name in names], watch.seen["train"])
-    assert saved["state_dict"]["1.num_batches_tracked"] == 8
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-from eventloop import Bus
 from hooks import (
     CheckInvalidLossHook,
     CheckpointHook,
@@ -81,12 +80,11 @@ def test_logging_every_iteration_does_not_synchronise_with_the_device(asked, tmp
     assert len((tmp_path / "scalars.jsonl").read_text().splitlines()) == 10
 
 
-def test_a_synchronisation_is_detected(asked):
+def test_a_synchronisation_is_detected(asked, bus):
     """The watch itself: a hook that asks on the training thread is seen."""
     code = compile("def ask(event):\n    event.outputs['loss'].item()\n", str(ROOT / "hooks" / "bad.py"), "exec")
     names = {}
     exec(code, names)  # noqa: S102 - a handler that pretends to be one of ours
-    bus = Bus()
     bus.on("after_train_iter", names["ask"])
     make_loop(bus=bus, model=torch.nn.Linear(3, 1), step=step, train_data=DATA, max_epochs=1).run()
     assert len(asked) == len(DATA)

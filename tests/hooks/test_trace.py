@@ -35,8 +35,7 @@ def test_the_window_has_exactly_the_iterations_that_were_asked_for_with_parts_an
     assert {*names} >= {"forward", "backward", "optimizer step", "waiting for data", "EMAHook.after_train_iter"}
 
 
-def test_data_and_hooks_are_not_both_in_the_same_time(tmp_path):
-    bus = Bus()
+def test_data_and_hooks_are_not_both_in_the_same_time(tmp_path, bus):
     bus.on("after_train_epoch", "before_val", lambda event: time.sleep(0.001))
     training = traced(tmp_path, bus=bus, first=0, iterations=8, val_data=batches(1)).track("training")
     waits = [one for one in training if one.name == "waiting for data"]
@@ -50,8 +49,7 @@ class PlotMade(Event):
     """A handler has made a plot."""
 
 
-def test_each_lane_has_a_track_and_arrows_from_its_events_and_a_counter_of_its_queue(tmp_path):
-    bus = Bus()
+def test_each_lane_has_a_track_and_arrows_from_its_events_and_a_counter_of_its_queue(tmp_path, bus):
     bus.on(PlotMade, lambda event: None)
 
     @bus.on("after_train_iter")
@@ -84,8 +82,7 @@ def test_each_lane_has_a_track_and_arrows_from_its_events_and_a_counter_of_its_q
     assert max(picture.counters("memory of the process")) > 0
 
 
-def test_a_worker_process_has_a_track_that_lies_within_the_calls_of_its_lane(tmp_path):
-    bus = Bus()
+def test_a_worker_process_has_a_track_that_lies_within_the_calls_of_its_lane(tmp_path, bus):
     bus.on("after_train_iter", os.path.exists, offload="process", capture=lambda event: str(event.progress.iter))
     picture = traced(tmp_path, bus=bus, first=2, iterations=2)
     [worker] = [name for name in picture.names.values() if name.startswith("process ")]
@@ -96,8 +93,7 @@ def test_a_worker_process_has_a_track_that_lies_within_the_calls_of_its_lane(tmp
         assert any(call.begin <= work.begin and work.end <= call.end for call in calls)
 
 
-def test_an_arrow_goes_from_the_request_of_a_checkpoint_to_its_commit(tmp_path):
-    bus = Bus()
+def test_an_arrow_goes_from_the_request_of_a_checkpoint_to_its_commit(tmp_path, bus):
     bus.on("checkpoint_committed", lambda event: None)
     picture = traced(tmp_path, CheckpointHook(interval=2, by_epoch=False), bus=bus, first=2, iterations=6)
     arrows = picture.arrows("checkpoint")
@@ -109,8 +105,7 @@ def test_an_arrow_goes_from_the_request_of_a_checkpoint_to_its_commit(tmp_path):
     assert names.count("checkpoint_committed") >= 2
 
 
-def test_garbage_collections_are_slices_and_cost_nothing_afterwards(tmp_path):
-    bus = Bus()
+def test_garbage_collections_are_slices_and_cost_nothing_afterwards(tmp_path, bus):
     bus.on("after_train_iter", lambda event: gc.collect(), before=4)
     before = list(gc.callbacks)
     picture = traced(tmp_path, bus=bus, first=1, iterations=2)

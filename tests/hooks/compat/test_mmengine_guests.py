@@ -268,7 +268,7 @@ def test_a_hook_without_files_leaves_none(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_guests_see_the_weights_after_the_update_in_the_order_of_their_priorities(tmp_path):
+def test_guests_see_the_weights_after_the_update_in_the_order_of_their_priorities(tmp_path, bus):
     order = []
 
     class Order(Hook):
@@ -280,7 +280,6 @@ def test_guests_see_the_weights_after_the_update_in_the_order_of_their_prioritie
                 gradients = [parameter.grad is not None for parameter in runner.model.parameters()]
                 order.append((self.name, all(gradients)))
 
-    bus = Bus()
     bus.on("after_optimizer_step", lambda event: order.append(("step", True)), every=7, after=7)
     bus.on("after_train_iter", lambda event: order.append(("ours", True)), priority=40, every=7)
     levels = ["HIGHEST", 5, "VERY_HIGH", "HIGH", "ABOVE_NORMAL", "NORMAL", "LOWEST"]
@@ -463,8 +462,7 @@ def test_a_checkpoint_saved_within_a_validation_continues_exactly(tmp_path):
     same(left["ema_state_dict"], right["ema_state_dict"])
 
 
-def test_default_hooks_of_a_configuration_are_added_as_they_are_and_none_is_off():
-    bus = Bus()
+def test_default_hooks_of_a_configuration_are_added_as_they_are_and_none_is_off(bus):
     add_hooks(
         bus, {"timer": {"type": "IterTimerHook"}, "logger": None, "checkpoint": {"type": "CheckpointHook", "interval": 1}}
     )

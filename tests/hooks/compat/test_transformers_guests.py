@@ -577,8 +577,7 @@ def test_a_callback_without_a_method_that_is_called_is_refused():
         TransformersHook(3)
 
 
-def test_a_configuration_names_callbacks_and_their_arguments():
-    bus = Bus()
+def test_a_configuration_names_callbacks_and_their_arguments(bus):
     described = {"type": "transformers:EarlyStoppingCallback", "early_stopping_patience": 3}
     given = {"type": "TransformersHook", "callback": {"type": "transformers:PrinterCallback"}, "args": {"logging_steps": 5}}
     add_hooks(bus, [described, given], imports=["transformers"])
