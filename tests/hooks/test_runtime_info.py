@@ -104,22 +104,16 @@ class Confusion:
         return {"accuracy": 0.75, "matrix": torch.eye(2)}
 
 
-def test_metrics_are_kept_scalar_or_not_with_their_stage(bus):
-    loop = make_loop(bus=bus, val_data=DATA[:1], test_data=DATA[:1], metrics={"m": Confusion()}, max_epochs=1)
-    infos = []
-    bus.on("after_run", lambda event: infos.append(dict(event.run.info)))
-    loop.run()
-    loop.test()
-    assert infos[0]["val/m/accuracy"] == 0.75
-    assert torch.equal(infos[0]["val/m/matrix"], torch.eye(2))
-    assert infos[1]["test/m/accuracy"] == 0.75
-
-
-def test_the_stage_is_that_of_the_moment(bus):
-    stages = []
+def test_metrics_are_kept_scalar_or_not_with_their_stage_which_is_that_of_the_moment(bus):
+    stages, infos = [], []
     for name in ("after_train_iter", "after_val_iter", "after_train", "after_test_iter"):
         bus.on(name, lambda event: stages.append(event.run.info["stage"]))
-    loop = make_loop(bus=bus, train_data=DATA[:1], val_data=DATA[:1], test_data=DATA[:1])
+    bus.on("after_run", lambda event: infos.append(dict(event.run.info)))
+    data = {"train_data": DATA[:1], "val_data": DATA[:1], "test_data": DATA[:1]}
+    loop = make_loop(bus=bus, metrics={"m": Confusion()}, **data)
     loop.run()
     loop.test()
     assert stages == ["train", "val", "train", "val", "train", "test"]
+    assert infos[0]["val/m/accuracy"] == 0.75
+    assert torch.equal(infos[0]["val/m/matrix"], torch.eye(2))
+    assert infos[1]["test/m/accuracy"] == 0.75
