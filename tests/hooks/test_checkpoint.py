@@ -17,21 +17,6 @@ from hooks.rules import find_rule
 
 from .conftest import files, scored
 
-
-class Committed(Hook):
-    """Notes what was committed, and what was there at that moment."""
-
-    priority = 95
-
-    def __init__(self):
-        self.names: list[list[str]] = []
-        self.there: list[set[str]] = []
-
-    def checkpoint_committed(self, event):
-        self.names.append([Path(name).stem for name in event.names])
-        self.there.append(files(Path(event.path).parent))
-
-
 # ---------------------------------------------------------------------------------------------- when, and names
 
 
@@ -171,12 +156,11 @@ def test_a_validation_alone_needs_no_place_for_files(job):
     assert loop.test()
 
 
-def test_one_write_per_step_under_several_names(job, tmp_path):
-    committed = Committed()
-    loop = scored(tmp_path, CheckpointHook(interval=1, save_best="acc"), 0.5, 0.6)
-    loop.bus.add(committed)
+def test_one_write_per_step_under_several_names(tmp_path):
+    loop, names = scored(tmp_path, CheckpointHook(interval=1, save_best="acc"), 0.5, 0.6), []
+    loop.bus.on("checkpoint_committed", lambda event: names.extend(Path(name).stem for name in event.names))
     loop.run()
-    assert committed.names == [["epoch_1"], ["best_acc_epoch_1"], ["epoch_2"], ["best_acc_epoch_2"]]
+    assert names == ["epoch_1", "best_acc_epoch_1", "epoch_2", "best_acc_epoch_2"]
     assert (tmp_path / "epoch_2.safetensors").samefile(tmp_path / "best_acc_epoch_2.safetensors")
 
 
@@ -262,15 +246,13 @@ def test_rules_are_inferred_from_names(metric, keys, rule):
 # ------------------------------------------------------------------------------------------- nothing gets lost
 
 
-def test_nothing_is_deleted_before_its_successor_is_durable(job, tmp_path):
-    committed = Committed()
-    hook = CheckpointHook(interval=1, max_keep_ckpts=1, save_best="acc")
-    loop = scored(tmp_path, hook, 0.1, 0.2, 0.3)
-    loop.bus.add(committed, priority=0)  # before the hook deletes
+def test_nothing_is_deleted_before_its_successor_is_durable(tmp_path):
+    loop = scored(tmp_path, CheckpointHook(interval=1, max_keep_ckpts=1, save_best="acc"), 0.1, 0.2, 0.3)
+    seen = []  # at each commit, before the hook deletes
+    loop.bus.on("checkpoint_committed", lambda event: seen.append((event.names, files(tmp_path))), priority=0)
     loop.run()
-    for names, there in zip(committed.names, committed.there, strict=True):
-        assert set(names) <= there
-    assert {"epoch_1", "epoch_2", "best_acc_epoch_1"} <= committed.there[2]
+    assert all({Path(name).stem for name in names} <= there for names, there in seen)
+    assert {"epoch_1", "epoch_2", "best_acc_epoch_1"} <= seen[2][1]
     assert files(tmp_path) == {"epoch_3", "best_acc_epoch_3"}
 
 

@@ -65,9 +65,13 @@ class Disk(Hook):
         self.told[event.mount_point.removeprefix("checkpoint_")].append(event)
 
 
-def train(job, tmp_path, disk, *before, iterations=8, **options):
-    hook = CheckpointHook(interval=1, by_epoch=False, **options)
-    job.loop(*before, hook, disk, work_dir=tmp_path, max_iters=iterations, train_data=job.batches(2)).run()
+def train(job, tmp_path, disk, iterations=8, first=(), **options):
+    """``first`` has mount points with handlers that come before the hooks."""
+    hook = CheckpointHook(**{"interval": 1, "by_epoch": False} | options)
+    loop = job.loop(hook, disk, work_dir=tmp_path, max_iters=iterations, train_data=job.batches(2))
+    for mount_point, handler in dict(first).items():
+        loop.bus.on(mount_point, handler, priority=0)
+    loop.run()
 
 
 @pytest.mark.parametrize("staging", ["block", "overlap"])
@@ -100,14 +104,13 @@ def test_a_skipped_save_evicts_no_file(job, tmp_path, monkeypatch, busy):
     disk = Disk(monkeypatch, until=7, from_iteration=2)  # iter_1 and iter_2 are durable by then, iter_3 hangs
     seen: list[set[str]] = []
 
-    class Looks(Hook):
-        def before_train_iter(self, event):
-            if event.progress.iter <= 2:
-                event.run.wait_for_saves()
-            if event.progress.iter == 6:
-                seen.append(files(tmp_path))
+    def look(event):
+        if event.progress.iter <= 2:
+            event.run.wait_for_saves()
+        if event.progress.iter == 6:
+            seen.append(files(tmp_path))
 
-    train(job, tmp_path, disk, Looks(), busy=busy, max_keep_ckpts=2)
+    train(job, tmp_path, disk, first={"before_train_iter": look}, busy=busy, max_keep_ckpts=2)
     assert seen == [{"iter_1", "iter_2"}]
     assert files(tmp_path) == {"iter_3" if busy == "skip" else "iter_7", "iter_8"}
     assert (tmp_path / "last_checkpoint").read_text() == "iter_8.safetensors"
@@ -115,12 +118,8 @@ def test_a_skipped_save_evicts_no_file(job, tmp_path, monkeypatch, busy):
 
 @pytest.mark.parametrize("busy", ["skip", "replace"])
 def test_the_last_save_of_a_training_is_never_skipped(job, tmp_path, monkeypatch, busy):
-    class Release(Hook):
-        def after_train(self, event):
-            disk.go.set()
-
     disk = Disk(monkeypatch, until=99)
-    train(job, tmp_path, disk, Release(), iterations=4, busy=busy)
+    train(job, tmp_path, disk, iterations=4, first={"after_train": lambda event: disk.go.set()}, busy=busy)
     assert files(tmp_path) == {"iter_1", "iter_4"}
     assert load(tmp_path / "iter_4.safetensors")["progress"]["iter"] == 4
 
@@ -145,15 +144,15 @@ def test_the_events_of_every_save_add_up(job, tmp_path, monkeypatch):
 
 
 def test_checkpoint_now_is_never_skipped(job, tmp_path, monkeypatch):
-    class Now(Hook):
-        def before_train_iter(self, event):
-            if event.progress.iter == 2:
-                disk.go.set()
-                event.run.checkpoint_now()
-
     disk = Disk(monkeypatch, until=99)
-    hook = CheckpointHook(interval=2, by_epoch=False, busy="skip", filename_tmpl="n_{}.safetensors", save_last=False)
-    job.loop(hook, disk, Now(), work_dir=tmp_path, max_iters=5).run()
+
+    def now(event):
+        if event.progress.iter == 2:
+            disk.go.set()
+            event.run.checkpoint_now()
+
+    options = {"interval": 2, "busy": "skip", "filename_tmpl": "n_{}.safetensors", "save_last": False}
+    train(job, tmp_path, disk, iterations=5, first={"before_train_iter": now}, **options)
     assert load(tmp_path / "iter_3.safetensors")["progress"]["iter"] == 3
 
 

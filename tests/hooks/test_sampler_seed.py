@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
-from eventloop import Hook
 from hooks import CheckpointHook, DistSamplerSeedHook
 
 ROWS = 8
@@ -23,27 +22,21 @@ def order_of(epoch):
     return list(one)
 
 
-class Rows(Hook):
-    """Notes which rows of the data set came."""
-
-    def __init__(self):
-        self.seen: list[int] = []
-
-    def before_train_iter(self, event):
-        self.seen.extend(event.batch[0][:, 0].int().tolist())
+def rows_of(loop, resume=None):
+    """Run a loop; return which rows of the data set came."""
+    seen: list[int] = []
+    loop.bus.on("before_train_iter", lambda event: seen.extend(event.batch[0][:, 0].int().tolist()))
+    loop.run(resume=resume)
+    return seen
 
 
 def test_without_it_all_epochs_have_the_same(job):
-    rows = Rows()
-    job.loop(rows, train_data=DataLoader(DATASET, 2, sampler=sampler())).run()
-    assert rows.seen == order_of(0) * 2
+    assert rows_of(job.loop(train_data=DataLoader(DATASET, 2, sampler=sampler()))) == order_of(0) * 2
 
 
 def test_the_sampler_inside_a_batch_sampler_is_found(job):
-    rows = Rows()
     loader = DataLoader(DATASET, batch_sampler=BatchSampler(sampler(), 2, drop_last=False))
-    job.loop(DistSamplerSeedHook(), rows, train_data=loader).run()
-    assert rows.seen == order_of(0) + order_of(1)
+    assert rows_of(job.loop(DistSamplerSeedHook(), train_data=loader)) == order_of(0) + order_of(1)
 
 
 def test_a_batch_sampler_with_set_epoch_gets_the_epoch(job):
@@ -65,36 +58,25 @@ def test_a_batch_sampler_with_set_epoch_gets_the_epoch(job):
 
 @pytest.mark.parametrize("data", [[(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))], DataLoader(DATASET, 2)])
 def test_loaders_without_set_epoch_are_unchanged(job, data):
-    rows = Rows()
-    job.loop(DistSamplerSeedHook(), rows, train_data=data).run()
-    assert rows.seen
+    assert rows_of(job.loop(DistSamplerSeedHook(), train_data=data))
 
 
 def test_a_random_sampler_draws_as_it_does_without_the_hook(job):
-    orders = []
-    for hooks in ([], [DistSamplerSeedHook()]):
-        rows = Rows()
-        job.loop(*hooks, rows, train_data=DataLoader(DATASET, 2, sampler=RandomSampler(DATASET)), seed=1).run()
-        orders.append(rows.seen)
-    assert orders[0] == orders[1]
+    def order(*hooks):
+        return rows_of(job.loop(*hooks, train_data=DataLoader(DATASET, 2, sampler=RandomSampler(DATASET)), seed=1))
+
+    assert order() == order(DistSamplerSeedHook())
 
 
 @pytest.mark.parametrize("limit", [{"max_epochs": 4}, {"max_iters": 8}])
 def test_a_resumed_run_has_the_order_of_one_that_was_never_stopped(job, tmp_path, limit):
     """Stopped in the middle of the third pass over the data; by iterations, that is within the only epoch."""
 
-    def loop(rows):
+    def loop(folder, *more):
         data = DataLoader(DATASET, 2, sampler=sampler())
-        return job.loop(DistSamplerSeedHook(), rows, CheckpointHook(), train_data=data, work_dir=tmp_path, **limit)
+        return job.loop(DistSamplerSeedHook(), *more, CheckpointHook(), train_data=data, work_dir=tmp_path / folder, **limit)
 
-    straight, first, second = Rows(), Rows(), Rows()
-    loop(straight).run()
-    assert straight.seen == order_of(0) + order_of(1) + order_of(2) + order_of(3)
-
-    for file in tmp_path.iterdir():
-        file.unlink()
-    stopped = loop(first)
-    stopped.bus.add(job.StopAfter(5))
-    stopped.run()
-    loop(second).run(resume="auto")
-    assert first.seen + second.seen == straight.seen
+    straight = rows_of(loop("straight"))
+    assert straight == order_of(0) + order_of(1) + order_of(2) + order_of(3)
+    first = rows_of(loop("stopped", job.StopAfter(5)))
+    assert first + rows_of(loop("stopped"), resume="auto") == straight

@@ -5,20 +5,16 @@ import torch
 from structlog.testing import capture_logs
 from torch.optim import lr_scheduler
 
-from eventloop import Bus, ConfigurationError, Hook, Run
+from eventloop import Bus, ConfigurationError, Run
 from eventloop.checkpoint import load
 from hooks import CheckpointHook, OptimizerHook, ParamSchedulerHook
 
 
-class Rates(Hook):
-    """Notes the learning rate that each forward pass is made with."""
-
-    def __init__(self):
-        self.seen: list[float] = []
-
-    def before_forward(self, event):
-        (optimizer,) = event.run.optimizers.values()
-        self.seen.append(optimizer.param_groups[0]["lr"])
+def rates_of(loop):
+    """The learning rates that forward passes are made with."""
+    seen: list[float] = []
+    loop.bus.on("before_forward", lambda event: seen.append(event.run.optimizers["optimizer"].param_groups[0]["lr"]))
+    return seen
 
 
 OTHER = torch.optim.Adam(torch.nn.Linear(1, 1).parameters(), lr=1.0)
@@ -31,9 +27,9 @@ def halving(optimizer):
 def scheduled(job, by, *more, make=halving, monitor=None, **options):
     model = job.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    rates = Rates()
     hook = ParamSchedulerHook(make(optimizer), by=by, monitor=monitor)
-    return job.loop(hook, rates, *more, model=model, optimizer=optimizer, **options), rates
+    loop = job.loop(hook, *more, model=model, optimizer=optimizer, **options)
+    return loop, rates_of(loop)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +43,7 @@ def scheduled(job, by, *more, make=halving, monitor=None, **options):
 def test_schedules_step_after_updates_or_epochs(job, by, accumulate, rates):
     loop, seen = scheduled(job, by, OptimizerHook(accumulate=accumulate), max_epochs=2 if by == "epoch" else 1)
     loop.run()
-    assert seen.seen == rates
+    assert seen == rates
 
 
 def test_by_metric_steps_with_it_after_validations_of_training_only(job):
@@ -58,7 +54,7 @@ def test_by_metric_steps_with_it_after_validations_of_training_only(job):
     validation = {"val_data": job.batches(1), "metrics": metrics}
     loop, rates = scheduled(job, "metric", make=plateau, monitor="error", max_epochs=3, **validation)
     loop.run()
-    assert rates.seen == [1] * 8 + [0.5] * 4
+    assert rates == [1] * 8 + [0.5] * 4
     loop.val()
     (optimizer,) = (hook.schedulers["ReduceLROnPlateau"].optimizer for hook in loop.bus.hooks[:1])
     assert optimizer.param_groups[0]["lr"] == 0.25  # of the third validation, none of the last
@@ -151,10 +147,11 @@ class Wrapped(torch.optim.Optimizer):
 def test_a_scheduler_of_a_wrapped_optimizer_steps_with_the_wrapper(job, logs):
     model = job.model()
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
-    rates = Rates()
-    hooks = (OptimizerHook(accumulate=2), ParamSchedulerHook(halving(inner), by="iter"), rates)
-    job.loop(*hooks, model=model, optimizer=Wrapped(inner), max_epochs=1).run()
-    assert rates.seen == [1, 1, 0.5, 0.5]
+    hooks = (OptimizerHook(accumulate=2), ParamSchedulerHook(halving(inner), by="iter"))
+    loop = job.loop(*hooks, model=model, optimizer=Wrapped(inner), max_epochs=1)
+    rates = rates_of(loop)
+    loop.run()
+    assert rates == [1, 1, 0.5, 0.5]
 
 
 def test_a_run_without_known_optimizers_steps_any_scheduler(job):
@@ -173,4 +170,4 @@ def test_the_same_hook_continues_in_a_second_training(job):
     loop.run()
     loop.max_epochs = 2
     loop.run()
-    assert rates.seen == [1] * 4 + [0.5] * 4
+    assert rates == [1] * 4 + [0.5] * 4
