@@ -38,10 +38,6 @@ def terminal(screen):
     return Console(file=screen, force_terminal=True, width=120, legacy_windows=False, _environ={"TERM": "xterm-256color"})
 
 
-def bus_with(*hooks):
-    return Bus(*hooks)
-
-
 def test_the_bar_shows_epochs_validations_and_losses_and_leaves_the_terminal_as_it_was(
     terminal, screen, monkeypatch, no_thread_is_left
 ):
@@ -52,7 +48,7 @@ def test_the_bar_shows_epochs_validations_and_losses_and_leaves_the_terminal_as_
         hidden.append(screen.getvalue().rfind(HIDE) > screen.getvalue().rfind(SHOW))
 
     monkeypatch.setattr(screen, "write", write)
-    make_loop(bus=bus_with(ProgressBar(terminal)), val_data=DATA).run()
+    make_loop(ProgressBar(terminal), val_data=DATA).run()
     for part in ("epoch 1/2", "epoch 2/2", "val", "/5", "loss", "eta"):
         assert part in screen.getvalue()
     assert hidden and not any(hidden)  # the cursor
@@ -61,10 +57,10 @@ def test_the_bar_shows_epochs_validations_and_losses_and_leaves_the_terminal_as_
 
 
 def test_the_bar_counts_to_the_end_of_an_iteration_based_run_and_of_an_epoch_without_a_length(terminal, screen):
-    make_loop(bus=bus_with(ProgressBar(terminal)), max_iters=8).run()
+    make_loop(ProgressBar(terminal), max_iters=8).run()
     assert "/8" in screen.getvalue()
     assert "epoch" not in screen.getvalue()
-    make_loop(bus=bus_with(ProgressBar(terminal)), train_data=iter(DATA), max_epochs=1).run()
+    make_loop(ProgressBar(terminal), train_data=iter(DATA), max_epochs=1).run()
     assert "/?" in screen.getvalue()
 
 
@@ -107,7 +103,7 @@ ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 def test_log_lines_are_printed_unchanged_above_the_bar(monkeypatch):
     with pseudo_terminal(monkeypatch) as written:
-        bus = bus_with(ProgressBar(), LoggerHook(interval=5, writers=[ConsoleWriter()]))
+        bus = Bus(ProgressBar(), LoggerHook(interval=5, writers=[ConsoleWriter()]))
         bus.on("after_train_iter", lambda event: get_logger().info("nine", of="ten"), once=9)
         make_loop(bus=bus).run()
     (text,) = written
@@ -124,7 +120,7 @@ def test_in_a_pipe_lines_of_log_and_logger_are_whole_and_without_escape_codes(mo
     with os.fdopen(reading) as pipe, os.fdopen(os.dup(writing), "w") as out, os.fdopen(writing, "w", 1) as err:
         monkeypatch.setattr(sys, "stdout", out)
         monkeypatch.setattr(sys, "stderr", err)
-        bus = bus_with(ProgressBar(), LoggerHook(interval=1, writers=[ConsoleWriter()]))
+        bus = Bus(ProgressBar(), LoggerHook(interval=1, writers=[ConsoleWriter()]))
         bus.on("after_train_iter", lambda event: get_logger().info("told", by="hook"))
         make_loop(bus=bus, step=conftest.loss_of, train_data=DATA * 10).run()
         out.close()
@@ -135,7 +131,7 @@ def test_in_a_pipe_lines_of_log_and_logger_are_whole_and_without_escape_codes(mo
 
 
 def test_redirected_output_is_not_captured_by_the_bar(terminal, screen, capsys):
-    bus = bus_with(ProgressBar(terminal))
+    bus = Bus(ProgressBar(terminal))
     bus.on("after_train_iter", lambda event: sys.stdout.write("printed\n"), once=9)
     bus.on("after_train_iter", lambda event: sys.stderr.write("told\n"), once=9)
     make_loop(bus=bus).run()
@@ -146,7 +142,7 @@ def test_redirected_output_is_not_captured_by_the_bar(terminal, screen, capsys):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_the_terminal_is_as_it_was_after_an_exception(terminal, screen, error):
-    bus = bus_with(ProgressBar(terminal))
+    bus = Bus(ProgressBar(terminal))
     out = sys.stdout
 
     bus.on("after_train_iter", fails(error("stop")), once=8, priority=90)
@@ -157,7 +153,7 @@ def test_the_terminal_is_as_it_was_after_an_exception(terminal, screen, error):
 
 
 def test_a_terminal_that_goes_away_does_not_end_the_run(terminal, screen, capsys):
-    bus = bus_with(ProgressBar(terminal))
+    bus = Bus(ProgressBar(terminal))
     bus.on("after_train_iter", lambda event: screen.close(), once=7)
     loop = make_loop(bus=bus)
     loop.run()
@@ -165,7 +161,7 @@ def test_a_terminal_that_goes_away_does_not_end_the_run(terminal, screen, capsys
 
 
 def test_another_run_gets_another_bar(terminal, screen):
-    loop = make_loop(bus=bus_with(ProgressBar(terminal)), test_data=DATA, max_epochs=1)
+    loop = make_loop(ProgressBar(terminal), test_data=DATA, max_epochs=1)
     loop.run()
     loop.test()
     assert screen.getvalue().count(HIDE) == 2
@@ -174,12 +170,12 @@ def test_another_run_gets_another_bar(terminal, screen):
 
 
 def test_nothing_is_drawn_without_a_terminal(screen):
-    make_loop(bus=bus_with(ProgressBar(Console(file=screen)))).run()
+    make_loop(ProgressBar(Console(file=screen))).run()
     assert screen.getvalue() == ""
 
 
 def test_lines_of_the_logger_stand_above_the_bar(terminal, screen):
-    bus = bus_with(ProgressBar(terminal), LoggerHook(interval=5, writers=[ConsoleWriter(terminal)]))
+    bus = Bus(ProgressBar(terminal), LoggerHook(interval=5, writers=[ConsoleWriter(terminal)]))
     make_loop(bus=bus).run()
     lines = [line for line in screen.getvalue().split("\n") if "iter" in line]
     assert len(lines) == 2
@@ -188,7 +184,7 @@ def test_lines_of_the_logger_stand_above_the_bar(terminal, screen):
 
 
 def test_the_step_hands_over_only_now_and_then(terminal):
-    bus = bus_with(ProgressBar(terminal))
+    bus = Bus(ProgressBar(terminal))
     make_loop(bus=bus, step=conftest.loss_of, train_data=DATA * 40).run()
     moved = next(one.stats for one in bus.subscriptions if one.mount_point == "bar_moved")
     assert 0 < moved.published < 100

@@ -102,13 +102,16 @@ class Job:
         bus = Bus(*more)
         for one in self.callbacks:
             bus.add(TransformersHook(one, args=self.args))
-        keeper = Keeper()
-        bus.add(keeper)
-        return bus, keeper
+        self.keeper = callback(on_train_end=self.keep, on_evaluate=self.keep)
+        bus.add(self.keeper)
+        return bus
+
+    def keep(self, args, state, control):
+        self.state = state
 
     def loop(self, *more, **options):
         update = OptimizerHook(grad_clip=1.0, accumulate=self.window)
-        bus, self.keeper = self.bus(update, ParamSchedulerHook(self.scheduler, by="iter"), *more)
+        bus = self.bus(update, ParamSchedulerHook(self.scheduler, by="iter"), *more)
         length = {"max_epochs": self.epochs} if self.steps is None else {"max_iters": self.steps * self.window}
         return TrainLoop(
             self.model,
@@ -122,12 +125,11 @@ class Job:
     def ours(self, *more, **options):
         """Train with a TrainLoop."""
         self.loop(*more, **options).run()
-        self.state = self.keeper.state
         return self
 
     def own(self):
         """Train in a loop of one's own."""
-        bus, self.keeper = self.bus()
+        bus = self.bus()
         train, val = DataLoader(self.train, batch_size=2), DataLoader(self.val, batch_size=2)
         with Run(bus, model=self.model, optimizer=self.optimizer) as run:
             for _ in run.epochs(self.epochs):
@@ -144,19 +146,7 @@ class Job:
                         self.scheduler.step()
                 for batch in run.validate(val):
                     run.report(loss=self.model(**batch)["loss"])
-        self.state = self.keeper.state
         return self
-
-
-class Keeper(TrainerCallback):
-    """Keeps the state for the test."""
-
-    state = None
-
-    def on_train_end(self, args, state, control, **given):
-        self.state = state
-
-    on_evaluate = on_train_end
 
 
 def callback(name="Own", **moments):
@@ -234,9 +224,8 @@ def test_moments_and_lines_are_the_same_in_a_loop_of_ones_own(tmp_path, window):
     theirs, ours = Recorder(), Recorder()
     one = Job(tmp_path, theirs, window=window).theirs()
     other = Job(tmp_path, ours, window=window).own()
-    assert [(name, facts["step"], facts["epoch"]) for name, facts in ours.moments] == [
-        (name, facts["step"], facts["epoch"]) for name, facts in theirs.moments
-    ]
+    mine, their = ([(name, facts["step"], facts["epoch"]) for name, facts in one.moments] for one in (ours, theirs))
+    assert mine == their
     assert_close(history(other.state), history(one.state))
 
 
@@ -354,7 +343,7 @@ def test_a_callback_may_return_another_control_and_the_reason_of_a_stop_names_it
         loop = job.loop()
         loop.bus.on("after_run", lambda event, reasons=reasons: reasons.append(event.run.info["stop_reason"]), priority=100)
         loop.run()
-        assert job.keeper.state.global_step == step
+        assert job.state.global_step == step
         assert reasons == [f"{type(asking).__name__} set should_training_stop"]
 
 
@@ -399,13 +388,13 @@ def test_a_resumed_run_goes_on_with_the_state_and_the_lines_of_callbacks(tmp_pat
     whole.ours(*saves, work_dir=tmp_path / "run")
     part = Job(tmp_path, Exported(5), EarlyStoppingCallback(7), epochs=3, factor=grows, metric_for_best_model="loss")
     part.loop(work_dir=tmp_path / "part").run(resume=tmp_path / "run" / f"{at}.safetensors")
-    assert history(part.keeper.state) == history(whole.state)
-    assert part.keeper.state.best_metric == whole.state.best_metric
+    assert history(part.state) == history(whole.state)
+    assert part.state.best_metric == whole.state.best_metric
     exported, stopping = part.callbacks
     assert (exported.count, exported.start) == (15, 5)  # its arguments stay those of the program
     assert stopping.early_stopping_patience == 7
     assert stopping.early_stopping_patience_counter == whole.callbacks[1].early_stopping_patience_counter > 0
-    assert part.keeper.state.stateful_callbacks.keys() == {"Exported", "EarlyStoppingCallback"}
+    assert part.state.stateful_callbacks.keys() == {"Exported", "EarlyStoppingCallback"}
 
 
 def test_a_checkpoint_without_state_of_callbacks_or_with_that_of_others_is_told(tmp_path):
@@ -471,17 +460,11 @@ def test_only_what_a_callback_overrides_is_subscribed():
 def test_callbacks_share_state_and_control_and_are_called_moment_by_moment(tmp_path):
     calls = []
 
-    def called(name):
-        moments = {"step": "on_step_end", "log": "on_log"}
-        return callback(
-            name,
-            **{
-                moment: lambda args, state, control, what=what: calls.append((name, what, id(state), id(control)))
-                for what, moment in moments.items()
-            },
-        )
+    def note(name, what):
+        return lambda args, state, control: calls.append((name, what, id(state), id(control)))
 
-    Job(tmp_path, Asking("should_log", 1), called("One"), called("Two"), steps=1).ours(val_data=None)
+    both = [callback(name, on_step_end=note(name, "step"), on_log=note(name, "log")) for name in ("One", "Two")]
+    Job(tmp_path, Asking("should_log", 1), *both, steps=1).ours(val_data=None)
     assert [call[:2] for call in calls[:4]] == [("One", "step"), ("Two", "step"), ("One", "log"), ("Two", "log")]
     assert len({call[2:] for call in calls}) == 1
 
@@ -548,7 +531,7 @@ def test_an_argument_that_a_run_does_not_have_is_named_with_the_callback(tmp_pat
 
 def test_the_length_of_a_training_that_is_unknown_is_an_error_that_names_it(tmp_path):
     job = Job(tmp_path, ProgressCallback())
-    bus, _ = job.bus()
+    bus = job.bus()
     named = pytest.raises(TrainingError, match=r"ProgressCallback\.on_train_begin .*state\.max_steps")
     with named, Run(bus, model=job.model, optimizer=job.optimizer) as run:
         for _ in run.epochs(2):
