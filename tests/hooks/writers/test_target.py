@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from structlog.testing import capture_logs
 
 from hooks import Writer
 from hooks.writers import RunFacts, Where
@@ -25,7 +24,7 @@ class Recorder(Writer):
 
     def record(self, call):
         self.calls.append(call)
-        if call in self.fails:
+        if not isinstance(call, list) and call in self.fails:
             raise OSError("no space left on device")
 
     def open(self, run):
@@ -44,137 +43,14 @@ class Recorder(Writer):
         self.record("close")
 
 
-@pytest.fixture
-def writer():
-    return Recorder()
-
-
-@pytest.fixture
-def target(writer):
-    target = Target(writer, 1, RunFacts("digits"))
-    writer.calls.clear()
-    return target
-
-
-def give(target, *steps):
-    for step in steps:
-        target.give("write_scalars", {"train/loss": 0.5}, step, WHERE)
-
-
-def lost(target):
-    """Close the target, and return the number of lost calls that it logs."""
-    with capture_logs() as logs:
-        target.close(finished=True)
-    return sum(entry["lost"] for entry in logs if entry["event"] == "a writer has lost data")
-
-
-def test_a_failed_call_is_repeated_without_reopening(writer, target, logs):
-    writer.fails = {2}
-    give(target, 1, 2, 3)
-    writer.fails.clear()
-    target.flush(durable=True)
-    assert writer.calls == [1, 2, 2, 3, "flush"]
-    assert lost(target) == 0
-
-
-def test_a_text_that_the_writer_does_not_take_is_no_sign_that_it_works(writer, target, logs):
-    writer.fails = {1}
-    give(target, 1)
-    target.give("write_text", "experiment", "digits", WHERE)
-    target.flush(durable=True)
-    writer.fails.clear()
-    target.flush(durable=True)
-    assert writer.calls[-2:] == [1, "flush"]
-    assert lost(target) == 0
-
-
-def test_a_second_failure_reopens_the_writer_and_repeats_calls_since_the_last_flush(writer, target, logs):
-    give(target, 1)
-    target.flush()
-    writer.fails = {3}
-    give(target, 2, 3)
-    target.flush(durable=True)
-    writer.fails.clear()
-    target.flush(durable=True)
-    assert writer.calls == [1, "flush", 2, 3, 3, "close", "open", 2, 3, "flush"]
-
-
-def test_the_configuration_that_a_reopened_writer_gets_again_is_no_lost_call(writer, target, monkeypatch, logs):
-    monkeypatch.setattr("hooks.writers.target.MOST_KEPT", 3)
-    writer.fails = {1, 2, 3, 4, 5}
-    give(target, 1, 2)
-    for _ in range(2):
-        target.flush(durable=True)
-    give(target, 3, 4, 5)
-    assert lost(target) == 5
-
-
-def test_a_failed_flush_reopens_the_writer_and_repeats_calls(writer, target, logs):
-    give(target, 1)
-    writer.fails = {"flush"}
-    target.flush()
-    writer.fails.clear()
-    target.flush(durable=True)
-    assert writer.calls == [1, "flush", "close", "open", 1, "flush"]
-    assert lost(target) == 0
-
-
-def test_a_call_that_fails_before_one_that_succeeds_is_dropped_and_counted(writer, target, logs):
-    writer.fails = {2, 4}
-    give(target, 1, 2, 3, 4, 5)
-    target.flush(durable=True)
-    assert writer.calls == [1, 2, 2, 3, 4, 5, "flush"]
-    assert lost(target) == 2
-
-
-def test_a_failing_writer_keeps_a_bounded_number_of_images(writer, target, logs):
-    writer.fails = {1}
-    give(target, 1)
-    for _ in range(MOST_IMAGES + 3):
-        target.give("write_image", "train/noise", IMAGE, 1)
-    writer.fails.clear()
-    target.flush(durable=True)
-    assert writer.calls.count("image") == MOST_IMAGES
-    assert lost(target) == 3
-
-
-def test_a_writer_that_cannot_be_opened_is_not_closed(writer, logs):
-    writer.fails = {"open"}
-    target = Target(writer, 1, RunFacts("digits"))
-    give(target, 1)
-    target.close(finished=True)
-    assert set(writer.calls) == {"open"}
-
-
 class RowRecorder(Recorder):
-    """Takes many rows at once; a batch with a step of ``fails`` raises before it is recorded."""
+    """Takes many rows at once; a batch with a step of ``fails`` raises."""
 
     def write_rows(self, rows):
         steps = [step for _, step, _ in rows]
         self.record(steps)
         if self.fails.intersection(steps):
             raise OSError("no space left on device")
-
-    def record(self, call):
-        self.calls.append(call)
-        if not isinstance(call, list) and call in self.fails:
-            raise OSError("no space left on device")
-
-
-@pytest.fixture
-def row_target():
-    return Target(RowRecorder(), 1, RunFacts("digits"))
-
-
-def give_rows(target, *steps):
-    """Give one batch, and return the calls that the writer has had since it was opened."""
-    target.give_rows([({"train/loss": 0.5}, step, WHERE) for step in steps])
-    return calls(target)
-
-
-def calls(target):
-    recorded: list[Any] = target._writer.calls  # type: ignore[attr-defined]
-    return recorded[recorded.index("flush") + 1 :]
 
 
 class Doubles(RowRecorder):
@@ -184,43 +60,114 @@ class Doubles(RowRecorder):
         super().write_scalars(scalars, 2 * step, where)
 
 
-@pytest.mark.parametrize(("kind", "written"), [(RowRecorder, [[1, 2], [3]]), (Recorder, [1, 2, 3]), (Doubles, [2, 4, 6])])
-def test_a_batch_comes_by_one_call_of_write_rows_or_row_by_row_to_write_scalars(kind, written):
-    target = Target(kind(), 1, RunFacts("digits"))
-    give_rows(target, 1, 2)
-    assert give_rows(target, 3) == written
+@pytest.fixture
+def writer():
+    return Recorder()
+
+
+def opened(writer):
+    target = Target(writer, 1, RunFacts("digits"))
+    writer.calls.clear()
+    return target
+
+
+def play(target, writer, *acts):
+    """Give a number as the step of a row, a list as a batch of rows; a set is what fails from then on; or flush."""
+    for act in acts:
+        if isinstance(act, int):
+            target.give("write_scalars", {"train/loss": 0.5}, act, WHERE)
+        elif isinstance(act, list):
+            target.give_rows([({"train/loss": 0.5}, step, WHERE) for step in act])
+        elif isinstance(act, set):
+            writer.fails = act
+        else:
+            target.flush(durable=act == "sync")
+
+
+def lost(target, logs):
+    """Close the target, and return the number of lost calls that it logs."""
+    target.close(finished=True)
+    return sum(entry["lost"] for entry in logs if entry["event"] == "a writer has lost data")
+
+
+RETRIES = {
+    "a failed call is repeated without reopening": (Recorder, [{2}, 1, 2, 3, set(), "sync"], [1, 2, 2, 3, "flush"], 0),
+    "a second failure reopens the writer and repeats calls since the last flush": (
+        *(Recorder, [1, "flush", {3}, 2, 3, "sync", set(), "sync"]),
+        *([1, "flush", 2, 3, 3, "close", "open", 2, 3, "flush"], 0),
+    ),
+    "a failed flush reopens the writer and repeats calls": (
+        *(Recorder, [1, {"flush"}, "flush", set(), "sync"]),
+        *([1, "flush", "close", "open", 1, "flush"], 0),
+    ),
+    "a call that fails before one that succeeds is dropped and counted": (
+        *(Recorder, [{2, 4}, 1, 2, 3, 4, 5, "sync"]),
+        *([1, 2, 2, 3, 4, 5, "flush"], 2),
+    ),
+    "a writer with write_rows gets a batch by one call": (RowRecorder, [[1, 2], [3]], [[1, 2], [3]], 0),
+    "a writer without write_rows gets single rows": (Recorder, [[1, 2], [3]], [1, 2, 3], 0),
+    "a subclass that overrides write_scalars alone gets every row": (Doubles, [[1, 2], [3]], [2, 4, 6], 0),
+    "a bad row of a batch costs one row": (
+        *(RowRecorder, [{2}, [1, 2, 3], "sync", [4]]),
+        *([[1, 2, 3], 1, 2, 3, "flush", [4]], 1),
+    ),
+    "a failed flush repeats the rows of batches": (
+        *(RowRecorder, [[1, 2], {"flush"}, "flush", [3], set(), "sync"]),
+        *([[1, 2], "flush", "close", "open", 1, 2, 3, "flush"], 0),
+    ),
+}
+
+
+@pytest.mark.parametrize(("kind", "acts", "calls", "dropped"), RETRIES.values(), ids=RETRIES)
+def test_calls_of_a_writer_that_fails(kind, acts, calls, dropped, logs):
+    writer = kind()
+    target = opened(writer)
+    play(target, writer, *acts)
+    assert writer.calls == calls
+    assert lost(target, logs) == dropped
+
+
+def test_a_text_that_the_writer_does_not_take_is_no_sign_that_it_works(writer, logs):
+    target = opened(writer)
+    play(target, writer, {1}, 1)
+    target.give("write_text", "experiment", "digits", WHERE)
+    play(target, writer, "sync", set(), "sync")
+    assert writer.calls[-2:] == [1, "flush"]
+    assert lost(target, logs) == 0
+
+
+def test_the_configuration_that_a_reopened_writer_gets_again_is_no_lost_call(writer, monkeypatch, logs):
+    monkeypatch.setattr("hooks.writers.target.MOST_KEPT", 3)
+    target = opened(writer)
+    play(target, writer, {1, 2, 3, 4, 5}, 1, 2, "sync", "sync", 3, 4, 5)
+    assert lost(target, logs) == 5
+
+
+def test_a_failing_writer_keeps_a_bounded_number_of_images(writer, logs):
+    target = opened(writer)
+    play(target, writer, {1}, 1)
+    for _ in range(MOST_IMAGES + 3):
+        target.give("write_image", "train/noise", IMAGE, 1)
+    play(target, writer, set(), "sync")
+    assert writer.calls.count("image") == MOST_IMAGES
+    assert lost(target, logs) == 3
+
+
+def test_a_failing_writer_keeps_a_bounded_number_of_rows(logs):
+    target = opened(writer := RowRecorder())
+    play(target, writer, {"flush", 0}, [0, 1], [*range(2, MOST_KEPT + 5)], set(), "sync")
+    assert writer.calls == [[0, 1], *range(5, MOST_KEPT + 5), "flush"]
+    assert lost(target, logs) == 5
+
+
+def test_a_writer_that_cannot_be_opened_is_not_closed(writer, logs):
+    writer.fails = {"open"}
+    target = Target(writer, 1, RunFacts("digits"))
+    play(target, writer, 1)
+    target.close(finished=True)
+    assert set(writer.calls) == {"open"}
 
 
 def test_write_rows_calls_write_scalars_by_default(writer):
     writer.write_rows([({"train/loss": 0.5}, 1, WHERE), ({"train/loss": 0.5}, 2, WHERE)])
     assert writer.calls == [1, 2]
-
-
-def test_a_bad_row_of_a_batch_costs_one_row(row_target, logs):
-    row_target._writer.fails = {2}  # type: ignore[attr-defined]
-    give_rows(row_target, 1, 2, 3)
-    row_target.flush(durable=True)
-    assert calls(row_target) == [[1, 2, 3], 1, 2, 3, "flush"]
-    assert lost(row_target) == 1
-    assert give_rows(row_target, 4)[-1] == [4]
-
-
-def test_a_failed_flush_repeats_the_rows_of_batches(row_target, logs):
-    give_rows(row_target, 1, 2)
-    row_target._writer.fails = {"flush"}  # type: ignore[attr-defined]
-    row_target.flush()
-    give_rows(row_target, 3)
-    row_target._writer.fails = set()  # type: ignore[attr-defined]
-    row_target.flush(durable=True)
-    assert calls(row_target) == [[1, 2], "flush", "close", "open", 1, 2, 3, "flush"]
-    assert lost(row_target) == 0
-
-
-def test_a_failing_writer_keeps_a_bounded_number_of_rows(row_target, logs):
-    row_target._writer.fails = {"flush", 0}  # type: ignore[attr-defined]
-    give_rows(row_target, 0, 1)
-    give_rows(row_target, *range(2, MOST_KEPT + 5))
-    row_target._writer.fails = set()  # type: ignore[attr-defined]
-    row_target.flush(durable=True)
-    assert calls(row_target)[1:-1] == list(range(5, MOST_KEPT + 5))
-    assert lost(row_target) == 5
