@@ -203,14 +203,8 @@ class TrainerHost:
         counters = self.run.counters
         log.info("the bus has resumed", **({"path": path} if path else {}), epoch=counters.epoch, iter=counters.iter)
 
-    def count_from(self, last: Run | None) -> None:
-        """Begin with the counts of the trainer's last run, such as for an evaluation after the training."""
-        if last is not None:
-            self.run.counters.restore(last.counters)
-            self.run.state.set_progress()
-
     def continue_from(self, last: Run | None) -> None:
-        """Continue where the trainer's last run ended, if there is one."""
+        """Continue where the trainer's last run ended, if there is one: a further training, or an evaluation after it."""
         if last is not None:
             self.run.counters.restore(last.counters)
             self.run.state.resume()

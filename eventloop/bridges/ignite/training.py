@@ -89,7 +89,7 @@ class TrainerRuns:
         run = Run(self._bridge.bus, model=self._models, optimizer=optimizers, work_dir=self._work_dir, host=host)
         run.work_dir_advice = "give bus.attach() work_dir="
         if optimizers is None:
-            host.count_from(None if self.last is None else self.last.run)
+            host.continue_from(None if self.last is None else self.last.run)
         state, self.host, self._bridge.run = self._trainer.state, host, run
         run.validates = None if self._validates else False
         host.train_data, host.epoch_length = state.dataloader, state.epoch_length

@@ -184,7 +184,7 @@ class LightningBridge(_Callback, Bridge):
         run.work_dir_advice = f"give the first logger, or Trainer(default_root_dir=), a local directory{reason}"
         run.config = dict(trainer.lightning_module.hparams)
         if not optimizers:
-            host.count_from(last)
+            host.continue_from(last)
         self.run, self._host, self._drive = run, host, host.drive
         self._drive.begin_run()
         return run

@@ -173,7 +173,7 @@ class TransformersBridge(Bridge):
         host = TrainerHost(resume_way='trainer.train(resume_from_checkpoint="{}")')
         run = Run(self.bus, model=trainer.model, optimizer=optimizer, work_dir=Path(args.output_dir), host=host)
         if optimizer is None:
-            host.count_from(self.run)
+            host.continue_from(self.run)
         self.run, self._host, self._drive = run, host, host.drive
         run.validates = True if args.eval_strategy != "no" or args.eval_on_start else None
         handler = signal.getsignal(signal.SIGTERM)
