@@ -1,5 +1,6 @@
 import errno
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,34 +11,40 @@ from eventloop.errors import CheckpointError
 
 from ..failing import fails
 from .faults import fill_up
+from .test_torch_file import write as write_torch_file
 
 
 def names(directory: Path) -> list[str]:
     return sorted(each.name for each in directory.iterdir())
 
 
-def test_the_order_is_write_fsync_rename_fsync_directory(tmp_path, faults):
-    calls = faults.count(lambda: save({"w": torch.ones(4)}, tmp_path / "c"))
-    assert [call for call in calls if call != "write"] == ["open", "fsync", "close", "replace", "open", "fsync", "close"]
-    assert calls.index("write") < calls.index("fsync")
+def container(tree):
+    return partial(write, stage(tree))
 
 
-def test_a_failure_of_any_operation_leaves_a_good_checkpoint_and_no_debris(tmp_path, faults):
-    path = tmp_path / "c"
-    steps = faults.count(lambda: save({"w": torch.zeros(4)}, path))
+def torch_file(tree):
+    return partial(write_torch_file, tree)
+
+
+@pytest.mark.parametrize(("prepared", "read"), [(container, load), (torch_file, torch.load)])
+def test_a_failure_of_any_operation_leaves_a_good_checkpoint_and_no_debris(tmp_path, faults, prepared, read):
+    path, old = tmp_path / "c", {"w": torch.zeros(4)}
+    steps = faults.count(lambda: prepared(old)(path))
+    assert [step for step in steps if step != "write"] == ["open", "fsync", "close", "replace", "open", "fsync", "close"]
+    assert steps.index("write") < steps.index("fsync")
     for at, step in enumerate(steps):
-        staged = stage({"w": torch.ones(4)})
+        write_new = prepared({"w": torch.ones(4)})
         faults.arm(at)
         with pytest.raises(CheckpointError, match=r"c \([\d,]+ bytes\): .*No space left") as caught:
-            write(staged, path)
+            write_new(path)
         assert caught.value.__cause__ is faults.error
         faults.arm(-1)
         assert names(tmp_path) == ["c"]
         renamed = at > steps.index("replace")
-        assert load(path)["w"][0].item() == (1 if renamed else 0), (at, step)
-        write(staged, path)
-        assert load(path)["w"][0].item() == 1
-        save({"w": torch.zeros(4)}, path)
+        assert read(path)["w"][0].item() == (1 if renamed else 0), (at, step)
+        write_new(path)
+        assert read(path)["w"][0].item() == 1
+        prepared(old)(path)
 
 
 def test_a_failure_of_the_first_write_ever_leaves_nothing(tmp_path, faults):

@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from eventloop.checkpoint import AsyncSaver, load, save
+from eventloop.checkpoint import AsyncSaver, Pickled, load, save
 from eventloop.checkpoint.background import PendingSaves
 
 from ..strikes import strikes_at
@@ -21,14 +21,25 @@ def tree(number, size=100):
     return {"w": torch.full((size,), float(number)), "n": number}
 
 
-def number_of(path):
-    found = load(path)
+def number_of(path, read=load):
+    found = read(path)
     assert (found["w"] == found["n"]).all()
     return found["n"]
 
 
-@pytest.mark.parametrize("busy", ["wait", "skip", "replace"])
-def test_thousands_of_interrupts_of_saves_lose_no_file_and_do_not_hang(busy, tmp_path, ctrl_c, no_thread_is_left):
+def pickles(saver, number, path):
+    pickled = Pickled(tree(number))
+    return saver.save(pickled.storages, path, write=pickled.write)
+
+
+def saves(saver, number, path):
+    return saver.save(tree(number), path)
+
+
+@pytest.mark.parametrize(
+    ("busy", "save", "read"), [*((busy, saves, load) for busy in ("wait", "skip", "replace")), ("wait", pickles, torch.load)]
+)
+def test_thousands_of_interrupts_of_saves_lose_no_file_and_do_not_hang(busy, save, read, tmp_path, ctrl_c, no_thread_is_left):
     delays = random.Random(5)
     futures = {}
     with AsyncSaver(busy=busy) as saver:
@@ -36,7 +47,7 @@ def test_thousands_of_interrupts_of_saves_lose_no_file_and_do_not_hang(busy, tmp
             if ctrl_c.strikes >= STRIKES:
                 break
             ctrl_c.once(delays.uniform(2e-6, 400e-6))
-            call = saver.wait if number % 7 == 3 else lambda n=number: saver.save(tree(n), tmp_path / f"{n % 40}")
+            call = saver.wait if number % 7 == 3 else lambda n=number: save(saver, n, tmp_path / f"{n % 40}")
             futures[number] = ctrl_c.call(call)
         ctrl_c.every(0)
         saver.wait()
@@ -44,13 +55,13 @@ def test_thousands_of_interrupts_of_saves_lose_no_file_and_do_not_hang(busy, tmp
         assert all(future.done() for future in told.values())
         written = {number % 40: number for number, future in sorted(told.items()) if not future.cancelled()}
         assert written
-        saver.save(tree(-1), tmp_path / "last").result(30)
+        save(saver, -1, tmp_path / "last").result(30)
         assert saver._buffer.bytes <= 3 * 400  # one is written, one waits, one is copied: no memory is lost
     for name, number in written.items():
-        assert number_of(tmp_path / f"{name}") >= number
-    assert number_of(tmp_path / "last") == -1
+        assert number_of(tmp_path / f"{name}", read) >= number
+    assert number_of(tmp_path / "last", read) == -1
     for path in tmp_path.iterdir():
-        number_of(path)
+        number_of(path, read)
 
 
 def lines_of(*methods):

@@ -5,7 +5,7 @@ import tracemalloc
 import zipfile
 from collections import Counter, OrderedDict
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -54,17 +54,13 @@ def mmengine(monkeypatch) -> Any:
     HistoryBuffer.mean.__qualname__ = "HistoryBuffer.mean"
     HistoryBuffer.mean.__module__ = HistoryBuffer.__module__
 
-    class Fake:
-        buffer, hub, config = HistoryBuffer, MessageHub, ConfigDict
+    def save(tree: Any, path: Path) -> Path:
+        torch.save(tree, path)
+        for name in [each for each in sys.modules if each.startswith("mmengine")]:
+            monkeypatch.delitem(sys.modules, name)
+        return path
 
-        @staticmethod
-        def save(tree: Any, path: Path) -> Path:
-            torch.save(tree, path)
-            for name in [each for each in sys.modules if each.startswith("mmengine")]:
-                monkeypatch.delitem(sys.modules, name)
-            return path
-
-    return Fake
+    return SimpleNamespace(buffer=HistoryBuffer, hub=MessageHub, config=ConfigDict, save=save)
 
 
 def saved(tree: Any, path: Path) -> Path:

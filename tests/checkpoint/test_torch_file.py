@@ -1,6 +1,5 @@
 """Files of torch.save written beside the training, and writers of other formats: the same promises as for the container."""
 
-import random
 import zipfile
 from argparse import Namespace
 from functools import partial
@@ -126,20 +125,6 @@ def test_sizes_and_offsets_that_need_64_bits_are_given_in_64(tmp_path, monkeypat
     assert list(sizes.items()) == [("small", 100), ("large", 5000), ("behind", 10), ("none", 0)]
 
 
-def test_any_failing_operation_leaves_the_old_file_and_no_debris(tmp_path, faults):
-    path = tmp_path / "c.pt"
-    steps = faults.count(lambda: write(torch.zeros(4), path))
-    assert [step for step in steps if step != "write"] == ["open", "fsync", "close", "replace", "open", "fsync", "close"]
-    for at in range(len(steps)):
-        write(torch.zeros(4), path)
-        faults.arm(at)
-        with pytest.raises(CheckpointError, match=r"c\.pt \([\d,]+ bytes\): .*No space left"):
-            write(torch.ones(4), path)
-        faults.arm(-1)
-        assert names(tmp_path) == ["c.pt"]
-        assert torch.load(path)[0] == (at > steps.index("replace"))
-
-
 def test_a_disk_that_fills_up_in_the_middle_is_told_by_the_next_call(tmp_path, monkeypatch):
     write(torch.zeros(4), tmp_path / "c.pt")
     fill_up(monkeypatch, 1_000_000)
@@ -176,28 +161,6 @@ def test_a_process_killed_in_the_middle_leaves_the_old_file(tmp_path, tmp_path_f
     assert torch.load(tmp_path / "c.pt").shape == (4,)
     assert len(names(tmp_path)) == 2  # the temporary file, whose name says so
     assert names(tmp_path)[0].startswith(".trainbus-")
-
-
-def test_interrupts_lose_no_file_and_do_not_hang(tmp_path, ctrl_c, no_thread_is_left):
-    delays = random.Random(3)
-    futures = {}
-
-    def save(number):
-        pickled = Pickled({"w": torch.full((100,), float(number)), "n": number})
-        return saver.save(pickled.storages, tmp_path / f"{number % 20}", write=pickled.write)
-
-    with AsyncSaver() as saver:
-        number = 0
-        while ctrl_c.strikes < 300:
-            number += 1
-            ctrl_c.once(delays.uniform(2e-6, 800e-6))
-            futures[number] = ctrl_c.call(lambda number=number: save(number))
-        ctrl_c.every(0)
-        saver.wait()
-        assert all(future.done() for future in futures.values() if future is not None)
-    for path in tmp_path.iterdir():
-        found = torch.load(path, weights_only=True)
-        assert (found["w"] == found["n"]).all()
 
 
 def test_a_writer_gets_the_tree_with_the_copies_of_its_tensors(tmp_path):

@@ -21,16 +21,21 @@ from eventloop.bridges.transformers.host import TransformersBridge
 from . import job
 
 
-class Plain(nn.Module):
+class WithLoss(nn.Module):
     """Takes no part in the trainer's scaling of losses, unlike the models of the library."""
 
-    def __init__(self):
+    def __init__(self, net):
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1))
+        self.net = net
 
     def forward(self, x, labels=None):
-        y = self.inner(x).squeeze(-1)
-        return {"loss": (y - labels).square().mean(), "logits": y}
+        y = self.net(x).flatten()
+        return {"loss": nn.functional.mse_loss(y, labels), "logits": y}
+
+
+class Plain(WithLoss):
+    def __init__(self):
+        super().__init__(nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1)))
 
 
 def plain_data(count=16):
@@ -68,18 +73,6 @@ def make(folder, bus=None, *, model=Plain, data=None, kind=Trainer, options=None
     if bus is not None:
         bus.attach(trainer)
     return trainer
-
-
-class WithLoss(nn.Module):
-    """The model as the trainer wants it."""
-
-    def __init__(self, net):
-        super().__init__()
-        self.net = net
-
-    def forward(self, x, labels=None):
-        y = self.net(x)
-        return {"loss": nn.functional.mse_loss(y, labels), "logits": y}
 
 
 class Job(job.Job):
