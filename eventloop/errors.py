@@ -52,6 +52,10 @@ class RunCancelled(BaseException):  # as in asyncio and trio: `except Exception`
     """``run.cancel()`` was called, or ``await loop.arun()`` cancelled; raised on the training thread."""
 
 
+class RunPreempted(SystemExit):
+    """A run was stopped by ``run.stop(exit_code=...)`` and has ended in order; uncaught, the process exits with that status."""
+
+
 class HandlerTimeoutError(TrainbusError, TimeoutError):
     """An offloaded handler took longer than its ``timeout=``."""
 

@@ -9,9 +9,11 @@ import time
 from collections.abc import Iterable, Mapping
 from functools import partial
 from types import FrameType
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from eventloop import ConfigurationError, Hook, Priority, get_logger, mount, register
+from msgspec import Meta
+
+from eventloop import ConfigurationError, Hook, Priority, check_options, get_logger, mount, register
 from eventloop.events import AfterRun, BeforeRun, RunView
 from eventloop.training import WorkerSignals
 from hooks.copies import CopiedAnew
@@ -26,7 +28,10 @@ class PreemptionHook(CopiedAnew, Hook):
     """End a run cleanly when the process gets a signal, as schedulers send before they take a machine away.
 
     - The run finishes the present iteration (or accumulation window), and saves as by ``run.checkpoint_now()``. Training ends
-      with ``after_train`` and ``after_run``, offloaded handlers finish, and ``loop.run()`` returns.
+      with ``after_train`` and ``after_run``, and offloaded handlers finish.
+    - Then ``loop.run()``, or the end of ``with Run(...)``, raises :class:`eventloop.RunPreempted`, a ``SystemExit``. So the
+      process exits with the status ``exit_code``, which tells a scheduler that it has neither finished (0) nor failed (1). In
+      another trainer ``trainer.fit()`` returns: call ``sys.exit(75)`` if :attr:`received` is not None.
     - ``run.info["stop_reason"]`` and :attr:`received` name the signal.
     - During a validation the run stops in the same way; a resumed run repeats that validation from its start.
     - A run that has no work dir or does not train (``loop.test()``) only ends, with a warning.
@@ -43,6 +48,7 @@ class PreemptionHook(CopiedAnew, Hook):
 
     Args:
         signals: signals to handle, such as ``(signal.SIGTERM, signal.SIGUSR1)``, or their names.
+        exit_code: exit status of a process whose run was ended, from 1 to 255; None to go on behind ``loop.run()``.
 
     Raises:
         ConfigurationError: no signal is given, or one cannot be caught. Later: the run is not on the main thread.
@@ -52,8 +58,12 @@ class PreemptionHook(CopiedAnew, Hook):
     observes = True
     of_run: ClassVar = {"_workers": None, "_previous": dict}
 
-    def __init__(self, signals: Iterable[int | str] = (signal.SIGTERM,)) -> None:
+    @check_options
+    def __init__(
+        self, signals: Iterable[int | str] = (signal.SIGTERM,), *, exit_code: Annotated[int, Meta(ge=1, le=255)] | None = 75
+    ) -> None:
         self.signals = _checked(signals)
+        self.exit_code = exit_code
         self.received: signal.Signals | None = None
         """The signal that ended the present or last run, or None."""
         self._received_at = 0.0
@@ -102,7 +112,7 @@ class PreemptionHook(CopiedAnew, Hook):
         self._saved = run.training and run.work_dir is not None
         if self._saved:
             run.checkpoint_now()
-        run.stop(f"signal {self.received.name}")
+        run.stop(f"signal {self.received.name}", exit_code=self.exit_code or 0)
 
     def _end_at_once(self, number: signal.Signals) -> None:
         """Send the signal to the handler from before the run, or to the default one if it was ignored then."""

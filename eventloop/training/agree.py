@@ -43,6 +43,8 @@ class Requests:
         self.stop = self.save = self.cancelled = self.paused = False
         self.reason = ""
         """The reason of a stop."""
+        self.exit_code = 0
+        """The exit status of the process after a stop; 0 if the program goes on."""
         self.rates: deque[tuple[float, tuple[str, ...]]] = deque()
         """Learning rates to set, and the names of their optimizers."""
         self.files: Callable[[], list[str]] = list
@@ -173,7 +175,8 @@ class Agreement:
         self._every = -fewest
         agreed = self.agreed
         if stop and not agreed.stop:
-            agreed.reason = next(filter(None, self._ranks.gather(self._own.reason)), "")
+            reasons, codes = zip(*self._ranks.gather((self._own.reason, self._own.exit_code)), strict=True)
+            agreed.reason, agreed.exit_code = next(filter(None, reasons), ""), max(codes)
         if rates:
             agreed.rates.extend(one for some in self._ranks.gather(self._own.take_rates()) for one in some)
         agreed.stop = agreed.stop or bool(stop)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Self
@@ -15,7 +16,7 @@ from eventloop.bus import Bus
 from eventloop.bus.routes import TimestampRoute
 from eventloop.checkpoint import AnyPath, Busy, Staging, as_path, unwrapped
 from eventloop.checks import check_options
-from eventloop.errors import ConfigurationError, TrainingError
+from eventloop.errors import ConfigurationError, RunPreempted, TrainingError
 from eventloop.events import Event, Progress, RunEvent
 from eventloop.events.shared import Shared
 from eventloop.log import get_logger
@@ -356,7 +357,7 @@ class Run:
         """Call ``undo`` when the innermost open scope ends, even by an exception; last registered, first called."""
         self.state.scopes.defer(undo)
 
-    def stop(self, reason: str = "") -> None:
+    def stop(self, reason: str = "", *, exit_code: int = 0) -> None:
         """End the run at the next safe mount point: after an iteration whose accumulation window is complete.
 
         An epoch or validation that it cuts short does not publish its ``after_x``; ``after_train`` and ``after_run`` follow.
@@ -364,11 +365,15 @@ class Run:
 
         Args:
             reason: recorded in ``run.info["stop_reason"]`` before ``after_run``.
+            exit_code: if not 0, a run of your own loop that this ends early raises :class:`RunPreempted` when it has ended in
+                order, so that the process exits with this status. Only on the main thread; in another trainer and in
+                ``await loop.arun()`` your program decides.
         """
         if reason:
             # Not yet in run.info: a signal handler may interrupt the training thread while that iterates over it. For the same
             # reason nothing in here takes a lock or logs.
             self.state.own.reason = reason
+        self.state.own.exit_code = exit_code or self.state.own.exit_code
         self.state.own.stop = True
 
     def cancel(self) -> None:
@@ -609,3 +614,7 @@ class Run:
             self._driver.fail(failure)
             raise
         self._driver.end_run()
+        state = self.state
+        code = state.own.exit_code or state.agreed.exit_code
+        if code and state.stops and not self.counters.complete and threading.current_thread() is threading.main_thread():
+            raise RunPreempted(code)

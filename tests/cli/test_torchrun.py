@@ -133,6 +133,24 @@ def test_an_error_is_reported_by_each_rank_without_waiting(both):
         assert f"trainbus run (rank {rank}): --resume runs/nothing: no such file or folder" in ended.stderr
 
 
+STRUCK = """
+import os, signal
+
+def struck(model, batch):
+    if os.environ["RANK"] == "1" and model.training:
+        signal.raise_signal(signal.SIGTERM)
+    return step(model, batch)
+"""
+
+
+def test_a_signal_to_one_process_ends_all_with_the_status_of_a_preempted_run(here, both):
+    (here / "parts.py").write_text(PARTS + STRUCK)
+    both("step=parts:struck", "custom_hooks=[{type = 'PreemptionHook'}]", status=75)
+    saved = here / "runs/mine" / (here / "runs/mine/last_checkpoint").read_text()
+    assert saved.match("iter_[1-9].safetensors")
+    assert saved.exists()
+
+
 @pytest.mark.parametrize(
     ("source", "cause"),
     [

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from eventloop import Bus, TrainLoop
+from eventloop import Bus, RunPreempted, TrainLoop
 from hooks import EMAHook, ParamSchedulerHook, PreemptionHook, preemption
 
 ITERATIONS = 20  # 4 epochs of 5
@@ -80,9 +80,12 @@ def main(
             wait([worker.sentinel for worker in multiprocessing.active_children()], 0.2)  # for one that does not outlive it
 
     loop.bus.on("after_run", lambda event: say(event.run.info.get("stop_reason", "by itself")))
-    loop.run()
-    say(f"{loop.counters.iter} iterations")
-    signal.raise_signal(signal.SIGUSR1)
+    try:
+        loop.run()
+    except RunPreempted:
+        say(f"{loop.counters.iter} iterations")
+        signal.raise_signal(signal.SIGUSR1)
+        raise
 
 
 def say(line: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from eventloop import ConfigurationError
+from eventloop import Bus, ConfigurationError, Run, RunPreempted
 from eventloop.checkpoint import load
 from hooks import CheckpointHook, PreemptionHook
 
@@ -108,7 +108,7 @@ def test_sigterm_finishes_the_iteration_saves_and_ends_in_order_and_a_resumed_ru
     with start(tmp_path, at=at, iteration=iteration) as child:
         child.gets(signal.SIGTERM)
         status, said, log = child.end()
-    assert (status, said) == (0, ["signal SIGTERM", f"{done} iterations", "the handler from before"]), log
+    assert (status, said) == (75, ["signal SIGTERM", f"{done} iterations", "the handler from before"]), log
     assert "a signal ended the run" in log
     assert (tmp_path / "last_checkpoint").read_text() == f"iter_{done}.safetensors"
     assert load(tmp_path / f"iter_{done}.safetensors")["progress"]["iter"] == done
@@ -122,7 +122,7 @@ def test_a_signal_repeated_within_a_moment_is_one_request(start, tmp_path):
         child.gets(signal.SIGTERM)
         child.gets(signal.SIGTERM)
         status, said, log = child.end()
-    assert (status, said[:2]) == (0, ["signal SIGTERM", "8 iterations"]), log
+    assert (status, said[:2]) == (75, ["signal SIGTERM", "8 iterations"]), log
     assert load(tmp_path / "iter_8.safetensors")["progress"]["iter"] == 8
 
 
@@ -166,7 +166,7 @@ def test_the_workers_of_loaders_outlive_a_signal_to_the_process_group_and_the_ru
         child.gets(number, group=True)
         status, said, log = child.end()
     done = {"before_val_iter": 5}.get(options.get("at"), options.get("iteration", 8))
-    assert (status, said[:2]) == (0, [f"signal {number.name}", f"{done} iterations"]), log
+    assert (status, said[:2]) == (75, [f"signal {number.name}", f"{done} iterations"]), log
     assert load(tmp_path / f"iter_{done}.safetensors")["progress"]["iter"] == done
 
 
@@ -175,7 +175,7 @@ def test_without_a_work_dir_a_signal_ends_the_run_and_logs_that_nothing_is_saved
         child.gets(signal.SIGUSR1)
         status, said, log = child.end()
     # The handler from before is back afterwards, and was not called for the first one.
-    assert (status, said) == (0, ["signal SIGUSR1", "8 iterations", "the handler from before"]), log
+    assert (status, said) == (75, ["signal SIGUSR1", "8 iterations", "the handler from before"]), log
     assert "no work_dir" in log
 
 
@@ -224,18 +224,35 @@ def test_the_previous_handlers_are_restored_after_any_end_of_the_run(job, mine, 
 
 
 def test_the_hook_serves_one_run_after_the_other(job, mine, tmp_path):
-    hook = PreemptionHook([signal.SIGUSR1])
+    hook = PreemptionHook([signal.SIGUSR1], exit_code=9)
     loop = job.loop(hook, work_dir=tmp_path, test_data=job.batches())
     loop.bus.on("after_train_iter", lambda e: signal.raise_signal(signal.SIGUSR1), once=2)
-    loop.run()
+    with pytest.raises(RunPreempted) as preempted:
+        loop.run()
+    assert preempted.value.code == 9
     assert (loop.counters.iter, hook.received) == (2, signal.SIGUSR1)
     loop.run(resume="auto")
     assert (loop.counters.iter, hook.received) == (8, None)
     assert mine[0] == []
 
 
+def test_a_run_of_ones_own_exits_too_and_one_that_is_complete_does_not(mine):
+    model = torch.nn.Linear(1, 1)
+
+    def train(*, ends_at):
+        with Run(Bus(PreemptionHook([signal.SIGUSR1])), model=model) as run:
+            for i, _ in enumerate(batch for _ in run.epochs(1) for batch in run.train([torch.ones(1)] * 3)):
+                if i == ends_at:
+                    signal.raise_signal(signal.SIGUSR1)
+
+    with pytest.raises(RunPreempted) as preempted:
+        train(ends_at=0)
+    assert preempted.value.code == 75
+    train(ends_at=2)  # in its last iteration
+
+
 def test_a_signal_during_a_test_saves_nothing(job, mine, tmp_path):
-    loop = job.loop(PreemptionHook([signal.SIGUSR1]), work_dir=tmp_path, test_data=job.batches())
+    loop = job.loop(PreemptionHook([signal.SIGUSR1], exit_code=None), work_dir=tmp_path, test_data=job.batches())
     seen = []
     loop.bus.on("before_test_iter", lambda e: (seen.append(e.batch_idx), signal.raise_signal(signal.SIGUSR1)), once=1)
     loop.test()
@@ -244,7 +261,7 @@ def test_a_signal_during_a_test_saves_nothing(job, mine, tmp_path):
 
 
 def test_a_second_signal_goes_to_the_handler_from_before(job, mine, tmp_path):
-    loop = job.loop(PreemptionHook([signal.SIGUSR1, signal.SIGUSR2]), work_dir=tmp_path)
+    loop = job.loop(PreemptionHook([signal.SIGUSR1, signal.SIGUSR2], exit_code=None), work_dir=tmp_path)
 
     @loop.bus.on("after_train_iter", once=2)
     def twice(event):

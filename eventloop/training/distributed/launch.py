@@ -11,6 +11,7 @@ import torch
 from torch import distributed
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
+from eventloop.errors import RunPreempted
 from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import Ranks, T, record_failure, this_rank, wait_until_connected, world_size
 from eventloop.training.loaders import rebuilt
@@ -34,6 +35,9 @@ def process_group() -> Iterator[None]:
         distributed.init_process_group()
         wait_until_connected()
         yield
+    except RunPreempted:  # on all ranks
+        distributed.destroy_process_group()
+        raise
     except BaseException as error:
         record_failure(error)
         raise

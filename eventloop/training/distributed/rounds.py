@@ -59,6 +59,7 @@ class _Answer(msgspec.Struct):
     paused: bool = False
     rates: Rates = []
     reason: str = ""
+    exit_code: int = 0
     failed: str = ""
     """The reason why a round has no result."""
 
@@ -162,7 +163,7 @@ class Rounds:
             agreed.cancelled = agreed.cancelled or result.cancelled
             agreed.paused = result.paused and not (agreed.stop or agreed.cancelled)
             agreed.rates.extend(result.rates)
-            agreed.reason = agreed.reason or result.reason
+            agreed.reason, agreed.exit_code = agreed.reason or result.reason, agreed.exit_code or result.exit_code
             self._results.popleft()  # last: now the agent may answer again
 
     def _pending(self) -> bool:
@@ -237,7 +238,7 @@ class Rounds:
         self._announced = own.stop, own.cancelled, own.paused
         save, own.save = own.save, False
         stop, cancelled, paused = self._announced
-        return _Answer(point, stands, stop, save, cancelled, paused, own.take_rates(), own.reason)
+        return _Answer(point, stands, stop, save, cancelled, paused, own.take_rates(), own.reason, own.exit_code)
 
     def _result(self) -> _Answer:
         deadline = time.monotonic() + PATIENCE
@@ -285,6 +286,7 @@ def _merged(answers: list[_Answer]) -> _Answer:
         paused=any(one.paused for one in answers),
         rates=[rate for one in answers for rate in one.rates],
         reason=next(filter(None, (one.reason for one in answers)), ""),
+        exit_code=max(one.exit_code for one in answers),
     )
 
 
