@@ -9,7 +9,7 @@ from rich import filesize
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from eventloop.bus.handler import title
+from eventloop.bus.handler import title, without_method
 from eventloop.bus.priority import Priority
 from eventloop.bus.subscription import Stats, Subscription
 from eventloop.events import Event
@@ -63,7 +63,8 @@ class Description(msgspec.Struct, frozen=True):
                 previous = row.mount_point
             lane = row.lane.removeprefix(_USUAL).removeprefix(", ")
             runs = f"{row.mode.removeprefix('offloaded: ')} {lane}".rstrip()
-            cells = [f" {_short(row)}", f"{row.priority} {row.priority_name}", runs, row.filter, *[row.ranks] * self.ranks]
+            name = without_method(row.label, lineage(resolve(row.mount_point)))
+            cells = [f" {name}", f"{row.priority} {row.priority_name}", runs, row.filter, *[row.ranks] * self.ranks]
             figures = _figures(row.stats)[: self.stats + timed]
             table.add_row(*map(cell, (*cells, *figures)), style="cyan" if row.lane else "")
         return table
@@ -117,12 +118,6 @@ def _lane(subscription: Subscription) -> str:
     if subscription.timeout is not None:
         parts.append(f"{subscription.timeout:g} s")
     return ", ".join(parts)
-
-
-def _short(row: Row) -> str:
-    """Return the hook's name without its method, if the method has the name of the mount point."""
-    hook, _, method = row.label.rpartition(".")
-    return hook if hook and method in lineage(resolve(row.mount_point)) else row.label
 
 
 def _figures(stats: Stats) -> tuple[str, str]:

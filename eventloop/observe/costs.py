@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from rich.console import Group, RenderableType
 
-from eventloop.bus.handler import title
+from eventloop.bus.handler import title, without_method
 from eventloop.observe.bounds import Change, Count, Number
 from eventloop.observe.ranks import RankCosts
 from eventloop.observe.totals import BINS, quantile
@@ -157,11 +157,5 @@ def _lanes_table(lanes: list[LaneCosts]) -> Figures:
             f"{lane.depth_mean:.0f} {lane.depth_max}",
             f"{lane.age_mean * 1e3:.0f} {lane.age_max * 1e3:.0f}",
         )
-        rows.append((_lane_name(lane), *figures))
+        rows.append((without_method(lane.name, lane.mount_points), *figures))
     return Figures("Offloaded handlers, beside the training (depth and age: mean and most)", names, rows)
-
-
-def _lane_name(lane: LaneCosts) -> str:
-    """Return the handler's name without its method, if the method has the name of the mount point."""
-    hook, _, method = lane.name.rpartition(".")
-    return hook if hook and lane.mount_points == [method] else lane.name

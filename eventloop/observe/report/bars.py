@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
+from eventloop.bus.handler import without_method
 from eventloop.observe.costs import Costs, Part
 
 _COLOURED: Final = 7  # parts with a colour; the eighth colour is for all others
@@ -45,7 +46,7 @@ def cost_bars(all_costs: Sequence[Costs | None]) -> Bars:
             keys.setdefault((part.group, part.name, part.mount_point), [None] * len(all_costs))[index] = part
     ordered = sorted(keys.items(), key=lambda one: -max(part.share for part in one[1] if part is not None))
     rows = [
-        CostRow(name.removesuffix(f".{mount_point}"), group, mount_point, parts, min(index, _COLOURED) + 1)
+        CostRow(without_method(name, [mount_point]), group, mount_point, parts, min(index, _COLOURED) + 1)
         for index, ((group, name, mount_point), parts) in enumerate(ordered)
     ]
     segments = [_segments(rows, index) if costs is not None else [] for index, costs in enumerate(all_costs)]
