@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from eventloop.observe.curves import Array, Curve
-from eventloop.observe.report.reported_run import ReportedRun
+from eventloop.observe.report.reported_run import ReportedRun, StepTimes
 from eventloop.observe.verdict import duration
 
 
@@ -56,20 +57,20 @@ def scalar_charts(runs: Sequence[ReportedRun], names: Sequence[str]) -> list[Cha
 
 def step_charts(runs: Sequence[ReportedRun], names: Sequence[str]) -> list[Chart]:
     """Return charts of step-time percentiles over time: one chart for one run, two for several runs."""
-    shares = (("median", 0.5), ("99th percentile", 0.99)) if len(runs) > 1 else (("median", 0.5), ("90 %", 0.9), ("99 %", 0.99))
-    found: list[Chart] = []
-    for what, share in shares:
-        curves = [_over_time(run, share) for run in runs]
-        series = [
-            Series(names[index] if len(runs) > 1 else what, index, curve)
-            for index, curve in enumerate(curves)
-            if len(curve.values) > 1
+    several, times = len(runs) > 1, [run.step_times() for run in runs]
+    shares = (("median", 0.5), ("99th percentile", 0.99)) if several else (("median", 0.5), ("90 %", 0.9), ("99 %", 0.99))
+    lines = {
+        what: [
+            Series(names[index] if several else what, index, _over_time(own, share))
+            for index, own in enumerate(times)
+            if len(own) > 1
         ]
-        if series and len(runs) > 1:
-            found.append(Chart(f"Time of an iteration, {what}", series, "s"))
-        elif series:
-            found = [Chart("Time of an iteration", [*(found[0].series if found else []), *series], "s")]
-    return found
+        for what, share in shares
+    }
+    if several:
+        return [Chart(f"Time of an iteration, {what}", series, "s") for what, series in lines.items() if series]
+    together = [*chain.from_iterable(lines.values())]
+    return [Chart("Time of an iteration", together, "s")] if together else []
 
 
 def drawn(charts: Iterable[Chart], runs: Sequence[ReportedRun], most: int) -> dict[str, Any]:
@@ -91,8 +92,8 @@ def drawn(charts: Iterable[Chart], runs: Sequence[ReportedRun], most: int) -> di
     return {"charts": made, "axes": axes}
 
 
-def _over_time(run: ReportedRun, share: float) -> Curve:
-    rows = [(one.iter, one.epoch, one.time, one.steps.quantile(share)) for one in run.step_times()]
+def _over_time(times: Iterable[StepTimes], share: float) -> Curve:
+    rows = [(one.iter, one.epoch, one.time, one.steps.quantile(share)) for one in times]
     return Curve(*np.array(rows, np.float64).reshape(-1, 4).T)
 
 
