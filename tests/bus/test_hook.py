@@ -56,8 +56,7 @@ def test_inherited_methods_are_subscribed_once_in_their_overridden_form_or_taken
 @pytest.mark.parametrize("what", ["epoch", "iter"])
 def test_generic_methods_are_called_in_all_three_stages(bus, when, what):
     heard = []
-    kind = type("Generic", (Hook,), {f"{when}_{what}": lambda self, event: heard.append(type(event))})
-    bus.add(kind())
+    bus.add(made("Generic", **{f"{when}_{what}": lambda self, event: heard.append(type(event))}))
     events = [resolve(f"{when}_{stage}_{what}") for stage in ("train", "val", "test")]
     for event in events:
         bus.publish(event(progress=P))
@@ -75,9 +74,8 @@ def test_generic_methods_are_called_in_all_three_stages(bus, when, what):
     ],
 )
 def test_a_misspelt_method_is_an_error_with_the_nearest_name(method, near):
-    kind = type("Misspelt", (Hook,), {method: lambda self, event: None, "after_run": lambda self, event: None})
     with pytest.raises(SubscribeError, match=f"Misspelt.{method} .*{near}"):
-        Bus().add(kind())
+        Bus().add(made("Misspelt", **{method: print, "after_run": print}))
 
 
 def test_methods_named_like_user_events_subscribe_to_them(bus, registry):
@@ -231,37 +229,12 @@ def test_methods_that_a_hook_calls_unused_are_not_subscribed(bus, unused):
     assert not bus.wants("before_train_iter")
 
 
-class Empty(Hook):
-    def compute(self): ...
+def made(name: str, base: type[Hook] = Hook, **members: object) -> Hook:
+    return type(name, (base,), members)()
 
 
-class NoPoint(Hook):
-    @mount(every=2)
-    def histogram(self, event): ...
-
-
-class Misspells(Hook):
-    @mount(evry=2)
-    def after_run(self, event): ...
-
-
-class Saves(Counter):
-    load_state_dict = Hook.load_state_dict
-
-
-class Loads(Counter):
-    state_dict = Hook.state_dict
-
-
-class Odd(Hook):
-    @mount("after_train_iter", "no_such_point")
-    def look(self, event): ...
-
-
-class Elsewhere(Hook):
-    ranks = "rank1"
-
-    def after_run(self, event): ...
+def mounted(*events: str, **options: object):
+    return mount(*events, **options)(lambda self, event: None)
 
 
 TWICE = Counter()
@@ -270,21 +243,21 @@ TWICE = Counter()
 @pytest.mark.parametrize(
     ("added", "named"),
     [
-        ([Counter("good"), Empty()], "Empty"),
+        ([Counter("good"), made("Empty", compute=print)], "Empty"),
         ([Recorder], r"bus.add\(Recorder\(...\)\)"),
         ([subscribed], r"eventloop.Hook"),
         *(([several([Counter(), Counter("other")])], r"bus.add\(\*hooks\)") for several in (list, tuple, set, iter)),
         *(([described], r"add_hooks\(bus, \[") for described in ("EMAHook", {"type": "EMAHook"})),
-        ([NoPoint()], r"NoPoint.histogram .*'histogram'"),
-        ([Misspells()], r"Misspells.after_run to after_run: evry= .*every="),
+        ([made("NoPoint", histogram=mounted(every=2))], r"NoPoint.histogram .*'histogram'"),
+        ([made("Misspells", after_run=mounted(evry=2))], r"Misspells\..* to after_run: evry= .*every="),
         ([TWICE, TWICE], "Counter"),
-        ([Saves()], "Saves .*load_state_dict"),
-        ([Loads()], "Loads .* state_dict"),
+        ([made("Saves", Counter, load_state_dict=Hook.load_state_dict)], "Saves .*load_state_dict"),
+        ([made("Loads", Counter, state_dict=Hook.state_dict)], "Loads .* state_dict"),
         ([Counter(), Counter()], "'Counter'"),
-        ([Odd()], "no_such_point"),
+        ([made("Odd", look=mounted("after_train_iter", "no_such_point"))], "no_such_point"),
         ([Sparing("before_train_itre")], r"Sparing.unused\(\) .*'before_train_itre'.*before_train_iter"),
         ([Sparing("after_val")], r"'after_val'.*after_train_iter"),
-        ([Elsewhere()], "ranks='rank1'"),
+        ([made("Elsewhere", ranks="rank1", after_run=print)], "ranks='rank1'"),
     ],
 )
 def test_add_refuses_all_hooks_for_one_that_cannot_work_and_names_it(bus, added, named):

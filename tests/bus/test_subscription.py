@@ -101,13 +101,6 @@ async def async_generator(event):
     yield event
 
 
-async def picks_later(event): ...
-
-
-def picks_in_parts(event):
-    yield event
-
-
 OFFLOADED = [("queue", 3), ("capture", bool), ("batch", 3), ("timeout", 1)]
 OF_WRONG_VALUE = [
     *(("queue", 0), ("queue", True), ("batch", 0), ("full", "wait"), ("linger", -1), ("linger", float("nan")), ("capture", 3)),
@@ -133,8 +126,8 @@ OF_WRONG_VALUE = [
         *((ready_made, {name: value}, f"{name}=") for name, value in OFFLOADED),
         (ready_made, {"full": "raise"}, 'offload="thread"'),
         *((ready_made, {"offload": "thread", name: value}, f"{name}={value!r}") for name, value in OF_WRONG_VALUE),
-        (ready_made, {"offload": "thread", "capture": picks_later}, "capture="),
-        (ready_made, {"offload": "thread", "capture": picks_in_parts}, "capture="),
+        (ready_made, {"offload": "thread", "capture": asynchronous}, "capture="),
+        (ready_made, {"offload": "thread", "capture": generator}, "capture="),
         (ready_made, {"offload": "thread", "capture": lambda event, run: event}, r"capture= .*\(event, run\)"),
         (ready_made, {"offload": "thread", "max_bytes": 1000}, "max_bytes="),
         *((ready_made, {"offload": "thread", "capture": len, "max_bytes": size}, "max_bytes=") for size in (0, -1, True, 1.5)),

@@ -87,16 +87,12 @@ def test_requests_for_another_name_are_refused_so_that_no_name_is_rebound(server
 
 
 FOREIGN = [
-    {"Origin": "http://evil.example"},
-    {"Origin": "null"},
-    {"Origin": ""},
-    {"Origin": "http://127.0.0.1:1"},
-    {"Origin": "http://["},
-    {"Origin": "http://evil.example:{port}"},
-    {"Origin": "http://127.0.0.1:{port}.evil"},
-    {"Origin": "xhttp://127.0.0.1:{port}/"},
-    {"Sec-Fetch-Site": "cross-site"},
-    {"Sec-Fetch-Site": "same-site"},
+    *({"Origin": origin} for origin in ("http://evil.example", "null", "", "http://127.0.0.1:1", "http://[")),
+    *(
+        {"Origin": origin}
+        for origin in ("http://evil.example:{port}", "http://127.0.0.1:{port}.evil", "xhttp://127.0.0.1:{port}/")
+    ),
+    *({"Sec-Fetch-Site": site} for site in ("cross-site", "same-site")),
     {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"},
 ]
 

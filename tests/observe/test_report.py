@@ -21,45 +21,34 @@ EVIL = "</script><img src=x onerror=alert(1)>"
 
 
 class Page(HTMLParser):
-    """What a browser finds in a page: its elements, texts, headings and the rows of its tables."""
+    """What a browser finds in a page: its elements, texts, the rows of its tables, and the data of its charts."""
 
     def __init__(self, page: bytes) -> None:
         super().__init__()
-        self.bytes = page
+        self.bytes, self.text = page, ""
         self.tags: list[str] = []
         self.ids: list[str] = []
-        self.text = ""
         self.rows: list[list[str]] = []
-        self.json = ""
-        self._within: list[str] = []
-        self._in_data = self._in_cell = False
+        self._hidden = self._in_cell = False
         self.feed(page.decode())
-        self.data = json.loads(self.json)
+        self.data = json.loads(re.search(rb'<script[^>]* id="data"[^>]*>(.*?)</script', page, re.DOTALL)[1])
 
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
-        given = dict(attributes)
-        self.ids += [given["id"]] if "id" in given else []
+        self.ids += [value for name, value in attributes if name == "id"]
+        self._hidden = tag in ("script", "style")
         if tag == "tr":
             self.rows.append([])
         if tag in ("td", "th"):
             self.rows[-1].append("")
             self._in_cell = True
-        if tag in ("script", "style"):
-            self._within.append(tag)
-        self._in_data = given.get("id") == "data" or (self._in_data and tag != "script")
 
     def handle_endtag(self, tag):
-        if tag in ("td", "th"):
-            self._in_cell = False
-        if self._within and tag == self._within[-1]:
-            self._within.pop()
+        self._hidden = False
+        self._in_cell = self._in_cell and tag not in ("td", "th")
 
     def handle_data(self, text):
-        if self._within:
-            self.json += text if self._in_data else ""
-            return
-        self.text += text
+        self.text += "" if self._hidden else text
         if self._in_cell:
             self.rows[-1][-1] += text
 

@@ -62,6 +62,7 @@ def test_the_page_does_not_scroll_sideways(opened, name, width):
     page = opened(name, width)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
     assert page.locator("nav a").count() >= 6
+    assert name == "one" or page.locator(".chart").first.locator(".legend li").count() == 2  # a line for each run
 
 
 def test_dragging_zooms_and_the_button_shows_all(opened):
@@ -127,8 +128,3 @@ def test_the_figures_behind_a_chart_are_a_table(opened):
     rows.nth(99).wait_for()
     assert rows.count() == 100
     assert rows.first.locator("td").all_text_contents() == ["1", "0.1", "1 s", "1"]
-
-
-def test_two_runs_have_two_lines_in_a_chart(opened):
-    page = opened("two")
-    assert page.locator(".chart").first.locator(".legend li").count() == 2
