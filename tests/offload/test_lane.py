@@ -1,7 +1,7 @@
 import itertools
 import sys
-import threading
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from functools import partial
 
@@ -17,41 +17,27 @@ from ..strikes import strikes_at
 from ..waiting import until
 
 
+@pytest.fixture
+def pool():
+    with ThreadPoolExecutor() as pool:
+        yield pool
+
+
 def make(capacity: int = 3, full: str = "block", prepare=lambda event: event, kind=Lane) -> Lane:
     lane = kind("handler (after_run)", prepare, capacity=capacity, full=full)
     lane.attach(lambda: None, lambda: False)
     return lane
 
 
-def fill(lane: Lane, number: int) -> None:
+def fill(lane: Lane, number: int, put=Lane.put) -> None:
     for i in range(number):
-        lane.put(i)
-
-
-def fill_by(put, number: int) -> None:
-    for i in range(number):
-        put(i)
-
-
-def in_thread(function, *args) -> tuple[threading.Thread, list]:
-    result: list = []
-
-    def run():
-        try:
-            result.append(function(*args))
-        except Exception as error:  # noqa: BLE001
-            result.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    return thread, result
+        put(lane, i)
 
 
 @pytest.mark.parametrize("put", [Lane.put, Lane.put_as_is])
 def test_the_counts_always_add_up(put):
     lane = make(capacity=2, full="drop_old")
-    for i in range(5):
-        put(lane, i)
+    fill(lane, 5, put)
     assert lane.stats == DrainReport(dropped=3, pending=2)
     assert lane.take(2) == [3, 4]
     lane.count(delivered=1)
@@ -68,15 +54,14 @@ def test_a_full_lane_that_raises_gives_advice():
 
 
 @pytest.mark.parametrize("end", [lambda lane: lane.close("the bus has closed"), lambda lane: lane.retire("it was cancelled")])
-def test_a_waiting_publisher_is_released_when_the_lane_ends(end):
+def test_a_waiting_publisher_is_released_when_the_lane_ends(pool, end):
     lane = make(capacity=1)
     lane.put(0)
-    thread, result = in_thread(lane.put, 1)
+    waiting = pool.submit(lane.put, 1)
     until(lambda: lane._waiting)
     end(lane)
-    thread.join()
-    assert isinstance(result[0], LaneClosedError)
-    assert lane._reason in str(result[0])
+    with pytest.raises(LaneClosedError, match=lane._reason):
+        waiting.result()
     assert lane.stats == DrainReport(pending=1)
 
 
@@ -124,31 +109,28 @@ def test_a_lingering_consumer_is_woken_once_when_the_lane_is_half_full(put, leng
     lane.take(9)
     lane.begin_lingering()
     rings.clear()
-    for i in range(64):
-        put(lane, i)
+    fill(lane, 64, put)
     assert rings == [length]
     assert lane.take(99) == list(range(64))
-    for i in range(64):  # the consumer is at work
-        put(lane, i)
+    fill(lane, 64, put)  # the consumer is at work
     assert rings == [length]
     assert lane.stats == DrainReport(pending=129)
 
 
-def test_interleaved_publishers_lose_no_counts_and_exceed_the_capacity_by_one_each_at_most(request):
+def test_interleaved_publishers_lose_no_counts_and_exceed_the_capacity_by_one_each_at_most(pool, request):
     lane = make(capacity=5)
     most = 0
     every = sys.getswitchinterval()
     request.addfinalizer(lambda: sys.setswitchinterval(every))
     sys.setswitchinterval(1e-6)
-    threads = [in_thread(fill_by, put, 3000)[0] for put in (lane.put, lane.put_as_is) * 2]
+    publishers = [pool.submit(fill, lane, 3000, put) for put in (Lane.put, Lane.put_as_is) * 2]
     taken = 0
     while taken < 12_000:
         most = max(most, len(lane._queue))
         items = lane.take(2)
         taken += len(items)
         lane.count(delivered=len(items))
-    for thread in threads:
-        thread.join()
+    assert [one.result() for one in publishers] == [None] * 4
     assert most <= 5 + 3
     assert lane.stats == DrainReport(delivered=12_000)
     lane.close()
@@ -212,18 +194,17 @@ def test_a_sleeping_consumer_delivers_an_event_whose_wake_up_was_missed(bus, mod
         until(lambda: heard == [item])
 
 
-def test_join_waits_for_earlier_and_not_for_later_events():
+def test_join_waits_for_earlier_and_not_for_later_events(pool):
     lane = make(capacity=10)
     fill(lane, 2)
-    thread, result = in_thread(lane.join, Deadline(None))
+    joined = pool.submit(lane.join, Deadline(None))
     until(lambda: lane._waiting)
     lane.put(2)
     lane.take(2)
     lane.count(delivered=1)
-    assert thread.is_alive()
+    assert not joined.done()
     lane.count(failed=1)
-    thread.join()
-    assert result == [True]
+    assert joined.result() is True
     assert lane.stats.pending == 1
 
 
