@@ -9,20 +9,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
-import torch
-from torch.nn import functional
-
-from eventloop import Bus, TrainLoop
+from eventloop import Bus
 from eventloop.observe.dashboard import Server, Watcher
 
 from ..failing import fails
+from ..hooks.conftest import batches, make_loop
 from ..waiting import until
 
-DATA = [(torch.randn(4, 3), torch.randn(4, 1)) for _ in range(5)]
-
-
-def step(model: Any, batch: Any) -> Any:
-    return functional.mse_loss(model(batch[0]), batch[1])
+DATA = batches(5)
 
 
 class Job:
@@ -30,15 +24,11 @@ class Job:
 
     def __init__(self, bus: Bus | None = None, *, epochs: int = 3, slow: bool = False, **options: Any) -> None:
         self.bus = Bus() if bus is None else bus
-        model = torch.nn.Linear(3, 1)
         if slow:
             epochs = 1_000_000
             options = {"val_interval": 200} | options  # or there would be hundreds of events a second
             self.bus.on("before_train_iter", lambda event: time.sleep(0.002))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        self.loop = TrainLoop(
-            model, optimizer, step=step, train_data=DATA, val_data=DATA, bus=self.bus, max_epochs=epochs, **options
-        )
+        self.loop = make_loop(bus=self.bus, max_epochs=epochs, train_data=DATA, val_data=DATA, **options)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._train, name="job")
 

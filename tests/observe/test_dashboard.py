@@ -16,9 +16,10 @@ from eventloop.observe.dashboard import Board, Server, Watcher
 from eventloop.observe.dashboard import page as pages
 from hooks import CheckpointHook, Dashboard
 
+from ..hooks.conftest import loss_of, small_model
 from ..scripts import Script
 from ..waiting import until
-from .dashboards import DATA, Job, Visitor, failing, messages, serving, step, wait_for, watched
+from .dashboards import DATA, Job, Visitor, failing, messages, serving, wait_for, watched
 
 pytest.importorskip("httpx")
 pytest.importorskip("starlette")
@@ -29,7 +30,7 @@ def test_a_visitor_is_told_everything_in_order_until_the_run_ends(server, visito
     with watched(server, bus=Bus(CheckpointHook(interval=1)), epochs=3, work_dir=tmp_path), visitor.told() as told:
         heard = list(told)
     assert [number for number, _, _ in heard] == sorted({number for number, _, _ in heard})
-    hello = {"name": tmp_path.name, "work_dir": str(tmp_path), "state": "running", "refusals": {}, "lr": 0.01}
+    hello = {"name": tmp_path.name, "work_dir": str(tmp_path), "state": "running", "refusals": {}, "lr": 0.1}
     assert heard[0][1:] == ("hello", hello | {"began": heard[0][2]["began"]})
     assert heard[-1][1] == "state"
     assert heard[-1][2] | {"time": 0} == {"time": 0, "iter": 15, "epoch": 3, "state": "finished", "over": True, "reason": ""}
@@ -182,11 +183,11 @@ def test_runs_one_after_the_other_on_an_open_bus_have_pages_of_which_the_last_on
 
 def parts():
     """A model, its optimizer, and the function that Ignite's engine calls with itself and a batch."""
-    model = torch.nn.Linear(3, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    model = small_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def update(engine, batch):
-        loss = step(model, batch)
+        loss = loss_of(model, batch)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

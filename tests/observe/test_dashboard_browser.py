@@ -148,11 +148,11 @@ def test_a_wrong_rate_is_answered_on_the_page_and_a_button_that_does_not_work_sa
         wait(tab, "why", "Checkpoint now: this run has no work dir")
         assert tab.is_disabled("#checkpoint")
         assert tab.is_enabled("#pause")
-        wait(tab, "rate", "0.01")
+        wait(tab, "rate", "0.1")
         tab.evaluate("document.getElementById('new-rate').value = 'fast'")
         tab.click("#set")
         wait(tab, "events", "Learning rate: the learning rate must be above 0")
-        assert tab.text_content("#rate") == "0.01"
+        assert tab.text_content("#rate") == "0.1"
 
 
 def test_without_the_token_the_run_is_shown_and_cannot_be_changed(server, tab):
