@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from eventloop import Bus, Hook, TrainLoop
+from eventloop import Bus, TrainLoop
 from eventloop.checkpoint import TEMPORARY_PREFIX, load, verify
 from eventloop.training.locks import NAME as LOCK
 from eventloop.training.saves.discover import find_checkpoint
@@ -256,27 +256,19 @@ class Score:
         return float(self.seen[0]) if self.seen[0] != 4 else 0.0
 
 
-class Told(Hook):
-    priority = 0  # before anything is deleted
-
-    def __init__(self, hear: Callable[[list[str]], None]) -> None:
-        self.hear = hear
-
-    def checkpoint_committed(self, event: Any) -> None:
-        self.hear(event.names)
-
-
 class Job:
     """Trains ``STEPS`` steps with a checkpoint after each, of which two stay, and the best."""
 
     STEPS, KEEP = STEPS, KEEP
 
-    def loop(self, work_dir: Path, *hooks: Hook, steps: int = STEPS, **options: Any) -> TrainLoop:
+    def loop(
+        self, work_dir: Path, told: Callable[[list[str]], Any] | None = None, *, steps: int = STEPS, **options: Any
+    ) -> TrainLoop:
         torch.manual_seed(0)
         model = Counting()
-        bus = Bus()
-        saving = CheckpointHook(1, by_epoch=False, max_keep_ckpts=KEEP, save_best="score", rule="greater", **options)
-        bus.add(saving, *hooks)
+        bus = Bus(CheckpointHook(1, by_epoch=False, max_keep_ckpts=KEEP, save_best="score", rule="greater", **options))
+        if told is not None:  # before anything is deleted
+            bus.on("checkpoint_committed", lambda event: told(event.names), priority=0)
         return TrainLoop(
             model,
             torch.optim.SGD(model.parameters(), lr=1.0),
@@ -289,9 +281,6 @@ class Job:
             max_iters=steps,
             work_dir=work_dir,
         )
-
-    def told(self, hear: Callable[[list[str]], None]) -> Hook:
-        return Told(hear)
 
     def resume(self, work_dir: Path) -> int:
         """Train to the end from the newest checkpoint, and return the step that it was of."""

@@ -144,7 +144,7 @@ def run_with_failures(job, disk, work_dir, on_error):
     for at in range(number):
         directory = work_dir.with_name(f"{on_error}_{at}")
         told, failed = [], []
-        loop = job.loop(directory, job.told(told.extend), steps=3, on_error=on_error)
+        loop = job.loop(directory, told.extend, steps=3, on_error=on_error)
         loop.bus.on("checkpoint_failed", lambda event, failed=failed: failed.extend(event.names))
         disk.fail(at, ERRORS[at % len(ERRORS)])
         raised = None
@@ -184,7 +184,7 @@ def test_any_failing_operation_in_a_run_raises_and_loses_no_committed_checkpoint
 
 def test_a_directory_removed_during_a_run_is_created_again(job, tmp_path):
     told = []
-    loop = job.loop(tmp_path / "run", job.told(told.extend))
+    loop = job.loop(tmp_path / "run", told.extend)
 
     @loop.bus.on("after_train_iter", once=3, priority=0)
     def remove_it(event):
@@ -199,7 +199,7 @@ def test_a_directory_removed_during_a_run_is_created_again(job, tmp_path):
 def test_a_full_disk_loses_no_old_checkpoint_and_errors_can_be_logged_only(disk, job, tmp_path):
     """Nothing can be written from the third step on, not only once."""
     told = []
-    loop = job.loop(tmp_path / "run", job.told(told.extend), on_error="log")
+    loop = job.loop(tmp_path / "run", told.extend, on_error="log")
     loop.bus.on("after_train_iter", lambda event: disk.fill_up(0, error=errno.ENOSPC), once=3)
     with capture_logs() as logs:
         loop.run()

@@ -21,7 +21,7 @@ def work_dir(tmp_path) -> Path:
 
 def record(disk, job, work_dir):
     disk.log.clear()
-    job.loop(work_dir, job.told(disk.told)).run()
+    job.loop(work_dir, disk.told).run()
     return list(disk.log)
 
 
@@ -94,7 +94,7 @@ def test_a_new_directory_is_durable_before_the_commit_is_reported(disk, job, pow
     disk.log.clear()
     if not by_the_run:
         work_dir.mkdir(parents=True)
-    job.loop(work_dir, job.told(disk.told)).run()
+    job.loop(work_dir, disk.told).run()
     reports = []
     for files, told in crashes(power_cut, list(disk.log)):
         make(files, place)
