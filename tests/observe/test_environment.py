@@ -11,12 +11,9 @@ from eventloop.observe import environment
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
     """A repository with one commit, as the working folder."""
-    for name in ("GIT_AUTHOR_NAME", "GIT_COMMITTER_NAME"):
-        monkeypatch.setenv(name, "Ada")
-    for name in ("GIT_AUTHOR_EMAIL", "GIT_COMMITTER_EMAIL"):
-        monkeypatch.setenv(name, "ada@example.org")
     (tmp_path / "train.py").write_text("first")
-    for words in (["init", "-q", "-b", "trunk"], ["add", "."], ["commit", "-q", "-m", "first"]):
+    ada = ["-c", "user.name=Ada", "-c", "user.email=ada@example.org"]
+    for words in (["init", "-q", "-b", "trunk"], ["add", "."], [*ada, "commit", "-q", "-m", "first"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)  # noqa: S603, S607
     monkeypatch.chdir(tmp_path)
     return tmp_path

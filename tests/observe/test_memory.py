@@ -1,5 +1,4 @@
 import functools
-import types
 from types import SimpleNamespace
 
 import numpy as np
@@ -71,15 +70,13 @@ class Machine:
         monkeypatch.setattr(memory.time, "monotonic", lambda: self.now)
         self.memory = Memory()
 
-    def go(
-        self, seconds: int, *, grows: int = 0, hooks=(), subscriptions=(), steps=types.MappingProxyType({}), each=lambda: None
-    ) -> list:
+    def go(self, seconds: int, *, grows: int = 0, hooks=(), subscriptions=(), steps=None, each=lambda: None) -> list:
         for _ in range(seconds):
             self.now += 1
             self.iterations += 10
             self.bytes += grows
             each()
-            self.memory.sample(self.iterations, hooks, subscriptions, steps)
+            self.memory.sample(self.iterations, hooks, subscriptions, steps or {})
         return self.memory.growth()
 
 

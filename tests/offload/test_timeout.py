@@ -14,15 +14,11 @@ from ..handlers import iteration, publish_all
 
 
 @pytest.fixture
-def release():
+def release(no_thread_is_left):
     """Ends handlers that hang in threads."""
-    before, event = set(threading.enumerate()), threading.Event()
+    event = threading.Event()
     yield event
     event.set()
-    for thread in set(threading.enumerate()) - before:
-        if thread.name.startswith("trainbus"):
-            thread.join(5)
-            assert not thread.is_alive()
 
 
 def hanging(bus: Bus, kind: str, hangs: set[int], release: threading.Event, **options):
@@ -89,7 +85,7 @@ def test_a_thread_that_finishes_while_being_abandoned_ends(bus, monkeypatch, rel
         bus.publish(iteration(1))
     assert finished == [0, 1]
     assert (subscription.stats.failed, subscription.stats.delivered) == (1, 1)
-    # The fixture joins all threads of the bus.
+    # The fixture joins all threads.
 
 
 def test_the_second_thread_ends_if_the_lane_is_retired_concurrently(bus, monkeypatch, release):
@@ -111,7 +107,7 @@ def test_the_second_thread_ends_if_the_lane_is_retired_concurrently(bus, monkeyp
         bus.drain()
     assert finished == [0]
     assert looked[0] is False
-    # The fixture joins all threads of the bus.
+    # The fixture joins all threads.
 
 
 def test_after_three_abandoned_threads_the_handler_is_retired_and_pending_events_dropped(bus, release):
