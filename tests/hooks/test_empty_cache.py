@@ -6,30 +6,6 @@ import torch
 from hooks import EmptyCacheHook
 
 
-@pytest.fixture
-def emptied(job, monkeypatch):
-    """Runs a job with the hook: two epochs of four batches, two validations of one, a test of one. Returns the points."""
-
-    def run(**options):
-        where: list[str] = []
-        point = ""
-
-        def at(event):
-            nonlocal point
-            point = event.mount_point
-
-        monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-        monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: where.append(point))
-        loop = job.loop(EmptyCacheHook(**options), val_data=job.batches(1), test_data=job.batches(1))
-        for name in ("before_epoch", "after_epoch", "after_iter"):
-            loop.bus.on(name, at, priority=0)
-        loop.run()
-        loop.test()
-        return where
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("options", "epoch", "test"),
     [
@@ -38,8 +14,15 @@ def emptied(job, monkeypatch):
         ({"after_iter": True, "after_epoch": False}, ["after_train_iter"] * 4 + ["after_val_iter"], ["after_test_iter"]),
     ],
 )
-def test_by_default_after_each_epoch_of_all_stages_or_where_it_is_asked_to(emptied, options, epoch, test):
-    assert emptied(**options) == [*epoch, *epoch, *test]
+def test_by_default_after_each_epoch_of_all_stages_or_where_it_is_asked_to(job, monkeypatch, options, epoch, test):
+    points, emptied = [], []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: emptied.append(points[-1]))
+    loop = job.loop(EmptyCacheHook(**options), val_data=job.batches(1), test_data=job.batches(1))
+    loop.bus.on("before_epoch", "after_epoch", "after_iter", lambda event: points.append(event.mount_point), priority=0)
+    loop.run()
+    loop.test()
+    assert emptied == [*epoch, *epoch, *test]
 
 
 def test_nothing_happens_without_an_accelerator(job, monkeypatch):

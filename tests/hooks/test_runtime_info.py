@@ -1,4 +1,5 @@
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,24 +94,15 @@ def test_several_optimizers_give_the_rates_their_names(bus):
     assert found == [{"net/lr": 0.1, "critic/lr": 0.2}]
 
 
-class Confusion:
-    """A metric with a scalar and something else."""
-
-    def reset(self): ...
-
-    def update(self, logits): ...
-
-    def compute(self):
-        return {"accuracy": 0.75, "matrix": torch.eye(2)}
-
-
 def test_metrics_are_kept_scalar_or_not_with_their_stage_which_is_that_of_the_moment(bus):
     stages, infos = [], []
     for name in ("after_train_iter", "after_val_iter", "after_train", "after_test_iter"):
         bus.on(name, lambda event: stages.append(event.run.info["stage"]))
     bus.on("after_run", lambda event: infos.append(dict(event.run.info)))
     data = {"train_data": DATA[:1], "val_data": DATA[:1], "test_data": DATA[:1]}
-    loop = make_loop(bus=bus, metrics={"m": Confusion()}, **data)
+    values = {"accuracy": 0.75, "matrix": torch.eye(2)}  # a scalar and something else
+    metric = SimpleNamespace(reset=lambda: None, update=lambda logits: None, compute=lambda: values)
+    loop = make_loop(bus=bus, metrics={"m": metric}, **data)
     loop.run()
     loop.test()
     assert stages == ["train", "val", "train", "val", "train", "test"]

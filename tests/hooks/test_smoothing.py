@@ -8,11 +8,6 @@ from eventloop import observe
 from hooks.smoothing import STATES, Smoother
 
 
-def push(smoother, *losses, **others):
-    for loss in losses:
-        smoother.push({"loss": loss, **others})
-
-
 def test_measurements_are_averaged_over_the_same_iterations_and_states_are_current():
     smoother = Smoother(window_size=2)
     for value, lr in ((1.0, 0.1), (2.0, 0.2), (4.0, 0.3)):
@@ -44,26 +39,27 @@ def test_the_pages_know_the_same_states():
     assert pattern.replace("\\/", "/") == STATES
 
 
-def test_mmengines_pattern_averages_matching_keys_only():
-    smoother = Smoother(window_size=2, mean_pattern="loss|time|data_time|grad_norm")
-    push(smoother, 1.0, 2.0, accuracy=0.5)
-    push(smoother, 4.0, accuracy=0.75)
-    assert smoother.read() == {"loss": 3.0, "accuracy": 0.75}
+MMENGINES = {"window_size": 2, "mean_pattern": "loss|time|data_time|grad_norm"}
+UNNAMED = {"custom_cfg": [{"data_src": "loss", "method_name": "max"}]}
+GRADIENTS = [{"loss": 1.0, "grad_norm": 3.0}, {"loss": 2.0}]
 
 
-def test_unsmoothed_values_are_the_latest_and_a_nan_shows_in_the_mean():
-    smoother = Smoother()
-    push(smoother, math.nan, 2.0)
-    assert smoother.read(smooth=False) == {"loss": 2.0}
-    assert math.isnan(smoother.read()["loss"])
-
-
-def test_only_keys_reported_since_the_last_line_are_returned():
-    smoother = Smoother()
-    push(smoother, 1.0, grad_norm=3.0)
-    push(smoother, 2.0)
-    assert set(smoother.read(since=0)) == {"loss", "grad_norm"}
-    assert set(smoother.read(since=1)) == {"loss"}
+@pytest.mark.parametrize(
+    ("options", "pushed", "asked", "found"),
+    [
+        (MMENGINES, [{"loss": one, "accuracy": one / 4} for one in (1, 2, 4)], {}, {"loss": 3.0, "accuracy": 1.0}),  # no mean
+        (UNNAMED, [{"loss": 9.0}, {"loss": 1.0}], {}, {"loss": 9.0}),  # it replaces its source
+        ({}, [{"loss": 1.0}, {"loss": 2.0}], {"smooth": False}, {"loss": 2.0}),
+        ({}, [{"loss": 1.0}, {"loss": math.nan}], {}, {"loss": pytest.approx(math.nan, nan_ok=True)}),
+        ({}, GRADIENTS, {"since": 0}, {"loss": 1.5, "grad_norm": 3.0}),
+        ({}, GRADIENTS, {"since": 1}, {"loss": 1.5}),  # only what was reported since the last line
+    ],
+)
+def test_what_a_line_reads(options, pushed, asked, found):
+    smoother = Smoother(**options)
+    for one in pushed:
+        smoother.push(one)
+    assert smoother.read(**asked) == found
 
 
 @pytest.mark.parametrize(
@@ -79,13 +75,6 @@ def test_custom_windows(window, values):
     for method, value in values.items():
         size = {} if window is None else {"window_size": window}
         smoother = Smoother(custom_cfg=[{"data_src": "loss", "log_name": "mine", "method_name": method, **size}])
-        push(smoother, 9.0, 1.0)
-        smoother.begin_epoch()
-        push(smoother, 4.0, 2.0)
+        for loss in (9.0, 1.0, None, 4.0, 2.0):
+            smoother.begin_epoch() if loss is None else smoother.push({"loss": loss})
         assert smoother.read()["mine"] == value
-
-
-def test_a_custom_window_without_a_name_replaces_its_source():
-    smoother = Smoother(custom_cfg=[{"data_src": "loss", "method_name": "max"}])
-    push(smoother, 9.0, 1.0)
-    assert smoother.read() == {"loss": 9.0}
