@@ -85,8 +85,12 @@ def rows(out: str) -> dict[str, list[str]]:
 def test_runs_are_listed_with_state_epochs_best_metric_time_and_size(here, trainbus):
     write_run(Path("runs/a"))
     write_run(Path("runs/deep/b"), session(state="failed", lasted=3700))
-    Path("runs/c").mkdir()
-    write_scalars(Path("runs/c"), {"step": 1, "loss": 1.0})
+    for folder in (Path("runs/c"), Path("runs/d")):
+        folder.mkdir()
+        write_scalars(folder, {"step": 1, "loss": 1.0})
+    for value in (0.5, 0.25, float("nan"), 0.75):
+        write_record(Path("runs/d"), {"time": 1.0, "kind": "validation", "metrics": {"speed": 3, "loss": value}})
+    write_run(Path("runs/killed"), session(lasted=None, epoch=1))
     table = rows(trainbus("runs").out)
     assert table["run"] == ["state", "epochs", "best", "time", "size"]
     assert table["a"][:4] == ["finished", "10", "accuracy 0.9", "0:01:40"]
@@ -94,11 +98,8 @@ def test_runs_are_listed_with_state_epochs_best_metric_time_and_size(here, train
     assert table["deep/b"][3] == "1:01:40"
     assert table["c"][0] == "unknown"
     assert table["c"][-1] == f"{Path('runs/c/scalars.jsonl').stat().st_size} bytes"
-
-
-def test_the_epochs_of_a_run_that_was_killed_are_those_of_its_record(here, trainbus):
-    write_run(Path("a"), session(lasted=None, epoch=1))
-    assert rows(trainbus("runs", "a").out)["a"][:2] == ["unknown", "10"]
+    assert "loss 0.25" in table["d"]  # the least, and never NaN
+    assert table["killed"][:2] == ["unknown", "10"]  # the epochs of its record
 
 
 @pytest.mark.parametrize("same_process", [True, False])
@@ -143,13 +144,6 @@ def test_a_run_that_goes_back_and_has_nothing_left_to_train_tells_the_present_on
     write_scalars(Path("a"), *loss_lines(40, per_epoch=8))
     write_record(Path("a"), {"time": BEGAN + 1001, "kind": "resume", "epoch": 3, "iter": 24, "path": ""})
     assert verdict(ReportedRun(Path("a")), best_metric)[0].startswith("The run finished after 3 epochs and 24 iterations")
-
-
-def test_a_loss_is_best_when_least_and_nan_is_never_best(here, trainbus):
-    write_scalars(here, {"step": 1})
-    for value in (0.5, 0.25, float("nan"), 0.75):
-        write_record(here, {"time": 1.0, "kind": "validation", "metrics": {"speed": 3, "loss": value}})
-    assert "loss 0.25" in trainbus("runs", ".").out
 
 
 def test_a_damaged_run_is_told_after_the_others(here, trainbus):

@@ -1,6 +1,4 @@
 import errno
-import os
-import threading
 
 import msgspec
 import pytest
@@ -28,16 +26,9 @@ def session(folder):
     return one
 
 
-def test_a_checkpoint_that_is_durable_only_after_the_end_of_the_run_has_its_line(tmp_path, monkeypatch):
-    ended, fsync = threading.Event(), os.fsync
-
-    def slow(descriptor):
-        ended.wait(30)
-        fsync(descriptor)
-
+def test_a_checkpoint_that_is_durable_only_after_the_end_of_the_run_has_its_line(tmp_path, disk):
     loop = make_loop(CheckpointHook(), RunRecordHook(), work_dir=tmp_path)
-    loop.bus.on("after_run", lambda event: ended.set(), priority="LOWEST")
-    monkeypatch.setattr(os, "fsync", slow)
+    loop.bus.on("after_run", lambda event: disk.go.set(), priority="LOWEST")
     loop.run()
     assert kinds(tmp_path)[-2:] == ["end", "checkpoint"]
 
