@@ -1,7 +1,5 @@
 """Runs scripts in processes of their own, forked from one that has torch imported: one starts in a tenth of a second."""
 
-from __future__ import annotations
-
 import atexit
 import ctypes
 import gc

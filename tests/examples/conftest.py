@@ -1,7 +1,5 @@
 """Examples are scripts, not a package: the fixture ``example`` loads one by name."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from collections.abc import Callable

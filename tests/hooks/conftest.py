@@ -1,7 +1,5 @@
 """A tiny training job for the tests of hooks, under the fixture ``job``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

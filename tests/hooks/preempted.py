@@ -4,8 +4,6 @@ At the mount point ``at`` (the first time in or after iteration ``iteration``) t
 its standard input, ``times`` times; so its parent decides what happens in between.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

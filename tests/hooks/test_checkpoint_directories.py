@@ -1,7 +1,5 @@
 """Where CheckpointHooks keep files: several in one directory, one in several, and from where a run goes on."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

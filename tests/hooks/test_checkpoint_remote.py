@@ -1,7 +1,5 @@
 """CheckpointHook with a URL: the same files, names, order and failures as in a directory."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 
 import fsspec

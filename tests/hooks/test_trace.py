@@ -1,7 +1,5 @@
 """TraceHook writes trace.json: which iterations, which tracks, what arrows, and what becomes of it when a run is cut short."""
 
-from __future__ import annotations
-
 import gc
 import os
 import time

@@ -1,7 +1,5 @@
 """One job in MMEngine's Runner and in a TrainLoop or a Run of ours, with the same hooks of MMEngine."""
 
-from __future__ import annotations
-
 import json
 import re
 from itertools import count

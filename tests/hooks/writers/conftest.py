@@ -1,7 +1,5 @@
 """A run that logs to a writer, whichever it is, and lines for a writer alone."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

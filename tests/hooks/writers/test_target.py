@@ -1,7 +1,5 @@
 """Retrying: which calls a failing writer gets again, and which are dropped."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
