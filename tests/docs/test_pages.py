@@ -33,8 +33,7 @@ def test_the_site_is_in_the_order_in_which_one_learns():
 
 @pytest.mark.parametrize("name", CONCEPTS)
 def test_a_concept_has_a_drawing_and_code_that_runs_before_its_first_section(name):
-    text = head(DOCS / "concepts" / name)
-    assert "](../drawings/" in text
+    assert "](../drawings/" in head(DOCS / "concepts" / name)
     assert runs_in_head(f"concepts/{name}")
 
 

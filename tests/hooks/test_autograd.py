@@ -51,8 +51,7 @@ def operations(file):
 
 
 def test_each_chosen_iteration_has_a_trace_with_forward_backward_and_step(job, tmp_path, logs):
-    hook = AutogradProfilerHook(lambda event: 3 <= event.progress.iter < 5, "traces")
-    job.loop(hook, work_dir=tmp_path).run()
+    job.loop(AutogradProfilerHook(lambda event: 3 <= event.progress.iter < 5, "traces"), work_dir=tmp_path).run()
     files = sorted((tmp_path / "traces").iterdir())
     assert [file.name for file in files] == ["profiler-trace-iter4.json", "profiler-trace-iter5.json"]
     for file in files:

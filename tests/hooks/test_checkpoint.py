@@ -139,8 +139,7 @@ def test_auto_is_the_first_metric(job, tmp_path):
 
 def test_a_validation_alone_writes_no_best_file(job, tmp_path):
     """Neither with weights that are not trained yet, nor after training; so `resume="auto"` finds what was trained."""
-    hook = CheckpointHook(save_best="acc", save_last=False)
-    loop = scored(tmp_path, hook, 0.4, 0.5, 0.9, max_epochs=1)
+    loop = scored(tmp_path, CheckpointHook(save_best="acc", save_last=False), 0.4, 0.5, 0.9, max_epochs=1)
     loop.val()
     assert not files(tmp_path)
     loop.run()
@@ -172,8 +171,7 @@ def calibrates(mount_point):
 @pytest.mark.parametrize("by_epoch", [True, False])
 @pytest.mark.parametrize("mount_point", ["after_train_epoch", "before_val", "after_val_iter", "after_val_epoch"])
 def test_the_best_file_has_the_validated_weights(job, tmp_path, mount_point, by_epoch):
-    hook = CheckpointHook(interval=1, by_epoch=by_epoch, save_best="acc", save_last=False)
-    loop = scored(tmp_path, hook, 0.5)
+    loop = scored(tmp_path, CheckpointHook(interval=1, by_epoch=by_epoch, save_best="acc", save_last=False), 0.5)
     loop.bus.add(calibrates(mount_point))
     loop.run()
     (best,) = tmp_path.glob("best_*")

@@ -72,8 +72,7 @@ def test_one_directory_named_in_two_ways_is_one(job, tmp_path, monkeypatch):
 
 
 def test_the_directory_is_not_listed_without_sharded_models(job, tmp_path, monkeypatch):
-    hook = CheckpointHook(1, by_epoch=False, max_keep_ckpts=1, save_best="acc")
-    loop = scored(tmp_path, hook, 0.1, 0.2)
+    loop = scored(tmp_path, CheckpointHook(1, by_epoch=False, max_keep_ckpts=1, save_best="acc"), 0.1, 0.2)
     listed: list[Path] = []
     real = Path.glob
 

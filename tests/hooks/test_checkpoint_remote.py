@@ -51,8 +51,7 @@ def test_a_run_resumes_from_a_url_which_last_checkpoint_names_in_the_store_and_t
     job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / place / "run", max_epochs=3).run(resume=resume)
     straight = job.loop(CheckpointHook(1), work_dir=tmp_path / "straight" / "run", max_epochs=3)
     straight.run()
-    resumed = load(f"{URL}/epoch_3.safetensors")["state_dict"]
-    assert job.same(resumed, straight.model.state_dict())
+    assert job.same(load(f"{URL}/epoch_3.safetensors")["state_dict"], straight.model.state_dict())
 
 
 def test_auto_prefers_the_place_that_was_saved_to_last(job, tmp_path):

@@ -55,8 +55,7 @@ def test_it_is_called_every_period_and_at_the_end(job, options, iterations):
 
 
 def test_a_stopped_run_is_evaluated_at_its_end(job):
-    events = evaluated(job, EvaluateHook(0, Function()), job.StopAfter(5))
-    assert [event.iter for event in events] == [5]
+    assert [event.iter for event in evaluated(job, EvaluateHook(0, Function()), job.StopAfter(5))] == [5]
 
 
 def test_it_runs_in_evaluation_mode_without_gradients(job):

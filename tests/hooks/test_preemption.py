@@ -112,8 +112,7 @@ def test_sigterm_finishes_the_iteration_saves_and_ends_in_order_and_a_resumed_ru
     assert "a signal ended the run" in log
     assert (tmp_path / "last_checkpoint").read_text() == f"iter_{done}.safetensors"
     assert load(tmp_path / f"iter_{done}.safetensors")["progress"]["iter"] == done
-    weights = resumed(tmp_path)
-    assert all(torch.equal(value, uninterrupted[name]) for name, value in weights.items())
+    assert all(torch.equal(value, uninterrupted[name]) for name, value in resumed(tmp_path).items())
 
 
 def test_a_signal_repeated_within_a_moment_is_one_request(start, tmp_path):

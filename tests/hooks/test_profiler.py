@@ -125,8 +125,7 @@ def test_a_run_that_fails_ends_the_profile(job, traces):
     with pytest.raises(RuntimeError, match="mine"), capture_logs():
         loop.run()
     assert traces == [2]
-    again = job.loop(ProfilerHook(on_trace_ready=traces))  # and torch's profiler is free for another
-    again.run()
+    job.loop(ProfilerHook(on_trace_ready=traces)).run()  # torch's profiler is free for another
     assert traces == [2, 4]
 
 

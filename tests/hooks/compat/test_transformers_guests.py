@@ -283,8 +283,7 @@ def test_the_default_flow_decides_as_in_its_trainer_if_it_is_on_the_bus(tmp_path
     options = {**strategy, "save_strategy": "steps", "save_steps": 4}
     theirs, ours = Recorder(), Recorder()
     Job(tmp_path / "theirs", theirs, **options).theirs()
-    job = Job(tmp_path / "args", DefaultFlowCallback(), ours, **options)
-    job.ours(val_interval=2, work_dir=tmp_path / "ours")
+    Job(tmp_path / "args", DefaultFlowCallback(), ours, **options).ours(val_interval=2, work_dir=tmp_path / "ours")
     wanted = moments(theirs, *FLOW)
     if "eval_steps" in strategy:  # our loop always validates after the last epoch
         end = wanted.index(("on_epoch_end", 10)) + 1
