@@ -201,20 +201,16 @@ def scalars(work_dir: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in line.items() if name not in _TIMES} for line in lines]
 
 
-def lines(work_dir: Path, *, containing: str = "") -> list[str]:
+def lines(work_dir: Path) -> list[str]:
     """The lines of MMEngine's log that hooks write, without what differs from run to run."""
     (file,) = work_dir.glob("*/*.log")
-    found = [line.partition(" - mmengine - ")[2] for line in file.read_text().splitlines()]
-    hooks = [
-        line for line in found if re.search(r"Epoch\(|Iter\(|Exp name|[Cc]heckpoint|profil|did not improve|threshold", line)
-    ]
-    times = re.compile(r"(eta|time|data_time|memory): [\d.:]+")
-    made = [times.sub(r"\1", line) for line in hooks]
-    made = [
-        re.sub(r"(theirs\d*|ours)_\d{8}_\d{6}(_\d+)?", "NAME", line).replace(str(work_dir.absolute()), "DIR") for line in made
-    ]
-    made = [re.sub(r"-[0-9a-f]{8}\.pth", "-DIGEST.pth", line) for line in made]
-    return [line for line in made if containing in line and not line.startswith(("Hooks will", "Load checkpoint"))]
+    text = file.read_text().replace(str(work_dir.absolute()), "DIR")
+    times, runs = r"(eta|time|data_time|memory): [\d.:]+", r"(theirs\d*|ours)_\d{8}_\d{6}(_\d+)?"
+    for pattern, name in ((times, r"\1"), (runs, "NAME"), (r"-[0-9a-f]{8}\.pth", "-DIGEST.pth")):
+        text = re.sub(pattern, name, text)
+    hooks = re.compile(r"Epoch\(|Iter\(|Exp name|[Cc]heckpoint|profil|did not improve|threshold")
+    found = [line.partition(" - mmengine - ")[2] for line in text.splitlines()]
+    return [line for line in found if hooks.search(line) and not line.startswith(("Hooks will", "Load checkpoint"))]
 
 
 def checkpoint(path: Path) -> dict[str, Any]:

@@ -68,7 +68,8 @@ def assert_same_files(one, other):
             assert list(left["meta"]) == list(right["meta"])
             for key in ("epoch", "iter", "seed", "dataset_meta", "mmengine_version"):
                 assert left["meta"][key] == right["meta"][key]
-            assert_same_hubs(left.pop("message_hub"), right.pop("message_hub"))
+            if "message_hub" in left:  # not if it is published
+                assert_same_hubs(left.pop("message_hub"), right.pop("message_hub"))
             del left["meta"], right["meta"]
             same(left, right)
 
@@ -117,18 +118,12 @@ def test_iteration_based_training_leaves_the_same_files(tmp_path):
     job = {"max_iters": 12, "val_interval": 5}
     theirs(tmp_path / "theirs", some(), **job)
     ours(tmp_path / "ours", some(), **job)
-    published = [[one for one in names(tmp_path / side) if "-" in one] for side in ("theirs", "ours")]
-    assert [len(some) for some in published] == [2, 2]
-    for side, some in zip(("theirs", "ours"), published, strict=True):
-        for name in some:  # the name has a digest of times
+    for side in ("theirs", "ours"):
+        published = [name for name in names(tmp_path / side) if "-" in name]
+        assert len(published) == 2
+        for name in published:  # the name has a digest of times
             (tmp_path / side / name).rename(tmp_path / side / f"{name.partition('-')[0]}-published.pth")
-    assert names(tmp_path / "theirs") == names(tmp_path / "ours")
-    assert lines(tmp_path / "theirs", containing="(") == lines(tmp_path / "ours", containing="(")
-    assert scalars(tmp_path / "theirs") == scalars(tmp_path / "ours")
-    for name in names(tmp_path / "theirs"):
-        if name.endswith(".pth"):
-            one, other = (checkpoint(tmp_path / side / name) for side in ("theirs", "ours"))
-            same(one["state_dict"], other["state_dict"])
+    assert_same_files(tmp_path / "theirs", tmp_path / "ours")
 
 
 @pytest.mark.parametrize(
