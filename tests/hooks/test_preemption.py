@@ -125,24 +125,22 @@ def test_a_signal_repeated_within_a_moment_is_one_request(start, tmp_path):
     assert load(tmp_path / "iter_8.safetensors")["progress"]["iter"] == 8
 
 
-def test_a_second_signal_has_its_default_effect(start, tmp_path):
-    with start(tmp_path, times=2, moment=0) as child:
-        child.gets(signal.SIGTERM)
+@pytest.mark.parametrize(
+    ("number", "options", "status", "end"),
+    [
+        (signal.SIGTERM, {}, -signal.SIGTERM, ""),
+        (signal.SIGINT, {"at": "before_val_iter", "iteration": 1}, 1, "KeyboardInterrupt\n"),
+    ],
+)
+def test_a_second_signal_has_its_default_effect(start, tmp_path, number, options, status, end):
+    with start(tmp_path, signals=[number], times=2, moment=0, **options) as child:
+        child.gets(number)
         child.wait_until_it_is_there()
-        child.send(signal.SIGTERM)
-        status, said, _ = child.end()
-    assert (status, said) == (-signal.SIGTERM, [])
+        child.send(number)
+        ended, said, log = child.end()
+    assert (ended, said) == (status, [])
+    assert log.endswith(end)
     assert not list(tmp_path.glob("*.safetensors"))
-
-
-def test_ctrl_c_stops_in_order_and_a_second_one_interrupts(start, tmp_path):
-    with start(tmp_path, at="before_val_iter", iteration=1, times=2, signals=[signal.SIGINT], moment=0) as child:
-        child.gets(signal.SIGINT)
-        child.wait_until_it_is_there()
-        child.send(signal.SIGINT)
-        status, said, log = child.end()
-    assert (status, said) == (1, [])
-    assert log.endswith("KeyboardInterrupt\n")
 
 
 WORKERS = {"num_workers": 2}

@@ -13,7 +13,7 @@ from hooks import CSVWriter, JSONLinesWriter, MLflowWriter, TensorBoardWriter, W
 
 from ...failing import fails
 from .conftest import KEEPING, NEEDS, logging_loop, write
-from .readers import text
+from .readers import exits, files, runs, text
 
 
 class OneByOne(Writer):
@@ -74,6 +74,20 @@ def test_a_folder_that_is_emptied_gets_later_data(kept, tmp_path, logs):
     assert sorted(set(read(tmp_path, "train/loss")))[-3:] == [(step, float(step)) for step in (4, 5, 6)]
     told = {line["event"] for line in logs if line["log_level"] != "debug"}
     assert told == {"a writer failed and will be tried again", "a writer works again"}
+
+
+def test_an_aborted_run_is_marked_as_failed(kept, tmp_path, request):
+    cls, _ = kept
+    if cls not in (WandbWriter, MLflowWriter):
+        pytest.skip("it keeps no state of a run")
+    loop = logging_loop(cls(), work_dir=tmp_path, every=fails(ValueError("no")))
+    loop.bus.abort_timeout = 25.0  # on a busy machine it takes longer than the default to begin
+    with pytest.raises(ValueError, match="no"):
+        loop.run()
+    if cls is WandbWriter:
+        assert exits(*files(tmp_path)) == [1]
+    else:
+        assert [run.info.status for run in runs(request.getfixturevalue("client")(tmp_path))] == ["FAILED"]
 
 
 @pytest.mark.parametrize("cls", KEEPING)
