@@ -4,7 +4,9 @@ Each test is one promise to a user, and runs a small training of each host (``co
 """
 
 import asyncio
+import functools
 import importlib
+import itertools
 import json
 import signal
 import threading
@@ -72,17 +74,6 @@ def tensors(batch):
     return (batch["x"], batch["labels"]) if isinstance(batch, dict) else tuple(batch)
 
 
-def many_hooks():
-    return [
-        EMAHook(momentum=0.1),
-        LoggerHook(interval=1, writers=[JSONLinesWriter()]),
-        RuntimeInfoHook(),
-        IterTimerHook(),
-        CheckInvalidLossHook(),
-        CheckpointHook(interval=3, by_epoch=False, max_keep_ckpts=1),
-    ]
-
-
 FORWARD = ["before_forward", "after_forward", "before_backward", "after_backward"]
 
 
@@ -92,11 +83,10 @@ FORWARD = ["before_forward", "after_forward", "before_backward", "after_backward
 @hosts()
 def test_events_come_in_the_order_of_a_run_all_but_the_missing_ones_with_the_counts_of_the_host(host, tmp_path):
     names = heard(bus := Bus())
-    starts, ends, limits, forward = [], [], [], []
-    bus.on("before_train_epoch", lambda event: limits.append((event.progress.max_epochs, event.run.total_iters)))
-    bus.on("before_train_iter", lambda e: starts.append((e.progress.epoch, e.batch_idx, e.progress.iter, e.run.epoch_length)))
-    bus.on("after_train_iter", lambda event: ends.append((tensors(event.batch)[0].shape, event.run.last_batch)))
-    bus.on("after_forward", lambda event: forward.append(event.outputs["loss"].requires_grad))
+    limits = noted(bus, "before_train_epoch", "progress.max_epochs", "run.total_iters")
+    starts = noted(bus, "before_train_iter", "progress.epoch", "batch_idx", "progress.iter", "run.epoch_length")
+    ends = noted(bus, "after_train_iter", "batch", "run.last_batch")
+    forward = noted(bus, "after_forward", "outputs")
     host(tmp_path, bus, epochs=2, batches=2, validate=host.validates).fit()
     epoch = ["before_train_epoch", *["before_train_iter", *FORWARD, *STEP, "after_train_iter"] * 2, "after_train_epoch"]
     epoch += VAL if host.validates else []
@@ -104,8 +94,9 @@ def test_events_come_in_the_order_of_a_run_all_but_the_missing_ones_with_the_cou
     assert names == [name for name in expected if name not in host.missing]
     assert limits == [(2, 4)] * 2
     assert starts == [(0, 0, 0, 2), (0, 1, 1, 2), (1, 0, 2, 2), (1, 1, 3, 2)]
-    assert ends == [((2, 4), False), ((2, 4), True)] * 2
-    assert forward == ([] if "after_forward" in host.missing else [True] * 4)
+    assert [(tensors(batch)[0].shape, last) for batch, last in ends] == [((2, 4), False), ((2, 4), True)] * 2
+    assert len(forward) == (0 if "after_forward" in host.missing else 4)
+    assert all(outputs["loss"].requires_grad for outputs in forward)
 
 
 @hosts(*OWN)
@@ -119,9 +110,8 @@ def test_a_handler_of_a_mount_point_that_never_comes_is_told_when_it_attaches(ho
         job.bridge.detach()
         for name in others:
             bus.on(name, repr)
-    assert [(one["mount_point"], one["reason"], one["handlers"]) for one in logs] == [
-        (name, reason, ["print"]) for name, reason in host.missing.items()
-    ]
+    told = [(one["mount_point"], one["reason"], one["handlers"]) for one in logs]
+    assert told == [(name, reason, ["print"]) for name, reason in host.missing.items()]
 
 
 @hosts("body", "toy", "ignite")  # an engine of Ignite has windows across epochs
@@ -137,24 +127,18 @@ def test_micro_batches_are_iterations_and_steps_are_updates(host, tmp_path):
 
 @hosts("body", "toy")
 def test_the_loss_of_a_micro_batch_is_not_divided_by_the_accumulation(host, tmp_path):
-    bus, seen = Bus(), []
-    bus.on(
-        "after_train_iter",
-        lambda event: seen.append((tensors(event.batch), torch.as_tensor(event.outputs["loss"]).item())),
-        once=1,
-    )
+    seen = noted(bus := Bus(), "after_train_iter", "batch", "outputs")
     host(tmp_path, bus, accumulate=4).fit()
-    ((batch, loss),) = seen
-    assert loss == pytest.approx(Net().loss(batch).item())
+    batch, outputs = seen[0]
+    assert torch.as_tensor(outputs["loss"]).item() == pytest.approx(Net().loss(tensors(batch)).item())
 
 
 @hosts()
 def test_module_events_traces_and_complete_gradients_before_a_step(host, tmp_path):
     bus = Bus(ProfilerHook(by_epoch=False, profile_times=2, activities="cpu", json_trace_path="trace.json"))
-    seen, norms = [], []
+    seen, norms = noted(bus, "after_module_forward", "module_name"), []
     job = host(tmp_path, bus, epochs=1)
     bus.watch(job.net, "layers.0")
-    bus.on("after_module_forward", lambda event: seen.append(event.module_name))
 
     @bus.on("before_optimizer_step")
     def look(event):
@@ -174,7 +158,11 @@ def test_module_events_traces_and_complete_gradients_before_a_step(host, tmp_pat
 def test_not_one_bit_of_the_weights_changes(host, tmp_path):
     for accumulate in (1, 2) if host.accumulates else (1,):
         weights = []
-        for bus in (None, Bus(), full := Bus(*many_hooks())):
+        full = Bus(
+            EMAHook(momentum=0.1), LoggerHook(interval=1, writers=[JSONLinesWriter()]), RuntimeInfoHook(), IterTimerHook()
+        )
+        full.add(CheckInvalidLossHook(), CheckpointHook(interval=3, by_epoch=False, max_keep_ckpts=1))
+        for bus in (None, Bus(), full):
             folder = tmp_path / f"{accumulate}-{len(weights)}"
             job = host(folder, bus, epochs=3, batches=10, accumulate=accumulate, validate=host.validates)
             if bus is full:
@@ -261,15 +249,14 @@ def test_two_requests_at_one_moment_are_one_save_that_is_committed_once_with_its
 @hosts()
 @pytest.mark.parametrize("on_error", ["log", "raise"])
 def test_a_save_that_fails_is_told_and_ends_the_training_unless_it_is_to_be_logged(host, tmp_path, on_error):
-    bus, told, path, ask = Bus(), [], tmp_path / f"x{host.suffix}", {}
+    names, path, ask = heard(bus := Bus()), tmp_path / f"x{host.suffix}", {}
     if host.attaches:
         path = tmp_path / "file" / path.name
         ask["directory"] = path.parent
         path.parent.write_text("")  # where a directory would have to be
     else:
         (path / "mine").mkdir(parents=True)  # where the file would have to be
-    names = heard(bus)
-    bus.on("checkpoint_failed", lambda event: told.append(event.path))
+    told = noted(bus, "checkpoint_failed", "path")
     bus.on("after_train_epoch", lambda event: event.run.request_save(path.name, on_error=on_error, **ask), once=1)
     job = host(tmp_path, bus)
     with nullcontext() if on_error == "log" else pytest.raises((OSError, CheckpointError), match=r"file|x\."):
@@ -311,13 +298,12 @@ def resumable(host, folder, accumulate=1, **options):
 @pytest.fixture(scope="module")
 def wholes(tmp_path_factory):
     """Trainings that were never interrupted, by host and accumulation."""
-    made = {}
 
+    @functools.cache
     def whole(host, accumulate):
-        if (host, accumulate) not in made:
-            made[host, accumulate] = job, *_ = resumable(host, tmp_path_factory.mktemp("whole"), accumulate)
-            job.fit()
-        return made[host, accumulate]
+        job, *rest = resumable(host, tmp_path_factory.mktemp("whole"), accumulate)
+        job.fit()
+        return job, *rest
 
     return whole
 
@@ -472,8 +458,13 @@ def test_a_rate_is_that_of_the_next_step(host, tmp_path):
 # ------------------------------------------------------------------------------------------------------ exceptions
 
 
-@hosts()
-@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()], ids=repr)
+ERRORS = [*itertools.product(HOSTS, [ValueError("broken"), KeyboardInterrupt()])]
+ERRORS += [
+    (host, StopIteration("mine")) for host in ("body", "toy", "transformers", "accelerate")
+]  # others pass it on otherwise
+
+
+@pytest.mark.parametrize(("host", "error"), ERRORS, indirect=["host"], ids=repr)
 def test_an_exception_in_the_model_is_told_first_then_scopes_are_undone(host, tmp_path, error):
     for stage in ("train", "val") if host.validates else ("train",):
 
@@ -486,7 +477,7 @@ def test_an_exception_in_the_model_is_told_first_then_scopes_are_undone(host, tm
         bus.on("before_train", lambda event, order=order: event.run.defer(lambda: order.append("undone")))
         bus.on("on_exception", lambda event, order=order: order.append(event.exception))
         job = host(tmp_path / stage, bus, validate=stage == "val", look=look)
-        with pytest.raises((ValueError, *host.interrupts)) as caught:
+        with pytest.raises((type(error), *host.interrupts)) as caught:
             job.fit()
         assert error in (caught.value, caught.value.__context__)
         assert order == [error, "undone"]
@@ -498,7 +489,6 @@ def test_an_exception_in_the_model_is_told_first_then_scopes_are_undone(host, tm
 @pytest.mark.parametrize("name", ["before_run", "before_train", "after_train_iter", "after_val_epoch", "after_run"])
 def test_the_error_of_a_handler_is_raised_and_told_once(host, tmp_path, name):
     bus = Bus()
-
     bus.on(name, fails(KeyError("ours")))
     told = noted(bus, "on_exception", "error")
     with pytest.raises(KeyError, match="ours"):
@@ -511,7 +501,6 @@ def test_the_error_of_a_handler_is_raised_and_told_once(host, tmp_path, name):
 @hosts()
 def test_the_error_of_an_offloaded_handler_ends_the_training(host, tmp_path):
     bus = Bus()
-
     bus.on("after_train_iter", fails(ValueError("broken")), offload="thread")
     with pytest.raises(ValueError, match="broken"):
         host(tmp_path, bus).fit()
@@ -560,9 +549,8 @@ def test_a_stream_follows_a_training_in_a_thread(host, tmp_path):
 
 @hosts()
 def test_what_the_host_measures_and_hooks_report_is_logged(host, tmp_path):
-    runs = noted(
-        bus := Bus(LoggerHook(interval=1, writers=[JSONLinesWriter()]), IterTimerHook(), RuntimeInfoHook()), "before_run", "run"
-    )
+    bus = Bus(LoggerHook(interval=1, writers=[JSONLinesWriter()]), IterTimerHook(), RuntimeInfoHook())
+    runs = noted(bus, "before_run", "run")
     bus.on("after_train_iter", lambda event: event.run.report(mine=1.0), priority=0)
     host(tmp_path, bus, validate=host.validates).fit()
     lines = [json.loads(line) for line in (runs[0].work_dir / "scalars.jsonl").read_text().splitlines()]
@@ -699,7 +687,6 @@ def test_an_evaluation_after_the_training_has_its_epoch_and_iteration(host, tmp_
 @pytest.mark.parametrize("interval", [2, 5])
 def test_ctrl_c_tells_how_to_continue_in_the_words_of_the_trainer(host, tmp_path, interval):
     bus = Bus(CheckpointHook(interval=interval, by_epoch=False))
-
     bus.on("before_train_iter", fails(KeyboardInterrupt), when=lambda event: event.progress.iter == 2)
     with structlog.testing.capture_logs() as logs, pytest.raises(host.interrupts):
         host(tmp_path, bus).fit()

@@ -22,7 +22,7 @@ from hooks import EMAHook, RuntimeInfoHook
 from ..failing import fails
 from .conformance import ignite
 from .conformance.job import loader, samples
-from .jobs import VAL, Counting, assert_same, heard, noted
+from .jobs import VAL, Counting, Killed, assert_same, heard, killing, noted
 
 HAS_MAX_ITERS = "max_iters" in inspect.signature(Engine.run).parameters
 
@@ -30,8 +30,8 @@ HAS_MAX_ITERS = "max_iters" in inspect.signature(Engine.run).parameters
 class Job(ignite.Job):
     """With the usual engine, and an evaluator that runs when a test says so."""
 
-    def __init__(self, bus=None, *, folder=None, deterministic=False, **options):
-        super().__init__(folder, bus, deterministic=deterministic, **options)
+    def __init__(self, bus=None, *, folder=None, **options):
+        super().__init__(folder, bus, deterministic=False, **options)
 
     def attach(self, bus):
         self.bridge = bus.attach(self.trainer, evaluator=self.evaluator, work_dir=self.folder)
@@ -91,8 +91,7 @@ class Steps:
         if engine.state.iteration % 2:
             self.two.step()
 
-    def __call__(self, engine, batch):
-        return self.step(engine, batch)
+    __call__ = step
 
 
 def step_with(model, optimizer, engine, batch):
@@ -115,12 +114,10 @@ def test_the_model_is_found_in_a_partial_and_given_ones_win():
     model, other = nn.Linear(1, 1), nn.Linear(1, 1)
     optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
     trainer = Engine(partial(step_with, model, optimizer))
-    with Bus().attach(trainer) as bridge:
-        trainer.run([torch.ones(1)])
-        assert bridge.run.models == {"model": model}
-    with Bus().attach(trainer, model=other) as bridge:
-        trainer.run([torch.ones(1)])
-        assert bridge.run.models == {"model": other}
+    for options, found in (({}, model), ({"model": other}, other)):
+        with Bus().attach(trainer, **options) as bridge:
+            trainer.run([torch.ones(1)])
+            assert bridge.run.models == {"model": found}
 
 
 def test_wrong_options_and_a_second_bus_are_errors():
@@ -280,7 +277,6 @@ def test_an_exception_that_a_handler_of_ignite_swallows_ends_the_run_as_failed()
     job = Job(bus)
     swallowed = []
     job.trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda engine, error: swallowed.append(error))
-
     bus.on("after_train_iter", fails(KeyboardInterrupt), once=2)
     job.trainer.run(loader(4))
     assert isinstance(swallowed[0], KeyboardInterrupt)
@@ -292,7 +288,6 @@ def test_training_goes_on_if_ignite_does_after_an_exception():
     names = heard(bus := Bus())
     job = Job(bus)
     job.trainer.add_event_handler(Events.EXCEPTION_RAISED, lambda engine, error: None)
-
     bus.on("before_optimizer_step", fails(ValueError), once=2)
     state = job.trainer.run(loader(2), max_epochs=2)
     assert state.epoch == 2
@@ -302,27 +297,20 @@ def test_training_goes_on_if_ignite_does_after_an_exception():
 
 # Ignite resumes exactly between epochs with such a loader, and in an epoch only with data in a fixed order.
 def test_a_resumed_training_with_a_loader_that_shuffles_goes_on_exactly(tmp_path):
-    def make():
+    def make(**options):
         bus = Bus(hook := Counting(), ema := EMAHook(momentum=0.1), RuntimeInfoHook())
-        return Job(bus, deterministic=True), hook, ema
-
-    def train(job):
-        torch.manual_seed(1)
-        job.trainer.run(DataLoader(samples(4), batch_size=2, shuffle=True), max_epochs=5)
+        job = ignite.Job(tmp_path, bus, epochs=5, **options)
+        job.data = DataLoader(samples(4), batch_size=2, shuffle=True)
+        return job, hook, ema
 
     whole, hook, ema = make()
-    train(whole)
-    cut, *_ = make()
-    saver = Checkpoint(cut.bridge.to_save, DiskSaver(tmp_path))
-    cut.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=8), saver)
-    cut.trainer.add_event_handler(Events.ITERATION_COMPLETED(once=9), cut.trainer.terminate)
-    train(cut)
+    whole.fit()
+    cut, *_ = make(every=8, look=killing(9))
+    with pytest.raises(Killed):
+        cut.fit()
     rest, counted, average = make()
     names, indices = heard(rest.bus), noted(rest.bus, "before_train_iter", "progress.epoch", "batch_idx")
-    saved = torch.load(tmp_path / saver.last_checkpoint, weights_only=False)  # Ignite's engine saves the states of NumPy
-    Checkpoint.load_objects(rest.bridge.to_save, saved)
-    train(rest)
-
+    rest.fit(cut.own())
     assert_same(rest.weights(), whole.weights())
     assert_same(average.average.tensors, ema.average.tensors)
     assert counted.iters == hook.iters == [(i // 4, i, i % 4) for i in range(20)]

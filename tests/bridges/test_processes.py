@@ -1,6 +1,7 @@
 """Bridges in two processes (gloo): one pair of processes for each library, whose trainings the tests look at."""
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -12,16 +13,14 @@ from . import jobs
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """The folder of the trainings in a library, and what each rank has seen."""
-    made = {}
 
+    @cache
     def train(library):
         pytest.importorskip(library)
-        if library not in made:
-            folder = tmp_path_factory.mktemp(library)
-            outcomes = on_ranks(getattr(jobs, f"in_{library}"), folder, folder=folder)
-            assert [one.exitcode for one in outcomes] == [0, 0], [one.output for one in outcomes]
-            made[library] = folder, [one.value for one in outcomes]
-        return made[library]
+        folder = tmp_path_factory.mktemp(library)
+        outcomes = on_ranks(getattr(jobs, f"in_{library}"), folder, folder=folder)
+        assert [one.exitcode for one in outcomes] == [0, 0], [one.output for one in outcomes]
+        return folder, [one.value for one in outcomes]
 
     return train
 

@@ -236,24 +236,6 @@ def test_an_exception_in_a_callback_is_told_and_is_what_the_user_sees(tmp_path, 
     assert bus.state == "idle"
 
 
-def test_a_stop_iteration_in_the_step_is_told_before_scopes_are_undone(tmp_path):
-    error = StopIteration("mine")
-
-    class Broken(Plain):
-        def forward(self, x, labels=None):
-            raise error
-
-    bus, told = Bus(), []
-    bus.on("on_exception", lambda event: told.append(event.exception))
-    bus.on("before_train", lambda event: event.run.defer(lambda: told.append("undone")))
-    bus.on("after_train_iter", told.append)
-    trainer = make(tmp_path, bus, model=Broken, data=plain_data())
-    with pytest.raises(StopIteration):
-        trainer.train()
-    assert told == [error, "undone"]
-    assert bus.state == "idle"
-
-
 def test_a_smaller_batch_after_an_error_is_a_new_run(tmp_path):
     class Large(Plain):
         def forward(self, x, labels=None):

@@ -10,11 +10,12 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file
+from torch.utils.data import DataLoader
 
 import eventloop
 from eventloop import Run
 
-from . import body
+from . import body, job
 
 
 class Job(body.Job):
@@ -28,7 +29,8 @@ class Job(body.Job):
         self.trainer = Accelerator(
             cpu=True, gradient_accumulation_steps=self.accumulate, project_config=project if self.beside else None
         )
-        parts = self.net, self.optimizer, self.data, self.val_data
+        data = DataLoader(job.samples(self.batches), job.SIZE, shuffle=True)
+        parts = self.net, self.optimizer, data, self.val_data
         self.model, self.optimizer, self.data, self.val_data = self.trainer.prepare(*parts)
 
     def learn(self, batch):

@@ -35,6 +35,7 @@ class Job(job.Job):
         )
         self.evaluator = create_supervised_evaluator(self.net, {"loss": Loss(loss)})
         self.to_save = {"model": self.net, "optimizer": self.optimizer, "trainer": self.trainer}
+        self.data = list(job.loader(self.batches))
         if self.validate:
             self.trainer.add_event_handler(Events.EPOCH_COMPLETED, self.evaluate)
 
@@ -51,7 +52,7 @@ class Job(job.Job):
             saver = TrainbusSaver(self.folder / "own", self.trainer) if self.beside else DiskSaver(self.folder / "own")
             self.saver = Checkpoint(self.to_save, saver)
             self.trainer.add_event_handler(Events.ITERATION_COMPLETED(every=self.every), self.saver)
-        self.trainer.run(list(job.loader(self.batches)), max_epochs=self.epochs)
+        self.trainer.run(self.data, max_epochs=self.epochs)
 
     def call(self, slow):
         self.trainer.add_event_handler(Events.ITERATION_COMPLETED, slow)
