@@ -26,7 +26,10 @@ def torch_file(tree):
     return partial(write_torch_file, tree)
 
 
-@pytest.mark.parametrize(("prepared", "read"), [(container, load), (torch_file, torch.load)])
+WRITERS = pytest.mark.parametrize(("prepared", "read"), [(container, load), (torch_file, torch.load)])
+
+
+@WRITERS
 def test_a_failure_of_any_operation_leaves_a_good_checkpoint_and_no_debris(tmp_path, faults, prepared, read):
     path, old = tmp_path / "c", {"w": torch.zeros(4)}
     steps = faults.count(lambda: prepared(old)(path))
@@ -57,13 +60,15 @@ def test_a_failure_of_the_first_write_ever_leaves_nothing(tmp_path, faults):
         assert names(tmp_path) == []
 
 
-def test_a_disk_that_fills_up_in_the_middle_is_reported(tmp_path, monkeypatch):
-    save({"w": torch.zeros(4)}, tmp_path / "c")
-    fill_up(monkeypatch, 3000)
+@WRITERS
+@pytest.mark.parametrize("room", [3000, 1_000_000])
+def test_a_disk_that_fills_up_in_the_middle_is_reported(tmp_path, monkeypatch, prepared, read, room):
+    prepared({"w": torch.zeros(4)})(tmp_path / "c")
+    fill_up(monkeypatch, room)
     with pytest.raises(CheckpointError, match="No space left") as caught:
-        save({"w": torch.ones(1 << 20)}, tmp_path / "c")
+        prepared({"w": torch.ones(1 << 20)})(tmp_path / "c")
     assert caught.value.__cause__.errno == errno.ENOSPC
-    assert load(tmp_path / "c")["w"].shape == (4,)
+    assert read(tmp_path / "c")["w"].shape == (4,)
     assert names(tmp_path) == ["c"]
 
 

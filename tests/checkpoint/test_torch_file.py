@@ -12,7 +12,6 @@ from eventloop.checkpoint import AsyncSaver, CommitInfo, Pickled, commit_bytes, 
 from eventloop.errors import CheckpointError, CheckpointValueError
 
 from ..scripts import run_script
-from .faults import fill_up
 from .test_container import canonical
 
 
@@ -123,20 +122,6 @@ def test_sizes_and_offsets_that_need_64_bits_are_given_in_64(tmp_path, monkeypat
         assert archive.testzip() is None
         sizes = {info.filename.removeprefix("archive/"): info.file_size for info in archive.infolist()}
     assert list(sizes.items()) == [("small", 100), ("large", 5000), ("behind", 10), ("none", 0)]
-
-
-def test_a_disk_that_fills_up_in_the_middle_is_told_by_the_next_call(tmp_path, monkeypatch):
-    write(torch.zeros(4), tmp_path / "c.pt")
-    fill_up(monkeypatch, 1_000_000)
-    with AsyncSaver() as saver:
-        pickled = Pickled(torch.ones(5_000_000))
-        future = saver.save(pickled.storages, tmp_path / "c.pt", write=pickled.write)
-        with pytest.raises(CheckpointError, match="No space left"):
-            saver.wait()
-        with pytest.raises(CheckpointError, match="No space left"):
-            future.result()
-    assert names(tmp_path) == ["c.pt"]
-    assert torch.load(tmp_path / "c.pt").shape == (4,)
 
 
 _KILLED = """
