@@ -19,7 +19,7 @@ from eventloop.checkpoint.folder import (
     sync_folder,
 )
 from eventloop.checkpoint.folder_files import FolderFiles, verify_folder
-from eventloop.checkpoint.load import checkpoints_in, file_kind, inspect, is_checkpoint, load, outline, verify
+from eventloop.checkpoint.load import checkpoints_in, content_of, file_kind, inspect, is_checkpoint, load, outline, verify
 from eventloop.checkpoint.overlap import Overlap, Staging
 from eventloop.checkpoint.pth import ForeignFormat, convert_foreign, load_pth, register_format
 from eventloop.checkpoint.remote import RemotePath
@@ -66,6 +66,7 @@ __all__ = [
     "checkpoints_in",
     "commit_bytes",
     "commit_folder",
+    "content_of",
     "convert_foreign",
     "discard_folder",
     "export_tree",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import struct
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Final, Literal
 
@@ -48,8 +49,10 @@ class _Tree(msgspec.Struct, array_like=True):
     tree: msgspec.Raw
 
 
-def load(path: AsPath, map_location: str | torch.device = "cpu") -> Any:
+def load(path: AsPath, map_location: str | torch.device = "cpu", *, content: memoryview | None = None) -> Any:
     """Read and verify a checkpoint, a file or a URL, and rebuild the tree with all tensors on the device ``map_location``.
+
+    With its ``content``, which comes from elsewhere, ``path`` only names it in errors.
 
     The file is read once into one buffer. The tensors are parts of it, each with a separate storage, so the buffer lives
     as long as one of them.
@@ -60,7 +63,7 @@ def load(path: AsPath, map_location: str | torch.device = "cpu") -> Any:
         CheckpointError: a newer trainbus or torch wrote it.
     """
     device = torch.device(map_location)
-    with _opened(path) as (file, size, header, crc):
+    with _opened(path, content) as (file, size, header, crc):
         check_memory(size)
         end = size - header.bytes - DIGEST_BYTES
         data = np.empty(end, np.uint8)
@@ -78,6 +81,12 @@ def load(path: AsPath, map_location: str | torch.device = "cpu") -> Any:
         tensors = [part.to(device) for part in parts]
         with _rebuilding():
             return unflatten(body.tree, (tensors[slot] for slot in body.slots))
+
+
+def content_of(path: AsPath) -> memoryview:
+    """Return all bytes of a checkpoint, unverified."""
+    with open_file(as_path(path)) as (file, size):
+        return _read(file, size)
 
 
 def verify(path: AsPath) -> None:
@@ -157,9 +166,10 @@ class _ForeignError(CheckpointDamagedError):
 
 
 @contextmanager
-def _opened(path: AsPath) -> Iterator[tuple[BinaryIO, int, Header, int]]:
+def _opened(path: AsPath, content: memoryview | None = None) -> Iterator[tuple[BinaryIO, int, Header, int]]:
     """Open a checkpoint and read its header; yield the file, its size, the header and the CRC-32 of that."""
-    with open_file(as_path(path)) as (file, size):
+    there = None if content is None else nullcontext((io.BytesIO(content), len(content)))
+    with there or open_file(as_path(path)) as (file, size):
         try:
             try:
                 prefix = file.read(LENGTH_BYTES)

@@ -21,7 +21,7 @@ from eventloop.config.read import SUFFIXES, shortened
 from eventloop.errors import ConfigurationError
 from eventloop.observe import is_run, last_lines
 from eventloop.terminal import cell
-from eventloop.training.distributed.launch import from_first, process_group
+from eventloop.training.distributed.launch import from_ranks, process_group
 from eventloop.training.distributed.ranks import this_rank
 from eventloop.training.folders import free_folder, newest_run
 from eventloop.training.loop import TrainLoop
@@ -72,7 +72,9 @@ def run(
     setup = Setup(override(read(config), changes), default_hooks=DEFAULT_HOOKS, folders=folders)
     with process_group():
         console = Console(quiet=this_rank() > 0)
-        work_dir, resume = from_first(partial(_work_dir, setup.loop, config, resume))
+        # The highest number, because a rank may have a disk of its own with a run that the others do not see.
+        choices = from_ranks(partial(_work_dir, setup.loop, config, resume))
+        work_dir, resume = max(choices, key=lambda one: (len(str(one[0])), str(one[0])))
         setup.loop["work_dir"] = work_dir
         loop = setup.make()
         if costs:

@@ -56,18 +56,23 @@ def free_folder(wanted: F, hooks: Iterable[Hook] = ()) -> F:
     Raises:
         ConfigurationError: the folder cannot be read, or it has files and no name that a number can follow (``..``).
     """
-    folder = wanted
+    return numbered(wanted, free_number(wanted, hooks))
+
+
+def free_number(wanted: AnyPath, hooks: Iterable[Hook] = ()) -> int:
+    """Return the number of :func:`free_folder`; 1 for ``wanted`` itself."""
+    folder, number = wanted, 0
     try:
         if wanted.name in ("", "..") and isinstance(wanted, Path) and any(wanted.iterdir()):
             raise ConfigurationError(f"{wanted} is not empty; give the run an empty folder, such as {wanted / 'run'}")
         for number in count(1):
-            folder = _numbered(wanted, number)
+            folder = numbered(wanted, number)
             if not has_run(folder, hooks):
                 break  # making it tells what is wrong with a file of this name
     except OSError as error:
         name = str(folder) if len(str(folder)) <= 80 else f"{str(folder)[:80]}…"
         raise ConfigurationError(f"{name}: cannot be used: {error.strerror}") from None
-    return folder
+    return number
 
 
 def newest_run(wanted: Path) -> Path:
@@ -75,14 +80,20 @@ def newest_run(wanted: Path) -> Path:
 
     The number decides, because copied files have other times.
     """
-    second = _numbered(wanted, 2)
+    return numbered(wanted, newest_number(wanted))
+
+
+def newest_number(wanted: Path) -> int:
+    """Return the number of :func:`newest_run`; 1 for ``wanted`` itself, 0 if there is none."""
+    second = numbered(wanted, 2)
     own = re.compile(rf"{re.escape(second.name.removesuffix('-2'))}-(\d+)")  # not the runs with a longer name
-    found = [(int(match[1]), run) for run in second.parent.glob("*") if (match := own.fullmatch(run.name)) and has_run(run)]
-    return max(found, default=(1, wanted))[1]
+    found = [int(match[1]) for run in second.parent.glob("*") if (match := own.fullmatch(run.name)) and has_run(run)]
+    return max(found, default=int(has_run(wanted)))
 
 
-def _numbered(wanted: F, number: int) -> F:
-    if number == 1:
+def numbered(wanted: F, number: int) -> F:
+    """Return the folder with a number, ``wanted-3``; ``wanted`` itself below 2."""
+    if number < 2:
         return wanted
     # Runs in the current folder have their successors in it, and not beside it.
     first: Any = wanted / "run" if wanted.absolute() == Path.cwd() else wanted

@@ -17,7 +17,7 @@ from eventloop.training.accelerator import register
 from eventloop.training.agree import Agreement, Alone
 from eventloop.training.distributed.ranks import join_ranks
 from eventloop.training.driver import watch_steps
-from eventloop.training.folders import free_folder, newest_run
+from eventloop.training.folders import free_number, newest_number, numbered
 from eventloop.training.loaders import length_of
 from eventloop.training.locks import DirectoryLock
 from eventloop.training.optimizers import warn_if_useless
@@ -204,7 +204,7 @@ class OwnLoop:
         self._on_first(lock)
 
     def _choose_folder(self) -> bool:
-        """Choose the folder of a training that does not resume from a given checkpoint; all ranks use rank 0's choice.
+        """Choose the folder of a training that does not resume from a given checkpoint; the same number on all ranks.
 
         Return True for a training without a work dir that begins anew.
         """
@@ -215,9 +215,9 @@ class OwnLoop:
             return False
         if wanted is None:
             return True
-        folder = self._on_first(
-            partial(newest_run, wanted) if restore.automatic else partial(free_folder, wanted, run.bus.hooks)
-        )
+        find = partial(newest_number, wanted) if restore.automatic else partial(free_number, wanted, run.bus.hooks)
+        # The highest, because a rank may have a disk of its own with a run that the others do not see.
+        folder = numbered(wanted, find() if state.ranks is None else max(state.ranks.from_all(find)))
         if folder != wanted:
             what = "going on with the newest run of this name" if restore.automatic else "this work dir has a run already, so"
             log.info(what if restore.automatic else f"{what} this one gets a folder of its own", work_dir=str(folder))

@@ -5,6 +5,7 @@ The first test starts ``torchrun``. The others give their processes what it give
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -131,6 +132,19 @@ def test_a_user_function_can_shard_the_model(here, both):
 def test_an_error_is_reported_by_each_rank_without_waiting(both):
     for rank, ended in enumerate(both("--resume", "runs/nothing", status=2)):
         assert f"trainbus run (rank {rank}): --resume runs/nothing: no such file or folder" in ended.stderr
+
+
+def test_a_resume_finds_the_run_on_the_disk_of_any_process(here, alone):
+    assert alone("loop.max_epochs=1") == 0
+    for disk in ("disk0", "disk1"):
+        (here / disk).mkdir()
+        for file in ("parts.py", "mine.toml"):
+            shutil.copy(here / file, here / disk)
+    (here / "runs").rename(here / "disk1/runs")
+    source = f"import os; os.chdir('disk' + os.environ['RANK']); {RUN}"
+    ended = run_on_ranks(source, here, cwd=here, arguments=["--resume"], environment=COLUMNS)
+    assert [one.returncode for one in ended] == [0, 0], [one.stderr for one in ended]
+    assert [path.name for path in (here / "disk0/runs/mine").glob("*.safetensors")] == ["epoch_2.safetensors"]
 
 
 STRUCK = """

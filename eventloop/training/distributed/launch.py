@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
-from eventloop.errors import RunPreempted
+from eventloop.errors import RunPreempted, TrainbusError
 from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import Ranks, T, record_failure, this_rank, wait_until_connected, world_size
 from eventloop.training.loaders import rebuilt
@@ -44,10 +44,19 @@ def process_group() -> Iterator[None]:
     distributed.destroy_process_group()
 
 
-def from_first(find: Callable[[], T]) -> T:
-    """Return on all ranks what ``find`` returns on rank 0, or raise its TrainbusError. A collective."""
+def from_ranks(find: Callable[[], T]) -> list[T]:
+    """Return the results of ``find`` on the ranks where it succeeds; raise a TrainbusError if there are none. A collective."""
+    found: Any
+    try:
+        found = find()
+    except TrainbusError as error:
+        found = error
     group = distributed.group.WORLD if world_size() > 1 else None
-    return find() if group is None else Ranks(group).from_first(find)
+    everyones = [found] if group is None else Ranks(group).gather(found)
+    good = [one for one in everyones if not isinstance(one, TrainbusError)]
+    if not good:
+        raise everyones[0]
+    return good
 
 
 def own_device(device: Any) -> Any:

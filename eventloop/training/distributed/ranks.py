@@ -88,6 +88,18 @@ class Ranks:
             raise found[0]
         return found[0]  # type: ignore[no-any-return]
 
+    def from_all(self, find: Callable[[], T]) -> list[T]:
+        """Return what ``find`` returns on each rank, by rank, or raise the first TrainbusError of them on all ranks."""
+        try:
+            found: Any = find()
+        except TrainbusError as error:
+            found = error
+        everyones = self.gather(found)
+        for one in everyones:
+            if isinstance(one, TrainbusError):
+                raise one
+        return everyones
+
     def check_first_has_all(self, names: list[list[str]]) -> None:
         """Raise TrainingError if a rank requests a file that rank 0 does not; ``names`` holds the file names by rank."""
         for rank, wanted in enumerate(names):

@@ -62,7 +62,7 @@ def read_checkpoint(path: AnyPath, read: Read, way_out: str, known: Iterable[Any
             raise CheckpointNotFoundError(f"{path} does not exist; {way_out}") from error
     found = find_checkpoint(path, known=known, read=read)
     if found is None:
-        raise CheckpointError(f"{path} has no checkpoint of a run; {way_out}")
+        raise CheckpointNotFoundError(f"{path} has no checkpoint of a run; {way_out}")
     return found
 
 
@@ -100,6 +100,11 @@ def find_checkpoint(*directories: AnyPath, known: Iterable[AnyPath] = (), read: 
     if damage:
         raise CheckpointDamagedError(f"no good checkpoint in {', '.join(map(str, directories))}: {'; '.join(damage)}")
     return None
+
+
+def newest_candidate(*directories: AnyPath, known: Iterable[AnyPath] = ()) -> AnyPath | None:
+    """Return the newest checkpoint in some directories by its header, which alone is verified; None if there is none."""
+    return next((path for path in _newest_first(directories, known, []) if _far(path)), None)
 
 
 def _newest_first(directories: Iterable[AnyPath], known: Iterable[AnyPath], damage: list[str]) -> Iterator[AnyPath]:

@@ -13,14 +13,15 @@ import msgspec
 import torch
 
 from eventloop import events as ev
-from eventloop.checkpoint import AnyPath, RemotePath, as_path, convert_foreign, has_shards, load
+from eventloop.checkpoint import AnyPath, RemotePath, as_path, convert_foreign, has_shards
 from eventloop.errors import CheckpointError, ConfigurationError, TrainingError
 from eventloop.log import get_logger
 from eventloop.privates import tree_map
 from eventloop.training.distributed.ranks import this_rank, world_size
 from eventloop.training.rng import other_rng_state
+from eventloop.training.saves.agreed import agreed
 from eventloop.training.saves.contents import SavedRun, as_tree, restore_state, unwrapped_state
-from eventloop.training.saves.discover import Found, find_checkpoint, load_verified, read_checkpoint
+from eventloop.training.saves.discover import Found, find_checkpoint, load_verified, newest_candidate, read_checkpoint
 from eventloop.training.schema import SavedCounts, SavedRank, SavedState, Tree, read, upgraded
 
 HOSTED: Final = "trainbus"
@@ -130,13 +131,18 @@ class Restore:
         log.info("resumed", path=path or "the given state", epoch=counters.epoch, iter=counters.iter)
 
     def _find(self) -> Found | None:
-        """Load the checkpoint to resume from; rank 0 finds it for all ranks."""
+        """Load the checkpoint to resume from: of several ranks, the newest that any of them finds."""
         ranks = self._run.state.ranks
-        found = self._find_here() if ranks is None or not ranks.rank else None
-        if ranks is None:
-            return found
-        path = ranks.from_first(lambda: None if found is None else found[0])
-        return None if path is None else (path, load(path) if found is None else found[1])
+        return self._find_here() if ranks is None else agreed(ranks, self._find_here, self._look_here)
+
+    def _look_here(self) -> AnyPath | None:
+        known = self._run.saves.directories
+        if self._source == "auto":
+            return newest_candidate(*known)
+        path = as_path(self._source or "")
+        if path.is_dir():
+            return newest_candidate(path, known=known)
+        return path if path.exists() else None
 
     def _find_here(self) -> Found | None:
         if self._source == "auto":

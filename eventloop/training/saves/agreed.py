@@ -1,0 +1,134 @@
+"""Agree on the checkpoint that all ranks resume from, where each machine may have a disk of its own.
+
+Usually all ranks see the same files: rank 0 searches and verifies, and the others look whether the newest file that they see is
+that one. If it is not, each rank searches. All take the newest good checkpoint that any of them has found, and a rank that has
+it sends the file to those that have not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import msgspec
+import torch
+from torch import distributed
+
+from eventloop.checkpoint import AnyPath, as_path, content_of, has_shards, inspect, load, outline
+from eventloop.errors import CheckpointDamagedError, CheckpointError, TrainbusError
+from eventloop.log import get_logger
+from eventloop.training.distributed.ranks import Ranks
+from eventloop.training.saves.discover import Found
+from eventloop.training.schema import how_far
+
+_CHUNK: Final = 16 << 20
+"""Bytes of a file that are sent at a time."""
+
+log = get_logger()
+
+Key = tuple[tuple[int, ...], str]
+"""The progress and the digest of a checkpoint: equal for copies on several disks."""
+
+
+class _View(msgspec.Struct):
+    """The newest checkpoint that one rank has found."""
+
+    path: str = ""
+    key: Key | None = None
+    sharded: bool = False
+    error: Any = None
+    """The error of its search."""
+
+
+def agreed(ranks: Ranks, find: Callable[[], Found | None], look: Callable[[], AnyPath | None]) -> Found | None:
+    """Return the newest good checkpoint that any rank finds, with its tree; None if there is none. A collective.
+
+    Args:
+        ranks: all processes of the run.
+        find: returns the newest checkpoint that verifies.
+        look: returns the newest one by the headers alone.
+
+    Raises:
+        CheckpointDamagedError: there are checkpoints, and none is good.
+        CheckpointError: some ranks cannot read sharded tensors, or a store does not answer.
+    """
+    found, view = _search(find) if not ranks.rank else (None, _seen(look))
+    views = ranks.gather(view)
+    if all(one.key == views[0].key and one.error is None for one in views):
+        if view.key is None:
+            return None
+        if ranks.rank:
+            found = _loaded(look)
+        if all(ranks.gather(found is not None)):
+            return found
+    if ranks.rank:
+        found, view = _search(find)
+    return _exchanged(ranks, found, ranks.gather(view))
+
+
+def _exchanged(ranks: Ranks, found: Found | None, views: list[_View]) -> Found | None:
+    failed = [one.error for one in views if one.error is not None]
+    if fatal := next((error for error in failed if not isinstance(error, CheckpointDamagedError | FileNotFoundError)), None):
+        raise fatal
+    good = [one for one in views if one.key is not None]
+    if not good:
+        if failed:
+            raise failed[0]
+        return None
+    best = max(good, key=lambda one: (one.key, not one.path.rpartition("/")[2].startswith("best_")))
+    giver = views.index(best)
+    lacking = [rank for rank, one in enumerate(views) if one.key != best.key]
+    if not lacking:
+        return found
+    if best.sharded:
+        seen = "; ".join(f"rank {rank}: {views[rank].path or 'no checkpoint'}" for rank in lacking)
+        raise CheckpointError(
+            f"rank {giver} would resume from {best.path}, whose tensors are spread over files that not all ranks can read "
+            f"({seen}): give a directory or a store that all ranks reach"
+        )
+    if ranks.rank in lacking:
+        log.info("another rank has the newest checkpoint, and sends it", from_rank=giver, path=best.path)
+    content = _sent(ranks, giver, None if found is None else found[0])
+    if ranks.rank in lacking:
+        return as_path(best.path), load(best.path, content=content)
+    return found
+
+
+def _search(find: Callable[[], Found | None]) -> tuple[Found | None, _View]:
+    try:
+        found = find()
+    except (TrainbusError, FileNotFoundError) as error:
+        return None, _View(error=error)
+    return found, _View() if found is None else _view_of(found[0], found[1])
+
+
+def _seen(look: Callable[[], AnyPath | None]) -> _View:
+    try:
+        path = look()
+        return _View() if path is None else _view_of(path, outline(path))
+    except (TrainbusError, OSError) as error:
+        return _View(error=error)
+
+
+def _view_of(path: AnyPath, state: Any) -> _View:
+    return _View(str(path), (how_far(state), inspect(path).digest), has_shards(state))
+
+
+def _loaded(look: Callable[[], AnyPath | None]) -> Found | None:
+    try:
+        path = look()
+        return None if path is None else (path, load(path))
+    except (CheckpointDamagedError, OSError):
+        return None
+
+
+def _sent(ranks: Ranks, giver: int, path: AnyPath | None) -> memoryview:
+    """Send the file ``path`` of rank ``giver`` to all ranks; return its content."""
+    source = distributed.get_global_rank(ranks.group, giver)
+    data = torch.frombuffer(content_of(path), dtype=torch.uint8) if path is not None and ranks.rank == giver else None
+    size = torch.tensor([0 if data is None else len(data)])
+    distributed.broadcast(size, source, group=ranks.group)
+    data = torch.empty(int(size), dtype=torch.uint8) if data is None else data
+    for part in torch.split(data, _CHUNK):
+        distributed.broadcast(part, source, group=ranks.group)
+    return data.numpy().data

@@ -1,0 +1,97 @@
+"""Ranks whose machines have disks of their own resume from the newest checkpoint that any of them has."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from hooks import CheckpointHook
+
+from ..training.conftest import damage
+from .jobs import make_loop, weights
+
+SENT = "another rank has the newest checkpoint, and sends it"
+
+
+def train(folder: Path, disks: tuple[str, ...], options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], list[str], int]:
+    """Train on the disk of this rank; return the weights, the logged events, and the number of epochs trained here."""
+    disk = folder / disks[torch.distributed.get_rank()]
+    disk.mkdir(exist_ok=True)
+    os.chdir(disk)
+    resume = options.pop("resume", "auto")
+    loop = make_loop("run", CheckpointHook(1), **options)
+    epochs: list[int] = []
+    loop.bus.on("before_train_epoch", lambda event: epochs.append(event.progress.epoch))
+    with capture_logs() as logs:
+        loop.run(resume=resume)
+    return weights(loop.model), [entry["event"] for entry in logs], len(epochs)
+
+
+@pytest.fixture
+def run(outcomes, tmp_path):
+    """``run("a", "b", **options)`` trains on two ranks with the disks a and b."""
+    return lambda *disks, **options: outcomes(train, tmp_path, disks, options)
+
+
+@pytest.fixture
+def whole(run):
+    return run("w", "w", epochs=4)[0].value[0]
+
+
+def check(outcomes, whole, *, epochs: int, receivers: tuple[int, ...]) -> None:
+    for rank, one in enumerate(outcomes):
+        found, told, trained = one.value
+        assert trained == epochs, one.output
+        assert (SENT in told) == (rank in receivers)
+        assert all(torch.equal(found[name], value) for name, value in whole.items())
+
+
+def test_a_new_machine_in_the_place_of_rank_0_gets_the_file_of_the_other(run, whole, tmp_path):
+    run("a", "b", epochs=2)
+    assert not list((tmp_path / "b/run").glob("*.safetensors")), "rank 0 alone writes"
+    check(run("new", "a", epochs=4), whole, epochs=2, receivers=(0,))
+    assert (tmp_path / "new/run/epoch_4.safetensors").exists()
+
+
+def test_the_newest_checkpoint_wins_wherever_it_is(run, whole, tmp_path):
+    run("a", "b", epochs=3)
+    for case, (older, receivers) in enumerate([((True, False), (0,)), ((False, True), (1,)), ((False, False), ())]):
+        disks = [f"{case}-{rank}" for rank in range(2)]
+        for disk, is_older in zip(disks, older, strict=True):
+            shutil.copytree(tmp_path / "a", tmp_path / disk)
+            if is_older:
+                (tmp_path / disk / "run/epoch_3.safetensors").unlink()
+        check(run(*disks, epochs=4), whole, epochs=1, receivers=receivers)
+
+
+def test_a_damaged_file_is_replaced_by_a_good_copy_on_another_machine(run, whole, tmp_path):
+    run("a", "b", epochs=3)
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    damage(tmp_path / "a/run/epoch_3.safetensors")
+    check(run("a", "copy", epochs=4), whole, epochs=1, receivers=(0,))
+
+
+def test_a_given_file_is_sent_to_ranks_that_do_not_have_it(run, whole, tmp_path):
+    run("a", "b", epochs=3)
+    file = "run/epoch_3.safetensors"
+    check(run("new", "a", epochs=4, resume=file), whole, epochs=1, receivers=(0,))
+    for one in run("new2", "new3", epochs=4, resume=file):
+        assert one.error.startswith("CheckpointNotFoundError")
+
+
+def test_without_any_checkpoint_a_new_run_begins(run, whole):
+    check(run("a", "b", epochs=4), whole, epochs=4, receivers=())
+
+
+def test_spread_tensors_that_a_rank_cannot_read_are_an_error_that_names_it(run, tmp_path):
+    run("a", "a", epochs=1, shard=True)
+    for one in run("new", "a", epochs=2, shard=True):
+        assert one.error.startswith("CheckpointError: rank 1")
+        assert "rank 0: no checkpoint" in one.error
+        assert "a/run/epoch_1.safetensors" in one.error
