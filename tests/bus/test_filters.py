@@ -21,10 +21,7 @@ def heard(filters: dict, counts: range = range(1, 31)) -> list[int]:
 @pytest.mark.parametrize(
     ("filters", "expected"),
     [
-        ({}, list(range(1, 31))),
-        ({"every": 10, "after": 3}, [13, 23]),
         ({"once": 7}, [7]),
-        ({"once": [3, 7, 3]}, [3, 7]),
         ({"once": range(28, 40)}, [28, 29, 30]),
         ({"when": lambda event: event.progress.iter == 4}, [5]),
         ({"every": 5, "when": lambda event: event.progress.iter > 10}, [15, 20, 25, 30]),
@@ -94,28 +91,18 @@ def test_other_events_count_their_publishes_and_the_bus_saves_the_count():
     assert publish(second, 6) == [2, 5]
 
 
-def test_every_seconds_fires_first_and_then_after_its_interval(bus, monkeypatch):
-    now = 100.0
-    monkeypatch.setattr("eventloop.bus.filters.time.monotonic", lambda: now)
-    calls: list[float] = []
-    bus.on(BeforeRun, lambda _: calls.append(now), every_seconds=10)
-    for now in (100.0, 105.0, 109.9, 110.0, 111.0, 130.0):  # noqa: B007
-        bus.publish(BeforeRun(progress=Progress()))
-    assert calls == [100.0, 110.0, 130.0]
-
-
-def test_new_subscriptions_do_not_restart_an_interval(bus, monkeypatch):
+def test_every_seconds_fires_first_and_then_after_its_interval_which_new_subscriptions_do_not_restart(bus, monkeypatch):
     now = 100.0
     monkeypatch.setattr("eventloop.bus.filters.time.monotonic", lambda: now)
     calls: list[tuple[float, str]] = []
     bus.on(Event, lambda event: calls.append((now, event.mount_point)), every_seconds=10)
-    bus.publish(BeforeRun(progress=Progress()))
-    bus.on(BeforeRun, lambda _: None)
-    bus.publish(BeforeRun(progress=Progress()))
-    bus.publish(AfterRun(progress=Progress()))
-    now = 110.0
-    bus.publish(AfterRun(progress=Progress()))
-    assert calls == [(100.0, "before_run"), (110.0, "after_run")]
+    for now, event in (  # noqa: B007
+        *((100.0, BeforeRun), (100.0, BeforeRun), (105.0, AfterRun), (109.9, AfterRun)),
+        *((110.0, AfterRun), (111.0, BeforeRun), (130.0, BeforeRun)),
+    ):
+        bus.publish(event(progress=Progress()))
+        bus.on(event, lambda _: None)
+    assert calls == [(100.0, "before_run"), (110.0, "after_run"), (130.0, "before_run")]
 
 
 def test_every_seconds_is_evaluated_after_other_filters(bus):

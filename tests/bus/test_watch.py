@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from eventloop import Event, SubscribeError, TrainLoop
+from eventloop import Event, SubscribeError
 
 from ..failing import fails
+from ..hooks.conftest import make_loop
 
 FORWARD = ("before_module_forward", "after_module_forward")
 BACKWARD = ("before_module_backward", "after_module_backward")
@@ -272,11 +273,9 @@ def test_a_watched_model_is_held_weakly(bus, inputs):
 
 def test_a_training_run_publishes_from_inside_the_model(bus, model, heard):
     names = heard("after_module_forward")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    data = [torch.ones(2, 3)] * 3
     bus.watch(model, "head")
-    TrainLoop(model, optimizer, step=lambda model, batch: model(batch).sum(), train_data=data, max_epochs=1, bus=bus).run()
-    assert names == [("after_module_forward", "head")] * 3
+    make_loop(bus=bus, model=model, max_epochs=1).run()
+    assert names == [("after_module_forward", "head")] * 4
 
 
 # ------------------------------------------------------------------------------------------------- torch.compile
