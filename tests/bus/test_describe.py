@@ -52,7 +52,8 @@ def test_the_table_prints_each_mount_point_once_and_fits_80_columns(bus):
     assert both.split() == ["Both", "55", "NORMAL+5", "thread", "8", "drop_old", "every=100"]
 
 
-def test_long_filters_wrap_and_figures_do_not(bus):
+def test_long_filters_wrap_and_figures_do_not():
+    bus = Bus()
     bus.on("after_train_iter", lambda event: None, every=100, after=20000, before=90000, priority=59, offload="thread")
     bus.subscriptions[0].lane.count(delivered=12345)
     text = plain(bus.describe(stats=True))
