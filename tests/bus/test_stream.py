@@ -4,7 +4,6 @@ import gc
 import signal
 import threading
 from functools import partial
-from itertools import count
 
 import anyio
 import pytest
@@ -247,32 +246,6 @@ async def test_streams_with_other_options_have_a_history_of_their_own(bus, other
         pass
     assert await iters(stream) == []
     assert len(bus.subscriptions) == 1
-
-
-async def test_each_of_many_readers_gets_every_event_once_though_it_comes_at_any_time(bus):
-    bus.keep("after_train_iter", last=5)
-    stop = threading.Event()
-    heard: list[list[int]] = []
-
-    async def read(stream) -> None:
-        heard.append([event.progress.iter async for event in stream])
-
-    def publish() -> None:
-        for i in count():
-            bus.publish(iteration(i))
-            if stop.is_set() and i > 100:
-                return
-
-    async with anyio.create_task_group() as group, bus, anyio.create_task_group() as publisher:
-        publisher.start_soon(anyio.to_thread.run_sync, publish)
-        for _ in range(12):
-            group.start_soon(read, bus.stream("after_train_iter", replay=5, queue=100_000))
-            await anyio.sleep(0.001)
-        stop.set()
-    for one in heard:
-        assert one == list(range(one[0], one[-1] + 1))
-    assert len(heard) == 12
-    assert len({one[-1] for one in heard}) == 1
 
 
 @pytest.mark.parametrize("how", ["aclose", "forgotten"])

@@ -104,14 +104,18 @@ def test_each_stream_yields_what_its_queue_holds_in_order_and_counts_the_rest(ba
 
 
 @BACKENDS
-@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, LAST)), min_size=1, max_size=6), st.integers(0, 5))
-def test_streams_that_begin_while_the_bus_closes_lose_nothing_and_end(backend, begins, closes_after):
-    """Beside a thread that publishes until the bus is closed. A stream has all events from its first one to its last."""
+@given(
+    begins=st.lists(st.tuples(st.integers(0, 3), st.integers(0, LAST)), min_size=1, max_size=6),
+    closes_after=st.integers(0, 5),
+    stops=st.booleans(),
+)
+def test_streams_that_begin_at_any_time_lose_nothing_and_end(backend, begins, closes_after, stops):
+    """Beside a thread that publishes until the bus closes, or is closed. A stream has all events from its first to its last."""
     heard: list[list[int]] = []
     over = threading.Event()
 
     async def scenario() -> None:
-        bus = Bus()
+        bus, stopped = Bus(), anyio.Event()
         bus.keep(NoteOfStreamTests, last=LAST)
 
         def publish() -> None:
@@ -119,6 +123,10 @@ def test_streams_that_begin_while_the_bus_closes_lose_nothing_and_end(backend, b
                 bus.publish(NoteOfStreamTests(number=number))
                 if over.wait(1e-4):
                     return
+
+        async def publish_until_over() -> None:
+            await anyio.to_thread.run_sync(publish)
+            stopped.set()
 
         async def read(stream: Stream[NoteOfStreamTests]) -> None:
             heard.append([event.number async for event in stream])
@@ -130,17 +138,22 @@ def test_streams_that_begin_while_the_bus_closes_lose_nothing_and_end(backend, b
                 group.start_soon(read, bus.stream(NoteOfStreamTests, replay=replay, queue=10**6))
 
         async with anyio.create_task_group() as publisher:
-            publisher.start_soon(anyio.to_thread.run_sync, publish)
+            publisher.start_soon(publish_until_over)
             with anyio.fail_after(60):
                 async with anyio.create_task_group() as group:
                     async with bus:
                         group.start_soon(begin, group)
                         for _ in range(closes_after):
                             await anyio.lowlevel.checkpoint()
+                        if stops:
+                            over.set()
+                            await stopped.wait()
             over.set()
         assert [one.mode for one in bus.subscriptions] == ["history"]
 
     anyio.run(scenario, backend=backend)
     assert len(heard) == len(begins)
+    heard = [numbers for numbers in heard if numbers]
     for numbers in heard:
-        assert numbers == list(range(numbers[0], numbers[0] + len(numbers))) if numbers else True
+        assert numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    assert len({numbers[-1] for numbers in heard}) <= 1 or not stops
