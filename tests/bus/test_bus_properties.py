@@ -1,6 +1,7 @@
 """Random subscriptions, cancels, failures and publishers against a simple model of what must arrive in which order."""
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 import anyio
 from hypothesis import given
@@ -14,6 +15,7 @@ from eventloop.events import AfterTrainIter
 from ..handlers import offload
 
 MODES = ["inline", "async", "thread"]
+LOOPS = [("asyncio", {"use_uvloop": fast}) for fast in (False, find_spec("uvloop") is not None)] + [("trio", {})]
 
 
 @dataclass
@@ -128,7 +130,7 @@ def test_everything_arrives_as_the_model_says(planned, events, backend):
 
 @given(
     hosted=st.booleans(),
-    backend=st.sampled_from(["asyncio", "trio"]),
+    loop=st.sampled_from(LOOPS),
     modes=st.lists(st.sampled_from(["async", "thread", "stream"]), min_size=1, max_size=4),
     queue=st.integers(1, 4),
     full=st.sampled_from(["drop_old", "drop_new", "latest", "block"]),
@@ -141,9 +143,10 @@ def test_everything_arrives_as_the_model_says(planned, events, backend):
     leaves_early=st.booleans(),
 )
 def test_with_failures_and_cancellations_every_lane_accounts_for_a_prefix_of_each_publisher(
-    hosted, backend, modes, queue, full, batch, linger, fails, publishers, events, cancels_after, leaves_early
+    hosted, loop, modes, queue, full, batch, linger, fails, publishers, events, cancels_after, leaves_early
 ):
     """One subscription is cancelled from a publisher, and the host may be cancelled while they publish."""
+    backend, options_of_host = loop
     bus = Bus(backend=backend, abort_timeout=5)
     heard: list[list[tuple[int, int]]] = [[] for _ in modes]
     subscriptions: list = []
@@ -202,7 +205,7 @@ def test_with_failures_and_cancellations_every_lane_accounts_for_a_prefix_of_eac
                 scope.cancel()
 
     with capture_logs():
-        anyio.run(host, backend=backend)
+        anyio.run(host, backend=backend, backend_options=options_of_host)
     assert bus.state == "idle"
     for mode, subscription, arrived in zip(modes, subscriptions, heard, strict=True):
         stats = subscription.stats

@@ -70,20 +70,6 @@ async def test_async_handlers_run_in_the_hosts_loop_and_blocking_ones_on_threads
     assert [entry for entry in heard if entry[0] == "thread"] == [("thread", False, i) for i in range(50)]
 
 
-async def test_events_published_by_other_threads_arrive(bus):
-    heard = hears(bus, queue=3)
-
-    def publish(start: int) -> None:
-        publish_all(bus, range(start, start + 100))
-
-    async with bus, anyio.create_task_group() as group:
-        for n in range(3):
-            group.start_soon(anyio.to_thread.run_sync, publish, 100 * n)
-    assert sorted(heard) == list(range(300))
-    for n in range(3):
-        assert [i for i in heard if i // 100 == n] == list(range(100 * n, 100 * n + 100))
-
-
 async def test_the_bus_can_reopen_with_its_own_loop_thread(bus):
     heard = []
 
