@@ -6,7 +6,6 @@ import itertools
 import re
 import socket
 import sys
-import threading
 from collections import Counter
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from eventloop import Bus, ConfigurationError
 from eventloop.observe import dashboard
 from eventloop.observe.dashboard import Board, Server, Watcher, app
 
-from ..waiting import until
+from ..waiting import on_threads, until
 from .dashboards import Job, Visitor, serving, wait_for, watched
 
 httpx = pytest.importorskip("httpx")
@@ -145,33 +144,23 @@ def test_the_pages_need_nothing_from_elsewhere_and_no_absolute_path():
 # ------------------------------------------------------------------------------------------------ what readers cost
 
 
-class Watch:
-    """Counts the functions of the dashboard that one thread calls."""
-
-    def __init__(self):
-        self.calls = Counter()
-
-    def __call__(self, frame, kind, argument):
-        if kind == "call" and frame.f_code.co_filename.startswith(FOLDER):
-            self.calls[frame.f_code.co_name] += 1
-
-
 def calls_on_the_training_thread(board):
-    """What the training thread calls of the dashboard in a run of 15 iterations."""
-    bus, watch = Bus(Watcher(board)), Watch()
-    job = Job(bus)
+    """Count the functions of the dashboard that the training thread calls in a run of 15 iterations."""
+    calls, job = Counter(), Job(Bus(Watcher(board)))
 
-    def train():
+    def watch(frame, kind, argument):
+        if kind == "call" and frame.f_code.co_filename.startswith(FOLDER):
+            calls[frame.f_code.co_name] += 1
+
+    def train(_):
         sys.setprofile(watch)
         try:
             job.loop.run()
         finally:
             sys.setprofile(None)
 
-    thread = threading.Thread(target=train)
-    thread.start()
-    thread.join(60)
-    return watch.calls
+    on_threads(train, 0)
+    return calls
 
 
 async def _with_readers(server, number, act):

@@ -66,9 +66,6 @@ def sentences(folder) -> list[str]:
     return verdict(ReportedRun(folder), best_metric)
 
 
-# The page
-
-
 def test_the_page_has_all_that_the_run_left(tmp_path):
     page = page_of(write_run(tmp_path, config={"loop": {"max_epochs": 10, "names": ["a", "b"]}, "amp": True}))
     headings = ("verdict", "curves", "costs", "steps", "lanes", "checkpoints", "validations", "tests", "sessions")
@@ -193,9 +190,6 @@ def test_lines_of_other_kinds_are_left_out_and_such_with_wrong_fields_are_damage
     assert "record.jsonl is damaged: 3 lines could not be read, the first one is line 12." in sentences(folder)
 
 
-# Several runs
-
-
 def test_several_runs_have_their_curves_in_one_chart_costs_side_by_side_and_differences(tmp_path):
     one = write_run(tmp_path / "a", name="first", config={"lr": 0.1, "same": 1, "only": {"here": 2}})
     two = write_run(tmp_path / "b", name="second", config={"lr": 0.2, "same": 1})
@@ -210,9 +204,6 @@ def test_several_runs_have_their_curves_in_one_chart_costs_side_by_side_and_diff
 def test_runs_of_the_same_name_are_told_apart_by_their_folders(tmp_path):
     runs = [ReportedRun(write_run(tmp_path / name)) for name in "ab"]
     assert run_names(runs) == [f"digits ({tmp_path / name})" for name in "ab"]
-
-
-# Sentences
 
 
 def test_the_verdict_has_the_figures(tmp_path):
@@ -257,9 +248,6 @@ def test_curves_are_read_from_the_lines_of_scalars():
     assert curves({"a": 5}, {"a": 6}, {"a": 7, "step": None}) == {"a": ([1, 2, 3], [5, 6, 7])}  # without a step
 
 
-# Curves
-
-
 def test_more_lines_than_are_read_at_once_keep_their_order(monkeypatch):
     monkeypatch.setattr("eventloop.observe.curves._BATCH", 7)
     lines = [{"step": i, "a": i} | ({"b": -i} if i % 3 == 0 else {}) for i in range(1, 101)]
@@ -298,9 +286,6 @@ def test_the_time_of_a_curve_has_no_pauses_and_epochs_have_fractions(tmp_path):
     cut = ReportedRun(tmp_path / "cut")
     assert cut.epochs_at(cut.curves["train/loss"])[-1] == 2.5
     assert (cut.costs, cut.step_times()) == (None, [])
-
-
-# Costs
 
 
 def test_the_costs_of_all_sessions_are_added(tmp_path):
