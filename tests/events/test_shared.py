@@ -29,20 +29,15 @@ def train(*found: Hook, **options: Any) -> TrainLoop:
     return loop
 
 
-def test_a_hook_reads_the_value_that_another_hook_has_set() -> None:
+def test_a_hook_reads_the_value_that_another_hook_has_set(bus: Bus) -> None:
     taken: list[Any] = []
+    bus.on("after_train_iter", lambda event: taken.append(event.run.shared[COUNT]), priority=60)
 
-    class Gives(Hook):
-        def after_train_iter(self, event: Any) -> None:
-            event.run.shared[COUNT] = event.run.shared.get(COUNT, 0) + 1
+    @bus.on("after_train_iter")
+    def give(event: Any) -> None:
+        event.run.shared[COUNT] = event.run.shared.get(COUNT, 0) + 1
 
-    class Takes(Hook):
-        priority = 60
-
-        def after_train_iter(self, event: Any) -> None:
-            taken.append(event.run.shared[COUNT])
-
-    train(Takes(), Gives())
+    train(bus=bus)
     assert taken == [1, 2, 3]
 
 

@@ -111,17 +111,9 @@ BYTES = {"capture": lambda event: torch.zeros(100), "max_bytes": 1000}
 
 
 @pytest.mark.parametrize("timing", [False, True])
-@pytest.mark.parametrize(
-    ("options", "full", "named", "loss"),
-    [
-        ({"queue": 4}, "block", "4 events wait", "training waits for it"),
-        ({"queue": 4}, "drop_old", "4 events wait", "events are dropped"),
-        ({"queue": 4}, "drop_new", "4 events wait", "events are dropped"),
-        (BYTES, "block", "max_bytes", "training waits for it"),
-        (BYTES, "drop_old", "max_bytes", "events are dropped"),
-    ],
-)
-def test_a_lane_that_fills_is_a_warning_once_with_both_speeds(options, full, named, loss, timing):
+@pytest.mark.parametrize("full", ["block", "drop_old", "drop_new"])
+@pytest.mark.parametrize(("options", "named"), [({"queue": 4}, "4 events wait"), (BYTES, "max_bytes")])
+def test_a_lane_that_fills_is_a_warning_once_with_both_speeds(options, full, named, timing):
     bus = Bus(timing=timing)
     bus.on("after_train_iter", slow, offload="thread", full=full, linger=0, **options)
     with capture_logs() as logs, bus:
@@ -132,9 +124,8 @@ def test_a_lane_that_fills_is_a_warning_once_with_both_speeds(options, full, nam
     [line] = warnings(logs)
     assert line["log_level"] == "warning"
     assert line["handler"] == "slow (after_train_iter)"
-    assert named in line["event"]
-    assert loss in line["event"]
-    assert "an event comes each" in line["event"]
+    for words in (named, "training waits for it" if full == "block" else "events are dropped", "an event comes each"):
+        assert words in line["event"]
     assert "takes" in line["event"] or "has not done one event" in line["event"]  # that on a machine that is very busy
 
 
