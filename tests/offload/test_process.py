@@ -14,6 +14,7 @@ from eventloop.errors import WorkerDiedError
 from eventloop.events import AfterTrainIter
 from eventloop.offload import process
 
+from ..handlers import publish_all
 from ..waiting import until
 from . import workers
 
@@ -142,8 +143,7 @@ def test_an_exit_by_exception_kills_a_worker_at_work():
     bus.abort_timeout = 0.05
     began = time.monotonic()
     with capture_logs(), pytest.raises(KeyError), bus:
-        for i in range(3):
-            bus.publish(deed("hang", i))
+        publish_all(bus, range(3), functools.partial(deed, "hang"))
         raise KeyError
     assert time.monotonic() - began < 60  # it hangs for ten minutes
     stats = subscription.stats
@@ -153,8 +153,7 @@ def test_an_exit_by_exception_kills_a_worker_at_work():
 def test_a_cancelled_handler_gets_earlier_events_before_its_worker_ends(bus):
     with bus:
         with bus.on("after_train_iter", workers.act, offload="process") as subscription:
-            for i in range(10):
-                bus.publish(deed("nothing", i))
+            publish_all(bus, range(10), functools.partial(deed, "nothing"))
         bus.drain()
         until(lambda: not process._processes)
     assert subscription.stats.delivered == 10
@@ -184,8 +183,7 @@ def test_a_missing_handler_is_reported_and_retired_after_three_attempts(bus, mon
     subscription = bus.on("after_train_iter", workers.not_importable, offload="process", on_error="log")
     monkeypatch.delattr(workers, "not_importable")
     with capture_logs() as logs, bus:
-        for i in range(6):
-            bus.publish(deed("nothing", i))
+        publish_all(bus, range(6), functools.partial(deed, "nothing"))
     assert "not_importable" in str(logs[0]["exc_info"])
     assert (subscription.stats.failed, subscription.stats.dropped) == (3, 3)
     assert not subscription.active
@@ -195,10 +193,8 @@ def test_static_methods_of_hooks_run_in_workers(bus):
     bus.add(workers.ProcessHook())
     with bus:
         bus.publish(deed("nothing", 0))
-    assert [(one.label, one.mode) for one in bus.subscriptions] == [
-        ("ProcessHook.after_train_iter", "process"),
-        ("ProcessHook.after_run", "process"),
-    ]
+    assert [one.label for one in bus.subscriptions] == ["ProcessHook.after_train_iter", "ProcessHook.after_run"]
+    assert {one.mode for one in bus.subscriptions} == {"process"}
     assert bus.subscriptions[0].stats.delivered == 1
 
 
@@ -211,15 +207,7 @@ class Callee:
     def method(self, event): ...
 
 
-def passing_on(function):
-    @functools.wraps(function)
-    def wrapper(event):
-        function(event)
-
-    return wrapper
-
-
-@passing_on
+@functools.cache
 def decorated(event): ...
 
 
@@ -270,9 +258,8 @@ def late_bound(event): ...
 
 
 def test_describe_names_mode_queue_policy_budget_and_timeout(bus):
-    bus.on(
-        "after_run", workers.act, offload="process", queue=8, full="drop_old", timeout=2.5, max_bytes=64_000_000, capture=len
-    )
+    options = {"queue": 8, "full": "drop_old", "timeout": 2.5, "max_bytes": 64_000_000, "capture": len}
+    bus.on("after_run", workers.act, offload="process", **options)
     row = bus.describe().rows[0]
     assert row.mode == "offloaded: process"
     assert row.lane == "8 drop_old, 64.0 MB, 2.5 s"
