@@ -204,13 +204,14 @@ def test_an_evaluation_alone_is_a_run_of_its_own(host, tmp_path):
 
 
 @hosts("toy")
-def test_averages_are_validated_and_saved_and_the_training_goes_on_with_the_raw_weights(host, tmp_path):
+@pytest.mark.parametrize("beside", [False, True])
+def test_averages_are_validated_and_saved_and_the_training_goes_on_with_the_raw_weights(host, tmp_path, beside):
     ema, validated = EMAHook(momentum=0.5), []
     paths = checkpoints(bus := Bus(ema, CheckpointHook(interval=1)))
     plain = host(tmp_path / "plain", validate=True)
     plain.fit()
     look = lambda net: net.training or validated.append(net.layers[0].weight.clone())  # noqa: E731
-    job = host(tmp_path / "bus", bus, validate=True, look=look)
+    job = host(tmp_path / "bus", bus, validate=True, look=look, beside=beside)
     job.fit()
     assert_same(job.weights(), plain.weights())
     (name,) = (name for name in ema.average.tensors if name.endswith("layers.0.weight"))
@@ -222,9 +223,10 @@ def test_averages_are_validated_and_saved_and_the_training_goes_on_with_the_raw_
 
 
 @hosts("toy")
-def test_checkpoints_are_named_kept_and_committed(host, tmp_path):
+@pytest.mark.parametrize("beside", [False, True])
+def test_checkpoints_are_named_kept_and_committed(host, tmp_path, beside):
     paths = checkpoints(bus := Bus(CheckpointHook(interval=1, save_best=host.metric, rule="less", max_keep_ckpts=1)))
-    job = host(tmp_path, bus, validate=True)
+    job = host(tmp_path, bus, validate=True, beside=beside)
     job.fit()
     best = [name for name in job.files() if name.startswith("best_")]
     assert len(best) == 1

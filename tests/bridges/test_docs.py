@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from eventloop import Bus, Event, Run
+from eventloop import Bus
 from eventloop.events.event import registry
 
-from .conformance.job import Net, loader
+from .jobs import heard
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "bridges.md").read_text()
@@ -58,22 +58,14 @@ def test_the_table_agrees_with_missing(host):
 
 
 def test_the_table_agrees_with_a_loop_with_accelerate(tmp_path):
-    accelerate = pytest.importorskip("accelerate")
-    bus, names = Bus(), set()
-    bus.on(Event, lambda event: names.add(event.mount_point))
-    accelerator = accelerate.Accelerator(cpu=True)
-    model, data = Net(), loader(2)
-    with Run(bus, model=model, accelerator=accelerator, work_dir=tmp_path) as run:
-        for _ in run.epochs(1):
-            for inputs, _ in run.train(data):
-                accelerator.backward(model(inputs).mean())
-            for inputs, _ in run.validate(data):
-                model(inputs)
-            accelerator.save_state(tmp_path / "state")
-        for inputs, _ in run.test(data):
-            model(inputs)
-    assert not names & not_given("Accelerate")
-    assert names >= {name for name in table() if "iter" in name or "epoch" in name or name in ("before_run", "after_run")}
+    names = heard(bus := Bus())
+    job = import_module("tests.bridges.conformance.accelerate").Job(tmp_path, bus, epochs=1, validate=True, every=4)
+    job.fit()
+    with job.run(None) as run:
+        for batch in run.test(job.val_data):
+            run.report(loss=job.net.loss(batch))
+    assert not set(names) & not_given("Accelerate")
+    assert set(names) >= {name for name in table() if "iter" in name or "epoch" in name or name in ("before_run", "after_run")}
     assert "before_save_checkpoint" in names
 
 

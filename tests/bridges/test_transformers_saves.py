@@ -203,48 +203,35 @@ def test_the_library_opens_a_folder_and_goes_on_from_it_also_from_shards(tmp_pat
 
 @pytest.mark.parametrize("limit", [1, 2])
 def test_the_best_folder_is_that_of_the_trainer_alone_and_named_when_it_is_durable(tmp_path, limit):
-    def trained(folder, attach):
-        scores = iter([3.0, 1.0, 2.0, 4.0])
+    def durable(best):
+        return best is None or Path(best, "model.safetensors").is_file()
+
+    def trained(folder, bus=None):
+        scores, seen = iter([3.0, 1.0, 2.0, 4.0]), []
         best = {"metric_for_best_model": "score", "greater_is_better": False, "save_total_limit": limit}
         trainer = make(folder, options={"compute_metrics": lambda _: {"score": next(scores)}}, **BEST, **best)
-        missing = []
-        attach(trainer, missing)
+        if bus is not None:
+            bus.attach(trainer, checkpoints=True)
+            bus.on("after_train_iter", lambda event: seen.append(durable(trainer.state.best_model_checkpoint)))
         trainer.train()
-        assert not missing
+        assert all(seen)
         state = json.loads((folder / folders(folder)[-1] / "trainer_state.json").read_text())
         return trainer, Path(trainer.state.best_model_checkpoint).name, Path(state["best_model_checkpoint"]), folders(folder)
 
-    def attach(trainer, missing):
-        bus = Bus()
-        bus.attach(trainer, checkpoints=True)
-
-        @bus.on("after_train_iter")
-        def look(event):
-            best = trainer.state.best_model_checkpoint
-            if best is not None and not Path(best, "model.safetensors").is_file():
-                missing.append(best)
-
-    alone, name, said, kept = trained(tmp_path / "alone", lambda trainer, missing: None)
-    ours, *rest = trained(tmp_path / "ours", attach)
+    alone, name, said, kept = trained(tmp_path / "alone")
+    ours, *rest = trained(tmp_path / "ours", Bus())
     assert rest == [name, tmp_path / "ours" / said.name, kept]
     assert name == "checkpoint-16"
     assert_same(weights_of(ours.model), weights_of(alone.model))
 
 
-def test_folders_of_hooks_and_averages_are_written_beside_the_training_too(tmp_path):
-    told, bus = [], Bus(ema := EMAHook(momentum=0.1), CheckpointHook(interval=1, save_best="loss", max_keep_ckpts=1))
-    bus.on("checkpoint_committed", lambda event: told.append([(Path(name).name, Path(name).is_dir()) for name in event.names]))
-    trainer = saving(tmp_path, bus, model=gpt2, **BEST | {"num_train_epochs": 2})
-    trainer.train()
-    assert [[name for name, _ in names] for names in told] == [
-        ["checkpoint-8"],
-        ["epoch_1", "best_loss_epoch_1"],
-        ["checkpoint-16"],
-        ["epoch_2", "best_loss_epoch_2"],
-    ]
-    assert all(there for names in told for _, there in names)
+def test_folders_of_the_trainer_and_of_hooks_are_committed_in_their_order_and_have_the_averages(tmp_path):
+    bus = Bus(ema := EMAHook(momentum=0.1), CheckpointHook(interval=1, save_best="loss", max_keep_ckpts=1))
+    committed = noted(bus, "checkpoint_committed", "names")
+    saving(tmp_path, bus, model=gpt2, **BEST | {"num_train_epochs": 2}).train()
+    names = [name for epoch in (1, 2) for name in ([f"checkpoint-{epoch * 8}"], [f"epoch_{epoch}", f"best_loss_epoch_{epoch}"])]
+    assert [[Path(path).name for path in paths] for paths in committed] == names
     assert folders(tmp_path) == ["best_loss_epoch_2", "checkpoint-16", "checkpoint-8", "epoch_2"]
-    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-16")
     for name in ("epoch_2", "checkpoint-16"):
         loaded = GPT2LMHeadModel.from_pretrained(str(tmp_path / name)).state_dict()
         assert all(torch.equal(loaded[key], tensor) for key, tensor in ema.average.tensors.items())
