@@ -180,18 +180,15 @@ def make_scheduler(kind: type, optimizer: torch.optim.Optimizer) -> Any:
     lrs = torch.optim.lr_scheduler
     parts = [lrs.ConstantLR(optimizer), lrs.StepLR(optimizer, 2)]
     arguments: dict[type, tuple[Any, ...]] = {
-        lrs.LambdaLR: (optimizer, lambda epoch: 0.5),
-        lrs.MultiplicativeLR: (optimizer, lambda epoch: 0.5),
+        **dict.fromkeys((lrs.LambdaLR, lrs.MultiplicativeLR), (optimizer, lambda epoch: 0.5)),
+        **dict.fromkeys((lrs.CosineAnnealingLR, lrs.CosineAnnealingWarmRestarts, lrs.PolynomialLR), (optimizer, 5)),
         lrs.StepLR: (optimizer, 2),
         lrs.MultiStepLR: (optimizer, [1, 3]),
         lrs.ExponentialLR: (optimizer, 0.9),
         lrs.SequentialLR: (optimizer, parts, [2]),
         lrs.ChainedScheduler: (parts,),
-        lrs.CosineAnnealingLR: (optimizer, 5),
-        lrs.CosineAnnealingWarmRestarts: (optimizer, 5),
         lrs.CyclicLR: (optimizer, 0.01, 0.1),
         lrs.OneCycleLR: (optimizer, 0.1, 10),
-        lrs.PolynomialLR: (optimizer, 5),
         torch.optim.swa_utils.SWALR: (optimizer, 0.05),
     }
     return kind(*arguments.get(kind, (optimizer,)))

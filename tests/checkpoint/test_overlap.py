@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from eventloop import CheckpointError
-from eventloop.checkpoint import Overlap, StageBuffer, stage, write
+from eventloop.checkpoint import AsyncSaver, Overlap, StageBuffer, load, stage, write
+
+from ..waiting import on_threads
 
 
 @pytest.fixture
@@ -69,6 +71,20 @@ def test_the_next_step_waits_for_the_copy_and_the_file_has_the_weights_before_it
     assert torch.equal(loaded["weight"], torch.full((1000,), -1.0))
     assert torch.equal(loaded["buffer"], torch.zeros(3))
     assert torch.equal(loaded["optimizer"]["state"][0]["momentum_buffer"], torch.ones(1000))
+
+
+def test_with_a_saver_each_step_waits_for_the_copy_of_the_save_before_it(late, tmp_path):
+    weight = torch.nn.Parameter(torch.zeros(300_000))
+    optimizer = torch.optim.SGD([weight], lr=1.0, maximize=True)
+    with AsyncSaver(overlap=[optimizer]) as saver:
+        for number in range(10):
+            late.clear()
+            saver.save({"w": weight.detach()}, tmp_path / f"{number}")
+            threading.Timer(0.01, late.set).start()
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+    for number in range(10):
+        assert (load(tmp_path / f"{number}")["w"] == number).all()
 
 
 def test_many_small_weights_are_of_the_same_moment_as_large_ones(late, written):
@@ -184,9 +200,7 @@ def test_the_number_of_torch_threads_is_unchanged(job, overlap):
         stage(job.tree(), overlap=overlap).pieces()
         assert torch.get_num_threads() == 2
         found = []
-        other = threading.Thread(target=lambda: found.append(torch.get_num_threads()))
-        other.start()
-        other.join()
+        on_threads(lambda _: found.append(torch.get_num_threads()), None)
         assert found == [2]
     finally:
         torch.set_num_threads(threads)

@@ -2,7 +2,6 @@
 
 import os
 import threading
-import time
 from concurrent.futures import wait
 
 import pytest
@@ -117,26 +116,6 @@ def test_saving_with_a_closed_saver_and_an_unknown_policy_are_errors(tmp_path):
         saver.save(tree(0), tmp_path / "0")
     with pytest.raises(ConfigurationError, match=r"busy=\'drop\'"):
         AsyncSaver(busy="drop")
-
-
-def test_with_overlap_an_optimizer_that_the_caller_steps_waits_for_the_copy(tmp_path, monkeypatch):
-    copy = torch._foreach_copy_
-
-    def late(*args, **options):
-        if threading.current_thread().name.startswith("trainbus-stage"):
-            time.sleep(0.01)  # the caller has long come to its step
-        return copy(*args, **options)
-
-    monkeypatch.setattr("eventloop.checkpoint.layout.foreach_copy_", late)
-    weight = torch.nn.Parameter(torch.zeros(300_000))
-    optimizer = torch.optim.SGD([weight], lr=1.0, maximize=True)
-    with AsyncSaver(overlap=[optimizer]) as saver:
-        for number in range(10):
-            saver.save({"w": weight.detach()}, tmp_path / f"{number}")
-            weight.grad = torch.ones_like(weight)
-            optimizer.step()
-    for number in range(10):
-        assert torch.equal(load(tmp_path / f"{number}")["w"], torch.full((300_000,), float(number)))
 
 
 def test_pending_saves_are_written_at_interpreter_exit_and_one_that_fails_is_reported(script, tmp_path):
