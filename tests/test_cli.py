@@ -37,8 +37,7 @@ def test_the_commands_are_found():
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_the_help_of_every_command_fits_80_columns_and_explains_every_argument_and_option(trainbus, words, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_the_help_of_every_command_fits_80_columns_and_explains_every_argument_and_option(trainbus, words, capsys, here):
     printed, err = trainbus(*words, "--help")
     assert err == ""
     assert printed.startswith(" ".join(["Usage: trainbus", *words]))

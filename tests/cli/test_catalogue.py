@@ -16,8 +16,7 @@ def test_every_option_has_a_description(entry):
     assert [name for name in Signature(entry.cls).options if not described.get(name)] == []
 
 
-def test_one_hook_is_shown_with_the_type_default_and_description_of_each_option(trainbus, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_one_hook_is_shown_with_the_type_default_and_description_of_each_option(trainbus, here):
     shown = trainbus("hooks", "CheckpointHook").out
     assert "interval: int = -1\n    epochs or iterations between saves; -1 for none." in shown
     assert "before_train" in shown
@@ -34,8 +33,7 @@ def test_writers_and_averages_are_shown_too(trainbus, name):
 
 
 @pytest.mark.parametrize("command", ["hooks", "events"])
-def test_a_list_fits_80_columns_has_no_escape_codes_and_ends_with_what_to_do_next(trainbus, monkeypatch, command):
-    monkeypatch.setenv("COLUMNS", "80")
+def test_a_list_fits_80_columns_has_no_escape_codes_and_ends_with_what_to_do_next(trainbus, here, command):
     out = trainbus(command).out
     assert max(map(len, out.splitlines())) <= 80
     assert "\x1b" not in out

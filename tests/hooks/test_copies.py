@@ -1,11 +1,9 @@
 """Copies of hooks and writers, made by ``copy`` and ``pickle``: new ones, and such that are in a run or had one."""
 
 import copy
-import inspect
 import pickle
 
 import pytest
-import torch
 from torch import nn
 
 from eventloop import Hook
@@ -14,7 +12,7 @@ from eventloop.config import registered
 from hooks import EMAHook, ExponentialMovingAverage, JSONLinesWriter, LoggerHook, Writer
 
 from .conftest import batches, make_loop
-from .test_options import GIVEN
+from .test_options import required_of
 from .writers.conftest import NEEDS
 
 
@@ -26,12 +24,7 @@ def catalogue():
 def made(kind):
     if kind in NEEDS:
         pytest.importorskip(NEEDS[kind])
-    required = [one.name for one in inspect.signature(kind).parameters.values() if one.default is one.empty]
-    options = {name: GIVEN[name] for name in required if name in GIVEN}
-    if "scheduler" in required:
-        optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-        options |= {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1), "by": "iter"}
-    return kind(**options | ({"enable_predicate": len} if "enable_predicate" in required else {}))
+    return kind(**required_of(kind))
 
 
 def copies(one):

@@ -12,33 +12,25 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 
+import hooks
 from eventloop import ConfigurationError
 from eventloop.annotations import Signature, members
 from eventloop.bus import GuestHook
 from eventloop.config import registered
-from hooks import (
-    AutogradProfilerHook,
-    CheckInvalidLossHook,
-    CheckpointHook,
-    ConsoleWriter,
-    EMAHook,
-    EmptyCacheHook,
-    EvaluateHook,
-    Fp16OptimizerHook,
-    JSONLinesWriter,
-    LoggerHook,
-    MomentumAnnealingEMA,
-    OptimizerHook,
-    ParamSchedulerHook,
-    PreemptionHook,
-    ProfilerHook,
-)
 from hooks.smoothing import Smoother
 
-GIVEN = {"enable_predicate": lambda event: False, "function": dict, "model": nn.Linear(1, 1), "monitor": "loss", "period": 1}
+SGD = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
+GIVEN = {"enable_predicate": len, "function": dict, "model": nn.Linear(1, 1), "monitor": "loss", "period": 1}
+GIVEN |= {"scheduler": StepLR(SGD, 1), "by": "iter"}
 """Options without a default."""
 AMBIGUOUS = ("val/topk_loss", "accumulated_loss", "auc_loss", "LossAcc")
 """Names of metrics that speak for more and for less."""
+
+
+def required_of(kind: Any) -> dict[str, Any]:
+    """Return the options that a class must be given."""
+    parameters = inspect.signature(kind).parameters.values()
+    return {one.name: GIVEN[one.name] for one in parameters if one.default is one.empty and one.name in GIVEN}
 
 
 def catalogue() -> Iterator[Any]:
@@ -75,16 +67,14 @@ def wrong(annotation: Any) -> Iterator[Any]:
 
 @pytest.mark.parametrize(("kind", "option", "value"), list(catalogue()))
 def test_options_that_their_annotation_refuses_are_errors(kind, option, value):
-    required = [one.name for one in inspect.signature(kind).parameters.values() if one.default is one.empty]
     with pytest.raises(ConfigurationError, match=re.escape(f"{option}={value!r}")):
-        kind(**{name: GIVEN[name] for name in required if name in GIVEN} | {option: value})
+        kind(**required_of(kind) | {option: value})
 
 
-SGD = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
 WRONG: dict[Any, list[tuple[dict[str, Any], str]]] = {
-    AutogradProfilerHook: [({"enable_predicate": len, "use_cuda": True}, "use_cuda")],  # without CUDA
-    CheckInvalidLossHook: [({"keys": []}, "keys"), ({"keys": [1]}, "keys")],
-    CheckpointHook: [
+    hooks.AutogradProfilerHook: [({"enable_predicate": len, "use_cuda": True}, "use_cuda")],  # without CUDA
+    hooks.CheckInvalidLossHook: [({"keys": []}, "keys"), ({"keys": [1]}, "keys")],
+    hooks.CheckpointHook: [
         ({"interval": 0}, "interval"),
         ({"max_keep_ckpts": 0}, "max_keep_ckpts"),
         ({"rule": "more"}, "rule"),
@@ -101,32 +91,32 @@ WRONG: dict[Any, list[tuple[dict[str, Any], str]]] = {
         ({"published_keys": []}, "published_keys"),
         ({"out_dir": "nowhere://bucket"}, "nowhere://bucket"),
     ],
-    EMAHook: [
+    hooks.EMAHook: [
         ({"begin_iter": 3, "begin_epoch": 2}, "begin_iter"),
-        ({"ema_type": MomentumAnnealingEMA, "gamma": 0}, "gamma"),  # an option of the average
+        ({"ema_type": hooks.MomentumAnnealingEMA, "gamma": 0}, "gamma"),  # an option of the average
         ({"ema_type": "EMA"}, "ema_type"),
         ({"gamma": 3}, "gamma"),
         ({"momentun": 0.1}, "momentun=.*momentum="),
         ({"zeta": 0.999}, "zeta=.*ema_type, .*, momentum, interval"),
     ],
-    EmptyCacheHook: [({"after_epoch": False}, "after_epoch")],
-    EvaluateHook: [({"period": 1, "function": dict, "monitor": "speed"}, "'speed'")],
-    Fp16OptimizerHook: [({"grad_scaler_config": {name: 0.5}}, "scaler") for name in ("scale", "growth_factor")],
-    LoggerHook: [
+    hooks.EmptyCacheHook: [({"after_epoch": False}, "after_epoch")],
+    hooks.EvaluateHook: [({"period": 1, "function": dict, "monitor": "speed"}, "'speed'")],
+    hooks.Fp16OptimizerHook: [({"grad_scaler_config": {name: 0.5}}, "scaler") for name in ("scale", "growth_factor")],
+    hooks.LoggerHook: [
         ({"keep_local": False}, "out_dir="),
         ({"out_suffix": [1]}, "out_suffix="),
         ({"writers": ["console"]}, r"'console'.* ConsoleWriter\(\)$"),
-        ({"writers": [JSONLinesWriter]}, r"JSONLinesWriter.* JSONLinesWriter\(\)$"),
+        ({"writers": [hooks.JSONLinesWriter]}, r"JSONLinesWriter.* JSONLinesWriter\(\)$"),
         ({"writers": [print]}, "<built-in function print>.* hooks.writers.Writer"),
-        ({"writers": ConsoleWriter()}, r"ConsoleWriter.*\[ConsoleWriter\(\), "),
+        ({"writers": hooks.ConsoleWriter()}, r"ConsoleWriter.*\[ConsoleWriter\(\), "),
         ({"writers": "tensorboard"}, r"writers='tensorboard'.* TensorBoardWriter\(\)\]"),
     ],
-    OptimizerHook: [
+    hooks.OptimizerHook: [
         ({"scaler": {"init_scale": 8.0}}, "scaler"),
         ({"amp": "bf16", "scaler": {"init_scale": 8.0}}, "scaler"),
         ({"amp": "fp16", "scaler": 8.0}, "scaler"),
     ],
-    ParamSchedulerHook: [
+    hooks.ParamSchedulerHook: [
         ({"scheduler": ExponentialLR(SGD, 0.5), "by": "metric"}, "monitor"),
         ({"scheduler": ExponentialLR(SGD, 0.5), "by": "iter", "monitor": "loss"}, "monitor"),
         ({"scheduler": ExponentialLR(SGD, 0.5), "by": "metric", "monitor": "loss"}, 'by="iter"'),
@@ -138,12 +128,12 @@ WRONG: dict[Any, list[tuple[dict[str, Any], str]]] = {
         ({"scheduler": [ExponentialLR(SGD, 0.5), ExponentialLR(SGD, 0.5)], "by": "iter"}, "mapping"),
         ({"scheduler": [], "by": "iter"}, r"\[\]"),
     ],
-    PreemptionHook: [
+    hooks.PreemptionHook: [
         *(({"signals": one}, "signals=") for one in ((), signal.SIGTERM, ("SIGTREM",), (4711,))),
         ({"signals": (signal.SIGKILL,)}, "SIGKILL"),
         *(({"exit_code": one}, f"exit_code={one!r}") for one in (0, 256, "75")),
     ],
-    ProfilerHook: [
+    hooks.ProfilerHook: [
         ({"activities": []}, "activities"),
         ({"activities": ["gpu"]}, "activities.*'cpu'"),
         ({"activities": "cpu", "activity_with_cpu": True}, "activity_with_cpu"),
@@ -157,7 +147,7 @@ WRONG: dict[Any, list[tuple[dict[str, Any], str]]] = {
         ({"json_trace_path": "trace.txt"}, "json_trace_path"),
         ({"json_trace_path": "t.json", "on_trace_ready": {"type": "tb_trace"}}, "dir_name"),
     ],
-    Smoother: [  # of LoggerHook
+    Smoother: [  # of hooks.LoggerHook
         ({"mean_pattern": "("}, "mean_pattern="),
         ({"custom_cfg": [{"log_name": "x"}]}, "data_src"),
         ({"custom_cfg": [{"data_src": "loss", "method": "max"}]}, "method_name"),
@@ -177,4 +167,4 @@ def test_options_of_the_right_type_that_cannot_work_are_errors(kind, options, ma
 
 @pytest.mark.parametrize("metric", AMBIGUOUS)
 def test_an_ambiguous_metric_is_accepted_with_a_rule(metric):
-    CheckpointHook(save_best=metric, rule="less")
+    hooks.CheckpointHook(save_best=metric, rule="less")
