@@ -7,25 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+import hooks
 from eventloop import Bus, add_hooks
 from eventloop.config import Migration, OptionChange, register_migrations
 from eventloop.config.setup import merged
-from hooks import (
-    AutogradAnomalyDetectHook,
-    AutogradProfilerHook,
-    CheckpointHook,
-    ConsoleWriter,
-    EvaluateHook,
-    ExponentialMovingAverage,
-    IterTimerHook,
-    JSONLinesWriter,
-    LoggerHook,
-    MomentumAnnealingEMA,
-    OptimizerHook,
-    ParamSchedulerHook,
-    StochasticWeightAverage,
-    TensorBoardWriter,
-)
 from hooks.defaults import DEFAULT_HOOKS
 
 from ..failing import said
@@ -39,9 +24,9 @@ def soon(event: Any) -> bool:
     return bool(event.progress.iter < 3)
 
 
-def add(hooks, **options):
+def add(entries, **options):
     bus = Bus()
-    add_hooks(bus, hooks, **options)
+    add_hooks(bus, entries, **options)
     return bus.hooks
 
 
@@ -83,10 +68,10 @@ MMENGINE_CUSTOM = [
 def test_mmengines_default_hooks_are_accepted_unchanged():
     chosen = merged(DEFAULT_HOOKS, MMENGINE_DEFAULTS, "default_hooks")
     assert chosen.keys() == DEFAULT_HOOKS.keys()
-    hooks = dict(zip(chosen, add(chosen.values()), strict=True))
+    made = dict(zip(chosen, add(chosen.values()), strict=True))
     for name, table in MMENGINE_DEFAULTS.items():
-        assert type(hooks[name]).__name__ == table["type"]
-    assert (hooks["checkpoint"].interval, hooks["checkpoint"].by_epoch) == (16000, False)
+        assert type(made[name]).__name__ == table["type"]
+    assert (made["checkpoint"].interval, made["checkpoint"].by_epoch) == (16000, False)
 
 
 def test_names_of_mmengines_default_hooks_change_or_disable_ours():
@@ -100,7 +85,7 @@ def test_a_custom_hooks_list_of_mmengines_is_accepted_as_it_is(bus):
     """Its scheduler hook, without schedulers, subscribes nothing."""
     add_hooks(bus, MMENGINE_CUSTOM)
     assert [type(hook).__name__ for hook in bus.hooks] == [table["type"] for table in MMENGINE_CUSTOM]
-    averages = [StochasticWeightAverage, ExponentialMovingAverage, MomentumAnnealingEMA]
+    averages = [hooks.StochasticWeightAverage, hooks.ExponentialMovingAverage, hooks.MomentumAnnealingEMA]
     assert [hook._type for hook in bus.hooks[:3]] == averages
     assert not [one for one in bus.subscriptions if one.hook is bus.hooks[-1]]
 
@@ -128,17 +113,18 @@ IMIX_DEFAULTS = [
 def test_imixs_hooks_are_accepted_with_imixs_options():
     pytest.importorskip("tensorboard")
     optimizer, timer, checkpoint, evaluation, logger, anomaly, profiler = add(IMIX_DEFAULTS)
-    assert (type(optimizer), type(anomaly), type(profiler)) == (OptimizerHook, AutogradAnomalyDetectHook, AutogradProfilerHook)
-    assert (type(timer), timer.warmup_iter) == (IterTimerHook, 3)
-    assert (type(checkpoint), checkpoint.interval, checkpoint.by_epoch) == (CheckpointHook, 1, True)
-    assert (type(evaluation), evaluation.period, evaluation._function) == (EvaluateHook, 500, evaluate)
-    assert type(logger) is LoggerHook
+    assert (type(optimizer), type(anomaly)) == (hooks.OptimizerHook, hooks.AutogradAnomalyDetectHook)
+    assert type(profiler) is hooks.AutogradProfilerHook
+    assert (type(timer), timer.warmup_iter) == (hooks.IterTimerHook, 3)
+    assert (type(checkpoint), checkpoint.interval, checkpoint.by_epoch) == (hooks.CheckpointHook, 1, True)
+    assert (type(evaluation), evaluation.period, evaluation._function) == (hooks.EvaluateHook, 500, evaluate)
+    assert type(logger) is hooks.LoggerHook
     console, lines, board = writers(logger)
     assert logger._fanout._interval == 5
     assert [writer.interval for writer in (console, lines, board)] == [None] * 3
-    assert type(console) is ConsoleWriter
-    assert (type(lines), lines.filename) == (JSONLinesWriter, "metrics.json")
-    assert (type(board), board.directory) == (TensorBoardWriter, "runs")
+    assert type(console) is hooks.ConsoleWriter
+    assert (type(lines), lines.filename) == (hooks.JSONLinesWriter, "metrics.json")
+    assert (type(board), board.directory) == (hooks.TensorBoardWriter, "runs")
 
 
 def test_imixs_scheduler_hook_and_periods_of_checkpoints_count_iterations():
@@ -146,7 +132,7 @@ def test_imixs_scheduler_hook_and_periods_of_checkpoints_count_iterations():
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     periods = [{"type": "CheckPointHook", "name": period, period: 7} for period in ("period", "iter_period")]
     hook, *checkpoints = add([dict(type="LRSchedulerHook", optimizer=optimizer, scheduler=scheduler), *periods])
-    assert (type(hook), hook.by, list(hook.schedulers.values())) == (ParamSchedulerHook, "iter", [scheduler])
+    assert (type(hook), hook.by, list(hook.schedulers.values())) == (hooks.ParamSchedulerHook, "iter", [scheduler])
     assert [(one.interval, one.by_epoch) for one in checkpoints] == [(7, False)] * 2
 
 
@@ -162,7 +148,7 @@ def test_pointrixs_names_have_pointrixs_defaults():
         dict(type="CheckpointHook", file_client_args=None, backend_args=None),
         dict(type="CheckpointHook", file_client_args=dict(backend="disk")),
         dict(type="LoggerHook", backend_args=dict(backend="local")),
-        dict(type=LoggerHook, backend_args=None),
+        dict(type=hooks.LoggerHook, backend_args=None),
         dict(type="LoggerHook", writers=[dict(type="JSONLogger", window_size=20)]),
     ],
 )

@@ -8,17 +8,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from hooks import (
-    CheckInvalidLossHook,
-    CheckpointHook,
-    EMAHook,
-    IterTimerHook,
-    JSONLinesWriter,
-    LoggerHook,
-    OptimizerHook,
-    ParamSchedulerHook,
-    RuntimeInfoHook,
-)
+import hooks
 
 from .conftest import make_loop
 
@@ -65,17 +55,17 @@ def test_logging_every_iteration_does_not_synchronise_with_the_device(asked, tmp
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-    hooks = (
-        OptimizerHook(grad_clip={"max_norm": 1.0}),
-        RuntimeInfoHook(),
-        IterTimerHook(),
-        EMAHook(momentum=0.01),
-        CheckInvalidLossHook(interval=1),
-        LoggerHook(interval=1, writers=[JSONLinesWriter()]),
-        ParamSchedulerHook(schedule, by="iter"),
-        CheckpointHook(interval=1),
+    used = (
+        hooks.OptimizerHook(grad_clip={"max_norm": 1.0}),
+        hooks.RuntimeInfoHook(),
+        hooks.IterTimerHook(),
+        hooks.EMAHook(momentum=0.01),
+        hooks.CheckInvalidLossHook(interval=1),
+        hooks.LoggerHook(interval=1, writers=[hooks.JSONLinesWriter()]),
+        hooks.ParamSchedulerHook(schedule, by="iter"),
+        hooks.CheckpointHook(interval=1),
     )
-    make_loop(*hooks, model=model, optimizer=optimizer, step=step, train_data=DATA, work_dir=tmp_path).run()
+    make_loop(*used, model=model, optimizer=optimizer, step=step, train_data=DATA, work_dir=tmp_path).run()
     assert asked == []
     assert len((tmp_path / "scalars.jsonl").read_text().splitlines()) == 10
 
