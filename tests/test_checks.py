@@ -56,17 +56,8 @@ def test_a_value_that_violates_the_annotation_is_an_error_with_advice(options, s
 
 def test_valid_values_are_passed_unchanged():
     given = {"count": 2, "share": np.float64(0.5), "place": Path("x"), "keys": ["a"], "table": dict, "other": object()}
-    assert Thing(**given).given == (
-        2,
-        True,
-        given["share"],
-        "thing",
-        "raise",
-        Path("x"),
-        ["a"],
-        dict,
-        {"other": given["other"]},
-    )
+    taken = (2, True, given["share"], "thing", "raise", Path("x"), ["a"], dict, {"other": given["other"]})
+    assert Thing(**given).given == taken
     assert type(Thing(share=given["share"]).given[2]) is np.float64
 
 

@@ -86,9 +86,8 @@ def test_the_drawings_are_those_that_the_script_draws():
 
 
 def test_the_page_of_a_wrong_address_leads_on(site):
-    assert (
-        'href="/index.html"' in re.search(r"404 - Not found</h1>.*?</article>", (site / "404.html").read_text(), re.DOTALL)[0]
-    )
+    text = (site / "404.html").read_text()
+    assert 'href="/index.html"' in re.search(r"404 - Not found</h1>.*?</article>", text, re.DOTALL)[0]
 
 
 def test_dialogs_have_a_name_for_screen_readers(site):

@@ -101,13 +101,7 @@ def files(directory: Path) -> set[str]:
 
 @pytest.fixture
 def job() -> SimpleNamespace:
+    classes = {"Scores": Scores, "StopAfter": StopAfter}
     return SimpleNamespace(
-        Scores=Scores,
-        StopAfter=StopAfter,
-        batches=batches,
-        loop=make_loop,
-        loss=loss_of,
-        model=small_model,
-        same=same,
-        weights=weights,
+        **classes, batches=batches, loop=make_loop, loss=loss_of, model=small_model, same=same, weights=weights
     )

@@ -181,10 +181,8 @@ def test_a_writer_is_called_in_the_order_of_each_run_from_one_thread(notes, tmp_
 
 def test_the_experiment_name_is_written_at_its_interval(notes):
     make_loop(bus=bus_with(notes, interval_exp_name=5), name="digits").run()
-    assert [call[1:] for call in notes.calls if call[0] == "text"] == [
-        ("experiment", "digits", 5),
-        ("experiment", "digits", 10),
-    ]
+    texts = [call[1:] for call in notes.calls if call[0] == "text"]
+    assert texts == [("experiment", "digits", 5), ("experiment", "digits", 10)]
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -391,12 +389,8 @@ def test_console_and_json_lines_are_the_default(tmp_path, capsys):
     bus = Bus(LoggerHook(interval=7))
     make_loop(bus=bus, val_data=DATA[:1], work_dir=tmp_path).run()
     printed = capsys.readouterr().out.splitlines()
-    assert [line.split("  loss")[0] for line in printed] == [
-        "epoch 1/2  iter 7/7",
-        "epoch 1/2  val",
-        "epoch 2/2  iter 7/7",
-        "epoch 2/2  val",
-    ]
+    places = ["epoch 1/2  iter 7/7", "epoch 1/2  val", "epoch 2/2  iter 7/7", "epoch 2/2  val"]
+    assert [line.split("  loss")[0] for line in printed] == places
     lines = [json.loads(line) for line in (tmp_path / "scalars.jsonl").read_text().splitlines()]
     assert [(line["step"], line["iter"]) for line in lines] == [(7, 7), (1, 7), (14, 14), (2, 14)]
 

@@ -42,13 +42,8 @@ def asked(monkeypatch):
 def step(model, batch):
     inputs, target = batch
     loss = functional.mse_loss(model(inputs), target)
-    return {
-        "loss": loss,
-        "correct": (inputs > 0).sum(),
-        "share": inputs.mean(dtype=torch.float64),
-        "norms": loss.reshape(1),
-        "logits": inputs,
-    }
+    numbers = {"correct": (inputs > 0).sum(), "share": inputs.mean(dtype=torch.float64), "norms": loss.reshape(1)}
+    return {"loss": loss, "logits": inputs} | numbers
 
 
 def test_logging_every_iteration_does_not_synchronise_with_the_device(asked, tmp_path):

@@ -138,16 +138,8 @@ def test_the_summary_shows_the_parts_of_the_time(bus, passes):
     assert info["train/mean_time"] == 10.0
     assert info["train/data_share"] == pytest.approx(0.1)
     assert info["train/hooks_share"] == pytest.approx(0.5)
-    assert summary == {
-        "event": "training took",
-        "log_level": "info",
-        "total": "0:02:40",
-        "iters": 6,
-        "validation": "0:01:40",
-        "seconds_per_iter": 10.0,
-        "data": "10.0%",
-        "hooks": "50.0%",
-    }
+    times = {"total": "0:02:40", "validation": "0:01:40", "seconds_per_iter": 10.0, "data": "10.0%", "hooks": "50.0%"}
+    assert summary == {"event": "training took", "log_level": "info", "iters": 6} | times
 
 
 def test_hooks_after_the_timer_count_as_hooks_too(bus, passes):
