@@ -9,6 +9,8 @@ from eventloop import Bus, ConfigurationError, Run
 from eventloop.checkpoint import load
 from hooks import CheckpointHook, OptimizerHook, ParamSchedulerHook
 
+from ..training.test_wrappers import Manager, OptimizerWrapper
+
 
 def rates_of(loop):
     """The learning rates that forward passes are made with."""
@@ -132,23 +134,11 @@ def test_two_of_one_name_one_in_two_hooks_and_one_of_another_optimizer_are_error
     assert loop.counters.iter == 0
 
 
-class Wrapped(torch.optim.Optimizer):
-    """An optimizer around another one, as Accelerate and torchft have them: only ``step`` is its own."""
-
-    def __init__(self, inner):
-        super().__init__(inner.param_groups, inner.defaults)
-        self.inner = inner
-        self.param_groups = inner.param_groups
-
-    def step(self, closure=None):
-        return self.inner.step(closure)
-
-
 def test_a_scheduler_of_a_wrapped_optimizer_steps_with_the_wrapper(job, logs):
     model = job.model()
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
     hooks = (OptimizerHook(accumulate=2), ParamSchedulerHook(halving(inner), by="iter"))
-    loop = job.loop(*hooks, model=model, optimizer=Wrapped(inner), max_epochs=1)
+    loop = job.loop(*hooks, model=model, optimizer=OptimizerWrapper(Manager(), inner), max_epochs=1)
     rates = rates_of(loop)
     loop.run()
     assert rates == [1, 1, 0.5, 0.5]
