@@ -101,13 +101,17 @@ def pseudo_terminal(monkeypatch):
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 
 
-def test_log_lines_are_printed_unchanged_above_the_bar(monkeypatch):
+def test_lines_of_the_log_and_of_the_logger_are_printed_unchanged_above_the_bar(monkeypatch):
     with pseudo_terminal(monkeypatch) as written:
         bus = Bus(ProgressBar(), LoggerHook(interval=5, writers=[ConsoleWriter()]))
         bus.on("after_train_iter", lambda event: get_logger().info("nine", of="ten"), once=9)
         make_loop(bus=bus).run()
     (text,) = written
     assert "━" in text
+    lines = [line for line in text.split("\n") if "iter" in line]
+    assert len(lines) == 2
+    # Each on a line of its own, after the bar was wiped off it.
+    assert all("\x1b[2K" in line and "━" not in line.rsplit("\x1b[2K", 1)[1] for line in lines)
     plain = ESCAPES.sub("", text)
     assert not re.search(r"\x1b|\[[0-9;]*m", plain)  # half an escape sequence is garbage on the screen
     assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d \[info +\] nine +of=ten *$", plain.replace("\r", "\n"), re.MULTILINE)
@@ -172,15 +176,6 @@ def test_another_run_gets_another_bar(terminal, screen):
 def test_nothing_is_drawn_without_a_terminal(screen):
     make_loop(ProgressBar(Console(file=screen))).run()
     assert screen.getvalue() == ""
-
-
-def test_lines_of_the_logger_stand_above_the_bar(terminal, screen):
-    bus = Bus(ProgressBar(terminal), LoggerHook(interval=5, writers=[ConsoleWriter(terminal)]))
-    make_loop(bus=bus).run()
-    lines = [line for line in screen.getvalue().split("\n") if "iter" in line]
-    assert len(lines) == 2
-    # Each on a line of its own, after the bar was wiped off it.
-    assert all("\x1b[2K" in line and "━" not in line.rsplit("\x1b[2K", 1)[1] for line in lines)
 
 
 def test_the_step_hands_over_only_now_and_then(terminal):
