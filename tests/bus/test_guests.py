@@ -57,16 +57,12 @@ def theirs(monkeypatch):
     )
 
 
-def run(bus: Bus) -> None:
-    bus.publish(BeforeRun(progress=Progress()))
-    bus.publish(AfterRun(progress=Progress()))
-
-
 @pytest.mark.parametrize("kind", [Theirs, Special])
 def test_a_guest_is_called_through_its_adapter_which_is_a_hook_with_the_name_of_its_class(kind):
     bus, guest = Bus(), kind()
     bus.add(guest)
-    run(bus)
+    for event in (BeforeRun, AfterRun):
+        bus.publish(event(progress=Progress()))
     assert guest.calls == ["before_run", "after_run"]
     (hook,) = bus.hooks
     assert isinstance(hook, GuestHook)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from eventloop.measure.spans import BEGIN, END, FIELDS, NAME
-from eventloop.observe.account import BETWEEN, Account, exclusive
+from eventloop.observe.account import Account, exclusive
 
 
 def tree(draw, begin: int, end: int, depth: int) -> list[tuple[int, int, int]]:
@@ -47,7 +47,6 @@ def test_exclusive_times_are_those_of_the_innermost_span_at_each_instant(rows):
     assert exclusive(array(rows)).tolist() == [expected[index] for index in range(len(rows))]
 
 
-FOLLOWED = {first: (following, part) for first, following, part in BETWEEN}
 HANDLERS = ("handler one", "handler two")
 
 

@@ -97,19 +97,7 @@ def test_a_number_beyond_all_bounds_spoils_no_other_run(tmp_path, capsys, name, 
     assert "other" in capsys.readouterr().out
 
 
-HOSTILE = [
-    b"1e300",
-    b"1" + b"0" * 400,
-    b"-1",
-    b"null",
-    b"true",
-    b'"nan"',
-    b'"\\ud800"',
-    b"{}",
-    b"[]",
-    NESTED,
-    b"9007199254740993",
-]
+HOSTILE = [*rb'1e300 -1 null true "nan" "\ud800" {} [] 9007199254740993'.split(), b"1" + b"0" * 400, NESTED]
 TOKEN = re.compile(rb'-?\d[\d.e+-]*|"[^"]*"(?!:)|null')
 
 

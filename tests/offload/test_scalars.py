@@ -12,8 +12,6 @@ from eventloop.offload.scalars import DeviceStack, ScalarTaker
 
 from ..waiting import on_threads
 
-P = Progress()
-
 
 @pytest.fixture(params=[True, False], ids=["cpu", "elsewhere"], autouse=True)
 def on_cpu(request, monkeypatch):
@@ -197,7 +195,7 @@ def test_publishing_from_a_gpu_never_waits_for_it():
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):
                     loss += 1
-                    bus.publish(AfterTrainIter(progress=P, outputs={"loss": loss, "double": loss.double(), "n": n}))
+                    bus.publish(AfterTrainIter(progress=Progress(), outputs={"loss": loss, "double": loss.double(), "n": n}))
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert [event.outputs for event in seen] == [{"loss": n + 1.0, "double": n + 1.0, "n": n} for n in range(500)]
