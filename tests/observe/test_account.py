@@ -31,8 +31,7 @@ def forests(draw) -> list[tuple[int, int, int]]:
 
 def array(rows) -> np.ndarray:
     spans = np.zeros((len(rows), FIELDS), np.int64)
-    for span, (name, begin, end) in zip(spans, rows, strict=True):
-        span[[NAME, BEGIN, END]] = name, begin, end
+    spans[:, [NAME, BEGIN, END]] = np.array(rows, np.int64).reshape(-1, 3)
     return spans
 
 

@@ -18,7 +18,6 @@ def on_cpu(request, monkeypatch):
     """Scalars on the CPU, and on a pretended device whose numbers the publisher must not read."""
     if not request.param:
         monkeypatch.setattr(torch.Tensor, "is_cpu", False, raising=False)
-    return request.param
 
 
 def read(taken) -> dict:
