@@ -14,7 +14,7 @@ from hooks.empty_cache import EmptyCacheHook
 from hooks.evaluate import Evaluated, EvaluateHook
 from hooks.logger import LoggerHook
 from hooks.optimizer import Fp16OptimizerHook, OptimizerHook
-from hooks.preemption import PreemptionHook
+from hooks.preemption import PreemptionHook, SignalDoor
 from hooks.profiler import ProfilerHook
 from hooks.progress_bar import ProgressBar
 from hooks.run_record import RunRecordHook
@@ -54,6 +54,7 @@ __all__ = [
     "ProgressBar",
     "RunRecordHook",
     "RuntimeInfoHook",
+    "SignalDoor",
     "StochasticWeightAverage",
     "SyncBuffersHook",
     "TensorBoardWriter",

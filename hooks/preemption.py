@@ -1,4 +1,4 @@
-"""``PreemptionHook``: on a signal, save and end the run cleanly."""
+"""``PreemptionHook``: on a signal, save and end the run cleanly. ``SignalDoor``: pass signals to runs on other threads."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from types import FrameType
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from msgspec import Meta
 
@@ -21,6 +20,84 @@ from hooks.copies import CopiedAnew
 _ONE_REQUEST = 1.0  # seconds within which a repeated signal is ignored
 
 log = get_logger()
+
+
+class SignalDoor:
+    """Pass the signals of this process to the :class:`PreemptionHook` of each run, on whatever thread it is.
+
+    Open it on the main thread, around the application: ``with SignalDoor():``. Python calls signal handlers only there. While
+    no run with the hook is open, a signal acts as without the door. If a library in the application installs handlers of its
+    own, have them call :meth:`deliver`.
+
+    Args:
+        signals: signals to handle, such as ``(signal.SIGTERM, signal.SIGUSR1)``, or their names.
+
+    Raises:
+        ConfigurationError: no signal is given, or one cannot be caught. Later: it is opened on another thread, or while another
+            is open.
+    """
+
+    current: ClassVar[SignalDoor | None] = None
+    """The open door of this process."""
+
+    def __init__(self, signals: Iterable[int | str] = (signal.SIGTERM,)) -> None:
+        self.signals = _checked(signals)
+        self._previous: dict[signal.Signals, Any] = {}
+        # A tuple: the handler of a signal may interrupt any change of it.
+        self._listeners: tuple[Callable[[signal.Signals], None], ...] = ()
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigurationError(f"open SignalDoor on the main thread, not on {threading.current_thread().name!r}")
+        if SignalDoor.current is not None:
+            raise ConfigurationError("a SignalDoor is open in this process; one is enough for all runs")
+        SignalDoor.current = self
+        self.install()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        SignalDoor.current = None
+        self.restore()
+
+    def install(self) -> None:
+        """Install the handlers."""
+        for number in self.signals:
+            self._previous[number] = signal.getsignal(number)
+            signal.signal(number, lambda number, frame: self.deliver(number))
+
+    def restore(self) -> None:
+        """Restore the handlers from before."""
+        while self._previous:
+            number, handler = self._previous.popitem()
+            # None: the handler was not installed from Python, so Python cannot restore it.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def listen(self, listener: Callable[[signal.Signals], None]) -> Callable[[], None]:
+        """Call ``listener`` for each signal; return the function that ends it."""
+        self._listeners = (*self._listeners, listener)
+
+        def end() -> None:
+            self._listeners = tuple(one for one in self._listeners if one is not listener)
+
+        return end
+
+    def deliver(self, number: int) -> None:
+        """Pass a signal to all runs. It may be called in a handler of the signal, which may have interrupted anything."""
+        listeners = self._listeners
+        for listener in listeners:
+            listener(signal.Signals(number))
+        if not listeners and self._previous.get(signal.Signals(number)) is not signal.SIG_IGN:
+            self.pass_on(signal.Signals(number))
+
+    def pass_on(self, number: signal.Signals) -> None:
+        """Call the handler from before, or do what the system does by default if that was none, or ignored the signal."""
+        previous = self._previous.get(number)
+        if callable(previous):
+            previous(number, None)
+            return
+        self.restore()
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
 
 
 @register
@@ -38,9 +115,8 @@ class PreemptionHook(CopiedAnew, Hook):
     - A second signal acts as without the hook: usually it ends the process at once. The same signal within a second is
       ignored, because a process gets it twice if the scheduler signals each process and ``torchrun`` forwards it.
 
-    The run must be on the main thread, because Python calls signal handlers only there. If training runs on another thread
-    (``await loop.arun()``), the application must handle signals and call ``loop.checkpoint_now()`` and ``loop.stop()``. The
-    earlier handlers come back when the run ends, also by an exception.
+    On the main thread the hook installs its handlers, and the earlier ones come back when the run ends, also by an exception.
+    A run on another thread (``await loop.arun()``) gets the signals through a :class:`SignalDoor`, which the application opens.
 
     The workers of DataLoaders ignore these signals during the run, because a signal to the process group also reaches them.
     Workers that started before the run need a ``worker_init_fn`` that ignores the signals. Other processes that are forked
@@ -51,12 +127,13 @@ class PreemptionHook(CopiedAnew, Hook):
         exit_code: exit status of a process whose run was ended, from 1 to 255; None to go on behind ``loop.run()``.
 
     Raises:
-        ConfigurationError: no signal is given, or one cannot be caught. Later: the run is not on the main thread.
+        ConfigurationError: no signal is given, or one cannot be caught. Later: the run is not on the main thread, and there is
+            no door for its signals.
     """
 
     priority = Priority.HIGHEST
     observes = True
-    of_run: ClassVar = {"_workers": None, "_previous": dict}
+    of_run: ClassVar = {"_workers": None, "_door": None}
 
     @check_options
     def __init__(
@@ -68,28 +145,35 @@ class PreemptionHook(CopiedAnew, Hook):
         """The signal that ended the present or last run, or None."""
         self._received_at = 0.0
         self._workers = WorkerSignals(self.signals)
-        self._previous: dict[signal.Signals, Any] = {}
+        self._door: SignalDoor | None = None
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(state)
         self._workers = WorkerSignals(self.signals)
 
     def before_run(self, event: BeforeRun) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            thread = threading.current_thread().name
-            raise ConfigurationError(
-                f"{self.label} installs signal handlers, which Python allows on the main thread only, not on {thread!r}. "
-                "Remove the hook, and call loop.checkpoint_now() and loop.stop() where your application handles signals"
-            )
+        door = SignalDoor.current
+        if door is None or not set(self.signals) <= set(door.signals):
+            door = self._own_door(event.run)
         self.received = None
         self._process = os.getpid()
         # First: this also undoes a part of the installation if a signal cannot be handled.
         event.run.defer(self._workers.restore)
-        event.run.defer(self._restore_handlers)
         self._workers.ignore()
-        for number in self.signals:
-            self._previous[number] = signal.getsignal(number)
-            signal.signal(number, partial(self._on_signal, event.run))
+        self._door = door
+        event.run.defer(door.listen(partial(self._on_signal, event.run)))
+
+    def _own_door(self, run: RunView) -> SignalDoor:
+        if (thread := threading.current_thread()) is not threading.main_thread():
+            names = ", ".join(repr(one.name) for one in self.signals)
+            raise ConfigurationError(
+                f"{self.label} needs signal handlers, which Python allows on the main thread only, and this run is on "
+                f"{thread.name!r}. Open `with SignalDoor(({names},)):` on the main thread, around your application"
+            )
+        door = SignalDoor(self.signals)
+        run.defer(door.restore)
+        door.install()
+        return door
 
     @mount(priority=Priority.LOWEST)
     def after_run(self, event: AfterRun) -> None:
@@ -98,35 +182,24 @@ class PreemptionHook(CopiedAnew, Hook):
             log.warning("a signal ended the run", signal=self.received.name, saved=self._saved, iter=event.progress.iter, **why)
         event.run.wait_for_saves()
 
-    def _on_signal(self, run: RunView, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, run: RunView, number: signal.Signals) -> None:
         # Python calls this between any two instructions of the main thread, which may hold any lock: never lock, log or
         # change a shared collection here.
         now = time.monotonic()
+        if number not in self.signals:
+            return  # of a door that handles more
         if os.getpid() == self._process and number == self.received and now - self._received_at < _ONE_REQUEST:
             return
         if self.received is not None or os.getpid() != self._process:
-            self._end_at_once(signal.Signals(number))
+            assert self._door is not None  # noqa: S101 - the run has begun
+            self._door.pass_on(number)
             return
         self._received_at = now  # first: the same signal may come again between the two lines
-        self.received = signal.Signals(number)
+        self.received = number
         self._saved = run.training and run.work_dir is not None
         if self._saved:
             run.checkpoint_now()
-        run.stop(f"signal {self.received.name}", exit_code=self.exit_code or 0)
-
-    def _end_at_once(self, number: signal.Signals) -> None:
-        """Send the signal to the handler from before the run, or to the default one if it was ignored then."""
-        previous = self._previous.get(number)
-        self._restore_handlers()
-        if previous in (signal.SIG_IGN, None):
-            signal.signal(number, signal.SIG_DFL)
-        os.kill(os.getpid(), number)
-
-    def _restore_handlers(self) -> None:
-        while self._previous:
-            number, handler = self._previous.popitem()
-            # None: the handler was not installed from Python, so Python cannot restore it.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        run.stop(f"signal {number.name}", exit_code=self.exit_code or 0)
 
 
 def _checked(signals: Iterable[int | str]) -> tuple[signal.Signals, ...]:

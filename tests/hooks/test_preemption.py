@@ -3,17 +3,21 @@ import multiprocessing
 import os
 import signal
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
+import anyio
 import pytest
 import torch
 
 from eventloop import Bus, ConfigurationError, Run, RunPreempted
 from eventloop.checkpoint import load
-from hooks import CheckpointHook, PreemptionHook
+from hooks import CheckpointHook, PreemptionHook, SignalDoor
 
 from ..failing import fails
 from ..scripts import Script
+from ..waiting import until
 from .preempted import make_loop
 
 ROOT = Path(__file__).parent.parent.parent
@@ -330,22 +334,39 @@ def test_a_signal_can_arrive_anywhere(job, tmp_path):
     assert load(tmp_path / f"iter_{loop.counters.iter}.safetensors")["progress"]["iter"] == loop.counters.iter
 
 
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_door_passes_signals_to_runs_on_other_threads(job, mine, tmp_path, backend):
+    hook = PreemptionHook(["SIGUSR1"])
+    loop = job.loop(hook, work_dir=tmp_path)
+
+    @loop.bus.on("after_train_iter", once=2)
+    def strike(event):
+        os.kill(os.getpid(), signal.SIGUSR1)
+        until(lambda: hook.received is not None)
+
+    with SignalDoor(["SIGUSR1", "SIGUSR2"]) as door:
+        anyio.run(loop.arun, backend=backend)
+        assert (loop.counters.iter, hook.received, mine[0]) == (2, signal.SIGUSR1, [])
+        assert load(tmp_path / "iter_2.safetensors")["progress"]["iter"] == 2
+        signal.raise_signal(signal.SIGUSR1)  # no run is open: as without the door, which stays open
+        door.deliver(signal.SIGUSR2)
+        assert mine[0] == [signal.SIGUSR1, signal.SIGUSR2]
+    assert signal.getsignal(signal.SIGUSR1) is mine[1]
+
+
 # ------------------------------------------------------------------------------------------------------------ misuse
 
 
-def test_a_run_on_another_thread_is_an_error_with_advice(job):
-    loop = job.loop(PreemptionHook())
-    errors = []
+def test_a_run_on_another_thread_without_a_door_for_its_signals_is_an_error(job):
+    loop = job.loop(PreemptionHook(["SIGUSR1", "SIGUSR2"]))
+    for door in (nullcontext(), SignalDoor(["SIGUSR1"])):
+        with door, pytest.raises(ConfigurationError, match=r"SignalDoor\(\('SIGUSR1', 'SIGUSR2',\)\)"):
+            anyio.run(loop.arun)
 
-    def train():
-        try:
-            loop.run()
-        except ConfigurationError as error:
-            errors.append(str(error))
 
-    thread = threading.Thread(target=train, name="trainer")
-    thread.start()
-    thread.join()
-    assert "main thread" in errors[0]
-    assert "'trainer'" in errors[0]
-    assert "loop.stop()" in errors[0]
+def test_a_process_has_one_door_on_its_main_thread():
+    with SignalDoor(["SIGUSR1"]), pytest.raises(ConfigurationError, match="one"), SignalDoor(["SIGUSR2"]):
+        pass
+    with ThreadPoolExecutor() as threads, pytest.raises(ConfigurationError, match="main thread"):
+        threads.submit(SignalDoor().__enter__).result()
+    assert SignalDoor.current is None
