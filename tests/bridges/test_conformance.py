@@ -331,8 +331,11 @@ def test_a_resumed_training_goes_on_exactly(host, tmp_path, wholes, by, at):
 
     with nullcontext() if by == "stop" else pytest.raises(Killed):
         cut.fit()
-    rest, _, counted, average, runs = resumable(host, tmp_path, accumulate)
+    rest, bus, counted, average, runs = resumable(host, tmp_path, accumulate)
+    names = heard(bus)
     rest.fit(cut.own() if every else paths[-1])
+    assert host.empty_epochs or ("before_train_epoch", "after_train_epoch") not in itertools.pairwise(names)
+    assert runs[0].counters.epoch == 3
     assert counted.iters == hook.iters == [(i // 4, i, i % 4) for i in range(12)]
     if at != 4 or host.repeats_epoch_end:
         assert counted.seen == hook.seen

@@ -1,7 +1,6 @@
 """``bus.attach`` for a ``lightning.Trainer``, with Lightning itself."""
 
 from contextlib import nullcontext
-from itertools import pairwise
 
 import pytest
 import structlog
@@ -19,8 +18,8 @@ from hooks import CheckpointHook, EarlyStoppingHook, EMAHook, ParamSchedulerHook
 
 from ..failing import fails  # noqa: E402
 from .conformance.job import WARNINGS, loader  # noqa: E402
-from .conformance.lightning import QUIET, Job, Module, module_of  # noqa: E402
-from .jobs import STEP, VAL, Counting, Killed, assert_same, checkpoints, heard, killing, noted  # noqa: E402
+from .conformance.lightning import QUIET, Module, module_of  # noqa: E402
+from .jobs import STEP, VAL, assert_same, checkpoints, heard, noted  # noqa: E402
 
 pytestmark = WARNINGS
 
@@ -181,32 +180,6 @@ def test_an_exception_in_another_callback_ends_the_run_once(name, before):
     assert "after_run" not in names
     assert bridge.running is None
     assert bus.state == "idle"
-
-
-# ------------------------------------------------------------------------------------------------ equal weights, resume
-
-
-@pytest.mark.parametrize("kill", [8, 13])  # at the end of an epoch, in its middle
-@pytest.mark.parametrize("every", ["epoch", "validation"])
-def test_a_run_resumed_from_a_file_of_the_end_of_an_epoch_goes_on_exactly(tmp_path, every, kill):
-    def make(folder, **look):
-        names = heard(bus := Bus(hook := Counting(), ema := EMAHook(momentum=0.1)))
-        when = {"enable_version_counter": False, "save_on_train_epoch_end": every == "epoch"}
-        saves = [callbacks.ModelCheckpoint(folder, filename="last", **when)]
-        return Job(folder, bus, epochs=4, batches=8, validate=True, callbacks=saves, **look), hook, ema, names
-
-    whole, hook, ema, _ = make(tmp_path / "whole")
-    whole.fit()
-    cut, *_ = make(tmp_path / "parts", look=killing(kill))
-    with pytest.raises(Killed):
-        cut.fit()
-    rest, counted, average, names = make(tmp_path / "parts")
-    rest.fit(tmp_path / "parts" / "last.ckpt")
-    assert counted.iters == hook.iters == [(i // 8, i, i % 8) for i in range(32)]
-    assert rest.bridge.run.counters.epoch == 4
-    assert ("before_train_epoch", "after_train_epoch") not in pairwise(names)
-    assert_same(rest.weights(), whole.weights())
-    assert_same(average.average.tensors, ema.average.tensors)
 
 
 @pytest.mark.filterwarnings("ignore:train_dataloader yielded None")

@@ -11,7 +11,7 @@ from hooks import CheckpointHook, EMAHook
 
 from ..failing import fails
 from ..waiting import until
-from .jobs import assert_same, at_steps, checkpoints, noted
+from .jobs import Counting, assert_same, at_steps, checkpoints, noted
 from .test_conformance import host, hosts, pytestmark  # noqa: F401 - for pytest
 
 savers = hosts("own", "body", "toy")
@@ -99,19 +99,20 @@ def test_the_own_error_of_a_training_is_raised_with_a_note_about_the_save(host, 
 @pytest.mark.parametrize("with_bus", [False, True])
 def test_a_training_resumed_from_a_file_goes_on_exactly(host, tmp_path, with_bus):  # noqa: F811
     def make(folder, **options):
-        ema = EMAHook(momentum=0.1) if with_bus else None
-        return host(tmp_path / folder, Bus(ema) if with_bus else None, **options), ema
+        bus = Bus(ema := EMAHook(momentum=0.1), counting := Counting())
+        return host(tmp_path / folder, bus if with_bus else None, **options), ema, counting
 
-    whole, ema = make("whole")
+    whole, ema, counting = make("whole")
     whole.fit()
-    cut, _ = make("cut", every=4, beside=True, look=at_steps({6: fails(ValueError("killed"))}))
+    cut, *_ = make("cut", every=4, beside=True, look=at_steps({6: fails(ValueError("killed"))}))
     with pytest.raises(ValueError, match="killed"):
         cut.fit()
-    rest, average = make("cut")
+    rest, average, counted = make("cut")
     rest.fit(cut.own())
     assert_same(rest.weights(), whole.weights())
     if with_bus:
         assert_same(average.average.tensors, ema.average.tensors)
+        assert counted.iters == counting.iters
 
 
 @hosts("own", "body", "toy", "accelerate")

@@ -24,7 +24,7 @@ logging.getLogger("ignite").setLevel(logging.CRITICAL)
 
 class Job(job.Job):
     missing = IgniteBridge.missing
-    repeats_epoch_end = False
+    repeats_epoch_end = empty_epochs = False
     continues = 'Checkpoint.load_objects(bridge.to_save, "{}")'
 
     def make(self, *, deterministic=True):

@@ -90,6 +90,8 @@ class Job:
     """Whether the host has checkpoints of its own."""
     repeats_epoch_end: ClassVar[bool] = True
     """Whether a resume from the last batch of an epoch passes the end of that epoch."""
+    empty_epochs: ClassVar[bool] = True
+    """Whether a resume from there may pass that epoch without a batch."""
     interrupts: ClassVar[tuple[type[BaseException], ...]] = (KeyboardInterrupt,)
     """What a user sees after Ctrl-C."""
     continues: ClassVar[str] = ""

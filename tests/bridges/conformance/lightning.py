@@ -72,17 +72,19 @@ class Rest:
 class Job(job.Job):
     suffix = ".ckpt"
     metric = "val_loss"
-    repeats_epoch_end = False
+    repeats_epoch_end = empty_epochs = False
     missing = LightningBridge.missing
     interrupts = (SystemExit, KeyboardInterrupt)
     continues = 'trainer.fit(..., ckpt_path="{}")'
 
-    def make(self, *, callbacks=(), **options):
+    def make(self, **options):
         self.model = Module(self.net)
-        saves = list(callbacks)
+        saves = []
         if self.every:
-            every = self.every // self.accumulate
-            saves += [ModelCheckpoint(self.folder, filename="own-{step}", every_n_train_steps=every)]
+            when = {"every_n_train_steps": self.every // self.accumulate}
+            if self.every % self.batches == 0:  # at the end of an epoch, or of its validation
+                when = {"every_n_epochs": self.every // self.batches, "save_on_train_epoch_end": not self.validate}
+            saves += [ModelCheckpoint(self.folder, filename="own-{step}", **when)]
         plugins = [TrainbusCheckpointIO()] if self.beside else []
         self.trainer = pl.Trainer(
             accelerator="cpu", max_epochs=self.epochs, accumulate_grad_batches=self.accumulate, default_root_dir=self.folder,
