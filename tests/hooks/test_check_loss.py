@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from structlog.testing import capture_logs
 
 from eventloop import Bus, Run, TrainingError
 from hooks import CheckInvalidLossHook
@@ -23,9 +22,9 @@ def breaking(job, at, value, key="loss"):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(("key", "options"), [("loss", {}), ("aux_loss", {}), ("acc", {"keys": ["acc"]})])
-def test_it_names_the_key_of_a_loss_or_of_another_output_that_is_named_and_the_iteration(job, key, options, value):
+def test_it_names_the_key_of_a_loss_or_of_another_output_that_is_named_and_the_iteration(job, key, options, value, logs):
     loop = job.loop(CheckInvalidLossHook(interval=3, **options), step=breaking(job, 6, value, key))
-    with pytest.raises(TrainingError, match=rf"{key} .*(nan|inf).* 6 .*2"), capture_logs():
+    with pytest.raises(TrainingError, match=rf"{key} .*(nan|inf).* 6 .*2"):
         loop.run()
 
 
@@ -36,12 +35,12 @@ def test_it_looks_only_every_so_often_and_at_losses(job, interval, key):
     assert loop.counters.iter == 2 * len(job.batches())
 
 
-def test_a_missing_output_is_an_error_naming_the_outputs(job):
+def test_a_missing_output_is_an_error_naming_the_outputs(job, logs):
     loop = job.loop(CheckInvalidLossHook(interval=1, keys="los"), step=breaking(job, 0, 1.0))
-    with pytest.raises(TrainingError, match=r"'los'.*'aux_loss'"), capture_logs():
+    with pytest.raises(TrainingError, match=r"'los'.*'aux_loss'"):
         loop.run()
     bus = Bus(CheckInvalidLossHook(interval=1))
-    with pytest.raises(TrainingError, match="acc"), capture_logs(), Run(bus, model=job.model()) as run:
+    with pytest.raises(TrainingError, match="acc"), Run(bus, model=job.model()) as run:
         for _ in run.epochs(1):
             for _ in run.train(job.batches()):
                 run.report(acc=0.5)

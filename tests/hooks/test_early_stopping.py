@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from structlog.testing import capture_logs
 
 from eventloop import TrainingError
 from eventloop.checkpoint import load
@@ -60,7 +59,7 @@ def test_a_stop_is_clean_and_logs_the_reason(job, tmp_path):
 
 
 @pytest.mark.parametrize(("point", "waited"), [("after_train_epoch", 1), ("after_val_epoch", 2)])
-def test_the_wait_count_is_in_the_checkpoint(job, tmp_path, point, waited):
+def test_the_wait_count_is_in_the_checkpoint(job, tmp_path, point, waited, logs):
     """It does not begin at 0 again: a resumed training ends as one that was never interrupted."""
     straight = training(job, EarlyStoppingHook("accuracy", patience=3), [0.5] * 9)
     straight.run()
@@ -69,7 +68,7 @@ def test_the_wait_count_is_in_the_checkpoint(job, tmp_path, point, waited):
     first = training(job, EarlyStoppingHook("accuracy", patience=3), [0.5] * 9, work_dir=tmp_path)
     first.bus.on(point, lambda event: event.run.checkpoint_now(), once=3)
     first.bus.on("after_val", lambda event: (event.run.wait_for_saves(), 1 / 0), once=3)
-    with pytest.raises(ZeroDivisionError), capture_logs():
+    with pytest.raises(ZeroDivisionError):
         first.run()
 
     hook, counts = EarlyStoppingHook("accuracy", patience=3), []
@@ -114,7 +113,7 @@ def test_without_strict_a_missing_metric_is_a_warning(job, logs):
     assert "'acc_of_it'" in warnings[0]
 
 
-def test_a_non_numeric_value_is_an_error(job):
+def test_a_non_numeric_value_is_an_error(job, logs):
     loop = training(job, EarlyStoppingHook("accuracy"), ["much"])
-    with pytest.raises(TrainingError, match=r"accuracy.*str"), capture_logs():
+    with pytest.raises(TrainingError, match=r"accuracy.*str"):
         loop.run()

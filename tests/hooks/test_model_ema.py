@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from structlog.testing import capture_logs
 from torch import nn
 
 from eventloop import ConfigurationError
@@ -72,7 +71,7 @@ def test_the_model_inside_a_wrapper_is_found(job):
     assert model.calls == ["init", "update", "update"]
 
 
-def test_one_of_several_models_is_named(job):
+def test_one_of_several_models_is_named(job, logs):
     models = {"teacher": Averaging(), "student": job.model()}
     optimizer = torch.optim.SGD(models["student"].parameters(), lr=0.1)
 
@@ -82,12 +81,12 @@ def test_one_of_several_models_is_named(job):
     job.loop(EMAEpochHook(model="teacher"), model=models, optimizer=optimizer, step=step).run()
     assert models["teacher"].calls == ["init", "update", "update"]
     for name in (None, "tutor"):
-        with pytest.raises(ConfigurationError, match="'teacher', 'student'"), capture_logs():
+        with pytest.raises(ConfigurationError, match="'teacher', 'student'"):
             job.loop(EMAIterHook(model=name), model=models, optimizer=optimizer, step=step).run()
 
 
-def test_a_model_without_the_methods_is_an_error_naming_the_other_hook(job):
-    with pytest.raises(ConfigurationError, match=r"init_ema.*update_ema.*EMAHook"), capture_logs():
+def test_a_model_without_the_methods_is_an_error_naming_the_other_hook(job, logs):
+    with pytest.raises(ConfigurationError, match=r"init_ema.*update_ema.*EMAHook"):
         job.loop(EMAIterHook()).run()
 
 

@@ -33,34 +33,26 @@ def test_facts_of_the_run_and_the_training_are_set_where_they_begin(bus, tmp_pat
     assert found[1].items() >= {"max_epochs": 2, "max_iters": None, "epoch": 0, "iter": 0, "stage": "train"}.items()
 
 
-def test_iteration_epoch_and_learning_rate_follow_the_run(bus):
-    found = []
-
-    @bus.on("after_train_iter", priority=90)
-    def look(event):
-        info = event.run.info
-        found.append((info["epoch"], info["iter"], info["train/lr"], event.outputs["lr"]))
-        event.run.optimizers["optimizer"].param_groups[0]["lr"] /= 2
-
-    make_loop(bus=bus).run()
-    rates = [0.1 / 2**i for i in range(6)]
-    assert found == [(i // 3, i, rate, rate) for i, rate in enumerate(rates)]
-
-
-def test_only_scalars_are_kept_and_unchanged(bus):
+def test_iteration_epoch_and_learning_rate_follow_the_run_and_only_scalars_are_kept_unchanged(bus):
     found = []
 
     @bus.on("after_train_iter", priority=20)
     def look(event):
         info = event.run.info
-        found.append(info["train/share"])
         assert isinstance(info["train/loss"], torch.Tensor)
         assert not info["train/loss"].requires_grad
         assert info["train/loss"] == event.outputs["loss"]
         assert "train/logits" not in info
 
+    @bus.on("after_train_iter", priority=90)
+    def change(event):
+        info = event.run.info
+        found.append((info["epoch"], info["iter"], info["train/share"], info["train/lr"], event.outputs["lr"]))
+        event.run.optimizers["optimizer"].param_groups[0]["lr"] /= 2
+
     make_loop(bus=bus).run()
-    assert found == [0.5] * 6
+    rates = [0.1 / 2**i for i in range(6)]
+    assert found == [(i // 3, i, 0.5, rate, rate) for i, rate in enumerate(rates)]
 
 
 def rates_of(bus):
