@@ -5,7 +5,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from structlog.testing import capture_logs
 
 from eventloop import ConfigurationError
 from hooks import AutogradAnomalyDetectHook, AutogradProfilerHook
@@ -18,15 +17,15 @@ def sqrt_of_zero(model, batch):
     return ((model(batch[0]) * 0.0).square().sum()).sqrt() * 0.0
 
 
-def test_a_gradient_that_is_nan_is_an_error_that_names_the_operation(job):
-    with pytest.warns(UserWarning, match="Error detected"), pytest.raises(RuntimeError, match="SqrtBackward"), capture_logs():
+def test_a_gradient_that_is_nan_is_an_error_that_names_the_operation(job, logs):
+    with pytest.warns(UserWarning, match="Error detected"), pytest.raises(RuntimeError, match="SqrtBackward"):
         job.loop(AutogradAnomalyDetectHook(), step=sqrt_of_zero).run()
 
 
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize("mode", [True, False])
 @pytest.mark.parametrize("end", ["in order", "by an error"])
-def test_anomaly_detection_is_set_during_training_and_restored(job, before, mode, end):
+def test_anomaly_detection_is_set_during_training_and_restored(job, before, mode, end, logs):
     seen: list[bool] = []
 
     def look(event):
@@ -37,7 +36,7 @@ def test_anomaly_detection_is_set_during_training_and_restored(job, before, mode
     loop = job.loop(AutogradAnomalyDetectHook(mode))
     loop.bus.on("before_train_iter", look, once=2)
     with torch.autograd.set_detect_anomaly(before, check_nan=not before):
-        with capture_logs(), nullcontext() if end == "in order" else pytest.raises(ArithmeticError):
+        with nullcontext() if end == "in order" else pytest.raises(ArithmeticError):
             loop.run()
         assert torch.is_anomaly_enabled() is before
         assert torch.is_anomaly_check_nan_enabled() is not before
@@ -68,13 +67,12 @@ def test_the_work_dir_is_the_place_by_default_and_without_any_it_is_an_error_bef
         job.loop(AutogradProfilerHook(lambda event: False)).run()
 
 
-def test_an_iteration_that_fails_has_no_trace_and_the_next_run_can_profile(job, tmp_path):
+def test_an_iteration_that_fails_has_no_trace_and_the_next_run_can_profile(job, tmp_path, logs):
     hook = AutogradProfilerHook(lambda event: True)
     loop = job.loop(hook, work_dir=tmp_path)
     loop.bus.on("after_train_iter", fails(ArithmeticError), once=2)
-    with pytest.raises(ArithmeticError), capture_logs():
+    with pytest.raises(ArithmeticError):
         loop.run()
     assert [file.name for file in tmp_path.iterdir()] == ["profiler-trace-iter1.json"]
-    with capture_logs():
-        job.loop(hook, work_dir=tmp_path / "again", max_epochs=1).run()
+    job.loop(hook, work_dir=tmp_path / "again", max_epochs=1).run()
     assert len(list((tmp_path / "again").iterdir())) == 4

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from structlog.testing import capture_logs
 
 from eventloop import Bus, CheckpointError, ConfigurationError, Hook, Run
 from eventloop.checkpoint import TEMPORARY_PREFIX, load, save
@@ -344,7 +343,7 @@ def test_removals_missed_by_a_killed_process_are_made_later(job, tmp_path):
         *("last_checkpoint", "link.safetensors", "fifo.safetensors", "x\0.safetensors", 7, None, ["epoch_1.safetensors"]),
     ],
 )
-def test_foreign_names_in_a_checkpoint_are_reported_and_not_removed(tmp_path, name):
+def test_foreign_names_in_a_checkpoint_are_reported_and_not_removed(tmp_path, name, logs):
     place = tmp_path / "run"
     scored(place, CheckpointHook(1, save_best="acc", name="saver"), 0.9, max_epochs=1).run()
     (place / "sub").mkdir()
@@ -360,8 +359,7 @@ def test_foreign_names_in_a_checkpoint_are_reported_and_not_removed(tmp_path, na
     state["best"] = {"acc": [forged]}
     save(tree, tmp_path / "forged.safetensors")
     hook = CheckpointHook(1, save_best="acc", max_keep_ckpts=1, name="saver")
-    with capture_logs() as logs:
-        scored(place, hook, 0.2, 0.3, 0.4, max_epochs=3).run(resume=tmp_path / "forged.safetensors")
+    scored(place, hook, 0.2, 0.3, 0.4, max_epochs=3).run(resume=tmp_path / "forged.safetensors")
     assert all(file.exists() for file in [*mine, place / "link.safetensors", place / "fifo.safetensors"])
     assert files(place) >= {"epoch_3", "best_acc_epoch_3"}
     assert sum("did not write" in entry["event"] for entry in logs) == 2

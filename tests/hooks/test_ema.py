@@ -5,7 +5,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from structlog.testing import capture_logs
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -265,10 +264,10 @@ def test_until_it_begins_the_average_is_the_weights(job, options, first):
         ({"begin_epoch": 2}, {"max_iters": 8}, "epoch 1.*begin_iter="),
     ],
 )
-def test_a_begin_beyond_the_training_is_an_error(job, options, length, last):
+def test_a_begin_beyond_the_training_is_an_error(job, options, length, last, logs):
     ((option, begin),) = options.items()
     loop = job.loop(EMAHook(**options), **length)
-    with pytest.raises(ConfigurationError, match=rf"EMAHook\({option}={begin}\).*{last}"), capture_logs():
+    with pytest.raises(ConfigurationError, match=rf"EMAHook\({option}={begin}\).*{last}"):
         loop.run()
     assert loop.counters.iter == 0
     job.loop(EMAHook(**{option: begin if "begin_epoch=" in last else 1}), **length).run()
@@ -385,7 +384,7 @@ def test_a_resumed_run_ends_with_the_same_bits(job, tmp_path, kind, stop):
 
 
 @pytest.mark.parametrize("averaged", [True, False])
-def test_without_an_average_in_the_checkpoint_it_warns_and_begins_with_the_weights(job, tmp_path, averaged):
+def test_without_an_average_in_the_checkpoint_it_warns_and_begins_with_the_weights(job, tmp_path, averaged, logs):
     """Where the run had no average, or the file has lost it: none is taken from the hook's state."""
     hooks = [EMAHook(momentum=0.3)] if averaged else []
     job.loop(*hooks, CheckpointHook(interval=1), work_dir=tmp_path, max_epochs=1).run()
@@ -395,15 +394,14 @@ def test_without_an_average_in_the_checkpoint_it_warns_and_begins_with_the_weigh
     save(tree, tmp_path / "without.safetensors")
     hook, watch = EMAHook(momentum=0.3), Watch()
     resumed = job.loop(hook, CheckpointHook(), watch, work_dir=tmp_path, max_epochs=1, val_data=job.batches(1))
-    with capture_logs() as logs:
-        resumed.run(resume=tmp_path / "without.safetensors")
+    resumed.run(resume=tmp_path / "without.safetensors")
     assert any("no averaged weights" in entry["event"] for entry in logs)
     assert hook.average.steps == 0
     assert equal(watch.seen["val"], [tree["state_dict"][name] for name, _ in resumed.model.named_parameters()])
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_an_average_of_another_model_is_an_error_or_partially_loaded(job, tmp_path, strict):
+def test_an_average_of_another_model_is_an_error_or_partially_loaded(job, tmp_path, strict, logs):
     job.loop(EMAHook(momentum=0.3), CheckpointHook(interval=1), work_dir=tmp_path, max_epochs=1).run()
     averaged = load(tmp_path / "epoch_1.safetensors")["state_dict"]
     model = job.model()
@@ -412,7 +410,7 @@ def test_an_average_of_another_model_is_an_error_or_partially_loaded(job, tmp_pa
     loop = job.loop(hook, watch, model=model, max_epochs=1, val_data=job.batches(1))
     fresh = [p.detach().clone() for p in model[2].parameters()]
     error = pytest.raises(CheckpointError, match=r"2\.bias, 2\.weight") if strict else nullcontext()
-    with capture_logs() as logs, error:
+    with error:
         loop.run(resume=tmp_path / "epoch_1.safetensors", strict=False)
     if strict:
         return

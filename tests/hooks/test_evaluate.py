@@ -150,17 +150,15 @@ def test_no_file_is_written_without_json_file_or_work_dir(job, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_the_best_survives_a_resume(job, tmp_path):
+def test_the_best_survives_a_resume(job, tmp_path, logs):
     evaluated(job, EvaluateHook(4, Function({"acc": 0.9})), CheckpointHook(1), work_dir=tmp_path, max_epochs=1)
     hook = EvaluateHook(4, Function({"acc": 0.5}))
     loop = job.loop(hook, CheckpointHook(1), work_dir=tmp_path)
-    with capture_logs():
-        loop.run(resume="auto")
+    loop.run(resume="auto")
     assert hook.best is not None
     assert (hook.best.iter, hook.best.metrics) == (4, {"acc": 0.9})
     other = EvaluateHook(4, Function({"acc": 0.1, "loss": 3.0}), monitor="loss")
-    with capture_logs():
-        job.loop(other, CheckpointHook(1), work_dir=tmp_path, max_epochs=3).run(resume="auto")
+    job.loop(other, CheckpointHook(1), work_dir=tmp_path, max_epochs=3).run(resume="auto")
     assert other.best.metrics == {"acc": 0.1, "loss": 3.0}
 
 
@@ -180,8 +178,8 @@ def test_a_new_training_resets_the_hook(job):
         ({"acc": 0.5}, {"monitor": "accuracy"}, r"'accuracy'.*acc"),
     ],
 )
-def test_a_result_that_cannot_be_used_is_an_error(job, result, options, match):
-    with pytest.raises((TrainingError, ConfigurationError), match=match), capture_logs():
+def test_a_result_that_cannot_be_used_is_an_error(job, result, options, match, logs):
+    with pytest.raises((TrainingError, ConfigurationError), match=match):
         job.loop(EvaluateHook(1, Function(result), **options)).run()
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from structlog.testing import capture_logs
 from torch.profiler import ProfilerActivity, profile
 
 from eventloop import ConfigurationError
@@ -119,10 +118,10 @@ def test_details_are_recorded_on_request(job):
     assert seen[1:] == [True, 0, False]
 
 
-def test_a_run_that_fails_ends_the_profile(job, traces):
+def test_a_run_that_fails_ends_the_profile(job, traces, logs):
     loop = job.loop(ProfilerHook(on_trace_ready=traces))
     loop.bus.on("before_train_iter", fails(RuntimeError("mine")), once=3)
-    with pytest.raises(RuntimeError, match="mine"), capture_logs():
+    with pytest.raises(RuntimeError, match="mine"):
         loop.run()
     assert traces == [2]
     job.loop(ProfilerHook(on_trace_ready=traces)).run()  # torch's profiler is free for another
@@ -130,9 +129,9 @@ def test_a_run_that_fails_ends_the_profile(job, traces):
 
 
 @pytest.mark.parametrize("schedule", [None, {"wait": 0, "warmup": 1, "active": 1, "repeat": 2}])
-def test_a_handler_that_fails_is_the_error_of_the_run(job, traces, schedule):
+def test_a_handler_that_fails_is_the_error_of_the_run(job, traces, schedule, logs):
     hook = ProfilerHook(schedule=schedule, on_trace_ready=fails(RuntimeError("mine")))
-    with pytest.raises(RuntimeError, match="mine"), capture_logs():
+    with pytest.raises(RuntimeError, match="mine"):
         job.loop(hook).run()
     job.loop(ProfilerHook(on_trace_ready=traces)).run()
     assert traces == [4]
@@ -158,7 +157,7 @@ def test_a_failing_table_leaves_the_trace_in_a_file_and_does_not_end_the_run(job
 
 
 @pytest.mark.parametrize("method", ["start", "step", "stop", "export_chrome_trace"])
-def test_a_profiler_that_fails_does_not_end_the_run(job, tmp_path, monkeypatch, traces, method):
+def test_a_profiler_that_fails_does_not_end_the_run(job, tmp_path, monkeypatch, traces, method, logs):
     works = getattr(profile, method)
 
     def fails(self, *args):
@@ -169,8 +168,7 @@ def test_a_profiler_that_fails_does_not_end_the_run(job, tmp_path, monkeypatch, 
     with monkeypatch.context() as broken:
         broken.setattr(profile, method, fails)
         loop = job.loop(ProfilerHook(profile_times=2, json_trace_path="trace.json"), work_dir=tmp_path)
-        with capture_logs() as logs:
-            loop.run()
+        loop.run()
     assert loop.counters.epoch == 2
     errors = [entry for entry in logs if entry["log_level"] == "error"]
     assert [(entry["hook"], entry["exc_info"]) for entry in errors] == [("ProfilerHook", True)]

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from structlog.testing import capture_logs
 from torch.optim import lr_scheduler
 
 from eventloop import Bus, ConfigurationError, Run
@@ -101,12 +100,11 @@ def test_a_resumed_schedule_ends_with_the_same_bits(job, tmp_path, by, stop):
     assert "param_schedulers" in load(tmp_path / "whole" / "epoch_3.safetensors")
 
 
-def test_a_checkpoint_without_schedules_warns(job, tmp_path):
+def test_a_checkpoint_without_schedules_warns(job, tmp_path, logs):
     job.loop(CheckpointHook(), work_dir=tmp_path, max_epochs=1).run()
     loop, _ = scheduled(job, "iter", work_dir=tmp_path)
     loop.model.load_state_dict(job.model().state_dict())
-    with capture_logs() as logs:
-        loop.run(resume="auto")
+    loop.run(resume="auto")
     assert any("no state for this scheduler" in entry["event"] for entry in logs)
 
 
@@ -124,12 +122,12 @@ def one_in_two_hooks(optimizer):
     ],
 )
 def test_two_of_one_name_one_in_two_hooks_and_one_of_another_optimizer_are_errors_when_training_begins(
-    job, tmp_path, hooks_of, named
+    job, tmp_path, hooks_of, named, logs
 ):
     model = job.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     loop = job.loop(*hooks_of(optimizer), CheckpointHook(), model=model, optimizer=optimizer, work_dir=tmp_path)
-    with pytest.raises(ConfigurationError, match=named), capture_logs():
+    with pytest.raises(ConfigurationError, match=named):
         loop.run()
     assert loop.counters.iter == 0
 
