@@ -42,9 +42,7 @@ def test_files_and_the_best_stay_as_in_a_directory(job, tmp_path, there):
 
 @pytest.mark.parametrize("resume", ["auto", f"{URL}/epoch_2.safetensors"])
 @pytest.mark.parametrize("place", ["the same", "a new machine"])
-def test_a_run_resumes_from_a_url_which_last_checkpoint_names_in_the_store_and_the_work_dir(
-    job, tmp_path, memory, resume, place
-):
+def test_a_run_resumes_from_the_url_that_last_checkpoint_names_in_both_places(job, tmp_path, memory, resume, place):
     job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "the same" / "run").run()
     assert memory.cat_file("/bucket/run/last_checkpoint") == b"epoch_2.safetensors"
     assert (tmp_path / "the same" / "run" / "last_checkpoint").read_text() == f"{URL}/epoch_2.safetensors"

@@ -106,9 +106,7 @@ def resumed(work_dir):
         ("before_val_iter", 3, 5),  # the first validation's third batch
     ],
 )
-def test_sigterm_finishes_the_iteration_saves_and_ends_in_order_and_a_resumed_run_is_bitwise_the_same(
-    start, tmp_path, uninterrupted, at, iteration, done
-):
+def test_sigterm_saves_and_ends_in_order_and_a_resumed_run_is_the_same(start, tmp_path, uninterrupted, at, iteration, done):
     with start(tmp_path, at=at, iteration=iteration) as child:
         child.gets(signal.SIGTERM)
         status, said, log = child.end()

@@ -38,9 +38,7 @@ def terminal(screen):
     return Console(file=screen, force_terminal=True, width=120, legacy_windows=False, _environ={"TERM": "xterm-256color"})
 
 
-def test_the_bar_shows_epochs_validations_and_losses_and_leaves_the_terminal_as_it_was(
-    terminal, screen, monkeypatch, no_thread_is_left
-):
+def test_the_bar_shows_the_training_and_leaves_the_terminal_as_it_was(terminal, screen, monkeypatch, no_thread_is_left):
     hidden, written, before = [], screen.write, sys.stdout
 
     def write(text):

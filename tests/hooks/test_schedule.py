@@ -121,9 +121,7 @@ def one_in_two_hooks(optimizer):
         (one_in_two_hooks, "'b'"),
     ],
 )
-def test_two_of_one_name_one_in_two_hooks_and_one_of_another_optimizer_are_errors_when_training_begins(
-    job, tmp_path, hooks_of, named, logs
-):
+def test_schedulers_that_cannot_be_are_errors_when_training_begins(job, tmp_path, hooks_of, named, logs):
     model = job.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     loop = job.loop(*hooks_of(optimizer), CheckpointHook(), model=model, optimizer=optimizer, work_dir=tmp_path)

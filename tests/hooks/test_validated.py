@@ -70,9 +70,7 @@ def test_a_resumed_run_that_has_nothing_left_to_train_is_not(train, tmp_path, lo
 @pytest.mark.parametrize(
     ("metric", "meant", "sanity"), [("eval_loss", "'loss'", 2), ("acccuracy", "'accuracy'", 1), ("val/loss", "'loss'", 0)]
 )
-def test_a_metric_that_validations_lack_is_an_error_with_the_nearest_before_the_training(
-    job, train, label, tmp_path, metric, meant, sanity, logs
-):
+def test_a_metric_that_validations_lack_is_an_error_before_training(job, train, label, tmp_path, metric, meant, sanity, logs):
     data = {"val_data": job.batches(1), "metrics": {"accuracy": job.Scores(0.5, 0.5)}, "sanity": sanity}
     error = ConfigurationError if sanity else TrainingError
     told = said(train, own=False, error=error, metric=metric, work_dir=tmp_path, max_epochs=2, **data)
