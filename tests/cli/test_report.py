@@ -138,9 +138,8 @@ def test_what_a_resume_abandons_counts_nowhere_and_is_told_in_a_sentence(trainbu
 
 
 def test_a_run_that_goes_back_and_has_nothing_left_to_train_tells_the_present_one(here):
-    write_manifest(
-        Path("a"), RunManifest(name="digits", sessions=[session(epoch=5, iter=40), session(BEGAN + 1000, epoch=3, iter=24)])
-    )
+    sessions = [session(epoch=5, iter=40), session(BEGAN + 1000, epoch=3, iter=24)]
+    write_manifest(Path("a"), RunManifest(name="digits", sessions=sessions))
     write_scalars(Path("a"), *loss_lines(40, per_epoch=8))
     write_record(Path("a"), {"time": BEGAN + 1001, "kind": "resume", "epoch": 3, "iter": 24, "path": ""})
     assert verdict(ReportedRun(Path("a")), best_metric)[0].startswith("The run finished after 3 epochs and 24 iterations")
@@ -181,9 +180,8 @@ def test_the_tables_of_a_bus_print_names_as_they_are(here, bus):
     part = Part("hook", EVIL, 1, 1.0, 0.5, 1.0, EVIL)
     lane = LaneCosts(EVIL, [EVIL], 1, 0, 1, 0, 1.0, 1.0)
     times = RankTimes("hook", EVIL, 1.0, 1.0, 1.0, 0, EVIL)
-    costs = Costs(
-        2.0, [part], lanes=[lane], ranks=RankCosts(2, 1, 1.0, [times], Straggler(0, EVIL, "hook", EVIL, 1.0, 0.5, 0.5))
-    )
+    ranks = RankCosts(2, 1, 1.0, [times], Straggler(0, EVIL, "hook", EVIL, 1.0, 0.5, 0.5))
+    costs = Costs(2.0, [part], lanes=[lane], ranks=ranks)
     handler = FunctionType((lambda event: None).__code__, {}, EVIL)
     handler.__qualname__ = EVIL
     bus.on("after_train_iter", handler, offload="thread")

@@ -33,9 +33,8 @@ from .conftest import files, scored
 )
 @pytest.mark.parametrize("length", [{"max_epochs": 10}, {"max_iters": 10}], ids=["epochs", "iterations"])
 def test_epochs_or_iterations_after_which_it_saves(job, tmp_path, options, expected, length):
-    job.loop(
-        CheckpointHook(**{"by_epoch": "max_epochs" in length} | options), work_dir=tmp_path, train_data=job.batches(1), **length
-    ).run()
+    hook = CheckpointHook(**{"by_epoch": "max_epochs" in length} | options)
+    job.loop(hook, work_dir=tmp_path, train_data=job.batches(1), **length).run()
     name = options.get("filename_tmpl", "epoch_{}.safetensors" if "max_epochs" in length else "iter_{}.safetensors")
     assert {path.name for path in tmp_path.glob("*.safetensors")} == {name.format(n) for n in expected}
     assert [load(tmp_path / name.format(n))["progress"]["iter"] for n in expected] == [*expected]
@@ -58,9 +57,8 @@ def test_runs_with_the_same_out_dir_have_separate_subfolders(job, tmp_path):
     """Neither overwrites or removes the other's files, nor goes on from them."""
     began: list[int] = []
     for name, epochs in (("one", 1), ("other", 2), ("one", 2)):
-        loop = job.loop(
-            CheckpointHook(1, max_keep_ckpts=1, out_dir=tmp_path / "out"), work_dir=tmp_path / name, max_epochs=epochs
-        )
+        hook = CheckpointHook(1, max_keep_ckpts=1, out_dir=tmp_path / "out")
+        loop = job.loop(hook, work_dir=tmp_path / name, max_epochs=epochs)
         loop.bus.on("before_train", lambda event: began.append(event.progress.epoch))
         loop.run(resume="auto")
     assert began == [0, 0, 1]
@@ -181,9 +179,8 @@ def test_the_best_file_has_the_validated_weights(job, tmp_path, mount_point, by_
 @pytest.mark.parametrize("by_epoch", [True, False])
 @pytest.mark.parametrize("mount_point", ["after_train_epoch", "after_val_epoch", "after_train"])
 def test_the_last_file_has_what_hooks_changed_after_the_last_iteration(job, tmp_path, mount_point, by_epoch):
-    loop = job.loop(
-        CheckpointHook(interval=1, by_epoch=by_epoch), calibrates(mount_point), work_dir=tmp_path, val_data=job.batches(1)
-    )
+    hooks = CheckpointHook(interval=1, by_epoch=by_epoch), calibrates(mount_point)
+    loop = job.loop(*hooks, work_dir=tmp_path, val_data=job.batches(1))
     loop.run()
     assert job.same(load(tmp_path / (tmp_path / "last_checkpoint").read_text())["state_dict"], job.weights(loop.model))
     assert files(tmp_path) == ({"epoch_1", "epoch_2"} if by_epoch else {f"iter_{n}" for n in range(1, 9)})

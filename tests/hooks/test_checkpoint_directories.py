@@ -65,9 +65,8 @@ def test_relative_directories_are_those_of_the_beginning(job, tmp_path, monkeypa
 def test_one_directory_named_in_two_ways_is_one(job, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     job.loop(CheckpointHook(1, max_keep_ckpts=1, out_dir="run"), work_dir=tmp_path / "run").run()
-    job.loop(CheckpointHook(1, max_keep_ckpts=1, out_dir=tmp_path / "run"), work_dir=Path("run"), max_epochs=3).run(
-        resume="run/epoch_2.safetensors"
-    )
+    hook = CheckpointHook(1, max_keep_ckpts=1, out_dir=tmp_path / "run")
+    job.loop(hook, work_dir=Path("run"), max_epochs=3).run(resume="run/epoch_2.safetensors")
     assert files(tmp_path / "run") == {"epoch_3"}
 
 
@@ -132,9 +131,8 @@ def test_resuming_from_the_best_file_repeats_its_validation(job, tmp_path, lengt
             CheckpointHook(interval, by_epoch="max_epochs" in length, save_best="loss", rule="greater"),
             remembers,
         )
-        loop = job.loop(
-            *hooks, model=model, optimizer=optimizer, work_dir=directory, val_data=job.batches(1, 3), seed=2, **length
-        )
+        options = {"work_dir": directory, "val_data": job.batches(1, 3), "seed": 2} | length
+        loop = job.loop(*hooks, model=model, optimizer=optimizer, **options)
         loop.run(resume=resume)
         states = loop.bus.state_dict()["hooks"]
         (mine,) = (hook for hook in loop.bus.hooks if isinstance(hook, CheckpointHook))

@@ -99,9 +99,8 @@ def test_a_failed_upload_is_loud_and_costs_no_file(job, tmp_path, monkeypatch, t
 
     monkeypatch.setattr(MemoryFile, "commit", refusing)
     failed: list[str] = []
-    loop = job.loop(
-        CheckpointHook(1, out_dir=OUT, max_keep_ckpts=1, on_error=on_error), work_dir=tmp_path / "run", max_epochs=2
-    )
+    hook = CheckpointHook(1, out_dir=OUT, max_keep_ckpts=1, on_error=on_error)
+    loop = job.loop(hook, work_dir=tmp_path / "run", max_epochs=2)
     loop.bus.on("checkpoint_failed", lambda event: failed.append(event.path))
     with pytest.raises(CheckpointError, match="quota") if on_error == "raise" else nullcontext():
         loop.run()

@@ -114,9 +114,8 @@ def test_of_several_processes_the_first_one_writes_the_file(tmp_path, rank, line
     bus, progress = Bus(EvaluateHook(4, Function())), Progress()
     bus.set_rank(rank, 2)
     with bus:
-        bus.publish(
-            Evaluated(progress=progress, hook="EvaluateHook", epoch=1, iter=4, metrics={"acc": 0.5}, work_dir=str(tmp_path))
-        )
+        facts = {"hook": "EvaluateHook", "epoch": 1, "iter": 4, "metrics": {"acc": 0.5}, "work_dir": str(tmp_path)}
+        bus.publish(Evaluated(progress=progress, **facts))
     assert len(list(tmp_path.glob("*.json"))) == lines
 
 

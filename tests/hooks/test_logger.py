@@ -112,9 +112,8 @@ def test_a_tensor_or_array_of_one_element_is_a_scalar(notes):
 
     model = torch.nn.Linear(3, 1)
     make_loop(bus=bus_with(notes, interval=7), model=model, step=step, val_data=DATA[:2], val_step=step).run()
-    assert {name for scalars, _, _ in notes.scalars() for name in scalars} == {
-        f"train/{name}" for name in ("loss", "tensor", "param", "array", "number")
-    }
+    names = {name for scalars, _, _ in notes.scalars() for name in scalars}
+    assert names == {f"train/{name}" for name in ("loss", "tensor", "param", "array", "number")}
     for stage in ("train", "val"):
         (scalars, _, _), _ = notes.scalars(stage)
         assert [scalars[f"{stage}/{name}"] for name in ("tensor", "array", "number")] == [0.5, 0.25, 2.0]

@@ -63,9 +63,8 @@ def test_a_resumed_run_has_two_sessions_and_a_line_with_the_place_of_the_checkpo
     make_loop(CheckpointHook(interval=1), RunRecordHook(), work_dir=tmp_path, max_epochs=3).run()
     other = msgspec.structs.replace(environment(), process=Process(1, "elsewhere", "", ""))
     monkeypatch.setattr(run_record.observe, "environment", lambda: other)
-    make_loop(CheckpointHook(interval=1), RunRecordHook(), work_dir=tmp_path, max_epochs=4).run(
-        resume=tmp_path / "epoch_2.safetensors"
-    )
+    loop = make_loop(CheckpointHook(interval=1), RunRecordHook(), work_dir=tmp_path, max_epochs=4)
+    loop.run(resume=tmp_path / "epoch_2.safetensors")
     first, second = RunFolder(tmp_path).manifest().sessions
     assert (first.epoch, first.state, second.epoch, second.state) == (3, "finished", 4, "finished")
     assert second.resumed_from.endswith("epoch_2.safetensors")

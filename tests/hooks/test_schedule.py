@@ -87,10 +87,8 @@ def test_a_resumed_schedule_ends_with_the_same_bits(job, tmp_path, by, stop):
 
     def run(directory, *more, resume=None):
         monitor = "loss" if by == "metric" else None
-        hooks = (CheckpointHook(interval=1), *more)
-        loop, _ = scheduled(
-            job, by, *hooks, make=make, monitor=monitor, work_dir=directory, max_epochs=3, val_data=job.batches(1)
-        )
+        options = {"work_dir": directory, "max_epochs": 3, "val_data": job.batches(1)}
+        loop, _ = scheduled(job, by, CheckpointHook(interval=1), *more, make=make, monitor=monitor, **options)
         loop.run(resume=resume)
         return job.weights(loop.model)
 

@@ -56,9 +56,8 @@ def resumed(path: Path, *hooks: Any, max_epochs: int, seen: Any = None) -> Any:
     if seen is not None:
         bus.on("before_train", lambda event: seen(event.run))
     data = [(torch.ones(8, 4), torch.zeros(8, dtype=torch.long))] * 2
-    loop = TrainLoop(
-        model, torch.optim.AdamW(model.parameters(), lr=0.5), step=step, train_data=data, bus=bus, max_epochs=max_epochs
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    loop = TrainLoop(model, optimizer, step=step, train_data=data, bus=bus, max_epochs=max_epochs)
     loop.run(resume=path)
     return end[0]
 

@@ -165,10 +165,9 @@ def test_mmengines_runner_resumes_our_file_and_we_resume_its(tmp_path):
     theirs(tmp_path / "theirs", all_hooks(), max_epochs=2, param_scheduler=SCHEDULE)
     ours(tmp_path / "ours", all_hooks(), max_epochs=2, param_scheduler=SCHEDULE)
     model = jobs.Net()
-    load_checkpoint(model, str(tmp_path / "ours" / "epoch_2.pth"), strict=True)
-    resumed = theirs(
-        tmp_path / "a", all_hooks(), max_epochs=4, param_scheduler=SCHEDULE, resume=str(tmp_path / "ours" / "epoch_2.pth")
-    )
+    our_file = str(tmp_path / "ours" / "epoch_2.pth")
+    load_checkpoint(model, our_file, strict=True)
+    resumed = theirs(tmp_path / "a", all_hooks(), max_epochs=4, param_scheduler=SCHEDULE, resume=our_file)
     same(whole.model.state_dict(), resumed.model.state_dict())
     tree = load_pth(tmp_path / "theirs" / "epoch_2.pth")
     bus, loop = jobs.loop_of(tmp_path / "b", all_hooks(), max_epochs=4, param_scheduler=SCHEDULE)
@@ -458,9 +457,8 @@ def test_a_checkpoint_saved_within_a_validation_continues_exactly(tmp_path):
 
 
 def test_default_hooks_of_a_configuration_are_added_as_they_are_and_none_is_off(bus):
-    add_hooks(
-        bus, {"timer": {"type": "IterTimerHook"}, "logger": None, "checkpoint": {"type": "CheckpointHook", "interval": 1}}
-    )
+    checkpoint = {"type": "CheckpointHook", "interval": 1}
+    add_hooks(bus, {"timer": {"type": "IterTimerHook"}, "logger": None, "checkpoint": checkpoint})
     assert [type(hook).__name__ for hook in bus.hooks] == ["IterTimerHook", "CheckpointHook"]
 
 
