@@ -28,11 +28,13 @@ async def iters(stream) -> list[int]:
         return [event.progress.iter async for event in stream]
 
 
-async def test_a_stream_yields_filtered_events_and_ends_when_the_bus_closes(bus):
+async def test_a_stream_yields_filtered_events_of_each_mount_point_and_ends_when_the_bus_closes(bus):
     async with bus:
-        stream = bus.stream("after_train_iter", every=10)
-        publish_all(bus, range(30))
-    assert [event.batch_idx async for event in stream] == [9, 19, 29]
+        stream = bus.stream("after_train_iter", "checkpoint_committed", every=2)
+        for i in range(4):
+            bus.publish(iteration(i))
+            bus.publish(committed(i + 100))
+    assert await iters(stream) == [1, 101, 3, 103]
     assert bus.subscriptions == ()
 
 
@@ -133,15 +135,6 @@ async def test_misuse_is_a_clear_error(bus):
             await anext(stream)
         group.cancel_scope.cancel()
     assert bus.subscriptions == ()
-
-
-async def test_filters_count_each_of_several_mount_points(bus):
-    async with bus:
-        stream = bus.stream("after_train_iter", "checkpoint_committed", every=2)
-        for i in range(4):
-            bus.publish(iteration(i))
-            bus.publish(committed(i + 100))
-    assert await iters(stream) == [1, 101, 3, 103]
 
 
 # ---------------------------------------------------------------------------------------------------------------- replay

@@ -86,20 +86,10 @@ def test_hooks_and_slots_do_not_keep_a_run_alive(tmp_path: Any) -> None:
             event.run.shared[Slot("itself", Run)] = event.run
 
     kept = [
-        Watches(),
-        hooks.OptimizerHook(accumulate=2),
-        hooks.RuntimeInfoHook(),
-        hooks.IterTimerHook(),
-        hooks.EMAHook(),
-        hooks.LoggerHook(writers=[]),
-        hooks.CheckpointHook(1, save_best="loss"),
-        hooks.EarlyStoppingHook("loss"),
-        hooks.PreemptionHook(),
-        hooks.ProgressBar(),
-        hooks.CheckInvalidLossHook(),
-        hooks.SyncBuffersHook(),
-        hooks.ProfilerHook(on_trace_ready=lambda profiler: None),
-        hooks.AutogradAnomalyDetectHook(),
+        *(Watches(), hooks.OptimizerHook(accumulate=2), hooks.RuntimeInfoHook(), hooks.IterTimerHook(), hooks.EMAHook()),
+        *(hooks.LoggerHook(writers=[]), hooks.CheckpointHook(1, save_best="loss"), hooks.EarlyStoppingHook("loss")),
+        *(hooks.PreemptionHook(), hooks.ProgressBar(), hooks.CheckInvalidLossHook(), hooks.SyncBuffersHook()),
+        *(hooks.ProfilerHook(on_trace_ready=lambda profiler: None), hooks.AutogradAnomalyDetectHook()),
     ]
     loop = train(*kept, work_dir=tmp_path, val_data=batches(1))
     bus = loop.bus
