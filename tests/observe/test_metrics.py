@@ -177,10 +177,9 @@ def test_lanes_tell_depth_drops_and_failures_and_their_counts_never_fall(bus, co
     assert scrape(collector).one("lane_delivered_total", **of_held) == after.one("lane_delivered_total", **of_held)
 
 
-def test_checkpoints_tell_stall_commit_and_age_and_a_further_name_of_a_file_is_none(tmp_path):
-    bus, sizes = Bus(), []
+def test_checkpoints_tell_stall_commit_and_age_and_a_further_name_of_a_file_is_none(bus, collector, tmp_path):
+    sizes = []
     bus.on("checkpoint_committed", lambda event: sizes.append(event.bytes))
-    collector = RunCollector(bus)
     hook = CheckpointHook(interval=1, save_best="loss", save_last=False)
     make_loop(hook, bus=bus, work_dir=tmp_path, val_data=batches(1)).run()
     found = scrape(collector)
