@@ -310,16 +310,21 @@ def wholes(tmp_path_factory):
     return whole
 
 
+RESUMES = [
+    *itertools.product(("hook", "stop", "host"), (3, 4, 6)),
+    ("host at ends", 4),
+]  # in the middle of an epoch, at its end
+
+
 @hosts()
-@pytest.mark.parametrize("at", [3, 4, 6])  # in the middle of an epoch, at its end
-@pytest.mark.parametrize("by", ["hook", "stop", "host"])
+@pytest.mark.parametrize(("by", "at"), RESUMES)
 def test_a_resumed_training_goes_on_exactly(host, tmp_path, wholes, by, at):
     """Weights, averages, hooks and counts are those of a training that was never interrupted."""
     accumulate = 2 if host.accumulates and at == 6 else 1
     whole, _, hook, ema, (run, *_) = wholes(host, accumulate)
-    every = at if by == "host" and host.saves else 0
+    every = at if "host" in by and host.saves else 0
     look = None if by == "stop" else killing(at + 1)
-    cut, bus, *_ = resumable(host, tmp_path, accumulate, every=every, look=look)
+    cut, bus, *_ = resumable(host, tmp_path, accumulate, every=every, ends="ends" in by, look=look)
     paths = checkpoints(bus)
 
     @bus.on("after_train_iter", when=lambda event: event.progress.iter + 1 == at)

@@ -104,7 +104,7 @@ def test_a_training_resumed_from_a_file_goes_on_exactly(host, tmp_path, with_bus
 
     whole, ema, counting = make("whole")
     whole.fit()
-    cut, *_ = make("cut", every=4, beside=True, look=at_steps({6: fails(ValueError("killed"))}))
+    cut, *_ = make("cut", every=4, ends=True, beside=True, look=at_steps({6: fails(ValueError("killed"))}))
     with pytest.raises(ValueError, match="killed"):
         cut.fit()
     rest, average, counted = make("cut")

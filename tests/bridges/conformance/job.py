@@ -70,6 +70,7 @@ class Job:
         accumulate: micro-batches of one step.
         validate: validate one batch after each epoch.
         every: the host itself saves after so many batches; 0 for never.
+        ends: it does so at the end of epochs, where it has a way of its own for that.
         beside: the checkpoints of the host are written beside the training, and one is kept.
         look: called with the model in each of its forward passes.
         options: of the host's own trainer.
@@ -107,12 +108,13 @@ class Job:
         accumulate: int = 1,
         validate: bool = False,
         every: int = 0,
+        ends: bool = False,
         beside: bool = False,
         look: Callable[[Net], object] | None = None,
         **options: Any,
     ):
         self.folder, self.bus, self.epochs, self.batches = folder, bus, epochs, batches
-        self.accumulate, self.validate, self.every, self.beside = accumulate, validate, every, beside
+        self.accumulate, self.validate, self.every, self.ends, self.beside = accumulate, validate, every, ends, beside
         self.trainer: Any = None
         self.bridge: Any = None
         self.model = self.net = Net(look)

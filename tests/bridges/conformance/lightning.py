@@ -82,7 +82,7 @@ class Job(job.Job):
         saves = []
         if self.every:
             when = {"every_n_train_steps": self.every // self.accumulate}
-            if self.every % self.batches == 0:  # at the end of an epoch, or of its validation
+            if self.ends:  # of an epoch, or of its validation
                 when = {"every_n_epochs": self.every // self.batches, "save_on_train_epoch_end": not self.validate}
             saves += [ModelCheckpoint(self.folder, filename="own-{step}", **when)]
         plugins = [TrainbusCheckpointIO()] if self.beside else []

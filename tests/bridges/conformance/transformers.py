@@ -89,7 +89,7 @@ class Job(job.Job):
         options = {"num_train_epochs": self.epochs, "gradient_accumulation_steps": self.accumulate}
         options |= {"eval_strategy": "epoch" if self.validate else "no"}
         if self.every:
-            options |= {"save_strategy": "steps", "save_steps": self.every // self.accumulate}
+            options |= {"save_strategy": "epoch" if self.ends else "steps", "save_steps": self.every // self.accumulate}
         options |= {"save_total_limit": 1} if self.beside else {}
         self.trainer = make(self.folder, model=lambda: self.model, data=data, options={"eval_dataset": val}, **options)
 
