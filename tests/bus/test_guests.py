@@ -96,9 +96,8 @@ def test_a_priority_given_to_add_is_that_of_guests_and_others(bus):
         def before_run(self, event): ...
 
     bus.add(Theirs(), Ours(), priority=33)
-    assert sorted((one.mount_point, one.priority) for one in bus.subscriptions) == [
-        *(("after_run", 20), ("before_run", 33), ("before_run", 33))
-    ]
+    found = sorted((one.mount_point, one.priority) for one in bus.subscriptions)
+    assert found == [("after_run", 20), ("before_run", 33), ("before_run", 33)]
     assert bus.hooks[0].priority == 33
 
 

@@ -318,7 +318,6 @@ def test_a_bus_whose_loop_does_not_start_remains_idle_and_usable(monkeypatch, ba
     heard = []
     offload(bus, lambda event: heard.append(1), "thread")
     offload(bus, lambda event: heard.append(2), "async")
-
     with monkeypatch.context() as patched:
         patched.setattr("eventloop.offload.loops.anyio.run", fails(LookupError("No such backend: trio")))
         with pytest.raises(BusStateError, match="backend"):

@@ -116,7 +116,6 @@ def test_a_value_that_cannot_be_copied_releases_its_bytes(bus):
 def test_failed_and_abandoned_values_release_their_bytes():
     bus = Bus(abort_timeout=0.02)
     subscription, _, started, release = held(bus, on_error="log")
-
     options = {"capture": lambda event: event.run, "on_error": "log", "batch": 2}
     bus.on("after_run", fails(ValueError), offload="thread", **options)
     with capture_logs(), pytest.raises(KeyError), bus:
