@@ -6,7 +6,6 @@ import pickle
 import pytest
 from torch import nn
 
-from eventloop import Hook
 from eventloop.bus import GuestHook
 from eventloop.config import registered
 from hooks import EMAHook, ExponentialMovingAverage, JSONLinesWriter, LoggerHook, Writer
@@ -31,9 +30,11 @@ def copies(one):
     return [copy.copy(one), copy.deepcopy(one), pickle.loads(pickle.dumps(one))]  # noqa: S301 - our own
 
 
-def train(folder, *used):
+def train(folder, *used, each_iteration=None):
     added = (LoggerHook(1, writers=[one]) if isinstance(one, Writer) else one for one in used)
-    make_loop(*added, train_data=batches(2), max_epochs=1, work_dir=folder).run()
+    loop = make_loop(*added, train_data=batches(2), max_epochs=1, work_dir=folder)
+    loop.bus.on("after_train_iter", lambda event: each_iteration and each_iteration(), priority=90)
+    loop.run()
 
 
 @pytest.mark.parametrize("kind", catalogue())
@@ -48,14 +49,7 @@ RUN = [kind for kind in catalogue() if getattr(kind, "of_run", {}) and kind.__na
 @pytest.mark.parametrize("kind", RUN)
 def test_the_copy_of_one_in_a_run_has_a_run_of_its_own(kind, tmp_path):
     one, found = made(kind), []
-
-    class Copies(Hook):
-        priority = 90
-
-        def after_train_iter(self, event):
-            found.extend(copies(one))
-
-    train(tmp_path / "first", one, Copies())
+    train(tmp_path / "first", one, each_iteration=lambda: found.extend(copies(one)))
     for number, other in enumerate([*found[:3], *copies(one)]):
         train(tmp_path / f"copy{number}", other)
         files = {path.name for path in (tmp_path / "first").rglob("*") if "tfevents" not in path.name}

@@ -48,18 +48,15 @@ def step(model: Net, batch: Any) -> torch.Tensor:
     return cross_entropy(model(batch[0]), batch[1])
 
 
-def resumed(path: Path, *hooks: Any, max_epochs: int, seen: Any = None) -> Any:
-    """Train on from `path` and return how far that has come; ``seen`` is called with the run before it trains."""
-    bus, model = Bus(*hooks), Net()
-    end = []
-    bus.on("after_train", lambda event: end.append(event.progress))
-    if seen is not None:
-        bus.on("before_train", lambda event: seen(event.run))
+def resumed(path: Path, look: Any, *hooks: Any) -> Any:
+    """Train on from `path` to the third epoch; return what ``look`` makes of the run before that, and how far it has come."""
+    bus, model, seen = Bus(*hooks), Net(), []
+    bus.on("before_train", lambda event: seen.append(look(event.run)))
+    bus.on("after_train", lambda event: seen.append(event.progress))
     data = [(torch.ones(8, 4), torch.zeros(8, dtype=torch.long))] * 2
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
-    loop = TrainLoop(model, optimizer, step=step, train_data=data, bus=bus, max_epochs=max_epochs)
-    loop.run(resume=path)
-    return end[0]
+    TrainLoop(model, optimizer, step=step, train_data=data, bus=bus, max_epochs=3).run(resume=path)
+    return seen
 
 
 def weights(was: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
@@ -78,16 +75,15 @@ def test_an_imported_file_has_the_averaged_weights_for_inference(path, was):
 
 
 def test_a_run_resumes_with_raw_weights_averages_optimizer_and_learning_rate(path, was):
-    hook, seen = EMAHook(), []
+    hook = EMAHook()
 
-    def look(run: Any) -> None:
+    def look(run: Any) -> Any:
         moments = [state["exp_avg"].clone() for state in run.optimizers["optimizer"].state.values()]
         averages = {key: value.clone() for key, value in hook.average.tensors.items()}
         rate = run.optimizers["optimizer"].param_groups[0]["lr"]
-        seen.append((same(run.model, weights(was, "trained")), averages, hook.average.steps, moments, run.progress, rate))
+        return same(run.model, weights(was, "trained")), averages, hook.average.steps, moments, run.progress, rate
 
-    end = resumed(path, hook, max_epochs=3, seen=look)
-    ((trained, averages, steps, moments, progress, rate),) = seen
+    (trained, averages, steps, moments, progress, rate), end = resumed(path, look, hook)
     assert trained
     assert rate == pytest.approx(1e-3)
     assert steps == 4
@@ -99,9 +95,7 @@ def test_a_run_resumes_with_raw_weights_averages_optimizer_and_learning_rate(pat
 
 
 def test_without_an_ema_hook_a_run_resumes_with_the_averaged_weights(path, was):
-    seen = []
-    resumed(path, max_epochs=3, seen=lambda run: seen.append(same(run.model, weights(was, "averaged"))))
-    assert seen == [True]
+    assert resumed(path, lambda run: same(run.model, weights(was, "averaged")))[0]
 
 
 def test_random_states_are_not_restored(path):
@@ -110,9 +104,7 @@ def test_random_states_are_not_restored(path):
     Net()  # as `resumed` makes one
     expected = torch.rand(3)
     torch.set_rng_state(state)
-    seen = []
-    resumed(path, max_epochs=3, seen=lambda run: seen.append(torch.rand(3)))
-    assert seen[0].equal(expected)
+    assert resumed(path, lambda run: torch.rand(3))[0].equal(expected)
 
 
 def test_entries_that_only_mmengine_uses_are_kept_separately_and_none_needs_averages_or_an_optimizer(tree):
