@@ -31,9 +31,10 @@ def train(name: str, *words: str) -> None:
         assert main(["run", name, *words]) == 0
 
 
-def test_what_is_written_trains_and_resumes_and_one_name_gives_two_runs(here, trainbus):
+def test_what_is_written_shares_its_parts_trains_and_resumes_and_one_name_gives_two_runs(here, trainbus):
     for name in ("train.py", "train.toml"):
         assert trainbus("init", name).out.startswith(f"wrote {name} and parts.py" if name == "train.py" else f"wrote {name}")
+    assert sorted(path.name for path in here.iterdir()) == ["parts.py", "train.py", "train.toml"]
     train("train.py")
     first = {path.name: path.read_bytes() for path in (here / "runs/train").iterdir()}
     train("train.toml")
@@ -66,11 +67,3 @@ def test_nothing_is_overwritten_and_another_name_is_an_error(here, trainbus, the
         (here / name).write_text("mine")
     assert says in trainbus("init", *arguments, status=2).err
     assert [path.name for path in here.iterdir()] == there
-
-
-def test_a_script_and_a_configuration_share_their_parts(here, trainbus):
-    trainbus("init", "train.py")
-    trainbus("init", "train.toml")
-    assert sorted(path.name for path in here.iterdir()) == ["parts.py", "train.py", "train.toml"]
-    (here / "parts.py").write_text("mine")
-    assert "parts.py: exists already" in trainbus("init", "other.py", status=2).err

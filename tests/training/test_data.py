@@ -81,30 +81,24 @@ def test_a_loader_without_a_length_knows_its_last_batch_for_a_partial_window(par
     assert trace.of("after_run")[0].progress.update == 2
 
 
-class Noting(Unsized):
-    def __init__(self, batches):
-        super().__init__(batches)
-        self.read = []
-
-    def __iter__(self):
-        self.read.append("iter")
-        for index, batch in enumerate(self.batches):
-            self.read.append(index)
-            yield batch
-
-
 def test_a_loader_without_a_length_is_read_after_before_train_epoch_and_ahead_only_on_demand(parts, bus):
-    loader, seen = Noting(parts.batches(3)), []
+    class Noting(Unsized):
+        def __iter__(self):
+            read.append("iter")
+            for index, batch in enumerate(self.batches):
+                read.append(index)
+                yield batch
+
+    read, seen = [], []
     for name in ("before_train_epoch", "after_train_iter"):
-        bus.on(name, lambda e: seen.append(list(loader.read)))
-    parts.loop(bus, train_data=loader, val_data=None, max_epochs=1).run()
+        bus.on(name, lambda e: seen.append(list(read)))
+    parts.loop(bus, train_data=Noting(parts.batches(3)), val_data=None, max_epochs=1).run()
     assert seen == [[], ["iter", 0], ["iter", 0, 1], ["iter", 0, 1, 2]]
 
 
 def test_none_is_a_batch_like_any_other(parts, bus, trace):
-    model = parts.model()
-    batch = parts.batches(1)[0]
-    parts.loop(bus, model=model, step=lambda m, b: parts.step(m, batch), train_data=[None] * 3, val_data=None).run()
+    (batch,) = parts.batches(1)
+    parts.loop(bus, step=lambda m, b: parts.step(m, batch), train_data=[None] * 3, val_data=None).run()
     assert len(trace.of("after_train_iter")) == 6
 
 

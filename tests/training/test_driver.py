@@ -34,13 +34,6 @@ class Job:
     def run(self) -> Run:
         return Run(self.bus, model=self.model, optimizer=self.optimizer, work_dir=self.work_dir, resume=self.resume)
 
-    def learn(self, batch: Any) -> torch.Tensor:
-        loss = self.parts.step(self.model, batch)
-        self.optimizer.zero_grad()
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
-
     def validates_after(self, done: int) -> bool:
         return self.by_iter and (done % VAL_EVERY == 0 or done == ITERS)
 
@@ -62,7 +55,7 @@ def by_pull(job: Job) -> None:
             if job.by_iter and run.drive().validation_comes_first:
                 job.parts.evaluate(run, run.validate(job.val))
             for batch in run.train(job.train, endless=job.by_iter):
-                run.report(loss=job.learn(batch))
+                job.parts.learn(run, batch)
                 if job.validates_after(run.progress.iter + 1):
                     job.parts.evaluate(run, run.validate(job.val))
             if not job.by_iter:
@@ -86,7 +79,7 @@ def train_by_push(job: Job, run: Run, drive: Driver) -> None:
         return
     drive.begin_train(**job.limits)
     if drive.validation_comes_first:
-        validate_by_push(job, drive)
+        evaluate_by_push(job, drive)
     for _ in range(run.progress.epoch, 1 if job.by_iter else EPOCHS):
         if drive.should_stop() or not epoch_by_push(job, run, drive):
             break
@@ -104,25 +97,25 @@ def epoch_by_push(job: Job, run: Run, drive: Driver) -> bool:
         batch = next(batches)
         drive.begin_iteration(batch)
         last = drive.last_batch
-        drive.end_iteration({"loss": job.learn(batch)})
+        job.parts.learn(run, batch)
+        drive.end_iteration()
         if job.validates_after(run.progress.iter + 1) and not drive.should_stop():
-            validate_by_push(job, drive)
+            evaluate_by_push(job, drive)
     drive.end_epoch()
     if not job.by_iter and not drive.should_stop():
-        validate_by_push(job, drive)
+        evaluate_by_push(job, drive)
     return True
 
 
-def validate_by_push(job: Job, drive: Driver) -> None:
-    batches = iter(drive.begin_evaluation("val", job.val))
+def evaluate_by_push(job: Job, drive: Driver, stage: str = "val") -> Any:
+    batches = iter(drive.begin_evaluation(stage, job.val))
     while not drive.should_stop():
         batch = next(batches, None)
         if batch is None:
-            drive.end_evaluation()
-            return
+            return drive.end_evaluation()
         drive.begin_evaluation_iteration(batch)
         drive.end_evaluation_iteration({"loss": job.parts.step(job.model, batch)})
-    drive.abandon_evaluation()
+    return drive.abandon_evaluation()
 
 
 WAYS = (by_loop, by_pull, by_push)
@@ -215,7 +208,7 @@ def test_break_is_an_abandoned_iteration_or_validation(parts):
     with pull.run() as run:
         for _ in run.epochs(1):
             for batch in run.train(pull.train):
-                pull.learn(batch)
+                parts.learn(run, batch)
                 break
             for _ in run.validate(pull.val):
                 break
@@ -224,7 +217,7 @@ def test_break_is_an_abandoned_iteration_or_validation(parts):
         drive.begin_train(max_epochs=1)
         for batch in drive.begin_epoch(push.train):
             drive.begin_iteration(batch)
-            push.learn(batch)
+            parts.learn(run, batch)
             drive.abandon_iteration()
             break
         drive.end_epoch()
@@ -238,8 +231,9 @@ def test_break_is_an_abandoned_iteration_or_validation(parts):
     assert torch.is_grad_enabled()
 
 
-def test_without_data_the_driver_counts_and_the_caller_marks_the_last_batch(parts, tmp_path):
+def test_without_data_the_driver_counts_and_pauses_and_the_caller_marks_the_last_batch(parts, tmp_path):
     job = Job(parts, tmp_path)
+    job.bus.on("run_paused", lambda event: run.resume())
     with job.run() as run:
         drive = run.drive()
         drive.begin_train(max_epochs=1)
@@ -247,7 +241,9 @@ def test_without_data_the_driver_counts_and_the_caller_marks_the_last_batch(part
         for index in range(2):
             drive.begin_iteration(index, last=index == 1)
             assert run.last_batch == (index == 1)
+            run.pause()
             drive.end_iteration()
+            assert job.trace.names[-2:] == ["run_paused", "run_resumed"]
         run.checkpoint_now()
         drive.begin_iteration()
         drive.end_iteration()
@@ -274,13 +270,8 @@ def test_a_test_is_driven_like_a_validation(parts):
     pull, push = Job(parts), Job(parts)
     with pull.run() as run:
         metrics = parts.evaluate(run, run.test(pull.val))
-    drive = push.run().drive()
-    drive.begin_run()
-    for batch in drive.begin_evaluation("test", push.val):
-        drive.begin_evaluation_iteration(batch)
-        drive.end_evaluation_iteration({"loss": parts.step(push.model, batch)})
-    assert drive.end_evaluation() == metrics
-    drive.end_run()
+    with push.run() as run:
+        assert evaluate_by_push(push, run.drive(), "test") == metrics
     assert push.published() == pull.published()
 
 

@@ -1,5 +1,6 @@
 """The iterators of a run end when all is done, and never because code of the user's raised StopIteration (as in PEP 479)."""
 
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -12,24 +13,10 @@ from eventloop.errors import StopIterationError
 from eventloop.events import AfterRun
 
 from ..failing import fails
-from .conftest import MOUNT_POINTS
 
 
 def runs_dry(*anything: object, **named: object) -> None:
     next(iter(()))
-
-
-@pytest.mark.parametrize("mount_point", MOUNT_POINTS)
-def test_a_handler_that_raises_stop_iteration_ends_the_run_with_an_error_that_names_it(parts, bus, mount_point):
-    trace = parts.Trace(bus)
-    bus.on(mount_point, runs_dry)
-    with pytest.raises(StopIterationError, match=rf"runs_dry of {mount_point}") as caught:
-        parts.loop(bus).run()
-    assert isinstance(caught.value.__cause__, StopIteration)
-    note = caught.value.__notes__[0]
-    assert note.startswith("in runs_dry (inline, priority 50, training/test_iterators.py:")
-    assert f"at {mount_point}" in note
-    assert trace.names[-1] == "on_exception"
 
 
 @pytest.mark.parametrize(
@@ -43,12 +30,11 @@ def test_a_stop_iteration_in_a_users_own_loop_is_an_error(parts, bus, mount_poin
             list(run.validate(parts.batches(2)))
 
 
-@pytest.mark.parametrize("error", [StopIteration, StopAsyncIteration])
-@pytest.mark.parametrize("offload", ["thread", "async", "process"])
+@pytest.mark.parametrize(
+    ("offload", "error"),
+    [*itertools.product(["thread", "async"], [StopIteration, StopAsyncIteration]), ("process", StopIteration)],
+)
 def test_of_an_offloaded_handler_it_is_an_error_on_the_training_thread(parts, bus, offload, error):
-    if error is StopAsyncIteration and offload == "process":
-        pytest.skip("the same as StopIteration")
-
     async def task(event):
         raise error
 

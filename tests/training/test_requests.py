@@ -1,6 +1,7 @@
 """What other threads and signal handlers ask of a run: to pause, to go on, to end, to train at another learning rate."""
 
 import _thread
+import itertools
 import math
 import signal
 import threading
@@ -14,7 +15,7 @@ import torch
 from structlog.testing import capture_logs
 from torch.optim import lr_scheduler as schedules
 
-from eventloop import Bus, ConfigurationError, Run
+from eventloop import Bus, ConfigurationError, Run, TrainLoop
 from eventloop.errors import RunCancelled
 from hooks import CheckpointHook, ParamSchedulerHook
 
@@ -46,23 +47,21 @@ def released(release: Any) -> Any:
 
 
 class Stalled:
-    """A loop that pauses itself after its second iteration, and a thread that acts on it once it has stood still."""
+    """A loop that pauses at the second event of a mount point, and a thread that acts on it once it has stood still."""
 
     logs: list[Any]
 
-    def __init__(self, parts: Any, act: Any, *, at: str = "after_train_iter", **options: Any) -> None:
+    def __init__(self, parts: Any, act: Any, *, at: str = "after_train_iter", pause: Any = Run.pause, **options: Any) -> None:
         self.bus = Bus()
         self.trace = parts.Trace(self.bus)
         self.loop = parts.loop(self.bus, max_epochs=2, **options)
         self.still: list[bool] = []
-        self.bus.on(at, self.pause, priority=100)
-        self.act = act
+        parts.act_at(self.bus, at, 2, lambda event: self.stand(event.run), priority=100)
+        self.act, self.pause = act, pause
 
-    def pause(self, event: Any) -> None:
-        if not self.still and len(self.trace.of(event.mount_point)) == 2:
-            event.run.pause()
-            self.still.append(False)
-            threading.Thread(target=self.look, args=(event.run,)).start()
+    def stand(self, run: Run) -> None:
+        self.pause(run)
+        threading.Thread(target=self.look, args=(run,)).start()
 
     def look(self, run: Run) -> None:
         until(lambda: pauses(self.logs))
@@ -121,38 +120,28 @@ async def test_a_stop_before_arun_has_begun_holds(parts):
     assert loop.counters.iter == 0
 
 
-def test_requests_before_the_run_take_effect_in_it_and_those_that_cannot_are_errors_at_once(parts, bus, trace, tmp_path):
-    with pytest.raises(ConfigurationError, match="work_dir="):
-        parts.loop().checkpoint_now()
-    loop = parts.loop(bus, work_dir=tmp_path)
-    with pytest.raises(ConfigurationError, match="lr=-1"):
-        loop.set_lr(-1)
-    loop.pause()
-    loop.resume()
-    loop.set_lr(0.5)
-    loop.checkpoint_now()
-    rates: list[float] = []
-    bus.on("before_forward", lambda event: rates.append(event.run.optimizers["optimizer"].param_groups[0]["lr"]))
-    loop.run()
-    assert loop.counters.iter == 6
-    assert "run_paused" not in trace.names
-    assert set(rates) == {0.5}
-    assert (tmp_path / "iter_1.safetensors").exists()
-
-
-@pytest.mark.parametrize("how", ["stop", "cancel", "pause", "set_lr", "checkpoint_now"])
-def test_requests_to_a_run_before_it_begins_hold(parts, bus, trace, tmp_path, how):
-    model = parts.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    run = Run(bus, model=model, optimizer=optimizer, work_dir=tmp_path)
-    getattr(run, how)(*[0.5] * (how == "set_lr"))
-    bus.on("run_paused", lambda event: run.resume())
-    with pytest.raises(RunCancelled) if how == "cancel" else nullcontext(), run:
-        for _ in run.epochs(1):
-            list(run.train(parts.batches(2)))
-    assert trace.of("after_train_iter") == [] if how in ("stop", "cancel") else len(trace.of("after_train_iter")) == 2
+@pytest.mark.parametrize(
+    ("kind", "how"), [*itertools.product([Run, TrainLoop], ["stop", "pause", "set_lr", "checkpoint_now"]), (Run, "cancel")]
+)
+def test_requests_to_a_run_or_a_loop_before_it_begins_hold(parts, bus, trace, tmp_path, kind, how):
+    model, data, rates = parts.model(), parts.batches(2), set()
+    options = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "work_dir": tmp_path}
+    options |= {} if kind is Run else {"step": parts.step, "train_data": data, "max_epochs": 1}
+    asked = kind(model=model, bus=bus, **options)
+    asked.pause()
+    asked.resume()
+    getattr(asked, how)(*[0.5] * (how == "set_lr"))
+    bus.on("run_paused", lambda event: asked.resume())
+    bus.on("before_train_iter", lambda event: rates.add(options["optimizer"].param_groups[0]["lr"]))
+    if kind is TrainLoop:
+        asked.run()
+    else:
+        with pytest.raises(RunCancelled) if how == "cancel" else nullcontext(), asked:
+            parts.train(asked, data)
+    trained = 0 if how in ("stop", "cancel") else 2
+    assert len(trace.of("after_train_iter")) == trained
+    assert rates == ({0.5 if how == "set_lr" else 0.1} if trained else set())
     assert len(trace.of("run_paused")) == (how == "pause")
-    assert optimizer.param_groups[0]["lr"] == (0.5 if how == "set_lr" else 0.1)
     assert [file.name for file in tmp_path.glob("iter_*")] == ["iter_1.safetensors"] * (how == "checkpoint_now")
 
 
@@ -220,53 +209,16 @@ def test_a_pause_ends_with_the_run(parts):
 
 def test_a_signal_handler_pauses_and_resumes(parts):
     act = {signal.SIGUSR1: "pause", signal.SIGUSR2: "resume"}
-    runs: list[Run] = []
-    before = {number: signal.signal(number, lambda number, frame: getattr(runs[0], act[number])()) for number in act}
+    before = {number: signal.signal(number, lambda number, frame: getattr(stalled.loop, act[number])()) for number in act}
+    resume = lambda run: signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR2)  # noqa: E731
+    stalled = Stalled(parts, resume, pause=lambda run: signal.raise_signal(signal.SIGUSR1))
     try:
-        stalled = Stalled(parts, lambda run: signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR2))
-        stalled.bus.on("before_run", lambda event: runs.append(event.run))
-        stalled.pause = lambda event: None
-        stalled.bus.on("after_train_iter", lambda event: _signal_once(stalled, event))
         stalled.loop.run()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     assert stalled.still == [True]
     assert stalled.trace.names[-1] == "after_run"
-
-
-def _signal_once(stalled: Stalled, event: Any) -> None:
-    if not stalled.still:
-        stalled.still.append(False)
-        signal.raise_signal(signal.SIGUSR1)
-        threading.Thread(target=stalled.look, args=(event.run,)).start()
-
-
-def test_a_run_that_is_driven_by_calls_pauses_at_the_end_of_an_iteration(parts, bus, logs):
-    run = Run(bus, model=parts.model())
-    done: list[int] = []
-    seen: list[int] = []
-
-    def resume(count: int) -> None:
-        until(lambda: pauses(logs) == count)
-        time.sleep(0.05)
-        seen.append(len(done))
-        run.resume()
-
-    with run:
-        drive = run.drive()
-        drive.begin_train()
-        for index, batch in enumerate(drive.begin_epoch(parts.batches(2))):
-            drive.begin_iteration(batch)
-            run.pause()
-            thread = threading.Thread(target=resume, args=(index + 1,))
-            thread.start()
-            drive.end_iteration()
-            done.append(index)
-            thread.join()
-        drive.end_epoch()
-        drive.end_train()
-    assert seen == [0, 1]
 
 
 @pytest.mark.anyio
@@ -296,24 +248,28 @@ async def test_the_hosts_event_loop_runs_during_a_pause_and_resumes_or_cancels_t
 # ---------------------------------------------------------------------------------------------------- learning rates
 
 
-def rates(parts: Any, bus: Bus, optimizer: torch.optim.Optimizer, model: Any, set_at: int | None = None) -> list[float]:
-    """The learning rate of each of 6 iterations; set to 0.02 during the iteration ``set_at``."""
-    seen: list[float] = []
-    bus.on("before_train_iter", lambda event: seen.append(float(optimizer.param_groups[0]["lr"])))
+def rates(parts: Any, bus: Bus, set_at: Any, *, optimizer: Any = None, schedule: Any = None, **options: Any) -> list[float]:
+    """The learning rate of each iteration, of 6 by default; set to 0.02 during the iteration ``set_at``."""
+    model, seen = parts.model(), []
+    made = (optimizer or torch.optim.SGD)(model.parameters(), lr=0.1)
+    if schedule is not None:
+        bus.add(ParamSchedulerHook(schedule(made), by="iter"))
+    bus.on("before_train_iter", lambda event: seen.append(float(made.param_groups[0]["lr"])))
     if set_at is not None:
         bus.on("before_forward", lambda event: event.run.set_lr(0.02), once=set_at)
-    parts.loop(bus, model=model, optimizer=optimizer, val_data=None, max_epochs=2).run()
+    resume = options.pop("resume", None)
+    parts.loop(bus, model=model, optimizer=made, val_data=None, **options).run(resume=resume)
     return seen
 
 
-@pytest.mark.parametrize("as_tensor", [False, True])
-def test_a_learning_rate_holds_from_the_next_iteration_on_and_the_bus_hears_of_it(parts, bus, as_tensor):
-    heard: list[tuple[int, float, list[str]]] = []
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_a_learning_rate_holds_from_the_next_iteration_on_and_the_bus_hears_of_it(parts, bus, kind):
+    heard, kinds = [], set()
     bus.on("learning_rate_set", lambda event: heard.append((event.progress.iter, event.lr, event.optimizers)))
-    model = parts.model()
-    optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1) if as_tensor else 0.1)
-    assert rates(parts, bus, optimizer, model, set_at=3) == pytest.approx([0.1] * 3 + [0.02] * 3)
-    assert isinstance(optimizer.param_groups[0]["lr"], torch.Tensor) == as_tensor
+    bus.on("after_train_iter", lambda event: kinds.add(type(event.run.optimizers["optimizer"].param_groups[0]["lr"])))
+    adam = lambda parameters, lr: torch.optim.Adam(parameters, lr=kind(lr))  # noqa: E731
+    assert rates(parts, bus, 3, optimizer=adam) == pytest.approx([0.1] * 3 + [0.02] * 3)
+    assert kinds == {type(kind(0.1))}
     assert heard == [(3, 0.02, ["optimizer"])]
 
 
@@ -336,49 +292,42 @@ def test_it_is_for_all_groups_of_all_optimizers_or_of_one_by_name_or_index(parts
         assert now(run) == [[0.6, 0.6], [0.5]]
         run.set_lr(0.7)
         assert now(run) == [[0.7, 0.7], [0.7]]
-        for wrong, told in (
-            ("third", "'one', 'other'"),
-            (2, "one of these names, or an index"),
-            (1.5, "optimizer=1.5: give a text"),
-        ):
-            with pytest.raises(ConfigurationError, match=told):
+        told = {"third": "'one', 'other'", 2: "one of these names, or an index", 1.5: "optimizer=1.5: give a text"}
+        for wrong, message in told.items():
+            with pytest.raises(ConfigurationError, match=message):
                 run.set_lr(0.1, wrong)
         assert now(run) == [[0.7, 0.7], [0.7]]
 
 
-def test_a_rate_that_cannot_be_is_an_error_of_the_call(parts):
-    model = parts.model()
-    with Run(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)) as run:
+def test_what_cannot_be_is_an_error_of_the_call(parts):
+    loop = parts.loop()
+    with Run(model=loop.model, optimizer=loop._optimizer) as run:
         for rate in (0, -0.1, math.nan, math.inf, True, "0.1", None):
-            with pytest.raises(ConfigurationError, match="lr="):
-                run.set_lr(rate)
+            for asked in (run, loop):
+                with pytest.raises(ConfigurationError, match="lr="):
+                    asked.set_lr(rate)
     with pytest.raises(ConfigurationError, match="optimizer"):
-        Run(model=model).set_lr(0.1)
+        Run(model=loop.model).set_lr(0.1)
+    with pytest.raises(ConfigurationError, match="work_dir="):
+        loop.checkpoint_now()
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        lambda optimizer: schedules.StepLR(optimizer, 2),
-        lambda optimizer: schedules.CosineAnnealingLR(optimizer, 8),
-        lambda optimizer: schedules.LambdaLR(optimizer, lambda step: 0.9**step),
-        lambda optimizer: schedules.ExponentialLR(optimizer, 0.5),
-        lambda optimizer: schedules.OneCycleLR(optimizer, 0.3, total_steps=9),
-        lambda optimizer: schedules.SequentialLR(
-            optimizer, [schedules.LinearLR(optimizer, 0.1, total_iters=3), schedules.LambdaLR(optimizer, lambda i: 0.8**i)], [3]
-        ),
-    ],
-    ids=["step", "cosine", "lambda", "exponential", "one cycle", "sequential"],
-)
+SCHEDULES = {
+    "step": lambda optimizer: schedules.StepLR(optimizer, 2),
+    "cosine": lambda optimizer: schedules.CosineAnnealingLR(optimizer, 8),
+    "lambda": lambda optimizer: schedules.LambdaLR(optimizer, lambda step: 0.9**step),
+    "exponential": lambda optimizer: schedules.ExponentialLR(optimizer, 0.5),
+    "one cycle": lambda optimizer: schedules.OneCycleLR(optimizer, 0.3, total_steps=9),
+    "sequential": lambda optimizer: schedules.SequentialLR(
+        optimizer, [schedules.LinearLR(optimizer, 0.1, total_iters=3), schedules.LambdaLR(optimizer, lambda i: 0.8**i)], [3]
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("set_at", [1, 3])
 def test_a_schedule_continues_scaled_by_the_same_factor(parts, schedule, set_at):
-    seen = []
-    for setting in (None, set_at):
-        bus, model = Bus(), parts.model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        bus.add(ParamSchedulerHook(schedule(optimizer), by="iter"))
-        seen.append(rates(parts, bus, optimizer, model, setting))
-    plain, changed = seen
+    plain, changed = (rates(parts, Bus(), setting, schedule=schedule) for setting in (None, set_at))
     assert changed[:set_at] == plain[:set_at]
     # The schedule steps in the same iteration, and the rate is set after it.
     factor = 0.02 / plain[set_at]
@@ -386,16 +335,6 @@ def test_a_schedule_continues_scaled_by_the_same_factor(parts, schedule, set_at)
 
 
 def test_a_scaled_schedule_survives_a_resume(parts, tmp_path):
-    def run(epochs: int) -> list[float]:
-        bus, model = Bus(), parts.model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        bus.add(ParamSchedulerHook(schedules.LambdaLR(optimizer, lambda i: 0.9**i), by="iter"), CheckpointHook(1))
-        seen: list[float] = []
-        bus.on("before_train_iter", lambda event: seen.append(optimizer.param_groups[0]["lr"]))
-        bus.on("before_forward", lambda event: event.run.set_lr(0.5), once=2)
-        parts.loop(bus, model=model, optimizer=optimizer, val_data=None, max_epochs=epochs, work_dir=tmp_path).run(
-            resume="auto"
-        )
-        return seen
-
-    assert run(1) + run(2) == pytest.approx([0.1, 0.09, *(0.5 * 0.9**i for i in range(4))])
+    options = {"schedule": SCHEDULES["lambda"], "work_dir": tmp_path, "resume": "auto"}
+    first, rest = (rates(parts, Bus(CheckpointHook(1)), 2, max_epochs=epochs, **options) for epochs in (1, 2))
+    assert first + rest == pytest.approx([0.1, 0.09, *(0.02 * 0.9**i for i in range(4))])

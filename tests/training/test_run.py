@@ -13,7 +13,6 @@ from ..waiting import on_threads
 
 ITER = "before_train_iter after_train_iter"
 VAL = "before_val before_val_epoch 2*(before_val_iter after_val_iter) after_val_epoch after_val"
-EPOCH = f"before_train_epoch 3*({ITER}) after_train_epoch"
 
 
 @pytest.fixture
@@ -61,20 +60,6 @@ def test_steps_of_the_body_are_counted_and_published(parts, bus, run):
     assert trace.of("after_run")[0].progress.update == 2
 
 
-def test_break_ends_the_iteration_without_after_train_iter_and_the_epoch_normally(parts, run, trace):
-    loader = parts.batches(3)
-    with run:
-        for _ in run.epochs(2):
-            for index, batch in enumerate(run.train(loader)):
-                parts.learn(run, batch)
-                if index == 1:
-                    break
-    epoch = f"before_train_epoch {ITER} before_train_iter after_train_epoch"
-    assert trace.names == parts.spell(f"before_run before_train {epoch} {epoch} after_train after_run")
-    assert [(e.progress.iter, e.batch_idx) for e in trace.of("before_train_iter")] == [(0, 0), (1, 1), (2, 0), (3, 1)]
-    assert trace.of("after_run")[0].progress.update == 4
-
-
 def test_break_out_of_both_loops_cuts_the_epoch_short(parts, run, trace):
     with run:
         for _ in run.epochs(2):
@@ -86,26 +71,15 @@ def test_break_out_of_both_loops_cuts_the_epoch_short(parts, run, trace):
     assert (run.progress.iter, run.progress.update) == (1, 1)
 
 
-def test_break_out_of_a_validation_publishes_no_after_val_and_training_continues(parts, run, trace):
-    with run:
-        for _ in run.epochs(2):
-            for batch in run.train(parts.batches(3)):
-                parts.learn(run, batch)
-            for _ in run.validate(parts.batches(2)):
-                break
-    cut = "before_val before_val_epoch before_val_iter"
-    assert trace.names == parts.spell(f"before_run before_train {EPOCH} {cut} {EPOCH} {cut} after_train after_run")
-    assert run.model.training
-
-
 @pytest.mark.parametrize("stage", ["validate", "test"])
 @pytest.mark.parametrize("kept", [False, True])
-def test_break_out_of_an_evaluation_restores_modes_gradients_and_weights(parts, bus, run, stage, kept):
-    undone = []
-    bus.on(f"before_{stage.removesuffix('idate')}", lambda e: e.run.defer(lambda: undone.append(e.run.model.training)))
+def test_break_out_of_an_evaluation_restores_modes_and_gradients_and_training_continues(parts, bus, run, trace, stage, kept):
+    undone, name = [], stage.removesuffix("idate")
+    bus.on(f"before_{name}", lambda e: e.run.defer(lambda: undone.append(e.run.model.training)))
     with run:
-        for _ in run.epochs(1):
+        for _ in run.epochs(2):
             for batch in run.train(parts.batches(2)):
+                parts.learn(run, batch)
                 batches = getattr(run, stage)(parts.batches(2))
                 for _ in batches if kept else getattr(run, stage)(parts.batches(2)):
                     assert not run.model.training
@@ -114,7 +88,8 @@ def test_break_out_of_an_evaluation_restores_modes_gradients_and_weights(parts, 
                 assert run.model.training
                 assert torch.is_grad_enabled()
                 assert len(undone) == run.progress.iter
-                parts.learn(run, batch)
+    epoch = f"before_train_epoch 2*({ITER} before_{name} before_{name}_epoch before_{name}_iter) after_train_epoch"
+    assert trace.names == parts.spell(f"before_run before_train {epoch} {epoch} after_train after_run")
 
 
 def test_a_with_statement_ends_an_evaluation(parts, run, trace):
@@ -141,21 +116,25 @@ def test_an_error_while_undoing_an_abandoned_validation_ends_the_run(parts, bus,
 
 
 @pytest.mark.parametrize("kept", ["nothing", "batches", "epochs", "block"])
-def test_the_order_of_mount_points_does_not_depend_on_references(parts, run, trace, kept):
+def test_break_ends_the_iteration_without_after_train_iter_and_the_epoch_normally_whatever_is_kept(parts, run, trace, kept):
     with run:
         epochs = run.epochs(2)
         for _ in epochs if kept == "epochs" else run.epochs(2):
             batches = run.train(parts.batches(3))
             if kept == "block":
                 with batches:
-                    parts.learn(run, next(batches))
+                    for _ in range(2):
+                        parts.learn(run, next(batches))
             else:
-                for batch in batches if kept == "batches" else run.train(parts.batches(3)):
+                for index, batch in enumerate(batches if kept == "batches" else run.train(parts.batches(3))):
                     parts.learn(run, batch)
-                    break
+                    if index == 1:
+                        break
             parts.evaluate(run, run.validate(parts.batches(2)))
-    epoch = f"before_train_epoch before_train_iter after_train_epoch {VAL}"
+    epoch = f"before_train_epoch {ITER} before_train_iter after_train_epoch {VAL}"
     assert trace.names == parts.spell(f"before_run before_train {epoch} {epoch} after_train after_run")
+    assert [(e.progress.iter, e.batch_idx) for e in trace.of("before_train_iter")] == [(0, 0), (1, 1), (2, 0), (3, 1)]
+    assert trace.of("after_run")[0].progress.update == 4
 
 
 def test_batches_can_be_continued_in_another_for_statement(parts, run, trace):

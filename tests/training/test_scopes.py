@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from eventloop import Bus, Run, Update
+from eventloop.errors import StopIterationError
 from eventloop.training import run as run_module
 from eventloop.training import state as state_module
 from eventloop.training.saves import requests as saves_module
@@ -42,28 +43,37 @@ def test_an_exception_is_published_first_and_ends_scopes_without_after_x(parts, 
 
 
 @pytest.mark.parametrize("mount_point", MOUNT_POINTS)
-def test_an_exception_in_a_hook_is_the_last_but_one_event_wherever_it_is_raised(parts, bus, mount_point):
+@pytest.mark.parametrize("kind", [Boom, StopIteration])
+def test_an_exception_in_a_hook_is_the_last_but_one_event_wherever_it_is_raised(parts, bus, mount_point, kind):
+    """A StopIteration becomes an error that no iterator of a run takes for its end."""
     trace = parts.Trace(bus, inside=True)
-    model = parts.model()
-    error = Boom(mount_point)
+    loop, error = parts.loop(bus), kind(mount_point)
     bus.on(mount_point, fails(error), priority=100)
-    with pytest.raises(Boom) as caught:
-        parts.loop(bus, model=model).run()
-    assert caught.value is error
+    with pytest.raises(Boom if kind is Boom else StopIterationError, match=mount_point) as caught:
+        loop.run()
+    assert error is (caught.value if kind is Boom else caught.value.__cause__)
+    assert kind is Boom or f"fail of {mount_point}" in str(caught.value)
     assert trace.names[-1] == "on_exception"
     assert trace.names.count("on_exception") == 1
     heard = trace.names[trace.names.index(mount_point) + 1 :]
     inside = {"after_backward", "after_optimizer_step"} if mount_point == "after_train_iter" else set()
     assert not [name for name in heard if name.startswith("after_") and name not in inside]
-    assert model.training
+    assert loop.model.training
     assert torch.is_grad_enabled()
     assert bus.state == "idle"
-    assert mount_point in error.__notes__[0]
+    note = caught.value.__notes__[0]
+    assert note.startswith("in fail (inline, priority 100, tests/failing.py:")
+    assert f"at {mount_point}" in note
 
 
 def fails_after(batches):
     yield from batches
     raise Boom("disk")
+
+
+def fails_with(parts, errors):
+    """A step that raises the errors of a list, until it is empty."""
+    return lambda model, batch: fails(errors.pop())() if errors else parts.step(model, batch)
 
 
 def test_an_exception_in_the_training_loader_ends_the_run(parts, bus, trace):
@@ -179,7 +189,6 @@ def test_a_failing_offloaded_handler_ends_the_run_with_its_exception(parts, back
     async def ship(event):
         raise error
 
-    bus.on("after_train_epoch", lambda e: None)
     with pytest.raises(Boom) as caught:
         parts.loop(bus, max_epochs=1000).run()
     assert caught.value is error
@@ -209,22 +218,14 @@ def test_the_users_exception_wins_over_one_of_an_offloaded_handler_and_is_publis
 
 
 def test_an_exception_leaves_autocast_and_the_optimizer_alone_and_the_loop_can_run_again(parts, bus, trace):
-    errors, model = [Boom()], parts.model()
     bus.add(Update(amp="bf16"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def step(model, batch):
-        if errors:
-            raise errors.pop()
-        return parts.step(model, batch)
-
-    loop = parts.loop(bus, model=model, optimizer=optimizer, step=step, max_epochs=1, sanity=0)
+    loop = parts.loop(bus, step=fails_with(parts, [Boom()]), max_epochs=1, sanity=0)
     with pytest.raises(Boom):
         loop.run()
     assert not torch.is_autocast_enabled("cpu")
     steps = []
     with bus.on("after_optimizer_step", steps.append):
-        optimizer.step()
+        loop._optimizer.step()
     assert steps == []
     trace.events.clear()
     loop.run()
@@ -235,13 +236,7 @@ def test_an_exception_leaves_autocast_and_the_optimizer_alone_and_the_loop_can_r
 def test_a_stopped_loop_continues_with_the_next_run_which_a_failed_val_does_not_affect(parts, bus, trace):
     stop_at(bus, "after_val", once=1)
     errors = []
-
-    def val_step(model, batch):
-        if errors:
-            raise errors.pop()
-        return parts.step(model, batch)
-
-    loop = parts.loop(bus, val_step=val_step)
+    loop = parts.loop(bus, val_step=fails_with(parts, errors))
     loop.run()
     errors.append(Boom())
     with pytest.raises(Boom):

@@ -28,15 +28,6 @@ def test_an_iteration_based_run_is_one_long_epoch_with_validation_inside(parts, 
     assert [(e.batch_idx, e.progress.epoch) for e in trace.of("after_train_iter")] == [(index, 0) for index in range(5)]
 
 
-def test_test_after_run_is_a_second_run_on_the_same_bus(parts, bus, trace):
-    loop = parts.loop(bus, test_data=parts.batches(2), max_epochs=1)
-    loop.run()
-    loop.test()
-    assert trace.names == parts.spell(
-        f"before_run before_train {EPOCH} {VAL} after_train after_run before_run {TEST} after_run"
-    )
-
-
 def test_the_mount_points_inside_an_iteration_surround_forward_backward_and_step_with_one_snapshot_of_progress(parts, bus):
     trace = parts.Trace(bus, inside=True)
     parts.loop(bus, train_data=parts.batches(1), val_data=None, max_epochs=1).run()
@@ -69,9 +60,14 @@ def test_the_loop_adds_its_update_at_priority_30_unless_the_bus_has_one(parts, b
     assert other.hooks == (mine,)
 
 
-def test_the_counts_of_a_run_by_epochs(parts, bus, trace):
+def test_the_events_of_a_run_by_epochs_and_of_a_test_after_it_and_their_counts(parts, bus, trace):
     """They count from zero, and grow after the events of an iteration, epoch or validation."""
-    metrics = parts.loop(bus).run()
+    loop = parts.loop(bus, test_data=parts.batches(2))
+    metrics = loop.run()
+    loop.test()
+    assert trace.names == parts.spell(
+        f"before_run before_train {EPOCH} {VAL} {EPOCH} {VAL} after_train after_run before_run {TEST} after_run"
+    )
     for name in ("before_train_iter", "after_train_iter"):
         assert [counts(e) for e in trace.of(name)] == [
             *((0, 0, 0, 0), (0, 1, 1, 1), (0, 2, 2, 2)),
@@ -88,7 +84,7 @@ def test_the_counts_of_a_run_by_epochs(parts, bus, trace):
         assert {(e.progress.stage, e.progress.max_epochs, e.progress.max_iters) for e in trace.of(name)} == {("val", 2, None)}
     assert [e.progress.validation for e in trace.of("after_val")] == [0, 1]
     for name in ("after_train", "after_run"):
-        (event,) = trace.of(name)
+        event = trace.of(name)[0]
         assert (event.progress.stage, *counts(event)[:3]) == ("train", 2, 6, 6)
     assert metrics == trace.of("after_val_epoch")[-1].metrics
     assert metrics.keys() == {"loss"}

@@ -48,15 +48,15 @@ def test_an_update_steps_with_the_mean_gradient_also_of_a_partial_window_and_rep
     norms = []
     bus.on("after_train_iter", lambda e: norms.append(e.outputs.get("grad_norm")), priority=50)
     bus.add(Update(accumulate=accumulate, grad_clip=clip))
-    batches, model = parts.batches(count), parts.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    parts.loop(bus, model=model, optimizer=optimizer, train_data=batches, val_data=None).run()
+    batches = parts.batches(count)
+    loop = parts.loop(bus, train_data=batches, val_data=None)
+    loop.run()
     expected, expected_norms = plain(parts, batches, accumulate, clip)
     if clip is not None:
         parts.assert_same(norms, expected_norms)
         assert all(norm > clip for norm in norms)
-        parts.assert_same(dict(model.state_dict()), dict(expected.state_dict()))
-    torch.testing.assert_close(dict(model.state_dict()), dict(expected.state_dict()))
+        parts.assert_same(dict(loop.model.state_dict()), dict(expected.state_dict()))
+    torch.testing.assert_close(dict(loop.model.state_dict()), dict(expected.state_dict()))
 
 
 @pytest.mark.parametrize("fused", [False, True])

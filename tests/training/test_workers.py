@@ -7,11 +7,9 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F  # noqa: N812 - its usual name
 from torch.utils.data import DataLoader, Dataset
 
-from eventloop import Bus, Event, TrainLoop
+from eventloop import Bus, Event
 from eventloop.events import AfterTrainIter
 from eventloop.training import WorkerSignals
 
@@ -141,9 +139,6 @@ def test_loaders_are_restored_afterwards(signals):
     assert [dict(vars(kind)) for kind in (DataLoader, OwnLoader)] == before
 
 
-EPOCHS, BATCHES = 2, 6
-
-
 class Drawn(Event):
     """Published where a sample is drawn."""
 
@@ -157,19 +152,15 @@ class Publishing(Dataset[torch.Tensor]):
         self.bus = bus
 
     def __len__(self) -> int:
-        return 2 * BATCHES
+        return 12
 
     def __getitem__(self, index: int) -> torch.Tensor:
         self.bus.publish(Drawn(index=index))
         return torch.full((4,), float(index))
 
 
-def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return F.mse_loss(model(batch), torch.zeros(len(batch), 1))
-
-
 @pytest.mark.parametrize("persistent", [False, True])
-def test_workers_forked_from_a_run_with_offloaded_handlers_neither_hang_nor_publish(bus, tmp_path, persistent):
+def test_workers_forked_from_a_run_with_offloaded_handlers_neither_hang_nor_publish(parts, bus, tmp_path, persistent):
     where = tmp_path / "heard"
     where.touch()
 
@@ -185,16 +176,12 @@ def test_workers_forked_from_a_run_with_offloaded_handlers_neither_hang_nor_publ
         note("task", event)
 
     as_task = bus.on(AfterTrainIter, in_task)
-    model = nn.Linear(4, 1)
-    loader = DataLoader(Publishing(bus), batch_size=2, num_workers=2, persistent_workers=persistent)
-    loop = TrainLoop(
-        model, torch.optim.SGD(model.parameters(), lr=0.01), step=loss, train_data=loader, bus=bus, max_epochs=EPOCHS
-    )
-    loop.run()
+    data = DataLoader(Publishing(bus), batch_size=2, num_workers=2, persistent_workers=persistent)
+    parts.loop(bus, train_data=data, val_data=None, step=lambda model, batch: model(batch).mean()).run()
 
     heard = where.read_text().splitlines()
     # Once for each iteration, all in this process, and nothing of what the copies in the workers were told.
-    expected = [f"{kind} {os.getpid()}" for kind in ("inline", "task", "thread") for _ in range(EPOCHS * BATCHES)]
+    expected = [f"{kind} {os.getpid()}" for kind in ("inline", "task", "thread") for _ in range(12)]
     assert sorted(heard) == expected
     for subscription in (in_thread, as_task):
-        assert subscription.stats.published == subscription.stats.delivered == EPOCHS * BATCHES
+        assert subscription.stats.published == subscription.stats.delivered == 12
