@@ -147,6 +147,14 @@ def test_a_resume_finds_the_run_on_the_disk_of_any_process(here, alone):
     assert [path.name for path in (here / "disk0/runs/mine").glob("*.safetensors")] == ["epoch_2.safetensors"]
 
 
+@pytest.mark.parametrize(("nodes", "warned"), [("1:4", True), ("2", False), ("2:2", False)])
+def test_a_job_that_machines_could_not_join_later_says_so_at_its_start(here, nodes, warned):
+    job = {**COLUMNS, "PET_NNODES": nodes}
+    (ended,) = run_on_ranks(RUN, here, size=1, cwd=here, arguments=["loop.max_epochs=1"], environment=job)
+    assert ended.returncode == 0, ended.stderr
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in ended.stderr and f"nnodes={nodes}" in ended.stderr) == warned
+
+
 STRUCK = """
 import os, signal
 

@@ -6,11 +6,14 @@ training.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 import torch
@@ -124,6 +127,12 @@ def join_ranks(bus: Bus, models: Mapping[str, torch.nn.Module], *, trains: bool)
             "DistributedDataParallel (or fully_shard it)"
         )
     bus.set_rank(this_rank(), world_size())
+    if not this_rank() and (nodes := _elastic_nodes()):
+        log.warning(
+            "torchrun cannot let another machine join this job: at the next rendezvous all machines fail after 60 s. Set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all of them",
+            nnodes=nodes,
+        )
     if world_size() == 1:
         return None
     _runs += 1
@@ -140,6 +149,23 @@ def join_ranks(bus: Bus, models: Mapping[str, torch.nn.Module], *, trains: bool)
                 model=name,
             )
     return ranks
+
+
+def _elastic_nodes() -> str:
+    """Return torchrun's ``--nnodes`` if it is a range of which torch cannot fill the rest; else an empty string.
+
+    With the store that the agents share by default, rank 0 tells the address of its store in the first rendezvous only
+    (``DynamicRendezvousHandler.next_rendezvous`` of torch 2.13), and a machine that joins later waits for it.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return ""
+    given = os.environ.get("PET_NNODES", "")  # torchrun's own variable
+    with suppress(OSError):  # of another system than Linux
+        words = Path(f"/proc/{os.getppid()}/cmdline").read_text().replace("\0", " ")  # of the agent
+        found = re.search(r"--nnodes[= ](\S+)", words)
+        given = found[1] if found else given
+    fewest, _, most = given.partition(":")
+    return given if fewest.isdecimal() and most.isdecimal() and int(most) > max(int(fewest), 1) else ""
 
 
 def own_group(purpose: Literal["control", "saves"]) -> distributed.ProcessGroup:
