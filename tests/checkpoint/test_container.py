@@ -16,38 +16,10 @@ from safetensors.torch import load_file
 
 from eventloop.checkpoint import StageBuffer, inspect, load, save, stage, write
 from eventloop.errors import CheckpointValueError
-from tests.checkpoint.dtypes import FOREIGN, SAFE
+from tests.checkpoint.trees import DENSE, SAFE, canonical
 from tests.failing import fails
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch says so of any complex32 tensor
-
-DENSE = [*SAFE, *FOREIGN]
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    flat = tensor.detach().clone(memory_format=torch.contiguous_format).reshape(-1)
-    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
-
-
-def canonical(value: Any) -> Any:
-    """A form whose equality is sameness of types, order and bits."""
-    kind = type(value)
-    if isinstance(value, torch.Tensor):
-        return "tensor", value.dtype, tuple(value.shape), bits(value)
-    if kind is float:
-        return "float", struct.pack("<d", value)
-    if kind is complex:
-        return "complex", struct.pack("<dd", value.real, value.imag)
-    if isinstance(value, np.ndarray | np.generic):
-        return kind, value.dtype.str, value.shape, value.tobytes()
-    if isinstance(value, dict):
-        extra = (getattr(value, "default_factory", None), canonical(vars(value)) if kind is OrderedDict else None)
-        return kind, extra, [(canonical(key), canonical(each)) for key, each in value.items()]
-    if isinstance(value, set | frozenset):
-        return kind, sorted(repr(canonical(each)) for each in value)
-    if isinstance(value, list | tuple):
-        return kind, [canonical(each) for each in value]
-    return kind, value
 
 
 def random_tensor(dtype: torch.dtype, shape: tuple[int, ...], seed: int) -> torch.Tensor:

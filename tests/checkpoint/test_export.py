@@ -12,14 +12,11 @@ from safetensors.torch import load_file
 
 from eventloop.checkpoint import export_tree, export_weights, load, outline, save
 from eventloop.errors import CheckpointDamagedError, CheckpointError, CheckpointValueError
-from tests.checkpoint.dtypes import FOREIGN, SAFE
 from tests.checkpoint.faults import fill_up
-from tests.checkpoint.test_container import canonical
+from tests.checkpoint.trees import DENSE, SAFE, canonical
 from tests.failing import fails
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch says so of any complex32 tensor
-
-DTYPES = [*SAFE, *FOREIGN]
 
 
 def exported(tree: Any, directory: Path) -> Any:
@@ -35,7 +32,7 @@ def weights_of(tree: Any, directory: Path, suffix: str = ".pth", **options: Any)
     return torch.load(out, weights_only=True) if suffix == ".pth" else load_file(out)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", DENSE, ids=str)
 def test_tensors_of_every_dtype_and_the_dtype_itself_are_exported(tmp_path, dtype):
     tensor = torch.arange(16, dtype=torch.uint8).clamp(max=1).view(dtype)
     back, itself = exported([tensor, dtype], tmp_path)

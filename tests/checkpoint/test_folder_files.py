@@ -13,7 +13,7 @@ from eventloop.checkpoint import AsyncSaver, FolderFiles, stage, verify_folder
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 
 from ..waiting import on_threads
-from .test_container import canonical
+from .trees import canonical
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5, dtype=torch.bfloat16), "c": torch.zeros(0)}
 

@@ -16,7 +16,7 @@ import hooks  # noqa: F401 - registers the format of MMEngine
 from eventloop.checkpoint import load, load_pth, pth, save
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 
-from .test_container import canonical
+from .trees import canonical
 
 DATA = Path(__file__).parent / "data"
 MMENGINE = DATA / "mmengine.pth"

@@ -12,7 +12,7 @@ from eventloop.checkpoint import StageBuffer, load, memory, stage, write
 from eventloop.errors import CheckpointError, CheckpointValueError
 
 from ..waiting import until
-from .test_container import canonical
+from .trees import canonical
 
 
 def make_tree() -> dict[str, Any]:
@@ -27,10 +27,7 @@ def test_changes_after_staging_are_not_in_the_checkpoint(written):
     tree["lr"][0] = 7
     tree["array"][:] = 9
     tree["late"] = 1
-    loaded = written(staged)
-    assert torch.equal(loaded["model"]["w"], torch.arange(6.0).view(2, 3))
-    assert torch.equal(loaded["model"]["b"], torch.ones(3))
-    assert (loaded["lr"], list(loaded["array"]), "late" in loaded) == ([0.1], [0, 1, 2], False)
+    assert canonical(written(staged)) == canonical(make_tree())
 
 
 def test_a_released_buffer_is_used_again(tmp_path):
@@ -252,10 +249,8 @@ def test_a_buffer_follows_when_tensors_are_tied_or_become_different_views_or_unt
 
 
 def test_a_key_too_long_for_python_to_make_digits_of_holds_tensors_like_any_other(written):
-    key = 10**5000
-    loaded = written(stage({key: {"w": torch.ones(2)}, "list": {(key,): torch.zeros(1)}}))
-    assert torch.equal(loaded[key]["w"], torch.ones(2))
-    assert torch.equal(loaded["list"][key,], torch.zeros(1))
+    tree = {10**5000: {"w": torch.ones(2)}, "list": {(10**5000,): torch.zeros(1)}}
+    assert canonical(written(stage(tree))) == canonical(tree)
 
 
 # Fresh memory for large copies.

@@ -12,7 +12,7 @@ from eventloop.checkpoint import AsyncSaver, CommitInfo, Pickled, commit_bytes, 
 from eventloop.errors import CheckpointError, CheckpointValueError
 
 from ..scripts import run_script
-from .test_container import canonical
+from .trees import canonical
 
 
 class Settings:
