@@ -75,27 +75,26 @@ def train(job, tmp_path, disk, iterations=8, first=(), **options):
 
 
 @pytest.mark.parametrize("staging", ["block", "overlap"])
-def test_skip_drops_saves_due_during_a_write(job, tmp_path, monkeypatch, staging, logs):
+@pytest.mark.parametrize(
+    ("busy", "skipped", "kept", "staged", "reason"),
+    [
+        ("skip", [2, 3, 4], [1, 5], [1, 5], "another checkpoint is being written"),
+        ("replace", [2, 3], [1, 4, 5], [1, 2, 3, 4, 5], "replaced by {}/iter_3.safetensors"),
+    ],
+)
+def test_saves_due_during_a_write_are_dropped_or_the_newest_is_next(
+    job, tmp_path, monkeypatch, logs, staging, busy, skipped, kept, staged, reason
+):
     disk = Disk(monkeypatch, until=4)
-    train(job, tmp_path, disk, iterations=5, busy="skip", staging=staging)
-    assert stems(disk.told["skipped"]) == [["iter_2"], ["iter_3"], ["iter_4"]]
-    assert files(tmp_path) == {"iter_1", "iter_5"}
-    assert disk.staged == ["iter_1", "iter_5"]
-    assert [entry["skipped"] for entry in logs if entry["event"] == "checkpoint not made"] == [1, 2, 3]
-    assert disk.told["skipped"][0].reason == "another checkpoint is being written"
+    train(job, tmp_path, disk, iterations=5, busy=busy, staging=staging)
+    assert stems(disk.told["skipped"]) == [[f"iter_{n}"] for n in skipped]
+    assert files(tmp_path) == {f"iter_{n}" for n in kept}
+    assert disk.staged == [f"iter_{n}" for n in staged]
+    assert [load(tmp_path / f"iter_{n}.safetensors")["progress"]["iter"] for n in kept] == kept
+    assert [entry["skipped"] for entry in logs if entry["event"] == "checkpoint not made"] == [*range(1, len(skipped) + 1)]
+    assert disk.told["skipped"][0].reason == reason.format(tmp_path)
     assert disk.told["skipped"][0].progress.iter == 2
     assert disk.told["failed"] == []
-
-
-@pytest.mark.parametrize("staging", ["block", "overlap"])
-def test_replace_writes_the_newest_next(job, tmp_path, monkeypatch, staging):
-    disk = Disk(monkeypatch, until=4)
-    train(job, tmp_path, disk, iterations=5, busy="replace", staging=staging)
-    assert stems(disk.told["skipped"]) == [["iter_2"], ["iter_3"]]
-    assert disk.told["skipped"][0].reason == f"replaced by {tmp_path / 'iter_3.safetensors'}"
-    assert files(tmp_path) == {"iter_1", "iter_4", "iter_5"}
-    assert disk.staged == [f"iter_{n}" for n in range(1, 6)]
-    assert {n: load(tmp_path / f"iter_{n}.safetensors")["progress"]["iter"] for n in (1, 4, 5)} == {1: 1, 4: 4, 5: 5}
 
 
 @pytest.mark.parametrize("busy", ["skip", "replace"])
