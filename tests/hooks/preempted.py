@@ -37,18 +37,9 @@ def make_loop(work_dir: Path | None, *hooks: Any, **workers: Any) -> TrainLoop:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=ITERATIONS)
     bus = Bus(EMAHook(momentum=0.1), ParamSchedulerHook(schedule, by="iter"), *hooks)
-    return TrainLoop(
-        model,
-        optimizer,
-        step=lambda model, batch: cross_entropy(model(batch[0]), batch[1]),
-        train_data=DataLoader(data, batch_size=4, shuffle=True, **workers),
-        val_data=DataLoader(data, batch_size=4, **workers),
-        bus=bus,
-        max_epochs=4,
-        work_dir=work_dir,
-        seed=0,
-        sanity=0,
-    )
+    train, val = DataLoader(data, batch_size=4, shuffle=True, **workers), DataLoader(data, batch_size=4, **workers)
+    options = {"train_data": train, "val_data": val, "max_epochs": 4, "work_dir": work_dir, "seed": 0, "sanity": 0}
+    return TrainLoop(model, optimizer, step=lambda model, batch: cross_entropy(model(batch[0]), batch[1]), bus=bus, **options)
 
 
 def main(

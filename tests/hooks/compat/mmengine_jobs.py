@@ -137,34 +137,21 @@ def runner_of(work_dir: Path, hooks: list[Any], *, resume: str | None = None, gr
     )
 
 
-def loop_of(work_dir: Path, hooks: list[Any], *, groups: int = 1, bus: Bus | None = None, **job: Any) -> tuple[Bus, TrainLoop]:
+def loop_of(work_dir: Path, hooks: list[Any], *, groups: int = 1, bus: Bus | None = None, **job: Any) -> TrainLoop:
     """Make our loop for the job."""
     model, (train, val) = Net(), loaders()
     config = {key: job.pop(key) for key in ("param_scheduler",) if key in job}
     bus = bus or Bus()
     bus.add(*hooks)
     validates = job.pop("validates", True)
-    loop = TrainLoop(
-        model,
-        optimizer_of(model, groups),
-        step=step,
-        val_step=val_step,
-        train_data=train,
-        val_data=val if validates else None,
-        metrics={"accuracy": OurAccuracy()},
-        bus=bus,
-        work_dir=work_dir,
-        seed=3,
-        name="ours",
-        config=config,
-        **job,
-    )
-    return bus, loop
+    data = {"train_data": train, "val_data": val if validates else None, "metrics": {"accuracy": OurAccuracy()}}
+    facts = {"work_dir": work_dir, "seed": 3, "name": "ours", "config": config}
+    return TrainLoop(model, optimizer_of(model, groups), step=step, val_step=val_step, bus=bus, **data, **facts, **job)
 
 
 def ours(work_dir: Path, hooks: list[Any], *, resume: Any = None, **job: Any) -> TrainLoop:
     """Run the job in our TrainLoop."""
-    _, loop = loop_of(work_dir, hooks, **job)
+    loop = loop_of(work_dir, hooks, **job)
     loop.run(resume=resume)
     return loop
 

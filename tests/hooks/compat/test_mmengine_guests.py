@@ -147,7 +147,7 @@ def test_a_test_leaves_the_same_files(tmp_path):
     _, val = jobs.loaders()
     test = {"test_dataloader": val, "test_cfg": {}, "test_evaluator": [jobs.Accuracy()], "max_epochs": 1}
     jobs.runner_of(tmp_path / "theirs", [*default_hooks(), EMAHook(momentum=0.1)], **test).test()
-    _, loop = jobs.loop_of(tmp_path / "ours", [*default_hooks(), EMAHook(momentum=0.1)], max_epochs=1, test_data=val)
+    loop = jobs.loop_of(tmp_path / "ours", [*default_hooks(), EMAHook(momentum=0.1)], max_epochs=1, test_data=val)
     loop.test()
     found = []
     for side in ("theirs", "ours"):
@@ -170,8 +170,8 @@ def test_mmengines_runner_resumes_our_file_and_we_resume_its(tmp_path):
     resumed = theirs(tmp_path / "a", all_hooks(), max_epochs=4, param_scheduler=SCHEDULE, resume=our_file)
     same(whole.model.state_dict(), resumed.model.state_dict())
     tree = load_pth(tmp_path / "theirs" / "epoch_2.pth")
-    bus, loop = jobs.loop_of(tmp_path / "b", all_hooks(), max_epochs=4, param_scheduler=SCHEDULE)
-    bus.on("before_run", lambda event: event.run.apply_state(tree))
+    loop = jobs.loop_of(tmp_path / "b", all_hooks(), max_epochs=4, param_scheduler=SCHEDULE)
+    loop.bus.on("before_run", lambda event: event.run.apply_state(tree))
     loop.run()
     same(whole.model.state_dict(), loop.model.state_dict())
     left, right = (checkpoint(tmp_path / side / "epoch_4.pth") for side in ("whole", "b"))
@@ -277,7 +277,7 @@ def test_guests_see_the_weights_after_the_update_in_the_order_of_their_prioritie
     bus.on("after_optimizer_step", lambda event: order.append(("step", True)), every=7, after=7)
     bus.on("after_train_iter", lambda event: order.append(("ours", True)), priority=40, every=7)
     levels = ["HIGHEST", 5, "VERY_HIGH", "HIGH", "ABOVE_NORMAL", "NORMAL", "LOWEST"]
-    _, loop = jobs.loop_of(tmp_path, [Order(one, one) for one in reversed(levels)], max_epochs=1, bus=bus)
+    loop = jobs.loop_of(tmp_path, [Order(one, one) for one in reversed(levels)], max_epochs=1, bus=bus)
     loop.run()
     assert [name for name, _ in order if name not in ("step", "ours")] == levels
     assert all(stepped for _, stepped in order)
@@ -439,10 +439,10 @@ def test_a_checkpoint_saved_within_a_validation_continues_exactly(tmp_path):
         return [*default_hooks(), EMAHook(momentum=0.3), checkpoint_hook()]
 
     whole = ours(tmp_path / "whole", some(), max_epochs=2)
-    bus, loop = jobs.loop_of(tmp_path / "cut", some(), max_epochs=2)
+    loop = jobs.loop_of(tmp_path / "cut", some(), max_epochs=2)
     saved = []
 
-    @bus.on("after_val_iter", priority=100)
+    @loop.bus.on("after_val_iter", priority=100)
     def save(event):
         if not saved:
             saved.append(event.progress.iter)

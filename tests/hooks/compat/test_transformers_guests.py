@@ -1,5 +1,6 @@
 """Callbacks of Hugging Face's Trainer on our loops do what they do in their own Trainer on the same job."""
 
+import functools
 import re
 import threading
 
@@ -113,14 +114,9 @@ class Job:
         update = OptimizerHook(grad_clip=1.0, accumulate=self.window)
         bus = self.bus(update, ParamSchedulerHook(self.scheduler, by="iter"), *more)
         length = {"max_epochs": self.epochs} if self.steps is None else {"max_iters": self.steps * self.window}
-        return TrainLoop(
-            self.model,
-            self.optimizer,
-            step=lambda model, batch: model(**batch),
-            train_data=DataLoader(self.train, batch_size=2),
-            bus=bus,
-            **length | {"val_data": DataLoader(self.val, batch_size=2), "val_step": evaluate} | options,
-        )
+        data = {"train_data": DataLoader(self.train, batch_size=2), "val_data": DataLoader(self.val, batch_size=2)}
+        steps = {"step": lambda model, batch: model(**batch), "val_step": evaluate}
+        return TrainLoop(self.model, self.optimizer, bus=bus, **length | data | steps | options)
 
     def ours(self, *more, **options):
         """Train with a TrainLoop."""
@@ -164,20 +160,14 @@ class Recorder(TrainerCallback):
 
     def __init__(self):
         self.moments = []
+        for moment in MOMENTS:
+            setattr(self, moment, functools.partial(self.record, moment))
 
     def record(self, moment, args, state, control, **given):
         facts = {"step": state.global_step, "epoch": state.epoch, "max": state.max_steps, "epochs": state.num_train_epochs}
         facts["there"] = sorted(name for name, value in given.items() if value is not None)
         facts["keys"] = sorted([*given.get("logs", {}), *given.get("metrics", {})])
         self.moments.append((moment, facts))
-
-
-def _recording(moment):
-    return lambda self, *arguments, **given: self.record(moment, *arguments, **given)
-
-
-for _moment in MOMENTS:
-    setattr(Recorder, _moment, _recording(_moment))
 
 
 def history(state):
