@@ -113,28 +113,17 @@ def theirs(work_dir: Path, hooks: list[Any], **job: Any) -> Runner:
 def runner_of(work_dir: Path, hooks: list[Any], *, resume: str | None = None, groups: int = 1, **job: Any) -> Runner:
     """Make MMEngine's Runner for the job."""
     model, (train, val) = Net(), loaders()
-    validates = job.pop("validates", True)
     limits = {key: job.pop(key) for key in ("max_epochs", "max_iters", "val_interval") if key in job}
-    return Runner(
-        model,
-        str(work_dir),
-        train_dataloader=train,
-        val_dataloader=val if validates else None,
-        train_cfg={"by_epoch": "max_epochs" in limits, **limits},
-        val_cfg={} if validates else None,
-        val_evaluator=[Accuracy()] if validates else None,
-        optim_wrapper={"optimizer": optimizer_of(model, groups)},
-        default_hooks=dict.fromkeys(
-            ("runtime_info", "timer", "sampler_seed", "logger", "param_scheduler", "checkpoint"),
-        ),
-        custom_hooks=hooks,
-        randomness={"seed": 3},
-        log_processor={"by_epoch": "max_epochs" in limits},
-        load_from=resume,
-        resume=resume is not None,
-        experiment_name=f"theirs{next(_numbers)}",  # MMEngine's objects are global, by this name and the second
-        **job,
-    )
+    by_epoch = "max_epochs" in limits
+    loops = {"train_dataloader": train, "train_cfg": {"by_epoch": by_epoch, **limits}}
+    if job.pop("validates", True):
+        loops |= {"val_dataloader": val, "val_cfg": {}, "val_evaluator": [Accuracy()]}
+    none = ("runtime_info", "timer", "sampler_seed", "logger", "param_scheduler", "checkpoint")
+    added = {"default_hooks": dict.fromkeys(none), "custom_hooks": hooks, "log_processor": {"by_epoch": by_epoch}}
+    began = {"randomness": {"seed": 3}, "load_from": resume, "resume": resume is not None}
+    update = {"optimizer": optimizer_of(model, groups)}
+    name = f"theirs{next(_numbers)}"  # MMEngine's objects are global, by this name and the second
+    return Runner(model, str(work_dir), optim_wrapper=update, experiment_name=name, **loops, **added, **began, **job)
 
 
 def loop_of(work_dir: Path, hooks: list[Any], *, groups: int = 1, bus: Bus | None = None, **job: Any) -> TrainLoop:
