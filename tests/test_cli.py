@@ -111,14 +111,9 @@ def test_the_demo_leaves_checkpoints_scalars_of_every_iteration_and_a_summary(de
     assert len(list(run.glob("best_accuracy_*.safetensors"))) == 1
     lines = [json.loads(line) for line in (run / "scalars.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "train/loss" in line] == list(range(1, 681))
-    for word in (
-        "averaged weights",
-        "raw weights",
-        "best epoch",
-        f"20 checkpoints of {newest.stat().st_size / 1000:.0f} kB written beside the training, which waited",
-        "trainbus report",
-    ):
-        assert word in demos.printed
+    saves = f"20 checkpoints of {newest.stat().st_size / 1000:.0f} kB written beside the training, which waited"
+    for words in ("averaged weights", "raw weights", "best epoch", saves, "trainbus report"):
+        assert words in demos.printed
     assert re.search(r"^train/loss \S+ [▁-█]+ \S+$", demos.printed, re.MULTILINE)
     assert "after_train_iter" not in demos.printed
 

@@ -194,11 +194,9 @@ def test_a_scheduler_gets_the_optimizer_is_a_table_or_a_name_and_several_have_na
 
 def test_nested_schedulers_get_the_optimizer():
     _, optimizer = network()
-    inner = [
-        {"type": "torch.optim.lr_scheduler:ConstantLR", "factor": 0.5},
-        {"type": "torch.optim.lr_scheduler:LambdaLR", "lr_lambda": "math:sqrt"},
-    ]
-    table = {"type": "torch.optim.lr_scheduler:SequentialLR", "schedulers": inner, "milestones": [2]}
+    constant = {"type": "torch.optim.lr_scheduler:ConstantLR", "factor": 0.5}
+    root = {"type": "torch.optim.lr_scheduler:LambdaLR", "lr_lambda": "math:sqrt"}
+    table = {"type": "torch.optim.lr_scheduler:SequentialLR", "schedulers": [constant, root], "milestones": [2]}
     imports = ["torch.optim.lr_scheduler", "math"]
     (hook,) = add({"type": "ParamSchedulerHook", "by": "iter", "scheduler": table}, imports=imports, optimizer=optimizer)
     (scheduler,) = hook.schedulers.values()

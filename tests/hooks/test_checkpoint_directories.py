@@ -21,11 +21,9 @@ from .conftest import files, scored
 def test_a_file_is_kept_while_one_of_several_hooks_keeps_it(job, tmp_path, order, lengths):
     """The newest to go on from, and every second one for good."""
     for max_epochs in lengths:
-        hooks = [
-            CheckpointHook(1, max_keep_ckpts=1, name="newest"),
-            CheckpointHook(2, max_keep_ckpts=2, save_last=False, name="for good"),
-        ][::order]
-        job.loop(*hooks, work_dir=tmp_path, max_epochs=max_epochs).run(resume="auto")
+        newest = CheckpointHook(1, max_keep_ckpts=1, name="newest")
+        for_good = CheckpointHook(2, max_keep_ckpts=2, save_last=False, name="for good")
+        job.loop(*[newest, for_good][::order], work_dir=tmp_path, max_epochs=max_epochs).run(resume="auto")
     assert files(tmp_path) == {"epoch_4", "epoch_6", "epoch_7"}
 
 
@@ -124,13 +122,9 @@ def test_resuming_from_the_best_file_repeats_its_validation(job, tmp_path, lengt
         optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
         plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
         remembers = Remembers()
-        hooks = (
-            EMAHook(momentum=0.3),
-            *([ParamSchedulerHook(plateau, by="metric", monitor="loss")] if by_metric else []),
-            EarlyStoppingHook("loss", patience=50, min_delta=0.0),
-            CheckpointHook(interval, by_epoch="max_epochs" in length, save_best="loss", rule="greater"),
-            remembers,
-        )
+        schedule = [ParamSchedulerHook(plateau, by="metric", monitor="loss")] if by_metric else []
+        saver = CheckpointHook(interval, by_epoch="max_epochs" in length, save_best="loss", rule="greater")
+        hooks = EMAHook(momentum=0.3), *schedule, EarlyStoppingHook("loss", patience=50, min_delta=0.0), saver, remembers
         options = {"work_dir": directory, "val_data": job.batches(1, 3), "seed": 2} | length
         loop = job.loop(*hooks, model=model, optimizer=optimizer, **options)
         loop.run(resume=resume)

@@ -63,12 +63,8 @@ def test_auto_prefers_the_place_that_was_saved_to_last(job, tmp_path):
 def test_a_remote_last_checkpoint_naming_another_store_is_ignored(job, tmp_path, memory):
     job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "run", max_epochs=1).run()
     job.loop(CheckpointHook(1, out_dir="memory://other"), work_dir=tmp_path / "other" / "run", max_epochs=2).run()
-    for name in (
-        "memory://other/run/epoch_2.safetensors",
-        "../../other/run/epoch_2.safetensors",
-        "/other/run/epoch_2.safetensors",
-    ):
-        memory.pipe_file("/bucket/run/last_checkpoint", name.encode())
+    for place in ("memory://other", "../../other", "/other"):
+        memory.pipe_file("/bucket/run/last_checkpoint", f"{place}/run/epoch_2.safetensors".encode())
         began: list[int] = []
         loop = job.loop(CheckpointHook(out_dir=OUT, save_last=False), work_dir=tmp_path / "run", max_epochs=3)
         loop.bus.on("before_train", lambda event, began=began: began.append(event.progress.epoch))

@@ -63,12 +63,9 @@ def rates_of(bus):
 
 def test_parameter_groups_have_separate_learning_rates(bus):
     model = torch.nn.Linear(3, 2)
-    groups = [
-        {"params": [model.weight]},
-        {"params": [model.bias], "lr": 0.01},
-        {"params": [torch.nn.Parameter(torch.ones(1))]},
-        {"params": [torch.nn.Parameter(torch.ones(1))], "lr": 0.02, "name": "head"},
-    ]
+    one, other = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    groups = [{"params": [model.weight]}, {"params": [model.bias], "lr": 0.01}, {"params": [one]}]
+    groups.append({"params": [other], "lr": 0.02, "name": "head"})
     found = rates_of(bus)
     make_loop(bus=bus, model=model, optimizer=torch.optim.SGD(groups, lr=0.1), max_iters=1).run()
     assert found == [{"lr": 0.1, "lr/group1": 0.01, "lr/head": 0.02}]
