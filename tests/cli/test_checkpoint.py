@@ -17,6 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from eventloop.checkpoint import link, load, save
 
+from ..failing import fails
+
 MMENGINE = Path(__file__).parent.parent / "checkpoint" / "data" / "mmengine.pth"
 
 
@@ -120,11 +122,8 @@ def test_ls_shows_other_weights_and_leftovers_of_a_killed_process(trainbus):
     assert "unfinished: .trainbus-0123.tmp" in result.out
 
 
-def test_ls_fits_into_80_columns_with_long_names(trainbus, monkeypatch):
-    from rich.console import Console
-
+def test_ls_fits_into_80_columns_with_long_names(trainbus):
     make("best_accuracy_epoch_10.safetensors", 10)
-    monkeypatch.setattr("eventloop.cli.checkpoint.listing.to_terminal", lambda: Console(width=80, highlight=False))
     lines = trainbus("ls", ".").out.splitlines()
     assert len(lines) == 2
     assert all(len(line) <= 80 for line in lines)
@@ -395,10 +394,7 @@ def test_a_file_of_a_newer_version_is_listed_as_that(trainbus):
 # ------------------------------------------------------------------------------------------------------- all commands
 
 
-READING = pytest.mark.parametrize("command", [["verify"], ["show"], ["export", "out.pth"]], ids=lambda command: command[0])
-
-
-@READING
+@pytest.mark.parametrize("command", [["verify"], ["show"], ["export", "out.pth"]], ids=lambda command: command[0])
 @pytest.mark.parametrize(
     ("name", "status", "says"),
     [
@@ -432,11 +428,7 @@ def test_damage_in_a_store_ends_with_status_1(trainbus, bucket, command):
 
 def test_a_file_that_cannot_be_written_ends_with_status_1(trainbus, monkeypatch):
     make("a.safetensors")
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", fails(OSError(28, "No space left on device")))
     result = trainbus("export", "a.safetensors", "a.pth", status=1)
     assert "cannot write a.pth" in result.err
     assert "No space left on device" in result.err
@@ -477,10 +469,7 @@ def test_a_mistake_is_told_with_status_2_and_leaves_no_file(trainbus, words, say
 
 def test_no_pickle_is_touched_when_a_checkpoint_is_read(trainbus, monkeypatch):
     make("a.safetensors")
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise AssertionError("unpickled")
-
+    refuse = fails(AssertionError("unpickled"))
     for name in ("load", "loads", "Unpickler"):
         monkeypatch.setattr(pickle, name, refuse)
     monkeypatch.setattr(torch, "load", refuse)

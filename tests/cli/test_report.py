@@ -11,6 +11,7 @@ from eventloop.observe import Costs, LaneCosts, Part, RankCosts, RankTimes, RunM
 from eventloop.observe.report import ReportedRun, verdict
 from eventloop.terminal import plain
 
+from ..failing import fails
 from ..observe.folders import BEGAN, loss_lines, session, write_record, write_run, write_scalars
 
 
@@ -62,11 +63,7 @@ def test_mistakes_are_told_and_nothing_is_written(here, trainbus, words, status,
 
 def test_a_disk_error_is_told(here, trainbus, monkeypatch):
     write_run(Path("a"))
-
-    def full(path, content):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("eventloop.cli.report.commit_bytes", full)
+    monkeypatch.setattr("eventloop.cli.report.commit_bytes", fails(OSError(28, "No space left on device")))
     assert "a/report.html cannot be written (No space left on device)" in trainbus("report", "a", status=1).err
 
 

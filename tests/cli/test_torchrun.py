@@ -20,16 +20,11 @@ from ..scripts import run_on_ranks
 
 PARTS = """
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
-
-    def forward(self, x):
-        return self.body(x)
+def net():
+    return nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
 
 def data(batch_size=8, shuffle=False):
     x = torch.linspace(-3, 3, 64).unsqueeze(1)
@@ -46,7 +41,7 @@ def shard(model):
 
 CONFIG = """
 imports = ["parts", "torch.optim"]
-model = "parts:Net"
+model = "parts:net"
 optimizer = { type = "torch.optim:AdamW", lr = 0.01 }
 step = "parts:step"
 data.train = "parts:data"

@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 from eventloop import Bus, BusStateError, Progress, TrainingError
 from eventloop.events import AfterTest
 
+from .. import waiting
 from ..failing import fails
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("no_blocking")]
@@ -33,9 +34,7 @@ async def cancelled(loop, condition) -> bool:
 
 
 async def test_the_hosts_loop_runs_while_another_thread_trains(parts, bus):
-    ticks: list[int] = []
-    seen = []
-    host = threading.get_ident()
+    ticks, threads = [], []
 
     async def ticker() -> None:
         while True:
@@ -44,19 +43,16 @@ async def test_the_hosts_loop_runs_while_another_thread_trains(parts, bus):
 
     @bus.on("after_train_iter")
     def wait_for_a_tick(event):
-        # If training held up the loop, it would not tick, and this would wait in vain.
         before = len(ticks)
-        for _ in range(2000):
-            if len(ticks) > before:
-                break
-            threading.Event().wait(0.005)
-        seen.append((len(ticks) > before, threading.get_ident() == host))
+        waiting.until(lambda: len(ticks) > before)  # in vain if training held up the loop
+        threads.append(threading.get_ident())
 
     async with anyio.create_task_group() as group:
         group.start_soon(ticker)
         metrics = await parts.loop(bus, max_epochs=2).arun()
         group.cancel_scope.cancel()
-    assert seen == [(True, False)] * 6
+    assert len(threads) == 6
+    assert threading.get_ident() not in threads
     assert metrics.keys() == {"loss"}
     assert bus.state == "idle"
 

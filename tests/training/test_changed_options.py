@@ -16,8 +16,7 @@ def session(parts, tmp_path):
     def run(
         epochs, *, optimizer=torch.optim.SGD, schedule=None, groups=1, save_optimizer=True, strict=True, seed=None, **options
     ):
-        bus = Bus()
-        bus.add(CheckpointHook(1, save_optimizer=save_optimizer, save_param_scheduler=save_optimizer))
+        bus = Bus(CheckpointHook(1, save_optimizer=save_optimizer, save_param_scheduler=save_optimizer))
         model = parts.model()
         made = optimizer([{"params": [p]} for p in list(model.parameters())[:groups]], **{"lr": 0.1, **options})
         if schedule is not None:
@@ -94,11 +93,8 @@ def test_changed_options_are_reported_in_a_users_own_loop(parts, tmp_path):
     def session(lr, resume=None):
         model = parts.model()
         optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-        bus = Bus()
-        bus.add(CheckpointHook(1))
-        with capture_logs() as logs, Run(bus, model=model, optimizer={"sgd": optimizer}, work_dir=tmp_path, resume=resume):
-            pass
-        with Run(bus, model=model, optimizer={"sgd": optimizer}, work_dir=tmp_path) as run:
+        options = {"model": model, "optimizer": {"sgd": optimizer}, "work_dir": tmp_path, "resume": resume}
+        with capture_logs() as logs, Run(Bus(CheckpointHook(1)), **options) as run:
             parts.train(run, parts.batches(2))
         return [line["options"] for line in logs if "options" in line]
 
@@ -108,12 +104,10 @@ def test_changed_options_are_reported_in_a_users_own_loop(parts, tmp_path):
 
 @pytest.mark.parametrize(("size", "told"), [(4, []), (2, [(3, 6)])])
 def test_another_batch_size_within_an_epoch_is_reported(parts, bus, tmp_path, size, told):
-    bus.on("after_train_iter", lambda event: event.run.stop(), once=2)
+    bus.on("after_train_iter", lambda event: (event.run.checkpoint_now(), event.run.stop()), once=2)
     data = torch.utils.data.TensorDataset(torch.randn(12, 4), torch.arange(12) % 3)
     loader = lambda size: torch.utils.data.DataLoader(data, batch_size=size)  # noqa: E731
-    loop = parts.loop(bus, train_data=loader(4), val_data=None, work_dir=tmp_path)
-    bus.on("after_train_iter", lambda event: event.run.checkpoint_now(), once=2)
-    loop.run()
+    parts.loop(bus, train_data=loader(4), val_data=None, work_dir=tmp_path).run()
     with capture_logs() as logs:
         parts.loop(train_data=loader(size), val_data=None, work_dir=tmp_path).run(resume="auto")
     assert [(line["before"], line["now"]) for line in logs if "inside an epoch" in line["event"]] == told

@@ -67,8 +67,7 @@ def train(parts, bus, staging, work_dir, **options):
     options.setdefault("val_data", None)
     model = options.setdefault("model", parts.model(dropout=0.2))
     options.setdefault("optimizer", torch.optim.AdamW(model.parameters(), lr=0.1))
-    loop = parts.loop(bus, work_dir=work_dir, **options)
-    loop.run()
+    parts.loop(bus, work_dir=work_dir, **options).run()
 
 
 def replace(event):

@@ -116,17 +116,6 @@ def test_the_length_of_an_iterable_dataset_is_not_trusted(parts, bus, trace):
     assert seen == [False, True]
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_batches_of_a_data_loader_arrive_in_its_order(parts, bus, trace, workers):
-    loader = DataLoader([(torch.full((4,), float(i)), 0) for i in range(8)], batch_size=2, shuffle=True, num_workers=workers)
-    torch.manual_seed(3)
-    expected = [inputs for inputs, _ in loader]
-    seen = []
-    bus.on("before_train_iter", lambda e: seen.append(e.batch[0].clone()))
-    parts.loop(bus, train_data=loader, val_data=None, max_epochs=1, seed=3).run()
-    parts.assert_same(seen, expected)
-
-
 # ------------------------------------------------------------------------------------------------------------ devices
 
 Pair = namedtuple("Pair", "inputs labels")  # noqa: PYI024 - what collate functions yield

@@ -15,6 +15,8 @@ from eventloop import Bus, ConfigurationError, Run, TrainingError
 from eventloop.errors import RunCancelled
 from eventloop.training import Driver
 
+from ..failing import fails
+
 EPOCHS, ITERS, VAL_EVERY = 2, 5, 2
 
 
@@ -63,6 +65,7 @@ def by_pull(job: Job) -> None:
 
 
 def by_push(job: Job) -> None:
+    """``begin_run()`` and ``end_run()`` end a run that they fail in. Then ``fail()`` does nothing, and hides no error."""
     run = job.run()
     drive = run.drive()
     drive.begin_run()
@@ -165,25 +168,19 @@ def test_a_stop_ends_all_three_in_the_same_way(parts, mount_point, count, by_ite
     assert published[-1][0] == "after_run"
 
 
-@pytest.mark.parametrize("kind", [ZeroDivisionError, RunCancelled])
-@pytest.mark.parametrize(
-    ("mount_point", "count"),
-    [
-        *(("before_run", 1), ("before_train_epoch", 2), ("before_train_iter", 2), ("after_train_iter", 4)),
-        *(("after_train_epoch", 1), ("before_val", 1), ("before_val_iter", 2), ("after_val", 1), ("after_train", 1)),
-    ],
-)
-def test_an_exception_and_a_cancellation_end_all_three_in_the_same_way(parts, mount_point, count, kind):
-    def act(event):
-        if kind is RunCancelled:
-            event.run.cancel()
-        else:
-            raise kind
+BREAKS = [("before_run", 1), ("before_train_epoch", 2), ("before_train_iter", 2), ("after_train_iter", 4)]
+BREAKS += [("after_train_epoch", 1), ("before_val", 1), ("before_val_iter", 2), ("after_val", 1)]
+LATE = [("after_train", 1), ("after_run", 1)]  # no safe mount point comes after them
 
-    if kind is RunCancelled and mount_point == "after_train":
-        pytest.skip("no safe mount point comes after it")
-    published = in_three_ways(parts, lambda bus: parts.act_at(bus, mount_point, count, act), error=kind)
-    assert published[-1][0] == "on_exception"
+
+@pytest.mark.parametrize(
+    ("kind", "place"),
+    [*((RunCancelled, place) for place in BREAKS), *((ZeroDivisionError, place) for place in BREAKS + LATE)],
+)
+def test_an_exception_and_a_cancellation_end_all_three_in_the_same_way(parts, kind, place):
+    act = fails(kind) if kind is ZeroDivisionError else lambda event: event.run.cancel()
+    names = [name for name, *_ in in_three_ways(parts, lambda bus: parts.act_at(bus, *place, act), error=kind)]
+    assert names.index("on_exception") == len(names) - 1
 
 
 @pytest.mark.parametrize("by_iter", [False, True], ids=["epochs", "iterations"])
@@ -308,50 +305,28 @@ def test_fail_publishes_the_exception_and_unwinds_without_raising_it(parts, bus,
     assert trace.names[-1] == "after_run"
 
 
-@pytest.mark.parametrize("at", ["before_run", "after_run"])
-def test_one_try_statement_around_a_driven_run_raises_what_happened(parts, bus, trace, at):
-    """begin_run() and end_run() end a run that they fail in. Then fail() does nothing, and does not hide the error."""
-    bus.on(at, lambda event: 1 / 0)
-    drive = Run(bus, model=parts.model()).drive()
-
-    def train():
-        try:
-            drive.begin_run()
-            drive.end_run()
-        except BaseException as error:
-            drive.fail(error)
-            raise
-
-    with pytest.raises(ZeroDivisionError):
-        train()
-    assert trace.names.count("on_exception") == 1
-    assert bus.state == "idle"
-
-
 @pytest.mark.parametrize("outputs", [torch.tensor(0.5), torch.ones(2), 3, [("loss", 1.0)]])
 def test_outputs_without_names_are_an_error_that_changes_nothing(parts, trace, bus, outputs):
-    run = Run(bus, model=parts.model())
-    with run:
+    def refuses(end):
+        before = stand(run, trace)
+        with pytest.raises(TrainingError, match=rf"drive\.{end.__name__}\(\).*'loss': loss"):
+            end(outputs)
+        assert stand(run, trace) == before
+        end({"loss": 0.5})
+
+    with Run(bus, model=parts.model()) as run:
         drive = run.drive()
-        for stage in ("train", "val", "test"):
-            if stage == "train":
-                drive.begin_train()
-                drive.begin_epoch()
-                drive.begin_iteration()
-            else:
-                drive.begin_evaluation(stage)
-                drive.begin_evaluation_iteration()
-            end = drive.end_iteration if stage == "train" else drive.end_evaluation_iteration
-            before = stand(run, trace)
-            with pytest.raises(TrainingError, match=rf"drive\.{end.__name__}\(\).*'loss': loss"):
-                end(outputs)
-            assert stand(run, trace) == before
-            end({"loss": 0.5})
-            if stage == "train":
-                drive.end_epoch()
-                drive.end_train()
-            else:
-                drive.end_evaluation()
+        drive.begin_train()
+        drive.begin_epoch()
+        drive.begin_iteration()
+        refuses(drive.end_iteration)
+        for stage in ("val", "test"):
+            drive.begin_evaluation(stage)
+            drive.begin_evaluation_iteration()
+            refuses(drive.end_evaluation_iteration)
+            drive.end_evaluation()
+        drive.end_epoch()
+        drive.end_train()
 
 
 def test_invalid_options_change_nothing(parts, trace, bus):

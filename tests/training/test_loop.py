@@ -137,13 +137,15 @@ def test_what_is_asked_for_waits_for_the_step_of_an_accumulation_window(parts):
         assert (trained, ended) == (([0, 1], []) if what == "end_epoch" else ([0, 1, 2], [2, 3]))
 
 
-def test_end_epoch_works_in_a_loop_of_ones_own(parts, bus):
+def test_in_a_loop_of_ones_own_end_epoch_works_and_validate_now_is_an_error(parts, bus):
     seen = []
     ask(bus, "after_train_iter", "end_epoch", 1)
     with Run(bus, model=parts.model()) as run:
         for epoch in run.epochs(2):
             seen += [epoch for _ in run.train(parts.batches(3))]
-    assert seen == [0, 0, 1, 1, 1]
+        assert seen == [0, 0, 1, 1, 1]
+        with pytest.raises(TrainingError, match=r"run\.validate"):
+            run.validate_now()
 
 
 @pytest.mark.parametrize(
@@ -158,12 +160,6 @@ def test_what_a_loop_cannot_do_is_an_error(parts, bus, what, mount_point, option
     bus.on(mount_point, lambda event: getattr(event.run, what)())
     with pytest.raises(TrainingError, match=told):
         parts.loop(bus, **options).run()
-
-
-def test_in_a_loop_of_ones_own_validate_now_is_an_error(parts, bus):
-    ask(bus, "after_train_iter", "validate_now", 0)
-    with pytest.raises(TrainingError, match=r"run\.validate"), Run(bus, model=parts.model()) as run:
-        list(run.train(parts.batches(1)))
 
 
 def test_run_returns_the_metrics_of_a_validation_that_was_asked_for(parts, bus):

@@ -12,7 +12,6 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from structlog.testing import capture_logs
 from torch.optim import lr_scheduler as schedules
 
 from eventloop import Bus, ConfigurationError, Run, TrainLoop
@@ -20,18 +19,6 @@ from eventloop.errors import RunCancelled
 from hooks import CheckpointHook, ParamSchedulerHook
 
 from ..waiting import until
-
-
-@pytest.fixture(autouse=True)
-def logs() -> Any:
-    """Runs say that they pause; no test guesses when."""
-    with capture_logs() as entries:
-        Stalled.logs = entries
-        yield entries
-
-
-def pauses(logs: list[Any]) -> int:
-    return [entry["event"] for entry in logs].count("the run is paused")
 
 
 @contextmanager
@@ -49,8 +36,6 @@ def released(release: Any) -> Any:
 class Stalled:
     """A loop that pauses at the second event of a mount point, and a thread that acts on it once it has stood still."""
 
-    logs: list[Any]
-
     def __init__(self, parts: Any, act: Any, *, at: str = "after_train_iter", pause: Any = Run.pause, **options: Any) -> None:
         self.bus = Bus()
         self.trace = parts.Trace(self.bus)
@@ -64,7 +49,7 @@ class Stalled:
         threading.Thread(target=self.look, args=(run,)).start()
 
     def look(self, run: Run) -> None:
-        until(lambda: pauses(self.logs))
+        until(lambda: self.trace.of("run_paused"))
         before = len(self.trace.events)
         time.sleep(0.1)
         self.still[:] = [len(self.trace.events) == before]
@@ -78,10 +63,11 @@ class Stalled:
         *(("before_val_iter", ("after_val_iter", 3)), ("after_train_epoch", None), ("after_val", None)),
     ],
 )
-def test_a_paused_run_waits_until_resumed_with_equal_results(parts, at, end):
+def test_a_paused_run_says_so_and_waits_until_resumed_with_equal_results(parts, at, end, logs):
     stalled = Stalled(parts, lambda run: run.resume(), at=at)
     stalled.loop.run()
     assert stalled.still == [True]
+    assert [entry["event"] for entry in logs].count("the run is paused") == 1
     whole = parts.loop(max_epochs=2)
     trace = parts.Trace(whole.bus)
     whole.run()

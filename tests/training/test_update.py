@@ -22,12 +22,13 @@ def plain(parts, batches, accumulate, clip):
     return model, norms
 
 
-def test_a_train_loop_ends_bitwise_where_a_plain_loop_does(parts, bus):
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_train_loop_ends_bitwise_where_a_plain_loop_does(parts, bus, workers):
     dataset = TensorDataset(torch.randn(22, 4), torch.arange(22) % 3)
 
     def make():
-        model = parts.model(dropout=0.5)
-        return model, torch.optim.AdamW(model.parameters(), lr=0.01), DataLoader(dataset, batch_size=4, shuffle=True)
+        model, loader = parts.model(dropout=0.5), DataLoader(dataset, batch_size=4, shuffle=True, num_workers=workers)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.01), loader
 
     model, optimizer, loader = make()
     parts.loop(bus, model=model, optimizer=optimizer, train_data=loader, val_data=None, max_epochs=3, seed=11).run()
@@ -63,9 +64,8 @@ def test_an_update_steps_with_the_mean_gradient_also_of_a_partial_window_and_rep
 def test_a_step_skipped_by_the_scaler_is_not_an_update(parts, bus, fused):
     trace = parts.Trace(bus, inside=True)
     bus.add(Update(scaler=torch.amp.GradScaler("cpu", init_scale=2.0, enabled=True)))
-    model = parts.model()
+    model, weights = parts.model(), []
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
-    weights = []
     bus.on("after_train_iter", lambda e: weights.append(e.run.model[0].weight.detach().clone()), priority=50)
 
     def step(model, batch):
@@ -137,14 +137,12 @@ def test_an_argument_that_clipping_does_not_take_is_an_error():
 )
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_a_step_that_calls_the_optimizer_is_an_error_in_the_first_iteration(parts, bus, mistake, accumulate):
-    model = parts.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
     def step(model, batch):
         loss = parts.step(model, batch)
-        mistake(loss, optimizer)
+        mistake(loss, loop._optimizer)
         return loss
 
     bus.add(Update(accumulate=accumulate))
+    loop = parts.loop(bus, step=step, sanity=0)
     with pytest.raises(TrainingError, match=r"step\(\).*backward\(\)"):
-        parts.loop(bus, model=model, optimizer=optimizer, step=step, sanity=0).run()
+        loop.run()
