@@ -17,6 +17,7 @@ from eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, Pickled, Stage
 from eventloop.errors import ConfigurationError, RunCancelled
 from eventloop.events import Progress
 from eventloop.log import get_logger
+from eventloop.training.distributed.ranks import world_size
 from eventloop.training.run import Run
 from eventloop.training.saves.capture import state_version
 from eventloop.training.saves.requests import SaveRequest, merged
@@ -120,7 +121,9 @@ class TrainerSaver:
             return
         requests, self.due = self.due, []
         asked, version = {request.path for request in requests}, state_version(self._run)
-        if self._written is not None and self._written[0] == version and asked <= self._written[1]:
+        # Of several ranks each has handlers of its own, which count as changes of the state, and all must write or none.
+        known = self._written if world_size() == 1 else None
+        if known is not None and known[0] == version and asked <= known[1]:
             return  # the end of training asks for the state of its last epoch again
         path, *self._others = dict.fromkeys(request.path for request in requests)
         self.raises = merged(requests).on_error == "raise"

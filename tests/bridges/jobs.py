@@ -7,7 +7,6 @@ from pathlib import Path
 
 import torch
 from torch import distributed, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from eventloop import Bus, Event, Hook, TrainbusCheckpointIO
 from hooks import CheckpointHook, EMAHook, LoggerHook
@@ -145,18 +144,18 @@ def in_lightning(folder: Path):
     """Train by DDP in Lightning: without a bus, with one, with checkpoints beside the training, until rank 1 stops it."""
     import lightning.pytorch as pl
 
+    from .conformance.job import loader
     from .conformance.lightning import QUIET, Module
 
     def train(name, *hooks, attached=True, **options):
         torch.manual_seed(1)
-        loader = DataLoader(TensorDataset(torch.randn(16, 4), torch.randn(16)), 2)
         options = {"accelerator": "cpu", "devices": 2, "strategy": "ddp", "max_epochs": 2, **QUIET, **options}
         trainer, module = pl.Trainer(default_root_dir=folder / name, enable_checkpointing=False, **options), Module()
         logs, saves = LoggerHook(interval=1, writers=[JSONLinesWriter()]), CheckpointHook(interval=1, save_best="val_loss")
         rank = Rank(*hooks, logs, saves)
         if attached:
             rank.bus.attach(trainer)
-        trainer.fit(module, loader, loader)
+        trainer.fit(module, loader(8), loader(8))
         if "plugins" in options:  # every rank reads what the first one has written
             saved = torch.load(folder / name / "epoch_2.ckpt", weights_only=False)
             assert saved["callbacks"]["trainbus"]["progress"]["iter"] == 8
