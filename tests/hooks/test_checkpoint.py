@@ -256,16 +256,11 @@ def break_directory(directory):
     directory.touch()
 
 
-def mend_directory(directory):
-    directory.unlink()
-    directory.with_name("away").rename(directory)
-
-
 def break_for_a_save(bus, directory, of_this, waits):
     """Take the directory away from where a save is staged to where it fails; the run waits for it at a mount point."""
     bus.on("checkpoint_staged", lambda event: of_this(event) and break_directory(directory))
     bus.on(waits, lambda event: event.run.wait_for_saves())
-    bus.on("checkpoint_failed", lambda event: mend_directory(directory))
+    bus.on("checkpoint_failed", lambda event: (directory.unlink(), directory.with_name("away").rename(directory)))
 
 
 @pytest.mark.parametrize("on_error", ["log", "raise"])

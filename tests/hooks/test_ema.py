@@ -20,6 +20,7 @@ from hooks import (
     WarmupEMA,
 )
 
+from ..failing import fails
 from ..strikes import strikes_at
 from .conftest import own_loop
 
@@ -301,11 +302,8 @@ def test_an_accumulation_window_is_one_update_and_without_known_optimizers_every
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_raw_weights_are_restored_after_any_end_of_a_validation(job, error):
-    def val_step(model, batch):
-        raise error("stop here")
-
     watch = Watch()
-    loop = job.loop(EMAHook(momentum=0.3), watch, val_data=job.batches(1), val_step=val_step, sanity=0)
+    loop = job.loop(EMAHook(momentum=0.3), watch, val_data=job.batches(1), val_step=fails(error), sanity=0)
     with pytest.raises(error):
         loop.run()
     assert equal(list(loop.model.parameters()), watch.seen["train"])

@@ -137,14 +137,13 @@ def test_a_handler_that_fails_is_the_error_of_the_run(job, traces, schedule, log
     assert traces == [4]
 
 
-def _no_utf8(*_, **__):
-    """What torch 2.13 does to some profiles made with with_stack and profile_memory."""
-    raise UnicodeDecodeError("utf-8", b"\xb0", 0, 1, "invalid start byte")
+# What torch 2.13 does to some profiles made with with_stack and profile_memory.
+NO_UTF8 = UnicodeDecodeError("utf-8", b"\xb0", 0, 1, "invalid start byte")
 
 
 @pytest.mark.parametrize("given", [None, {"type": "log_trace", "row_limit": 3}])
 def test_a_failing_table_leaves_the_trace_in_a_file_and_does_not_end_the_run(job, tmp_path, monkeypatch, given, logs):
-    monkeypatch.setattr(profile, "key_averages", _no_utf8)
+    monkeypatch.setattr(profile, "key_averages", fails(NO_UTF8))
     schedule = {"wait": 0, "warmup": 1, "active": 1, "repeat": 2}
     loop = job.loop(ProfilerHook(on_trace_ready=given, schedule=schedule), work_dir=tmp_path)
     loop.run()
