@@ -348,14 +348,11 @@ def test_a_break_out_of_a_users_own_validation_restores_raw_weights(job):
 def test_one_of_several_models_is_named(job, tmp_path):
     models = {"g": job.model(), "d": job.model()}
     optimizer = torch.optim.SGD(models["g"].parameters(), lr=0.1)
-
-    def step(models, batch):
-        return job.loss(models["g"], batch)
-
+    options = {"model": models, "optimizer": optimizer, "step": lambda models, batch: job.loss(models["g"], batch)}
     with pytest.raises(ConfigurationError, match="'g', 'd'"):
-        job.loop(EMAHook(), model=models, optimizer=optimizer, step=step).run()
+        job.loop(EMAHook(), **options).run()
     hooks = (EMAHook(model="g", momentum=0.5), EMAHook(model="d", name="ema of d"), CheckpointHook(interval=1))
-    job.loop(*hooks, model=models, optimizer=optimizer, step=step, work_dir=tmp_path).run()
+    job.loop(*hooks, work_dir=tmp_path, **options).run()
     saved = load(tmp_path / "epoch_2.safetensors")
     assert job.same(saved["ema_state_dict"]["g"], job.weights(models["g"]))
     assert not job.same(saved["state_dict"]["g"], job.weights(models["g"]))

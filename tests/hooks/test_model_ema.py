@@ -74,15 +74,12 @@ def test_the_model_inside_a_wrapper_is_found(job):
 def test_one_of_several_models_is_named(job, logs):
     models = {"teacher": Averaging(), "student": job.model()}
     optimizer = torch.optim.SGD(models["student"].parameters(), lr=0.1)
-
-    def step(both, batch):
-        return job.loss(both["student"], batch)
-
-    job.loop(EMAEpochHook(model="teacher"), model=models, optimizer=optimizer, step=step).run()
+    options = {"model": models, "optimizer": optimizer, "step": lambda both, batch: job.loss(both["student"], batch)}
+    job.loop(EMAEpochHook(model="teacher"), **options).run()
     assert models["teacher"].calls == ["init", "update", "update"]
     for name in (None, "tutor"):
         with pytest.raises(ConfigurationError, match="'teacher', 'student'"):
-            job.loop(EMAIterHook(model=name), model=models, optimizer=optimizer, step=step).run()
+            job.loop(EMAIterHook(model=name), **options).run()
 
 
 def test_a_model_without_the_methods_is_an_error_naming_the_other_hook(job, logs):

@@ -66,12 +66,9 @@ def test_waiting_for_the_data_is_data_time_and_without_a_length_there_is_no_eta(
 
 
 def test_a_validation_within_an_epoch_is_not_in_the_iteration_time(bus):
-    def slow_validation(model, batch):
-        time.sleep(0.05)
-        return {}
-
     found = outputs_of(bus)
-    make_loop(bus=bus, val_data=DATA[:1], val_step=slow_validation, max_iters=4, val_interval=1).run()
+    slow = {"val_data": DATA[:1], "val_step": lambda model, batch: time.sleep(0.05) or {}}
+    make_loop(bus=bus, max_iters=4, val_interval=1, **slow).run()
     assert len(found) == 4
     # The validation before each of these took more than this, and a step takes well below a millisecond.
     assert sum(outputs["data_time"] for outputs in found[1:]) < 3 * 0.05
