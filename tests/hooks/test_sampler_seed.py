@@ -1,7 +1,5 @@
 """DistSamplerSeedHook: another order in every epoch, the same again after a resume."""
 
-from typing import ClassVar
-
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
@@ -40,20 +38,15 @@ def test_the_sampler_inside_a_batch_sampler_is_found(job):
 
 
 def test_a_batch_sampler_with_set_epoch_gets_the_epoch(job):
-    class Buckets:
-        epochs: ClassVar[list[int]] = []
+    epochs = []
 
+    class Buckets(list):
         def set_epoch(self, epoch):
-            self.epochs.append(epoch)
+            epochs.append(epoch)
 
-        def __iter__(self):
-            return iter([[0, 1], [2, 3]])
-
-        def __len__(self):
-            return 2
-
-    job.loop(DistSamplerSeedHook(), train_data=DataLoader(DATASET, batch_sampler=Buckets()), max_epochs=3).run()
-    assert Buckets.epochs == [0, 1, 2]
+    loader = DataLoader(DATASET, batch_sampler=Buckets([[0, 1], [2, 3]]))
+    job.loop(DistSamplerSeedHook(), train_data=loader, max_epochs=3).run()
+    assert epochs == [0, 1, 2]
 
 
 @pytest.mark.parametrize("data", [[(torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64))], DataLoader(DATASET, 2)])
