@@ -26,8 +26,7 @@ def make_loop(
     model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     schedules = torch.optim.lr_scheduler
-    bus = Bus()
-    bus.add(
+    bus = Bus(
         OptimizerHook(accumulate=2),
         EMAHook(momentum=0.1),
         ParamSchedulerHook(schedules.StepLR(optimizer, 1, 0.8), by="epoch"),
