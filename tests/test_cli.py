@@ -18,6 +18,8 @@ from eventloop.checkpoint import load
 from eventloop.cli import app, main
 from eventloop.offload.lane import Lane
 
+from .failing import fails
+
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning:sklearn")
 
 
@@ -196,6 +198,11 @@ def test_the_filters_of_the_demos_hook_table_stay_in_one_line_in_80_columns():
         (f"demo --seed {'9' * 5000}", ["--seed", f"'{'9' * 80}…'"]),
         ("demo --epoch 1", ["--epoch", "--epochs"]),
         ("demo loop.max_epochs=3", ["'loop.max_epochs=3'"]),
+        ("run", ["CONFIG", "trainbus run --help"]),
+        ("run x.toml --dryrun", ["--dryrun", "--dry-run", "trainbus run --help"]),
+        ("run x.toml --loop.max_epochs=3", ["such as loop.max_epochs=3"]),
+        ("events after_train", ["'after_train'"]),
+        ("hooks CheckpointHok", ["'CheckpointHok'", "did you mean 'CheckpointHook'"]),
         ("nonsense", ["trainbus --help"]),
         ("", ["Usage: trainbus"]),
     ],
@@ -243,8 +250,7 @@ def test_ctrl_c_prints_how_to_resume(here, trainbus, monkeypatch, struck_at, hin
 
     def make(*arguments):
         bus = make_bus(*arguments)
-        strike = lambda event: (_ for _ in ()).throw(KeyboardInterrupt)  # noqa: E731
-        bus.on("before_train_epoch", strike, when=lambda event: event.progress.epoch + 1 == struck_at)
+        bus.on("before_train_epoch", fails(KeyboardInterrupt), when=lambda event: event.progress.epoch + 1 == struck_at)
         return bus
 
     monkeypatch.setattr(demo, "make_bus", make)

@@ -204,21 +204,6 @@ def test_a_folder_or_a_missing_configuration_names_those_that_are_there(project,
     assert trainbus("run", "mine", status=2).err.endswith(f"no configuration is in {Path.cwd()}\n")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "names"),
-    [
-        (["run"], ["CONFIG", "trainbus run --help"]),
-        (["run", "x.toml", "--dryrun"], ["--dryrun", "--dry-run", "trainbus run --help"]),
-        (["run", "x.toml", "--loop.max_epochs=3"], ["such as loop.max_epochs=3"]),
-        (["events", "after_train"], ["'after_train'"]),
-        (["hooks", "CheckpointHok"], ["'CheckpointHok'", "did you mean 'CheckpointHook'"]),
-    ],
-)
-def test_a_mistake_in_the_command_line_is_named_with_the_way_out(arguments, names, trainbus):
-    told = trainbus(*arguments, status=2).err
-    assert all(name in told for name in names), told
-
-
 def test_hooks_lists_every_registered_hook_with_options_types_defaults_and_mount_points(here, trainbus, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
     printed = trainbus("hooks").out

@@ -233,8 +233,9 @@ def passes(parts, bus, loader, **options):
 
 
 @pytest.mark.parametrize("options", [{"max_epochs": 3}, {"max_iters": 6}])
-def test_every_pass_over_a_seeded_dataset_has_different_random_numbers(parts, bus, options):
-    assert passes(parts, bus, DataLoader(SeededDataset(Random()), batch_size=2), **options) == 6
+@pytest.mark.parametrize("workers", [{}, {"num_workers": 1}, {"num_workers": 1, "persistent_workers": True}])
+def test_every_pass_over_a_seeded_dataset_has_different_random_numbers(parts, bus, options, workers):
+    assert passes(parts, bus, DataLoader(SeededDataset(Random()), batch_size=2, **workers), **options) == 6
 
 
 class Doubled(Dataset):
@@ -313,9 +314,3 @@ def test_only_seeded_datasets_of_the_training_data_get_the_epoch(parts, bus):
     assert torch.equal(validation[0][0], before)
     assert not torch.equal(one[0][0], before)
     assert not torch.equal(other[0][0], before)
-
-
-@pytest.mark.parametrize("persistent", [True, False])
-def test_workers_get_the_next_epoch_of_a_seeded_dataset(parts, bus, persistent):
-    loader = DataLoader(SeededDataset(Random()), batch_size=4, num_workers=1, persistent_workers=persistent)
-    assert passes(parts, bus, loader, max_epochs=2) == 2

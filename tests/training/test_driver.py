@@ -272,14 +272,13 @@ def test_a_test_is_driven_like_a_validation(parts):
     assert push.published() == pull.published()
 
 
-def test_the_example_of_the_driver_runs(parts, bus, trace):
+def test_the_example_of_the_driver_runs(parts):
     source = textwrap.dedent(inspect.getdoc(Driver).split("\n\n")[1])
-    model = parts.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    names = {"Run": Run, "bus": bus, "model": model, "optimizer": optimizer, "loader": parts.batches(3)}
-    exec(source, names | {"learn": lambda batch: parts.step(model, batch)})  # noqa: S102 - ours
+    job = Job(parts)
+    names = {"Run": Run, "learn": lambda batch: parts.step(job.model, batch), "loader": job.train}
+    exec(source, names | vars(job))  # noqa: S102 - ours
     iterations = "3*(before_train_iter after_train_iter)"
-    assert trace.names == parts.spell(
+    assert job.trace.names == parts.spell(
         f"before_run before_train before_train_epoch {iterations} after_train_epoch after_train after_run"
     )
 

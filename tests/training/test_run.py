@@ -246,15 +246,13 @@ def test_iterating_finished_epochs_again_logs_that_nothing_is_left(parts, logs):
 
 
 @pytest.mark.parametrize("steps", [True, False])
-def test_an_epoch_without_a_step_of_the_optimizer_is_warned_of(parts, steps, logs):
-    model = parts.model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with Run(model=model, optimizer=optimizer) as run:
+def test_an_epoch_without_a_step_of_the_optimizer_is_warned_of(parts, run, steps, logs):
+    with run:
         for _ in run.epochs(2):
             for batch in run.train(parts.batches(2)):
-                parts.step(model, batch).backward()
+                parts.step(run.model, batch).backward()
                 if steps:
-                    optimizer.step()
+                    run.optimizers["optimizer"].step()
     assert sum("no optimizer has stepped" in entry["event"] for entry in logs) == (not steps)
 
 

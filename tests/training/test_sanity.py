@@ -78,18 +78,14 @@ def trained(parts, sanity, resume=None, work_dir=None, workers=0, **options):
     return parts.weights(model), metrics, [one.tolist() for one in seen[2:]], sampler.passes, model.training
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_training_is_the_same_with_and_without_the_look(parts, tmp_path, workers):
-    with_look, without = (trained(parts, sanity, work_dir=tmp_path / str(sanity), workers=workers) for sanity in (2, 0))
-    parts.assert_same(with_look, without)
+@pytest.mark.parametrize(("workers", "again"), [(0, False), (1, False), (0, True)], ids=["", "a worker", "resumed"])
+def test_a_training_is_the_same_with_and_without_the_look(parts, tmp_path, workers, again):
+    def sessions(sanity):
+        yield trained(parts, sanity, work_dir=tmp_path / str(sanity), workers=workers)
+        if again:
+            yield trained(parts, sanity, resume="auto", work_dir=tmp_path / str(sanity), max_epochs=3)
 
-
-def test_a_resumed_training_is_the_same_with_and_without_the_look(parts, tmp_path):
-    results = []
-    for sanity in (2, 0):
-        trained(parts, sanity, work_dir=tmp_path / str(sanity), max_epochs=1)
-        results.append(trained(parts, sanity, resume="auto", work_dir=tmp_path / str(sanity), max_epochs=2))
-    parts.assert_same(*results)
+    parts.assert_same([*sessions(2)], [*sessions(0)])
 
 
 class Score:
