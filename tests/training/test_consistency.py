@@ -63,11 +63,9 @@ def moments(bus, parts):
 
 def train(parts, bus, staging, work_dir, **options):
     bus.add(CheckpointHook(interval=1, by_epoch=False, staging=staging))
-    options.setdefault("train_data", parts.batches(6))
-    options.setdefault("val_data", None)
-    model = options.setdefault("model", parts.model(dropout=0.2))
-    options.setdefault("optimizer", torch.optim.AdamW(model.parameters(), lr=0.1))
-    parts.loop(bus, work_dir=work_dir, **options).run()
+    model, defaults = parts.model(dropout=0.2), {"train_data": parts.batches(6), "val_data": None}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    parts.loop(bus, model=model, optimizer=optimizer, work_dir=work_dir, **{**defaults, **options}).run()
 
 
 def replace(event):
