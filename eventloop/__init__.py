@@ -30,7 +30,7 @@ from eventloop.events import Event, Live, Progress, Scalars
 from eventloop.events.event import mount_points
 from eventloop.log import get_logger
 from eventloop.offload import from_json, from_msgpack
-from eventloop.training import Metric, Run, SeededDataset, TrainLoop, Update, load_weights
+from eventloop.training import GlobalBatchSampler, Metric, Run, SeededDataset, TrainLoop, Update, load_weights
 
 __all__ = [
     "Bus",
@@ -40,6 +40,7 @@ __all__ = [
     "CheckpointNotFoundError",
     "ConfigurationError",
     "Event",
+    "GlobalBatchSampler",
     "HandlerTimeoutError",
     "Hook",
     "LaneFullError",

@@ -263,7 +263,8 @@ class Setup:
                     hint = '; wrap a dataset in a loader: { type = "torch.utils.data:DataLoader", dataset = … }'
                     dataset = hint if hasattr(batches, "__getitem__") else ""
                     raise wrong(where, f"expected an iterable of batches, such as a DataLoader, got {batches!r}{dataset}")
-                made[f"{stage}_data"] = shared(batches, where, seed=self.loop.get("seed") or 0)
+                divides = stage == "train" and "global_batch" in self.loop  # the loop does it
+                made[f"{stage}_data"] = batches if divides else shared(batches, where, seed=self.loop.get("seed") or 0)
         return made
 
     def _step(self, name: str) -> Callable[..., Any]:

@@ -1,5 +1,6 @@
 """The training loop: ``Run`` publishes the mount points in order, and ``TrainLoop`` is built on it."""
 
+from eventloop.training.distributed.samples import GlobalBatchSampler
 from eventloop.training.driver import Driver
 from eventloop.training.host import Host, OwnLoop
 from eventloop.training.loop import TrainLoop
@@ -14,6 +15,7 @@ from eventloop.training.worker_signals import WorkerSignals
 
 __all__ = [
     "Driver",
+    "GlobalBatchSampler",
     "Host",
     "Metric",
     "OwnLoop",

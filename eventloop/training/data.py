@@ -12,6 +12,7 @@ from eventloop.errors import TrainingError, stopped
 from eventloop.log import get_logger
 from eventloop.privates import READS_NEXT, READS_SAMPLES
 from eventloop.training.distributed.launch import warn_if_all
+from eventloop.training.distributed.samples import global_sampler
 from eventloop.training.loaders import has_state, length_of, restore_loader, skip_batches
 from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.rng import (
@@ -57,6 +58,8 @@ class Feed:
         """The random states to begin with, if the saved run had begun the pass and taken no batch."""
         self._warned = False
         self._endless: int | None = None  # the epoch in which an exhausted loader is restarted
+        self._sampler = global_sampler(loader)
+        self._samples: int | None = None  # those that the saved run had used, before a resumed run takes the rest
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the remaining batches."""
@@ -69,6 +72,9 @@ class Feed:
         if not self.resuming:
             self.passes = 0
         set_epoch(self.loader, epoch + self.passes)
+        if self._sampler is not None:
+            self._sampler.set_epoch(epoch + self.passes)
+            self.length = len(self._sampler)
 
     def start_pass(self) -> None:
         """Make the iterator of a new pass, or of the interrupted pass of a resumed run."""
@@ -90,13 +96,19 @@ class Feed:
     @property
     def can_repeat(self) -> bool:
         """True if the interrupted pass of a resumed run can begin with the last batch that was used."""
-        return self.resuming and self.used > 0 and self.start is not None and not self._has_state
+        own_position = self._has_state or self._sampler is not None
+        return self.resuming and self.used > 0 and self.start is not None and not own_position
 
     def _remaining(self, start: SavedStart) -> Iterator[Any]:
         """Return an iterator over the rest of the pass that began with the random states ``start``."""
         now, restart = random_states(self.loader), partial(set_random_states, self.loader, start)
         restart()
-        iterator = skip_batches(self.loader, self.used, restart if start.workers else None)
+        if self._sampler is not None and self._samples is not None:
+            self.used = self._sampler.begin_at(self._samples)
+            self.length = len(self._sampler)
+            iterator: Iterator[Any] = iter(self.loader)
+        else:
+            iterator = skip_batches(self.loader, self.used, restart if start.workers else None)
         set_random_states(self.loader, now)
         return iterator
 
@@ -150,6 +162,8 @@ class Feed:
             generators=generator_states(self.loader, instead),
             counted=_passes_made(self.loader),
         )
+        if self._sampler is not None:
+            saved.samples = self._samples if self.resuming else self._sampler.samples_before(self.used)
         if self._has_state:
             saved.loader = self.loader.state_dict() if self._position is _MISSING else self._position
         return saved
@@ -157,11 +171,13 @@ class Feed:
     def restore(self, saved: SavedPosition, restored: set[torch.Generator]) -> None:
         """Make the next :meth:`start_pass` continue from ``saved``; generators in ``restored`` are restored already."""
         self.used, self.passes, self.start = saved.used, saved.passes, saved.start
+        self._samples = saved.samples
         self.resuming = True
         workers = self.start is not None
         if self.start is not None and not self.used and saved.begun:
             self._again, workers = self.start, self.start.workers
-        if self.used and self.length and self.length != (before := saved.length or self.length):
+        counts = self._sampler is not None and self._samples is not None
+        if not counts and self.used and self.length and self.length != (before := saved.length or self.length):
             log.warning(
                 "resuming inside an epoch whose number of batches has changed, so the position in the data is wrong; resume "
                 "with the old batch size and data, or from the end of an epoch",

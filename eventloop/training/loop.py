@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import torch
 from msgspec import Meta
@@ -20,6 +20,8 @@ from eventloop.log import get_logger
 from eventloop.offload import in_thread
 from eventloop.spelling import answers_names
 from eventloop.training.arguments import Config, Data, Limit, Models, OnBus, Optimizers, Resume, Stateful, Step, check_step
+from eventloop.training.distributed.launch import divided
+from eventloop.training.distributed.samples import GlobalBatchSampler
 from eventloop.training.host import OwnLoop
 from eventloop.training.iterators import EvaluationBatches
 from eventloop.training.metrics import Metrics, NamedMetrics
@@ -50,6 +52,10 @@ class TrainLoop:
         max_epochs: epochs to train, or else
         max_iters: iterations to train (iteration-based training: one long epoch).
         val_interval: epochs (default 1) or iterations (default 1000) between validations. The last one always validates.
+        global_batch: samples per optimizer step of all processes together. ``train_data`` must be a plain ``DataLoader``, whose
+            batch size is the most that a process holds at once; micro-batches are accumulated as needed. Each start divides
+            the global batch among its processes, and a resumed run takes exactly the samples that are left of its epoch;
+            see :class:`GlobalBatchSampler`. By default each process takes its loader's batches.
         val_begin: first epoch (or iteration) to validate after, 1-based.
         sanity: validation batches to look at before a training, so that an error in ``val_step`` or the name of a metric is
             found at once; 0 for none. The look changes nothing. See :mod:`eventloop.training.sanity`.
@@ -75,6 +81,7 @@ class TrainLoop:
         bus: OnBus | None = None,
         max_epochs: Limit | None = None,
         max_iters: Limit | None = None,
+        global_batch: Limit | None = None,
         val_interval: Limit | None = None,
         val_begin: Limit = 1,
         sanity: Annotated[int, Meta(ge=0)] = 2,
@@ -100,6 +107,7 @@ class TrainLoop:
         self.bus = bus if bus is not None else Bus()
         self.max_epochs = max_epochs
         self.max_iters = max_iters
+        self.global_batch = global_batch
         self.val_interval = val_interval or (1 if max_iters is None else 1000)
         self.val_begin = val_begin
         self.sanity = sanity
@@ -132,9 +140,11 @@ class TrainLoop:
             ConfigurationError: the loop has no ``train_data`` or no optimizer.
             Exception: the unchanged error of a step, a loader or a hook.
         """
-        data, by_iter = self._need("train"), self.max_iters is not None
         if self._optimizer is None:
             raise ConfigurationError("run() needs an optimizer: give TrainLoop optimizer=")
+        if self.global_batch is not None:
+            self._divide(self.global_batch)
+        data, by_iter = self._need("train"), self.max_iters is not None
         metrics: dict[str, Any] = {}
 
         def validate() -> None:
@@ -315,6 +325,18 @@ class TrainLoop:
                 log.warning("loop.stop() was called before this run began, so it ends at once", run=run.name)
         if self._cancelled:
             run.cancel()
+
+    def _divide(self, global_batch: int) -> None:
+        """Divide each global batch among the processes of this start, and into micro-batches."""
+        data = self._data["train"] = divided(self._need("train"), global_batch, self._options["seed"] or 0)
+        wanted = cast("GlobalBatchSampler", data.batch_sampler).accumulate
+        update = next(hook for hook in self.bus.hooks if isinstance(hook, Update))
+        if update.accumulate not in (1, wanted):
+            raise ConfigurationError(
+                f"accumulate={update.accumulate} beside global_batch={global_batch}, which takes {wanted} micro-batches per "
+                "step: leave out accumulate="
+            )
+        update.accumulate = wanted
 
     def _need(self, stage: str) -> Iterable[Any]:
         data = self._data[stage]

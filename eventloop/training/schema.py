@@ -89,6 +89,8 @@ class SavedPosition(SavedLoader, kw_only=True):
     """batches of a whole pass, if known"""
     start: SavedStart | None
     """how the current pass began"""
+    samples: Count | None = None
+    """samples that all processes have used in the current pass; null without a `GlobalBatchSampler`"""
     loader: Any = UNSET
     """the loader's own `state_dict()`, if it has one"""
 

@@ -119,6 +119,15 @@ def test_lines_and_files_are_written_once_and_a_resume_takes_another_number_of_p
     assert [line["step"] for line in lines if "train/loss" in line] == [4, 8, 12, 16, 20, 24]
 
 
+def test_a_global_batch_is_divided_among_the_processes(here, alone, both):
+    batch = ("loop.global_batch=16", "loop.max_epochs=1", "data.train.shuffle=true")
+    assert alone(*batch, "loop.work_dir=alone") == 0
+    both(*batch, "loop.work_dir=both")
+    one, other = weights(here / "alone"), weights(here / "both")
+    for name, value in one.items():
+        torch.testing.assert_close(other[name], value, rtol=1e-3, atol=1e-4)
+
+
 def test_a_user_function_can_shard_the_model(here, both):
     both("wrap=parts:shard", "loop.max_epochs=1")
     assert list((here / "runs/mine").glob("*.shards"))

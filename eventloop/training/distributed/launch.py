@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import distributed
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from eventloop.errors import RunPreempted, TrainbusError
+from eventloop.errors import ConfigurationError, RunPreempted, TrainbusError
 from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import Ranks, T, record_failure, this_rank, wait_until_connected, world_size
+from eventloop.training.distributed.samples import GlobalBatchSampler, global_sampler
 from eventloop.training.loaders import rebuilt
 
 log = get_logger()
@@ -82,6 +83,32 @@ def shared(loader: Iterable[Any], name: str, seed: int) -> Iterable[Any]:
     )
     kept = {part: getattr(loader, part) for part in ("batch_size", "drop_last", "persistent_workers", "in_order")}
     return rebuilt(loader, sampler=sampler, **kept)
+
+
+def divided(loader: Iterable[Any], global_batch: int, seed: int) -> DataLoader[Any]:
+    """Return a loader of this rank's share of global batches, each at most ``loader``'s batch size, in an order from ``seed``.
+
+    Raises:
+        ConfigurationError: it is not a plain DataLoader of a map-style dataset, or has other global batches.
+    """
+    own = global_sampler(loader)
+    if own is not None and own.global_batch == global_batch:
+        return loader  # type: ignore[return-value]  # only a DataLoader has one
+    if own is not None or not _is_plain(loader) or isinstance(loader.dataset, IterableDataset):
+        raise ConfigurationError(
+            f"global_batch={global_batch} needs train_data=DataLoader(dataset, batch_size=..., shuffle=...) of a map-style "
+            f"dataset, or with batch_sampler=GlobalBatchSampler(dataset, {global_batch}), not {loader!r}"
+        )
+    sampler = GlobalBatchSampler(
+        cast("Sized", loader.dataset),
+        global_batch,
+        batch_size=loader.batch_size,
+        shuffle=isinstance(loader.sampler, RandomSampler),
+        seed=seed,
+        drop_last=loader.drop_last,
+    )
+    kept = {part: getattr(loader, part) for part in ("persistent_workers", "in_order")}
+    return rebuilt(loader, batch_sampler=sampler, **kept)
 
 
 def warn_if_all(loader: Iterable[Any], name: str) -> None:

@@ -198,10 +198,10 @@ def state_of_rank(tree: Mapping[str, Any], rank: int, world_size: int) -> Tree:
     saved = read(tree, SavedState)
     ranks = saved.ranks or [SavedRank(saved.rng, saved.data)]
     position = None if saved.data is None else saved.data.train
-    if len(ranks) != world_size and position is not None and position.used:
+    if len(ranks) != world_size and position is not None and position.used and position.samples is None:
         log.warning(
             "resuming inside an epoch on another number of processes: the position in the data is right only if the global "
-            "batch size is unchanged",
+            "batch size is unchanged; TrainLoop(global_batch=), or a GlobalBatchSampler, counts samples",
             saved=len(ranks),
             now=world_size,
         )
