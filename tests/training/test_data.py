@@ -2,7 +2,7 @@
 
 import copy
 from collections import namedtuple
-from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 import torch
@@ -30,12 +30,8 @@ class Sized(Unsized):
         return len(self.batches)
 
 
-class Rewinding:
+class Rewinding(Unsized):
     """An iterator that begins anew when it is asked for an iterator, as those of some data pipelines do."""
-
-    def __init__(self, batches):
-        self.batches = batches
-        self.left = []
 
     def __iter__(self):
         self.left = list(self.batches)
@@ -66,13 +62,10 @@ def test_a_generator_is_good_for_one_epoch_and_then_an_error(parts, bus, trace, 
 
 @pytest.mark.parametrize("empty", [[], Unsized([]), DataLoader([1, 2], batch_size=4, drop_last=True)])
 def test_an_empty_loader_is_an_error_that_names_it(parts, bus, trace, empty):
-    with pytest.raises(TrainingError, match="train_data"):
-        parts.loop(bus, train_data=empty).run()
-    with pytest.raises(TrainingError, match="val_data"):
-        parts.loop(val_data=empty).val()
-    with pytest.raises(TrainingError, match="test_data"):
-        parts.loop(test_data=empty).test()
-    assert trace.names[-1] == "on_exception"
+    for name, method in (("train_data", "run"), ("val_data", "val"), ("test_data", "test")):
+        with pytest.raises(TrainingError, match=name):
+            getattr(parts.loop(bus, **{name: empty}), method)()
+        assert trace.names[-1] == "on_exception"
 
 
 def test_a_loader_without_a_length_knows_its_last_batch_for_a_partial_window(parts, bus, trace):
@@ -128,38 +121,18 @@ class Tokens(dict):
         return Tokens({key: value.to(device) for key, value in self.items()})
 
 
-class View(Mapping):
-    """A mapping of another type, which becomes a dict."""
-
-    def __getitem__(self, key):
-        return {"a": torch.ones(1)}[key]
-
-    def __iter__(self):
-        return iter(["a"])
-
-    def __len__(self):
-        return 1
-
-
-class Graph:
-    def __init__(self, nodes):
-        self.nodes = nodes
-
-    def to(self, device):
-        return Graph(self.nodes.to(device))
-
-
 def test_nested_batches_are_moved_and_keep_their_types():
     tensor = torch.ones(2)
-    batch = {"pair": Pair(tensor, [tensor, (tensor, 3)]), "graph": Graph(tensor), "tokens": Tokens(ids=tensor), "view": View()}
-    batch |= {"name": "x", "none": None, "number": 2.5}
+    batch = {"pair": Pair(tensor, [tensor, (tensor, 3)]), "graph": SimpleNamespace(to=tensor.to), "tokens": Tokens(ids=tensor)}
+    batch |= {"view": MappingProxyType({"a": tensor}), "name": "x", "none": None, "number": 2.5}
     moved = to_device(batch, META)
     assert isinstance(moved["pair"], Pair)
     assert moved["pair"].inputs.device == moved["pair"].labels[0].device == moved["pair"].labels[1][0].device == META
     assert isinstance(moved["pair"].labels, list)
     assert isinstance(moved["pair"].labels[1], tuple)
-    assert moved["graph"].nodes.device == moved["tokens"]["ids"].device == moved["view"]["a"].device == META
+    assert moved["graph"].device == moved["tokens"]["ids"].device == moved["view"]["a"].device == META
     assert isinstance(moved["tokens"], Tokens)
+    assert type(moved["view"]) is dict
     assert (moved["pair"].labels[1][1], moved["name"], moved["none"], moved["number"]) == (3, "x", None, 2.5)
 
 

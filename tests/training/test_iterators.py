@@ -119,10 +119,6 @@ class Unready:
     __iter__ = runs_dry
 
 
-class Unmovable:
-    to = runs_dry
-
-
 LOADERS = {
     "dataset": lambda: DataLoader(Dry()),
     "dataset in batches": lambda: DataLoader(Dry(), batch_size=2),
@@ -130,7 +126,7 @@ LOADERS = {
     "collate_fn": lambda: DataLoader(list(range(6)), collate_fn=runs_dry),
     "collate_fn of an iterable dataset": lambda: DataLoader(Stream(), batch_size=2, collate_fn=runs_dry),
     "unready": Unready,
-    "a batch that cannot be moved": lambda: [Unmovable()],
+    "a batch that cannot be moved": lambda: [SimpleNamespace(to=runs_dry)],
 }
 
 
@@ -148,14 +144,10 @@ def test_an_iterable_dataset_still_ends_by_itself(parts, batch_size):
 
 
 def test_a_save_does_not_end_the_epochs(parts, bus, tmp_path):
-    class State:
-        state_dict = runs_dry
-
-        def load_state_dict(self, state): ...
-
+    state = SimpleNamespace(state_dict=runs_dry, load_state_dict=print)
     bus.on("after_train_iter", lambda event: event.run.request_save("x.safetensors"), once=1)
     with pytest.raises(StopIterationError) as caught:
-        parts.loop(bus, stateful={"mine": State()}, work_dir=tmp_path).run()
+        parts.loop(bus, stateful={"mine": state}, work_dir=tmp_path).run()
     assert isinstance(caught.value.__cause__, StopIteration)
 
 

@@ -1,6 +1,7 @@
 """The look at the first validation batches before a training: it finds mistakes at once and changes nothing."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -174,13 +175,9 @@ def test_a_metric_that_a_few_batches_do_not_suffice_for_is_a_warning_only(parts,
 
 
 def test_what_a_metric_needs_and_errors_of_the_step_are_told_before_the_training(parts):
-    class Accuracy:
-        def update(self, predictions): ...
-        def compute(self): ...
-        def reset(self): ...
-
+    accuracy = SimpleNamespace(update=lambda predictions: None, compute=lambda: 0.0, reset=lambda: None)
     for options, kind, value in (
-        ({"metrics": {"accuracy": Accuracy()}}, TrainingError, "'predictions'"),
+        ({"metrics": {"accuracy": accuracy}}, TrainingError, "'predictions'"),
         ({"val_step": lambda model, batch: batch["labels"]}, TypeError, "indices"),
     ):
         loop = parts.loop(**options)

@@ -3,20 +3,9 @@
 import itertools
 
 import pytest
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 from eventloop.training.distributed.shares import Share
-
-
-class Numbers(Dataset):
-    def __init__(self, number):
-        self.number = number
-
-    def __len__(self):
-        return self.number
-
-    def __getitem__(self, index):
-        return index
 
 
 class Reversed(DistributedSampler):
@@ -40,7 +29,7 @@ def batches(loader):
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_each_sample_counts_once_and_all_ranks_have_as_many_batches(size, shuffle):
     for number, ranks in itertools.product(range(1, 10), (1, 2, 3, 4)):
-        data = Numbers(number)
+        data = range(number)
         samplers = [DistributedSampler(data, ranks, rank, shuffle=shuffle) for rank in range(ranks)]
         loaders = [DataLoader(data, size, sampler=one, collate_fn=list if size else None) for one in samplers]
         before = [list(one) for one in loaders]
@@ -54,7 +43,7 @@ def test_each_sample_counts_once_and_all_ranks_have_as_many_batches(size, shuffl
 
 def test_with_drop_last_a_batch_that_is_not_whole_without_a_repeated_sample_does_not_count():
     for number, ranks, size in itertools.product(range(1, 10), (2, 3), (1, 2, 3)):
-        data = Numbers(number)
+        data = range(number)
         samplers = [DistributedSampler(data, ranks, rank, shuffle=False) for rank in range(ranks)]
         shares = [batches(DataLoader(data, size, sampler=one, drop_last=True, collate_fn=list)) for one in samplers]
         counted = [sample for share in shares for batch, samples in share for sample in batch if samples]
@@ -67,10 +56,10 @@ def test_with_drop_last_a_batch_that_is_not_whole_without_a_repeated_sample_does
     ("loader", "counted"),
     [
         ([[1, 2], [3]], [1, 1]),
-        (DataLoader(Numbers(3), 2, collate_fn=list), [2, 1]),
-        (DataLoader(Numbers(3), batch_sampler=[[0, 1], [2]], collate_fn=list), [1, 1]),
-        (DataLoader(Numbers(3), 2, sampler=DistributedSampler(Numbers(3), 2, 1, drop_last=True), collate_fn=list), [1]),
-        (DataLoader(Numbers(3), 2, sampler=Reversed(Numbers(3), 2, 1), collate_fn=list), [2]),
+        (DataLoader(range(3), 2, collate_fn=list), [2, 1]),
+        (DataLoader(range(3), batch_sampler=[[0, 1], [2]], collate_fn=list), [1, 1]),
+        (DataLoader(range(3), 2, sampler=DistributedSampler(range(3), 2, 1, drop_last=True), collate_fn=list), [1]),
+        (DataLoader(range(3), 2, sampler=Reversed(range(3), 2, 1), collate_fn=list), [2]),
     ],
     ids=["list", "plain", "batches of its own", "drop_last", "an order of its own"],
 )
