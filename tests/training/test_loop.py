@@ -174,11 +174,9 @@ def test_training_needs_data_an_optimizer_and_a_model_val_and_test_only_data_and
         TrainLoop({}, step=parts.step)
     loop = TrainLoop(parts.model(), step=parts.step, val_data=parts.batches(1), test_data=parts.batches(1))
     assert loop.val().keys() == loop.test().keys() == {"loss"}
-    empty = TrainLoop(parts.model(), step=parts.step)
-    with pytest.raises(ConfigurationError, match="val_data"):
-        empty.val()
-    with pytest.raises(ConfigurationError, match="test_data"):
-        empty.test()
+    for name in ("val", "test"):
+        with pytest.raises(ConfigurationError, match=f"{name}_data"):
+            getattr(TrainLoop(parts.model(), step=parts.step), name)()
 
 
 def test_val_step_and_test_step_are_used_where_they_are_given(parts):
