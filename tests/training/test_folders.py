@@ -56,8 +56,7 @@ def test_auto_goes_on_with_the_run_of_the_highest_number(tmp_path):
 def test_other_files_in_the_folder_are_no_run(tmp_path):
     (tmp_path / "train.py").write_text("mine")
     (tmp_path / "model.safetensors").write_bytes(b"mine")
-    loop = make_loop(tmp_path)
-    loop.run()
+    make_loop(tmp_path).run()
     assert (tmp_path / "epoch_2.safetensors").exists()
 
 

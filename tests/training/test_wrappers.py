@@ -12,8 +12,7 @@ class Manager:
     """Does of torchft's manager what its optimizer asks for, and notes the order."""
 
     def __init__(self):
-        self.asked = []
-        self.commits = True
+        self.asked, self.commits = [], True
 
     def start_quorum(self):
         self.asked.append("quorum")
