@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta
 
 from eventloop import CheckpointError, ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, register
-from eventloop.checkpoint import AnyPath, Busy, RemotePath, Staging, as_path, checkpoints_in, is_sharded, remove, sweep_shards
+from eventloop.checkpoint import AnyPath, Busy, Staging, as_path, checkpoints_in, is_sharded, remove, sweep_shards
 from eventloop.events import RunView
 from hooks.copies import CopiedAnew
 from hooks.options import NonNegativeInt, one_or_more
@@ -61,9 +61,7 @@ class CheckpointHook(CopiedAnew, Hook):
         published_keys: keys of the checkpoint (``"state_dict"``) to copy into a smaller file after training. Its name ends in
             the first 8 hex digits of its SHA-256. The best file is copied if ``save_best``, the last one if ``save_last``.
         save_begin: first epoch or iteration to save at.
-        on_error: ``"raise"`` ends the run when a file cannot be written, published or removed; ``"log"`` continues it. A store
-            that takes or removes no file ends no run with a work dir: the newest save is kept there until the store has a later
-            one, and is uploaded at the end of the run.
+        on_error: ``"raise"`` ends the run when a file cannot be written, published or removed; ``"log"`` continues it.
         staging: ``"block"`` copies the state while training waits. ``"overlap"`` copies the tensors that only optimizers change
             on a thread during the next forward and backward pass, and the rest at once; the next ``optimizer.step`` waits for
             that thread. In a validation or test it copies everything at once. The save fails if such a tensor changes in the
@@ -238,7 +236,7 @@ class CheckpointHook(CopiedAnew, Hook):
         if directory is None or not self._removes:
             return
         for name in gone:
-            with self._errors("cannot remove an old checkpoint", directory / name, in_store=isinstance(directory, RemotePath)):
+            with self._errors("cannot remove an old checkpoint", directory / name):
                 remove(directory / name)
                 log.debug("removed an old checkpoint", hook=self.label, path=str(directory / name))
         if self._sharded:  # also when a newer file of the same name has replaced one
@@ -267,12 +265,12 @@ class CheckpointHook(CopiedAnew, Hook):
         run.request_save(name, directory=self._kept.directory, **(self._options | options))
 
     @contextmanager
-    def _errors(self, what: str, path: AnyPath | str, *, in_store: bool = False) -> Iterator[None]:
-        """With ``on_error="log"``, or ``in_store``, log file system errors instead of raising them."""
+    def _errors(self, what: str, path: AnyPath | str) -> Iterator[None]:
+        """With ``on_error="log"``, log file system errors instead of raising them."""
         try:
             yield
         except (CheckpointError, OSError) as error:
-            if self.on_error == "raise" and not in_store:
+            if self.on_error == "raise":
                 raise
             log.warning(what, hook=self.label, path=str(path), error=str(error))
 

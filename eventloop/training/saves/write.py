@@ -24,7 +24,6 @@ from eventloop.checkpoint import (
     make_directory,
     write,
 )
-from eventloop.errors import CheckpointError
 from eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointStaged, Progress, RunView
 from eventloop.events.event import name_of
 from eventloop.log import get_logger
@@ -80,8 +79,6 @@ class CheckpointWriter:
         """The path of the newest durable checkpoint."""
         self.failed: set[AnyPath] = set()
         """Paths that could not be written."""
-        self._kept: tuple[Path, SaveJob] | None = None
-        """The newest save that a store did not take: its file in the work dir, and its job."""
         self._writer = BackgroundWriter[SaveJob](self._write_checkpoint, at_exit=lambda: self.close(bus.abort_timeout))
 
     # --------------------------------------------------------------------------------------- on the training thread
@@ -117,10 +114,6 @@ class CheckpointWriter:
 
     def close(self, seconds: float) -> None:
         """Write the queued jobs and end the thread; after ``seconds``, log the jobs that are left."""
-        if self._kept is not None and not self._writer.closed:  # once more: the store may answer again
-            kept, job = self._kept
-            request = msgspec.structs.replace(job.request, on_error="log")
-            self._writer.enter(SaveJob(request, job.paths, job.progress, source=SaveJob(request, [kept], job.progress)))
         if self._writer.close(seconds):
             return
         left = self._writer.under_way
@@ -146,8 +139,6 @@ class CheckpointWriter:
     def _write_job(self, job: SaveJob) -> None:
         done: list[AnyPath] = []
         try:
-            if job.source is not None and job.source.paths[0] in self.failed:
-                job.source.given_up = f"{job.source.paths[0]} could not be written"
             if job.source is not None and job.source.given_up:
                 job.given_up = job.source.given_up
                 self.skip(job)
@@ -155,37 +146,10 @@ class CheckpointWriter:
             self._wait_for_handlers()
             self._commit(job, done)
         except Exception as error:
-            failed = [path for path in job.paths if path not in done]
-            kept = not done and self._keep(job)
             job.release()
-            self._tell_failed(job, failed, error, kept=kept)
-            if job.request.on_error == "raise" and not kept:
+            self._tell_failed(job, [path for path in job.paths if path not in done], error)
+            if job.request.on_error == "raise":
                 raise
-
-    def _keep(self, job: SaveJob) -> bool:
-        """Write a save that a store did not take into the work dir, in the place of an earlier one; return True if it is there.
-
-        There ``resume="auto"`` finds it. It is uploaded at the end of the run, unless a later save was.
-        """
-        home, path = self._view.work_dir, job.paths[0]
-        if job.staged is None or job.parts is not None or home is None or not isinstance(path, RemotePath):
-            return self._kept is not None and self._kept[1].paths == job.paths
-        try:
-            self._make(home)
-            _keep_foreign(home / path.name)
-            write(job.staged, home / path.name)
-        except CheckpointError:
-            log.exception("the save could not be kept in the work dir either", path=str(home / path.name))
-            return False
-        self._forget_kept()
-        self._kept = home / path.name, job
-        return True
-
-    def _forget_kept(self) -> None:
-        kept, self._kept = self._kept, None
-        if kept is not None:
-            kept[0].unlink(missing_ok=True)
-            log.info("removed a save that was kept for a store; a later one is there", path=str(kept[0]))
 
     def _wait_for_handlers(self) -> None:
         """Wait for the other offloaded handlers of ``checkpoint_staged``, up to half of the bus's ``abort_timeout``."""
@@ -214,28 +178,18 @@ class CheckpointWriter:
                 self.failed.discard(path)
         finally:
             if done:
-                if self._kept is not None and isinstance(done[0], RemotePath):
-                    self._forget_kept()
                 self.newest = done[0]
                 seconds, names = time.perf_counter() - start, [str(path) for path in done]
                 payload: dict[str, Any] = {"progress": job.progress, "path": names[0], "names": names}
                 self._bus.publish(CheckpointCommitted(**payload, bytes=size, seconds=seconds, stall=job.stall))
 
-    def _tell_failed(self, job: SaveJob, failed: list[AnyPath], error: Exception, *, kept: bool) -> None:
+    def _tell_failed(self, job: SaveJob, failed: list[AnyPath], error: Exception) -> None:
         if not failed:  # all files are durable: a handler of checkpoint_committed raised
             log.error("a handler of checkpoint_committed failed", path=str(job.paths[0]), exc_info=error)
             return
         self.failed.update(failed)
         names = [str(path) for path in failed]
-        if kept and self._kept is not None:
-            log.error(
-                "the store did not take a checkpoint; it is kept in the work dir, and the run goes on",
-                names=names,
-                kept=str(self._kept[0]),
-                error=str(error),
-            )
-        else:
-            log.error("checkpoint not written", names=names, exc_info=error)
+        log.error("checkpoint not written", names=names, exc_info=error)
         self._bus.publish(CheckpointFailed(progress=job.progress, path=names[0], names=names, error=str(error)))
 
     def _write(self, job: SaveJob, staged: StagedTree, path: AnyPath) -> int:
