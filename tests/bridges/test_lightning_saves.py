@@ -25,8 +25,11 @@ from hooks import CheckpointHook
 
 from .conformance.job import WARNINGS, loader
 from .jobs import assert_same
-from .test_lightning import callbacks, pl
-from .test_lightning import trainer_of as plain
+
+pl = pytest.importorskip("lightning.pytorch")
+callbacks = pytest.importorskip("lightning.pytorch.callbacks")
+
+from .test_lightning import trainer_of as plain  # noqa: E402 - skipped without Lightning
 
 pytestmark = WARNINGS
 FULL = {"weights_only": False} if "weights_only" in inspect.signature(pl.Trainer.fit).parameters else {}  # since 2.6
