@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from types import FrameType
 from typing import Annotated, Any, ClassVar, Self
 
 from msgspec import Meta
@@ -26,8 +27,8 @@ class SignalDoor:
     """Pass the signals of this process to the :class:`PreemptionHook` of each run, on whatever thread it is.
 
     Open it on the main thread, around the application: ``with SignalDoor():``. Python calls signal handlers only there. While
-    no run with the hook is open, a signal acts as without the door. If a library in the application installs handlers of its
-    own, have them call :meth:`deliver`.
+    no run takes a signal, it acts as without the door. If a library in the application installs handlers of its own, have
+    them call :meth:`deliver`.
 
     Args:
         signals: signals to handle, such as ``(signal.SIGTERM, signal.SIGUSR1)``, or their names.
@@ -44,7 +45,7 @@ class SignalDoor:
         self.signals = _checked(signals)
         self._previous: dict[signal.Signals, Any] = {}
         # A tuple: the handler of a signal may interrupt any change of it.
-        self._listeners: tuple[Callable[[signal.Signals], None], ...] = ()
+        self._listeners: tuple[Callable[[signal.Signals], bool], ...] = ()
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
@@ -63,7 +64,7 @@ class SignalDoor:
         """Install the handlers."""
         for number in self.signals:
             self._previous[number] = signal.getsignal(number)
-            signal.signal(number, lambda number, frame: self.deliver(number))
+            signal.signal(number, self._handle)
 
     def restore(self) -> None:
         """Restore the handlers from before."""
@@ -72,8 +73,8 @@ class SignalDoor:
             # None: the handler was not installed from Python, so Python cannot restore it.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
-    def listen(self, listener: Callable[[signal.Signals], None]) -> Callable[[], None]:
-        """Call ``listener`` for each signal; return the function that ends it."""
+    def listen(self, listener: Callable[[signal.Signals], bool]) -> Callable[[], None]:
+        """Call ``listener`` for each signal, which returns whether it takes it; return the function that ends it."""
         self._listeners = (*self._listeners, listener)
 
         def end() -> None:
@@ -81,12 +82,16 @@ class SignalDoor:
 
         return end
 
-    def deliver(self, number: int) -> None:
-        """Pass a signal to all runs. It may be called in a handler of the signal, which may have interrupted anything."""
-        listeners = self._listeners
-        for listener in listeners:
-            listener(signal.Signals(number))
-        if not listeners and self._previous.get(signal.Signals(number)) is not signal.SIG_IGN:
+    def deliver(self, number: int) -> bool:
+        """Pass a signal to all runs; return False if none has a hook that takes it.
+
+        It may be called in a handler of the signal, which may have interrupted anything.
+        """
+        taken = [listener(signal.Signals(number)) for listener in self._listeners]
+        return any(taken)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if not self.deliver(number) and self._previous.get(signal.Signals(number)) is not signal.SIG_IGN:
             self.pass_on(signal.Signals(number))
 
     def pass_on(self, number: signal.Signals) -> None:
@@ -182,24 +187,25 @@ class PreemptionHook(CopiedAnew, Hook):
             log.warning("a signal ended the run", signal=self.received.name, saved=self._saved, iter=event.progress.iter, **why)
         event.run.wait_for_saves()
 
-    def _on_signal(self, run: RunView, number: signal.Signals) -> None:
+    def _on_signal(self, run: RunView, number: signal.Signals) -> bool:
         # Python calls this between any two instructions of the main thread, which may hold any lock: never lock, log or
         # change a shared collection here.
         now = time.monotonic()
         if number not in self.signals:
-            return  # of a door that handles more
+            return False  # of a door that handles more
         if os.getpid() == self._process and number == self.received and now - self._received_at < _ONE_REQUEST:
-            return
+            return True
         if self.received is not None or os.getpid() != self._process:
             assert self._door is not None  # noqa: S101 - the run has begun
             self._door.pass_on(number)
-            return
+            return True
         self._received_at = now  # first: the same signal may come again between the two lines
         self.received = number
         self._saved = run.training and run.work_dir is not None
         if self._saved:
             run.checkpoint_now()
         run.stop(f"signal {number.name}", exit_code=self.exit_code or 0)
+        return True
 
 
 def _checked(signals: Iterable[int | str]) -> tuple[signal.Signals, ...]:

@@ -11,8 +11,8 @@ INTRODUCTION = """\
 
 Every command with its arguments and options. `trainbus COMMAND --help` prints the same; `trainbus --version` prints the version.
 
-Exit status: 0 for success, 1 for a damaged file, 2 for a usage error, 130 after Ctrl-C. `python -m trainbus` is the same command, and
-`torchrun -m trainbus run` starts it in several processes.
+Exit status: 0 for success, 1 for a damaged file, 2 for a usage error, 75 for a run that a `PreemptionHook` ended, 130 after
+Ctrl-C. `python -m trainbus` is the same command, and `torchrun -m trainbus run` starts it in several processes.
 
 """
 _ARGUMENT = re.compile(r"^\* `([A-Z]+)`", re.MULTILINE)

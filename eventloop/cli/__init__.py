@@ -60,7 +60,10 @@ app.register_install_completion_command(add_to_startup=False)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; return its exit status: 0, 1 for a damaged file, 2 for a usage error, 130 after Ctrl-C."""
+    """Run the command line; return its exit status: 0, 1 for a damaged file, 2 for a usage error, 130 after Ctrl-C.
+
+    A preempted run raises :class:`eventloop.RunPreempted`, by which the process exits with 75.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for arrows and rules, which the terminal's encoding may lack
     words = run.with_auto(list(sys.argv[1:] if arguments is None else arguments))

@@ -365,15 +365,16 @@ class Run:
 
         Args:
             reason: recorded in ``run.info["stop_reason"]`` before ``after_run``.
-            exit_code: if not 0, a run of your own loop that this ends early raises :class:`RunPreempted` when it has ended in
-                order, so that the process exits with this status. Only on the main thread; in another trainer and in
-                ``await loop.arun()`` your program decides.
+            exit_code: if not 0, a run of your own loop raises :class:`RunPreempted` when it has ended in order, so that the
+                process exits with this status, also if nothing of the run was left. Only on the main thread; in another
+                trainer and in ``await loop.arun()`` your program decides.
         """
         if reason:
             # Not yet in run.info: a signal handler may interrupt the training thread while that iterates over it. For the same
             # reason nothing in here takes a lock or logs.
             self.state.own.reason = reason
-        self.state.own.exit_code = exit_code or self.state.own.exit_code
+        if not self.state.own.stop:  # else the run ends for another reason
+            self.state.own.exit_code = exit_code
         self.state.own.stop = True
 
     def cancel(self) -> None:
@@ -613,8 +614,7 @@ class Run:
         except BaseException as failure:
             self._driver.fail(failure)
             raise
+        code = self.state.agreed.exit_code if self.state.stops else 0  # of a stop that came before the end
         self._driver.end_run()
-        state = self.state
-        code = state.own.exit_code or state.agreed.exit_code
-        if code and state.stops and not self.counters.complete and threading.current_thread() is threading.main_thread():
+        if code and threading.current_thread() is threading.main_thread():
             raise RunPreempted(code)

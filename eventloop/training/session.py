@@ -132,14 +132,14 @@ class Session:
 
     def _abort(self, error: BaseException) -> None:
         """End the run after an exception; log errors in here and add them to it as notes."""
-        if self.state.ranks is not None and world_size() > 1:  # else the group was destroyed
-            share_failure(error)
-        record_failure(error)
         self._patience = Deadline(self._bus.abort_timeout)
         with ExitStack() as last:  # a second Ctrl-C, for example in a handler of on_exception, must not leave anything open
             last.callback(self._tell_resume, error)  # last of all: the lanes have written their checkpoints
             last.callback(self._close, abort=True)
             last.callback(self.state.scopes.unwind)
+            if self.state.ranks is not None and world_size() > 1:  # else the group was destroyed
+                share_failure(error)
+            record_failure(error)
             try:
                 self._bus.raise_failures()  # else the publish below raises them and reaches no handler
             except Exception as failure:

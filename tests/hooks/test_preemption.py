@@ -235,19 +235,28 @@ def test_the_hook_serves_one_run_after_the_other(job, mine, tmp_path):
     assert mine[0] == []
 
 
-def test_a_run_of_ones_own_exits_too_and_one_that_is_complete_does_not(mine):
+def test_a_run_of_ones_own_exits_too_unless_it_has_stopped_already(mine):
     model = torch.nn.Linear(1, 1)
 
-    def train(*, ends_at):
+    def train(*, stops_before):
         with Run(Bus(PreemptionHook([signal.SIGUSR1])), model=model) as run:
-            for i, _ in enumerate(batch for _ in run.epochs(1) for batch in run.train([torch.ones(1)] * 3)):
-                if i == ends_at:
-                    signal.raise_signal(signal.SIGUSR1)
+            for _ in (batch for _ in run.epochs(1) for batch in run.train([torch.ones(1)] * 3)):
+                if stops_before:
+                    run.stop("converged")
+                signal.raise_signal(signal.SIGUSR1)
+                break
 
     with pytest.raises(RunPreempted) as preempted:
-        train(ends_at=0)
+        train(stops_before=False)
     assert preempted.value.code == 75
-    train(ends_at=2)  # in its last iteration
+    train(stops_before=True)
+
+
+def test_a_signal_in_the_last_validation_exits_too(job, mine):
+    loop = job.loop(PreemptionHook([signal.SIGUSR1]), max_epochs=1, sanity=0, val_data=job.batches())
+    loop.bus.on("before_val_iter", lambda event: signal.raise_signal(signal.SIGUSR1), once=2)
+    with pytest.raises(RunPreempted):
+        loop.run()
 
 
 def test_a_signal_during_a_test_saves_nothing(job, mine, tmp_path):
@@ -339,6 +348,9 @@ def test_a_door_passes_signals_to_runs_on_other_threads(job, mine, tmp_path, bac
 
     @loop.bus.on("after_train_iter", once=2)
     def strike(event):
+        os.kill(os.getpid(), signal.SIGUSR2)  # which no hook takes
+        until(lambda: mine[0])
+        mine[0].clear()
         os.kill(os.getpid(), signal.SIGUSR1)
         until(lambda: hook.received is not None)
 
@@ -347,8 +359,8 @@ def test_a_door_passes_signals_to_runs_on_other_threads(job, mine, tmp_path, bac
         assert (loop.counters.iter, hook.received, mine[0]) == (2, signal.SIGUSR1, [])
         assert load(tmp_path / "iter_2.safetensors")["progress"]["iter"] == 2
         signal.raise_signal(signal.SIGUSR1)  # no run is open: as without the door, which stays open
-        door.deliver(signal.SIGUSR2)
-        assert mine[0] == [signal.SIGUSR1, signal.SIGUSR2]
+        assert mine[0] == [signal.SIGUSR1]
+        assert not door.deliver(signal.SIGUSR1)
     assert signal.getsignal(signal.SIGUSR1) is mine[1]
 
 

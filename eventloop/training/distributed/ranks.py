@@ -232,7 +232,10 @@ def record_failure(error: BaseException) -> None:
     if distributed.is_available() and distributed.is_torchelastic_launched():
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-        get_error_handler().record_exception(error)
+        try:
+            get_error_handler().record_exception(error)
+        except OSError as failure:  # it must not take the place of the error
+            log.warning("the error could not be written to the error file of torchrun", error=str(failure))
 
 
 def _silent(store: Any) -> str:

@@ -67,6 +67,9 @@ def agreed(ranks: Ranks, find: Callable[[], Found | None], look: Callable[[], An
 
 
 def _exchanged(ranks: Ranks, found: Found | None, views: list[_View]) -> Found | None:
+    for rank, one in enumerate(views):
+        if one.error is not None:
+            one.error.add_note(f"on rank {rank}")
     failed = [one.error for one in views if one.error is not None]
     if fatal := next((error for error in failed if not isinstance(error, CheckpointDamagedError | FileNotFoundError)), None):
         raise fatal
@@ -97,7 +100,7 @@ def _exchanged(ranks: Ranks, found: Found | None, views: list[_View]) -> Found |
 def _search(find: Callable[[], Found | None]) -> tuple[Found | None, _View]:
     try:
         found = find()
-    except (TrainbusError, FileNotFoundError) as error:
+    except (TrainbusError, OSError) as error:
         return None, _View(error=error)
     return found, _View() if found is None else _view_of(found[0], found[1])
 
@@ -118,7 +121,7 @@ def _loaded(look: Callable[[], AnyPath | None]) -> Found | None:
     try:
         path = look()
         return None if path is None else (path, load(path))
-    except (CheckpointDamagedError, OSError):
+    except (TrainbusError, OSError):
         return None
 
 
