@@ -152,3 +152,4 @@ def test_a_logger_that_publishes_to_the_full_lane_does_not_hang():
     with bus:
         while not over:
             bus.publish(event())
+    assert bus.state == "idle"

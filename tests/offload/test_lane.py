@@ -191,7 +191,8 @@ def test_a_sleeping_consumer_delivers_an_event_whose_wake_up_was_missed(bus, mod
         until(lambda: not subscription.lane._armed)  # it sleeps
         item = AfterRun(progress=Progress())
         subscription.lane.fill([(copy_context(), item)])
-        until(lambda: heard == [item])
+        until(lambda: heard)
+    assert heard == [item]
 
 
 def test_join_waits_for_earlier_and_not_for_later_events(pool):

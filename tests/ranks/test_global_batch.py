@@ -52,6 +52,14 @@ def test_any_sequence_of_starts_takes_each_sample_of_an_epoch_at_most_once_and_t
     assert seen == Counter(range(rows))
 
 
+def test_samples_that_are_too_few_for_all_processes_are_left_out_and_logged(monkeypatch, logs):
+    monkeypatch.setattr(samples, "world_size", lambda: 4)
+    one = GlobalBatchSampler(range(30), 9)
+    assert one.begin_at(28) == len(one)
+    assert list(one) == []
+    assert [entry["samples"] for entry in logs if "left out" in entry["event"]] == [2]
+
+
 @given(rows=st.integers(3, 40), size=st.integers(1, 3), whole=st.integers(3, 20), most=st.none() | st.integers(1, 5))
 def test_the_same_start_goes_on_with_the_same_batches(rows, size, whole, most):
     with pytest.MonkeyPatch.context() as patch:
@@ -167,6 +175,9 @@ def test_what_cannot_be_divided_is_an_error_when_the_run_begins():
         run([torch.ones(2, 1)])
     with pytest.raises(ConfigurationError, match=r"accumulate=3 .* 4 micro-batches"):
         run(loader, OptimizerHook(accumulate=3))
+    for wrong in ({"global_batch": 0}, {"global_batch": 8, "batch_size": 0}, {"global_batch": 8, "batch_size": "4"}):
+        with pytest.raises(ConfigurationError, match=[*wrong][-1]):
+            GlobalBatchSampler(range(40), **wrong)
     with pytest.raises(ConfigurationError, match="4 samples"):
         GlobalBatchSampler(range(4), 8, drop_last=True)
     run(loader, OptimizerHook(accumulate=4))

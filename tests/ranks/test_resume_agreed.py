@@ -44,7 +44,7 @@ def whole(run):
     return run("w", "w", epochs=4)[0].value[0]
 
 
-def check(outcomes, whole, *, epochs: int, receivers: tuple[int, ...]) -> None:
+def assert_resumed(outcomes, whole, *, epochs: int, receivers: tuple[int, ...]) -> None:
     for rank, one in enumerate(outcomes):
         found, told, trained = one.value
         assert trained == epochs, one.output
@@ -55,7 +55,7 @@ def check(outcomes, whole, *, epochs: int, receivers: tuple[int, ...]) -> None:
 def test_a_new_machine_in_the_place_of_rank_0_gets_the_file_of_the_other(run, whole, tmp_path):
     run("a", "b", epochs=2)
     assert not list((tmp_path / "b/run").glob("*.safetensors")), "rank 0 alone writes"
-    check(run("new", "a", epochs=4), whole, epochs=2, receivers=(0,))
+    assert_resumed(run("new", "a", epochs=4), whole, epochs=2, receivers=(0,))
     assert (tmp_path / "new/run/epoch_4.safetensors").exists()
 
 
@@ -67,26 +67,26 @@ def test_the_newest_checkpoint_wins_wherever_it_is(run, whole, tmp_path):
             shutil.copytree(tmp_path / "a", tmp_path / disk)
             if is_older:
                 (tmp_path / disk / "run/epoch_3.safetensors").unlink()
-        check(run(*disks, epochs=4), whole, epochs=1, receivers=receivers)
+        assert_resumed(run(*disks, epochs=4), whole, epochs=1, receivers=receivers)
 
 
 def test_a_damaged_file_is_replaced_by_a_good_copy_on_another_machine(run, whole, tmp_path):
     run("a", "b", epochs=3)
     shutil.copytree(tmp_path / "a", tmp_path / "copy")
     damage(tmp_path / "a/run/epoch_3.safetensors")
-    check(run("a", "copy", epochs=4), whole, epochs=1, receivers=(0,))
+    assert_resumed(run("a", "copy", epochs=4), whole, epochs=1, receivers=(0,))
 
 
 def test_a_given_file_is_sent_to_ranks_that_do_not_have_it(run, whole, tmp_path):
     run("a", "b", epochs=3)
     file = "run/epoch_3.safetensors"
-    check(run("new", "a", epochs=4, resume=file), whole, epochs=1, receivers=(0,))
+    assert_resumed(run("new", "a", epochs=4, resume=file), whole, epochs=1, receivers=(0,))
     for one in run("new2", "new3", epochs=4, resume=file):
         assert one.error.startswith("CheckpointNotFoundError")
 
 
 def test_without_any_checkpoint_a_new_run_begins(run, whole):
-    check(run("a", "b", epochs=4), whole, epochs=4, receivers=())
+    assert_resumed(run("a", "b", epochs=4), whole, epochs=4, receivers=())
 
 
 def test_spread_tensors_that_a_rank_cannot_read_are_an_error_that_names_it(run, tmp_path):

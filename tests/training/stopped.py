@@ -65,7 +65,7 @@ def run(
 ) -> None:
     """One life of the job, and how it ended in the file ``answer``; it is killed ``kill_after`` seconds, if not 0."""
     os.setsid()  # its group has the workers of its loader, too
-    signal.setitimer(signal.ITIMER_REAL, kill_after)  # there is no handler: the process ends as by SIGKILL
+    signal.setitimer(signal.ITIMER_REAL, kill_after)  # without a handler the process ends at once, as by SIGKILL
     start = time.perf_counter()
     loop = make_loop(work_dir, **options)
     began, optimizers = [], []

@@ -119,7 +119,7 @@ def test_the_model_trains_in_training_mode_validates_without_gradients_and_keeps
     for name in ("before_train_iter", "before_val", "after_val_iter", "after_val_epoch", "after_val", "after_run"):
         bus.on(name, lambda e: modes.setdefault(e.mount_point, (e.run.model.training, torch.is_grad_enabled())))
     parts.loop(bus, model=model).run()
-    validating = ("before_val", "after_val_iter", "after_val_epoch")  # in which ``after_val`` is no more
+    validating = ("before_val", "after_val_iter", "after_val_epoch")  # ``after_val`` comes when the training mode is back
     assert modes == {name: (name not in validating, name not in validating) for name in modes}
     assert len(modes) == 6
     assert [module.training for module in model] == [True, False, True, True, True]

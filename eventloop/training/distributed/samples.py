@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sized
+from typing import Annotated
 
 import torch
+from msgspec import Meta
 from torch.utils.data import DataLoader, Sampler
 
+from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError
+from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import this_rank, world_size
+
+log = get_logger()
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
@@ -16,7 +22,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     The order of the samples depends on seed and epoch alone, and the position of a run is the number of samples that all
     processes have used. So a run that goes on with another number of processes, or another global batch, takes exactly the
-    rest: each sample comes once per epoch.
+    rest: each sample comes once per epoch. The one exception is logged: fewer samples than processes may be left out, if a run
+    goes on with more processes at the very end of an epoch.
 
     A global batch is divided into equal parts, one for each process and micro-batch of at most ``batch_size`` samples. The last
     one of an epoch has the samples that are left; if there are fewer than processes, they are added to the batch before.
@@ -30,15 +37,17 @@ class GlobalBatchSampler(Sampler[list[int]]):
         drop_last: leave out the last samples of an epoch if they make no whole global batch.
 
     Raises:
-        ConfigurationError: there are fewer samples, or a smaller global batch, than processes; or no whole batch is left.
+        ConfigurationError: an option has the wrong type or range; or there are fewer samples, or a smaller global batch, than
+            processes; or no whole batch with ``drop_last``.
     """
 
+    @check_options
     def __init__(
         self,
         dataset: Sized,
-        global_batch: int,
+        global_batch: Annotated[int, Meta(ge=1)],
         *,
-        batch_size: int | None = None,
+        batch_size: Annotated[int, Meta(ge=1)] | None = None,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
@@ -78,6 +87,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._start, self._skipped = samples, 0
         if samples < self._size:
             self._before = -(-samples // self.global_batch) * self.accumulate
+        if 0 < (left := self._size - samples) < self._world:
+            log.warning("the last samples of this epoch are left out: there are fewer than processes", samples=left)
         return self._before
 
     def samples_before(self, batches: int) -> int:
@@ -117,7 +128,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
                 sizes.append(left)
             elif sizes:
                 sizes[-1] += left
-            # Else fewer samples than processes are left of an epoch that began with another global batch; they are left out.
+            # Else they are left out: see begin_at.
         return sizes
 
     def _micro_batches(self, size: int) -> int:
