@@ -175,10 +175,10 @@ class Agreement:
         self._every = -fewest
         agreed = self.agreed
         if stop and not agreed.stop:
-            reasons, codes = zip(*self._ranks.gather((self._own.reason, self._own.exit_code)), strict=True)
+            reasons, codes = zip(*self._ranks.distinct((self._own.reason, self._own.exit_code)).values(), strict=True)
             agreed.reason, agreed.exit_code = next(filter(None, reasons), ""), max(codes)
         if rates:
-            agreed.rates.extend(one for some in self._ranks.gather(self._own.take_rates()) for one in some)
+            agreed.rates.extend(one for some in self._ranks.distinct(self._own.take_rates()).values() for one in some)
         agreed.stop = agreed.stop or bool(stop)
         agreed.save = agreed.save or bool(save)
         agreed.cancelled = agreed.cancelled or bool(cancelled)

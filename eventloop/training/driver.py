@@ -246,15 +246,15 @@ class Driver(Session):
             self._metrics = metrics if isinstance(metrics, Metrics) else self._run.feeds.metrics(metrics)
         self._share = None if feed is None else Share(feed.loader)
         length = None if feed is None else feed.length
-        lengths = [length] if state.ranks is None else state.ranks.gather(length)
+        lengths = {} if state.ranks is None else state.ranks.distinct(length)
         # Ranks with equal numbers of batches can stop early together; others stop at the end.
-        self._in_step = len(lengths) > 1 and length is not None and set(lengths) == {length}
+        self._in_step = len(lengths) == 1 and length is not None
         # Only a validation inside a training is a phase of it that a resumed run repeats.
         if stage == "val" and state.training:
             warn_if_left_out(state.counters, self._host.saver.resumes_training_at)
             state.begin_validation()
         state.scopes.enter("evaluation")
-        if len(lengths) > 1 and not self._in_step:
+        if lengths and not self._in_step:
             state.scopes.defer(forward_alone(self._run.models.values(), lengths))
         state.set_progress(stage, 0)
         if self._host.evaluates:
@@ -298,7 +298,7 @@ class Driver(Session):
         self._check_order("end_evaluation")
         state, feed, stage = self.state, self._evaluated, self._stage
         if feed is not None:
-            if state.ranks is not None and not any(state.ranks.gather(feed.used)):
+            if state.ranks is not None and not state.ranks.merged(feed.used, max):
                 feed.check_not_empty()
             feed.end()
         results = {**({} if self._metrics is None else self._metrics.compute(state.ranks)), **(metrics or {})}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Protocol
@@ -34,6 +35,9 @@ class Metric(Protocol):
     def reset(self) -> Any:
         """Forget all batches."""
 
+
+_Sums = tuple[dict[str, tuple[float, int]], set[str]]
+"""Sum and count by name, and the names of entries that are not scalars."""
 
 NamedMetrics = Annotated[
     Mapping[str, Metric], msgspec.Meta(description='a mapping of names to metrics, such as {"accuracy": MulticlassAccuracy()}')
@@ -97,7 +101,9 @@ class Metrics:
         """
         sums, metrics = self._sums, self._metrics
         if ranks is not None:
-            sums = _added(ranks.gather(({name: (float(total), count) for name, (total, count) in sums.items()}, self._sized)))
+            own = {name: (float(total), count) for name, (total, count) in sums.items()}
+            sums, sized = ranks.merged((own, self._sized), _added)
+            sums = {name: one for name, one in sums.items() if name not in sized}  # they are no scalars on some rank
             metrics = self._merged(ranks)
         values: dict[str, Any] = {}
         for name, metric in metrics.items():
@@ -123,7 +129,7 @@ class Metrics:
         """Merge the metrics that can be merged over all ranks; return all of them."""
         alone = {name: metric for name, metric in self._metrics.items() if not getattr(metric, "sync_on_compute", False)}
         able = {name: metric for name, metric in alone.items() if callable(getattr(metric, "merge_state", None))}
-        gathered = ranks.gather(able)
+        merged = self._metrics | ranks.merged(copy.deepcopy(able), _merge)
         for name, metric in alone.items():
             if name not in able and name not in self._warned:
                 self._warned.add(name)
@@ -132,11 +138,6 @@ class Metrics:
                     metric=name,
                     type=type(metric).__name__,
                 )
-        merged = dict(self._metrics)
-        for name in able:
-            # Merge copies in the same order on all ranks: the order changes sums of floats.
-            merged[name], *others = [one[name] for one in gathered]
-            _call(name, merged[name].merge_state, others)  # type: ignore[attr-defined]  # able: it has merge_state
         return merged
 
     def _scalar(self, name: str, value: Any) -> torch.Tensor | float | None:
@@ -203,12 +204,16 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
-def _added(parts: list[tuple[dict[str, tuple[float, int]], set[str]]]) -> dict[str, tuple[float, int]]:
-    """Add the sums and counts of all ranks, without the names that are not scalars on every rank."""
-    added: dict[str, tuple[float, int]] = {}
-    sized = set().union(*(names for _, names in parts))
-    for sums, _ in parts:
-        for name in [name for name in sums if name not in sized]:
-            total, count = added.get(name, (0.0, 0))
-            added[name] = total + sums[name][0], count + sums[name][1]
-    return added
+def _merge(metrics: dict[str, Metric], others: dict[str, Metric]) -> dict[str, Metric]:
+    for name, metric in metrics.items():
+        _call(name, metric.merge_state, [others[name]])  # type: ignore[attr-defined]  # looked at by the caller
+    return metrics
+
+
+def _added(mine: _Sums, others: _Sums) -> _Sums:
+    """Add sums and counts, and unite the names of what is not a scalar."""
+    added = dict(mine[0])
+    for name, (more, number) in others[0].items():
+        total, count = added.get(name, (0.0, 0))
+        added[name] = total + more, count + number
+    return added, mine[1] | others[1]

@@ -50,7 +50,7 @@ def look(
         is_built = not any(is_lazy(one) for model in models for one in (*model.parameters(), *model.buffers()))
         batches = (first_batches(loader, count) if is_built else None) or []
         ranks = run.state.ranks
-        together = len(batches) if ranks is None else min(ranks.gather(len(batches)))
+        together = len(batches) if ranks is None else ranks.merged(len(batches), min)
         if not together:
             return None
         for model in models:

@@ -75,7 +75,7 @@ def test_metrics_are_reset_for_every_validation(parts, bus, trace):
 
 def test_a_metric_that_cannot_be_merged_over_ranks_is_warned_of_once_in_a_run(parts, monkeypatch, logs):
     run, made = Run(model=parts.model()), []
-    alone = SimpleNamespace(gather=lambda value: [value], from_first=lambda find: find())  # ranks in one process
+    alone = SimpleNamespace(merged=lambda value, merge: value, from_first=lambda find: find())  # ranks in one process
     monkeypatch.setattr("eventloop.training.data.Metrics", lambda *arguments: made.append(Metrics(*arguments)) or made[-1])
     for _ in range(3):
         run.validate([1], {"accuracy": Accuracy()})

@@ -46,14 +46,14 @@ def process_group() -> Iterator[None]:
 
 
 def from_ranks(find: Callable[[], T]) -> list[T]:
-    """Return the results of ``find`` on the ranks where it succeeds; raise a TrainbusError if there are none. A collective."""
+    """Return the different results of ``find`` on the ranks where it succeeds; raise a TrainbusError if none. A collective."""
     found: Any
     try:
         found = find()
     except TrainbusError as error:
         found = error
     group = distributed.group.WORLD if world_size() > 1 else None
-    everyones = [found] if group is None else Ranks(group).gather(found)
+    everyones = [found] if group is None else [*Ranks(group).distinct(found).values()]
     good = [one for one in everyones if not isinstance(one, TrainbusError)]
     if not good:
         raise everyones[0]

@@ -57,7 +57,11 @@ def is_parallel(model: torch.nn.Module) -> bool:
 
 
 class Ranks:
-    """Exchange values between all processes of a run. Every method is a collective: all ranks must call it at one point."""
+    """Exchange values between all processes of a run. Every method is a collective: all ranks must call it at one point.
+
+    The time and memory of :meth:`gather` are proportional to the number of ranks. The other methods take a logarithmic number
+    of messages one after the other.
+    """
 
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self.rank = distributed.get_rank(group)
@@ -91,23 +95,50 @@ class Ranks:
             raise found[0]
         return found[0]  # type: ignore[no-any-return]
 
+    def merged(self, value: T, merge: Callable[[T, T], T]) -> T:
+        """Return on all ranks the values of all, merged: ``merge`` is associative, and gets the lower ranks first."""
+        whole = self.merged_on_first(value, merge)
+        return self.from_first(lambda: whole)
+
+    def merged_on_first(self, value: T, merge: Callable[[T, T], T]) -> T:
+        """Return the values of all ranks, merged, on rank 0, and those of some ranks on the others."""
+        distance = 1
+        while distance < self.size and not self.rank & distance:
+            if self.rank + distance < self.size:
+                other: list[Any] = [None]
+                distributed.recv_object_list(other, self.rank + distance, group=self.group)
+                value = merge(value, other[0])
+            distance *= 2
+        if self.rank:
+            distributed.send_object_list([value], self.rank - distance, group=self.group)
+        return value
+
+    def distinct(self, value: T) -> dict[int, T]:
+        """Return each different value of the ranks once, by the lowest rank that has it, in the order of ranks."""
+        return self.merged({self.rank: value}, _united)
+
     def from_all(self, find: Callable[[], T]) -> list[T]:
-        """Return what ``find`` returns on each rank, by rank, or raise the first TrainbusError of them on all ranks."""
+        """Return each different result of ``find`` on the ranks, or raise the first TrainbusError of them on all ranks."""
         try:
             found: Any = find()
         except TrainbusError as error:
             found = error
-        everyones = self.gather(found)
+        everyones = [*self.distinct(found).values()]
         for one in everyones:
             if isinstance(one, TrainbusError):
                 raise one
         return everyones
 
-    def check_first_has_all(self, names: list[list[str]]) -> None:
+    def check_first_has_all(self, names: Mapping[int, list[str]]) -> None:
         """Raise TrainingError if a rank requests a file that rank 0 does not; ``names`` holds the file names by rank."""
-        for rank, wanted in enumerate(names):
+        for rank, wanted in names.items():
             if more := [name for name in wanted if name not in names[0]]:
                 raise TrainingError(f"rank {rank} requests the checkpoint {', '.join(more)}, but rank 0 does not. {TOGETHER}")
+
+
+def _united(lower: dict[int, T], higher: dict[int, T]) -> dict[int, T]:
+    known = [*lower.values()]
+    return lower | {rank: value for rank, value in higher.items() if value not in known}
 
 
 def join_ranks(bus: Bus, models: Mapping[str, torch.nn.Module], *, trains: bool) -> Ranks | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -80,15 +80,16 @@ def check_even(ranks: Ranks, models: Iterable[torch.nn.Module], length: int | No
     joined = any(is_joined(module) for model in models for module in model.modules())
     if not (joined or first):
         return
-    lengths = ranks.gather(length)
-    numbers = ", ".join(f"rank {rank}: {'unknown' if one is None else one}" for rank, one in enumerate(lengths))
-    if joined and (None in lengths or len(set(lengths)) > 1):
+    lengths = ranks.distinct(length)
+    numbers = ", ".join(f"rank {rank}: {'unknown' if one is None else one}" for rank, one in lengths.items())
+    unknown = None in lengths.values()
+    if joined and (unknown or len(lengths) > 1):
         raise TrainingError(
             "a run inside torch's Join (Accelerate's join_uneven_inputs) needs equal numbers of batches on all ranks, because "
             f"they meet at the end of each epoch; they have {numbers}. Give the DataLoader a DistributedSampler (Accelerate: "
             "even_batches=True), or Join enable=False"
         )
-    if len(set(lengths)) > 1 and None not in lengths:
+    if len(lengths) > 1 and not unknown:
         log.warning(
             "the ranks have different numbers of training batches, and those with more would wait for the others: give the "
             "DataLoader a DistributedSampler, or leave the loop on all ranks after the smallest number",
@@ -96,19 +97,19 @@ def check_even(ranks: Ranks, models: Iterable[torch.nn.Module], length: int | No
         )
 
 
-def forward_alone(models: Iterable[torch.nn.Module], lengths: list[int | None]) -> Callable[[], object]:
+def forward_alone(models: Iterable[torch.nn.Module], lengths: Mapping[int, int | None]) -> Callable[[], object]:
     """Stop forward passes from waiting for other ranks, because the ranks have different numbers of batches.
 
     ``DistributedDataParallel`` broadcasts rank 0's buffers at each forward pass; this does it once instead. A collective.
-    Return a function that undoes it. ``lengths`` holds the number of batches per rank, None where unknown.
+    Return a function that undoes it. ``lengths`` holds each different number of batches by a rank that has it, None if unknown.
 
     Raises:
         TrainingError: a model is sharded, so each forward pass needs all ranks.
     """
     waiting: list[Any] = []
     for model in models:
-        if is_sharded(model) and None not in lengths:
-            numbers = ", ".join(f"rank {rank}: {length}" for rank, length in enumerate(lengths))
+        if is_sharded(model) and None not in lengths.values():
+            numbers = ", ".join(f"rank {rank}: {length}" for rank, length in lengths.items())
             raise TrainingError(
                 f"the ranks have different numbers of batches to evaluate ({numbers}), and a sharded model would hang: its "
                 "forward pass needs all ranks. Give the DataLoader a DistributedSampler (repeated samples are not counted)"

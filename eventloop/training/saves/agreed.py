@@ -53,34 +53,33 @@ def agreed(ranks: Ranks, find: Callable[[], Found | None], look: Callable[[], An
         CheckpointError: some ranks cannot read sharded tensors, or a store does not answer.
     """
     found, view = _search(find) if not ranks.rank else (None, _seen(look))
-    views = ranks.gather(view)
-    if all(one.key == views[0].key and one.error is None for one in views):
+    views = ranks.distinct(view)
+    if all(one.key == views[0].key and one.error is None for one in views.values()):
         if view.key is None:
             return None
         if ranks.rank:
             found = _loaded(look)
-        if all(ranks.gather(found is not None)):
+        if ranks.merged(found is not None, min):
             return found
     if ranks.rank:
         found, view = _search(find)
-    return _exchanged(ranks, found, ranks.gather(view))
+    return _exchanged(ranks, found, view, ranks.distinct(view))
 
 
-def _exchanged(ranks: Ranks, found: Found | None, views: list[_View]) -> Found | None:
-    for rank, one in enumerate(views):
+def _exchanged(ranks: Ranks, found: Found | None, own: _View, views: dict[int, _View]) -> Found | None:
+    for rank, one in views.items():
         if one.error is not None:
             one.error.add_note(f"on rank {rank}")
-    failed = [one.error for one in views if one.error is not None]
+    failed = [one.error for one in views.values() if one.error is not None]
     if fatal := next((error for error in failed if not isinstance(error, CheckpointDamagedError | FileNotFoundError)), None):
         raise fatal
-    good = [one for one in views if one.key is not None]
+    good = {rank: one for rank, one in views.items() if one.key is not None}
     if not good:
         if failed:
             raise failed[0]
         return None
-    best = max(good, key=lambda one: (one.key, not one.path.rpartition("/")[2].startswith("best_")))
-    giver = views.index(best)
-    lacking = [rank for rank, one in enumerate(views) if one.key != best.key]
+    giver, best = max(good.items(), key=lambda one: (one[1].key, not one[1].path.rpartition("/")[2].startswith("best_")))
+    lacking = [rank for rank, one in views.items() if one.key != best.key]
     if not lacking:
         return found
     if best.sharded:
@@ -89,10 +88,11 @@ def _exchanged(ranks: Ranks, found: Found | None, views: list[_View]) -> Found |
             f"rank {giver} would resume from {best.path}, whose tensors are spread over files that not all ranks can read "
             f"({seen}): give a directory or a store that all ranks reach"
         )
-    if ranks.rank in lacking:
+    lacks = own.key != best.key
+    if lacks:
         log.info("another rank has the newest checkpoint, and sends it", from_rank=giver, path=best.path)
     content = _sent(ranks, giver, None if found is None else found[0])
-    if ranks.rank in lacking:
+    if lacks:
         return as_path(best.path), load(best.path, content=content)
     return found
 

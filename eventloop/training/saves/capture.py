@@ -11,6 +11,7 @@ import secrets
 import time
 from collections.abc import Collection, Sequence
 from itertools import chain
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -113,11 +114,10 @@ class Capture:
         ranks, writer, wanted = self._run.state.ranks, self._opened(), merged(requests)
         held, busy = self._standing(wanted)
         if ranks is not None:
-            own = (gather_rank(self._run), secrets.token_hex(4), held, busy)
-            self._ranks_saved, tokens, all_held, all_busy = zip(*ranks.gather(own), strict=True)
-            self._token = tokens[0]
+            self._ranks_saved = ranks.merged_on_first([gather_rank(self._run)], add)  # for the file, which rank 0 writes
             if self.sharded:
-                held, busy = all(all_held), any(all_busy)
+                own = (secrets.token_hex(4), held, busy)
+                self._token, held, busy = ranks.merged(own, lambda one, two: (one[0], one[1] and two[1], one[2] or two[2]))
             elif ranks.rank:
                 return
         start = time.perf_counter()

@@ -231,8 +231,8 @@ class Saves:
 
     def _agree(self, ranks: Ranks, *, force: bool) -> None:
         if force:  # rank 0 alone sees a failed write, after which it may request another file
-            everyones = ranks.gather(self.requests)
-            ranks.check_first_has_all([[request.path.name for request in requests] for requests in everyones])
+            everyones = ranks.distinct(self.requests)
+            ranks.check_first_has_all({rank: [one.path.name for one in requests] for rank, requests in everyones.items()})
             self.requests = everyones[0]
         elif self.requests and isinstance(channel := self._run.state.channel, Agreement):
             channel.confirm()
