@@ -11,18 +11,19 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable
-from datetime import timedelta
+from functools import partial
+from threading import Timer
 from typing import Final, Protocol
 
 import torch
-from torch import distributed
 
 from eventloop.errors import TrainingError
 from eventloop.log import get_logger
+from eventloop.training.distributed.maximum import Maximum, waits
 from eventloop.training.distributed.ranks import TOGETHER, Ranks
 
 INTERVAL = 0.05
-"""Seconds between two exchanges of :class:`Agreement`; 0 exchanges in every iteration."""
+"""Seconds between two exchanges of :class:`Agreement`, for each message that one waits for; 0 exchanges in every iteration."""
 
 PATIENCE = 10.0
 """Seconds after which a process logs why it waits."""
@@ -98,7 +99,8 @@ class Agreement:
 
     During training, exchanges run in the background: a request takes effect at the end of a later iteration, after up to
     :data:`INTERVAL` seconds or one iteration, whichever is longer. An exchange costs about 200 µs, so short iterations share
-    one. At the end of epochs and validations :meth:`settle` waits for the result.
+    one. At the end of epochs and validations :meth:`settle` waits for the result. For more than 64 ranks, see
+    :class:`eventloop.training.distributed.maximum.Maximum`.
 
     Each exchange also compares the files that hooks request. All ranks must request the same files, or the run would hang: one
     rank would wait in its save, and the others in their next collective.
@@ -117,7 +119,7 @@ class Agreement:
         self._every = 1
         self._since = 0
         self._started: float | None = None
-        self._under_way: distributed.Work | None = None
+        self._under_way: Maximum | None = None
 
     def exchange(self) -> None:
         """If an exchange is due, apply the result of the previous one and begin the next."""
@@ -152,26 +154,21 @@ class Agreement:
         own = self._own
         flags = (own.stop, own.save, own.cancelled, own.paused, bool(own.rates), -self._pace(), digest, -digest)
         self._flags.copy_(torch.tensor(flags, dtype=torch.int32))
-        self._under_way = distributed.all_reduce(
-            self._flags, op=distributed.ReduceOp.MAX, group=self._ranks.group, async_op=True
-        )
+        self._under_way = Maximum(self._ranks, self._flags)
 
     def _pace(self) -> int:
         now, before = time.perf_counter(), self._started
         iterations, self._since, self._started = self._since, 0, now
         if before is None or not iterations or not INTERVAL:
             return 1
-        return max(1, min(_MOST_BETWEEN, int(INTERVAL * iterations / (now - before))))
+        return max(1, min(_MOST_BETWEEN, int(INTERVAL * waits(self._ranks.size) * iterations / (now - before))))
 
     def _take(self) -> None:
         if self._under_way is None:
             return
         self._wait_for(self._under_way)
         self._under_way = None
-        stop, save, cancelled, paused, rates, fewest, digest, negative = self._flags.tolist()
-        if digest != -negative:
-            mine = f"rank {self._ranks.rank} requests {', '.join(self._sent) or 'none'}"
-            raise TrainingError(f"the ranks request different checkpoints at the same time: {mine}. {TOGETHER}")
+        stop, save, cancelled, paused, rates, fewest, *_ = self._flags.tolist()
         self._every = -fewest
         agreed = self.agreed
         if stop and not agreed.stop:
@@ -184,12 +181,22 @@ class Agreement:
         agreed.cancelled = agreed.cancelled or bool(cancelled)
         agreed.paused = bool(paused)
 
-    def _wait_for(self, work: distributed.Work) -> None:
-        if self._sent and not work.is_completed():
-            try:
-                work.wait(timedelta(seconds=PATIENCE))
-            except RuntimeError:
-                if work.is_completed():  # it failed
-                    raise
-                log.warning(f"waiting for the other ranks to request this checkpoint. {TOGETHER}", names=self._sent)
-        work.wait()
+    def _wait_for(self, maximum: Maximum) -> None:
+        impatient: Timer | None = None
+        if self._sent and not maximum.is_completed():
+            told = f"waiting for the other ranks to request this checkpoint. {TOGETHER}"
+            impatient = Timer(PATIENCE, partial(log.warning, told, names=self._sent))
+            impatient.daemon = True
+            impatient.start()
+        try:
+            for _ in maximum.steps():
+                self._check_files()  # after each step: a rank that requests other files may take no further one
+        finally:
+            if impatient is not None:
+                impatient.cancel()
+
+    def _check_files(self) -> None:
+        *_, digest, negative = self._flags.tolist()
+        if digest != -negative:
+            mine = f"rank {self._ranks.rank} requests {', '.join(self._sent) or 'none'}"
+            raise TrainingError(f"the ranks request different checkpoints at the same time: {mine}. {TOGETHER}")

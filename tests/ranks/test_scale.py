@@ -11,6 +11,7 @@ import torch
 from torch import distributed
 
 from eventloop.training import agree as agreements
+from eventloop.training.distributed import maximum
 from eventloop.training.distributed.ranks import Ranks, own_group
 from hooks import CheckpointHook
 
@@ -42,9 +43,10 @@ def count_operations() -> Counter[str]:
     return counts
 
 
-def trains_and_resumes(folder: str, shard: bool) -> dict[str, int]:
+def trains_and_resumes(folder: str, shard: bool, ring: int) -> dict[str, int]:
     """Train with validations and saves until rank 1 stops the run, and resume it; return the operations of this rank."""
     agreements.INTERVAL = 0.0  # an exchange in every iteration: their number must not depend on the time
+    maximum.RING = ring  # type: ignore[misc]
     counts = count_operations()
     loop = jobs.make_loop(folder, CheckpointHook(interval=3, by_epoch=False), epochs=3, shard=shard)
     if jobs.rank_and_size()[0] == 1:
@@ -54,13 +56,47 @@ def trains_and_resumes(folder: str, shard: bool) -> dict[str, int]:
     return dict(+counts)  # without the zeros
 
 
-@pytest.mark.parametrize("shard", [False, True])
-def test_with_four_times_the_ranks_a_training_thread_has_at_most_three_times_the_operations(ranks, tmp_path, shard):
-    two = ranks(trains_and_resumes, str(tmp_path / "two"), shard)
-    eight = ranks(trains_and_resumes, str(tmp_path / "eight"), shard, size=8)
+@pytest.mark.parametrize(("shard", "ring"), [(False, 64), (False, 1), (True, 1)])
+def test_with_four_times_the_ranks_a_training_thread_has_at_most_three_times_the_operations(ranks, tmp_path, shard, ring):
+    two = ranks(trains_and_resumes, str(tmp_path / "two"), shard, ring)
+    eight = ranks(trains_and_resumes, str(tmp_path / "eight"), shard, ring, size=8)
     assert two[0].keys() & MANY == set()
-    assert two[0]["all_reduce"] > 0
+    assert ("irecv" in two[0]) == (ring == 1)
     for counts in eight:
         assert counts.keys() & MANY == set()
         for name, count in counts.items():
             assert count <= 3 * max(one.get(name, 0) for one in two), name
+
+
+def takes_the_maximum(ring: int) -> tuple[list[int], list[str], int]:
+    maximum.RING = ring  # type: ignore[misc]
+    ranks = Ranks(own_group("control"))
+    values = torch.tensor([ranks.rank, -ranks.rank, 7])
+    counts = count_operations()
+    for _ in maximum.Maximum(ranks, values).steps():
+        pass
+    everyone = ranks.merged([f"of rank {ranks.rank}"], list.__add__)
+    return values.tolist(), everyone, counts["isend"]
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_values_of_any_number_of_ranks_are_merged_in_a_logarithmic_number_of_messages(ranks, size):
+    for ring, messages in ((1, (size - 1).bit_length()), (64, 0)):
+        expected = [size - 1, 0, 7], [f"of rank {rank}" for rank in range(size)], messages
+        assert ranks(takes_the_maximum, ring, size=size) == [expected] * size
+
+
+def asks_alone(folder: str, rank: int) -> None:
+    agreements.INTERVAL, maximum.RING = 0.0, 1  # type: ignore[misc]
+    loop = jobs.make_loop(folder, epochs=1)
+    if jobs.rank_and_size()[0] == rank:
+        loop.bus.on("after_train_iter", lambda event: event.run.request_save("mine.safetensors"))
+    loop.run()
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_save_that_one_of_many_ranks_requests_is_an_error(outcomes, tmp_path, rank):
+    ended = outcomes(asks_alone, str(tmp_path / "run"), rank, size=4)
+    assert [one.exitcode for one in ended] == [1] * 4
+    told = "\n".join(text for one in ended for text in (one.error, *one.notes))
+    assert "TrainingError: the ranks request different checkpoints at the same time" in told
