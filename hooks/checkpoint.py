@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
 from eventloop import CheckpointError, ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, register
-from eventloop.checkpoint import AnyPath, Busy, Staging, as_path, checkpoints_in, is_sharded, remove, sweep_shards
+from eventloop.checkpoint import AnyPath, Busy, RemotePath, Staging, as_path, checkpoints_in, is_sharded, remove, sweep_shards
 from eventloop.events import RunView
 from hooks.copies import CopiedAnew
 from hooks.options import NonNegativeInt, one_or_more
@@ -61,7 +62,10 @@ class CheckpointHook(CopiedAnew, Hook):
         published_keys: keys of the checkpoint (``"state_dict"``) to copy into a smaller file after training. Its name ends in
             the first 8 hex digits of its SHA-256. The best file is copied if ``save_best``, the last one if ``save_last``.
         save_begin: first epoch or iteration to save at.
-        on_error: ``"raise"`` ends the run when a file cannot be written, published or removed; ``"log"`` continues it.
+        on_error: ``"raise"`` ends the run when a file cannot be written, published or removed; ``"log"`` continues it. A store
+            that does not take or remove a file ends no run with a work dir: the newest save, and the newest best one of each
+            metric, are kept there until the store has them or later ones. If they are still there when the run ends,
+            ``"raise"`` has it fail then.
         staging: ``"block"`` copies the state while training waits. ``"overlap"`` copies the tensors that only optimizers change
             on a thread during the next forward and backward pass, and the rest at once; the next ``optimizer.step`` waits for
             that thread. In a validation or test it copies everything at once. The save fails if such a tensor changes in the
@@ -130,6 +134,7 @@ class CheckpointHook(CopiedAnew, Hook):
         self._loaded_here = False  # the run was resumed from a file in this directory
         self._removes = True  # on rank 0
         self._suffix = SUFFIX
+        self._unremoved: list[str] = []  # old files that a store did not remove
         self._began_at: int | None = None  # iterations at the beginning, if that state needs no save
 
     def files_of_run(self, work_dir: Path) -> Collection[AnyPath]:
@@ -154,7 +159,7 @@ class CheckpointHook(CopiedAnew, Hook):
             directory = event.run.keeps_checkpoints_in(directory)
         event.run.shared[KEPT] = policies = event.run.shared.get(KEPT, [])
         self._suffix = event.run.checkpoint_suffix
-        self._kept.begin(directory, policies, self._suffix)
+        self._kept.begin(directory, policies, self._suffix, event.run.kept_uploads)
         if self._publish is not None and self._suffix != SUFFIX:
             advice = "but here another trainer writes the checkpoints; remove the option"
             raise ConfigurationError(f"{self.label}(published_keys=...) copies parts of trainbus's own checkpoints, {advice}")
@@ -191,7 +196,10 @@ class CheckpointHook(CopiedAnew, Hook):
         if self._publish is None or not self._finished or (directory := self._kept.directory) is None or event.run.rank:
             return
         event.run.wait_for_saves()
-        for name in self._kept.newest(regular=self.save_last):
+        durable, others = self._kept.newest(regular=self.save_last)
+        for name in others:
+            log.error("not published: the checkpoint was not written", hook=self.label, path=str(directory / name))
+        for name in durable:
             with self._errors("cannot publish a checkpoint", directory / name):
                 publish_checkpoint(directory / name, self._publish)
 
@@ -235,8 +243,9 @@ class CheckpointHook(CopiedAnew, Hook):
         directory, gone = self._kept.directory, self._kept.committed(event.names)
         if directory is None or not self._removes:
             return
+        gone, self._unremoved = [*(name for name in self._unremoved if not self._kept.has(name)), *gone], []
         for name in gone:
-            with self._errors("cannot remove an old checkpoint", directory / name):
+            with self._errors("cannot remove an old checkpoint", directory / name, then=partial(self._unremoved.append, name)):
                 remove(directory / name)
                 log.debug("removed an old checkpoint", hook=self.label, path=str(directory / name))
         if self._sharded:  # also when a newer file of the same name has replaced one
@@ -245,8 +254,9 @@ class CheckpointHook(CopiedAnew, Hook):
 
     @mount("checkpoint_failed", "checkpoint_skipped")
     def forget(self, event: events.CheckpointFailed | events.CheckpointSkipped) -> None:
-        """Forget files that were not written. The files that they would have replaced stay."""
-        self._kept.forget(event.names)
+        """Forget files that were not written, unless a store gets them later. The files that they would have replaced stay."""
+        if isinstance(event, events.CheckpointSkipped) or not event.kept:
+            self._kept.forget(event.names)
 
     def state_dict(self) -> dict[str, Any]:
         return self._kept.state_dict()
@@ -265,12 +275,17 @@ class CheckpointHook(CopiedAnew, Hook):
         run.request_save(name, directory=self._kept.directory, **(self._options | options))
 
     @contextmanager
-    def _errors(self, what: str, path: AnyPath | str) -> Iterator[None]:
-        """With ``on_error="log"``, log file system errors instead of raising them."""
+    def _errors(self, what: str, path: AnyPath | str, then: Callable[[], object] | None = None) -> Iterator[None]:
+        """With ``on_error="log"``, log file system errors instead of raising them, and call ``then``.
+
+        So it does for a file in a store that is to be removed: it can be tried again.
+        """
         try:
             yield
         except (CheckpointError, OSError) as error:
-            if self.on_error == "raise":
+            if then is not None:
+                then()
+            if self.on_error == "raise" and (then is None or not isinstance(path, RemotePath)):
                 raise
             log.warning(what, hook=self.label, path=str(path), error=str(error))
 

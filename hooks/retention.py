@@ -60,13 +60,17 @@ class RetentionPolicy(CopiedAnew):
         self.best = best
         self._keep = keep
         self._files: dict[str, list[KeptFile]] = {REGULAR: []}  # by kind, oldest first
+        self._lost: dict[str, str] = {}  # by kind, the newest file if it was not written
+        self._awaited: Collection[str] = ()
         self._of_run: list[RetentionPolicy] = [self]
         self._lock = threading.Lock()
 
-    def begin(self, directory: AnyPath | None, of_run: list[RetentionPolicy], suffix: str) -> None:
+    def begin(
+        self, directory: AnyPath | None, of_run: list[RetentionPolicy], suffix: str, awaited: Collection[str] = ()
+    ) -> None:
         """Begin a run, whose files end in ``suffix``, and add this policy to those ``of_run``.
 
-        In a new directory, forget the files of the run before.
+        In a new directory, forget the files of the run before. ``awaited`` are paths of files that a store will get later.
         """
         self._suffix = suffix
         self._of_run = of_run
@@ -76,7 +80,8 @@ class RetentionPolicy(CopiedAnew):
             self._prefix = None if directory is None else str(directory / "x").removesuffix("x")
             self.best.reset()
             with self._lock:
-                self._files = {REGULAR: []}
+                self._files, self._lost = {REGULAR: []}, {}
+        self._awaited = self.own(awaited)
 
     def improved(self, metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         """Yield name and score of each metric that is better than in its newest file."""
@@ -84,11 +89,13 @@ class RetentionPolicy(CopiedAnew):
             scores = {kind: files[-1].score for kind, files in self._files.items() if kind != REGULAR and files}
         return self.best.improved(metrics, scores)
 
-    def newest(self, *, regular: bool) -> list[str]:
-        """Return the names of the durable best files, and with ``regular`` the newest regular file first."""
+    def newest(self, *, regular: bool) -> tuple[list[str], list[str]]:
+        """Return the names of the best files, and with ``regular`` first the newest regular one: the durable, and the rest."""
         with self._lock:
-            newest = [files[-1] for kind, files in self._files.items() if files and (regular or kind != REGULAR)]
-            return [file.name for file in newest if file.durable]
+            kinds = [kind for kind in self._files if regular or kind != REGULAR]
+            newest = [files[-1] for kind in kinds if (files := self._files[kind]) and kind not in self._lost]
+            lost = [self._lost[kind] for kind in kinds if kind in self._lost]
+        return [file.name for file in newest if file.durable], lost + [file.name for file in newest if not file.durable]
 
     def has(self, name: str) -> bool:
         with self._lock:
@@ -114,6 +121,8 @@ class RetentionPolicy(CopiedAnew):
             for kind, files in self._files.items() if own else ():
                 for file in files:
                     file.durable = file.durable or file.name in own
+                if files and files[-1].name in own:
+                    self._lost.pop(kind, None)
                 keep = self._keep if kind == REGULAR else 1
                 replaced = [] if keep is None else [file.name for file in files if file.durable][:-keep]
                 self._files[kind] = [file for file in files if file.name not in replaced]
@@ -127,6 +136,8 @@ class RetentionPolicy(CopiedAnew):
         own = self.own(paths)
         with self._lock:
             for kind, files in self._files.items():
+                if files and files[-1].name in own and not files[-1].durable:
+                    self._lost[kind] = files[-1].name
                 self._files[kind] = [file for file in files if file.durable or file.name not in own]
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,7 +151,8 @@ class RetentionPolicy(CopiedAnew):
         self.best.choose(state["metrics"])
         wanted = {kind: files for kind, files in state["best"].items() if kind in self.best.names}
         for kind, files in {REGULAR: state["files"], **wanted}.items():
-            there = [KeptFile(one["name"], one["score"], durable=True) for one in files if self._exists(one["name"])]
+            found = [KeptFile(one["name"], one["score"], durable=self._exists(one["name"])) for one in files]
+            there = [file for file in found if file.durable or any(file.name == name for name in self._awaited)]
             with self._lock:
                 self._files[kind] = there
 

@@ -241,8 +241,8 @@ class CommitInfo(msgspec.Struct, frozen=True):
     seconds: float
 
 
-def write(staged: StagedTree, path: AsPath) -> CommitInfo:
-    """Write a staged tree to ``path``, a file or a URL, durably and atomically, and release it.
+def write(staged: StagedTree, path: AsPath, *, release: bool = True) -> CommitInfo:
+    """Write a staged tree to ``path``, a file or a URL, durably and atomically, and ``release`` it.
 
     The GIL is free during nearly all of it. If it fails, the name keeps what it had, and ``staged`` may be written elsewhere.
 
@@ -253,7 +253,8 @@ def write(staged: StagedTree, path: AsPath) -> CommitInfo:
     start = time.perf_counter()
     path = as_path(path)
     digest = write_pieces(path, staged.bytes, staged.pieces())
-    staged.release()
+    if release:
+        staged.release()
     return CommitInfo(path, staged.bytes, readable(digest), time.perf_counter() - start)
 
 

@@ -271,12 +271,16 @@ class CheckpointCommitted(Event, kw_only=True):
 
 
 class CheckpointFailed(Event, kw_only=True):
-    """A checkpoint could not be written; earlier ones are untouched. Published on the writing thread."""
+    """A checkpoint could not be written; earlier ones are untouched. Published on the writing thread.
+
+    ``kept`` is the file in the work dir that holds it until the store takes it or a later one; empty if there is none.
+    """
 
     progress: Progress
     path: str
     names: list[str] = msgspec.field(default_factory=list)
     error: str
+    kept: str = ""
 
 
 class CheckpointSkipped(Event, kw_only=True):

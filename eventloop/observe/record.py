@@ -160,7 +160,8 @@ def entry_of(event: Any) -> Entry:
         case ev.CheckpointCommitted():
             return Checkpoint(**at, names=_names(event), bytes=event.bytes, stall=event.stall, seconds=event.seconds)
         case ev.CheckpointFailed():
-            return FailedCheckpoint(**at, names=_names(event), reason=event.error)
+            kept = f"; kept as {event.kept}" if event.kept else ""
+            return FailedCheckpoint(**at, names=_names(event), reason=event.error + kept)
         case ev.CheckpointSkipped():
             return SkippedCheckpoint(**at, names=_names(event), reason=event.reason)
         case ev.RunPaused() | ev.RunResumed():

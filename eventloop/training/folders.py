@@ -14,9 +14,9 @@ from typing import Any, Final, TypeVar, cast
 from eventloop.bus import Hook
 from eventloop.checkpoint import AnyPath, checkpoints_in, is_checkpoint
 from eventloop.errors import ConfigurationError
-from eventloop.training.schema import LAST
+from eventloop.training.schema import KEPT, LAST
 
-_FILES: Final = (LAST, "run.json", "record.jsonl", "scalars.jsonl", "scalars.csv", "tensorboard")
+_FILES: Final = (LAST, KEPT, "run.json", "record.jsonl", "scalars.jsonl", "scalars.csv", "tensorboard")
 """Files that hooks write into the work dir of a run, by default."""
 
 F = TypeVar("F", bound=AnyPath)

@@ -486,6 +486,11 @@ class Run:
         """
         return self.saves.add_directory(as_path(directory))
 
+    @property
+    def kept_uploads(self) -> Collection[str]:
+        """The URLs of checkpoints that an earlier run with this work dir keeps there until their store takes them."""
+        return self.saves.kept_uploads
+
     def note_options(self, owner: str, options: Any) -> None:
         """Record options that a checkpoint overrides; a resume warns about options that the program changed.
 

@@ -1,9 +1,10 @@
-"""A tiny training job for the tests of hooks, under the fixture ``job``."""
+"""A tiny training job for the tests of hooks, under the fixture ``job``, and a store in memory, under ``memory``."""
 
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from torch import nn
@@ -97,6 +98,23 @@ def scored(directory: Path, hook: Hook, *scores: float | None, **options: Any) -
 def files(directory: Path) -> set[str]:
     """Return the names of the checkpoints in a directory."""
     return {path.name.removesuffix(".safetensors") for path in directory.glob("*.safetensors")}
+
+
+@pytest.fixture
+def memory():
+    """The file system of ``memory://``, empty."""
+    file_system = fsspec.filesystem("memory")
+    file_system.store.clear()
+    file_system.pseudo_dirs[:] = [""]
+    yield file_system
+    file_system.store.clear()
+    file_system.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture
+def there(memory):
+    """Returns the names of the files that a run named ``run`` has in ``memory://bucket``."""
+    return lambda: {name.removeprefix("/bucket/run/").removesuffix(".safetensors") for name in memory.store}
 
 
 @pytest.fixture

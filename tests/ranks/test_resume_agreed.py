@@ -7,8 +7,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 from structlog.testing import capture_logs
 
 from hooks import CheckpointHook
@@ -95,3 +97,55 @@ def test_spread_tensors_that_a_rank_cannot_read_are_an_error_that_names_it(run, 
         assert one.error.startswith("CheckpointError: rank 1")
         assert "rank 0: no checkpoint" in one.error
         assert "a/run/epoch_1.safetensors" in one.error
+
+
+class Store(LocalFileSystem):
+    """A store that all ranks reach, in a folder; it may refuse what is to be put there."""
+
+    protocol = "shared"
+    folder = ""
+    down = False
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return f"{cls.folder}/{path.removeprefix('shared://')}" if path.startswith("shared://") else path
+
+    def open(self, *arguments: Any, **options: Any) -> Any:
+        if Store.down and "wb" in arguments:
+            raise TimeoutError("no answer")
+        return super().open(*arguments, **options)
+
+
+def train_to_store(folder: Path, disks: tuple[str, ...], epochs: int, down: bool) -> tuple[Any, list[int], list[str]]:
+    """Like ``train``, with a store; return the weights, the epochs trained here, and the names of the kept files."""
+    fsspec.register_implementation("shared", Store)
+    Store.folder, Store.down = str(folder), down
+    disk = folder / disks[torch.distributed.get_rank()]
+    disk.mkdir(exist_ok=True)
+    os.chdir(disk)
+    loop = make_loop("run", CheckpointHook(1, out_dir="shared://store", on_error="log"), epochs=epochs)
+    trained: list[int] = []
+    loop.bus.on("before_train_epoch", lambda event: trained.append(event.progress.epoch))
+    loop.run(resume="auto")
+    return weights(loop.model), trained, sorted(file.name for file in Path("run").glob("kept*"))
+
+
+def test_what_one_machine_keeps_for_a_store_is_resumed_by_all_and_uploaded_by_rank_0(outcomes, whole, tmp_path):
+    def run(*disks: str, epochs: int, down: bool = False) -> list[Any]:
+        found = outcomes(train_to_store, tmp_path, disks, epochs, down)
+        assert [one.error for one in found] == ["", ""], found[0].output
+        return [one.value for one in found]
+
+    store = tmp_path / "store/run"
+    run("a", "b", epochs=1)
+    kept = ["kept.json", "kept_epoch_2.safetensors"]
+    assert [files for _, _, files in run("a", "b", epochs=2, down=True)] == [kept, []]
+    assert sorted(file.name for file in store.iterdir()) == ["epoch_1.safetensors", "last_checkpoint"]
+    for disks in (("b", "a"), ("a", "b")):  # rank numbers change between starts: the first of these only reads
+        (_, first, _), (_, second, _) = run(*disks, epochs=2, down=disks[0] == "b")
+        assert first == second == []
+    assert sorted(file.name for file in store.glob("*.safetensors")) == ["epoch_1.safetensors", "epoch_2.safetensors"]
+    assert (store / "last_checkpoint").read_text() == "epoch_2.safetensors"
+    for found, trained, files in run("new", "a", epochs=4):
+        assert (trained, files) == ([2, 3], [])
+        assert all(torch.equal(found[name], value) for name, value in whole.items())

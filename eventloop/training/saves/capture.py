@@ -22,9 +22,10 @@ from eventloop.privates import tensors_of, version_of
 from eventloop.training.distributed.ranks import own_group
 from eventloop.training.optimizers import forget_options, stepping
 from eventloop.training.saves.contents import SavedRun, gather_rank, gather_state
+from eventloop.training.saves.job import SaveJob
 from eventloop.training.saves.requests import SaveRequest, merged
 from eventloop.training.saves.restore import resume_line
-from eventloop.training.saves.write import CheckpointWriter, SaveJob
+from eventloop.training.saves.write import CheckpointWriter
 from eventloop.training.schema import SavedRank
 from eventloop.training.state import Counters
 
@@ -67,7 +68,8 @@ class Capture:
         """Raise ConfigurationError for an option that does not work with this model, or a path that cannot be written."""
         request.check(sharded=self.sharded)
         directory = request.path.parent
-        if directory not in self._opened().made and directory.exists() and not directory.is_dir():
+        # No store is asked: it may not answer for a while.
+        if isinstance(directory, Path) and directory not in self._opened().made and directory.is_file():
             raise ConfigurationError(f"cannot save to {request.path}: {directory} is not a directory")
 
     def rehearse(self, request: SaveRequest) -> list[str]:
@@ -76,6 +78,7 @@ class Capture:
         keys = list(state)
         if self.sharded:
             state, _ = self._take_shards(state, Path("check"))
+        self._release_last()
         stage(state, self._buffer).release()
         return keys
 
@@ -143,10 +146,16 @@ class Capture:
             beside = wanted.staging == "overlap" and progress.stage == "train"
             if beside and self.overlap is None:
                 self.overlap = Overlap(map(stepping, self._run.optimizers.values()))
+            self._release_last()
             job.staged = stage(state, self._buffer, overlap=self.overlap if beside else None)
             job.stall = time.perf_counter() - start
             writer.hand_over(job)
             self._last, self._names = job, set(paths)  # last: after Ctrl-C above, no file may hold this state
+
+    def _release_last(self) -> None:
+        """Release the memory of the last state, which stays for further names in a store, unless it is being written."""
+        if self._last is not None and not self._opened().busy:
+            self._last.release()
 
     def _standing(self, wanted: SaveRequest) -> tuple[bool, bool]:
         """Return whether the last file satisfies ``wanted`` for the current state, and whether the writer is busy."""
@@ -155,7 +164,7 @@ class Capture:
             last is not None
             and last.version[0] == self._run.state.version  # the usual case is another one, and needs no look at the tensors
             and last.version == self._version()
-            and last.request.path not in writer.failed
+            and not last.lost
             and last.request.leave_out <= wanted.leave_out
         )
         return held, writer.busy

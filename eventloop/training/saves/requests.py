@@ -7,6 +7,7 @@ under several names.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from typing import Final, Literal, Protocol, get_args
 
 import msgspec
@@ -87,6 +88,19 @@ class RunningWriter(Protocol):
     def close(self, seconds: float) -> object:
         """Write what is queued, for at most ``seconds``, and end the thread."""
 
+    def adopt(self, directories: Collection[AnyPath], resumed_from: AnyPath | None, done: int) -> object:
+        """Upload what an earlier run keeps in the work dir for stores."""
+
+    def retry(self) -> object:
+        """Upload what is kept for stores, if there was another save since the last time."""
+
+    def check_kept(self, *, raises: bool = True) -> object:
+        """Log what stores have not taken by the end of the run; raise CheckpointError, if wanted."""
+
+    @property
+    def kept_urls(self) -> list[str]:
+        """The URLs that files in the work dir wait for."""
+
 
 class Saver(Protocol):
     """Who saves: trainbus's own writer, or the trainer of a host."""
@@ -126,6 +140,8 @@ class Saves:
         self.requests: list[SaveRequest] = []
         self.directories: list[AnyPath] = [] if run.work_dir is None else [run.work_dir]
         """The work dir, if any, and the directories of hooks."""
+        self.kept_uploads: frozenset[str] = frozenset()
+        """The URLs that files in rank 0's work dir waited for when the run began."""
         self._begins_anew = False
         self._is_open = False
 
@@ -139,6 +155,25 @@ class Saves:
         self.requests, self._begins_anew, self._is_open = [], begins_anew, True
         self._run.state.own.files = lambda: [request.path.name for request in self.requests]
         self._saver.open()
+        if (writer := self._saver.writer) is not None:
+            own, ranks = writer.kept_urls, self._run.state.ranks
+            self.kept_uploads = frozenset(own if ranks is None else ranks.from_first(lambda: own))
+
+    def adopt(self) -> None:
+        """Upload what an earlier run keeps in the work dir for stores; only rank 0 does."""
+        run, writer = self._run, self._saver.writer
+        if writer is None or not run.state.trains:
+            return
+        if not run.rank:
+            writer.adopt(self.directories, run.resumed_from, run.state.counters.iter)
+        elif own := [url for url in writer.kept_urls if url not in self.kept_uploads]:
+            log.warning("this machine keeps files for a store, which only rank 0 uploads", rank=run.rank, names=own)
+
+    def retry(self) -> None:
+        """Wait for the saves so far, if some go to stores; then upload once more what the work dir keeps for these."""
+        if (writer := self._saver.writer) is not None and any(isinstance(one, RemotePath) for one in self.directories):
+            self.wait()
+            writer.retry()
 
     def directory(self, directory: str | AnyPath | None = None) -> AnyPath:
         """Return ``directory``, or the work dir if it is None; raise ConfigurationError if there is neither."""
@@ -198,7 +233,10 @@ class Saves:
         self._saver.due, self.requests = [], []
         for request in left:
             self._skip(request)
+        self.retry()
         self.wait()  # even if the bus stays open: the next run may resume from the file
+        if (writer := self._saver.writer) is not None:  # a stop with an exit code has told the scheduler what to do
+            writer.check_kept(raises=not (self._run.state.stops and self._run.state.agreed.exit_code))
 
     def wait(self) -> None:
         """Wait until no save is being written."""

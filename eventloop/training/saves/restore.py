@@ -77,16 +77,19 @@ class Restore:
         if given is not None:
             self._apply_given(given)
         elif self._source is not None:
-            found = self._find()
-            if found is None:
-                log.info("no checkpoint to resume from; a new run begins", work_dir=str(self._run.work_dir))
-                return
-            path, state = found
-            state = state_of_rank(state, this_rank(), world_size())
-            if self._run.host.saver.sharded or has_shards(state):
-                state = self._with_shards(state, path)
-            self._apply(state, str(path))
-            self._run.resumed_from = path
+            self._load_found(self._find())
+        self._run.saves.adopt()
+
+    def _load_found(self, found: Found | None) -> None:
+        if found is None:
+            log.info("no checkpoint to resume from; a new run begins", work_dir=str(self._run.work_dir))
+            return
+        path, state = found
+        state = state_of_rank(state, this_rank(), world_size())
+        if self._run.host.saver.sharded or has_shards(state):
+            state = self._with_shards(state, path)
+        self._apply(state, str(path))
+        self._run.resumed_from = path
 
     def apply_state(self, from_: Mapping[str, Any]) -> None:
         """Restore the state in another program's checkpoint; during ``before_run``, do it after the last handler."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-
-import msgspec
+from typing import Any, Final
 
 from eventloop.bus import Bus
 from eventloop.bus.subscription import OFFLOADED, Subscription
@@ -16,7 +15,6 @@ from eventloop.checkpoint import (
     AnyPath,
     BackgroundWriter,
     RemotePath,
-    StagedTree,
     commit_bytes,
     file_kind,
     free_name,
@@ -24,48 +22,26 @@ from eventloop.checkpoint import (
     make_directory,
     write,
 )
-from eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointStaged, Progress, RunView
+from eventloop.errors import CheckpointError
+from eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointStaged, RunView
 from eventloop.events.event import name_of
 from eventloop.log import get_logger
 from eventloop.offload import Deadline
+from eventloop.training.saves.discover import peek
+from eventloop.training.saves.job import SaveJob
+from eventloop.training.saves.kept import KeptSaves, series
 from eventloop.training.saves.requests import SaveRequest, publish_skipped
 from eventloop.training.schema import LAST
-
-if TYPE_CHECKING:  # a second to import, and only sharded models need it
-    from eventloop.checkpoint.sharded import Parts
 
 _STAGED: Final = name_of(CheckpointStaged)
 
 log = get_logger()
 
 
-class SaveJob(msgspec.Struct, eq=False):
-    """One save: a staged state, or an earlier job whose file already holds it, and the names of its file."""
-
-    request: SaveRequest
-    paths: list[AnyPath]
-    progress: Progress
-    version: tuple[int, ...] = ()
-    """Version of the state."""
-    staged: StagedTree | None = None
-    stall: float = 0.0
-    """Seconds that the training thread spent on it."""
-    source: SaveJob | None = None
-    given_up: str = ""
-    """The reason why it is not written; empty otherwise."""
-    parts: Parts | None = None
-    """This process's part of a sharded state."""
-
-    def release(self) -> None:
-        """Release the memory of the staged state."""
-        if self.staged is not None:
-            self.staged.release()
-
-
 class CheckpointWriter:
     """Write jobs in order on a separate thread. A later job may replace one that has not begun.
 
-    The work dir gets a pointer to the newest checkpoint in any directory.
+    The work dir gets a pointer to the newest checkpoint in any directory. It also keeps what a store does not take.
     """
 
     def __init__(self, run: RunView, bus: Bus) -> None:
@@ -74,11 +50,12 @@ class CheckpointWriter:
         self.made: dict[AnyPath, AnyPath] = {}
         """Directories that exist durably (a power cut cannot remove them), each with the path of its ``last_checkpoint``."""
         self._late: set[Subscription] = set()  # slow handlers of checkpoint_staged
-        self._skipped = 0
-        self.newest: AnyPath | None = None
-        """The path of the newest durable checkpoint."""
+        self._skipped = self._written = 0
+        self._entered, self._retried = 0, -1  # jobs entered, and how many when the kept ones were tried again
+        self._named: dict[AnyPath | None, tuple[int, AnyPath]] = {}  # for each pointer, the number and path that it names
         self.failed: set[AnyPath] = set()
         """Paths that could not be written."""
+        self._kept = KeptSaves(run.work_dir)
         self._writer = BackgroundWriter[SaveJob](self._write_checkpoint, at_exit=lambda: self.close(bus.abort_timeout))
 
     # --------------------------------------------------------------------------------------- on the training thread
@@ -88,6 +65,17 @@ class CheckpointWriter:
         """True while a job is under way."""
         return self._writer.busy
 
+    @property
+    def newest(self) -> AnyPath | None:
+        """The path of the newest durable checkpoint."""
+        _, path = self._named.get(self._view.work_dir, (0, None))
+        return path
+
+    @property
+    def kept_urls(self) -> list[str]:
+        """The URLs that files in the work dir wait for."""
+        return self._kept.urls
+
     def wait(self, seconds: float = math.inf) -> None:
         """Wait until no job is under way, for at most ``seconds``."""
         self._writer.wait(seconds=seconds)
@@ -96,6 +84,7 @@ class CheckpointWriter:
         """Publish ``checkpoint_staged`` and queue a job; drop it after an error, unless the thread has begun it."""
         try:
             self._view.publish(CheckpointStaged, path=str(job.paths[0]))
+            self._entered += 1
             self._writer.enter(job, can_wait=job.staged is not None)
         except BaseException:
             if self._writer.waiting is job:
@@ -112,8 +101,53 @@ class CheckpointWriter:
             replaced.release()  # before the skip, so that its memory is free for the next save
             self.skip(replaced)
 
+    def adopt(self, directories: Collection[AnyPath], resumed_from: AnyPath | None, done: int) -> None:
+        """Upload what an earlier run keeps in the work dir for ``directories``. Call it before the first job.
+
+        It is the file that this run ``resumed_from``, and the best files of its past, the first ``done`` iterations.
+        """
+        for path, urls in self._kept.files(directories):
+            try:
+                progress = peek(path)
+            except (CheckpointError, OSError) as error:
+                log.warning("a file that is kept for a store cannot be read", path=str(path), error=str(error))
+                continue
+            if progress.iter > done:
+                log.warning("a file is kept for a store that has more progress than this run; it stays", path=str(path))
+                continue
+            number = 0 if path == resumed_from else -1
+            job = SaveJob(SaveRequest(urls[0]), [*urls], progress, number=number, held=[path], kept=path, waiting=urls)
+            self._kept.jobs.append(job)
+            if number and (past := [url for url in urls if not series(url.name)]):
+                self._give_up(job, past, "this run has resumed from a later one")
+        self.retry()
+
+    def retry(self) -> None:
+        """Queue uploads of what is kept, if anything is, and there was another job since the last time."""
+        if self._retried != self._entered:
+            self._retried = self._entered
+            self._enter_kept(self._kept.jobs)
+
+    def check_kept(self, *, raises: bool = True) -> None:
+        """Log what stores have not taken by the end of the run.
+
+        Raises:
+            CheckpointError: ``raises``, and there is something that was requested with ``on_error="raise"``.
+        """
+        for job in self._kept.jobs:
+            log.error("a store has not taken a save by the end of the run", names=[*map(str, job.waiting)], kept=str(job.kept))
+        for job in self._kept.jobs if raises else ():
+            if job.request.on_error == "log":
+                continue
+            raise CheckpointError(
+                f"the store did not take {', '.join(map(str, job.waiting))} by the end of the run: {job.refusal}. The file is "
+                f'kept as {job.kept}: once the store answers, run again with resume="auto", which uploads it'
+            ) from job.refusal
+
     def close(self, seconds: float) -> None:
         """Write the queued jobs and end the thread; after ``seconds``, log the jobs that are left."""
+        if not self._writer.closed and self._writer.here:
+            self.retry()
         if self._writer.close(seconds):
             return
         left = self._writer.under_way
@@ -137,19 +171,113 @@ class CheckpointWriter:
             self._bus.fail(self, error)
 
     def _write_job(self, job: SaveJob) -> None:
-        done: list[AnyPath] = []
+        root = job.source or job
+        if root.given_up:
+            job.given_up = root.given_up
+            self.skip(job)
+            return
+        if job.retry:
+            job.paths = [path for path in job.paths if path in root.waiting]
+        elif root.number < 0:
+            self._written += 1
+            root.number = self._written
+        self._wait_for_handlers()
+        start, size, done, failed = time.perf_counter(), 0, list[AnyPath](), dict[AnyPath, Exception]()
+        # A failure at one path costs no other one. Local files come first: a store may not answer for a while.
+        for path in job.paths if job.parts is not None else sorted(job.paths, key=lambda path: isinstance(path, RemotePath)):
+            try:
+                size = max(size, self._write(job, path, further=bool(done)))
+                done.append(path)
+            except Exception as error:  # noqa: BLE001 - raised below
+                failed[path] = error
+                if job.parts is not None:  # its tensors are gone
+                    failed |= {other: error for other in job.paths if other not in done}
+                    break
+        kept = self._keep(root, failed)
+        self.failed = (self.failed | failed.keys()) - set(done)
+        root.lost = not (done or root.held)
+        if root.lost or root.parts is not None or not any(isinstance(path, RemotePath) for path in job.paths):
+            job.release()  # else further names in a store are written from it
         try:
-            if job.source is not None and job.source.given_up:
-                job.given_up = job.source.given_up
-                self.skip(job)
-                return
-            self._wait_for_handlers()
-            self._commit(job, done)
-        except Exception as error:
-            job.release()
-            self._tell_failed(job, [path for path in job.paths if path not in done], error)
-            if job.request.on_error == "raise":
+            self._report(job, done, failed, kept, size=size, seconds=time.perf_counter() - start)
+        finally:
+            self._settle(root, done, kept)
+
+    def _report(
+        self,
+        job: SaveJob,
+        done: list[AnyPath],
+        failed: dict[AnyPath, Exception],
+        kept: list[RemotePath],
+        *,
+        size: int,
+        seconds: float,
+    ) -> None:
+        """Publish and log what became of a job; raise the first error of a path that is not kept, if the request says so."""
+        raises = job.request.on_error == "raise"
+        try:
+            if done:
+                names = [str(path) for path in done]
+                payload: dict[str, Any] = {"progress": job.progress, "path": names[0], "names": names}
+                written = 0 if job.source is not None else size
+                self._bus.publish(CheckpointCommitted(**payload, bytes=written, seconds=seconds, stall=job.stall))
+        except Exception:
+            log.exception("a handler of checkpoint_committed failed", path=str(done[0]))
+            if raises:
                 raise
+        finally:
+            gone = {path: error for path, error in failed.items() if path not in kept}
+            if kept:
+                self._tell_failed(job, [*kept], failed[kept[0]], (job.source or job).kept)
+            if gone:
+                self._tell_failed(job, [*gone], next(iter(gone.values())), None)
+        if gone and raises:
+            raise next(iter(gone.values()))
+
+    def _tell_failed(self, job: SaveJob, failed: list[AnyPath], error: Exception, kept: Path | None) -> None:
+        names = [str(path) for path in failed]
+        if kept is None:
+            log.error("checkpoint not written", names=names, exc_info=error)
+        else:
+            log.error("a store did not take a checkpoint; the work dir keeps it", names=names, kept=str(kept), error=str(error))
+        payload: dict[str, Any] = {"progress": job.progress, "path": names[0], "names": names, "error": str(error)}
+        self._bus.publish(CheckpointFailed(**payload, kept="" if kept is None else str(kept)))
+
+    def _keep(self, root: SaveJob, failed: dict[AnyPath, Exception]) -> list[RemotePath]:
+        """Keep a state in the work dir for the stores that did not take it; return the paths that it waits for."""
+        urls = [path for path in failed if isinstance(path, RemotePath)]
+        home = self._view.work_dir
+        if not urls or home is None or root.parts is not None:
+            return []
+        try:
+            self._make(home)
+            root.refusal = failed[urls[0]]
+            self._landed(root, self._kept.keep(root, urls, lambda path: self._fill(root, path)))
+        except (CheckpointError, OSError):
+            log.exception("a checkpoint that a store did not take could not be kept", names=[*map(str, urls)])
+            return []
+        return urls
+
+    def _settle(self, root: SaveJob, done: list[AnyPath], kept: list[RemotePath]) -> None:
+        """After a job, forget the kept files that are uploaded or replaced, and upload the others to stores that answer."""
+        self._kept.drop(root, done)
+        for job, urls in self._kept.replaced([*done, *kept], but=root):
+            self._kept.drop(job, [*done, *kept])  # the same names
+            self._give_up(job, [url for url in urls if url in job.waiting], "a later save has been made")
+        answering = {path.parent for path in done}
+        self._enter_kept(
+            [job for job in self._kept.jobs if job is not root and any(url.parent in answering for url in job.waiting)]
+        )
+
+    def _give_up(self, job: SaveJob, urls: list[RemotePath], reason: str) -> None:
+        if urls:
+            publish_skipped(self._bus, [*urls], job.progress, reason)
+            self._kept.drop(job, urls)
+
+    def _enter_kept(self, jobs: Iterable[SaveJob]) -> None:
+        for job in [*jobs]:
+            paths: list[AnyPath] = [*job.waiting]
+            self._writer.enter(SaveJob(job.request, paths, job.progress, source=job, retry=True), can_wait=False)
 
     def _wait_for_handlers(self) -> None:
         """Wait for the other offloaded handlers of ``checkpoint_staged``, up to half of the bus's ``abort_timeout``."""
@@ -163,69 +291,52 @@ class CheckpointWriter:
                 self._late.add(one)
                 log.warning("a checkpoint no longer waits for a slow handler of checkpoint_staged", handler=one.label)
 
-    def _commit(self, job: SaveJob, done: list[AnyPath]) -> None:
-        """Write or link every path and collect the durable ones in ``done``; publish those even if a later one fails."""
-        start = time.perf_counter()
-        source, size = None if job.source is None else job.source.paths[0], 0
-        try:
-            for path in job.paths:
-                if source is not None:
-                    self._copy(job, source, path)
-                elif job.staged is not None:
-                    size = self._write(job, job.staged, path)
-                source = source or path
-                done.append(path)
-                self.failed.discard(path)
-        finally:
-            if done:
-                self.newest = done[0]
-                seconds, names = time.perf_counter() - start, [str(path) for path in done]
-                payload: dict[str, Any] = {"progress": job.progress, "path": names[0], "names": names}
-                self._bus.publish(CheckpointCommitted(**payload, bytes=size, seconds=seconds, stall=job.stall))
-
-    def _tell_failed(self, job: SaveJob, failed: list[AnyPath], error: Exception) -> None:
-        if not failed:  # all files are durable: a handler of checkpoint_committed raised
-            log.error("a handler of checkpoint_committed failed", path=str(job.paths[0]), exc_info=error)
-            return
-        self.failed.update(failed)
-        names = [str(path) for path in failed]
-        log.error("checkpoint not written", names=names, exc_info=error)
-        self._bus.publish(CheckpointFailed(progress=job.progress, path=names[0], names=names, error=str(error)))
-
-    def _write(self, job: SaveJob, staged: StagedTree, path: AnyPath) -> int:
-        """Write a staged state, with this rank's part of a sharded one; return the file's size in bytes."""
+    def _write(self, job: SaveJob, path: AnyPath, *, further: bool) -> int:
+        """Write a state, with this rank's part of a sharded one, or give its file a ``further`` name; return the bytes."""
+        root = job.source or job
 
         def write_file() -> int:
-            directory = path.parent
-            self._make(directory)
+            self._make(path.parent)
             _keep_foreign(path)
-            size = write(staged, path).bytes
-            self._point(directory, path.name)
-            if (home := self._view.work_dir) is not None and home != directory:
-                self._make(home)
-                self._point(home, str(path) if isinstance(path, RemotePath) else os.path.relpath(path, home))
+            size = self._fill(root, path)
+            self._landed(root, path)
             return size
 
-        if job.parts is None:
+        if root.parts is None:
             return write_file()
-        size = job.parts.commit(write_file)
-        staged.release()  # on ranks that do not write the file
-        return size
+        if job.source is None and not further:
+            return root.parts.commit(write_file)
+        return write_file() if root.parts.first else 0  # the rank that writes
 
-    def _copy(self, job: SaveJob, source: AnyPath, path: AnyPath) -> None:
-        """Link or copy the file ``source`` to ``path``, on the rank that writes."""
-        parts = (job.source or job).parts
-        if parts is None or parts.first:
-            directory = path.parent
-            self._make(directory)
-            _keep_foreign(path)
-            link(source, path)
-            if source.parent != directory:
-                self._point(directory, path.name)
+    def _fill(self, root: SaveJob, path: AnyPath) -> int:
+        """Write the file ``path``, or link it to one that is there; return the bytes written."""
+        local = next((one for one in root.held if isinstance(one, Path) and one.exists()), None)
+        if root.staged is not None and not root.staged.released and (local is None or isinstance(path, RemotePath)):
+            return write(root.staged, path, release=False).bytes
+        if local is None and not root.held:
+            raise CheckpointError(f"cannot write {path}: the file that has its state could not be written")
+        link(local or root.held[0], path)
+        return 0
 
-    def _point(self, directory: AnyPath, name: str) -> None:
+    def _landed(self, root: SaveJob, path: AnyPath) -> None:
+        """Note a durable file; have ``last_checkpoint`` in its directory and in the work dir name it, if it is the newest."""
+        home = self._view.work_dir
+        for directory in dict.fromkeys((path.parent, home)):
+            number, named = self._named.get(directory, (-1, None))
+            if root.number > number or (root.number == number and named == root.kept is not None):  # which will be removed
+                if directory is not None:
+                    self._make(directory)
+                    self._point(directory, path)
+                self._named[directory] = root.number, path
+        if path not in root.held:
+            root.held.append(path)
+
+    def _point(self, directory: AnyPath, path: AnyPath) -> None:
         """Have ``last_checkpoint`` in ``directory`` name a file."""
-        commit_bytes(self.made[directory], os.fsencode(name))
+        relative = path.name if path.parent == directory else str(path)
+        if isinstance(path, Path) and path.parent != directory:
+            relative = os.path.relpath(path, str(directory))
+        commit_bytes(self.made[directory], os.fsencode(relative))
 
     def _make(self, directory: AnyPath) -> None:
         # A local directory may have been removed; an object store has none to remove.

@@ -102,10 +102,10 @@ def test_only_a_training_saves(parts, bus, trace, tmp_path, stage, logs):
 def test_an_interrupt_after_the_writer_has_taken_a_save_leaves_it_its_memory(bus, tmp_path, monkeypatch):
     taken, go = threading.Event(), threading.Event()
 
-    def held(*arguments):
+    def held(*arguments, **options):
         taken.set()
         assert go.wait(30)
-        return write(*arguments)
+        return write(*arguments, **options)
 
     monkeypatch.setattr("eventloop.training.saves.write.write", held)
     model = torch.nn.Linear(1000, 1, bias=False)

@@ -1,0 +1,147 @@
+"""Saves that a store did not take: each is kept as a file in the work dir until the store has it, or a later one.
+
+``kept.json`` in the work dir lists the files, each with the URLs that it waits for, so that a resumed run uploads them. A file
+is listed before it exists and until it is gone, so none stays behind unlisted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from eventloop.checkpoint import AnyPath, RemotePath, as_path, commit_bytes, is_plain_name, remove
+from eventloop.errors import CheckpointError
+from eventloop.log import get_logger
+from eventloop.training.saves.job import SaveJob
+from eventloop.training.schema import KEPT
+
+_LAST_COUNT: Final = re.compile(r"\d+(?!.*\d)")
+
+log = get_logger()
+
+
+class KeptSaves:
+    """The files in a work dir that wait for a store. Used by the writing thread, once the run has begun."""
+
+    def __init__(self, work_dir: Path | None) -> None:
+        self._home = work_dir
+        self.jobs: list[SaveJob] = []
+        """The saves in the files, oldest first."""
+        self._listed: dict[str, list[str]] = self._read()
+
+    @property
+    def urls(self) -> list[str]:
+        """The URLs that files wait for, those of other stores included."""
+        return [url for urls in self._listed.values() for url in urls]
+
+    def keep(self, job: SaveJob, urls: list[RemotePath], fill: Callable[[Path], object]) -> Path:
+        """Have the kept file of ``job`` wait for ``urls``, too; return its path. If it has none, ``fill`` writes it.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        path, first = job.kept or self._free_path(urls[0]), job.kept is None
+        job.waiting += (new := [url for url in urls if url not in job.waiting])
+        listed = self._listed.setdefault(path.name, [])
+        listed += map(str, new)
+        try:
+            self._write()
+            if first:
+                fill(path)
+        except BaseException:
+            job.waiting = [url for url in job.waiting if url not in new]
+            self._listed[path.name] = [url for url in listed if url not in map(str, new)]
+            raise
+        if first:
+            job.kept = path
+            self.jobs.append(job)
+        return path
+
+    def drop(self, job: SaveJob, urls: Iterable[AnyPath]) -> None:
+        """Note that ``job`` waits for ``urls`` no longer; remove its file once it waits for none."""
+        gone = {str(url) for url in urls}
+        job.waiting = [url for url in job.waiting if str(url) not in gone]
+        if (path := job.kept) is None:
+            return
+        left = [url for url in self._listed[path.name] if url not in gone]
+        try:
+            if not left:
+                job.kept = None
+                job.held = [one for one in job.held if one != path]
+                self.jobs.remove(job)
+                remove(path)
+                log.info("removed a save that was kept for a store", path=str(path))
+            self._listed[path.name] = left
+            self._write()
+        except (CheckpointError, OSError) as error:  # the next run in this work dir tries again
+            log.warning("cannot remove a save that was kept for a store", path=str(path), error=str(error))
+
+    def replaced(self, landed: Iterable[AnyPath], but: SaveJob) -> list[tuple[SaveJob, list[RemotePath]]]:
+        """Return the saves other than ``but``, each with the URLs that it need not wait for: a later save has ``landed`` there.
+
+        A regular file is replaced by any later one in its directory, a best one by the next best one.
+        """
+        later = [(path.parent, series(path.name)) for path in landed]
+        found = [
+            (job, [url for url in job.waiting if any(_replaces(one, url) for one in later)])
+            for job in self.jobs
+            if job is not but
+        ]
+        return [(job, urls) for job, urls in found if urls]
+
+    def files(self, directories: Iterable[AnyPath]) -> list[tuple[Path, list[RemotePath]]]:
+        """Return the listed files, each with the URLs in ``directories`` that it waits for. Forget files that are gone."""
+        known, found = set(directories), list[tuple[Path, list[RemotePath]]]()
+        for name, listed in [*self._listed.items()]:
+            assert self._home is not None  # noqa: S101 - else nothing is listed
+            path = self._home / name
+            if not is_plain_name(name) or not path.is_file():
+                del self._listed[name]
+                continue
+            urls = [url for url in map(as_path, listed) if isinstance(url, RemotePath) and url.parent in known]
+            if len(urls) < len(listed):
+                log.warning("a file is kept for a store that this run does not save to", path=str(path), urls=listed)
+            if urls:
+                found.append((path, urls))
+        return found
+
+    def _free_path(self, url: RemotePath) -> Path:
+        assert self._home is not None  # noqa: S101 - asked by the only caller
+        number, path = 1, self._home / f"kept_{url.name}"
+        while path.name in self._listed or path.exists():
+            number += 1
+            path = self._home / f"kept_{url.stem}-{number}{url.suffix}"
+        return path
+
+    def _read(self) -> dict[str, list[str]]:
+        if self._home is None:
+            return {}
+        try:
+            return msgspec.json.decode((self._home / KEPT).read_bytes(), type=dict[str, list[str]])
+        except FileNotFoundError:
+            return {}
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            log.warning("the list of files that wait for a store cannot be read", path=str(self._home / KEPT), error=str(error))
+            return {}
+
+    def _write(self) -> None:
+        assert self._home is not None  # noqa: S101 - asked by the callers
+        self._listed = {name: urls for name, urls in self._listed.items() if urls}
+        if self._listed:
+            commit_bytes(self._home / KEPT, msgspec.json.encode(self._listed))
+        else:
+            remove(self._home / KEPT)
+
+
+def series(name: str) -> str:
+    """Return the name of a best file without its count, as the next best one has it; empty for a regular file."""
+    return _LAST_COUNT.sub("", name) if name.startswith("best_") else ""
+
+
+def _replaces(later: tuple[AnyPath, str], url: RemotePath) -> bool:
+    directory, best = later
+    return url.parent == directory and series(url.name) in ("", best)
