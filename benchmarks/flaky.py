@@ -1,7 +1,8 @@
 """An S3 server behind a proxy with the faults of a network and of a busy store.
 
 ``with s3_server(Faults(...), seed=1) as store:`` runs ``moto_server`` in a process of its own and the proxy on a thread;
-``store.url`` is the endpoint for a client, and ``store.counts`` tells how often each fault was injected. A request gets at most one.
+``store.url`` is the endpoint for a client, and ``store.counts`` tells how often each fault was injected. A request gets at most
+one.
 """
 
 import asyncio
