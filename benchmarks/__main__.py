@@ -1,18 +1,22 @@
-"""``python -m benchmarks [NAME ...] [--quick] [--parts] [--out DIR]`` compares; ``soak`` and ``crash`` stand alone."""
+"""``python -m benchmarks [NAME ...] [--quick] [--parts] [--out DIR]`` compares; ``soak``, ``crash``, ``elastic`` do not."""
 
 import argparse
 import importlib
 import sys
 from pathlib import Path
 
-from benchmarks import crash, report, soak
+from benchmarks import crash, elastic, report, soak
 from benchmarks.harness import Settings, environment
 
 BENCHMARKS = ("bridges", "checkpoint", "costs", "dispatch", "ema", "logging", "offload", "savers", "training")
 
 
 def main() -> None:
-    for name, alone in (("soak", soak), ("crash", crash)):  # not comparisons: they have their own options and verdicts
+    for name, alone in (
+        ("soak", soak),
+        ("crash", crash),
+        ("elastic", elastic),
+    ):  # not comparisons: they have their own options and verdicts
         if sys.argv[1:2] == [name]:
             alone.main(sys.argv[2:])
             return
