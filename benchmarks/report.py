@@ -15,8 +15,9 @@ from benchmarks.cost_figures import CostFigures
 from benchmarks.handoff import HandOffFigures
 from benchmarks.harness import SUBJECT, TIMES, Comparison, Row
 from benchmarks.save_figures import SaverFigures
+from benchmarks.store_figures import StoreFigures
 
-Result = Comparison | HandOffFigures | SaverFigures | BridgeFigures | CostFigures
+Result = Comparison | HandOffFigures | SaverFigures | StoreFigures | BridgeFigures | CostFigures
 
 
 console = Console()

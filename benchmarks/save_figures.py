@@ -78,6 +78,7 @@ class SaverFigures:
     left_out: Mapping[str, str]
 
     chart: ClassVar[str] = "savers_chart"
+    bars: ClassVar[str] = "the worst step around a save less the median step"
     floor: ClassVar[str] = "one copy"
 
     def rows(self) -> list[Row]:

@@ -6,7 +6,9 @@ process with its own memory. All ways run in turn, several times. `save_job` des
 
 import multiprocessing
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
@@ -14,6 +16,10 @@ from benchmarks.harness import Settings
 from benchmarks.save_figures import SaverFigures
 from benchmarks.save_job import RESULT, Run, Size, train
 from benchmarks.trainers import TRAINERS, load
+
+IMPORTED = [f"benchmarks.trainers.{module}" for module in TRAINERS] + ["benchmarks.store_server", "benchmarks.store_job"]
+"""Modules that the processes import once for all of them."""
+Result = TypeVar("Result")
 
 TINY = (Size("0.1 M", layers=8, width=128, rows=8, interval=10, saves=2),)
 SIZES = (
@@ -30,22 +36,22 @@ def run(settings: Settings) -> list[SaverFigures]:
     turns = [(size, title, name) for _ in range(rounds) for size in sizes for title, name in ways]
     for done, (size, title, name) in enumerate(turns):
         settings.tick(done, len(turns))
-        runs[size.name][name].append(alone(title, name, size))
+        runs[size.name][name].append(alone(train, title, name, size, result=Run))
     return [SaverFigures(f"A save of {size.name} parameters and AdamW's state", runs[size.name], left_out) for size in sizes]
 
 
-def alone(title: str, name: str, size: Size) -> Run:
-    """Train in a separate process.
+def alone(work: Callable[..., object], *arguments: object, result: type[Result]) -> Result:
+    """Call a function in a separate process, with a directory as its last argument; return what it writes there.
 
     Raises:
         RuntimeError: the process failed, and printed the reason.
     """
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload([f"benchmarks.trainers.{module}" for module in TRAINERS])  # imported once for all
+    processes.set_forkserver_preload(IMPORTED)
     with tempfile.TemporaryDirectory(prefix="trainbus-bench-") as directory:
-        process = processes.Process(target=train, args=(title, name, size, Path(directory)))
+        process = processes.Process(target=work, args=(*arguments, Path(directory)))
         process.start()
         process.join()
         if process.exitcode != 0:
-            raise RuntimeError(f"the process that saves with {name} ended with exit code {process.exitcode}")
-        return msgspec.json.decode((Path(directory) / RESULT).read_bytes(), type=Run)
+            raise RuntimeError(f"{work.__name__}{arguments} ended with exit code {process.exitcode}")
+        return msgspec.json.decode((Path(directory) / RESULT).read_bytes(), type=result)

@@ -1,4 +1,4 @@
-"""Draw checkpoints in other trainers: the stall, and the time until the file is durable, on one axis."""
+"""Draw checkpoints in trainers and stores: the stall, and the time until the file is durable, on one axis."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -12,19 +12,22 @@ from benchmarks.chart import PEER_BAR, SUBJECT_BAR
 from benchmarks.harness import SUBJECT, TIMES
 from benchmarks.panels import finish, stacked
 from benchmarks.save_figures import LIMIT, SaverFigures
+from benchmarks.store_figures import StoreFigures
+
+Figures = SaverFigures | StoreFigures
 
 DURABLE = "#d4711b"
 WIDTH, ROW, TITLE, FOOT = 9.5, 0.27, 0.6, 0.75  # inches
 
 
-def draw(results: Sequence[SaverFigures], environment: Mapping[str, object], path: Path) -> None:
+def draw(results: Sequence[Figures], environment: Mapping[str, object], path: Path) -> None:
     heights = [ROW * len(result.rows()) + TITLE for result in results]
-    with stacked(heights, legend(environment), path, width=WIDTH, foot=FOOT) as panels:
+    with stacked(heights, legend(results[0], environment), path, width=WIDTH, foot=FOOT) as panels:
         for axes, result in zip(panels, results, strict=True):
             panel(axes, result)
 
 
-def panel(axes: Axes, result: SaverFigures) -> None:
+def panel(axes: Axes, result: Figures) -> None:
     rows = result.rows()
     copy = sum(row.copy for row in rows) / len(rows)
     left = 0.5 * min(copy, *(max(row.stall, copy / 10) for row in rows))
@@ -39,12 +42,12 @@ def panel(axes: Axes, result: SaverFigures) -> None:
         spot = max(row.durable, row.stall)
         axes.annotate(text, (spot, place), (7, 0), textcoords="offset points", va="center", weight="bold" if ours else "normal")
     names, bold = [row.name for row in rows], [row.name.startswith(SUBJECT) for row in rows]
-    finish(axes, f"{result.title}: what it adds to a step", names, copy * LIMIT, bold=bold)
+    finish(axes, f"{result.title}: how long the training stands still", names, copy * LIMIT, bold=bold)
 
 
-def legend(environment: Mapping[str, object]) -> str:
+def legend(result: Figures, environment: Mapping[str, object]) -> str:
     marks = (
-        "Bars: the worst step around a save less the median step, and that over one copy of the same tensors; "
+        f"Bars: {result.bars}, and that over one copy of the same tensors; "
         f"dashed: {LIMIT} {TIMES} the copy; diamond: durable. Log scale; medians."
     )
     return textwrap.fill(f"{marks} {chart.machine(environment)}", chart.FOOTNOTE_COLUMNS)

@@ -7,6 +7,7 @@ A module may define any of
 - ``offload() -> {name: hand_off}``: ways to hand an event to a consumer elsewhere, each a context manager over ``receive``;
 - ``LOGS = {name: logs}``: ways to log the scalars of an iteration (see ``Logs``);
 - ``SAVERS = {name: savers}``: ways to save the weights of a model (see ``Savers``);
+- ``STORES = {name: savers}``: the same with the URL of an S3 store for the path;
 - ``PROFILERS = {name: profiled}``: the job of ``train`` under a profiler (see ``Profiled``);
 - ``train(job, work_dir)`` with ``CHECKPOINTS`` and ``SCALARS`` (patterns of the files it writes): the digits job; and
   ``weights(path)``: the trained weights of the model in such a checkpoint, in the order of its parameters.
@@ -41,6 +42,9 @@ TITLES = {
     "anyio": "anyio",
     "bubus": "bubus",
     "safetensors": "safetensors",
+    "boto3": "boto3",
+    "s3fs": "s3fs",
+    "s3torchconnector": "s3torchconnector",
     "distributed": "torch.distributed.checkpoint",
 }
 
@@ -96,9 +100,9 @@ Logs = Callable[[Path, Mapping[str, object]], AbstractContextManager[Logged]]
 class Saver:
     """One way to save the weights of a model, ready for repeated use."""
 
-    save: Callable[[Path], object]
+    save: Callable[[Any], object]
     """Save under an unused name; after the return, training may change the weights."""
-    read: Callable[[Path], Iterable[Tensor]]
+    read: Callable[[Any], Iterable[Tensor]]
     """Load the weights saved there, in the order of the model's state dict."""
     settle: Callable[[], object] = lambda: None
     """Wait until the last save is complete; it need not be on the disk yet."""
@@ -106,8 +110,8 @@ class Saver:
     """Whether ``save`` returns before the file is written."""
 
 
-Savers = Callable[[nn.Module, Path], AbstractContextManager[Saver]]
-"""Prepares repeated saves of this model, with a directory for further files."""
+Savers = Callable[[nn.Module, Any], AbstractContextManager[Saver]]
+"""Prepares repeated saves of this model, with a directory or the URL of a store for further files."""
 
 
 Report = Callable[[], str]

@@ -3,7 +3,7 @@
 import os
 import resource
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -55,10 +56,32 @@ def in_background(kind: AsyncCheckpointerType, kept: bool, model: nn.Module, wor
         yield Saver(save, partial(read, weights), settle, background=True)
 
 
-def read(weights: Mapping[str, Tensor], path: Path) -> Iterable[Tensor]:
+def read(weights: Mapping[str, Tensor], path: Path | str, reader: Any = None) -> Iterable[Tensor]:
     loaded = {name: torch.empty_like(tensor) for name, tensor in weights.items()}
-    dcp.load(loaded, checkpoint_id=path)
+    dcp.load(loaded, checkpoint_id=path, storage_reader=reader)
     return loaded.values()
+
+
+@contextmanager
+def in_store(
+    save: Callable[..., Any], writer: Callable[[str], Any], reader: Callable[[str], Any], model: nn.Module, _: str
+) -> Iterator[Saver]:
+    """Save by ``dcp.save`` or ``dcp.async_save`` with the reader and writer of a store."""
+    weights = model.state_dict()
+    pending: list[Any] = []
+
+    def begin(url: str) -> None:
+        pending.append(save(weights, storage_writer=writer(url)))
+
+    def settle() -> None:
+        if save is dcp.async_save:
+            pending.pop().result()
+
+    def load(url: str) -> Iterable[Tensor]:
+        return read(weights, url, reader(url))
+
+    with group():
+        yield Saver(begin, load, settle, background=save is dcp.async_save)
 
 
 @contextmanager
@@ -105,4 +128,8 @@ SAVERS = {
     "DCP async, thread, cached": partial(in_background, THREAD, True),
     "DCP async, process": partial(in_background, PROCESS, False),
     "DCP async, process, cached": partial(in_background, PROCESS, True),
+}
+STORES = {
+    "DCP, fsspec": partial(in_store, dcp.save, FsspecWriter, FsspecReader),
+    "DCP async, fsspec": partial(in_store, dcp.async_save, FsspecWriter, FsspecReader),
 }

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import EMAWeightAveraging, LearningRateMonitor, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.profilers import AdvancedProfiler, Profiler, SimpleProfiler
 from lightning.pytorch.trainer import call
 from torch import Tensor, nn
@@ -111,6 +111,28 @@ def savers(model: nn.Module, work_dir: Path) -> Iterator[Saver]:
 
 
 SAVERS = {"Lightning AsyncCheckpointIO": savers}
+
+
+@contextmanager
+def stores(plugin: CheckpointIO, model: nn.Module, _: str) -> Iterator[Saver]:
+    """Save by a Trainer, which takes URLs."""
+    with hushed():
+        trainer = Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, plugins=[plugin], **QUIET)
+        module = LightningModule()
+        module.net = model
+        trainer.strategy.connect(module)
+
+        def read(url: str) -> Iterable[Tensor]:
+            return plugin.load_checkpoint(url)["state_dict"].values()
+
+        asynchronous = isinstance(plugin, AsyncCheckpointIO)
+        yield Saver(partial(trainer.save_checkpoint, weights_only=True), read, plugin.teardown, background=asynchronous)
+
+
+STORES = {
+    "Lightning": partial(stores, TorchCheckpointIO()),
+    "Lightning AsyncCheckpointIO": partial(stores, AsyncCheckpointIO(TorchCheckpointIO())),
+}
 
 
 @contextmanager

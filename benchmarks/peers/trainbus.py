@@ -210,6 +210,7 @@ def savers(model: nn.Module, work_dir: Path) -> Iterator[Saver]:
 
 
 SAVERS = {SUBJECT: savers}
+STORES = SAVERS
 
 
 def logs(writer: Callable[[], Writer]) -> Logs:
