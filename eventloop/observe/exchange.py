@@ -1,8 +1,9 @@
 """``RankExchange``: compare the time of all ranks, beside the training.
 
-Every two seconds a thread of each rank writes the rank's times to the key-value store of the process group. Rank 0 compares
-them and writes the result. The other ranks read it. No rank waits for another rank: one that hangs, has died or does not
-measure is missing from the result. If the process with the store hangs, only this thread hangs with it.
+Every two seconds (with more than 512 ranks, less often) a thread of each rank writes the rank's times to the key-value store of
+the process group. Rank 0 compares them and writes the result. The other ranks read it. No rank waits for another rank: one that
+hangs, has died or does not measure is missing from the result. If the process with the store hangs, only this thread hangs
+with it.
 
 All ranks write at the same full seconds of their clocks, so that they compare the same iterations.
 """
@@ -21,7 +22,9 @@ from eventloop.log import get_logger
 from eventloop.observe.ranks import RankCosts, Spent, Straggler, compare, seconds_of, slow_at
 from eventloop.training.distributed.mailbox import Mailbox
 
-PERIOD: Final = 2.0  # seconds between two comparisons
+PERIOD: Final = 2.0  # seconds between two comparisons of up to 512 ranks
+
+_RANKS: Final = 512  # with more, the period grows with them, so that rank 0's share of time for comparisons does not
 
 _COMPARES: Final = 0.25  # of a period after all have written
 _READS: Final = 0.5
@@ -84,13 +87,13 @@ class RankExchange:
             self._thread.join(1.0)
 
     def _run(self) -> None:
-        number = 0
+        number, period = 0, self._comparison.period
         try:
             mailbox = Mailbox(self._name)
-            while not self._stopped.wait(PERIOD - time.time() % PERIOD):
+            while not self._stopped.wait(period - time.time() % period):
                 number += 1
                 mailbox.put(str(self._rank), Report(number, self._measure()))
-                if not self._stopped.wait(PERIOD * (_READS if self._rank else _COMPARES)):
+                if not self._stopped.wait(period * (_READS if self._rank else _COMPARES)):
                     self._take(self._read(mailbox) if self._rank else self._compare(mailbox))
         except ReferenceError:  # the bus is gone
             return
@@ -131,6 +134,8 @@ class Comparison:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
+        self.period = PERIOD * max(1.0, world_size / _RANKS)
+        """Seconds between two comparisons."""
         self.latest: dict[int, _Latest] = {}  # the last report of each rank
         self.number = 0
         self._compared: dict[int, Spent] = {}  # where the last comparison of recent iterations ended
@@ -149,7 +154,7 @@ class Comparison:
         for rank, one in self.latest.items():
             if one.periods == _SILENT:
                 log.warning(
-                    f"rank {rank} on {one.report.spent.host} has not reported its times for {_SILENT * PERIOD:g} s: it "
+                    f"rank {rank} on {one.report.spent.host} has not reported its times for {_SILENT * self.period:g} s: it "
                     "ended, was stopped, or is busy in a single call; see its own log"
                 )
 

@@ -14,11 +14,12 @@ is slow only where the others wait for it, such as in the backward pass.
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterable, Mapping
-from statistics import median
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Final
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Group
 
 from eventloop.observe.bounds import Count, Number
@@ -38,6 +39,8 @@ _WAITS: Final[tuple[Callable[[str, str], bool], ...]] = (
 
 Name = tuple[str, str]
 """The group of a part, and its name."""
+
+_Array = NDArray[np.float64]
 
 
 class Spent(msgspec.Struct, frozen=True):
@@ -129,15 +132,21 @@ def compare(spent: Mapping[int, Spent], world_size: int) -> RankCosts | None:
     spent = {rank: one for rank, one in sorted(spent.items()) if one.iterations > 0}
     if len(spent) < 2:
         return None
-    each = {rank: _per_iteration(one) for rank, one in spent.items()}
-    hosts = {rank: one.host for rank, one in spent.items()}
-    whole = {rank: sum(parts.values()) for rank, parts in each.items()}
-    seconds = median(whole.values())
-    rows = [_times(("", "iteration"), whole, hosts)]
-    names = dict.fromkeys(name for parts in each.values() for name in parts)
-    parts = [_times(name, {rank: one.get(name, 0.0) for rank, one in each.items()}, hosts) for name in names]
-    rows += sorted((one for one in parts if one.max >= _SHOWN * seconds), key=lambda one: -one.max)
-    straggler = max((_slowest(each, hosts, waits) for waits in _WAITS), key=lambda one: one.waited)
+    ranks, hosts = [*spent], [one.host for one in spent.values()]
+    names = [*dict.fromkeys((group, name) for one in spent.values() for group, parts in one.parts.items() for name in parts)]
+    # A matrix: rank 0 does this beside its training, and loops over the parts of thousands of ranks would keep the GIL from it.
+    each = np.array([[one.parts.get(group, {}).get(name, 0.0) for group, name in names] for one in spent.values()])
+    each = each.reshape(len(ranks), len(names)) / np.array([[one.iterations] for one in spent.values()])
+    all_parts = np.column_stack([each.sum(axis=1), each])
+    figures = np.stack([all_parts.min(axis=0), np.median(all_parts, axis=0), all_parts.max(axis=0)], axis=1).tolist()
+    slowest = all_parts.argmax(axis=0).tolist()
+    rows = [
+        RankTimes(*name, low, middle, high, ranks[at], hosts[at])
+        for name, (low, middle, high), at in zip([("", "iteration"), *names], figures, slowest, strict=True)
+    ]
+    seconds = rows[0].median
+    rows[1:] = sorted((one for one in rows[1:] if one.max >= _SHOWN * seconds), key=lambda one: -one.max)
+    straggler = max((_slowest(each, names, ranks, hosts, waits) for waits in _WAITS), key=lambda one: one.waited)
     return RankCosts(
         world_size=world_size,
         iterations=min(one.iterations for one in spent.values()),
@@ -153,29 +162,18 @@ def seconds_of(one: Spent, group: str, name: str) -> float:
     return one.parts.get(group, {}).get(name, 0.0) / one.iterations
 
 
-def _per_iteration(one: Spent) -> dict[Name, float]:
-    return {(group, name): seconds / one.iterations for group, named in one.parts.items() for name, seconds in named.items()}
-
-
-def _times(name: Name, by_rank: Mapping[int, float], hosts: Mapping[int, str]) -> RankTimes:
-    slowest = max(by_rank, key=lambda rank: by_rank[rank])
-    values = by_rank.values()
-    return RankTimes(*name, min(values), median(values), by_rank[slowest], slowest, hosts[slowest])
-
-
 def _slowest(
-    each: Mapping[int, Mapping[Name, float]], hosts: Mapping[int, str], waits: Callable[[str, str], bool]
+    each: _Array, names: Sequence[Name], ranks: Sequence[int], hosts: Sequence[str], waits: Callable[[str, str], bool]
 ) -> Straggler:
     """Return the rank that works longest outside of the parts in which it may wait, and the part that it is slow at."""
-    works = {rank: {name: one for name, one in parts.items() if not waits(*name)} for rank, parts in each.items()}
-    busy = {rank: sum(parts.values()) for rank, parts in works.items()}
-    slowest = max(busy, key=lambda rank: busy[rank])
-    others = [rank for rank in busy if rank != slowest]
-
-    def typical(name: Name) -> float:
-        return median(works[rank].get(name, 0.0) for rank in others)
-
-    waited = busy[slowest] - median(busy[rank] for rank in others)
-    worst = max(works[slowest], key=lambda name: works[slowest][name] - typical(name), default=("", "iteration"))
-    took = works[slowest].get(worst, 0.0)
-    return Straggler(slowest, hosts[slowest], *worst, took, typical(worst), waited)
+    works = [index for index, name in enumerate(names) if not waits(*name)]
+    own = each[:, works]
+    busy = own.sum(axis=1)
+    slowest = int(busy.argmax())
+    waited = float(busy[slowest] - np.median(np.delete(busy, slowest)))
+    if not works:
+        return Straggler(ranks[slowest], hosts[slowest], "", "iteration", 0.0, 0.0, waited)
+    typical = np.median(np.delete(own, slowest, axis=0), axis=0)
+    worst = int((own[slowest] - typical).argmax())
+    place = *names[works[worst]], float(own[slowest, worst]), float(typical[worst])
+    return Straggler(ranks[slowest], hosts[slowest], *place, waited)

@@ -3,15 +3,17 @@
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import distributed
 
+from eventloop.observe.exchange import Comparison
 from eventloop.training import agree as agreements
 from eventloop.training.distributed import maximum
+from eventloop.training.distributed.mailbox import missing_of
 from eventloop.training.distributed.ranks import Ranks, own_group
 from hooks import CheckpointHook
 
@@ -100,3 +102,22 @@ def test_a_save_that_one_of_many_ranks_requests_is_an_error(outcomes, tmp_path, 
     assert [one.exitcode for one in ended] == [1] * 4
     told = "\n".join(text for one in ended for text in (one.error, *one.notes))
     assert "TrainingError: the ranks request different checkpoints at the same time" in told
+
+
+def test_missing_messages_of_thousands_of_ranks_are_found_in_few_round_trips():
+    asked: list[int] = []
+    there = {f"answer/{rank}" for rank in range(4096) if rank not in (7, 4000)}
+
+    def are_there(keys: Sequence[str]) -> bool:
+        asked.append(len(keys))
+        return there.issuperset(keys)
+
+    assert missing_of(are_there, sorted(there)) == []
+    assert asked == [4094]
+    assert missing_of(are_there, [f"answer/{rank}" for rank in range(4096)]) == ["answer/7", "answer/4000"]
+    assert len(asked) < 60
+    assert missing_of(are_there, []) == []
+
+
+def test_beyond_512_ranks_their_times_are_compared_less_often():
+    assert [Comparison(size).period for size in (2, 512, 4096)] == [2.0, 2.0, 16.0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -9,6 +10,16 @@ import msgspec
 from eventloop.privates import default_store
 
 T = TypeVar("T")
+
+
+def missing_of(are_there: Callable[[Sequence[str]], bool], keys: Sequence[str]) -> list[str]:
+    """Return the keys that are not there, by halves: thousands of ranks are too many to ask for each."""
+    if not keys or are_there(keys):
+        return []
+    if len(keys) == 1:
+        return [*keys]
+    half = len(keys) // 2
+    return missing_of(are_there, keys[:half]) + missing_of(are_there, keys[half:])
 
 
 class Mailbox:
@@ -35,6 +46,10 @@ class Mailbox:
     def has(self, *keys: str) -> bool:
         """Return True if all of these messages are there."""
         return bool(self._store.check([self._whole(key) for key in keys]))
+
+    def missing(self, keys: Sequence[str]) -> list[str]:
+        """Return the keys of messages that are not there. Takes one round trip if all are, and few if few are not."""
+        return missing_of(lambda some: self.has(*some), keys)
 
     def get(self, kind: type[T], *keys: str) -> list[T]:
         """Return messages that are there, in one round trip if the store can."""

@@ -11,8 +11,8 @@ from torch import distributed
 from eventloop.training.distributed.ranks import Ranks
 
 RING: Final = 64
-"""Most ranks for gloo's ``all_reduce``. It passes values around all ranks twice (``gloo/allreduce.cc``), beside the training. With
-thousands of ranks that would not end before the next exchange is due."""
+"""Most ranks for gloo's ``all_reduce``. It passes values around all ranks twice (``gloo/allreduce.cc``), beside the training.
+Of thousands of ranks it would not end before the next one is due."""
 
 _TAG: Final = 1  # other messages between two ranks have 0
 

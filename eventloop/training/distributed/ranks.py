@@ -25,6 +25,7 @@ from eventloop.checkpoint import is_sharded
 from eventloop.errors import ConfigurationError, TrainbusError, TrainingError
 from eventloop.log import get_logger
 from eventloop.privates import default_store, default_timeout
+from eventloop.training.distributed.mailbox import missing_of
 
 _FAILURE: Final = "trainbus/failure"
 _STORE_TIMEOUT: Final = timedelta(seconds=5)
@@ -271,9 +272,18 @@ def record_failure(error: BaseException) -> None:
 
 def _silent(store: Any) -> str:
     """Return the ranks that reported no error, as text; living ranks report one at about the same time."""
-    keys = {rank: f"{_FAILURE}/{_runs}/{rank}" for rank in range(world_size())}
-    store.set(keys[this_rank()], "")
-    deadline = time.monotonic() + _ANSWER
-    while not store.check(list(keys.values())) and time.monotonic() < deadline:
+    place, me = f"{_FAILURE}/{_runs}", str(this_rank())
+    store.set(f"{place}/{me}", "")
+    # One rank looks for the others: if all did, the store would get as many requests as the square of their number.
+    looks = bytes(store.compare_set(f"{place}/looks", "", me)).decode() == me
+    deadline = time.monotonic() + (_ANSWER if looks else 2 * _ANSWER)
+    if not looks:
+        while not (told := store.check([f"{place}/silent"])) and time.monotonic() < deadline:
+            time.sleep(_ANSWER / 20)
+        return bytes(store.get(f"{place}/silent")).decode() if told else ""
+    keys = {f"{place}/{rank}": rank for rank in range(world_size())}
+    while (missing := missing_of(store.check, [*keys])) and time.monotonic() < deadline:
         time.sleep(_ANSWER / 20)
-    return ", ".join(f"rank {rank}" for rank, key in keys.items() if not store.check([key]))
+    silent = ", ".join(f"rank {keys[key]}" for key in missing)
+    store.set(f"{place}/silent", silent)
+    return silent

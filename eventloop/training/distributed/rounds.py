@@ -242,27 +242,27 @@ class Rounds:
 
     def _result(self) -> _Answer:
         deadline = time.monotonic() + PATIENCE
+        answers = [] if self._rank else [self._key("answer", rank) for rank in range(self._size)]
         while not self._mailbox.has(self._key("result")):
             failed = ""
             if self._ended or self._mailbox.has("left"):
                 failed = "the training has ended"
             elif time.monotonic() > deadline:
                 failed = f"no answer of rank {', '.join(map(str, self._missing('answer')))}"
-            answers = [self._key("answer", rank) for rank in range(self._size)]
             if failed:
                 self._mailbox.offer(self._key("result"), _Answer((0, 0), failed=failed))
-            elif not self._rank and self._mailbox.has(*answers):
+            elif answers and self._mailbox.has(*answers):
                 self._mailbox.offer(self._key("result"), _merged(self._mailbox.get(_Answer, *answers)))
             else:
                 time.sleep(_LOOK)
         return self._get("result")
 
     def _missing(self, what: str, patience: float = 0.0) -> list[int]:
-        keys = [self._key(what, rank) for rank in range(self._size)]
+        keys = {self._key(what, rank): rank for rank in range(self._size)}
         deadline = time.monotonic() + patience
-        while not self._mailbox.has(*keys) and time.monotonic() < deadline:
+        while (missing := self._mailbox.missing([*keys])) and time.monotonic() < deadline:
             time.sleep(_LOOK)
-        return [rank for rank, key in enumerate(keys) if not self._mailbox.has(key)]
+        return [keys[key] for key in missing]
 
     def _release(self) -> None:
         self._blocked_at = self._limit = None
