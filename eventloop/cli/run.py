@@ -60,8 +60,9 @@ def run(
         dashboard: serve a page with live curves, costs and buttons that control the run, on this machine only. Its address
             is printed. Without a port: 8000, or any if that is taken.
         dry_run: create all objects, look at the first validation batches, and print the table of hooks, without training.
-        resume: resume a run. Without a value (or with auto): the newest run of this configuration, or of
-            loop.work_dir. With a folder: the run in it. With a checkpoint file or URL: from it, in a new folder.
+        resume: resume a run. Without a value (or with newest): the newest run of this configuration, or of
+            loop.work_dir. With auto: the same, also from where its hooks save, or a new run if there is none. With a
+            folder: the run in it. With a checkpoint file or URL: from it, in a new folder.
         trace: write trace.json with 50 iterations after the first 100, to open in https://ui.perfetto.dev. For other
             iterations, add TraceHook(first=..., iterations=...) to custom_hooks.
     """
@@ -120,13 +121,13 @@ def demo(*, out: Path | None = None, epochs: Positive = 20, seed: Seed = 0, resu
 
 
 def with_auto(words: list[str]) -> list[str]:
-    """Insert ``auto`` after a ``--resume`` or ``--dashboard`` of ``run`` that has no value."""
+    """Insert a value after a ``--resume`` or ``--dashboard`` of ``run`` that has none."""
     if words[:1] != ["run"]:
         return words
-    for option, is_value in (("--resume", _is_run), ("--dashboard", str.isdecimal)):
+    for option, value, is_value in (("--resume", "newest", _is_run), ("--dashboard", "auto", str.isdecimal)):
         end = words.index(option) + 1 if option in words else 0
         if end and not (end < len(words) and is_value(words[end])):
-            words = [*words[:end], "auto", *words[end:]]
+            words = [*words[:end], value, *words[end:]]
     return words
 
 
@@ -169,9 +170,9 @@ def _shown(value: Any) -> str:
 def _work_dir(loop: dict[str, Any], config: Path, resume: str | None) -> tuple[Path, str | None]:
     """Return the folder of the run, and the value for the loop's ``resume``."""
     chosen, default = loop.get("work_dir"), _RUNS / config.stem
-    if resume == "auto":
-        found = _with_checkpoint(newest_run(default if chosen is None else Path(chosen)))
-        return found, str(found)
+    if resume in ("auto", "newest"):
+        found = newest_run(default if chosen is None else Path(chosen))
+        return (found, resume) if resume == "auto" else (_with_checkpoint(found), str(found))
     if resume is not None:
         path = as_path(resume)
         if isinstance(path, Path) and path.is_dir():

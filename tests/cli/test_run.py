@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -302,6 +303,18 @@ def test_the_newest_run_is_the_one_of_this_configuration_that_was_begun_last_als
     trainbus("run", "--resume", "auto", trained, "loop.max_epochs=2")
     assert (here / "runs/mine-2/last_checkpoint").read_text() == "epoch_2.safetensors"
     assert (here / "runs/mine/last_checkpoint").read_text() == "epoch_1.safetensors"
+
+
+def test_resume_auto_begins_a_run_and_goes_on_with_one_also_from_a_store_where_the_disk_is_empty(here, project, trainbus):
+    """What a scheduler, or ``torchrun``, starts again and again by one command."""
+    saved = f"memory://{here.name}"
+    words = [project, "--resume", "auto", f"default_hooks.checkpoint.out_dir={saved}"]
+    assert "resumed" not in trainbus("run", *words).err
+    assert "iter=4" in trainbus("run", *words, "loop.max_epochs=2").err
+    shutil.rmtree(here / "runs")
+    assert "iter=8" in trainbus("run", *words, "loop.max_epochs=3").err
+    assert {path.name for path in (here / "runs").iterdir()} == {"mine"}
+    assert fsspec.filesystem("memory").exists(f"/{here.name}/mine/epoch_3.safetensors")
 
 
 def test_ctrl_c_prints_how_to_resume(here, trained, trainbus):

@@ -151,12 +151,16 @@ def test_a_resume_finds_the_run_on_the_disk_of_any_process(here, alone):
     assert [path.name for path in (here / "disk0/runs/mine").glob("*.safetensors")] == ["epoch_2.safetensors"]
 
 
-@pytest.mark.parametrize(("nodes", "warned"), [("1:4", True), ("2", False), ("2:2", False)])
-def test_a_job_that_machines_could_not_join_later_says_so_at_its_start(here, nodes, warned):
-    job = {**COLUMNS, "PET_NNODES": nodes}
+@pytest.mark.parametrize(
+    ("nodes", "restarts", "warned"),
+    [("1:4", 0, "nnodes=1:4"), ("2", 0, ""), ("2:2", 0, ""), ("1", 3, "max_restarts=3")],
+)
+def test_a_job_whose_restarts_torch_may_break_says_so_at_its_start(here, nodes, restarts, warned):
+    job = {**COLUMNS, "PET_NNODES": nodes, "TORCHELASTIC_MAX_RESTARTS": restarts}
     (ended,) = run_on_ranks(RUN, here, size=1, cwd=here, arguments=["loop.max_epochs=1"], environment=job)
     assert ended.returncode == 0, ended.stderr
-    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in ended.stderr and f"nnodes={nodes}" in ended.stderr) == warned
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in ended.stderr) == bool(warned)
+    assert warned in ended.stderr
 
 
 STRUCK = """
@@ -174,6 +178,49 @@ def test_a_signal_to_one_process_ends_all_with_the_status_of_a_preempted_run(her
     both("step=parts:struck", "custom_hooks=[{type = 'PreemptionHook'}]", status=75)
     saved = here / "runs/mine" / (here / "runs/mine/last_checkpoint").read_text()
     assert saved.match("iter_[1-9].safetensors")
+    assert saved.exists()
+
+
+AGENT_STRUCK = """
+import os, signal
+
+def struck(model, batch):
+    if model.training and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+        os.kill({process}(), signal.SIGTERM)
+    return step(model, batch)
+"""
+
+
+@pytest.mark.parametrize(
+    ("process", "status", "starts", "last"),
+    [("os.getppid", 1, 1, "iter_*.safetensors"), ("os.getpid", 0, 2, "epoch_2.safetensors")],
+    ids=["the agent ends and passes no status on", "a worker's 75 restarts all workers"],
+)
+def test_the_agent_of_torchrun_decides_about_a_signal(here, process, status, starts, last):
+    (here / "parts.py").write_text(PARTS + AGENT_STRUCK.format(process=process))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=3"]
+    command = [
+        "-m",
+        "trainbus",
+        "run",
+        "mine.toml",
+        "--resume",
+        "auto",
+        "step=parts:struck",
+        "custom_hooks=[{type='PreemptionHook'}]",
+    ]
+    ended = subprocess.run(  # noqa: S603 - the interpreter that runs this test
+        [*torchrun, *command],
+        cwd=here,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        env={**os.environ, **COLUMNS, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # else a restart may hang
+    )
+    assert ended.returncode == status, ended.stderr
+    assert ended.stdout.count("trainbus run") == starts
+    saved = here / "runs/mine" / (here / "runs/mine/last_checkpoint").read_text()
+    assert saved.match(last)
     assert saved.exists()
 
 

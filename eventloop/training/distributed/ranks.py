@@ -159,11 +159,11 @@ def join_ranks(bus: Bus, models: Mapping[str, torch.nn.Module], *, trains: bool)
             "DistributedDataParallel (or fully_shard it)"
         )
     bus.set_rank(this_rank(), world_size())
-    if not this_rank() and (nodes := _elastic_nodes()):
+    if not this_rank() and (restarts := _elastic()):
         log.warning(
-            "torchrun cannot let another machine join this job: at the next rendezvous all machines fail after 60 s. Set "
-            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all of them",
-            nnodes=nodes,
+            "processes that torchrun starts again may hang, and a machine that joins later ends them all after 60 s. Set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all machines",
+            **restarts,
         )
     if world_size() == 1:
         return None
@@ -183,21 +183,24 @@ def join_ranks(bus: Bus, models: Mapping[str, torch.nn.Module], *, trains: bool)
     return ranks
 
 
-def _elastic_nodes() -> str:
-    """Return torchrun's ``--nnodes`` if it is a range of which torch cannot fill the rest; else an empty string.
+def _elastic() -> dict[str, str]:
+    """Return torchrun's ``--nnodes`` if it is a range, and ``--max-restarts`` if it is not 0, where torch cannot do that well.
 
-    With the store that the agents share by default, rank 0 tells the address of its store in the first rendezvous only
-    (``DynamicRendezvousHandler.next_rendezvous`` of torch 2.13), and a machine that joins later waits for it.
+    Agents share one store by default (torch 2.13). In later rounds, rank 0 does not tell the address of its store
+    (``DynamicRendezvousHandler.next_rendezvous``), so machines that join wait for it. And processes that are started again use
+    the same keys (``_create_c10d_store``), so that gloo may connect to addresses of the processes before.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return ""
+        return {}
     given = os.environ.get("PET_NNODES", "")  # torchrun's own variable
     with suppress(OSError):  # of another system than Linux
         words = Path(f"/proc/{os.getppid()}/cmdline").read_text().replace("\0", " ")  # of the agent
         found = re.search(r"--nnodes[= ](\S+)", words)
         given = found[1] if found else given
     fewest, _, most = given.partition(":")
-    return given if fewest.isdecimal() and most.isdecimal() and int(most) > max(int(fewest), 1) else ""
+    grows = fewest.isdecimal() and most.isdecimal() and int(most) > max(int(fewest), 1)
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    return ({"nnodes": given} if grows else {}) | ({"max_restarts": restarts} if restarts != "0" else {})
 
 
 def own_group(purpose: Literal["control", "saves"]) -> distributed.ProcessGroup:
