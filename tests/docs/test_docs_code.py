@@ -2,6 +2,7 @@
 
 import ast
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,16 @@ def _error(block: Block) -> str:
 @pytest.mark.parametrize("page", [page for page, found in ALL.items() if _python(found)])
 def test_all_python_parses(page):
     assert [error for error in map(_error, _python(ALL[page])) if error] == []
+
+
+SCRIPTS = [(page, block.title) for page, found in ALL.items() for block in found if block.title.endswith(".sh")]
+
+
+@pytest.mark.parametrize(("page", "title"), SCRIPTS)
+def test_a_script_for_a_scheduler_parses(page, title):
+    (code,) = (block.code for block in ALL[page] if block.title == title)
+    checked = subprocess.run(["bash", "-n"], input=code, text=True, capture_output=True)  # noqa: S607
+    assert checked.returncode == 0, checked.stderr
 
 
 def test_a_block_that_is_only_shown_says_why():
