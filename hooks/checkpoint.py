@@ -250,7 +250,7 @@ class CheckpointHook(CopiedAnew, Hook):
                 log.debug("removed an old checkpoint", hook=self.label, path=str(directory / name))
         if self._sharded:  # also when a newer file of the same name has replaced one
             with self._errors("cannot remove parts of old checkpoints", directory):
-                sweep_shards(Path(str(directory)), still=0)  # this is the only thread that writes
+                sweep_shards(directory, still=0)  # this is the only thread that writes
 
     @mount("checkpoint_failed", "checkpoint_skipped")
     def forget(self, event: events.CheckpointFailed | events.CheckpointSkipped) -> None:

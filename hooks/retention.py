@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
@@ -190,7 +189,7 @@ def sweep(directory: AnyPath) -> bool:
         except CheckpointError as error:
             log.warning("cannot remove a temporary file", path=str(path), error=str(error))
     try:
-        return isinstance(directory, Path) and sweep_shards(directory, still=_STILL)
+        return sweep_shards(directory, still=_STILL)
     except CheckpointError as error:
         log.warning("cannot remove the sharded tensors of a checkpoint that does not exist", error=str(error))
         return True

@@ -93,7 +93,7 @@ class TrainerSaver:
 
     def check(self, request: SaveRequest) -> None:
         """Raise ConfigurationError for an option that needs trainbus's own format."""
-        request.check(sharded=False)
+        request.check()
         for option, value in (("staging", request.staging), ("leave_out", sorted(request.leave_out))):
             if value not in ("block", []):
                 raise ConfigurationError(

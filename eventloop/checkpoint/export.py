@@ -48,7 +48,7 @@ def load_whole(path: AsPath) -> Any:
     verify_shards(state, path)
     from eventloop.checkpoint.sharded import put_shards  # takes a second to import
 
-    return put_shards(state, Path(str(path)), lambda keys, shape, dtype: torch.empty(shape, dtype=dtype), None)
+    return put_shards(state, as_path(path), lambda keys, shape, dtype: torch.empty(shape, dtype=dtype))
 
 
 def export_tree(path: AsPath, out: AsPath) -> None:

@@ -86,7 +86,7 @@ def load(path: AsPath, map_location: str | torch.device = "cpu", *, content: mem
 def content_of(path: AsPath) -> memoryview:
     """Return all bytes of a checkpoint, unverified."""
     with open_file(as_path(path)) as (file, size):
-        return _read(file, size)
+        return read_exactly(file, size)
 
 
 def verify(path: AsPath) -> None:
@@ -113,7 +113,7 @@ def outline(path: AsPath) -> Any:
     with _opened(path) as (file, _, header, _):
         start, end = header.tree
         file.seek(header.bytes + start)
-        packed = _read(file, end - start)
+        packed = read_exactly(file, end - start)
         with _rebuilding():
             body = _body(packed)
             tensors = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape, _, _ in _forms(header, body)]
@@ -178,7 +178,7 @@ def _opened(path: AsPath, content: memoryview | None = None) -> Iterator[tuple[B
                     raise _ForeignError(
                         f"{path} is a file of torch.save: `trainbus checkpoint import {path} {name}` converts it"
                     )
-                text = _read(file, container.header_bytes(prefix, size))
+                text = read_exactly(file, container.header_bytes(prefix, size))
                 yield file, size, container.parse(text, size - LENGTH_BYTES - len(text)), crc32((prefix, text))
             except container.NewerError as error:  # unless a bit has flipped
                 file.seek(0)
@@ -201,17 +201,17 @@ def _read_checked(file: BinaryIO, crc: int, size: int, into: memoryview | None =
     buffer = memoryview(bytearray(min(size, CHUNK))) if into is None else into
     for start in range(0, size, CHUNK):
         length = min(CHUNK, size - start)
-        part = _read(file, length, buffer[:length] if into is None else into[start : start + length])
+        part = read_exactly(file, length, buffer[:length] if into is None else into[start : start + length])
         crc = crc32((part,), crc)  # while the chunk is still in the processor's cache
     if crc != (written := _read_digest(file)):
         raise CheckpointDamagedError(f"its bytes have the digest {readable(crc)}, but {readable(written)} was written")
 
 
 def _read_digest(file: BinaryIO) -> int:
-    return int.from_bytes(_read(file, DIGEST_BYTES), "little")
+    return int.from_bytes(read_exactly(file, DIGEST_BYTES), "little")
 
 
-def _read(file: BinaryIO, size: int, into: memoryview | None = None) -> memoryview:
+def read_exactly(file: BinaryIO, size: int, into: memoryview | None = None) -> memoryview:
     """Return the next ``size`` bytes, read ``into`` memory of that size."""
     data = rest = memoryview(bytearray(size)) if into is None else into
     while rest:

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from itertools import chain
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 
@@ -47,7 +47,7 @@ class Overlap:
         """Return the pairs to copy at once, and the pairs that only a step changes."""
         parameters = chain.from_iterable(group["params"] for one in self._optimizers for group in one.param_groups)
         values = chain.from_iterable(state.values() for one in self._optimizers for state in one.state.values())
-        owned = {value.data_ptr() for value in chain(parameters, values) if type(value) in _PLAIN} - {0}
+        owned = {part.data_ptr() for value in chain(parameters, values) if type(part := own_part(value)) in _PLAIN} - {0}
         parts: tuple[list[Pair], list[Pair]] = [], []
         for pair in pairs:
             # Inference tensors count no versions.
@@ -101,6 +101,11 @@ class Overlap:
             self._threads.submit(torch.set_num_threads, 1).result()
             torch.set_num_threads(number)
         return self._threads
+
+
+def own_part(value: Any) -> Any:
+    """Return this process's part of a sharded tensor, which shares its memory; any other value as it is."""
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 @torch.no_grad()

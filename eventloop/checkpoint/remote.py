@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO, Final
 
@@ -35,7 +35,8 @@ class RemotePath:
     def __init__(self, url: str, fs: Any = None) -> None:
         protocol, _, rest = url.partition("://")
         parts = [part for part in rest.split("/") if part]
-        self._text = f"{protocol}://{'/'.join(parts)}"
+        root = "/" if rest.startswith("/") else ""  # hdfs:///path has no host
+        self._text = f"{protocol}://{root}{'/'.join(parts)}"
         self.fs = _file_system(url) if fs is None else fs
         self.name = parts[-1] if parts else ""
         """The last part."""
@@ -162,11 +163,29 @@ class RemotePath:
 
     def files(self) -> list[tuple[RemotePath, float | None]]:
         """Return the files in it, and when each was last changed (Unix time in s; None if the store does not tell)."""
+        with failing(f"cannot list {self}", Exception):
+            return [(path, path._modified()) for path, one in self._listed() if one["type"] == "file"]
+
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of the files in it, in bytes, by name."""
+        return {path.name: int(one["size"]) for path, one in self._listed() if one["type"] == "file"}
+
+    def directories(self) -> list[RemotePath]:
+        """Return the directories in it."""
+        return [path for path, one in self._listed() if one["type"] == "directory"]
+
+    def remove_directory(self, files: Sequence[object]) -> None:
+        """Remove it with all its files, which are these."""
+        with failing(f"cannot remove {self}", Exception):
+            self.fs.rm([str(file) for file in files])
+            with suppress(FileNotFoundError, NotImplementedError):
+                self.fs.rmdir(str(self))  # where the store has directories
+
+    def _listed(self) -> list[tuple[RemotePath, dict[str, Any]]]:
         with suppress(FileNotFoundError), failing(f"cannot list {self}", Exception, but=FileNotFoundError):
             self.fs.invalidate_cache(str(self))
             found = self.fs.ls(str(self), detail=True)
-            paths = [self / str(one["name"]).rpartition("/")[2] for one in found if one["type"] == "file"]
-            return [(path, path._modified()) for path in paths]
+            return [(self / str(one["name"]).rstrip("/").rpartition("/")[2], one) for one in found]
         return []
 
     def _modified(self) -> float | None:

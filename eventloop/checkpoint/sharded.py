@@ -1,43 +1,43 @@
-"""Checkpoints of state that is spread over processes (FSDP2's ``fully_shard``), by ``torch.distributed.checkpoint``.
+"""Checkpoints of state that is spread over processes (FSDP2's ``fully_shard``): each one writes its own part.
 
 The tree is one file, as in other checkpoints, with a name in place of each sharded tensor (``DTensor``). The tensors are in
-a directory beside it, one file from each process (see ``shards``). Every process writes and syncs its part first; when all
-have done so, rank 0 writes the file that names the directory. So a checkpoint exists when every part of it is durable, and
-a directory that no file names can be removed (``shards.sweep_shards``).
+a directory beside it, one file from each process and an index (see ``shards``). Every process stages and writes its part as
+any other checkpoint, on disk or in a store; when all have done so, rank 0 writes the index, and then the file that names the
+directory. So a checkpoint exists when every part of it is durable, and a directory that no file names can be removed
+(``shards.sweep_shards``).
 
-Tensors are read back with the placement of the reading run: any number of processes, or one that shards nothing.
+Tensors are read back with the placement of the reading run: any number of processes, or one that shards nothing. Each process
+reads the bytes that it needs, and no more.
+
+It replaces ``torch.distributed.checkpoint``, which wrote the parts of 0.2. That copies on the training thread, into new
+memory each time, pickles each tensor, and needs a store in which files can be renamed.
 """
 
 from __future__ import annotations
 
-import warnings
+import io
+import pickle
 import zipfile
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from mmap import ACCESS_READ, mmap
 from pathlib import Path
-from typing import IO, Any, Final, cast
+from typing import Any, BinaryIO, Final, NamedTuple
 
-import msgspec
 import torch
 from torch import distributed
-from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from eventloop.checkpoint import shards
+from eventloop.checkpoint.load import read_exactly
+from eventloop.checkpoint.overlap import Overlap
 from eventloop.checkpoint.pth import check_stored
 from eventloop.checkpoint.rebuild import DTYPES
-from eventloop.checkpoint.shards import INDEX, Indexed, Piece
-from eventloop.checkpoint.store import commit_bytes, make_directory
-from eventloop.errors import CheckpointError
-from eventloop.privates import storage_info
+from eventloop.checkpoint.shards import INDEX, OLD_PART, Indexed, Piece
+from eventloop.checkpoint.stage import StageBuffer, StagedTree, save, stage, write
+from eventloop.checkpoint.store import AnyPath, link, make_directory, open_file
+from eventloop.errors import CheckpointDamagedError, CheckpointError, CheckpointValueError
+from eventloop.privates import chunk_of
 
-_StorageInfo: Final = storage_info()
 _MARK: Final = "__sharded__"
 _WHOLE: Final = frozenset({"progress", "data", "rng", "ranks", "stateful", "info"})  # in a run's tree: no weights in them
 
@@ -47,86 +47,195 @@ Like = Callable[[Keys, torch.Size, torch.dtype], torch.Tensor]
 """Makes an empty tensor for a value in the tree, a whole shape and a dtype, with the placement that it has in this run."""
 
 
+class Box(NamedTuple):
+    """A part of a tensor: where it begins, and its shape."""
+
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+class ShardStage:
+    """Copies the sharded tensors of this process; keeps memory, and where each part begins, from one save to the next."""
+
+    def __init__(self) -> None:
+        self._buffer = StageBuffer()
+        self._boxes: dict[Any, Box] = {}
+
+    def take(
+        self,
+        state: dict[str, Any],
+        path: AnyPath,
+        token: str,
+        group: distributed.ProcessGroup | None,
+        *,
+        overlap: Overlap | None = None,
+    ) -> tuple[dict[str, Any], Parts]:
+        """Return the tree ``state`` with a name in place of each sharded tensor, and those tensors, copied.
+
+        Args:
+            state: the tree.
+            path: the file that the tree will be written to.
+            token: 8 hexadecimal digits that no earlier checkpoint had, the same on all processes.
+            group: all the processes, used for nothing else at the same time; None where there is one without any group.
+            overlap: copies the tensors of its optimizers later, while the caller continues.
+
+        Raises:
+            CheckpointValueError: a tensor whose parts are still to be added up.
+        """
+        tensors: dict[str, DTensor] = {}
+
+        def name(keys: Keys, value: DTensor) -> dict[str, Any]:
+            key = ".".join(map(str, keys))
+            tensors[key] = value
+            return {_MARK: key, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+
+        tree = _mapped(state, lambda value: isinstance(value, DTensor), name)
+        own = {
+            key: box
+            for number, (key, value) in enumerate(tensors.items())
+            if _is_writer(value, number) and 0 not in (box := self._box(key, value)).shape
+        }
+        with torch.no_grad():
+            staged = stage({key: tensors[key].to_local() for key in own}, self._buffer, overlap=overlap)
+        name_of_all = f"{path.stem}-{token}{shards.SUFFIX}"
+        return {**tree, shards.SHARDS: name_of_all}, Parts(tensors, own, staged, name_of_all, group)
+
+    def _box(self, key: str, value: DTensor) -> Box:
+        # torch takes 0.1 ms to find it, and the same tensors come at each save.
+        known = (key, value.shape, value.device_mesh, value.placements)
+        found = self._boxes.get(known)
+        if found is None:
+            try:
+                found = self._boxes[known] = Box(*chunk_of(value))
+            except ValueError as error:
+                raise CheckpointValueError(f"{key}: cannot store a tensor whose parts are still to be added up") from error
+        return found
+
+
+def _is_writer(value: DTensor, number: int) -> bool:
+    """Return True on the process that writes its part of a tensor; of processes that hold the same part, one does."""
+    at, mesh = value.device_mesh.get_coordinate(), value.device_mesh
+    if at is None:  # this process has none of it
+        return False
+    copies = (dim for dim, placement in enumerate(value.placements) if placement.is_replicate())
+    return all(at[dim] == number % mesh.size(dim) for dim in copies)
+
+
 class Parts:
-    """The sharded tensors of one checkpoint, copied to the CPU, on their way into a new ``directory``.
+    """This process's part of one checkpoint, on its way into new directories of this ``name``."""
 
-    ``group`` has all the processes, and is used for nothing else at the same time; None where there is one without any group.
-    """
-
-    def __init__(self, tensors: dict[str, DTensor], directory: Path, group: distributed.ProcessGroup | None) -> None:
-        self._tensors: dict[str, Any] = BlockingAsyncStager().stage(tensors)
-        self._directory = directory
+    def __init__(
+        self,
+        tensors: Mapping[str, DTensor],
+        own: dict[str, Box],
+        staged: StagedTree,
+        name: str,
+        group: distributed.ProcessGroup | None,
+    ) -> None:
+        self._tensors = {key: (str(one.dtype).removeprefix("torch."), tuple(one.shape)) for key, one in tensors.items()}
+        self._sizes = {key: one.element_size() for key, one in tensors.items()}
+        self._own = own
+        self._staged = staged
+        self._name = name
+        self._places: list[AnyPath] = []
+        """The directories that have all parts."""
+        self._index: dict[str, bytes] = {}
         self._group = group
         self._rank = 0 if group is None else distributed.get_rank(group)
         self.first = self._rank == 0
         """True on the process that writes the file."""
 
-    def commit(self, write: Callable[[], int]) -> int:
-        """Write this process's part, wait for the others', and have rank 0 ``write`` the file; return its result.
+    def release(self) -> None:
+        """Give the memory back, if the part is not written."""
+        self._staged.release()
+
+    def commit(self, beside: AnyPath, write: Callable[[], int]) -> int:
+        """Write this process's part into the directory of ``beside``, unless that has it; wait for the others' parts.
+
+        Then rank 0 writes the file, by ``write``. Return its result; 0 on others.
 
         A collective. All processes raise CheckpointError if one of them fails.
         """
-        self._agree(lambda: make_directory(self._directory) if self.first else None)  # all processes continue, or none
-        self._agree(self._write_parts)
-        return int(self._agree(lambda: self._finish(write) if self.first else 0)[0])
+        directory = beside.with_name(self._name)
+        if directory not in self._places:
+            self._together(directory, lambda: make_directory(directory) if self.first else None)  # all continue, or none
+            if self._places:
+                self._together(directory, lambda: self._link_part(directory))
+            else:
+                self._index = self._indexed(self._gathered(self._together(directory, lambda: self._write_part(directory))))
+        size = self._together(directory, lambda: self._finish(directory, write) if self.first else 0)
+        if directory not in self._places:
+            self._places.append(directory)
+        return int(size)
 
-    def _write_parts(self) -> None:
-        writer = ShardWriter(self._directory, single_file_per_rank=True, sync_files=True)
-        save(self._tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None)
-        self._tensors = {}
-        digests = {file.name: shards.digest_of(file) for file in self._directory.glob(f"__{self._rank}_*.distcp")}
-        commit_bytes(self._directory / f"{self._rank}.{shards.DIGESTS}", msgspec.json.encode(digests))  # syncs the directory
+    def _link_part(self, directory: AnyPath) -> None:
+        if self._own:
+            link(self._places[0] / (name := shards.part_name(self._rank)), directory / name)
 
-    def _finish(self, write: Callable[[], int]) -> int:
-        digests = {INDEX: shards.digest_of(self._directory / INDEX)}
-        commit_bytes(self._directory / f"index.{shards.DIGESTS}", msgspec.json.encode(digests))
-        make_directory(self._directory)  # syncs its name
+    def _write_part(self, directory: AnyPath) -> list[tuple[str, Piece]]:
+        name, begins = shards.part_name(self._rank), self._staged.offsets()
+        pieces = [
+            (key, Piece(*box, name, begin, torch.Size(box.shape).numel() * self._sizes[key]))
+            for (key, box), begin in zip(self._own.items(), begins, strict=True)
+        ]
+        if isinstance(directory, Path) and not directory.is_dir():
+            raise CheckpointError("it does not see the directory that rank 0 has made; give one that all share, or a URL")
+        if pieces:
+            write(self._staged, directory / name)
+        self._staged.release()
+        return pieces
+
+    def _indexed(self, pieces: list[list[tuple[str, Piece]]]) -> dict[str, bytes]:
+        index = {key: Indexed(dtype, shape, []) for key, (dtype, shape) in self._tensors.items()}
+        for of_rank in pieces:
+            for key, piece in of_rank:
+                index[key].pieces.append(piece)
+        return shards.packed_index(index)
+
+    def _finish(self, directory: AnyPath, write: Callable[[], int]) -> int:
+        if directory not in self._places:
+            save(self._index, directory / INDEX)
+            make_directory(directory)  # syncs its name
         return write()
 
-    def _agree(self, do: Callable[[], Any]) -> list[Any]:
-        """Call ``do``, and return the results of all processes; raise on all of them if it failed on one."""
+    def _gathered(self, own: Any) -> list[Any]:
+        """Return what all processes have, on rank 0; an empty list on others."""
+        if self._group is None:
+            return [own]
+        everyones = [None] * distributed.get_world_size(self._group) if self.first else None
+        distributed.gather_object(own, everyones, group=self._group, group_dst=0)
+        return everyones or []
+
+    def _together(self, directory: AnyPath, do: Callable[[], Any]) -> Any:
+        """Call ``do``, and return its result; raise on all processes if it failed on one."""
         result, problem, cause = None, "", None
         try:
             result = do()
-        except (Exception, CheckpointException) as error:  # noqa: BLE001 - raised below, on all ranks
+        except Exception as error:  # noqa: BLE001 - raised below, on all ranks
             problem, cause = f"{type(error).__name__}: {error}", error
-        outcomes = [(result, problem)]
+        if problems := self._problems(problem):
+            raise CheckpointError(f"cannot write {directory}: {'; '.join(problems)}") from cause
+        return result
+
+    def _problems(self, own: str) -> list[str]:
+        everyones = [own]
         if self._group is not None:
-            outcomes *= distributed.get_world_size(self._group)
-            distributed.all_gather_object(outcomes, (result, problem), group=self._group)
-        if failed := [f"rank {rank}: {problem}" for rank, (_, problem) in enumerate(outcomes) if problem]:
-            raise CheckpointError(f"cannot write {self._directory}: {'; '.join(failed)}") from cause
-        return [result for result, _ in outcomes]
+            failed = torch.tensor(int(bool(own)))  # the usual case, with no message from each process to each
+            distributed.all_reduce(failed, group=self._group)
+            if not failed:
+                return []
+            everyones *= distributed.get_world_size(self._group)
+            distributed.all_gather_object(everyones, own, group=self._group)
+        return [f"rank {rank}: {problem}" for rank, problem in enumerate(everyones) if problem]
 
 
-def take_shards(
-    state: dict[str, Any], path: Path, token: str, group: distributed.ProcessGroup | None
-) -> tuple[dict[str, Any], Parts]:
-    """Return the tree ``state`` with a name in place of each sharded tensor, and those tensors, copied.
+def put_shards(state: Mapping[str, Any], path: AnyPath, like: Like) -> dict[str, Any]:
+    """Return the tree of a loaded checkpoint with its sharded tensors; of each, this process reads its own part.
 
-    ``token`` is 8 hexadecimal digits that no earlier checkpoint had, the same on all processes; for ``group`` see
-    :class:`Parts`.
-    """
-    tensors: dict[str, DTensor] = {}
-
-    def name(keys: Keys, value: DTensor) -> dict[str, Any]:
-        key = ".".join(map(str, keys))
-        tensors[key] = value
-        return {_MARK: key, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-
-    directory = path.with_name(f"{path.stem}-{token}{shards.SUFFIX}")
-    tree = _mapped(state, lambda value: isinstance(value, DTensor), name)
-    return {**tree, shards.SHARDS: directory.name}, Parts(tensors, directory, group)
-
-
-def put_shards(state: Mapping[str, Any], path: Path, like: Like, group: distributed.ProcessGroup | None) -> dict[str, Any]:
-    """Return the tree of a loaded checkpoint with its sharded tensors. A collective, unless ``group`` is None.
-
-    ``state`` is the tree loaded from ``path``; ``like`` makes the tensors to read into; ``group`` has the reading processes.
-    Raises CheckpointDamagedError.
+    ``state`` is the tree loaded from ``path``; ``like`` makes the tensors to read into. Raises CheckpointDamagedError.
     """
     tensors: dict[str, torch.Tensor] = {}
-    with shards.naming_damage(path), warnings.catch_warnings():
+    with shards.naming_damage(path):
         directory = shards.shards_of(state, path)
         index = shards.read_index(directory)
 
@@ -138,13 +247,86 @@ def put_shards(state: Mapping[str, Any], path: Path, like: Like, group: distribu
             return made
 
         tree = _mapped(state, lambda value: isinstance(value, Mapping) and _MARK in value, empty)
-        try:
-            if group is None:
-                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # it is meant to be
-            load(tensors, storage_reader=ShardReader(directory, index), process_group=group, no_dist=group is None)
-        except CheckpointException as error:  # not a subclass of Exception
-            raise ValueError(str(error)) from error
+        with torch.no_grad():
+            _read(directory, index, tensors)
     return {key: value for key, value in tree.items() if key != shards.SHARDS}
+
+
+class _Target(NamedTuple):
+    """A tensor of this process to read into, and its place in the whole one."""
+
+    name: str
+    tensor: torch.Tensor
+    box: Box
+
+
+def _read(directory: AnyPath, index: Mapping[str, Indexed], tensors: Mapping[str, torch.Tensor]) -> None:
+    wanted: dict[str, list[tuple[Piece, _Target]]] = defaultdict(list)  # by file, so that each is opened once
+    missing: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        sharded = isinstance(tensor, DTensor)
+        box = Box(*chunk_of(tensor)) if sharded else Box((0,) * tensor.dim(), tuple(tensor.shape))
+        target = _Target(name, tensor.to_local() if isinstance(tensor, DTensor) else tensor, box)
+        missing[name] = target.tensor.numel()
+        for piece in index[name].pieces:
+            if _shared(Box(piece.offsets, piece.shape), box) is not None:
+                wanted[piece.file].append((piece, target))
+    for file, pieces in wanted.items():
+        with open_file(directory / file) as (opened, _):
+            for piece, target in sorted(pieces, key=lambda one: one[0].begin):
+                missing[target.name] -= _fill(target, opened, piece)
+    if lacking := [name for name, count in missing.items() if count]:
+        raise CheckpointDamagedError(f"the parts do not make up {lacking[0]!r}")
+
+
+def _fill(target: _Target, file: BinaryIO, piece: Piece) -> int:
+    """Read what a piece and a target share; return the number of elements."""
+    shared = _shared(Box(piece.offsets, piece.shape), target.box)
+    assert shared is not None  # noqa: S101 - see _read
+    first = 0
+    if piece.file.endswith(OLD_PART):
+        source = _read_old(file, piece, target.tensor.dtype)
+    else:
+        # Rows that lie side by side are read alone: with FSDP2 that is all that another number of processes needs.
+        rows, row = (piece.shape[0], piece.bytes // piece.shape[0]) if piece.shape else (1, piece.bytes)
+        if shared.shape[1:] == piece.shape[1:] and piece.shape:
+            first, rows = shared.offsets[0] - piece.offsets[0], shared.shape[0]
+        file.seek(piece.begin + first * row)
+        read = torch.frombuffer(read_exactly(file, rows * row), dtype=target.tensor.dtype)
+        source = read.view(rows, *piece.shape[1:]) if piece.shape else read.view(())
+    begin = (piece.offsets[0] + first, *piece.offsets[1:]) if piece.shape else ()
+    _slice(target.tensor, target.box.offsets, shared).copy_(_slice(source, begin, shared))
+    return torch.Size(shared.shape).numel()
+
+
+def _slice(tensor: torch.Tensor, begin: tuple[int, ...], part: Box) -> torch.Tensor:
+    """Return the ``part`` of a whole tensor that this one, which begins at ``begin``, has a part of."""
+    ranges = zip(part.offsets, part.shape, begin, strict=True)
+    return tensor[tuple(slice(offset - start, offset - start + size) for offset, size, start in ranges)]
+
+
+def _shared(one: Box, other: Box) -> Box | None:
+    """Return the box that is in both; None if there is none."""
+    begin = tuple(map(max, one.offsets, other.offsets))
+    ends = (min(a + m, b + n) for a, m, b, n in zip(*one, *other, strict=True))
+    shape = tuple(end - start for end, start in zip(ends, begin, strict=True))
+    return Box(begin, shape) if all(size > 0 for size in shape) else None
+
+
+def _read_old(file: BinaryIO, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
+    """Read a piece that ``torch.distributed.checkpoint`` wrote: a file of ``torch.save`` within the file."""
+    file.seek(piece.begin)
+    data = io.BytesIO(read_exactly(file, piece.bytes))
+    try:
+        with zipfile.ZipFile(data) as archive:
+            check_stored(archive, piece.bytes)
+        data.seek(0)
+        tensor = torch.load(data, map_location="cpu", weights_only=True)
+    except (zipfile.BadZipFile, pickle.UnpicklingError) as error:
+        raise ValueError(str(error).partition("\n")[0]) from error
+    if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != (piece.shape, dtype):
+        raise ValueError("it has another tensor than the index says")
+    return tensor
 
 
 def spread(state: Mapping[str, Any], like: Like) -> dict[str, Any]:
@@ -172,61 +354,3 @@ def _mapped(value: Any, chosen: Callable[[Any], bool], make: Callable[[Keys, Any
     if type(value) in (list, tuple):
         return type(value)(_mapped(each, chosen, make, (*keys, index)) for index, each in enumerate(value))
     return value
-
-
-class ShardWriter(FileSystemWriter):
-    """Write a JSON index instead of torch's pickle, which would be executed when it is read."""
-
-    def finish(self, metadata: dcp.Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index."""
-        stored: dict[Any, Any] = {result.index: result.storage_data for of_rank in results for result in of_rank}
-
-        def piece(name: str, chunk: dcp.ChunkStorageMetadata) -> Piece:
-            at = stored[dcp.MetadataIndex(name, chunk.offsets)]
-            return Piece(tuple(chunk.offsets), tuple(chunk.sizes), at.relative_path, at.offset, at.length)
-
-        index = {}
-        for name, tensor in metadata.state_dict_metadata.items():
-            if isinstance(tensor, dcp.TensorStorageMetadata):
-                dtype, pieces = str(tensor.properties.dtype), [piece(name, chunk) for chunk in tensor.chunks]
-                index[name] = Indexed(dtype.removeprefix("torch."), tuple(tensor.size), pieces)
-        commit_bytes(Path(self.path) / INDEX, msgspec.json.encode(index))
-
-
-class ShardReader(FileSystemReader):
-    """Read by the JSON index. It names tensors only, which torch reads with ``weights_only=True``, unlike other objects."""
-
-    def __init__(self, directory: Path, index: Mapping[str, Indexed]) -> None:
-        super().__init__(directory)
-        self._index = index
-
-    def read_metadata(self) -> dcp.Metadata:
-        """Return the index in torch's form. Without ``**kwargs`` torch looks for no other metadata, which it would unpickle."""
-        tensors: dict[str, dcp.STORAGE_TYPES] = {
-            name: dcp.TensorStorageMetadata(
-                dcp.TensorProperties(DTYPES[tensor.dtype]),
-                torch.Size(tensor.shape),
-                [dcp.ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.shape)) for piece in tensor.pieces],
-            )
-            for name, tensor in self._index.items()
-        }
-        stored = {
-            dcp.MetadataIndex(name, piece.offsets): _StorageInfo(piece.file, piece.begin, piece.bytes)
-            for name, tensor in self._index.items()
-            for piece in tensor.pieces
-        }
-        return dcp.Metadata(tensors, storage_data=stored)
-
-    def set_up_storage_reader(self, metadata: dcp.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Refuse pieces that become larger when they are read. Here, since torch 2.11 loses an error of ``read_metadata``."""
-        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
-        for piece in shards.all_pieces(self._index):
-            # A zip file may have anything before it; so this view of the file ends where the piece ends.
-            with (
-                (Path(self.path) / piece.file).open("rb") as file,
-                mmap(file.fileno(), piece.begin + piece.bytes, access=ACCESS_READ) as view,
-            ):
-                archive = zipfile.ZipFile(cast(IO[bytes], view))
-                if archive.start_dir < piece.begin:
-                    raise ValueError("its list of parts belongs to another file")
-                check_stored(archive, piece.bytes)

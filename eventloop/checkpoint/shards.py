@@ -1,12 +1,13 @@
-"""The directory with the sharded tensors of a checkpoint, beside its file: its index, its digests, its removal.
+"""The directory with the sharded tensors of a checkpoint, beside its file: its index, its verification, its removal.
 
-The index is JSON, in place of the pickle that torch writes. ``sharded`` writes and reads the tensors; it is apart because
-``torch.distributed.checkpoint`` takes a second to import, and most runs never need it.
+Each process's part is a checkpoint of its own, ``__RANK.safetensors``, and so is the index, which tells where each piece of a
+tensor is. Both have a digest. 0.2 wrote the parts by ``torch.distributed.checkpoint`` (``.distcp``), with an index in JSON and
+digests beside it; those are read. ``sharded`` writes and reads the tensors; it is apart because it needs DTensors, which most
+runs never import.
 """
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
@@ -18,25 +19,39 @@ from typing import Annotated, Any, Final
 import msgspec
 import torch
 
-from eventloop.checkpoint.commit import CHUNK, TEMPORARY_PREFIX, crc32, failing, readable
+from eventloop.checkpoint.commit import CHUNK, TEMPORARY_PREFIX, crc32, readable
 from eventloop.checkpoint.container import elements
-from eventloop.checkpoint.load import file_kind, outline
+from eventloop.checkpoint.load import file_kind, load, outline, verify
 from eventloop.checkpoint.rebuild import DTYPES
-from eventloop.checkpoint.store import file_size, is_plain_name, read_small
+from eventloop.checkpoint.remote import RemotePath
+from eventloop.checkpoint.store import (
+    AnyPath,
+    as_path,
+    file_size,
+    is_plain_name,
+    list_directories,
+    list_files,
+    read_small,
+    remove_directory,
+)
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 from eventloop.log import get_logger
 
 SHARDS: Final = "shards"
 """Key of the tree under which the directory is named."""
 SUFFIX: Final = ".shards"
-DIGESTS: Final = "digests.json"
-INDEX: Final = "index.json"
-MAX_INDEX_BYTES: Final = 1 << 30
+INDEX: Final = "index.safetensors"
+OLD_PART: Final = ".distcp"
+
+_OLD_INDEX: Final = "index.json"
+_OLD_DIGESTS: Final = "digests.json"
+_MAX_INDEX_BYTES: Final = 1 << 30
 
 _NAME: Final = re.compile(rf".+-[0-9a-f]{{8}}{re.escape(SUFFIX)}", re.DOTALL)
 """Names of directories: the name of the file, and a token."""
-_PART: Final = re.compile(
-    rf"__\d+_\d+\.distcp|{re.escape(INDEX)}|(\d+|index)\.{re.escape(DIGESTS)}|{re.escape(TEMPORARY_PREFIX)}.+\.tmp"
+_TENSORS: Final = re.compile(r"__\d+\.safetensors|__\d+_\d+\.distcp")
+_OTHERS: Final = re.compile(
+    rf"index\.safetensors|index\.json|(\d+|index)\.digests\.json|{re.escape(TEMPORARY_PREFIX)}.+\.tmp", re.DOTALL
 )
 """Names of the files in them."""
 
@@ -53,6 +68,7 @@ class Piece(msgspec.Struct, frozen=True):
     shape: _Shape
     file: str
     begin: _Size
+    """From the beginning of the file."""
     bytes: _Size
 
 
@@ -75,35 +91,56 @@ def has_shards(state: object) -> bool:
     return isinstance(state, Mapping) and SHARDS in state
 
 
-def shards_of(state: Mapping[str, Any], path: Path) -> Path:
+def shards_of(state: Mapping[str, Any], path: AnyPath) -> AnyPath:
     """Return the directory with the sharded tensors of the checkpoint ``path``, which must be beside it."""
     name = state[SHARDS]
     if not (is_plain_name(name) and name.endswith(SUFFIX)):
         raise CheckpointDamagedError(f"{name!r} does not name a directory with sharded tensors beside it")
     directory = path.with_name(name)
-    if directory.is_symlink():
+    if isinstance(directory, Path) and directory.is_symlink():
         raise CheckpointDamagedError(f"{directory} is a link, which is not followed")
     return directory
 
 
-def read_index(directory: Path) -> dict[str, Indexed]:
+def part_name(rank: int) -> str:
+    """Return the name of the file with one process's part."""
+    return f"__{rank}.safetensors"
+
+
+def packed_index(index: Mapping[str, Indexed]) -> dict[str, bytes]:
+    """Return the tree of the checkpoint that an index is saved as."""
+    return {"index": msgspec.json.encode(index)}
+
+
+def read_index(directory: AnyPath) -> dict[str, Indexed]:
     """Read the index of a directory, and check it against itself and the sizes of the files there."""
-    path = directory / INDEX
+    old = isinstance(directory, Path) and (directory / _OLD_INDEX).exists()
+    path = directory / (_OLD_INDEX if old else INDEX)
     try:
-        index = msgspec.json.decode(read_small(path, MAX_INDEX_BYTES), type=dict[str, Indexed])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        text = read_small(Path(str(path)), _MAX_INDEX_BYTES) if old else load(path)["index"]
+        index = msgspec.json.decode(text, type=dict[str, Indexed])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, KeyError) as error:
         raise CheckpointDamagedError(f"{path} cannot be read: {error}") from error
     names = {piece.file for piece in all_pieces(index)}
     for name in names:
         if not is_plain_name(name):
             raise CheckpointDamagedError(f"{path} names {name!r}, which is not a file of that directory")
-    sizes = {name: file_size(directory / name) for name in names}
+    sizes = _sizes(directory, names)
     if sum(piece.bytes for piece in all_pieces(index)) > sum(sizes.values()):
         raise CheckpointDamagedError(f"{path} promises more bytes than the files beside it have")
     for name, tensor in index.items():
         if not _is_sound(tensor, sizes):
             raise CheckpointDamagedError(f"{path} contradicts itself or the files beside it at {name!r}")
     return index
+
+
+def _sizes(directory: AnyPath, names: set[str]) -> dict[str, int]:
+    if isinstance(directory, RemotePath):
+        found = directory.sizes()  # one request, however many processes there were
+        if missing := names - found.keys():
+            raise CheckpointDamagedError(f"{directory} lacks {', '.join(sorted(missing))}")
+        return {name: found[name] for name in names}
+    return {name: file_size(directory / name) for name in names}
 
 
 def all_pieces(index: Mapping[str, Indexed]) -> Iterator[Piece]:
@@ -122,7 +159,9 @@ def _is_sound(tensor: Indexed, sizes: dict[str, int]) -> bool:
         inside = len(piece.offsets) == len(piece.shape) == len(tensor.shape) and all(
             offset + size <= whole for offset, size, whole in zip(piece.offsets, piece.shape, tensor.shape, strict=True)
         )
-        if not inside or count * dtype.itemsize > piece.bytes or piece.begin + piece.bytes > sizes[piece.file]:
+        size = count * dtype.itemsize
+        fits = size <= piece.bytes if piece.file.endswith(OLD_PART) else size == piece.bytes  # those were files of torch.save
+        if not (inside and fits) or piece.begin + piece.bytes > sizes[piece.file]:
             return False
         held += count
     return elements(tensor.shape, held) == held
@@ -136,25 +175,36 @@ def verify_shards(state: Any, path: object) -> None:
     """
     if not has_shards(state):
         return
-    file = Path(str(path))
+    file = as_path(str(path))
     with naming_damage(file):
         directory = shards_of(state, file)
-        wanted: dict[str, str] = {}
-        for digests in directory.glob(f"*.{DIGESTS}"):
-            wanted |= msgspec.json.decode(read_small(digests, MAX_INDEX_BYTES), type=dict[str, str])
-        if INDEX not in wanted:
-            raise CheckpointDamagedError(f"{directory} is not complete")
-        if unknown := {piece.file for piece in all_pieces(read_index(directory))} - wanted.keys():
-            raise CheckpointDamagedError(f"{directory} has no digests of {', '.join(sorted(unknown))}")
-        for name, digest in wanted.items():
-            if not is_plain_name(name):
-                raise CheckpointDamagedError(f"{directory} has a digest of {name!r}, which is not a file of it")
-            file_size(directory / name)  # it is a regular file
-            if digest_of(directory / name) != digest:
-                raise CheckpointDamagedError(f"{directory / name} has other bytes than were written")
+        parts = {piece.file for piece in all_pieces(read_index(directory))}
+        old = {part for part in parts if part.endswith(OLD_PART)}
+        if old or (isinstance(directory, Path) and (directory / _OLD_INDEX).exists()):
+            _verify_old(Path(str(directory)), old)
+        for part in sorted(parts - old):
+            verify(directory / part)
 
 
-def sweep_shards(directory: Path, *, still: float = 60.0) -> bool:
+def _verify_old(directory: Path, parts: set[str]) -> None:
+    wanted: dict[str, str] = {}
+    for digests in directory.glob(f"*.{_OLD_DIGESTS}"):
+        wanted |= msgspec.json.decode(read_small(digests, _MAX_INDEX_BYTES), type=dict[str, str])
+    if _OLD_INDEX not in wanted:
+        raise CheckpointDamagedError(f"{directory} is not complete")
+    if unknown := parts - wanted.keys():
+        raise CheckpointDamagedError(f"{directory} has no digests of {', '.join(sorted(unknown))}")
+    for name, digest in wanted.items():
+        if not is_plain_name(name):
+            raise CheckpointDamagedError(f"{directory} has a digest of {name!r}, which is not a file of it")
+        file_size(directory / name)  # it is a regular file
+        with (directory / name).open("rb", buffering=0) as opened:
+            crc = crc32(iter(lambda: opened.read(CHUNK), b""))
+        if readable(crc) != digest:
+            raise CheckpointDamagedError(f"{directory / name} has other bytes than were written")
+
+
+def sweep_shards(directory: AnyPath, *, still: float = 60.0) -> bool:
     """Remove directories of sharded tensors that no checkpoint in ``directory`` names; return True if there were any at all.
 
     A checkpoint counts under any name, also one such as ``epoch_1.bak``.
@@ -165,11 +215,11 @@ def sweep_shards(directory: Path, *, still: float = 60.0) -> bool:
     Raises:
         CheckpointError: a directory cannot be removed.
     """
-    found = {one: parts for one in directory.glob(f"*{SUFFIX}") if (parts := _own_parts(one))}
+    found = {one: parts for one in list_directories(directory) if (parts := _own_parts(one))}
     if not found:
         return False
     named = set()
-    for file in directory.iterdir():
+    for file, _ in list_files(directory):
         try:
             if file.suffix != ".safetensors" and (not file.is_file() or file_kind(file) != "checkpoint"):
                 continue
@@ -178,38 +228,34 @@ def sweep_shards(directory: Path, *, still: float = 60.0) -> bool:
             return True  # it may name any of them
         named.add(str(tree[SHARDS]) if has_shards(tree) else "")
     for one, parts in found.items():
-        if one.name not in named and time.time() - one.stat().st_mtime >= still:
-            with failing(f"cannot remove {one}"):
-                for part in parts:
-                    part.unlink(missing_ok=True)
-                one.rmdir()  # which fails if something else has come into it
+        if one.name not in named and _unchanged(one, parts) >= still:
+            remove_directory(one, list(parts))
             log.info("removed the sharded tensors of a checkpoint that does not exist", path=str(one))
     return True
 
 
-def _own_parts(directory: Path) -> list[Path]:
-    """Return the files in a directory if its name and all its files are of ``sharded``, tensors last; else an empty list."""
-    if not _NAME.fullmatch(directory.name) or directory.is_symlink() or not directory.is_dir():
-        return []
-    parts = sorted(directory.iterdir(), key=_has_tensors)  # so that what is left after a kill is still known
-    own = all(_PART.fullmatch(one.name) and one.is_file() and not one.is_symlink() for one in parts)
-    return parts if own and any(map(_has_tensors, parts)) else []
+def _own_parts(directory: AnyPath) -> dict[AnyPath, float | None]:
+    """Return the files in a directory, and when each has changed, if its name and all its files are of ``sharded``."""
+    if not _NAME.fullmatch(directory.name) or list_directories(directory):
+        return {}
+    # Tensors last, so that what is left after a kill is still known.
+    parts = dict(sorted(list_files(directory), key=lambda part: bool(_TENSORS.fullmatch(part[0].name))))
+    return parts if all(map(_is_own, parts)) and any(_TENSORS.fullmatch(part.name) for part in parts) else {}
 
 
-def _has_tensors(part: Path) -> bool:
-    return part.suffix == ".distcp"
+def _unchanged(directory: AnyPath, parts: Mapping[AnyPath, float | None]) -> float:
+    """Return for how many seconds nothing has changed in a directory; 0 if a store does not tell."""
+    times = [*parts.values(), *([directory.stat().st_mtime] if isinstance(directory, Path) else [])]
+    return time.time() - max(time.time() if at is None else at for at in times)
 
 
-def digest_of(file: Path) -> str:
-    """Return the digest of a file, and make the file durable."""
-    with file.open("rb", buffering=0) as opened:
-        crc = crc32(iter(lambda: opened.read(CHUNK), b""))
-        os.fsync(opened.fileno())
-    return readable(crc)
+def _is_own(part: AnyPath) -> bool:
+    named = _TENSORS.fullmatch(part.name) or _OTHERS.fullmatch(part.name)
+    return bool(named) and (isinstance(part, RemotePath) or (part.is_file() and not part.is_symlink()))
 
 
 @contextmanager
-def naming_damage(path: Path) -> Iterator[None]:
+def naming_damage(path: AnyPath) -> Iterator[None]:
     """Report every error of reading sharded tensors as damage to the checkpoint ``path``."""
     try:
         yield

@@ -149,6 +149,13 @@ class StagedTree:
         """Give the memory back to its buffer. Calling it again does nothing."""
         self._memory = None
 
+    def offsets(self) -> list[int]:
+        """Return where each tensor of the tree begins in the file, in bytes, in the order of the tree."""
+        if (memory := self._memory) is None:
+            return []
+        begin = len(self._header) - memory.flat.data_ptr()
+        return [begin + memory.views[slot].data_ptr() for slot in self._slots]
+
     def pieces(self) -> Pieces:
         """Return the file without its digest: header, tensors, tree. Wait for copies that are still under way.
 

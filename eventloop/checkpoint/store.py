@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, Final, TypeGuard
@@ -216,6 +216,24 @@ def list_files(directory: AnyPath) -> list[tuple[AnyPath, float | None]]:
     if isinstance(directory, RemotePath):
         return [*directory.files()]
     return [(path, _modified(path)) for path in directory.glob("*") if not path.is_dir()]
+
+
+def list_directories(directory: AnyPath) -> list[AnyPath]:
+    """Return the directories in a directory, if it is there, without links to some."""
+    if isinstance(directory, RemotePath):
+        return [*directory.directories()]
+    return [path for path in directory.glob("*") if path.is_dir() and not path.is_symlink()]
+
+
+def remove_directory(directory: AnyPath, files: Sequence[AnyPath]) -> None:
+    """Remove a directory that has these files and nothing else."""
+    if isinstance(directory, RemotePath):
+        directory.remove_directory(files)
+        return
+    with failing(f"cannot remove {directory}"):
+        for file in files:
+            Path(str(file)).unlink(missing_ok=True)
+        directory.rmdir()  # which fails if something else has come into it
 
 
 def _modified(path: Path) -> float | None:

@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from structlog.testing import capture_logs
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from eventloop.checkpoint import export_tree, load, load_whole, save, sweep_shards
-from eventloop.checkpoint.sharded import take_shards
+from eventloop.checkpoint.sharded import ShardStage
 from eventloop.cli import main
 from eventloop.errors import CheckpointDamagedError
 from hooks import CheckpointHook
@@ -42,28 +43,50 @@ class Trap:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a sharded checkpoint, ``a.safetensors``."""
-    directory = tmp_path_factory.mktemp("written")
-    path = directory / "a.safetensors"
+def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Directories with a sharded checkpoint, ``a.safetensors``: as it is written now, and as 0.2 wrote it."""
+    now, old = tmp_path_factory.mktemp("now"), tmp_path_factory.mktemp("old")
+    path = now / "a.safetensors"
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         mesh = init_device_mesh("cpu", (1,))
         tensors = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in WEIGHTS.items()}
-        tree, parts = take_shards({"state_dict": tensors}, path, TOKEN, distributed.group.WORLD)
-        parts.commit(lambda: save(tree, path).bytes)
+        tree, parts = ShardStage().take({"state_dict": tensors}, path, TOKEN, distributed.group.WORLD)
+        parts.commit(path, lambda: save(tree, path).bytes)
     finally:
         distributed.destroy_process_group()
-    return directory
+    shutil.copy(path, old)
+    directory = old / shards(now).name
+    directory.mkdir()
+    part, index = b"", {}
+    for name, value in WEIGHTS.items():
+        file = io.BytesIO()
+        torch.save(value, file)
+        at = {"file": "__0_0.distcp", "begin": len(part), "bytes": len(file.getvalue())}
+        piece = {"offsets": [0] * value.dim(), "shape": list(value.shape), **at}
+        index[f"state_dict.{name}"] = {"dtype": "float32", "shape": list(value.shape), "pieces": [piece]}
+        part += file.getvalue()
+    (directory / "__0_0.distcp").write_bytes(part)
+    (directory / "index.json").write_text(json.dumps(index))
+    seal(old)
+    return {"now": now, "0.2": old}
 
 
 @pytest.fixture
-def place(written: Path, tmp_path: Path) -> Iterator[Path]:
-    """A copy of it; and a trap that nothing may spring."""
-    copy = tmp_path / "copy"
-    shutil.copytree(written, copy)
-    yield copy
+def copied(written: dict[str, Path], tmp_path: Path) -> Iterator[Callable[[str], Path]]:
+    """Copies one of them; and has a trap that nothing may spring."""
+    yield lambda which: Path(shutil.copytree(written[which], tmp_path / "copy"))
     assert not (tmp_path / "sprung").exists()
+
+
+@pytest.fixture(params=["now", "0.2"])
+def place(copied: Callable[[str], Path], request: pytest.FixtureRequest) -> Path:
+    return copied(request.param)
+
+
+@pytest.fixture
+def old_place(copied: Callable[[str], Path]) -> Path:
+    return copied("0.2")
 
 
 def shards(place: Path) -> Path:
@@ -83,12 +106,16 @@ def seal(place: Path) -> None:
         file.unlink()
 
 
-def change_index(place: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    path = shards(place) / "index.json"
-    index = json.loads(path.read_bytes())
+def change_index(place: Path, change: Callable[[dict[str, Any]], Any], more: Callable[[str], str] = str) -> None:
+    old, new = shards(place) / "index.json", shards(place) / "index.safetensors"
+    index = json.loads(old.read_bytes() if old.exists() else load(new)["index"])
     change(index)
-    path.write_text(json.dumps(index))
-    seal(place)
+    text = more(json.dumps(index))
+    if old.exists():
+        old.write_text(text)
+        seal(place)
+    else:
+        save({"index": text.encode()}, new)
 
 
 def change_piece(place: Path, name: str, change: Callable[[bytes], bytes]) -> None:
@@ -111,14 +138,18 @@ def assert_refused(place: Path, says: str = "") -> None:
             read(path)
 
 
-def test_shards_round_trip_without_torch_pickles(place):
-    state = load_whole(place / "a.safetensors")["state_dict"]
-    assert canonical(state) == canonical(WEIGHTS)
-    assert not (shards(place) / ".metadata").exists()
-    seal(place)
-    load_whole(place / "a.safetensors")
-    change_piece(place, "state_dict.w", lambda old: old)
-    assert load_whole(place / "a.safetensors")["state_dict"]["w"].equal(WEIGHTS["w"])
+def test_shards_round_trip(place):
+    assert canonical(load_whole(place / "a.safetensors")["state_dict"]) == canonical(WEIGHTS)
+
+
+def test_shards_are_files_that_the_package_safetensors_opens(copied):
+    (part,) = shards(copied("now")).glob("__*")
+    assert canonical({name: load_file(part)[f"state_dict.{name}"] for name in WEIGHTS}) == canonical(WEIGHTS)
+
+
+def test_a_piece_of_0_2_may_be_in_any_file(old_place):
+    change_piece(old_place, "state_dict.w", lambda old: old)
+    assert load_whole(old_place / "a.safetensors")["state_dict"]["w"].equal(WEIGHTS["w"])
 
 
 @pytest.mark.parametrize("index", [True, False])
@@ -126,8 +157,8 @@ def test_shards_round_trip_without_torch_pickles(place):
 def test_a_pickle_beside_it_is_never_read(place, tmp_path, name, index):
     (shards(place) / name).write_bytes(pickle.dumps(Trap(tmp_path / "sprung")))
     if not index:
-        (shards(place) / "index.json").unlink()
-    seal(place)
+        for file in ("index.json", "index.safetensors"):
+            (shards(place) / file).unlink(missing_ok=True)
     if index:
         load_whole(place / "a.safetensors")
     else:
@@ -142,21 +173,21 @@ def zipped(files: dict[str, bytes], how: int = zipfile.ZIP_STORED) -> bytes:
     return file.getvalue()
 
 
-def test_a_pickle_in_the_place_of_a_tensor_is_not_run(place, tmp_path):
+def test_a_pickle_in_the_place_of_a_tensor_is_not_run(old_place, tmp_path):
     code = pickle.dumps(Trap(tmp_path / "sprung"), protocol=2)
-    change_piece(place, "state_dict.w", lambda old: zipped({"a/data.pkl": code, "a/version": b"3", "a/.pad": bytes(99)}))
-    assert_refused(place)
+    change_piece(old_place, "state_dict.w", lambda old: zipped({"a/data.pkl": code, "a/version": b"3", "a/.pad": bytes(99)}))
+    assert_refused(old_place)
 
 
-def test_a_tensor_that_grows_when_it_is_unpacked_is_refused(place):
+def test_a_tensor_that_grows_when_it_is_unpacked_is_refused(old_place):
     def pack(old: bytes) -> bytes:
         with zipfile.ZipFile(io.BytesIO(old)) as archive:
             return zipped(
                 {name: archive.read(name) for name in archive.namelist()} | {"a/x": bytes(10**6)}, zipfile.ZIP_DEFLATED
             )
 
-    change_piece(place, "state_dict.w", pack)
-    assert_refused(place, "compressed")
+    change_piece(old_place, "state_dict.w", pack)
+    assert_refused(old_place, "compressed")
 
 
 OF_A_PIECE = {
@@ -185,9 +216,7 @@ def test_an_index_that_contradicts_the_files_is_refused(place, of_a_piece, key, 
         (tensor["pieces"][0] if of_a_piece else tensor)[key] = value
 
     if value == "long":  # more digits than json writes
-        text = (shards(place) / "index.json").read_text()
-        (shards(place) / "index.json").write_text(text.replace('"bytes":', f'"bytes":{"1" * 5000}', 1))
-        seal(place)
+        change_index(place, len, lambda text: text.replace('"bytes": ', f'"bytes": {"1" * 5000}', 1))
     else:
         change_index(place, apply)
     assert_refused(place)
@@ -227,15 +256,15 @@ def test_the_tensors_of_a_checkpoint_stay_under_any_name_of_it(place):
 
 
 @pytest.mark.parametrize("names", [{"../a.safetensors": "crc32:0"}, {"fifo": "crc32:0"}, ["x"], {"index.json": 1}, "deep"])
-def test_digests_of_other_files_are_ignored(place, names):
-    os.mkfifo(shards(place) / "fifo")
+def test_digests_of_other_files_are_refused(old_place, names):
+    os.mkfifo(shards(old_place) / "fifo")
     text = "[" * 100_000 if names == "deep" else json.dumps(names)
-    (shards(place) / "more.digests.json").write_text(text)
-    assert_refused(place)
+    (shards(old_place) / "more.digests.json").write_text(text)
+    assert_refused(old_place)
 
 
 def test_a_fifo_in_the_place_of_a_file_does_not_hang(place):
-    for file in shards(place).glob("*.json"):
+    for file in shards(place).glob("index*"):
         file.unlink()
         os.mkfifo(file)
     assert_refused(place, "FIFO")
@@ -273,10 +302,10 @@ FOREIGN = {
     "train.shards": {"0.tar": b"precious"},
     f"train-{TOKEN}.shards": {"0.tar": b"precious"},
     f"empty-{TOKEN}.shards": {},
-    f"index-{TOKEN}.shards": {"index.json": b"{}"},
+    f"index-{TOKEN}.shards": {"index.json": b"{}", "index.safetensors": b"{}"},
     f"torch-{TOKEN}.shards": {".metadata": b"precious", "__0_0.distcp": b"precious"},
     f"more-{TOKEN}.shards": {"index.json": b"{}", "__0_0.distcp": b"precious", "notes.txt": b"precious"},
-    "upper-0123ABCD.shards": {"__0_0.distcp": b"precious"},
+    "upper-0123ABCD.shards": {"__0_0.distcp": b"precious", "__0.safetensors": b"precious"},
 }
 
 
@@ -288,7 +317,7 @@ def test_only_directories_of_trainbus_are_removed_and_each_removal_is_logged(pla
     (place / f"link-{TOKEN}.shards").symlink_to(shards_of_a := place / f"a-{TOKEN}.shards")
     left = place / f"b-{TOKEN}.shards"
     shutil.copytree(shards_of_a, left)
-    for one in place.glob("*.shards"):
+    for one in (*left.iterdir(), *place.glob("*.shards")):
         os.utime(one, (0, 0))
     loop = make_loop(CheckpointHook(1, out_dir=place))
     there = place.rename(place.with_name("there"))  # a new run would get another directory
@@ -303,9 +332,9 @@ def test_only_directories_of_trainbus_are_removed_and_each_removal_is_logged(pla
 
 def test_verify_reads_the_sharded_tensors_too(place, capsys):
     assert main(["checkpoint", "verify", str(place / "a.safetensors")]) == 0
-    part = next(shards(place).glob("*.distcp"))
+    (part,) = shards(place).glob("__*")
     data = bytearray(part.read_bytes())
     data[len(data) // 2] ^= 1
     part.write_bytes(data)
     assert main(["checkpoint", "verify", str(place / "a.safetensors")]) == 1
-    assert "other bytes" in capsys.readouterr().out
+    assert part.name in capsys.readouterr().out

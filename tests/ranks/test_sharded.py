@@ -2,7 +2,9 @@
 
 import os
 import signal
+import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from safetensors.torch import load_file
 from torch import distributed
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
-from eventloop import CheckpointDamagedError, ConfigurationError, Hook
+from eventloop import CheckpointDamagedError, Hook
 from eventloop.checkpoint import export_weights, load, load_whole, sharded, sweep_shards, verify_shards
 from hooks import CheckpointHook, EMAHook, ExponentialMovingAverage
 
@@ -42,7 +44,7 @@ def test_training_equals_the_single_process_and_resumes_on_2_1_and_2_processes(r
     ranks(train, str(place), 2, None)
     state = load(place / "epoch_2.safetensors")
     directory = place / state["shards"]
-    assert {file.name for file in directory.glob("*.distcp")} == {"__0_0.distcp", "__1_0.distcp"}
+    assert {file.name for file in directory.glob("__*")} == {"__0.safetensors", "__1.safetensors"}
     (third,) = ranks(train, str(place), 3, "auto", False, size=1)  # one that shards nothing
     assert third.keys() == single.keys()
     assert load_whole(place / "epoch_2.safetensors")["state_dict"]["0.weight"].shape == (16, 4)
@@ -64,8 +66,8 @@ def test_shards_and_their_directories_are_created_and_removed_together(ranks, tm
     newest = "best_loss_epoch_4.safetensors" if others else "epoch_4.safetensors"
     assert (tmp_path / "last_checkpoint").read_text() == newest
     assert tmp_path / load(tmp_path / newest)["shards"] == directory
-    damage(directory / "__1_0.distcp")
-    with pytest.raises(CheckpointDamagedError, match="other bytes"):
+    damage(directory / "__1.safetensors")
+    with pytest.raises(CheckpointDamagedError, match=r"__1\.safetensors"):
         verify_shards(load(tmp_path / "epoch_4.safetensors"), tmp_path / "epoch_4.safetensors")
     for file in tmp_path.glob("*.safetensors"):
         file.unlink()
@@ -75,7 +77,7 @@ def test_shards_and_their_directories_are_created_and_removed_together(ranks, tm
 
 STEPS = {
     "makes the directory": (sharded, "make_directory"),
-    "writes its part": (sharded.ShardWriter, "write_data"),
+    "writes its part": (sharded.Parts, "_write_part"),
     "writes the file": (sharded.Parts, "_finish"),
 }
 
@@ -128,31 +130,118 @@ def test_with_logged_save_errors_all_processes_continue_to_the_next_save(ranks, 
     assert load_whole(tmp_path / "epoch_4.safetensors")["progress"]["epoch"] == 4
 
 
-REFUSED = [
-    ({"staging": "overlap"}, 'use "block"'),
-    ({"busy": "replace"}, 'busy="wait" or "skip"'),
-    ({"out_dir": "memory://bucket"}, "directory"),
-]
+def restored(work_dir: str, resume: str, shard: bool = True) -> Any:
+    """Return the weights and the optimizer's state that a run resumes with, and the random numbers that follow."""
+    loop = jobs.make_loop(None, epochs=3, shard=shard)
+    seen: list[Any] = []
+
+    @loop.bus.on("before_train")
+    def look(event: Any) -> None:
+        moments = event.run.optimizers["optimizer"].state_dict()["state"]
+        seen.append((whole(loop.model.state_dict()), {index: whole(one) for index, one in moments.items()}))
+        event.run.stop("seen")
+
+    loop.run(resume=resume)
+    return seen[0]
 
 
-def refused(work_dir: str) -> list[str]:
-    told = []
-    for options, _ in REFUSED:
-        loop = jobs.make_loop(work_dir, CheckpointHook(interval=1, **options), shard=True)
-        done: list[Any] = []
-        loop.bus.on("after_train_iter", done.append, priority=100)
-        with pytest.raises(ConfigurationError) as caught:
-            loop.run()
-        assert not done  # it is told in the first iteration, not at the first save
-        told.append(str(caught.value))
-    return told
+def assert_restored(found: Any, tree: Any) -> None:
+    weights, moments = found
+    assert weights.keys() == tree["state_dict"].keys()
+    assert all(torch.equal(weights[key], value) for key, value in tree["state_dict"].items())
+    saved = tree["optimizer"]["optimizer"]["state"]
+    assert moments.keys() == saved.keys()
+    assert all(torch.equal(moments[index][key], value) for index, one in saved.items() for key, value in one.items())
 
 
-def test_options_that_need_one_writer_are_errors_with_advice(ranks, tmp_path):
-    for told in ranks(refused, str(tmp_path)):
-        for message, (_, way_out) in zip(told, REFUSED, strict=True):
-            assert "sharded" in message
-            assert way_out in message
+@pytest.mark.parametrize("place", ["", "local://"], ids=["disk", "store"])
+def test_a_save_of_2_processes_is_bitwise_the_same_on_1_3_and_4(ranks, tmp_path, place):
+    ranks(trained, f"{place}{tmp_path}", {})
+    path = f"{place}{tmp_path}/epoch_2.safetensors"
+    tree = load_whole(path)
+    for size in (1, 3, 4):
+        for found in ranks(restored, str(tmp_path), path, size > 1, size=size):
+            assert_restored(found, tree)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_sharded_checkpoint_of_0_2_resumes_with_the_same_values(ranks, size):
+    old = Path(__file__).parent / "old_files"
+    tree = load(old / "sharded-0.2-whole.safetensors")
+    for found in ranks(restored, "", str(old / "sharded-0.2" / "epoch_2.safetensors"), size > 1, size=size):
+        assert_restored(found, tree)
+
+
+def trained(out_dir: str, options: dict[str, Any]) -> Any:
+    hook = CheckpointHook(interval=1, max_keep_ckpts=1, out_dir=out_dir, **options)
+    loop = jobs.make_loop(None, hook, epochs=2, shard=True)
+    loop.run()
+    return whole(loop.model.state_dict())
+
+
+def in_two_directories(one: str, other: str) -> Any:
+    second = CheckpointHook(interval=2, out_dir=other, filename_tmpl="at_{}.safetensors")
+    second.name = "second"
+    jobs.make_loop(None, CheckpointHook(interval=1, out_dir=one), second, epochs=2, shard=True).run()
+
+
+def test_each_directory_of_a_sharded_save_has_all_its_parts(ranks, tmp_path):
+    one, other = tmp_path / "one", tmp_path / "other"
+    ranks(in_two_directories, str(one), f"local://{other}")
+    here, there = load_whole(one / "epoch_2.safetensors"), load_whole(other / "at_2.safetensors")
+    assert here["state_dict"].keys() == there["state_dict"].keys()
+    assert all(torch.equal(value, there["state_dict"][key]) for key, value in here["state_dict"].items())
+
+
+def test_in_a_store_old_parts_are_removed_with_their_checkpoints(ranks, tmp_path):
+    ranks(trained, f"local://{tmp_path}/store", {"save_best": "loss"})
+    place = tmp_path / "store"
+    named = {load(file)["shards"] for file in place.glob("*.safetensors")}
+    assert {one.name for one in place.iterdir() if one.is_dir()} == named
+    assert "epoch_2.safetensors" in {file.name for file in place.glob("*.safetensors")}
+
+
+def saves_in_turn(out_dir: str, options: dict[str, Any], slow: int) -> Any:
+    """Save after each iteration; rank ``slow`` begins its parts late. Return the outcomes, and the weights at each save."""
+    hook = CheckpointHook(interval=1, by_epoch=False, out_dir=out_dir, max_keep_ckpts=-1, **options)
+    loop = jobs.make_loop(None, hook, epochs=2, shard=True)
+    told: list[tuple[str, str]] = []
+    for outcome in ("committed", "skipped", "failed"):
+        loop.bus.on(f"checkpoint_{outcome}", lambda event, outcome=outcome: told.append((outcome, Path(event.path).stem)))
+    if jobs.rank_and_size()[0] == slow:
+        write = sharded.Parts._write_part
+
+        def late(self: Any, directory: Any) -> Any:
+            time.sleep(0.2 if "busy" in options else 0.01)
+            return write(self, directory)
+
+        sharded.Parts._write_part = late
+    weights: dict[str, Any] = {}
+
+    @loop.bus.on("after_train_iter", priority="LOWEST")
+    def keep(event: Any) -> None:
+        weights[f"iter_{event.progress.iter + 1}"] = whole(loop.model.state_dict())
+
+    loop.run()
+    return sorted(told), weights
+
+
+@pytest.mark.parametrize("options", [{"busy": "replace"}, {"busy": "skip"}, {"staging": "overlap"}], ids=str)
+@pytest.mark.parametrize("slow", [0, 1])
+def test_every_save_of_a_sharded_state_is_whole_and_told_alike_on_all_ranks(ranks, tmp_path, options, slow):
+    (told, weights), (others, _) = ranks(saves_in_turn, str(tmp_path), options, slow)
+    assert told == others
+    outcomes = {name: outcome for outcome, name in reversed(told)}
+    last = f"iter_{len(weights)}"
+    assert len(outcomes) >= len(told) - (("skipped", last) in told)  # after that the run saves its end, and waits
+    assert "failed" not in outcomes.values()
+    assert ("skipped" in outcomes.values()) == ("busy" in options)
+    committed = {name for name, outcome in outcomes.items() if outcome == "committed"}
+    assert committed == {file.stem for file in tmp_path.glob("iter_*.safetensors")}
+    assert last in committed
+    for name in committed:
+        state = load_whole(tmp_path / f"{name}.safetensors")["state_dict"]
+        assert all(torch.equal(state[key], value) for key, value in weights[name].items())
 
 
 class Validated(Hook):

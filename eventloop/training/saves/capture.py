@@ -11,9 +11,9 @@ import secrets
 import time
 from collections.abc import Collection, Sequence
 from itertools import chain
-from operator import add
+from operator import add, and_
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from eventloop import events as ev
 from eventloop.checkpoint import AnyPath, Overlap, StageBuffer, is_sharded, stage, weights_only
@@ -28,6 +28,9 @@ from eventloop.training.saves.restore import resume_line
 from eventloop.training.saves.write import CheckpointWriter
 from eventloop.training.schema import SavedRank
 from eventloop.training.state import Counters
+
+if TYPE_CHECKING:
+    from eventloop.checkpoint.sharded import Parts, ShardStage
 
 
 class Capture:
@@ -47,6 +50,7 @@ class Capture:
         self._last: SaveJob | None = None
         self._names: set[AnyPath] = set()  # all paths of the last file, links included
         self._buffer = StageBuffer()
+        self._shard_stage: ShardStage | None = None
         self._ranks_saved: Sequence[SavedRank] = ()
         self._token = ""
 
@@ -66,7 +70,7 @@ class Capture:
 
     def check(self, request: SaveRequest) -> None:
         """Raise ConfigurationError for an option that does not work with this model, or a path that cannot be written."""
-        request.check(sharded=self.sharded)
+        request.check()
         directory = request.path.parent
         # No store is asked: it may not answer for a while.
         if isinstance(directory, Path) and directory not in self._opened().made and directory.is_file():
@@ -77,7 +81,8 @@ class Capture:
         state = self._state(Path(), request.leave_out)  # hooks know a rehearsal by its path
         keys = list(state)
         if self.sharded:
-            state, _ = self._take_shards(state, Path("check"))
+            state, parts = self._take_shards(state, Path("check"))
+            parts.release()
         self._release_last()
         stage(state, self._buffer).release()
         return keys
@@ -139,15 +144,16 @@ class Capture:
             state = self._state(wanted.path, wanted.leave_out)
             if wanted.busy == "wait":
                 self._run.saves.wait()
-            writer.replace(wanted.path)
-            if self.sharded:
-                state, job.parts = self._take_shards(state, wanted.path)
+            writer.replace(wanted.path, self._agree if wanted.busy == "replace" else bool)
             # In a validation hooks may have swapped in averaged weights, which only a copy made now holds.
             beside = wanted.staging == "overlap" and progress.stage == "train"
             if beside and self.overlap is None:
                 self.overlap = Overlap(map(stepping, self._run.optimizers.values()))
+            overlap = self.overlap if beside else None
             self._release_last()
-            job.staged = stage(state, self._buffer, overlap=self.overlap if beside else None)
+            if self.sharded:
+                state, job.parts = self._take_shards(state, wanted.path, overlap)
+            job.staged = stage(state, self._buffer, overlap=overlap)
             job.stall = time.perf_counter() - start
             writer.hand_over(job)
             self._last, self._names = job, set(paths)  # last: after Ctrl-C above, no file may hold this state
@@ -185,11 +191,20 @@ class Capture:
             forget_options(state.get("options", {}), key)
         return state
 
-    def _take_shards(self, state: dict[str, Any], path: Any) -> tuple[dict[str, Any], Any]:
-        from eventloop.checkpoint.sharded import take_shards  # takes a second; only for sharded models
+    def _agree(self, can: bool) -> bool:
+        """Return whether all ranks that write can."""
+        ranks = self._run.state.ranks
+        return ranks.merged(can, and_) if self.sharded and ranks is not None else can
 
+    def _take_shards(
+        self, state: dict[str, Any], path: AnyPath, overlap: Overlap | None = None
+    ) -> tuple[dict[str, Any], Parts]:
+        if self._shard_stage is None:
+            from eventloop.checkpoint.sharded import ShardStage  # takes half a second; only for sharded models
+
+            self._shard_stage = ShardStage()
         group = None if self._run.state.ranks is None else own_group("saves")
-        return take_shards(state, path, self._token or secrets.token_hex(4), group)
+        return self._shard_stage.take(state, path, self._token or secrets.token_hex(4), group, overlap=overlap)
 
 
 def state_version(run: SavedRun) -> tuple[int, int]:

@@ -48,5 +48,6 @@ class SaveJob(msgspec.Struct, eq=False):
 
     def release(self) -> None:
         """Release the memory of the staged state."""
-        if self.staged is not None:
-            self.staged.release()
+        for one in (self.staged, self.parts):
+            if one is not None:
+                one.release()

@@ -44,25 +44,12 @@ class SaveRequest(msgspec.Struct, frozen=True):
     staging: Staging = "block"
     busy: Busy = "wait"
 
-    def check(self, *, sharded: bool) -> None:
-        """Raise ConfigurationError for an unknown option, or one that does not work with a sharded model."""
+    def check(self) -> None:
+        """Raise ConfigurationError for an unknown option."""
         for option, (annotation, allowed) in _CHOICES.items():
             value = getattr(self, option)
             if type(value) is not str or value not in allowed:  # check_value takes 10 times as long, for its message
                 check_value(option, value, annotation)
-        if not sharded:
-            return
-        if self.busy == "replace":
-            raise ConfigurationError(
-                'busy="replace" does not work with a sharded model: one process may have begun to write its part of the save '
-                'that another replaces; use busy="wait" or "skip"'
-            )
-        if self.staging != "block":
-            raise ConfigurationError(f'staging={self.staging!r} does not work with a sharded model: use "block"')
-        if isinstance(self.path, RemotePath):
-            raise ConfigurationError(
-                f"cannot save to {self.path}: a sharded model needs a directory that all processes share, not a URL"
-            )
 
 
 def merged(requests: list[SaveRequest]) -> SaveRequest:

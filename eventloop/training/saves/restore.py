@@ -162,8 +162,17 @@ class Restore:
         like = placement(self._run.models, self._run.optimizers)
         if not has_shards(state):
             return spread(state, like)
+        made, problem = dict[str, Any](), None
+        try:
+            made = put_shards(state, path, like)
+        except (CheckpointError, OSError) as error:
+            problem = error
         ranks = self._run.state.ranks
-        return put_shards(state, path, like, None if ranks is None else ranks.group)
+        for rank, one in enumerate([problem] if ranks is None else ranks.gather(problem)):
+            if one is not None:
+                one.add_note(f"on rank {rank}")
+                raise one
+        return made
 
 
 def placement(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -93,10 +93,15 @@ class CheckpointWriter:
                 job.release()
             raise
 
-    def replace(self, path: AnyPath) -> None:
-        """Skip the waiting job, if any, in favour of ``path``."""
-        replaced = self._writer.take_back()
-        if replaced is not None:
+    def replace(self, path: AnyPath, agree: Callable[[bool], bool]) -> None:
+        """Skip the waiting job, if any, in favour of ``path``; not if ``agree`` tells that another rank has begun it."""
+        replaced, agreed = self._writer.take_back(), False
+        try:
+            agreed = agree(replaced is not None)
+        finally:
+            if replaced is not None and not agreed:
+                self._writer.enter(replaced)
+        if replaced is not None and agreed:
             replaced.given_up = f"replaced by {path}"
             replaced.release()  # before the skip, so that its memory is free for the next save
             self.skip(replaced)
@@ -186,7 +191,7 @@ class CheckpointWriter:
         # A failure at one path costs no other one. Local files come first: a store may not answer for a while.
         for path in job.paths if job.parts is not None else sorted(job.paths, key=lambda path: isinstance(path, RemotePath)):
             try:
-                size = max(size, self._write(job, path, further=bool(done)))
+                size = max(size, self._write(job, path))
                 done.append(path)
             except Exception as error:  # noqa: BLE001 - raised below
                 failed[path] = error
@@ -291,8 +296,8 @@ class CheckpointWriter:
                 self._late.add(one)
                 log.warning("a checkpoint no longer waits for a slow handler of checkpoint_staged", handler=one.label)
 
-    def _write(self, job: SaveJob, path: AnyPath, *, further: bool) -> int:
-        """Write a state, with this rank's part of a sharded one, or give its file a ``further`` name; return the bytes."""
+    def _write(self, job: SaveJob, path: AnyPath) -> int:
+        """Write a state, with this rank's part of a sharded one, or give its file a further name; return the bytes."""
         root = job.source or job
 
         def write_file() -> int:
@@ -302,11 +307,7 @@ class CheckpointWriter:
             self._landed(root, path)
             return size
 
-        if root.parts is None:
-            return write_file()
-        if job.source is None and not further:
-            return root.parts.commit(write_file)
-        return write_file() if root.parts.first else 0  # the rank that writes
+        return write_file() if root.parts is None else root.parts.commit(path, write_file)
 
     def _fill(self, root: SaveJob, path: AnyPath) -> int:
         """Write the file ``path``, or link it to one that is there; return the bytes written."""
