@@ -10,6 +10,8 @@ at random, one machine dies (SIGKILL of the agent and of its worker), leaves (SI
 - a worker that got SIGTERM exits with status 75;
 - no process has opened another machine's disk.
 
+After every fifth strike the store is away for 20 s, in which the training goes on.
+
 At the end, each sample was used once per epoch, the newest checkpoints in the store are complete, and weights and momentum are
 bitwise those of one undisturbed process.
 """
@@ -51,6 +53,7 @@ SHORT = ("kill", "join")
 PREEMPTED = 75
 GOES_ON = 30.0  # seconds from the start of the processes to their first iteration
 PATIENCE = 180.0  # seconds for anything to happen
+OUTAGE = 20.0  # seconds for which the store is away, after every fifth strike
 TRAINS = 3.0  # seconds of training before a strike, at most
 TORCHRUN = "-m torch.distributed.run --nproc-per-node=1 --max-restarts=100 --rdzv-backend=c10d --rdzv-id=x"
 RENDEZVOUS = "is_host=false,last_call_timeout=3"
@@ -112,6 +115,9 @@ class Attempt:
     ranks: int = 0
     first: float | None = None
     """When the first iteration ended."""
+    last: float = 0.0
+    longest: float = 0.0
+    """The longest time between the ends of two iterations, in s."""
     done: int = 0
     """Iterations at the end."""
     epochs: dict[int, int] = field(default_factory=dict)
@@ -126,6 +132,7 @@ class Story:
         self._logs = logs
         self.attempts: dict[int, Attempt] = {}
         self.committed: list[tuple[float, int]] = []
+        """When a checkpoint was in the store, and its iterations."""
         self.staged: list[tuple[float, int]] = []
         self.exits: dict[str, list[int]] = defaultdict(list)
         """Exit statuses by machine."""
@@ -163,10 +170,12 @@ class Story:
                 mine = self.attempts[self._of[path]]
                 mine.done = max(mine.done, iteration + 1)
                 mine.first = mine.first or line["at"]
-            case {"staged": iteration}:
-                self.staged.append((line["at"], iteration))
-            case {"committed": iteration}:
-                self.committed.append((line["at"], iteration))
+                mine.longest = max(mine.longest, line["at"] - (mine.last or line["at"]))
+                mine.last = max(mine.last, line["at"])
+            case {"staged": path} if path.startswith(URL):
+                self.staged.append((line["at"], elastic_job.iteration(path)))
+            case {"committed": path} if path.startswith(URL):
+                self.committed.append((line["at"], elastic_job.iteration(path)))
             case {"exited": status}:
                 self.exits[path.name.partition("-")[0]].append(status)
             case {"failed": error}:
@@ -293,6 +302,17 @@ class Experiment:
             )
         )
 
+    def outage(self, store: FlakyProxy) -> float:
+        """Take the store away for ``OUTAGE`` seconds; return the longest time in s without an iteration."""
+        attempt = max(self.story.read().attempts)
+        newest, back = self.story.newest(), time.time() + OUTAGE
+        newest.longest = 0.0
+        store.down(OUTAGE)
+        self.wait("a checkpoint in the store after an outage", lambda: any(at > back for at, _ in self.story.committed))
+        if max(self.story.attempts) != attempt:
+            raise LostError(f"an outage of the store ended the training; failures: {self.story.failures[-3:]}")
+        return newest.longest
+
     def finish(self) -> None:
         """Let the training end with its epoch."""
         (self.place / "logs" / "finish").touch()
@@ -376,15 +396,20 @@ def run(strikes: int, seed: int, place: Path, *, quick: bool) -> dict[str, Any]:
             found.join()
         found.wait_for_training()
         table: list[Strike] = []
+        outages: list[float] = []
         for number in range(strikes):
             table.append(found.strike(SHORT[number] if quick else draw(found.rng, len(found.machines))))
             print(f"{number + 1:>3}: {line(table[-1])}", flush=True)
+            if number % 5 == 4:
+                outages.append(found.outage(proxy))
+                print(f"     store away for {OUTAGE:.0f} s: longest iteration {outages[-1]:.1f} s", flush=True)
         time.sleep(TRAINS)
         found.finish()
         epochs = found.check_samples()
         found.check_store(epochs)
         return {
             "strikes": [asdict(one) for one in table],
+            "outages": [{"seconds": OUTAGE, "longest_iteration": longest} for longest in outages],
             "epochs": epochs,
             "iterations": found.story.newest().done,
             "starts": len(found.story.attempts),

@@ -71,10 +71,13 @@ class Teller(Hook):
             event.run.stop("it was struck often enough")
 
     def checkpoint_staged(self, event: Any) -> None:
-        self._tell(staged=iteration(event.path))
+        self._tell(staged=event.path)
 
     def checkpoint_committed(self, event: Any) -> None:
-        self._tell(committed=iteration(event.path))
+        self._tell(committed=event.path)
+
+    def checkpoint_failed(self, event: Any) -> None:
+        self._tell(kept=event.kept, error=event.error)
 
 
 def iteration(path: str) -> int:
