@@ -11,9 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import distributed
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
 
-from eventloop import CheckpointDamagedError, Hook
+from eventloop import Bus, CheckpointDamagedError, Hook, TrainLoop
 from eventloop.checkpoint import export_weights, load, load_whole, sharded, sweep_shards, verify_shards
 from hooks import CheckpointHook, EMAHook, ExponentialMovingAverage
 
@@ -333,3 +336,32 @@ def test_ctrl_c_during_an_exchange_restores_sharded_weights(linear, monkeypatch,
     torch.testing.assert_close(linear.weight.full_tensor(), 3 * raw)
     torch.testing.assert_close(average.tensors["weight"].full_tensor(), held)
     assert not average.swapped
+
+
+def in_two_dimensions(work_dir: str, kind: str, resume: str | None) -> Any:
+    """Save, or resume, with replicas of shards (HSDP), or with parts of parts (tensor parallel); return the weights."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
+    model = jobs.network()
+    if kind == "replicas":
+        fully_shard(model, mesh=mesh)
+    else:
+        parallelize_module(model, mesh["inner"], {"0": ColwiseParallel(), "3": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["outer"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    bus = Bus(CheckpointHook(interval=1))
+    data = DataLoader(jobs.loader(shuffle=False).dataset, batch_size=8)  # the processes of one group need the same
+    loop = TrainLoop(model, optimizer, step=jobs.step, train_data=data, bus=bus, max_epochs=1, work_dir=work_dir)
+    loop.run(resume=resume)
+    state = {index: whole(one) for index, one in optimizer.state_dict()["state"].items()}
+    return whole(model.state_dict()), state
+
+
+@pytest.mark.parametrize("kind", ["replicas", "parts of parts"])
+def test_meshes_of_two_dimensions_save_each_element_once_and_get_it_back(ranks, tmp_path, kind):
+    saved = ranks(in_two_dimensions, str(tmp_path), kind, None, size=4)
+    tree = load_whole(tmp_path / "epoch_1.safetensors")
+    (directory,) = tmp_path.glob("*.shards")
+    stored = sum(tensor.nbytes for part in directory.glob("__*") for tensor in load(part).values())
+    assert stored == 3 * sum(value.nbytes for value in tree["state_dict"].values())  # with the moments of AdamW
+    for found in (*saved, *ranks(in_two_dimensions, str(tmp_path / "other"), kind, str(tmp_path), size=4)):
+        assert_restored(found, tree)
