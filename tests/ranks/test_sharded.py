@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-from eventloop import Bus, CheckpointDamagedError, Hook, TrainLoop
+from eventloop import Bus, CheckpointDamagedError, CheckpointError, Hook, TrainLoop
 from eventloop.checkpoint import export_weights, load, load_whole, sharded, sweep_shards, verify_shards
 from hooks import CheckpointHook, EMAHook, ExponentialMovingAverage
 
@@ -180,6 +180,37 @@ def trained(out_dir: str, options: dict[str, Any]) -> Any:
     loop = jobs.make_loop(None, hook, epochs=2, shard=True)
     loop.run()
     return whole(loop.model.state_dict())
+
+
+def refused_at(out_dir: str, epoch: int) -> list[str]:
+    """Train with a store that does not take what rank 1 has after ``epoch``; return the failures that were told."""
+    loop = jobs.make_loop(None, CheckpointHook(interval=1, out_dir=out_dir), epochs=3, shard=True)
+    write, failed = sharded.Parts._write_part, []
+
+    def refuses(self: Any, directory: Any) -> Any:
+        if directory.name.startswith(f"epoch_{epoch}-") and jobs.rank_and_size()[0] == 1:
+            raise CheckpointError("the store does not answer")
+        return write(self, directory)
+
+    sharded.Parts._write_part = refuses
+    loop.bus.on("checkpoint_failed", lambda event: failed.append(event.error))
+    loop.run()
+    return failed
+
+
+def test_a_store_that_refuses_a_sharded_save_ends_no_run(ranks, tmp_path):
+    for failed in ranks(refused_at, f"local://{tmp_path}", 2):
+        assert len(failed) == 1
+        assert "rank 1: CheckpointError: the store does not answer" in failed[0]
+    assert {file.stem for file in tmp_path.glob("*.safetensors")} == {"epoch_1", "epoch_3"}
+    assert load_whole(tmp_path / "epoch_3.safetensors")["progress"]["epoch"] == 3
+
+
+def test_a_run_whose_last_sharded_save_a_store_refuses_fails_at_its_end(outcomes, tmp_path):
+    for one in outcomes(refused_at, f"local://{tmp_path}", 3):
+        assert one.exitcode == 1
+        assert one.error.startswith("CheckpointError: the store lacks the last save of a sharded model")
+    assert load_whole(tmp_path / "epoch_2.safetensors")["progress"]["epoch"] == 2
 
 
 def in_two_directories(one: str, other: str) -> Any:

@@ -55,6 +55,8 @@ class CheckpointWriter:
         self._named: dict[AnyPath | None, tuple[int, AnyPath]] = {}  # for each pointer, the number and path that it names
         self.failed: set[AnyPath] = set()
         """Paths that could not be written."""
+        self._unsaved: Exception | None = None
+        """Why the last save of a sharded model has not reached its store."""
         self._kept = KeptSaves(run.work_dir)
         self._writer = BackgroundWriter[SaveJob](self._write_checkpoint, at_exit=lambda: self.close(bus.abort_timeout))
 
@@ -139,6 +141,8 @@ class CheckpointWriter:
         Raises:
             CheckpointError: ``raises``, and there is something that was requested with ``on_error="raise"``.
         """
+        if self._unsaved is not None and raises:
+            raise CheckpointError(f"the store lacks the last save of a sharded model: {self._unsaved}") from self._unsaved
         for job in self._kept.jobs:
             log.error("a store has not taken a save by the end of the run", names=[*map(str, job.waiting)], kept=str(job.kept))
         for job in self._kept.jobs if raises else ():
@@ -236,6 +240,10 @@ class CheckpointWriter:
                 self._tell_failed(job, [*kept], failed[kept[0]], (job.source or job).kept)
             if gone:
                 self._tell_failed(job, [*gone], next(iter(gone.values())), None)
+        if job.parts is not None and (remote := [path for path in job.paths if isinstance(path, RemotePath)]):
+            # A store that fails ends no run; what it lacks of a sharded state is on no disk, so the next save must do.
+            lost = [gone.pop(path) for path in remote if path in gone]
+            self._unsaved = lost[0] if lost and raises else None
         if gone and raises:
             raise next(iter(gone.values()))
 
