@@ -12,17 +12,29 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterable, Iterator, Sequence
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO, Final
 
+from eventloop.checkpoint import s3
 from eventloop.checkpoint.commit import TEMPORARY_PREFIX, discard, failing
 from eventloop.errors import CheckpointError, ConfigurationError
+from eventloop.log import get_logger
 
 _BLOCK: Final = 16 << 20
-"""Bytes per part of an upload or a copy."""
+"""Bytes per part of an upload, or of what is read."""
 _OBJECT_STORES: Final = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"})
 """Protocols of stores in which an upload appears under its name when it ends, and not before."""
+_RETRY_THEMSELVES: Final = _OBJECT_STORES - {"memory"}
+"""Protocols whose libraries try again by themselves."""
+_PATIENCE: Final = 60
+"""Seconds after which a small request is given up."""
+_WAITS: Final = (0.5, 1.5, 4.0)
+"""At most so many seconds before each further try, and at least half of them."""
+
+log = get_logger()
 
 
 class RemotePath:
@@ -100,18 +112,49 @@ class RemotePath:
 
     def write_bytes(self, data: bytes) -> None:
         """Create or replace a small file by one put."""
-        with failing(f"cannot write {self} ({len(data):,} bytes)", Exception):
-            self.fs.pipe_file(str(self), data)
+
+        def put() -> None:
+            self.fs.pipe_file(str(self), data, **self._limit)
             self._check_size(len(data))
 
-    def upload(self, size: int, parts: Iterable[memoryview | bytes]) -> None:
-        """Create or replace a file of ``size`` bytes."""
-        with failing(f"cannot write {self} ({size:,} bytes)", Exception):
-            if self._text.partition("://")[0] in _OBJECT_STORES:
-                self._put(parts)
+        with failing(f"cannot write {self} ({len(data):,} bytes)", Exception):
+            self._again(put)
+
+    def upload(self, size: int, parts: Callable[[], Iterable[memoryview | bytes]]) -> None:
+        """Create or replace a file of ``size`` bytes; ``parts`` begins anew with each call."""
+
+        def put() -> None:
+            if self._protocol not in _OBJECT_STORES:
+                self._put_aside(size, parts())
+            elif hasattr(self.fs, "call_s3"):
+                s3.upload(self.fs, str(self), size, parts())
             else:
-                self._put_aside(size, parts)
+                self._put(parts())
             self._check_size(size)
+
+        with failing(f"cannot write {self} ({size:,} bytes)", Exception):
+            self._again(put)
+
+    @property
+    def _limit(self) -> dict[str, Any]:
+        """The option that limits the seconds of one request, where the file system takes it (``fsspec.asyn.sync``)."""
+        return {"timeout": _PATIENCE} if getattr(self.fs, "async_impl", False) else {}
+
+    @property
+    def _protocol(self) -> str:
+        return self._text.partition("://")[0]
+
+    def _again(self, put: Callable[[], None]) -> None:
+        """Try a put again after time-outs and broken connections, unless the store's library does so."""
+        for wait in () if self._protocol in _RETRY_THEMSELVES else _WAITS:
+            try:
+                put()
+            except (ConnectionError, TimeoutError) as error:
+                log.info("a store did not answer; trying again", path=str(self), error=str(error))
+                time.sleep(random.uniform(wait / 2, wait))  # noqa: S311 - so that processes do not return at one moment
+            else:
+                return
+        put()
 
     def _put(self, parts: Iterable[memoryview | bytes]) -> None:
         file = self.fs.open(str(self), "wb", block_size=_BLOCK, autocommit=False)
@@ -138,13 +181,6 @@ class RemotePath:
         except BaseException as error:
             discard(str(temporary), self.fs.rm_file, error)
             raise
-
-    def copy_from(self, existing: RemotePath) -> None:
-        """Create or replace the file with the content of another one in the same store."""
-        size = int(existing.info()["size"])
-        with failing(f"cannot copy {existing} to {self}", Exception):
-            self.fs.cp_file(str(existing), str(self))
-            self._check_size(size)
 
     def remove(self) -> None:
         """Remove the file; a missing one is fine."""
@@ -196,7 +232,7 @@ class RemotePath:
 
     def _info(self) -> dict[str, Any]:
         self.fs.invalidate_cache(str(self.parent))
-        found: dict[str, Any] = self.fs.info(str(self))
+        found: dict[str, Any] = self.fs.info(str(self), **self._limit)
         return found
 
     def _check_size(self, size: int) -> None:

@@ -67,9 +67,17 @@ def as_path(location: AsPath) -> AnyPath:
 def write_pieces(path: AnyPath, size: int, pieces: Pieces) -> int:
     """Create or replace a checkpoint of ``size`` bytes, digest included; return the digest."""
     if isinstance(path, RemotePath):
-        crc = crc32(pieces)
-        sealed = (*pieces, crc.to_bytes(DIGEST_BYTES, "little"))
-        path.upload(size, (chunk for piece in sealed for chunk in chunks(piece)))
+        crc = 0
+
+        def sealed() -> Iterator[memoryview | bytes]:  # the digest is made while earlier parts are on their way
+            nonlocal crc
+            crc = 0
+            for chunk in (chunk for piece in pieces for chunk in chunks(piece)):
+                crc = crc32((chunk,), crc)
+                yield chunk
+            yield crc.to_bytes(DIGEST_BYTES, "little")
+
+        path.upload(size, sealed)
         return crc
     return commit_file(path, size, lambda descriptor: write_sealed(descriptor, pieces))
 
@@ -86,24 +94,25 @@ def commit_bytes(path: AsPath, data: bytes) -> None:
 def link(existing: AsPath, new: AsPath) -> None:
     """Give the file or folder ``existing`` the second name ``new``, replacing what had it.
 
-    It is a hard link if possible (in a folder, of each file), else a copy.
+    It is a hard link if possible (in a folder, of each file), else a copy. A store is not asked to copy: buckets with enforced
+    conditional writes refuse that.
     """
     existing, new = as_path(existing), as_path(new)
     if isinstance(existing, Path) and isinstance(new, Path) and existing.is_dir():
         link_folder(existing, new)
-        return
-    if isinstance(new, RemotePath) and isinstance(existing, RemotePath) and existing.fs is new.fs:
-        new.copy_from(existing)
         return
     if isinstance(new, Path) and isinstance(existing, Path):
         with failing(f"cannot give {existing} the name {new}"):
             if _link(existing, new):
                 return
     with failing(f"cannot copy {existing}"), open_file(existing) as (source, size):
-        parts = iter(lambda: source.read(CHUNK), b"")
+
+        def parts() -> Iterator[bytes]:
+            source.seek(0)
+            return iter(lambda: source.read(CHUNK), b"")
 
         def fill(descriptor: int) -> None:
-            for part in parts:
+            for part in parts():
                 write_all(descriptor, part)
 
         if isinstance(new, RemotePath):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from eventloop.checkpoint import load, save, verify
+from eventloop.checkpoint import commit_bytes, load, save, verify
 from eventloop.errors import CheckpointError
 
 pytest.importorskip("moto")
@@ -16,8 +17,8 @@ s3fs = pytest.importorskip("s3fs")
 from ..s3 import BUCKET, S3Server  # noqa: E402 - moto may be missing
 
 URL = f"s3://{BUCKET}/run/a.safetensors"
-PARTS = 3
-BYTES = PARTS * 16_000_000
+PARTS = 12
+BYTES = PARTS * 8_000_000
 """Fewer bytes than so many parts of an upload hold, and more than one less hold."""
 
 
@@ -61,6 +62,21 @@ def test_an_upload_that_fails_anywhere_keeps_the_earlier_file_and_leaves_no_part
     assert load(URL)["weight"][0] == 1.0
     left = s3fs.S3FileSystem().call_s3("list_multipart_uploads", Bucket=BUCKET)
     assert not left.get("Uploads")
+
+
+def test_a_server_that_never_answers_is_given_up(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if it stops to answer in the middle of an upload."""
+    for name in ("s3._PATIENCE", "s3._PATIENCE_AFTER_ERROR", "remote._PATIENCE"):
+        monkeypatch.setattr(f"eventloop.checkpoint.{name}", 1)
+    over = threading.Event()
+    for silent in ("partNumber=3", "run/"):
+        server.fault = lambda method, path, silent=silent: over.wait(60) and None if silent in path else None  # type: ignore[misc]
+        with pytest.raises(CheckpointError, match=URL) as caught:
+            save(tree(1.0), URL)
+        assert isinstance(caught.value.__cause__, TimeoutError)
+    with pytest.raises(CheckpointError, match="last_checkpoint"):
+        commit_bytes(f"s3://{BUCKET}/run/last_checkpoint", b"x")
+    over.set()
 
 
 @pytest.mark.parametrize("fault", ["503 Slow Down", "500 Internal Server Error", "reset"])

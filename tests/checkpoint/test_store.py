@@ -18,6 +18,7 @@ from eventloop.checkpoint import (
     AsyncSaver,
     RemotePath,
     as_path,
+    commit_bytes,
     commit_folder,
     inspect,
     link,
@@ -88,7 +89,7 @@ def test_a_url_can_be_saved_loaded_verified_and_described(memory: MemoryFileSyst
         load(url)
 
 
-@pytest.mark.parametrize("error", [TimeoutError("no answer"), OSError(5, "down"), RuntimeError("HTTP 503")])
+@pytest.mark.parametrize("error", [PermissionError("not yours"), OSError(5, "down"), RuntimeError("HTTP 503")])
 def test_a_failed_write_keeps_the_existing_file(memory: MemoryFileSystem, error: Exception) -> None:
     url = "failing://bucket/a.safetensors"
     save(tree(1.0), url)
@@ -113,6 +114,33 @@ def test_a_failed_write_keeps_the_existing_file(memory: MemoryFileSystem, error:
     assert failures >= 3
     Failing.fail_at = -1
     assert load(url)["weight"][0, 0] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("error", "tries"), [(TimeoutError("no answer"), 4), (ConnectionResetError("gone"), 4), (OSError("quota"), 1)]
+)
+@pytest.mark.parametrize(
+    "put", [lambda: save(tree(), "memory://b/a.safetensors"), lambda: commit_bytes("memory://b/last_checkpoint", b"a")]
+)
+def test_what_passes_is_tried_again_a_few_times(memory, monkeypatch: pytest.MonkeyPatch, put, error, tries) -> None:
+    """A store whose library does not do so is asked again, after waits that grow."""
+    waits: list[float] = []
+    monkeypatch.setattr("eventloop.checkpoint.remote.time.sleep", waits.append)
+    real, faults = MemoryFileSystem.info, [error] * (tries - 1)
+
+    def info(self: MemoryFileSystem, path: str, **options: Any) -> dict[str, Any]:
+        if faults:
+            raise faults.pop()
+        return real(self, path, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "info", info)
+    put()
+    assert len(waits) == tries - 1
+    assert waits == sorted(waits)
+    faults[:] = [error] * tries
+    with pytest.raises(CheckpointError, match=str(error)):
+        put()
+    assert not faults
 
 
 def test_an_upload_that_is_too_short_never_gets_the_name(memory: MemoryFileSystem, monkeypatch: pytest.MonkeyPatch) -> None:
