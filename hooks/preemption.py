@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
@@ -13,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Self
 
 from msgspec import Meta
 
-from eventloop import ConfigurationError, Hook, Priority, check_options, get_logger, mount, register
+from eventloop import ConfigurationError, Hook, Priority, RunPreempted, check_options, get_logger, mount, register
 from eventloop.events import AfterRun, BeforeRun, RunView
 from eventloop.training import WorkerSignals
 from hooks.copies import CopiedAnew
@@ -63,7 +64,8 @@ class SignalDoor:
     def install(self) -> None:
         """Install the handlers."""
         for number in self.signals:
-            self._previous[number] = signal.getsignal(number)
+            before = signal.getsignal(number)
+            self._previous[number] = signal.SIG_DFL if isinstance(before, _Ending) else before
             signal.signal(number, self._handle)
 
     def restore(self) -> None:
@@ -105,6 +107,35 @@ class SignalDoor:
         os.kill(os.getpid(), number)
 
 
+class _Ending:
+    """Handle signals to a process whose run was preempted: all ranks stop when one gets a signal, and others get theirs later.
+
+    The process ends at once, as without a handler, but with the status that the run asks for.
+    """
+
+    def __init__(self, exit_code: int) -> None:
+        self._exit_code, self._process = exit_code, os.getpid()
+
+    def install(self, signals: Iterable[signal.Signals]) -> None:
+        """Handle those of ``signals`` that have no handler, until the process ends."""
+        mine = [number for number in signals if signal.getsignal(number) is signal.SIG_DFL]
+        for number in mine:
+            signal.signal(number, self)
+        atexit.register(self._ignore, mine)
+
+    def _ignore(self, signals: Iterable[signal.Signals]) -> None:
+        # The interpreter takes its handlers away before it has ended, which takes torch a second; SIG_IGN stays.
+        for number in signals:
+            if signal.getsignal(number) is self:
+                signal.signal(number, signal.SIG_IGN)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._process:
+            raise RunPreempted(self._exit_code)
+        signal.signal(number, signal.SIG_DFL)  # in a forked process
+        os.kill(os.getpid(), number)
+
+
 @register
 class PreemptionHook(CopiedAnew, Hook):
     """End a run cleanly when the process gets a signal, as schedulers send before they take a machine away.
@@ -119,6 +150,7 @@ class PreemptionHook(CopiedAnew, Hook):
     - A run that has no work dir or does not train (``loop.test()``) only ends, with a warning.
     - A second signal acts as without the hook: usually it ends the process at once. The same signal within a second is
       ignored, because a process gets it twice if the scheduler signals each process and ``torchrun`` forwards it.
+    - A signal after a preempted run ends the process at once with the status ``exit_code``, unless there is an earlier handler.
 
     On the main thread the hook installs its handlers, and the earlier ones come back when the run ends, also by an exception.
     A run on another thread (``await loop.arun()``) gets the signals through a :class:`SignalDoor`, which the application opens.
@@ -176,9 +208,14 @@ class PreemptionHook(CopiedAnew, Hook):
                 f"{thread.name!r}. Open `with SignalDoor(({names},)):` on the main thread, around your application"
             )
         door = SignalDoor(self.signals)
-        run.defer(door.restore)
+        run.defer(partial(self._close, run, door))
         door.install()
         return door
+
+    def _close(self, run: RunView, door: SignalDoor) -> None:
+        door.restore()
+        if run.exit_code:
+            _Ending(run.exit_code).install(self.signals)
 
     @mount(priority=Priority.LOWEST)
     def after_run(self, event: AfterRun) -> None:

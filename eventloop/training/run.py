@@ -144,6 +144,8 @@ class Run:
         self.state = RunState(self.counters, self.optimizers, self.bus, self.host)
         self.moves_models = device is not None
         self.info: dict[str, Any] = {}
+        self.exit_code = 0
+        """The exit status that :class:`RunPreempted` asks for at the end of this run; 0 before, and for a run without it."""
         self.shared = Shared()
         self.validates: bool | None = None
         """Whether the training has validations; None before the first one in the user's own loop."""
@@ -619,7 +621,8 @@ class Run:
         except BaseException as failure:
             self._driver.fail(failure)
             raise
-        code = self.state.agreed.exit_code if self.state.stops else 0  # of a stop that came before the end
+        if self.state.stops and threading.current_thread() is threading.main_thread():  # by a stop that came before the end
+            self.exit_code = self.state.agreed.exit_code
         self._driver.end_run()
-        if code and threading.current_thread() is threading.main_thread():
-            raise RunPreempted(code)
+        if self.exit_code:
+            raise RunPreempted(self.exit_code)

@@ -4,6 +4,7 @@ At the mount point ``at`` (the first time in or after iteration ``iteration``) t
 its standard input, ``times`` times; so its parent decides what happens in between.
 """
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -51,6 +52,7 @@ def main(
     workers: dict[str, Any] | None = None,
     early: bool = False,
     moment: float = 60.0,
+    late: str = "",
 ) -> None:
     os.setsid()
     torch.set_num_threads(1)
@@ -68,12 +70,20 @@ def main(
             sys.stdin.readline()
             wait([worker.sentinel for worker in multiprocessing.active_children()], 0.2)  # for one that does not outlive it
 
+    def wait_once() -> None:
+        say("here")
+        sys.stdin.readline()
+
+    if late == "atexit":
+        atexit.register(wait_once)
     loop.bus.on("after_run", lambda event: say(event.run.info.get("stop_reason", "by itself")))
     try:
         loop.run()
     except RunPreempted:
         say(f"{loop.counters.iter} iterations")
         signal.raise_signal(signal.SIGUSR1)
+        if late == "except":
+            wait_once()
         raise
 
 

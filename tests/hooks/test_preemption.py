@@ -41,6 +41,9 @@ class Child:
     def wait_until_it_is_there(self):
         assert self._out.readline() == "here\n", self._log
 
+    def says(self):
+        return self._out.readline().rstrip()
+
     def send(self, number, *, group=False):
         (os.killpg if group else os.kill)(self._script.pid, number)
 
@@ -143,6 +146,18 @@ def test_a_second_signal_has_its_default_effect(start, tmp_path, number, options
     assert (ended, said) == (status, [])
     assert log.endswith(end)
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+@pytest.mark.parametrize("late", ["except", "atexit"])
+def test_a_signal_after_a_preempted_run_does_not_change_the_exit_status(start, tmp_path, late):
+    """All processes of a run stop when one gets a signal, and a launcher may signal the others while they are ending."""
+    with start(tmp_path, late=late) as child:
+        child.gets(signal.SIGTERM)
+        said = [child.says() for _ in range(3)]
+        child.wait_until_it_is_there()
+        child.send(signal.SIGTERM)
+        status, _, log = child.end()
+    assert (status, said[0]) == (75, "signal SIGTERM"), log
 
 
 WORKERS = {"num_workers": 2}
