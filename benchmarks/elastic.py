@@ -135,7 +135,7 @@ class Story:
         """When a checkpoint was in the store, and its iterations."""
         self.staged: list[tuple[float, int]] = []
         self.exits: dict[str, list[int]] = defaultdict(list)
-        """Exit statuses by machine."""
+        """Exit statuses of processes that had begun to train, by machine."""
         self.failures: list[str] = []
         self._read: dict[Path, int] = {}
         self._of: dict[Path, int] = {}
@@ -176,7 +176,7 @@ class Story:
                 self.staged.append((line["at"], elastic_job.iteration(path)))
             case {"committed": path} if path.startswith(URL):
                 self.committed.append((line["at"], elastic_job.iteration(path)))
-            case {"exited": status}:
+            case {"exited": status} if path in self._of:
                 self.exits[path.name.partition("-")[0]].append(status)
             case {"failed": error}:
                 self.failures.append(error)
