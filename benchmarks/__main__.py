@@ -8,7 +8,19 @@ from pathlib import Path
 from benchmarks import crash, elastic, report, soak
 from benchmarks.harness import Settings, environment
 
-BENCHMARKS = ("bridges", "checkpoint", "costs", "dispatch", "ema", "logging", "offload", "savers", "stores", "training")
+BENCHMARKS = (
+    "bridges",
+    "checkpoint",
+    "costs",
+    "dispatch",
+    "ema",
+    "logging",
+    "offload",
+    "savers",
+    "sharded",
+    "stores",
+    "training",
+)
 
 
 def main() -> None:
