@@ -119,9 +119,9 @@ class StoreFigures:
             stall=statistics.median(stalls),
             ratio=statistics.median(ratios),
             copy=statistics.median(copies),
-            lost=statistics.median(lost),
+            lost=statistics.median(lost or stalls),
             durable=statistics.median(durable),
-            beside=statistics.median(beside),
+            beside=statistics.median(beside or durable),
             over_floor=self._over(name, self.floor),
             over_reference=self._over(name, self.reference),
         )

@@ -1,11 +1,11 @@
 """One process of `stores`: train, save now and then, and record what a save costs and when it is durable.
 
 The training stands still until the saving function has returned. At half of the saves it then waits until the save is durable,
-so that all ways have the machine for themselves. At the others it continues, and a thread waits for the save. A step is one
-forward pass, one backward pass and one update of a part of the model. What the training loses is the time that it stands still,
-and the time by which the steps beside the save take longer than the others. Before each save the training copies the weights
-into memory that was touched before: the floor of standing still. The first save is compared with the weights of its moment, and
-does not count otherwise.
+so that all ways have the machine for themselves. At the others it continues, and a thread waits for the save; ways that save
+at once have none of these. A step is one forward pass, one backward pass and one update of a part of the model. What the
+training loses is the time that it stands still, and the time by which the steps beside the save take longer than the others.
+Before each save the training copies the weights into memory that was touched before: the floor of standing still. The first
+save is compared with the weights of its moment, and does not count otherwise.
 """
 
 import os
@@ -39,7 +39,7 @@ class Run(msgspec.Struct):
     durable: list[float] = []
     """From the call of the saving function until the save is durable, while the training waits."""
     beside: list[float] = []
-    """The same while the training continues."""
+    """The same while the training continues; empty if the saving function returns when the save is durable."""
     lost: list[float] = []
     """By a training that continues."""
 
@@ -122,7 +122,8 @@ def measure(place: Place, name: str, size: Size, directory: Path) -> None:
         save(0, check=True)
         for number in range(1, size.saves):
             save(2 * number)
-            save(2 * number + 1, beside=True)
+            if saver.background:
+                save(2 * number + 1, beside=True)
         (directory / RESULT).write_bytes(msgspec.json.encode(run))
         os._exit(0)
 

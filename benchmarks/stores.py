@@ -18,7 +18,7 @@ from benchmarks.store_job import Place, Run, measure
 
 TINY = ((Size("0.1 M", layers=8, width=128, rows=8, interval=5, saves=2), 1),)
 SIZES = (
-    (Size("30 M", layers=28, width=1024, rows=128, interval=20, saves=3), 3),
+    (Size("30 M", layers=28, width=1024, rows=128, interval=20, saves=2), 3),
     (Size("100 M", layers=95, width=1024, rows=128, interval=20, saves=2), 2),
 )
 """With the number of rounds."""
