@@ -1,0 +1,289 @@
+"""``python -m benchmarks scale [--quick]``: what saves, agreements, resumes and reports cost at 8 to 4,096 ranks.
+
+Three things are measured, all with the product's own code:
+
+- messages between processes of a real gloo group, of as many ranks as the machine has room for;
+- a real TCPStore with messages of as many ranks as the table has, put by a few threads, and rank 0's work with them;
+- what rank 0 does with the random states of as many ranks.
+
+The rest is computed from the algorithms: how many messages follow each other, times the seconds of one between two processes.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import pickle
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from operator import add
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import distributed
+
+from benchmarks.harness import environment
+from eventloop.checkpoint import stage
+from eventloop.observe.exchange import Comparison, RankExchange, Report
+from eventloop.observe.ranks import spent_here
+from eventloop.training.agree import Requests
+from eventloop.training.distributed import maximum, rounds
+from eventloop.training.distributed.mailbox import Mailbox
+from eventloop.training.distributed.maximum import Maximum
+from eventloop.training.distributed.ranks import Ranks, own_group
+from eventloop.training.rng import get_rng_state
+from eventloop.training.saves.contents import as_tree
+from eventloop.training.schema import SavedRank
+
+SIZES = (8, 64, 512, 4096)
+STATES = 64  # random states in one message
+CLIENTS = 8  # threads that act for all ranks but 0
+PARTS = [("loop", name, 0.01) for name in ("waiting for data", "forward", "backward", "optimizer")]
+PARTS += [("hook", f"Hook{number}", 0.001) for number in range(10)]
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks scale", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="few rounds and ranks only, to check that everything runs")
+    parser.add_argument("--out", type=Path, help="file for the figures, as JSON")
+    options = parser.parse_args(arguments)
+    groups = {size: in_group(size, 5 if options.quick else 50) for size in ((2, 4) if options.quick else (2, 4, 8, 16))}
+    stores = {size: in_process(by_store, size) for size in ((8, 512) if options.quick else SIZES)}
+    states = {size: random_states(size) for size in stores}
+    rows = [row for size in stores for row in table(size, groups[2], stores[size], states[size])]
+    show(rows, groups)
+    if options.out is not None:
+        result = {"environment": environment(), "processes": groups, "store": stores, "random_states": states, "rows": rows}
+        options.out.write_text(json.dumps(result, indent=1))
+
+
+# ------------------------------------------------------------------------------------------------ processes with gloo
+
+
+def in_group(size: int, count: int) -> dict[str, float]:
+    """Return seconds by operation between ``size`` processes: the median of ``count``, each on the rank that takes longest."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.scale"])
+    store = distributed.TCPStore("localhost", 0, is_master=True)
+    results = context.SimpleQueue()
+    processes = [context.Process(target=_rank, args=(rank, size, store.port, count, results)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    figures: dict[str, float] = results.get()
+    for process in processes:
+        process.join()
+    return figures
+
+
+def _rank(rank: int, size: int, port: int, count: int, results: Any) -> None:
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    distributed.init_process_group(
+        "gloo", store=distributed.TCPStore("localhost", port, is_master=False), rank=rank, world_size=size
+    )
+    ranks = Ranks(own_group("control"))
+    figures = {"join": time.perf_counter() - start}
+    states = [SavedRank(get_rng_state(), None) for _ in range(STATES)]
+    flags = torch.zeros(8, dtype=torch.int32)
+
+    def agree(ring: int) -> float:
+        maximum.RING = ring  # type: ignore[misc]
+        start = time.perf_counter()
+        begun = Maximum(ranks, flags)
+        begin = time.perf_counter() - start
+        for _ in begun.steps():
+            pass
+        return begin
+
+    operations: dict[str, Callable[[], object]] = {
+        "ring": lambda: agree(size),
+        "doubling": lambda: agree(1),
+        "merged": lambda: ranks.distinct(0),
+        "states": lambda: ranks.merged_on_first(states, add),
+    }
+    for name, operation in operations.items():
+        seconds, begins = [], []
+        for _ in range(count + 1):  # the first one does not count
+            distributed.barrier(ranks.group)
+            start = time.perf_counter()
+            begins.append(operation())
+            seconds.append(time.perf_counter() - start)
+        figures[name] = statistics.median(seconds[1:])
+        if name == "ring":
+            figures["begin"] = statistics.median(begins[1:])  # type: ignore[type-var]
+    slowest = ranks.merged(figures, lambda one, two: {name: max(one[name], two[name]) for name in one})
+    if rank == 0:
+        results.put(slowest)
+    distributed.barrier(ranks.group)
+    distributed.destroy_process_group()
+
+
+# -------------------------------------------------------------------------------------------------- ranks of one store
+
+
+def in_process(function: Callable[[int], dict[str, float]], size: int) -> dict[str, float]:
+    """Return what a function returns in a process of its own, which can be rank 0 of ``size``."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, (size,))
+
+
+def by_store(size: int) -> dict[str, float]:
+    """Return what a report, and a round of agreement in another library's trainer, cost with ``size`` ranks and a TCPStore."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend without messages
+
+    store = distributed.TCPStore("localhost", 0, is_master=True)
+    distributed.init_process_group("fake", store=store, rank=0, world_size=size)
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        return {**_report(Others(size, "costs/run", clients)), **_round(Others(size, "rounds/run", clients))}
+
+
+class Others:
+    """All ranks but 0, played by a few threads with a connection each."""
+
+    def __init__(self, size: int, name: str, clients: ThreadPoolExecutor) -> None:
+        self.size, self.name, self._clients = size, name, clients
+        self._mailboxes = [Mailbox(name) for _ in range(CLIENTS)]
+
+    def act(self, act: Callable[[Mailbox, int], object]) -> float:
+        """Act for each rank; return the seconds."""
+
+        def some(first: int) -> None:
+            for rank in range(first + 1, self.size, CLIENTS):
+                act(self._mailboxes[first], rank)
+
+        start = time.perf_counter()
+        list(self._clients.map(some, range(CLIENTS)))
+        return time.perf_counter() - start
+
+
+def _report(others: Others) -> dict[str, float]:
+    exchange: Any = SimpleNamespace(_comparison=Comparison(others.size), _trains=lambda: True)
+    reader: Any = SimpleNamespace(_comparison=Comparison(others.size))
+    mailbox = Mailbox(others.name)
+
+    def report(number: int, rank: int) -> Report:
+        return Report(number, spent_here(20 * number, [(group, name, number * s + rank * 1e-9) for group, name, s in PARTS]))
+
+    for number in range(1, 5):  # the first ones compare nothing yet, or less
+        puts = others.act(lambda own, rank, number=number: own.put(str(rank), report(number, rank)))  # type: ignore[misc]
+        mailbox.put("0", report(number, 0))
+        start, busy = time.perf_counter(), time.thread_time()
+        compared = RankExchange._compare(exchange, mailbox)
+        seconds, busy = time.perf_counter() - start, time.thread_time() - busy
+    reads = others.act(lambda own, rank: RankExchange._read(reader, own))
+    return {
+        "report_bytes": len(msgspec.msgpack.encode(report(1, 1))),
+        "result_bytes": len(msgspec.msgpack.encode(compared)),
+        "puts": puts,
+        "compare": seconds,
+        "compare_busy": busy,
+        "reads": reads,
+        "period": exchange._comparison.period,
+    }
+
+
+def _round(others: Others) -> dict[str, float]:
+    others.act(lambda mailbox, rank: mailbox.put(f"joined/{rank}"))
+    own, watch, answer = Requests(), Mailbox(others.name), rounds._Answer((10, 0))
+    agent = rounds.Rounds(Mailbox(others.name), own, lambda: 10)
+
+    def answers() -> None:
+        while not watch.has("opened/0"):
+            time.sleep(0.001)
+        others.act(lambda mailbox, rank: mailbox.put(f"answer/0/{rank}", answer))
+
+    with ThreadPoolExecutor(1) as thread:
+        answering = thread.submit(answers)
+        own.stop = True
+        start = time.perf_counter()
+        agent.exchange()
+        seconds = time.perf_counter() - start
+        answering.result()
+    if not agent.agreed.stop:
+        sys.exit(f"{others.size} ranks have not agreed")
+    looks = others.act(lambda mailbox, rank: mailbox.has("result/0"))
+    agent.close()
+    return {"round": seconds, "looks": looks, "answer_bytes": len(msgspec.msgpack.encode(answer))}
+
+
+# ------------------------------------------------------------------------------------------------------- random states
+
+
+def random_states(size: int) -> dict[str, float]:
+    """Return what rank 0's training thread does with the random states of ``size`` ranks at a save, beside receiving them."""
+    sent = [pickle.dumps([SavedRank(get_rng_state(), None)]) for _ in range(size)]
+    start = time.perf_counter()
+    states = [one for each in sent for one in pickle.loads(each)]  # noqa: S301 - ours
+    stage({"ranks": [as_tree(one) for one in states]}).release()
+    return {"bytes": len(sent[0]), "seconds": time.perf_counter() - start}
+
+
+# ------------------------------------------------------------------------------------------------------------ the table
+
+
+def table(size: int, two: dict[str, float], store: dict[str, float], states: dict[str, float]) -> list[dict[str, Any]]:
+    """Return the rows for ``size`` ranks; ``two`` has the seconds of the operations between two."""
+    deep = (size - 1).bit_length()
+    message = two["merged"] / 4  # up and down, and each is a size and a content
+    ring = size <= maximum.RING
+    merged = {"messages": 4 * (size - 1), "bytes": 4 * (size - 1) * 60, "thread": 4 * deep * message}
+    per_state = max(0.0, two["states"] - two["merged"] / 2) / STATES
+
+    def row(what: str, messages: float, size_: float, thread: float, beside: float, how: str) -> dict[str, Any]:
+        return {
+            "what": what,
+            "ranks": size,
+            "messages": messages,
+            "bytes": size_,
+            "thread": thread,
+            "beside": beside,
+            "how": how,
+        }
+
+    # A ring passes each of 8 values around twice. With doubling each rank sends 8 values of 4 bytes once per step.
+    agreement = (16 * (size - 1), 64 * (size - 1)) if ring else (size * deep, 32 * size * deep)
+    waits = (two["begin"], (size - 1) * two["ring"]) if ring else (deep * two["doubling"], 0.0)
+    reports = (size - 1) * (store["report_bytes"] + store["result_bytes"])
+    return [
+        row("agreement", *agreement, *waits, "computed"),
+        row("stop", merged["messages"], merged["bytes"], merged["thread"], 0.0, "computed"),
+        row(
+            "save",
+            2 * (size - 1),
+            size * states["bytes"],
+            2 * deep * message + (size - 1) * per_state + states["seconds"],
+            0.0,
+            "computed; states measured",
+        ),
+        row("resume", 2 * merged["messages"], 2 * merged["bytes"], 2 * merged["thread"], 0.0, "computed"),
+        row("report", 4 * size, reports, store["compare_busy"], store["puts"] + store["compare"] + store["reads"], "measured"),
+        row("round", 4 * size, size * (2 * store["answer_bytes"]), store["round"], store["looks"], "measured"),
+    ]
+
+
+def show(rows: list[dict[str, Any]], groups: dict[int, dict[str, float]]) -> None:
+    console = Console()
+    grid = Table(title="what ranks exchange", title_justify="left")
+    for heading in ("", "ranks", "messages", "kB", "training thread ms", "beside it ms", ""):
+        grid.add_column(heading, justify="left" if heading == "" else "right")
+    for one in sorted(rows, key=lambda row: row["what"]):
+        times = (f"{one[name] * 1e3:,.2f}" for name in ("thread", "beside"))
+        grid.add_row(
+            one["what"], str(one["ranks"]), f"{one['messages']:,.0f}", f"{one['bytes'] / 1e3:,.1f}", *times, one["how"]
+        )
+    console.print(grid)
+    measured = Table(title=f"measured between processes on {os.cpu_count()} cores, ms", title_justify="left")
+    names = [*groups[2]]
+    for heading in ("processes", *names):
+        measured.add_column(heading, justify="right")
+    for size, figures in groups.items():
+        measured.add_row(str(size), *(f"{figures[name] * 1e3:,.2f}" for name in names))
+    console.print(measured)
