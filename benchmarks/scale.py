@@ -14,7 +14,6 @@ import json
 import multiprocessing
 import os
 import pickle
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -41,7 +40,7 @@ from eventloop.training.distributed.maximum import Maximum
 from eventloop.training.distributed.ranks import Ranks, own_group
 from eventloop.training.rng import get_rng_state
 from eventloop.training.saves.contents import as_tree
-from eventloop.training.schema import SavedRank
+from eventloop.training.schema import SavedData, SavedPosition, SavedRank, SavedStart
 
 SIZES = (8, 64, 512, 4096)
 STATES = 64  # random states in one message
@@ -55,9 +54,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="few rounds and ranks only, to check that everything runs")
     parser.add_argument("--out", type=Path, help="file for the figures, as JSON")
     options = parser.parse_args(arguments)
-    groups = {size: in_group(size, 5 if options.quick else 50) for size in ((2, 4) if options.quick else (2, 4, 8, 16))}
-    stores = {size: in_process(by_store, size) for size in ((8, 512) if options.quick else SIZES)}
-    states = {size: random_states(size) for size in stores}
+    groups = {size: in_group(size, 5 if options.quick else 20) for size in ((2, 4) if options.quick else (2, 4, 8, 16))}
+    stores = {size: best(by_store, size, 1 if options.quick else 3) for size in ((8, 512) if options.quick else SIZES)}
+    states = {size: best(random_states, size, 1 if options.quick else 3) for size in stores}
     rows = [row for size in stores for row in table(size, groups[2], stores[size], states[size])]
     show(rows, groups)
     if options.out is not None:
@@ -69,7 +68,7 @@ def main(arguments: list[str]) -> None:
 
 
 def in_group(size: int, count: int) -> dict[str, float]:
-    """Return seconds by operation between ``size`` processes: the median of ``count``, each on the rank that takes longest."""
+    """Return seconds by operation between ``size`` processes: the best of ``count``, on the rank that takes longest."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.scale"])
     store = distributed.TCPStore("localhost", 0, is_master=True)
@@ -91,7 +90,7 @@ def _rank(rank: int, size: int, port: int, count: int, results: Any) -> None:
     )
     ranks = Ranks(own_group("control"))
     figures = {"join": time.perf_counter() - start}
-    states = [SavedRank(get_rng_state(), None) for _ in range(STATES)]
+    states = [of_rank() for _ in range(STATES)]
     flags = torch.zeros(8, dtype=torch.int32)
 
     def agree(ring: int) -> float:
@@ -110,15 +109,16 @@ def _rank(rank: int, size: int, port: int, count: int, results: Any) -> None:
         "states": lambda: ranks.merged_on_first(states, add),
     }
     for name, operation in operations.items():
-        seconds, begins = [], []
+        seconds: list[float] = []
+        begins: list[Any] = []
         for _ in range(count + 1):  # the first one does not count
             distributed.barrier(ranks.group)
             start = time.perf_counter()
             begins.append(operation())
             seconds.append(time.perf_counter() - start)
-        figures[name] = statistics.median(seconds[1:])
+        figures[name] = min(seconds[1:])
         if name == "ring":
-            figures["begin"] = statistics.median(begins[1:])  # type: ignore[type-var]
+            figures["begin"] = min(begins[1:])
     slowest = ranks.merged(figures, lambda one, two: {name: max(one[name], two[name]) for name in one})
     if rank == 0:
         results.put(slowest)
@@ -129,10 +129,13 @@ def _rank(rank: int, size: int, port: int, count: int, results: Any) -> None:
 # -------------------------------------------------------------------------------------------------- ranks of one store
 
 
-def in_process(function: Callable[[int], dict[str, float]], size: int) -> dict[str, float]:
-    """Return what a function returns in a process of its own, which can be rank 0 of ``size``."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(function, (size,))
+def best(function: Callable[[int], dict[str, float]], size: int, count: int) -> dict[str, float]:
+    """Return the smallest figures of ``count`` calls, each in a process of its own, which can be rank 0 of ``size``."""
+    found = []
+    for _ in range(count):
+        with multiprocessing.get_context("forkserver").Pool(1) as pool:
+            found.append(pool.apply(function, (size,)))
+    return {name: min(one[name] for one in found) for name in found[0]}
 
 
 def by_store(size: int) -> dict[str, float]:
@@ -217,13 +220,19 @@ def _round(others: Others) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------------- random states
 
 
+def of_rank() -> SavedRank:
+    """Return what a checkpoint has of each rank in the middle of an epoch: the random states now, and at its beginning."""
+    start = SavedStart(get_rng_state(), [None] * 4, workers=False)
+    train = SavedPosition(generators=[None] * 4, used=1, passes=0, begun=True, length=None, start=start)
+    return SavedRank(get_rng_state(), SavedData(train, []))
+
+
 def random_states(size: int) -> dict[str, float]:
-    """Return what rank 0's training thread does with the random states of ``size`` ranks at a save, beside receiving them."""
-    sent = [pickle.dumps([SavedRank(get_rng_state(), None)]) for _ in range(size)]
+    """Return what rank 0's training thread does with the random states of ``size`` ranks at a save, once it has them."""
+    states = [of_rank() for _ in range(size)]
     start = time.perf_counter()
-    states = [one for each in sent for one in pickle.loads(each)]  # noqa: S301 - ours
     stage({"ranks": [as_tree(one) for one in states]}).release()
-    return {"bytes": len(sent[0]), "seconds": time.perf_counter() - start}
+    return {"seconds": time.perf_counter() - start, "bytes": len(pickle.dumps(states[0]))}
 
 
 # ------------------------------------------------------------------------------------------------------------ the table
@@ -248,6 +257,9 @@ def table(size: int, two: dict[str, float], store: dict[str, float], states: dic
             "how": how,
         }
 
+    save = 2 * deep * message + (size - 1) * per_state + states["seconds"]
+    # Beside the training, three rings of all_reduce, and one that tells rank 0 the lengths of what it gathers.
+    parts = (6 * (size - 1) + (3 * 2 + 2) * size, size * states["bytes"] + merged["bytes"])
     # A ring passes each of 8 values around twice. With doubling each rank sends 8 values of 4 bytes once per step.
     agreement = (16 * (size - 1), 64 * (size - 1)) if ring else (size * deep, 32 * size * deep)
     waits = (two["begin"], (size - 1) * two["ring"]) if ring else (deep * two["doubling"], 0.0)
@@ -255,16 +267,10 @@ def table(size: int, two: dict[str, float], store: dict[str, float], states: dic
     return [
         row("agreement", *agreement, *waits, "computed"),
         row("stop", merged["messages"], merged["bytes"], merged["thread"], 0.0, "computed"),
-        row(
-            "save",
-            2 * (size - 1),
-            size * states["bytes"],
-            2 * deep * message + (size - 1) * per_state + states["seconds"],
-            0.0,
-            "computed; states measured",
-        ),
+        row("save", 2 * (size - 1), size * states["bytes"], save, 0.0, "computed"),
+        row("sharded", *parts, save + merged["thread"], 3.5 * (size - 1) * two["ring"], "computed"),
         row("resume", 2 * merged["messages"], 2 * merged["bytes"], 2 * merged["thread"], 0.0, "computed"),
-        row("report", 4 * size, reports, store["compare_busy"], store["puts"] + store["compare"] + store["reads"], "measured"),
+        row("report", 4 * size, reports, 0.0, store["puts"] + store["compare"] + store["reads"], "measured"),
         row("round", 4 * size, size * (2 * store["answer_bytes"]), store["round"], store["looks"], "measured"),
     ]
 

@@ -168,7 +168,7 @@ class Restore:
         except (CheckpointError, OSError) as error:
             problem = error
         ranks = self._run.state.ranks
-        for rank, one in enumerate([problem] if ranks is None else ranks.gather(problem)):
+        for rank, one in ({0: problem} if ranks is None else ranks.distinct(problem)).items():
             if one is not None:
                 one.add_note(f"on rank {rank}")
                 raise one
