@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 from collections.abc import Iterable
 from pathlib import Path
 
 from eventloop import CheckpointError, get_logger
-from eventloop.checkpoint import TEMPORARY_PREFIX, AnyPath, link, load, load_whole, open_file, remove, save
+from eventloop.checkpoint import AnyPath, load, load_whole, stage, write
 
 log = get_logger()
 
@@ -23,15 +21,9 @@ def publish_checkpoint(path: AnyPath, keys: Iterable[str]) -> AnyPath:
     """
     tree = load_whole(path) if isinstance(path, Path) else load(path)
     stripped = {key: tree[key] for key in keys_to_publish(keys, tree, str(path))}
-    temporary = path.with_name(f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}.tmp")
-    try:
-        save(stripped, temporary)
-        with open_file(temporary) as (file, _):
-            digest = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # it has readinto
-        published = path.with_name(f"{path.stem}-{digest[:8]}{path.suffix}")
-        link(temporary, published)
-    finally:
-        remove(temporary)
+    staged = stage(stripped)
+    published = path.with_name(f"{path.stem}-{staged.sha256()[:8]}{path.suffix}")
+    write(staged, published)
     log.info("checkpoint published", path=str(published), keys=list(stripped))
     return published
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any, Final
@@ -12,7 +13,10 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 
 BUCKET: Final = "bucket"
 Fault = Callable[[str, str], str | None]
-"""Given the method and the path with its query, returns the status to answer with, ``"reset"``, or None for no fault."""
+"""Given the method and the path with its query, returns the status to answer with, or None for no fault.
+
+``"reset"`` breaks the connection, and ``"lost"`` does so after the server has done what was asked.
+"""
 
 
 class _Silent(WSGIRequestHandler):
@@ -47,8 +51,10 @@ class S3Server:
         fault = self.fault(environ["REQUEST_METHOD"], path)
         if fault is None:
             return self._app(environ, start_response)
-        if fault == "reset":
-            environ["werkzeug.socket"].close()
+        if fault == "lost":
+            list(self._app(environ, lambda *_: None))
+        if fault in ("reset", "lost"):
+            environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)  # a close would leave it to werkzeug, which reads on
             raise ConnectionResetError
         environ["wsgi.input"].read(int(environ.get("CONTENT_LENGTH") or 0))
         start_response(fault, [("Content-Type", "application/xml")])

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO, Final
 
 from eventloop.checkpoint import s3
-from eventloop.checkpoint.commit import TEMPORARY_PREFIX, discard, failing
+from eventloop.checkpoint.commit import DIGEST_BYTES, TEMPORARY_PREFIX, discard, failing
 from eventloop.errors import CheckpointError, ConfigurationError
 from eventloop.log import get_logger
 
@@ -27,6 +27,8 @@ _BLOCK: Final = 16 << 20
 """Bytes per part of an upload, or of what is read."""
 _OBJECT_STORES: Final = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"})
 """Protocols of stores in which an upload appears under its name when it ends, and not before."""
+_CREATE: Final = frozenset({"s3", "s3a", "gs", "gcs", "memory"})
+"""Protocols of stores with conditional writes."""
 _RETRY_THEMSELVES: Final = _OBJECT_STORES - {"memory"}
 """Protocols whose libraries try again by themselves."""
 _PATIENCE: Final = 60
@@ -120,20 +122,52 @@ class RemotePath:
         with failing(f"cannot write {self} ({len(data):,} bytes)", Exception):
             self._again(put)
 
-    def upload(self, size: int, parts: Callable[[], Iterable[memoryview | bytes]]) -> None:
-        """Create or replace a file of ``size`` bytes; ``parts`` begins anew with each call."""
+    def upload(self, size: int, parts: Callable[[], Iterable[memoryview | bytes]], *, create: bool = False) -> None:
+        """Create or replace a file of ``size`` bytes; ``parts`` begins anew with each call.
+
+        Raises:
+            CheckpointError: from the error of the step that failed; or, with ``create`` and where ``can_create``, it exists.
+        """
+        end = b""
+
+        def noted() -> Iterator[memoryview | bytes]:
+            nonlocal end
+            for part in parts():
+                end = bytes(part[-DIGEST_BYTES:])
+                yield part
 
         def put() -> None:
             if self._protocol not in _OBJECT_STORES:
-                self._put_aside(size, parts())
+                self._put_aside(size, noted())
             elif hasattr(self.fs, "call_s3"):
-                s3.upload(self.fs, str(self), size, parts())
+                s3.upload(self.fs, str(self), size, noted(), create=create)
             else:
-                self._put(parts())
+                self._put(noted(), "xb" if create and self.can_create else "wb")
             self._check_size(size)
 
         with failing(f"cannot write {self} ({size:,} bytes)", Exception):
-            self._again(put)
+            try:
+                self._again(put)
+            except (FileExistsError, FileNotFoundError) as error:
+                # A request whose answer is lost is sent again, and then finds that its work is done.
+                if not self._has(size, end):
+                    if isinstance(error, FileNotFoundError):
+                        raise
+                    raise CheckpointError(
+                        f"cannot write {self}: it exists, and this run did not write it. Another run saves to this directory: "
+                        "end one of them, or give it an out_dir= or a work_dir of its own"
+                    ) from error
+
+    @property
+    def can_create(self) -> bool:
+        """Whether a file can be written here only if there is none of its name, by one step."""
+        return self._protocol in _CREATE
+
+    def _has(self, size: int, end: bytes) -> bool:
+        """Return True if the file has this size and end, which is the digest of a checkpoint."""
+        with suppress(Exception):
+            return bool(end) and self._info()["size"] == size and self.fs.cat_file(str(self), start=size - len(end)) == end
+        return False
 
     @property
     def _limit(self) -> dict[str, Any]:
@@ -156,8 +190,8 @@ class RemotePath:
                 return
         put()
 
-    def _put(self, parts: Iterable[memoryview | bytes]) -> None:
-        file = self.fs.open(str(self), "wb", block_size=_BLOCK, autocommit=False)
+    def _put(self, parts: Iterable[memoryview | bytes], mode: str) -> None:
+        file = self.fs.open(str(self), mode, block_size=_BLOCK, autocommit=False)
         self.fs.transaction.files.remove(file)  # else the next transaction of any user of this file system would commit it
         try:
             for part in parts:

@@ -5,6 +5,7 @@ s3fs tries each request again, after throttling, errors of the server and broken
 
 from __future__ import annotations
 
+import errno
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -22,12 +23,25 @@ _PATIENCE: Final = 120
 _PATIENCE_AFTER_ERROR: Final = 10
 
 
-def upload(fs: Any, url: str, size: int, parts: Iterable[memoryview | bytes]) -> None:
-    """Create or replace an object of ``size`` bytes; it appears when all of it is there. A failed upload leaves no parts."""
+def upload(fs: Any, url: str, size: int, parts: Iterable[memoryview | bytes], *, create: bool = False) -> None:
+    """Create or replace an object of ``size`` bytes; it appears when all of it is there. A failed upload leaves no parts.
+
+    Raises:
+        FileExistsError: ``create``, and there is an object of this name.
+    """
     bucket, key, _ = fs.split_path(url)
     where = {"Bucket": bucket, "Key": key, "timeout": _PATIENCE}
+
+    def finish(method: str, **what: Any) -> None:
+        try:
+            fs.call_s3(method, **where, **what, **({"IfNoneMatch": "*"} if create else {}))
+        except OSError as error:
+            if not create or error.errno != errno.ENOSYS:
+                raise
+            fs.call_s3(method, **where, **what)  # a server without conditional writes
+
     if size <= PART:
-        fs.call_s3("put_object", **where, Body=b"".join(parts))
+        finish("put_object", Body=b"".join(parts))
         return
     where["UploadId"] = fs.call_s3("create_multipart_upload", **where)["UploadId"]
 
@@ -37,7 +51,7 @@ def upload(fs: Any, url: str, size: int, parts: Iterable[memoryview | bytes]) ->
 
     try:
         sent = _sent(send, _blocks(parts, max(PART, -(-size // _MOST_PARTS))))
-        fs.call_s3("complete_multipart_upload", **where, MultipartUpload={"Parts": sent})
+        finish("complete_multipart_upload", MultipartUpload={"Parts": sent})
     except BaseException as error:
         where["timeout"] = _PATIENCE_AFTER_ERROR
         discard(url, lambda _: fs.call_s3("abort_multipart_upload", **where), error)

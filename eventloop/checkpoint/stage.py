@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 import weakref
 from collections import deque
@@ -12,7 +13,7 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from eventloop.checkpoint.commit import DIGEST_BYTES, Pieces, readable
+from eventloop.checkpoint.commit import DIGEST_BYTES, Pieces, crc32, readable
 from eventloop.checkpoint.layout import Batch, Changed, Layout, Pair, Tensors, by_device, copy, end_of_queue
 from eventloop.checkpoint.memory import allocate
 from eventloop.checkpoint.overlap import Overlap
@@ -164,6 +165,14 @@ class StagedTree:
         """
         return self._header, self._copied().flat.numpy().data, self._tree
 
+    def sha256(self) -> str:
+        """Return the SHA-256 of the file that ``write`` makes. See ``pieces``."""
+        pieces = self.pieces()
+        found = hashlib.sha256()
+        for piece in (*pieces, crc32(pieces).to_bytes(DIGEST_BYTES, "little")):
+            found.update(piece)
+        return found.hexdigest()
+
     def tree(self) -> Any:
         """Return the tree with copies of its tensors on the CPU, which are valid until ``release``. See ``pieces``."""
         memory = self._copied()
@@ -248,8 +257,10 @@ class CommitInfo(msgspec.Struct, frozen=True):
     seconds: float
 
 
-def write(staged: StagedTree, path: AsPath, *, release: bool = True) -> CommitInfo:
+def write(staged: StagedTree, path: AsPath, *, release: bool = True, create: bool = False) -> CommitInfo:
     """Write a staged tree to ``path``, a file or a URL, durably and atomically, and ``release`` it.
+
+    With ``create`` it must be new in a store with conditional writes (S3, Google Cloud Storage).
 
     The GIL is free during nearly all of it. If it fails, the name keeps what it had, and ``staged`` may be written elsewhere.
 
@@ -259,7 +270,7 @@ def write(staged: StagedTree, path: AsPath, *, release: bool = True) -> CommitIn
     """
     start = time.perf_counter()
     path = as_path(path)
-    digest = write_pieces(path, staged.bytes, staged.pieces())
+    digest = write_pieces(path, staged.bytes, staged.pieces(), create=create)
     if release:
         staged.release()
     return CommitInfo(path, staged.bytes, readable(digest), time.perf_counter() - start)

@@ -64,8 +64,8 @@ def as_path(location: AsPath) -> AnyPath:
     return RemotePath(text)
 
 
-def write_pieces(path: AnyPath, size: int, pieces: Pieces) -> int:
-    """Create or replace a checkpoint of ``size`` bytes, digest included; return the digest."""
+def write_pieces(path: AnyPath, size: int, pieces: Pieces, *, create: bool = False) -> int:
+    """Create or replace a checkpoint of ``size`` bytes, digest included; return the digest. For ``create`` see ``link``."""
     if isinstance(path, RemotePath):
         crc = 0
 
@@ -77,7 +77,7 @@ def write_pieces(path: AnyPath, size: int, pieces: Pieces) -> int:
                 yield chunk
             yield crc.to_bytes(DIGEST_BYTES, "little")
 
-        path.upload(size, sealed)
+        path.upload(size, sealed, create=create)
         return crc
     return commit_file(path, size, lambda descriptor: write_sealed(descriptor, pieces))
 
@@ -91,11 +91,11 @@ def commit_bytes(path: AsPath, data: bytes) -> None:
         commit_file(path, len(data), lambda descriptor: write_all(descriptor, data))
 
 
-def link(existing: AsPath, new: AsPath) -> None:
+def link(existing: AsPath, new: AsPath, *, create: bool = False) -> None:
     """Give the file or folder ``existing`` the second name ``new``, replacing what had it.
 
     It is a hard link if possible (in a folder, of each file), else a copy. A store is not asked to copy: buckets with enforced
-    conditional writes refuse that.
+    conditional writes refuse that. With ``create`` it must be new in a store with conditional writes.
     """
     existing, new = as_path(existing), as_path(new)
     if isinstance(existing, Path) and isinstance(new, Path) and existing.is_dir():
@@ -116,7 +116,7 @@ def link(existing: AsPath, new: AsPath) -> None:
                 write_all(descriptor, part)
 
         if isinstance(new, RemotePath):
-            new.upload(size, parts)
+            new.upload(size, parts, create=create)
         else:
             commit_file(new, size, fill)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from eventloop.checkpoint import commit_bytes, load, save, verify
+from eventloop.checkpoint import RemotePath, as_path, commit_bytes, load, save, stage, verify, write
 from eventloop.errors import CheckpointError
 
 pytest.importorskip("moto")
@@ -86,3 +87,52 @@ def test_a_fault_that_passes_is_tried_again(server: S3Server, fault: str) -> Non
     save(tree(1.0), URL)
     assert not faults
     verify(URL)
+
+
+@pytest.mark.parametrize("size", [10, BYTES // 4])
+def test_what_another_process_has_written_is_never_replaced(server: S3Server, size: int) -> None:
+    path = as_path(URL)
+    assert isinstance(path, RemotePath)
+    assert path.can_create
+    write(stage(tree(1.0, size)), path, create=True)
+    with pytest.raises(CheckpointError, match=URL) as caught:
+        write(stage(tree(2.0, size)), path, create=True)
+    assert isinstance(caught.value.__cause__, FileExistsError)
+    assert load(URL)["weight"][0] == 1.0
+    assert not s3fs.S3FileSystem().call_s3("list_multipart_uploads", Bucket=BUCKET).get("Uploads")
+    save(tree(2.0, size), path)
+    assert load(URL)["weight"][0] == 2.0
+
+
+@pytest.mark.parametrize("size", [10, BYTES // 4])
+@pytest.mark.parametrize("create", [True, False])
+def test_an_upload_whose_last_answer_is_lost_is_done(server: S3Server, size: int, create: bool) -> None:
+    """The request is sent again, and the server says that there is such a file, or no such upload."""
+    faults = ["lost"]
+
+    def fault(method: str, path: str) -> str | None:
+        last = "uploadId=" in path if method == "POST" else method == "PUT" and "partNumber" not in path
+        return faults.pop() if last and faults else None
+
+    server.fault = fault
+    write(stage(tree(1.0, size)), URL, create=create)
+    assert not faults
+    verify(URL)
+
+
+def test_a_server_without_conditional_writes_gets_the_file_nevertheless(
+    server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, refused = s3fs.S3FileSystem.call_s3, []
+
+    def call(self: object, method: str, **options: object) -> object:
+        if "IfNoneMatch" in options:
+            refused.append(method)
+            raise OSError(errno.ENOSYS, "A header you provided implies functionality that is not implemented")
+        return real(self, method, **options)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "call_s3", call)
+    for size in (10, BYTES // 4):
+        write(stage(tree(1.0, size)), URL, create=True)
+        verify(URL)
+    assert refused == ["put_object", "complete_multipart_upload"]

@@ -84,3 +84,52 @@ def test_two_hooks_save_locally_and_remotely_with_one_write_and_published_copies
     assert memory.cat_file("/bucket/run/epoch_2.safetensors") == (tmp_path / "run" / "epoch_2.safetensors").read_bytes()
     (published,) = (name for name in there() if name.startswith("epoch_2-"))
     assert list(load(f"{URL}/{published}.safetensors")) == ["state_dict"]
+
+
+def test_a_store_is_asked_for_no_copy_and_no_checkpoint_is_read_back(job, tmp_path, monkeypatch, there):
+    """The best file of an epoch that was saved already, and the published copies, are uploaded from memory."""
+    read, real = [], MemoryFileSystem.open
+
+    def record(self, path, mode="rb", **options):
+        read.append(path) if mode == "rb" and "-" not in path else None
+        return real(self, path, mode, **options)
+
+    for name in ("cp_file", "mv", "copy"):
+        monkeypatch.setattr(MemoryFileSystem, name, fails(AssertionError(name)))
+    monkeypatch.setattr(MemoryFileSystem, "open", record)
+    seen = []
+    hook = CheckpointHook(1, out_dir=OUT, save_best="acc")
+    loop = scored(tmp_path / "run", hook, 0.1, 0.5)
+    loop.bus.on("after_run", lambda event: (event.run.wait_for_saves(), seen.extend(read)), priority="HIGHEST")
+    loop.run()
+    assert there() == {"epoch_1", "epoch_2", "best_acc_epoch_2", "last_checkpoint"}
+    assert not seen
+    assert load(f"{URL}/best_acc_epoch_2.safetensors")["progress"]["epoch"] == 2
+
+
+def test_of_two_runs_into_one_directory_the_second_adds_and_replaces_nothing(job, tmp_path, memory):
+    """Both begin before either has saved. What it could not save is kept in its work dir."""
+    first = job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "one/run", max_epochs=2)
+    second = job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "two/run", max_epochs=3)
+    contents: dict[str, bytes] = {}
+
+    def train_first(event):
+        first.run()
+        contents.update({name: memory.cat_file(name) for name in memory.store})
+
+    second.bus.on("before_train", train_first)
+    with pytest.raises(CheckpointError, match=f"{URL}/epoch_1.safetensors.*out_dir="):
+        second.run()
+    assert {name: memory.cat_file(name) for name in memory.store} == contents
+    assert (tmp_path / "two/run/kept_epoch_3.safetensors").exists()
+
+
+def test_a_run_may_replace_its_own_files_and_those_that_it_resumed_among(job, tmp_path, memory):
+    job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "run", max_epochs=2).run()
+    before = memory.cat_file("/bucket/run/epoch_2.safetensors")
+    again = job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "run", max_epochs=2)
+    again.bus.on("after_train_iter", lambda event: event.run.set_lr(0.5), once=1)
+    again.bus.on("after_train_epoch", lambda event: event.run.request_save("x.safetensors", directory=URL))
+    again.run(resume=f"{URL}/epoch_1.safetensors")
+    assert memory.cat_file("/bucket/run/epoch_2.safetensors") != before
+    assert load(f"{URL}/x.safetensors")["progress"]["epoch"] == 2

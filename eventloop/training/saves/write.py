@@ -58,6 +58,8 @@ class CheckpointWriter:
         self._unsaved: Exception | None = None
         """Why the last save of a sharded model has not reached its store."""
         self._kept = KeptSaves(run.work_dir)
+        self._there: dict[AnyPath, set[str]] = {}  # the names that this run may replace, by directory of a store
+        self._conflicts: dict[AnyPath, CheckpointError] = {}  # by directory to which another run saves
         self._writer = BackgroundWriter[SaveJob](self._write_checkpoint, at_exit=lambda: self.close(bus.abort_timeout))
 
     # --------------------------------------------------------------------------------------- on the training thread
@@ -109,10 +111,13 @@ class CheckpointWriter:
             self.skip(replaced)
 
     def adopt(self, directories: Collection[AnyPath], resumed_from: AnyPath | None, done: int) -> None:
-        """Upload what an earlier run keeps in the work dir for ``directories``. Call it before the first job.
+        """Adopt what is in ``directories``, and upload what an earlier run keeps for them. Call it before the first job.
 
-        It is the file that this run ``resumed_from``, and the best files of its past, the first ``done`` iterations.
+        Files that are there now may be replaced. What appears later in a store with conditional writes is another run's.
+
+        What is uploaded is the file that the run ``resumed_from``, and the best files of its first ``done`` iterations.
         """
+        self._there = {one: set(one.sizes()) for one in directories if isinstance(one, RemotePath) and one.can_create}
         for path, urls in self._kept.files(directories):
             try:
                 progress = peek(path)
@@ -309,9 +314,19 @@ class CheckpointWriter:
         root = job.source or job
 
         def write_file() -> int:
+            if (conflict := self._conflicts.get(path.parent)) is not None:
+                raise conflict
             self._make(path.parent)
             _keep_foreign(path)
-            size = self._fill(root, path)
+            try:
+                size = self._fill(root, path)
+            except CheckpointError as error:
+                if isinstance(error.__cause__, FileExistsError):
+                    self._conflicts[path.parent] = error
+                else:
+                    self._replaceable(path)  # the store may have it nevertheless
+                raise
+            self._replaceable(path)
             self._landed(root, path)
             return size
 
@@ -319,13 +334,18 @@ class CheckpointWriter:
 
     def _fill(self, root: SaveJob, path: AnyPath) -> int:
         """Write the file ``path``, or link it to one that is there; return the bytes written."""
+        create = path.name not in self._there.get(path.parent, (path.name,))
         local = next((one for one in root.held if isinstance(one, Path) and one.exists()), None)
         if root.staged is not None and not root.staged.released and (local is None or isinstance(path, RemotePath)):
-            return write(root.staged, path, release=False).bytes
+            return write(root.staged, path, release=False, create=create).bytes
         if local is None and not root.held:
             raise CheckpointError(f"cannot write {path}: the file that has its state could not be written")
-        link(local or root.held[0], path)
+        link(local or root.held[0], path, create=create)
         return 0
+
+    def _replaceable(self, path: AnyPath) -> None:
+        if path.parent in self._there:
+            self._there[path.parent].add(path.name)
 
     def _landed(self, root: SaveJob, path: AnyPath) -> None:
         """Note a durable file; have ``last_checkpoint`` in its directory and in the work dir name it, if it is the newest."""
@@ -345,7 +365,13 @@ class CheckpointWriter:
         relative = path.name if path.parent == directory else str(path)
         if isinstance(path, Path) and path.parent != directory:
             relative = os.path.relpath(path, str(directory))
-        commit_bytes(self.made[directory], os.fsencode(relative))
+        try:
+            commit_bytes(self.made[directory], os.fsencode(relative))
+        except CheckpointError as error:
+            # A bucket in which nothing can be replaced. A resume finds the newest file without the pointer.
+            if not (isinstance(directory, RemotePath) and isinstance(error.__cause__, PermissionError)):
+                raise
+            log.warning("the store refuses last_checkpoint", path=str(self.made[directory]), error=str(error))
 
     def _make(self, directory: AnyPath) -> None:
         # A local directory may have been removed; an object store has none to remove.
