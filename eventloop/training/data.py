@@ -41,7 +41,8 @@ class Feed:
     def __init__(self, loader: Iterable[Any], device: torch.device, name: str = "train_data") -> None:
         self.loader: Any = loader
         self.length = length_of(loader)
-        self._has_state = has_state(loader)
+        self._sampler = global_sampler(loader)
+        self._has_state = self._sampler is None and has_state(loader)  # a state of one process has no place in others
         self.used = 0
         self.passes = 0  # earlier passes of the same epoch, in iteration-based training
         self._device = device
@@ -58,7 +59,6 @@ class Feed:
         """The random states to begin with, if the saved run had begun the pass and taken no batch."""
         self._warned = False
         self._endless: int | None = None  # the epoch in which an exhausted loader is restarted
-        self._sampler = global_sampler(loader)
         self._samples: int | None = None  # those that the saved run had used, before a resumed run takes the rest
 
     def __iter__(self) -> Iterator[Any]:

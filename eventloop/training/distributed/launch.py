@@ -113,7 +113,7 @@ def divided(loader: Iterable[Any], global_batch: int, seed: int) -> DataLoader[A
 
 def warn_if_all(loader: Iterable[Any], name: str) -> None:
     """Warn about a ``DataLoader`` that gives all of the data to every process."""
-    if world_size() > 1 and not this_rank() and _is_plain(loader):
+    if world_size() > 1 and not this_rank() and (_is_plain(loader) or _is_plain_of_torchdata(loader)):
         log.warning(
             "every process iterates over all of this data; give its DataLoader a DistributedSampler, unless each process has "
             "its own dataset",
@@ -128,3 +128,10 @@ def _is_plain(loader: Iterable[Any]) -> TypeGuard[DataLoader[Any]]:
     sampler = loader.sampler
     once = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source)
     return once or type(sampler) is SequentialSampler
+
+
+def _is_plain_of_torchdata(loader: Any) -> bool:
+    """Return True for a ``StatefulDataLoader`` with samplers of its own, which are no subclasses of torch's."""
+    parts = (loader, loader.sampler) if isinstance(loader, DataLoader) else (loader,)
+    ours = [type(part).__module__.startswith("torchdata.") for part in parts]
+    return ours[0] and (ours[-1] or type(parts[-1]) is SequentialSampler)

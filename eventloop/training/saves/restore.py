@@ -201,6 +201,16 @@ def placement(
     return like
 
 
+_IN_BATCHES: Final = (
+    "resuming inside an epoch on another number of processes: the position in the data is right only if the global batch size "
+    "is unchanged; TrainLoop(global_batch=), or a GlobalBatchSampler, counts samples"
+)
+_IN_A_STREAM: Final = (
+    "resuming inside an epoch of a stream on another number of processes: samples of this epoch may come twice, or not at all; "
+    "resume with the number that saved, or from the end of an epoch"
+)
+
+
 def state_of_rank(tree: Mapping[str, Any], rank: int, world_size: int) -> Tree:
     """Upgrade and check the state of a run; return it with the random states and the position in the data of rank ``rank``.
 
@@ -211,12 +221,7 @@ def state_of_rank(tree: Mapping[str, Any], rank: int, world_size: int) -> Tree:
     ranks = saved.ranks or [SavedRank(saved.rng, saved.data)]
     position = None if saved.data is None else saved.data.train
     if len(ranks) != world_size and position is not None and position.used and position.samples is None:
-        log.warning(
-            "resuming inside an epoch on another number of processes: the position in the data is right only if the global "
-            "batch size is unchanged; TrainLoop(global_batch=), or a GlobalBatchSampler, counts samples",
-            saved=len(ranks),
-            now=world_size,
-        )
+        log.warning(_IN_A_STREAM if position.length is None else _IN_BATCHES, saved=len(ranks), now=world_size)
     own = ranks[rank] if rank < len(ranks) else SavedRank(other_rng_state(ranks[0].rng, rank), ranks[0].data)
     return {**tree, **as_tree(own)}
 
