@@ -24,7 +24,7 @@ from eventloop.checkpoint.overlap import Overlap, Staging
 from eventloop.checkpoint.pth import ForeignFormat, convert_foreign, load_pth, register_format
 from eventloop.checkpoint.remote import RemotePath
 from eventloop.checkpoint.saver import AsyncSaver, Busy
-from eventloop.checkpoint.shards import has_shards, is_sharded, sweep_shards, verify_shards
+from eventloop.checkpoint.shards import is_sharded, sharded_in, sweep_shards, verify_shards
 from eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, WriteFile, save, stage, write
 from eventloop.checkpoint.store import (
     AnyPath,
@@ -74,7 +74,6 @@ __all__ = [
     "file_kind",
     "files_in",
     "free_name",
-    "has_shards",
     "inspect",
     "is_checkpoint",
     "is_folder",
@@ -93,6 +92,7 @@ __all__ = [
     "remove",
     "remove_leftover",
     "save",
+    "sharded_in",
     "stage",
     "sweep_shards",
     "symlink",

@@ -19,7 +19,7 @@ from eventloop.checkpoint.container import METADATA, SAFE_NAMES
 from eventloop.checkpoint.layout import with_length
 from eventloop.checkpoint.load import inspect, load
 from eventloop.checkpoint.rebuild import convert_parts
-from eventloop.checkpoint.shards import has_shards, verify_shards
+from eventloop.checkpoint.shards import sharded_in, verify_shards
 from eventloop.checkpoint.store import AnyPath, AsPath, as_path, link
 from eventloop.checkpoint.tree import text_of
 from eventloop.checkpoint.wrappers import without_wrappers
@@ -43,7 +43,7 @@ def load_whole(path: AsPath) -> Any:
         CheckpointDamagedError: the file or a part beside it is damaged.
     """
     state = load(path)
-    if not has_shards(state):
+    if sharded_in(state) is None:
         return state
     verify_shards(state, path)
     from eventloop.checkpoint.sharded import put_shards  # takes a second to import

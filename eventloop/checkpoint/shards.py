@@ -86,9 +86,9 @@ def is_sharded(model: torch.nn.Module) -> bool:
     return tensors is not None and any(isinstance(parameter, tensors.DTensor) for parameter in model.parameters())
 
 
-def has_shards(state: object) -> bool:
-    """Return True if the tree of a checkpoint names a directory with sharded tensors."""
-    return isinstance(state, Mapping) and SHARDS in state
+def sharded_in(state: object) -> str | None:
+    """Return the name of the directory with the sharded tensors of a checkpoint; None if it has no sharded tensors."""
+    return str(state[SHARDS]) if isinstance(state, Mapping) and SHARDS in state else None
 
 
 def shards_of(state: Mapping[str, Any], path: AnyPath) -> AnyPath:
@@ -167,13 +167,15 @@ def _is_sound(tensor: Indexed, sizes: dict[str, int]) -> bool:
     return elements(tensor.shape, held) == held
 
 
-def verify_shards(state: Any, path: object) -> None:
+def verify_shards(state: Any, path: object, *, share: tuple[int, int] = (0, 1)) -> None:
     """Read the sharded tensors of a checkpoint once, if it has any, and compare their digests.
+
+    Several processes can divide the parts: ``share`` is the number of this one and how many there are.
 
     Raises:
         CheckpointDamagedError: a part is missing or damaged.
     """
-    if not has_shards(state):
+    if sharded_in(state) is None:
         return
     file = as_path(str(path))
     with naming_damage(file):
@@ -181,12 +183,12 @@ def verify_shards(state: Any, path: object) -> None:
         parts = {piece.file for piece in all_pieces(read_index(directory))}
         old = {part for part in parts if part.endswith(OLD_PART)}
         if old or (isinstance(directory, Path) and (directory / _OLD_INDEX).exists()):
-            _verify_old(Path(str(directory)), old)
-        for part in sorted(parts - old):
+            _verify_old(Path(str(directory)), old, share)
+        for part in sorted(parts - old)[share[0] :: share[1]]:
             verify(directory / part)
 
 
-def _verify_old(directory: Path, parts: set[str]) -> None:
+def _verify_old(directory: Path, parts: set[str], share: tuple[int, int]) -> None:
     wanted: dict[str, str] = {}
     for digests in directory.glob(f"*.{_OLD_DIGESTS}"):
         wanted |= msgspec.json.decode(read_small(digests, _MAX_INDEX_BYTES), type=dict[str, str])
@@ -194,7 +196,7 @@ def _verify_old(directory: Path, parts: set[str]) -> None:
         raise CheckpointDamagedError(f"{directory} is not complete")
     if unknown := parts - wanted.keys():
         raise CheckpointDamagedError(f"{directory} has no digests of {', '.join(sorted(unknown))}")
-    for name, digest in wanted.items():
+    for name, digest in sorted(wanted.items())[share[0] :: share[1]]:
         if not is_plain_name(name):
             raise CheckpointDamagedError(f"{directory} has a digest of {name!r}, which is not a file of it")
         file_size(directory / name)  # it is a regular file
@@ -226,7 +228,7 @@ def sweep_shards(directory: AnyPath, *, still: float = 60.0) -> bool:
             tree = outline(file)
         except (CheckpointError, OSError):
             return True  # it may name any of them
-        named.add(str(tree[SHARDS]) if has_shards(tree) else "")
+        named.add(sharded_in(tree))
     for one, parts in found.items():
         if one.name not in named and _unchanged(one, parts) >= still:
             remove_directory(one, list(parts))

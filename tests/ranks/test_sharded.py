@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader
 
 from eventloop import Bus, CheckpointDamagedError, CheckpointError, Hook, TrainLoop
-from eventloop.checkpoint import export_weights, load, load_whole, sharded, sweep_shards, verify_shards
+from eventloop.checkpoint import export_weights, load, load_whole, sharded, shards, sweep_shards, verify_shards
 from hooks import CheckpointHook, EMAHook, ExponentialMovingAverage
 
 from ..training.conftest import damage
@@ -180,6 +180,36 @@ def trained(out_dir: str, options: dict[str, Any]) -> Any:
     loop = jobs.make_loop(None, hook, epochs=2, shard=True)
     loop.run()
     return whole(loop.model.state_dict())
+
+
+def resumed(directory: str) -> Any:
+    """Return the iteration that a run resumes at, and the parts that this rank has verified."""
+    loop = jobs.make_loop(None, epochs=3, shard=True)
+    verify, verified, at = shards.verify, [], []
+
+    def seen(path: Any) -> None:
+        verified.append(path.name)
+        verify(path)
+
+    shards.verify = seen
+
+    @loop.bus.on("before_train")
+    def look(event: Any) -> None:
+        at.append(event.progress.iter)
+        event.run.stop("seen")
+
+    loop.run(resume=directory)
+    return at[0], verified
+
+
+def test_each_rank_verifies_some_parts_and_all_skip_a_checkpoint_with_a_damaged_one(ranks, tmp_path):
+    ranks(train, str(tmp_path), 2, None)
+    for rank, found in enumerate(ranks(resumed, str(tmp_path))):
+        assert found == (16, [f"__{rank}.safetensors"])
+    state = load(tmp_path / "epoch_2.safetensors")
+    damage(tmp_path / state["shards"] / "__1.safetensors")
+    for rank, found in enumerate(ranks(resumed, str(tmp_path))):
+        assert found == (8, [f"__{rank}.safetensors"] * 2)
 
 
 def refused_at(out_dir: str, epoch: int) -> list[str]:

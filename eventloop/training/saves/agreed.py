@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import distributed
 
-from eventloop.checkpoint import AnyPath, as_path, content_of, has_shards, inspect, load, outline
+from eventloop.checkpoint import AnyPath, as_path, content_of, inspect, load, outline, sharded_in
 from eventloop.errors import CheckpointDamagedError, CheckpointError, TrainbusError
 from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import Ranks
@@ -114,7 +114,7 @@ def _seen(look: Callable[[], AnyPath | None]) -> _View:
 
 
 def _view_of(path: AnyPath, state: Any) -> _View:
-    return _View(str(path), (how_far(state), inspect(path).digest), has_shards(state))
+    return _View(str(path), (how_far(state), inspect(path).digest), sharded_in(state) is not None)
 
 
 def _loaded(look: Callable[[], AnyPath | None]) -> Found | None:

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,15 +14,15 @@ import msgspec
 import torch
 
 from eventloop import events as ev
-from eventloop.checkpoint import AnyPath, RemotePath, as_path, convert_foreign, has_shards
-from eventloop.errors import CheckpointError, ConfigurationError, TrainingError
+from eventloop.checkpoint import AnyPath, RemotePath, as_path, convert_foreign, load, sharded_in, verify_shards
+from eventloop.errors import CheckpointDamagedError, CheckpointError, ConfigurationError, TrainingError
 from eventloop.log import get_logger
 from eventloop.privates import tree_map
 from eventloop.training.distributed.ranks import this_rank, world_size
 from eventloop.training.rng import other_rng_state
 from eventloop.training.saves.agreed import agreed
 from eventloop.training.saves.contents import SavedRun, as_tree, restore_state, unwrapped_state
-from eventloop.training.saves.discover import Found, find_checkpoint, load_verified, newest_candidate, read_checkpoint
+from eventloop.training.saves.discover import Found, Read, find_checkpoint, load_verified, newest_candidate, read_checkpoint
 from eventloop.training.schema import SavedCounts, SavedRank, SavedState, Tree, read, upgraded
 
 HOSTED: Final = "trainbus"
@@ -86,7 +87,7 @@ class Restore:
             return
         path, state = found
         state = state_of_rank(state, this_rank(), world_size())
-        if self._run.host.saver.sharded or has_shards(state):
+        if self._run.host.saver.sharded or sharded_in(state) is not None:
             state = self._with_shards(state, path)
         self._apply(state, str(path))
         self._run.resumed_from = path
@@ -134,9 +135,31 @@ class Restore:
         log.info("resumed", path=path or "the given state", epoch=counters.epoch, iter=counters.iter)
 
     def _find(self) -> Found | None:
-        """Load the checkpoint to resume from: of several ranks, the newest that any of them finds."""
-        ranks = self._run.state.ranks
-        return self._find_here() if ranks is None else agreed(ranks, self._find_here, self._look_here)
+        """Load the checkpoint to resume from: of several ranks, the newest good one that any of them finds."""
+        ranks, damaged = self._run.state.ranks, dict[str, str]()
+        if ranks is None:
+            return self._find_here(load_verified)
+
+        def read_file(path: AnyPath) -> Any:
+            state = load(path)
+            if (name := sharded_in(state)) in damaged:
+                raise CheckpointDamagedError(damaged[name])
+            return state
+
+        while True:
+            found = agreed(ranks, lambda: self._find_here(read_file), self._look_here)
+            if found is None or (name := sharded_in(found[1])) is None:
+                return found
+            # All read the tensors, each some files: a large model would keep one rank busy for long.
+            problem = _caught(partial(verify_shards, found[1], found[0], share=(ranks.rank, ranks.size)))
+            for rank, error in ranks.distinct(problem).items():
+                if isinstance(error, CheckpointDamagedError):
+                    damaged[name] = str(error)
+                elif error is not None:
+                    error.add_note(f"on rank {rank}")
+                    raise error
+            if name not in damaged:
+                return found
 
     def _look_here(self) -> AnyPath | None:
         known = self._run.saves.directories
@@ -147,32 +170,38 @@ class Restore:
             return newest_candidate(path, known=known)
         return path if path.exists() else None
 
-    def _find_here(self) -> Found | None:
+    def _find_here(self, read: Read) -> Found | None:
         if self._source == "auto":
-            return find_checkpoint(*self._run.saves.directories)
+            return find_checkpoint(*self._run.saves.directories, read=read)
         way_out = (
             'give the path or URL of a checkpoint, or of a directory with some; resume="auto" takes the newest one in the work '
             "dir, and begins a new run if it finds none"
         )
-        return read_checkpoint(as_path(self._source or ""), load_verified, way_out, known=self._run.saves.directories)
+        return read_checkpoint(as_path(self._source or ""), read, way_out, known=self._run.saves.directories)
 
     def _with_shards(self, state: Mapping[str, Any], path: Any) -> dict[str, Any]:
         from eventloop.checkpoint.sharded import put_shards, spread  # takes a second; only for sharded models
 
         like = placement(self._run.models, self._run.optimizers)
-        if not has_shards(state):
+        if sharded_in(state) is None:
             return spread(state, like)
-        made, problem = dict[str, Any](), None
-        try:
-            made = put_shards(state, path, like)
-        except (CheckpointError, OSError) as error:
-            problem = error
+        made = dict[str, Any]()
+        problem = _caught(lambda: made.update(put_shards(state, path, like)))
         ranks = self._run.state.ranks
         for rank, one in ({0: problem} if ranks is None else ranks.distinct(problem)).items():
             if one is not None:
                 one.add_note(f"on rank {rank}")
                 raise one
         return made
+
+
+def _caught(do: Callable[[], object]) -> CheckpointError | OSError | None:
+    """Return the error of a rank, which the others need to know."""
+    try:
+        do()
+    except (CheckpointError, OSError) as error:
+        return error
+    return None
 
 
 def placement(
