@@ -21,7 +21,7 @@ from eventloop.errors import ConfigurationError, RunCancelled
 from eventloop.privates import tensors_of, version_of
 from eventloop.training.distributed.ranks import own_group
 from eventloop.training.optimizers import forget_options, stepping
-from eventloop.training.saves.contents import SavedRun, gather_rank, gather_state
+from eventloop.training.saves.contents import SavedRun, gather_rank, gather_state, packed, unpacked
 from eventloop.training.saves.job import SaveJob
 from eventloop.training.saves.requests import SaveRequest, merged
 from eventloop.training.saves.restore import resume_line
@@ -122,7 +122,8 @@ class Capture:
         ranks, writer, wanted = self._run.state.ranks, self._opened(), merged(requests)
         held, busy = self._standing(wanted)
         if ranks is not None:
-            self._ranks_saved = ranks.merged_on_first([gather_rank(self._run)], add)  # for the file, which rank 0 writes
+            all_ranks = ranks.merged_on_first([packed(gather_rank(self._run))], add)
+            self._ranks_saved = () if ranks.rank else [*map(unpacked, all_ranks)]  # for the file, which rank 0 writes
             if self.sharded:
                 own = (secrets.token_hex(4), held, busy)
                 self._token, held, busy = ranks.merged(own, lambda one, two: (one[0], one[1] and two[1], one[2] or two[2]))
