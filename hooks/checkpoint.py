@@ -159,17 +159,18 @@ class CheckpointHook(CopiedAnew, Hook):
             directory = event.run.keeps_checkpoints_in(directory)
         event.run.shared[KEPT] = policies = event.run.shared.get(KEPT, [])
         self._suffix = event.run.checkpoint_suffix
-        self._kept.begin(directory, policies, self._suffix, event.run.kept_uploads)
+        self._removes = event.run.rank == 0
+        self._kept.begin(directory, policies, self._suffix, event.run.kept_uploads, looks=self._removes)
         if self._publish is not None and self._suffix != SUFFIX:
             advice = "but here another trainer writes the checkpoints; remove the option"
             raise ConfigurationError(f"{self.label}(published_keys=...) copies parts of trainbus's own checkpoints, {advice}")
         self._loaded_here = self._checked = self._finished = False
         self._last = None
-        self._removes = event.run.rank == 0
         self._sharded = any(map(is_sharded, event.run.models.values()))  # a forward pass may put parameters together
 
     def after_load_checkpoint(self, event: events.AfterLoadCheckpoint) -> None:
-        self._loaded_here = bool(self._kept.own([event.path]))
+        # Rank 0 decides what is saved; the disk of another rank may have another name.
+        self._loaded_here = bool(self._kept.own([event.path])) or not self._removes
 
     def before_train(self, event: events.BeforeTrain) -> None:
         directory = self._kept.directory

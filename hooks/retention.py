@@ -61,16 +61,25 @@ class RetentionPolicy(CopiedAnew):
         self._files: dict[str, list[KeptFile]] = {REGULAR: []}  # by kind, oldest first
         self._lost: dict[str, str] = {}  # by kind, the newest file if it was not written
         self._awaited: Collection[str] = ()
+        self._looks = True
         self._of_run: list[RetentionPolicy] = [self]
         self._lock = threading.Lock()
 
     def begin(
-        self, directory: AnyPath | None, of_run: list[RetentionPolicy], suffix: str, awaited: Collection[str] = ()
+        self,
+        directory: AnyPath | None,
+        of_run: list[RetentionPolicy],
+        suffix: str,
+        awaited: Collection[str] = (),
+        *,
+        looks: bool = True,
     ) -> None:
         """Begin a run, whose files end in ``suffix``, and add this policy to those ``of_run``.
 
         In a new directory, forget the files of the run before. ``awaited`` are paths of files that a store will get later.
+        Unless it ``looks``, all files in a restored state count as there: the disk may be another than that of rank 0.
         """
+        self._looks = looks
         self._suffix = suffix
         self._of_run = of_run
         of_run.append(self)
@@ -158,8 +167,8 @@ class RetentionPolicy(CopiedAnew):
     def _exists(self, name: object) -> bool:
         problem = "not a name that the hook gives"
         if is_plain_name(name) and name.endswith(self._suffix) and not name.startswith("."):
-            if self.directory is None:
-                return False
+            if self.directory is None or not self._looks:
+                return self.directory is not None
             if is_folder(self.directory / name):
                 return True
             try:

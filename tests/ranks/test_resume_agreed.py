@@ -149,3 +149,24 @@ def test_what_one_machine_keeps_for_a_store_is_resumed_by_all_and_uploaded_by_ra
     for found, trained, files in run("new", "a", epochs=4):
         assert (trained, files) == ([2, 3], [])
         assert all(torch.equal(found[name], value) for name, value in whole.items())
+
+
+def train_in(folder: Path, epochs: int, resume: str | None) -> list[str]:
+    """Train with best files in a directory of this rank alone; return the names of these files."""
+    disk = folder / f"disk-{torch.distributed.get_rank()}"
+    loop = make_loop(disk, CheckpointHook(1, save_best="loss"), epochs=epochs)
+    loop.run(resume=resume)
+    return [file.name for file in disk.glob("best_*")]
+
+
+@pytest.mark.parametrize("empty", [None, 0])
+def test_best_scores_are_those_of_rank_0_where_each_rank_has_a_disk_of_its_own(ranks, tmp_path, empty):
+    best, nothing = ranks(train_in, tmp_path, 2, None)
+    assert len(best) == 1
+    assert not nothing
+    if empty is not None:  # the machine of rank 0 is a new one: its disk has no best file
+        (tmp_path / "disk-0").rename(tmp_path / "disk-1-new")
+        (tmp_path / "disk-1-new").rename(tmp_path / "disk-1")
+    ranks(train_in, tmp_path, 2, "auto")  # nothing is left to train
+    ranks(train_in, tmp_path, 4, "auto")
+    assert list((tmp_path / "disk-0").glob("best_*"))
