@@ -235,6 +235,7 @@ def put_shards(state: Mapping[str, Any], path: AnyPath, like: Like) -> dict[str,
     ``state`` is the tree loaded from ``path``; ``like`` makes the tensors to read into. Raises CheckpointDamagedError.
     """
     tensors: dict[str, torch.Tensor] = {}
+    tied: dict[Any, torch.Tensor] = {}
     with shards.naming_damage(path):
         directory = shards.shards_of(state, path)
         index = shards.read_index(directory)
@@ -243,8 +244,10 @@ def put_shards(state: Mapping[str, Any], path: AnyPath, like: Like) -> dict[str,
             name, shape, dtype = mark[_MARK], mark["shape"], mark["dtype"]
             if name in tensors or (list(index[name].shape), index[name].dtype) != (shape, dtype):
                 raise ValueError(f"the file and the index do not agree on {name!r}")
-            tensors[name] = made = like(keys, torch.Size(shape), DTYPES[dtype])
-            return made
+            made = like(keys, torch.Size(shape), DTYPES[dtype])
+            placement = (made.device_mesh, made.placements) if isinstance(made, DTensor) else made.device
+            tensors[name] = tied.setdefault((placement, dtype, *shape, *index[name].pieces), made)
+            return tensors[name]
 
         tree = _mapped(state, lambda value: isinstance(value, Mapping) and _MARK in value, empty)
         with torch.no_grad():
@@ -263,7 +266,7 @@ class _Target(NamedTuple):
 def _read(directory: AnyPath, index: Mapping[str, Indexed], tensors: Mapping[str, torch.Tensor]) -> None:
     wanted: dict[str, list[tuple[Piece, _Target]]] = defaultdict(list)  # by file, so that each is opened once
     missing: dict[str, int] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in {id(tensor): (name, tensor) for name, tensor in tensors.items()}.values():  # of tied ones, one
         sharded = isinstance(tensor, DTensor)
         box = Box(*chunk_of(tensor)) if sharded else Box((0,) * tensor.dim(), tuple(tensor.shape))
         target = _Target(name, tensor.to_local() if isinstance(tensor, DTensor) else tensor, box)

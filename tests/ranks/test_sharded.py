@@ -308,6 +308,47 @@ def test_every_save_of_a_sharded_state_is_whole_and_told_alike_on_all_ranks(rank
         assert all(torch.equal(state[key], value) for key, value in weights[name].items())
 
 
+class Tied(torch.nn.Module):
+    """An embedding whose weight is that of the output, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.words, self.output = torch.nn.Embedding(1000, 8), torch.nn.Linear(8, 1000, bias=False)
+        self.output.weight = self.words.weight
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return self.output(self.words(words))
+
+
+def tied(work_dir: str, epochs: int, resume: str | None) -> Any:
+    model = Tied()
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    loop = TrainLoop(
+        model,
+        torch.optim.AdamW(model.parameters()),
+        step=lambda model, words: model(words).square().mean(),
+        train_data=[torch.arange(9)] * 2,
+        bus=Bus(CheckpointHook(interval=1)),
+        max_epochs=epochs,
+        work_dir=work_dir,
+    )
+    loop.run(resume=resume)
+    return whole(model.state_dict())
+
+
+def test_tied_weights_are_stored_once_and_stay_tied(ranks, tmp_path):
+    begun, _ = ranks(tied, str(tmp_path), 1, None)
+    state = load_whole(tmp_path / "epoch_1.safetensors")["state_dict"]
+    assert torch.equal(state["words.weight"], begun["words.weight"])
+    assert state["output.weight"] is state["words.weight"]
+    (directory,) = tmp_path.glob("*.shards")
+    assert sum(part.stat().st_size for part in directory.glob("__*")) < 4 * begun["words.weight"].nbytes  # with its moments
+    resumed, _ = ranks(tied, str(tmp_path), 2, "auto")
+    straight, _ = ranks(tied, str(tmp_path / "straight"), 2, None)
+    torch.testing.assert_close(resumed, straight)
+
+
 class Validated(Hook):
     """What the model and the average have in validations, and after them."""
 
