@@ -140,6 +140,8 @@ class Parts:
         self._places: list[AnyPath] = []
         """The directories that have all parts."""
         self._index: dict[str, bytes] = {}
+        self._files: set[str] = set()
+        """The files of all parts, on rank 0."""
         self._group = group
         self._rank = 0 if group is None else distributed.get_rank(group)
         self.first = self._rank == 0
@@ -162,7 +164,8 @@ class Parts:
             if self._places:
                 self._together(directory, lambda: self._link_part(directory))
             else:
-                self._index = self._indexed(self._gathered(self._together(directory, lambda: self._write_part(directory))))
+                pieces = self._gathered(self._together(directory, lambda: self._write_part(directory)))
+                self._index, self._files = self._indexed(pieces), {piece.file for one in pieces for _, piece in one}
         size = self._together(directory, lambda: self._finish(directory, write) if self.first else 0)
         if directory not in self._places:
             self._places.append(directory)
@@ -194,6 +197,7 @@ class Parts:
 
     def _finish(self, directory: AnyPath, write: Callable[[], int]) -> int:
         if directory not in self._places:
+            shards.check_parts(directory, self._files)
             save(self._index, directory / INDEX)
             make_directory(directory)  # syncs its name
         return write()

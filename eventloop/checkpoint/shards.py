@@ -126,9 +126,9 @@ def read_index(directory: AnyPath) -> dict[str, Indexed]:
         if not is_plain_name(name):
             raise CheckpointDamagedError(f"{path} names {name!r}, which is not a file of that directory")
     sizes = _sizes(directory, names)
-    # Tied tensors have the same bytes; others that overlap would need more memory than the files have bytes.
-    places = {(piece.file, piece.begin, piece.bytes) for piece in all_pieces(index)}
-    if sum(length for _, _, length in places) > sum(sizes.values()):
+    # Tied tensors have the same pieces, and are one when read; others that overlap could need more memory than the files have.
+    distinct = {(tensor.dtype, tensor.shape, *tensor.pieces): tensor for tensor in index.values()}
+    if sum(piece.bytes for piece in all_pieces(distinct)) > sum(sizes.values()):
         raise CheckpointDamagedError(f"{path} promises more bytes than the files beside it have")
     for name, tensor in index.items():
         if not _is_sound(tensor, sizes):
@@ -145,7 +145,16 @@ def _sizes(directory: AnyPath, names: set[str]) -> dict[str, int]:
     return {name: file_size(directory / name) for name in names}
 
 
-def all_pieces(index: Mapping[str, Indexed]) -> Iterator[Piece]:
+def check_parts(directory: AnyPath, names: set[str]) -> None:
+    """Raise CheckpointError if a store that all processes have written to lacks a part; see ``sharded``."""
+    if isinstance(directory, RemotePath) and (missing := names - directory.sizes().keys()):
+        raise CheckpointError(
+            f"the store has no {', '.join(sorted(missing))} of other processes, which see another one: give a URL that is the "
+            "same store for all, not memory:// or a disk that each machine has"
+        )
+
+
+def all_pieces(index: Mapping[Any, Indexed]) -> Iterator[Piece]:
     """Yield the pieces of all tensors."""
     for tensor in index.values():
         yield from tensor.pieces
@@ -228,7 +237,10 @@ def sweep_shards(directory: AnyPath, *, still: float = 60.0) -> bool:
             if file.suffix != ".safetensors" and (not file.is_file() or file_kind(file) != "checkpoint"):
                 continue
             tree = outline(file)
-        except (CheckpointError, OSError):
+        except (CheckpointError, OSError) as error:
+            if _is_foreign(file):
+                continue
+            log.warning("sharded tensors of old checkpoints stay: a file cannot be read", path=str(file), error=str(error))
             return True  # it may name any of them
         named.add(sharded_in(tree))
     for one, parts in found.items():
@@ -236,6 +248,14 @@ def sweep_shards(directory: AnyPath, *, still: float = 60.0) -> bool:
             remove_directory(one, list(parts))
             log.info("removed the sharded tensors of a checkpoint that does not exist", path=str(one))
     return True
+
+
+def _is_foreign(file: AnyPath) -> bool:
+    """Return True if a file is of another program; False also if that cannot be seen."""
+    try:
+        return file_kind(file) in ("plain safetensors", "torch.save")
+    except (CheckpointError, OSError):
+        return False
 
 
 def _own_parts(directory: AnyPath) -> dict[AnyPath, float | None]:

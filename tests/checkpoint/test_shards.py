@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
@@ -224,7 +224,13 @@ def test_an_index_that_contradicts_the_files_is_refused(place, of_a_piece, key, 
 
 def test_pieces_that_share_their_bytes_promise_no_more_than_the_files_have(place):
     def repeat(index: dict[str, Any]) -> None:
-        index |= {f"copy {number}": index["state_dict.w"] for number in range(100)}
+        first = index["state_dict.w"]
+        for number in range(1, 100):  # as many elements in other forms; of the same form it would be a tied tensor
+            more = [1] * number
+            pieces = [
+                one | {"offsets": [*one["offsets"], *[0] * number], "shape": one["shape"] + more} for one in first["pieces"]
+            ]
+            index[f"copy {number}"] = first | {"shape": first["shape"] + more, "pieces": pieces}
 
     change_index(place, repeat)
     assert_refused(place)
@@ -251,8 +257,17 @@ def test_the_tensors_of_a_checkpoint_stay_under_any_name_of_it(place):
     assert own.exists()
     (place / "a.bak").unlink()
     (place / "notes.txt").write_text("mine")
+    save_file({"w": torch.ones(2)}, place / "weights.safetensors")  # of another program
+    torch.save({"w": torch.ones(2)}, place / "torch.safetensors")
     assert sweep_shards(place, still=0)
     assert not own.exists()
+
+
+def test_the_tensors_of_a_damaged_checkpoint_stay(place):
+    own = shards(place)
+    (place / "a.safetensors").write_bytes((place / "a.safetensors").read_bytes()[:-1])
+    assert sweep_shards(place, still=0)
+    assert own.exists()
 
 
 @pytest.mark.parametrize("names", [{"../a.safetensors": "crc32:0"}, {"fifo": "crc32:0"}, ["x"], {"index.json": 1}, "deep"])

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils.data import DataLoader
 
 from eventloop import Bus, CheckpointDamagedError, CheckpointError, Hook, TrainLoop
-from eventloop.checkpoint import export_weights, load, load_whole, sharded, shards, sweep_shards, verify_shards
+from eventloop.checkpoint import RemotePath, export_weights, load, load_whole, sharded, shards, sweep_shards, verify_shards
 from hooks import CheckpointHook, EMAHook, ExponentialMovingAverage
 
 from ..training.conftest import damage
@@ -255,6 +255,44 @@ def test_each_directory_of_a_sharded_save_has_all_its_parts(ranks, tmp_path):
     here, there = load_whole(one / "epoch_2.safetensors"), load_whole(other / "at_2.safetensors")
     assert here["state_dict"].keys() == there["state_dict"].keys()
     assert all(torch.equal(value, there["state_dict"][key]) for key, value in here["state_dict"].items())
+
+
+def refused_in_the_store(here: str, store: str) -> list[list[str]]:
+    """Save to a store that does not take what rank 1 has after epoch 2, and then on disk; return the paths not written."""
+    first, second = (
+        CheckpointHook(interval=1, out_dir=f"local://{store}"),
+        CheckpointHook(interval=1, out_dir=here, name="disk"),
+    )
+    loop = jobs.make_loop(None, first, second, epochs=3, shard=True)
+    failed: list[list[str]] = []
+
+    def refusing(do: Any) -> Any:
+        def refuses(self: Any, directory: Any) -> Any:
+            if isinstance(directory, RemotePath) and directory.name.startswith("epoch_2-") and jobs.rank_and_size()[0] == 1:
+                raise CheckpointError("the store does not answer")
+            return do(self, directory)
+
+        return refuses
+
+    for name in ("_write_part", "_link_part"):
+        setattr(sharded.Parts, name, refusing(getattr(sharded.Parts, name)))
+    loop.bus.on("checkpoint_failed", lambda event: failed.append(event.names))
+    loop.run()
+    return failed
+
+
+def test_a_store_that_refuses_a_sharded_save_costs_no_file_on_disk(ranks, tmp_path):
+    here, store = tmp_path / "here", tmp_path / "store"
+    for failed in ranks(refused_in_the_store, str(here), str(store)):
+        assert failed == [[f"local://{store}/epoch_2.safetensors"]]
+    assert load_whole(here / "epoch_2.safetensors")["progress"]["epoch"] == 2
+    assert load_whole(store / "epoch_3.safetensors")["progress"]["epoch"] == 3
+
+
+def test_a_store_that_each_process_has_for_itself_takes_no_sharded_save(outcomes):
+    for one in outcomes(trained, "memory://apart", {}):
+        assert one.exitcode == 1
+        assert "__1.safetensors" in one.error
 
 
 def test_in_a_store_old_parts_are_removed_with_their_checkpoints(ranks, tmp_path):

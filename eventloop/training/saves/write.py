@@ -198,7 +198,7 @@ class CheckpointWriter:
         self._wait_for_handlers()
         start, size, done, failed = time.perf_counter(), 0, list[AnyPath](), dict[AnyPath, Exception]()
         # A failure at one path costs no other one. Local files come first: a store may not answer for a while.
-        for path in job.paths if job.parts is not None else sorted(job.paths, key=lambda path: isinstance(path, RemotePath)):
+        for path in sorted(job.paths, key=lambda path: isinstance(path, RemotePath)):
             try:
                 size = max(size, self._write(job, path))
                 done.append(path)
