@@ -59,13 +59,13 @@ class PendingSaves(Generic[Job]):
         with self._lock:
             self._jobs = (*self.under_way, job), job if can_wait else self.waiting
 
-    def take_back(self) -> Job | None:
-        """Take back the waiting job, if there is one: it will never begin."""
+    def take_back(self) -> tuple[Job, ...]:
+        """Take back the waiting job, if there is one, and those entered after it: they will never begin."""
         with self._lock:
-            job = self.waiting
-            if job is not None:
-                self._remove(job)
-            return job
+            first = next((at for at, job in enumerate(self.under_way) if job is self.waiting), len(self.under_way))
+            taken = self.under_way[first:]
+            self._keep(self.under_way[:first])
+            return taken
 
     def begin(self) -> Job | None:
         """Begin the first job and return it; None if there is none."""
@@ -81,11 +81,10 @@ class PendingSaves(Generic[Job]):
     def end(self, job: Job) -> None:
         """Note that a job is done, well or not. A job that is not under way is ignored."""
         with self._lock:
-            self._remove(job)
+            self._keep(tuple(other for other in self.under_way if other is not job))
 
-    def _remove(self, job: Job) -> None:
-        left = tuple(other for other in self.under_way if other is not job)
-        self._jobs = left, None if self.waiting is job else self.waiting
+    def _keep(self, left: tuple[Job, ...]) -> None:
+        self._jobs = left, self.waiting if any(job is self.waiting for job in left) else None
         if not left:
             self._ring()
 

@@ -148,7 +148,7 @@ class AsyncSaver:
         waiting = self._writer.waiting
         if waiting is not None and waiting.future.cancel():  # first of all, so that every thread that waits for it goes on
             waiting.staged.release()  # so that its memory can be used again
-            if self._writer.take_back() is not None:  # else the thread has it, and sees that it is cancelled
+            if self._writer.take_back():  # else the thread has it, and sees that it is cancelled
                 waiting.future.set_running_or_notify_cancel()
 
     def _write(self, job: _Job) -> None:

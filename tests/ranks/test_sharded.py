@@ -3,8 +3,10 @@
 import os
 import signal
 import time
+from collections import defaultdict
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -344,6 +346,56 @@ def test_every_save_of_a_sharded_state_is_whole_and_told_alike_on_all_ranks(rank
     for name in committed:
         state = load_whole(tmp_path / f"{name}.safetensors")["state_dict"]
         assert all(torch.equal(state[key], value) for key, value in weights[name].items())
+
+
+class Names(Hook):
+    """Save after each epoch, and after the second validation the same state in another directory."""
+
+    observes = True
+
+    def __init__(self, one: str, other: str) -> None:
+        self.one, self.other = Path(one), Path(other)
+        self.reached: dict[str, Event] = defaultdict(Event)
+
+    def after_train_epoch(self, event: Any) -> None:
+        if event.progress.epoch == 2 and event.run.rank == 1:
+            self.reached["a1 begins"].wait(20)
+        event.run.request_save(f"a{event.progress.epoch}.safetensors", directory=self.one, busy="replace")
+
+    def after_val_epoch(self, event: Any) -> None:
+        if event.progress.epoch == 2:
+            event.run.request_save("best.safetensors", directory=self.other, busy="replace")
+
+    def checkpoint_staged(self, event: Any) -> None:
+        self.reached[Path(event.path).stem].set()
+
+    def checkpoint_committed(self, event: Any) -> None:
+        if Path(event.path).stem == "a0" and jobs.rank_and_size()[0] == 0:
+            self.reached["a2"].wait(20)
+
+
+def named_twice(one: str, other: str) -> None:
+    """Let the second save have another name, and begin on rank 1 alone, before the third one would replace it."""
+    names = Names(one, other)
+    commit, write = sharded.Parts.commit, sharded.Parts._write_part
+
+    def commits(self: Any, beside: Any, write: Any) -> Any:
+        names.reached[f"{beside.stem} begins"].set()
+        return commit(self, beside, write)
+
+    def writes(self: Any, directory: Any) -> Any:
+        if directory.name.startswith("a0-"):
+            names.reached["best"].wait(20)
+        return write(self, directory)
+
+    sharded.Parts.commit, sharded.Parts._write_part = commits, writes
+    jobs.make_loop(None, names, epochs=3, shard=True).run()
+
+
+def test_ranks_write_a_save_that_is_not_replaced_before_its_other_name(ranks, tmp_path):
+    ranks(named_twice, str(tmp_path / "one"), str(tmp_path / "other"))
+    trees = {file.stem: load_whole(file)["progress"]["epoch"] for file in tmp_path.glob("*/*.safetensors")}
+    assert trees == {"a0": 1, "a1": 2, "best": 2, "a2": 3}
 
 
 class Tied(torch.nn.Module):

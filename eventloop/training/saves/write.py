@@ -98,17 +98,22 @@ class CheckpointWriter:
             raise
 
     def replace(self, path: AnyPath, agree: Callable[[bool], bool]) -> None:
-        """Skip the waiting job, if any, in favour of ``path``; not if ``agree`` tells that another rank has begun it."""
-        replaced, agreed = self._writer.take_back(), False
+        """Skip the waiting job, if any, in favour of ``path``; not if ``agree`` tells that another rank has begun it.
+
+        Further names of it go with it. If it stays, they stay behind it: all ranks write in one order.
+        """
+        taken, agreed = self._writer.take_back(), False
+        replaced = [job for job in taken if taken[0] in (job, job.source)]
         try:
-            agreed = agree(replaced is not None)
+            agreed = agree(bool(taken))
         finally:
-            if replaced is not None and not agreed:
-                self._writer.enter(replaced)
-        if replaced is not None and agreed:
-            replaced.given_up = f"replaced by {path}"
-            replaced.release()  # before the skip, so that its memory is free for the next save
-            self.skip(replaced)
+            for job in taken:
+                if not agreed or job not in replaced:
+                    self._writer.enter(job, can_wait=job.staged is not None)
+        for job in replaced if agreed else ():
+            job.given_up = f"replaced by {path}"
+            job.release()  # before the skip, so that its memory is free for the next save
+            self.skip(job)
 
     def adopt(self, directories: Collection[AnyPath], resumed_from: AnyPath | None, done: int) -> None:
         """Adopt what is in ``directories``, and upload what an earlier run keeps for them. Call it before the first job.
@@ -165,7 +170,7 @@ class CheckpointWriter:
         if self._writer.close(seconds):
             return
         left = self._writer.under_way
-        if (waiting := self._writer.take_back()) is not None:
+        for waiting in self._writer.take_back():
             waiting.release()
         log.warning("checkpoints were not written before the run ended", names=[str(job.paths[0]) for job in left])
 
