@@ -2,8 +2,10 @@
 
 import json
 import os
+import time
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
@@ -280,3 +282,29 @@ def test_a_stop_with_an_exit_code_keeps_it(run, tmp_path, refuse, exit_code):
         _, _, error = run(CheckpointHook(1, out_dir=OUT), max_epochs=3, at=stop)
         assert error is not None
     assert files(tmp_path / "run") == {"kept_iter_6"}
+
+
+def test_a_store_that_fails_slowly_is_left_alone_for_a_while(run, tmp_path, memory, monkeypatch, there):
+    """So a training that saves often does not wait for it each time. At the end it is asked in any case."""
+    now, asked, real = [0.0], [], MemoryFile.commit
+
+    def commit(self):
+        asked.append(Path(self.path).stem)
+        if "epoch_2" in self.path or "epoch_7" in self.path:
+            now[0] += 10.0
+            raise TimeoutError("no answer")
+        real(self)
+
+    def pass_time(event):
+        event.run.wait_for_saves()
+        now[0] += 9.0
+
+    monkeypatch.setattr(MemoryFile, "commit", commit)
+    monkeypatch.setattr("eventloop.checkpoint.remote._WAITS", ())
+    clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
+    monkeypatch.setattr("eventloop.training.saves.write.time", clock)
+    _, told, error = run(CheckpointHook(1, out_dir=OUT), max_epochs=8, at=[("before_train_epoch", pass_time)])
+    assert error is None
+    assert [name for name in dict.fromkeys(asked) if "epoch" in name] == ["epoch_1", "epoch_2", "epoch_6", "epoch_7", "epoch_8"]
+    assert [name for what, name in outcomes(told) if what == "failed"] == [*(f"epoch_{n}" for n in (2, 3, 4, 5, 7, 8))]
+    assert there() == {"epoch_1", "epoch_6", "epoch_8", "last_checkpoint"}

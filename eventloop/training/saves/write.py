@@ -34,6 +34,8 @@ from eventloop.training.saves.requests import SaveRequest, publish_skipped
 from eventloop.training.schema import LAST
 
 _STAGED: Final = name_of(CheckpointStaged)
+_REST: Final = 3
+"""A store that failed after n seconds is asked again after this times n: an outage takes a quarter of the writer's time."""
 
 log = get_logger()
 
@@ -59,6 +61,7 @@ class CheckpointWriter:
         """Why the last save of a sharded model has not reached its store."""
         self._kept = KeptSaves(run.work_dir)
         self._there: dict[AnyPath, set[str]] = {}  # the names that this run may replace, by directory of a store
+        self._rests: dict[AnyPath, float] = {}  # by directory of a store, the time until which it is not asked
         self._conflicts: dict[AnyPath, CheckpointError] = {}  # by directory to which another run saves
         self._writer = BackgroundWriter[SaveJob](self._write_checkpoint, at_exit=lambda: self.close(bus.abort_timeout))
 
@@ -319,20 +322,24 @@ class CheckpointWriter:
         root = job.source or job
 
         def write_file() -> int:
-            if (conflict := self._conflicts.get(path.parent)) is not None:
-                raise conflict
-            self._make(path.parent)
-            _keep_foreign(path)
+            if isinstance(path, RemotePath):
+                kept = root.parts is None and self._view.work_dir is not None
+                self._check_store(path, can_wait=kept and not job.retry)
+            start = time.monotonic()
             try:
+                self._make(path.parent)
+                _keep_foreign(path)
                 size = self._fill(root, path)
+                self._landed(root, path)
             except CheckpointError as error:
                 if isinstance(error.__cause__, FileExistsError):
                     self._conflicts[path.parent] = error
                 else:
                     self._replaceable(path)  # the store may have it nevertheless
+                now = time.monotonic()
+                self._rests[path.parent] = now + _REST * (now - start)
                 raise
             self._replaceable(path)
-            self._landed(root, path)
             return size
 
         return write_file() if root.parts is None else root.parts.commit(path, write_file)
@@ -347,6 +354,13 @@ class CheckpointWriter:
             raise CheckpointError(f"cannot write {path}: the file that has its state could not be written")
         link(local or root.held[0], path, create=create)
         return 0
+
+    def _check_store(self, path: RemotePath, *, can_wait: bool) -> None:
+        """Raise if another run saves there, or the store has failed a moment ago and the file ``can_wait``."""
+        if (conflict := self._conflicts.get(path.parent)) is not None:
+            raise conflict
+        if can_wait and (rest := self._rests.get(path.parent, 0.0) - time.monotonic()) > 0:
+            raise CheckpointError(f"cannot write {path}: its store has failed, and is asked again in {rest:.0f} s")
 
     def _replaceable(self, path: AnyPath) -> None:
         if path.parent in self._there:
