@@ -27,8 +27,8 @@ _BLOCK: Final = 16 << 20
 """Bytes per part of an upload, or of what is read."""
 _OBJECT_STORES: Final = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"})
 """Protocols of stores in which an upload appears under its name when it ends, and not before."""
-_CREATE: Final = frozenset({"s3", "s3a", "gs", "gcs", "memory"})
-"""Protocols of stores with conditional writes."""
+_CREATE: Final = ("s3fs", "gcsfs", "fsspec.implementations.memory")
+"""Where the file systems are that can write a file only if there is none of its name."""
 _RETRY_THEMSELVES: Final = _OBJECT_STORES - {"memory"}
 """Protocols whose libraries try again by themselves."""
 _PATIENCE: Final = 60
@@ -161,7 +161,7 @@ class RemotePath:
     @property
     def can_create(self) -> bool:
         """Whether a file can be written here only if there is none of its name, by one step."""
-        return self._protocol in _CREATE
+        return type(self.fs).__module__.startswith(_CREATE)
 
     def _has(self, size: int, end: bytes) -> bool:
         """Return True if the file has this size and end, which is the digest of a checkpoint."""

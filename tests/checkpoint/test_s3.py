@@ -6,6 +6,7 @@ import errno
 import threading
 from collections.abc import Iterator
 
+import fsspec
 import pytest
 import torch
 
@@ -51,6 +52,14 @@ def test_a_checkpoint_is_uploaded_once_and_never_copied(server: S3Server) -> Non
     assert sum("PUT" in request for request in server.requests) == 1
     verify(URL)
     assert torch.equal(load(URL)["weight"], tree(1.0)["weight"])
+
+
+def test_a_large_file_has_larger_parts_and_no_more_of_them_than_s3_takes(server: S3Server, monkeypatch) -> None:
+    monkeypatch.setattr("eventloop.checkpoint.s3._MOST_PARTS", 4)
+    server.requests.clear()
+    save(tree(1.0), URL)
+    assert sum("partNumber" in request for request in server.requests) == 4
+    verify(URL)
 
 
 @pytest.mark.parametrize("at", ["uploads", "partNumber=1", f"partNumber={PARTS}", "POST /bucket/run/a.safetensors?uploadId"])
@@ -136,3 +145,26 @@ def test_a_server_without_conditional_writes_gets_the_file_nevertheless(
         write(stage(tree(1.0, size)), URL, create=True)
         verify(URL)
     assert refused == ["put_object", "complete_multipart_upload"]
+
+
+def test_obstore_as_the_file_system_writes_the_same_files(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = pytest.importorskip("obstore.fsspec")
+    save(tree(1.0), URL)
+    monkeypatch.setenv("AWS_ALLOW_HTTP", "true")
+    client.register("s3")
+    try:
+        path = as_path(URL.replace("/a.", "/b."))
+        assert isinstance(path, RemotePath)
+        assert not path.can_create
+        write(stage(tree(1.0)), path, create=True)
+        commit_bytes(path.with_name("last_checkpoint"), b"b.safetensors")
+        verify(path)
+        server.fault = lambda method, path: "403 Forbidden" if "partNumber=3" in path else None
+        with pytest.raises(CheckpointError, match=str(path)):
+            save(tree(2.0), path)
+        server.fault = lambda method, path: None
+        assert load(path)["weight"][0] == 1.0
+    finally:
+        fsspec.register_implementation("s3", s3fs.S3FileSystem, clobber=True)
+    files = s3fs.S3FileSystem()
+    assert files.cat(f"{BUCKET}/run/b.safetensors") == files.cat(f"{BUCKET}/run/a.safetensors")
