@@ -70,7 +70,7 @@ class StoreFigures:
             durable = [amount(row.durable, "ms"), times(row.over_reference), amount(row.beside, "ms")]
             stall = [amount(row.stall, "ms"), times(row.ratio), amount(row.lost, "ms")]
             name = f"{row.name} (floor)" if row.name == self.floor else row.name
-            grid.add_row(name, *durable, *stall, style="bold" if row.name == SUBJECT else "")
+            grid.add_row(name, *durable, *stall, style="bold" if row.name.startswith(SUBJECT) else "")
         words = ["[green]pass[/]" if met else "[red]FAIL[/]" for met in self.met()]
         goals = [f"stall ≤ {LIMIT} {TIMES} one copy {words[0]}"]
         if self.budget:

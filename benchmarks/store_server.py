@@ -24,7 +24,7 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 from benchmarks.peers import Saver, Savers, load, trainbus
 from benchmarks.store_disk import payload
 
-PEERS = ("boto3", "s3fs", "distributed", "s3torchconnector", "lightning")
+PEERS = ("obstore", "boto3", "s3fs", "distributed", "s3torchconnector", "lightning")
 BUCKET = "bucket"
 PLAIN = "plain PUT"
 PATIENCE = 60  # seconds
@@ -51,7 +51,7 @@ class Server:
     def enter(self) -> None:
         """Point all clients of this process, none of which exists yet, to the server."""
         keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
-        os.environ.update(keys, AWS_ENDPOINT_URL=self.address)
+        os.environ.update(keys, AWS_ENDPOINT_URL=self.address, AWS_ALLOW_HTTP="true")
 
     def where(self, number: int) -> str:
         return f"s3://{BUCKET}/save_{number}"

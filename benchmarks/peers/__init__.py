@@ -44,6 +44,7 @@ TITLES = {
     "safetensors": "safetensors",
     "boto3": "boto3",
     "s3fs": "s3fs",
+    "obstore": "obstore",
     "s3torchconnector": "s3torchconnector",
     "distributed": "torch.distributed.checkpoint",
 }
