@@ -148,7 +148,7 @@ class Parts:
         """True on the process that writes the file."""
 
     def release(self) -> None:
-        """Give the memory back, if the part is not written."""
+        """Give the memory back; in further directories the part is then linked or copied from one that has it."""
         self._staged.release()
 
     def commit(self, beside: AnyPath, write: Callable[[], int]) -> int:
@@ -176,6 +176,8 @@ class Parts:
             link(self._places[0] / (name := shards.part_name(self._rank)), directory / name)
 
     def _write_part(self, directory: AnyPath) -> list[tuple[str, Piece]]:
+        if self._staged.released:
+            raise CheckpointError("the save that had its tensors could not be written")
         name, begins = shards.part_name(self._rank), self._staged.offsets()
         pieces = [
             (key, Piece(*box, name, begin, torch.Size(box.shape).numel() * self._sizes[key]))
@@ -184,8 +186,7 @@ class Parts:
         if isinstance(directory, Path) and not directory.is_dir():
             raise CheckpointError("it does not see the directory that rank 0 has made; give one that all share, or a URL")
         if pieces:
-            write(self._staged, directory / name)
-        self._staged.release()
+            write(self._staged, directory / name, release=False)  # another directory may need it, if this one fails
         return pieces
 
     def _indexed(self, pieces: list[list[tuple[str, Piece]]]) -> dict[str, bytes]:

@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 
 from eventloop import CheckpointError
 from eventloop.checkpoint import load, verify
+from eventloop.training.saves import capture
 from hooks import CheckpointHook
 
 from ..failing import fails
@@ -95,6 +96,20 @@ def test_the_run_goes_on_says_so_each_time_and_keeps_the_newest_save_which_a_res
     straight = job.loop(work_dir=tmp_path / "straight", max_epochs=4)
     straight.run()
     assert job.same(loop.model.state_dict(), straight.model.state_dict())
+
+
+def test_a_save_that_the_work_dir_keeps_holds_no_memory(run, refuse, monkeypatch):
+    refuse("epoch_")
+    staged, held, real = [], [], capture.stage
+
+    def stage(*args, **options):
+        staged.append(real(*args, **options))
+        return staged[-1]
+
+    monkeypatch.setattr(capture, "stage", stage)
+    count = [("checkpoint_failed", lambda event: held.append(sum(not one.released for one in staged)))]
+    run(CheckpointHook(1, out_dir=OUT, on_error="log"), max_epochs=3, at=count)
+    assert held[:3] == [0, 0, 0]
 
 
 def test_a_store_that_comes_back_gets_the_next_save_and_the_kept_file_goes(run, tmp_path, refuse, there):

@@ -238,6 +238,50 @@ def test_a_store_that_refuses_a_sharded_save_ends_no_run(ranks, tmp_path):
     assert load_whole(tmp_path / "epoch_3.safetensors")["progress"]["epoch"] == 3
 
 
+def refused_best(out_dir: str) -> list[str]:
+    """Train with a store that does not take the best file of the first epoch, a second name of a save that it has."""
+    loop = jobs.make_loop(None, CheckpointHook(interval=1, out_dir=out_dir, save_best="loss"), epochs=2, shard=True)
+    upload, failed = RemotePath.upload, []
+
+    def refuses(self: RemotePath, *args: Any, **options: Any) -> None:
+        if self.name == "best_loss_epoch_1.safetensors":
+            raise CheckpointError("the store does not answer")
+        upload(self, *args, **options)
+
+    RemotePath.upload = refuses
+    loop.bus.on("checkpoint_failed", lambda event: failed.append(event.path))
+    loop.run()
+    return failed
+
+
+def test_a_store_that_refuses_a_second_name_of_a_sharded_save_ends_no_run(ranks, tmp_path):
+    for failed in ranks(refused_best, f"local://{tmp_path}"):
+        assert failed == [f"local://{tmp_path}/best_loss_epoch_1.safetensors"]
+    assert {file.stem for file in tmp_path.glob("*.safetensors")} == {"epoch_1", "epoch_2", "best_loss_epoch_2"}
+
+
+def in_two_stores(one: str, other: str) -> None:
+    """Train with a store that takes nothing, and another one that takes the last save."""
+    first, second = CheckpointHook(interval=1, out_dir=f"local://{one}"), CheckpointHook(out_dir=f"local://{other}", name="b")
+    write = sharded.Parts._write_part
+
+    def refuses(self: Any, directory: Any) -> Any:
+        if str(directory).startswith(f"local://{one}"):
+            raise CheckpointError("the store does not answer")
+        return write(self, directory)
+
+    sharded.Parts._write_part = refuses
+    loop = jobs.make_loop(None, first, second, Changes(), epochs=1, shard=True)
+    loop.run()
+
+
+def test_a_store_that_has_the_last_sharded_save_does_not_hide_one_that_lacks_it(outcomes, tmp_path):
+    for one in outcomes(in_two_stores, str(tmp_path / "one"), str(tmp_path / "other")):
+        assert one.exitcode == 1
+        assert "the store does not answer" in one.error
+    assert load_whole(tmp_path / "other/epoch_1.safetensors")["progress"]["epoch"] == 1
+
+
 def test_a_run_whose_last_sharded_save_a_store_refuses_fails_at_its_end(outcomes, tmp_path):
     for one in outcomes(refused_at, f"local://{tmp_path}", 3):
         assert one.exitcode == 1

@@ -57,8 +57,8 @@ class CheckpointWriter:
         self._named: dict[AnyPath | None, tuple[int, AnyPath]] = {}  # for each pointer, the number and path that it names
         self.failed: set[AnyPath] = set()
         """Paths that could not be written."""
-        self._unsaved: Exception | None = None
-        """Why the last save of a sharded model has not reached its store."""
+        self._unsaved: dict[AnyPath, Exception] = {}
+        """Directories in stores that lack their last save of a sharded model, each with the reason."""
         self._kept = KeptSaves(run.work_dir)
         self._there: dict[AnyPath, set[str]] = {}  # the names that this run may replace, by directory of a store
         self._rests: dict[AnyPath, float] = {}  # by directory of a store, the time until which it is not asked
@@ -154,8 +154,8 @@ class CheckpointWriter:
         Raises:
             CheckpointError: ``raises``, and there is something that was requested with ``on_error="raise"``.
         """
-        if self._unsaved is not None and raises:
-            raise CheckpointError(f"the store lacks the last save of a sharded model: {self._unsaved}") from self._unsaved
+        for error in self._unsaved.values() if raises else ():
+            raise CheckpointError(f"the store lacks the last save of a sharded model: {error}") from error
         for job in self._kept.jobs:
             log.error("a store has not taken a save by the end of the run", names=[*map(str, job.waiting)], kept=str(job.kept))
         for job in self._kept.jobs if raises else ():
@@ -212,14 +212,11 @@ class CheckpointWriter:
                 done.append(path)
             except Exception as error:  # noqa: BLE001 - raised below
                 failed[path] = error
-                if job.parts is not None:  # its tensors are gone
-                    failed |= {other: error for other in job.paths if other not in done}
-                    break
         kept = self._keep(root, failed)
         self.failed = (self.failed | failed.keys()) - set(done)
         root.lost = not (done or root.held)
-        if root.lost or root.parts is not None or not any(isinstance(path, RemotePath) for path in job.paths):
-            job.release()  # else further names in a store are written from it
+        if kept or root.lost or root.parts is not None or not any(isinstance(path, RemotePath) for path in job.paths):
+            (root if kept else job).release()  # else further names in a store are written from it
         try:
             self._report(job, done, failed, kept, size=size, seconds=time.perf_counter() - start)
         finally:
@@ -253,10 +250,12 @@ class CheckpointWriter:
                 self._tell_failed(job, [*kept], failed[kept[0]], (job.source or job).kept)
             if gone:
                 self._tell_failed(job, [*gone], next(iter(gone.values())), None)
-        if job.parts is not None and (remote := [path for path in job.paths if isinstance(path, RemotePath)]):
+        for path in job.paths if (job.source or job).parts is not None else ():
             # A store that fails ends no run; what it lacks of a sharded state is on no disk, so the next save must do.
-            lost = [gone.pop(path) for path in remote if path in gone]
-            self._unsaved = lost[0] if lost and raises else None
+            if path in done:
+                self._unsaved.pop(path.parent, None)
+            elif isinstance(path, RemotePath) and (error := gone.pop(path, None)) is not None and raises:
+                self._unsaved[path.parent] = error
         if gone and raises:
             raise next(iter(gone.values()))
 
