@@ -216,6 +216,8 @@ class Strike:
     """From there to the end of the first iteration."""
     statuses: list[int]
     """Exit statuses of the workers."""
+    load: float
+    """Processes that wanted a core of this computer in the last minute, on average."""
 
 
 def checked(one: Strike) -> Strike:
@@ -299,6 +301,7 @@ class Experiment:
                 rendezvous=new.began - at,
                 seconds=new.first - new.began,
                 statuses=sorted(statuses),
+                load=os.getloadavg()[0],
             )
         )
 
