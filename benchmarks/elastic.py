@@ -311,7 +311,9 @@ class Experiment:
         newest, back = self.story.newest(), time.time() + OUTAGE
         newest.longest = 0.0
         store.down(OUTAGE)
-        self.wait("a checkpoint in the store after an outage", lambda: any(at > back for at, _ in self.story.committed))
+        self.wait(
+            "a checkpoint in the store after an outage", lambda: any(back < at < newest.last for at, _ in self.story.committed)
+        )
         if max(self.story.attempts) != attempt:
             raise LostError(f"an outage of the store ended the training; failures: {self.story.failures[-3:]}")
         return newest.longest
