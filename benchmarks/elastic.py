@@ -10,7 +10,7 @@ at random, one machine dies (SIGKILL of the agent and of its worker), leaves (SI
 - a worker that got SIGTERM exits with status 75;
 - no process has opened another machine's disk.
 
-After every fifth strike the store is away for 20 s, in which the training goes on.
+After every fifth strike the store is away for 20 s, which must not end a process.
 
 At the end, each sample was used once per epoch, the newest checkpoints in the store are complete, and weights and momentum are
 bitwise those of one undisturbed process.
@@ -433,22 +433,21 @@ def line(one: Strike) -> str:
 
 
 def summary(strikes: list[dict[str, Any]]) -> Table:
-    """Return the table of strikes by kind."""
+    """Return the table of strikes by kind: iterations lost, and medians of seconds."""
     grid = Table(title="Machines die, leave and join", title_justify="left", title_style="bold")
     grid.add_column("")
-    for heading in ("times", "machines", "iterations lost, most", "of them during an upload", "median s", "most s"):
+    for heading in ("times", "most lost", "in an upload", "s to restart", "s to train", "most"):
         grid.add_column(heading, justify="right")
     for kind in sorted({one["kind"] for one in strikes}):
         rows = [one for one in strikes if one["kind"] == kind]
         worst = max(rows, key=lambda one: one["lost"])
-        changes = sorted({f"{one['before']}→{one['after']}" for one in rows})
         seconds = [one["seconds"] for one in rows]
         grid.add_row(
             kind,
             str(len(rows)),
-            " ".join(changes),
             str(worst["lost"]),
             str(worst["uploading"]),
+            f"{statistics.median(one['rendezvous'] for one in rows):.1f}",
             f"{statistics.median(seconds):.1f}",
             f"{max(seconds):.1f}",
         )
