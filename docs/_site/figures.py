@@ -6,6 +6,7 @@ import importlib
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,12 @@ def page() -> str:
     table = re.sub(r"(?<=[≤\d]) (?=[\d\N{MULTIPLICATION SIGN}µmn])", "\N{NO-BREAK SPACE}", table)
     text = (Path(__file__).parent / "benchmarks.md").read_text(encoding="utf-8")
     charts = "\n".join(f"### {title}\n\n{chart(name, start, title)}\n" for name, start, title in CHARTS)
-    return text.replace("{{ table }}", table).replace("{{ charts }}", charts).replace("{{ crash }}", crash())
+    return (
+        text.replace("{{ table }}", table)
+        .replace("{{ charts }}", charts)
+        .replace("{{ crash }}", crash())
+        .replace("{{ elastic }}", elastic())
+    )
 
 
 def crash() -> str:
@@ -39,6 +45,17 @@ def crash() -> str:
     result = json.loads((RESULTS / "crash.json").read_text(encoding="utf-8"))
     return (
         f"{result['kills']:,} kills, {result['steps compared']:,} steps compared, {result['files verified']:,} files verified"
+    )
+
+
+def elastic() -> str:
+    """Return what the last training on machines that come and go has met."""
+    result = json.loads((RESULTS / "elastic.json").read_text(encoding="utf-8"))
+    kinds = Counter(one["kind"] for one in result["strikes"])
+    worst = max(one["seconds"] for one in result["strikes"])
+    return (
+        f"{kinds['kill']} died, {kinds['leave']} left and {kinds['join']} joined, and the store was away {len(result['outages'])} "
+        f"times; training went on at most {worst:.0f} s after the new processes had started"
     )
 
 
