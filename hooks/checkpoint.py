@@ -257,7 +257,9 @@ class CheckpointHook(CopiedAnew, Hook):
     def forget(self, event: events.CheckpointFailed | events.CheckpointSkipped) -> None:
         """Forget files that were not written, unless a store gets them later. The files that they would have replaced stay."""
         if isinstance(event, events.CheckpointSkipped) or not event.kept:
-            self._kept.forget(event.names)
+            gone = self._kept.forget(event.names)
+            if isinstance(self._kept.directory, RemotePath):  # which may have them: an answer can be lost
+                self._unremoved += gone
 
     def state_dict(self) -> dict[str, Any]:
         return self._kept.state_dict()

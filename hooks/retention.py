@@ -129,7 +129,9 @@ class RetentionPolicy(CopiedAnew):
             for kind, files in self._files.items() if own else ():
                 for file in files:
                     file.durable = file.durable or file.name in own
-                if files and files[-1].name in own:
+                if not any(file.name in own for file in files):
+                    continue  # last_checkpoint may still name a file of this kind
+                if files[-1].name in own:
                     self._lost.pop(kind, None)
                 keep = self._keep if kind == REGULAR else 1
                 replaced = [] if keep is None else [file.name for file in files if file.durable][:-keep]
@@ -140,13 +142,17 @@ class RetentionPolicy(CopiedAnew):
         here = [policy for policy in self._of_run if policy.directory == self.directory]
         return [name for name in gone if not any(policy.has(name) for policy in here)]
 
-    def forget(self, paths: Iterable[str]) -> None:
-        own = self.own(paths)
+    def forget(self, paths: Iterable[str]) -> list[str]:
+        """Forget files that are not durable; return the names of those that would not stay for good."""
+        own, limited = self.own(paths), list[str]()
         with self._lock:
             for kind, files in self._files.items():
                 if files and files[-1].name in own and not files[-1].durable:
                     self._lost[kind] = files[-1].name
-                self._files[kind] = [file for file in files if file.durable or file.name not in own]
+                gone = [file.name for file in files if file.name in own and not file.durable]
+                self._files[kind] = [file for file in files if file.name not in gone]
+                limited += gone if kind != REGULAR or self._keep is not None else []
+        return limited
 
     def state_dict(self) -> dict[str, Any]:
         """Return the names of all files (also of requested ones), the best scores, and the metric chosen by ``"auto"``."""

@@ -73,7 +73,7 @@ def test_the_run_goes_on_says_so_each_time_and_keeps_the_newest_save_which_a_res
         _, told, error = run(hook, max_epochs=3)
     kept = tmp_path / "run/kept_epoch_3.safetensors"
     due, again = outcomes(told)[:4], outcomes(told)[4:]
-    assert due == [("committed", "epoch_1"), ("failed", "epoch_2"), ("failed", "epoch_3"), ("skipped", "epoch_2")]
+    assert due == [("committed", "epoch_1"), ("failed", "epoch_2"), ("skipped", "epoch_2"), ("failed", "epoch_3")]
     assert set(again) == {("failed", "epoch_3")}, "the last try"
     keeps = [event.kept for what, event in told if what == "failed"]
     assert keeps == [str(kept.with_stem("kept_epoch_2")), *[str(kept)] * (1 + len(again))]
@@ -120,7 +120,7 @@ def test_a_store_that_comes_back_gets_the_next_save_and_the_kept_file_goes(run, 
     ]
     _, told, error = run(CheckpointHook(1, out_dir=OUT), max_epochs=4, at=watch)
     assert error is None
-    assert seen == [set(), {"kept_epoch_2"}, {"kept_epoch_2", "kept_epoch_3"}, {"kept_epoch_3"}]
+    assert seen == [set(), {"kept_epoch_2"}, {"kept_epoch_3"}, set()]
     assert there() == {"epoch_1", "epoch_4", "last_checkpoint"}
     assert not files(tmp_path / "run")
     assert ("skipped", "epoch_3") in outcomes(told)
@@ -323,3 +323,34 @@ def test_a_store_that_fails_slowly_is_left_alone_for_a_while(run, tmp_path, memo
     assert [name for name in dict.fromkeys(asked) if "epoch" in name] == ["epoch_1", "epoch_2", "epoch_6", "epoch_7", "epoch_8"]
     assert [name for what, name in outcomes(told) if what == "failed"] == [*(f"epoch_{n}" for n in (2, 3, 4, 5, 7, 8))]
     assert there() == {"epoch_1", "epoch_6", "epoch_8", "last_checkpoint"}
+
+
+def test_a_best_save_that_arrives_late_does_not_replace_a_later_regular_one(run, tmp_path, refuse, there):
+    refuse("epoch_2", "epoch_3")
+    back = [("after_train", lambda event: (event.run.wait_for_saves(), refuse("epoch_3")))]
+    hook = CheckpointHook(1, out_dir=OUT, save_best="acc")
+    _, _, error = run(loop=scored(tmp_path / "run", hook, 0.1, 0.5, 0.3), at=back)
+    assert f"{URL}/epoch_3.safetensors" in str(error)
+    (kept,) = files(tmp_path / "run")
+    assert kept.startswith("kept_epoch_3")
+    assert (tmp_path / "run/last_checkpoint").read_text() == f"{kept}.safetensors"
+    assert "best_acc_epoch_2" in there()
+
+
+def test_a_file_that_arrived_without_its_pointer_is_removed_with_the_next_one(run, tmp_path, refuse, there, memory):
+    """It counts as not saved, and is kept; the pointer goes on naming a file that is there."""
+    pointers = []
+
+    def watch(event):
+        pointers.append(memory.cat_file("/bucket/run/last_checkpoint").decode())
+        assert f"/bucket/run/{pointers[-1]}" in memory.store
+        refuse(*["last_checkpoint"] * (event.progress.epoch == 1))
+
+    hook = CheckpointHook(1, out_dir=OUT, max_keep_ckpts=1)
+    at = [("checkpoint_committed", watch), ("checkpoint_failed", watch)]
+    _, told, error = run(hook, max_epochs=3, at=at)
+    assert error is None
+    assert outcomes(told)[1] == ("failed", "epoch_2")
+    assert pointers == [f"epoch_{number}.safetensors" for number in (1, 1, 3)]
+    assert there() == {"epoch_3", "last_checkpoint"}
+    assert not files(tmp_path / "run")

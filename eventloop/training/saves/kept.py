@@ -80,8 +80,8 @@ class KeptSaves:
         except (CheckpointError, OSError) as error:  # the next run in this work dir tries again
             log.warning("cannot remove a save that was kept for a store", path=str(path), error=str(error))
 
-    def replaced(self, landed: Iterable[AnyPath], but: SaveJob) -> list[tuple[SaveJob, list[RemotePath]]]:
-        """Return the saves other than ``but``, each with the URLs that it need not wait for: a later save has ``landed`` there.
+    def replaced(self, landed: Iterable[AnyPath], by: SaveJob) -> list[tuple[SaveJob, list[RemotePath]]]:
+        """Return the saves earlier than ``by``, each with the URLs that it need not wait for, as ``by`` has ``landed`` there.
 
         A regular file is replaced by any later one in its directory, a best one by the next best one.
         """
@@ -89,7 +89,7 @@ class KeptSaves:
         found = [
             (job, [url for url in job.waiting if any(_replaces(one, url) for one in later)])
             for job in self.jobs
-            if job is not but
+            if job.number < by.number
         ]
         return [(job, urls) for job, urls in found if urls]
 

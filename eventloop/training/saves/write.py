@@ -212,15 +212,14 @@ class CheckpointWriter:
                 done.append(path)
             except Exception as error:  # noqa: BLE001 - raised below
                 failed[path] = error
+        seconds = time.perf_counter() - start
         kept = self._keep(root, failed)
         self.failed = (self.failed | failed.keys()) - set(done)
         root.lost = not (done or root.held)
         if kept or root.lost or root.parts is not None or not any(isinstance(path, RemotePath) for path in job.paths):
             (root if kept else job).release()  # else further names in a store are written from it
-        try:
-            self._report(job, done, failed, kept, size=size, seconds=time.perf_counter() - start)
-        finally:
-            self._settle(root, done, kept)
+        self._settle(root, done, kept)  # first, so that a hook knows which files it need not keep
+        self._report(job, done, failed, kept, size=size, seconds=seconds)
 
     def _report(
         self,
@@ -286,7 +285,7 @@ class CheckpointWriter:
     def _settle(self, root: SaveJob, done: list[AnyPath], kept: list[RemotePath]) -> None:
         """After a job, forget the kept files that are uploaded or replaced, and upload the others to stores that answer."""
         self._kept.drop(root, done)
-        for job, urls in self._kept.replaced([*done, *kept], but=root):
+        for job, urls in self._kept.replaced([*done, *kept], by=root):
             self._kept.drop(job, [*done, *kept])  # the same names
             self._give_up(job, [url for url in urls if url in job.waiting], "a later save has been made")
         answering = {path.parent for path in done}
