@@ -175,7 +175,27 @@ def _is_sound(tensor: Indexed, sizes: dict[str, int]) -> bool:
         if not (inside and fits) or piece.begin + piece.bytes > sizes[piece.file]:
             return False
         held += count
-    return elements(tensor.shape, held) == held
+    return elements(tensor.shape, held) == held and not _overlap([piece for piece in tensor.pieces if 0 not in piece.shape])
+
+
+def _overlap(pieces: list[Piece]) -> bool:
+    """Return True if pieces share an element: then others are missing, whose memory would be read as it happens to be."""
+    if not pieces or not pieces[0].shape:
+        return False
+    # Along the dimension that divides them most, so that few are compared with each.
+    along = max(range(len(pieces[0].shape)), key=lambda dim: len({piece.offsets[dim] for piece in pieces}))
+    near: list[Piece] = []
+    for piece in sorted(pieces, key=lambda one: one.offsets[along]):
+        near = [one for one in near if one.offsets[along] + one.shape[along] > piece.offsets[along]]
+        if any(_meet(one, piece) for one in near):
+            return True
+        near.append(piece)
+    return False
+
+
+def _meet(one: Piece, other: Piece) -> bool:
+    sides = zip(one.offsets, one.shape, other.offsets, other.shape, strict=True)
+    return all(begin < start + size and start < begin + length for begin, length, start, size in sides)
 
 
 def verify_shards(state: Any, path: object, *, share: tuple[int, int] = (0, 1)) -> None:

@@ -222,6 +222,18 @@ def test_an_index_that_contradicts_the_files_is_refused(place, of_a_piece, key, 
     assert_refused(place)
 
 
+def test_pieces_that_overlap_and_leave_a_hole_are_refused(place):
+    def overlap(index: dict[str, Any]) -> None:
+        tensor = index["state_dict.w"]
+        (piece,) = tensor["pieces"]
+        row = piece["bytes"] // 3
+        again = piece | {"offsets": [1, 0], "shape": [1, 2], "begin": piece["begin"] + 2 * row, "bytes": row}
+        tensor["pieces"] = [piece | {"shape": [2, 2], "bytes": 2 * row}, again]  # nothing for the third row
+
+    change_index(place, overlap)
+    assert_refused(place)
+
+
 def test_pieces_that_share_their_bytes_promise_no_more_than_the_files_have(place):
     def repeat(index: dict[str, Any]) -> None:
         first = index["state_dict.w"]
