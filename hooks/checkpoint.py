@@ -36,10 +36,10 @@ class CheckpointHook(CopiedAnew, Hook):
     ``_`` for ``/`` in the metric's name). A run can resume from any of them. ``last_checkpoint``, in the directory and in the
     work dir, names the newest.
 
-    A state is written once: a best checkpoint is a hard link (or copy) of the file of the same iteration. It becomes a file
-    of its own if a handler in between may have changed the state (see ``observes`` of :class:`eventloop.Hook`). A file is
-    deleted only when its successor is durable and no other hook of the run keeps it. A value that a checkpoint cannot hold
-    is an error at the first update.
+    A state is written once: a best checkpoint is a hard link (or copy; in a store a second upload) of the file of the same
+    iteration. It becomes a file of its own if a handler in between may have changed the state (see ``observes`` of
+    :class:`eventloop.Hook`). A file is deleted only when its successor is durable and no other hook of the run keeps it. A
+    value that a checkpoint cannot hold is an error at the first update.
 
     Args:
         interval: epochs or iterations between saves; -1 for none.
