@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from eventloop import Bus, CheckpointDamagedError, CheckpointError, Hook, TrainLoop
 from eventloop.checkpoint import RemotePath, export_weights, load, load_whole, sharded, shards, sweep_shards, verify_shards
+from eventloop.training.saves.write import CheckpointWriter
 from hooks import CheckpointHook, EMAHook, ExponentialMovingAverage
 
 from ..training.conftest import damage
@@ -440,6 +441,60 @@ def test_ranks_write_a_save_that_is_not_replaced_before_its_other_name(ranks, tm
     ranks(named_twice, str(tmp_path / "one"), str(tmp_path / "other"))
     trees = {file.stem: load_whole(file)["progress"]["epoch"] for file in tmp_path.glob("*/*.safetensors")}
     assert trees == {"a0": 1, "a1": 2, "best": 2, "a2": 3}
+
+
+class Again(Hook):
+    """Save in two directories, and after the validation once more in the second one."""
+
+    observes = True
+
+    def __init__(self, one: str, other: str, late: int) -> None:
+        self.places, self.late = (Path(one), Path(other)), late
+
+    def after_train_epoch(self, event: Any) -> None:
+        self.save(event.run, self.places)
+
+    def after_val_epoch(self, event: Any) -> None:
+        if event.run.rank != self.late:
+            event.run.wait_for_saves()
+        self.save(event.run, self.places[1:])
+
+    def save(self, run: Any, places: Any) -> None:
+        for place in places:
+            run.request_save("a.safetensors", directory=place, on_error="log")
+
+
+def failed_and_again(one: str, other: str, late: int) -> None:
+    """Let the second directory fail once; rank ``late`` notes that after it has been asked for the file again."""
+    loop = jobs.make_loop(None, Again(one, other, late), epochs=1, shard=True)
+    link, keep, tries, staged = sharded.Parts._link_part, CheckpointWriter._keep, [], []
+    again = Event()
+
+    def fails(self: Any, directory: Any) -> Any:
+        tries.append(directory)
+        if len(tries) == 1:
+            raise CheckpointError("the disk is full")
+        return link(self, directory)
+
+    def notes(self: Any, *args: Any) -> Any:
+        if jobs.rank_and_size()[0] == late:
+            again.wait(10)
+        return keep(self, *args)
+
+    def count(event: Any) -> None:
+        staged.append(event.path)
+        if len(staged) == 2:
+            again.set()
+
+    sharded.Parts._link_part, CheckpointWriter._keep = fails, notes
+    loop.bus.on("checkpoint_staged", count)
+    loop.run()
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_all_ranks_write_a_file_again_that_one_of_them_knows_has_failed(ranks, tmp_path, late):
+    ranks(failed_and_again, str(tmp_path / "one"), str(tmp_path / "other"), late)
+    assert load_whole(tmp_path / "other/a.safetensors")["progress"]["epoch"] == 1
 
 
 class Tied(torch.nn.Module):

@@ -121,20 +121,23 @@ class Capture:
         """
         ranks, writer, wanted = self._run.state.ranks, self._opened(), merged(requests)
         held, busy = self._standing(wanted)
+        paths = list(dict.fromkeys(request.path for request in requests))
+        failed = {number for number, path in enumerate(paths) if path in writer.failed}
         if ranks is not None:
             all_ranks = ranks.merged_on_first([packed(gather_rank(self._run))], add)
             self._ranks_saved = () if ranks.rank else [*map(unpacked, all_ranks)]  # for the file, which rank 0 writes
             if self.sharded:
-                own = (secrets.token_hex(4), held, busy)
-                self._token, held, busy = ranks.merged(own, lambda one, two: (one[0], one[1] and two[1], one[2] or two[2]))
+                self._token, held, busy, failed = ranks.merged(
+                    (secrets.token_hex(4), held, busy, failed),
+                    lambda one, two: (one[0], one[1] and two[1], one[2] or two[2], one[3] | two[3]),
+                )
             elif ranks.rank:
                 return
         start = time.perf_counter()
-        paths = list(dict.fromkeys(request.path for request in requests))
         # What the file has: the iteration or epoch that ends here counts.
         progress = self._run.state.counters.snapshot(self._run.state.progress.stage)
         if held and self._last is not None:
-            paths = [path for path in paths if path not in self._names or path in writer.failed]
+            paths = [path for number, path in enumerate(paths) if path not in self._names or number in failed]
             if paths:
                 writer.hand_over(SaveJob(wanted, paths, progress, source=self._last))
                 self._names.update(paths)
