@@ -65,6 +65,13 @@ ROWS: Sequence[tuple[str, str, str, Sequence[str]]] = (
         ["A save of 30 M"],
     ),
     ("the same with 100 M parameters", "ms", "savers", ["A save of 100 M"]),
+    (
+        "weights of 30 M; 100 M parameters saved to an S3 server (moto): until durable",
+        "ms",
+        "stores",
+        ["Weights of 30 M .*S3", "Weights of 100 M .*S3"],
+    ),
+    ("the same to a disk", "ms", "stores", ["Weights of 30 M .*disk", "Weights of 100 M .*disk"]),
     ("a bus without subscribers in a trainer: added per iteration", "µs", "bridges", ["Added to an iteration"]),
     (
         "measuring where the time goes, steps of 1 ms; 5 ms: added per iteration",
@@ -147,6 +154,32 @@ def savers_row(comparison: Mapping[str, Any], unit: str) -> tuple[str, str, str,
     return floor, " · ".join(stalls), f"≤ {comparison['budget']['limit']:g} {TIMES}", f"{' · '.join(others)} {unit}"
 
 
+def stores_row(comparison: Mapping[str, Any], unit: str) -> tuple[str, str, str, str]:
+    """Return the same cells for saves to a store or a disk: the time until they are durable, and the stall."""
+    ways = {way["name"]: way for way in comparison["contenders"]}
+    floor, plain, ours = (ways.pop(name) for name in (comparison["floor"], comparison["reference"], SUBJECT))
+    stall, durable = (comparison["budget"][what] for what in ("stall", "durable"))
+    missed = {True: "", False: ", **missed**"}
+    figure = f"{amount(ours['durable_seconds'], unit)} {unit}, {ours['durable_over_reference']:.2f} {TIMES} of {plain['name']}"
+    figure += missed[durable is None or durable["met"]]
+    figure += f", stall {amount(ours['stall_seconds'], unit)} {unit}, {ours['stall_over_copy']:.2f} {TIMES} one copy"
+    figure += missed[stall["met"]]
+    for name in [name for name in ways if name.startswith(SUBJECT)]:  # with another library underneath
+        other = ways.pop(name)
+        ratio = f"{other['durable_over_reference']:.2f} {TIMES}"
+        figure += f" · with{name.removeprefix(f'{SUBJECT},')} {amount(other['durable_seconds'], unit)} {unit}, {ratio}"
+    goals = [f"stall ≤ {stall['limit']:g} {TIMES} one copy"]
+    if durable is not None:
+        goals.insert(0, f"≤ {durable['limit']:g} {TIMES} of {plain['name']}")
+    others = [f"{way['name']} {amount(way['durable_seconds'], unit)}" for way in (plain, *ways.values())]
+    return (
+        f"{floor['name']}, {amount(floor['durable_seconds'], unit)} {unit}",
+        figure,
+        ", ".join(goals),
+        f"{' · '.join(others)} {unit}",
+    )
+
+
 def bridges_row(comparison: Mapping[str, Any], unit: str) -> tuple[str, str, str, str]:
     """Return the same cells for buses in trainers, beside an empty callback."""
     ways = comparison["contenders"]
@@ -173,7 +206,7 @@ def costs_row(comparison: Mapping[str, Any], unit: str) -> tuple[str, str, str, 
     return "the same loop without it", ours, "" if budget is None else f"≤ {budget['share']:.0%}", others
 
 
-CELLS = {"savers": savers_row, "bridges": bridges_row, "costs": costs_row}
+CELLS = {"savers": savers_row, "stores": stores_row, "bridges": bridges_row, "costs": costs_row}
 
 
 def recorded(documents: Mapping[str, Mapping[str, Any]]) -> str:
