@@ -40,6 +40,7 @@ from eventloop.checkpoint.store import (
     symlink,
 )
 from eventloop.checkpoint.torch_file import Pickled
+from eventloop.checkpoint.tree import packed
 from eventloop.checkpoint.wrappers import unwrapped, without_wrappers
 
 __all__ = [
@@ -88,6 +89,7 @@ __all__ = [
     "make_directory",
     "open_file",
     "outline",
+    "packed",
     "register_format",
     "remove",
     "remove_leftover",

@@ -106,6 +106,13 @@ def number_array(dtype: str, shape: tuple[int, ...], data: bytes, order: Literal
     return np.ndarray(shape, np.dtype(dtype), bytearray(data), order=order)
 
 
+def _tensor(dtype: str, shape: list[int], data: bytes) -> torch.Tensor:
+    kind = DTYPES[dtype]
+    if math.prod(shape) * kind.itemsize != len(data):
+        raise ValueError(f"a tensor of {kind} of shape {shape} in {len(data):,} bytes")
+    return torch.frombuffer(bytearray(data), dtype=kind).view(shape) if data else torch.empty(shape, dtype=kind)
+
+
 _DECODE: Final[dict[int, Callable[[bytes], object]]] = {
     Code.INT: lambda payload: int.from_bytes(payload, "little", signed=True),
     Code.STR: lambda payload: payload.decode("utf-8", "surrogatepass"),
@@ -122,6 +129,7 @@ _DECODE_CONTAINER: Final[dict[int, Callable[[Any], object]]] = {
     Code.ORDERED: lambda parts: _ordered(*parts),
     Code.COUNTER: Counter,
     Code.DEFAULT: lambda parts: defaultdict(None if parts[0] is None else FACTORIES[parts[0]], parts[1]),
+    Code.INLINE: lambda parts: _tensor(*parts),
     Code.ARRAY: lambda parts: number_array(*parts),
     Code.SCALAR: lambda parts: number_array(parts[0], (), parts[1])[()],
 }

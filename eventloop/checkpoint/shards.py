@@ -88,7 +88,9 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 def sharded_in(state: object) -> str | None:
     """Return the name of the directory with the sharded tensors of a checkpoint; None if it has no sharded tensors."""
-    return str(state[SHARDS]) if isinstance(state, Mapping) and SHARDS in state else None
+    if not isinstance(state, Mapping) or SHARDS not in state:
+        return None
+    return name if isinstance(name := state[SHARDS], str) else f"({type(name).__name__})"
 
 
 def shards_of(state: Mapping[str, Any], path: AnyPath) -> AnyPath:

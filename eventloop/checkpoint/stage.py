@@ -6,7 +6,7 @@ import hashlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, Final
 
@@ -19,7 +19,7 @@ from eventloop.checkpoint.memory import allocate
 from eventloop.checkpoint.overlap import Overlap
 from eventloop.checkpoint.rebuild import unflatten
 from eventloop.checkpoint.store import AnyPath, AsPath, as_path, write_pieces
-from eventloop.checkpoint.tree import FlatTree
+from eventloop.checkpoint.tree import FlatTree, with_list
 from eventloop.errors import CheckpointError
 
 _pack: Final = msgspec.msgpack.Encoder().encode
@@ -135,11 +135,20 @@ class StagedTree:
     def __init__(self, layout: Layout, memory: _Memory, rest: msgspec.Raw) -> None:
         self._memory: _Memory | None = memory
         self._slots = layout.slots
+        self._layout = layout
+        self._describe(rest)
+
+    def _describe(self, rest: msgspec.Raw) -> None:
+        layout = self._layout
         self._rest = rest
         self._tree = _pack((layout.packed_slots, layout.packed_foreign, rest))
         self._header = layout.header(len(self._tree))
         #: The size of the file that ``write`` makes, in bytes.
-        self.bytes: Final = len(self._header) + layout.bytes + len(self._tree) + DIGEST_BYTES
+        self.bytes = len(self._header) + layout.bytes + len(self._tree) + DIGEST_BYTES
+
+    def put(self, key: str, values: Iterable[bytes]) -> None:
+        """Put a list of values, each as :func:`packed` made it, into the tree, a dict that is not written yet."""
+        self._describe(with_list(self._rest, key, values))
 
     @property
     def released(self) -> bool:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from eventloop.checkpoint import StageBuffer, load, memory, stage, write
+from eventloop.checkpoint import StageBuffer, load, memory, packed, stage, verify, write
 from eventloop.errors import CheckpointError, CheckpointValueError
 
 from ..waiting import until
-from .trees import canonical
+from .trees import SAFE, canonical
 
 
 def make_tree() -> dict[str, Any]:
@@ -294,3 +294,17 @@ def test_memory_may_be_a_part_of_a_larger_piece(monkeypatch):
     monkeypatch.setattr(module, "allocate", lambda size: torch.zeros(size + 4096, dtype=torch.uint8)[4096:])
     tree = {"large": torch.ones(10_000), "small": [torch.full((1000,), float(index)) for index in range(50)]}
     assert canonical(stage(tree).tree()) == canonical(tree)
+
+
+@pytest.mark.parametrize("key", ["a", "\xe4"])
+def test_values_from_elsewhere_are_put_into_a_staged_tree(tmp_path, key):
+    tensors = [torch.zeros(2, dtype=dtype) for dtype in (*SAFE, torch.complex64)]
+    odd = [torch.tensor(3.0), torch.empty(0, 2), torch.arange(6).view(2, 3).T, torch.ones(1, requires_grad=True)]
+    value = {"state": (3, tuple(range(700)), None), "tensors": [*tensors, *odd], "array": np.arange(3)}
+    staged = stage({key: torch.ones(3), "there": [], "more": {"x": torch.ones(1)}})
+    staged.put("there", [packed(value), packed(None)])
+    staged.put("new", [])
+    write(staged, tmp_path / "a.safetensors")
+    expected = {key: torch.ones(3), "there": [value, None], "more": {"x": torch.ones(1)}, "new": []}
+    assert canonical(load(tmp_path / "a.safetensors")) == canonical(expected)
+    verify(tmp_path / "a.safetensors")

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch.nn.parallel import DistributedDataParallel
 
 from eventloop import Bus, ConfigurationError, Run, TrainLoop
-from eventloop.checkpoint import load_whole
+from eventloop.checkpoint import load, load_whole
 from eventloop.training import agree as agreements
+from eventloop.training.distributed.mailbox import Mailbox
+from eventloop.training.saves import rank_states
 from hooks import CheckpointHook, DistSamplerSeedHook, EMAHook
 
 from . import jobs
@@ -70,6 +73,37 @@ def test_a_rank_that_waits_for_others_logs_it_until_they_request_the_save(outcom
     assert "mine.safetensors" in first.output
     assert any("the ranks request different checkpoints" in text for one in (first, second) for text in (one.error, *one.notes))
     assert (first.exitcode, second.exitcode) == (1, 1)
+
+
+def sends_nothing(work_dir: str, waits: float) -> Any:
+    """Train one epoch, in which rank 1 does not send its random states; return the warnings and the messages that are left."""
+    rank_states._PATIENCE = waits  # type: ignore[misc]
+    if jobs.rank_and_size()[0]:
+        rank_states.RankStates.put = lambda self, own: None  # type: ignore[method-assign]
+    with capture_logs() as logs:
+        jobs.make_loop(work_dir, CheckpointHook(1), epochs=1).run()
+    return [entry["ranks"] for entry in logs if "random states" in entry["event"]]
+
+
+def test_a_rank_that_sends_no_random_states_costs_no_file_and_resumes_with_derived_ones(ranks, tmp_path):
+    assert ranks(sends_nothing, str(tmp_path), 0.2) == [["1"], []]
+    first, second = load(tmp_path / "epoch_1.safetensors")["ranks"]
+    assert first["rng"] is not None
+    assert second["rng"] is None
+    ranks(sends_nothing, str(tmp_path), 0.2)  # another run
+
+
+def leaves_messages(work_dir: str, busy: str) -> bool:
+    """Return whether a message of a save is left in the store after a training that saves after each iteration."""
+    loop = jobs.make_loop(work_dir, CheckpointHook(1, by_epoch=False, busy=busy), epochs=2)
+    loop.run()
+    mailbox = Mailbox("saves/1")
+    return any(mailbox.has(f"{number}/1") for number in range(40))
+
+
+@pytest.mark.parametrize("busy", ["wait", "skip", "replace"])
+def test_no_message_of_a_save_stays_in_the_store(ranks, tmp_path, busy):
+    assert ranks(leaves_messages, str(tmp_path), busy)[0] is False
 
 
 def saves_by_iterations(work_dir: str, shard: bool) -> None:

@@ -15,9 +15,6 @@ from eventloop.training import agree as agreements
 from eventloop.training.distributed import maximum
 from eventloop.training.distributed.mailbox import missing_of
 from eventloop.training.distributed.ranks import Ranks, own_group
-from eventloop.training.rng import get_rng_state, set_rng_state
-from eventloop.training.saves.contents import packed, unpacked
-from eventloop.training.schema import SavedData, SavedEvaluation, SavedRank
 from hooks import CheckpointHook
 
 from . import jobs
@@ -124,17 +121,3 @@ def test_missing_messages_of_thousands_of_ranks_are_found_in_few_round_trips():
 
 def test_beyond_512_ranks_their_times_are_compared_less_often():
     assert [Comparison(size).period for size in (2, 512, 4096)] == [2.0, 2.0, 16.0]
-
-
-def test_what_only_a_process_has_comes_back_as_it_was():
-    odd = {"state": torch.arange(3.0), "bytes": torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).T}
-    saved = SavedRank(get_rng_state(), SavedData(None, [SavedEvaluation(generators=[odd], workers=False)]))
-    found = unpacked(packed(saved))
-    for rng, before in ((found.rng, saved.rng), (found.data.evaluated[0].generators[0], odd)):
-        for name, value in before.items():
-            if isinstance(value, torch.Tensor):
-                assert (rng[name].dtype, rng[name].tolist()) == (value.dtype, value.tolist())
-    set_rng_state(found.rng)
-    drawn = torch.rand(3).tolist()
-    set_rng_state(saved.rng)
-    assert torch.rand(3).tolist() == drawn

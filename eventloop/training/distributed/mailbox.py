@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -57,6 +57,11 @@ class Mailbox:
         many = self._store.has_extended_api() and whole
         texts = self._store.multi_get(whole) if many else [self._store.get(key) for key in whole]
         return [msgspec.msgpack.decode(text, type=kind) for text in texts]
+
+    def remove(self, keys: Iterable[str]) -> None:
+        """Remove messages that are there."""
+        for key in keys:
+            self._store.delete_key(self._whole(key))
 
     def _whole(self, key: str) -> str:
         return f"trainbus/{self._name}/{key}"

@@ -67,6 +67,8 @@ class Ranks:
     def __init__(self, group: distributed.ProcessGroup) -> None:
         self.rank = distributed.get_rank(group)
         self.size = distributed.get_world_size(group)
+        self.run = _runs
+        """The number of this run in the process; equal on all ranks."""
         self._group = weakref.ref(group)  # see _groups
 
     @property

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Collection, Sequence
 from itertools import chain
-from operator import add, and_
+from operator import and_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,11 @@ from eventloop import events as ev
 from eventloop.checkpoint import AnyPath, Overlap, StageBuffer, is_sharded, stage, weights_only
 from eventloop.errors import ConfigurationError, RunCancelled
 from eventloop.privates import tensors_of, version_of
-from eventloop.training.distributed.ranks import own_group
+from eventloop.training.distributed.ranks import Ranks, own_group
 from eventloop.training.optimizers import forget_options, stepping
-from eventloop.training.saves.contents import SavedRun, gather_rank, gather_state, packed, unpacked
+from eventloop.training.saves.contents import SavedRun, gather_rank, gather_state
 from eventloop.training.saves.job import SaveJob
+from eventloop.training.saves.rank_states import RankStates
 from eventloop.training.saves.requests import SaveRequest, merged
 from eventloop.training.saves.restore import resume_line
 from eventloop.training.saves.write import CheckpointWriter
@@ -51,7 +52,7 @@ class Capture:
         self._names: set[AnyPath] = set()  # all paths of the last file, links included
         self._buffer = StageBuffer()
         self._shard_stage: ShardStage | None = None
-        self._ranks_saved: Sequence[SavedRank] = ()
+        self._states: RankStates | None = None
         self._token = ""
 
     def open(self) -> None:
@@ -104,9 +105,8 @@ class Capture:
                 "run.gather_state() does not support sharded models: save with run.request_save() and resume from that "
                 "directory"
             )
-        if ranks is not None:
-            self._ranks_saved = ranks.gather(gather_rank(run))
-        plain: dict[str, Any] = weights_only(self._state(""))
+        everyones = () if ranks is None else ranks.gather(gather_rank(run))
+        plain: dict[str, Any] = weights_only(self._state("", ranks=everyones))
         return plain
 
     def _opened(self) -> CheckpointWriter:
@@ -119,19 +119,21 @@ class Capture:
         With several ranks, the file has the random states of all, and rank 0 writes it; if sharded, all ranks decide alike,
         even if only some have finished the previous save.
         """
-        ranks, writer, wanted = self._run.state.ranks, self._opened(), merged(requests)
+        ranks, writer, wanted, states = self._run.state.ranks, self._opened(), merged(requests), None
         held, busy = self._standing(wanted)
         paths = list(dict.fromkeys(request.path for request in requests))
         failed = {number for number, path in enumerate(paths) if path in writer.failed}
         if ranks is not None:
-            all_ranks = ranks.merged_on_first([packed(gather_rank(self._run))], add)
-            self._ranks_saved = () if ranks.rank else [*map(unpacked, all_ranks)]  # for the file, which rank 0 writes
             if self.sharded:
                 self._token, held, busy, failed = ranks.merged(
                     (secrets.token_hex(4), held, busy, failed),
                     lambda one, two: (one[0], one[1] and two[1], one[2] or two[2], one[3] | two[3]),
                 )
-            elif ranks.rank:
+            else:
+                held, busy = ranks.from_first(lambda: (held, busy))
+            skips = held or (wanted.busy == "skip" and busy)
+            states = None if skips else self._rank_states(ranks).put(gather_rank(self._run))
+            if ranks.rank and not self.sharded:
                 return
         start = time.perf_counter()
         # What the file has: the iteration or epoch that ends here counts.
@@ -144,7 +146,7 @@ class Capture:
         elif wanted.busy == "skip" and busy:
             writer.skip(SaveJob(wanted, paths, progress, given_up="another checkpoint is being written"))
         else:
-            job = SaveJob(wanted, paths, progress, version=self._version())
+            job = SaveJob(wanted, paths, progress, version=self._version(), states=states)
             state = self._state(wanted.path, wanted.leave_out)
             if wanted.busy == "wait":
                 self._run.saves.wait()
@@ -161,6 +163,11 @@ class Capture:
             job.stall = time.perf_counter() - start
             writer.hand_over(job)
             self._last, self._names = job, set(paths)  # last: after Ctrl-C above, no file may hold this state
+
+    def _rank_states(self, ranks: Ranks) -> RankStates:
+        if self._states is None:
+            self._states = RankStates(ranks)
+        return self._states
 
     def _release_last(self) -> None:
         """Release the memory of the last state, which stays for further names in a store, unless it is being written."""
@@ -183,12 +190,12 @@ class Capture:
         # A forward pass replaces the parameters of a sharded model, and so their versions.
         return (self._run.state.version,) if self.sharded else state_version(self._run)
 
-    def _state(self, path: AnyPath | str, leave_out: Collection[str] = ()) -> dict[str, Any]:
+    def _state(self, path: AnyPath | str, leave_out: Collection[str] = (), ranks: Sequence[SavedRank] = ()) -> dict[str, Any]:
         """Return the state of the run by reference, with the keys of hooks and without ``leave_out``."""
         run = self._run
         counters = run.state.counters
         self.resumes_training_at = copy.copy(counters) if counters.phase == "train" else None
-        state = gather_state(run, gather_rank(run), self._ranks_saved, leave_out)
+        state = gather_state(run, gather_rank(run), ranks, leave_out)
         run.publish(ev.BeforeSaveCheckpoint, path=str(path), checkpoint=state)
         for key in leave_out:
             state.pop(key, None)

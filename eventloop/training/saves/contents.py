@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import pickle
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -94,26 +92,6 @@ def gather_rank(run: SavedRun) -> SavedRank:
     """Return what only this process has: random states, and positions in the data."""
     rng = run.state.validation_rng
     return SavedRank(rng=rng or get_rng_state(), data=run.feeds.saved(validating=rng is not None))
-
-
-class _Packer(pickle.Pickler):
-    def reducer_override(self, value: object) -> Any:
-        # Random states are such tensors. torch takes 10 times as long for its own way, and rank 0 unpacks thousands.
-        if type(value) is torch.Tensor and value.dtype is torch.uint8 and value.device.type == "cpu":
-            return torch.from_numpy, (value.numpy(),)
-        return NotImplemented
-
-
-def packed(rank: SavedRank) -> bytes:
-    """Return what only this process has, for :func:`unpacked` on another rank."""
-    _Packer(buffer := io.BytesIO(), pickle.HIGHEST_PROTOCOL).dump(rank)
-    return buffer.getvalue()
-
-
-def unpacked(content: bytes) -> SavedRank:
-    """Return what :func:`packed` was given, on a rank of the same run."""
-    rank: SavedRank = pickle.loads(content)  # noqa: S301 - as all messages between ranks
-    return rank
 
 
 def _entry(run: SavedRun) -> Tree:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ class SaveJob(msgspec.Struct, eq=False):
     source: SaveJob | None = None
     given_up: str = ""
     """The reason why it is not written; empty otherwise."""
+    states: Callable[[Callable[[], bool]], list[bytes]] | None = None
+    """Returns the random states of all ranks, for rank 0; see ``RankStates``. None if there is one rank, and once taken."""
     parts: Parts | None = None
     """This process's part of a sharded state."""
     retry: bool = False

@@ -251,7 +251,9 @@ def state_of_rank(tree: Mapping[str, Any], rank: int, world_size: int) -> Tree:
     position = None if saved.data is None else saved.data.train
     if len(ranks) != world_size and position is not None and position.used and position.samples is None:
         log.warning(_IN_A_STREAM if position.length is None else _IN_BATCHES, saved=len(ranks), now=world_size)
-    own = ranks[rank] if rank < len(ranks) else SavedRank(other_rng_state(ranks[0].rng, rank), ranks[0].data)
+    own = ranks[rank] if rank < len(ranks) else SavedRank(None, ranks[0].data)
+    if own.rng is None:
+        own = SavedRank(other_rng_state(ranks[0].rng, rank), own.data)
     return {**tree, **as_tree(own)}
 
 

@@ -204,6 +204,9 @@ class CheckpointWriter:
             self._written += 1
             root.number = self._written
         self._wait_for_handlers()
+        if root.states is not None and root.staged is not None:
+            take, root.states = root.states, None
+            root.staged.put("ranks", take(lambda: self._writer.closed))
         start, size, done, failed = time.perf_counter(), 0, list[AnyPath](), dict[AnyPath, Exception]()
         # A failure at one path costs no other one. Local files come first: a store may not answer for a while.
         for path in sorted(job.paths, key=lambda path: isinstance(path, RemotePath)):
