@@ -1,10 +1,9 @@
 """``python -m benchmarks scale [--quick]``: what saves, agreements, resumes and reports cost at 8 to 4,096 ranks.
 
-Three things are measured, all with the product's own code:
+Two things are measured, both with the product's own code:
 
 - messages between processes of a real gloo group, of as many ranks as the machine has room for;
-- a real TCPStore with messages of as many ranks as the table has, put by a few threads, and rank 0's work with them;
-- what rank 0 does with the random states of as many ranks.
+- a real TCPStore with messages of as many ranks as the table has, put by a few threads, and rank 0's work with them.
 
 The rest is computed from the algorithms: how many messages follow each other, times the seconds of one between two processes.
 """
@@ -17,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from operator import add
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +27,7 @@ from rich.table import Table
 from torch import distributed
 
 from benchmarks.harness import environment
-from eventloop.checkpoint import stage
+from eventloop.checkpoint import packed, stage
 from eventloop.observe.exchange import Comparison, RankExchange, Report
 from eventloop.observe.ranks import spent_here
 from eventloop.training.agree import Requests
@@ -38,11 +36,11 @@ from eventloop.training.distributed.mailbox import Mailbox
 from eventloop.training.distributed.maximum import Maximum
 from eventloop.training.distributed.ranks import Ranks, own_group
 from eventloop.training.rng import get_rng_state
-from eventloop.training.saves.contents import as_tree, packed, unpacked
+from eventloop.training.saves.contents import as_tree
+from eventloop.training.saves.rank_states import RankStates
 from eventloop.training.schema import SavedData, SavedPosition, SavedRank, SavedStart
 
 SIZES = (8, 64, 512, 4096)
-STATES = 64  # random states in one message
 CLIENTS = 8  # threads that act for all ranks but 0
 PARTS = [("loop", name, 0.01) for name in ("waiting for data", "forward", "backward", "optimizer")]
 PARTS += [("hook", f"Hook{number}", 0.001) for number in range(10)]
@@ -55,11 +53,10 @@ def main(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     groups = {size: in_group(size, 5 if options.quick else 20) for size in ((2, 4) if options.quick else (2, 4, 8, 16))}
     stores = {size: best(by_store, size, 1 if options.quick else 3) for size in ((8, 512) if options.quick else SIZES)}
-    states = {size: best(random_states, size, 1 if options.quick else 3) for size in stores}
-    rows = [row for size in stores for row in table(size, groups[2], stores[size], states[size])]
+    rows = [row for size in stores for row in table(size, groups[2], stores[size])]
     show(rows, groups)
     if options.out is not None:
-        result = {"environment": environment(), "processes": groups, "store": stores, "random_states": states, "rows": rows}
+        result = {"environment": environment(), "processes": groups, "store": stores, "rows": rows}
         options.out.write_text(json.dumps(result, indent=1))
 
 
@@ -89,7 +86,6 @@ def _rank(rank: int, size: int, port: int, count: int, results: Any) -> None:
     )
     ranks = Ranks(own_group("control"))
     figures = {"join": time.perf_counter() - start}
-    states = [packed(of_rank()) for _ in range(STATES)]
     flags = torch.zeros(8, dtype=torch.int32)
 
     def agree(ring: int) -> float:
@@ -105,7 +101,6 @@ def _rank(rank: int, size: int, port: int, count: int, results: Any) -> None:
         "ring": lambda: agree(size),
         "doubling": lambda: agree(1),
         "merged": lambda: ranks.distinct(0),
-        "states": lambda: ranks.merged_on_first(states, add),
     }
     for name, operation in operations.items():
         seconds: list[float] = []
@@ -138,13 +133,14 @@ def best(function: Callable[[int], dict[str, float]], size: int, count: int) -> 
 
 
 def by_store(size: int) -> dict[str, float]:
-    """Return what a report, and a round of agreement in another library's trainer, cost with ``size`` ranks and a TCPStore."""
+    """Return what reports, saves, and rounds of agreement in other libraries' trainers cost with ``size`` ranks."""
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend without messages
 
     store = distributed.TCPStore("localhost", 0, is_master=True)
     distributed.init_process_group("fake", store=store, rank=0, world_size=size)
     with ThreadPoolExecutor(CLIENTS) as clients:
-        return {**_report(Others(size, "costs/run", clients)), **_round(Others(size, "rounds/run", clients))}
+        report, save = _report(Others(size, "costs/run", clients)), _save(Others(size, "saves/run", clients))
+        return {**report, **save, **_round(Others(size, "rounds/run", clients))}
 
 
 class Others:
@@ -226,24 +222,38 @@ def of_rank() -> SavedRank:
     return SavedRank(get_rng_state(), SavedData(train, []))
 
 
-def random_states(size: int) -> dict[str, float]:
-    """Return what rank 0's training thread does with the random states of ``size`` ranks at a save, once it has them."""
-    states = [packed(of_rank()) for _ in range(size)]
-    start = time.thread_time()  # no other thread takes part, and memory is fresh in each process
-    stage({"ranks": [as_tree(unpacked(one)) for one in states]}).release()
-    return {"seconds": time.thread_time() - start, "bytes": len(states[0])}
+def _save(others: Others) -> dict[str, float]:
+    """Return what a rank's training thread, and rank 0's writing thread, do with the random states at a save."""
+    ranks: Any = SimpleNamespace(run="run", rank=0, size=others.size)
+    take = RankStates(ranks).put(of_rank())
+    sender, number = RankStates(SimpleNamespace(run="other", rank=1, size=2)), 20  # type: ignore[arg-type]
+    start = time.perf_counter()
+    for _ in range(number):
+        sender.put(of_rank())
+    put = (time.perf_counter() - start) / number
+    state = packed(as_tree(of_rank()))
+    others.act(lambda mailbox, rank: mailbox.put(f"1/{rank}", state))
+    staged = stage({"ranks": []})
+    assert take is not None
+    start, busy = time.perf_counter(), time.thread_time()
+    staged.put("ranks", take(lambda: False))
+    return {
+        "state_put": put,
+        "state_bytes": len(state),
+        "take": time.perf_counter() - start,
+        "take_busy": time.thread_time() - busy,
+    }
 
 
 # ------------------------------------------------------------------------------------------------------------ the table
 
 
-def table(size: int, two: dict[str, float], store: dict[str, float], states: dict[str, float]) -> list[dict[str, Any]]:
+def table(size: int, two: dict[str, float], store: dict[str, float]) -> list[dict[str, Any]]:
     """Return the rows for ``size`` ranks; ``two`` has the seconds of the operations between two."""
     deep = (size - 1).bit_length()
     message = two["merged"] / 4  # up and down, and each is a size and a content
     ring = size <= maximum.RING
     merged = {"messages": 4 * (size - 1), "bytes": 4 * (size - 1) * 60, "thread": 4 * deep * message}
-    per_state = max(0.0, two["states"] - two["merged"] / 2) / STATES
 
     def row(what: str, messages: float, size_: float, thread: float, beside: float, how: str) -> dict[str, Any]:
         return {
@@ -256,9 +266,9 @@ def table(size: int, two: dict[str, float], store: dict[str, float], states: dic
             "how": how,
         }
 
-    save = 2 * deep * message + (size - 1) * per_state + states["seconds"]
+    save = 2 * deep * message + store["state_put"]  # rank 0's decision, and what each rank puts
     # Beside the training, three rings of all_reduce, and one that tells rank 0 the lengths of what it gathers.
-    parts = (6 * (size - 1) + (3 * 2 + 2) * size, size * states["bytes"] + merged["bytes"])
+    parts = (6 * (size - 1) + (3 * 2 + 2) * size, size * store["state_bytes"] + merged["bytes"])
     # A ring passes each of 8 values around twice. With doubling each rank sends 8 values of 4 bytes once per step.
     agreement = (16 * (size - 1), 64 * (size - 1)) if ring else (size * deep, 32 * size * deep)
     waits = (two["begin"], (size - 1) * two["ring"]) if ring else (deep * two["doubling"], 0.0)
@@ -266,8 +276,8 @@ def table(size: int, two: dict[str, float], store: dict[str, float], states: dic
     return [
         row("agreement", *agreement, *waits, "computed"),
         row("stop", merged["messages"], merged["bytes"], merged["thread"], 0.0, "computed"),
-        row("save", 2 * (size - 1), size * states["bytes"], save, 0.0, "computed"),
-        row("sharded", *parts, save + merged["thread"], 3.5 * (size - 1) * two["ring"], "computed"),
+        row("save", 4 * (size - 1), size * store["state_bytes"], save, store["take"], "computed"),
+        row("sharded", *parts, save + merged["thread"], store["take"] + 3.5 * (size - 1) * two["ring"], "computed"),
         row("resume", 2 * merged["messages"], 2 * merged["bytes"], 2 * merged["thread"], 0.0, "computed"),
         row("report", 4 * size, reports, 0.0, store["puts"] + store["compare"] + store["reads"], "measured"),
         row("round", 4 * size, size * (2 * store["answer_bytes"]), store["round"], store["looks"], "measured"),

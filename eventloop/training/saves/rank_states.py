@@ -51,7 +51,8 @@ class RankStates:
             end = time.monotonic() + _PATIENCE
             while not self._mailbox.has(*keys) and not hurried() and time.monotonic() < end:
                 time.sleep(_POLL)
-            there = [key for key in keys if key not in {*self._mailbox.missing(keys)}]
+            missing = {*self._mailbox.missing(keys)}
+            there = [key for key in keys if key not in missing]
             found = dict(zip(there, self._mailbox.get(bytes, *there), strict=True))
             earlier = range(self._removed + 1, number + 1)  # of saves that were replaced, too
             self._mailbox.remove(f"{one}/{rank}" for one in earlier for rank in range(1, self._size))
