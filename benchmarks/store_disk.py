@@ -29,6 +29,8 @@ class Disk:
     """The way of plain PyTorch."""
     promised: ClassVar[bool] = False
     """Whether the design promises the time until a save is durable."""
+    more: ClassVar[int] = 3
+    """Times as many saves: they are short, and a disk is slow now and then."""
 
     def ways(self) -> tuple[Mapping[str, Savers], Mapping[str, str]]:
         """Return all ways to save here, and the reasons for the peers that are left out."""

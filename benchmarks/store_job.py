@@ -120,7 +120,7 @@ def measure(place: Place, name: str, size: Size, directory: Path) -> None:
             place.remove(where)
 
         save(0, check=True)
-        for number in range(1, size.saves):
+        for number in range(1, 1 + (size.saves - 1) * place.more):
             save(2 * number)
             if saver.background:
                 save(2 * number + 1, beside=True)

@@ -39,6 +39,7 @@ class Server:
     floor: ClassVar[str] = PLAIN
     reference: ClassVar[str] = "torch.save + upload"
     promised: ClassVar[bool] = True
+    more: ClassVar[int] = 1
 
     def ways(self) -> tuple[Mapping[str, Savers], Mapping[str, str]]:
         """Return all ways to save here, and the reasons for the peers that are left out."""
