@@ -147,6 +147,11 @@ class Parts:
         self.first = self._rank == 0
         """True on the process that writes the file."""
 
+    @property
+    def written(self) -> bool:
+        """True if a directory has all parts; the same on all processes."""
+        return bool(self._places)
+
     def release(self) -> None:
         """Give the memory back; in further directories the part is then linked or copied from one that has it."""
         self._staged.release()

@@ -290,6 +290,76 @@ def test_a_run_whose_last_sharded_save_a_store_refuses_fails_at_its_end(outcomes
     assert load_whole(tmp_path / "epoch_2.safetensors")["progress"]["epoch"] == 2
 
 
+def kept_for(work_dir: str, out_dir: str, refused: list[int], resume: str | None) -> Any:
+    """Train with a store that does not take the n-th uploads of rank 1; return what was told, and the error of the run."""
+    loop = jobs.make_loop(work_dir, CheckpointHook(interval=1, out_dir=out_dir), epochs=3, shard=True)
+    told: list[tuple[str, str, bool]] = []
+    for name in ("committed", "failed", "skipped"):
+        loop.bus.on(
+            f"checkpoint_{name}",
+            lambda event, name=name: told.append((name, Path(event.path).stem, bool(getattr(event, "kept", "")))),
+        )
+    uploads: list[str] = []
+
+    def refuses(do: Any) -> Any:
+        def part(self: Any, directory: Any) -> Any:
+            if isinstance(directory, RemotePath):
+                uploads.append(str(directory))
+                if jobs.rank_and_size()[0] == 1 and len(uploads) in refused:
+                    raise CheckpointError("the store does not answer")
+            return do(self, directory)
+
+        return part
+
+    for name in ("_write_part", "_link_part"):
+        setattr(sharded.Parts, name, refuses(getattr(sharded.Parts, name)))
+    try:
+        loop.run(resume=resume)
+    except CheckpointError as error:
+        return told, str(error)
+    return told, ""
+
+
+def left_in(folder: Path) -> set[str]:
+    return {one.name.partition("-")[0] for one in folder.iterdir() if one.suffix in (".safetensors", ".shards")}
+
+
+KEPT = {"kept_epoch_3.safetensors", "epoch_3"}
+
+
+@pytest.mark.parametrize(
+    ("refused", "expected"),
+    [
+        ([2], [("committed", 1), ("failed", 2), ("committed", 3), ("skipped", 2)]),
+        ([3], [("committed", 1), ("committed", 2), ("failed", 3), ("committed", 3)]),
+        ([1, 2], [("failed", 1), ("failed", 2), ("skipped", 1), ("committed", 3), ("skipped", 2)]),
+    ],
+)
+def test_the_work_dir_keeps_a_sharded_save_until_the_store_has_it_or_a_later_one(ranks, tmp_path, refused, expected):
+    work, out, store = tmp_path / "work", f"local://{tmp_path}/store", tmp_path / "store/work"
+    for told, error in ranks(kept_for, str(work), out, refused, None):
+        assert not error
+        assert sorted(told) == sorted((name, f"epoch_{number}", name == "failed") for name, number in expected)
+    assert not left_in(work)
+    assert load_whole(store / "epoch_3.safetensors")["progress"]["epoch"] == 3
+    assert (work / "last_checkpoint").read_text() == f"local://{store}/epoch_3.safetensors"
+
+
+def test_a_sharded_save_that_no_store_took_is_resumed_from_and_goes_to_the_store_later(ranks, tmp_path):
+    work, out, store = tmp_path / "work", f"local://{tmp_path}/store", tmp_path / "store/work"
+    for _, error in ranks(kept_for, str(work), out, [*range(3, 9)], None):
+        assert "kept as" in error
+    assert left_in(work) == KEPT
+    assert (work / "last_checkpoint").read_text() == "kept_epoch_3.safetensors"
+    kept = load_whole(work / "kept_epoch_3.safetensors")
+    for told, error in ranks(kept_for, str(work), out, [], "auto"):
+        assert not error
+        assert ("committed", "epoch_3", False) in told
+    assert not left_in(work)
+    sent = load_whole(store / "epoch_3.safetensors")["state_dict"]
+    assert all(torch.equal(value, sent[key]) for key, value in kept["state_dict"].items())
+
+
 def in_two_directories(one: str, other: str) -> Any:
     second = CheckpointHook(interval=2, out_dir=other, filename_tmpl="at_{}.safetensors")
     second.name = "second"

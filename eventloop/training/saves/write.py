@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from eventloop.bus import Bus
 from eventloop.bus.subscription import OFFLOADED, Subscription
@@ -20,6 +20,10 @@ from eventloop.checkpoint import (
     free_name,
     link,
     make_directory,
+    outline,
+    remove,
+    sharded_in,
+    sweep_shards,
     write,
 )
 from eventloop.errors import CheckpointError
@@ -32,6 +36,9 @@ from eventloop.training.saves.job import SaveJob
 from eventloop.training.saves.kept import KeptSaves, series
 from eventloop.training.saves.requests import SaveRequest, publish_skipped
 from eventloop.training.schema import LAST
+
+if TYPE_CHECKING:  # half a second to import, and only sharded models need it
+    from eventloop.checkpoint.sharded import Parts
 
 _STAGED: Final = name_of(CheckpointStaged)
 _REST: Final = 3
@@ -60,6 +67,8 @@ class CheckpointWriter:
         self._unsaved: dict[AnyPath, Exception] = {}
         """Directories in stores that lack their last save of a sharded model, each with the reason."""
         self._kept = KeptSaves(run.work_dir)
+        self._kept_parts: tuple[SaveJob, Path] | None = None
+        """The newest save of a sharded model, and its file in the work dir, while no store has it."""
         self._there: dict[AnyPath, set[str]] = {}  # the names that this run may replace, by directory of a store
         self._rests: dict[AnyPath, float] = {}  # by directory of a store, the time until which it is not asked
         self._conflicts: dict[AnyPath, CheckpointError] = {}  # by directory to which another run saves
@@ -147,6 +156,8 @@ class CheckpointWriter:
         if self._retried != self._entered:
             self._retried = self._entered
             self._enter_kept(self._kept.jobs)
+            if self._kept_parts is not None:
+                self._enter_kept([self._kept_parts[0]])  # on all ranks
 
     def check_kept(self, *, raises: bool = True) -> None:
         """Log what stores have not taken by the end of the run.
@@ -154,8 +165,9 @@ class CheckpointWriter:
         Raises:
             CheckpointError: ``raises``, and there is something that was requested with ``on_error="raise"``.
         """
+        kept = "" if self._kept_parts is None else f'. It is kept as {self._kept_parts[1]}, from which resume="auto" goes on'
         for error in self._unsaved.values() if raises else ():
-            raise CheckpointError(f"the store lacks the last save of a sharded model: {error}") from error
+            raise CheckpointError(f"the store lacks the last save of a sharded model: {error}{kept}") from error
         for job in self._kept.jobs:
             log.error("a store has not taken a save by the end of the run", names=[*map(str, job.waiting)], kept=str(job.kept))
         for job in self._kept.jobs if raises else ():
@@ -169,7 +181,7 @@ class CheckpointWriter:
     def close(self, seconds: float) -> None:
         """Write the queued jobs and end the thread; after ``seconds``, log the jobs that are left."""
         if not self._writer.closed and self._writer.here:
-            self.retry()
+            self._enter_kept(self._kept.jobs)  # no sharded ones: the other ranks may not end now
         if self._writer.close(seconds):
             return
         left = self._writer.under_way
@@ -218,7 +230,7 @@ class CheckpointWriter:
         seconds = time.perf_counter() - start
         kept = self._keep(root, failed)
         self.failed = (self.failed | failed.keys()) - set(done)
-        root.lost = not (done or root.held)
+        root.lost = not (done or kept or root.held)
         if kept or root.lost or root.parts is not None or not any(isinstance(path, RemotePath) for path in job.paths):
             (root if kept else job).release()  # else further names in a store are written from it
         self._settle(root, done, kept)  # first, so that a hook knows which files it need not keep
@@ -249,15 +261,18 @@ class CheckpointWriter:
         finally:
             gone = {path: error for path, error in failed.items() if path not in kept}
             if kept:
-                self._tell_failed(job, [*kept], failed[kept[0]], (job.source or job).kept)
+                root = job.source or job
+                where = root.kept if root.parts is None or self._kept_parts is None else self._kept_parts[1]
+                self._tell_failed(job, [*kept], failed[kept[0]], where)
             if gone:
                 self._tell_failed(job, [*gone], next(iter(gone.values())), None)
         for path in job.paths if (job.source or job).parts is not None else ():
-            # A store that fails ends no run; what it lacks of a sharded state is on no disk, so the next save must do.
+            # A store that fails ends no run. If nothing keeps what it lacks of a sharded state, the next save must do.
             if path in done:
                 self._unsaved.pop(path.parent, None)
-            elif isinstance(path, RemotePath) and (error := gone.pop(path, None)) is not None and raises:
-                self._unsaved[path.parent] = error
+            elif isinstance(path, RemotePath) and raises:
+                gone.pop(path, None)
+                self._unsaved[path.parent] = failed[path]
         if gone and raises:
             raise next(iter(gone.values()))
 
@@ -274,8 +289,10 @@ class CheckpointWriter:
         """Keep a state in the work dir for the stores that did not take it; return the paths that it waits for."""
         urls = [path for path in failed if isinstance(path, RemotePath)]
         home = self._view.work_dir
-        if not urls or home is None or root.parts is not None:
+        if not urls or home is None:
             return []
+        if root.parts is not None:
+            return self._keep_parts(root, root.parts, urls, home)
         try:
             self._make(home)
             root.refusal = failed[urls[0]]
@@ -285,9 +302,57 @@ class CheckpointWriter:
             return []
         return urls
 
+    def _keep_parts(self, root: SaveJob, parts: Parts, urls: list[RemotePath], home: Path) -> list[RemotePath]:
+        """Keep a sharded state, if it is nowhere else. All ranks do so, and need to see one work dir."""
+        if parts.written:
+            return []
+        path = home / f"kept_{urls[0].name}"
+
+        def write_file() -> int:
+            size = self._fill(root, path)
+            self._landed(root, path)
+            return size
+
+        try:
+            parts.commit(path, write_file)
+        except CheckpointError as error:
+            log.warning("a sharded save that a store did not take could not be kept", path=str(path), error=str(error))
+            return []
+        self._drop_parts(urls)
+        root.waiting = urls
+        self._kept_parts = root, path
+        if parts.first:
+            self._sweep_kept(home)
+        return urls
+
+    def _drop_parts(self, landed: Collection[AnyPath] = ()) -> None:
+        """Forget the sharded save in the work dir: a store has it, or a later one. ``landed`` are the paths written."""
+        if self._kept_parts is None:
+            return
+        (root, path), self._kept_parts = self._kept_parts, None
+        root.held = [one for one in root.held if one != path]
+        if left := [url for url in root.waiting if url not in landed]:
+            publish_skipped(self._bus, [*left], root.progress, "a later save has been made")
+
+    def _sweep_kept(self, home: Path) -> None:
+        """Remove sharded saves that the work dir need not keep any longer, also those of an earlier run. On rank 0."""
+        kept = None if self._kept_parts is None else self._kept_parts[1]
+        try:
+            for path in home.glob("kept_*.safetensors"):
+                if path != kept and sharded_in(outline(path)) is not None:
+                    remove(path)
+                    log.info("removed a save that was kept for a store", path=str(path))
+            sweep_shards(home, still=0)  # this is the only thread that writes
+        except (CheckpointError, OSError) as error:
+            log.warning("cannot remove a save that was kept for a store", path=str(home), error=str(error))
+
     def _settle(self, root: SaveJob, done: list[AnyPath], kept: list[RemotePath]) -> None:
         """After a job, forget the kept files that are uploaded or replaced, and upload the others to stores that answer."""
         self._kept.drop(root, done)
+        if root.parts is not None and any(isinstance(path, RemotePath) for path in done):
+            self._drop_parts(done)
+            if root.parts.first and self._view.work_dir is not None:
+                self._sweep_kept(self._view.work_dir)
         for job, urls in self._kept.replaced([*done, *kept], by=root):
             self._kept.drop(job, [*done, *kept])  # the same names
             self._give_up(job, [url for url in urls if url in job.waiting], "a later save has been made")
@@ -372,7 +437,8 @@ class CheckpointWriter:
         home = self._view.work_dir
         for directory in dict.fromkeys((path.parent, home)):
             number, named = self._named.get(directory, (-1, None))
-            if root.number > number or (root.number == number and named == root.kept is not None):  # which will be removed
+            kept = root.kept if self._kept_parts is None else self._kept_parts[1]  # which will be removed
+            if root.number > number or (root.number == number and named == kept is not None):
                 if directory is not None:
                     self._make(directory)
                     self._point(directory, path)
