@@ -22,9 +22,8 @@ from eventloop.privates import tensors_of, version_of
 from eventloop.training.distributed.ranks import Ranks, own_group
 from eventloop.training.optimizers import forget_options, stepping
 from eventloop.training.saves.contents import SavedRun, gather_rank, gather_state
-from eventloop.training.saves.job import SaveJob
 from eventloop.training.saves.rank_states import RankStates
-from eventloop.training.saves.requests import SaveRequest, merged
+from eventloop.training.saves.requests import SaveJob, SaveRequest, merged
 from eventloop.training.saves.restore import resume_line
 from eventloop.training.saves.write import CheckpointWriter
 from eventloop.training.schema import SavedRank

@@ -16,7 +16,7 @@ import msgspec
 from eventloop.checkpoint import AnyPath, RemotePath, as_path, commit_bytes, is_plain_name, remove
 from eventloop.errors import CheckpointError
 from eventloop.log import get_logger
-from eventloop.training.saves.job import SaveJob
+from eventloop.training.saves.requests import SaveJob
 from eventloop.training.schema import KEPT
 
 _LAST_COUNT: Final = re.compile(r"\d+(?!.*\d)")

@@ -32,9 +32,8 @@ from eventloop.events.event import name_of
 from eventloop.log import get_logger
 from eventloop.offload import Deadline
 from eventloop.training.saves.discover import peek
-from eventloop.training.saves.job import SaveJob
 from eventloop.training.saves.kept import KeptSaves, series
-from eventloop.training.saves.requests import SaveRequest, publish_skipped
+from eventloop.training.saves.requests import SaveJob, SaveRequest, publish_skipped
 from eventloop.training.schema import LAST
 
 if TYPE_CHECKING:  # half a second to import, and only sharded models need it
@@ -348,11 +347,13 @@ class CheckpointWriter:
 
     def _settle(self, root: SaveJob, done: list[AnyPath], kept: list[RemotePath]) -> None:
         """After a job, forget the kept files that are uploaded or replaced, and upload the others to stores that answer."""
-        self._kept.drop(root, done)
         if root.parts is not None and any(isinstance(path, RemotePath) for path in done):
             self._drop_parts(done)
             if root.parts.first and self._view.work_dir is not None:
                 self._sweep_kept(self._view.work_dir)
+        if not self._kept.jobs:
+            return
+        self._kept.drop(root, done)
         for job, urls in self._kept.replaced([*done, *kept], by=root):
             self._kept.drop(job, [*done, *kept])  # the same names
             self._give_up(job, [url for url in urls if url in job.waiting], "a later save has been made")
