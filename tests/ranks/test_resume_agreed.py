@@ -112,7 +112,7 @@ class Store(LocalFileSystem):
 
     def open(self, *arguments: Any, **options: Any) -> Any:
         if Store.down and "wb" in arguments:
-            raise TimeoutError("no answer")
+            raise OSError(28, "quota")  # an error that is not tried again
         return super().open(*arguments, **options)
 
 

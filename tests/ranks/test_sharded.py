@@ -445,8 +445,11 @@ def saves_in_turn(out_dir: str, options: dict[str, Any], slow: int) -> Any:
     return sorted(told), weights
 
 
-@pytest.mark.parametrize("options", [{"busy": "replace"}, {"busy": "skip"}, {"staging": "overlap"}], ids=str)
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize(
+    ("options", "slow"),
+    [({"busy": "replace"}, 0), ({"busy": "replace"}, 1), ({"busy": "skip"}, 0), ({"staging": "overlap"}, 1)],
+    ids=str,
+)
 def test_every_save_of_a_sharded_state_is_whole_and_told_alike_on_all_ranks(ranks, tmp_path, options, slow):
     (told, weights), (others, _) = ranks(saves_in_turn, str(tmp_path), options, slow)
     assert told == others
