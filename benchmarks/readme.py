@@ -66,6 +66,12 @@ ROWS: Sequence[tuple[str, str, str, Sequence[str]]] = (
     ),
     ("the same with 100 M parameters", "ms", "savers", ["A save of 100 M"]),
     (
+        "29 M parameters with AdamW's state under FSDP2, two processes: training stands still",
+        "ms",
+        "sharded",
+        ["Stall of a sharded"],
+    ),
+    (
         "weights of 30 M; 100 M parameters saved to an S3 server (moto): until durable",
         "ms",
         "stores",
