@@ -56,6 +56,8 @@ FOREIGN_DTYPES: Final[dict[str, torch.dtype]] = {
     name: getattr(torch, name) for name in _FOREIGN.split() if hasattr(torch, name)
 }
 FOREIGN_NAMES: Final = {dtype: name for name, dtype in FOREIGN_DTYPES.items()}
+DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in (*SAFE_NAMES, *FOREIGN_NAMES)}
+"""All dtypes of tensors in a file, by torch's name. torch crashes where it makes a tensor of some of the others."""
 
 _Size = Annotated[int, msgspec.Meta(ge=0)]
 

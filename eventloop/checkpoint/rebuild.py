@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
+from eventloop.checkpoint import container
 from eventloop.checkpoint.tree import FACTORIES, MAX_DEPTH, MAX_VALUES, Code, join, short, text_of
 from eventloop.errors import CheckpointValueError
 
@@ -107,9 +108,9 @@ def number_array(dtype: str, shape: tuple[int, ...], data: bytes, order: Literal
 
 
 def _tensor(dtype: str, shape: list[int], data: bytes) -> torch.Tensor:
-    kind = DTYPES[dtype]
-    if math.prod(shape) * kind.itemsize != len(data):
-        raise ValueError(f"a tensor of {kind} of shape {shape} in {len(data):,} bytes")
+    kind = container.DTYPES[dtype]
+    if container.elements(shape, len(data)) * kind.itemsize != len(data):
+        raise ValueError(f"a tensor of {kind} of {len(shape)} dimensions in {len(data):,} bytes")
     return torch.frombuffer(bytearray(data), dtype=kind).view(shape) if data else torch.empty(shape, dtype=kind)
 
 

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from msgspec.msgpack import Ext
 
+from eventloop.checkpoint.container import DTYPES
 from eventloop.errors import CheckpointValueError
 
 MAX_DEPTH: Final = 100
@@ -97,7 +98,7 @@ class FlatTree:
         for key, value in zip(keys, values, strict=True):
             kind = type(value)
             if kind in _TENSOR_TYPES and self._inline:
-                out.append(_inline(value))  # type: ignore[arg-type]  # likewise
+                out.append(_inline(join(parent, key), value))  # type: ignore[arg-type]  # likewise
             elif kind in _TENSOR_TYPES:
                 self.tensors.append(value)  # type: ignore[arg-type]  # mypy does not narrow by set membership
                 self.parents.append(parent)
@@ -175,9 +176,12 @@ def with_list(rest: msgspec.Raw, key: str, values: Iterable[bytes]) -> msgspec.R
         return msgspec.Raw(_pack(Ext(Code.DICT, _pack(([msgspec.Raw(name) for name in entries], [*entries.values()])))))
 
 
-def _inline(tensor: torch.Tensor) -> object:
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return Ext(Code.INLINE, _pack((str(tensor.dtype).removeprefix("torch."), tensor.shape, data)))
+def _inline(path: str, tensor: torch.Tensor) -> object:
+    name = str(tensor.dtype).removeprefix("torch.")
+    if name not in DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
+        raise CheckpointValueError(f"{path}: cannot store a {tensor.layout} tensor of {name} on {tensor.device}")
+    data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return Ext(Code.INLINE, _pack((name, tensor.shape, data)))
 
 
 def _encode_int(value: int) -> object:

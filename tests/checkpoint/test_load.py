@@ -179,6 +179,23 @@ def test_a_tree_that_promises_a_tensor_more_memory_than_it_has_is_refused(path, 
         load(path)
 
 
+INLINE = [("quint4x2", [2], b"xx"), ("qint8", [0], b""), ("nothing", [1], b"x"), ("int8", [2], b"x"), ("int8", [-1, -1], b"x")]
+INLINE += [
+    ("int8", [-1, 0], b""),
+    ("int8", [2**62, 4, 0], b""),
+    ("int8", [2**63] * 9, b"x"),
+    ("int8", [1.0], b"x"),
+    ("int8", 1, b"x"),
+]
+
+
+@pytest.mark.parametrize("parts", INLINE)
+def test_a_tensor_within_a_tree_that_torch_could_crash_on_is_refused(path, parts):
+    path.write_bytes(sealed_tree(pack([[], {}, Ext(17, pack(parts))])))
+    with pytest.raises(CheckpointDamagedError):
+        load(path)
+
+
 def test_names_in_a_tree_are_not_imported(path, monkeypatch):
     path.write_bytes(sealed_tree(pack([[], {}, Ext(15, b"_dynamo")])))
     monkeypatch.delattr(torch, "_dynamo", raising=False)  # reading it would import the module, as this does

@@ -296,10 +296,19 @@ def test_memory_may_be_a_part_of_a_larger_piece(monkeypatch):
     assert canonical(stage(tree).tree()) == canonical(tree)
 
 
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(2).to_sparse(), torch.empty(2, device="meta"), torch.empty(2, dtype=torch.uint4)]
+)
+def test_a_packed_value_has_no_tensor_that_a_file_cannot_have(tensor):
+    with pytest.raises(CheckpointValueError, match=r"state\.x"):
+        packed({"state": {"x": tensor}})
+
+
 @pytest.mark.parametrize("key", ["a", "\xe4"])
 def test_values_from_elsewhere_are_put_into_a_staged_tree(tmp_path, key):
     tensors = [torch.zeros(2, dtype=dtype) for dtype in (*SAFE, torch.complex64)]
     odd = [torch.tensor(3.0), torch.empty(0, 2), torch.arange(6).view(2, 3).T, torch.ones(1, requires_grad=True)]
+    odd.append(torch.full((2,), 1 + 2j).conj())
     value = {"state": (3, tuple(range(700)), None), "tensors": [*tensors, *odd], "array": np.arange(3)}
     staged = stage({key: torch.ones(3), "there": [], "more": {"x": torch.ones(1)}})
     staged.put("there", [packed(value), packed(None)])
