@@ -106,6 +106,23 @@ def test_no_message_of_a_save_stays_in_the_store(ranks, tmp_path, busy):
     assert ranks(leaves_messages, str(tmp_path), busy)[0] is False
 
 
+def changes_ranks(work_dir: str) -> None:
+    def change(event: Any) -> None:
+        event.checkpoint["ranks"] = [{"rng": None, "data": None, "more": torch.zeros(4)}]
+        event.checkpoint["after"] = torch.ones(4)
+
+    loop = jobs.make_loop(work_dir, CheckpointHook(1), epochs=1)
+    loop.bus.on("before_save_checkpoint", change)
+    loop.run()
+
+
+def test_what_a_hook_puts_in_place_of_the_random_states_is_saved(ranks, tmp_path):
+    ranks(changes_ranks, str(tmp_path))
+    state = load(tmp_path / "epoch_1.safetensors")
+    assert torch.equal(state["after"], torch.ones(4))
+    assert torch.equal(state["ranks"][0]["more"], torch.zeros(4))
+
+
 def saves_by_iterations(work_dir: str, shard: bool) -> None:
     jobs.make_loop(work_dir, CheckpointHook(3, by_epoch=False), shard=shard).run()
 

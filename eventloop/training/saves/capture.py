@@ -147,6 +147,8 @@ class Capture:
         else:
             job = SaveJob(wanted, paths, progress, version=self._version(), states=states)
             state = self._state(wanted.path, wanted.leave_out)
+            if state.get("ranks") != []:
+                job.states = None  # a hook has changed what the file has there, which may be tensors among the copied ones
             if wanted.busy == "wait":
                 self._run.saves.wait()
             writer.replace(wanted.path, self._agree if wanted.busy == "replace" else bool)
