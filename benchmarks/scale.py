@@ -225,8 +225,8 @@ def of_rank() -> SavedRank:
 def _save(others: Others) -> dict[str, float]:
     """Return what a rank's training thread, and rank 0's writing thread, do with the random states at a save."""
     ranks: Any = SimpleNamespace(run="run", rank=0, size=others.size)
-    take = RankStates(ranks).put(of_rank())
-    sender, number = RankStates(SimpleNamespace(run="other", rank=1, size=2)), 20  # type: ignore[arg-type]
+    take = RankStates(ranks, "").put(of_rank())
+    sender, number = RankStates(SimpleNamespace(run="other", rank=1, size=2), ""), 20  # type: ignore[arg-type]
     start = time.perf_counter()
     for _ in range(number):
         sender.put(of_rank())

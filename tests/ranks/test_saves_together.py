@@ -10,10 +10,10 @@ from structlog.testing import capture_logs
 from torch.nn.parallel import DistributedDataParallel
 
 from eventloop import Bus, ConfigurationError, Run, TrainLoop
-from eventloop.checkpoint import load, load_whole
+from eventloop.checkpoint import load, load_whole, packed
 from eventloop.training import agree as agreements
 from eventloop.training.distributed.mailbox import Mailbox
-from eventloop.training.saves import rank_states
+from eventloop.training.saves import capture, rank_states
 from hooks import CheckpointHook, DistSamplerSeedHook, EMAHook
 
 from . import jobs
@@ -96,14 +96,33 @@ def test_a_rank_that_sends_no_random_states_costs_no_file_and_resumes_with_deriv
 def leaves_messages(work_dir: str, busy: str) -> bool:
     """Return whether a message of a save is left in the store after a training that saves after each iteration."""
     loop = jobs.make_loop(work_dir, CheckpointHook(1, by_epoch=False, busy=busy), epochs=2)
+    capture.secrets.token_hex = lambda size: "one"  # type: ignore[assignment]
     loop.run()
-    mailbox = Mailbox("saves/1")
+    mailbox = Mailbox("saves/1/one")
     return any(mailbox.has(f"{number}/1") for number in range(40))
 
 
 @pytest.mark.parametrize("busy", ["wait", "skip", "replace"])
 def test_no_message_of_a_save_stays_in_the_store(ranks, tmp_path, busy):
     assert ranks(leaves_messages, str(tmp_path), busy)[0] is False
+
+
+def finds_a_message(work_dir: str) -> None:
+    """Begin with a store that has a message of processes that torchrun has ended; rank 1 sends its own one late."""
+    Mailbox("saves/1").put("1/1", packed({"rng": None, "data": None}))
+    put = rank_states.RankStates.put
+
+    def late(self: Any, own: Any) -> Any:
+        time.sleep(0.5 * jobs.rank_and_size()[0])
+        return put(self, own)
+
+    rank_states.RankStates.put = late  # type: ignore[method-assign]
+    jobs.make_loop(work_dir, CheckpointHook(1), epochs=1).run()
+
+
+def test_a_message_of_processes_before_is_not_taken_for_a_rank_s(ranks, tmp_path):
+    ranks(finds_a_message, str(tmp_path))
+    assert [one["rng"] is not None for one in load(tmp_path / "epoch_1.safetensors")["ranks"]] == [True, True]
 
 
 def changes_ranks(work_dir: str) -> None:

@@ -129,7 +129,7 @@ class Capture:
                     lambda one, two: (one[0], one[1] and two[1], one[2] or two[2], one[3] | two[3]),
                 )
             else:
-                held, busy = ranks.from_first(lambda: (held, busy))
+                self._token, held, busy = ranks.from_first(lambda: (secrets.token_hex(4), held, busy))
             skips = held or (wanted.busy == "skip" and busy)
             states = None if skips else self._rank_states(ranks).put(gather_rank(self._run))
             if ranks.rank and not self.sharded:
@@ -167,7 +167,7 @@ class Capture:
 
     def _rank_states(self, ranks: Ranks) -> RankStates:
         if self._states is None:
-            self._states = RankStates(ranks)
+            self._states = RankStates(ranks, self._token)
         return self._states
 
     def _release_last(self) -> None:

@@ -26,10 +26,13 @@ log = get_logger()
 
 
 class RankStates:
-    """Messages of one run from all ranks to rank 0."""
+    """Messages of one run from all ranks to rank 0.
 
-    def __init__(self, ranks: Ranks) -> None:
-        self._mailbox = Mailbox(f"saves/{ranks.run}")
+    ``token`` is new in each run, and the same on all ranks: torchrun's store keeps the messages of processes before a restart.
+    """
+
+    def __init__(self, ranks: Ranks, token: str) -> None:
+        self._mailbox = Mailbox(f"saves/{ranks.run}/{token}")
         self._rank = ranks.rank
         self._size = ranks.size
         self._number = self._removed = 0
