@@ -347,8 +347,9 @@ def test_the_work_dir_keeps_a_sharded_save_until_the_store_has_it_or_a_later_one
 
 def test_a_sharded_save_that_no_store_took_is_resumed_from_and_goes_to_the_store_later(ranks, tmp_path):
     work, out, store = tmp_path / "work", f"local://{tmp_path}/store", tmp_path / "store/work"
-    for _, error in ranks(kept_for, str(work), out, [*range(3, 9)], None):
+    for told, error in ranks(kept_for, str(work), out, [*range(3, 9)], None):
         assert "kept as" in error
+        assert {kept for name, _, kept in told if name == "failed"} == {True}  # also the uploads at the end of the run
     assert left_in(work) == KEPT
     assert (work / "last_checkpoint").read_text() == "kept_epoch_3.safetensors"
     kept = load_whole(work / "kept_epoch_3.safetensors")

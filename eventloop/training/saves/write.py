@@ -304,7 +304,7 @@ class CheckpointWriter:
     def _keep_parts(self, root: SaveJob, parts: Parts, urls: list[RemotePath], home: Path) -> list[RemotePath]:
         """Keep a sharded state, if it is nowhere else. All ranks do so, and need to see one work dir."""
         if parts.written:
-            return []
+            return [url for url in urls if url in root.waiting and self._kept_parts is not None and self._kept_parts[0] is root]
         path = home / f"kept_{urls[0].name}"
 
         def write_file() -> int:
