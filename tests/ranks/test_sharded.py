@@ -324,7 +324,7 @@ def left_in(folder: Path) -> set[str]:
     return {one.name.partition("-")[0] for one in folder.iterdir() if one.suffix in (".safetensors", ".shards")}
 
 
-KEPT = {"kept_epoch_3.safetensors", "epoch_3"}
+KEPT = {"kept_sharded_epoch_3.safetensors", "epoch_3"}
 
 
 @pytest.mark.parametrize(
@@ -351,14 +351,26 @@ def test_a_sharded_save_that_no_store_took_is_resumed_from_and_goes_to_the_store
         assert "kept as" in error
         assert {kept for name, _, kept in told if name == "failed"} == {True}  # also the uploads at the end of the run
     assert left_in(work) == KEPT
-    assert (work / "last_checkpoint").read_text() == "kept_epoch_3.safetensors"
-    kept = load_whole(work / "kept_epoch_3.safetensors")
+    assert (work / "last_checkpoint").read_text() == "kept_sharded_epoch_3.safetensors"
+    kept = load_whole(work / "kept_sharded_epoch_3.safetensors")
     for told, error in ranks(kept_for, str(work), out, [], "auto"):
         assert not error
         assert ("committed", "epoch_3", False) in told
     assert not left_in(work)
     sent = load_whole(store / "epoch_3.safetensors")["state_dict"]
     assert all(torch.equal(value, sent[key]) for key, value in kept["state_dict"].items())
+
+
+def test_what_ranks_with_disks_of_their_own_cannot_keep_leaves_no_parts_behind(ranks, tmp_path):
+    for told, error in ranks(kept_on_own_disks, str(tmp_path)):
+        assert [name for name, *_ in told] == ["committed", "failed", "committed"]
+        assert not any(kept for *_, kept in told)
+        assert not error
+    assert not left_in(tmp_path / "work-0")
+
+
+def kept_on_own_disks(folder: str) -> Any:
+    return kept_for(f"{folder}/work-{jobs.rank_and_size()[0]}", f"local://{folder}/store", [2], None)
 
 
 def in_two_directories(one: str, other: str) -> Any:

@@ -21,6 +21,7 @@ from eventloop.training.schema import SavedRank
 _PATIENCE: Final = 60.0
 """Seconds for a rank that comes late to a save."""
 _POLL: Final = 0.02
+"""Seconds between two looks, at most."""
 
 log = get_logger()
 
@@ -51,9 +52,9 @@ class RankStates:
         keys = [f"{number}/{rank}" for rank in range(1, self._size)]
         found: dict[str, bytes] = {}
         try:
-            end = time.monotonic() + _PATIENCE
+            end, wait = time.monotonic() + _PATIENCE, 0.0005
             while not self._mailbox.has(*keys) and not hurried() and time.monotonic() < end:
-                time.sleep(_POLL)
+                time.sleep(wait := min(2 * wait, _POLL))
             missing = {*self._mailbox.missing(keys)}
             there = [key for key in keys if key not in missing]
             found = dict(zip(there, self._mailbox.get(bytes, *there), strict=True))

@@ -40,6 +40,8 @@ if TYPE_CHECKING:  # half a second to import, and only sharded models need it
     from eventloop.checkpoint.sharded import Parts
 
 _STAGED: Final = name_of(CheckpointStaged)
+_KEPT_PARTS: Final = "kept_sharded_"
+"""How the names of sharded saves in the work dir begin, which a store did not take."""
 _REST: Final = 3
 """A store that failed after n seconds is asked again after this times n: an outage takes a quarter of the writer's time."""
 
@@ -165,6 +167,8 @@ class CheckpointWriter:
             CheckpointError: ``raises``, and there is something that was requested with ``on_error="raise"``.
         """
         kept = "" if self._kept_parts is None else f'. It is kept as {self._kept_parts[1]}, from which resume="auto" goes on'
+        for directory, error in self._unsaved.items():
+            log.error("a store lacks the last save of a sharded model", directory=str(directory), error=str(error))
         for error in self._unsaved.values() if raises else ():
             raise CheckpointError(f"the store lacks the last save of a sharded model: {error}{kept}") from error
         for job in self._kept.jobs:
@@ -305,7 +309,7 @@ class CheckpointWriter:
         """Keep a sharded state, if it is nowhere else. All ranks do so, and need to see one work dir."""
         if parts.written:
             return [url for url in urls if url in root.waiting and self._kept_parts is not None and self._kept_parts[0] is root]
-        path = home / f"kept_{urls[0].name}"
+        path = home / f"{_KEPT_PARTS}{urls[0].name}"
 
         def write_file() -> int:
             size = self._fill(root, path)
@@ -316,6 +320,8 @@ class CheckpointWriter:
             parts.commit(path, write_file)
         except CheckpointError as error:
             log.warning("a sharded save that a store did not take could not be kept", path=str(path), error=str(error))
+            if parts.first:
+                self._sweep_kept(home)  # what this rank has written of it
             return []
         self._drop_parts(urls)
         root.waiting = urls
@@ -337,7 +343,7 @@ class CheckpointWriter:
         """Remove sharded saves that the work dir need not keep any longer, also those of an earlier run. On rank 0."""
         kept = None if self._kept_parts is None else self._kept_parts[1]
         try:
-            for path in home.glob("kept_*.safetensors"):
+            for path in home.glob(f"{_KEPT_PARTS}*.safetensors"):
                 if path != kept and sharded_in(outline(path)) is not None:
                     remove(path)
                     log.info("removed a save that was kept for a store", path=str(path))
