@@ -139,7 +139,7 @@ def by_store(size: int) -> dict[str, float]:
     store = distributed.TCPStore("localhost", 0, is_master=True)
     distributed.init_process_group("fake", store=store, rank=0, world_size=size)
     with ThreadPoolExecutor(CLIENTS) as clients:
-        report, save = _report(Others(size, "costs/run", clients)), _save(Others(size, "saves/run", clients))
+        report, save = _report(Others(size, "costs/run", clients)), _save(Others(size, "saves/run/token", clients))
         return {**report, **save, **_round(Others(size, "rounds/run", clients))}
 
 
@@ -225,8 +225,8 @@ def of_rank() -> SavedRank:
 def _save(others: Others) -> dict[str, float]:
     """Return what a rank's training thread, and rank 0's writing thread, do with the random states at a save."""
     ranks: Any = SimpleNamespace(run="run", rank=0, size=others.size)
-    take = RankStates(ranks, "").put(of_rank())
-    sender, number = RankStates(SimpleNamespace(run="other", rank=1, size=2), ""), 20  # type: ignore[arg-type]
+    take = RankStates(ranks, "token").put(of_rank())
+    sender, number = RankStates(SimpleNamespace(run="other", rank=1, size=2), "token"), 20  # type: ignore[arg-type]
     start = time.perf_counter()
     for _ in range(number):
         sender.put(of_rank())
@@ -236,13 +236,12 @@ def _save(others: Others) -> dict[str, float]:
     staged = stage({"ranks": []})
     assert take is not None
     start, busy = time.perf_counter(), time.thread_time()
-    staged.put("ranks", take(lambda: False))
-    return {
-        "state_put": put,
-        "state_bytes": len(state),
-        "take": time.perf_counter() - start,
-        "take_busy": time.thread_time() - busy,
-    }
+    states = take(lambda: False)
+    staged.put("ranks", states)
+    seconds, busy = time.perf_counter() - start, time.thread_time() - busy
+    if any(len(one) < len(state) / 2 for one in states):
+        sys.exit("rank 0 has not found the random states of all ranks")
+    return {"state_put": put, "state_bytes": len(state), "take": seconds, "take_busy": busy}
 
 
 # ------------------------------------------------------------------------------------------------------------ the table
