@@ -10,10 +10,12 @@ from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any, NamedTuple
 
+import fsspec
 import pytest
 import structlog
 import torch
 from blockbuster import blockbuster_ctx
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, settings
 from structlog.testing import capture_logs
 
@@ -89,6 +91,17 @@ def no_thread_is_left() -> Iterator[None]:
     for thread in set(threading.enumerate()) - before:
         thread.join(5)
         assert not thread.is_alive(), thread
+
+
+@pytest.fixture
+def memory() -> Iterator[MemoryFileSystem]:
+    """The file system of ``memory://``, empty."""
+    file_system = fsspec.filesystem("memory")
+    file_system.store.clear()
+    file_system.pseudo_dirs[:] = [""]
+    yield file_system
+    file_system.store.clear()
+    file_system.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import pickle
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -53,15 +52,9 @@ class Failing(MemoryFileSystem):
 
 
 @pytest.fixture(autouse=True)
-def memory() -> Iterator[MemoryFileSystem]:
+def nothing_fails(memory: MemoryFileSystem) -> None:
     fsspec.register_implementation("failing", Failing, clobber=True)
     Failing.fail_at = -1
-    file_system = fsspec.filesystem("memory")
-    file_system.store.clear()
-    file_system.pseudo_dirs[:] = [""]
-    yield file_system
-    file_system.store.clear()
-    file_system.pseudo_dirs[:] = [""]
 
 
 def tree(value: float = 1.0) -> dict[str, Any]:

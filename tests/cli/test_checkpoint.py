@@ -5,11 +5,9 @@ import os
 import pickle
 import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
 import numpy as np
 import pytest
 import torch
@@ -322,20 +320,12 @@ def test_a_file_that_import_cannot_read_or_write_is_an_error(trainbus):
 # --------------------------------------------------------------------------------------------------------------- URLs
 
 
-@pytest.fixture
-def bucket() -> Iterator[Any]:
-    file_system = fsspec.filesystem("memory")
-    yield file_system
-    file_system.store.clear()
-    file_system.pseudo_dirs[:] = [""]
-
-
-def test_ls_and_verify_of_a_url_list_its_files(trainbus, bucket):
+def test_ls_and_verify_of_a_url_list_its_files(trainbus, memory):
     for epoch in (9, 10):
         save(tree(epoch), f"memory://bucket/run/epoch_{epoch}.safetensors")
-    bucket.pipe_file("/bucket/run/last_checkpoint", b"epoch_10.safetensors")
-    bucket.pipe_file("/bucket/run/.trainbus-0123.tmp", b"")
-    bucket.pipe_file("/bucket/run/notes.txt", b"")
+    memory.pipe_file("/bucket/run/last_checkpoint", b"epoch_10.safetensors")
+    memory.pipe_file("/bucket/run/.trainbus-0123.tmp", b"")
+    memory.pipe_file("/bucket/run/notes.txt", b"")
     result = trainbus("ls", "memory://bucket/run")
     assert result.err == ""
     rows = [line.split() for line in result.out.splitlines()]
@@ -348,7 +338,7 @@ def test_ls_and_verify_of_a_url_list_its_files(trainbus, bucket):
     assert trainbus("verify", url).out.startswith(f"verified  {url}")
 
 
-def test_show_and_export_take_urls(trainbus, bucket):
+def test_show_and_export_take_urls(trainbus, memory):
     url = "memory://bucket/run/epoch_3.safetensors"
     save(tree(3), url)
     assert trainbus("show", url, "--key", "progress.epoch").out.splitlines()[-1] == "3"
@@ -357,15 +347,15 @@ def test_show_and_export_take_urls(trainbus, bucket):
     make("b.safetensors", 4)
     out = "memory://bucket/out/w.pth"
     assert trainbus("export", "b.safetensors", out, "--weights").out.startswith(f"exported {out}")
-    back = torch.load(io.BytesIO(bucket.cat_file("/bucket/out/w.pth")), weights_only=True)
+    back = torch.load(io.BytesIO(memory.cat_file("/bucket/out/w.pth")), weights_only=True)
     assert back["head.weight"].equal(torch.full((2, 3), 4.0))
     assert f"{out} exists; add --force to replace it" in trainbus("export", url, out, status=2).err
     trainbus("export", url, "memory://bucket/run/epoch_3.safetensors", "--weights", "--force", status=2)
     trainbus("export", url, "memory://bucket/out/w.safetensors", "--weights")
-    assert [name for name in bucket.store if ".trainbus-" in name] == []
+    assert [name for name in memory.store if ".trainbus-" in name] == []
 
 
-def test_files_may_be_named_by_urls_of_all_kinds(trainbus, bucket):
+def test_files_may_be_named_by_urls_of_all_kinds(trainbus, memory):
     make("a.safetensors")
     trainbus("verify", f"file://{Path.cwd()}/a.safetensors")
     trainbus("ls", f"file://{Path.cwd()}")
@@ -403,20 +393,20 @@ def test_a_file_of_a_newer_version_is_listed_as_that(trainbus):
         ("run", 2, "trainbus checkpoint ls run"),
     ],
 )
-def test_what_cannot_be_read_is_told_from_damage(trainbus, bucket, command, name, status, says):
+def test_what_cannot_be_read_is_told_from_damage(trainbus, memory, command, name, status, says):
     torch.save({"w": 1}, "a.pth")
     save_file({"w": torch.ones(1)}, "plain.safetensors")
     Path("notes.txt").write_text("hello, this is a text")
     Path("run").mkdir()
     cut(make("cut.safetensors"))
-    bucket.pipe_file("/bucket/cut.safetensors", Path("cut.safetensors").read_bytes())
+    memory.pipe_file("/bucket/cut.safetensors", Path("cut.safetensors").read_bytes())
     told = " ".join(" ".join(trainbus(command[0], name, *command[1:], status=status)).split())
     assert says in told or (command[0], name) == ("verify", "run")  # which takes directories
 
 
 @pytest.mark.parametrize("command", ["ls", "verify"])
-def test_damage_in_a_store_ends_with_status_1(trainbus, bucket, command):
-    bucket.pipe_file("/bucket/cut.safetensors", make("a.safetensors").read_bytes()[:-100])
+def test_damage_in_a_store_ends_with_status_1(trainbus, memory, command):
+    memory.pipe_file("/bucket/cut.safetensors", make("a.safetensors").read_bytes()[:-100])
     assert "memory://bucket/cut.safetensors is damaged" in trainbus(command, "memory://bucket", status=1).out
 
 

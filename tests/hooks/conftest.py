@@ -4,7 +4,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fsspec
 import pytest
 import torch
 from torch import nn
@@ -98,17 +97,6 @@ def scored(directory: Path, hook: Hook, *scores: float | None, **options: Any) -
 def files(directory: Path) -> set[str]:
     """Return the names of the checkpoints in a directory."""
     return {path.name.removesuffix(".safetensors") for path in directory.glob("*.safetensors")}
-
-
-@pytest.fixture
-def memory():
-    """The file system of ``memory://``, empty."""
-    file_system = fsspec.filesystem("memory")
-    file_system.store.clear()
-    file_system.pseudo_dirs[:] = [""]
-    yield file_system
-    file_system.store.clear()
-    file_system.pseudo_dirs[:] = [""]
 
 
 @pytest.fixture
