@@ -7,18 +7,31 @@ is listed before it exists and until it is gone, so none stays behind unlisted.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
-from eventloop.checkpoint import AnyPath, RemotePath, as_path, commit_bytes, is_plain_name, remove
+from eventloop.bus import Bus
+from eventloop.checkpoint import (
+    AnyPath,
+    RemotePath,
+    as_path,
+    commit_bytes,
+    is_plain_name,
+    outline,
+    remove,
+    sharded_in,
+    sweep_shards,
+)
 from eventloop.errors import CheckpointError
 from eventloop.log import get_logger
-from eventloop.training.saves.requests import SaveJob
+from eventloop.training.saves.requests import SaveJob, publish_skipped
 from eventloop.training.schema import KEPT
 
+_SHARDED: Final = "kept_sharded_"
+"""How the names of files of :class:`KeptShards` begin."""
 _LAST_COUNT: Final = re.compile(r"\d+(?!.*\d)")
 
 log = get_logger()
@@ -135,6 +148,78 @@ class KeptSaves:
             commit_bytes(self._home / KEPT, msgspec.json.encode(self._listed))
         else:
             remove(self._home / KEPT)
+
+
+class KeptShards:
+    """The newest save of a sharded model in the work dir, while no store has it. A resumed run saves that state anew.
+
+    All ranks call these methods in one order, and need to see one work dir; ``sweep`` is for rank 0.
+    """
+
+    def __init__(self, work_dir: Path | None, bus: Bus) -> None:
+        self._home = work_dir
+        self._bus = bus
+        self.job: SaveJob | None = None
+        """The save, which waits for a store;"""
+        self.path: Path | None = None
+        """and its file."""
+
+    def keep(
+        self,
+        job: SaveJob,
+        urls: list[RemotePath],
+        fill: Callable[[SaveJob, AnyPath], int],
+        landed: Callable[[SaveJob, AnyPath], object],
+    ) -> list[RemotePath]:
+        """Keep a save for ``urls``, if it is nowhere else; return those that it waits for. A collective.
+
+        ``fill`` writes its file on rank 0, and ``landed`` is called then.
+        """
+        assert job.parts is not None  # noqa: S101 - asked by the only caller
+        if self._home is None:
+            return []
+        if job.parts.written:
+            return [url for url in urls if url in job.waiting] if job is self.job else []
+        path = self._home / f"{_SHARDED}{urls[0].name}"
+
+        def write_file() -> int:
+            size = fill(job, path)
+            landed(job, path)
+            return size
+
+        try:
+            job.parts.commit(path, write_file)
+        except CheckpointError as error:
+            log.warning("a sharded save that a store did not take could not be kept", path=str(path), error=str(error))
+            kept = []
+        else:
+            self.drop(urls)
+            self.job, self.path, job.waiting, kept = job, path, urls, urls
+        if job.parts.first:
+            self.sweep()
+        return kept
+
+    def drop(self, landed: Collection[AnyPath]) -> None:
+        """Forget the save: a store has it, or a later one. ``landed`` are the paths written."""
+        job, path, self.job, self.path = self.job, self.path, None, None
+        if job is None:
+            return
+        job.held = [one for one in job.held if one != path]
+        if left := [url for url in job.waiting if url not in landed]:
+            publish_skipped(self._bus, [*left], job.progress, "a later save has been made")
+
+    def sweep(self) -> None:
+        """Remove sharded saves that need not be kept any longer, also those of an earlier run, and parts without a file."""
+        if self._home is None:
+            return
+        try:
+            for path in self._home.glob(f"{_SHARDED}*.safetensors"):
+                if path != self.path and sharded_in(outline(path)) is not None:
+                    remove(path)
+                    log.info("removed a save that was kept for a store", path=str(path))
+            sweep_shards(self._home, still=0)  # this is the only thread that writes
+        except (CheckpointError, OSError) as error:
+            log.warning("cannot remove a save that was kept for a store", path=str(self._home), error=str(error))
 
 
 def series(name: str) -> str:

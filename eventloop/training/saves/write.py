@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from eventloop.bus import Bus
 from eventloop.bus.subscription import OFFLOADED, Subscription
@@ -20,10 +20,6 @@ from eventloop.checkpoint import (
     free_name,
     link,
     make_directory,
-    outline,
-    remove,
-    sharded_in,
-    sweep_shards,
     write,
 )
 from eventloop.errors import CheckpointError
@@ -32,16 +28,11 @@ from eventloop.events.event import name_of
 from eventloop.log import get_logger
 from eventloop.offload import Deadline
 from eventloop.training.saves.discover import peek
-from eventloop.training.saves.kept import KeptSaves, series
+from eventloop.training.saves.kept import KeptSaves, KeptShards, series
 from eventloop.training.saves.requests import SaveJob, SaveRequest, publish_skipped
 from eventloop.training.schema import LAST
 
-if TYPE_CHECKING:  # half a second to import, and only sharded models need it
-    from eventloop.checkpoint.sharded import Parts
-
 _STAGED: Final = name_of(CheckpointStaged)
-_KEPT_PARTS: Final = "kept_sharded_"
-"""How the names of sharded saves in the work dir begin, which a store did not take."""
 _REST: Final = 3
 """A store that failed after n seconds is asked again after this times n: an outage takes a quarter of the writer's time."""
 
@@ -68,8 +59,7 @@ class CheckpointWriter:
         self._unsaved: dict[AnyPath, Exception] = {}
         """Directories in stores that lack their last save of a sharded model, each with the reason."""
         self._kept = KeptSaves(run.work_dir)
-        self._kept_parts: tuple[SaveJob, Path] | None = None
-        """The newest save of a sharded model, and its file in the work dir, while no store has it."""
+        self._kept_shards = KeptShards(run.work_dir, bus)
         self._there: dict[AnyPath, set[str]] = {}  # the names that this run may replace, by directory of a store
         self._rests: dict[AnyPath, float] = {}  # by directory of a store, the time until which it is not asked
         self._conflicts: dict[AnyPath, CheckpointError] = {}  # by directory to which another run saves
@@ -157,8 +147,8 @@ class CheckpointWriter:
         if self._retried != self._entered:
             self._retried = self._entered
             self._enter_kept(self._kept.jobs)
-            if self._kept_parts is not None:
-                self._enter_kept([self._kept_parts[0]])  # on all ranks
+            if self._kept_shards.job is not None:
+                self._enter_kept([self._kept_shards.job])  # on all ranks
 
     def check_kept(self, *, raises: bool = True) -> None:
         """Log what stores have not taken by the end of the run.
@@ -166,7 +156,7 @@ class CheckpointWriter:
         Raises:
             CheckpointError: ``raises``, and there is something that was requested with ``on_error="raise"``.
         """
-        kept = "" if self._kept_parts is None else f'. It is kept as {self._kept_parts[1]}, from which resume="auto" goes on'
+        kept = "" if (path := self._kept_shards.path) is None else f'. It is kept as {path}, from which resume="auto" goes on'
         for directory, error in self._unsaved.items():
             log.error("a store lacks the last save of a sharded model", directory=str(directory), error=str(error))
         for error in self._unsaved.values() if raises else ():
@@ -265,7 +255,7 @@ class CheckpointWriter:
             gone = {path: error for path, error in failed.items() if path not in kept}
             if kept:
                 root = job.source or job
-                where = root.kept if root.parts is None or self._kept_parts is None else self._kept_parts[1]
+                where = root.kept if root.parts is None else self._kept_shards.path
                 self._tell_failed(job, [*kept], failed[kept[0]], where)
             if gone:
                 self._tell_failed(job, [*gone], next(iter(gone.values())), None)
@@ -295,7 +285,7 @@ class CheckpointWriter:
         if not urls or home is None:
             return []
         if root.parts is not None:
-            return self._keep_parts(root, root.parts, urls, home)
+            return self._kept_shards.keep(root, urls, self._fill, self._landed)
         try:
             self._make(home)
             root.refusal = failed[urls[0]]
@@ -305,58 +295,12 @@ class CheckpointWriter:
             return []
         return urls
 
-    def _keep_parts(self, root: SaveJob, parts: Parts, urls: list[RemotePath], home: Path) -> list[RemotePath]:
-        """Keep a sharded state, if it is nowhere else. All ranks do so, and need to see one work dir."""
-        if parts.written:
-            return [url for url in urls if url in root.waiting and self._kept_parts is not None and self._kept_parts[0] is root]
-        path = home / f"{_KEPT_PARTS}{urls[0].name}"
-
-        def write_file() -> int:
-            size = self._fill(root, path)
-            self._landed(root, path)
-            return size
-
-        try:
-            parts.commit(path, write_file)
-        except CheckpointError as error:
-            log.warning("a sharded save that a store did not take could not be kept", path=str(path), error=str(error))
-            if parts.first:
-                self._sweep_kept(home)  # what this rank has written of it
-            return []
-        self._drop_parts(urls)
-        root.waiting = urls
-        self._kept_parts = root, path
-        if parts.first:
-            self._sweep_kept(home)
-        return urls
-
-    def _drop_parts(self, landed: Collection[AnyPath] = ()) -> None:
-        """Forget the sharded save in the work dir: a store has it, or a later one. ``landed`` are the paths written."""
-        if self._kept_parts is None:
-            return
-        (root, path), self._kept_parts = self._kept_parts, None
-        root.held = [one for one in root.held if one != path]
-        if left := [url for url in root.waiting if url not in landed]:
-            publish_skipped(self._bus, [*left], root.progress, "a later save has been made")
-
-    def _sweep_kept(self, home: Path) -> None:
-        """Remove sharded saves that the work dir need not keep any longer, also those of an earlier run. On rank 0."""
-        kept = None if self._kept_parts is None else self._kept_parts[1]
-        try:
-            for path in home.glob(f"{_KEPT_PARTS}*.safetensors"):
-                if path != kept and sharded_in(outline(path)) is not None:
-                    remove(path)
-                    log.info("removed a save that was kept for a store", path=str(path))
-            sweep_shards(home, still=0)  # this is the only thread that writes
-        except (CheckpointError, OSError) as error:
-            log.warning("cannot remove a save that was kept for a store", path=str(home), error=str(error))
-
     def _settle(self, root: SaveJob, done: list[AnyPath], kept: list[RemotePath]) -> None:
         """After a job, forget the kept files that are uploaded or replaced, and upload the others to stores that answer."""
         if root.parts is not None and any(isinstance(path, RemotePath) for path in done):
-            self._drop_parts(done)
-            if root.parts.first and self._view.work_dir is not None:
-                self._sweep_kept(self._view.work_dir)
+            self._kept_shards.drop(done)
+            if root.parts.first:
+                self._kept_shards.sweep()
         if not self._kept.jobs:
             return
         self._kept.drop(root, done)
@@ -444,7 +388,7 @@ class CheckpointWriter:
         home = self._view.work_dir
         for directory in dict.fromkeys((path.parent, home)):
             number, named = self._named.get(directory, (-1, None))
-            kept = root.kept if self._kept_parts is None else self._kept_parts[1]  # which will be removed
+            kept = root.kept or self._kept_shards.path  # which will be removed
             if root.number > number or (root.number == number and named == kept is not None):
                 if directory is not None:
                     self._make(directory)
