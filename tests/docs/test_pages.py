@@ -7,7 +7,7 @@ import pytest
 
 from .pages import DOCS, ROOT, blocks
 
-NAVIGATION = ["Home", "Start", "Concepts", "Guides", "Migrate", "Reference", "Internals", "Benchmarks", "Changelog"]
+NAVIGATION = ["Home", "Start", "Concepts", "Guides", "Engines", "Migrate", "Reference", "Internals", "Benchmarks", "Changelog"]
 CONCEPTS = sorted(path.name for path in (DOCS / "concepts").glob("*.md") if path.stem != "index")
 GUIDES = sorted(path.name for path in (DOCS / "guides").glob("*.md") if path.stem != "index")
 
@@ -50,7 +50,7 @@ def test_the_page_of_the_installation_has_every_extra():
     assert not [extra for extra in project["optional-dependencies"] if f"`{extra}`" not in text]
 
 
-@pytest.mark.parametrize("folder", ["concepts", "guides", "migrate", "internals"])
+@pytest.mark.parametrize("folder", ["concepts", "guides", "engines", "migrate", "internals"])
 def test_the_index_of_a_part_links_all_of_its_pages(folder):
     links = set(re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / folder / "index.md").read_text(encoding="utf-8")))
     pages = {path.name for path in (DOCS / folder).glob("*.md")} - {"index.md"}
