@@ -14,7 +14,7 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +32,7 @@ from eventloop.observe.exchange import Comparison, RankExchange, Report
 from eventloop.observe.ranks import spent_here
 from eventloop.training.agree import Requests
 from eventloop.training.distributed import maximum, rounds
+from eventloop.training.distributed.blocks import Blocks
 from eventloop.training.distributed.mailbox import Mailbox
 from eventloop.training.distributed.maximum import Maximum
 from eventloop.training.distributed.ranks import Ranks, own_group
@@ -150,11 +151,12 @@ class Others:
         self.size, self.name, self._clients = size, name, clients
         self._mailboxes = [Mailbox(name) for _ in range(CLIENTS)]
 
-    def act(self, act: Callable[[Mailbox, int], object]) -> float:
-        """Act for each rank; return the seconds."""
+    def act(self, act: Callable[[Mailbox, int], object], ranks: Sequence[int] = ()) -> float:
+        """Act for each rank, or those of ``ranks``; return the seconds."""
+        every = ranks or range(1, self.size)
 
         def some(first: int) -> None:
-            for rank in range(first + 1, self.size, CLIENTS):
+            for rank in every[first::CLIENTS]:
                 act(self._mailboxes[first], rank)
 
         start = time.perf_counter()
@@ -189,15 +191,22 @@ def _report(others: Others) -> dict[str, float]:
 
 
 def _round(others: Others) -> dict[str, float]:
+    """Return what a round takes where rank 0's agent serves its block, and hears of the other blocks from their first ranks."""
     others.act(lambda mailbox, rank: mailbox.put(f"joined/{rank}"))
     own, watch, answer = Requests(), Mailbox(others.name), rounds._Answer((10, 0))
-    agent = rounds.Rounds(Mailbox(others.name), own, lambda: 10)
+    of_size = Blocks(0, others.size)
+    members, firsts = [*of_size.members][1:], [*of_size.firsts][1:]
+    agent = rounds.Rounds(others.name, own, lambda: 10)
 
     def answers() -> None:
         while not watch.has("opened/0"):
             time.sleep(0.001)
-        others.act(lambda mailbox, rank: mailbox.put(f"answer/0/{rank}", answer))
+        others.act(lambda mailbox, rank: mailbox.put(f"answer/0/{rank}", answer), members)
+        if firsts:  # each of them has waited for its block as long as rank 0 has
+            others.act(lambda mailbox, rank: mailbox.put(f"block/0/{rank}", answer), firsts)
 
+    while not watch.has("ready"):
+        time.sleep(0.001)
     with ThreadPoolExecutor(1) as thread:
         answering = thread.submit(answers)
         own.stop = True
@@ -207,7 +216,7 @@ def _round(others: Others) -> dict[str, float]:
         answering.result()
     if not agent.agreed.stop:
         sys.exit(f"{others.size} ranks have not agreed")
-    looks = others.act(lambda mailbox, rank: mailbox.has("result/0"))
+    looks = others.act(lambda mailbox, rank: mailbox.has("result/0"), members + firsts)
     agent.close()
     return {"round": seconds, "looks": looks, "answer_bytes": len(msgspec.msgpack.encode(answer))}
 

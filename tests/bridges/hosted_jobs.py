@@ -11,7 +11,8 @@ from torch import distributed
 
 from eventloop import Bus, Run
 from eventloop.bridges import TrainerHost
-from eventloop.training.distributed import rounds
+from eventloop.training.distributed import blocks, rounds
+from eventloop.training.distributed.mailbox import Mailbox
 from hooks import PreemptionHook
 
 from ..failing import fails
@@ -65,12 +66,18 @@ def trainer(bus, folder, *, epochs=EPOCHS, slow=0.0):
     return done, saved, run.info.get("stop_reason")
 
 
+def in_blocks(size, function, *arguments):
+    """Call a function where the ranks agree in blocks of ``size``; the tests' store is a file, which has no address."""
+    blocks.BLOCK, blocks._tcp, blocks._own_host = size, lambda store: store, lambda store: "127.0.0.1"
+    return function(*arguments)
+
+
 def rank():
     return distributed.get_rank()
 
 
 def one_rank_stops(folder, which):
-    return trainer(Bus(AsksOnOne(which)), folder)
+    return trainer(Bus(AsksOnOne(which % distributed.get_world_size())), folder)
 
 
 def all_ranks_stop(folder, mount_point):
@@ -132,8 +139,8 @@ def one_rank_evaluates(folder):
     return trainer(bus, folder)
 
 
-def one_rank_has_a_bus(folder):
-    if rank() == 1:
+def the_last_rank_has_no_bus(folder):
+    if rank() == distributed.get_world_size() - 1:
         for _ in range(BATCHES * EPOCHS + 1):
             distributed.barrier()
         return None
@@ -143,6 +150,31 @@ def one_rank_has_a_bus(folder):
     with capture_logs() as logs:
         done, *_ = trainer(bus, folder)
     return done, [entry for entry in logs if "without a bus" in entry["event"]]
+
+
+def one_agent_is_silent(folder):
+    rounds.PATIENCE = 0.5
+    put = Mailbox.put
+    if rank() == 1:
+        Mailbox.put = lambda self, key, *message: key.startswith("answer") or put(self, key, *message)
+    bus = Bus()
+    bus.on("after_train_iter", lambda event: event.run.stop(), once=3)
+    with capture_logs() as logs:
+        done, *_ = trainer(bus, folder)
+    return done, [entry for entry in logs if "take effect on no rank" in entry["event"]]
+
+
+def all_ranks_set_rates(folder):
+    bus = Bus()
+
+    def ask(event):
+        for rate in (0.2, 0.3, 0.2):
+            event.run.set_lr(rate)
+
+    bus.on("after_train_iter", ask, once=3)
+    with capture_logs() as logs:
+        trainer(bus, folder)
+    return [entry["lr"] for entry in logs if entry["event"] == "the learning rate was set"]
 
 
 def one_rank_fails(folder):

@@ -6,22 +6,32 @@ from ..ranks.conftest import on_ranks
 from . import hosted_jobs as jobs
 
 
-@pytest.fixture
-def both(tmp_path):
+@pytest.fixture(params=[(2, 64), (4, 2)], ids=["one block", "two blocks"])
+def everyone(request, tmp_path):
+    size, block = request.param
+
     def call(function, *arguments):
-        outcomes = on_ranks(function, tmp_path, *arguments, folder=tmp_path)
-        assert [one.exitcode for one in outcomes] == [0, 0], [one.output for one in outcomes]
+        outcomes = on_ranks(jobs.in_blocks, block, function, tmp_path, *arguments, folder=tmp_path, size=size)
+        assert [one.exitcode for one in outcomes] == [0] * size, [one.output for one in outcomes]
         return [one.value for one in outcomes]
 
     return call
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_stop_and_a_save_of_one_rank_take_effect_on_all_after_the_same_iteration(both, rank):
-    first, second = both(jobs.one_rank_stops, rank)
-    assert first == second
-    done, saved, reason = first
-    assert done == 7  # the rank asks in its sixth iteration, when the other may have begun the seventh
+@pytest.fixture
+def equal(everyone):
+    def call(function, *arguments):
+        first, *others = everyone(function, *arguments)
+        assert others == [first] * len(others)
+        return first
+
+    return call
+
+
+@pytest.mark.parametrize("rank", [0, -1])
+def test_a_stop_and_a_save_of_one_rank_take_effect_on_all_after_the_same_iteration(equal, rank):
+    done, saved, reason = equal(jobs.one_rank_stops, rank)
+    assert done == 7  # the rank asks in its sixth iteration, when another may have begun the seventh
     assert saved == [(7, "iter_7.pt")]
     assert reason == "enough"
 
@@ -29,37 +39,44 @@ def test_a_stop_and_a_save_of_one_rank_take_effect_on_all_after_the_same_iterati
 @pytest.mark.parametrize(
     ("mount_point", "done"), [("before_train", 0), ("after_train_iter", 1), ("after_train_epoch", 4), ("after_val_epoch", 4)]
 )
-def test_what_all_ranks_ask_for_at_one_mount_point_takes_effect_there(both, mount_point, done):
-    for found in both(jobs.all_ranks_stop, mount_point):
-        assert found == (done, [(done, f"iter_{done}.pt")] if done else [], "enough")
+def test_what_all_ranks_ask_for_at_one_mount_point_takes_effect_there(equal, mount_point, done):
+    assert equal(jobs.all_ranks_stop, mount_point) == (done, [(done, f"iter_{done}.pt")] if done else [], "enough")
 
 
-def test_a_thread_of_one_rank_pauses_resumes_sets_the_rate_and_stops_all_ranks(both):
-    (first, logs, paused), (second, others, _) = both(jobs.a_thread_pauses)
-    assert first == second
-    assert logs == others  # at the same iterations
+def test_a_thread_of_one_rank_pauses_resumes_sets_the_rate_and_stops_all_ranks(everyone):
+    (first, logs, paused), *others = everyone(jobs.a_thread_pauses)
+    assert all((found, told) == (first, logs) for found, told, _ in others)  # at the same iterations
     names = [name for name, _ in logs]
     assert [name for name in names if name != "the learning rate was set"] == ["the run is paused", "the run continues"] * 2
     assert names.count("the learning rate was set") == 1
     assert paused[0] == paused[1]
 
 
-def test_a_signal_to_one_rank_saves_and_stops_all(both):
-    first, second = both(jobs.one_rank_gets_a_signal)
-    assert first == second == (4, [(4, "iter_4.pt")], "signal SIGTERM")
+def test_rates_that_all_ranks_set_take_effect_once_in_the_order_set(equal):
+    assert equal(jobs.all_ranks_set_rates) == [0.3, 0.2]
 
 
-def test_a_rank_that_evaluates_alone_may_stop_the_others(both):
-    first, second = both(jobs.one_rank_evaluates)
-    assert first == second
-    assert first[0] in (5, 6)
+def test_a_signal_to_one_rank_saves_and_stops_all(equal):
+    assert equal(jobs.one_rank_gets_a_signal) == (4, [(4, "iter_4.pt")], "signal SIGTERM")
 
 
-def test_a_request_is_refused_when_a_rank_has_no_bus(both):
-    (done, told), _ = both(jobs.one_rank_has_a_bus)
+def test_a_rank_that_evaluates_alone_may_stop_the_others(equal):
+    assert equal(jobs.one_rank_evaluates)[0] in (5, 6)
+
+
+def test_a_request_is_refused_when_a_rank_has_no_bus(everyone):
+    *with_bus, without = everyone(jobs.the_last_rank_has_no_bus)
+    assert without is None
+    for done, told in with_bus:
+        assert done == jobs.BATCHES * jobs.EPOCHS
+        assert [entry["ranks"] for entry in told] == [[len(with_bus)]]
+        assert "bus.attach(trainer) on all ranks" in told[0]["event"]
+
+
+def test_a_round_without_an_answer_of_a_rank_names_it_and_ends(equal):
+    done, told = equal(jobs.one_agent_is_silent)
     assert done == jobs.BATCHES * jobs.EPOCHS
-    assert [entry["ranks"] for entry in told] == [[1]]
-    assert "bus.attach(trainer) on all ranks" in told[0]["event"]
+    assert [entry["reason"] for entry in told] == ["no answer of rank 1"]
 
 
 def test_ctrl_c_on_one_rank_ends_the_others(tmp_path):

@@ -1,5 +1,6 @@
 """What a training thread does for the other ranks grows with the logarithm of their number, at most."""
 
+import math
 import sys
 import threading
 from collections import Counter
@@ -12,7 +13,7 @@ from torch import distributed
 
 from eventloop.observe.exchange import Comparison
 from eventloop.training import agree as agreements
-from eventloop.training.distributed import maximum
+from eventloop.training.distributed import blocks, maximum
 from eventloop.training.distributed.mailbox import missing_of
 from eventloop.training.distributed.ranks import Ranks, own_group
 from hooks import CheckpointHook
@@ -121,3 +122,20 @@ def test_missing_messages_of_thousands_of_ranks_are_found_in_few_round_trips():
 
 def test_beyond_512_ranks_their_times_are_compared_less_often():
     assert [Comparison(size).period for size in (2, 512, 4096)] == [2.0, 2.0, 16.0]
+
+
+@pytest.mark.parametrize("size", [1, 2, 64, 65, 130, 4096, 20_000])
+def test_no_rank_has_messages_of_more_than_its_block_and_the_first_ranks_of_blocks(monkeypatch, size):
+    monkeypatch.setattr(blocks, "default_store", lambda: None)
+    monkeypatch.setattr(blocks, "_tcp", lambda store: store or "a TCPStore")
+    every = [blocks.Blocks(rank, size) for rank in range(size)]
+    assert all(rank in one.members and one.leads == (rank == one.members[0]) for rank, one in enumerate(every))
+    assert [one.first for one in every if one.leads] == [*every[0].firsts]
+    assert sorted(rank for one in every if one.leads for rank in one.members) == [*range(size)]
+    most = size + 1 if size <= 64 else max(128, 2 * math.isqrt(size) + 2)
+    assert len(every[0].members) + len(every[0].firsts) <= most
+
+
+def test_without_a_store_that_has_an_address_all_ranks_are_one_block(monkeypatch):
+    monkeypatch.setattr(blocks, "default_store", distributed.HashStore)
+    assert [*blocks.Blocks(99, 100).firsts] == [0]

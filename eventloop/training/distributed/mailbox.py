@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -29,10 +29,11 @@ class Mailbox:
 
     Args:
         name: the beginning of all keys; equal on all ranks.
+        store: by default, the one of the process group.
     """
 
-    def __init__(self, name: str) -> None:
-        self._store = default_store().clone()  # a thread that waits in the other one keeps its lock
+    def __init__(self, name: str, store: Any = None) -> None:
+        self._store = (store or default_store()).clone()  # a thread that waits in the other one keeps its lock
         self._name = name
 
     def put(self, key: str, message: object = None) -> None:

@@ -10,7 +10,10 @@ to the key-value store of their process group, in rounds:
 3. Rank 0's agent writes the result: the requests of all ranks, and the point where they take effect. This is the point of the
    round if all ranks wait there, and else the end of an iteration that no rank has passed.
 
-Without requests, a safe point costs the training thread less than a microsecond. Each agent polls the store ten times a
+Beyond 64 ranks the first one of each block (:class:`~eventloop.training.distributed.blocks.Blocks`) passes messages on: between
+its block's store, which the others in the block use, and that of the process group. It merges the answers of its block.
+
+Without requests, a safe point costs the training thread less than a microsecond. Each agent polls a store ten times a
 second, which takes 10 µs.
 """
 
@@ -26,6 +29,7 @@ import msgspec
 
 from eventloop.log import get_logger
 from eventloop.training.agree import Rates, Requests
+from eventloop.training.distributed.blocks import Blocks
 from eventloop.training.distributed.mailbox import Mailbox
 from eventloop.training.distributed.ranks import Ranks, this_rank, world_size
 
@@ -48,11 +52,12 @@ log = get_logger()
 
 
 class _Answer(msgspec.Struct):
-    """The answer of one rank, or the result of a round."""
+    """The answer of one rank or of several, or the result of a round."""
 
     point: Point
-    """The point at which the training thread waits, or the last one that it passed; in a result, the point of effect."""
+    """The point at which all these training threads wait, or the last one that any passed; in a result, the point of effect."""
     stands: bool = True
+    """True if all wait at this point."""
     stop: bool = False
     save: bool = False
     cancelled: bool = False
@@ -70,7 +75,7 @@ class Rounds:
     Used in place of :class:`eventloop.training.agree.Agreement`.
 
     Args:
-        mailbox: takes the messages; its name is equal on all ranks.
+        name: the name of the mailboxes; equal on all ranks.
         own: the requests of this rank.
         iterations: returns the number of finished iterations.
     """
@@ -78,10 +83,16 @@ class Rounds:
     ranks: Ranks | None = None
     pauses_at_once = True
 
-    def __init__(self, mailbox: Mailbox, own: Requests, iterations: Callable[[], int]) -> None:
+    def __init__(self, name: str, own: Requests, iterations: Callable[[], int]) -> None:
         self.agreed = Requests()
-        self._mailbox = mailbox
+        self._name = name
         self._rank, self._size = this_rank(), world_size()
+        self._blocks = Blocks(self._rank, self._size)
+        # Made by the agent, because torch looks up the names of hosts when it connects.
+        self._far: Mailbox
+        """Between the first ranks of all blocks."""
+        self._near: Mailbox
+        """Within this block."""
         self._own = own
         self._iterations = iterations
         # Written by the training thread.
@@ -96,10 +107,14 @@ class Rounds:
         """Results that the training thread has not applied yet."""
         self._announced: tuple[bool, bool, bool] = (False, False, False)
         self._number = 0
+        self._to_join = [self._key("joined", rank) for rank in range(self._size)] if self._rank == 0 else []
+        self._ready = False
+        """True once all ranks have joined."""
+        self._asks_until: float | None = None
+        """When this agent gives up to open a round, for ranks that have not joined."""
         self._ended = False
         self._wake = threading.Event()
         self._agent = threading.Thread(target=self._run, name=f"trainbus agent of rank {self._rank}", daemon=True)
-        self._mailbox.put(self._key("joined", self._rank))
         self._agent.start()
 
     def close(self) -> None:
@@ -174,38 +189,77 @@ class Rounds:
 
     def _run(self) -> None:
         try:
+            self._far = Mailbox(self._name)
+            near = self._blocks.join(self._far, self._name, lambda: self._ended)
+            if near is None:
+                return
+            self._near = near
+            self._far.put(self._key("joined", self._rank))
+            idle = _IDLE / 4 if self._passes_on else _IDLE
             while not self._ended:
+                self._ready = self._ready or self._all_joined()
                 if (self._blocked_at is not None or self.agreed.paused) and self._pending():
                     self._open()
-                if self._mailbox.has(self._key("opened")):
+                if self._arrives(self._key("opened")):
                     self._take_part()
                 elif self._blocked_at is None:
-                    self._wake.wait(_IDLE)
+                    self._wake.wait(idle)
                     self._wake.clear()
-            self._mailbox.put("left")
+                else:
+                    time.sleep(_LOOK)
+            self._near.put("left")
+            if self._blocks.leads:
+                self._far.put("left")
         except (RuntimeError, OSError) as error:  # the process with the store has ended
             if not self._ended:
                 log.warning("requests such as run.stop() no longer reach the other ranks", error=str(error))
         finally:
             self._release()
 
+    @property
+    def _passes_on(self) -> bool:
+        """True if this agent connects its block to the other ones."""
+        return self._blocks.leads and len(self._blocks.firsts) > 1
+
+    def _all_joined(self) -> bool:
+        if self._rank == 0:
+            self._to_join = self._far.missing(self._to_join)
+            if not self._to_join:
+                self._far.put("ready")
+        return self._arrives("ready")
+
+    def _arrives(self, key: str) -> bool:
+        """Return True if a message is there, for this block, too. Pass it on between its block and the other ones."""
+        if self._near.has(key):
+            if self._passes_on:
+                self._far.offer(key, self._near.get(object, key)[0])
+            return True
+        if self._passes_on and self._far.has(key):
+            self._near.offer(key, self._far.get(object, key)[0])
+            return True
+        return False
+
     def _open(self) -> None:
-        """Open a round, unless another rank has."""
-        missing = self._missing("joined", 5 * _SKEW)
-        if missing:
+        """Open a round, unless another rank has. Wait a while for ranks that have not joined."""
+        if self._ready:
+            self._near.offer(self._key("opened"), _Answer(self._blocked_at or self._point))
+            self._asks_until = None
+            return
+        self._asks_until = self._asks_until or time.monotonic() + 5 * _SKEW
+        if time.monotonic() > self._asks_until and (missing := self._missing()):
             self._take()
             self._release()
+            self._asks_until = None
             log.error(
                 "run.stop(), checkpoint_now(), pause(), cancel() or set_lr() is ignored, because it would hang the training: "
                 "these ranks train without a bus. Call bus.attach(trainer) on all ranks",
                 ranks=missing,
             )
-            return
-        self._mailbox.offer(self._key("opened"), _Answer(self._blocked_at or self._point))
 
     def _take_part(self) -> None:
         """Answer, and pass the result of the round to the training thread."""
-        self._mailbox.put(self._key("answer", self._rank), self._answer(self._get("opened").point))
+        opened = self._near.get(_Answer, self._key("opened"))[0]
+        self._near.put(self._key("answer", self._rank), self._answer(opened.point))
         result = self._result()
         if result.failed:
             log.warning("the last requests, such as run.stop(), take effect on no rank", reason=result.failed)
@@ -241,53 +295,68 @@ class Rounds:
         return _Answer(point, stands, stop, save, cancelled, paused, own.take_rates(), own.reason, own.exit_code)
 
     def _result(self) -> _Answer:
-        deadline = time.monotonic() + PATIENCE
-        answers = [] if self._rank else [self._key("answer", rank) for rank in range(self._size)]
-        while not self._mailbox.has(self._key("result")):
-            failed = ""
-            if self._ended or self._mailbox.has("left"):
+        begun, key = time.monotonic(), self._key("result")
+        # Whose answers this agent merges: of its block, and rank 0's then of all blocks.
+        answers = [self._key("answer", rank) for rank in self._blocks.members] if self._blocks.leads else []
+        blocks = [self._key("block", first) for first in self._blocks.firsts] if self._rank == 0 else []
+        while not self._arrives(key):
+            waited, failed = time.monotonic() - begun, ""
+            if self._ended or self._near.has("left") or (self._passes_on and self._far.has("left")):
                 failed = "the training has ended"
-            elif time.monotonic() > deadline:
-                failed = f"no answer of rank {', '.join(map(str, self._missing('answer')))}"
-            if failed:
-                self._mailbox.offer(self._key("result"), _Answer((0, 0), failed=failed))
-            elif answers and self._mailbox.has(*answers):
-                self._mailbox.offer(self._key("result"), _merged(self._mailbox.get(_Answer, *answers)))
+            elif waited > PATIENCE and answers:
+                failed = f"no answer of rank {', '.join(_ranks(self._near.missing(answers)))}"
+            elif waited > PATIENCE + _SKEW:  # later, because the one above knows the ranks
+                failed = f"no answer of the block of rank {', '.join(_ranks(self._far.missing(blocks))) or self._blocks.first}"
+            if failed:  # of all results, the first one in the store of all ranks counts
+                self._far.offer(key, _Answer((0, 0), failed=failed))
+                self._near.offer(key, self._far.get(_Answer, key)[0])
+            elif answers and self._near.has(*answers):
+                self._far.put(self._key("block", self._rank), _merged(self._near.get(_Answer, *answers)))
+                answers = []
+            elif blocks and self._far.has(*blocks):
+                self._far.offer(key, _effect(_merged(self._far.get(_Answer, *blocks))))
             else:
                 time.sleep(_LOOK)
-        return self._get("result")
+        return self._near.get(_Answer, key)[0]
 
-    def _missing(self, what: str, patience: float = 0.0) -> list[int]:
-        keys = {self._key(what, rank): rank for rank in range(self._size)}
-        deadline = time.monotonic() + patience
-        while (missing := self._mailbox.missing([*keys])) and time.monotonic() < deadline:
-            time.sleep(_LOOK)
-        return [keys[key] for key in missing]
+    def _missing(self) -> list[int]:
+        """Return the ranks that have not joined."""
+        keys = {self._key("joined", rank): rank for rank in range(self._size)}
+        return [keys[key] for key in self._far.missing([*keys])]
 
     def _release(self) -> None:
         self._blocked_at = self._limit = None
-
-    def _get(self, what: str) -> _Answer:
-        return self._mailbox.get(_Answer, self._key(what))[0]
 
     def _key(self, what: str, rank: int | None = None) -> str:
         number = "" if what == "joined" else f"/{self._number}"
         return f"{what}{number}{'' if rank is None else f'/{rank}'}"
 
 
+def _ranks(keys: list[str]) -> list[str]:
+    return [key.rpartition("/")[2] for key in keys]
+
+
 def _merged(answers: list[_Answer]) -> _Answer:
     points = [one.point for one in answers]
-    here = all(one.stands for one in answers) and len(set(points)) == 1
+    rates = [rate for one in answers for rate in one.rates]
     return _Answer(
-        point=points[0] if here else (max(points)[0] + 1, 0),
+        point=max(points),
+        stands=all(one.stands for one in answers) and len(set(points)) == 1,
         stop=any(one.stop for one in answers),
         save=any(one.save for one in answers),
         cancelled=any(one.cancelled for one in answers),
         paused=any(one.paused for one in answers),
-        rates=[rate for one in answers for rate in one.rates],
+        rates=[*dict.fromkeys(reversed(rates))][::-1],  # usually all ranks set the same; the last ones count
         reason=next(filter(None, (one.reason for one in answers)), ""),
         exit_code=max(one.exit_code for one in answers),
     )
+
+
+def _effect(answer: _Answer) -> _Answer:
+    """Return the result: where all wait it takes effect there, and else at the end of an iteration that none has passed."""
+    if not answer.stands:
+        answer.point = (answer.point[0] + 1, 0)
+    return answer
 
 
 _runs = 0
@@ -297,4 +366,4 @@ def join_rounds(own: Requests, iterations: Callable[[], int]) -> Rounds:
     """Return the :class:`Rounds` of a new training. All ranks with a bus must call it."""
     global _runs
     _runs += 1
-    return Rounds(Mailbox(f"rounds/{_runs}"), own, iterations)
+    return Rounds(f"rounds/{_runs}", own, iterations)
