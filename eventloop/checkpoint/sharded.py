@@ -122,7 +122,7 @@ def _is_writer(value: DTensor, number: int) -> bool:
 
 
 class Parts:
-    """This process's part of one checkpoint, on its way into new directories of this ``name``."""
+    """This process's part of one checkpoint, on its way into new directories."""
 
     def __init__(
         self,
@@ -136,7 +136,8 @@ class Parts:
         self._sizes = {key: one.element_size() for key, one in tensors.items()}
         self._own = own
         self._staged = staged
-        self._name = name
+        self.name = name
+        """The name of the directories."""
         self._places: list[AnyPath] = []
         """The directories that have all parts."""
         self._index: dict[str, bytes] = {}
@@ -156,21 +157,28 @@ class Parts:
         """Give the memory back; in further directories the part is then linked or copied from one that has it."""
         self._staged.release()
 
-    def commit(self, beside: AnyPath, write: Callable[[], int]) -> int:
+    def commit(self, beside: AnyPath, write: Callable[[], int], note: Callable[[set[str]], object] | None = None) -> int:
         """Write this process's part into the directory of ``beside``, unless that has it; wait for the others' parts.
 
         Then rank 0 writes the file, by ``write``. Return its result; 0 on others.
 
+        With ``note`` the directory may be another one for each process, of which no reader sees all. Each calls ``note`` with
+        the names of all parts, before rank 0 writes the file.
+
         A collective. All processes raise CheckpointError if one of them fails.
         """
-        directory = beside.with_name(self._name)
+        directory = beside.with_name(self.name)
         if directory not in self._places:
-            self._together(directory, lambda: make_directory(directory) if self.first else None)  # all continue, or none
+            makes = self.first or note is not None
+            self._together(directory, lambda: make_directory(directory) if makes else None)  # all continue, or none
             if self._places:
                 self._together(directory, lambda: self._link_part(directory))
             else:
                 pieces = self._gathered(self._together(directory, lambda: self._write_part(directory)))
                 self._index, self._files = self._indexed(pieces), {piece.file for one in pieces for _, piece in one}
+            if note is not None:
+                names = self._from_first(self._files)
+                self._together(directory, lambda: note(names))
         size = self._together(directory, lambda: self._finish(directory, write) if self.first else 0)
         if directory not in self._places:
             self._places.append(directory)
@@ -215,6 +223,13 @@ class Parts:
         everyones = [None] * distributed.get_world_size(self._group) if self.first else None
         distributed.gather_object(own, everyones, group=self._group, group_dst=0)
         return everyones or []
+
+    def _from_first(self, own: Any) -> Any:
+        """Return what rank 0 has."""
+        shared = [own]
+        if self._group is not None:
+            distributed.broadcast_object_list(shared, group=self._group, group_src=0)
+        return shared[0]
 
     def _together(self, directory: AnyPath, do: Callable[[], Any]) -> Any:
         """Call ``do``, and return its result; raise on all processes if it failed on one."""

@@ -244,8 +244,8 @@ def sweep_shards(directory: AnyPath, *, still: float = 60.0) -> bool:
 
     A checkpoint counts under any name, also one such as ``epoch_1.bak``.
 
-    Only a directory that ``sharded`` has named and filled is one. One that has changed in the last ``still`` seconds is being
-    written, and stays. Each removal is logged.
+    Only a directory that ``sharded`` has named and filled, with nothing else in it, is one. One that has changed in the last
+    ``still`` seconds is being written, and stays. Each removal is logged.
 
     Raises:
         CheckpointError: a directory cannot be removed.
@@ -266,7 +266,7 @@ def sweep_shards(directory: AnyPath, *, still: float = 60.0) -> bool:
             return True  # it may name any of them
         named.add(sharded_in(tree))
     for one, parts in found.items():
-        if one.name not in named and _unchanged(one, parts) >= still:
+        if one.name not in named and (not still or _unchanged(one, parts) >= still):
             remove_directory(one, list(parts))
             log.info("removed the sharded tensors of a checkpoint that does not exist", path=str(one))
     return True

@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Final, TypeGuard
 from urllib.parse import unquote, urlsplit
@@ -242,7 +242,8 @@ def remove_directory(directory: AnyPath, files: Sequence[AnyPath]) -> None:
     with failing(f"cannot remove {directory}"):
         for file in files:
             Path(str(file)).unlink(missing_ok=True)
-        directory.rmdir()  # which fails if something else has come into it
+        with suppress(FileNotFoundError):  # another process has removed it
+            directory.rmdir()  # which fails if something else has come into it
 
 
 def _modified(path: Path) -> float | None:

@@ -273,7 +273,8 @@ class CheckpointCommitted(Event, kw_only=True):
 class CheckpointFailed(Event, kw_only=True):
     """A checkpoint could not be written; earlier ones are untouched. Published on the writing thread.
 
-    ``kept`` is the file in the work dir that holds it until the store takes it or a later one; empty if there is none.
+    ``kept`` is the file in the work dir that holds it until the store takes it or a later one; empty if there is none. Of a
+    sharded model it is the directory with this rank's part, where the work dir does not have the file.
     """
 
     progress: Progress

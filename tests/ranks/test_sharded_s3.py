@@ -1,14 +1,16 @@
-"""FSDP2 and an S3 server: saved by 2 processes, resumed by 1, 3 and 4."""
+"""FSDP2 and an S3 server: saved by 2 processes, resumed by 1, 3 and 4; an outage at the end of a run."""
 
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from eventloop.checkpoint import load_whole
 
 from .test_sharded import assert_restored, restored, trained
+from .test_sharded_kept import assert_same, on, on_disks
 
 pytest.importorskip("moto")
 s3fs = pytest.importorskip("s3fs")
@@ -19,18 +21,23 @@ URL = f"s3://{BUCKET}/run"
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
-    """Runs a server; gives the environment that leads to it."""
-    server = S3Server()
+def s3() -> Iterator[S3Server]:
+    s3 = S3Server()
+    yield s3
+    s3.close()
+
+
+@pytest.fixture
+def server(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """Gives the environment that leads to a server with a bucket."""
     keys = {"AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "x", "AWS_DEFAULT_REGION": "us-east-1"}
-    environment = {**keys, "AWS_ENDPOINT_URL": server.url}
+    environment = {**keys, "AWS_ENDPOINT_URL": s3.url}
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     s3fs.S3FileSystem.clear_instance_cache()
     s3fs.S3FileSystem().mkdir(BUCKET)
     yield environment
     s3fs.S3FileSystem.clear_instance_cache()
-    server.close()
 
 
 def there(environment: dict[str, str], function: Callable[..., Any], *args: Any) -> Any:
@@ -52,3 +59,22 @@ def test_a_sharded_save_of_2_processes_in_s3_is_bitwise_the_same_on_1_3_and_4(se
     for size in (1, 3, 4):
         for found in ranks(there, server, restored, str(tmp_path), URL, size > 1, size=size):
             assert_restored(found, tree)
+
+
+def test_what_two_disks_keep_when_s3_is_out_is_uploaded_once_it_answers_by_other_ranks(server, s3, ranks, tmp_path):
+    def run(*disks: str, epochs: int, refuses: str = "") -> Any:
+        s3.fault = lambda method, path: "403 Forbidden" if method in ("PUT", "POST") and refuses and refuses in path else None
+        options = {"epochs": epochs, "out_dir": f"s3://{BUCKET}"}
+        return ranks(there, server, on_disks, tmp_path, disks, options, size=len(disks))
+
+    before, _ = run("a", "b", epochs=2, refuses="epoch_2")
+    assert "kept as" in before.error
+    for one in run("b", "a", epochs=3, refuses="epoch_2.safetensors"):  # the parts arrive, and the file does not
+        assert one.began is None
+        assert f"rank 1 has {tmp_path}/a/run/kept_sharded_epoch_2.safetensors" in one.error
+    for one in run("b", "new", "a", epochs=3):
+        assert_same(one.began, before.ended)
+        assert one.told == [("committed", "epoch_2"), ("committed", "epoch_3")]
+    assert not on(tmp_path / "a") | on(tmp_path / "b")
+    sent = load_whole(f"{URL}/epoch_2.safetensors")["state_dict"]
+    assert all(torch.equal(sent[key], value) for key, value in before.ended[1].items())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -25,7 +26,9 @@ from eventloop.checkpoint import (
     sharded_in,
     sweep_shards,
 )
+from eventloop.checkpoint.shards import SUFFIX
 from eventloop.errors import CheckpointError
+from eventloop.events import Progress
 from eventloop.log import get_logger
 from eventloop.training.saves.requests import SaveJob, publish_skipped
 from eventloop.training.schema import KEPT
@@ -150,19 +153,30 @@ class KeptSaves:
             remove(self._home / KEPT)
 
 
-class KeptShards:
-    """The newest save of a sharded model in the work dir, while no store has it. A resumed run saves that state anew.
+class KeptParts(msgspec.Struct, frozen=True):
+    """The record ``kept.json`` in a directory of parts: what they are parts of."""
 
-    All ranks call these methods in one order, and need to see one work dir; ``sweep`` is for rank 0.
-    """
+    file: str
+    """The name of the file that names the directory."""
+    urls: list[str]
+    """The paths in stores that it waits for."""
+    progress: Progress
+    """How far the run had come."""
+    parts: list[str]
+    """The files of all parts, wherever they are."""
+
+
+class KeptShards:
+    """The newest save of a sharded model in the work dirs, while no store has it. All ranks call the methods in one order."""
 
     def __init__(self, work_dir: Path | None, bus: Bus) -> None:
         self._home = work_dir
         self._bus = bus
+        self._swept = False
         self.job: SaveJob | None = None
         """The save, which waits for a store;"""
         self.path: Path | None = None
-        """and its file."""
+        """its file, or this rank's part where the work dir does not have the file."""
 
     def keep(
         self,
@@ -181,26 +195,38 @@ class KeptShards:
         if job.parts.written:
             return [url for url in urls if url in job.waiting] if job is self.job else []
         path = self._home / f"{_SHARDED}{urls[0].name}"
+        directory = self._home / job.parts.name
+
+        def note(parts: set[str]) -> None:
+            record = KeptParts(path.name, [*map(str, urls)], job.progress, sorted(parts, key=lambda part: (len(part), part)))
+            commit_bytes(directory / KEPT, msgspec.json.encode(record))
 
         def write_file() -> int:
             size = fill(job, path)
             landed(job, path)
             return size
 
+        self._swept = False
         try:
-            job.parts.commit(path, write_file)
+            job.parts.commit(path, write_file, note)
         except CheckpointError as error:
             log.warning("a sharded save that a store did not take could not be kept", path=str(path), error=str(error))
+            _remove_if_empty(directory)
             kept = []
         else:
-            self.drop(urls)
-            self.job, self.path, job.waiting, kept = job, path, urls, urls
-        if job.parts.first:
-            self.sweep()
+            self._forget(urls)
+            self.job, self.path, job.waiting, kept = job, path if path.exists() else directory, urls, urls
+        self._sweep()
         return kept
 
     def drop(self, landed: Collection[AnyPath]) -> None:
-        """Forget the save: a store has it, or a later one. ``landed`` are the paths written."""
+        """Remove the save, and those of earlier runs: a store has it, or a later one. ``landed`` are the paths written."""
+        self._forget(landed)
+        if not self._swept:
+            self._sweep()
+            self._swept = True
+
+    def _forget(self, landed: Collection[AnyPath]) -> None:
         job, path, self.job, self.path = self.job, self.path, None, None
         if job is None:
             return
@@ -208,18 +234,36 @@ class KeptShards:
         if left := [url for url in job.waiting if url not in landed]:
             publish_skipped(self._bus, [*left], job.progress, "a later save has been made")
 
-    def sweep(self) -> None:
-        """Remove sharded saves that need not be kept any longer, also those of an earlier run, and parts without a file."""
-        if self._home is None:
-            return
-        try:
-            for path in self._home.glob(f"{_SHARDED}*.safetensors"):
-                if path != self.path and sharded_in(outline(path)) is not None:
+    def _sweep(self) -> None:
+        if self._home is not None:
+            parts = None if self.job is None else self.job.parts
+            sweep_kept_shards(self._home, () if parts is None else (parts.name,))
+
+
+def sweep_kept_shards(home: Path, needed: Collection[str]) -> None:
+    """Remove kept sharded saves from a work dir, but for the directories ``needed``, and parts without a file.
+
+    Ranks that see one work dir do so at the same time. None writes parts before all are done.
+    """
+    try:
+        for path in home.glob(f"{_SHARDED}*.safetensors"):
+            with suppress(FileNotFoundError):
+                if (name := sharded_in(outline(path))) is not None and name not in needed:
                     remove(path)
                     log.info("removed a save that was kept for a store", path=str(path))
-            sweep_shards(self._home, still=0)  # this is the only thread that writes
-        except (CheckpointError, OSError) as error:
-            log.warning("cannot remove a save that was kept for a store", path=str(self._home), error=str(error))
+        for record in home.glob(f"*{SUFFIX}/{KEPT}"):
+            if record.parent.name not in needed:
+                record.unlink(missing_ok=True)  # from now on the directory is one without a file
+                _remove_if_empty(record.parent)
+        sweep_shards(home, still=0)
+    except (CheckpointError, OSError) as error:
+        log.warning("cannot remove a save that was kept for a store", path=str(home), error=str(error))
+
+
+def _remove_if_empty(directory: Path) -> None:
+    """Remove the directory of a rank that had no part to write, as of replicas."""
+    with suppress(OSError):
+        directory.rmdir()
 
 
 def series(name: str) -> str:

@@ -18,11 +18,12 @@ from eventloop.checkpoint import AnyPath, RemotePath, as_path, convert_foreign, 
 from eventloop.errors import CheckpointDamagedError, CheckpointError, ConfigurationError, TrainingError
 from eventloop.log import get_logger
 from eventloop.privates import tree_map
-from eventloop.training.distributed.ranks import this_rank, world_size
+from eventloop.training.distributed.ranks import Ranks, this_rank, world_size
 from eventloop.training.rng import other_rng_state
 from eventloop.training.saves.agreed import agreed
 from eventloop.training.saves.contents import SavedRun, as_tree, restore_state, unwrapped_state
-from eventloop.training.saves.discover import Found, Read, find_checkpoint, load_verified, newest_candidate, read_checkpoint
+from eventloop.training.saves.discover import Found, Read, find_checkpoint, newest_candidate, read_checkpoint
+from eventloop.training.saves.kept_upload import upload_kept
 from eventloop.training.schema import SavedCounts, SavedRank, SavedState, Tree, read, upgraded
 
 HOSTED: Final = "trainbus"
@@ -136,16 +137,28 @@ class Restore:
 
     def _find(self) -> Found | None:
         """Load the checkpoint to resume from: of several ranks, the newest good one that any of them finds."""
-        ranks, damaged = self._run.state.ranks, dict[str, str]()
-        if ranks is None:
-            return self._find_here(load_verified)
+        lost = upload_kept(self._run) if self.automatic else {}
+        found = self._newest(self._run.state.ranks, dict(lost))
+        if found is None and lost:
+            reason = "; ".join(lost.values())
+            raise CheckpointError(
+                f"{reason}. There is no other checkpoint: give what is missing, or remove it to begin a new run"
+            )
+        return found
+
+    def _newest(self, ranks: Ranks | None, damaged: dict[str, str]) -> Found | None:
+        """``damaged`` has sharded checkpoints that are not to be resumed from, by directory, each with the reason."""
 
         def read_file(path: AnyPath) -> Any:
             state = load(path)
             if (name := sharded_in(state)) in damaged:
                 raise CheckpointDamagedError(damaged[name])
+            if ranks is None:
+                verify_shards(state, path)
             return state
 
+        if ranks is None:
+            return self._find_here(read_file)
         while True:
             found = agreed(ranks, lambda: self._find_here(read_file), self._look_here)
             if found is None or (name := sharded_in(found[1])) is None:

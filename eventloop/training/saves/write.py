@@ -299,8 +299,6 @@ class CheckpointWriter:
         """After a job, forget the kept files that are uploaded or replaced, and upload the others to stores that answer."""
         if root.parts is not None and any(isinstance(path, RemotePath) for path in done):
             self._kept_shards.drop(done)
-            if root.parts.first:
-                self._kept_shards.sweep()
         if not self._kept.jobs:
             return
         self._kept.drop(root, done)
