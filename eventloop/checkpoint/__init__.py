@@ -26,6 +26,7 @@ from eventloop.checkpoint.remote import RemotePath
 from eventloop.checkpoint.saver import AsyncSaver, Busy
 from eventloop.checkpoint.shards import is_sharded, sharded_in, sweep_shards, verify_shards
 from eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, WriteFile, save, stage, write
+from eventloop.checkpoint.steps import steps_awaited
 from eventloop.checkpoint.store import (
     AnyPath,
     as_path,
@@ -96,6 +97,7 @@ __all__ = [
     "save",
     "sharded_in",
     "stage",
+    "steps_awaited",
     "sweep_shards",
     "symlink",
     "sync_folder",

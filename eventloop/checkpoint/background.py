@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
+from eventloop.checkpoint.steps import begin_wait, end_wait
+
 _POLL: Final = 0.2
 """Seconds after which a waiting thread checks again, in case Ctrl-C swallowed a notification."""
 
@@ -143,7 +145,11 @@ class BackgroundWriter(PendingSaves[Job]):
         self._bell.put(None)  # see busy
         if not self.here or threading.current_thread() is self._thread:  # which would wait for itself
             return True
-        return super().wait(for_slot=for_slot, seconds=seconds)
+        try:
+            begin_wait()
+            return super().wait(for_slot=for_slot, seconds=seconds)
+        finally:
+            end_wait()
 
     def close(self, seconds: float = math.inf) -> bool:
         """Do the jobs that wait, and end the thread; return False after ``seconds``. After Ctrl-C, call it again to finish."""

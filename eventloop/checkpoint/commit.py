@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final, TypeVar
 
+from eventloop.checkpoint.steps import note_step
 from eventloop.errors import CheckpointError
 
 TEMPORARY_PREFIX: Final = ".trainbus-"
@@ -56,6 +57,7 @@ def commit_file(path: str | os.PathLike[str], size: int, fill: Callable[[int], M
             try:
                 result = fill(descriptor)
                 os.fsync(descriptor)
+                note_step()
             finally:
                 os.close(descriptor)
             os.replace(temporary, name)  # noqa: PTH105
@@ -83,6 +85,7 @@ def write_all(descriptor: int, *parts: memoryview | bytes) -> None:
                 if written == 0:
                     raise OSError(errno.EIO, "the file system accepts no more bytes and reports no error")
                 rest = rest[written:]
+                note_step()
         done = max(0, done - len(part))
 
 
@@ -130,6 +133,7 @@ def _digest_during_sync(descriptor: int, pieces: Pieces) -> int:
         return crc32(pieces)
     # Of the data so far; the caller syncs the rest, once the file is complete.
     (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(descriptor)
+    note_step()
     thread.join()
     return made[0] if made else crc32(pieces)  # if it failed in the thread, this raises its error
 

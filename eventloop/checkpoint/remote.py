@@ -20,6 +20,7 @@ from typing import Any, BinaryIO, Final
 
 from eventloop.checkpoint import s3
 from eventloop.checkpoint.commit import DIGEST_BYTES, TEMPORARY_PREFIX, discard, failing
+from eventloop.checkpoint.steps import note_step
 from eventloop.errors import CheckpointError, ConfigurationError
 from eventloop.log import get_logger
 
@@ -135,6 +136,7 @@ class RemotePath:
             for part in parts():
                 end = bytes(part[-DIGEST_BYTES:])
                 yield part
+                note_step()
 
         def put() -> None:
             if self._protocol not in _OBJECT_STORES:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from eventloop.checkpoint.commit import discard
+from eventloop.checkpoint.steps import note_step
 
 PART: Final = 8 << 20
 """Bytes per part; more for files with more than ``_MOST_PARTS`` of them."""
@@ -83,6 +84,7 @@ def _sent(send: Callable[[int, bytes], dict[str, Any]], blocks: Iterable[bytes])
     def answer(number: int, block: bytes) -> None:
         try:
             answers.put(send(number, block))
+            note_step()
         except BaseException as error:  # noqa: BLE001 - raised below
             answers.put(error)
 

@@ -1,5 +1,6 @@
 """The training loop: ``Run`` publishes the mount points in order, and ``TrainLoop`` is built on it."""
 
+from eventloop.training.distributed.mailbox import Mailbox
 from eventloop.training.distributed.samples import GlobalBatchSampler
 from eventloop.training.driver import Driver
 from eventloop.training.host import Host, OwnLoop
@@ -17,6 +18,7 @@ __all__ = [
     "Driver",
     "GlobalBatchSampler",
     "Host",
+    "Mailbox",
     "Metric",
     "OwnLoop",
     "Run",
