@@ -12,6 +12,7 @@ from hooks.early_stopping import EarlyStoppingHook
 from hooks.ema import EMAEpochHook, EMAHook, EMAIterHook
 from hooks.empty_cache import EmptyCacheHook
 from hooks.evaluate import Evaluated, EvaluateHook
+from hooks.heartbeat import HeartbeatHook
 from hooks.logger import LoggerHook
 from hooks.optimizer import Fp16OptimizerHook, OptimizerHook
 from hooks.preemption import PreemptionHook, SignalDoor
@@ -42,6 +43,7 @@ __all__ = [
     "Evaluated",
     "ExponentialMovingAverage",
     "Fp16OptimizerHook",
+    "HeartbeatHook",
     "IterTimerHook",
     "JSONLinesWriter",
     "LoggerHook",
