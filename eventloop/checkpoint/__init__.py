@@ -6,6 +6,9 @@ file that the safetensors package opens.
 
 from eventloop.checkpoint.background import BackgroundWriter, PendingSaves
 from eventloop.checkpoint.commit import TEMPORARY_PREFIX
+from eventloop.checkpoint.contents import Contents, open_contents
+from eventloop.checkpoint.copy_in import save_contents
+from eventloop.checkpoint.dcp import is_dcp, open_dcp
 from eventloop.checkpoint.export import export_tree, export_weights, is_weights, load_whole, weights_only
 from eventloop.checkpoint.folder import (
     FORMER_PREFIX,
@@ -23,6 +26,7 @@ from eventloop.checkpoint.load import checkpoints_in, content_of, file_kind, ins
 from eventloop.checkpoint.overlap import Overlap, Staging
 from eventloop.checkpoint.pth import ForeignFormat, convert_foreign, load_pth, register_format
 from eventloop.checkpoint.remote import RemotePath
+from eventloop.checkpoint.safetensors_folder import open_safetensors
 from eventloop.checkpoint.saver import AsyncSaver, Busy
 from eventloop.checkpoint.shards import is_sharded, sharded_in, sweep_shards, verify_shards
 from eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, WriteFile, save, stage, write
@@ -34,6 +38,7 @@ from eventloop.checkpoint.store import (
     commit_bytes,
     is_plain_name,
     link,
+    list_directories,
     list_files,
     make_directory,
     open_file,
@@ -53,6 +58,7 @@ __all__ = [
     "BackgroundWriter",
     "Busy",
     "CommitInfo",
+    "Contents",
     "FolderFiles",
     "ForeignFormat",
     "Overlap",
@@ -78,23 +84,29 @@ __all__ = [
     "free_name",
     "inspect",
     "is_checkpoint",
+    "is_dcp",
     "is_folder",
     "is_plain_name",
     "is_sharded",
     "is_weights",
     "link",
+    "list_directories",
     "list_files",
     "load",
     "load_pth",
     "load_whole",
     "make_directory",
+    "open_contents",
+    "open_dcp",
     "open_file",
+    "open_safetensors",
     "outline",
     "packed",
     "register_format",
     "remove",
     "remove_leftover",
     "save",
+    "save_contents",
     "sharded_in",
     "stage",
     "steps_awaited",

@@ -110,14 +110,21 @@ def outline(path: AsPath) -> Any:
     Only the header and the tree are read, so it is quick for a file of any size. Nothing is verified but the length of the
     file. Tied tensors are one tensor.
     """
+    return outline_placed(path)[0]
+
+
+def outline_placed(path: AsPath) -> tuple[Any, list[tuple[torch.Tensor, int]]]:
+    """Return what ``outline`` does, and each tensor with its first byte in the file."""
     with _opened(path) as (file, _, header, _):
         start, end = header.tree
         file.seek(header.bytes + start)
         packed = read_exactly(file, end - start)
         with _rebuilding():
             body = _body(packed)
-            tensors = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape, _, _ in _forms(header, body)]
-            return unflatten(body.tree, (tensors[slot] for slot in body.slots))
+            forms = list(_forms(header, body))
+            tensors = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape, _, _ in forms]
+            tree = unflatten(body.tree, (tensors[slot] for slot in body.slots))
+    return tree, [(tensor, header.bytes + begin) for tensor, (_, _, begin, _) in zip(tensors, forms, strict=True)]
 
 
 def file_kind(path: AsPath) -> Kind:

@@ -8,6 +8,7 @@ So numpy's arrays are read without numpy's unpickler, and objects of other train
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import re
@@ -18,7 +19,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, NamedTuple, Self
+from typing import Any, BinaryIO, ClassVar, Final, Literal, NamedTuple, Self
 
 import torch
 
@@ -78,15 +79,27 @@ def load_pth(path: str | os.PathLike[str]) -> Any:
         CheckpointError: not a file of ``torch.save``, or it names code that would have to be run (the error lists all names).
     """
     path = Path(path)
-    _check(path)
-    size = path.stat().st_size
+    with open_file(path) as (file, size):
+        _check(file, size, path)
+    return _load(path, size, path)
+
+
+def load_pickled(data: bytes | memoryview, name: str) -> Any:
+    """Read a file of ``torch.save`` that is in memory as ``load_pth`` does; ``name`` names it in errors."""
+    file = io.BytesIO(data)
+    _check(file, len(data), name)
+    file.seek(0)
+    return _load(file, len(data), name)
+
+
+def _load(file: BinaryIO | Path, size: int, path: object) -> Any:
     known = {**_OBJECTS, **{name: plain for foreign in _formats for name, plain in foreign.objects.items()}}
     stand_ins: list[Any] = [(type("StandIn", (_Inert,), {"name": name}), name) for name in (*known, *_PARTS)]
     with torch.serialization.safe_globals(stand_ins):
         try:
-            tree = torch.load(path, map_location="cpu", weights_only=True)
+            tree = torch.load(file, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
-            raise CheckpointError(_refusal(path, str(error))) from error
+            raise CheckpointError(_refusal(file, path, str(error))) from error
         except OSError:
             raise
         except Exception as error:  # any: torch.save did not write this pickle
@@ -100,17 +113,16 @@ def load_pth(path: str | os.PathLike[str]) -> Any:
         raise CheckpointDamagedError(f"{path} is damaged, or too large for the memory of this machine") from error
 
 
-def _check(path: Path) -> None:
+def _check(file: BinaryIO, size: int, path: object) -> None:
     """Check the checksums of a zip file, as torch writes since 1.6: torch.load does not."""
-    with open_file(path) as (file, size):
-        start = file.read(len(ZIP))
+    start = file.read(len(ZIP))
     check_memory(size)
     if start == LEGACY:
         return
     if start != ZIP:
         raise CheckpointError(f"{path} is not a file that torch.save wrote (it begins with {start!r})")
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             check_stored(archive, size)
             broken = archive.testzip()
     except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, zlib.error) as error:
@@ -129,10 +141,12 @@ def check_stored(archive: zipfile.ZipFile, size: int) -> None:
         raise ValueError("its parts are compressed, or larger than the file; torch.save writes them as they are")
 
 
-def _refusal(path: Path, message: str) -> str:
+def _refusal(file: BinaryIO | Path, path: object, message: str) -> str:
     names = set(_REFUSED.findall(message))  # the first one only
     with suppress(Exception):  # torch looks only into zip files
-        names.update(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+        if not isinstance(file, Path):
+            file.seek(0)
+        names.update(torch.serialization.get_unsafe_globals_in_checkpoint(file))
     listed = ", ".join(sorted(names))
     if not listed:
         detail = message.partition("WeightsUnpickler error:")[2].strip().partition("\n")[0]

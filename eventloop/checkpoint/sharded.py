@@ -15,43 +15,29 @@ memory each time, pickles each tensor, and needs a store in which files can be r
 
 from __future__ import annotations
 
-import io
-import pickle
-import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import distributed
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from eventloop.checkpoint import shards
-from eventloop.checkpoint.load import read_exactly
 from eventloop.checkpoint.overlap import Overlap
-from eventloop.checkpoint.pth import check_stored
+from eventloop.checkpoint.pieces import Box, Keys, ReadTarget, fill, mapped, shared_box
 from eventloop.checkpoint.rebuild import DTYPES
-from eventloop.checkpoint.shards import INDEX, OLD_PART, Indexed, Piece
+from eventloop.checkpoint.shards import INDEX, MARK, Indexed, Piece
 from eventloop.checkpoint.stage import StageBuffer, StagedTree, save, stage, write
 from eventloop.checkpoint.store import AnyPath, link, make_directory, open_file
 from eventloop.errors import CheckpointDamagedError, CheckpointError, CheckpointValueError
 from eventloop.privates import chunk_of
 
-_MARK: Final = "__sharded__"
 _WHOLE: Final = frozenset({"progress", "data", "rng", "ranks", "stateful", "info"})  # in a run's tree: no weights in them
 
-Keys = tuple[str | int, ...]
-"""The way to a value in the tree."""
 Like = Callable[[Keys, torch.Size, torch.dtype], torch.Tensor]
 """Makes an empty tensor for a value in the tree, a whole shape and a dtype, with the placement that it has in this run."""
-
-
-class Box(NamedTuple):
-    """A part of a tensor: where it begins, and its shape."""
-
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
 
 
 class ShardStage:
@@ -87,9 +73,9 @@ class ShardStage:
         def name(keys: Keys, value: DTensor) -> dict[str, Any]:
             key = ".".join(map(str, keys))
             tensors[key] = value
-            return {_MARK: key, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+            return {MARK: key, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
 
-        tree = _mapped(state, lambda value: isinstance(value, DTensor), name)
+        tree = mapped(state, lambda value: isinstance(value, DTensor), name)
         own = {
             key: box
             for number, (key, value) in enumerate(tensors.items())
@@ -266,7 +252,7 @@ def put_shards(state: Mapping[str, Any], path: AnyPath, like: Like) -> dict[str,
         index = shards.read_index(directory)
 
         def empty(keys: Keys, mark: Mapping[str, Any]) -> torch.Tensor:
-            name, shape, dtype = mark[_MARK], mark["shape"], mark["dtype"]
+            name, shape, dtype = mark[MARK], mark["shape"], mark["dtype"]
             if name in tensors or (list(index[name].shape), index[name].dtype) != (shape, dtype):
                 raise ValueError(f"the file and the index do not agree on {name!r}")
             made = like(keys, torch.Size(shape), DTYPES[dtype])
@@ -274,87 +260,29 @@ def put_shards(state: Mapping[str, Any], path: AnyPath, like: Like) -> dict[str,
             tensors[name] = tied.setdefault((placement, dtype, *shape, *index[name].pieces), made)
             return tensors[name]
 
-        tree = _mapped(state, lambda value: isinstance(value, Mapping) and _MARK in value, empty)
+        tree = mapped(state, lambda value: isinstance(value, Mapping) and MARK in value, empty)
         with torch.no_grad():
             _read(directory, index, tensors)
     return {key: value for key, value in tree.items() if key != shards.SHARDS}
 
 
-class _Target(NamedTuple):
-    """A tensor of this process to read into, and its place in the whole one."""
-
-    name: str
-    tensor: torch.Tensor
-    box: Box
-
-
 def _read(directory: AnyPath, index: Mapping[str, Indexed], tensors: Mapping[str, torch.Tensor]) -> None:
-    wanted: dict[str, list[tuple[Piece, _Target]]] = defaultdict(list)  # by file, so that each is opened once
+    wanted: dict[str, list[tuple[Piece, ReadTarget]]] = defaultdict(list)  # by file, so that each is opened once
     missing: dict[str, int] = {}
     for name, tensor in {id(tensor): (name, tensor) for name, tensor in tensors.items()}.values():  # of tied ones, one
         sharded = isinstance(tensor, DTensor)
         box = Box(*chunk_of(tensor)) if sharded else Box((0,) * tensor.dim(), tuple(tensor.shape))
-        target = _Target(name, tensor.to_local() if isinstance(tensor, DTensor) else tensor, box)
+        target = ReadTarget(name, tensor.to_local() if isinstance(tensor, DTensor) else tensor, box)
         missing[name] = target.tensor.numel()
         for piece in index[name].pieces:
-            if _shared(Box(piece.offsets, piece.shape), box) is not None:
+            if shared_box(Box(piece.offsets, piece.shape), box) is not None:
                 wanted[piece.file].append((piece, target))
     for file, pieces in wanted.items():
         with open_file(directory / file) as (opened, _):
             for piece, target in sorted(pieces, key=lambda one: one[0].begin):
-                missing[target.name] -= _fill(target, opened, piece)
+                missing[target.name] -= fill(target, opened, piece)
     if lacking := [name for name, count in missing.items() if count]:
         raise CheckpointDamagedError(f"the parts do not make up {lacking[0]!r}")
-
-
-def _fill(target: _Target, file: BinaryIO, piece: Piece) -> int:
-    """Read what a piece and a target share; return the number of elements."""
-    shared = _shared(Box(piece.offsets, piece.shape), target.box)
-    assert shared is not None  # noqa: S101 - see _read
-    first = 0
-    if piece.file.endswith(OLD_PART):
-        source = _read_old(file, piece, target.tensor.dtype)
-    else:
-        # Rows that lie side by side are read alone: with FSDP2 that is all that another number of processes needs.
-        rows, row = (piece.shape[0], piece.bytes // piece.shape[0]) if piece.shape else (1, piece.bytes)
-        if shared.shape[1:] == piece.shape[1:] and piece.shape:
-            first, rows = shared.offsets[0] - piece.offsets[0], shared.shape[0]
-        file.seek(piece.begin + first * row)
-        read = torch.frombuffer(read_exactly(file, rows * row), dtype=target.tensor.dtype)
-        source = read.view(rows, *piece.shape[1:]) if piece.shape else read.view(())
-    begin = (piece.offsets[0] + first, *piece.offsets[1:]) if piece.shape else ()
-    _slice(target.tensor, target.box.offsets, shared).copy_(_slice(source, begin, shared))
-    return torch.Size(shared.shape).numel()
-
-
-def _slice(tensor: torch.Tensor, begin: tuple[int, ...], part: Box) -> torch.Tensor:
-    """Return the ``part`` of a whole tensor that this one, which begins at ``begin``, has a part of."""
-    ranges = zip(part.offsets, part.shape, begin, strict=True)
-    return tensor[tuple(slice(offset - start, offset - start + size) for offset, size, start in ranges)]
-
-
-def _shared(one: Box, other: Box) -> Box | None:
-    """Return the box that is in both; None if there is none."""
-    begin = tuple(map(max, one.offsets, other.offsets))
-    ends = (min(a + m, b + n) for a, m, b, n in zip(*one, *other, strict=True))
-    shape = tuple(end - start for end, start in zip(ends, begin, strict=True))
-    return Box(begin, shape) if all(size > 0 for size in shape) else None
-
-
-def _read_old(file: BinaryIO, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
-    """Read a piece that ``torch.distributed.checkpoint`` wrote: a file of ``torch.save`` within the file."""
-    file.seek(piece.begin)
-    data = io.BytesIO(read_exactly(file, piece.bytes))
-    try:
-        with zipfile.ZipFile(data) as archive:
-            check_stored(archive, piece.bytes)
-        data.seek(0)
-        tensor = torch.load(data, map_location="cpu", weights_only=True)
-    except (zipfile.BadZipFile, pickle.UnpicklingError) as error:
-        raise ValueError(str(error).partition("\n")[0]) from error
-    if not isinstance(tensor, torch.Tensor) or (tuple(tensor.shape), tensor.dtype) != (piece.shape, dtype):
-        raise ValueError("it has another tensor than the index says")
-    return tensor
 
 
 def spread(state: Mapping[str, Any], like: Like) -> dict[str, Any]:
@@ -369,16 +297,4 @@ def spread(state: Mapping[str, Any], like: Like) -> dict[str, Any]:
     def may_be(value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
 
-    return {key: value if key in _WHOLE else _mapped(value, may_be, shard, (key,)) for key, value in state.items()}
-
-
-def _mapped(value: Any, chosen: Callable[[Any], bool], make: Callable[[Keys, Any], Any], keys: Keys = ()) -> Any:
-    """Return a copy of dicts, lists and tuples in which ``make`` has replaced each ``chosen`` value."""
-    if chosen(value):
-        return make(keys, value)
-    if isinstance(value, dict):
-        made = {key: _mapped(each, chosen, make, (*keys, key)) for key, each in value.items()}
-        return made if type(value) is dict else value if all(made[key] is value[key] for key in value) else made
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(each, chosen, make, (*keys, index)) for index, each in enumerate(value))
-    return value
+    return {key: value if key in _WHOLE else mapped(value, may_be, shard, (key,)) for key, value in state.items()}

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -39,6 +40,8 @@ from eventloop.log import get_logger
 
 SHARDS: Final = "shards"
 """Key of the tree under which the directory is named."""
+MARK: Final = "__sharded__"
+"""Key of the dict that stands in the tree for a sharded tensor, with its name."""
 SUFFIX: Final = ".shards"
 INDEX: Final = "index.safetensors"
 OLD_PART: Final = ".distcp"
@@ -123,19 +126,37 @@ def read_index(directory: AnyPath) -> dict[str, Indexed]:
         index = msgspec.json.decode(text, type=dict[str, Indexed])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, KeyError) as error:
         raise CheckpointDamagedError(f"{path} cannot be read: {error}") from error
-    names = {piece.file for piece in all_pieces(index)}
-    for name in names:
-        if not is_plain_name(name):
-            raise CheckpointDamagedError(f"{path} names {name!r}, which is not a file of that directory")
-    sizes = _sizes(directory, names)
+    for piece in all_pieces(index):
+        if not is_plain_name(piece.file):
+            raise CheckpointDamagedError(f"{path} names {piece.file!r}, which is not a file of that directory")
+    check_index(index, directory, path)
+    return index
+
+
+def check_index(
+    index: Mapping[str, Indexed], directory: AnyPath, path: AnyPath, further: Mapping[str, Piece] | None = None
+) -> None:
+    """Check an index against itself and the sizes of the files in ``directory``.
+
+    Args:
+        index: the tensors.
+        directory: where the files are.
+        path: the file that the index was read from, for errors.
+        further: other parts of these files, by name.
+
+    Raises:
+        CheckpointDamagedError: it contradicts itself or the files.
+    """
+    others = further or {}
+    sizes = _sizes(directory, {piece.file for piece in (*all_pieces(index), *others.values())})
     # Tied tensors have the same pieces, and are one when read; others that overlap could need more memory than the files have.
     distinct = {(tensor.dtype, tensor.shape, *tensor.pieces): tensor for tensor in index.values()}
     if sum(piece.bytes for piece in all_pieces(distinct)) > sum(sizes.values()):
         raise CheckpointDamagedError(f"{path} promises more bytes than the files beside it have")
-    for name, tensor in index.items():
-        if not _is_sound(tensor, sizes):
-            raise CheckpointDamagedError(f"{path} contradicts itself or the files beside it at {name!r}")
-    return index
+    outside = (name for name, piece in others.items() if piece.begin + piece.bytes > sizes[piece.file])
+    unsound = (name for name, tensor in index.items() if not is_sound(tensor, sizes))
+    for name in chain(outside, unsound):
+        raise CheckpointDamagedError(f"{path} contradicts itself or the files beside it at {name!r}")
 
 
 def _sizes(directory: AnyPath, names: set[str]) -> dict[str, int]:
@@ -162,7 +183,8 @@ def all_pieces(index: Mapping[Any, Indexed]) -> Iterator[Piece]:
         yield from tensor.pieces
 
 
-def _is_sound(tensor: Indexed, sizes: dict[str, int]) -> bool:
+def is_sound(tensor: Indexed, sizes: Mapping[str, int]) -> bool:
+    """Return whether pieces make up a tensor exactly, within files of these ``sizes`` in bytes."""
     dtype = DTYPES.get(tensor.dtype)
     if dtype is None:
         return False

@@ -142,6 +142,8 @@ class SavedState(SavedEntry, kw_only=True):
     """weights of the model; by the name of the model if there are several. Averaged weights with `EMAHook`"""
     optimizer: dict[str, Any] | UnsetType = UNSET
     """`state_dict()` of each optimizer, by name; absent with `save_optimizer=False`"""
+    parameters: dict[str, str] = {}
+    """names of each optimizer's parameters, one a line, in the order in which its `state_dict()` numbers them"""
     rng: Any
     """random states of Python, NumPy, torch and accelerators; null in an imported file"""
     data: SavedData | None = None

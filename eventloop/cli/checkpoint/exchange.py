@@ -9,7 +9,7 @@ from typing import Any
 from rich.filesize import decimal
 
 from eventloop import checkpoint
-from eventloop.checkpoint import AnyPath, RemotePath, outline
+from eventloop.checkpoint import AnyPath, CommitInfo, RemotePath, outline
 from eventloop.cli.common import FileOrURL, check_checkpoint, check_file, say, status_of
 from eventloop.errors import CheckpointError
 from eventloop.training.schema import lacking
@@ -59,24 +59,39 @@ def export(
 
 
 def import_(file: Path, out: FileOrURL, /, *, force: bool = False) -> None:
-    """Convert a file of torch.save (also MMEngine's) to a checkpoint, without running code from it.
+    """Convert a checkpoint of another program, without running code from it.
+
+    It may be a file of torch.save, also MMEngine's, or a folder: of torch.distributed.checkpoint (torchtitan, FSDP2,
+    Accelerate) or of safetensors files (Hugging Face). Above 1 GiB the result is sharded.
 
     Args:
-        file: a .pth file (or .pt, .ckpt …).
+        file: a .pth file (or .pt, .ckpt …), or a folder.
         out: a .safetensors file, or its URL.
         force: replace OUT if it exists.
     """
     if out.suffix != ".safetensors":
         raise CheckpointError(f"{out}: the name of a checkpoint must end in .safetensors")
-    check_file(file)
+    if not file.is_dir():
+        check_file(file)
     _check_free(file, out, force=force)
     import hooks  # noqa: F401 - registers the formats of other systems
 
-    state, notes = _converted(checkpoint.load_pth(file))
-    written = checkpoint.save(state, out)
+    if file.is_dir():
+        written, notes = _import_folder(file, out)
+    else:
+        state, notes = _converted(checkpoint.load_pth(file))
+        written = checkpoint.save(state, out)
     say(("imported  ", "bold"), f"{out}  {decimal(written.bytes)}, {written.digest}")
     for name, text in notes.items():
         say((f"{name:10}", "dim"), text)
+
+
+def _import_folder(folder: Path, out: AnyPath) -> tuple[CommitInfo, dict[str, str]]:
+    from hooks.compat.dcp import converted, open_folder
+
+    contents = open_folder(folder)
+    contents.tree, notes = converted(contents.tree) if lacking(contents.tree) else _converted(contents.tree)
+    return checkpoint.save_contents(contents, out), notes
 
 
 def _converted(tree: Any) -> tuple[Any, dict[str, str]]:

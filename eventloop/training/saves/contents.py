@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
@@ -17,10 +18,14 @@ from eventloop.log import get_logger
 from eventloop.training.data import Feeds
 from eventloop.training.optimizers import forget_options, stepping, warn_of_overridden
 from eventloop.training.rng import get_rng_state, set_rng_state
+from eventloop.training.saves.parameters import arranged
 from eventloop.training.schema import FORMAT, SavedBus, SavedCounts, SavedEntry, SavedRank, SavedState, Tree, read
 from eventloop.training.state import RunState
 
 log = get_logger()
+
+_named: WeakKeyDictionary[Any, tuple[list[int | str], str]] = WeakKeyDictionary()
+"""What the names of an optimizer's parameters depend on, and these: to look for 20,000 of them takes 40 ms."""
 
 
 class SavedRun(RunView, Protocol):
@@ -70,6 +75,7 @@ def gather_state(run: SavedRun, rank: SavedRank, ranks: Sequence[SavedRank], lea
         **_entry(run),
         state_dict=flat(gather_weights(run.models)),
         optimizer={name: one.state_dict() for name, one in run.optimizers.items()} if with_optimizer else UNSET,
+        parameters=parameter_names(run.models, run.optimizers) if with_optimizer else {},
         rng=rank.rng,
         data=rank.data,
         stateful={name: thing.state_dict() for name, thing in run.stateful.items()},
@@ -129,7 +135,8 @@ def restore_state(run: SavedRun, tree: Mapping[str, Any], *, strict: bool) -> No
     if optimizers is UNSET and run.optimizers:
         log.warning("the checkpoint has no matching state; it starts fresh", what="optimizer")
     known = _with_state("optimizer", run.optimizers, optimizers) if optimizers is not UNSET else []
-    loaded = [_load_optimizer(*one, strict=strict) for one in known]
+    names = parameter_names(run.models, run.optimizers)
+    loaded = [_load_optimizer(*one, saved.parameters.get(one[0], ""), names[one[0]], strict=strict) for one in known]
     for name, model in run.models.items():
         model.load_state_dict(fitting[name][0], strict=False)
     for _, thing, saved_state in _with_state("stateful", run.stateful, saved.stateful):
@@ -179,10 +186,10 @@ def _fitting(model: torch.nn.Module, weights: Mapping[str, Any], name: str, *, s
     return fitting, not found
 
 
-def _load_optimizer(name: str, optimizer: torch.optim.Optimizer, state: Any, *, strict: bool) -> bool:
+def _load_optimizer(name: str, optimizer: torch.optim.Optimizer, state: Any, saved: str, names: str, *, strict: bool) -> bool:
     before = optimizer.state_dict()
     try:
-        optimizer.load_state_dict(state)
+        optimizer.load_state_dict(arranged(state, saved, names, _sizes(optimizer)))
         # torch accepts the options of another optimizer class, and fails at the first step.
         needed = stepping(optimizer).defaults.keys()
         lacks = sorted({option for group in optimizer.param_groups for option in needed - group.keys()})
@@ -242,6 +249,30 @@ def checkpoint_keys(model: torch.nn.Module) -> dict[str, str]:
     tensors would get the same key (a model with a submodule called ``module``).
     """
     return _keys(model.state_dict())
+
+
+def parameter_names(models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, str]:
+    """Return the names of each optimizer's parameters as keys in checkpoints, one a line.
+
+    Of several models, the model's name stands before the key. The line of a parameter that is in no model is empty.
+    """
+    facts: dict[str, list[int | str]] = {
+        name: [*_sizes(one), *models, *map(id, models.values())] for name, one in optimizers.items()
+    }
+    if any(_named.get(one, ([], ""))[0] != facts[name] for name, one in optimizers.items()):
+        names: dict[int, str] = {}
+        for name, model in models.items():
+            prefix, keys = "" if set(models) == {"model"} else f"{name}.", checkpoint_keys(model)
+            for key, parameter in model.named_parameters(remove_duplicate=False):
+                names.setdefault(id(parameter), f"{prefix}{keys.get(key, key)}")
+        for owner, one in optimizers.items():
+            parameters = (parameter for group in one.param_groups for parameter in group["params"])
+            _named[one] = facts[owner], "\n".join(names.get(id(parameter), "") for parameter in parameters)
+    return {name: _named[one][1] for name, one in optimizers.items()}
+
+
+def _sizes(optimizer: torch.optim.Optimizer) -> list[int]:
+    return [len(group["params"]) for group in optimizer.param_groups]
 
 
 def _keys(names: Iterable[str]) -> dict[str, str]:

@@ -375,7 +375,7 @@ def test_after_load_checkpoint_can_change_the_applied_state(parts, tmp_path):
 OTHER_OPTIMIZERS = {
     "of another kind": (lambda model: torch.optim.AdamW(model.parameters(), lr=0.01), "step|betas"),
     "with other groups": (
-        lambda model: torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[1:].parameters()}], lr=0.1),
+        lambda model: torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[2:].parameters()}], lr=0.1),
         "parameter groups",
     ),
     "with fewer parameters": (lambda model: torch.optim.SGD(model[0].parameters(), lr=0.1), "size"),

@@ -1,0 +1,99 @@
+"""Write an opened checkpoint of another program as one of ours, with memory for two of its parts."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+import torch
+
+from eventloop.checkpoint import shards
+from eventloop.checkpoint.contents import Contents, replace_tensors
+from eventloop.checkpoint.pieces import Box
+from eventloop.checkpoint.shards import MARK, SHARDS, Indexed, Piece
+from eventloop.checkpoint.stage import CommitInfo, StageBuffer, save, stage, write
+from eventloop.checkpoint.store import AnyPath, AsPath, as_path, list_files, make_directory, remove_directory
+from eventloop.errors import CheckpointValueError
+
+ONE_FILE: Final = 1 << 30
+"""Bytes of tensors up to which a checkpoint is one file. A larger one is sharded: it never is in memory as a whole, and each
+process of a run reads its own part of it."""
+_PART: Final = 64 << 20
+"""Bytes of a part, unless a tensor's piece is larger."""
+
+
+def save_contents(contents: Contents, path: AsPath) -> CommitInfo:
+    """Write a checkpoint, durably and atomically: one file, or one with sharded tensors beside it (see ``ONE_FILE``).
+
+    Sharded tensors keep the pieces in which they were stored. The result has the size of all files.
+
+    Raises:
+        CheckpointDamagedError: tensors cannot be read.
+        CheckpointValueError: it holds what a checkpoint of ours cannot.
+        CheckpointError: it cannot be written.
+    """
+    path = as_path(path)
+    tensors: dict[int, torch.Tensor] = {}
+    replace_tensors(contents.tree, lambda _, tensor: tensors.setdefault(id(tensor), tensor))
+    if sum(tensor.nbytes for tensor in tensors.values()) <= ONE_FILE:
+        read = {key: contents.read(tensor) for key, tensor in tensors.items()}
+        return save(replace_tensors(contents.tree, lambda _, tensor: read[id(tensor)]), path)
+    if not isinstance(contents.tree, dict):
+        raise CheckpointValueError(f"the tree is a {type(contents.tree).__name__}; a sharded checkpoint is a dict")
+    directory = path.with_name(f"{path.stem}-{secrets.token_hex(4)}{shards.SUFFIX}")
+    try:
+        return _save_sharded(contents, path, directory)
+    except BaseException:
+        remove_directory(directory, [file for file, _ in list_files(directory)])
+        raise
+
+
+def _save_sharded(contents: Contents, path: AnyPath, directory: AnyPath) -> CommitInfo:
+    make_directory(directory)
+    index: dict[str, Indexed] = {}
+    known: dict[int, Indexed] = {}
+    wanted: list[tuple[torch.Tensor, Indexed]] = []
+
+    def mark(name: str, tensor: torch.Tensor) -> Any:
+        if not tensor.is_meta or not tensor.numel():
+            return tensor if not tensor.is_meta else contents.read(tensor)
+        while name in index:
+            name += "'"
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if id(tensor) not in known:
+            known[id(tensor)] = Indexed(dtype, tuple(tensor.shape), [])
+            wanted.append((tensor, known[id(tensor)]))
+        index[name] = known[id(tensor)]
+        return {MARK: name, "shape": list(tensor.shape), "dtype": dtype}
+
+    tree = replace_tensors(contents.tree, mark)
+    buffer, size = StageBuffer(), 0
+    for number, part in enumerate(_parts(contents, wanted)):
+        name = shards.part_name(number)
+        staged = stage([contents.read(tensor, box) for tensor, _, box in part], buffer)
+        for (tensor, indexed, box), begin in zip(part, staged.offsets(), strict=True):
+            indexed.pieces.append(Piece(*box, name, begin, torch.Size(box.shape).numel() * tensor.itemsize))
+        size += write(staged, directory / name).bytes
+        buffer.clear()
+    save(shards.packed_index(index), directory / shards.INDEX)
+    make_directory(directory)  # syncs its name
+    written = save({**tree, SHARDS: directory.name}, path)
+    return msgspec.structs.replace(written, bytes=written.bytes + size)
+
+
+def _parts(contents: Contents, wanted: list[tuple[torch.Tensor, Indexed]]) -> Iterator[list[tuple[torch.Tensor, Indexed, Box]]]:
+    """Divide the pieces of all tensors into parts that are small enough to be in memory twice."""
+    part: list[tuple[torch.Tensor, Indexed, Box]] = []
+    held = 0
+    for tensor, indexed in wanted:
+        for box in contents.boxes(tensor):
+            size = torch.Size(box.shape).numel() * tensor.itemsize
+            if part and held + size > _PART:
+                yield part
+                part, held = [], 0
+            part.append((tensor, indexed, box))
+            held += size
+    if part:
+        yield part

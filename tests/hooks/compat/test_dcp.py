@@ -1,0 +1,157 @@
+"""The layouts of torch's distributed engines become the state of a run."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+from eventloop import Bus, CheckpointError, TrainLoop
+from eventloop.checkpoint import load
+from eventloop.cli import main
+from hooks.compat.dcp import from_dcp
+
+
+def net() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 4))
+
+
+def groups(model: nn.Module) -> Any:
+    named = [*model.named_parameters()]
+    return [
+        {"params": [one for name, one in named if ("bias" in name) is bias], "weight_decay": 0.0 if bias else 0.1}
+        for bias in (False, True)
+    ]
+
+
+BATCHES = [torch.linspace(-1, 1, 16).view(4, 4) * scale for scale in (1, 2, 3)]
+
+
+def step(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return (model(batch) * torch.arange(4.0)).sum()
+
+
+def trained(make: Any, epochs: int) -> tuple[nn.Module, Any]:
+    model = net()
+    optimizer = make(groups(model))
+    for batch in BATCHES * epochs:
+        step(model, batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def torchtitan(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    """Its keys: weights at the top, flat names in the optimizer."""
+    _, flat = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    states = {"lr_scheduler": {"last_epoch": 3}, "dataloader": {"dp_rank_0": b"\x80\x04N.", "world_size": 1}}
+    return {**model.state_dict(), "optimizer": flat, "train_state": {"step": 3, "ntokens_seen": 99}, **states}
+
+
+def nested(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    weights, state = get_state_dict(model, optimizer)
+    return {"model": weights, "optimizer": state}
+
+
+def flat(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    weights, state = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    return {"model": weights, "optimizer": state}
+
+
+def in_an_app(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    weights, state = get_state_dict(model, optimizer)
+    return {"app": {"model": weights, "optim": state}}
+
+
+def by_number(model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def write(tree: Any, folder: Path) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(tree, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def accelerate(model: nn.Module, optimizer: Any, folder: Path) -> Path:
+    tree = nested(model, optimizer)
+    write({"model": tree["model"]}, folder / "pytorch_model_fsdp_0")
+    write({"optimizer": tree["optimizer"]}, folder / "optimizer_0")
+    (folder / "random_states_0.pkl").write_bytes(b"a pickle")
+    return folder
+
+
+def adam(parameters: Any) -> Any:
+    return torch.optim.AdamW(parameters, lr=0.01, betas=(0.8, 0.99))
+
+
+def sgd(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+
+@pytest.mark.parametrize("make", [adam, sgd])
+@pytest.mark.parametrize("layout", [torchtitan, nested, flat, in_an_app, by_number, accelerate])
+def test_a_run_goes_on_from_a_folder_as_the_training_that_wrote_it_would_have(tmp_path, layout, make, capsys):
+    parts = trained(make, 1)
+    folder = tmp_path / "theirs"
+    accelerate(*parts, folder) if layout is accelerate else write(layout(*parts), folder)
+    ours = tmp_path / "ours.safetensors"
+    assert main(["checkpoint", "import", str(folder), str(ours)]) == 0
+    counted = 3 if make is adam or layout is torchtitan else 0
+    assert f"iteration {counted}" in capsys.readouterr().out
+    model = net()
+    loop = TrainLoop(model, make(groups(model)), step=step, train_data=BATCHES, max_iters=counted + 3, bus=Bus())
+    loop.run(resume=ours)
+    for name, value in trained(make, 2)[0].state_dict().items():
+        assert torch.equal(model.state_dict()[name], value), name
+
+
+def test_what_no_run_uses_is_kept_and_not_unpickled(tmp_path):
+    folder = write(torchtitan(*trained(adam, 1)), tmp_path / "theirs")
+    main(["checkpoint", "import", str(folder), str(tmp_path / "ours.safetensors")])
+    kept = load(tmp_path / "ours.safetensors")["dcp"]
+    assert kept["dataloader"] == {"dp_rank_0": b"\x80\x04N.", "world_size": 1}
+    assert kept["train_state"] == {"step": 3, "ntokens_seen": 99}
+
+
+def test_a_folder_with_weights_only_gives_weights(tmp_path, capsys):
+    model, _ = trained(adam, 1)
+    folder = write(model.state_dict(), tmp_path / "theirs")
+    assert main(["checkpoint", "import", str(folder), str(tmp_path / "ours.safetensors")]) == 0
+    assert "nothing but the weights" in capsys.readouterr().out
+    assert torch.equal(load(tmp_path / "ours.safetensors")["state_dict"]["0.weight"], model.state_dict()["0.weight"])
+
+
+def test_a_file_of_torch_save_with_named_parameters_is_one_too(tmp_path):
+    parts = trained(adam, 1)
+    torch.save(nested(*parts), tmp_path / "a.pt")
+    assert main(["checkpoint", "import", str(tmp_path / "a.pt"), str(tmp_path / "ours.safetensors")]) == 0
+    state = load(tmp_path / "ours.safetensors")
+    assert state["parameters"]["optimizer"].split("\n")[0] == "0.weight"
+    assert state["progress"]["iter"] == 3
+
+
+def test_names_that_are_parts_of_others_are_told_apart(tmp_path):
+    weights = {"a": torch.ones(1), "a.b": torch.zeros(2)}
+    flat = {"state.a.x": 1, "state.a.b.x": 2, "param_groups.a.lr": 0.1, "param_groups.a.b.lr": 0.1}
+    state = from_dcp({"model": weights, "optimizer": flat})
+    assert state["optimizer"]["optimizer"]["state"] == {0: {"x": 1}, 1: {"x": 2}}
+    assert state["parameters"]["optimizer"] == "a\na.b"
+
+
+def test_a_folder_of_folders_lists_them(tmp_path, capsys):
+    for number in (10, 20):
+        write({"w": torch.ones(1)}, tmp_path / f"step-{number}")
+    assert main(["checkpoint", "import", str(tmp_path), str(tmp_path / "ours.safetensors")]) == 2
+    assert "step-10, step-20" in capsys.readouterr().err
+
+
+def test_a_state_of_a_parameter_in_no_group_is_an_error():
+    with pytest.raises(CheckpointError, match="'b'"):
+        from_dcp({"model": {}, "optimizer": {"state": {"b": {}}, "param_groups": [{"params": ["a"]}]}})
