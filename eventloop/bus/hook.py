@@ -71,6 +71,13 @@ class Hook:
         """
         return ()
 
+    def default_work_dir(self) -> Path | None:
+        """Return the work dir for a run that is given none, such as the folder that a cluster has for the job; None by default.
+
+        Such a run stays in that folder: a new training moves the files of an earlier one there to ``earlier-1``.
+        """
+        return None
+
     @property
     def label(self) -> str:
         """The name of this hook in tables, errors and checkpoints."""

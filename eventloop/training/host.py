@@ -128,6 +128,10 @@ class OwnLoop:
         if self.accelerator is not None:
             register(self.accelerator, run, self.restore)
 
+    def stay(self) -> None:
+        """Use the work dir as it is: somebody else has made it for this run, and finds its files there."""
+        self._chooses_folder, self.clears_folder = False, True
+
     @contextmanager
     def beginning(self) -> Iterator[None]:
         """Join the ranks, choose and lock the directories, seed, move the models, and watch the steps; then resume."""

@@ -132,6 +132,10 @@ class Run:
         for one in self.optimizers.values():
             stepping(one)  # checks that its steps can be counted
         self.stateful = checked_stateful(stateful or {})
+        assigned = (
+            None if work_dir is not None else next(filter(None, (one.default_work_dir() for one in self.bus.hooks)), None)
+        )
+        work_dir = work_dir if assigned is None else assigned
         self.work_dir = None if work_dir is None else checked_work_dir(work_dir)
         self.device = device_of(device, self.models)
         self.seed = None if seed is None else checked_seed(seed)
@@ -141,6 +145,8 @@ class Run:
         self.counters = counters or Counters()
         self.counters.rename(self.name)
         self.host: Host = host or OwnLoop(resume=resume, strict=strict, accelerator=accelerator)
+        if assigned is not None and isinstance(self.host, OwnLoop):
+            self.host.stay()
         self.state = RunState(self.counters, self.optimizers, self.bus, self.host)
         self.moves_models = device is not None
         self.info: dict[str, Any] = {}

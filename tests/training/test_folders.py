@@ -4,7 +4,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import Bus, Run
+from eventloop import Bus, Hook, Run
 from eventloop.checkpoint import load
 from hooks import CheckpointHook, LoggerHook, TraceHook
 from hooks.writers import CSVWriter, JSONLinesWriter, TensorBoardWriter
@@ -125,3 +125,34 @@ def test_work_dirs_of_one_name_have_two_directories_of_checkpoints(tmp_path):
     training("y", 2, resume="auto")
     assert (tmp_path / "out" / "run-2" / "epoch_2.safetensors").exists()
     assert content(tmp_path / "out" / "run") == before
+
+
+class Cluster(Hook):
+    """A hook of a cluster that has a folder for each job."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def default_work_dir(self):
+        return self.folder
+
+    def before_run(self, event):
+        pass
+
+
+def test_a_hook_gives_a_work_dir_to_a_run_that_has_none_and_the_run_stays_in_it(tmp_path):
+    """The cluster looks for files there, and other jobs have similar names."""
+    job, hooks = tmp_path / "job", lambda: [CheckpointHook(1), Cluster(tmp_path / "job")]
+    for place in (job, tmp_path / "job-2"):
+        make_loop(place, epochs=1).run()
+    make_loop(None, epochs=2, hooks=hooks()).run(resume="auto")
+    assert content(tmp_path / "job-2").keys() == {"epoch_1.safetensors", "last_checkpoint"}
+    assert {"epoch_1.safetensors", "epoch_2.safetensors"} < content(job).keys()
+    make_loop(None, epochs=1, hooks=hooks()).run()
+    assert {path.name for path in job.iterdir()} == {"epoch_1.safetensors", "last_checkpoint", "earlier-1"}
+    assert {"epoch_1.safetensors", "epoch_2.safetensors"} < content(job / "earlier-1").keys()
+
+
+def test_a_given_work_dir_goes_before_that_of_a_hook(tmp_path):
+    make_loop(tmp_path / "mine", hooks=[CheckpointHook(1), Cluster(tmp_path / "job")]).run()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
