@@ -18,6 +18,7 @@ from hooks.optimizer import Fp16OptimizerHook, OptimizerHook
 from hooks.preemption import PreemptionHook, SignalDoor
 from hooks.profiler import ProfilerHook
 from hooks.progress_bar import ProgressBar
+from hooks.ray_train import RayTrainHook
 from hooks.run_record import RunRecordHook
 from hooks.runtime_info import RuntimeInfoHook
 from hooks.schedule import ParamSchedulerHook
@@ -54,6 +55,7 @@ __all__ = [
     "PreemptionHook",
     "ProfilerHook",
     "ProgressBar",
+    "RayTrainHook",
     "RunRecordHook",
     "RuntimeInfoHook",
     "SignalDoor",

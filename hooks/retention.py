@@ -109,6 +109,13 @@ class RetentionPolicy(CopiedAnew):
         with self._lock:
             return any(file.name == name for files in self._files.values() for file in files)
 
+    def release(self, name: str) -> None:
+        """Forget a regular file, which somebody else counts, unless the number of files is limited here or it is the newest."""
+        with self._lock:
+            if self._keep is None:
+                files = self._files[REGULAR]
+                self._files[REGULAR] = [file for file in files if file.name != name or file is files[-1]]
+
     def put(self, name: str, kind: str = REGULAR, score: float | None = None) -> None:
         with self._lock:
             files = self._files.setdefault(kind, [])

@@ -19,6 +19,7 @@ PACKAGES_OF_OURS = ("eventloop", "hooks", "trainbus")
 PUBLIC = (
     "eventloop",
     *(f"eventloop.{name}" for name in ("bus", "checkpoint", "config", "errors", "events", "observe", "spelling", "training")),
+    "eventloop.bridges.ray",  # without Ray until a run begins
     "eventloop.observe.dashboard",
     "eventloop.terminal",
     "eventloop.privates",  # undocumented names of torch that hooks use, too

@@ -1,0 +1,292 @@
+"""``RayReports``: all calls of Ray that wait for other workers, on one thread of each worker, in the order of rank 0.
+
+Rank 0 decides what comes next, puts the order into the store of the process group, and carries it out; the other ranks look for
+it there. So no rank waits in a collective that another one does not enter, and the training threads never wait for any of it.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+
+from eventloop.bridges.ray.folders import RayFolders
+from eventloop.bridges.ray.worker import RayWorker
+from eventloop.errors import CheckpointError
+from eventloop.log import get_logger
+from eventloop.training.distributed.mailbox import Mailbox
+
+_LOOK: Final = 0.2
+"""Seconds between two looks of a rank for its next order."""
+_NOTICE: Final = 1.0
+"""Seconds between two questions whether Ray will take machines away. Ray itself looks each 5 s."""
+_KNOWN: Final = 10.0
+"""Seconds for Ray to take what was reported, and to tell which checkpoints it knows."""
+_MOST: Final = 8
+"""Saves that wait for Ray: it takes a report each 2 s."""
+_MARGIN: Final = 5.0
+"""Seconds before machines are taken away at which the last save is asked for."""
+
+log = get_logger()
+
+_numbers = count()  # of the runs in this process, which all ranks make in one order
+
+
+class _Order(msgspec.Struct):
+    kind: Literal["report", "notice", "end"]
+    folder: str = ""
+
+
+class _Save(msgspec.Struct):
+    """A save that Ray is to be told of."""
+
+    path: str
+    done: int = -1
+    """Iterations in it; -1 until it is durable."""
+    metrics: dict[str, Any] | None = None
+    """What Ray is told with it; None until the training has gone on from it, as a validation may follow."""
+
+
+class RayReports:
+    """Tell Ray the newest metrics and each durable checkpoint, and hear of machines that it will take away.
+
+    All methods but :meth:`end` return at once, on any thread.
+
+    Args:
+        worker: this worker.
+        every: seconds between reports of metrics without a checkpoint.
+        noticed: called on rank 0's thread with Ray's ``PreemptionInfo`` when a save is wanted: at the notice, and shortly
+            before the machines go.
+        pruned: called there with a file of the run after Ray has deleted its checkpoint.
+    """
+
+    def __init__(
+        self, worker: RayWorker, *, every: float, noticed: Callable[[Any], object], pruned: Callable[[Path], object]
+    ) -> None:
+        self._worker, self._every, self._noticed, self._pruned = worker, every, noticed, pruned
+        self._folders = None if worker.folder is None else RayFolders(worker.folder)
+        self._mail = Mailbox(f"ray/{next(_numbers)}") if worker.size > 1 else None
+        self._lock = threading.Condition()
+        self._metrics: dict[str, Any] = {}
+        self._saves: list[_Save] = []
+        self._changed = self._ending = False
+        self.aborted = False
+        """True once nothing more is told."""
+        self._thread: threading.Thread | None = None
+        # Used by the thread only.
+        self._next_metrics = self._next_notice = 0.0
+        self._of_order: dict[str, Any] | None = None  # the metrics of the save that an order is about
+        self._info: Any = None
+        self._save_again_at = math.inf
+        self._newest = -1  # iterations in the newest save that Ray was told of
+
+    def start(self, directory: Path, resumed_at: int) -> None:
+        """Begin, in a run with this work dir that goes on from a number of iterations (0 for a new run)."""
+        work = (lambda: self._lead(directory, resumed_at)) if not self._worker.rank else self._follow
+        self._thread = threading.Thread(target=self._guarded, args=(work,), name="trainbus tells Ray", daemon=True)
+        self._thread.start()
+
+    # -------------------------------------------------------------------------------------------------- what happens
+
+    def measured(self, metrics: Mapping[str, Any]) -> None:
+        """Take new metrics: plain numbers. They count for later saves, and for earlier ones until :meth:`moved`."""
+        with self._lock:
+            self._metrics.update(metrics)
+            self._changed = True
+
+    def staged(self, path: str) -> None:
+        """A state was copied, which will be written to ``path``."""
+        if not self._worker.rank:
+            with self._lock:
+                self._saves.append(_Save(path))
+
+    def moved(self) -> None:
+        """The training has gone on: metrics that come now belong to a later state than that of the saves so far."""
+        with self._lock:
+            for save in self._saves:
+                if save.metrics is None:
+                    save.metrics = dict(self._metrics)
+            self._lock.notify()
+
+    def committed(self, paths: Iterable[str], done: int) -> None:
+        """A state with ``done`` iterations is durable under these names."""
+        with self._lock:
+            save = next((one for one in self._saves if one.path in paths), None)
+            if save is None:
+                return
+            save.done = done
+            twice = any(one.done == done and one is not save for one in self._saves)
+            if twice or done <= self._newest:  # another name of the same file
+                self._saves.remove(save)
+            self._lock.notify()
+
+    def dropped(self, paths: Iterable[str]) -> None:
+        """A state was not written."""
+        with self._lock:
+            self._saves = [one for one in self._saves if one.path not in paths]
+
+    def abort(self) -> None:
+        """Tell Ray nothing more: the run has failed, and Ray is about to start it again."""
+        self.aborted = True
+
+    def end(self, seconds: float) -> None:
+        """Tell Ray what is left, for at most ``seconds``."""
+        self.moved()
+        with self._lock:
+            self._ending = True
+            self._lock.notify()
+        if self._thread is None:
+            return
+        deadline = time.monotonic() + (2 * _LOOK if self.aborted else seconds)
+        while self._thread.is_alive() and time.monotonic() < deadline and not (self._failed and not self.aborted):
+            self._thread.join(_LOOK)
+        if self._thread.is_alive() and not self.aborted:
+            log.warning(
+                "Ray has not taken the last report in time; the saves are in the work dir, and resume='auto' finds them",
+                seconds=seconds,
+                saves=[one.path for one in self._saves],
+            )
+            self.aborted = True
+
+    # ------------------------------------------------------------------------------------------------- on the thread
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - Ray, or the store of ranks that have ended
+            if not self.aborted:
+                log.warning(
+                    "Ray took no report, and gets no more from this start. Training goes on, its saves are in the work dir, "
+                    "and resume='auto' finds them; Ray's Result lacks them. Is ray.train.report() called elsewhere, too?",
+                    error=f"{type(error).__name__}: {error}",
+                )
+            if self._mail is not None:
+                with suppress(Exception):  # the store may be gone
+                    self._mail.put("failed")
+
+    def _lead(self, directory: Path, resumed_at: int) -> None:
+        self._adopt(directory, resumed_at)
+        self._next_metrics = time.monotonic() + self._every
+        for number in count():
+            while (order := self._next_order()) is None:
+                with self._lock:
+                    self._lock.wait(_LOOK)
+            if self._mail is not None:
+                self._mail.put(str(number), order)
+            if order.kind == "end":
+                break
+            self._carry_out(order)
+            if self._mail is not None and number:
+                self._mail.remove([str(number - 1)])  # all ranks are past it
+            self._prune()
+        if not self._failed:
+            self._worker.reported(_KNOWN)  # when Ray has taken the last report, and deleted what this replaces
+            self._prune()
+
+    @property
+    def _failed(self) -> bool:
+        """True if nothing more can be told, because one of the ranks does not call Ray any more."""
+        return self.aborted or (self._mail is not None and self._mail.has("failed"))
+
+    def _next_order(self) -> _Order | None:
+        now = time.monotonic()
+        if self._failed:
+            return _Order("end")
+        if (save := self._ready()) is not None:
+            return self._of_save(save)
+        if self._changed and (self._ending or now >= self._next_metrics):
+            return _Order("report")
+        if self._ending:
+            return _Order("end")
+        if now >= self._next_notice:
+            self._next_notice = now + _NOTICE
+            return _Order("notice")
+        return None
+
+    def _prune(self) -> None:
+        for file in () if self._folders is None else self._folders.pruned():
+            self._pruned(file)
+
+    def _follow(self) -> None:
+        assert self._mail is not None  # noqa: S101 - there are several ranks
+        for number in count():
+            while not self._mail.has(str(number)):
+                if self._failed:
+                    return
+                time.sleep(_LOOK)
+            (order,) = self._mail.get(_Order, str(number))
+            if order.kind == "end":
+                return
+            self._carry_out(order)
+
+    def _carry_out(self, order: _Order) -> None:
+        if order.kind == "notice":
+            self._hear(self._worker.notice())
+            return
+        with self._lock:
+            metrics, self._of_order = self._of_order, None
+            if metrics is None:
+                metrics, self._changed = dict(self._metrics), False
+        self._worker.report(metrics, Path(order.folder) if order.folder else None)
+        self._next_metrics = time.monotonic() + self._every
+
+    def _hear(self, info: Any) -> None:
+        """Ask for a save when Ray is about to take machines away, and once more shortly before."""
+        if self._worker.rank or info is None:
+            return
+        if info != self._info:
+            self._info, self._save_again_at = info, (info.deadline_ms or math.inf) / 1000 - _MARGIN
+            self._noticed(info)
+        elif time.time() >= self._save_again_at:
+            self._save_again_at = math.inf
+            self._noticed(info)
+
+    def _ready(self) -> _Save | None:
+        """Take the oldest save that Ray can be told of; None if there is none."""
+        with self._lock:
+            ready = sorted((one for one in self._saves if one.done >= 0 and one.metrics is not None), key=lambda one: one.done)
+            late, ready = ready[:-_MOST], ready[-_MOST:]
+            for one in (*late, *ready[:1]):
+                self._saves.remove(one)
+        for one in late:
+            log.warning("Ray takes a report each 2 s; it is not told of a checkpoint that waits", path=one.path)
+            if self._worker.keeps is not None:  # Ray will not remove it
+                self._pruned(Path(one.path))
+        return ready[0] if ready else None
+
+    def _of_save(self, save: _Save) -> _Order | None:
+        """Return the order to tell Ray of a save; None if it cannot be told, which is logged."""
+        self._newest = max(self._newest, save.done)
+        if self._folders is None or "://" in save.path:
+            log.warning("Ray is not told of a checkpoint in a store; resume='auto' finds it", path=save.path)
+            return None
+        try:
+            folder = self._folders.make(Path(save.path))
+        except (CheckpointError, OSError) as error:
+            log.warning("Ray is not told of a checkpoint; resume='auto' finds it", path=save.path, error=str(error))
+            return None
+        self._folders.told(folder, Path(save.path))
+        self._changed = self._changed and save.metrics != self._metrics
+        self._of_order = {**(save.metrics or {}), "iter": save.done}
+        return _Order("report", str(folder))
+
+    def _adopt(self, directory: Path, resumed_at: int) -> None:
+        """Tell Ray again what it has forgotten, and the run what Ray has deleted while no worker ran."""
+        if self._folders is None:
+            return
+        prunes = self._worker.keeps is not None
+        forgotten, deleted = self._folders.adopt(self._worker.reported(_KNOWN), directory, resumed_at, prunes=prunes)
+        for file in deleted:
+            self._pruned(file)
+        if forgotten:
+            log.info("Ray has forgotten checkpoints, and is told again", names=[str(path) for path, _ in forgotten])
+        with self._lock:
+            # That of the resumed one may come: a run that resumes from a save made before a validation begins with it.
+            self._saves[:0] = [_Save(str(path), done, None if done == resumed_at else {}) for path, done in forgotten]

@@ -1,0 +1,91 @@
+"""The training of the tests in this folder, as a user of Ray Train writes it. The workers of Ray import it by its name."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import ray.train
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
+
+from eventloop import events
+from trainbus import Bus, CheckpointHook, Hook, RayTrainHook, Run
+
+BATCHES = 10
+INTERVAL = 5
+
+
+class Witness(Hook):
+    """Log what a worker does, one line of JSON each, and do what a test wants to happen."""
+
+    observes = True
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._log = Path(config["log"])
+        self._kill = config.get("kill_at")
+        self._seconds = config.get("seconds", 0.02)
+
+    def tell(self, **line: Any) -> None:
+        with self._log.open("a") as file:
+            file.write(json.dumps({"at": time.time(), "rank": ray.train.get_context().get_world_rank(), **line}) + "\n")
+
+    def before_train(self, event: events.BeforeTrain) -> None:
+        known = ray.train.get_checkpoint()
+        self.tell(begins=event.progress.iter, known=known and known.path)
+
+    def after_train_iter(self, event: events.AfterTrainIter) -> None:
+        self.tell(done=event.progress.iter + 1)
+        time.sleep(self._seconds)
+        killed = self._log.with_suffix(".killed")
+        if self._kill == [event.run.rank, event.progress.iter + 1] and not killed.exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def checkpoint_committed(self, event: events.CheckpointCommitted) -> None:
+        self.tell(committed=event.progress.iter)
+
+
+class Flawed(RayTrainHook):
+    """A hook in whose process Ray takes no report after the first."""
+
+    def before_train(self, event: events.BeforeTrain) -> None:
+        super().before_train(event)
+        report, calls = ray.train.report, []
+
+        def failing(*arguments: Any, **options: Any) -> None:
+            calls.append(1)
+            if len(calls) > 1 and event.run.rank:
+                raise RuntimeError("the store does not answer")
+            report(*arguments, **options)
+
+        ray.train.report = failing
+
+
+def train(config: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    size = 8 * BATCHES
+    data = TensorDataset(torch.randn(size, 4), torch.randn(size, 1))
+    loader = DataLoader(data, batch_size=8, sampler=torch.utils.data.SequentialSampler(data))
+    hook = (Flawed if config.get("flawed") else RayTrainHook)(metrics_every=config.get("metrics_every", 0.5))
+    saves = CheckpointHook(**({"interval": INTERVAL, "by_epoch": False} | config.get("saves", {})))
+    witness = Witness(config)
+    with Run(Bus(saves, hook, witness), model=model, optimizer=optimizer, resume=config.get("resume", "auto"), seed=0) as run:
+        for _ in run.epochs(config.get("epochs", 3)):
+            for inputs, targets in run.train(loader):
+                loss = (model(inputs) - targets).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                run.report(loss=loss, note="a text", parts=torch.zeros(3))
+            validation = run.validate(loader)
+            for inputs, targets in validation:
+                run.report(error=(model(inputs) - targets).square().mean())
+            witness.tell(validated=validation.metrics["error"], iterations=run.progress.iter)
+    witness.tell(finished=run.progress.iter)

@@ -1,0 +1,182 @@
+"""``RayTrainHook`` with a stand-in for Ray, which is another process: what it is told, in which order, and when it fails."""
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import hooks.ray_train
+from eventloop import Bus, ConfigurationError, Hook, Run, TrainLoop
+from eventloop.bridges.ray import RayReports, RayWorker
+from eventloop.checkpoint import load, save
+from hooks import CheckpointHook, RayTrainHook
+
+
+class Ray:
+    """Takes reports as Ray does: with ``keeps``, it deletes the folders of all checkpoints but the newest ones."""
+
+    rank, size = 0, 1
+
+    def __init__(self, folder: Path, *, keeps: int | None = None, fails: bool = False, takes: float = 0.0) -> None:
+        self.folder, self.keeps = folder, keeps
+        self.told: list[tuple[dict, Path | None]] = []
+        self.info = None
+        self._fails, self._takes = fails, takes
+        self.threads: set[threading.Thread] = set()
+
+    def work_dir(self) -> Path:
+        return self.folder
+
+    def report(self, metrics: dict, folder: Path | None) -> None:
+        self.threads.add(threading.current_thread())
+        time.sleep(self._takes)
+        if self._fails:
+            raise RuntimeError("the controller is gone")
+        self.told.append((metrics, folder))
+        known = [folder for _, folder in self.told if folder is not None and folder.exists()]
+        for old in known[: -self.keeps] if self.keeps else ():
+            for path in old.iterdir():
+                path.unlink()
+            old.rmdir()
+
+    def notice(self) -> SimpleNamespace | None:
+        self.threads.add(threading.current_thread())
+        return self.info
+
+    def reported(self, seconds: float) -> list[Path]:
+        return [folder for _, folder in self.told if folder is not None and folder.exists()]
+
+    @property
+    def checkpoints(self) -> list[tuple[str, int]]:
+        return [(folder.name, metrics["iter"]) for metrics, folder in self.told if folder is not None]
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Train four epochs of two iterations, with a validation each, in a worker of a stand-in for Ray."""
+
+    def train(ray: Ray, *more, epochs: int = 4, resume: str | None = "auto", **options) -> TrainLoop:
+        monkeypatch.setattr(hooks.ray_train, "RayWorker", lambda: ray)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(2, 1)
+        loop = TrainLoop(
+            model,
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            step=lambda model, batch: {"loss": model(batch).square().mean(), "text": "a", "vector": torch.ones(2)},
+            train_data=[torch.ones(3, 2)] * 2,
+            val_data=[torch.ones(3, 2)],
+            bus=Bus(CheckpointHook(**({"interval": 1} | options)), RayTrainHook(0.1), *more),
+            max_epochs=epochs,
+        )
+        loop.run(resume=resume)
+        return loop
+
+    return train
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.suffix == ".safetensors" or path.name.startswith("checkpoint_")}
+
+
+def test_each_durable_save_is_told_with_the_metrics_of_its_weights(train, tmp_path):
+    ray = Ray(tmp_path)
+    train(ray)
+    assert ray.checkpoints == [(f"checkpoint_epoch_{n}", 2 * n) for n in (1, 2, 3, 4)]
+    for metrics, folder in ray.told:
+        if folder is not None:
+            (file,) = folder.iterdir()
+            assert file.samefile(tmp_path / file.name)  # without further space
+            weights = load(file)["state_dict"]
+            loss = (torch.ones(2) @ weights["weight"][0] + weights["bias"]).square().item()
+            assert metrics["loss"] == pytest.approx(loss)  # of the validation after this epoch
+            assert {type(value) for value in metrics.values()} <= {int, float}
+    assert threading.current_thread() not in ray.threads
+    assert len(ray.threads) == 1
+
+
+def test_what_ray_deletes_goes_unless_the_retention_of_the_run_keeps_it(train, tmp_path):
+    train(Ray(tmp_path / "all", keeps=2))
+    assert files(tmp_path / "all") == {f"{kind}epoch_{n}" for n in (3, 4) for kind in ("checkpoint_",)} | {
+        f"epoch_{n}.safetensors" for n in (3, 4)
+    }
+    train(Ray(tmp_path / "three", keeps=1), max_keep_ckpts=3)
+    assert files(tmp_path / "three") == {"checkpoint_epoch_4", *(f"epoch_{n}.safetensors" for n in (2, 3, 4))}
+
+
+def test_ray_keeps_what_the_retention_of_the_run_removes(train, tmp_path):
+    """It does not start again if a checkpoint that it knows is gone."""
+    train(Ray(tmp_path), max_keep_ckpts=1)
+    assert files(tmp_path) == {"epoch_4.safetensors", *(f"checkpoint_epoch_{n}" for n in (1, 2, 3, 4))}
+
+
+def test_a_resumed_run_tells_ray_what_it_forgot(train, tmp_path):
+    first, second = Ray(tmp_path), Ray(tmp_path)
+    train(first, epochs=3)
+    second.told = first.told[:-1] if first.told[-1][1] else first.told[:-2]  # the last one was lost
+    before = len(second.checkpoints)
+    assert before == 2
+    train(second)
+    assert second.checkpoints[before:] == [("checkpoint_epoch_3", 6), ("checkpoint_epoch_4", 8)]
+
+
+def test_a_best_checkpoint_is_a_second_name_that_ray_is_not_told(train, tmp_path):
+    ray = Ray(tmp_path, keeps=1)
+    train(ray, save_best="loss", rule="less")
+    assert [name for name, _ in ray.checkpoints] == [f"checkpoint_epoch_{n}" for n in (1, 2, 3, 4)]
+    assert files(tmp_path) == {"checkpoint_epoch_4", "epoch_4.safetensors", "best_loss_epoch_4.safetensors"}
+
+
+def test_a_failing_report_is_logged_once_and_ends_no_training(train, tmp_path, logs):
+    loop = train(Ray(tmp_path, fails=True))
+    assert loop.counters.epoch == 4
+    (line,) = [one for one in logs if "Ray took no report" in one["event"]]
+    assert "the controller is gone" in line["error"]
+
+
+def test_the_end_of_a_run_waits_for_ray_only_so_long(train, tmp_path, monkeypatch, logs):
+    monkeypatch.setattr(hooks.ray_train, "_END", 0.3)
+    loop = train(Ray(tmp_path, takes=5.0))
+    assert loop.counters.epoch == 4
+    assert any("Ray has not taken the last report" in one["event"] for one in logs)
+
+
+def test_a_notice_saves_and_training_goes_on(train, tmp_path):
+    ray = Ray(tmp_path)
+
+    class Notice(Hook):
+        def after_train_iter(self, event):
+            if event.progress.iter == 1:
+                ray.info = SimpleNamespace(preempted_ranks=[0], deadline_ms=None)
+                deadline = time.monotonic() + 20
+                while not event.run.state.own.save and time.monotonic() < deadline:
+                    time.sleep(0.01)
+
+    loop = train(ray, Notice(), save_last=False, interval=-1)
+    assert loop.counters.epoch == 4
+    assert [name for name, _ in ray.checkpoints] == ["checkpoint_iter_2"]
+
+
+def test_ray_is_told_the_newest_of_many_saves_that_wait(tmp_path):
+    ray, gone = Ray(tmp_path, keeps=2), []
+    reports = RayReports(ray, every=60.0, noticed=print, pruned=gone.append)
+    for done in range(1, 13):
+        save({"x": torch.ones(1)}, path := tmp_path / f"iter_{done}.safetensors")
+        reports.staged(str(path))
+        reports.measured({"loss": 1.0 / done})
+        reports.moved()
+        reports.committed([str(path)], done)
+    reports.start(tmp_path, 0)
+    reports.end(20.0)
+    assert [done for _, done in ray.checkpoints] == list(range(5, 13))
+    assert [metrics["loss"] for metrics, folder in ray.told if folder] == [1.0 / done for done in range(5, 13)]
+    assert {path.name for path in gone} == {f"iter_{done}.safetensors" for done in range(1, 11)}
+
+
+def test_outside_of_a_worker_the_hook_is_an_error():
+    with pytest.raises(ConfigurationError, match=r"RayTrainHook"):
+        Run(Bus(RayTrainHook()), model=torch.nn.Linear(1, 1))
+    with pytest.raises(ConfigurationError):
+        RayWorker()
