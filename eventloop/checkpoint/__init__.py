@@ -4,7 +4,7 @@ Knows nothing of the bus. A checkpoint is a tree (dicts, lists, tuples … of nu
 file that the safetensors package opens.
 """
 
-from eventloop.checkpoint.background import BackgroundWriter, PendingSaves
+from eventloop.checkpoint.background import BackgroundWriter, PendingSaves, steps_awaited
 from eventloop.checkpoint.commit import TEMPORARY_PREFIX
 from eventloop.checkpoint.contents import Contents, open_contents
 from eventloop.checkpoint.copy_in import save_contents
@@ -30,7 +30,6 @@ from eventloop.checkpoint.safetensors_folder import open_safetensors
 from eventloop.checkpoint.saver import AsyncSaver, Busy
 from eventloop.checkpoint.shards import is_sharded, sharded_in, sweep_shards, verify_shards
 from eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, WriteFile, save, stage, write
-from eventloop.checkpoint.steps import steps_awaited
 from eventloop.checkpoint.store import (
     AnyPath,
     as_path,

@@ -11,12 +11,26 @@ import time
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
-from eventloop.checkpoint.steps import begin_wait, end_wait
+from eventloop.checkpoint.commit import steps_made
 
 _POLL: Final = 0.2
 """Seconds after which a waiting thread checks again, in case Ctrl-C swallowed a notification."""
 
 Job = TypeVar("Job")
+
+_waiting: Final[set[int]] = set()  # the threads that wait for writers; each adds and removes only itself
+
+
+def steps_awaited(thread: int) -> int | None:
+    """Return the steps that writers in this process have made, if a thread waits for one; None if it does not.
+
+    While the number grows, the thread waits for a slow save and does not hang. A step takes as long as its disk or store takes:
+    the sync of a file that fits the memory is one.
+
+    Args:
+        thread: its ``threading.get_ident()``.
+    """
+    return steps_made() if thread in _waiting else None
 
 
 class PendingSaves(Generic[Job]):
@@ -145,11 +159,12 @@ class BackgroundWriter(PendingSaves[Job]):
         self._bell.put(None)  # see busy
         if not self.here or threading.current_thread() is self._thread:  # which would wait for itself
             return True
+        thread = threading.get_ident()
         try:
-            begin_wait()
+            _waiting.add(thread)
             return super().wait(for_slot=for_slot, seconds=seconds)
         finally:
-            end_wait()
+            _waiting.discard(thread)
 
     def close(self, seconds: float = math.inf) -> bool:
         """Do the jobs that wait, and end the thread; return False after ``seconds``. After Ctrl-C, call it again to finish."""

@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final, TypeVar
 
-from eventloop.checkpoint.steps import note_step
 from eventloop.errors import CheckpointError
 
 TEMPORARY_PREFIX: Final = ".trainbus-"
@@ -37,8 +36,21 @@ DIGEST_BYTES: Final = 4
 Pieces = tuple[bytes, memoryview, bytes]
 """A file without its digest: header, tensors, tree."""
 
+_steps = 0
+
 # Below this, the digest takes no longer than starting a thread and syncing twice.
 _ALONE: Final = 8 << 20
+
+
+def note_step() -> None:
+    """Count a step of a writer: a piece of a file is written, a file is synced, a part is uploaded."""
+    global _steps
+    _steps += 1  # two threads may count one step together; the number has changed nevertheless
+
+
+def steps_made() -> int:
+    """Return the steps that writers in this process have made: while the number grows, they do not hang."""
+    return _steps
 
 
 def commit_file(path: str | os.PathLike[str], size: int, fill: Callable[[int], Made]) -> Made:

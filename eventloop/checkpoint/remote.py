@@ -19,8 +19,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, BinaryIO, Final
 
 from eventloop.checkpoint import s3
-from eventloop.checkpoint.commit import DIGEST_BYTES, TEMPORARY_PREFIX, discard, failing
-from eventloop.checkpoint.steps import note_step
+from eventloop.checkpoint.commit import DIGEST_BYTES, TEMPORARY_PREFIX, discard, failing, note_step
 from eventloop.errors import CheckpointError, ConfigurationError
 from eventloop.log import get_logger
 

@@ -1,4 +1,4 @@
-"""Which threads wait for writers, and whether these make progress."""
+"""The writer on a thread of its own: whom it has wait, and whether it makes progress."""
 
 import threading
 
