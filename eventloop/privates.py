@@ -50,8 +50,9 @@ def check_names(library: str, package: str, names: Names, /, **roots: Any) -> No
                 check_names(library, package, {paths.partition("|")[2]: (used, seen)}, **roots)
                 continue
             newest = seen.rpartition(" ")[2]
+            version = getattr(import_module(package), "__version__", "")
             raise ConfigurationError(
-                f"{library} {import_module(package).__version__} has no {path} ({type(found).__name__} lacks {part!r}), which "
+                f"{library} {version} has no {path} ({type(found).__name__} lacks {part!r}), which "
                 f"trainbus needs ({used}); it was seen in {seen}: pip install '{library}=={newest}', or a newer trainbus"
             ) from error
 

@@ -11,6 +11,10 @@ from eventloop.events import AfterTrainIter
 from hooks.options import PositiveInt, one_or_more
 
 
+def _has_outputs(event: AfterTrainIter) -> bool:
+    return not event.run.healed  # which has none
+
+
 @register
 class CheckInvalidLossHook(Hook):
     """Raise an error when a loss is NaN or infinite.
@@ -32,7 +36,7 @@ class CheckInvalidLossHook(Hook):
         self.keys = None if keys is None else one_or_more("keys", keys, advice)
         self.interval = interval
 
-    @mount(every=attrgetter("interval"), offload="thread", batch=64)
+    @mount(every=attrgetter("interval"), when=_has_outputs, offload="thread", batch=64)
     def after_train_iter(self, events: list[AfterTrainIter]) -> None:
         for event in events:
             self._check(event)

@@ -151,7 +151,7 @@ class CheckpointHook(CopiedAnew, Hook):
         return set(self._kept.best.names) - {"auto"}
 
     def before_run(self, event: events.BeforeRun) -> None:
-        work_dir = event.run.work_dir
+        work_dir = event.run.checkpoint_dir
         directory = self._directory(work_dir)
         if directory is not None and directory.exists() and not directory.is_dir():
             raise ConfigurationError(f"{self.label} cannot save to {directory}: it is not a directory")

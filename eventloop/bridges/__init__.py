@@ -8,6 +8,7 @@ from eventloop.bridges.bridge import Bridge, attach
 from eventloop.bridges.hosted import TrainerHost
 from eventloop.bridges.lightning.saver import TrainbusCheckpointIO
 from eventloop.bus import HostKind, register_host
+from eventloop.training.replicas import register_replicas
 
 __all__ = ["Bridge", "TrainbusCheckpointIO", "TrainerHost", "attach"]
 
@@ -19,3 +20,4 @@ register_host(
     HostKind("ignite.engine.engine.Engine", "eventloop.bridges.ignite.host:IgniteBridge", "ignite.engine.Engine"),
     HostKind("accelerate.accelerator.Accelerator", "eventloop.bridges.accelerate.host:AcceleratorSaves", loops=False),
 )
+register_replicas("torchft.manager.Manager", "eventloop.bridges.torchft.host:ManagedReplicas")

@@ -77,6 +77,7 @@ class TrainerHost:
     update_steps = False
     evaluates = False
     clears_folder = True
+    replicas = None
 
     # The bridge sets these when they are known.
     train_data: Iterable[Any] | None = None

@@ -66,7 +66,8 @@ def bridge_for(trainer: object) -> Any:
         known = list(dict.fromkeys(one.name or one.base for one in _kinds.values() if one.loops))
         raise SubscribeError(
             f"bus.attach() knows {', '.join(known)}, not {_shown(trainer)}; with Accelerate, write your loop around "
-            "Run(bus, accelerator=accelerator, ...); for another trainer, write a bridge and register_host() it"
+            "Run(bus, accelerator=accelerator, ...), with torchft around Run(bus, replicas=manager, ...); for another trainer, "
+            "write a bridge and register_host() it"
         )
     return load_object(kind.bridge)
 

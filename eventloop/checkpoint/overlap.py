@@ -76,6 +76,11 @@ class Overlap:
         except RuntimeError:  # the interpreter is shutting down
             return Future()
 
+    @property
+    def busy(self) -> bool:
+        """True while something is being copied."""
+        return any(not one.done() for one in self._under_way)
+
     def fence(self, *_: object) -> None:
         """Wait until nothing is being copied. Free where nothing is. Optimizers call it before each step."""
         if self._under_way:

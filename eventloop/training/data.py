@@ -15,6 +15,7 @@ from eventloop.training.distributed.launch import warn_if_all
 from eventloop.training.distributed.samples import global_sampler
 from eventloop.training.loaders import has_state, length_of, restore_loader, skip_batches
 from eventloop.training.metrics import Metrics, NamedMetrics
+from eventloop.training.replicas import Draws
 from eventloop.training.rng import (
     generator_states,
     has_workers,
@@ -38,11 +39,15 @@ class Feed:
     Errors call the loader ``name``, such as ``"train_data"``.
     """
 
-    def __init__(self, loader: Iterable[Any], device: torch.device, name: str = "train_data") -> None:
+    def __init__(
+        self, loader: Iterable[Any], device: torch.device, name: str = "train_data", draws: Draws | None = None
+    ) -> None:
         self.loader: Any = loader
         self.length = length_of(loader)
         self._sampler = global_sampler(loader)
-        self._has_state = self._sampler is None and has_state(loader)  # a state of one process has no place in others
+        # A state of one process has no place in others.
+        self._has_state = self._sampler is None and draws is None and has_state(loader)
+        self._draws = draws
         self.used = 0
         self.passes = 0  # earlier passes of the same epoch, in iteration-based training
         self._device = device
@@ -60,6 +65,9 @@ class Feed:
         self._warned = False
         self._endless: int | None = None  # the epoch in which an exhausted loader is restarted
         self._samples: int | None = None  # those that the saved run had used, before a resumed run takes the rest
+        self._epoch = 0
+        self._given: tuple[Any] = (None,)
+        self._repeats = False
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the remaining batches."""
@@ -68,7 +76,7 @@ class Feed:
 
     def set_epoch(self, epoch: int, *, endless: bool) -> None:
         """Set the epoch of the datasets; ``endless`` restarts an exhausted loader."""
-        self._endless = epoch if endless else None
+        self._endless, self._epoch = epoch if endless else None, epoch
         if not self.resuming:
             self.passes = 0
         set_epoch(self.loader, epoch + self.passes)
@@ -84,7 +92,9 @@ class Feed:
         again, self._again = self._again, None
         if again is not None:
             set_random_states(self.loader, again)
-        if self.resuming and self.used and self.start is not None:
+        if self._draws is not None:
+            self._start_drawn(self._draws)
+        elif self.resuming and self.used and self.start is not None:
             self.used -= self.repeats_last
             self._iterator = iter(self.loader) if self._has_state else self._remaining(self.start)
         else:
@@ -93,10 +103,39 @@ class Feed:
             self._iterator = iter(self.loader)
         self.resuming = self.repeats_last = False
 
+    def _start_drawn(self, draws: Draws) -> None:
+        self.start = draws.begin_pass(self.loader, self._epoch + self.passes)
+        if self.resuming and self.used:
+            self._iterator = self._remaining(self.start)
+        else:
+            self.used = 0
+            self._iterator = iter(self.loader)
+
+    @property
+    def endless(self) -> bool:
+        """True if an exhausted loader is restarted within the same epoch."""
+        return self._endless is not None
+
+    def go_to(self, used: int, passes: int, length: int | None) -> None:
+        """Make the next :meth:`start_pass` continue behind ``used`` batches of a pass; replica groups pass over data alike."""
+        self.used, self.passes = used, passes
+        self.resuming = True
+        if self.length and length and self.length != length:
+            log.warning(
+                "this replica group has another number of batches in an epoch than the one whose place it takes over, so their "
+                "epochs differ",
+                batches=self.length,
+                other=length,
+            )
+
+    def repeat(self) -> None:
+        """Make :meth:`next` return the last batch again."""
+        self._repeats = True
+
     @property
     def can_repeat(self) -> bool:
         """True if the interrupted pass of a resumed run can begin with the last batch that was used."""
-        own_position = self._has_state or self._sampler is not None
+        own_position = self._has_state or self._sampler is not None or self._draws is not None
         return self.resuming and self.used > 0 and self.start is not None and not own_position
 
     def _remaining(self, start: SavedStart) -> Iterator[Any]:
@@ -125,6 +164,11 @@ class Feed:
         """
         if self._iterator is None:
             self.start_pass()
+        draws = self._draws
+        if self._repeats and draws is not None:
+            self._repeats = False
+            draws.before_step()
+            return self._given
         if (batch := self._ahead) is _MISSING:
             batch = self._pull()
         if batch is _END:
@@ -137,7 +181,11 @@ class Feed:
             return self.next()
         self._ahead = self._position = _MISSING
         self.used += 1
-        return (to_device(batch, self._device),)
+        if draws is None:
+            return (to_device(batch, self._device),)
+        self._given = (to_device(batch, self._device),)
+        draws.before_step()
+        return self._given
 
     @property
     def last(self) -> bool:
@@ -170,6 +218,9 @@ class Feed:
 
     def restore(self, saved: SavedPosition, restored: set[torch.Generator]) -> None:
         """Make the next :meth:`start_pass` continue from ``saved``; generators in ``restored`` are restored already."""
+        if self._draws is not None:
+            self.go_to(saved.used, saved.passes, saved.length)
+            return
         self.used, self.passes, self.start = saved.used, saved.passes, saved.start
         self._samples = saved.samples
         self.resuming = True
@@ -190,6 +241,8 @@ class Feed:
     def _pull(self) -> Any:
         """Return the next batch of the loader, or ``_END``."""
         assert self._iterator is not None  # noqa: S101 - next() made it
+        if self._draws is not None and self.used:  # the first batch draws the order, too
+            self._draws.before_batch(self._epoch + self.passes, self.used)
         try:
             return next(self._iterator)
         except StopIteration as end:
@@ -225,6 +278,8 @@ class Feeds:
         self.evaluated: Feed | None = None
         self.expected: Iterable[Any] | None = None
         """The training data, if it is known before the first epoch."""
+        self.draws: Draws | None = None
+        """Where the random numbers of training come from, if the run is one of several replica groups."""
         self._device = device
         self._warned: set[str] = set()  # metrics already warned about
         self._evaluated: list[Iterable[Any]] = []  # loaders of validations and tests, in order of first use
@@ -236,7 +291,7 @@ class Feeds:
         if isinstance(loader, Feed):
             self.train = loader
         if self.train is None or (self.train is not loader and self.train.loader is not loader):
-            self.train = Feed(loader, self._device)
+            self.train = Feed(loader, self._device, draws=self.draws)
             warn_if_all(loader, "train_data")
             if self._saved.train is not None:
                 self.train.restore(self._saved.train, self._restored)

@@ -76,6 +76,7 @@ class Driver(Session):
     _index = 0
     _in_step = False
     _evaluation_changes = False
+    _repeats = False  # the iteration that begins, which has published its before_train_iter
 
     def should_stop(self) -> bool:
         """Return True if the run must end here: then call ``abandon_epoch``, ``end_train`` and ``end_run``.
@@ -181,7 +182,9 @@ class Driver(Session):
             self._check_order("begin_iteration")
         state.begin_train_iteration()
         self._batch, self._last = batch, last
-        if not silent and self._run.wants(ev.BeforeTrainIter):
+        if self._repeats:
+            self._repeats = False
+        elif not silent and self._run.wants(ev.BeforeTrainIter):
             event = ev.BeforeTrainIter(run=self._run, progress=state.progress, batch_idx=state.counters.batches, batch=batch)
             self._bus.publish(event)
 
@@ -196,6 +199,9 @@ class Driver(Session):
             self._check_order("end_iteration")
         if outputs is not None:
             self._take_outputs("end_iteration", outputs)
+        if self._replicas is not None and not self._replicas.settles():
+            self._repeat_iteration()
+            return
         if not silent and self._run.wants(ev.AfterTrainIter):
             index, batch, progress = state.counters.batches, self._batch, state.progress
             event = ev.AfterTrainIter(run=self._run, progress=progress, batch_idx=index, batch=batch, outputs=state.outputs)
@@ -212,9 +218,25 @@ class Driver(Session):
         if agreed.cancelled or agreed.paused or agreed.rates:
             state.handle_requests()
 
+    def _repeat_iteration(self) -> None:
+        """End an iteration whose step was not committed: its batch comes again, and nothing is counted."""
+        state = self.state
+        self._repeats = True
+        if self.feed is not None:
+            self.feed.repeat()
+        state.channel.exchange()
+        state.scopes.leave("iter")
+        state.handle_requests()
+
     def abandon_iteration(self) -> None:
-        """End the iteration without ``after_train_iter``; its batch still counts as consumed."""
+        """End the iteration without ``after_train_iter``; its batch still counts as consumed.
+
+        With replica groups, an iteration without a committed step does not count, and its batch comes again.
+        """
         self._check_order("abandon_iteration")
+        if self._replicas is not None and not self._replicas.settles(complete=False):
+            self._repeat_iteration()
+            return
         self.state.count_iteration()
         self.state.scopes.leave("iter")
 
@@ -350,7 +372,7 @@ class Driver(Session):
         self._run.feeds.forget()
         self.state.forget()
         self.feed = self._evaluated = self._share = self._batch = None
-        self._begun = False
+        self._begun = self._repeats = False
 
 
 Step = Callable[..., None]

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from eventloop.errors import ConfigurationError
 from eventloop.log import get_logger
 from eventloop.training.accelerator import register
 from eventloop.training.agree import Agreement, Alone
@@ -21,6 +22,7 @@ from eventloop.training.folders import free_number, newest_number, numbered
 from eventloop.training.loaders import length_of
 from eventloop.training.locks import DirectoryLock
 from eventloop.training.optimizers import warn_if_useless
+from eventloop.training.replicas import Draws, Replicas
 from eventloop.training.rng import seed_everything
 from eventloop.training.saves.capture import Capture
 from eventloop.training.saves.contents import SavedRun
@@ -45,6 +47,8 @@ class Host(Protocol):
     """True if a new training moves the files of an earlier run in its work dir aside."""
     around_rates: Callable[[Callable[[], None]], None] | None
     """Called with the function that sets learning rates, to scale the schedule of a trainer along."""
+    replicas: Replicas | None
+    """The replica groups that this run is one of; None for a run that is alone."""
 
     @property
     def suffix(self) -> str:
@@ -91,6 +95,7 @@ class OwnLoop:
         resume: the checkpoint to resume from; see :class:`~eventloop.Run`.
         strict: False loads only the matching part of a checkpoint of another model or optimizer.
         accelerator: the ``accelerate.Accelerator``, if any. Its loop saves into the work dir itself.
+        replicas: the replica groups that the run is one of, if any.
         update_steps: True if an update on the bus steps the optimizers.
         chooses_folder: True if a training that begins or resumes by ``"auto"`` chooses its folder.
     """
@@ -106,13 +111,15 @@ class OwnLoop:
         resume: str | Path | None = None,
         strict: bool = True,
         accelerator: Any = None,
+        replicas: Replicas | None = None,
         update_steps: bool = False,
         chooses_folder: bool = True,
     ) -> None:
         self.accelerator = accelerator
+        self.replicas = replicas
         self.update_steps = update_steps
         self.clears_folder = accelerator is not None
-        self._chooses_folder = chooses_folder and accelerator is None
+        self._chooses_folder = chooses_folder and accelerator is None and replicas is None
         self._resume, self._strict = resume, strict
         self._locked: set[Path] = set()
         self._run: SavedRun
@@ -123,6 +130,8 @@ class OwnLoop:
     def join(self, run: Any, drive: Any) -> None:
         """Become the host of a run."""
         self._run, self._drive = run, drive
+        if self.replicas is not None:
+            self._join_replicas(self.replicas)
         self.saver = Capture(run)
         self.restore = Restore(run, self._resume, strict=self._strict)
         if self.accelerator is not None:
@@ -130,13 +139,29 @@ class OwnLoop:
 
     def stay(self) -> None:
         """Use the work dir as it is: somebody else has made it for this run, and finds its files there."""
-        self._chooses_folder, self.clears_folder = False, True
+        self._chooses_folder, self.clears_folder = False, self.replicas is None
+
+    def _join_replicas(self, replicas: Replicas) -> None:
+        run: Any = self._run
+        if run.seed is None:
+            raise ConfigurationError(
+                "replicas= needs seed=: the random numbers of an iteration are made from it, so that a replica group that "
+                "comes back goes on like one that did not stop"
+            )
+        run.feeds.draws = Draws(run.seed, lambda: run.counters.iter)
+        if run.work_dir is not None:
+            # A group that comes back starts like one of a new training.
+            self._resume = self._resume or "auto"
+            run.work_dir = run.work_dir / replicas.name
+        replicas.join(run, self._drive)
 
     @contextmanager
     def beginning(self) -> Iterator[None]:
         """Join the ranks, choose and lock the directories, seed, move the models, and watch the steps; then resume."""
         run, state = self._run, self._run.state
-        ranks = join_ranks(run.bus, run.models, trains=bool(run.optimizers))
+        ranks = join_ranks(
+            run.bus, run.models, trains=bool(run.optimizers), group=None if self.replicas is None else self.replicas.size
+        )
         state.join(Alone(state.own) if ranks is None else Agreement(ranks, state.own))
         begins_anew = self._chooses_folder and state.trains and self._choose_folder()
         check_updates(run.bus.hooks, update_steps=self.update_steps)
@@ -154,6 +179,8 @@ class OwnLoop:
         if state.trains:
             self._lock()  # the directories that hooks added in before_run
         self.restore.load()
+        if self.replicas is not None:
+            self.replicas.begin()
 
     @contextmanager
     def training(self) -> Iterator[None]:
@@ -197,7 +224,8 @@ class OwnLoop:
         """Lock the directories of this training on rank 0 until the bus is closed; an error is raised on all ranks."""
 
         def lock() -> None:
-            for path in self._run.saves.directories:
+            shared = self.replicas is not None  # then each group locks the folder for its own files
+            for path in [self._run.work_dir] if shared else self._run.saves.directories:
                 # resolve(): links and ".." give one directory several names.
                 if isinstance(path, Path) and (directory := path.resolve()) not in self._locked:
                     release = DirectoryLock(directory).release

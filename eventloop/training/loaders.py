@@ -42,6 +42,15 @@ def has_state(loader: Iterable[Any]) -> bool:
     return all(callable(getattr(_held(loader), name, None)) for name in ("state_dict", "load_state_dict"))
 
 
+def sampler_epoch(loader: Any) -> int | None:
+    """Return the epoch of the loader's sampler, as ``set_epoch`` sets it; None if it has none."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    samplers = (loader, getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None), batch_sampler)
+    found = next((one for one in samplers if callable(getattr(one, "set_epoch", None))), None)
+    epoch = getattr(found, "epoch", None)
+    return epoch if isinstance(epoch, int) else None
+
+
 def restore_loader(loader: Any, saved: SavedLoader, restored: set[torch.Generator], *, workers: bool) -> None:
     """Make the next pass continue a saved run's, except for generators in ``restored`` (loaders may share one)."""
     if workers:

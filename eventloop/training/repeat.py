@@ -43,7 +43,7 @@ class Repeat:
         """Return the batch of the iteration in a tuple, with its scope open; None if the loader cannot read it again."""
         state, counters = self._run.state, self._run.state.counters
         if not self._possible:
-            log.warning(_LEFT_OUT, reason="the loader restores its own position, so it cannot read its last batch again")
+            log.warning(_LEFT_OUT, reason="the loader cannot read its last batch again")
             return None
         batch = self._feed.next()
         state.validate_next()  # until that validation begins: a stop may come first

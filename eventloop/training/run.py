@@ -45,6 +45,7 @@ from eventloop.training.host import Host, OwnLoop
 from eventloop.training.iterators import Epochs, EvaluationBatches, OpenLoops, TrainBatches
 from eventloop.training.metrics import NamedMetrics
 from eventloop.training.optimizers import by_path, options_given, selected, stepping
+from eventloop.training.replicas import replicas_of
 from eventloop.training.rng import checked_seed
 from eventloop.training.saves.requests import OnError, SaveRequest, Saves
 from eventloop.training.saves.restore import HOSTED
@@ -91,11 +92,13 @@ class Run:
         name: name of the experiment; by default the name of the work dir.
         config: your configuration, for the record (see ``RuntimeInfoHook``).
         counters: counts of an earlier run to continue.
+        replicas: the ``torchft.Manager`` of the replica groups that train together; see the guide "torchft". Each iteration is
+            one step of the manager. It needs ``seed=``. A work dir is continued, as by ``resume="auto"``.
         accelerator: the ``accelerate.Accelerator`` that prepared model, optimizer and loaders. Saves and stops wait for the
             step of ``accelerator.accumulate()``. The checkpoints of ``accelerator.save_state()`` hold the run as well, and
             ``accelerator.load_state()``, before training begins, continues it; do not skip batches yourself.
         host: where the run lives (:class:`~eventloop.training.Host`): a bridge gives the one of its trainer. By default your
-            own loop, with the arguments ``resume``, ``strict`` and ``accelerator``.
+            own loop, with the arguments ``resume``, ``strict``, ``accelerator`` and ``replicas``.
 
     Raises:
         ConfigurationError: an argument does not fit; the error names it.
@@ -118,11 +121,18 @@ class Run:
         config: Config | None = None,
         counters: Counters | None = None,
         accelerator: Any = None,
+        replicas: Any = None,
         host: Any = None,
     ) -> None:
-        if host is not None and (resume is not None or accelerator is not None or not strict):
+        if host is not None and (resume is not None or accelerator is not None or replicas is not None or not strict):
             raise ConfigurationError(
-                f"host={type(host).__name__} beside resume=, strict= or accelerator=: give these to the host, which decides"
+                f"host={type(host).__name__} beside resume=, strict=, accelerator= or replicas=: give these to the host, which "
+                "decides"
+            )
+        if accelerator is not None and replicas is not None:
+            raise ConfigurationError(
+                "accelerator= and replicas= do not go together: both the Accelerator and the manager would average gradients "
+                "and decide about steps; leave Accelerate out, and wrap the model in torchft's DistributedDataParallel"
             )
         self.bus = bus if bus is not None else Bus()
         self.wants = self.bus.route_of
@@ -144,7 +154,8 @@ class Run:
         self.config = config or {}
         self.counters = counters or Counters()
         self.counters.rename(self.name)
-        self.host: Host = host or OwnLoop(resume=resume, strict=strict, accelerator=accelerator)
+        groups = None if replicas is None else replicas_of(replicas)
+        self.host: Host = host or OwnLoop(resume=resume, strict=strict, accelerator=accelerator, replicas=groups)
         if assigned is not None and isinstance(self.host, OwnLoop):
             self.host.stay()
         self.state = RunState(self.counters, self.optimizers, self.bus, self.host)
@@ -187,6 +198,16 @@ class Run:
     def progress(self) -> Progress:
         """The counts of the run: the snapshot that events carry."""
         return self.state.progress
+
+    @property
+    def checkpoint_dir(self) -> Path | None:
+        """The directory of checkpoints without one of their own: the work dir, or the one that replica groups share."""
+        return self.saves.home
+
+    @property
+    def healed(self) -> bool:
+        """True in an iteration in which this replica group took over the state of another one; it has no outputs."""
+        return self.host.replicas is not None and self.host.replicas.healed
 
     @property
     def checkpoint_suffix(self) -> str:
@@ -603,6 +624,7 @@ class Run:
     def move_to(self, work_dir: Path) -> None:
         """Use another work dir. It comes before the first handler."""
         self.saves.directories[:1] = [work_dir]
+        self.saves.home = work_dir
         self.work_dir = work_dir
         if not self._named:
             self.name = work_dir.name

@@ -17,6 +17,7 @@ from eventloop.log import get_logger
 from eventloop.offload import Deadline
 from eventloop.training.distributed.ranks import record_failure, share_failure, world_size
 from eventloop.training.folders import move_aside
+from eventloop.training.replicas import Replicas
 from eventloop.training.saves.contents import SavedRun
 from eventloop.training.state import REPEATED
 
@@ -52,6 +53,7 @@ class Session:
         """Called when the run has ended and its bus is closed, such as to release locks."""
         self._run, self._bus, self._host, self._saves = run, run.bus, run.host, run.saves
         self._clears_folder: bool = run.host.clears_folder
+        self._replicas: Replicas | None = run.host.replicas
         self._opened = False
         self._failed_by = 0  # the id of what begin_run() or end_run() raised; the error itself would keep all its frames
         self._patience: Deadline | None = None

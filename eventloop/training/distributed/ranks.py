@@ -144,16 +144,25 @@ def _united(lower: dict[int, T], higher: dict[int, T]) -> dict[int, T]:
     return lower | {rank: value for rank, value in higher.items() if value not in known}
 
 
-def join_ranks(bus: Bus, models: Mapping[str, torch.nn.Module], *, trains: bool) -> Ranks | None:
+def join_ranks(bus: Bus, models: Mapping[str, torch.nn.Module], *, trains: bool, group: int | None = None) -> Ranks | None:
     """Join a new run with the runs of the other ranks, and set the rank of the bus. A collective.
 
     Return None if there is only one process. ``trains`` is False for a run without an optimizer; else warn about models whose
-    weights are not synchronised between ranks.
+    weights are not synchronised between ranks. ``group`` is the number of processes in this replica group, if there are such.
 
     Raises:
-        ConfigurationError: ``torchrun`` started this process, but ``torch.distributed`` is not initialised.
+        ConfigurationError: ``torchrun`` started this process, but ``torch.distributed`` is not initialised. In a replica group
+            only several processes need it.
     """
     global _runs
+    if group is not None and group != world_size():
+        raise ConfigurationError(
+            f"the replica group has {group} processes, but torch.distributed has {world_size()}: call "
+            "torch.distributed.init_process_group() before the run, for the processes of one group"
+        )
+    if group == 1:
+        bus.set_rank(0, 1)
+        return None
     if distributed.is_available() and distributed.is_torchelastic_launched() and not distributed.is_initialized():
         raise ConfigurationError(
             "torchrun started this process, but torch.distributed is not initialised, so every process would train alone and "

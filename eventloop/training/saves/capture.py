@@ -48,6 +48,7 @@ class Capture:
         """True if a model is sharded, so that every rank writes its part."""
         self.resumes_training_at: Counters | None = None
         self._last: SaveJob | None = None
+        self._left: list[AnyPath] = []
         self._names: set[AnyPath] = set()  # all paths of the last file, links included
         self._buffer = StageBuffer()
         self._shard_stage: ShardStage | None = None
@@ -62,6 +63,19 @@ class Capture:
             own_group("saves")  # a collective: all ranks are here
         self.writer = CheckpointWriter(run, run.bus)
         run.state.scopes.defer(self._end_overlap)
+
+    def left_to_others(self) -> list[str]:
+        """Return the files of the last save that another replica group was to write, as far as they are not there."""
+        left, self._left = self._left, []
+        return [str(path) for path in left if not path.exists()]
+
+    def end_copies(self, given_up: str = "") -> None:
+        """Wait for the copies that are made beside the training; with a reason, their save is given up."""
+        overlap = self.overlap
+        if overlap is not None and overlap.busy:
+            if self._last is not None:
+                self._last.given_up = given_up
+            overlap.fence()
 
     def _end_overlap(self) -> None:
         overlap, self.overlap = self.overlap, None
@@ -116,8 +130,11 @@ class Capture:
         """Capture the state for all requests and pass it to the writer; wait at most for the previous save.
 
         With several ranks, the file has the random states of all, and rank 0 writes it; if sharded, all ranks decide alike,
-        even if only some have finished the previous save.
+        even if only some have finished the previous save. Of several replica groups, the first one saves.
         """
+        if (replicas := self._run.host.replicas) is not None and not replicas.first:
+            self._left = [request.path for request in requests]
+            return
         ranks, writer, wanted, states = self._run.state.ranks, self._opened(), merged(requests), None
         held, busy = self._standing(wanted)
         paths = list(dict.fromkeys(request.path for request in requests))

@@ -171,6 +171,8 @@ class Saves:
         self.requests: list[SaveRequest] = []
         self.directories: list[AnyPath] = [] if run.work_dir is None else [run.work_dir]
         """The work dir, if any, and the directories of hooks."""
+        self.home = run.work_dir
+        """The directory of checkpoints without one of their own: the work dir, which replica groups share."""
         self.kept_uploads: frozenset[str] = frozenset()
         """The URLs that files in rank 0's work dir waited for when the run began."""
         self._begins_anew = False
@@ -210,9 +212,9 @@ class Saves:
         """Return ``directory``, or the work dir if it is None; raise ConfigurationError if there is neither."""
         if directory is not None:
             return as_path(directory)
-        if self._run.work_dir is None:
+        if self.home is None:
             raise ConfigurationError(f"the run has no directory for checkpoints: {self._run.work_dir_advice}")
-        return self._run.work_dir
+        return self.home
 
     def add_directory(self, wanted: AnyPath) -> AnyPath:
         """Add a directory of checkpoints: another one if ``wanted`` has a run, and nothing tells the two runs apart."""

@@ -200,8 +200,7 @@ class CheckpointWriter:
     def _write_job(self, job: SaveJob) -> None:
         root = job.source or job
         if root.given_up:
-            job.given_up = root.given_up
-            self.skip(job)
+            self._skip_given_up(job, root)
             return
         if job.retry:
             job.paths = [path for path in job.paths if path in root.waiting]
@@ -220,6 +219,9 @@ class CheckpointWriter:
                 done.append(path)
             except Exception as error:  # noqa: BLE001 - raised below
                 failed[path] = error
+        if failed and not done and _is_given_up(root):  # meanwhile
+            self._skip_given_up(job, root)
+            return
         seconds = time.perf_counter() - start
         kept = self._keep(root, failed)
         self.failed = (self.failed | failed.keys()) - set(done)
@@ -228,6 +230,11 @@ class CheckpointWriter:
             (root if kept else job).release()  # else further names in a store are written from it
         self._settle(root, done, kept)  # first, so that a hook knows which files it need not keep
         self._report(job, done, failed, kept, size=size, seconds=seconds)
+
+    def _skip_given_up(self, job: SaveJob, root: SaveJob) -> None:
+        job.given_up, root.lost = root.given_up, True
+        root.release()
+        self.skip(job)
 
     def _report(
         self,
@@ -414,6 +421,10 @@ class CheckpointWriter:
             return
         make_directory(directory)
         self.made[directory] = directory / LAST
+
+
+def _is_given_up(job: SaveJob) -> bool:
+    return bool(job.given_up)
 
 
 def _keep_foreign(path: AnyPath) -> None:

@@ -1,0 +1,1 @@
+"""The bridge to torchft: its modules are imported when it is used."""

@@ -1,0 +1,38 @@
+"""The undocumented names of torchft that this bridge uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+from eventloop.privates import Names, check_names
+
+_SEEN: Final = "0.2.0"
+NAMES: Final[Names] = {
+    "manager._load_state_dict_fns": ("host.py: the state functions that a manager has", _SEEN),
+    "manager._replica_id": ("host.py: the name of a replica group", _SEEN),
+    "manager._group_world_size": ("host.py: the number of processes of a replica group", _SEEN),
+}
+
+
+def check(manager: Any) -> None:
+    """Raise ConfigurationError if the installed version lacks a name."""
+    check_names("torchft", "torchft", NAMES, manager=manager)
+
+
+def load_functions(manager: Any) -> Mapping[str, Callable[[Any], None]]:
+    """Return the functions that load a state, by the key that they were registered with."""
+    found: Mapping[str, Callable[[Any], None]] = manager._load_state_dict_fns
+    return found
+
+
+def replica_id(manager: Any) -> str | None:
+    """Return the ``replica_id=`` of a manager."""
+    found: str | None = manager._replica_id
+    return found
+
+
+def group_size(manager: Any) -> int:
+    """Return the number of processes in the replica group of a manager."""
+    found: int = manager._group_world_size
+    return found
