@@ -44,7 +44,6 @@ class ManagedReplicas:
     committed = False
 
     def __init__(self, manager: Any) -> None:
-        privates.check(manager)
         self._manager = manager
         self._run: Run
         self._drive: Driver
@@ -61,6 +60,7 @@ class ManagedReplicas:
     @classmethod
     def of(cls, manager: Any) -> Self:
         """Return the bridge of a manager, which has one for all its runs: a state function cannot be registered again."""
+        privates.check(manager)
         known = privates.load_functions(manager).get(KEY)
         return cls(manager) if known is None else known.__self__  # type: ignore[attr-defined]  # the method above
 
