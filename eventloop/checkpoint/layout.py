@@ -30,6 +30,7 @@ from eventloop.checkpoint.container import (
     TensorInfo,
 )
 from eventloop.checkpoint.tree import FlatTree
+from eventloop.device import any_asynchronous, any_elsewhere
 from eventloop.errors import CheckpointValueError
 from eventloop.privates import foreach_copy_
 
@@ -44,7 +45,6 @@ _JOIN_UP_TO: Final = 1 << 18
 
 _pack: Final = msgspec.msgpack.Encoder().encode
 _dtype: Final = attrgetter("dtype")
-_is_cuda: Final = attrgetter("is_cuda")
 Tensors = Sequence[torch.Tensor]
 Join = Callable[..., torch.Tensor]
 
@@ -107,13 +107,6 @@ def copy(pairs: Sequence[Pair], *, non_blocking: bool = False) -> None:
     foreach_copy_([pair.target for pair in pairs], [pair.source for pair in pairs], non_blocking=non_blocking)
 
 
-def end_of_queue(device: torch.device) -> torch.cuda.Event:
-    """Record an event on the current stream of a device, after the work enqueued so far."""
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]  # torch leaves it unannotated
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
 class Layout:
     """Offsets, names and the first part of the header for one set of tensors, all of which can be staged."""
 
@@ -136,8 +129,10 @@ class Layout:
         counts = Counter(map(torch.Tensor.data_ptr, tensors))
         self._pick_neighbours = _picker([i for i, tensor in enumerate(tensors) if (at := tensor.data_ptr()) and counts[at] > 1])
         self._neighbours = self._facts_of_neighbours(tensors)
-        #: Whether there are tensors on CUDA devices, which are copied faster, and without waiting, into pinned memory.
-        self.pinned = _any_cuda(tensors)
+        #: Whether there are tensors on other devices than the CPU.
+        self.elsewhere = any_elsewhere(tensors)
+        #: Whether there are tensors on asynchronous devices, which are copied faster, and without waiting, into pinned memory.
+        self.pinned = self.elsewhere and any_asynchronous(tensors)
         self._describe(flat)
 
     def _describe(self, flat: FlatTree) -> None:
@@ -188,14 +183,14 @@ class Layout:
             raise Changed
 
     def check_aliases(self, tensors: Tensors, *, moved: bool) -> None:
-        """Raise Changed if other tensors are aliases, or one is on another kind of device; ``moved``: if any is elsewhere."""
+        """Raise Changed if other tensors are aliases, or all are on the CPU now, or no longer; ``moved``: if any moved."""
         form, pointers, strides = self._facts_of_neighbours(tensors)
         expected_form, expected_pointers, expected_strides = self._neighbours
         if form != expected_form:
             raise Changed
         # If no tensor moved, the aliases are the same.
         if moved or pointers != expected_pointers:
-            if _originals(tensors) != self._originals or _any_cuda(tensors) != self.pinned:
+            if _originals(tensors) != self._originals or any_elsewhere(tensors) != self.elsewhere:
                 raise Changed
         elif strides != expected_strides:
             raise Changed  # a weight was tied to another, and now it is that one transposed
@@ -271,10 +266,6 @@ def _picker(indices: Sequence[int]) -> Callable[[Tensors], tuple[torch.Tensor, .
     if len(indices) > 1:
         return itemgetter(*indices)
     return lambda tensors: tuple(tensors[index] for index in indices)
-
-
-def _any_cuda(tensors: Tensors) -> bool:
-    return any(map(_is_cuda, tensors))
 
 
 def _originals(tensors: Tensors) -> list[int]:

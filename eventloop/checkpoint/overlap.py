@@ -21,7 +21,8 @@ from typing import Any, Final, Literal
 
 import torch
 
-from eventloop.checkpoint.layout import Pair, by_device, copy, end_of_queue
+from eventloop.checkpoint.layout import Pair, by_device, copy
+from eventloop.device import DeviceEvent, end_of_queue, is_asynchronous, new_stream, on_stream
 from eventloop.errors import CheckpointError
 from eventloop.privates import version_of
 
@@ -57,7 +58,7 @@ class Overlap:
     def start(self, pairs: Iterable[Pair], path: Callable[[int], str]) -> Future[None]:
         """Copy on a thread; the next step waits for it. If a tensor changes meanwhile, the future fails, with its path."""
         devices = by_device(pairs)
-        ends = {device: end_of_queue(device) for device in devices if device.type == "cuda"}
+        ends = {device: end_of_queue(device) for device in devices if is_asynchronous(device)}
         lots = [group[first : first + _LOT] for group in devices.values() for first in range(0, len(group), _LOT)]
         versions = [[version_of(pair.source) for pair in lot] for lot in lots]
         threads = self._own_thread()
@@ -117,19 +118,19 @@ def own_part(value: Any) -> Any:
 def _copy_lots(
     lots: list[list[Pair]],
     versions: list[list[int]],
-    ends: dict[torch.device, torch.cuda.Event],
+    ends: dict[torch.device, DeviceEvent],
     path: Callable[[int], str],
 ) -> None:
     streams = {}
     for device, end in ends.items():
-        streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch leaves it unannotated
+        streams[device] = new_stream(device)
         streams[device].wait_event(end)
     for lot, before in zip(lots, versions, strict=True):
-        stream = streams.get(lot[0].source.device)
+        stream = streams.get(device := lot[0].source.device)
         if stream is None:
             copy(lot)
         else:
-            with torch.cuda.stream(stream):
+            with on_stream(device, stream):
                 copy(lot, non_blocking=True)
             stream.synchronize()
         for pair, version in zip(lot, before, strict=True):

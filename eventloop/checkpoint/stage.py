@@ -14,12 +14,13 @@ import msgspec
 import torch
 
 from eventloop.checkpoint.commit import DIGEST_BYTES, Pieces, crc32, readable
-from eventloop.checkpoint.layout import Batch, Changed, Layout, Pair, Tensors, by_device, copy, end_of_queue
+from eventloop.checkpoint.layout import Batch, Changed, Layout, Pair, Tensors, by_device, copy
 from eventloop.checkpoint.memory import allocate
 from eventloop.checkpoint.overlap import Overlap
 from eventloop.checkpoint.rebuild import unflatten
 from eventloop.checkpoint.store import AnyPath, AsPath, as_path, write_pieces
 from eventloop.checkpoint.tree import FlatTree, with_list
+from eventloop.device import DeviceEvent, end_of_queue, is_asynchronous, pinned_bytes
 from eventloop.errors import CheckpointError
 
 _pack: Final = msgspec.msgpack.Encoder().encode
@@ -34,13 +35,13 @@ class _Memory:
     """One flat byte buffer, its view per tensor, and who reads or writes it."""
 
     def __init__(self, layout: Layout) -> None:
-        self.flat = torch.empty(layout.bytes, dtype=torch.uint8, pin_memory=True) if layout.pinned else allocate(layout.bytes)
+        self.flat = pinned_bytes(layout.bytes) if layout.pinned else allocate(layout.bytes)
         self.views = layout.views(self.flat)
         self.targets = [self._target(batch) for batch in layout.batches]
         # Weak: dropping a StagedTree without release() gives its memory back as well.
         self.lease: weakref.ref[StagedTree] | None = None
-        # Copies from CUDA devices that may be under way.
-        self.events: list[torch.cuda.Event] = []
+        # Copies from devices that may be under way.
+        self.events: list[DeviceEvent] = []
         # The copies of an Overlap; they continue if the StagedTree is released before their end.
         self.late: Future[None] | None = None
 
@@ -53,7 +54,7 @@ class _Memory:
         return self.flat[begin:end].view(views[0].dtype).view(batch.shape)
 
     def wait(self) -> None:
-        """Wait for the copies from CUDA devices."""
+        """Wait for the copies from devices."""
         for event in self.events:
             event.synchronize()
         self.events = []
@@ -99,7 +100,7 @@ class StageBuffer:
         at_once, pairs, moved = _Copying(flat.tensors), list[Pair](), False
         for batch, target in zip(layout.batches, memory.targets, strict=True):
             small = isinstance(target, torch.Tensor) and target.nbytes <= _SMALL * (batch.stop - batch.start)
-            if not layout.pinned and (overlap is None or small):
+            if not layout.elsewhere and (overlap is None or small):
                 at_once.batches.append((batch, target))
                 continue
             sources = batch.pick(flat.tensors)
@@ -117,8 +118,8 @@ class StageBuffer:
         if overlap is not None and pairs:
             pairs, later = overlap.divide(pairs)
         for device, group in by_device(pairs).items():
-            copy(group, non_blocking=device.type == "cuda")
-            if device.type == "cuda":
+            copy(group, non_blocking=is_asynchronous(device))
+            if is_asynchronous(device):
                 memory.events.append(end_of_queue(device))
         if overlap is not None and later:
             memory.late = overlap.start(later, lambda position: flat.path(layout.order[position]))
@@ -200,8 +201,8 @@ def stage(tree: object, buffer: StageBuffer | None = None, *, overlap: Overlap |
     """Copy ``tree`` so that the caller may change it at once.
 
     Tensors that are the same memory with the same shape, strides and dtype (tied weights) are copied once and are one
-    tensor when loaded. Containers that are met twice are stored twice. Copies from CUDA devices are only enqueued, on
-    the current streams, into pinned memory; changes enqueued later on those streams come after them.
+    tensor when loaded. Containers that are met twice are stored twice. Copies from devices with streams are only enqueued,
+    on the current streams, into pinned memory; changes enqueued later on those streams come after them.
 
     Args:
         tree: containers of numbers, text, arrays and tensors.
