@@ -102,7 +102,7 @@ _ACCELERATOR: Final[Names] = {
 }
 """Looked up when a run gets an accelerator: ``Run(accelerator=...)`` needs no bridge."""
 OPTIONAL: Final[Names] = {
-    "torch._C._cuda_getCurrentRawStream": ("offload/scalars.py: the stream that makes a scalar; with CUDA only", _SEEN),
+    "torch._C._cuda_getCurrentRawStream": ("device.py: the stream that makes a scalar; with CUDA only", _SEEN),
     "module._join_config": ("training/distributed/shares.py: a module inside torch's Join", _SEEN),
     "optimizer._step_supports_amp_scaling": ("training/update.py: a fused optimizer", _SEEN),
     "scheduler._schedulers": ("hooks/schedule.py: SequentialLR and ChainedScheduler", _SEEN),

@@ -2,7 +2,7 @@
 
 Numbers, and tensors of one element on the CPU, are taken at once. Tensors of one element on another device are stacked there,
 one stack for each dtype and device: this takes one kernel, and no number reaches the host. The consumer reads the stacks later.
-From a GPU it fetches all waiting stacks with one copy.
+From a device with streams it fetches all waiting stacks with one copy.
 
 A name whose value once had several elements is a scalar only without dimensions: with one element, it may come from the
 smaller last batch.
@@ -21,9 +21,19 @@ import msgspec
 import numpy as np
 import torch
 
-from eventloop.privates import raw_stream, set_grad_enabled
+from eventloop.device import (
+    DeviceEvent,
+    DeviceStream,
+    end_of_queue,
+    is_asynchronous,
+    new_stream,
+    on_stream,
+    queue_to_host,
+    stream_finder,
+)
+from eventloop.privates import set_grad_enabled
 
-_MOST_WAITING = 1024  # stacks on a GPU that one copy fetches at most: the events of a full lane
+_MOST_WAITING = 1024  # stacks on a device that one copy fetches at most: the events of a full lane
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -32,7 +42,7 @@ class ScalarTaker:
 
     def __init__(self) -> None:
         self._sized: set[str] = set()  # names whose values had another number of elements than one
-        self._fetches: dict[torch.device, _Fetches] = {}
+        self._fetches: dict[torch.device, _Fetches | None] = {}  # None: the device has no streams
 
     def take(self, outputs: Mapping[str, Any]) -> tuple[dict[str, Any], list[Stack]]:
         """Return the scalars of ``outputs`` by name, and stacks for the scalars of other devices, which are None until read.
@@ -72,24 +82,23 @@ class ScalarTaker:
             stacked = torch.stack([tensor.reshape(()) if tensor.ndim else tensor for tensor in tensors.values()])
         finally:
             set_grad_enabled(grad)
-        if device.type != "cuda":
-            return [*tensors], stacked
         if device not in self._fetches:
-            self._fetches[device] = _Fetches(device)
-        return [*tensors], self._fetches[device].wrap(stacked)
+            self._fetches[device] = _Fetches(device) if is_asynchronous(device) else None
+        fetches = self._fetches[device]
+        return [*tensors], stacked if fetches is None else fetches.wrap(stacked)
 
 
 class DeviceStack(msgspec.Struct, eq=False):
-    """Stacked scalars on a GPU. A consumer waits for them as for a ``torch.cuda.Event``."""
+    """Stacked scalars on a device with streams. A consumer waits for them as for a :class:`DeviceEvent`."""
 
     tensor: torch.Tensor  # kept until the copy has arrived: another stream would use its memory again
-    stream: torch.cuda.Stream
+    stream: DeviceStream
     fetches: _Fetches
     fetched: Fetched | None = None
 
     def query(self) -> bool:
         """Return True if :meth:`tolist` need not wait; begins the copy to the host."""
-        return bool(self.fetches.begin(self)[1].query())  # type: ignore[no-untyped-call]
+        return self.fetches.begin(self)[1].query()
 
     def synchronize(self) -> None:
         """Wait until the numbers are on the host."""
@@ -106,19 +115,13 @@ class _Fetches:
     """Copy the stacks of one group to the host; each copy takes all waiting stacks."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._index = torch.cuda.current_device() if device.index is None else device.index
-        self._streams: dict[int, torch.cuda.Stream] = {}
+        self._current_stream = stream_finder(device)
         self._waiting: deque[DeviceStack] = deque(maxlen=_MOST_WAITING)  # bounded: some may be of events that were dropped
         self._lock = threading.Lock()
 
     def wrap(self, tensor: torch.Tensor) -> DeviceStack:
         """Return ``tensor`` with the stream that makes it; on the training thread."""
-        raw = raw_stream(self._index)
-        stream = self._streams.get(raw)
-        if stream is None:
-            stream = self._streams[raw] = torch.cuda.current_stream(self._device)
-        stack = DeviceStack(tensor, stream, self)
+        stack = DeviceStack(tensor, self._current_stream(), self)
         self._waiting.append(stack)
         return stack
 
@@ -135,24 +138,19 @@ class _Fetches:
             return cast("Fetched", stack.fetched)
 
 
-Fetched = tuple[torch.Tensor, torch.cuda.Event]
+Fetched = tuple[torch.Tensor, DeviceEvent]
 Stack = tuple[list[str], torch.Tensor | DeviceStack]
 """Names, and the tensor of their values."""
 
 
-_fetch_stream = cache(torch.cuda.Stream)  # by device
+_fetch_stream = cache(new_stream)  # by device
 
 
-def _fetch(tensors: list[torch.Tensor], streams: set[torch.cuda.Stream]) -> Fetched:
+def _fetch(tensors: list[torch.Tensor], streams: set[DeviceStream]) -> Fetched:
     """Queue a copy behind the work of ``streams``, on a separate stream, so that training does not wait for it."""
-    own = _fetch_stream(tensors[0].device)
+    device = tensors[0].device
+    own = _fetch_stream(device)
     for stream in streams:
         own.wait_stream(stream)
-    with torch.cuda.stream(own):
-        return pinned(torch.stack(tensors)), own.record_event()
-
-
-def pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """Queue a copy of ``tensor`` to the host on the current stream, and return where it will be."""
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor.detach(), non_blocking=True)
+    with on_stream(device, own):
+        return queue_to_host(torch.stack(tensors)), end_of_queue(device)

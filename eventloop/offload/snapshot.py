@@ -1,7 +1,7 @@
 """Snapshots: values for an offloaded handler, copied on the publisher's thread.
 
-Nothing here waits for a device. Copies from a GPU are queued behind what the training thread has queued before, and the
-consumer waits for them.
+Nothing here waits for a device that has streams: copies from it are queued behind what the training thread has queued before,
+and the consumer waits for them.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import torch
 
+from eventloop.device import DeviceEvent, end_of_queue, is_asynchronous, queue_to_host
 from eventloop.events import Event
-from eventloop.offload.scalars import pinned
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class Snapshot(msgspec.Struct, eq=False):
     """
 
     value: Any
-    pending: tuple[Any, ...] = ()  # copies under way to the host: of type ``torch.cuda.Event``, or stacks of scalars
+    pending: tuple[Any, ...] = ()  # copies under way to the host: of type ``DeviceEvent``, or stacks of scalars
     finish: Callable[[Any], Any] | None = None
     nbytes: int = 0  # of captured tensors and arrays, where a lane counts them
     source: tuple[type[Event], Any] | None = None  # kind and progress of the event that it was captured from, for errors
@@ -83,24 +83,24 @@ def nbytes(value: Any) -> int:
 
 
 class Copies:
-    """Copy values so that no other code can change them, and remember on which GPUs copies were queued."""
+    """Copy values so that no other code can change them, and remember on which devices copies were queued."""
 
     def __init__(self) -> None:
-        self._gpus: set[torch.device] = set()
+        self._devices: set[torch.device] = set()
 
-    def fences(self) -> tuple[torch.cuda.Event, ...]:
+    def fences(self) -> tuple[DeviceEvent, ...]:
         """Mark this moment on the streams on which copies were queued."""
-        return tuple([torch.cuda.current_stream(gpu).record_event() for gpu in self._gpus])
+        return tuple([end_of_queue(device) for device in self._devices])
 
     def copy(self, value: Any) -> Any:
         """Return a copy of ``value``; call it without grad."""
         if isinstance(value, IMMUTABLE):
             return value
         if isinstance(value, torch.Tensor):
-            if value.device.type != "cuda":
+            if value.is_cpu or not is_asynchronous(device := value.device):
                 return value.detach().clone().cpu()
-            self._gpus.add(value.device)
-            return pinned(value)
+            self._devices.add(device)
+            return queue_to_host(value)
         if isinstance(value, dict):
             return {key: self.copy(entry) for key, entry in value.items()}
         if isinstance(value, list | set | frozenset):

@@ -65,7 +65,7 @@ def test_tensors_of_any_grad_mode_and_with_a_graph_are_taken_and_the_mode_is_lef
 
 
 class Arrived:
-    """A ``torch.cuda.Event`` of a copy that was made at once."""
+    """The event of a copy that was made at once."""
 
     def query(self) -> bool:
         return True
@@ -84,8 +84,7 @@ def fetches(monkeypatch):
         return torch.stack(tensors), Arrived()
 
     monkeypatch.setattr(scalars, "_fetch", fetch)
-    monkeypatch.setattr(scalars, "raw_stream", lambda index: 7)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
+    monkeypatch.setattr(scalars, "stream_finder", lambda device: lambda: "stream")
     return scalars._Fetches(torch.device("cuda", 0)), copies
 
 
