@@ -14,14 +14,17 @@ from torch import distributed
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
+from eventloop.checkpoint import commit
 from trainbus import Bus, CheckpointHook, HeartbeatHook, TrainLoop
 
+PIECE = 4096
+"""Bytes, a quarter of the weights."""
 SLOW = 0.9
 """Seconds of a batch of a validation, or of a piece of a file; four of them exceed the limit of 3 s."""
 
 
 def make_loop(model, bus, work_dir, validate):
-    data = [torch.full((2, 4096), 0.01 * number) for number in range(4)]
+    data = [torch.full((2, 64), 0.01 * number) for number in range(4)]
     return TrainLoop(
         model,
         torch.optim.SGD(model.parameters(), lr=0.01),
@@ -40,7 +43,7 @@ def make_loop(model, bus, work_dir, validate):
 
 def make_model():
     torch.manual_seed(0)
-    return torch.nn.Linear(4096, 4096, bias=False)  # 64 MB: four pieces of a file
+    return torch.nn.Linear(64, 64, bias=False)
 
 
 def main(folder, where):
@@ -56,7 +59,7 @@ def main(folder, where):
         time.sleep(600)
 
     def slow_write(descriptor, data):
-        if len(data) >= 1 << 20:
+        if len(data) == PIECE:
             time.sleep(SLOW)
             if where == "writer" and not tries and (runs / "iter_3.safetensors").exists():
                 hang()
@@ -75,7 +78,7 @@ def main(folder, where):
         if where == "step" and not tries and not rank and event.progress.iter == 6:
             hang()
 
-    os.write = slow_write
+    commit.CHUNK, os.write = PIECE, slow_write
     make_loop(model, bus, runs, validate).run(resume="auto")
     torch.save(model.module.weight.detach(), folder / f"weight-{rank}.pt")
     distributed.destroy_process_group()
