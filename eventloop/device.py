@@ -109,7 +109,7 @@ def queue_to_host(tensor: torch.Tensor) -> torch.Tensor:
     return empty_pinned(tensor.shape, tensor.dtype).copy_(tensor.detach(), non_blocking=True)
 
 
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+def moved_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return ``tensor`` on ``device``; from pinned memory to an asynchronous device the copy is only queued."""
     return tensor.to(device, non_blocking=tensor.is_cpu and is_asynchronous(device) and is_pinned(tensor))
 
@@ -121,6 +121,12 @@ def end_of_queue(device: torch.device) -> DeviceEvent:
     event = module.Event(blocking=True) if device.type == "cuda" else module.Event()
     event.record(module.current_stream(device))
     return cast("DeviceEvent", event)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all streams of an asynchronous device; for any other do nothing, since its copies wait."""
+    if is_asynchronous(device):
+        torch.get_device_module(device).synchronize(device)
 
 
 def new_stream(device: torch.device) -> DeviceStream:
@@ -179,10 +185,12 @@ def devices() -> list[str]:
     return [f"{kind}:{index}" for index in range(module.device_count())] if kind else []
 
 
-def current_device() -> str:
-    """Return the accelerator of this thread: ``"cuda:1"``, or ``"mps"`` for a type that has one device; "" without."""
+def current_device() -> torch.device | None:
+    """Return the accelerator of this thread, such as ``cuda:1``; without an index if its type has one device (MPS)."""
     kind, module = _accelerator()
-    return f"{kind}:{module.current_device()}" if hasattr(module, "current_device") else kind
+    if hasattr(module, "current_device"):
+        return torch.device(kind, module.current_device())
+    return torch.device(kind) if kind else None
 
 
 def use_device(index: int) -> None:
@@ -213,7 +221,7 @@ def empty_cache() -> None:
         module.empty_cache()
 
 
-def random_states() -> dict[str, list[torch.Tensor]]:
+def random_states_of_devices() -> dict[str, list[torch.Tensor]]:
     """Return the states of all generators of the accelerator that this process uses, by its type; {} without one."""
     kind, module = _accelerator(started=True)
     if hasattr(module, "get_rng_state_all"):
@@ -221,14 +229,16 @@ def random_states() -> dict[str, list[torch.Tensor]]:
     return {kind: [module.get_rng_state()]} if hasattr(module, "get_rng_state") else {}  # MPS: it has one device
 
 
-def set_random_states(states: Mapping[str, Sequence[torch.Tensor]]) -> None:
-    """Restore the result of :func:`random_states`, device by device; those of devices that are not here are left out."""
+def set_random_states_of_devices(states: Mapping[str, Sequence[torch.Tensor]]) -> None:
+    """Restore the result of :func:`random_states_of_devices`, for each device, by index, that is here."""
     kind, module = _accelerator()
+    several = hasattr(module, "get_rng_state_all")
     for saved_kind, saved in states.items():
-        here = (module.device_count() if hasattr(module, "set_rng_state_all") else 1) if saved_kind == kind else 0
+        here = 0 if saved_kind != kind else module.device_count() if several else 1
         if here != len(saved):
             log.info("the number of devices with saved random states differs", device=saved_kind, saved=len(saved), here=here)
-        if here and hasattr(module, "set_rng_state_all"):
-            module.set_rng_state_all(saved[:here])
+        if here and several:
+            for index, state in enumerate(saved[:here]):
+                module.set_rng_state(state, torch.device(kind, index))
         elif here:
             module.set_rng_state(saved[0])

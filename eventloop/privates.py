@@ -126,7 +126,7 @@ set_grad_enabled: Final = torch._C._set_grad_enabled
 rebuild_tensor: Final = torch._utils._rebuild_tensor_v2
 storage_kinds: Final = torch.storage._dtype_to_storage_type_map
 raw_stream: Final[Any] = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-"""The current stream of a device as a number, in a fraction of the time of ``torch.cuda.current_stream``; None without CUDA."""
+"""The current stream of a device as a number, in a fraction of the time of an object; None without CUDA."""
 version_of: Final = attrgetter("_version")
 backward_hooks_of: Final = attrgetter("_backward_hooks")
 READS_SAMPLES: Final[tuple[CodeType, ...]] = (
@@ -235,5 +235,6 @@ def default_store() -> Any:
 def default_timeout() -> timedelta | None:
     """Return the timeout of ``init_process_group``; None if the backend does not tell."""
     world: Any = distributed.group.WORLD
-    found: timedelta | None = getattr(getattr(world._get_backend(world._device_types[0]), "options", None), "_timeout", None)
+    backends = map(world._get_backend, world._device_types)  # none of a subclass in Python
+    found: timedelta | None = getattr(getattr(next(backends, None), "options", None), "_timeout", None)
     return found

@@ -51,8 +51,8 @@ class Module(SimpleNamespace):
     def get_rng_state_all(self):
         return [*self.states]
 
-    def set_rng_state_all(self, states):
-        self.states[: len(states)] = states
+    def set_rng_state(self, state, device):
+        self.states[device.index] = state
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ def test_another_thread_gets_the_current_device_of_the_thread_that_asked(hpu):
     hand_over = door.handed_over()
     hpu.set_device(0)
     hand_over()
-    assert (hpu.index, door.current_device()) == (1, "hpu:1")
+    assert (hpu.index, door.current_device()) == (1, HPU)
 
 
 def test_a_process_takes_the_device_of_its_local_rank(hpu):
@@ -125,20 +125,20 @@ def test_names_and_memory_are_those_of_all_devices(hpu, monkeypatch):
 
 @pytest.mark.parametrize("saved", [1, 2, 3])
 def test_random_states_are_restored_for_the_devices_that_are_there(hpu, saved, capsys):
-    door.set_random_states({"hpu": [torch.tensor([10 + index]) for index in range(saved)]})
-    assert [int(state) for state in door.random_states()["hpu"]] == [10, 11 if saved > 1 else 2]
+    door.set_random_states_of_devices({"hpu": [torch.tensor([10 + index]) for index in range(saved)]})
+    assert [int(state) for state in door.random_states_of_devices()["hpu"]] == [10, 11 if saved > 1 else 2]
     assert ("saved=" in capsys.readouterr().err) == (saved != 2)
 
 
 def test_random_states_of_another_type_are_left_out_and_named(hpu, capsys):
-    door.set_random_states({"cuda": [torch.tensor([7])]})
+    door.set_random_states_of_devices({"cuda": [torch.tensor([7])]})
     assert [int(state) for state in hpu.states] == [1, 2]
     assert "cuda" in capsys.readouterr().err
 
 
 def test_a_process_that_has_not_used_its_accelerator_has_no_random_states_of_it(hpu):
     hpu.is_initialized = lambda: False
-    assert door.random_states() == {}
+    assert door.random_states_of_devices() == {}
 
 
 def test_a_type_with_one_device_has_one_random_state(hpu, monkeypatch):
@@ -146,10 +146,10 @@ def test_a_type_with_one_device_has_one_random_state(hpu, monkeypatch):
     only = SimpleNamespace(device_count=lambda: 1, get_rng_state=lambda: torch.tensor([5]), set_rng_state=hpu.states.append)
     monkeypatch.setattr(torch, "hpu", only)
     torch.get_device_module.cache_clear()
-    door.set_random_states({"hpu": [torch.tensor([6])]})
+    door.set_random_states_of_devices({"hpu": [torch.tensor([6])]})
     assert int(hpu.states[-1]) == 6
-    assert [int(state) for state in door.random_states()["hpu"]] == [5]
-    assert (door.current_device(), door.memory_allocated(HPU)) == ("hpu", None)
+    assert [int(state) for state in door.random_states_of_devices()["hpu"]] == [5]
+    assert (door.current_device(), door.memory_allocated(HPU)) == (torch.device("hpu"), None)
     door.use_device(1)
     door.handed_over()()
 
@@ -157,7 +157,7 @@ def test_a_type_with_one_device_has_one_random_state(hpu, monkeypatch):
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 def test_without_an_accelerator_there_is_nothing():
     assert door.devices() == door.device_names() == []
-    assert (door.current_device(), door.random_states()) == ("", {})
+    assert (door.current_device(), door.random_states_of_devices()) == (None, {})
     assert door.memory_allocated(torch.device("cpu")) is None
     door.use_device(1)
     door.handed_over()()

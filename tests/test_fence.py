@@ -4,6 +4,7 @@ import ast
 import importlib
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -118,6 +119,14 @@ def test_a_scaler_without_a_name_is_refused_before_the_training(monkeypatch):
     vars(scaler).pop("_per_optimizer_states")
     with pytest.raises(ConfigurationError, match="_per_optimizer_states"):
         privates.check_scaler(scaler)
+
+
+def test_a_process_group_in_python_tells_no_timeout(monkeypatch):
+    class Group(torch.distributed.ProcessGroup):
+        pass
+
+    monkeypatch.setattr(privates.distributed, "group", SimpleNamespace(WORLD=Group(0, 1)))
+    assert privates.default_timeout() is None
 
 
 def test_the_reader_of_sources_sees_each_kind_of_access():

@@ -14,6 +14,7 @@ import torch
 
 from eventloop.bus import Bus
 from eventloop.checkpoint import RemotePath, as_path
+from eventloop.device import devices
 from eventloop.errors import ConfigurationError
 
 T = TypeVar("T")
@@ -89,10 +90,8 @@ def device_of(device: str | torch.device | None, models: Mapping[str, torch.nn.M
             torch.empty(0, device=device)
         except (RuntimeError, AssertionError) as error:  # each backend raises its own
             reason = str(error).partition("\n")[0].partition(". ")[0]
-            accelerator = torch.accelerator.current_accelerator(check_available=True)
-            count = 0 if accelerator is None else torch.accelerator.device_count()
-            devices = ", ".join(["cpu", *(f"{accelerator}:{index}" for index in range(count))])
-            raise ConfigurationError(f"torch cannot use device={str(device)!r} here ({reason}); it has {devices}") from None
+            here = ", ".join(["cpu", *devices()])
+            raise ConfigurationError(f"torch cannot use device={str(device)!r} here ({reason}); it has {here}") from None
         return torch.device(device)
     parameters = (parameter.device for model in models.values() for parameter in model.parameters())
     return next(parameters, torch.device("cpu"))

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from eventloop.device import moved_to
 from eventloop.errors import TrainingError, stopped
 from eventloop.log import get_logger
 from eventloop.privates import READS_NEXT, READS_SAMPLES
@@ -382,7 +383,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
                 return kind([to_device(value, device) for value in batch])
         return kind(batch)  # a copy of a list, whose entries a step or a hook may replace
     if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=batch.device.type == "cpu" and device.type == "cuda" and batch.is_pinned())
+        return moved_to(batch, device)
     if callable(getattr(batch, "to", None)):
         return batch.to(device)
     if isinstance(batch, Mapping):

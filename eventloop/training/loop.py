@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from eventloop.bus import Bus
 from eventloop.checks import check_options
+from eventloop.device import handed_over
 from eventloop.errors import BusStateError, ConfigurationError, RunCancelled, TrainingError, stopped
 from eventloop.events import AfterForward, BeforeForward
 from eventloop.log import get_logger
@@ -179,11 +180,10 @@ class TrainLoop:
         cancelled, the run ends at the next safe mount point (see :meth:`Run.cancel`). Lanes then drain for at most the bus's
         ``abort_timeout`` seconds.
         """
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+        take_device = handed_over()
 
         def train() -> dict[str, Any]:
-            if device is not None:
-                torch.cuda.set_device(device)  # each thread has its own
+            take_device()
             try:
                 return self.run(resume=resume, strict=strict)
             except RunCancelled:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from eventloop.device import random_states_of_devices, set_random_states_of_devices
 from eventloop.errors import ConfigurationError
 from eventloop.privates import workers_of
 from eventloop.training.schema import SavedStart
@@ -36,24 +37,21 @@ def get_rng_state() -> dict[str, Any]:
     """Return the states of all global generators in types that a checkpoint can hold."""
     version, words, gauss = random.getstate()
     # One array instead of 625 Python integers, which would take longer to save than the weights.
-    state = {
+    state: dict[str, Any] = {
         "python": (version, np.frombuffer(array("I", words), np.uint32), gauss),  # in half the time of np.array(words)
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch: unannotated
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
+    return state | random_states_of_devices()
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Restore the states of :func:`get_rng_state`; skip CUDA's if the number of devices differs."""
+    """Restore the states of :func:`get_rng_state`; an accelerator's for each device, by index, that is here."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist()), gauss))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state.get("cuda", ())) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
+    set_random_states_of_devices({kind: states for kind, states in state.items() if kind not in ("python", "numpy", "torch")})
 
 
 def other_rng_state(state: Mapping[str, Any] | None, rank: int) -> Mapping[str, Any] | None:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any, TypeGuard, cast
 
-import torch
 from torch import distributed
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
+from eventloop.device import current_device, use_device
 from eventloop.errors import ConfigurationError, RunPreempted, TrainbusError
 from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import Ranks, T, record_failure, this_rank, wait_until_connected, world_size
@@ -24,14 +24,13 @@ log = get_logger()
 def process_group() -> Iterator[None]:
     """Join the processes that ``torchrun`` started, and destroy the group at the end; do nothing without ``torchrun``.
 
-    The backend is NCCL on GPUs and gloo on the CPU. After an error the group stays until the process ends, which ends the
-    other processes.
+    The backend is torch's for the accelerator (NCCL on GPUs), and gloo on the CPU. After an error the group stays until the
+    process ends, which ends the other processes.
     """
     if not (distributed.is_available() and distributed.is_torchelastic_launched()) or distributed.is_initialized():
         yield
         return
-    if torch.cuda.is_available():
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    use_device(int(os.environ.get("LOCAL_RANK", "0")))
     try:
         distributed.init_process_group()
         wait_until_connected()
@@ -61,10 +60,9 @@ def from_ranks(find: Callable[[], T]) -> list[T]:
 
 
 def own_device(device: Any) -> Any:
-    """Return the GPU of this process for ``"cuda"``; any other device unchanged."""
-    if distributed.is_initialized() and str(device) == "cuda" and torch.cuda.is_available():
-        return f"cuda:{torch.cuda.current_device()}"
-    return device
+    """Return the accelerator of this process for its type, such as ``"cuda"``; any other device unchanged."""
+    own = current_device() if distributed.is_initialized() else None
+    return str(own) if own is not None and own.type == str(device) else device
 
 
 def shared(loader: Iterable[Any], name: str, seed: int) -> Iterable[Any]:
