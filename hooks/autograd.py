@@ -9,6 +9,7 @@ import torch
 from torch.profiler import ProfilerActivity
 
 from eventloop import ConfigurationError, Hook, Priority, check_options, register
+from eventloop.device import devices
 from eventloop.events import AfterTrainIter, BeforeTrain, BeforeTrainIter
 from hooks.options import Name
 from hooks.profiler import ProfilerSession, in_work_dir
@@ -64,7 +65,7 @@ class AutogradProfilerHook(Hook):
         *,
         use_cuda: bool | None = None,
     ) -> None:
-        if use_cuda and not torch.accelerator.is_available():
+        if use_cuda and not devices():
             raise ConfigurationError("use_cuda=True: torch finds no accelerator on this machine; leave it out")
         self._enable_predicate = enable_predicate
         self._output_dir = output_dir

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-import torch
-
 from eventloop import ConfigurationError, Hook, check_options, register
+from eventloop.device import empty_cache
 from eventloop.events import AfterEpoch, AfterIter, BeforeEpoch
 
 
@@ -39,15 +38,10 @@ class EmptyCacheHook(Hook):
         return [name for name, wanted in self._wanted.items() if not wanted]
 
     def before_epoch(self, event: BeforeEpoch) -> None:
-        _empty()
+        empty_cache()
 
     def after_iter(self, event: AfterIter) -> None:
-        _empty()
+        empty_cache()
 
     def after_epoch(self, event: AfterEpoch) -> None:
-        _empty()
-
-
-def _empty() -> None:
-    if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+        empty_cache()

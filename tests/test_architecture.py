@@ -22,6 +22,7 @@ PUBLIC = (
     "eventloop.bridges.ray",  # without Ray until a run begins
     "eventloop.observe.dashboard",
     "eventloop.terminal",
+    "eventloop.device",  # the accelerator
     "eventloop.privates",  # undocumented names of torch that hooks use, too
 )
 FILES = [*sorted(file for package in ("eventloop", "hooks") for file in ROOT.glob(f"{package}/**/*.py")), ROOT / "trainbus.py"]
@@ -222,6 +223,19 @@ def test_each_attribute_of_a_runs_state_is_assigned_by_the_module_of_the_state_a
                 if node.attr in owners.get(owner, ()):
                     found.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
     assert not found
+
+
+SPEAKS_TO_ACCELERATORS = re.compile(
+    r"torch\.(accelerator|cuda|xpu|mps|mtia|hpu|npu|Stream|Event|get_device_module)\b"
+    r"|\.(is_pinned|pin_memory|record_stream|current_stream)\b"
+    r"|\bpin_memory=(?!False)"
+)
+
+
+def test_one_module_speaks_to_accelerators():
+    assert SPEAKS_TO_ACCELERATORS.search("torch.empty(3, pin_memory=True)")
+    found = {name for name in MODULES if SPEAKS_TO_ACCELERATORS.search(ast.unparse(parsed(name)))}
+    assert found == {"eventloop.device"}
 
 
 def test_no_two_public_classes_share_a_name():

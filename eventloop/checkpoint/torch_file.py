@@ -161,7 +161,7 @@ class _Pickler(pickle.Pickler):
 def _is_plain(tensor: torch.Tensor) -> bool:
     return (
         tensor.dtype in _KINDS
-        and tensor.device.type in ("cpu", "cuda")
+        and (tensor.is_cpu or tensor.is_cuda)  # those of other types reduce themselves, some without a storage
         and tensor.layout is torch.strided
         and not (tensor.is_quantized or tensor.is_nested or tensor.is_conj() or tensor.is_neg())
         and backward_hooks_of(tensor) is None

@@ -17,6 +17,7 @@ from subprocess import DEVNULL
 import msgspec
 import torch
 
+from eventloop.device import device_names
 from eventloop.observe.bounds import Count
 
 
@@ -96,9 +97,8 @@ def _machine() -> Machine:
     with suppress(ValueError, OSError):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     processor = names[0] if names else platform.machine()  # platform.processor() would run a program, with a pipe
-    return Machine(socket.gethostname(), platform.platform(), processor, cores, memory, gpus)
+    return Machine(socket.gethostname(), platform.platform(), processor, cores, memory, device_names())
 
 
 def versions() -> dict[str, str]:

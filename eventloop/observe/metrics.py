@@ -21,10 +21,10 @@ from threading import Lock
 from typing import Any, Final, NamedTuple
 
 import anyio.to_thread
-import torch
 
 from eventloop.bus import Bus, Subscription
 from eventloop.checks import check_value
+from eventloop.device import memory_allocated
 from eventloop.errors import ConfigurationError
 from eventloop.observe.costs import Costs, Histogram
 from eventloop.observe.environment import versions
@@ -237,8 +237,8 @@ def _collect(families: _Families, bus: Bus, watched: _Watched) -> None:
         _collect_handler(families, [handler, mount_point], counts, has_lane=has_lane)
     if bus.timing:
         _collect_costs(families, bus.costs())
-    if latest.device.type == "cuda":
-        families.add("memory_bytes", torch.cuda.memory_allocated(latest.device), labels=[str(latest.device)])
+    if (memory := memory_allocated(latest.device)) is not None:
+        families.add("memory_bytes", memory, labels=[str(latest.device)])
 
 
 def _collect_handler(families: _Families, labels: list[str], counts: Counter[str], *, has_lane: bool) -> None:

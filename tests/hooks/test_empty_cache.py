@@ -1,4 +1,4 @@
-"""When EmptyCacheHook empties the cache of the device's allocator. The device is played by two functions of torch."""
+"""When EmptyCacheHook empties the cache of the device's allocator. The device is played by a function."""
 
 import pytest
 import torch
@@ -16,8 +16,7 @@ from hooks import EmptyCacheHook
 )
 def test_by_default_after_each_epoch_of_all_stages_or_where_it_is_asked_to(job, monkeypatch, options, epoch, test):
     points, emptied = [], []
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: emptied.append(points[-1]))
+    monkeypatch.setattr("hooks.empty_cache.empty_cache", lambda: emptied.append(points[-1]))
     loop = job.loop(EmptyCacheHook(**options), val_data=job.batches(1), test_data=job.batches(1))
     loop.bus.on("before_epoch", "after_epoch", "after_iter", lambda event: points.append(event.mount_point), priority=0)
     loop.run()
@@ -26,8 +25,7 @@ def test_by_default_after_each_epoch_of_all_stages_or_where_it_is_asked_to(job, 
 
 
 def test_nothing_happens_without_an_accelerator(job, monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: pytest.fail("there is none"))
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
     loop = job.loop(EmptyCacheHook(True, True, True))
     loop.run()
     assert loop.counters.epoch == loop.max_epochs

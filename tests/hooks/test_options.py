@@ -160,7 +160,7 @@ WRONG: dict[Any, list[tuple[dict[str, Any], str]]] = {
 
 @pytest.mark.parametrize(("kind", "options", "match"), [(kind, *one) for kind, some in WRONG.items() for one in some])
 def test_options_of_the_right_type_that_cannot_work_are_errors(kind, options, match, monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: None)
     with pytest.raises(ConfigurationError, match=match):
         kind(**options)
 

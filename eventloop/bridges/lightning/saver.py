@@ -20,7 +20,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-import torch
 from torch import distributed
 
 from eventloop.bridges.lightning import privates
@@ -36,6 +35,7 @@ from eventloop.checkpoint import (
     remove,
     symlink,
 )
+from eventloop.device import current_device
 from eventloop.errors import ConfigurationError
 from eventloop.log import get_logger
 
@@ -178,8 +178,9 @@ def _remove(path: str) -> None:
 def _wait_for_ranks() -> None:
     """Hold all ranks until rank 0 has written its files, because all of them may read these next."""
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        on_device = distributed.get_backend() == "nccl"
-        distributed.barrier(device_ids=[torch.cuda.current_device()] if on_device else None)
+        on_device = distributed.get_backend() == "nccl"  # the only one that takes an index, and warns without one
+        device = current_device()
+        distributed.barrier(device_ids=[device.index] if on_device and device is not None else None)
 
 
 # Lightning passes a CheckpointIO neither its trainer nor the names that ModelCheckpoint looks up or links. Hence three methods

@@ -13,13 +13,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, Self
 
-import torch
-
 from eventloop import events as ev
 from eventloop.bridges.copies import replaced
 from eventloop.bridges.torchft import privates
 from eventloop.bridges.torchft.buffers import Buffers
 from eventloop.checkpoint import is_sharded
+from eventloop.device import synchronize
 from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.log import get_logger
 from eventloop.training import Driver, Run, set_sampler_epoch
@@ -193,7 +192,7 @@ class ManagedReplicas:
         run, counts, feed = self._run, self._counts, self._drive.feed
         if counts is None:
             raise TrainingError("a replica group asks for the state of a run that is not within a step")
-        _wait_for_device()
+        synchronize(run.device)  # the training thread's stream may still be making the last step
         state = gather_state(run, SavedRank(None, None), ())
         # Not by run.publish(), which is for the training thread.
         run.bus.publish(ev.BeforeSaveCheckpoint(run=run, progress=run.progress, path="", checkpoint=state))
@@ -236,9 +235,3 @@ class ManagedReplicas:
         )
         if self._starting:  # use_async_quorum=False
             log.warning("the body trains the batch that it has, which belongs to another iteration", iter=before)
-
-
-def _wait_for_device() -> None:
-    """Let this thread's stream wait for the last step, which the training thread's stream may still be making."""
-    if torch.accelerator.is_available():
-        torch.accelerator.synchronize()
