@@ -31,10 +31,10 @@ WORK_DIR = "x"
 class Sums(nn.Module):
     """Add the columns of each sample, weighted."""
 
-    def __init__(self) -> None:
+    def __init__(self, padding: int = PADDING) -> None:
         super().__init__()
         self.weights = nn.Parameter(torch.zeros(COLUMNS, dtype=torch.float64))
-        self.padding = nn.Parameter(torch.zeros(PADDING, dtype=torch.float64), requires_grad=False)
+        self.padding = nn.Parameter(torch.zeros(padding, dtype=torch.float64), requires_grad=False)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return rows @ self.weights
@@ -85,16 +85,24 @@ def iteration(path: str) -> int:
     return int(path.rpartition("_")[2].removesuffix(".safetensors"))
 
 
+def make_features() -> torch.Tensor:
+    """Return the samples, by row: small integers."""
+    return torch.randint(-8, 8, (SAMPLES, COLUMNS), generator=torch.Generator().manual_seed(0)).double()
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=2**-10, momentum=0.9)
+
+
 def make_loop(*hooks: Hook, work_dir: str | Path, epochs: int, parallel: bool = False) -> TrainLoop:
-    features = torch.randint(-8, 8, (SAMPLES, COLUMNS), generator=torch.Generator().manual_seed(0)).double()
     model: nn.Module = DistributedDataParallel(Sums()) if parallel else Sums()
     bus = Bus()
     bus.add(*hooks)
     return TrainLoop(
         model,
-        torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=2**-10, momentum=0.9),
+        make_optimizer(model),
         step=step,
-        train_data=DataLoader(TensorDataset(torch.arange(SAMPLES), features), batch_size=GLOBAL_BATCH, shuffle=True),
+        train_data=DataLoader(TensorDataset(torch.arange(SAMPLES), make_features()), batch_size=GLOBAL_BATCH, shuffle=True),
         bus=bus,
         max_epochs=epochs,
         work_dir=work_dir,

@@ -49,28 +49,29 @@ class RayTrainHook(CopiedAnew, Hook):
 
     priority = Priority.LOWEST
     observes = True
-    of_run: ClassVar = {"_reports": NoneType, "_policies": list}
+    of_run: ClassVar = {"_reports": NoneType, "_policies": list, "_begun": bool}
 
     @check_options
     def __init__(self, metrics_every: Seconds = 5.0) -> None:
         self.metrics_every = metrics_every
         self._reports: RayReports | None = None
         self._policies: list[RetentionPolicy] = []
+        self._begun = False
 
     def default_work_dir(self) -> Path:
         return RayWorker().work_dir()
 
-    def before_train(self, event: events.BeforeTrain) -> None:
+    def before_run(self, event: events.BeforeRun) -> None:
         run = event.run
-        if self._reports is not None or run.work_dir is None:
-            return
         self._policies = run.shared.get(KEPT, [])
         self._reports = RayReports(RayWorker(), every=self.metrics_every, noticed=partial(self._save, run), pruned=self._forget)
-        self._reports.start(run.work_dir, event.progress.iter)
+        self._begun = False
+        run.defer(partial(self._end, run))
 
-    def before_run(self, event: events.BeforeRun) -> None:
-        self._reports = None
-        event.run.defer(partial(self._end, event.run))
+    def before_train(self, event: events.BeforeTrain) -> None:
+        begun, self._begun = self._begun, True
+        if self._reports is not None and event.run.work_dir is not None and not begun:
+            self._reports.start(event.run.work_dir, event.progress.iter)
 
     @mount(
         events.AfterTrainIter,
