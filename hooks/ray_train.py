@@ -34,7 +34,8 @@ class RayTrainHook(CopiedAnew, Hook):
     - Ray is told of each durable checkpoint: ``Result.checkpoint``, ``best_checkpoints`` and ``get_checkpoint()`` are folders
       ``checkpoint_iter_50`` with a hard link to the file. With ``CheckpointConfig(num_to_keep=...)`` a file goes when Ray
       deletes its folder, unless a ``CheckpointHook(max_keep_ckpts=...)`` keeps it, or ``save_best``.
-    - The metrics of a checkpoint are the newest plain numbers of the training and of the validation of these weights.
+    - The metrics of a checkpoint are the newest plain numbers of the training and of the validation of these weights. A name
+      that both have gets ``val_`` before it for the validation.
     - When Ray is about to take a machine away, the run saves, and training goes on; it saves once more 5 s before.
 
     Nothing of this waits on the training thread, or ends the training. Ray's collectives are called on a thread of their own,
@@ -49,7 +50,7 @@ class RayTrainHook(CopiedAnew, Hook):
 
     priority = Priority.LOWEST
     observes = True
-    of_run: ClassVar = {"_reports": NoneType, "_policies": list, "_begun": bool}
+    of_run: ClassVar = {"_reports": NoneType, "_policies": list, "_begun": bool, "_trained": set}
 
     @check_options
     def __init__(self, metrics_every: Seconds = 5.0) -> None:
@@ -57,6 +58,7 @@ class RayTrainHook(CopiedAnew, Hook):
         self._reports: RayReports | None = None
         self._policies: list[RetentionPolicy] = []
         self._begun = False
+        self._trained: set[str] = set()  # names of numbers of the training
 
     def default_work_dir(self) -> Path:
         return RayWorker().work_dir()
@@ -91,15 +93,23 @@ class RayTrainHook(CopiedAnew, Hook):
         match event:
             case events.AfterTrainIter():
                 reports.moved()
-                reports.measured(_numbers(event.outputs) | {"epoch": event.progress.epoch, "iter": event.progress.iter + 1})
+                numbers = _numbers(event.outputs)
+                self._trained.update(numbers)
+                reports.measured(numbers | {"epoch": event.progress.epoch, "iter": event.progress.iter + 1})
             case events.AfterValEpoch():
-                reports.measured(_numbers(event.metrics))
+                numbers = _numbers(event.metrics)
+                reports.measured({f"val_{name}" if name in self._trained else name: one for name, one in numbers.items()})
             case events.CheckpointStaged():
                 reports.staged(event.path)
             case events.CheckpointCommitted():
                 reports.committed(event.names, event.progress.iter)
             case events.CheckpointFailed() | events.CheckpointSkipped():
                 reports.dropped(event.names)
+
+    @mount(priority=Priority.NORMAL)
+    def checkpoint_committed(self, event: events.CheckpointCommitted) -> None:
+        if self._reports is not None:
+            self._reports.keep(event.path, event.progress.iter)  # on the thread that wrote it, and before tell()
 
     def on_exception(self, event: events.OnException) -> None:
         if self._reports is not None:

@@ -15,7 +15,7 @@ from typing import Final
 from eventloop.checkpoint import checkpoints_in, free_name, link, outline, sharded_in
 from eventloop.errors import CheckpointError
 from eventloop.log import get_logger
-from eventloop.training.saves.discover import peek
+from eventloop.training.saves.discover import is_candidate, peek
 
 _PREFIX: Final = "checkpoint_"
 _UNFINISHED: Final = ".trainbus-checkpoint_"
@@ -28,10 +28,11 @@ class RayFolders:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._earlier = [*folder.iterdir()]  # before this run makes any
         self._files: dict[Path, Path] = {}  # the folders that Ray knows, and the files that they are further names of
 
     def make(self, file: Path) -> Path:
-        """Make the folder of a checkpoint; return its path.
+        """Make the folder of a checkpoint, which another trainer may have written; return its path.
 
         Raises:
             OSError: the file is gone, or the folder cannot be written.
@@ -42,7 +43,9 @@ class RayFolders:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
         link(file, unfinished / file.name)
-        if (shards := sharded_in(outline(file))) is not None:  # the file names this directory, relative to itself
+        if (
+            is_candidate(file) and (shards := sharded_in(outline(file))) is not None
+        ):  # the file names this directory, relative to itself
             (unfinished / shards).mkdir()
             for part in (file.parent / shards).iterdir():
                 link(part, unfinished / shards / part.name)
@@ -75,15 +78,15 @@ class RayFolders:
 
         Returns:
             The files that Ray forgot, which are newer than what it knows, with their iterations, oldest first; and the files
-            that it has deleted.
+            that it has deleted. Both only of trainbus's own format: where another trainer saves, it resumes, too.
         """
-        of_ray: dict[int, Path] = {}
-        for folder in self._folder.iterdir():
+        of_ray: set[int] = set()
+        for folder in self._earlier:
             if folder.name.startswith(_UNFINISHED):
                 self.discard(folder)
             elif folder.name.startswith(_PREFIX) and folder.is_dir() and (file := _file_in(folder)) is not None:
                 if folder in known:
-                    of_ray[_iterations(file)] = folder
+                    of_ray.add(_iterations(file))
                     self.told(folder, directory / file.name)
                 else:
                     self.discard(folder)
@@ -98,15 +101,13 @@ class RayFolders:
 
 
 def _file_in(folder: Path) -> Path | None:
-    """Return the file of a folder that :meth:`RayFolders.make` made; None for another folder."""
-    files = [path for path in checkpoints_in(folder) if isinstance(path, Path)]
-    if len(files) == 1 and folder.name.startswith(f"{_PREFIX}{files[0].stem}"):
-        return files[0]
-    return None
+    """Return the file or folder in a folder that :meth:`RayFolders.make` made; None for another folder."""
+    found = [path for path in folder.iterdir() if folder.name.startswith(f"{_PREFIX}{path.stem}")]
+    return found[0] if len(found) == 1 else None
 
 
 def _iterations(file: Path) -> int:
     try:
         return peek(file).iter
     except (CheckpointError, OSError):
-        return -1  # damaged
+        return -1  # damaged, or of another trainer

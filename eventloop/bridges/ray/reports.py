@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -71,7 +71,7 @@ class RayReports:
         self, worker: RayWorker, *, every: float, noticed: Callable[[Any], object], pruned: Callable[[Path], object]
     ) -> None:
         self._worker, self._every, self._noticed, self._pruned = worker, every, noticed, pruned
-        self._folders = None if worker.folder is None else RayFolders(worker.folder)
+        self._folders = None if worker.rank or worker.folder is None else RayFolders(worker.folder)
         self._mail = Mailbox(f"ray/{next(_numbers)}") if worker.size > 1 else None
         self._lock = threading.Condition()
         self._metrics: dict[str, Any] = {}
@@ -80,6 +80,7 @@ class RayReports:
         self.aborted = False
         """True once nothing more is told."""
         self._thread: threading.Thread | None = None
+        self._made: dict[int, Path | None] = {}  # by iterations, the folders that Ray is not told of yet
         # Used by the thread only.
         self._next_metrics = self._next_notice = 0.0
         self._of_order: dict[str, Any] | None = None  # the metrics of the save that an order is about
@@ -115,10 +116,26 @@ class RayReports:
                     save.metrics = dict(self._metrics)
             self._lock.notify()
 
-    def committed(self, paths: Iterable[str], done: int) -> None:
+    def keep(self, path: str, done: int) -> None:
+        """Make the folder of a durable state with ``done`` iterations at once, before the retention of the run removes it."""
+        if self._worker.rank or done in self._made or done <= self._newest:  # of another rank, or another name of the file
+            return
+        folder = None
+        if self._folders is None or "://" in path:
+            log.warning("Ray is not told of a checkpoint in a store; resume='auto' finds it", path=path)
+        else:
+            try:
+                folder = self._folders.make(Path(path))
+            except (CheckpointError, OSError) as error:
+                log.warning("Ray is not told of a checkpoint; resume='auto' finds it", path=path, error=str(error))
+        self._made[done] = folder
+
+    def committed(self, paths: Sequence[str], done: int) -> None:
         """A state with ``done`` iterations is durable under these names."""
         with self._lock:
             save = next((one for one in self._saves if one.path in paths), None)
+            if save is None and not self._worker.rank:  # another trainer names its files late
+                self._saves.append(save := _Save(paths[0]))
             if save is None:
                 return
             save.done = done
@@ -257,20 +274,17 @@ class RayReports:
                 self._saves.remove(one)
         for one in late:
             log.warning("Ray takes a report each 2 s; it is not told of a checkpoint that waits", path=one.path)
+            if self._folders is not None and (folder := self._made.pop(one.done, None)) is not None:
+                self._folders.discard(folder)
             if self._worker.keeps is not None:  # Ray will not remove it
                 self._pruned(Path(one.path))
         return ready[0] if ready else None
 
     def _of_save(self, save: _Save) -> _Order | None:
-        """Return the order to tell Ray of a save; None if it cannot be told, which is logged."""
+        """Return the order to tell Ray of a save; None if there is nothing to tell."""
         self._newest = max(self._newest, save.done)
-        if self._folders is None or "://" in save.path:
-            log.warning("Ray is not told of a checkpoint in a store; resume='auto' finds it", path=save.path)
-            return None
-        try:
-            folder = self._folders.make(Path(save.path))
-        except (CheckpointError, OSError) as error:
-            log.warning("Ray is not told of a checkpoint; resume='auto' finds it", path=save.path, error=str(error))
+        folder = self._made.pop(save.done, None)
+        if self._folders is None or folder is None:
             return None
         self._folders.told(folder, Path(save.path))
         self._changed = self._changed and save.metrics != self._metrics
@@ -287,6 +301,8 @@ class RayReports:
             self._pruned(file)
         if forgotten:
             log.info("Ray has forgotten checkpoints, and is told again", names=[str(path) for path, _ in forgotten])
+        for path, done in forgotten:
+            self.keep(str(path), done)
         with self._lock:
             # That of the resumed one may come: a run that resumes from a save made before a validation begins with it.
             self._saves[:0] = [_Save(str(path), done, None if done == resumed_at else {}) for path, done in forgotten]

@@ -40,20 +40,20 @@ def cluster() -> Iterator[Any]:
 
 @pytest.fixture
 def fit(cluster: Any, tmp_path: Path) -> Callable[..., Any]:
-    """Train ``jobs.train`` in Ray; return Ray's Result. The log of the workers is ``tmp_path / "log.jsonl"``."""
+    """Train in Ray, by default ``jobs.train``; return Ray's Result. The log of the workers is ``tmp_path / "log.jsonl"``."""
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
     from . import jobs
 
-    def fit(workers: int = 2, name: str = "x", keep: CheckpointConfig | None = None, **config: Any) -> Any:
+    def fit(train: str = "train", keep: CheckpointConfig | None = None, **config: Any) -> Any:
         return TorchTrainer(
-            jobs.train,
+            getattr(jobs, train),
             train_loop_config={"log": str(tmp_path / "log.jsonl"), **config},
-            scaling_config=ScalingConfig(num_workers=workers),
+            scaling_config=ScalingConfig(num_workers=2),
             run_config=RunConfig(
                 storage_path=str(tmp_path / "store"),
-                name=name,
+                name="x",
                 failure_config=FailureConfig(max_failures=-1),
                 checkpoint_config=keep or CheckpointConfig(),
             ),

@@ -89,3 +89,84 @@ def train(config: dict[str, Any]) -> None:
                 run.report(error=(model(inputs) - targets).square().mean())
             witness.tell(validated=validation.metrics["error"], iterations=run.progress.iter)
     witness.tell(finished=run.progress.iter)
+
+
+def folder_of_run() -> Path:
+    return Path(ray.train.get_context().get_storage().experiment_fs_path)
+
+
+def newest_known() -> str | None:
+    """Return the file or folder in the newest checkpoint that Ray knows."""
+    known = ray.train.get_checkpoint()
+    if known is None:
+        return None
+    with known.as_directory() as folder:
+        return str(next(Path(folder).iterdir()))
+
+
+def train_with_lightning(config: dict[str, Any]) -> None:
+    import lightning.pytorch as pl
+    from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment, prepare_trainer
+
+    class Tiny(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            return (self.layer(batch[0]) - batch[1]).square().mean()
+
+        def validation_step(self, batch: Any, index: int) -> None:
+            self.log("error", (self.layer(batch[0]) - batch[1]).square().mean())
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    pl.seed_everything(0)
+    data = TensorDataset(torch.randn(16, 4), torch.randn(16, 1))
+    loader = DataLoader(data, batch_size=4)
+    trainer = pl.Trainer(
+        max_epochs=config["epochs"],
+        accelerator="cpu",
+        strategy=RayDDPStrategy(),
+        plugins=[RayLightningEnvironment()],
+        default_root_dir=folder_of_run(),
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        num_sanity_val_steps=0,
+    )
+    trainer = prepare_trainer(trainer)
+    bus = Bus(CheckpointHook(1), RayTrainHook(), Witness(config))
+    bus.attach(trainer)
+    trainer.fit(Tiny(), loader, loader, ckpt_path=newest_known())
+
+
+def train_with_transformers(config: dict[str, Any]) -> None:
+    from ray.train.huggingface.transformers import prepare_trainer
+    from transformers import Trainer, TrainingArguments
+
+    class Tiny(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 1)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": (self.layer(x) - labels).square().mean()}
+
+    torch.manual_seed(0)
+    data = [{"x": torch.randn(4), "labels": torch.randn(1)} for _ in range(16)]
+    arguments = TrainingArguments(
+        output_dir=str(folder_of_run()),
+        num_train_epochs=config["epochs"],
+        per_device_train_batch_size=4,
+        eval_strategy="epoch",
+        save_strategy="epoch",
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+    )
+    trainer = prepare_trainer(Trainer(Tiny(), arguments, train_dataset=data, eval_dataset=data))
+    bus = Bus(RayTrainHook(), Witness(config))
+    bus.attach(trainer)
+    trainer.train(resume_from_checkpoint=newest_known())

@@ -173,3 +173,23 @@ def test_a_notice_that_a_machine_goes_saves_and_the_training_goes_on(fit: Fit, c
     assert saved >= done
     assert lines(tmp_path, "begins")[1] >= saved
     assert result.metrics["iter"] == 20 * jobs.BATCHES
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "inside"),
+    [("lightning", "epoch_{}", "epoch_{}.ckpt"), ("transformers", "checkpoint-{}", "checkpoint-{}")],
+)
+def test_another_trainer_in_a_worker_goes_on_from_what_ray_knows(
+    fit: Fit, tmp_path: Path, library: str, name: str, inside: str
+):
+    pytest.importorskip(library)
+    fit(f"train_with_{library}", epochs=1)
+    result = fit(f"train_with_{library}", epochs=3)
+    steps = lines(tmp_path, "committed")[0]
+    assert lines(tmp_path, "begins") == [0, steps]
+    assert [metrics["iter"] for _, metrics in result.best_checkpoints] == [steps, 2 * steps, 3 * steps]
+    assert {"error", "val_loss"} & set(result.metrics)
+    with result.checkpoint.as_directory() as folder:
+        number = 3 if library == "lightning" else 3 * steps
+        assert Path(folder).name == f"checkpoint_{name.format(number)}"
+        assert [path.name for path in Path(folder).iterdir()] == [inside.format(number)]
