@@ -33,7 +33,8 @@ def files_of_run(folder: AnyPath, hooks: Iterable[Hook] = ()) -> Iterator[AnyPat
 
 def has_run(folder: AnyPath, hooks: Iterable[Hook] = ()) -> bool:
     """Return True if a folder has files of a run. One that only has other files has none."""
-    return any(True for _ in files_of_run(folder, hooks))
+    keeps = isinstance(folder, Path) and any(folder.glob(f"*.shards/{KEPT}"))  # of a rank that writes nothing else
+    return keeps or any(True for _ in files_of_run(folder, hooks))
 
 
 def move_aside(folder: Path, hooks: Iterable[Hook]) -> Path | None:

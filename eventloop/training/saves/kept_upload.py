@@ -136,8 +136,8 @@ class _Upload:
         for url in problems.keys() - landed:
             self._log(log.error, "a store did not take a save that is kept for it", name=str(url), error=problems[url])
         if landed:
-            if places[kept.file].rank == self._rank:
-                self._point(landed)
+            leads = places[kept.file].rank == self._rank
+            self._together(lambda: self._point(landed) if leads else None)  # before any rank searches
             names = [*map(str, landed)]
             self._log(log.info, "uploaded a save that was kept for a store", names=names)
             seconds = time.perf_counter() - start
