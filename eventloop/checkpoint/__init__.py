@@ -9,7 +9,7 @@ from eventloop.checkpoint.commit import TEMPORARY_PREFIX
 from eventloop.checkpoint.contents import Contents, open_contents
 from eventloop.checkpoint.copy_in import save_contents
 from eventloop.checkpoint.dcp import is_dcp, open_dcp
-from eventloop.checkpoint.export import export_tree, export_weights, is_weights, load_whole, weights_only
+from eventloop.checkpoint.export import export_tree, export_weights, is_weights, load_whole, pick_weights, weights_only
 from eventloop.checkpoint.folder import (
     FORMER_PREFIX,
     STATE_FILE,
@@ -26,7 +26,7 @@ from eventloop.checkpoint.load import checkpoints_in, content_of, file_kind, ins
 from eventloop.checkpoint.overlap import Overlap, Staging
 from eventloop.checkpoint.pth import ForeignFormat, convert_foreign, load_pth, register_format
 from eventloop.checkpoint.remote import RemotePath
-from eventloop.checkpoint.safetensors_folder import open_safetensors
+from eventloop.checkpoint.safetensors_folder import open_safetensors, write_safetensors
 from eventloop.checkpoint.saver import AsyncSaver, Busy
 from eventloop.checkpoint.shards import is_sharded, sharded_in, sweep_shards, verify_shards
 from eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, WriteFile, save, stage, write
@@ -101,6 +101,7 @@ __all__ = [
     "open_safetensors",
     "outline",
     "packed",
+    "pick_weights",
     "register_format",
     "remove",
     "remove_leftover",
@@ -119,4 +120,5 @@ __all__ = [
     "weights_only",
     "without_wrappers",
     "write",
+    "write_safetensors",
 ]

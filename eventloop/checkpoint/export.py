@@ -85,8 +85,17 @@ def export_weights(path: AsPath, out: AsPath, *, key: str = WEIGHTS, strip: bool
         CheckpointError: the checkpoint lacks these weights; else see ``export_tree``.
     """
     out = _checked_out(out, (*_PTH, _SAFETENSORS))
-    weights = dict(_weights(load_whole(path), key, model))
-    _write(_strip_wrappers(weights) if strip else weights, path, out)
+    _write(pick_weights(load_whole(path), key=key, strip=strip, model=model), path, out)
+
+
+def pick_weights(tree: Any, *, key: str = WEIGHTS, strip: bool = False, model: str | None = None) -> dict[str, Any]:
+    """Return the weights in the tree of a checkpoint, a plain ``state_dict``; for the arguments see ``export_weights``.
+
+    Raises:
+        CheckpointError: the checkpoint lacks these weights.
+    """
+    weights = dict(_weights(tree, key, model))
+    return _strip_wrappers(weights) if strip else weights
 
 
 def is_weights(value: object) -> bool:
@@ -166,10 +175,12 @@ class _File(io.RawIOBase):
         return len(data)
 
 
-def safetensors_file(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> tuple[int, Callable[[int], int]]:
+def safetensors_file(
+    tensors: Mapping[str, Any], metadata: Mapping[str, str], read: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
+) -> tuple[int, Callable[[int], int]]:
     """Return the size of a plain safetensors file, and what writes it to a file descriptor and returns the CRC-32 of all of it.
 
-    Tied tensors are written under each of their names.
+    Tied tensors are written under each of their names. ``read`` gives each tensor its data when it is written.
     """
     for name, tensor in tensors.items():
         _check_storable(name, tensor)
@@ -187,9 +198,10 @@ def safetensors_file(tensors: Mapping[str, Any], metadata: Mapping[str, str]) ->
         crc = crc32((start,))
         for _, tensor in ordered:
             if tensor.numel():
-                data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                data = read(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().data
                 write_all(descriptor, data)
                 crc = crc32((data,), crc)
+                del data  # before the next one is read
         return crc
 
     return len(start) + end, fill

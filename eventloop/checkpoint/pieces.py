@@ -44,6 +44,9 @@ def read_box(directory: AnyPath, indexed: Indexed, name: str, box: Box | None = 
         CheckpointDamagedError: a piece is missing, or is another than the index says.
     """
     box = box or Box((0,) * len(indexed.shape), indexed.shape)
+    if found := [piece for piece in indexed.pieces if piece.bytes and (piece.offsets, piece.shape) == box]:
+        with open_file(directory / found[0].file) as (file, _):  # without a copy
+            return _piece(file, found[0], DTYPES[indexed.dtype])
     target = ReadTarget(name, torch.empty(box.shape, dtype=DTYPES[indexed.dtype]), box)
     missing = target.tensor.numel()
     for piece in indexed.pieces:
@@ -73,6 +76,13 @@ def fill(target: ReadTarget, file: BinaryIO, piece: Piece) -> int:
     begin = (piece.offsets[0] + first, *piece.offsets[1:]) if piece.shape else ()
     _slice(target.tensor, target.box.offsets, shared).copy_(_slice(source, begin, shared))
     return torch.Size(shared.shape).numel()
+
+
+def _piece(file: BinaryIO, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
+    if piece.file.endswith(OLD_PART):
+        return _read_old(file, piece, dtype)
+    file.seek(piece.begin)
+    return torch.frombuffer(read_exactly(file, piece.bytes), dtype=dtype).view(piece.shape)
 
 
 def _slice(tensor: torch.Tensor, begin: tuple[int, ...], part: Box) -> torch.Tensor:

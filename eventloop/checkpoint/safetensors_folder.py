@@ -5,23 +5,35 @@ Source: https://huggingface.co/docs/safetensors/index#format, and ``torch/distri
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Mapping
+from itertools import chain
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import orjson
+import torch
 
 from eventloop.checkpoint import container
+from eventloop.checkpoint.commit import commit_file, failing, temporary_name
 from eventloop.checkpoint.container import LENGTH_BYTES, SAFE_DTYPES, TensorInfo
 from eventloop.checkpoint.contents import Contents, Place
+from eventloop.checkpoint.export import safetensors_file
+from eventloop.checkpoint.folder import commit_folder, discard_folder
 from eventloop.checkpoint.load import read_exactly
 from eventloop.checkpoint.shards import Indexed, Piece, is_sound, naming_damage
-from eventloop.checkpoint.store import AnyPath, is_plain_name, list_files, open_file
+from eventloop.checkpoint.store import AnyPath, commit_bytes, is_plain_name, list_files, open_file
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 
 INDEX: Final = "model.safetensors.index.json"
+CONFIG: Final = "config.json"
+_WITH_CONFIG: Final = ("generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "*.jinja")
 _SUFFIX: Final = ".safetensors"
 _OFFSETS: Final = "DCP_SHARDING_INFO"
 _MAX_BYTES: Final = 1 << 30
+_FILE: Final = 5 << 30
+"""Bytes of a file, unless a tensor is larger."""
 
 
 class _Index(msgspec.Struct):
@@ -87,3 +99,58 @@ def _pieces(name: str, header: memoryview) -> Iterator[tuple[str, str, Piece]]:
         at = offsets[key].saved_offsets if key in offsets else (0,) * len(info.shape)
         dtype = str(SAFE_DTYPES[info.dtype]).removeprefix("torch.")
         yield key, dtype, Piece(at, info.shape, name, LENGTH_BYTES + len(header) + begin, end - begin)
+
+
+def write_safetensors(weights: Mapping[str, torch.Tensor], contents: Contents, folder: Path, config: Path) -> None:
+    """Write weights durably as a folder that ``from_pretrained`` of Hugging Face's transformers opens.
+
+    Args:
+        weights: a ``state_dict`` with tensors of ``contents``. Tied weights are stored under each of their names.
+        contents: the checkpoint.
+        folder: the new folder. One of that name is replaced; if it has files of another origin, it is kept as ``former-…``.
+        config: the model's ``config.json``, or a folder with it; the files of a tokenizer there are copied, too.
+
+    Raises:
+        CheckpointDamagedError: a tensor cannot be read.
+        CheckpointValueError: safetensors cannot hold a tensor.
+        CheckpointError: the folder cannot be written, or ``config`` is missing.
+    """
+    source = config / CONFIG if config.is_dir() else config
+    if not source.is_file():
+        raise CheckpointError(f"{source}: no such file; model.config.save_pretrained(FOLDER) writes it")
+    temporary = Path(temporary_name(str(folder.parent)))
+    try:
+        with failing(f"cannot write {folder}"):
+            temporary.mkdir()
+            shutil.copyfile(source, temporary / CONFIG)
+            if config.is_dir():
+                for file in chain.from_iterable(map(config.glob, _WITH_CONFIG)):
+                    shutil.copyfile(file, temporary / file.name)
+        _write_files(weights, contents, temporary)
+        commit_folder(temporary, folder, replace=True)
+    finally:
+        discard_folder(temporary)
+
+
+def _write_files(weights: Mapping[str, torch.Tensor], contents: Contents, folder: Path) -> None:
+    files: list[dict[str, torch.Tensor]] = [{}]
+    size = 0
+    for name, tensor in weights.items():
+        if files[-1] and size + tensor.nbytes > _FILE:
+            files.append({})
+            size = 0
+        files[-1][name] = tensor
+        size += tensor.nbytes
+    several = len(files) > 1
+    names = [
+        f"model-{number:05}-of-{len(files):05}{_SUFFIX}" if several else f"model{_SUFFIX}" for number, _ in enumerate(files, 1)
+    ]
+    for name, tensors in zip(names, files, strict=True):
+        size, fill = safetensors_file(tensors, {"format": "pt"}, contents.read)
+        commit_file(folder / name, size, fill)
+    if several:
+        total = sum(tensor.nbytes for tensor in weights.values())
+        where = {key: name for name, tensors in zip(names, files, strict=True) for key in tensors}
+        commit_bytes(
+            folder / INDEX, orjson.dumps({"metadata": {"total_size": total}, "weight_map": where}, option=orjson.OPT_INDENT_2)
+        )

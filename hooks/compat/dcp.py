@@ -7,11 +7,12 @@ groups. torchtitan has flat keys (``optimizer.param_groups.NAME.lr``), and the w
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 
+from eventloop import get_logger
 from eventloop.checkpoint import (
     AnyPath,
     Contents,
@@ -25,10 +26,14 @@ from eventloop.checkpoint import (
 from eventloop.errors import CheckpointError
 from eventloop.training import imported_state
 
+log = get_logger()
+
 OTHERS: Final = "dcp"
 """Key of a checkpoint with the entries that no run resumes from, such as torchtitan's ``dataloader``."""
 _WEIGHTS: Final = ("model", "state_dict")
 _OPTIMIZER: Final = ("optimizer", "optim")
+_BUFFERS: Final = ("running_mean", "running_var", "num_batches_tracked")
+"""What torch's own modules have in their ``state_dict`` beside parameters."""
 _ACCELERATE: Final = re.compile(r"(pytorch_model_fsdp|optimizer)_(\d+)")
 
 
@@ -178,6 +183,102 @@ def _by_number(saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     state = {numbers[str(name)]: one for name, one in saved["state"].items()}
     named = [name for name in names if isinstance(name, str)]
     return {"state": dict(sorted(state.items())), "param_groups": groups}, named
+
+
+# --------------------------------------------------------------------------------------------------------------- export
+
+
+def to_dcp(tree: Any, *, key: str = "state_dict", torchtitan: bool = False) -> dict[str, Any]:
+    """Return the weights and the optimizers of a checkpoint as torch's distributed engines have them, by parameter name.
+
+    They are ``{"model": …, "optimizer": {"state": …, "param_groups": […]}}``, as ``get_state_dict`` of
+    ``torch.distributed.checkpoint.state_dict`` returns them (the state of several optimizers together), or torchtitan's keys.
+
+    Args:
+        tree: a checkpoint.
+        key: its key of the weights.
+        torchtitan: weights at the top, flat keys in the optimizer, ``train_state`` and ``lr_scheduler`` (of a ``LambdaLR``).
+
+    Raises:
+        CheckpointError: the checkpoint has no weights, or no names of the optimizer's parameters.
+    """
+    weights = tree.get(key) if isinstance(tree, Mapping) else None
+    if not isinstance(weights, Mapping):
+        raise CheckpointError(f"the checkpoint has no weights ({key})")
+    others = dict(tree.get(OTHERS, {}))
+    named = _by_name(tree, weights)
+    if not torchtitan:
+        return {"model": weights, **({"optimizer": named} if named else {}), **others}
+    if any(not isinstance(value, torch.Tensor) for value in weights.values()):
+        raise CheckpointError(
+            "torchtitan has one model, whose weights are tensors; export this checkpoint without --torchtitan"
+        )
+    if not named:
+        return {**weights, **others}
+    steps = tree.get("progress", {}).get("update", 0)
+    states = {"train_state": {"step": steps, "ntokens_seen": 0}, "lr_scheduler": {"last_epoch": steps}}
+    return {**weights, "optimizer": _flat(named), **states, **others}
+
+
+def _by_name(tree: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
+    together: dict[str, Any] = {"state": {}, "param_groups": []}
+    for owner, saved in tree.get("optimizer", {}).items():
+        names = _names_of(saved, tree.get("parameters", {}).get(owner, ""), weights)
+        if not all(names):
+            raise CheckpointError(f"the optimizer {owner!r} has a parameter that is in no model; --weights exports the weights")
+        together["state"] |= {names[number]: one for number, one in saved["state"].items()}
+        for group in saved["param_groups"]:
+            options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            together["param_groups"].append({**options, "params": [names[number] for number in group["params"]]})
+    return together if together["param_groups"] else {}
+
+
+def _names_of(saved: Mapping[str, Any], known: str, weights: Mapping[str, Any]) -> list[str]:
+    """Return the names of an optimizer's parameters. A file without them has those of the weights, if the shapes fit."""
+    groups = saved["param_groups"]
+    given = [name for group in groups for name in group.get("param_names", ())]
+    count = sum(len(group.get("params", ())) for group in groups)
+    for names in (known.split("\n"), given):
+        if any(names) and len(names) == count:
+            return names
+    tensors = {id(value): key for key, value in reversed([*weights.items()]) if isinstance(value, torch.Tensor)}
+    names = [key for key, value in weights.items() if tensors.get(id(value)) == key and not key.endswith(_BUFFERS)]
+    shapes = {
+        number: {one.shape for one in state.values() if _is_like_weights(one)} for number, state in saved["state"].items()
+    }
+    ours = {number: {weights[name].shape} for number, name in enumerate(names)}
+    # A state without such a tensor fits any parameter.
+    if len(names) != count or any(number not in ours or shape - ours[number] for number, shape in shapes.items()):
+        raise CheckpointError(
+            "the checkpoint has no names of the optimizer's parameters, because trainbus 0.2 or another program wrote it, and "
+            "they do not follow from their shapes; --weights exports the weights, and a save of a resumed run has the names"
+        )
+    log.warning("the checkpoint has no names of the optimizer's parameters; they are taken to be in the order of the weights")
+    return names
+
+
+def _is_like_weights(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 0
+
+
+def _flat(named: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, state in named["state"].items():
+        flat.update(_dotted(f"state.{name}", state))
+    for group in named["param_groups"]:
+        options = {key: value for key, value in group.items() if key != "params"}
+        if "lr" in options:
+            options.setdefault("initial_lr", options["lr"])  # which its schedules put into each group
+        flat |= {f"param_groups.{name}.{key}": value for name in group["params"] for key, value in options.items()}
+    return flat
+
+
+def _dotted(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value, Mapping):
+        yield prefix, value
+        return
+    for key, inner in value.items():
+        yield from _dotted(f"{prefix}.{key}", inner)
 
 
 DCP_CHECKPOINTS: Final = ForeignFormat(recognises=is_by_name, convert=converted)

@@ -5,19 +5,37 @@ import json
 import os
 import pickle
 import warnings
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
-from eventloop.checkpoint import Contents, copy_in, load, load_whole, open_dcp, open_safetensors, save_contents, verify_shards
+from eventloop.checkpoint import (
+    Contents,
+    copy_in,
+    dcp_write,
+    load,
+    load_whole,
+    open_contents,
+    open_dcp,
+    open_safetensors,
+    safetensors_folder,
+    save,
+    save_contents,
+    verify_shards,
+    write_safetensors,
+)
 from eventloop.checkpoint.contents import replace_tensors
+from eventloop.checkpoint.dcp_write import write_dcp
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 
+from ..scripts import run_script
 from .trees import DENSE, canonical
 
 
@@ -217,6 +235,124 @@ def test_an_index_cut_anywhere_is_damage(tmp_path):
             open_dcp(folder)
 
 
+# --------------------------------------------------------------------------------------------------------------- export
+
+
+TIED = torch.arange(8.0).view(2, 4)
+OURS = {
+    "state_dict": OrderedDict(
+        {"w": TIED, "tied": TIED, "scalar": torch.tensor(3.5), "none": torch.empty(0, 2), **of_each_dtype()}
+    ),
+    "optimizer": {"state": {0: {"step": torch.tensor(2.0)}}, "param_groups": [{"betas": (0.9, 0.99), "params": [0]}]},
+    "rng": {"torch": torch.arange(5056).to(torch.uint8), "numpy": ("MT19937", np.arange(9, dtype=np.uint32))},
+    "averages": {"w": torch.randn(200, 200)},
+    1: float("nan"),
+}
+
+
+@pytest.mark.parametrize("most", [copy_in.ONE_FILE, 0], ids=["one file", "sharded"])
+def test_all_of_a_checkpoint_comes_back_from_a_folder(tmp_path, monkeypatch, most):
+    monkeypatch.setattr(copy_in, "ONE_FILE", most)
+    monkeypatch.setattr(dcp_write, "_GROUP", 100)
+    save(OURS, tmp_path / "ours.safetensors")
+    contents = open_contents(tmp_path / "ours.safetensors")
+    write_dcp({"model": contents.tree["state_dict"], "opt": contents.tree["optimizer"]}, contents, tmp_path / "theirs")
+    save_contents(open_dcp(tmp_path / "theirs"), tmp_path / "back.safetensors")
+    back = load_whole(tmp_path / "back.safetensors")
+    assert canonical(back) == canonical(OURS)
+    assert back["state_dict"]["w"] is back["state_dict"]["tied"]
+    assert {path.name for path in tmp_path.iterdir() if path.suffix != ".shards"} == {
+        "ours.safetensors",
+        "theirs",
+        "back.safetensors",
+    }
+
+
+def test_torch_loads_what_we_write_and_tied_weights_are_stored_once(tmp_path):
+    save(OURS, tmp_path / "ours.safetensors")
+    contents = open_contents(tmp_path / "ours.safetensors")
+    write_dcp({"model": contents.tree["state_dict"], "step": 7}, contents, tmp_path / "theirs")
+    wanted = {name: torch.zeros_like(value) for name, value in OURS["state_dict"].items() if not name.startswith("torch.float")}
+    tree = {"model": dict(wanted), "step": 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.load(tree, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    assert tree["step"] == 7
+    assert canonical(tree["model"]) == canonical({name: OURS["state_dict"][name] for name in wanted})
+    places = {
+        index.fqn: (place.relative_path, place.offset) for index, place in metadata_of(tmp_path / "theirs").storage_data.items()
+    }
+    assert places["model.w"] == places["model.tied"]
+    assert len(set(places.values())) == len(places) - 1
+
+
+def test_what_both_programs_have_is_read_from_their_own_folder_again(tmp_path):
+    """DCP to ours to DCP."""
+    contents = open_dcp(saved(STATE, tmp_path / "a"))
+    save_contents(contents, tmp_path / "ours.safetensors")
+    ours = open_contents(tmp_path / "ours.safetensors")
+    write_dcp(ours.tree, ours, tmp_path / "b")
+    keys = metadata_of(tmp_path / "a").state_dict_metadata.keys()
+    assert keys == metadata_of(tmp_path / "b").state_dict_metadata.keys() - {"trainbus.tree"}
+    assert canonical(whole(open_dcp(tmp_path / "b"))) == canonical(STATE)
+
+
+def test_a_folder_is_replaced_as_a_whole_and_strange_files_in_it_are_kept(tmp_path):
+    save(OURS, tmp_path / "ours.safetensors")
+    contents = open_contents(tmp_path / "ours.safetensors")
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "notes.txt").write_text("mine")
+    write_dcp({"model": contents.tree["state_dict"]}, contents, tmp_path / "theirs")
+    assert (tmp_path / "former-theirs" / "notes.txt").read_text() == "mine"
+    with pytest.raises(CheckpointError, match="duplicated"):
+        write_dcp({"a": {"b": 1}, "a.b": 2}, contents, tmp_path / "theirs")
+    assert open_dcp(tmp_path / "theirs").tree["state_dict"].keys() == OURS["state_dict"].keys()
+    assert {path.name for path in tmp_path.iterdir()} == {"ours.safetensors", "theirs", "former-theirs"}
+
+
+MEMORY = """
+    import sys, torch
+    from pathlib import Path
+    from eventloop.checkpoint import open_contents, save, save_contents, open_dcp, write_safetensors, copy_in
+    from eventloop.checkpoint.dcp_write import write_dcp
+
+    folder = Path(sys.argv[1])
+    save({"state_dict": {f"w{n}": torch.full((4 << 20,), float(n)) for n in range(12)}}, folder / "ours.safetensors")
+    (folder / "config.json").write_text("{}")
+    copy_in.ONE_FILE = 0
+
+    def peak():
+        return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) >> 10
+
+    def to_dcp():
+        contents = open_contents(folder / "ours.safetensors")
+        write_dcp({"model": contents.tree["state_dict"]}, contents, folder / "theirs")
+
+    def to_hf():
+        contents = open_contents(folder / "ours.safetensors")
+        write_safetensors(contents.tree["state_dict"], contents, folder / "hf", folder / "config.json")
+
+    def from_dcp():
+        save_contents(open_dcp(folder / "theirs"), folder / "back.safetensors")
+
+    for step in (to_dcp, to_hf, from_dcp):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        before = peak()
+        step()
+        print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs the peak of a process's memory")
+def test_of_192_mb_in_tensors_of_16_no_more_than_two_are_in_memory_and_when_imported_two_parts(tmp_path):
+    done = run_script(MEMORY, folder=tmp_path, arguments=[tmp_path])
+    assert done.returncode == 0, done.stderr
+    to_dcp, to_hf, from_dcp = map(int, done.stdout.split())
+    assert to_dcp < 40
+    assert to_hf < 40
+    assert from_dcp < 2 * 64 + 30
+
+
 # ---------------------------------------------------------------------------------------------------------- safetensors
 
 
@@ -258,3 +394,43 @@ def test_parts_of_ranks_become_whole_tensors_and_a_missing_one_is_damage(tmp_pat
 def test_a_folder_without_tensors_is_an_error(tmp_path):
     with pytest.raises(CheckpointError, match=r"safetensors"):
         open_safetensors(tmp_path)
+
+
+def test_weights_go_into_files_of_a_bounded_size_with_the_files_of_the_configuration(tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors_folder, "_FILE", 60)
+    save(OURS, tmp_path / "ours.safetensors")
+    contents = open_contents(tmp_path / "ours.safetensors")
+    weights = {name: contents.tree["state_dict"][name] for name in ("w", "tied", "none", "torch.bfloat16")}
+    (tmp_path / "config").mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (tmp_path / "config" / name).write_text("{}")
+    write_safetensors(weights, contents, tmp_path / "hf", tmp_path / "config")
+    names = {path.name for path in (tmp_path / "hf").iterdir()}
+    files = {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
+    assert names == {"config.json", "tokenizer.json", "model.safetensors.index.json", *files}
+    expected = {name: OURS["state_dict"][name] for name in sorted(weights)}
+    assert canonical(whole(open_safetensors(tmp_path / "hf"))) == canonical(expected)
+
+
+def test_transformers_opens_the_folder(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    model = transformers.LlamaForCausalLM(config)
+    config.save_pretrained(tmp_path / "config")
+    save({"state_dict": dict(model.state_dict())}, tmp_path / "ours.safetensors")
+    contents = open_contents(tmp_path / "ours.safetensors")
+    write_safetensors(contents.tree["state_dict"], contents, tmp_path / "hf", tmp_path / "config" / "config.json")
+    opened, told = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not told["missing_keys"]
+    assert not told["unexpected_keys"]
+    assert canonical(dict(opened.state_dict())) == canonical(dict(model.state_dict()))
+    model.save_pretrained(tmp_path / "theirs")
+    theirs = whole(open_safetensors(tmp_path / "theirs"))
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in theirs.items())

@@ -248,6 +248,38 @@ def test_export_writes_the_whole_checkpoint_or_weights_averaged_or_raw_of_one_mo
     assert torch.load("d.pth", weights_only=True)["w"].equal(torch.zeros(2))
 
 
+def test_export_writes_folders_for_other_programs(trainbus):
+    state = {
+        "state": {0: {"step": torch.tensor(1.0), "exp_avg": torch.ones(2, 3)}},
+        "param_groups": [{"lr": 0.1, "params": [0]}],
+    }
+    weights = {"head.weight": torch.ones(2, 3), "count": torch.tensor(4)}
+    kept = {"dataloader": {"dp_rank_0": b"x"}}
+    tree = {"state_dict": weights, "optimizer": {"optimizer": state}, "parameters": {"optimizer": "head.weight"}, "dcp": kept}
+    save(tree | {"progress": {"update": 9}}, "a.safetensors")
+    said = trainbus("export", "a.safetensors", "theirs", "--dcp").out
+    assert said.startswith("exported theirs  ")
+    assert names_in("theirs") == {
+        *("model.head.weight", "model.count", "optimizer.state.head.weight.step", "optimizer.state.head.weight.exp_avg"),
+        *("optimizer.param_groups.0.lr", "optimizer.param_groups.0.params", "dataloader.dp_rank_0", "trainbus.tree"),
+    }
+    trainbus("export", "a.safetensors", "theirs", "--dcp", "--torchtitan", "--force")
+    assert names_in("theirs") == {
+        *("head.weight", "count", "optimizer.state.head.weight.step", "optimizer.state.head.weight.exp_avg"),
+        *("optimizer.param_groups.head.weight.lr", "optimizer.param_groups.head.weight.initial_lr", "dataloader.dp_rank_0"),
+        *("train_state.step", "train_state.ntokens_seen", "lr_scheduler.last_epoch", "trainbus.tree"),
+    }
+    Path("config.json").write_text("{}")
+    said = trainbus("export", "a.safetensors", "hf", "--hf", "--config", "config.json").out
+    assert "from_pretrained" in said
+    assert load_file("hf/model.safetensors")["head.weight"].equal(torch.ones(2, 3))
+    assert {path.name for path in Path().iterdir()} == {"a.safetensors", "theirs", "config.json", "hf"}
+
+
+def names_in(folder: str) -> set[str]:
+    return set(pickle.loads(Path(folder, ".metadata").read_bytes()).state_dict_metadata)  # noqa: S301 - ours
+
+
 @pytest.mark.parametrize("command", ["export", "import"])
 def test_nothing_is_overwritten_without_force_and_with_it_not_the_file_that_is_read(trainbus, command):
     source = make("a.safetensors") if command == "export" else MMENGINE
@@ -430,9 +462,19 @@ def test_a_file_that_cannot_be_written_ends_with_status_1(trainbus, monkeypatch)
         ("show a.safetensors --key progress.epoch.x", "'x' is not under 'progress.epoch', which is a single value"),
         ("export a.safetensors out.bin", "must end in .pth or .pt"),
         ("export a.safetensors out.safetensors", "--weights"),
-        ("export a.safetensors out.pth --raw", "--raw works with --weights only"),
-        ("export a.safetensors out.pth --strip", "--strip works with --weights only"),
-        ("export a.safetensors out.pth --model m", "--model works with --weights only"),
+        ("export a.safetensors out.pth --raw", "--raw works only with --weights or --dcp or --hf"),
+        ("export a.safetensors out.pth --strip", "--strip works only with --weights or --hf"),
+        ("export a.safetensors out.pth --model m", "--model works only with --weights or --hf"),
+        ("export a.safetensors out --torchtitan", "--torchtitan works only with --dcp"),
+        ("export a.safetensors out --weights --config c.json", "--config works only with --hf"),
+        ("export a.safetensors out --weights --dcp", "--weights and --dcp exclude each other"),
+        ("export a.safetensors out --hf", "--config FILE"),
+        ("export a.safetensors out --hf --config nowhere.json", "nowhere.json: no such file"),
+        ("export a.safetensors file --dcp", "file is a file; name a folder"),
+        ("export a.safetensors folder --dcp", "folder exists; add --force"),
+        ("export a.safetensors memory://bucket/out --dcp", "memory://bucket/out is a URL"),
+        ("export a.safetensors out --dcp", "no names of the optimizer's parameters"),
+        ("import folder out.safetensors", "folder has no tensors in .safetensors files"),
         ("export a.safetensors nowhere/out.pth", "nowhere: no such directory"),
         ("export a.safetensors .", ". is a directory"),
         ("export plain.safetensors out.pth --weights --raw", "leave out --raw"),
@@ -444,6 +486,7 @@ def test_a_mistake_is_told_with_status_2_and_leaves_no_file(trainbus, words, say
     make("a.safetensors")
     save({"state_dict": {"w": torch.ones(2)}}, "plain.safetensors")  # without averages
     Path("file").touch()
+    Path("folder").mkdir()
     before = sorted(Path().iterdir())
     result = trainbus(*words.split(), status=2)
     assert result.out == ""

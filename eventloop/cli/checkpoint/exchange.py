@@ -21,41 +21,95 @@ def export(
     /,
     *,
     weights: bool = False,
+    dcp: bool = False,
+    torchtitan: bool = False,
+    hf: bool = False,
+    config: Path | None = None,
     raw: bool = False,
     strip: bool = False,
     model: str | None = None,
     force: bool = False,
 ) -> None:
-    """Write a checkpoint, or its weights, for torch.load(weights_only=True) or as plain safetensors.
+    """Write a checkpoint, or its weights, for other programs.
+
+    Without --dcp and --hf: a file for torch.load(weights_only=True), or plain safetensors. A folder is written tensor by
+    tensor, so the checkpoint may be larger than the memory.
 
     Args:
         file: a checkpoint, or its URL. It is verified.
-        out: a .pth file, with --weights also a .safetensors file; or a URL.
+        out: a .pth file, with --weights also a .safetensors file, or a URL; with --dcp or --hf a folder.
         weights: only the state_dict, for inference; the averaged weights if the checkpoint has any.
-        raw: with --weights: the raw weights instead of averaged ones.
-        strip: with --weights: remove module. and _orig_mod. from names.
-        model: with --weights: name of the model, if the checkpoint has several.
+        dcp: a folder for torch.distributed.checkpoint.load, with the optimizer by parameter name.
+        torchtitan: with --dcp: torchtitan's keys.
+        hf: a folder for from_pretrained of Hugging Face's transformers.
+        config: with --hf: the config.json of the model, or a folder with it.
+        raw: with --weights, --dcp or --hf: the raw weights instead of averaged ones.
+        strip: with --weights or --hf: remove module. and _orig_mod. from names.
+        model: with --weights or --hf: name of the model, if the checkpoint has several.
         force: replace OUT if it exists.
     """
-    for option, given in (("raw", raw), ("strip", strip), ("model", model)):
-        if given and not weights:
-            raise CheckpointError(f"--{option} works with --weights only; add --weights")
-    if out.suffix == ".safetensors" and not weights:
+    kinds = {"weights": weights, "dcp": dcp, "hf": hf}
+    if len(given := [f"--{kind}" for kind, wanted in kinds.items() if wanted]) > 1:
+        raise CheckpointError(f"{' and '.join(given)} exclude each other; give one")
+    for option, value, needed in (
+        ("raw", raw, ("weights", "dcp", "hf")),
+        ("strip", strip, ("weights", "hf")),
+        ("model", model, ("weights", "hf")),
+        ("torchtitan", torchtitan, ("dcp",)),
+        ("config", config, ("hf",)),
+    ):
+        if value and not any(kinds[kind] for kind in needed):
+            words = " or ".join(f"--{kind}" for kind in needed)
+            raise CheckpointError(f"--{option} works only with {words}; add that")
+    if out.suffix == ".safetensors" and not weights and not (dcp or hf):
         raise CheckpointError(f"{out}: a checkpoint is safetensors already; give --weights to export only its weights")
     check_checkpoint(file)
-    _check_free(file, out, force=force)
+    _check_free(file, out, force=force, folder=dcp or hf)
+    key = _key_of_weights(file, raw=raw)
+    if dcp or hf:
+        how = _export_folder(file, out, key, torchtitan=torchtitan, config=config, strip=strip, model=model, hf=hf)
+        size = sum(one.stat().st_size for one in Path(str(out)).iterdir())
+        say(("exported ", "bold"), f"{out}  {decimal(size)}, {how}")
+        return
     if weights:
-        from hooks.ema import RAW_WEIGHTS
-
-        tree = outline(file) if raw else None
-        if isinstance(tree, Mapping) and RAW_WEIGHTS not in tree and "state_dict" in tree:
-            raise CheckpointError("this checkpoint has no averaged weights: its state_dict is raw already; leave out --raw")
-        checkpoint.export_weights(file, out, key=RAW_WEIGHTS if raw else "state_dict", strip=strip, model=model)
+        checkpoint.export_weights(file, out, key=key, strip=strip, model=model)
     else:
         checkpoint.export_tree(file, out)
     what = "weights" if weights else "the whole checkpoint"
     how = "safetensors" if out.suffix == ".safetensors" else "torch.load(..., weights_only=True)"
     say(("exported ", "bold"), f"{out}  {decimal(status_of(out)[1])}, {what}, for {how}")
+
+
+def _key_of_weights(file: AnyPath, *, raw: bool) -> str:
+    if not raw:
+        return "state_dict"
+    from hooks.ema import RAW_WEIGHTS
+
+    tree = outline(file)
+    if isinstance(tree, Mapping) and RAW_WEIGHTS not in tree and "state_dict" in tree:
+        raise CheckpointError("this checkpoint has no averaged weights: its state_dict is raw already; leave out --raw")
+    return RAW_WEIGHTS
+
+
+def _export_folder(
+    file: AnyPath, out: AnyPath, key: str, *, torchtitan: bool, config: Path | None, strip: bool, model: str | None, hf: bool
+) -> str:
+    if isinstance(out, RemotePath):
+        raise CheckpointError(f"{out} is a URL; --dcp and --hf write local folders, to be copied from there")
+    if hf and config is None:
+        raise CheckpointError(
+            "--hf needs the model's configuration: --config FILE (model.config.save_pretrained(...) writes it)"
+        )
+    contents = checkpoint.open_contents(file)
+    if config is not None:
+        weights = checkpoint.pick_weights(contents.tree, key=key, strip=strip, model=model)
+        checkpoint.write_safetensors(weights, contents, out, config)
+        return "weights, for from_pretrained"
+    from eventloop.checkpoint.dcp_write import write_dcp  # takes a second to import
+    from hooks.compat.dcp import to_dcp
+
+    write_dcp(to_dcp(contents.tree, key=key, torchtitan=torchtitan), contents, out)
+    return "torchtitan's keys" if torchtitan else "model and optimizer, for torch.distributed.checkpoint.load"
 
 
 def import_(file: Path, out: FileOrURL, /, *, force: bool = False) -> None:
@@ -110,14 +164,16 @@ def _converted(tree: Any) -> tuple[Any, dict[str, str]]:
     return tree, {"from": f"a dict, unchanged: {keys}", "resumes": weights if "state_dict" in tree else nothing}
 
 
-def _check_free(file: AnyPath, out: AnyPath, *, force: bool) -> None:
+def _check_free(file: AnyPath, out: AnyPath, *, force: bool, folder: bool = False) -> None:
     """Raise CheckpointError if ``out`` exists (without ``force``), is ``file`` itself, or its directory does not exist."""
     if not isinstance(out, RemotePath) and not out.parent.is_dir():  # a remote directory exists once it has a file
         raise CheckpointError(f"{out.parent}: no such directory; create it first")
-    if out.is_dir():
+    if out.is_dir() and not folder:
         raise CheckpointError(f"{out} is a directory; name a file in it")
     if out.exists():
         if status_of(out)[0] == status_of(file)[0]:
             raise CheckpointError(f"{out} is also the file to read; give another name")
+        if folder and not out.is_dir():
+            raise CheckpointError(f"{out} is a file; name a folder")
         if not force:
             raise CheckpointError(f"{out} exists; add --force to replace it")

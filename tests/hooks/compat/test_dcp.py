@@ -13,7 +13,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from eventloop import Bus, CheckpointError, TrainLoop
 from eventloop.checkpoint import load
 from eventloop.cli import main
-from hooks.compat.dcp import from_dcp
+from hooks.compat.dcp import from_dcp, to_dcp
+
+from ...checkpoint.trees import canonical
 
 
 def net() -> nn.Module:
@@ -155,3 +157,61 @@ def test_a_folder_of_folders_lists_them(tmp_path, capsys):
 def test_a_state_of_a_parameter_in_no_group_is_an_error():
     with pytest.raises(CheckpointError, match="'b'"):
         from_dcp({"model": {}, "optimizer": {"state": {"b": {}}, "param_groups": [{"params": ["a"]}]}})
+
+
+def ours(*, named: bool = True) -> tuple[dict[str, Any], Any]:
+    model, optimizer = trained(lambda parameters: adam([one for group in parameters for one in group["params"]]), 1)
+    names = [name for ending in ("weight", "bias") for name, _ in model.named_parameters() if ending in name]
+    tree = {"state_dict": dict(model.state_dict()), "optimizer": {"optimizer": optimizer.state_dict()}}
+    return {**tree, **({"parameters": {"optimizer": "\n".join(names)}} if named else {})}, (model, optimizer)
+
+
+def test_an_optimizer_is_named_as_torch_names_it():
+    tree, parts = ours()
+    _, theirs = get_state_dict(*parts)
+    assert canonical(to_dcp(tree)["optimizer"]["param_groups"]) == canonical(theirs["param_groups"])
+    assert {name: canonical(one) for name, one in to_dcp(tree)["optimizer"]["state"].items()} == {
+        name: canonical(one) for name, one in theirs["state"].items()
+    }
+
+
+def test_names_that_a_file_lacks_follow_from_the_weights_with_a_warning_or_not_at_all(logs):
+    model = net()
+    optimizer = adam(model.parameters())
+    step(model, BATCHES[0]).backward()
+    optimizer.step()
+    tree = {"state_dict": dict(model.state_dict()), "optimizer": {"optimizer": optimizer.state_dict()}}
+    assert list(to_dcp(tree)["optimizer"]["state"]) == [name for name, _ in model.named_parameters()]
+    assert "order of the weights" in logs[0]["event"]
+    with pytest.raises(CheckpointError, match="no names"):
+        to_dcp(ours(named=False)[0])
+    del tree["state_dict"]["2.bias"]
+    with pytest.raises(CheckpointError, match="no names"):
+        to_dcp(tree)
+
+
+def test_optimizers_of_several_models_become_one_and_the_models_keep_their_names():
+    state = {"state": {0: {"m": 1}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    tree = {"state_dict": {"G": {"w": 1}, "D": {"w": 2}}, "optimizer": {"g": state, "d": state}}
+    tree["parameters"] = {"g": "G.w", "d": "D.w"}
+    exported = to_dcp(tree)
+    assert exported["model"] == tree["state_dict"]
+    groups = [{"lr": 0.1, "params": ["G.w"]}, {"lr": 0.1, "params": ["D.w"]}]
+    assert exported["optimizer"] == {"state": {"G.w": {"m": 1}, "D.w": {"m": 1}}, "param_groups": groups}
+    with pytest.raises(CheckpointError, match="torchtitan has one model"):
+        to_dcp(tree, torchtitan=True)
+
+
+def test_a_parameter_that_is_in_no_model_has_no_name_to_be_exported_by():
+    tree, _ = ours()
+    tree["parameters"]["optimizer"] = tree["parameters"]["optimizer"].replace("2.bias", "")
+    with pytest.raises(CheckpointError, match="in no model"):
+        to_dcp(tree)
+
+
+def test_without_weights_or_optimizer_there_is_less_to_export():
+    with pytest.raises(CheckpointError, match="no weights"):
+        to_dcp({"progress": {}})
+    weights = {"w": torch.ones(1)}
+    assert to_dcp({"state_dict": weights}) == {"model": weights}
+    assert to_dcp({"state_dict": weights}, torchtitan=True) == weights
