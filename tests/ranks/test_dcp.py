@@ -1,8 +1,10 @@
 """Checkpoints become folders of torch.distributed.checkpoint and the reverse, on 2, 1 and 4 processes, with the same bits."""
 
+import logging
 import pickle
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -231,3 +233,44 @@ def test_torchtitan_goes_on_from_a_run_of_ours(ranks, tmp_path):
         assert loaded[1][0] == trained[1][0]
         assert loaded[1][2] == canonical({"last_epoch": steps})
         assert counts["step"] == steps
+
+
+# ----------------------------------------------------------------------------------------------------------- accelerate
+
+
+def accelerates(folder: str, saves: bool) -> Any:
+    """What Accelerate does in ``save_state`` and ``load_state``, which shard nothing without a GPU."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils import fsdp_utils
+
+    fsdp_utils.logger = logging.getLogger(__name__)  # its own wants an Accelerator
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    rank, size = jobs.rank_and_size()
+    accelerator = SimpleNamespace(process_index=rank, num_processes=size, is_fsdp2=True, wait_for_everyone=distributed.barrier)
+    accelerator.is_main_process = rank == 0
+    model, optimizer = parts(warm=saves)
+    of_model, of_optimizer = (plugin, accelerator, model, folder), (plugin, accelerator, optimizer, model, folder)
+    if saves:
+        fsdp_utils.save_fsdp_model(*of_model)
+        fsdp_utils.save_fsdp_optimizer(*of_optimizer)
+    else:
+        fsdp_utils.load_fsdp_model(*of_model)
+        fsdp_utils.load_fsdp_optimizer(*of_optimizer)
+    return values(model, optimizer)
+
+
+def test_accelerates_checkpoints_are_ours_and_ours_are_accelerates(ranks, tmp_path):
+    pytest.importorskip("accelerate")
+    theirs = tmp_path / "theirs"
+    (saved, *_) = ranks(accelerates, str(theirs), True)
+    assert {path.name for path in theirs.iterdir()} == {"pytorch_model_fsdp_0", "optimizer_0"}
+    ours = tmp_path / "ours.safetensors"
+    command("import", theirs, ours)
+    assert ranks(we_resume, str(ours), False, size=1) == [saved]
+    again = tmp_path / "again"
+    again.mkdir()
+    command("export", ours, again / "both", "--dcp")
+    for name in ("pytorch_model_fsdp_0", "optimizer_0"):
+        (again / name).symlink_to("both")
+    for size in (2, 4):
+        assert ranks(accelerates, str(again), False, size=size) == [saved] * size
