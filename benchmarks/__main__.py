@@ -1,11 +1,11 @@
-"""``python -m benchmarks [NAME ...] [--quick] [--parts] [--out DIR]`` compares; the five in ``main`` do not."""
+"""``python -m benchmarks [NAME ...] [--quick] [--parts] [--out DIR]`` compares; those in ``main`` do not."""
 
 import argparse
 import importlib
 import sys
 from pathlib import Path
 
-from benchmarks import crash, elastic, ray_train, report, scale, soak
+from benchmarks import crash, elastic, ray_train, replicas, report, scale, soak
 from benchmarks.harness import Settings, environment
 
 BENCHMARKS = (
@@ -30,6 +30,7 @@ def main() -> None:
         ("elastic", elastic),
         ("ray", ray_train),
         ("scale", scale),
+        ("torchft", replicas),
     ):  # not comparisons: they have their own options and verdicts
         if sys.argv[1:2] == [name]:
             alone.main(sys.argv[2:])

@@ -50,6 +50,8 @@ multiprocessing.set_forkserver_preload(
 ALONE = (
     "bridges/test_processes.py",
     "bridges/test_rounds.py",
+    "bridges/torchft/test_groups.py",
+    "bridges/torchft/test_kills.py",
     "ranks/",
     "test_alone.py",
     "observe/test_five_faults.py",

@@ -109,6 +109,12 @@ class ManagedReplicas:
                 f"the manager is at step {manager.current_step()}, and the run at iteration {done}: make the torchft.Manager "
                 "anew for each run, and let the run restore it (resume=)"
             )
+        if failing := [name for name, model in run.models.items() if privates.fails_with_others(model)]:
+            log.warning(
+                "the DistributedDataParallel of this torchft ends a replica group when another one dies during its backward "
+                "pass: install torchft-nightly, or average the gradients after the backward pass by manager.allreduce()",
+                models=", ".join(failing),
+            )
         self.first = self.healed = self.committed = self._asked = False
         self._counts = self._failure = None
         self._buffers = Buffers(run.models.values())
@@ -172,7 +178,8 @@ class ManagedReplicas:
         """Save from here on. The group that did so until now is gone, or another one begins to be the first."""
         saver: Any = self._run.host.saver
         if lost := saver.left_to_others():
-            log.warning("another replica group was to write these files, and they are not there", names=lost)
+            log.warning("files that another replica group was to write are not there; the state is saved once more", names=lost)
+            self._run.checkpoint_now()
         # What the other group has saved is there, but the hooks of this one were not told.
         self._run.bus.load_state_dict(self._run.bus.state_dict())
 
@@ -206,24 +213,16 @@ class ManagedReplicas:
         The iteration becomes the one that the other group is in, and its batch the one that belongs to these weights. The
         other groups take the step without this batch.
         """
-        run, drive, before = self._run, self._drive, self._run.counters.iter
-        counts, place, feed = read(state, SavedState).progress, state[MANAGER], drive.feed
+        run, before, counts = self._run, self._run.counters.iter, read(state, SavedState).progress
         # Functions of the user's that come first have replaced weights already.
         first = next(iter(privates.load_functions(self._manager)))
         saver: Any = run.host.saver
         saver.end_copies("" if first == KEY else "a healing replaced the weights while they were being copied")
-        endless, epochs, iters = feed is not None and feed.endless, run.counters.max_epochs, run.counters.max_iters
-        run.state.scopes.leave("train")
-        publish_loaded(run, "", state, counts)
-        restore_state(run, state, strict=True)
-        drive.begin_train(max_epochs=epochs, max_iters=iters)
-        if feed is not None:
-            feed.go_to(counts.batches, place["passes"], place["length"])
-            if place["epoch"] is not None:
-                set_sampler_epoch(feed.loader, place["epoch"])
-        drive.begin_epoch(feed, endless=endless)
-        batch = None if feed is None else feed.next()
-        drive.begin_iteration(None if batch is None else batch[0])
+        if counts.iter == before:
+            # At step 0 the ranks of a group may heal at different groups, or not at all: none of them may wait for another.
+            self._take_state(state, counts)
+        else:
+            self._jump(state, counts)
         self._counts = run.counters.saved()
         self._buffers = Buffers(run.models.values())
         self._buffers.take()
@@ -235,3 +234,22 @@ class ManagedReplicas:
         )
         if self._starting:  # use_async_quorum=False
             log.warning("the body trains the batch that it has, which belongs to another iteration", iter=before)
+
+    def _take_state(self, state: dict[str, Any], counts: SavedCounts) -> None:
+        publish_loaded(self._run, "", state, counts)
+        restore_state(self._run, state, strict=True)
+
+    def _jump(self, state: dict[str, Any], counts: SavedCounts) -> None:
+        """Take a state, and begin its epoch and iteration."""
+        run, drive, feed, place = self._run, self._drive, self._drive.feed, state[MANAGER]
+        endless, epochs, iters = feed is not None and feed.endless, run.counters.max_epochs, run.counters.max_iters
+        run.state.scopes.leave("train")
+        self._take_state(state, counts)
+        drive.begin_train(max_epochs=epochs, max_iters=iters)
+        if feed is not None:
+            feed.go_to(counts.batches, place["passes"], place["length"])
+            if place["epoch"] is not None:
+                set_sampler_epoch(feed.loader, place["epoch"])
+        drive.begin_epoch(feed, endless=endless)
+        batch = None if feed is None else feed.next()
+        drive.begin_iteration(None if batch is None else batch[0])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final
+
+import torch
 
 from eventloop.privates import Names, check_names
 
@@ -15,9 +18,20 @@ NAMES: Final[Names] = {
 }
 
 
+_MENDED: Final = "_completed"
+"""A name in the module of torchft's DistributedDataParallel since a failed allreduce does not raise; 0.2.0 lacks it."""
+
+
 def check(manager: Any) -> None:
     """Raise ConfigurationError if the installed version lacks a name."""
     check_names("torchft", "torchft", NAMES, manager=manager)
+
+
+def fails_with_others(module: torch.nn.Module) -> bool:
+    """Return True for torchft's DistributedDataParallel of a version whose backward pass raises when another group dies."""
+    kind = next((one for one in type(module).__mro__ if one.__module__ == "torchft.ddp"), None)
+    is_distributed = kind is not None and kind.__name__ == "DistributedDataParallel"
+    return is_distributed and not hasattr(sys.modules["torchft.ddp"], _MENDED)
 
 
 def load_functions(manager: Any) -> Mapping[str, Callable[[Any], None]]:

@@ -1,6 +1,5 @@
 """Replica groups for tests: a lighthouse, managers, and a training whose numbers tell which steps it has made."""
 
-import socket
 from datetime import timedelta
 
 import torch
@@ -16,17 +15,18 @@ def lighthouse(**options):
     return LighthouseServer(bind="[::]:0", **{"min_replicas": 1, "join_timeout_ms": 1000, "quorum_tick_ms": 50} | options)
 
 
-def manager(replica_id, **options):
-    """Return the manager of a replica group of one process."""
+def manager(replica_id, *, launched=False, **options):
+    """Return the manager of a replica group: of one process, or of those that ``torchrun`` has ``launched``."""
     import torchft
 
-    store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    common = {"load_state_dict": None, "state_dict": None, "min_replica_size": 1, "rank": 0, "world_size": 1}
-    place = {"store_addr": "localhost", "store_port": store.port, "hostname": socket.gethostname()}
+    common = {"load_state_dict": None, "state_dict": None, "min_replica_size": 1}
     times = {"timeout": TIMEOUT, "quorum_timeout": TIMEOUT}
-    made = torchft.Manager(
-        pg=torchft.ProcessGroupGloo(timeout=TIMEOUT), replica_id=replica_id, **common | place | times | options
-    )
+    place, store = {}, None
+    if not launched:
+        store = distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        place = {"rank": 0, "world_size": 1, "store_addr": "localhost", "store_port": store.port}
+    group = torchft.ProcessGroupGloo(timeout=TIMEOUT)
+    made = torchft.Manager(pg=group, replica_id=replica_id, **common | place | times | options)
     made.store = store  # the process with the store keeps it
     return made
 
