@@ -1,0 +1,93 @@
+"""An accelerator for the tests of this folder: the simulated one, and where they are, ``torch_openreg`` and a CUDA device."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+
+from eventloop import device as door
+
+OPENREG = find_spec("torch_openreg") is not None
+ORDERS = ("eager", "needed", "rivals")
+"""See ``sim.streams.ORDERS``, which cannot be imported beside ``torch_openreg``: torch takes one such backend in a process."""
+
+
+@dataclass
+class Accelerator:
+    """A device, and how to tell that a thread waits for it."""
+
+    kind: str
+    device: torch.device
+    """The last one: not the current one of a thread, if there are several."""
+    module: Any
+    no_waits: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """A wait of this thread for the device is an error in here."""
+    waits: list[tuple[int, str]] = field(default_factory=list)
+    """The waits so far, as (thread, what), where they can be counted."""
+
+    @contextmanager
+    def side(self) -> Iterator[Any]:
+        """Compute on a stream other than the default one, behind what that has done so far."""
+        stream = self.module.Stream(self.device)
+        stream.wait_stream(self.module.current_stream(self.device))
+        with self.module.stream(stream):
+            yield stream
+
+
+def simulated(order: str, monkeypatch: pytest.MonkeyPatch) -> Accelerator:
+    from . import sim
+
+    monkeypatch.setattr(sim.module, "available", True, raising=False)
+    monkeypatch.setattr(door, "empty_pinned", sim.pinned)
+    monkeypatch.setattr(door, "is_pinned", sim.is_pinned)
+    sim.reset(order)
+    return Accelerator(sim.NAME, torch.device(sim.NAME, 1), sim.module, sim.no_waits, sim.waits)
+
+
+@contextmanager
+def _no_cuda_waits() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+KINDS = [
+    *(pytest.param(order, marks=pytest.mark.skipif(OPENREG, reason="torch_openreg has its place")) for order in ORDERS),
+    pytest.param("openreg", marks=pytest.mark.skipif(not OPENREG, reason="torch_openreg is not installed")),
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")),
+]
+
+
+def _forget() -> None:
+    """Let the door look again at what a device has."""
+    door.is_asynchronous.cache_clear()
+    door._has_streams.cache_clear()
+
+
+@pytest.fixture(params=KINDS)
+def accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
+    """An accelerator; the simulated one in each order in which its streams may run."""
+    _forget()
+    if request.param in ORDERS:
+        yield simulated(request.param, monkeypatch)
+        from . import sim
+
+        sim.reset("eager")
+        _forget()
+        return
+    module = torch.get_device_module(request.param)
+    last = torch.device(request.param, module.device_count() - 1)
+    yield Accelerator(request.param, last, module, _no_cuda_waits if request.param == "cuda" else nullcontext)
+
+
+@pytest.fixture(params=["default", "side"])
+def stream(request: pytest.FixtureRequest, accelerator: Accelerator) -> Iterator[str]:
+    """Compute on the default stream, or on another one."""
+    with accelerator.side() if request.param == "side" else nullcontext():
+        yield request.param

@@ -1,0 +1,20 @@
+"""A simulated accelerator: two devices ``sim:0`` and ``sim:1``, in pure Python, whose streams run late."""
+
+from .kernels import NAME, is_pinned, pinned
+from .module import module
+from .streams import ORDERS, Event, HostWait, Order, Stream, no_waits, reset, waits
+
+__all__ = [
+    "NAME",
+    "ORDERS",
+    "Event",
+    "HostWait",
+    "Order",
+    "Stream",
+    "is_pinned",
+    "module",
+    "no_waits",
+    "pinned",
+    "reset",
+    "waits",
+]
