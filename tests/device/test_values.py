@@ -1,0 +1,79 @@
+"""Offloaded handlers get the scalars and captures of the moment of publishing, from any stream, without a wait."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from eventloop import Bus, Progress
+from eventloop.events import AfterTrainIter
+from eventloop.offload.scalars import ScalarTaker
+from eventloop.offload.snapshot import capture
+
+from .conftest import Accelerator
+
+
+def publish(bus: Bus, **outputs: Any) -> None:
+    bus.publish(AfterTrainIter(progress=Progress(), outputs=outputs))
+
+
+def test_scalars_have_the_values_at_publishing(accelerator: Accelerator, stream: str):
+    seen, bus, loss = list[Any](), Bus(), torch.zeros((), device=accelerator.device)
+    bus.on("after_train_iter", seen.extend, offload="thread", batch=16)
+    with bus:
+        with accelerator.no_waits():
+            for n in range(40):
+                loss += 1
+                publish(bus, loss=loss, double=loss.double(), n=n)
+    assert [event.outputs for event in seen] == [{"loss": n + 1.0, "double": n + 1.0, "n": n} for n in range(40)]
+
+
+def test_scalars_of_several_streams_arrive_by_one_copy(accelerator: Accelerator):
+    taker, taken = ScalarTaker(), []
+    for n in range(6):
+        with accelerator.side():
+            taken.append(taker.take({"n": torch.full((), float(n), device=accelerator.device)}))
+    assert [stacks[0][1].tolist() for _, stacks in reversed(taken)] == [[float(n)] for n in reversed(range(6))]
+
+
+def _capture_all(event: Any) -> Any:
+    return {"logits": event.outputs["logits"], "nested": [(event.outputs["logits"] * 2, 3)]}
+
+
+async def _async(seen: list[Any], got: Any) -> None:
+    seen.append(got)
+
+
+def _handlers(seen: list[Any]) -> dict[str, Callable[..., Any]]:
+    async def asynchronous(got: Any) -> None:
+        seen.append(got)
+
+    return {"thread": seen.append, "async": asynchronous}
+
+
+@pytest.mark.parametrize("kind", ["thread", "async"])
+def test_captures_have_the_values_at_publishing(accelerator: Accelerator, stream: str, kind: str):
+    seen, bus, logits = list[Any](), Bus(), torch.zeros(5, 3, device=accelerator.device)
+    options = {"offload": "thread"} if kind == "thread" else {}
+    bus.on("after_train_iter", _handlers(seen)[kind], capture=_capture_all, **options)
+    with bus:
+        with accelerator.no_waits():
+            for _ in range(20):
+                logits += 1
+                publish(bus, logits=logits)
+    assert len(seen) == 20
+    for n, got in enumerate(seen, 1):
+        assert got["logits"].is_cpu and (got["logits"] == n).all()
+        assert (got["nested"][0][0] == 2 * n).all() and got["nested"][0][1] == 3
+
+
+def test_a_capture_keeps_its_value_while_its_source_goes_out_of_use(accelerator: Accelerator, stream: str):
+    taken = [capture([torch.full((100,), float(n), device=accelerator.device)]) for n in range(8)]
+    del stream
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.extend(one.resolve()[0] for one in taken))
+    thread.start()
+    thread.join()
+    assert all((one == n).all() for n, one in enumerate(found))
