@@ -21,6 +21,7 @@ from .test_sharded import whole
 
 def kept_for(work_dir: str, out_dir: str, refused: list[int], resume: str | None) -> Any:
     """Train with a store that does not take the n-th uploads of rank 1; return what was told, and the error of the run."""
+    work_dir = work_dir.format(rank=jobs.rank_and_size()[0])
     loop = jobs.make_loop(work_dir, CheckpointHook(interval=1, out_dir=out_dir), epochs=3, shard=True)
     told: list[tuple[str, str, bool]] = []
     for name in ("committed", "failed", "skipped"):
@@ -57,21 +58,24 @@ KEPT = {"kept_sharded_epoch_3.safetensors", "epoch_3"}
 
 
 @pytest.mark.parametrize(
-    ("refused", "expected"),
+    ("disks", "refused", "expected"),
     [
-        ([2], [("committed", 1), ("failed", 2), ("committed", 3), ("skipped", 2)]),
-        ([3], [("committed", 1), ("committed", 2), ("failed", 3), ("committed", 3)]),
-        ([1, 2], [("failed", 1), ("failed", 2), ("skipped", 1), ("committed", 3), ("skipped", 2)]),
+        ("one", [2], [("committed", 1), ("failed", 2), ("committed", 3), ("skipped", 2)]),
+        ("of {rank}", [2], [("committed", 1), ("failed", 2), ("committed", 3), ("skipped", 2)]),
+        ("one", [3], [("committed", 1), ("committed", 2), ("failed", 3), ("committed", 3)]),
+        ("of {rank}", [3], [("committed", 1), ("committed", 2), ("failed", 3), ("committed", 3)]),
+        ("one", [1, 2], [("failed", 1), ("failed", 2), ("skipped", 1), ("committed", 3), ("skipped", 2)]),
     ],
 )
-def test_the_work_dir_keeps_a_sharded_save_until_the_store_has_it_or_a_later_one(ranks, tmp_path, refused, expected):
-    work, out, store = tmp_path / "work", f"local://{tmp_path}/store", tmp_path / "store/work"
+def test_the_work_dir_keeps_a_sharded_save_until_the_store_has_it_or_a_later_one(ranks, tmp_path, disks, refused, expected):
+    work, out, store = tmp_path / disks / "work", f"local://{tmp_path}/store", tmp_path / "store/work"
     for told, error in ranks(kept_for, str(work), out, refused, None):
         assert not error
         assert sorted(told) == sorted((name, f"epoch_{number}", name == "failed") for name, number in expected)
-    assert not left_in(work)
+    dirs = [tmp_path / disks.format(rank=rank) / "work" for rank in (0, 1)]
+    assert not left_in(dirs[0]) | left_in(dirs[1])
     assert load_whole(store / "epoch_3.safetensors")["progress"]["epoch"] == 3
-    assert (work / "last_checkpoint").read_text() == f"local://{store}/epoch_3.safetensors"
+    assert (dirs[0] / "last_checkpoint").read_text() == f"local://{store}/epoch_3.safetensors"
 
 
 def test_a_sharded_save_that_no_store_took_is_resumed_from_and_goes_to_the_store_later(ranks, tmp_path):
@@ -346,18 +350,6 @@ def test_in_one_work_dir_a_kept_save_is_resumed_while_the_store_takes_nothing(ru
         assert not one.error
     assert not on(tmp_path / "a")
     assert load_whole(tmp_path / "store/run/epoch_4.safetensors")["progress"]["epoch"] == 4
-
-
-def test_a_save_that_the_store_takes_removes_what_all_disks_keep(run, tmp_path):
-    for one in run("a", "b", epochs=3, refused=["epoch_2"], resume=None):
-        assert not one.error
-        assert one.told == [
-            ("committed", "epoch_1"),
-            ("failed", "epoch_2"),
-            ("skipped", "epoch_2"),
-            ("committed", "epoch_3"),
-        ]
-    assert not on(tmp_path / "a") | on(tmp_path / "b")
 
 
 def test_ranks_on_one_disk_of_several_keep_their_parts_together(run, tmp_path):
