@@ -21,6 +21,7 @@ from eventloop.errors import CheckpointDamagedError
 OURS: Final = "trainbus"
 """Key under which ``write_dcp`` keeps what only a checkpoint of ours has."""
 TREE: Final = "tree"
+_SMALL: Final = 4096
 
 
 def is_dcp(directory: AnyPath) -> bool:
@@ -66,16 +67,23 @@ def _values(
             empty = contents.add(Place(name, directory, one))
             tied[key] = empty if one.shape else contents.read(empty)
         yield name, tied[key]
+    same: dict[bytes, Any] = {}
     for name, piece in objects.items():
-        yield name, _read_object(directory, piece, name)
+        yield name, _read_object(directory, piece, name, same)
 
 
-def _read_object(directory: AnyPath, piece: Piece, name: str) -> Any:
+def _read_object(directory: AnyPath, piece: Piece, name: str, same: dict[bytes, Any] | None = None) -> Any:
+    """Read an object; small ones with the same bytes once, as torchtitan has the options of a group for each parameter."""
     path = directory / piece.file
     with open_file(path) as (file, _):
         file.seek(piece.begin)
-        data = read_exactly(file, piece.bytes)
-    return load_pickled(data, f"{path} at {name!r}") if bytes(data[:4]) in (ZIP, LEGACY) else bytes(data)
+        data = bytes(read_exactly(file, piece.bytes))
+    if same is not None and data in same:
+        return same[data]
+    value = load_pickled(data, f"{path} at {name!r}") if data[:4] in (ZIP, LEGACY) else data
+    if same is not None and len(data) <= _SMALL:
+        same[data] = value
+    return value
 
 
 def _nested(paths: Mapping[str, Keys], values: Mapping[str, Any]) -> Any:
