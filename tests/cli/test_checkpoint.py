@@ -340,6 +340,15 @@ def test_import_runs_no_code_and_gives_advice(trainbus):
     assert [path.name for path in Path().iterdir()] == ["a.pth"]
 
 
+def test_import_of_a_folder_runs_no_code_of_it_and_names_the_file_and_the_code(trainbus):
+    Path("theirs").mkdir()
+    Path("theirs/.metadata").write_bytes(pickle.dumps(Runs()))
+    said = trainbus("import", "theirs", "a.safetensors", status=2).err
+    assert "theirs/.metadata names code" in said
+    assert "posix.system" in said
+    assert [path.name for path in Path().iterdir()] == ["theirs"]
+
+
 def test_a_file_that_import_cannot_read_or_write_is_an_error(trainbus):
     assert "must end in .safetensors" in trainbus("import", MMENGINE, "out.pth", status=2).err
     told = trainbus("import", "nowhere.pth", "a.safetensors", status=2).err
