@@ -95,6 +95,16 @@ MUTATIONS = [
     ),
     Mutation("the events of captures", SNAPSHOT, "self._devices.add(device)", "pass", VALUES),
     Mutation("the wait for captures", SNAPSHOT, "            one.synchronize()\n", "            pass\n", VALUES),
+    Mutation(
+        "the device of another thread",
+        DOOR,
+        "partial(module.set_device, module.current_device()) if",
+        "(lambda: None) if",
+        LOOP,
+    ),
+    Mutation("random states that are loaded", DOOR, "module.set_rng_state(state, torch.device(kind, index))", "pass", LOOP),
+    Mutation("random states that are saved", DOOR, "{kind: module.get_rng_state_all()}", "{}", LOOP),
+    Mutation("batches that are queued", DOOR, "non_blocking=tensor.is_cpu and", "non_blocking=False and", LOOP),
 ]
 
 

@@ -93,10 +93,26 @@ def _clone_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return copied.untyped_storage()
 
 
+def _cast(op: Any, dtype: torch.dtype | None) -> Any:
+    """Return ``op`` in a dtype, by default that of ``torch.autocast``."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        to = dtype or torch.get_autocast_dtype(NAME)
+        args = tuple(one.to(to) if isinstance(one, torch.Tensor) and one.is_floating_point() else one for one in args)
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+            return op(*args, **kwargs)
+
+    return run
+
+
 module = Module()
 _setup_privateuseone_for_python_backend(NAME, backend_module=module, hook=_Hooks())
 _library = torch.library.Library("_", "IMPL")  # kept: its end would take the kernels back
 _library.fallback(kernels.dispatch, "PrivateUse1")
+_library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
+_autocast = torch.library.Library("aten", "IMPL")  # of the CPU's long lists what the tests need
+_autocast.impl("linear", _cast(torch.ops.aten.linear.default, None), "AutocastPrivateUse1")
+_autocast.impl("cross_entropy_loss", _cast(torch.ops.aten.cross_entropy_loss.default, torch.float32), "AutocastPrivateUse1")
 # torch makes a storage with the allocator of the backend, which only C++ can register. Used by copy.deepcopy.
 _clone_of_torch = torch.UntypedStorage.clone
 torch.UntypedStorage.clone = _clone_storage
