@@ -5,7 +5,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from benchmarks import crash, elastic, ray_train, replicas, report, scale, soak
+from benchmarks import crash, elastic, nvrx, ray_train, replicas, report, scale, soak
 from benchmarks.harness import Settings, environment
 
 BENCHMARKS = (
@@ -28,6 +28,7 @@ def main() -> None:
         ("soak", soak),
         ("crash", crash),
         ("elastic", elastic),
+        ("nvrx", nvrx),
         ("ray", ray_train),
         ("scale", scale),
         ("torchft", replicas),
