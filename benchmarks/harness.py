@@ -45,6 +45,7 @@ LIBRARIES = (
     "blinker",
     "anyio",
     "bubus",
+    "nvidia-resiliency-ext",
 )
 
 Sample = Callable[[], float]

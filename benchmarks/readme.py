@@ -1,8 +1,8 @@
-"""``python -m benchmarks.readme [--check]``: write the table of figures in ``benchmarks/README.md``.
+"""``python -m benchmarks.readme [--check]``: write the tables in ``benchmarks/README.md`` and ``docs/engines/index.md``.
 
 The figures come from the files in ``benchmarks/results/``.
 
-``--check`` writes nothing, and fails if the table differs from the files.
+``--check`` writes nothing, and fails if a table differs from the files.
 """
 
 import argparse
@@ -22,6 +22,9 @@ from benchmarks.harness import SUBJECT, TIMES
 ROOT = Path(__file__).parent.parent
 README = ROOT / "benchmarks" / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
+ENGINES_PAGE = ROOT / "docs" / "engines" / "index.md"
+ENGINES = (("Ray Train", "ray"), ("torchft", "torchft"), ("NVRx", "nvrx"))
+DCP_WAYS = ("trainbus", "DCP save", "DCP async_save")
 BEGIN, END = "<!-- figures: written by `python -m benchmarks.readme` -->", "<!-- end of figures -->"
 
 ROWS: Sequence[tuple[str, str, str, Sequence[str]]] = (
@@ -91,18 +94,50 @@ ROWS: Sequence[tuple[str, str, str, Sequence[str]]] = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.readme")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the table differs from the files")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a table differs from the files")
     check = parser.parse_args().check
-    text = README.read_text(encoding="utf-8")
-    before, found, rest = text.partition(f"{BEGIN}\n")
-    _, ended, after = rest.partition(END)
-    if not found or not ended:
-        sys.exit(f"{README} has no lines {BEGIN!r} and {END!r}")
-    new = f"{before}{BEGIN}\n{table()}{END}{after}"
-    if check and new != text:
-        sys.exit("the table in benchmarks/README.md differs from benchmarks/results: run `python -m benchmarks.readme`")
-    if not check:
-        README.write_text(new, encoding="utf-8")
+    for page, make in ((README, table), (ENGINES_PAGE, engines_table)):
+        text = page.read_text(encoding="utf-8")
+        before, found, rest = text.partition(f"{BEGIN}\n")
+        _, ended, after = rest.partition(END)
+        if not found or not ended:
+            sys.exit(f"{page} has no lines {BEGIN!r} and {END!r}")
+        new = f"{before}{BEGIN}\n{make()}{END}{after}"
+        if check and new != text:
+            sys.exit(
+                f"the table in {page.relative_to(ROOT)} differs from benchmarks/results: run `python -m benchmarks.readme`"
+            )
+        if not check:
+            page.write_text(new, encoding="utf-8")
+
+
+def engines_table() -> str:
+    """Return the table of trainings that engines start again, beside the way that the engine's own documentation shows."""
+    lines = [
+        "| engine | saves by | failures | saves lost | stall per save, ms | trains again after, s |",
+        "|---|---|---|---|---|---|",
+    ]
+    commits: dict[str, Mapping[str, Any]] = {}
+    for engine, name in ENGINES:
+        if not (path := RESULTS / f"{name}.json").exists():
+            continue
+        document = orjson.loads(path.read_bytes())
+        commits[name] = document["environment"]
+        for way, found in document.items():
+            if isinstance(found, dict) and (strikes := found.get("strikes")):
+                again = [one["seconds"] for one in strikes if one["seconds"] is not None]
+                lost = sum(one["lost_saves"] for one in strikes)
+                stall, after = 1e3 * statistics.median(found["stalls"]), statistics.median(again)
+                lines.append(f"| {engine} | {way} | {len(strikes)} | {lost} | {stall:.1f} | {after:.1f} |")
+    document = commits["sharded"] = orjson.loads((RESULTS / "sharded.json").read_bytes())
+    stalls, reads = (
+        {each["name"]: each["median_seconds"] for each in the_one(document["comparisons"], title, "sharded")["contenders"]}
+        for title in ("Stall of a sharded", "Reading a sharded")
+    )
+    for way in DCP_WAYS:
+        after = f"{reads[way]:.2f} to read" if way in reads else ""
+        lines.append(f"| FSDP2 and DCP | {way} | | | {1e3 * stalls[way]:.1f} | {after} |")
+    return "\n".join([*lines, "", recorded(commits), ""])
 
 
 def table() -> str:
