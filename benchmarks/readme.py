@@ -24,6 +24,7 @@ README = ROOT / "benchmarks" / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 ENGINES_PAGE = ROOT / "docs" / "engines" / "index.md"
 ENGINES = (("Ray Train", "ray"), ("torchft", "torchft"), ("NVRx", "nvrx"))
+WAYS = {("torchft", "own"): "torch.save, as in torchft's docs"}
 DCP_WAYS = ("trainbus", "DCP save", "DCP async_save")
 BEGIN, END = "<!-- figures: written by `python -m benchmarks.readme` -->", "<!-- end of figures -->"
 
@@ -124,11 +125,9 @@ def engines_table() -> str:
         document = orjson.loads(path.read_bytes())
         commits[name] = document["environment"]
         for way, found in document.items():
-            if isinstance(found, dict) and (strikes := found.get("strikes")):
-                again = [one["seconds"] for one in strikes if one["seconds"] is not None]
-                lost = sum(one["lost_saves"] for one in strikes)
-                stall, after = 1e3 * statistics.median(found["stalls"]), statistics.median(again)
-                lines.append(f"| {engine} | {way} | {len(strikes)} | {lost} | {stall:.1f} | {after:.1f} |")
+            if isinstance(found, dict) and "strikes" in found:
+                cells = (torchft_row if engine == "torchft" else engine_row)(found)
+                lines.append(f"| {engine} | {WAYS.get((name, way), way)} | {len(found['strikes'])} | {' | '.join(cells)} |")
     document = commits["sharded"] = orjson.loads((RESULTS / "sharded.json").read_bytes())
     stalls, reads = (
         {each["name"]: each["median_seconds"] for each in the_one(document["comparisons"], title, "sharded")["contenders"]}
@@ -138,6 +137,21 @@ def engines_table() -> str:
         after = f"{reads[way]:.2f} to read" if way in reads else ""
         lines.append(f"| FSDP2 and DCP | {way} | | | {1e3 * stalls[way]:.1f} | {after} |")
     return "\n".join([*lines, "", recorded(commits), ""])
+
+
+def engine_row(found: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return the cells saves lost, stall, and the time to train again."""
+    again = [one["seconds"] for one in found["strikes"] if one["seconds"] is not None]
+    lost = sum(one["lost_saves"] for one in found["strikes"])
+    return str(lost), f"{1e3 * statistics.median(found['stalls']):.1f}", f"{statistics.median(again):.1f}"
+
+
+def torchft_row(found: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return the same cells where the other replica groups go on, and the one that died comes back."""
+    saves = found["saves"]
+    lost = max(0, len(saves["missing"]) + len(saves["damaged"]) - len(saves["made_up"]))
+    pause, heals = (statistics.median(one[key] for one in found["strikes"]) for key in ("pause", "heals"))
+    return str(lost), f"{1e3 * saves['stall']:.1f}", f"{pause:.1f} the others, {heals:.1f} the one that died"
 
 
 def table() -> str:
