@@ -49,7 +49,7 @@ def main() -> None:
     bus = Bus(
         LoggerHook(interval=20),
         ParamSchedulerHook(schedule, by="iter"),
-        EMAHook(),
+        EMAHook(momentum=0.01),
         CheckpointHook(interval=1, max_keep_ckpts=2),
         DistSamplerSeedHook(),
     )

@@ -14,7 +14,7 @@ from eventloop.log import get_logger
 from eventloop.privates import READS_NEXT, READS_SAMPLES
 from eventloop.training.distributed.launch import warn_if_all
 from eventloop.training.distributed.samples import global_sampler
-from eventloop.training.loaders import has_state, length_of, restore_loader, skip_batches
+from eventloop.training.loaders import has_state, length_of, restore_loader, sampler_epoch, skip_batches
 from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.replicas import Draws
 from eventloop.training.rng import (
@@ -116,6 +116,17 @@ class Feed:
     def endless(self) -> bool:
         """True if an exhausted loader is restarted within the same epoch."""
         return self._endless is not None
+
+    def place(self) -> dict[str, int | None]:
+        """Return where the current batch is, for :meth:`take` in another replica group."""
+        epoch = sampler_epoch(self.loader)
+        return {"used": self.used - 1, "passes": self.passes, "length": self.length, "sampler_epoch": epoch}
+
+    def take(self, place: Mapping[str, Any]) -> None:
+        """Make the next :meth:`start_pass` begin at the batch that another replica group is at."""
+        self.go_to(place["used"], place["passes"], place["length"])
+        if place["sampler_epoch"] is not None:
+            set_sampler_epoch(self.loader, place["sampler_epoch"])
 
     def go_to(self, used: int, passes: int, length: int | None) -> None:
         """Make the next :meth:`start_pass` continue behind ``used`` batches of a pass; replica groups pass over data alike."""

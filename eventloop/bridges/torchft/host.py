@@ -21,8 +21,7 @@ from eventloop.checkpoint import is_sharded
 from eventloop.device import synchronize
 from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.log import get_logger
-from eventloop.training import Driver, Run, set_sampler_epoch
-from eventloop.training.loaders import sampler_epoch
+from eventloop.training import Driver, Run
 from eventloop.training.saves.contents import as_tree, gather_state, restore_state
 from eventloop.training.saves.restore import publish_loaded
 from eventloop.training.schema import SavedCounts, SavedRank, SavedState, read
@@ -203,7 +202,7 @@ class ManagedReplicas:
         state = gather_state(run, SavedRank(None, None), ())
         # Not by run.publish(), which is for the training thread.
         run.bus.publish(ev.BeforeSaveCheckpoint(run=run, progress=run.progress, path="", checkpoint=state))
-        place = {} if feed is None else {"passes": feed.passes, "length": feed.length, "epoch": sampler_epoch(feed.loader)}
+        place = {} if feed is None else feed.place()
         handed: dict[str, Any] = self._buffers.put_in({**state, "progress": as_tree(counts), MANAGER: place})
         return handed
 
@@ -228,7 +227,7 @@ class ManagedReplicas:
         self._buffers.take()
         self.healed = True
         log.info(
-            "this replica group has taken over the state of another; its own data of these iterations is left out",
+            "this replica group has taken over the state of another; it does not train its own data of these iterations",
             first=before,
             last=run.counters.iter,
         )
@@ -247,9 +246,7 @@ class ManagedReplicas:
         self._take_state(state, counts)
         drive.begin_train(max_epochs=epochs, max_iters=iters)
         if feed is not None:
-            feed.go_to(counts.batches, place["passes"], place["length"])
-            if place["epoch"] is not None:
-                set_sampler_epoch(feed.loader, place["epoch"])
+            feed.take(place)
         drive.begin_epoch(feed, endless=endless)
         batch = None if feed is None else feed.next()
         drive.begin_iteration(None if batch is None else batch[0])

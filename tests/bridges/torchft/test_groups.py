@@ -1,5 +1,6 @@
 """Replica groups of several processes, and of one that ``torchrun`` started without a process group."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -8,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from torch import distributed
 
 from eventloop.checkpoint import load
 
@@ -69,6 +71,25 @@ def test_ranks_agree_within_their_group(tmp_path):
     state = load(tmp_path / "run" / "epoch_4.safetensors")
     assert len(state["ranks"]) == 2
     assert state["stateful"]["torchft"]["step"] == state["progress"]["iter"] == 80
+
+
+@pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated:DeprecationWarning")  # torchft's log
+def test_the_example_trains(tmp_path, monkeypatch):
+    """``examples/torchft_digits.py``, one group of two."""
+    pytest.importorskip("sklearn")
+    server, store = groups.lighthouse(), distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port)}
+    for name, value in {**place, "TORCHFT_LIGHTHOUSE": server.address(), "REPLICA_GROUP_ID": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(tmp_path)
+    spec = importlib.util.spec_from_file_location("torchft_digits", ROOT / "examples" / "torchft_digits.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.EPOCHS = 2
+    example.main()
+    server.shutdown()
+    assert load(tmp_path / "runs" / "torchft" / "epoch_2.safetensors")["progress"]["update"] == 58
+    assert (tmp_path / "runs" / "torchft" / "digits1" / "scalars.jsonl").exists()
 
 
 @pytest.mark.timeout(200)

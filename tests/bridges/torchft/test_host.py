@@ -1,5 +1,6 @@
 """``Run(replicas=manager)`` in one process, with a real lighthouse and manager."""
 
+import shutil
 import threading
 
 import pytest
@@ -12,7 +13,21 @@ from eventloop.bridges.torchft import privates
 from eventloop.bridges.torchft.host import KEY
 from eventloop.checkpoint import overlap
 from eventloop.events import AfterLoadCheckpoint, AfterTrainIter, BeforeTrainEpoch, BeforeTrainIter, CheckpointSkipped
-from hooks import CheckInvalidLossHook, CheckpointHook, EMAHook, LoggerHook, ParamSchedulerHook
+from hooks import (
+    CheckInvalidLossHook,
+    CheckpointHook,
+    DistSamplerSeedHook,
+    EarlyStoppingHook,
+    EMAHook,
+    EmptyCacheHook,
+    IterTimerHook,
+    LoggerHook,
+    ParamSchedulerHook,
+    PreemptionHook,
+    ProgressBar,
+    RunRecordHook,
+    RuntimeInfoHook,
+)
 from hooks.writers import JSONLinesWriter
 
 from . import groups
@@ -193,6 +208,31 @@ def test_a_healed_group_goes_on_as_a_resumed_run(manager):
     assert (line["first"], line["last"]) == (1, 7)
 
 
+@pytest.mark.parametrize("at", [4, 5, 6, 12])
+def test_a_group_heals_in_any_pass_of_an_iteration_based_training(manager, at):
+    """The epoch is one; the order of the data changes from pass to pass."""
+
+    def train(job, body):
+        with job.run as run:
+            for _ in run.epochs(max_iters=15):
+                for numbers, rows, _ in run.train(job.loader, endless=True):
+                    job.optimizer.zero_grad()
+                    job.model(rows).sum().backward()
+                    body()
+                    job.optimizer.step()
+                    job.batches.append(numbers.tolist())
+        return job
+
+    state = {}
+    ahead = Job(manager())
+    ask = ahead.run.host.replicas.hand_out
+    train(ahead, lambda: ahead.run.counters.iter == at and state.update(torch.utils._pytree.tree_map(_copied, ask())))
+    job = Job(manager())
+    train(job, lambda: job.run.counters.iter == 1 and job.run.host.replicas.heal(state))
+    assert job.batches[2:] == ahead.batches[at + 1 :]
+    assert job.run.counters.iter == job.run.counters.batches == 15
+
+
 def test_a_healed_step_that_is_not_committed_is_repeated(manager):
     """The batch that comes again is the one that belongs to the new weights."""
     ahead = Job(manager())
@@ -201,6 +241,26 @@ def test_a_healed_step_that_is_not_committed_is_repeated(manager):
     job.train(2, lambda body: job.run.host.replicas.heal(state) if body == 1 else None, fails={1})
     assert [numbers for numbers, _ in job.batches[2:]] == [numbers for numbers, _ in ahead.batches[7:]]
     assert torch.equal(weights(job), weights(ahead))
+
+
+def test_a_group_that_heals_before_its_forward_pass_says_what_it_trains(manager):
+    """``use_async_quorum=False``: the body has read the batch of another step already."""
+    state = state_in(Job(manager(use_async_quorum=False)), 7)
+    job = Job(manager(use_async_quorum=False))
+    start, calls = job.manager.start_quorum, []
+
+    def start_quorum(*args, **options):
+        start(*args, **options)
+        calls.append(job.run.counters.iter)
+        if len(calls) == 2:
+            job.run.host.replicas.heal(state)
+
+    job.manager.start_quorum = start_quorum
+    with capture_logs() as logs:
+        job.train(2)
+    assert calls == [0, 1, 8, 9]
+    assert job.run.counters.iter == job.manager.current_step() == 10
+    assert [line["iter"] for line in logs if "belongs to another iteration" in line["event"]] == [1]
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["the run's functions", "own functions, too"])
@@ -246,6 +306,57 @@ def _held(hold):
     return late
 
 
+def test_the_hooks_of_trainbus_go_on_in_a_healed_group(manager, tmp_path):
+    """All that a run may have: none of them minds that the run is at another place, and the record tells one training."""
+    state = state_in(Job(manager()), 7)
+    hooks = [RuntimeInfoHook(), IterTimerHook(), DistSamplerSeedHook(), LoggerHook(1), RunRecordHook(), ProgressBar()]
+    more = [CheckpointHook(1), EMAHook(), EarlyStoppingHook("loss"), PreemptionHook()]
+    job = Job(manager(), Bus(*hooks, *more, CheckInvalidLossHook(1), EmptyCacheHook()), work_dir=tmp_path / "run")
+    with job.run as run:
+        for _ in run.epochs(3):
+            for numbers, rows, targets in run.train(job.loader):
+                job.optimizer.zero_grad()
+                loss = (job.model(rows) - targets).pow(2).mean()
+                loss.backward()
+                if run.counters.iter == 1:
+                    run.host.replicas.heal(state)
+                job.optimizer.step()
+                run.report(loss=loss)
+                job.batches.append(numbers)
+            for _, rows, targets in run.validate(job.loader):
+                run.report(loss=(job.model(rows) - targets).pow(2).mean())
+    assert run.progress.epoch == 3
+    assert run.counters.iter == job.manager.current_step() == 15
+    assert len(job.batches) == 2 + 7
+    assert run.counters.validations == 2
+    steps = [line["step"] for line in scalars(job) if "train/loss" in line]
+    assert steps == [1, *range(9, 16)]
+    assert {path.name for path in (tmp_path / "run").glob("*.safetensors")} >= {"epoch_2.safetensors", "epoch_3.safetensors"}
+    assert (run.work_dir / "run.json").exists()
+
+
+def test_the_group_that_takes_over_keeps_and_removes_the_files_of_the_other(manager, tmp_path):
+    """It makes up for the file that the other one was writing."""
+    other = Job(manager(), Bus(CheckpointHook(1, by_epoch=False)), work_dir=tmp_path / "other").train(1)
+    job = Job(manager(), Bus(CheckpointHook(1, by_epoch=False, max_keep_ckpts=2)), work_dir=tmp_path / "run")
+    rank = job.manager.participating_rank
+    job.manager.participating_rank = lambda: rank() if job.run.counters.iter > 2 else 1
+
+    def between(body):
+        if body == 2:  # the other group has saved twice, and dies in the third save
+            assert not [*(tmp_path / "run").glob("*.safetensors")]
+            for number in (1, 2):
+                shutil.copy(tmp_path / "other" / f"iter_{number}.safetensors", tmp_path / "run")
+
+    with capture_logs() as logs:
+        job.train(1, between)
+    files = {path.name for path in (tmp_path / "run").glob("*.safetensors")}
+    assert files == {"iter_4.safetensors", "iter_5.safetensors"}
+    told = [line["names"] for line in logs if "saved once more" in line["event"]]
+    assert told == [[str(tmp_path / "run" / "iter_3.safetensors")]]
+    assert torch.equal(weights(job), weights(other))
+
+
 class Other:
     pass
 
@@ -264,6 +375,17 @@ def test_what_does_not_go_with_replicas_is_an_error(manager, options, named):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ConfigurationError, match=named):
         Run(model=model, optimizer=optimizer, **{"seed": 1, "replicas": manager()} | options)
+
+
+def test_a_wrapper_that_fails_with_other_groups_is_told(manager):
+    """The DistributedDataParallel of torchft 0.2.0."""
+    one = manager()
+    wrapped = torchft.DistributedDataParallel(one, groups.Net())
+    optimizer = torchft.Optimizer(one, torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    with capture_logs() as logs, Run(model=wrapped, optimizer=optimizer, seed=0, replicas=one):
+        pass
+    told = [line["models"] for line in logs if "manager.allreduce()" in line["event"]]
+    assert told == ([] if hasattr(torchft.ddp, "_completed") else ["model"])
 
 
 def test_a_manager_without_a_name_needs_one_for_a_work_dir(manager, tmp_path, monkeypatch):
