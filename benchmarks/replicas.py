@@ -66,7 +66,7 @@ class Strike:
     pause: float
     """Seconds from the kill to the next step that the other group committed."""
     heals: float
-    """Seconds from the start of the new process to the first step that it committed."""
+    """Seconds from the start of the new process, which has imported torch, to the first step that it committed."""
     missed: int
     """Steps that the group did not take part in."""
 
@@ -317,15 +317,16 @@ def summary(results: dict[str, Any]) -> Table:
     """Return the table of both ways."""
     grid = Table(title="Replica groups of torchft die", title_justify="left", title_style="bold")
     grid.add_column("")
-    columns = ("kills", "lost saves", "damaged files", "stall per save", "s to go on", "s to heal", "samples again")
+    columns = ("kills", "lost saves", "made up", "damaged", "stall per save", "s to go on", "s to heal", "samples again")
     for heading in columns:
         grid.add_column(heading, justify="right")
     for kind, one in results.items():
         kept = one["saves"]
         grid.add_row(
-            {"own": "torch.save, as in torchft's docs"}.get(kind, kind),
+            {"own": "torch.save"}.get(kind, kind),
             str(len(one["strikes"])),
             f"{max(0, len(kept['missing']) + len(kept['damaged']) - len(kept['made_up']))} of {kept['due']}",
+            str(len(kept["made_up"])),
             str(len(kept["damaged"])),
             f"{1000 * kept['stall']:.1f} ms",
             f"{statistics.median(strike['pause'] for strike in one['strikes']):.2f}",
