@@ -113,7 +113,7 @@ def on_disks(folder: Path, disks: tuple[str, ...], options: dict[str, Any]) -> S
     refused, down = options.get("refused", ()), options.get("down", False)
     out_dir, keep = options.get("out_dir", f"local://{folder}/store"), options.get("keep", -1)
     hook = CheckpointHook(interval=1, out_dir=out_dir, max_keep_ckpts=keep)
-    work_dir = folder / disks[rank] / "run"
+    work_dir = folder / disks[rank] / options.get("name", "run").format(disks[rank])
     loop = jobs.make_loop(work_dir, hook, epochs=options["epochs"], shard=size > 1)
     upload, files = RemotePath.upload, RemotePath.files
 
@@ -295,6 +295,13 @@ def test_after_a_kill_during_the_upload_the_next_start_goes_on_with_it(outcomes,
         assert not one.error
         assert_same(one.began, ended)
     assert not on(tmp_path / "a") | on(tmp_path / "b")
+
+
+def test_with_work_dirs_of_several_names_the_store_is_that_of_rank_0(run, tmp_path):
+    run("a", "b", epochs=2, refused=["epoch_2"], resume=None, name="run-{}")
+    for one in run("a", "b", epochs=2, name="run-{}"):
+        assert "rank 1: no checkpoint" in one.error  # a resume needs one name, as without an outage
+    assert load_whole(tmp_path / "store/run-a/epoch_2.safetensors")["progress"]["epoch"] == 2
 
 
 def test_a_disk_that_keeps_a_part_tells_which_run_of_a_name_is_the_newest(run, tmp_path):

@@ -29,7 +29,7 @@ from eventloop.checkpoint import (
     verify,
 )
 from eventloop.checkpoint.shards import INDEX, SUFFIX, check_parts
-from eventloop.errors import CheckpointError, TrainbusError
+from eventloop.errors import CheckpointDamagedError, CheckpointError, TrainbusError
 from eventloop.events import CheckpointCommitted
 from eventloop.log import get_logger
 from eventloop.training.saves.contents import SavedRun
@@ -62,18 +62,29 @@ def upload_kept(run: SavedRun) -> dict[str, str]:
     Raises:
         CheckpointError: a store does not answer, or does not take it and not all ranks see all of it.
     """
-    home, stores = run.work_dir, {one for one in run.saves.directories if isinstance(one, RemotePath)}
+    home, stores = run.work_dir, [str(one) for one in run.saves.directories if isinstance(one, RemotePath)]
     return {} if home is None or not stores else _Upload(run, home, stores).lost
 
 
 class _Upload:
-    def __init__(self, run: SavedRun, home: Path, stores: set[RemotePath]) -> None:
-        self._run, self._home, self._stores = run, home, stores
+    def __init__(self, run: SavedRun, home: Path, stores: list[str]) -> None:
+        self._run, self._home = run, home
         self._ranks = run.state.ranks
         self._rank, self._size = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
         self.lost: dict[str, str] = {}
-        if kept := self._merged(dict(_records(home, stores)), or_):
+        # The stores are those of rank 0, as in a save: work dirs of other names would have others.
+        stores, found = self._merged((stores, dict(_records(home))), lambda one, other: (one[0], one[1] | other[1]))
+        self._stores = {*map(as_path, stores)}
+        kept = {name: one for name, one in found.items() if self._urls(one)}
+        for one in (found[name] for name in found.keys() - kept):
+            self._log(log.warning, "a save is kept for a store that this run does not save to", names=one.urls)
+        if kept:
             self._upload_newest(kept)
+
+    def _urls(self, kept: KeptParts) -> list[RemotePath]:
+        """Return the paths in stores of this run that a save waits for."""
+        wanted = [url for url in kept.urls if url.rpartition("/")[0] in map(str, self._stores)]
+        return [url for url in map(as_path, wanted) if isinstance(url, RemotePath)]
 
     def _upload_newest(self, kept: dict[str, KeptParts]) -> None:
         seen = self._merged({(name, file): at for name, one in kept.items() for file, at in self._own(name, one)}, _nearest)
@@ -130,8 +141,7 @@ class _Upload:
     def _upload(self, name: str, kept: KeptParts, places: Mapping[str, _Place]) -> bool:
         """Upload a complete save to its stores; return False if none takes it, but each rank sees all of it."""
         start = time.perf_counter()
-        urls = [url for url in map(as_path, kept.urls) if isinstance(url, RemotePath) and url.parent in self._stores]
-        problems = {url: self._give(name, kept, places, url) for url in urls}
+        problems = {url: self._give(name, kept, places, url) for url in self._urls(kept)}
         landed = [url for url, problem in problems.items() if not problem]
         for url in problems.keys() - landed:
             self._log(log.error, "a store did not take a save that is kept for it", name=str(url), error=problems[url])
@@ -144,8 +154,8 @@ class _Upload:
             self._run.bus.publish(CheckpointCommitted(progress=kept.progress, path=names[0], names=names, seconds=seconds))
         elif not self._merged(all(self._path(name, kept, file).exists() for file in places), and_):
             raise CheckpointError(
-                f"the newest save is kept for {', '.join(map(str, urls))}, but cannot be uploaded: {problems[urls[0]]}. Not "
-                f"all ranks can read it: {_told(places.values())}. Run again when the store takes it"
+                f"a save is kept for {', '.join(map(str, problems))}, but cannot be uploaded: {'; '.join(problems.values())}. "
+                f"Not all ranks can read it: {_told(places.values())}. Run again when the store takes it"
             )
         return bool(landed)
 
@@ -186,20 +196,18 @@ class _Upload:
             tell(event, **more)
 
 
-def _records(home: Path, stores: Collection[AnyPath]) -> Iterator[tuple[str, KeptParts]]:
+def _records(home: Path) -> Iterator[tuple[str, KeptParts]]:
+    """Yield what a work dir has parts of, by the name of their directory."""
     for path in home.glob(f"*{SUFFIX}/{KEPT}"):
         try:
             check_regular(path)
             kept = msgspec.json.decode(path.read_bytes(), type=KeptParts)
-            stranger = [name for name in (kept.file, *kept.parts) if not is_plain_name(name)]
-            wanted = [url for url in map(as_path, kept.urls) if isinstance(url, RemotePath) and url.parent in stores]
+            if stranger := [name for name in (kept.file, *kept.parts) if not is_plain_name(name)]:
+                raise CheckpointDamagedError(f"{stranger[0]!r} is not a name of a file")
         except (TrainbusError, OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             log.warning("what is kept for a store cannot be read", path=str(path), error=str(error))
-            continue
-        if stranger or not wanted:
-            log.warning("a save is kept for a store that this run does not save to", path=str(path.parent), names=kept.urls)
-            continue
-        yield path.parent.name, kept
+        else:
+            yield path.parent.name, kept
 
 
 def _far(kept: KeptParts) -> tuple[int, ...]:
