@@ -46,6 +46,7 @@ LIBRARIES = (
     "anyio",
     "bubus",
     "nvidia-resiliency-ext",
+    "torchft",
 )
 
 Sample = Callable[[], float]
