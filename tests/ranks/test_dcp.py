@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from eventloop import Hook
+from eventloop import Bus, Hook, TrainLoop
 from eventloop.checkpoint import copy_in, load, load_whole
 from eventloop.cli import main
 from hooks import CheckpointHook, EMAHook
@@ -124,6 +124,28 @@ def test_from_us_to_an_engine_and_back_on_2_1_and_4_processes(ranks, tmp_path, s
     for count in (1, 4):
         resumed = ranks(we_resume, str(tmp_path / "back.safetensors"), count > 1, EMAHook(momentum=0.5), size=count)
         assert resumed == [trained] * count
+
+
+def half_sharded(path: str | None, work_dir: str | None, backwards: bool) -> Any:
+    """Train a model of which one of two equal layers is sharded; return its values after the last step."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0], mesh=init_device_mesh("cpu", (jobs.rank_and_size()[1],)))
+    parameters = [*model.parameters()]
+    optimizer = torch.optim.AdamW(parameters[::-1] if backwards else parameters, lr=0.01)
+    hooks = [CheckpointHook(interval=1)] if work_dir else []
+    data, limit = [torch.linspace(-1, 1, 16).view(4, 4)] * 3, 2 if path else 1
+    step = lambda model, batch: (model(batch) * torch.arange(4.0)).sum()  # noqa: E731
+    loop = TrainLoop(model, optimizer, step=step, train_data=data, bus=Bus(*hooks), max_epochs=limit, work_dir=work_dir)
+    loop.run(resume=path)
+    moments = {name: whole(optimizer.state[parameter]) for name, parameter in model.named_parameters()}
+    return canonical([whole(model.state_dict()), moments])
+
+
+def test_sharded_state_is_found_by_name_where_the_optimizer_has_another_order(ranks, tmp_path):
+    ranks(half_sharded, None, str(tmp_path), False)
+    saved = str(tmp_path / "epoch_1.safetensors")
+    assert ranks(half_sharded, saved, None, True) == ranks(half_sharded, saved, None, False)
 
 
 # ----------------------------------------------------------------------------------------------------------- torchtitan

@@ -19,9 +19,10 @@ from eventloop.errors import CheckpointDamagedError, CheckpointError, Configurat
 from eventloop.log import get_logger
 from eventloop.privates import tree_map
 from eventloop.training.distributed.ranks import Ranks, this_rank, world_size
+from eventloop.training.optimizers import parameters_of
 from eventloop.training.rng import other_rng_state
 from eventloop.training.saves.agreed import agreed
-from eventloop.training.saves.contents import SavedRun, as_tree, restore_state, unwrapped_state
+from eventloop.training.saves.contents import SavedRun, as_tree, parameter_names, restore_state, unwrapped_state
 from eventloop.training.saves.discover import Found, Read, find_checkpoint, newest_candidate, read_checkpoint
 from eventloop.training.saves.kept_upload import upload_kept
 from eventloop.training.schema import SavedCounts, SavedRank, SavedState, Tree, read, upgraded
@@ -195,7 +196,7 @@ class Restore:
     def _with_shards(self, state: Mapping[str, Any], path: Any) -> dict[str, Any]:
         from eventloop.checkpoint.sharded import put_shards, spread  # takes a second; only for sharded models
 
-        like = placement(self._run.models, self._run.optimizers)
+        like = placement(self._run.models, self._run.optimizers, state.get("parameters", {}))
         if sharded_in(state) is None:
             return spread(state, like)
         made = dict[str, Any]()
@@ -218,21 +219,26 @@ def _caught(do: Callable[[], object]) -> CheckpointError | OSError | None:
 
 
 def placement(
-    models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
+    models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer], saved: Mapping[str, str]
 ) -> Callable[[tuple[str | int, ...], torch.Size, torch.dtype], torch.Tensor]:
     """Return a function that makes an empty tensor for each path in a sharded checkpoint, sharded as in this run.
 
     Weights, and averages of them under other keys, are sharded like the model's, optimizer state like its parameter, another
-    tensor like weights of its shape. Anything else is not sharded.
+    tensor like weights of its shape. Anything else is not sharded. ``saved`` has the names of each optimizer's parameters, in
+    the order of the checkpoint.
     """
     known: dict[tuple[str | int, ...], torch.Tensor] = {}
     for name, model in models.items():
         prefix = ("state_dict",) if set(models) == {"model"} else ("state_dict", name)
         known |= {(*prefix, key): value for key, value in unwrapped_state(model).items() if isinstance(value, torch.Tensor)}
     by_shape = {value.shape: value for value in known.values()}
-    for name, optimizer in optimizers.items():
-        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        known |= {("optimizer", name, "state", index): parameter for index, parameter in enumerate(parameters)}
+    for name, names in parameter_names(models, optimizers).items():
+        own = names.split("\n")
+        parameters = dict(zip(own, parameters_of(optimizers[name]), strict=False))
+        there = saved[name].split("\n") if name in saved else own
+        # By number where names do not tell: of 0.2, or of parameters in no model.
+        order = [parameters[key] for key in there] if sorted(there) == sorted(parameters) else parameters_of(optimizers[name])
+        known |= {("optimizer", name, "state", index): parameter for index, parameter in enumerate(order)}
 
     def like(path: tuple[str | int, ...], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         found = known.get(("state_dict", *path[1:]), known.get(path[:4]))
