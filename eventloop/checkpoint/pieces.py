@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
-import zipfile
 from collections.abc import Callable
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
 from eventloop.checkpoint.load import read_exactly
-from eventloop.checkpoint.pth import check_stored
+from eventloop.checkpoint.pth import load_pickled
 from eventloop.checkpoint.rebuild import DTYPES
 from eventloop.checkpoint.shards import OLD_PART, Indexed, Piece
 from eventloop.checkpoint.store import AnyPath, open_file
-from eventloop.errors import CheckpointDamagedError
+from eventloop.errors import CheckpointDamagedError, CheckpointError
 
 Keys = tuple[str | int, ...]
 """The way to a value in the tree."""
@@ -102,22 +99,18 @@ def shared_box(one: Box, other: Box) -> Box | None:
 def _read_old(file: BinaryIO, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
     """Read a piece that ``torch.distributed.checkpoint`` wrote: a file of ``torch.save`` within the file."""
     file.seek(piece.begin)
-    data = io.BytesIO(read_exactly(file, piece.bytes))
     try:
-        with zipfile.ZipFile(data) as archive:
-            check_stored(archive, piece.bytes)
-            if broken := archive.testzip():
-                raise CheckpointDamagedError(f"the checksum of {broken} in {piece.file} is wrong")
-        data.seek(0)
-        tensor = torch.load(data, map_location="cpu", weights_only=True)
-    except (zipfile.BadZipFile, pickle.UnpicklingError) as error:
-        raise ValueError(str(error).partition("\n")[0]) from error
+        tensor = load_pickled(read_exactly(file, piece.bytes), piece.file)
+    except CheckpointDamagedError:
+        raise
+    except CheckpointError as error:  # it names code, which that never writes there
+        raise CheckpointDamagedError(str(error)) from error
     plain = (
         type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided and tensor.device.type == "cpu"
     )
     if not plain or (tuple(tensor.shape), tensor.dtype) != (piece.shape, dtype):
-        raise ValueError("it has another tensor than the index says")
-    found: torch.Tensor = tensor
+        raise ValueError(f"{piece.file} has another tensor than the index says")
+    found: torch.Tensor = tensor.detach()
     return found
 
 

@@ -142,18 +142,17 @@ def test_code_in_the_index_is_refused_and_named(tmp_path, place):
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("tensor", [False, True])
-def test_code_in_an_entry_is_refused_and_named(tmp_path, tensor):
+@pytest.mark.parametrize("name", ["w", "o"], ids=["tensor", "object"])
+def test_code_in_an_entry_is_refused_and_named(tmp_path, name):
     folder, evil = saved({"w": torch.ones(900), "o": "o" * 900}, tmp_path / "a"), io.BytesIO()
-    torch.save(Runs(f"touch {tmp_path}/ran"), evil)
+    torch.save([Runs(f"touch {tmp_path}/ran"), torch.ones(900)], evil)
     metadata = metadata_of(folder)
-    (place,) = [place for index, place in metadata.storage_data.items() if index.fqn == ("w" if tensor else "o")]
+    (place,) = [place for index, place in metadata.storage_data.items() if index.fqn == name]
     place.relative_path, place.offset, place.length = "evil.distcp", 0, len(evil.getvalue())
-    (folder / "evil.distcp").write_bytes(evil.getvalue() + bytes(4000))
+    (folder / "evil.distcp").write_bytes(evil.getvalue())
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
-    with pytest.raises(CheckpointError, match=r"evil\.distcp|\.metadata") as error:
+    with pytest.raises(CheckpointError, match=r"evil\.distcp.*names code.*posix\.system"):
         whole(open_dcp(folder))
-    assert tensor or "posix.system" in str(error.value)
     assert not (tmp_path / "ran").exists()
 
 
@@ -350,7 +349,7 @@ def test_of_192_mb_in_tensors_of_16_no_more_than_two_are_in_memory_and_when_impo
     to_dcp, to_hf, from_dcp = map(int, done.stdout.split())
     assert to_dcp < 40
     assert to_hf < 40
-    assert from_dcp < 2 * 64 + 30
+    assert from_dcp < 2 * 64 + 50  # whole, it would be 384
 
 
 # ---------------------------------------------------------------------------------------------------------- safetensors
