@@ -340,6 +340,19 @@ def test_import_runs_no_code_and_gives_advice(trainbus):
     assert [path.name for path in Path().iterdir()] == ["a.pth"]
 
 
+def test_what_is_too_large_for_one_file_is_imported_sharded_and_exported_from_a_store(trainbus, memory, monkeypatch):
+    monkeypatch.setattr("eventloop.checkpoint.copy_in.ONE_FILE", 0)
+    Path("theirs").mkdir()
+    save_file({"w": torch.arange(6.0)}, "theirs/model.safetensors")
+    said = trainbus("import", "theirs", "memory://bucket/ours.safetensors").out
+    (shards,) = (line.split()[-3] for line in said.splitlines() if line.startswith("sharded"))
+    assert memory.isdir(f"bucket/{shards}")
+    trainbus("verify", "memory://bucket/ours.safetensors")
+    Path("config.json").write_text("{}")
+    trainbus("export", "memory://bucket/ours.safetensors", "again", "--hf", "--config", "config.json")
+    assert load_file("again/model.safetensors")["w"].equal(torch.arange(6.0))
+
+
 def test_import_of_a_folder_runs_no_code_of_it_and_names_the_file_and_the_code(trainbus):
     Path("theirs").mkdir()
     Path("theirs/.metadata").write_bytes(pickle.dumps(Runs()))

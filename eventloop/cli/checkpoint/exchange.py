@@ -145,7 +145,10 @@ def _import_folder(folder: Path, out: AnyPath) -> tuple[CommitInfo, dict[str, st
 
     contents = open_folder(folder)
     contents.tree, notes = converted(contents.tree) if lacking(contents.tree) else _converted(contents.tree)
-    return checkpoint.save_contents(contents, out), notes
+    written = checkpoint.save_contents(contents, out)
+    if (shards := checkpoint.sharded_in(outline(out))) is not None:
+        notes = {"sharded": f"the tensors are in {shards} beside it", **notes}
+    return written, notes
 
 
 def _converted(tree: Any) -> tuple[Any, dict[str, str]]:
