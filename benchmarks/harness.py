@@ -47,6 +47,7 @@ LIBRARIES = (
     "bubus",
     "nvidia-resiliency-ext",
     "torchft",
+    "ray",
 )
 
 Sample = Callable[[], float]

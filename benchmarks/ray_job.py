@@ -32,6 +32,7 @@ class Log:
         """When this file is there, the training ends."""
         self._always = {"rank": ray.train.get_context().get_world_rank(), "pid": os.getpid()}
         self._file = os.open(f"{place}/{os.getpid()}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        self.tell(started=True)
 
     def tell(self, **line: Any) -> None:
         os.write(self._file, json.dumps({"at": time.time(), **self._always, **line}).encode() + b"\n")

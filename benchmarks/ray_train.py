@@ -10,7 +10,8 @@ At the end Ray's Result has the newest save, and weights and momentum are bitwis
 
 Beside it, the same training as Ray's documentation writes it (``torch.save`` and ``report(checkpoint=from_directory)``): a save
 counts once ``report`` has returned on both workers. A stall is the time between the ends of two iterations around a save, less
-the median of the others.
+the median of the others. *Start* is the time from the strike until Ray calls the training again, *train* from there to the end
+of the first iteration.
 """
 
 import argparse
@@ -67,8 +68,12 @@ class Strike:
     """Iterations that were done and had to be repeated."""
     lost_saves: int
     """Saves that counted and were not gone on from."""
+    restart: float
+    """Seconds from the strike (of a drain, from the end of the node) until Ray calls the training again."""
     seconds: float
-    """From the strike to the end of the first new iteration; of a drain, from the end of the node."""
+    """From there to the end of the first iteration."""
+    load: float
+    """Processes that wanted a core of this computer in the last minute, on average."""
 
 
 class Story:
@@ -172,7 +177,9 @@ class Experiment:
             goes_on_at=new["begins"],
             lost=max(0, done - new["begins"]),
             lost_saves=len([save for save in self.saves(since=began, until=struck) if save > new["begins"]]),
-            seconds=self.goes(struck) - struck,
+            restart=(started := self.story.of("started", since=struck, until=new["at"])[-1]["at"]) - struck,
+            seconds=self.goes(struck) - started,
+            load=os.getloadavg()[0],
         )
         if self.ours and (found.lost_saves or found.lost > (INTERVAL + 10 if kind != "drain" else 0)):
             raise LostError(str(found))
@@ -197,7 +204,8 @@ class Experiment:
         expected = load(self.place / "undisturbed" / f"epoch_{epochs}.safetensors")
         if any(not torch.equal(*pair) for pair in zip(numbers(saved), numbers(expected), strict=True)):
             raise LostError("weights or momentum are not those of an undisturbed training")
-        kept = len([*Path(result.path).glob("*.safetensors")])
+        if (kept := len([*Path(result.path).glob("*.safetensors")])) > KEPT + 1:
+            raise LostError(f"{kept} files are left, and num_to_keep is {KEPT}")
         handlers = defaultdict(list)
         for line in self.story.of("handlers"):
             for name, times in line["handlers"].items():
@@ -206,7 +214,6 @@ class Experiment:
             "iterations": done,
             "committed": len(self.saves()),
             "verified": len(self._verified),
-            "kept": kept,
             "handlers": {
                 name: {"mean": max(one[0] for one in many), "p99": max(one[1] for one in many)}
                 for name, many in handlers.items()
@@ -284,39 +291,46 @@ def run(cluster: Any, place: Path, train: Callable[..., None], kinds: list[str],
     return {
         "strikes": [asdict(one) for one in table],
         "stalls": found.story.read().stalls(),
-        "interval": INTERVAL,
-        "bytes": 8 * PADDING,
         "seconds": round(time.monotonic() - began, 1),
         **checked,
     }
 
 
+def add(way: dict[str, Any], found: dict[str, Any]) -> None:
+    """Add what happened in one turn to that of the turns before."""
+    for name, value in found.items():
+        if name == "handlers":  # the slowest of all turns
+            before = way.setdefault(name, {})
+            way[name] = {
+                one: max(times, before.get(one, times), key=lambda times: times["mean"]) for one, times in value.items()
+            }
+        else:
+            way[name] = way[name] + value if name in way else value
+
+
 def line(one: Strike) -> str:
     return (
-        f"end of a {one.kind}: went on after {one.seconds:.1f} s at {one.goes_on_at}; {one.lost} of {one.done} iterations and "
-        f"{one.lost_saves} saves lost"
+        f"end of a {one.kind}: started after {one.restart:.1f} s, training after {one.seconds:.1f} s, at {one.goes_on_at}; "
+        f"{one.lost} of {one.done} iterations and {one.lost_saves} saves lost"
     )
 
 
 def summary(ways: dict[str, dict[str, Any]]) -> Table:
     """Return the table of both ways: medians, and the most of all."""
-    grid = Table(title="Workers and nodes of Ray die", title_justify="left", title_style="bold")
+    grid = Table(title="Workers and nodes of Ray die", title_justify="left", title_style="bold", box=None, padding=(0, 0, 0, 2))
     grid.add_column("")
-    for heading in ("strikes", "saves\nlost", "iterations\nlost", "most", "stall\nms", "most", "resumes\nafter s", "most"):
-        grid.add_column(heading, justify="right")
+    for heading in ("strikes", "saves\nlost", "iter.\nlost", "stall\nms", "start\ns", "train\ns"):
+        for column in (heading,) if heading in ("strikes", "saves\nlost") else (heading, "most"):
+            grid.add_column(column, justify="right")
     for name, way in ways.items():
-        lost, seconds = ([one[key] for one in way["strikes"]] for key in ("lost", "seconds"))
+        lost, restart, seconds = ([one[key] for one in way["strikes"]] for key in ("lost", "restart", "seconds"))
         stalls = [1e3 * one for one in way["stalls"]]
         grid.add_row(
             name,
             str(len(lost)),
             str(sum(one["lost_saves"] for one in way["strikes"])),
-            f"{statistics.median(lost):.0f}",
-            str(max(lost)),
-            f"{statistics.median(stalls):.1f}",
-            f"{max(stalls):.1f}",
-            f"{statistics.median(seconds):.1f}",
-            f"{max(seconds):.1f}",
+            *(text for many in (lost, stalls) for text in (f"{statistics.median(many):.0f}", f"{max(many):.0f}")),
+            *(text for many in (restart, seconds) for text in (f"{statistics.median(many):.1f}", f"{max(many):.1f}")),
         )
     return grid
 
@@ -327,6 +341,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--workers", type=int, default=20, help="workers that die")
     parser.add_argument("--nodes", type=int, default=5, help="nodes that die")
     parser.add_argument("--drains", type=int, default=2, help="nodes that are drained")
+    parser.add_argument("--turns", type=int, default=3, help="how often both ways take turns")
     parser.add_argument("--quick", action="store_true", help="one worker dies")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="file for the result, as JSON")
@@ -341,17 +356,22 @@ def main(arguments: list[str]) -> None:
         ["worker"] if options.quick else ["worker"] * options.workers + ["node"] * options.nodes + ["drain"] * options.drains
     )
     random.Random(options.seed).shuffle(kinds)
-    place, where, ways = Path(tempfile.mkdtemp(prefix="trainbus-ray-")), environment(), {}
+    place, where = Path(tempfile.mkdtemp(prefix="trainbus-ray-")), environment()
+    ways: dict[str, dict[str, Any]] = {}
     try:
         with started() as cluster:
-            ways["trainbus"] = run(cluster, place / "ours", ray_job.with_trainbus, kinds, options.seed, ours=True)
-            theirs = [one for one in kinds if one != "drain"]  # its code would have to ask for notices
-            ways["Ray's own"] = run(cluster, place / "theirs", ray_job.as_ray_documents, theirs, options.seed, ours=False)
+            for turn in range(turns := min(options.turns, len(kinds))):
+                some = kinds[turn::turns]
+                found = run(cluster, place / f"ours-{turn}", ray_job.with_trainbus, some, turn, ours=True)
+                add(ways.setdefault("trainbus", {}), found)
+                some = [one for one in some if one != "drain"]  # Ray's own training would have to ask for notices
+                found = run(cluster, place / f"theirs-{turn}", ray_job.as_ray_documents, some, turn, ours=False)
+                add(ways.setdefault("Ray", {}), found)
     except LostError as error:
         sys.exit(f"lost: {error} (all files are in {place})")
     shutil.rmtree(place)
     if options.out is not None:
-        options.out.write_text(json.dumps({"environment": where, **ways}, indent=1))
+        options.out.write_text(json.dumps({"environment": where, "interval": INTERVAL, "bytes": 8 * PADDING, **ways}, indent=1))
     report.console.print(summary(ways))
     ours = ways["trainbus"]
     for name, times in sorted(ours["handlers"].items()):

@@ -27,13 +27,14 @@ def train_func(config):
     train, val = random_split(data, [0.8, 0.2])
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    train_loader = DataLoader(train, batch_size=32, sampler=DistributedSampler(train))
+    sampler = DistributedSampler(train)
+    train_loader = DataLoader(train, batch_size=32, sampler=sampler)
     val_loader = DataLoader(val, batch_size=256, sampler=DistributedSampler(val, shuffle=False))
 
     bus = Bus(CheckpointHook(interval=1), RayTrainHook())
     with Run(bus, model=model, optimizer=optimizer, resume="auto") as run:  # work_dir: Ray's storage path
         for epoch in run.epochs(config["epochs"]):
-            train_loader.sampler.set_epoch(epoch)
+            sampler.set_epoch(epoch)
             for images, labels in run.train(train_loader):
                 loss = cross_entropy(model(images), labels)
                 optimizer.zero_grad()

@@ -46,9 +46,12 @@ def fit(cluster: Any, tmp_path: Path) -> Callable[..., Any]:
 
     from . import jobs
 
-    def fit(train: str = "train", keep: CheckpointConfig | None = None, **config: Any) -> Any:
+    def fit(
+        train: str = "train", keep: CheckpointConfig | None = None, datasets: dict[str, Any] | None = None, **config: Any
+    ) -> Any:
         return TorchTrainer(
             getattr(jobs, train),
+            datasets=datasets,
             train_loop_config={"log": str(tmp_path / "log.jsonl"), **config},
             scaling_config=ScalingConfig(num_workers=2),
             run_config=RunConfig(

@@ -91,6 +91,22 @@ def train(config: dict[str, Any]) -> None:
     witness.tell(finished=run.progress.iter)
 
 
+def train_on_ray_data(config: dict[str, Any]) -> None:
+    model = DistributedDataParallel(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    witness = Witness(config)
+    loader = ray.train.get_dataset_shard("train").iter_torch_batches(batch_size=4)
+    bus = Bus(CheckpointHook(INTERVAL, by_epoch=False), RayTrainHook(), witness)
+    with Run(bus, model=model, optimizer=optimizer, resume="auto") as run:
+        for epoch in run.epochs(2):
+            for batch in run.train(loader):
+                loss = model(batch["id"].float()[:, None]).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                witness.tell(took=[epoch, run.progress.iter, batch["id"].tolist()])
+
+
 def folder_of_run() -> Path:
     return Path(ray.train.get_context().get_storage().experiment_fs_path)
 
@@ -142,31 +158,37 @@ def train_with_lightning(config: dict[str, Any]) -> None:
     trainer.fit(Tiny(), loader, loader, ckpt_path=newest_known())
 
 
-def train_with_transformers(config: dict[str, Any]) -> None:
-    from ray.train.huggingface.transformers import prepare_trainer
+class TinyTransformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": (self.layer(x) - labels).square().mean()}
+
+
+def make_transformers_trainer(folder: Path, epochs: int, **options: Any) -> Any:
     from transformers import Trainer, TrainingArguments
-
-    class Tiny(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 1)
-
-        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"loss": (self.layer(x) - labels).square().mean()}
 
     torch.manual_seed(0)
     data = [{"x": torch.randn(4), "labels": torch.randn(1)} for _ in range(16)]
     arguments = TrainingArguments(
-        output_dir=str(folder_of_run()),
-        num_train_epochs=config["epochs"],
+        output_dir=str(folder),
+        num_train_epochs=epochs,
         per_device_train_batch_size=4,
         eval_strategy="epoch",
-        save_strategy="epoch",
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
+        **options,
     )
-    trainer = prepare_trainer(Trainer(Tiny(), arguments, train_dataset=data, eval_dataset=data))
+    return Trainer(model_init=TinyTransformer, args=arguments, train_dataset=data, eval_dataset=data)
+
+
+def train_with_transformers(config: dict[str, Any]) -> None:
+    from ray.train.huggingface.transformers import prepare_trainer
+
+    trainer = prepare_trainer(make_transformers_trainer(folder_of_run(), config["epochs"], save_strategy="epoch"))
     bus = Bus(RayTrainHook(), Witness(config))
     bus.attach(trainer)
     trainer.train(resume_from_checkpoint=newest_known())

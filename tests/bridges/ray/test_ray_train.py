@@ -193,3 +193,44 @@ def test_another_trainer_in_a_worker_goes_on_from_what_ray_knows(
         number = 3 if library == "lightning" else 3 * steps
         assert Path(folder).name == f"checkpoint_{name.format(number)}"
         assert [path.name for path in Path(folder).iterdir()] == [inside.format(number)]
+
+
+def test_a_run_on_ray_data_takes_each_sample_once_although_a_worker_was_killed(fit: Fit, tmp_path: Path):
+    """The loader cannot skip: the batches of the resumed epoch that were used are read again, and dropped."""
+    import ray.data
+
+    fit("train_on_ray_data", datasets={"train": ray.data.range(80)}, kill_at=[1, 8], seconds=0.2)
+    assert lines(tmp_path, "begins") == [0, 5]
+    taken = {(rank, epoch, step): ids for rank in (0, 1) for epoch, step, ids in lines(tmp_path, "took", rank)}
+    for epoch in (0, 1):
+        used = [one for (_, at, _), ids in taken.items() if at == epoch for one in ids]
+        assert sorted(used) == list(range(80))
+
+
+def test_ray_tune_searches_with_copies_of_a_trainer_that_has_a_bus(cluster: Any, tmp_path: Path):
+    """A bus has threads and locks, which no pickle holds: the copies train without it."""
+    pytest.importorskip("transformers")
+    from ray import tune
+
+    from eventloop import Bus, Hook
+
+    class Counter(Hook):
+        trainings = 0
+
+        def before_train(self, event: Any) -> None:
+            self.trainings += 1
+
+    counter, trainer = Counter(), jobs.make_transformers_trainer(tmp_path / "out", 1, save_strategy="no")
+    Bus(counter).attach(trainer)
+    best = trainer.hyperparameter_search(
+        direction="minimize",
+        backend="ray",
+        n_trials=2,
+        hp_space=lambda _: {"learning_rate": tune.uniform(1e-4, 1e-2)},
+        resources_per_trial={"cpu": 1},
+        storage_path=str(tmp_path / "tune"),
+    )
+    assert best.objective > 0
+    assert counter.trainings == 0
+    trainer.train()
+    assert counter.trainings == 1
