@@ -47,13 +47,17 @@ def fit(cluster: Any, tmp_path: Path) -> Callable[..., Any]:
     from . import jobs
 
     def fit(
-        train: str = "train", keep: CheckpointConfig | None = None, datasets: dict[str, Any] | None = None, **config: Any
+        train: str = "train",
+        workers: int | tuple[int, int] = 2,
+        keep: CheckpointConfig | None = None,
+        datasets: dict[str, Any] | None = None,
+        **config: Any,
     ) -> Any:
         return TorchTrainer(
             getattr(jobs, train),
             datasets=datasets,
             train_loop_config={"log": str(tmp_path / "log.jsonl"), **config},
-            scaling_config=ScalingConfig(num_workers=2),
+            scaling_config=ScalingConfig(num_workers=workers),
             run_config=RunConfig(
                 storage_path=str(tmp_path / "store"),
                 name="x",

@@ -150,14 +150,15 @@ def test_a_training_that_does_not_resume_moves_the_files_of_the_earlier_one_asid
     assert Path(result.checkpoint.path).name == "checkpoint_iter_10-2"  # Ray knows the first one, too
 
 
-def test_a_notice_that_a_machine_goes_saves_and_the_training_goes_on(fit: Fit, cluster: Any, tmp_path: Path):
-    """The machine is taken away after the save: no iteration before the notice is lost."""
+@pytest.mark.parametrize("workers", [2, (1, 2)])
+def test_a_notice_that_a_machine_goes_saves_and_the_training_goes_on(fit: Fit, cluster: Any, tmp_path: Path, workers: Any):
+    """The machine is taken away after the save: no iteration before the notice is lost. Ray may go on with fewer workers."""
     import ray
     from ray._raylet import GcsClient
     from ray.core.generated import autoscaler_pb2
 
     with ThreadPoolExecutor() as pool:
-        training = pool.submit(fit, epochs=20, saves={"interval": -1}, seconds=0.05)
+        training = pool.submit(fit, workers=workers, epochs=20, saves={"interval": -1}, seconds=0.05)
         wait(lambda: bool(lines(tmp_path, "done")))
         node = next(one for one in cluster.worker_nodes)
         reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
@@ -168,6 +169,8 @@ def test_a_notice_that_a_machine_goes_saves_and_the_training_goes_on(fit: Fit, c
         saved = lines(tmp_path, "committed")[0]
         wait(lambda: lines(tmp_path, "done")[-1] > saved)  # it goes on
         cluster.remove_node(node, allow_graceful=False)
+        if workers != 2:
+            wait(lambda: len(lines(tmp_path, "begins")) > 1, 120)
         cluster.add_node(num_cpus=1)
         result = training.result(120)
     assert saved >= done
@@ -195,11 +198,15 @@ def test_another_trainer_in_a_worker_goes_on_from_what_ray_knows(
         assert [path.name for path in Path(folder).iterdir()] == [inside.format(number)]
 
 
-def test_a_run_on_ray_data_takes_each_sample_once_although_a_worker_was_killed(fit: Fit, tmp_path: Path):
+def test_a_run_on_ray_data_takes_each_sample_once_although_a_worker_was_killed(fit: Fit, cluster: Any, tmp_path: Path):
     """The loader cannot skip: the batches of the resumed epoch that were used are read again, and dropped."""
     import ray.data
 
-    fit("train_on_ray_data", datasets={"train": ray.data.range(80)}, kill_at=[1, 8], seconds=0.2)
+    reader = cluster.add_node(num_cpus=1)
+    try:
+        fit("train_on_ray_data", datasets={"train": ray.data.range(80)}, kill_at=[1, 8], seconds=0.2)
+    finally:
+        cluster.remove_node(reader)
     assert lines(tmp_path, "begins") == [0, 5]
     taken = {(rank, epoch, step): ids for rank in (0, 1) for epoch, step, ids in lines(tmp_path, "took", rank)}
     for epoch in (0, 1):
