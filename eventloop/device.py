@@ -164,9 +164,9 @@ def stream_finder(device: torch.device) -> Callable[[], DeviceStream]:
 def _accelerator(*, started: bool = False) -> tuple[str, Any]:
     """Return the type and module of the accelerator: of one that is here, or that this process has used; else "" and None."""
     device = torch.accelerator.current_accelerator()  # what torch was built for, or a backend that was registered
-    if device is None:
+    module: Any = None if device is None else getattr(torch, device.type, None)  # DirectML has none
+    if device is None or module is None:
         return "", None
-    module = torch.get_device_module(device)
     # Not is_available(), which initialises CUDA's driver: forked workers could not use it then. MPS has no is_initialized().
     is_there = getattr(module, "is_initialized", module.device_count) if started else module.device_count
     return (device.type, module) if is_there() else ("", None)
