@@ -5,7 +5,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from benchmarks import crash, elastic, nvrx, ray_train, replicas, report, scale, soak
+from benchmarks import crash, elastic, gpu, nvrx, ray_train, replicas, report, scale, soak
 from benchmarks.harness import Settings, environment
 
 BENCHMARKS = (
@@ -29,6 +29,7 @@ def main() -> None:
         ("crash", crash),
         ("elastic", elastic),
         ("nvrx", nvrx),
+        ("gpu", gpu),
         ("ray", ray_train),
         ("scale", scale),
         ("torchft", replicas),

@@ -41,10 +41,11 @@ _numbers = count(1)
 
 @dataclass(frozen=True)
 class Size:
-    """The number and the size of the saved tensors."""
+    """The number, the size and the place of the saved tensors."""
 
     tensors: int
     elements: int
+    device: str = "cpu"
 
     def __str__(self) -> str:
         each = f"{self.elements // 1_000_000} M" if self.elements >= 1_000_000 else f"{self.elements:,}"
@@ -55,7 +56,7 @@ class Size:
         return 4 * self.tensors * self.elements
 
     def model(self) -> nn.Module:
-        return nn.ParameterList([torch.zeros(self.elements) for _ in range(self.tensors)])
+        return nn.ParameterList([torch.zeros(self.elements, device=self.device) for _ in range(self.tensors)])
 
 
 def sizes(settings: Settings) -> tuple[Size, Size]:
