@@ -51,11 +51,6 @@ class Requests:
         self.files: Callable[[], list[str]] = list
         """Returns the names of the files that hooks want to save next."""
 
-    @property
-    def urgent(self) -> bool:
-        """True if the run must do more than save: stop, pause, end or set a learning rate."""
-        return self.stop or self.cancelled or self.paused or bool(self.rates)
-
     def take_rates(self) -> Rates:
         """Remove and return the learning rates to set."""
         return [self.rates.popleft() for _ in range(len(self.rates))]

@@ -254,7 +254,7 @@ class TrainBatches(Batches):
             plan.validate()
         complete = self._begun and counters.max_iters is not None and counters.iter >= counters.max_iters
         complete = complete or (loops.epoch_ends is True and not state.window_open)
-        stops = (state.agreed.urgent or not ended) and state.should_stop()
+        stops = (state.urgent or not ended) and state.should_stop()
         if stops and not (complete or (self._begun and self._feed.last)):  # else it cuts nothing short
             self._over = True
             loops.abandon_epoch()

@@ -381,6 +381,12 @@ class RunState:
                 self._refusal()
             raise RunCancelled("the run was cancelled")
 
+    @property
+    def urgent(self) -> bool:
+        """True if the ranks have agreed on more than a save: to stop, pause, end or set a learning rate."""
+        agreed = self.agreed
+        return agreed.stop or agreed.cancelled or agreed.paused or bool(agreed.rates)
+
     def handle_requests(self) -> None:
         """Handle requests at a safe mount point: end a cancelled run, wait while it is paused, set learning rates."""
         agreed = self.agreed

@@ -116,7 +116,7 @@ class Iterations:
             self._batch = None
         else:
             drive.end_iteration(silent=True)
-        if state.agreed.urgent or self._saver.due:
+        if state.urgent or self._saver.due:
             self._settle()
 
     def _catch_up(self, batch: Any, batch_idx: int) -> None:
