@@ -19,6 +19,7 @@ import structlog
 import torch
 
 from eventloop import Bus, ConfigurationError, RunCancelled, SubscribeError, TrainingError
+from eventloop.checkpoint import commit, torch_file
 from eventloop.errors import BusStateError, CheckpointError, CheckpointValueError
 from eventloop.events import AfterTrainIter
 from eventloop.observe import expensive
@@ -29,6 +30,7 @@ from hooks import (
     CheckpointHook,
     EarlyStoppingHook,
     EMAHook,
+    HeartbeatHook,
     IterTimerHook,
     LoggerHook,
     OptimizerHook,
@@ -41,6 +43,8 @@ from hooks import (
 from hooks.writers import JSONLinesWriter
 
 from ..failing import fails
+from ..heartbeats import launch
+from ..waiting import until
 from .conformance.job import WARNINGS, Net
 from .jobs import STEP, VAL, Counting, Killed, assert_same, at_steps, checkpoints, heard, killing, noted
 
@@ -434,6 +438,24 @@ def test_a_signal_saves_and_ends_the_training(host, tmp_path):
     assert paths == [tmp_path / f"iter_3{host.suffix}"]
     assert ends(names) == ["after_train", "after_run"]
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+@hosts("toy")  # which writes its files itself
+def test_heartbeats_go_on_while_training_waits_for_a_slow_save_and_end_with_the_run(host, tmp_path, monkeypatch):
+    client, write, waited = launch(monkeypatch), commit.write_all, []
+
+    def write_slowly(descriptor, *parts):
+        if not waited:
+            waited.append(client.beats)
+            until(lambda: commit.note_step() or client.beats > waited[0] + 3)
+        write(descriptor, *parts)
+
+    for module in (commit, torch_file):  # each has imported it
+        monkeypatch.setattr(module, "write_all", write_slowly)
+    host(tmp_path, Bus(HeartbeatHook(), CheckpointHook(interval=2, by_epoch=False)), beside=True).fit()
+    assert waited
+    assert client.calls[0] == "connect"
+    assert client.calls[-1] == "leave"
 
 
 @hosts()

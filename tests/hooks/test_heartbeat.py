@@ -1,15 +1,17 @@
 """``HeartbeatHook``: with a client that only notes what it is asked, and under NVRx's own ``ft_launcher``."""
 
 import json
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from eventloop.checkpoint import commit, load
 from hooks import CheckpointHook, HeartbeatHook
 
 from ..failing import said
+from ..heartbeats import launch
 from ..waiting import until
 from . import heartbeat_job
 from .conftest import batches, make_loop
@@ -29,72 +32,10 @@ JOB = Path(__file__).with_name("heartbeat_job.py")
 PATIENCE = 0.3  # seconds without a heartbeat that a test takes for the end of them; 15 looks
 
 
-class MonitorError(Exception):
-    """As NVRx's RankMonitorClientError."""
-
-
-class Client:
-    """Stands for NVRx's client: notes the calls, and fails if it was told to."""
-
-    CURRENT_TIMEOUTS_STATE_KEY = "current_timeouts"
-
-    def __init__(self, limits):
-        self.calls, self.fails, self.state = [], False, {}
-        self.hb_timeouts = SimpleNamespace(initial=limits.get("initial"), subsequent=limits.get("subsequent"))
-        self.section_timeouts = SimpleNamespace(section=limits.get("section", {}), out_of_section=None)
-
-    def _note(self, call):
-        if self.fails:
-            raise MonitorError("gone")
-        self.calls.append(call)
-
-    def init_workload_monitoring(self):
-        self._note("connect")
-
-    def shutdown_workload_monitoring(self):
-        self._note("leave")
-
-    def send_heartbeat(self):
-        self._note("beat")
-
-    def start_section(self, section):
-        self._note(section)
-
-    def end_all_sections(self):
-        self._note("end")
-
-    def calculate_and_set_hb_timeouts(self, *, skip_if_not_ready):
-        self.state["heartbeat"] = {"subsequent": 7.0}
-
-    def calculate_and_set_section_timeouts(self, sections, *, calc_out_of_section, skip_if_not_ready):
-        self._note(f"calculate {sections[0]}")
-
-    def state_dict(self):
-        return {"current_timeouts": dict(self.state)}
-
-    def load_state_dict(self, state):
-        self._note("load")
-        self.state |= state["current_timeouts"]
-
-    @property
-    def beats(self):
-        return self.calls.count("beat")
-
-
 @pytest.fixture
-def launched(monkeypatch) -> Callable[..., Client]:
-    """``launched(**limits)``: as if ``ft_launcher`` had started this process; returns the client of all runs."""
-
-    def launch(**limits):
-        client = Client(limits or {"initial": 60.0, "subsequent": 3.0})
-        nvrx = ModuleType("nvidia_resiliency_ext.fault_tolerance")
-        nvrx.RankMonitorClient, nvrx.RankMonitorClientError = lambda: client, MonitorError
-        monkeypatch.setitem(sys.modules, nvrx.__name__, nvrx)
-        monkeypatch.setenv("FT_RANK_MONITOR_IPC_SOCKET", "/nowhere")
-        monkeypatch.setattr("hooks.heartbeat._INTERVAL", 0.02)
-        return client
-
-    return launch
+def launched(monkeypatch):
+    """``launched(**limits)``: as if ``ft_launcher`` had started this process."""
+    return partial(launch, monkeypatch)
 
 
 def at(bus, mount_point, iteration, action):
@@ -324,6 +265,38 @@ def test_limits_for_other_sections_than_those_of_the_configuration_are_not_set(l
     make_loop(hook, max_epochs=1).run()
     assert client.state == {"heartbeat": {"subsequent": 9.0}}
     assert any(entry.get("checkpoint") == ["more", "step"] for entry in logs)
+
+
+@pytest.fixture
+def monitor(monkeypatch):
+    """NVRx's own monitor of this process, with limits."""
+    nvrx = pytest.importorskip("nvidia_resiliency_ext.fault_tolerance")
+    sections = {"setup": 60.0, "step": 30.0, "checkpointing": 30.0}
+    limits = nvrx.FaultToleranceConfig(rank_section_timeouts=sections, enable_nic_monitor=False)
+    with tempfile.TemporaryDirectory() as folder:  # the path of a socket must be short
+        process = nvrx.RankMonitorServer.run_in_subprocess(limits, f"{folder}/s", mp_ctx=multiprocessing.get_context("spawn"))
+        monkeypatch.setenv("FT_RANK_MONITOR_IPC_SOCKET", f"{folder}/s")
+        monkeypatch.setattr("hooks.heartbeat._INTERVAL", 0.02)
+        yield process
+        process.kill()
+        process.join()
+
+
+def test_limits_that_nvrx_has_calculated_are_in_the_checkpoint_and_set_again(monitor, group, tmp_path):
+    saved = [{}]
+    for epochs in (1, 2, 3):
+        hook, found = HeartbeatHook(calculate_timeouts=True), []
+        loop = make_loop(hook, CheckpointHook(interval=1), max_epochs=epochs, work_dir=tmp_path)
+        loop.bus.on("before_train", lambda event, hook=hook, found=found: found.append(dict(hook._thread._client.state_dict())))
+        loop.bus.on("before_train_iter", lambda event: time.sleep(0.1))  # some heartbeats in each epoch
+        loop.run(resume="auto")
+        assert found[0]["current_timeouts"] == saved[-1]
+        timeouts = load(tmp_path / f"epoch_{epochs}.safetensors")["bus"]["hooks"]["HeartbeatHook"]["timeouts"]
+        saved.append(timeouts.get("current_timeouts", {}))
+    assert saved[1] == {}  # the first training has not resumed
+    assert saved[2]["heartbeat"]["were_calculated"]
+    assert saved[2]["section"]["calculated_sections"] == ["setup", "step"]
+    assert monitor.is_alive()
 
 
 LIMITS = {
