@@ -324,10 +324,12 @@ def _is_own(part: AnyPath) -> bool:
 
 @contextmanager
 def naming_damage(path: AnyPath) -> Iterator[None]:
-    """Report every error of reading sharded tensors as damage to the checkpoint ``path``."""
+    """Report errors of reading sharded tensors as damage to the checkpoint ``path``, unless a store does not answer."""
     try:
         yield
     except CheckpointDamagedError as error:
         raise CheckpointDamagedError(f"{path} is damaged: {error}") from error
+    except CheckpointError:  # also a RuntimeError
+        raise
     except (OSError, ValueError, TypeError, LookupError, RuntimeError, msgspec.MsgspecError) as error:
         raise CheckpointDamagedError(f"{path} is damaged: its sharded tensors cannot be read ({error})") from error

@@ -8,6 +8,7 @@ import shutil
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,11 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from eventloop.checkpoint import export_tree, load, load_whole, save, sweep_shards
+from eventloop.checkpoint import RemotePath, as_path, export_tree, load, load_whole, save, sweep_shards
 from eventloop.checkpoint.sharded import ShardStage
 from eventloop.cli import main
-from eventloop.errors import CheckpointDamagedError
+from eventloop.errors import CheckpointDamagedError, CheckpointError
+from eventloop.training.saves.discover import find_checkpoint
 from hooks import CheckpointHook
 
 from ..hooks.conftest import make_loop
@@ -280,6 +282,29 @@ def test_the_tensors_of_a_damaged_checkpoint_stay(place):
     (place / "a.safetensors").write_bytes((place / "a.safetensors").read_bytes()[:-1])
     assert sweep_shards(place, still=0)
     assert own.exists()
+
+
+def test_a_store_that_does_not_answer_is_no_damage(copied, monkeypatch):
+    place = copied("now")
+
+    @contextmanager
+    def refuses(self: RemotePath) -> Iterator[Any]:
+        if self.name.startswith("__"):
+            raise CheckpointError(f"cannot read {self}: no answer")
+        with opened(self) as found:
+            yield found
+
+    opened = RemotePath.opened
+    monkeypatch.setattr(RemotePath, "opened", refuses)
+    path = as_path(f"local://{place}/a.safetensors")
+    for read in (load_whole, find_checkpoint_beside):
+        with pytest.raises(CheckpointError, match="no answer") as error:
+            read(path)
+        assert not isinstance(error.value, CheckpointDamagedError)
+
+
+def find_checkpoint_beside(path: Any) -> Any:
+    return find_checkpoint(path.parent)
 
 
 @pytest.mark.parametrize("names", [{"../a.safetensors": "crc32:0"}, {"fifo": "crc32:0"}, ["x"], {"index.json": 1}, "deep"])
