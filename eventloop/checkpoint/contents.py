@@ -41,9 +41,15 @@ class Contents:
         self._places: dict[int, tuple[torch.Tensor, Place]] = {}  # the tensors, so that their ids stay theirs
 
     def add(self, place: Place, tensor: torch.Tensor | None = None) -> torch.Tensor:
-        """Return an empty tensor, or ``tensor``, that stands for the one at ``place``."""
-        shape, dtype = place.indexed.shape, DTYPES[place.indexed.dtype]
-        made = torch.empty(shape, dtype=dtype, device="meta") if tensor is None else tensor
+        """Return an empty tensor, or ``tensor``, that stands for the one at ``place``.
+
+        Raises:
+            CheckpointDamagedError: there can be no tensor of that shape.
+        """
+        made = tensor
+        if made is None:
+            with naming_damage(place.directory):  # torch refuses some shapes without elements
+                made = torch.empty(place.indexed.shape, dtype=DTYPES[place.indexed.dtype], device="meta")
         self._places[id(made)] = made, place
         return made
 

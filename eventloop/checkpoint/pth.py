@@ -125,7 +125,7 @@ def _check(file: BinaryIO, size: int, path: object) -> None:
         with zipfile.ZipFile(file) as archive:
             check_stored(archive, size)
             broken = archive.testzip()
-    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, zlib.error) as error:
+    except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError, zlib.error) as error:  # RuntimeError: encrypted
         raise CheckpointDamagedError(f"{path} is damaged: {error}") from error
     if broken is not None:
         raise CheckpointDamagedError(

@@ -151,7 +151,7 @@ def check_index(
     sizes = _sizes(directory, {piece.file for piece in (*all_pieces(index), *others.values())})
     # Tied tensors have the same pieces, and are one when read; others that overlap could need more memory than the files have.
     distinct = {(tensor.dtype, tensor.shape, *tensor.pieces): tensor for tensor in index.values()}
-    if sum(piece.bytes for piece in all_pieces(distinct)) > sum(sizes.values()):
+    if sum(piece.bytes for piece in (*all_pieces(distinct), *others.values())) > sum(sizes.values()):
         raise CheckpointDamagedError(f"{path} promises more bytes than the files beside it have")
     outside = (name for name, piece in others.items() if piece.begin + piece.bytes > sizes[piece.file])
     unsound = (name for name, tensor in index.items() if not is_sound(tensor, sizes))

@@ -1,5 +1,6 @@
 """Folders of torch.distributed.checkpoint: read without running anything of them."""
 
+import dataclasses
 import io
 import json
 import os
@@ -178,6 +179,9 @@ CHANGES = {
     ),
     "path of other things": lambda metadata, tensor, places: metadata.planner_data.update({"model.flag": (1.5,)}),
     "compressed": lambda metadata, tensor, places: setattr(places[0], "transform_descriptors", ["stream.zstd"]),
+    "shape of no tensor": lambda metadata, tensor, places: metadata.state_dict_metadata.update(
+        {"model.none": dataclasses.replace(tensor, size=torch.Size((0, 2**62, 2**62)), chunks=[])}
+    ),
     "names": lambda metadata, tensor, places: metadata.state_dict_metadata.update({3: tensor}),
 }
 
@@ -187,6 +191,16 @@ def test_an_index_that_is_not_sound_is_refused(tmp_path, change):
     folder = saved(STATE, tmp_path / "a")
     changed(folder, CHANGES[change])
     with pytest.raises((CheckpointError, FileNotFoundError)):
+        open_dcp(folder)
+
+
+def test_objects_in_the_same_bytes_promise_no_more_than_the_files_have(tmp_path):
+    folder = saved({str(number): f"{number}" * 999 for number in range(9)}, tmp_path / "a")
+    metadata = metadata_of(folder)
+    for place in metadata.storage_data.values():
+        place.offset, place.length = 0, (folder / "__0_0.distcp").stat().st_size // 2
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointDamagedError, match="more bytes than the files"):
         open_dcp(folder)
 
 
@@ -388,6 +402,14 @@ def test_parts_of_ranks_become_whole_tensors_and_a_missing_one_is_damage(tmp_pat
     (tmp_path / "shard-00000-model-00001-of-00001.safetensors").unlink()
     with pytest.raises(CheckpointDamagedError, match="'w'"):
         open_safetensors(tmp_path)
+
+
+def test_a_shape_that_no_tensor_has_is_damage(tmp_path):
+    for shape in ([0, 2**62, 2**62], [0, 10**30]):
+        header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+        (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        with pytest.raises(CheckpointDamagedError):
+            open_safetensors(tmp_path)
 
 
 def test_a_folder_without_tensors_is_an_error(tmp_path):

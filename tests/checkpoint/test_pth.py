@@ -177,6 +177,14 @@ def test_every_flipped_bit_in_a_tensor_is_detected(tmp_path):
             load_pth(tmp_path / "b.pth")
 
 
+def test_a_flipped_bit_that_says_encrypted_is_detected(tmp_path):
+    data = bytearray(saved({"w": torch.ones(4)}, tmp_path / "a.pth").read_bytes())
+    data[data.index(b"PK\x01\x02") + 8] ^= 1
+    (tmp_path / "b.pth").write_bytes(data)
+    with pytest.raises(CheckpointDamagedError, match=r"b\.pth .*encrypted"):
+        load_pth(tmp_path / "b.pth")
+
+
 def test_every_truncation_is_detected(tmp_path):
     data = saved({"w": torch.ones(4)}, tmp_path / "a.pth").read_bytes()
     for length in range(4, len(data), 7):
