@@ -6,6 +6,7 @@ groups. torchtitan has flat keys (``optimizer.param_groups.NAME.lr``), and the w
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
@@ -62,7 +63,8 @@ def is_by_name(tree: Any) -> bool:
     optimizer = _entry(tree, _OPTIMIZER)
     if optimizer is None or "param_groups" not in optimizer:
         return optimizer is not None and any(str(key).startswith("param_groups.") for key in optimizer)
-    names = [name for group in optimizer["param_groups"] for name in group.get("params", ())]
+    groups = optimizer["param_groups"]
+    names = [name for group in groups for name in group["params"]] if _are_groups(groups) else []
     return bool(names) and all(isinstance(name, str) for name in names)
 
 
@@ -80,15 +82,15 @@ def from_dcp(tree: Mapping[str, Any]) -> dict[str, Any]:
     if weights is None:
         weights = {key: value for key, value in tree.items() if isinstance(value, torch.Tensor)}
         rest = {key: value for key, value in rest.items() if key not in weights}
-    saved = _entry(tree, _OPTIMIZER)
-    optimizer, names = ({}, []) if saved is None else _by_number(_grouped(saved, weights))
+    optimizers = {owner: _by_number(_grouped(saved, weights)) for owner, saved in _optimizers(tree).items()}
     trained = tree.get("train_state")
     steps = _count(trained.get("step") if isinstance(trained, Mapping) else tree.get("step"))
-    steps = steps or max((_count(one.get("step")) for one in optimizer.get("state", {}).values()), default=0)
+    counted = (one.get("step") for saved, _ in optimizers.values() for one in saved["state"].values())
+    steps = steps or max(map(_count, counted), default=0)
     state = imported_state(weights, iter=steps)
-    if optimizer:
-        state["optimizer"] = {"optimizer": optimizer}
-        state["parameters"] = {"optimizer": "\n".join(names)} if names else {}
+    if optimizers:
+        state["optimizer"] = {owner: saved for owner, (saved, _) in optimizers.items()}
+        state["parameters"] = {owner: "\n".join(names) for owner, (_, names) in optimizers.items() if names}
     return {**state, OTHERS: rest} if rest else state
 
 
@@ -132,26 +134,44 @@ def _entry(tree: Any, keys: Sequence[str]) -> Mapping[str, Any] | None:
 def _count(value: Any) -> int:
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_meta:
         value = value.item()
-    return int(value) if isinstance(value, int | float) and value >= 0 else 0
+    return int(value) if isinstance(value, int | float) and 0 <= value < math.inf else 0
 
 
 # ----------------------------------------------------------------------------------------------------------- optimizers
 
 
+def _optimizers(tree: Any) -> Mapping[str, Mapping[str, Any]]:
+    """Return the states of the optimizers by name; one alone has the name that a run gives it."""
+    saved = _entry(tree, _OPTIMIZER) or {}
+    several = bool(saved) and all(isinstance(one, Mapping) and "param_groups" in one for one in saved.values())
+    return saved if several or not saved else {"optimizer": saved}
+
+
+def _are_groups(groups: Any) -> bool:
+    return isinstance(groups, list | tuple) and all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), list | tuple) for group in groups
+    )
+
+
 def _grouped(saved: Mapping[str, Any], weights: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state with a list of groups. Flat keys have none: neighbours with equal options become one."""
     if "param_groups" in saved:
-        return {"state": saved.get("state", {}), "param_groups": saved["param_groups"]}
+        own, given = saved.get("state", {}), saved["param_groups"]
+        if not (isinstance(own, Mapping) and all(isinstance(one, Mapping) for one in own.values()) and _are_groups(given)):
+            raise CheckpointError("the optimizer's 'state' and 'param_groups' are not laid out as torch's optimizers have them")
+        return {"state": own, "param_groups": given}
     state: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
     for key, value in saved.items():
-        part, _, rest = key.partition(".")
+        part, _, rest = str(key).partition(".")
         if part not in ("state", "param_groups"):
             raise CheckpointError(f"{key!r} is neither the state nor an option of a parameter")
         name, inner = _split(rest, weights)
         one = (state if part == "state" else options).setdefault(name, {})
         for outer in inner[:-1]:
             one = one.setdefault(outer, {})
+            if type(one) is not dict:
+                raise CheckpointError(f"{key!r} leads through another value of the optimizer")
         one[inner[-1]] = value
     groups: list[dict[str, Any]] = []
     for name, own in options.items():

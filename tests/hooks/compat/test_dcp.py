@@ -147,6 +147,42 @@ def test_names_that_are_parts_of_others_are_told_apart(tmp_path):
     assert state["parameters"]["optimizer"] == "a\na.b"
 
 
+def test_several_optimizers_keep_their_names(tmp_path):
+    folder = write(
+        {"model": WEIGHTS, "optimizer": {"G": by_number(*trained(adam, 1))["optimizer"], "D": NAMED}}, tmp_path / "a"
+    )
+    assert main(["checkpoint", "import", str(folder), str(tmp_path / "ours.safetensors")]) == 0
+    state = load(tmp_path / "ours.safetensors")
+    assert [*state["optimizer"]] == ["G", "D"]
+    assert state["parameters"] == {"D": "w"}
+    assert (len(state["optimizer"]["G"]["state"]), state["progress"]["iter"]) == (6, 3)
+
+
+WEIGHTS = {"w": torch.ones(2)}
+NAMED = {"state": {"w": {"step": float("inf")}}, "param_groups": [{"lr": 0.1, "params": ["w"]}]}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {"param_groups": None},
+        {"param_groups": [3]},
+        {"param_groups": [{"lr": 0.1, "params": None}]},
+        {"param_groups": [{"lr": 0.1}], "state": {}},
+        NAMED | {"state": None},
+        NAMED | {"state": {"w": torch.ones(2)}},
+        {"param_groups.w.lr": 0.1, "state.w.a": 1, "state.w.a.b": 2},
+    ],
+    ids=str,
+)
+def test_an_optimizer_of_another_layout_is_an_error_of_ours(tmp_path, optimizer):
+    for number, tree in enumerate([{"model": WEIGHTS, "optimizer": one} for one in (optimizer, {"G": optimizer})]):
+        with pytest.raises(CheckpointError, match=r"optimizer|'G'"):
+            from_dcp(tree)
+        torch.save(tree, tmp_path / "a.pt")
+        assert main(["checkpoint", "import", str(tmp_path / "a.pt"), str(tmp_path / f"{number}.safetensors")]) in (0, 2)
+
+
 def test_a_folder_of_folders_lists_them(tmp_path, capsys):
     for number in (10, 20):
         write({"w": torch.ones(1)}, tmp_path / f"step-{number}")
