@@ -93,9 +93,12 @@ def remove_leftover(folder: Path) -> None:
 
 
 def discard_folder(folder: Path) -> None:
-    """Remove a folder with a temporary name, if it is there; log an error, because no checkpoint depends on it."""
+    """Remove a folder, or a link to one, with a temporary name; log an error, because no checkpoint depends on it."""
     try:
-        shutil.rmtree(folder)
+        if folder.is_symlink():
+            folder.unlink()
+        else:
+            shutil.rmtree(folder)
     except FileNotFoundError:
         pass
     except OSError as error:

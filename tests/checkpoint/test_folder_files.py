@@ -66,6 +66,16 @@ def test_a_folder_that_is_replaced_loses_no_file_of_another_origin(tmp_path, wri
     assert {path.name for path in tmp_path.iterdir()} == {"final", "former-final", "former-final-2"}
 
 
+def test_a_link_to_a_folder_is_replaced_and_the_folder_stays(tmp_path, written):
+    (tmp_path / "link").symlink_to(written[0])
+    files = FolderFiles(tmp_path / "temporary")
+    files.folder.mkdir()
+    files.write(stage({}), tmp_path / "link")
+    assert not (tmp_path / "link").is_symlink()
+    assert (written[0] / "config.json").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"final", "link"}
+
+
 def test_what_is_written_is_the_state_of_the_copy_and_the_folder_appears_complete(tmp_path):
     tensor, files = torch.ones(1000), FolderFiles(tmp_path / "temporary")
     with files.recorded():

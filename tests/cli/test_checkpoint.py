@@ -494,6 +494,7 @@ def test_a_file_that_cannot_be_written_ends_with_status_1(trainbus, monkeypatch)
         ("export a.safetensors out --hf --config nowhere.json", "nowhere.json: no such file"),
         ("export a.safetensors file --dcp", "file is a file; name a folder"),
         ("export a.safetensors folder --dcp", "folder exists; add --force"),
+        ("export a.safetensors . --dcp --force", ". has the checkpoint in it"),
         ("export a.safetensors memory://bucket/out --dcp", "memory://bucket/out is a URL"),
         ("export a.safetensors out --dcp", "no names of the optimizer's parameters"),
         ("import folder out.safetensors", "folder has no tensors in .safetensors files"),

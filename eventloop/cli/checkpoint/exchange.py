@@ -178,5 +178,7 @@ def _check_free(file: AnyPath, out: AnyPath, *, force: bool, folder: bool = Fals
             raise CheckpointError(f"{out} is also the file to read; give another name")
         if folder and not out.is_dir():
             raise CheckpointError(f"{out} is a file; name a folder")
+        if folder and not isinstance(file, RemotePath) and Path(str(out)).resolve() in file.resolve().parents:
+            raise CheckpointError(f"{out} has the checkpoint in it and would be replaced; name another folder")
         if not force:
             raise CheckpointError(f"{out} exists; add --force to replace it")
