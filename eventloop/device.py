@@ -229,6 +229,13 @@ def random_states_of_devices() -> dict[str, list[torch.Tensor]]:
     return {kind: [module.get_rng_state()]} if hasattr(module, "get_rng_state") else {}  # MPS: it has one device
 
 
+def seed_devices(seed: int) -> None:
+    """Seed all generators of the accelerator that this process uses; without one do nothing."""
+    _, module = _accelerator(started=True)
+    if module is not None:
+        getattr(module, "manual_seed_all", module.manual_seed)(seed)  # MPS has one device
+
+
 def set_random_states_of_devices(states: Mapping[str, Sequence[torch.Tensor]]) -> None:
     """Restore the result of :func:`random_states_of_devices`, for each device, by index, that is here."""
     kind, module = _accelerator()

@@ -16,7 +16,7 @@ from eventloop.builtin import kind_of, load_object
 from eventloop.errors import ConfigurationError
 from eventloop.log import get_logger
 from eventloop.training.loaders import start_persistent_workers
-from eventloop.training.rng import own_generators, random_states, seed_everything
+from eventloop.training.rng import own_generators, random_states, reseed
 from eventloop.training.schema import SavedStart
 
 log = get_logger()
@@ -105,7 +105,7 @@ class Draws:
         self._seed_all(_STEP, self._step())
 
     def _seed_all(self, *place: int) -> None:
-        seed_everything(_mixed(self._seed, *place))
+        reseed(_mixed(self._seed, *place))
 
 
 def _mixed(seed: int, *place: int) -> int:

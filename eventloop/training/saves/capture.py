@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from eventloop import events as ev
 from eventloop.checkpoint import AnyPath, Overlap, StageBuffer, is_sharded, stage, weights_only
 from eventloop.errors import ConfigurationError, RunCancelled
+from eventloop.log import get_logger
 from eventloop.privates import tensors_of, version_of
 from eventloop.training.distributed.ranks import Ranks, own_group
 from eventloop.training.optimizers import forget_options, stepping
@@ -31,6 +32,8 @@ from eventloop.training.state import Counters
 
 if TYPE_CHECKING:
     from eventloop.checkpoint.sharded import Parts, ShardStage
+
+log = get_logger()
 
 
 class Capture:
@@ -134,6 +137,7 @@ class Capture:
         """
         if (replicas := self._run.host.replicas) is not None and not replicas.first:
             self._left = [request.path for request in requests]
+            log.debug("another replica group saves", names=[*map(str, self._left)])
             return
         ranks, writer, wanted, states = self._run.state.ranks, self._opened(), merged(requests), None
         held, busy = self._standing(wanted)

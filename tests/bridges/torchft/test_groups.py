@@ -5,7 +5,8 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
+import time
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -44,7 +45,12 @@ def lines(folder, group, rank):
 def test_ranks_agree_within_their_group(tmp_path):
     """Group b begins late, heals on both ranks, and stops for one of them; group a goes on to the end."""
     server = groups.lighthouse(join_timeout_ms=3000)
-    with started(tmp_path, "a", 2, 4, server.address()) as a, started(tmp_path, "b", 2, 4, server.address()) as b:
+    with ExitStack() as stack:
+        a = stack.enter_context(started(tmp_path, "a", 2, 4, server.address()))
+        until = time.monotonic() + 60
+        while time.monotonic() < until and not ((one := tmp_path / "a0.jsonl").exists() and len(one.read_text()) > 200):
+            time.sleep(0.05)
+        b = stack.enter_context(started(tmp_path, "b", 2, 4, server.address()))
         assert b.wait(120) == 0, (tmp_path / "b.log").read_text()[-3000:]
         assert a.wait(120) == 0, (tmp_path / "a.log").read_text()[-3000:]
     server.shutdown()
@@ -53,6 +59,7 @@ def test_ranks_agree_within_their_group(tmp_path):
         assert [one["iter"] for one in ranks[0]] == [one["iter"] for one in ranks[1]]
         assert [one["rate"] for one in ranks[0]] == [one["rate"] for one in ranks[1]]
     assert {one["rate"] for one in of_a[0]} == {0.01}
+    assert [(rank[0]["samples"], rank[0]["iter"] > 2) for rank in of_b] == [(None, True)] * 2
     assert of_a[0][-1]["iter"] == 79
     last = of_b[0][-1]
     assert last["rate"] == 0.005
