@@ -14,6 +14,7 @@ BENCHMARKS = (
     "costs",
     "dispatch",
     "ema",
+    "exchange",
     "logging",
     "offload",
     "savers",
