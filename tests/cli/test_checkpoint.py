@@ -348,6 +348,12 @@ def test_what_is_too_large_for_one_file_is_imported_sharded_and_exported_from_a_
     (shards,) = (line.split()[-3] for line in said.splitlines() if line.startswith("sharded"))
     assert memory.isdir(f"bucket/{shards}")
     trainbus("verify", "memory://bucket/ours.safetensors")
+    trainbus("import", "theirs", "here.safetensors")
+    (old,) = Path().glob("*.shards")
+    for path in (*old.iterdir(), old):
+        os.utime(path, (1e9, 1e9))  # nothing writes to it
+    trainbus("import", "theirs", "here.safetensors", "--force")
+    assert [path.name for path in Path().glob("*.shards")] == [load("here.safetensors")["shards"]] != [old.name]
     Path("config.json").write_text("{}")
     trainbus("export", "memory://bucket/ours.safetensors", "again", "--hf", "--config", "config.json")
     assert load_file("again/model.safetensors")["w"].equal(torch.arange(6.0))

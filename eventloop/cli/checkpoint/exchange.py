@@ -146,6 +146,7 @@ def _import_folder(folder: Path, out: AnyPath) -> tuple[CommitInfo, dict[str, st
     contents = open_folder(folder)
     contents.tree, notes = converted(contents.tree) if lacking(contents.tree) else _converted(contents.tree)
     written = checkpoint.save_contents(contents, out)
+    checkpoint.sweep_shards(out.parent)  # those of a checkpoint that this one has replaced
     if (shards := checkpoint.sharded_in(outline(out))) is not None:
         notes = {"sharded": f"the tensors are in {shards} beside it", **notes}
     return written, notes
