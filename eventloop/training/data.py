@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 
-from eventloop.device import moved_to
+from eventloop.device import is_asynchronous, moved_to
 from eventloop.errors import TrainingError, stopped
 from eventloop.log import get_logger
 from eventloop.privates import READS_NEXT, READS_SAMPLES
@@ -396,7 +397,9 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, torch.Tensor):
         return moved_to(batch, device)
     if callable(getattr(batch, "to", None)):
-        return batch.to(device)
+        # Tensors in pinned memory would each wait for the device. For any other memory of the host it makes no difference.
+        queued = is_asynchronous(device) and _takes_non_blocking(kind)  # type: ignore[arg-type]  # classes have a hash
+        return batch.to(device, non_blocking=True) if queued else batch.to(device)
     if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -404,3 +407,13 @@ def to_device(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, list | tuple):
         return type(batch)(to_device(value, device) for value in batch)
     return batch
+
+
+@cache
+def _takes_non_blocking(kind: type) -> bool:
+    """Return True if the ``.to()`` of a class has ``non_blocking=``, as torch's and Transformers' have."""
+    try:
+        parameters = inspect.signature(kind.to).parameters.values()  # type: ignore[attr-defined]  # or it is an instance's own
+    except (AttributeError, TypeError, ValueError):
+        return False
+    return any(one.name == "non_blocking" or one.kind is one.VAR_KEYWORD for one in parameters)
