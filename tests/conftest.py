@@ -54,6 +54,8 @@ ALONE = (
     "bridges/torchft/test_kills.py",
     "ranks/",
     "test_alone.py",
+    "device/test_ddp.py",
+    "device/test_launch.py",
     "observe/test_five_faults.py",
     "faults/",
     "examples/",

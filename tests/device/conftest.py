@@ -14,6 +14,7 @@ from eventloop import device as door
 OPENREG = find_spec("torch_openreg") is not None
 ORDERS = ("eager", "needed", "rivals")
 """See ``sim.streams.ORDERS``, which cannot be imported beside ``torch_openreg``: torch takes one such backend in a process."""
+PLAIN = "plain"
 
 
 @dataclass
@@ -29,9 +30,13 @@ class Accelerator:
     waits: list[tuple[int, str]] = field(default_factory=list)
     """The waits so far, as (thread, what), where they can be counted."""
 
+    has_streams: bool = True
+
     @contextmanager
     def side(self) -> Iterator[Any]:
         """Compute on a stream other than the default one, behind what that has done so far."""
+        if not self.has_streams:
+            pytest.skip("this type has no streams")
         stream = self.module.Stream(self.device)
         stream.wait_stream(self.module.current_stream(self.device))
         with self.module.stream(stream):
@@ -39,13 +44,20 @@ class Accelerator:
 
 
 def simulated(order: str, monkeypatch: pytest.MonkeyPatch) -> Accelerator:
+    """Return the simulated device; for the order PLAIN, one whose module has no streams, so that copies from it wait."""
     from . import sim
 
     monkeypatch.setattr(sim.module, "available", True, raising=False)
     monkeypatch.setattr(door, "empty_pinned", sim.pinned)
     monkeypatch.setattr(door, "is_pinned", sim.is_pinned)
+    device = torch.device(sim.NAME, 1)
+    if order == PLAIN:
+        for name in ("Stream", "Event", "stream", "current_stream", "default_stream", "set_stream"):
+            monkeypatch.delattr(type(sim.module), name)
+        sim.reset("needed")
+        return Accelerator(sim.NAME, device, sim.module, has_streams=False)
     sim.reset(order)
-    return Accelerator(sim.NAME, torch.device(sim.NAME, 1), sim.module, sim.no_waits, sim.waits)
+    return Accelerator(sim.NAME, device, sim.module, sim.no_waits, sim.waits)
 
 
 @contextmanager
@@ -58,7 +70,10 @@ def _no_cuda_waits() -> Iterator[None]:
 
 
 KINDS = [
-    *(pytest.param(order, marks=pytest.mark.skipif(OPENREG, reason="torch_openreg has its place")) for order in ORDERS),
+    *(
+        pytest.param(order, marks=pytest.mark.skipif(OPENREG, reason="torch_openreg has its place"))
+        for order in (*ORDERS, PLAIN)
+    ),
     pytest.param("openreg", marks=pytest.mark.skipif(not OPENREG, reason="torch_openreg is not installed")),
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")),
 ]
@@ -74,7 +89,7 @@ def _forget() -> None:
 def accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
     """An accelerator; the simulated one in each order in which its streams may run."""
     _forget()
-    if request.param in ORDERS:
+    if request.param in (*ORDERS, PLAIN):
         yield simulated(request.param, monkeypatch)
         from . import sim
 

@@ -10,24 +10,7 @@ from torch import distributed
 from eventloop.training.distributed.launch import own_device, process_group
 from eventloop.training.distributed.ranks import Ranks, own_group
 from tests.device import sim
-
-
-class Group(distributed.ProcessGroup):
-    """A backend of the simulated device."""
-
-    def __init__(self, store, rank, size, timeout):
-        super().__init__(rank, size)
-        self.inner = distributed.ProcessGroupGloo(store, rank, size, timeout)
-
-    def getBackendName(self):  # noqa: N802 - torch's
-        return "simulated"
-
-    def barrier(self, opts=None):
-        return self.inner.barrier()
-
-    def allreduce(self, tensors, opts=None):
-        return self.inner.allreduce(tensors)
-
+from tests.device.group import Group
 
 if __name__ == "__main__":
     sim.module.available = True

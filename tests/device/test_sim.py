@@ -15,8 +15,8 @@ pytestmark = pytest.mark.skipif(find_spec("torch_openreg") is not None, reason="
 
 @pytest.fixture
 def sim(accelerator: Accelerator) -> Any:
-    if accelerator.kind != "sim":
-        pytest.skip("not the simulated device")
+    if accelerator.kind != "sim" or not accelerator.has_streams:
+        pytest.skip("not the simulated device with streams")
     from . import sim
 
     return sim

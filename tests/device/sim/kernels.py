@@ -101,16 +101,13 @@ def dispatch(op: Any, *args: Any, **kwargs: Any) -> Any:
         lambda one: empty(one.shape, one.stride(), one.dtype, device) if isinstance(one, torch.Tensor) else one, shapes
     )
     args, kwargs = tree_map(_argument, (args, kwargs))
-    targets = [spec_of(one) for one in tree_leaves(outputs) if is_ours(one)]
+    targets = [spec_of(one) if is_ours(one) else None for one in tree_leaves(outputs)]
 
     def kernel() -> None:
-        results = [
-            one
-            for one in tree_leaves(run(*tree_map(_tensor, args), **tree_map(_tensor, kwargs)))
-            if isinstance(one, torch.Tensor)
-        ]
+        results = tree_leaves(run(*tree_map(_tensor, args), **tree_map(_tensor, kwargs)))
         for target, result in zip(targets, results, strict=True):
-            if result.shape == tuple(target.shape):  # the CPU's batch norm has no statistics to return in an evaluation
+            # The CPU's batch norm returns nothing in place of statistics and gradients that are not needed.
+            if target is not None and result is not None and result.shape == tuple(target.shape):
                 target.tensor().copy_(result)
 
     streams.launch(stream, kernel)

@@ -1,0 +1,59 @@
+"""DistributedDataParallel on two simulated devices gives the weights, logs and checkpoints of the CPU."""
+
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+from eventloop import Bus, TrainLoop
+from eventloop import device as door
+from hooks import CheckpointHook, DistSamplerSeedHook, JSONLinesWriter, LoggerHook
+
+from ..ranks import jobs
+from ..ranks.conftest import ranks as ranks  # the fixture
+from ..training.conftest import assert_same
+from .conftest import OPENREG
+from .training_job import logged, on_cpu, saved
+
+pytestmark = pytest.mark.skipif(OPENREG, reason="torch_openreg has its place")
+
+
+def train(folder: str, staging: Any) -> list[Any]:
+    """Train on the CPU, and on the device of this rank; return what both have given."""
+    from . import sim
+    from .group import Group
+
+    rank, size = jobs.rank_and_size()
+    sim.module.available = True
+    door.empty_pinned, door.is_pinned = sim.pinned, sim.is_pinned  # type: ignore[assignment]  # of this process
+    sim.reset("rivals")
+    store = distributed.PrefixStore("simulated", distributed.FileStore(f"{folder}/store", size))
+    group = Group(store, rank, size, timedelta(seconds=60))
+    return [_train(torch.device(device), group, folder, staging) for device in ("cpu", f"{sim.NAME}:{rank}")]
+
+
+def _train(device: torch.device, group: Any, folder: str, staging: Any) -> Any:
+    work_dir = Path(folder, device.type)
+    network = torch.nn.Sequential(torch.nn.BatchNorm1d(4), jobs.network()).to(device)
+    model = DistributedDataParallel(network, process_group=None if device.type == "cpu" else group)
+    bus, optimizer = Bus(), torch.optim.AdamW(model.parameters(), lr=0.01)
+    logger = LoggerHook(interval=1, writers=[JSONLinesWriter()])
+    bus.add(DistSamplerSeedHook(), logger, CheckpointHook(interval=1, staging=staging))
+    data = {"train_data": jobs.loader(shuffle=True), "val_data": jobs.loader(shuffle=False)}
+    loop = TrainLoop(model, optimizer, step=jobs.step, bus=bus, max_epochs=2, work_dir=work_dir, seed=5, **data)
+    metrics = loop.run()
+    return metrics, on_cpu(jobs.weights(network)), logged(work_dir), saved(work_dir) if jobs.rank_and_size()[0] == 0 else {}
+
+
+@pytest.mark.parametrize("staging", ["block", "overlap"])
+def test_two_ranks_train_as_on_the_cpu(ranks: Any, tmp_path: Path, staging: Any):
+    first, second = ranks(train, str(tmp_path), staging)
+    for expected, ours in (first, second):
+        assert_same(ours, expected)
+    assert len(first[0][2]) >= 16
+    assert len(first[0][3]) == 2
+    assert_same(first[1][1], second[1][1])
