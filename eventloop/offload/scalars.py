@@ -2,7 +2,7 @@
 
 Numbers, and tensors of one element on the CPU, are taken at once. Tensors of one element on another device are stacked there,
 one stack for each dtype and device: this takes one kernel, and no number reaches the host. The consumer reads the stacks later.
-From a device with streams it fetches all waiting stacks with one copy.
+From a device with streams it fetches all waiting stacks at once, by one copy for each dtype and number of scalars.
 
 A name whose value once had several elements is a scalar only without dimensions: with one element, it may come from the
 smaller last batch.
@@ -33,7 +33,7 @@ from eventloop.device import (
 )
 from eventloop.privates import set_grad_enabled
 
-_MOST_WAITING = 1024  # stacks on a device that one copy fetches at most: the events of a full lane
+_MOST_WAITING = 1024  # stacks on a device that are fetched at a time, at most: the events of a full lane
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -112,7 +112,7 @@ class DeviceStack(msgspec.Struct, eq=False):
 
 
 class _Fetches:
-    """Copy the stacks of one group to the host; each copy takes all waiting stacks."""
+    """Copy the stacks of one device to the host, all waiting ones at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._current_stream = stream_finder(device)
@@ -132,9 +132,7 @@ class _Fetches:
                 stacks = [self._waiting.popleft() for _ in range(len(self._waiting))]
                 if stack not in stacks:
                     stacks.append(stack)
-                hosts, arrived = _fetch([one.tensor for one in stacks], {one.stream for one in stacks})
-                for one, host in zip(stacks, hosts.unbind(), strict=True):
-                    one.fetched = host, arrived
+                _fetch(stacks)
             return cast("Fetched", stack.fetched)
 
 
@@ -146,11 +144,18 @@ Stack = tuple[list[str], torch.Tensor | DeviceStack]
 _fetch_stream = cache(new_stream)  # by device
 
 
-def _fetch(tensors: list[torch.Tensor], streams: set[DeviceStream]) -> Fetched:
-    """Queue a copy behind the work of ``streams``, on a separate stream, so that training does not wait for it."""
-    device = tensors[0].device
+def _fetch(stacks: list[DeviceStack]) -> None:
+    """Queue copies behind the work of the stacks' streams, on a separate stream, so that training does not wait for them."""
+    device = stacks[0].tensor.device
     own = _fetch_stream(device)
-    for stream in streams:
+    for stream in {one.stream for one in stacks}:
         own.wait_stream(stream)
+    alike: dict[tuple[torch.dtype, int], list[DeviceStack]] = {}
+    for one in stacks:
+        alike.setdefault((one.tensor.dtype, len(one.tensor)), []).append(one)
     with on_stream(device, own):
-        return queue_to_host(torch.stack(tensors)), end_of_queue(device)
+        copies = [(group, queue_to_host(torch.stack([one.tensor for one in group]))) for group in alike.values()]
+        arrived = end_of_queue(device)
+    for group, rows in copies:
+        for one, row in zip(group, rows, strict=True):
+            one.fetched = row, arrived

@@ -43,10 +43,21 @@ class Accelerator:
             yield stream
 
 
-def simulated(order: str, monkeypatch: pytest.MonkeyPatch) -> Accelerator:
-    """Return the simulated device; for the order PLAIN, one whose module has no streams, so that copies from it wait."""
+@contextmanager
+def simulated(order: str) -> Iterator[Accelerator]:
+    """Have the simulated device; for the order PLAIN, one whose module has no streams, so that copies from it wait."""
     from . import sim
 
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        door.is_asynchronous.cache_clear()
+        door._has_streams.cache_clear()
+        yield _simulated(sim, order, monkeypatch)
+        sim.reset("eager")
+    door.is_asynchronous.cache_clear()
+    door._has_streams.cache_clear()
+
+
+def _simulated(sim: Any, order: str, monkeypatch: pytest.MonkeyPatch) -> Accelerator:
     monkeypatch.setattr(sim.module, "available", True, raising=False)
     monkeypatch.setattr(door, "empty_pinned", sim.pinned)
     monkeypatch.setattr(door, "is_pinned", sim.is_pinned)
@@ -79,22 +90,12 @@ KINDS = [
 ]
 
 
-def _forget() -> None:
-    """Let the door look again at what a device has."""
-    door.is_asynchronous.cache_clear()
-    door._has_streams.cache_clear()
-
-
 @pytest.fixture(params=KINDS)
-def accelerator(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
+def accelerator(request: pytest.FixtureRequest) -> Iterator[Accelerator]:
     """An accelerator; the simulated one in each order in which its streams may run."""
-    _forget()
     if request.param in (*ORDERS, PLAIN):
-        yield simulated(request.param, monkeypatch)
-        from . import sim
-
-        sim.reset("eager")
-        _forget()
+        with simulated(request.param) as made:
+            yield made
         return
     module = torch.get_device_module(request.param)
     last = torch.device(request.param, module.device_count() - 1)

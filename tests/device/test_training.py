@@ -79,7 +79,7 @@ def pinned(data: list[Any]) -> list[Any]:
 def test_the_training_thread_waits_for_the_device_at_most_once(
     accelerator: Accelerator, stream: str, tmp_path: Path, staging: Any
 ):
-    """Seven hooks, a capture and an asynchronous subscriber, over three epochs."""
+    """Eight hooks, a capture and an asynchronous subscriber, over three epochs."""
     bus, seen = Bus(), list[Any]()
     bus.on("after_train_iter", seen.append, offload="thread", capture=lambda event: event.run.model[0].weight)
 

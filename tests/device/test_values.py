@@ -30,6 +30,24 @@ def test_scalars_have_the_values_at_publishing(accelerator: Accelerator, stream:
     assert [event.outputs for event in seen] == [{"loss": n + 1.0, "double": n + 1.0, "n": n} for n in range(40)]
 
 
+def test_scalars_of_several_dtypes_and_numbers_keep_their_values(accelerator: Accelerator, stream: str):
+    values = {"loss": 0.1, "seen": 2**53 + 1, "right": True, "share": 1 / 3}
+    dtypes = {"loss": torch.float32, "seen": torch.int64, "right": torch.bool, "share": torch.float64}
+    taker, taken = ScalarTaker(), []
+    for number in range(1, 5):
+        names = list(values)[:number]
+        taken.append(
+            taker.take({name: torch.tensor(values[name], dtype=dtypes[name]).to(accelerator.device) for name in names})
+        )
+    taken.append(
+        taker.take({"a": torch.ones(2, device=accelerator.device)[0], "b": torch.zeros((), device=accelerator.device)})
+    )
+    for number, (_, stacks) in reversed([*enumerate(taken[:4], 1)]):
+        found = {name: value for names, stack in stacks for name, value in zip(names, stack.tolist(), strict=True)}
+        assert found == {name: torch.tensor(values[name], dtype=dtypes[name]).item() for name in list(values)[:number]}
+    assert taken[4][1][0][1].tolist() == [1, 0]
+
+
 def test_scalars_of_several_streams_arrive_by_one_copy(accelerator: Accelerator):
     taker, taken = ScalarTaker(), []
     for n in range(6):

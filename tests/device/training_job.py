@@ -1,4 +1,4 @@
-"""A training with seven hooks, and what it leaves behind."""
+"""A training with eight hooks, and what it leaves behind."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,7 @@ import torch
 from eventloop import Bus, TrainLoop
 from eventloop.checkpoint import load
 from hooks import (
+    CheckInvalidLossHook,
     CheckpointHook,
     EMAHook,
     IterTimerHook,
@@ -24,6 +25,13 @@ from ..training.conftest import batches, model, step
 KEYS = ("progress", "state_dict", "optimizer", "ema_state_dict", "param_schedulers")
 
 
+def outputs(model: Any, batch: Any) -> dict[str, Any]:
+    """Return the loss, scalars of several dtypes, and a tensor that is none."""
+    loss = step(model, batch)
+    numbers = {"positive": (batch[0] > 0).sum(), "mean": batch[0].mean(dtype=torch.float64), "again": loss.reshape(1)}
+    return {"loss": loss, "inputs": batch[0]} | numbers
+
+
 def hooks(optimizer: torch.optim.Optimizer, *, amp: Any = None, **options: Any) -> list[Any]:
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     return [
@@ -33,6 +41,7 @@ def hooks(optimizer: torch.optim.Optimizer, *, amp: Any = None, **options: Any) 
         RuntimeInfoHook(),
         IterTimerHook(),
         LoggerHook(interval=1, writers=[JSONLinesWriter()]),
+        CheckInvalidLossHook(interval=1),
         CheckpointHook(interval=2, by_epoch=False, **options),
     ]
 
@@ -48,7 +57,7 @@ def job(device: Any, work_dir: Path, *, bus: Bus | None = None, data: Any = None
     validated: dict[str, Any] = {"train_data": batches(4), "val_data": batches(2, seed=2), "max_iters": 7, "val_interval": 3}
     plan = {"train_data": data, "max_epochs": 3} if data else validated
     bus.add(*hooks(optimizer, save_best=None if data else "loss", **options))
-    return TrainLoop(trained, optimizer, step=step, bus=bus, work_dir=work_dir, seed=5, **plan)
+    return TrainLoop(trained, optimizer, step=outputs, val_step=step, bus=bus, work_dir=work_dir, seed=5, **plan)
 
 
 def logged(work_dir: Path) -> list[dict[str, Any]]:

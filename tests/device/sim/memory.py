@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import heapq
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,8 @@ _WORDS = 17
 _U8 = 1 << 32 | 8 << 40 | 1 << 48 | 1
 """Of one dimension and of type uint8, as DLPack's struct has it."""
 
+lock = threading.RLock()
+"""Of all that the device does, by any thread."""
 _slots = np.zeros((1 << 14, _WORDS), np.uint64)
 _free = list(range(len(_slots)))
 _top = 0
@@ -43,7 +46,8 @@ class Block:
     """The memory of one storage. Queued kernels hold it, so that they can run after torch has freed the storage."""
 
     def __init__(self, nbytes: int, kind: int, index: int, home: Any) -> None:
-        self.memory = torch.empty(max(nbytes, 1), dtype=torch.uint8)
+        with torch.inference_mode(mode=False):  # in which the owner may be
+            self.memory = torch.empty(max(nbytes, 1), dtype=torch.uint8)
         self.storage = self.memory.untyped_storage()
         self.nbytes, self.kind, self.index = nbytes, kind, index
         self.home = home
@@ -75,19 +79,21 @@ class Spec:
 def allocate(block: Block) -> torch.Tensor:
     """Return a flat tensor of bytes over ``block``."""
     global _top
-    slot, address = heapq.heappop(_free), block.memory.data_ptr()
-    _top = max(_top, slot + 1)
-    words = _slots[slot]
-    begin = words.ctypes.data
-    words[:8] = address, block.kind | block.index << 32, _U8, begin + 8 * (_WORDS - 1), 0, 0, 0, _DELETER
-    words[-1] = block.nbytes
-    _live[address] = block, slot
+    address = block.memory.data_ptr()
+    with lock:
+        slot = heapq.heappop(_free)
+        _top = max(_top, slot + 1)
+        words = _slots[slot]
+        begin = words.ctypes.data
+        words[:8] = address, block.kind | block.index << 32, _U8, begin + 8 * (_WORDS - 1), 0, 0, 0, _DELETER
+        words[-1] = block.nbytes
+        _live[address] = block, slot
     made: torch.Tensor = torch.utils.dlpack.from_dlpack(_new_capsule(begin, b"dltensor", None))
     return made
 
 
 def reclaim() -> list[Block]:
-    """Return the blocks that torch has freed since the last call."""
+    """Return the blocks that torch has freed since the last call; call it with the lock."""
     addresses = _slots[:_top, 0]
     if addresses.all():
         return []

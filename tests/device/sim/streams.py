@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from .memory import HOST, Block, reclaim
+from .memory import HOST, Block, lock, reclaim
 
 Order = Literal["eager", "needed", "rivals"]
 ORDERS: tuple[Order, ...] = ("eager", "needed", "rivals")
@@ -63,7 +63,7 @@ class Stream(torch.Stream):
         return self is other
 
     def push(self, run: Callable[[], Any] | None, after: tuple[Stream, int] | None = None) -> None:
-        with _lock:
+        with lock:
             _take_back()
             self._push(run, after)
 
@@ -99,7 +99,7 @@ class Event:
 
     def record(self, stream: Stream | None = None) -> None:
         stream = stream or current_stream()
-        with _lock:
+        with lock:
             _take_back()
             self.at = stream, stream.queued
 
@@ -116,7 +116,6 @@ class Event:
 _ids = count()
 _all: WeakValueDictionary[int, Stream] = WeakValueDictionary()
 _busy: dict[Stream, None] = {}
-_lock = threading.RLock()
 _freed: list[tuple[Block, list[tuple[Stream, int]]]] = []
 _defaults: list[Stream] = []
 _local = threading.local()
@@ -190,7 +189,7 @@ def stream(stream: Stream | None) -> Iterator[None]:
 def synchronize(device: Any = None) -> None:
     index = index_of(device)
     wait("synchronize", _defaults[index])
-    with _lock:
+    with lock:
         for one in [*_busy]:
             if one.device.index == index:
                 _run_to(one, one.queued)
@@ -200,7 +199,7 @@ def launch(stream: Stream, run: Callable[[], Any]) -> None:
     """Queue a kernel."""
     stream.push(run)
     if _order == "eager":
-        with _lock:
+        with lock:
             _run_rivals(None)
 
 
@@ -211,7 +210,7 @@ def wait(what: str, stream: Stream, position: int | None = None) -> None:
     if _trapped[me]:
         raise HostWait(f"{what} on {threading.current_thread().name}")
     waits.append((me, what))
-    with _lock:
+    with lock:
         _take_back()
         if stream.done < position and _order == "rivals":
             _run_rivals(stream)
@@ -247,7 +246,7 @@ def _poll(stream: Stream, position: int) -> bool:
     """Return whether so much work is done; if not, it will be at the next call, since time passes."""
     if stream.done >= position:
         return True
-    with _lock:
+    with lock:
         _run_to(stream, position)
     return False
 
@@ -295,7 +294,7 @@ def _run_one(stream: Stream) -> None:
 def reset(order: Order) -> None:
     """Finish all work, forget the waits, and set how the next work runs."""
     global _order
-    with _lock:
+    with lock:
         _take_back()
         _run_rivals(None)
     _order = order
