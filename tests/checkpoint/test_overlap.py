@@ -226,16 +226,3 @@ def test_a_forked_process_steps_without_waiting_for_its_parents_copy(job, overla
         os._exit(0 if job.weight[0].item() == -2.5 else 1)
     assert os.waitpid(child, 0)[1] == 0
     late.set()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_weights_on_a_cuda_device_are_copied_beside_the_training(written):
-    weight = torch.nn.Parameter(torch.zeros(1000, 1000, device="cuda"))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    overlap = Overlap([optimizer])
-    for number in range(3):
-        staged = stage({"weight": weight.detach()}, overlap=overlap)
-        weight.grad = torch.ones_like(weight)
-        optimizer.step()
-        assert (written(staged)["weight"] == -number).all()
-    overlap.close()

@@ -179,21 +179,6 @@ def test_a_reference_cycle_is_refused():
         stage(tree)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_tensors_on_a_cuda_device_are_copied_as_they_were(tmp_path):
-    buffer = StageBuffer()
-    gpu, cpu = torch.ones(1000, 1000, device="cuda"), torch.ones(3)
-    for number in range(3):
-        staged = stage({"gpu": gpu, "cpu": cpu, "strided": gpu.t()[::2]}, buffer)
-        gpu.add_(1)
-        cpu.add_(1)
-        write(staged, tmp_path / "c")
-        loaded = load(tmp_path / "c", map_location="cuda")
-        assert loaded["gpu"].is_cuda
-        for each in loaded.values():
-            assert (each == number + 1).all()
-
-
 def test_a_tree_too_deep_for_the_stack_is_refused():
     tree: Any = 1
     for _ in range(90):
@@ -221,13 +206,6 @@ def test_many_small_tensors_that_are_copied_together_keep_their_places(written, 
     for number in range(3):
         tree = make(number)
         assert canonical(written(stage(tree, buffer))) == canonical(tree)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_memory_for_tensors_on_a_cuda_device_is_pinned():
-    buffer = StageBuffer()
-    stage({"w": torch.ones(3, device="cuda")}, buffer)
-    assert buffer._memories[0].flat.is_pinned()
 
 
 COMPLEX = torch.tensor([[1 + 1j, 2 + 2j], [3 + 3j, 4 + 4j]])
