@@ -86,8 +86,8 @@ MUTATIONS = [
     Mutation(
         "scalars that are kept",
         SCALARS,
-        "one.fetched = host, arrived",
-        "one.fetched, one.tensor = (host, arrived), None",
+        "one.fetched = row, arrived",
+        "one.fetched, one.tensor = (row, arrived), None",
         VALUES,
     ),
     Mutation(
