@@ -10,7 +10,8 @@ from eventloop.checkpoint import Overlap, StageBuffer, load, stage, write
 
 from .conftest import Accelerator
 
-SIZE = 3000
+SIZE = 3000 if not torch.cuda.is_available() else 1 << 24
+"""Elements of a tensor: on a card enough for copies that take a while; the simulated device is as late with few."""
 
 
 @pytest.fixture
