@@ -210,7 +210,10 @@ class RayReports:
     @property
     def _failed(self) -> bool:
         """True if nothing more can be told, because one of the ranks does not call Ray any more."""
-        return self.aborted or (self._mail is not None and self._mail.has("failed"))
+        try:
+            return self.aborted or (self._mail is not None and self._mail.has("failed"))
+        except (RuntimeError, OSError):  # the process with the store has ended
+            return True
 
     def _next_order(self) -> _Order | None:
         now = time.monotonic()

@@ -35,9 +35,11 @@ class RayWorker:
                 "RayTrainHook needs a worker of Ray Train: use the bus in the train_func of a TorchTrainer (Ray 2.60 or later, "
                 "without RAY_TRAIN_V2_ENABLED=0), or remove the hook"
             )
-        if not hasattr(context, "get_storage"):
-            raise ConfigurationError("Ray's local mode has no storage path: give ScalingConfig a num_workers of at least 1")
-        privates.check(context)
+        try:
+            privates.check(context)
+        except NotImplementedError as error:
+            advice = "give ScalingConfig a num_workers of at least 1, or remove RayTrainHook"
+            raise ConfigurationError(f"Ray's local mode has no storage path: {advice}") from error
         self.rank: int = context.get_world_rank()
         self.size: int = context.get_world_size()
         self._files, self._folder = privates.storage_of(context)

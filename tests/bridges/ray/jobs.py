@@ -91,6 +91,10 @@ def train(config: dict[str, Any]) -> None:
     witness.tell(finished=run.progress.iter)
 
 
+def train_alone() -> None:
+    Run(Bus(RayTrainHook()), model=nn.Linear(1, 1))
+
+
 def train_on_ray_data(config: dict[str, Any]) -> None:
     model = DistributedDataParallel(nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)

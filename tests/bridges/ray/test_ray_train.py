@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from eventloop import ConfigurationError
+from eventloop.bridges.ray import privates
 from eventloop.checkpoint import load, verify
 
 pytest.importorskip("ray")
@@ -196,6 +198,23 @@ def test_another_trainer_in_a_worker_goes_on_from_what_ray_knows(
         number = 3 if library == "lightning" else 3 * steps
         assert Path(folder).name == f"checkpoint_{name.format(number)}"
         assert [path.name for path in Path(folder).iterdir()] == [inside.format(number)]
+
+
+def test_ray_without_a_name_that_is_not_documented_is_an_error():
+    with pytest.raises(ConfigurationError, match="get_storage"):
+        privates.check(object())
+
+
+def test_in_the_local_mode_of_ray_the_hook_is_an_error(cluster: Any, tmp_path: Path):
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+    from ray.train.v2.api.exceptions import TrainingFailedError
+
+    trainer = TorchTrainer(
+        jobs.train_alone, scaling_config=ScalingConfig(num_workers=0), run_config=RunConfig(storage_path=str(tmp_path))
+    )
+    with pytest.raises((ConfigurationError, TrainingFailedError), match="local mode"):
+        trainer.fit()
 
 
 def test_a_run_on_ray_data_takes_each_sample_once_although_a_worker_was_killed(fit: Fit, cluster: Any, tmp_path: Path):
