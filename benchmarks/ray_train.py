@@ -68,10 +68,10 @@ class Strike:
     """Iterations that were done and had to be repeated."""
     lost_saves: int
     """Saves that counted and were not gone on from."""
-    restart: float
-    """Seconds from the strike (of a drain, from the end of the node) until Ray calls the training again."""
     seconds: float
-    """From there to the end of the first iteration."""
+    """From the strike (of a drain, from the end of the node) to the end of the first new iteration."""
+    restart: float
+    """Of these, the seconds until Ray calls the training again."""
     load: float
     """Processes that wanted a core of this computer in the last minute, on average."""
 
@@ -177,8 +177,8 @@ class Experiment:
             goes_on_at=new["begins"],
             lost=max(0, done - new["begins"]),
             lost_saves=len([save for save in self.saves(since=began, until=struck) if save > new["begins"]]),
-            restart=(started := self.story.of("started", since=struck, until=new["at"])[-1]["at"]) - struck,
-            seconds=self.goes(struck) - started,
+            seconds=self.goes(struck) - struck,
+            restart=self.story.of("started", since=struck, until=new["at"])[-1]["at"] - struck,
             load=os.getloadavg()[0],
         )
         if self.ours and (found.lost_saves or found.lost > (INTERVAL + 10 if kind != "drain" else 0)):
@@ -323,7 +323,8 @@ def summary(ways: dict[str, dict[str, Any]]) -> Table:
         for column in (heading,) if heading in ("strikes", "saves\nlost") else (heading, "most"):
             grid.add_column(column, justify="right")
     for name, way in ways.items():
-        lost, restart, seconds = ([one[key] for one in way["strikes"]] for key in ("lost", "restart", "seconds"))
+        lost, restart = ([one[key] for one in way["strikes"]] for key in ("lost", "restart"))
+        seconds = [one["seconds"] - one["restart"] for one in way["strikes"]]
         stalls = [1e3 * one for one in way["stalls"]]
         grid.add_row(
             name,

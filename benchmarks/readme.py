@@ -24,7 +24,7 @@ README = ROOT / "benchmarks" / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
 ENGINES_PAGE = ROOT / "docs" / "engines" / "index.md"
 ENGINES = (("Ray Train", "ray"), ("torchft", "torchft"), ("NVRx", "nvrx"))
-WAYS = {("torchft", "own"): "torch.save, as in torchft's docs"}
+WAYS = {("torchft", "own"): "torch.save, as in torchft's docs", ("ray", "Ray"): "torch.save, as in Ray's docs"}
 DCP_WAYS = ("trainbus", "DCP save", "DCP async_save")
 BEGIN, END = "<!-- figures: written by `python -m benchmarks.readme` -->", "<!-- end of figures -->"
 
