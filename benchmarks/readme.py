@@ -141,7 +141,7 @@ def engines_table() -> str:
 
 def engine_row(found: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return the cells saves lost, stall, and the time to train again."""
-    again = [one.get("restart", 0.0) + one["seconds"] for one in found["strikes"] if one["seconds"] is not None]
+    again = [one["seconds"] for one in found["strikes"] if one["seconds"] is not None]
     lost = sum(one["lost_saves"] for one in found["strikes"])
     return str(lost), f"{1e3 * statistics.median(found['stalls']):.1f}", f"{statistics.median(again):.1f}"
 
