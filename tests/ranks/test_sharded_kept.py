@@ -346,6 +346,28 @@ def test_while_the_store_is_out_a_start_fails_with_the_ranks_and_their_files(run
         assert_same(one.began, ended)
 
 
+def test_a_run_that_saves_to_another_store_now_uploads_there_and_resumes(run, ended, tmp_path):
+    other = f"local://{tmp_path}/other"
+    for one in run("b", "new", epochs=4, out_dir=other):  # not a new run
+        assert one.began is None
+        assert "lacks kept_sharded_epoch_3.safetensors, index.safetensors, __0.safetensors" in one.error
+    assert (on(tmp_path / "a"), on(tmp_path / "b")) == (ON_A, ON_B)
+    for one in run("b", "new", "a", epochs=4, out_dir=other):
+        assert not one.error
+        assert_same(one.began, ended)
+        assert one.told == [("committed", "epoch_3"), ("committed", "epoch_4")]
+    assert not on(tmp_path / "a") | on(tmp_path / "b")
+    assert {path.stem for path in (tmp_path / "other/run").glob("*.safetensors")} == {"epoch_3", "epoch_4"}
+
+
+@pytest.mark.parametrize("disks", [("b", "a"), ("b", "new")], ids=str)
+def test_a_run_that_saves_to_no_store_now_does_not_begin_anew_either(run, ended, tmp_path, disks):
+    for one in run(*disks, epochs=4, out_dir=None):
+        assert one.began is None
+        assert f"kept for local://{tmp_path}/store/run/epoch_3.safetensors" in one.error
+    assert (on(tmp_path / "a"), on(tmp_path / "b")) == (ON_A, ON_B)
+
+
 def test_in_one_work_dir_a_kept_save_is_resumed_while_the_store_takes_nothing(run, tmp_path):
     before, _ = run("a", "a", epochs=3, refused=["epoch_3"], resume=None)
     for one in run("a", "a", epochs=4, refused=["epoch_3", "epoch_4"]):
@@ -357,6 +379,16 @@ def test_in_one_work_dir_a_kept_save_is_resumed_while_the_store_takes_nothing(ru
         assert not one.error
     assert not on(tmp_path / "a")
     assert load_whole(tmp_path / "store/run/epoch_4.safetensors")["progress"]["epoch"] == 4
+
+
+def test_in_one_work_dir_a_kept_save_is_resumed_without_a_store_and_a_later_local_one_has_all(run, tmp_path):
+    before, _ = run("a", "a", epochs=3, refused=["epoch_3"], resume=None)
+    for one in run("a", "a", epochs=4, out_dir=None):
+        assert not one.error
+        assert_same(one.began, before.ended)
+    for one in run("a", "a", epochs=5, out_dir=None):
+        assert not one.error
+        assert one.began[0] == 32
 
 
 def test_ranks_on_one_disk_of_several_keep_their_parts_together(run, tmp_path):

@@ -52,39 +52,36 @@ class _Place(NamedTuple):
 
 
 def upload_kept(run: SavedRun) -> dict[str, str]:
-    """Upload the sharded save that work dirs keep for stores of this run, if it is complete and they lack it.
+    """Upload the sharded save that work dirs keep for a store, if it is complete and the run's stores lack it.
 
-    A collective. What a store need not get any more is removed.
+    A collective. A run that saves to other stores than before uploads it there. What a store need not get any more is removed.
 
     Returns:
         Saves that are not complete, by the directory of their parts, each with what is missing.
 
     Raises:
-        CheckpointError: a store does not answer, or does not take it and not all ranks see all of it.
+        CheckpointError: a store does not answer, or none takes it and not all ranks see all of it.
     """
-    home, stores = run.work_dir, [str(one) for one in run.saves.directories if isinstance(one, RemotePath)]
-    return {} if home is None or not stores else _Upload(run, home, stores).lost
+    return {} if run.work_dir is None else _Upload(run, run.work_dir).lost
 
 
 class _Upload:
-    def __init__(self, run: SavedRun, home: Path, stores: list[str]) -> None:
+    def __init__(self, run: SavedRun, home: Path) -> None:
         self._run, self._home = run, home
         self._ranks = run.state.ranks
         self._rank, self._size = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
         self.lost: dict[str, str] = {}
         # The stores are those of rank 0, as in a save: work dirs of other names would have others.
-        stores, found = self._merged((stores, dict(_records(home))), lambda one, other: (one[0], one[1] | other[1]))
-        self._stores = {*map(as_path, stores)}
-        kept = {name: one for name, one in found.items() if self._urls(one)}
-        for one in (found[name] for name in found.keys() - kept):
-            self._log(log.warning, "a save is kept for a store that this run does not save to", names=one.urls)
+        stores = [str(one) for one in run.saves.directories if isinstance(one, RemotePath)]
+        self._stores, kept = self._merged((stores, dict(_records(home))), lambda one, other: (one[0], one[1] | other[1]))
         if kept:
             self._upload_newest(kept)
 
     def _urls(self, kept: KeptParts) -> list[RemotePath]:
-        """Return the paths in stores of this run that a save waits for."""
-        wanted = [url for url in kept.urls if url.rpartition("/")[0] in map(str, self._stores)]
-        return [url for url in map(as_path, wanted) if isinstance(url, RemotePath)]
+        """Return the paths that a save waits for in stores of this run; if that has moved to others, those in each of them."""
+        waits = [url for url in kept.urls if url.rpartition("/")[0] in self._stores]
+        moved = [f"{store}/{url.rpartition('/')[2]}" for url in kept.urls[:1] for store in self._stores]
+        return [url for url in map(as_path, waits or moved) if isinstance(url, RemotePath)]
 
     def _upload_newest(self, kept: dict[str, KeptParts]) -> None:
         seen = self._merged({(name, file): at for name, one in kept.items() for file, at in self._own(name, one)}, _nearest)
@@ -103,11 +100,11 @@ class _Upload:
         sweep_kept_shards(self._home, needed)
 
     def _newest(self, places: Mapping[str, Mapping[str, _Place]]) -> tuple[int, ...]:
-        """Return how far the newest save in the stores has come; () if there is none."""
+        """Return how far the newest save in the stores, and where else the run saves to, has come; () if there is none."""
 
         def find() -> tuple[int, ...]:
             try:
-                path = newest_candidate(*self._stores)
+                path = newest_candidate(*(one for one in self._run.saves.directories if one != self._home))
             except CheckpointError as error:
                 where = "; ".join(_told(of.values()) for of in places.values())
                 raise CheckpointError(f"{error}. A save is kept for it: {where}") from error
@@ -153,9 +150,10 @@ class _Upload:
             seconds = time.perf_counter() - start
             self._run.bus.publish(CheckpointCommitted(progress=kept.progress, path=names[0], names=names, seconds=seconds))
         elif not self._merged(all(self._path(name, kept, file).exists() for file in places), and_):
+            told = "; ".join(problems.values()) or "this run saves to no store"
             raise CheckpointError(
-                f"a save is kept for {', '.join(map(str, problems))}, but cannot be uploaded: {'; '.join(problems.values())}. "
-                f"Not all ranks can read it: {_told(places.values())}. Run again when the store takes it"
+                f"a save is kept for {', '.join(kept.urls)}, but cannot be uploaded: {told}. Not all ranks can read it: "
+                f"{_told(places.values())}. Run again when the store takes it, or with another store as out_dir="
             )
         return bool(landed)
 
