@@ -27,7 +27,7 @@ def train_func(config):
     train, val = random_split(data, [0.8, 0.2])
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    sampler = DistributedSampler(train)
+    sampler: DistributedSampler[torch.Tensor] = DistributedSampler(train)
     train_loader = DataLoader(train, batch_size=32, sampler=sampler)
     val_loader = DataLoader(val, batch_size=256, sampler=DistributedSampler(val, shuffle=False))
 
@@ -48,7 +48,7 @@ def train_func(config):
 
 
 if __name__ == "__main__":
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)  # a cluster of its own
     result = TorchTrainer(
         train_func,
         train_loop_config={"epochs": 8},
@@ -62,3 +62,4 @@ if __name__ == "__main__":
     ).fit()
     print(f"after {result.metrics['epoch'] + 1} epochs: accuracy {result.metrics['accuracy']:.1%}")
     print("runs/ray:", *sorted(Path(checkpoint.path).name for checkpoint, _ in result.best_checkpoints))
+    ray.shutdown()

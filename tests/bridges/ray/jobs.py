@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from eventloop import events
 from trainbus import Bus, CheckpointHook, Hook, RayTrainHook, Run
 
+ROOT = Path(__file__).parents[3]
 BATCHES = 10
 INTERVAL = 5
 

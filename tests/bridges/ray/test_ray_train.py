@@ -1,4 +1,6 @@
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -198,6 +200,25 @@ def test_another_trainer_in_a_worker_goes_on_from_what_ray_knows(
         number = 3 if library == "lightning" else 3 * steps
         assert Path(folder).name == f"checkpoint_{name.format(number)}"
         assert [path.name for path in Path(folder).iterdir()] == [inside.format(number)]
+
+
+def python(*arguments: object, cwd: Path) -> str:
+    """Run Python in a process that knows nothing of the cluster; return what it prints."""
+    done = subprocess.run([sys.executable, *map(str, arguments)], cwd=cwd, capture_output=True, text=True, timeout=300)  # noqa: S603
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.mark.timeout(320)
+def test_the_example_trains_on_after_its_worker_was_killed(tmp_path: Path):
+    pytest.importorskip("sklearn")
+    printed = python(jobs.ROOT / "examples" / "ray_digits.py", cwd=tmp_path)
+    assert "after 8 epochs: accuracy 9" in printed
+    assert "checkpoint_epoch_8" in printed
+
+
+def test_ray_is_not_imported_with_trainbus(tmp_path: Path):
+    python("-c", "import sys, trainbus; trainbus.RayTrainHook(); sys.exit('ray' in sys.modules)", cwd=tmp_path)
 
 
 def test_ray_without_a_name_that_is_not_documented_is_an_error():
