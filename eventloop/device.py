@@ -233,7 +233,7 @@ def seed_devices(seed: int) -> None:
     """Seed all generators of the accelerator that this process uses; without one do nothing."""
     _, module = _accelerator(started=True)
     if module is not None:
-        getattr(module, "manual_seed_all", module.manual_seed)(seed)  # MPS has one device
+        (getattr(module, "manual_seed_all", None) or module.manual_seed)(seed)  # MPS has one device
 
 
 def set_random_states_of_devices(states: Mapping[str, Sequence[torch.Tensor]]) -> None:

@@ -136,6 +136,18 @@ def test_random_states_of_another_type_are_left_out_and_named(hpu, capsys):
     assert "cuda" in capsys.readouterr().err
 
 
+def test_all_devices_that_a_process_uses_are_seeded(hpu, monkeypatch):
+    seeds = []
+    monkeypatch.setattr(hpu, "manual_seed_all", seeds.append, raising=False)
+    door.seed_devices(3)
+    monkeypatch.delattr(hpu, "manual_seed_all")
+    monkeypatch.setattr(hpu, "manual_seed", seeds.append, raising=False)  # as MPS
+    door.seed_devices(4)
+    hpu.is_initialized = lambda: False
+    door.seed_devices(5)
+    assert seeds == [3, 4]
+
+
 def test_a_process_that_has_not_used_its_accelerator_has_no_random_states_of_it(hpu):
     hpu.is_initialized = lambda: False
     assert door.random_states_of_devices() == {}
@@ -161,4 +173,5 @@ def test_without_an_accelerator_there_is_nothing():
     assert door.memory_allocated(torch.device("cpu")) is None
     door.use_device(1)
     door.handed_over()()
+    door.seed_devices(1)
     door.empty_cache()
