@@ -70,7 +70,7 @@ class ManagedReplicas:
             ConfigurationError: there is neither.
         """
         name = privates.replica_id(self._manager) or os.environ.get("REPLICA_GROUP_ID")
-        if not name or os.sep in name:
+        if not name or os.sep in name or name in (".", ".."):
             raise ConfigurationError(
                 f"the replica group has {f'the name {name!r}, which is no' if name else 'no name for its'} folder in the work "
                 'dir: give torchft.Manager(replica_id="..."), the same name after each restart'

@@ -389,8 +389,9 @@ def test_a_wrapper_that_fails_with_other_groups_is_told(manager):
 
 
 def test_a_manager_without_a_name_needs_one_for_a_work_dir(manager, tmp_path, monkeypatch):
-    with pytest.raises(ConfigurationError, match="replica_id"):
-        Job(manager(None), work_dir=tmp_path)
+    for name in (None, "..", "a/b"):
+        with pytest.raises(ConfigurationError, match="replica_id"):
+            Job(manager(name), work_dir=tmp_path)
     monkeypatch.setenv("REPLICA_GROUP_ID", "7")
     assert Job(manager(None), work_dir=tmp_path).run.work_dir == tmp_path / "7"
 
