@@ -18,6 +18,7 @@ from eventloop import ConfigurationError, Hook, Priority, check_options, events,
 from eventloop.checkpoint import steps_awaited
 from eventloop.training import Mailbox
 from hooks.copies import CopiedAnew
+from hooks.options import added_late
 
 _SOCKET: Final = "FT_RANK_MONITOR_IPC_SOCKET"
 """The variable by which ``ft_launcher`` names its monitor (nvidia_resiliency_ext/fault_tolerance/data.py, seen in 0.4.1)."""
@@ -55,7 +56,8 @@ class HeartbeatHook(CopiedAnew, Hook):
             resumed. Checkpoints keep them. All ranks must have the hook.
 
     Raises:
-        ConfigurationError: later: NVRx is not installed; or ``calculate_timeouts`` needs a process group and there is none.
+        ConfigurationError: later: NVRx is not installed; or ``calculate_timeouts`` needs a process group and there is none;
+            or the hook was added during a run.
     """
 
     priority = Priority.HIGHEST
@@ -121,6 +123,8 @@ class HeartbeatHook(CopiedAnew, Hook):
         self.moves += 1
 
     def before_train(self, event: events.BeforeTrain) -> None:
+        if self._thread is None and _SOCKET in os.environ:
+            raise added_late(self.label)
         self._resumed = event.progress.iter > 0
 
     @mount(events.AfterTrainEpoch, events.AfterTrain)

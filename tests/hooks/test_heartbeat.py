@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import distributed
 
-from eventloop import Bus
+from eventloop import Bus, ConfigurationError, Run
 from eventloop.checkpoint import commit, load
 from hooks import CheckpointHook, HeartbeatHook
 
@@ -219,6 +219,15 @@ def test_a_monitor_that_is_gone_costs_a_line_in_the_log_and_no_training(launched
     at(loop.bus, "before_train_iter", 3, lambda: until(lambda: any("not answer" in entry["event"] for entry in logs)))
     loop.run()
     assert sum("not answer" in entry["event"] for entry in logs) == 1
+
+
+def test_a_hook_that_is_added_during_a_run_is_an_error(launched):
+    """Without the error, a rank that hangs would never be ended."""
+    launched()
+    with Run(bus := Bus(), model=torch.nn.Linear(1, 1)) as run:
+        bus.add(HeartbeatHook())
+        with pytest.raises(ConfigurationError, match="HeartbeatHook"):
+            next(iter(run.epochs(1)))
 
 
 def test_a_second_run_connects_again(launched):
