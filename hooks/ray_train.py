@@ -16,6 +16,7 @@ from eventloop import CheckpointError, Hook, Priority, check_options, events, ge
 from eventloop.bridges.ray import RayReports, RayWorker
 from eventloop.checkpoint import remove
 from hooks.copies import CopiedAnew
+from hooks.options import added_late
 from hooks.retention import KEPT, RetentionPolicy
 
 _END = 30.0  # seconds for Ray to take what is left at the end of a run; it takes a report each 2 s
@@ -46,6 +47,7 @@ class RayTrainHook(CopiedAnew, Hook):
 
     Raises:
         ConfigurationError: when a run is made: this process is not a worker of Ray Train, or the storage path is in a store.
+            When training begins: the hook was added during the run.
     """
 
     priority = Priority.LOWEST
@@ -72,7 +74,9 @@ class RayTrainHook(CopiedAnew, Hook):
 
     def before_train(self, event: events.BeforeTrain) -> None:
         begun, self._begun = self._begun, True
-        if self._reports is not None and event.run.work_dir is not None and not begun:
+        if self._reports is None:
+            raise added_late(self.label)
+        if event.run.work_dir is not None and not begun:
             self._reports.start(event.run.work_dir, event.progress.iter)
 
     @mount(
@@ -98,7 +102,8 @@ class RayTrainHook(CopiedAnew, Hook):
                 reports.measured(numbers | {"epoch": event.progress.epoch, "iter": event.progress.iter + 1})
             case events.AfterValEpoch():
                 numbers = _numbers(event.metrics)
-                reports.measured({f"val_{name}" if name in self._trained else name: one for name, one in numbers.items()})
+                named = {f"val_{name}" if name in self._trained else name: one for name, one in numbers.items()}
+                reports.measured(named, validated=True)
             case events.CheckpointStaged():
                 reports.staged(event.path)
             case events.CheckpointCommitted():

@@ -13,6 +13,8 @@ NAMES: Final[Names] = {
     "storage.experiment_fs_path": ("worker.py: likewise", _SEEN),
     "storage.storage_filesystem.type_name": ("worker.py: a folder, or a store?", _SEEN),
     "run.run_config.checkpoint_config.num_to_keep": ("folders.py: files that Ray has deleted while no worker ran", _SEEN),
+    "run.run_config.checkpoint_config.checkpoint_score_attribute": ("worker.py: saves that have no score", _SEEN),
+    "run.run_config.checkpoint_config.checkpoint_score_order": ("worker.py: likewise", _SEEN),
 }
 """Looked up when a run with the hook is made. The first three come from Ray's own error messages and user guides."""
 
@@ -39,6 +41,12 @@ def kept_by_ray() -> int | None:
     """Return the ``num_to_keep`` of the run; None if Ray keeps all checkpoints."""
     number: int | None = _run().run_config.checkpoint_config.num_to_keep
     return number
+
+
+def score_of_ray() -> tuple[str | None, bool]:
+    """Return the name of the metric by which Ray ranks checkpoints, None without one; and whether a greater one is better."""
+    config = _run().run_config.checkpoint_config
+    return config.checkpoint_score_attribute, config.checkpoint_score_order == "max"
 
 
 def _run() -> Any:

@@ -75,6 +75,8 @@ class RayReports:
         self._mail = Mailbox(f"ray/{next(_numbers)}") if worker.size > 1 else None
         self._lock = threading.Condition()
         self._metrics: dict[str, Any] = {}
+        self._validated: set[str] = set()  # their names that come from a validation
+        self._stale: set[str] = set()  # those of a validation of earlier weights
         self._saves: list[_Save] = []
         self._changed = self._ending = False
         self.aborted = False
@@ -96,10 +98,16 @@ class RayReports:
 
     # -------------------------------------------------------------------------------------------------- what happens
 
-    def measured(self, metrics: Mapping[str, Any]) -> None:
-        """Take new metrics: plain numbers. They count for later saves, and for earlier ones until :meth:`moved`."""
+    def measured(self, metrics: Mapping[str, Any], *, validated: bool = False) -> None:
+        """Take new metrics: plain numbers. They count for later saves, and for earlier ones until :meth:`moved`.
+
+        Those of a validation (``validated``) count for no save after :meth:`moved`: Ray would rank it by other weights.
+        """
         with self._lock:
             self._metrics.update(metrics)
+            if validated:
+                self._validated.update(metrics)
+            self._stale.difference_update(metrics)
             self._changed = True
 
     def staged(self, path: str) -> None:
@@ -113,7 +121,8 @@ class RayReports:
         with self._lock:
             for save in self._saves:
                 if save.metrics is None:
-                    save.metrics = dict(self._metrics)
+                    save.metrics = {name: value for name, value in self._metrics.items() if name not in self._stale}
+            self._stale.update(self._validated)
             self._lock.notify()
 
     def keep(self, path: str, done: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Collection, Mapping
 from importlib import import_module
 from pathlib import Path
@@ -78,7 +80,9 @@ class RayWorker:
         """
         checkpoint = None if folder is None else self._train.Checkpoint(str(folder), self._files)
         self._train.report(
-            dict(metrics), checkpoint=checkpoint, checkpoint_upload_mode=self._train.CheckpointUploadMode.NO_UPLOAD
+            dict(metrics) if folder is None else ranked(metrics, *privates.score_of_ray()),
+            checkpoint=checkpoint,
+            checkpoint_upload_mode=self._train.CheckpointUploadMode.NO_UPLOAD,
         )
 
     def notice(self) -> Any:
@@ -91,3 +95,14 @@ class RayWorker:
             consistency_mode=self._train.CheckpointConsistencyMode.COMMITTED, timeout_s=seconds
         )
         return [Path(one.checkpoint.path) for one in known]
+
+
+def ranked(metrics: Mapping[str, Any], score: str | None, greater_is_better: bool) -> dict[str, Any]:
+    """Return the metrics of a checkpoint with the worst score that is finite, if it has none, NaN or an infinite one.
+
+    Without the score, Ray takes a checkpoint for the best one if a smaller score is better. It stores NaN as null, and fails by
+    it once it has started again (CheckpointManager._get_checkpoint_score, seen in 2.60.0).
+    """
+    if score is None or math.isfinite(metrics.get(score, math.nan)):
+        return dict(metrics)
+    return {**metrics, score: -sys.float_info.max if greater_is_better else sys.float_info.max}

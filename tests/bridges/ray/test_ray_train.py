@@ -94,6 +94,14 @@ def test_num_to_keep_and_the_score_decide_which_files_stay(fit: Fit, tmp_path: P
     assert names(folder) == kept | {f"{name.removeprefix('checkpoint_')}.safetensors" for name in kept}
 
 
+@pytest.mark.parametrize("order", ["max", "min"])
+def test_a_save_without_a_validation_is_never_the_best(fit: Fit, order: str):
+    """Half of the saves are made between two validations."""
+    keep = CheckpointConfig(num_to_keep=2, checkpoint_score_attribute="error", checkpoint_score_order=order)
+    result = fit(epochs=2, keep=keep)
+    assert {metrics["iter"] for _, metrics in result.best_checkpoints} == {10, 20}
+
+
 def test_a_run_whose_worker_was_killed_goes_on_and_ends_with_the_same_weights(
     fit: Fit, tmp_path: Path, undisturbed: list[torch.Tensor]
 ):

@@ -1,5 +1,6 @@
 """``RayTrainHook`` with a stand-in for Ray, which is another process: what it is told, in which order, and when it fails."""
 
+import math
 import threading
 import time
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 import hooks.ray_train
 from eventloop import Bus, ConfigurationError, Hook, Run, TrainLoop
 from eventloop.bridges.ray import RayReports, RayWorker
+from eventloop.bridges.ray.worker import ranked
 from eventloop.checkpoint import load, save
 from hooks import CheckpointHook, RayTrainHook
 
@@ -97,6 +99,25 @@ def test_each_durable_save_is_told_with_the_metrics_of_its_weights(train, tmp_pa
     assert len(ray.threads) == 1
 
 
+def test_a_save_without_a_validation_has_no_metrics_of_an_earlier_one(train, tmp_path):
+    """Ray would rank it by the score of other weights."""
+    ray = Ray(tmp_path)
+    train(ray, interval=1, by_epoch=False)
+    of = {metrics["iter"]: "val_loss" in metrics for metrics, folder in ray.told if folder is not None}
+    assert of == {done: done % 2 == 0 for done in range(1, 9)}
+
+
+@pytest.mark.parametrize("metrics", [{}, {"score": float("nan")}, {"score": float("inf")}, {"score": float("-inf")}])
+@pytest.mark.parametrize("greater_is_better", [True, False])
+def test_a_save_that_ray_cannot_rank_has_the_worst_score(metrics, greater_is_better):
+    """Ray's own choice is the best place (order "min"), or an error when it starts again (NaN)."""
+    score = ranked(metrics, "score", greater_is_better)["score"]
+    assert math.isfinite(score)
+    assert score < -1e300 if greater_is_better else score > 1e300
+    assert ranked(metrics, None, greater_is_better) == metrics
+    assert ranked({"score": 1}, "score", greater_is_better) == {"score": 1}
+
+
 def test_what_ray_deletes_goes_unless_the_retention_of_the_run_keeps_it(train, tmp_path):
     train(Ray(tmp_path / "all", keeps=2))
     names = {"epoch_3.safetensors", "epoch_4.safetensors", "checkpoint_epoch_3", "checkpoint_epoch_4"}
@@ -173,6 +194,13 @@ def test_ray_is_told_the_newest_of_many_saves_that_wait(tmp_path):
     assert [done for _, done in ray.checkpoints] == list(range(5, 13))
     assert [metrics["loss"] for metrics, folder in ray.told if folder] == [1.0 / done for done in range(5, 13)]
     assert {path.name for path in gone} == {f"iter_{done}.safetensors" for done in range(1, 11)}
+
+
+def test_a_hook_that_is_added_during_a_run_is_an_error():
+    with Run(bus := Bus(), model=torch.nn.Linear(1, 1)) as run:
+        bus.add(RayTrainHook())
+        with pytest.raises(ConfigurationError, match="RayTrainHook"):
+            next(iter(run.epochs(1)))
 
 
 def test_outside_of_a_worker_the_hook_is_an_error():
