@@ -21,7 +21,7 @@ from .jobs import AsksOnOne
 BATCHES, EPOCHS = 4, 3
 
 
-def trainer(bus, folder, *, epochs=EPOCHS, slow=0.0):
+def trainer(bus, folder, *, epochs=EPOCHS, slow=0.0, ends_together=True):
     """Train and validate as other trainers do in DDP: a rank that leaves alone would hang. Return where it was."""
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -62,7 +62,8 @@ def trainer(bus, folder, *, epochs=EPOCHS, slow=0.0):
     drive.end_train()
     host.saver.write_due(save)
     drive.end_run()
-    distributed.barrier()
+    if ends_together:
+        distributed.barrier()
     return done, saved, run.info.get("stop_reason")
 
 
@@ -139,8 +140,8 @@ def one_rank_evaluates(folder):
     return trainer(bus, folder)
 
 
-def the_last_rank_has_no_bus(folder):
-    if rank() == distributed.get_world_size() - 1:
+def a_rank_has_no_bus(folder, which):
+    if rank() == which % distributed.get_world_size():
         for _ in range(BATCHES * EPOCHS + 1):
             distributed.barrier()
         return None
@@ -150,6 +151,17 @@ def the_last_rank_has_no_bus(folder):
     with capture_logs() as logs:
         done, *_ = trainer(bus, folder)
     return done, [entry for entry in logs if "without a bus" in entry["event"]]
+
+
+def one_rank_asks_when_the_others_have_ended(folder):
+    """All have joined, but rank 0 has ended before it saw that."""
+    rounds.Rounds._all_joined = lambda self: False
+    bus = Bus()
+    if rank() == distributed.get_world_size() - 1:
+        bus.on("after_train_epoch", lambda event: event.run.stop("late"), once=EPOCHS)
+    with capture_logs() as logs:
+        done, *_ = trainer(bus, folder, ends_together=False)
+    return done, [entry["reason"] for entry in logs if "take effect on no rank" in entry["event"]]
 
 
 def one_agent_is_silent(folder):

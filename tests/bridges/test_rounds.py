@@ -64,13 +64,22 @@ def test_a_rank_that_evaluates_alone_may_stop_the_others(equal):
     assert equal(jobs.one_rank_evaluates)[0] in (5, 6)
 
 
-def test_a_request_is_refused_when_a_rank_has_no_bus(everyone):
-    *with_bus, without = everyone(jobs.the_last_rank_has_no_bus)
-    assert without is None
-    for done, told in with_bus:
+@pytest.mark.parametrize("which", [-1, -2], ids=["the last", "the first of its block, or of all"])
+def test_a_request_is_refused_when_a_rank_has_no_bus(everyone, which):
+    found = everyone(jobs.a_rank_has_no_bus, which)
+    without = len(found) + which
+    assert found.pop(without) is None
+    for done, told in found:
         assert done == jobs.BATCHES * jobs.EPOCHS
-        assert [entry["ranks"] for entry in told] == [[len(with_bus)]]
+        assert without in told[0]["ranks"]
+        assert 0 not in told[0]["ranks"] or not without
         assert "bus.attach(trainer) on all ranks" in told[0]["event"]
+
+
+def test_a_request_in_a_training_that_has_ended_elsewhere_ends(everyone):
+    *others, (done, told) = everyone(jobs.one_rank_asks_when_the_others_have_ended)
+    assert {done for done, _ in others} == {done}
+    assert told == ["the training has ended"]
 
 
 def test_a_round_without_an_answer_of_a_rank_names_it_and_ends(equal):

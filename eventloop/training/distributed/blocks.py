@@ -43,7 +43,7 @@ class Blocks:
     def join(self, far: Mailbox, name: str, ended: Callable[[], bool]) -> Mailbox | None:
         """Return the mailbox ``name`` of this block, or ``far``, the one of all ranks, for the first block.
 
-        The other ranks of a block wait here for its first one. Returns None if ``ended`` does meanwhile.
+        The other ranks of a block wait here for its first one, and call ``ended`` meanwhile. Returns None once that is True.
 
         Raises:
             RuntimeError, OSError: the store of the block cannot be reached.

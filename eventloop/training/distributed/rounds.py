@@ -45,6 +45,9 @@ _SKEW: Final = 2.0
 PATIENCE = 60.0
 """Seconds after which a round without an answer of a rank is given up."""
 
+_ENDED: Final = "the training has ended"
+_ON_NO_RANK: Final = "the last requests, such as run.stop(), take effect on no rank"
+
 Point = tuple[int, int]
 """A safe point: the number of iterations, and how many safe points came after the last of them."""
 
@@ -189,8 +192,8 @@ class Rounds:
 
     def _run(self) -> None:
         try:
-            self._far = Mailbox(self._name)
-            near = self._blocks.join(self._far, self._name, lambda: self._ended)
+            self._far = self._near = Mailbox(self._name)
+            near = self._blocks.join(self._far, self._name, self._ends)
             if near is None:
                 return
             self._near = near
@@ -198,8 +201,7 @@ class Rounds:
             idle = _IDLE / 4 if self._passes_on else _IDLE
             while not self._ended:
                 self._ready = self._ready or self._all_joined()
-                if (self._blocked_at is not None or self.agreed.paused) and self._pending():
-                    self._open()
+                self._open_if_asked()
                 if self._arrives(self._key("opened")):
                     self._take_part()
                 elif self._blocked_at is None:
@@ -215,6 +217,11 @@ class Rounds:
                 log.warning("requests such as run.stop() no longer reach the other ranks", error=str(error))
         finally:
             self._release()
+
+    def _ends(self) -> bool:
+        """Return True once the training ends. Until then, while this rank waits for its block, refuse what it asks for."""
+        self._open_if_asked()
+        return self._ended
 
     @property
     def _passes_on(self) -> bool:
@@ -239,22 +246,34 @@ class Rounds:
             return True
         return False
 
-    def _open(self) -> None:
-        """Open a round, unless another rank has. Wait a while for ranks that have not joined."""
+    def _open_if_asked(self) -> None:
+        """Open a round for requests of this rank, unless another one has. Wait a while for ranks that have not joined."""
+        if not ((self._blocked_at is not None or self.agreed.paused) and self._pending()):
+            return
         if self._ready:
             self._near.offer(self._key("opened"), _Answer(self._blocked_at or self._point))
             self._asks_until = None
             return
         self._asks_until = self._asks_until or time.monotonic() + 5 * _SKEW
-        if time.monotonic() > self._asks_until and (missing := self._missing()):
-            self._take()
-            self._release()
-            self._asks_until = None
+        if self._others_left():  # before rank 0 knew that all had joined, so it never will
+            self._refuse()
+            log.warning(_ON_NO_RANK, reason=_ENDED)
+        elif time.monotonic() > self._asks_until and (missing := self._missing()):
+            self._refuse()
             log.error(
                 "run.stop(), checkpoint_now(), pause(), cancel() or set_lr() is ignored, because it would hang the training: "
                 "these ranks train without a bus. Call bus.attach(trainer) on all ranks",
                 ranks=missing,
             )
+
+    def _refuse(self) -> None:
+        self._take()
+        self._release()
+        self._asks_until = None
+
+    def _others_left(self) -> bool:
+        """Return True if the training of another rank, in this block or that of a first one, has ended."""
+        return self._near.has("left") or (self._passes_on and self._far.has("left"))
 
     def _take_part(self) -> None:
         """Answer, and pass the result of the round to the training thread."""
@@ -262,7 +281,7 @@ class Rounds:
         self._near.put(self._key("answer", self._rank), self._answer(opened.point))
         result = self._result()
         if result.failed:
-            log.warning("the last requests, such as run.stop(), take effect on no rank", reason=result.failed)
+            log.warning(_ON_NO_RANK, reason=result.failed)
         else:
             self._results.append(result)
         self._number += 1
@@ -301,8 +320,8 @@ class Rounds:
         blocks = [self._key("block", first) for first in self._blocks.firsts] if self._rank == 0 else []
         while not self._arrives(key):
             waited, failed = time.monotonic() - begun, ""
-            if self._ended or self._near.has("left") or (self._passes_on and self._far.has("left")):
-                failed = "the training has ended"
+            if self._ended or self._others_left():
+                failed = _ENDED
             elif waited > PATIENCE and answers:
                 failed = f"no answer of rank {', '.join(_ranks(self._near.missing(answers)))}"
             elif waited > PATIENCE + _SKEW:  # later, because the one above knows the ranks
