@@ -22,8 +22,8 @@ from .training_job import logged, on_cpu, saved
 pytestmark = pytest.mark.skipif(OPENREG, reason="torch_openreg has its place")
 
 
-def train(folder: str, staging: Any) -> list[Any]:
-    """Train on the CPU, and on the device of this rank; return what both have given."""
+def train(folder: str) -> list[list[Any]]:
+    """Train on the CPU and on the device of this rank, in both ways of staging; return what each has given."""
     from . import sim
     from .group import Group
 
@@ -33,7 +33,8 @@ def train(folder: str, staging: Any) -> list[Any]:
     sim.reset("rivals")
     store = distributed.PrefixStore("simulated", distributed.FileStore(f"{folder}/store", size))
     group = Group(store, rank, size, timedelta(seconds=60))
-    return [_train(torch.device(device), group, folder, staging) for device in ("cpu", f"{sim.NAME}:{rank}")]
+    devices = torch.device("cpu"), torch.device(sim.NAME, rank)
+    return [[_train(one, group, f"{folder}/{staging}", staging) for one in devices] for staging in ("block", "overlap")]
 
 
 def _train(device: torch.device, group: Any, folder: str, staging: Any) -> Any:
@@ -50,10 +51,11 @@ def _train(device: torch.device, group: Any, folder: str, staging: Any) -> Any:
     return metrics, on_cpu(jobs.weights(network)), files
 
 
-@pytest.mark.parametrize("staging", ["block", "overlap"])
-def test_two_ranks_train_as_on_the_cpu(ranks: Any, tmp_path: Path, staging: Any):
-    first, second = ranks(train, str(tmp_path), staging)
-    for expected, ours in (first, second):
+def test_two_ranks_train_as_on_the_cpu(ranks: Any, tmp_path: Path):
+    """With ``staging="block"`` and with ``"overlap"``."""
+    first, second = ranks(train, str(tmp_path))
+    for expected, ours in (*first, *second):
         assert_same(ours, expected)
-    assert [len(one) for one in first[0][2]] == [18, 2]
-    assert_same(first[1][1], second[1][1])
+    for one, other in zip(first, second, strict=True):
+        assert [len(files) for files in one[0][2]] == [18, 2]
+        assert_same(one[1][1], other[1][1])

@@ -40,7 +40,7 @@ def test_weights_logs_and_checkpoints_are_those_of_the_cpu(
 
 
 @late
-def test_a_resumed_training_continues_the_random_numbers_of_the_device(accelerator: Accelerator, stream: str, tmp_path: Path):
+def test_a_resumed_training_continues_the_random_numbers_of_the_device(accelerator: Accelerator, tmp_path: Path):
     whole = job(accelerator.device, tmp_path / "whole")
     whole.run()
     first, bus = tmp_path / "first", Bus()
