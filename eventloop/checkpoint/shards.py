@@ -142,13 +142,13 @@ def check_index(
         index: the tensors.
         directory: where the files are.
         path: the file that the index was read from, for errors.
-        further: other parts of these files, by name.
+        further: other parts of these files, by name. Given for folders of other programs, whose files may be links.
 
     Raises:
         CheckpointDamagedError: it contradicts itself or the files.
     """
     others = further or {}
-    sizes = _sizes(directory, {piece.file for piece in (*all_pieces(index), *others.values())})
+    sizes = _sizes(directory, {piece.file for piece in (*all_pieces(index), *others.values())}, follow=further is not None)
     # Tied tensors have the same pieces, and are one when read; others that overlap could need more memory than the files have.
     distinct = {(tensor.dtype, tensor.shape, *tensor.pieces): tensor for tensor in index.values()}
     if sum(piece.bytes for piece in (*all_pieces(distinct), *others.values())) > sum(sizes.values()):
@@ -159,13 +159,13 @@ def check_index(
         raise CheckpointDamagedError(f"{path} contradicts itself or the files beside it at {name!r}")
 
 
-def _sizes(directory: AnyPath, names: set[str]) -> dict[str, int]:
+def _sizes(directory: AnyPath, names: set[str], *, follow: bool) -> dict[str, int]:
     if isinstance(directory, RemotePath):
         found = directory.sizes()  # one request, however many processes there were
         if missing := names - found.keys():
             raise CheckpointDamagedError(f"{directory} lacks {', '.join(sorted(missing))}")
         return {name: found[name] for name in names}
-    return {name: file_size(directory / name) for name in names}
+    return {name: file_size(directory / name, follow=follow) for name in names}
 
 
 def check_parts(directory: AnyPath, names: set[str]) -> None:

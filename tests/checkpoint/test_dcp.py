@@ -79,6 +79,14 @@ def test_a_folder_is_read_as_it_was_saved(tmp_path, options):
     assert canonical(whole(open_dcp(saved(tree, tmp_path / "a", **options)))) == canonical(tree)
 
 
+def test_files_may_be_links_as_in_the_cache_of_the_hub(tmp_path):
+    folder = saved(STATE, tmp_path / "a")
+    for path in [*folder.iterdir()]:
+        path.rename(tmp_path / path.name)
+        path.symlink_to(f"../{path.name}")
+    assert canonical(whole(open_dcp(folder))) == canonical(STATE)
+
+
 def test_nothing_but_the_wanted_tensor_is_read_and_a_box_of_it_too(tmp_path):
     contents = open_dcp(saved(STATE, tmp_path / "a"))
     assert all(tensor.is_meta or not tensor.dim() for tensor in contents.tree["model"].values())
