@@ -56,8 +56,8 @@ class HeartbeatHook(CopiedAnew, Hook):
             resumed. Checkpoints keep them. All ranks must have the hook.
 
     Raises:
-        ConfigurationError: later: NVRx is not installed; or ``calculate_timeouts`` needs a process group and there is none;
-            or the hook was added during a run.
+        ConfigurationError: later: NVRx is not installed; its monitor is not reached; the hook was added during a run; or
+            ``calculate_timeouts`` needs a process group and there is none.
     """
 
     priority = Priority.HIGHEST
@@ -168,7 +168,13 @@ class _Heartbeats(threading.Thread):
         self._error: type[Exception] = nvrx.RankMonitorClientError
         self._sent = self._failed = False
         self._client = nvrx.RankMonitorClient()
-        self._client.init_workload_monitoring()
+        try:
+            self._client.init_workload_monitoring()
+        except (self._error, OSError, RuntimeError) as error:  # the last one: it has no rank
+            raise ConfigurationError(
+                f"{hook.label} does not reach the monitor of ft_launcher at {os.environ[_SOCKET]} ({type(error).__name__}: "
+                f"{error}): start this process by ft_launcher, or without the variable {_SOCKET}"
+            ) from error
         beats, limits = self._client.hb_timeouts, self._client.section_timeouts
         self._beats = not (beats.initial is beats.subsequent is None)
         self._sections = {*limits.section}

@@ -230,6 +230,12 @@ def test_a_hook_that_is_added_during_a_run_is_an_error(launched):
             next(iter(run.epochs(1)))
 
 
+def test_a_monitor_that_cannot_be_reached_is_an_error_that_names_its_socket(launched):
+    launched().fails = True
+    with pytest.raises(ConfigurationError, match=r"/nowhere .*MonitorError.*FT_RANK_MONITOR_IPC_SOCKET"):
+        make_loop(HeartbeatHook(), max_epochs=1).run()
+
+
 def test_a_second_run_connects_again(launched):
     client, hook = launched(), HeartbeatHook()
     for _ in range(2):
