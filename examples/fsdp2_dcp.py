@@ -9,9 +9,10 @@ import sys
 import warnings
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import distributed, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_into
+from torch.distributed.checkpoint.state_dict_saver import save as save_to
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import mse_loss
@@ -36,7 +37,7 @@ def main(save: str, load: str | None = None) -> float:
     model, optimizer = parts()
     if load is not None:
         weights, state = get_state_dict(model, optimizer)
-        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=load)
+        load_into({"model": weights, "optimizer": state}, checkpoint_id=load)
         set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
     for _ in range(20):
         last = loss(model, torch.linspace(-3, 3, 64).unsqueeze(1))
@@ -44,7 +45,7 @@ def main(save: str, load: str | None = None) -> float:
         last.backward()  # type: ignore[no-untyped-call]  # torch has no types here
         optimizer.step()
     weights, state = get_state_dict(model, optimizer)  # with the names of parameters, not their numbers
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=save)
+    save_to({"model": weights, "optimizer": state}, checkpoint_id=save)
     return last.item()
 
 

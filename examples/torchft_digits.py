@@ -58,7 +58,7 @@ def main() -> None:
             for inputs, targets in run.train(loader):
                 optimizer.zero_grad()  # first: the groups meet beside the forward pass
                 loss = cross_entropy(model(inputs), targets)
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]  # torch has no types here
                 for work in [manager.allreduce(one.grad) for one in model.parameters() if one.grad is not None]:
                     work.wait()
                 optimizer.step()  # if the manager commits it
