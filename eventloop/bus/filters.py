@@ -90,7 +90,9 @@ class Filter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
         if self.once is not None:
             shown["once"] = sorted(self.once) if len(self.once) > 1 else next(iter(self.once))
         if self.when is not None:
-            shown["when"] = getattr(self.when, "__qualname__", repr(self.when))
+            name = getattr(self.when, "__qualname__", repr(self.when))
+            if not name.startswith("_"):  # else it is a condition of the hook's own, which users cannot set
+                shown["when"] = name
         seconds = [] if self.every_seconds is None else [f"every {self.every_seconds:g}s"]
         return " ".join([*(f"{name}={value}" for name, value in shown.items() if value is not None), *seconds])
 
