@@ -215,7 +215,7 @@ class _Heartbeats(threading.Thread):
     def _another_saves(self) -> bool:
         """Return True if another rank has told since the last call that it waits for a save; this one may wait for that rank.
 
-        A rank that trains is no reason: if ranks are independent, it would hide that this one hangs.
+        A rank that trains does not count: if ranks are independent, it would hide that this one hangs.
         """
         if self._mailbox is None:
             return False

@@ -190,7 +190,7 @@ def _paths(planner_data: Any, names: Mapping[str, Any]) -> Iterator[tuple[str, K
     for name in [*(name for name in given if name in names), *(name for name in names if name not in given)]:
         path = given.get(name, (name,))
         if type(path) is not tuple or not 0 < len(path) <= MAX_DEPTH or any(type(key) not in (str, int) for key in path):
-            raise TypeError(f"{name}: its path is no tuple of texts and numbers")
+            raise TypeError(f"{name}: its path is not a tuple of texts and numbers")
         yield name, path
 
 

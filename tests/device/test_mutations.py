@@ -11,7 +11,7 @@ from . import mutations
 
 def test_the_table_names_what_is_in_the_modules():
     for mutation in mutations.MUTATIONS:
-        compile(mutations.mutated(mutation), mutation.module, "exec")
+        assert compile(mutations.mutated(mutation), mutation.module, "exec")
 
 
 @pytest.mark.skipif(find_spec("torch_openreg") is not None, reason="torch takes one such backend in a process")

@@ -58,6 +58,7 @@ def goes_on(client, number=5):
     """Wait for more heartbeats."""
     before = client.beats
     until(lambda: client.beats >= before + number)
+    return True
 
 
 def test_without_the_launcher_it_says_so_and_does_nothing(logs, no_thread_is_left):
@@ -96,7 +97,7 @@ def test_a_training_thread_that_hangs_sends_none(launched):
 
 
 def test_an_evaluation_sends_heartbeats(launched):
-    client = launched()
+    client, waited = launched(), []
     loop = make_loop(HeartbeatHook(), val_data=batches(6), test_data=batches(4), max_epochs=1)
     for stage in ("val", "test"):
         before = []
@@ -105,9 +106,11 @@ def test_an_evaluation_sends_heartbeats(launched):
         @loop.bus.on(f"before_{stage}_iter")
         def wait(event, before=before):  # for one heartbeat an iteration, from the first iteration of a run on
             until(lambda: client.beats >= before[0] + event.batch_idx)
+            waited.append(event.progress.stage)
 
     loop.run()
     loop.test()
+    assert waited == ["val"] * 6 + ["test"] * 4
 
 
 @pytest.fixture
@@ -162,15 +165,16 @@ def test_a_paused_run_sends_heartbeats(launched):
     client = launched()
     loop = make_loop(HeartbeatHook(), max_epochs=1)
     at(loop.bus, "after_train_iter", 1, loop.pause)
-    waits = []
+    waits, beats = [], []
 
     @loop.bus.on("run_paused")
     def wait(event):
-        waits.append(threading.Thread(target=lambda: (goes_on(client), loop.resume())))
+        waits.append(threading.Thread(target=lambda: (beats.append(goes_on(client)), loop.resume())))
         waits[0].start()
 
     loop.run()
     waits[0].join()
+    assert beats == [True]
 
 
 def test_sections_of_the_configuration_are_opened_and_begun_anew(launched, slow_writes, tmp_path):

@@ -63,8 +63,8 @@ class RayWorker:
         """
         if self.folder is None:
             raise ConfigurationError(
-                f"Ray's storage path {self._folder} is in a store ({self._files.type_name}), which is no work dir: give the "
-                'run work_dir= and CheckpointHook(out_dir="s3://..."), or Ray a storage_path= that all machines mount'
+                f"Ray's storage path {self._folder} is in a store ({self._files.type_name}), which cannot be the work dir: "
+                'give the run work_dir= and CheckpointHook(out_dir="s3://..."), or Ray a storage_path= that all machines mount'
             )
         return self.folder
 
@@ -90,7 +90,7 @@ class RayWorker:
         return self._train.get_preemption_info()
 
     def reported(self, seconds: float) -> Collection[Path]:
-        """Return the folders of the checkpoints that Ray knows. It is no collective, and takes at most ``seconds``."""
+        """Return the folders of the checkpoints that Ray knows. It is not a collective, and takes at most ``seconds``."""
         known = self._train.get_all_reported_checkpoints(
             consistency_mode=self._train.CheckpointConsistencyMode.COMMITTED, timeout_s=seconds
         )
