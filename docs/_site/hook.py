@@ -1,4 +1,4 @@
-"""The hook of mkdocs: adds the generated pages, and puts drawings into the page, where they follow its colours."""
+"""The hook of mkdocs: adds generated pages, drawings in the colours of the page, and what a block of code goes on from."""
 
 from __future__ import annotations
 
@@ -21,6 +21,13 @@ def on_files(files: Files, config: Any) -> Files:
     for path, content in generated.pages().items():
         files.append(File.generated(config, path, content=content))
     return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Say below blocks of code what they go on from."""
+    import continued
+
+    return continued.add_notes(markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:

@@ -6,6 +6,7 @@ A comment stands alone on the line before a block:
 - ``<!-- needs: mmengine, wandb -->``: the block is run where these libraries are installed.
 - ``<!-- raises: ConfigurationError -->``: the block ends with this error.
 - ``<!-- slow -->``: the block is run by ``.ci/run`` only.
+- ``<!-- once: REASON -->``: a process can run the block once only.
 
 A block with a file name as its title (``title="name.py"``) is a file in the folder of the page's blocks. It is not run
 by itself.
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
 
 _FENCE = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>```+)(?P<info>[^`\n]*)$")
-_MARK = re.compile(r"^\s*<!-- (shown|needs|raises|slow)(?:: (.*?))? -->$")
+_MARK = re.compile(r"^\s*<!-- (shown|needs|raises|slow|once)(?:: (.*?))? -->$")
 _INCLUDE = re.compile(r'^[ \t]*--8<-- "(?P<path>[^"]+)"$', re.MULTILINE)
 
 
@@ -66,6 +67,12 @@ def blocks(page: str) -> list[Block]:
         found.append(Block(page, first + 1, language, title[1] if title else "", code, marks))
         marks = {}
     return found
+
+
+def run_together(page: str) -> list[Block]:
+    """Return the blocks of Python that are run one after the other, in one namespace."""
+    python = (block for block in blocks(page) if block.language == "python")
+    return [block for block in python if not Path(block.title).suffix and "shown" not in block.marks]
 
 
 def _included(found: re.Match[str]) -> str:

@@ -3,12 +3,19 @@
 import ast
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from ..scripts import run_script
-from .pages import ROOT, Block, blocks, pages
+from .pages import DOCS, ROOT, Block, blocks, pages, run_together
+
+sys.path.insert(0, str(DOCS / "_site"))
+try:
+    from continued import names, needs
+finally:
+    del sys.path[0]
 
 pytestmark = pytest.mark.xdist_group("docs")  # one process runs all pages
 
@@ -54,6 +61,20 @@ def _error(block: Block) -> str:
 @pytest.mark.parametrize("page", [page for page, found in ALL.items() if _python(found)])
 def test_all_python_parses(page):
     assert [error for error in map(_error, _python(ALL[page])) if error] == []
+
+
+@pytest.mark.parametrize("page", RUN)
+def test_a_block_needs_nothing_but_blocks_above_it(page):
+    found = run_together(page)
+    named = [taken for taken, _ in needs([block.code for block in found])]
+    unknown = {block.line: names(block.code)[0] - taken for block, taken in zip(found, named, strict=True)}
+    assert not {line: missing for line, missing in unknown.items() if missing}
+
+
+def test_what_a_block_needs_includes_what_its_sources_need():
+    found = ["import torch\nx = torch.zeros(1)", "y = 1", "def double():\n    return 2 * x", "x = double(), [y for y in ()]"]
+    assert needs(found) == [(set(), []), (set(), []), ({"x"}, [0]), ({"double"}, [0, 2])]
+    assert needs(["x = 1", "x = x + 1", "for x in range(3):\n    print(x)"]) == [(set(), []), ({"x"}, [0]), (set(), [])]
 
 
 SCRIPTS = [(page, block.title) for page, found in ALL.items() for block in found if block.title.endswith(".sh")]

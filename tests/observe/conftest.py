@@ -1,16 +1,14 @@
-"""A real server of the dashboard, a visitor who has its token, and a browser: Debian's Chromium, driven by Playwright."""
+"""A real server of the dashboard, a visitor who has its token, and a browser."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
 from eventloop.observe.dashboard import Server
 
+from ..browsers import browser as browser
 from .dashboards import Visitor, serving
 
 
@@ -24,19 +22,3 @@ def server() -> Iterator[Server]:
 def visitor(server: Server) -> Iterator[Visitor]:
     with Visitor(server) as one:
         yield one
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """Where Playwright and Chromium are installed. Of a module: no event loop can run beside it."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None:
-        pytest.skip("Chromium is not installed")
-    options = ["--disable-gpu", "--disable-dev-shm-usage"]
-    if os.getuid() == 0:  # Chromium refuses a sandbox to root, as in containers
-        options.append("--no-sandbox")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=found, args=options)
-        yield browser
-        browser.close()
