@@ -191,6 +191,7 @@ def struck(model, batch):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("process", "status", "starts", "last"),
     [("os.getppid", 1, 1, "iter_*.safetensors"), ("os.getpid", 0, 2, "epoch_2.safetensors")],

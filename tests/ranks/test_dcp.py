@@ -24,6 +24,8 @@ from ..checkpoint.trees import canonical
 from . import jobs
 from .test_sharded import whole
 
+pytestmark = pytest.mark.long
+
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 

@@ -59,7 +59,10 @@ def trains_and_resumes(folder: str, shard: bool, ring: int) -> dict[str, int]:
     return dict(+counts)  # without the zeros
 
 
-@pytest.mark.parametrize(("shard", "ring"), [(False, 64), (False, 1), (True, 1)])
+@pytest.mark.parametrize(
+    ("shard", "ring"),
+    [(False, 64), pytest.param(False, 1, marks=pytest.mark.long), pytest.param(True, 1, marks=pytest.mark.long)],
+)
 def test_with_four_times_the_ranks_a_training_thread_has_at_most_three_times_the_operations(ranks, tmp_path, shard, ring):
     two = ranks(trains_and_resumes, str(tmp_path / "two"), shard, ring)
     eight = ranks(trains_and_resumes, str(tmp_path / "eight"), shard, ring, size=8)

@@ -18,6 +18,8 @@ from ..training.conftest import damage
 from . import jobs
 from .test_sharded import whole
 
+pytestmark = pytest.mark.long
+
 
 def kept_for(work_dir: str, out_dir: str, refused: list[int], resume: str | None) -> Any:
     """Train with a store that does not take the n-th uploads of rank 1; return what was told, and the error of the run."""
