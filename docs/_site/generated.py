@@ -13,11 +13,13 @@ import moments
 import rooms
 
 ROOT = Path(__file__).parents[2]
+_LAST = "---\nsearch: {boost: 0.2}\n---\n\n"
+"""In a search, guides come before the pages that name everything."""
 
 
 def pages() -> dict[str, str]:
     """Return the generated pages, and a style sheet, by path within the site."""
-    return {
+    made = {
         "reference/hooks.md": hook_options.page(),
         "reference/mount-points.md": moments.page(),
         "reference/command-line.md": command_line.page(),
@@ -27,3 +29,4 @@ def pages() -> dict[str, str]:
         "assets/drawings.css": canvas.style_sheet(),
         **rooms.pages(),
     }
+    return {path: f"{_LAST}{text}" if path.startswith(("reference/", "changelog")) else text for path, text in made.items()}

@@ -7,7 +7,19 @@ import pytest
 
 from .pages import DOCS, ROOT, blocks
 
-NAVIGATION = ["Home", "Start", "Concepts", "Guides", "Engines", "Migrate", "Reference", "Internals", "Benchmarks", "Changelog"]
+NAVIGATION = [
+    "Home",
+    "Start",
+    "Concepts",
+    "Guides",
+    "Help",
+    "Engines",
+    "Migrate",
+    "Reference",
+    "Internals",
+    "Benchmarks",
+    "Changelog",
+]
 CONCEPTS = sorted(path.name for path in (DOCS / "concepts").glob("*.md") if path.stem != "index")
 GUIDES = sorted(path.name for path in (DOCS / "guides").glob("*.md") if path.stem != "index")
 
@@ -55,3 +67,10 @@ def test_the_index_of_a_part_links_all_of_its_pages(folder):
     links = set(re.findall(r"\]\(([\w-]+\.md)\)", (DOCS / folder / "index.md").read_text(encoding="utf-8")))
     pages = {path.name for path in (DOCS / folder).glob("*.md")} - {"index.md"}
     assert pages <= links
+
+
+def test_the_figures_of_the_comparison_are_those_of_the_benchmarks():
+    measured = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8").partition("## Figures")[2]
+    quoted = re.findall(r"\d[\d,.]*(?= ?(?:ns|µs|ms|%))", (DOCS / "start" / "when.md").read_text(encoding="utf-8"))
+    assert len(quoted) > 15
+    assert not [one for one in quoted if one not in ("10", "1", "5") and one not in measured]
