@@ -18,6 +18,7 @@ PAGES = {
     "accumulation": "guides/precision",
     "FAQ": "help/faq",
     "hyperparameter": "guides/hyperparameters",
+    "SLURM": "guides/slurm",
     "out of memory": "help/troubleshooting",
     "gradient clipping": "guides/precision",
     "freeze layers": "guides/freeze",
@@ -29,6 +30,7 @@ PAGES = {
     "checkpoint best": "guides/checkpoints",
     "memory leak": "guides/memory-leaks",
     "NaN": "help/troubleshooting",
+    "reinforcement learning": "guides/generation",
     "why not Lightning": "start/when",
 }
 
