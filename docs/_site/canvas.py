@@ -104,8 +104,9 @@ class Canvas:
         return "\n".join([first, f"<style>{style}</style>", f"<defs>{heads}</defs>", ground, *self._parts, "</svg>", ""])
 
 
-def on_page(svg: str, title: str) -> str:
-    """Return a drawing as a part of a page: in the page's colours, in a box that scrolls where the screen is narrow."""
+def on_page(svg: str, title: str, form: str = "") -> str:
+    """Return a drawing as a part of a page, in the page's colours. ``form`` is "" for wide screens, "-narrow" for others."""
     svg = re.sub(r"<style>.*?</style>", "", svg, flags=re.DOTALL)
     svg = svg.replace("<svg ", f'<svg class="drawing" aria-label="{title}" ', 1)
-    return f'<div class="drawing-box">{svg}</div>'
+    searched = " data-search-exclude" if form else ""  # the words are the same
+    return f'<div class="drawing-box{form}"{searched}>{svg}</div>'

@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from canvas import Canvas  # type: ignore[import-not-found]  # beside this file
+import narrow  # type: ignore[import-not-found]  # beside this file
+from canvas import Canvas  # type: ignore[import-not-found]
 
 FOLDER = Path(__file__).parents[1] / "drawings"
 
@@ -342,11 +343,18 @@ def house() -> Canvas:
 DRAWINGS: tuple[Callable[[], Canvas], ...] = (event, events, priorities, offloading, snapshots, lanes, saves, errors, house)
 
 
+def files() -> Iterator[tuple[Path, str]]:
+    """Yield the files and what is in them: each drawing, and the same for narrow screens."""
+    for draw in DRAWINGS:
+        yield FOLDER / f"{draw.__name__}.svg", draw().svg()
+    for draw in narrow.DRAWINGS:
+        yield FOLDER / f"{draw.__name__}-narrow.svg", draw().svg()
+
+
 def main() -> int:
     """Write the files, or check them; return the exit status."""
     stale = []
-    for draw in DRAWINGS:
-        path, text = FOLDER / f"{draw.__name__}.svg", draw().svg()
+    for path, text in files():
         if "--check" not in sys.argv:
             path.parent.mkdir(exist_ok=True)
             path.write_text(text, encoding="utf-8")

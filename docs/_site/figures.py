@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,25 +60,37 @@ def elastic() -> str:
 
 
 def chart(name: str, start: str, title: str) -> str:
-    """Return a bar chart of one comparison as SVG on a logarithmic scale, the fastest first."""
+    """Return a bar chart of one comparison as SVG on a logarithmic scale, the fastest first: for wide and for narrow screens."""
     comparisons = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))["comparisons"]
     found = next(one for one in comparisons if re.match(re.escape(start), one["title"]))
     rows = sorted((row for row in found["contenders"] if row["median_seconds"] > 0), key=lambda row: row["median_seconds"])
-    canvas = Canvas(760, 26 * len(rows) + 34, title)
+    wide, narrow = (_bars(rows, found["floor"], title, narrow=narrow) for narrow in (False, True))
+    return (on_page(wide.svg(), title) + on_page(narrow.svg(), title, "-narrow")).replace("\n", "")
+
+
+def _bars(rows: Sequence[Mapping[str, Any]], floor: str, title: str, *, narrow: bool) -> Canvas:
+    """Draw the bars, with their names beside them, or above them where the screen is narrow."""
+    width, left, length, step = (380, 8, 270, 46) if narrow else (760, 230, 400, 26)
+    canvas = Canvas(width, step * len(rows) + (50 if narrow else 34), title)
     low = math.log10(rows[0]["median_seconds"]) - 0.3
-    scale = 400 / (math.log10(rows[-1]["median_seconds"]) - low)
+    scale = length / (math.log10(rows[-1]["median_seconds"]) - low)
     for number, row in enumerate(rows):
-        _bar(canvas, 8 + 26 * number, row, found["floor"], scale * (math.log10(row["median_seconds"]) - low))
-    canvas.text(230, 26 * len(rows) + 26, "median, logarithmic scale; green is the least that the work takes", kind="dim")
-    return on_page(canvas.svg(), title).replace("\n", "")
-
-
-def _bar(canvas: Canvas, y: float, row: Mapping[str, Any], floor: str, width: float) -> None:
-    name = row["name"]
-    kind = "green" if name == floor else "blue" if name.startswith("trainbus") else "edge"
-    canvas.text(220, y + 15, name, anchor="end", bold=name.startswith("trainbus"))
-    canvas.rect(230, y, width, 20, 3, f"{kind}-fill" if kind != "edge" else "ground", kind)
-    canvas.text(238 + width, y + 15, amount(row["median_seconds"]), kind="dim")
+        y = 8 + step * number
+        name = row["name"]
+        kind = "green" if name == floor else "blue" if name.startswith("trainbus") else "edge"
+        bold = name.startswith("trainbus")
+        if narrow:
+            canvas.text(left, y + 12, name, bold=bold, size=13)
+            y += 18
+        else:
+            canvas.text(left - 10, y + 15, name, anchor="end", bold=bold)
+        bar = scale * (math.log10(row["median_seconds"]) - low)
+        canvas.rect(left, y, bar, 20, 3, f"{kind}-fill" if kind != "edge" else "ground", kind)
+        canvas.text(left + 8 + bar, y + 15, amount(row["median_seconds"]), kind="dim")
+    legend = ["median, logarithmic scale;", "green is the least that the work takes"]
+    for number, line in enumerate(legend if narrow else [" ".join(legend)]):
+        canvas.text(left, step * len(rows) + 26 + 18 * number, line, kind="dim")
+    return canvas
 
 
 def amount(seconds: float) -> str:

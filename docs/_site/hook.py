@@ -52,10 +52,13 @@ def on_post_template(output_content: str, template_name: str, **_: Any) -> str:
 
 
 def drawing(name: str, title: str) -> str:
-    """Return a drawing as a part of a page."""
-    text = (ROOT / "docs" / "drawings" / f"{name}.svg").read_text(encoding="utf-8")
-    # Names of markers are the page's, where several drawings stand beside one another.
-    text = text.replace('id="arrow', f'id="{name}-arrow').replace("url(#arrow", f"url(#{name}-arrow")
+    """Return a drawing as a part of a page, twice: for wide and for narrow screens."""
     from canvas import on_page
 
-    return on_page(text, title)
+    return "".join(on_page(_for_page(f"{name}{form}"), title, form) for form in ("", "-narrow"))
+
+
+def _for_page(name: str) -> str:
+    text = (ROOT / "docs" / "drawings" / f"{name}.svg").read_text(encoding="utf-8")
+    # Names of markers are the page's, where several drawings stand beside one another.
+    return text.replace('id="arrow', f'id="{name}-arrow').replace("url(#arrow", f"url(#{name}-arrow")

@@ -86,8 +86,9 @@ def trace() -> None:
     loop_of(
         Bus(OptimizerHook(), EMAHook(momentum=0.01), writes, saves, TraceHook(first=42, iterations=4)), 2, "runs/traced"
     ).run()
-    drawing = draw(json.loads(Path("runs/traced/trace.json").read_bytes()))
-    (DOCS / "drawings" / "trace.svg").write_text(drawing.svg(), encoding="utf-8")
+    events = json.loads(Path("runs/traced/trace.json").read_bytes())
+    for form in ("", "-narrow"):
+        (DOCS / "drawings" / f"trace{form}.svg").write_text(draw(events, narrow=bool(form)).svg(), encoding="utf-8")
 
 
 def keep(tab: Page, name: str) -> None:

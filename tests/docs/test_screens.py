@@ -1,0 +1,34 @@
+"""The pages on a phone: nothing scrolls sideways, and a drawing fits, with text that can be read."""
+
+import pytest
+
+pytestmark = pytest.mark.xdist_group("docs")
+
+DRAWN = ["index", "concepts/events", "concepts/errors", "guides/trace", "internals/house", "benchmarks"]
+SMALLEST = """() => Math.min(...[...document.querySelectorAll("svg.drawing text")]
+    .filter((text) => text.getBoundingClientRect().width > 0)
+    .map((text) => parseFloat(text.getAttribute("font-size")) * text.ownerSVGElement.getScreenCTM().a))"""
+OUTSIDE = """() => [...document.querySelectorAll("svg.drawing")].filter((one) => one.getBoundingClientRect().width > 0)
+    .flatMap((one) => { const box = one.getBoundingClientRect();
+        return [...one.querySelectorAll("text")].filter((text) => text.getBoundingClientRect().right > box.right + 1) })
+    .map((text) => text.textContent)"""
+
+
+@pytest.fixture(scope="module")
+def tab(browser):
+    page = browser.new_page()
+    yield page
+    page.close()
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("name", DRAWN)
+def test_a_drawing_fits_the_screen(site, tab, name, width):
+    tab.set_viewport_size({"width": width, "height": 900})
+    tab.goto((site / f"{name}.html").as_uri())
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    boxes = [box for box in (one.bounding_box() for one in tab.locator("svg.drawing").all()) if box]
+    assert boxes
+    assert all(box["x"] >= 0 and box["x"] + box["width"] <= width for box in boxes)
+    assert tab.evaluate(OUTSIDE) == []
+    assert tab.evaluate(SMALLEST) >= (9 if width == 400 else 7)  # pixels
