@@ -1,4 +1,4 @@
-"""``python docs/_site/pictures.py``: make the pictures of a report, the dashboard and a trace from trainings of the digits.
+"""``python docs/_site/pictures.py [trace report dashboard]``: make pictures from trainings of the digits.
 
 It needs Playwright, Pillow, Chromium and the extras ``demo`` and ``web``.
 """
@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
@@ -39,6 +40,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from trace_picture import draw  # type: ignore[import-not-found]  # beside this file
 
 DOCS = Path(__file__).resolve().parents[1]
+FRAMES, PERIOD = 16, 400
+"""Pictures of the moving one, and milliseconds from each to the next."""
 
 
 def loop_of(bus: Bus, epochs: int, folder: str) -> TrainLoop:
@@ -51,7 +54,7 @@ def loop_of(bus: Bus, epochs: int, folder: str) -> TrainLoop:
 
 
 def dashboard(browser: Browser) -> None:
-    """Make the picture of the live page of a run."""
+    """Make the picture of the live page of a run, and the moving one of its first seconds."""
     page = Dashboard(port=0)
     hooks = OptimizerHook(grad_clip=5.0), EMAHook(momentum=0.01), RuntimeInfoHook(), IterTimerHook(), page
     bus = Bus(*hooks, LoggerHook(writers=[JSONLinesWriter()]), CheckpointHook(interval=1, max_keep_ckpts=2))
@@ -63,7 +66,13 @@ def dashboard(browser: Browser) -> None:
             thread.join(0.1)
         tab = browser.new_page(viewport={"width": 1280, "height": 820})
         tab.goto(page.url)
-        tab.wait_for_timeout(6_000)  # some hundred iterations
+        frames = []
+        for _ in range(FRAMES):
+            tab.wait_for_timeout(PERIOD)
+            frames.append(seen(tab).resize((860, 551)))
+        first, *others = frames
+        path = DOCS / "images" / "dashboard.webp"
+        first.save(path, save_all=True, append_images=others, duration=PERIOD, loop=0, quality=40, method=6, minimize_size=True)
         keep(tab, "dashboard")
     finally:
         loop.stop()
@@ -79,7 +88,7 @@ def report(browser: Browser) -> None:
     keep(tab, "report")
 
 
-def trace() -> None:
+def trace(_: Browser) -> None:
     """Draw four iterations, with a checkpoint after the second."""
     saves = CheckpointHook(interval=44, by_epoch=False, save_last=False)
     writes = LoggerHook(writers=[JSONLinesWriter(interval=1)])
@@ -91,10 +100,18 @@ def trace() -> None:
         (DOCS / "drawings" / f"trace{form}.svg").write_text(draw(events, narrow=bool(form)).svg(), encoding="utf-8")
 
 
+def seen(tab: Page) -> Image.Image:
+    """Return what a tab shows."""
+    with Image.open(io.BytesIO(tab.screenshot())) as image:
+        return image.convert("RGB")
+
+
 def keep(tab: Page, name: str) -> None:
     """Write what a tab shows, in 128 colours."""
-    with Image.open(io.BytesIO(tab.screenshot())) as image:
-        image.convert("RGB").quantize(128, dither=Image.Dither.NONE).save(DOCS / "images" / f"{name}.png", optimize=True)
+    seen(tab).quantize(128, dither=Image.Dither.NONE).save(DOCS / "images" / f"{name}.png", optimize=True)
+
+
+PICTURES: dict[str, Callable[[Browser], None]] = {"trace": trace, "report": report, "dashboard": dashboard}
 
 
 def main() -> None:
@@ -103,9 +120,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as driver:
         os.chdir(folder)
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
-        trace()
-        report(browser)
-        dashboard(browser)
+        for picture in PICTURES if len(sys.argv) == 1 else sys.argv[1:]:
+            PICTURES[picture](browser)
         os.chdir("/")
 
 

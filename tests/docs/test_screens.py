@@ -32,3 +32,23 @@ def test_a_drawing_fits_the_screen(site, tab, name, width):
     assert all(box["x"] >= 0 and box["x"] + box["width"] <= width for box in boxes)
     assert tab.evaluate(OUTSIDE) == []
     assert tab.evaluate(SMALLEST) >= (9 if width == 400 else 7)  # pixels
+
+
+@pytest.mark.parametrize(("wish", "shown"), [("no-preference", "webp"), ("reduce", "png")])
+def test_a_moving_picture_is_still_where_less_motion_is_asked_for_and_can_be_stopped(site, browser, wish, shown):
+    context = browser.new_context(reduced_motion=wish)
+    page = context.new_page()
+    page.goto((site / "guides" / "dashboard.html").as_uri())
+    picture = page.locator("picture.moving img")
+    picture.scroll_into_view_if_needed()
+    page.wait_for_function("document.querySelector('picture.moving img').currentSrc !== ''")
+    assert picture.evaluate("image => image.currentSrc").endswith(f"dashboard.{shown}")
+    page.get_by_role("button", name="Stop the picture" if shown == "webp" else "Play the picture").click()
+    other = "png" if shown == "webp" else "webp"
+    page.wait_for_function(f"document.querySelector('picture.moving img').currentSrc.endsWith('{other}')")
+    context.close()
+
+
+def test_pictures_are_small(site):
+    assert all(path.stat().st_size < 300_000 for path in (site / "images").iterdir())
+    assert all(path.stat().st_size < 1_000_000 for path in site.rglob("*.html"))
