@@ -43,6 +43,9 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     # methods
     **dict.fromkeys(("log", "log_dict", "log_metrics", "log_metric", "add_scalar", "log_scalar"), ("report",)),
     **dict.fromkeys(("log_image", "add_image"), ("report_image",)),
+    **dict.fromkeys(("log_histogram", "add_histogram"), ("report_histogram",)),
+    **dict.fromkeys(("log_text", "add_text"), ("report_text",)),
+    **dict.fromkeys(("log_figure", "add_figure"), ("report_figure",)),
     **dict.fromkeys(("fit", "train", "start", "launch"), _LOOP),
     **dict.fromkeys(("evaluate", "eval", "val", "validate", "validation"), ("validate", "val")),
     **dict.fromkeys(("save", "save_checkpoint"), ("checkpoint_now",)),

@@ -21,7 +21,17 @@ import msgspec
 
 from eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, register
 from eventloop.config import registered
-from eventloop.events import AfterRun, AfterTrainEpoch, AfterTrainIter, CheckpointStaged, ImageReported, OnException, Slot
+from eventloop.events import (
+    AfterRun,
+    AfterTrainEpoch,
+    AfterTrainIter,
+    CheckpointStaged,
+    HistogramReported,
+    ImageReported,
+    OnException,
+    Slot,
+    TextReported,
+)
 from hooks import log_state
 from hooks.copies import CopiedAnew
 from hooks.evaluate import Evaluated
@@ -53,7 +63,8 @@ class LogRecord(events.RunEvent, kw_only=True):
     outputs: events.Scalars
 
 
-_LOGGED = (AfterTrainIter, AfterTrainEpoch, AfterRun, OnException, LogRecord, ImageReported, Evaluated, CheckpointStaged)
+_REPORTED = (ImageReported, HistogramReported, TextReported)
+_LOGGED = (AfterTrainIter, AfterTrainEpoch, AfterRun, OnException, LogRecord, *_REPORTED, Evaluated, CheckpointStaged)
 
 
 @register
@@ -67,7 +78,7 @@ class LoggerHook(CopiedAnew, Hook):
       A writer with an interval of 1 gets the raw values. This holds for all writers: the terminal, JSON lines, TensorBoard.
     - Checkpoints hold the windows, so the lines of a resumed run are those of an uninterrupted one.
     - Names begin with their stage: ``train/loss``, ``val/accuracy``, and ``eval/<name>`` for results of an ``EvaluateHook``.
-    - Images (``run.report_image``) go to the writers that take them.
+    - Images, figures, histograms and texts (``run.report_image`` and the like) go to the writers that take them.
 
     One thread calls all writers. A failing writer is logged and tried again, and does not end the run; lost calls are counted
     and logged. A checkpoint is committed when the lines of its iterations are on disk. A resumed run therefore has no gap, but
@@ -241,9 +252,8 @@ class LoggerHook(CopiedAnew, Hook):
         if isinstance(event, LogRecord):
             if event.logger == self._token:
                 self._write_record(event, **event.facts)
-        elif isinstance(event, ImageReported):
-            where = _where(event.progress)
-            self._fanout.image(event.name, event.image, self._step(where), where)
+        elif isinstance(event, _REPORTED):
+            self._write_reported(event, _where(event.progress))
         elif isinstance(event, Evaluated):
             where = msgspec.structs.replace(_where(event.progress), stage="eval", epoch=event.epoch, iter=event.iter)
             self._fanout.evaluated(event.metrics, event.iter, where)
@@ -251,6 +261,15 @@ class LoggerHook(CopiedAnew, Hook):
             self._fanout.end_epoch()
         elif isinstance(event, AfterRun | OnException):
             self._close(finished=isinstance(event, AfterRun))
+
+    def _write_reported(self, event: events.RunEvent, where: Where) -> None:
+        match event:
+            case ImageReported(name=name, image=image):
+                self._fanout.image(name, image, self._step(where), where)
+            case HistogramReported(name=name, values=values, bins=bins):
+                self._fanout.histogram(name, values, bins, self._step(where), where)
+            case TextReported(name=name, text=text):
+                self._fanout.text(name, text, self._step(where), where)
 
     def _write_record(self, event: LogRecord, **facts: Any) -> None:
         match event.kind:

@@ -311,6 +311,28 @@ class TypedOn:
     ) -> Subscription: ...
     @overload
     def on(
+        self, event: Literal["histogram_reported"], /, **options: Unpack[HandlerOptions]
+    ) -> Listens[ev.HistogramReported]: ...
+    @overload
+    def on(
+        self,
+        event: Literal["histogram_reported"],
+        handler: Callable[[ev.HistogramReported], object],
+        /,
+        **options: Unpack[HandlerOptions],
+    ) -> Subscription: ...
+    @overload
+    def on(self, event: Literal["text_reported"], /, **options: Unpack[HandlerOptions]) -> Listens[ev.TextReported]: ...
+    @overload
+    def on(
+        self,
+        event: Literal["text_reported"],
+        handler: Callable[[ev.TextReported], object],
+        /,
+        **options: Unpack[HandlerOptions],
+    ) -> Subscription: ...
+    @overload
+    def on(
         self, event: Literal["before_save_checkpoint"], /, **options: Unpack[HandlerOptions]
     ) -> Listens[ev.BeforeSaveCheckpoint]: ...
     @overload
@@ -675,6 +697,12 @@ class TypedOn:
     def stream(self, event: Literal["after_val"], /, **options: Unpack[StreamOptions]) -> Stream[ev.AfterVal]: ...
     @overload
     def stream(self, event: Literal["image_reported"], /, **options: Unpack[StreamOptions]) -> Stream[ev.ImageReported]: ...
+    @overload
+    def stream(
+        self, event: Literal["histogram_reported"], /, **options: Unpack[StreamOptions]
+    ) -> Stream[ev.HistogramReported]: ...
+    @overload
+    def stream(self, event: Literal["text_reported"], /, **options: Unpack[StreamOptions]) -> Stream[ev.TextReported]: ...
     @overload
     def stream(
         self, event: Literal["before_save_checkpoint"], /, **options: Unpack[StreamOptions]

@@ -184,11 +184,28 @@ class AfterVal(RunEvent, kw_only=True):
 
 
 class ImageReported(RunEvent, kw_only=True):
-    """``run.report_image`` was called. An offloaded handler gets a copy of the image on the host."""
+    """``run.report_image`` or ``run.report_figure`` was called. An offloaded handler gets a copy of the image on the host."""
 
     counts: ClassVar[Counter] = "iter"
     name: str
     image: Any
+
+
+class HistogramReported(RunEvent, kw_only=True):
+    """``run.report_histogram`` was called. An offloaded handler gets a copy of the values on the host."""
+
+    counts: ClassVar[Counter] = "iter"
+    name: str
+    values: Any
+    bins: int
+
+
+class TextReported(RunEvent, kw_only=True):
+    """``run.report_text`` was called."""
+
+    counts: ClassVar[Counter] = "iter"
+    name: str
+    text: str
 
 
 class BeforeSaveCheckpoint(RunEvent, kw_only=True):

@@ -3,6 +3,7 @@
 from eventloop.observe.bus_recorder import BusRecorder, Call, LaneSpan
 from eventloop.observe.costs import Costs, Growth, Histogram, LaneCosts, Part
 from eventloop.observe.environment import Environment, environment
+from eventloop.observe.media import MEDIA, PICTURES, AnyReported, Reported, ReportedHistogram, ReportedImage, ReportedText
 from eventloop.observe.ranks import RankCosts, RankTimes, Straggler
 from eventloop.observe.record import Begin, Compared, End, Entry, Measured, Resume, entry_of, fields_of
 from eventloop.observe.run_folder import (
@@ -27,8 +28,11 @@ from eventloop.observe.verdict import expensive
 
 __all__ = [
     "MANIFEST",
+    "MEDIA",
+    "PICTURES",
     "RECORD",
     "SCALARS",
+    "AnyReported",
     "Begin",
     "BusRecorder",
     "Call",
@@ -46,6 +50,10 @@ __all__ = [
     "Part",
     "RankCosts",
     "RankTimes",
+    "Reported",
+    "ReportedHistogram",
+    "ReportedImage",
+    "ReportedText",
     "Resume",
     "RunDamagedError",
     "RunFolder",

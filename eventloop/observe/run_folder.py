@@ -1,4 +1,4 @@
-"""Read the files of a run's work dir: ``run.json``, ``record.jsonl`` and ``scalars.jsonl``, also of a killed run.
+"""Read the files of a run's folder, also of a killed run: ``run.json``, ``record.jsonl``, ``scalars.jsonl``, ``media.jsonl``.
 
 ``run.json`` describes the run and each session in which it trained. ``record.jsonl`` has one line per event, such as
 ``{"time": 1764000000.5, "kind": "checkpoint", "epoch": 3, "iter": 400, ...}``.
@@ -24,6 +24,7 @@ from eventloop.checkpoint import commit_bytes
 from eventloop.errors import TrainbusError
 from eventloop.observe.bounds import LATEST
 from eventloop.observe.curves import Curve, read_curves
+from eventloop.observe.media import MEDIA, PICTURES, AnyReported, read_reported
 from eventloop.observe.record import AnyLine, read_line
 from eventloop.observe.story import RunManifest, RunSession, RunStory
 
@@ -35,6 +36,7 @@ SCALARS: Final = "scalars.jsonl"
 """Name of the file with the scalars, one JSON object a line."""
 
 _MOST: Final = 16 << 20  # bytes of run.json, and of one line of the other files; what is longer is damaged
+_PNG: Final = b"\x89PNG\r\n\x1a\n"
 _DEEPEST: Final = 100  # levels of a configuration; what is deeper is damaged
 
 T = TypeVar("T")
@@ -94,6 +96,18 @@ class RunFolder:
     def scalars(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of ``scalars.jsonl``. The later one of two lines with the same step counts."""
         return self._lines(SCALARS, _decoded)
+
+    def media(self) -> Iterator[AnyReported]:
+        """Yield the lines of ``media.jsonl`` of known kinds, as objects."""
+        return self._lines(MEDIA, lambda line: read_reported(_decoded(line)))
+
+    def picture(self, file: str, most: int) -> bytes | None:
+        """Return the PNG of a reported image; None if it is missing, larger than ``most`` bytes, or no PNG."""
+        path = self.path / PICTURES / Path(file).name
+        with suppress(OSError, RunDamagedError), _opened(path) as opened:
+            content = opened.read(most + 1)
+            return content if len(content) <= most and content.startswith(_PNG) else None
+        return None
 
     def curves(self) -> dict[str, Curve]:
         """Return the curve of each scalar, by its name, without what the run abandoned."""

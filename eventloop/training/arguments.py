@@ -102,22 +102,3 @@ def no_scalar(value: Any) -> str:
     if isinstance(value, torch.Tensor | np.ndarray):
         return "" if math.prod(value.shape) == 1 else f"a {type(value).__name__} of shape {tuple(value.shape)}"
     return "" if isinstance(value, int | float | np.generic) else f"a {type(value).__name__}"
-
-
-def check_image(name: str, image: Any) -> None:
-    """Raise ValueError unless the shape and type fit ``Run.report_image``."""
-    if not isinstance(image, torch.Tensor | np.ndarray):
-        raise TypeError(f"image {name!r}: give a tensor or a numpy array, such as numpy.asarray(picture), not {image!r}")
-    shape = tuple(image.shape)
-    flat = len(shape) == 2
-    if 0 in shape or not (flat or (len(shape) == 3 and (shape[0] in (1, 3, 4) or shape[-1] in (1, 3, 4)))):
-        raise ValueError(
-            f"image {name!r} has the shape {shape}: give (height, width), (channels, height, width) or (height, width, "
-            "channels), with 1, 3 or 4 channels. For a batch, report one image or a grid (torchvision.utils.make_grid)"
-        )
-    if isinstance(image, torch.Tensor):
-        fits = image.is_floating_point() or image.dtype in (torch.uint8, torch.bool)
-    else:
-        fits = image.dtype.kind in "fb" or image.dtype == np.uint8
-    if not fits:
-        raise ValueError(f"image {name!r} has the dtype {image.dtype}: give uint8, bool, or floats from 0 to 1")

@@ -31,7 +31,6 @@ from eventloop.training.arguments import (
     Rate,
     Resume,
     Stateful,
-    check_image,
     checked_stateful,
     checked_work_dir,
     device_of,
@@ -43,6 +42,7 @@ from eventloop.training.distributed.ranks import this_rank, world_size
 from eventloop.training.driver import Driver
 from eventloop.training.host import Host, OwnLoop
 from eventloop.training.iterators import Epochs, EvaluationBatches, OpenLoops, TrainBatches
+from eventloop.training.media import check_image, check_values, checked_text, drawn
 from eventloop.training.metrics import NamedMetrics
 from eventloop.training.optimizers import by_path, options_given, selected, stepping
 from eventloop.training.replicas import replicas_of
@@ -334,7 +334,7 @@ class Run:
             if (what := no_scalar(value)) and not self._driver.measures(name):
                 log.warning(
                     f"run.report({name}=...) got {what}, which loggers leave out; hooks find it in event.outputs. Report a "
-                    "number, such as a mean, or an image with run.report_image()",
+                    "number, such as a mean, or run.report_histogram() or run.report_image()",
                     entry=name,
                 )
 
@@ -354,6 +354,57 @@ class Run:
         if self.bus.wants(ev.ImageReported):
             check_image(name, image)
             self.publish(ev.ImageReported, name=name, image=image)
+
+    def report_histogram(self, name: str, values: torch.Tensor | np.ndarray[Any, Any], *, bins: int = 64) -> None:
+        """Publish ``histogram_reported`` for writers of histograms, if there are any.
+
+        The training thread only copies the values; the logger's thread counts them. NaN and infinite values are left out, and
+        their number is logged.
+
+        Args:
+            name: a name such as ``"weights/head"``; writers prefix it with the stage.
+            values: real numbers in any shape, on any device.
+            bins: number of bins of equal width from the least to the greatest value, at most 512.
+
+        Raises:
+            TypeError: ``values`` is not a tensor or a numpy array.
+            ValueError: ``values`` is empty, complex, sparse, distributed or without data, or ``bins`` is out of range.
+        """
+        self.state.check_open("run.report_histogram()")
+        if self.bus.wants(ev.HistogramReported):
+            check_values(name, values, bins)
+            self.publish(ev.HistogramReported, name=name, values=values, bins=bins)
+
+    def report_text(self, name: str, text: str) -> None:
+        """Publish ``text_reported`` for writers of texts, if there are any. Only the first 65,536 characters are kept.
+
+        Args:
+            name: a name such as ``"samples"``; writers prefix it with the stage.
+            text: plain text; TensorBoard reads it as Markdown.
+
+        Raises:
+            TypeError: ``text`` is not a text.
+        """
+        self.state.check_open("run.report_text()")
+        if self.bus.wants(ev.TextReported):
+            self.publish(ev.TextReported, name=name, text=checked_text(name, text))
+
+    def report_figure(self, name: str, figure: Any) -> None:
+        """Draw a figure of matplotlib, and publish it as ``image_reported``. It is drawn if a writer takes images.
+
+        The calling thread draws, because matplotlib is not thread-safe: 50 to 200 ms for one pair of axes, more for several.
+        The figure stays open and unchanged; ``plt.close(figure)`` frees its memory.
+
+        Args:
+            name: a name such as ``"confusion"``; writers prefix it with the stage.
+            figure: a ``matplotlib.figure.Figure``, or an object with one, such as axes or a grid of seaborn.
+
+        Raises:
+            TypeError: ``figure`` is not a figure of matplotlib.
+        """
+        self.state.check_open("run.report_figure()")
+        if self.bus.wants(ev.ImageReported):
+            self.publish(ev.ImageReported, name=name, image=drawn(name, figure))
 
     def publish(self, event: type[Event], **payload: Any) -> None:
         """Make and publish an event of this class, if it has a subscriber. Its fields ``run`` and ``progress`` are filled in.

@@ -16,6 +16,7 @@ from eventloop import ConfigurationError, check_options
 from eventloop.config import registrable
 from hooks.copies import CopiedAnew
 from hooks.options import PositiveInt
+from hooks.writers.histogram import BinCounts
 
 Image = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -122,6 +123,18 @@ class Writer(CopiedAnew):
             raise NotImplementedError(f"{type(self).__name__} must define write_scalars or write_scalar")
         self.write_scalars({name: value}, step, Where(name.partition("/")[0], epoch=0, iter=step))
 
+    def write_reported(self, name: str, value: Image | BinCounts | str, step: int, where: Where) -> None:
+        """Write an image, a histogram or a text that was reported. By default the method for its type does.
+
+        Define the methods for the types that the writer takes, or this one, which gets the step and the position.
+        """
+        if isinstance(value, str):
+            self.write_text(name, value, where)
+        elif isinstance(value, BinCounts):
+            self.write_histogram(name, value, step)
+        else:
+            self.write_image(name, value, step)
+
     def write_image(self, name: str, image: Image, step: int) -> None:
         """Write an image that was reported with ``run.report_image``.
 
@@ -131,11 +144,26 @@ class Writer(CopiedAnew):
             step: as for scalars.
         """
 
+    def write_histogram(self, name: str, histogram: BinCounts, step: int) -> None:
+        """Write a histogram of values that were reported with ``run.report_histogram``.
+
+        Args:
+            name: name with the stage, such as ``train/weights``.
+            histogram: the counts of its bins, and what was left out.
+            step: as for scalars.
+        """
+
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write the run's configuration: nested mappings, lists, numbers, strings and None."""
 
     def write_text(self, name: str, text: str, where: Where) -> None:
-        """Write a line of text, such as the experiment's name."""
+        """Write a text that was reported with ``run.report_text``, or the experiment's name.
+
+        Args:
+            name: name with the stage, such as ``val/samples``; ``experiment`` for the experiment's name.
+            text: plain text, perhaps of several lines.
+            where: the position in the run.
+        """
 
     def flush(self) -> None:
         """Make written data visible; called when the logger has written all waiting events."""

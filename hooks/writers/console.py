@@ -18,6 +18,7 @@ from hooks.writers.base import Where, Writer
 log = get_logger()
 
 _LAST = ("time", "data_time", "eta")
+_MOST_TEXT = 1_000  # characters of a text that are printed
 _INDENT = " " * 4
 
 
@@ -48,7 +49,8 @@ class ConsoleWriter(Writer):
         self._print([_position(where), *values])
 
     def write_text(self, name: str, text: str, where: Where) -> None:
-        self._print([Text.assemble(cell(name, "dim"), " ", cell(text, keep="\n"))])
+        shown = text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}… ({len(text) - _MOST_TEXT:,} more characters)"
+        self._print([Text.assemble(cell(name, "dim"), " ", cell(shown, keep="\n"))])
 
     def _print(self, parts: list[Text]) -> None:
         console = self._console if self._console is not None else get_console()

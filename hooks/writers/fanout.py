@@ -14,6 +14,7 @@ from hooks.copies import CopiedAnew
 from hooks.log_state import Waiting
 from hooks.smoothing import Smoother
 from hooks.writers.base import Row, RunFacts, Where, Writer, as_image
+from hooks.writers.histogram import as_histogram
 from hooks.writers.target import Target
 
 log = get_logger()
@@ -22,7 +23,7 @@ _NUMBERS = (int, float)
 
 
 class Fanout(CopiedAnew):
-    """Pass the scalars and images of a run to writers. Options are LoggerHook's.
+    """Pass the scalars, images, histograms and texts of a run to writers. Options are LoggerHook's.
 
     Only one thread at a time may use it; any thread may call :meth:`state_dict`.
     """
@@ -32,6 +33,7 @@ class Fanout(CopiedAnew):
         "_smoothing": Lock,
         "_last": partial(Where, "train", 0, 0),
         "_opened": bool,
+        "_warned": set,
         "_run": None,
     }
 
@@ -49,7 +51,7 @@ class Fanout(CopiedAnew):
         self._raw: list[Target] = []
         self._smoothed: list[Target] = []
         self._opened = False
-        self._warned = False
+        self._warned: set[str] = set()  # what no writer takes, and names of histograms with values that are not finite
 
     def open(self, run: RunFacts) -> None:
         """Begin a run; without a work dir, without the writers that need one."""
@@ -115,13 +117,33 @@ class Fanout(CopiedAnew):
 
     def image(self, name: str, image: Any, step: int, where: Where) -> None:
         self._open_late()
-        takers = [target for target in self._targets if target.takes_images]
-        if not takers and not self._warned:
-            self._warned = True
-            log.warning("none of the writers takes images; add a TensorBoardWriter, which needs a work dir", image=name)
-        pixels = as_image(image) if takers else None
-        for target in takers:
-            target.give("write_image", f"{where.stage}/{name}", pixels, step)
+        if takers := self._takers("image", name):
+            pixels = as_image(image)
+            for target in takers:
+                target.give("write_reported", f"{where.stage}/{name}", pixels, step, where)
+
+    def histogram(self, name: str, values: Any, bins: int, step: int, where: Where) -> None:
+        self._open_late()
+        if takers := self._takers("histogram", name):
+            made, full = as_histogram(values, bins), f"{where.stage}/{name}"
+            if (made.nan or made.infinite) and full not in self._warned:
+                self._warned.add(full)
+                facts = {"nan": made.nan, "infinite": made.infinite, "finite": made.total, "step": step}
+                log.warning("a histogram leaves out values that are not finite; said once", histogram=full, **facts)
+            for target in takers:
+                target.give("write_reported", full, made, step, where)
+
+    def text(self, name: str, text: str, step: int, where: Where) -> None:
+        self._open_late()
+        for target in self._takers("text", name):
+            target.give("write_reported", f"{where.stage}/{name}", text, step, where)
+
+    def _takers(self, kind: str, name: str) -> list[Target]:
+        takers = [target for target in self._targets if target.takes("write_reported", f"write_{kind}")]
+        if not takers and kind not in self._warned:
+            self._warned.add(kind)
+            log.warning(f"none of the writers takes {kind}s; add a JSONLinesWriter, which needs a work dir", **{kind: name})
+        return takers
 
     def flush(self, *, durable: bool = False) -> None:
         for target in self._targets:

@@ -1,19 +1,25 @@
-"""Write scalars as JSON lines: one object per line, for pandas, jq and plotting scripts."""
+"""Write scalars, images, histograms and texts as JSON lines: one object per line, for pandas, jq and plotting scripts."""
 
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import isfinite
+from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+import msgspec
 import orjson
 
-from eventloop import check_options, register
+from eventloop import check_options, observe, register
 from hooks.options import Name, PositiveInt
-from hooks.writers.base import Row, Where
+from hooks.writers.base import Image, Row, RunFacts, Where
 from hooks.writers.files import FileWriter, replace
+from hooks.writers.histogram import BinCounts
+from hooks.writers.png import png
 
 
 @register
@@ -21,6 +27,8 @@ class JSONLinesWriter(FileWriter):
     """Append ``{"step": 41, "epoch": 1, "iter": 41, "time": 1764000000.5, "train/loss": 0.25, ...}`` to ``scalars.jsonl``.
 
     - ``time`` is when the line was written, in seconds since 1970. Lines are written together, up to 0.25 s after an iteration.
+    - Images, histograms and texts go to ``media.jsonl``, and the images themselves to the folder ``media``, as PNG files.
+      ``trainbus report`` shows them. With another ``filename``, such as ``raw.jsonl``, it is ``raw_media.jsonl``.
     - Test metrics go to ``test_metrics.json``, as one object, and the run's configuration to ``config.json``.
     - NaN and infinities are ``NaN`` and ``Infinity``, never null. Python's ``json``, pandas and most parsers read them.
     - A resumed run appends to the file. Repeated iterations have two lines; the later one counts.
@@ -34,6 +42,43 @@ class JSONLinesWriter(FileWriter):
     @check_options
     def __init__(self, filename: Name = "scalars.jsonl", *, interval: PositiveInt | None = None) -> None:
         super().__init__(filename, interval)
+        own = "" if filename == observe.SCALARS else f"{Path(filename).stem}_"
+        self._media = FileWriter(f"{own}{observe.MEDIA}", None)
+        self._pictures = f"{own}{observe.PICTURES}"
+
+    def files(self) -> Collection[str]:
+        return (self.filename, self._media.filename, self._pictures)
+
+    def open(self, run: RunFacts) -> None:
+        super().open(run)
+        self._media.open(run)
+
+    def flush(self) -> None:
+        super().flush()
+        self._media.flush()
+
+    def sync(self) -> None:
+        super().sync()
+        self._media.sync()
+
+    def close(self) -> None:
+        super().close()
+        self._media.close()
+
+    def write_reported(self, name: str, value: Image | BinCounts | str, step: int, where: Where) -> None:
+        at: dict[str, Any] = {"name": _clean(name), "step": step, "epoch": where.epoch, "iter": where.iter, "time": _now()}
+        line: observe.AnyReported
+        if isinstance(value, str):
+            line = observe.ReportedText(**at, text=_clean(value))
+        elif isinstance(value, BinCounts):
+            shared = {field: getattr(value, field) for field in observe.ReportedHistogram.__struct_fields__ if field not in at}
+            line = observe.ReportedHistogram(**at, **shared)
+        else:
+            # Another name may look the same as a file name; a repeated iteration replaces its file.
+            file = f"{re.sub(r'[^A-Za-z0-9=.-]', '_', name)[:100]}-{where.iter}-{crc32(at['name'].encode()):08x}.png"
+            replace(self.directory / self._pictures / file, png(value))
+            line = observe.ReportedImage(**at, file=file, width=value.shape[1], height=value.shape[0])
+        self._media.append(msgspec.json.encode(line) + b"\n")
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
         line = _encode({"step": step, "epoch": where.epoch, "iter": where.iter, "time": _now(), **scalars})
@@ -63,6 +108,11 @@ class JSONLinesWriter(FileWriter):
 
 def _now() -> float:
     return round(time.time(), 3)
+
+
+def _clean(text: str) -> str:
+    """Return a text without lone surrogates, which UTF-8 cannot encode."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def _encode(record: Mapping[str, float]) -> bytes:

@@ -1,4 +1,4 @@
-"""Write scalars and images to MLflow."""
+"""Write scalars, images, histograms and texts to MLflow."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from collections.abc import Collection, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any, ClassVar
 
+import msgspec
+
 from eventloop import ConfigurationError, check_options, get_logger, register
 from hooks.options import Name, PositiveInt
 from hooks.writers.base import Image, RunFacts, Where, Writer, load
 from hooks.writers.files import run_id
+from hooks.writers.histogram import BinCounts
 
 log = get_logger()
 
@@ -30,6 +33,7 @@ class MLflowWriter(Writer):
     - A resumed run continues the MLflow run whose id is in ``<work_dir>/mlflow_run_id``. Repeated iterations appear twice in a
       metric's history.
     - The configuration becomes parameters with dotted names. MLflow cannot change a parameter, so the writer logs a change.
+    - Histograms and texts are artifacts: ``histograms/<name>/<step>.json`` and ``texts/<name>/<step>.txt``.
     - MLflow stores infinity as the largest double. Characters that it does not allow in names become ``_``.
     - Give a slow server its own ``LoggerHook``, because the writers of one ``LoggerHook`` wait for each other.
 
@@ -95,8 +99,18 @@ class MLflowWriter(Writer):
         now, metric = time.time_ns() // 1_000_000, self._entities.Metric
         self._metrics += [metric(_name(name), float(value), now, step) for name, value in scalars.items()]
 
+    def write_reported(self, name: str, value: Image | BinCounts | str, step: int, where: Where) -> None:
+        if isinstance(value, str):
+            self._client.log_text(self._id, value, f"texts/{_name(name)}/{step}.txt")
+        else:
+            super().write_reported(name, value, step, where)
+
     def write_image(self, name: str, image: Image, step: int) -> None:
         self._client.log_image(self._id, image, key=_name(name), step=step)
+
+    def write_histogram(self, name: str, histogram: BinCounts, step: int) -> None:
+        content = msgspec.to_builtins(histogram)
+        self._client.log_dict(self._id, content, f"histograms/{_name(name)}/{step}.json")
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Set the parameters that the run does not have yet."""

@@ -12,7 +12,7 @@ from hooks.writers.base import Row, RunFacts, Writer
 log = get_logger()
 
 MOST_KEPT: Final = 10_000  # largest number of calls that wait for a failing writer; beyond it the oldest are dropped
-MOST_IMAGES: Final = 100  # largest number of images among them; later ones are dropped
+MOST_LARGE: Final = 100  # largest number of images, histograms and texts among them; later ones are dropped
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0  # seconds before another try
 
@@ -28,8 +28,6 @@ class Target:
 
     def __init__(self, writer: Writer, interval: int, run: RunFacts) -> None:
         self.interval = interval
-        self.takes_images = type(writer).write_image is not Writer.write_image
-        self._takes_text = type(writer).write_text is not Writer.write_text
         self._takes_rows = _takes_rows(type(writer))
         self._writer = writer
         self._name = type(writer).__name__
@@ -43,9 +41,13 @@ class Target:
         self._lost = 0
         self._try()
 
+    def takes(self, *methods: str) -> bool:
+        """Return True if the writer's class defines one of these optional methods."""
+        return any(getattr(type(self._writer), method) is not getattr(Writer, method) for method in methods)
+
     def give(self, *call: Any) -> None:
         """Call a method of the writer, given by its name and arguments, now or later."""
-        if call[0] == "write_text" and not self._takes_text:
+        if call[0] == "write_text" and not self.takes("write_text"):
             return  # a call that does nothing would look like a success after the failure of the call before
         if self._failures:
             self._keep(call)
@@ -135,7 +137,7 @@ class Target:
         self._done += 1
 
     def _keep(self, call: tuple[Any, ...]) -> None:
-        if call[0] == "write_image" and sum(kept[0] == "write_image" for kept in self._calls) >= MOST_IMAGES:
+        if call[0] == "write_reported" and sum(kept[0] == call[0] for kept in self._calls) >= MOST_LARGE:
             self._lost += 1
             return
         self._calls.append(call)

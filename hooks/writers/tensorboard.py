@@ -1,4 +1,4 @@
-"""Write scalars and images for TensorBoard."""
+"""Write scalars, images, histograms and texts for TensorBoard."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from eventloop import check_options, register
 from hooks.options import Name, PositiveInt
 from hooks.writers.base import Image, RunFacts, Where, Writer, load
+from hooks.writers.histogram import BinCounts
 
 _QUEUE = 10_000  # events in the queue of TensorBoard's writing thread; more than a batch of the logger
 _NEVER = 10**6  # seconds; the logger calls flush
@@ -56,13 +57,23 @@ class TensorBoardWriter(Writer):
         self._trains = False
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
-        if where.stage == "train" and not self._trains:
-            self._trains = True
-            # SummaryWriter's purge_step, which is known only with the first scalars.
-            log = self._event.SessionLog(status=self._event.SessionLog.START)
-            self._events.file_writer.add_event(self._event.Event(session_log=log), step)
+        self._begin_training(step, where)
         values = [self._summary.Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._events.file_writer.add_summary(self._summary.Summary(value=values), step)
+
+    def write_reported(self, name: str, value: Image | BinCounts | str, step: int, where: Where) -> None:
+        self._begin_training(step, where)
+        if isinstance(value, str):
+            self._events.add_text(name, value, step)
+        else:
+            super().write_reported(name, value, step, where)
+
+    def _begin_training(self, step: int, where: Where) -> None:
+        """Write what ``purge_step`` of ``SummaryWriter`` writes; the step is known only with the first data of the training."""
+        if where.stage == "train" and not self._trains:
+            self._trains = True
+            log = self._event.SessionLog(status=self._event.SessionLog.START)
+            self._events.file_writer.add_event(self._event.Event(session_log=log), step)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         if config:
@@ -74,6 +85,19 @@ class TensorBoardWriter(Writer):
 
     def write_image(self, name: str, image: Image, step: int) -> None:
         self._events.add_image(name, image, step, dataformats="HWC")
+
+    def write_histogram(self, name: str, histogram: BinCounts, step: int) -> None:
+        self._events.add_histogram_raw(
+            name,
+            histogram.least,
+            histogram.greatest,
+            histogram.total,
+            histogram.sum,
+            histogram.sum_of_squares,
+            histogram.edges[1:].tolist(),
+            histogram.counts,
+            step,
+        )
 
     def flush(self) -> None:
         """Wait until TensorBoard's thread has written everything."""

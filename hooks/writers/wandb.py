@@ -1,8 +1,9 @@
-"""Write scalars and images for Weights & Biases, offline."""
+"""Write scalars, images, histograms and texts for Weights & Biases, offline."""
 
 from __future__ import annotations
 
 import errno
+import html
 import secrets
 import time
 from collections.abc import Collection, Mapping
@@ -14,6 +15,7 @@ from eventloop import check_options, register
 from hooks.options import Name, PositiveInt
 from hooks.writers.base import Image, RunFacts, Where, Writer, load
 from hooks.writers.files import run_id
+from hooks.writers.histogram import BinCounts
 
 _ID = "wandb/run_id"  # file with the id of the run
 
@@ -76,12 +78,23 @@ class WandbWriter(Writer):
         self._iter = max(self._iter, where.iter)
         self._run.log({**scalars, f"{where.stage}/step": step, "epoch": where.epoch}, step=self._iter)
 
+    def write_reported(self, name: str, value: Image | BinCounts | str, step: int, where: Where) -> None:
+        if isinstance(value, str):
+            self._log(name, self._wandb.Html(f"<pre>{html.escape(value)}</pre>", inject=False), step)
+        else:
+            super().write_reported(name, value, step, where)
+
     def write_image(self, name: str, image: Image, step: int) -> None:
+        self._log(name, self._wandb.Image(image[..., 0] if image.shape[-1] == 1 else image), step)
+
+    def write_histogram(self, name: str, histogram: BinCounts, step: int) -> None:
+        self._log(name, self._wandb.Histogram(np_histogram=(histogram.counts, histogram.edges.tolist())), step)
+
+    def _log(self, name: str, value: Any, step: int) -> None:
         stage = name.partition("/")[0]
         if stage == "train":
             self._iter = max(self._iter, step)
-        pixels = image[..., 0] if image.shape[-1] == 1 else image
-        self._run.log({name: self._wandb.Image(pixels), f"{stage}/step": step}, step=self._iter)
+        self._run.log({name: value, f"{stage}/step": step}, step=self._iter)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         if config:

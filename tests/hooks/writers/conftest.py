@@ -58,7 +58,8 @@ def events(monkeypatch):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
 
     def read(directory):
-        return accumulator.EventAccumulator(str(directory), size_guidance={accumulator.SCALARS: 0}).Reload()
+        kinds = (accumulator.SCALARS, accumulator.HISTOGRAMS, accumulator.TENSORS)
+        return accumulator.EventAccumulator(str(directory), size_guidance=dict.fromkeys(kinds, 0)).Reload()
 
     return read
 

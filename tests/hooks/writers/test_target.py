@@ -7,7 +7,7 @@ import pytest
 
 from hooks import Writer
 from hooks.writers import RunFacts, Where
-from hooks.writers.target import MOST_IMAGES, MOST_KEPT, Target
+from hooks.writers.target import MOST_KEPT, MOST_LARGE, Target
 
 WHERE = Where("train", epoch=1, iter=1)
 IMAGE = np.zeros((1, 1, 1), np.uint8)
@@ -144,10 +144,10 @@ def test_the_configuration_that_a_reopened_writer_gets_again_is_no_lost_call(wri
 def test_a_failing_writer_keeps_a_bounded_number_of_images(writer, logs):
     target = opened(writer)
     play(target, writer, {1}, 1)
-    for _ in range(MOST_IMAGES + 3):
-        target.give("write_image", "train/noise", IMAGE, 1)
+    for _ in range(MOST_LARGE + 3):
+        target.give("write_reported", "train/noise", IMAGE, 1, WHERE)
     play(target, writer, set(), "sync")
-    assert writer.calls.count("image") == MOST_IMAGES
+    assert writer.calls.count("image") == MOST_LARGE
     assert lost(target, logs) == 3
 
 
