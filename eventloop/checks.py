@@ -14,6 +14,7 @@ import msgspec
 
 from eventloop.annotations import Member, Signature, members
 from eventloop.errors import ConfigurationError, SubscribeError
+from eventloop.plain import plain
 from eventloop.spelling import value_meant
 
 P = ParamSpec("P")
@@ -57,9 +58,32 @@ def check_options(init: Callable[P, R]) -> Callable[P, R]:
             elif known().rest is None:
                 owner = type(args[0]).__name__ if args and init.__name__ == "__init__" else init.__name__
                 raise ConfigurationError.unknown_option(owner, name, options, value)
+        if init.__name__ == "__init__" and args and hasattr(args[0], "__dict__"):
+            # The first one counts: a constructor calls those of its base classes.
+            given = dict(zip(by_position[1:], args[1:], strict=False)) | kwargs
+            vars(args[0]).setdefault(_GIVEN, {name: plain(value) for name, value in given.items()})
         return init(*args, **kwargs)
 
     return checked
+
+
+_GIVEN = "__trainbus_options__"  # the attribute of an object with the options that it was given
+
+
+def options_of(made: object) -> dict[str, Any]:
+    """Return the options of an object as plain values, by name, with the defaults of those that were not given.
+
+    Without ``@check_options``, only options that are attributes of the same name, also with an underscore before it.
+    """
+    given, own = getattr(made, _GIVEN, None), getattr(made, "__dict__", {})
+    options: dict[str, Any] = {}
+    for name, option in Signature(type(made)).options.items():
+        if given is None:
+            found = own.get(name, own.get(f"_{name}", option.empty))
+            options |= {} if found is option.empty else {name: plain(found)}
+        elif name in given or option.default is not option.empty:
+            options[name] = given.get(name, plain(option.default))
+    return options | (given or {})
 
 
 def check_value(option: str, value: object, annotation: Any, error: type[Exception] = ConfigurationError) -> None:

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import NoneType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from eventloop import Hook, Priority, check_options, get_logger, mount, observe, register
 from eventloop import events as ev
 from eventloop.checkpoint import free_name
 from hooks.copies import CopiedAnew
+from hooks.settings import data_settings, settings_of
 from hooks.writers.base import RunFacts
 from hooks.writers.files import FileWriter
 
 log = get_logger()
+
+
+def _entry_of(event: Any) -> observe.Entry:
+    """Return what an event says, at the beginning of a training with the settings of the run."""
+    if isinstance(event, ev.BeforeTrainEpoch):
+        at = event.progress
+        return observe.Stage(time=time.time(), epoch=at.epoch, iter=at.iter, name="train", settings=data_settings(event.run))
+    entry = observe.entry_of(event)
+    if isinstance(entry, observe.Stage) and (entry.name == "train" or not event.run.training):
+        entry.settings = settings_of(event.run, event.progress)
+    return entry
 
 
 @register
@@ -21,7 +34,8 @@ class RunRecordHook(CopiedAnew, Hook):
     """Write ``run.json`` and ``record.jsonl`` in the work dir, off the training thread.
 
     - ``run.json`` has the name, the seed and the configuration of the run, and for each session (a resumed run has several)
-      its command, machine, versions and git commit, when it began and ended, and how.
+      its command, machine, versions and git commit, when it began and ended, and how, and its settings: learning rate, batch
+      size, optimizer, schedule, the model's size, options of all hooks. No passwords, tokens and keys.
     - ``record.jsonl`` has a line for each validation, test, checkpoint and resume, and for the end.
 
     - With ``costs`` it also has what the run has cost up to then, each 10 s at first, later at each hundredth of the time.
@@ -53,6 +67,7 @@ class RunRecordHook(CopiedAnew, Hook):
         ev.BeforeRun,
         ev.AfterLoadCheckpoint,
         ev.BeforeTrain,
+        ev.BeforeTrainEpoch,
         ev.BeforeVal,
         ev.AfterValEpoch,
         ev.BeforeTest,
@@ -65,7 +80,7 @@ class RunRecordHook(CopiedAnew, Hook):
         ev.OnException,
         ev.AfterRun,
         offload="thread",
-        capture=observe.entry_of,
+        capture=_entry_of,
         on_error="log",
     )
     def write(self, entry: observe.Entry) -> None:

@@ -1,11 +1,12 @@
 """Measure a run and read the files it left: environment, record, scalars, costs."""
 
+from eventloop.checks import options_of
 from eventloop.observe.bus_recorder import BusRecorder, Call, LaneSpan
 from eventloop.observe.costs import Costs, Growth, Histogram, LaneCosts, Part
 from eventloop.observe.environment import Environment, environment
 from eventloop.observe.media import MEDIA, PICTURES, AnyReported, Reported, ReportedHistogram, ReportedImage, ReportedText
 from eventloop.observe.ranks import RankCosts, RankTimes, Straggler
-from eventloop.observe.record import Begin, Compared, End, Entry, Measured, Resume, entry_of, fields_of
+from eventloop.observe.record import Begin, Compared, End, Entry, Measured, Resume, Stage, entry_of, fields_of
 from eventloop.observe.run_folder import (
     MANIFEST,
     RECORD,
@@ -25,6 +26,7 @@ from eventloop.observe.states import RunStatus
 from eventloop.observe.story import RunManifest, RunSession, RunStory
 from eventloop.observe.trace import Tracer
 from eventloop.observe.verdict import expensive
+from eventloop.plain import plain, without_secrets
 
 __all__ = [
     "MANIFEST",
@@ -63,6 +65,7 @@ __all__ = [
     "RunStatus",
     "RunStory",
     "Sparkline",
+    "Stage",
     "Straggler",
     "Tracer",
     "encode_line",
@@ -74,6 +77,9 @@ __all__ = [
     "is_run",
     "last_lines",
     "main_curve",
+    "options_of",
+    "plain",
     "read_manifest",
+    "without_secrets",
     "write_manifest",
 ]

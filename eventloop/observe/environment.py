@@ -13,12 +13,22 @@ from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from subprocess import DEVNULL
+from typing import Final
 
 import msgspec
 import torch
 
 from eventloop.device import device_names
 from eventloop.observe.bounds import Count
+from eventloop.plain import command_without_secrets
+
+_LIBRARIES: Final = {
+    **{name: name for name in ("numpy", "torchvision", "lightning", "transformers", "trl", "accelerate", "deepspeed", "ray")},
+    "pytorch_lightning": "pytorch-lightning",
+    "ignite": "pytorch-ignite",
+    "torchft": "torchft-nightly",
+}
+"""Distributions whose versions are recorded if they are imported, by the name of the module."""
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -56,7 +66,7 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class Environment(msgspec.Struct, frozen=True):
-    """The machine, process and software of a run. ``command`` has one string per argument."""
+    """The machine, process and software of a run. ``command`` has one string per argument, without secrets."""
 
     command: list[str]
     folder: str
@@ -69,7 +79,8 @@ class Environment(msgspec.Struct, frozen=True):
 def environment() -> Environment:
     """Describe this process. Takes about 20 ms, because it runs git and reads files."""
     folder = Path.cwd()
-    return Environment(sys.orig_argv, str(folder), this_process(), _machine(), versions(), _git(folder))
+    command = command_without_secrets(sys.orig_argv)
+    return Environment(command, str(folder), this_process(), _machine(), versions() | _libraries(), _git(folder))
 
 
 def this_process(pid: int | None = None) -> Process:
@@ -106,6 +117,16 @@ def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     with suppress(metadata.PackageNotFoundError):
         found["trainbus"] = metadata.version("trainbus")
+    return found
+
+
+def _libraries() -> dict[str, str]:
+    """Return the versions of the imported libraries on which results may depend."""
+    found = {}
+    for module, distribution in _LIBRARIES.items():
+        if module in sys.modules:
+            with suppress(metadata.PackageNotFoundError):
+                found[distribution] = metadata.version(distribution)
     return found
 
 

@@ -19,6 +19,7 @@ from eventloop.observe.bounds import Count, Number, Time
 from eventloop.observe.costs import Costs
 from eventloop.observe.ranks import RankCosts
 from eventloop.observe.states import RunStatus
+from eventloop.plain import without_secrets
 
 
 class Line(msgspec.Struct, kw_only=True, tag_field="kind"):
@@ -121,6 +122,8 @@ class Stage(Line, tag="stage"):
     """A stage begins (train, val or test); not a line of the file."""
 
     name: str
+    settings: dict[str, Any] = {}
+    """What is known then of the settings of the run, for ``run.json``."""
 
 
 class Pause(Line, tag="pause"):
@@ -185,7 +188,7 @@ def begin_of(run: Any) -> Begin:
     if run is None or run is msgspec.UNSET:
         return Begin(time=time.time(), name="run")
     work_dir = None if run.work_dir is None else str(run.work_dir)
-    facts = {"name": run.name, "seed": run.seed, "config": dict(run.config), "world_size": run.world_size}
+    facts = {"name": run.name, "seed": run.seed, "config": without_secrets(dict(run.config)), "world_size": run.world_size}
     return Begin(time=time.time(), **facts, work_dir=work_dir, advice=run.work_dir_advice, run=weakref.ref(run))
 
 

@@ -52,6 +52,8 @@ class RunSession(msgspec.Struct, kw_only=True):
     """The error, or the reason given to ``run.stop()``."""
     epoch: Count = 0
     iter: Count = 0
+    settings: dict[str, Any] = {}
+    """The settings of this session by dotted name, such as ``"lr"``, ``"batch_size"`` and ``"hooks.EMAHook.momentum"``."""
 
     def __post_init__(self) -> None:
         if self.state not in (RunStatus.RUNNING, *ENDED):
@@ -204,6 +206,8 @@ class RunStory:
         if stage.name not in session.stages:
             session.stages.append(stage.name)
             self.changed = True
+        if not stage.settings.items() <= session.settings.items():
+            session.settings, self.changed = session.settings | stage.settings, True
         if loaded is None or stage.name != "train":
             return []
         session.resumed_from, self.changed = loaded.path, True

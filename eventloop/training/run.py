@@ -172,6 +172,9 @@ class Run:
         """What the user can do if the run has no work dir, for messages."""
         self.foreign_averages: Collection[str] = ()
         """Names of the parts of another trainer that average the weights, too; empty in your own loop."""
+        mixed = getattr(accelerator, "mixed_precision", "no")
+        self.foreign_settings: Mapping[str, Any] = {} if mixed in ("no", None) else {"precision": str(mixed)}
+        """Settings that another trainer or the ``accelerator`` has, for the record: ``precision``, ``schedule``."""
         self.resumed_from: AnyPath | None = None
         self.options = options_given(self.optimizers, seed)
         self.feeds = Feeds(self.device)

@@ -681,6 +681,19 @@ def lines(path):
     return path.read_text().splitlines()
 
 
+@hosts()
+def test_a_run_records_its_settings_by_itself(host, tmp_path):
+    job = host(tmp_path, Bus(RunRecordHook(), EMAHook(momentum=0.25)), epochs=1)
+    job.fit()
+    [path] = tmp_path.rglob("run.json")
+    [session] = json.loads(path.read_text())["sessions"]
+    parameters = sum(one.numel() for one in job.net.parameters())
+    expected = {"batch_size": 2, "max_epochs": 1, "parameters": parameters, "world_size": 1}
+    assert session["settings"] | expected | {"hooks.EMAHook.momentum": 0.25} == session["settings"]
+    assert (session["settings"]["optimizer"], session["settings"]["lr"]) in (("SGD", 0.1), ("AdamW", 0.01))
+    assert session["settings"]["precision"] in ("float32", "32-true")
+
+
 @hosts("own", "body")  # a new run has a folder of its own
 def test_a_new_training_moves_the_files_of_the_earlier_run_and_says_so(host, tmp_path):
     host(tmp_path, recorded()).fit()

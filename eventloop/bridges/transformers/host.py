@@ -175,6 +175,9 @@ class TransformersBridge(Bridge):
         if optimizer is None:
             host.continue_from(self.run)
         self.run, self._host, self._drive = run, host, host.drive
+        mixed = {"precision": "bf16" if args.bf16 else "fp16"} if args.bf16 or args.fp16 else {}
+        schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
+        run.foreign_settings = mixed | {"schedule": schedule, "schedule.warmup_steps": args.warmup_steps}
         run.validates = True if args.eval_strategy != "no" or args.eval_on_start else None
         handler = signal.getsignal(signal.SIGTERM)
         self._drive.begin_run()

@@ -1,0 +1,81 @@
+"""Turn values into what the record of a run stores: plain values, without secrets."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import PurePath
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+HIDDEN: Final = "(not stored)"
+"""Stands for a value whose name says that it is a secret."""
+
+_MOST: Final = 500  # characters of a text, and entries of a list or mapping
+_DEEPEST: Final = 8
+_SECRET: Final = re.compile(
+    r"(^|[^a-z])(auth|authorization|(\w+_)?(token|password|passwd|passphrase|secret|credentials?)|pwd|(\w+_)?webhook(_url)?|"
+    r"(\w+_)?(api|access|secret|private|account|auth|encryption|license)_?key(_id)?)$"
+)
+_CREDENTIALS: Final = re.compile(r"(?<=://)[^/@\s?#]+@")
+_QUERY: Final = re.compile(
+    r"([?&][^=&\s#]*(?:token|key|secret|signature|sig|password|credential)[^=&\s#]*=)[^&\s#]+", re.IGNORECASE
+)
+
+
+def plain(value: Any, deep: int = 0) -> Any:
+    """Return a value as numbers, texts, lists and mappings; of another object, the name of its class or function."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, str | PurePath | torch.dtype | torch.device):
+        return str(value)[:_MOST]
+    if deep < _DEEPEST and isinstance(value, Mapping):
+        return {str(name): plain(one, deep + 1) for name, one in list(value.items())[:_MOST]}
+    if deep < _DEEPEST and isinstance(value, list | tuple | set | frozenset):
+        return [plain(one, deep + 1) for one in list(value)[:_MOST]]
+    if isinstance(value, type) or inspect.isroutine(value):
+        return getattr(value, "__qualname__", type(value).__name__)
+    return type(value).__name__
+
+
+def without_secrets(value: Any, name: str = "") -> Any:
+    """Return a tree of plain values: values with names like ``api_key`` are hidden, and URLs lose their credentials.
+
+    Hidden is a value whose name ends in ``token``, ``password``, ``secret``, ``credentials`` or a kind of key. A number or
+    a boolean is no secret.
+    """
+    if isinstance(value, Mapping):
+        return {key: without_secrets(one, str(key)) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_secrets(one, name) for one in value]
+    if not isinstance(value, str):
+        return value
+    return HIDDEN if value and is_secret(name) else _QUERY.sub(rf"\1{HIDDEN}", _CREDENTIALS.sub("", value))
+
+
+def is_secret(name: str) -> bool:
+    """Return True if a name says that its value is a secret: ``api_key``, ``wandbToken``, ``DB_PASSWORD``."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower().replace("-", "_")
+    return bool(_SECRET.search(words))
+
+
+def command_without_secrets(command: Sequence[str]) -> list[str]:
+    """Return a command line without secrets: values of ``--token=...``, ``--api-key ...`` and ``db.password=...``."""
+    shown: list[str] = []
+    hides = False
+    for word in command:
+        name, equals, value = word.partition("=")
+        if hides and not word.startswith("-"):
+            shown.append(HIDDEN)
+        else:
+            shown.append(f"{name}={without_secrets(value, name)}" if equals and "://" not in name else without_secrets(word))
+        hides = not equals and word.startswith("-") and is_secret(word)
+    return shown

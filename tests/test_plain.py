@@ -1,0 +1,59 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from eventloop.plain import HIDDEN, command_without_secrets, plain, without_secrets
+
+
+@pytest.mark.parametrize(
+    ("value", "stored"),
+    [
+        (np.float32(0.5), 0.5),
+        (float("inf"), "inf"),
+        (Path("data"), "data"),
+        (torch.bfloat16, "torch.bfloat16"),
+        ({1: (True, None)}, {"1": [True, None]}),
+        (torch.nn.Linear(1, 1), "Linear"),
+        (torch.nn.Linear, "Linear"),
+        (torch.ones(3), "Tensor"),
+        (len, "len"),
+    ],
+    ids=str,
+)
+def test_other_objects_are_stored_by_the_name_of_their_class(value, stored):
+    assert plain(value) == stored
+
+
+@pytest.mark.parametrize("name", ["api_key", "wandbToken", "DB-PASSWORD", "hf_token", "client_secret", "aws.secret_access_key"])
+def test_a_value_whose_name_says_that_it_is_a_secret_is_hidden(name):
+    assert without_secrets({name: "s3cr3t", "list": [{name: ["s3cr3t"]}]}) == {name: HIDDEN, "list": [{name: [HIDDEN]}]}
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "tokenizer", "published_keys", "monkey", "key", "author"])
+def test_other_names_are_not(name):
+    assert without_secrets({name: "value"}) == {name: "value"}
+    assert without_secrets({"api_token": 7}) == {"api_token": 7}
+
+
+def test_urls_lose_their_credentials():
+    urls = ["s3://ada:pw@bucket/x", "https://h/?sig=abc&page=2", "https://h/a@b"]
+    assert without_secrets(urls) == ["s3://bucket/x", f"https://h/?sig={HIDDEN}&page=2", "https://h/a@b"]
+
+
+def test_a_command_line_loses_its_secrets_only():
+    command = [
+        "train.py",
+        "--token=a",
+        "--api-key",
+        "b",
+        "--lr",
+        "0.1",
+        "db.password=c",
+        "--use-auth",
+        "--url",
+        "https://u:p@h",
+    ]
+    hidden = ["train.py", f"--token={HIDDEN}", "--api-key", HIDDEN, "--lr", "0.1", f"db.password={HIDDEN}", "--use-auth"]
+    assert command_without_secrets(command) == [*hidden, "--url", "https://h"]
