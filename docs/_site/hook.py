@@ -12,6 +12,11 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[2]
 _IMAGE = re.compile(r'(?:<p>\s*)?<img alt="([^"]*)" src="[^"]*?drawings/([\w-]+)\.svg"\s*/?>(?:\s*</p>)?')
 
+_LIST = re.compile(
+    r'(<nav class="md-nav" data-md-level="\d" )aria-labelledby="\w+"([^>]*>)'
+    r'(\s*<label class="md-nav__title" for="\w+">\s*<span[^>]*></span>\s*)([^<>\n]*[^<>\s])'
+)
+
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are made from the code and from the results of the benchmarks."""
@@ -36,7 +41,8 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """Give the theme's search dialog a name, for screen readers."""
+    """Give the theme's search dialog and lists of pages a name, for screen readers."""
+    output = _LIST.sub(r'\1aria-label="\4"\2\3\4', output)
     return output.replace(
         'data-md-component="search" role="dialog"', 'data-md-component="search" role="dialog" aria-label="Search"'
     )

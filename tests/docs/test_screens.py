@@ -52,3 +52,15 @@ def test_a_moving_picture_is_still_where_less_motion_is_asked_for_and_can_be_sto
 def test_pictures_are_small(site):
     assert all(path.stat().st_size < 300_000 for path in (site / "images").iterdir())
     assert all(path.stat().st_size < 1_000_000 for path in site.rglob("*.html"))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_pages_are_accessible(site, browser, width, scheme):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+    page = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme).new_page()
+    for name in ("index", "start/tutorial", "guides/dashboard", "help/troubleshooting", "benchmarks", "reference/index"):
+        page.goto((site / f"{name}.html").as_uri())
+        results = axe.run(page)
+        assert results.violations_count == 0, f"{name}: {results.generate_report()}"
+    page.context.close()
