@@ -77,12 +77,18 @@ def read_reported(line: Mapping[str, Any]) -> AnyReported | None:
 
 
 def present(lines: Iterable[AnyReported], cuts: Sequence[Cut] = ()) -> dict[tuple[type[Reported], str], list[AnyReported]]:
-    """Return the lines of each kind and name, by rising iteration, without what a resume abandoned.
+    """Return the lines of each kind and name, by rising iteration: of images all, of the others the first and the last one.
 
-    Of two lines of one iteration, the later one counts.
+    Leaves out what a resume abandoned, and what a resumed run has reported again.
     """
-    found: dict[tuple[type[Reported], str], dict[tuple[int, int], AnyReported]] = {}
+    found: dict[tuple[type[Reported], str], list[AnyReported]] = {}
     for line in lines:
-        if not any(line.time < cut.time and line.iter > cut.iter for cut in cuts):
-            found.setdefault((type(line), line.name), {})[line.iter, line.epoch] = line
-    return {key: [own[place] for place in sorted(own)] for key, own in found.items()}
+        if any(line.time < cut.time and line.iter > cut.iter for cut in cuts):
+            continue
+        kept = found.setdefault((type(line), line.name), [])
+        while kept and kept[-1].iter >= line.iter:
+            kept.pop()
+        if len(kept) > 1 and not isinstance(line, ReportedImage):
+            kept.pop()  # a file may have a million of them
+        kept.append(line)
+    return {key: kept for key, kept in found.items() if kept}

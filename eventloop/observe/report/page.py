@@ -19,6 +19,7 @@ from eventloop.observe.record import Checkpoint, FailedCheckpoint, Resume, Skipp
 from eventloop.observe.report import facts
 from eventloop.observe.report.bars import cost_bars
 from eventloop.observe.report.charts import drawn, scalar_charts, step_charts
+from eventloop.observe.report.media import shown
 from eventloop.observe.report.reported_run import ReportedRun
 from eventloop.observe.report.sentences import Best, count, verdict
 from eventloop.observe.verdict import duration, size
@@ -44,6 +45,7 @@ def build_report(runs: Sequence[ReportedRun], best: Best) -> bytes:
         "bars": cost_bars([run.costs for run in runs]),
         "environments": [facts.environment_rows(run) for run in runs],
         "configurations": [facts.configuration_rows(run) for run in runs],
+        "media": [shown(run, len(runs)) for run in runs],
         "written": datetime.now().astimezone(),
     }
     scalars, steps = scalar_charts(runs, names), step_charts(runs, names)

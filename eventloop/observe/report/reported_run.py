@@ -14,6 +14,7 @@ import numpy as np
 
 from eventloop.observe.costs import Costs, Histogram, LaneCosts, Part
 from eventloop.observe.curves import Array, Curve, read_curves
+from eventloop.observe.media import present
 from eventloop.observe.record import Measured
 from eventloop.observe.run_folder import Damage, RunFolder
 
@@ -28,13 +29,15 @@ class StepTimes(NamedTuple):
 
 
 class ReportedRun:
-    """A run, read from its folder: its story, its curves and its costs."""
+    """A run, read from its folder: its story, its curves, its costs, and the images, histograms and texts that it reported."""
 
     def __init__(self, folder: Path) -> None:
         run = RunFolder(folder)
         self.path = folder
         self.story = story = run.story()
         self.curves: dict[str, Curve] = read_curves(run.scalars(), story.cuts)
+        self.media = present(run.media(), story.cuts)
+        self.picture = run.picture
         self.damaged: dict[str, Damage] = run.damaged
         measured = [line for line in (*story.lines, *story.abandoned) if isinstance(line, Measured)]
         measured.sort(key=lambda line: line.time)
