@@ -24,7 +24,7 @@ def settings_of(run: RunView, progress: Progress) -> dict[str, Any]:
     A part that cannot be read, such as the options of a hook with a strange constructor, is left out with a warning.
     """
     found: dict[str, Any] = {}
-    for part in (_optimizers, _data, _model, _schedules, _hooks):
+    for part in (_optimizers, _data, _schedules, _model, _hooks):
         found |= _read(part, run)
     found |= _limits(run, progress) | {name: plain(value) for name, value in run.foreign_settings.items()}
     return {name: without_secrets(value, name.rpartition(".")[2]) for name, value in list(found.items())[:_MOST]}
@@ -50,13 +50,13 @@ def _optimizers(run: RunView) -> dict[str, Any]:
         optimizer = getattr(given, "optimizer", given)  # Accelerate's wrapper
         path = "optimizer" if len(run.optimizers) == 1 else f"optimizer.{name}"
         groups = [_group(one) for one in optimizer.param_groups]
-        settings[path] = type(optimizer).__name__
         if not index and "lr" in groups[0]:
             settings["lr"] = groups[0]["lr"]
+        settings[path] = type(optimizer).__name__
         if len(groups) > 1:
             settings[f"{path}.groups"] = len(groups)
         if path == "optimizer":
-            del groups[0]["lr"]
+            groups[0].pop("lr", None)
         for place, group in enumerate(groups):
             own = {key: value for key, value in group.items() if not place or groups[0].get(key, settings.get(key)) != value}
             settings |= {f"{path}.{place}.{key}" if place else f"{path}.{key}": value for key, value in own.items()}

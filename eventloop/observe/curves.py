@@ -13,7 +13,7 @@ from eventloop.observe.story import Cut
 
 Array = NDArray[np.float64]
 
-_PLACES: Final = ("step", "epoch", "iter", "time")
+PLACES: Final = ("step", "epoch", "iter", "time")
 _MOST: Final = 2.0**53  # of epochs and iterations: larger ones are damaged
 _BATCH: Final = 50_000  # lines read before they become arrays
 
@@ -68,7 +68,7 @@ def read_curves(lines: Iterable[Mapping[str, Any]], cuts: Iterable[Cut] = ()) ->
     pieces: dict[str, list[Array]] = {}
     for columns, table in tables:
         for name, index in columns.items():
-            if name not in _PLACES and name:
+            if name not in PLACES and name:
                 pieces.setdefault(name, []).append(_piece(columns, table, index))
     curves = ((name, _joined(own, tuple(cuts))) for name, own in pieces.items())
     return {name: curve for name, curve in curves if len(curve.values)}

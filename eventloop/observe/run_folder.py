@@ -23,7 +23,7 @@ import orjson
 from eventloop.checkpoint import commit_bytes
 from eventloop.errors import TrainbusError
 from eventloop.observe.bounds import LATEST
-from eventloop.observe.curves import Curve, read_curves
+from eventloop.observe.curves import PLACES, Curve, read_curves
 from eventloop.observe.media import MEDIA, PICTURES, AnyReported, read_reported
 from eventloop.observe.record import AnyLine, read_line
 from eventloop.observe.story import RunManifest, RunSession, RunStory
@@ -108,6 +108,13 @@ class RunFolder:
             content = opened.read(most + 1)
             return content if len(content) <= most and content.startswith(_PNG) else None
         return None
+
+    def last_scalars(self) -> dict[str, float]:
+        """Return the last value of each scalar at the end of ``scalars.jsonl``, by its name, such as ``train/loss``."""
+        found: dict[str, float] = {}
+        for line in _tail(self.path / SCALARS):
+            found |= {name: value for name, value in line.items() if name not in PLACES and isinstance(value, int | float)}
+        return found
 
     def curves(self) -> dict[str, Curve]:
         """Return the curve of each scalar, by its name, without what the run abandoned."""
