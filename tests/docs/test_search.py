@@ -32,6 +32,16 @@ PAGES = {
     "NaN": "help/troubleshooting",
     "reinforcement learning": "guides/generation",
     "why not Lightning": "start/when",
+    "multi GPU": "guides/distributed",
+    "log every n steps": "guides/loggers",
+    "save every n steps": "guides/checkpoints",
+    "progress bar": "guides/loggers",
+    "warmup": "guides/schedules",
+    "callback": "guides/write-a-hook",
+    "profiling": "guides/find-a-slow-hook",
+    "fine-tune": "guides/freeze",
+    "S3": "guides/object-storage",
+    "EMA": "guides/ema",
 }
 
 
