@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -16,6 +17,20 @@ Array = NDArray[np.float64]
 PLACES: Final = ("step", "epoch", "iter", "time")
 _MOST: Final = 2.0**53  # of epochs and iterations: larger ones are damaged
 _BATCH: Final = 50_000  # lines read before they become arrays
+
+
+_STAGE: Final = re.compile(r"(train(?:ing)?|val(?:id(?:ation)?)?|eval|test)[/_.-](.+)")  # as in assets/curves.js
+
+
+def stage_and_name(name: str, stage: str = "train") -> tuple[str, str]:
+    """Return the stage (train, val or test) and the name of a scalar: scalars of one name share a chart.
+
+    ``val/accuracy``, ``val_accuracy`` and Transformers' ``eval_accuracy`` are ``("val", "accuracy")``. Of several stages in a
+    name, such as ``train/val_loss``, the last one counts; a name without one has ``stage``.
+    """
+    while found := _STAGE.fullmatch(name):
+        stage, name = {"tr": "train", "te": "test"}.get(found[1][:2], "val"), found[2]
+    return stage, name
 
 
 class Curve(NamedTuple):

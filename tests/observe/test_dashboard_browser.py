@@ -54,6 +54,17 @@ def test_the_token_leaves_the_address_bar_and_the_only_run_is_shown(server, tab)
         tab.wait_for_selector("#pause:enabled")
 
 
+def test_training_and_validation_of_one_metric_share_a_chart_however_they_are_named(server, tab):
+    bus = Bus()
+    bus.on("after_backward", lambda event: event.run.report(train_accuracy=0.5, eval_accuracy=0.25))
+    with watched(server, slow=True, bus=bus):
+        tab.goto(server.url)
+        tab.wait_for_function(
+            "() => [...document.querySelectorAll('.plot')].some(one => /of accuracy .*: 0.5, val 0.25/.test(one.ariaLabel))"
+        )
+        assert tab.locator("figcaption b").all_text_contents().count("accuracy") == 1
+
+
 def test_curves_grow_and_costs_are_shown_and_memory_that_was_freed_shrank(server, tab):
     with watched(server, slow=True) as job:
         tab.goto(server.url)

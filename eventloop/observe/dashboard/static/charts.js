@@ -127,13 +127,16 @@ export class Charts {
 
   add(iterations, values) {
     for (const [name, column] of Object.entries(values)) {
-      const curve = this.chart(name).curve("train");
+      const [stage, common] = stageAndName(name, "train"), curve = this.chart(common).curve(stage);
       column.forEach((value, index) => { if (value !== undefined) curve.add(iterations[index], value); });
     }
   }
 
   addMetrics(stage, iteration, values) {
-    for (const [name, value] of Object.entries(values)) this.chart(name.replace(/^(val|test)[/_]/, "")).curve(stage).add(iteration, value);
+    for (const [name, value] of Object.entries(values)) {
+      const [own, common] = stageAndName(name, stage);
+      this.chart(common).curve(own).add(iteration, value);
+    }
   }
 
   /** Return the last smoothed value of a training scalar. */
