@@ -141,21 +141,21 @@ class CheckpointHook(CopiedAnew, Hook):
         directory = self._directory(work_dir)
         return () if directory is None or directory == work_dir else [*checkpoints_in(directory)]
 
-    def _directory(self, work_dir: Path | None) -> AnyPath | None:
+    def _directory(self, home: AnyPath | None) -> AnyPath | None:
         out_dir = None if self._out_dir is None else self._out_dir.absolute()
-        if out_dir is None or work_dir is None or out_dir == work_dir:
-            return out_dir or work_dir
-        return out_dir / work_dir.resolve().name  # each run has its own folder
+        if out_dir is None or home is None or out_dir == home:
+            return out_dir or home
+        return out_dir / (home.resolve() if isinstance(home, Path) else home).name  # each run has its own folder
 
     def needs_metrics(self) -> Collection[str]:
         return set(self._kept.best.names) - {"auto"}
 
     def before_run(self, event: events.BeforeRun) -> None:
-        work_dir = event.run.checkpoint_dir
-        directory = self._directory(work_dir)
+        home = event.run.checkpoint_dir
+        directory = self._directory(home)
         if directory is not None and directory.exists() and not directory.is_dir():
             raise ConfigurationError(f"{self.label} cannot save to {directory}: it is not a directory")
-        if directory is not None and directory != work_dir:
+        if directory is not None and directory != home:
             directory = event.run.keeps_checkpoints_in(directory)
         event.run.shared[KEPT] = policies = event.run.shared.get(KEPT, [])
         self._suffix = event.run.checkpoint_suffix

@@ -122,9 +122,12 @@ class HeartbeatHook(CopiedAnew, Hook):
         self.paused = isinstance(event, events.RunPaused)
         self.moves += 1
 
-    def before_train(self, event: events.BeforeTrain) -> None:
+    @mount(events.BeforeTrain, events.BeforeTrainEpoch, events.AfterTrainEpoch)
+    def check_begun(self, event: events.RunEvent) -> None:
         if self._thread is None and _SOCKET in os.environ:
             raise added_late(self.label)
+
+    def before_train(self, event: events.BeforeTrain) -> None:
         self._resumed = event.progress.iter > 0
 
     @mount(events.AfterTrainEpoch, events.AfterTrain)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
 from numbers import Number
@@ -12,9 +12,9 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from eventloop import CheckpointError, Hook, Priority, check_options, events, get_logger, mount, register
-from eventloop.bridges.ray import RayReports, RayWorker
-from eventloop.checkpoint import remove
+from eventloop import CheckpointError, ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, register
+from eventloop.bridges.ray import RayReports, RayWorker, searched_folders
+from eventloop.checkpoint import AnyPath, RemotePath, remove_whole
 from hooks.copies import CopiedAnew
 from hooks.options import added_late
 from hooks.retention import KEPT, RetentionPolicy
@@ -35,6 +35,8 @@ class RayTrainHook(CopiedAnew, Hook):
     - Ray is told of each durable checkpoint: ``Result.checkpoint``, ``best_checkpoints`` and ``get_checkpoint()`` are folders
       ``checkpoint_iter_50`` with a hard link to the file. With ``CheckpointConfig(num_to_keep=...)`` a file goes when Ray
       deletes its folder, unless a ``CheckpointHook(max_keep_ckpts=...)`` keeps it, or ``save_best``.
+    - If the storage path is in a store (``s3://``), saves go there, and logs and records to a folder on this machine. The store
+      copies each save into Ray's folder; beside it, only the newest file stays.
     - The metrics of a checkpoint are the newest plain numbers of the training and of the validation of these weights. A name
       that both have gets ``val_`` before it for the validation.
     - When Ray is about to take a machine away, the run saves, and training goes on; it saves once more 5 s before.
@@ -46,8 +48,8 @@ class RayTrainHook(CopiedAnew, Hook):
         metrics_every: seconds between reports of metrics without a checkpoint. Ray takes a report each 2 s.
 
     Raises:
-        ConfigurationError: when a run is made: this process is not a worker of Ray Train, or the storage path is in a store.
-            When training begins: the hook was added during the run.
+        ConfigurationError: when a run is made: this process is no worker of Ray Train, or the storage path is in a store that
+            is not reached. Later: the hook was added during the run, or the bus has two.
     """
 
     priority = Priority.LOWEST
@@ -65,19 +67,32 @@ class RayTrainHook(CopiedAnew, Hook):
     def default_work_dir(self) -> Path:
         return RayWorker().work_dir()
 
+    def default_checkpoint_dir(self) -> RemotePath | None:
+        return folder if isinstance(folder := RayWorker().folder, RemotePath) else None
+
     def before_run(self, event: events.BeforeRun) -> None:
-        run = event.run
+        run, worker = event.run, RayWorker()
+        if sum(isinstance(hook, RayTrainHook) for hook in run.bus.hooks) > 1:
+            raise ConfigurationError("there are two RayTrainHooks on the bus, and each would tell Ray everything: remove one")
+        if isinstance(worker.folder, RemotePath) and run.checkpoint_dir == worker.folder:
+            log.info("Ray's storage path is a store; logs and records stay on this machine", work_dir=str(run.work_dir))
+            for folder in searched_folders(worker.folder):
+                run.keeps_checkpoints_in(folder)
+        self._reports = RayReports(worker, every=self.metrics_every, noticed=partial(self._save, run), pruned=self._forget)
         self._policies = run.shared.get(KEPT, [])
-        self._reports = RayReports(RayWorker(), every=self.metrics_every, noticed=partial(self._save, run), pruned=self._forget)
+        self._policies.append(_Uncopied(run.checkpoint_dir, self._reports.uncopied))
         self._begun = False
         run.defer(partial(self._end, run))
 
-    def before_train(self, event: events.BeforeTrain) -> None:
-        begun, self._begun = self._begun, True
+    @mount(events.BeforeTrain, events.BeforeTrainEpoch, events.AfterTrainEpoch)
+    def check_begun(self, event: events.RunEvent) -> None:
         if self._reports is None:
             raise added_late(self.label)
-        if event.run.work_dir is not None and not begun:
-            self._reports.start(event.run.work_dir, event.progress.iter)
+
+    def before_train(self, event: events.BeforeTrain) -> None:
+        begun, self._begun = self._begun, True
+        if self._reports is not None and event.run.checkpoint_dir is not None and not begun:
+            self._reports.start(event.run.checkpoint_dir, event.progress.iter)
 
     @mount(
         events.AfterTrainIter,
@@ -138,14 +153,28 @@ class RayTrainHook(CopiedAnew, Hook):
         if run.training:
             run.checkpoint_now()
 
-    def _forget(self, file: Path) -> None:
-        """Remove a file whose folder Ray has deleted, unless a hook of the run keeps it for a reason of its own."""
+    def _forget(self, file: AnyPath) -> None:
+        """Remove a file that Ray keeps or has deleted, unless a hook of the run keeps it for a reason of its own."""
         for policy in self._policies:
             policy.release(file.name)
         if not any(policy.has(file.name) for policy in self._policies):
             with suppress(CheckpointError):  # the file system is busy or gone; nothing depends on it
-                remove(file)
-                log.debug("removed a checkpoint that Ray has deleted", path=str(file))
+                remove_whole(file)
+                log.debug("removed a checkpoint that Ray keeps or has deleted", path=str(file))
+
+
+class _Uncopied(RetentionPolicy):
+    """Keeps the files in a store that Ray's folders are still to be copied from."""
+
+    def __init__(self, directory: AnyPath | None, names: Collection[str]) -> None:
+        self.directory = directory
+        self._names = names
+
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+    def release(self, name: str) -> None:
+        """It is released when it is copied."""
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from werkzeug.serving import WSGIRequestHandler, make_server
 
 BUCKET: Final = "bucket"
 Fault = Callable[[str, str], str | None]
-"""Given the method and the path with its query, returns the status to answer with, or None for no fault.
+"""Given the method (``COPY`` for a copy) and the path with its query, returns the status to answer with, or None for no fault.
 
 ``"reset"`` breaks the connection, and ``"lost"`` does so after the server has done what was asked.
 """
@@ -48,7 +48,8 @@ class S3Server:
     def _answer(self, environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         path = environ["PATH_INFO"] + (f"?{query}" if (query := environ["QUERY_STRING"]) else "")
         self.requests.append(f"{environ['REQUEST_METHOD']} {path}")
-        fault = self.fault(environ["REQUEST_METHOD"], path)
+        copies = "HTTP_X_AMZ_COPY_SOURCE" in environ
+        fault = self.fault("COPY" if copies else environ["REQUEST_METHOD"], path)
         if fault is None:
             return self._app(environ, start_response)
         if fault == "lost":

@@ -78,6 +78,10 @@ class Hook:
         """
         return None
 
+    def default_checkpoint_dir(self) -> Any:
+        """Return the directory or URL of checkpoints without one of their own, if it is not the work dir; None by default."""
+        return None
+
     @property
     def label(self) -> str:
         """The name of this hook in tables, errors and checkpoints."""

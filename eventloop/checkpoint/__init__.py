@@ -28,7 +28,7 @@ from eventloop.checkpoint.pth import ForeignFormat, convert_foreign, load_pth, r
 from eventloop.checkpoint.remote import RemotePath
 from eventloop.checkpoint.safetensors_folder import open_safetensors, write_safetensors
 from eventloop.checkpoint.saver import AsyncSaver, Busy
-from eventloop.checkpoint.shards import is_sharded, sharded_in, sweep_shards, verify_shards
+from eventloop.checkpoint.shards import is_sharded, remove_whole, sharded_in, sweep_shards, verify_shards
 from eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, WriteFile, save, stage, write
 from eventloop.checkpoint.store import (
     AnyPath,
@@ -105,6 +105,7 @@ __all__ = [
     "register_format",
     "remove",
     "remove_leftover",
+    "remove_whole",
     "save",
     "save_contents",
     "sharded_in",

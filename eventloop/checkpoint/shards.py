@@ -33,6 +33,7 @@ from eventloop.checkpoint.store import (
     list_directories,
     list_files,
     read_small,
+    remove,
     remove_directory,
 )
 from eventloop.errors import CheckpointDamagedError, CheckpointError
@@ -292,6 +293,21 @@ def sweep_shards(directory: AnyPath, *, still: float = 60.0) -> bool:
             remove_directory(one, list(parts))
             log.info("removed the sharded tensors of a checkpoint that does not exist", path=str(one))
     return True
+
+
+def remove_whole(path: AnyPath) -> None:
+    """Remove a checkpoint, or what another trainer has under this name, with its sharded tensors if it has any.
+
+    Raises:
+        CheckpointError: it cannot be removed.
+    """
+    try:
+        name = sharded_in(outline(path)) if path.suffix == ".safetensors" else None
+    except (CheckpointError, OSError):
+        name = None
+    remove(path)
+    if name is not None and (parts := _own_parts(directory := path.with_name(name))):
+        remove_directory(directory, list(parts))
 
 
 def _is_foreign(file: AnyPath) -> bool:

@@ -179,6 +179,10 @@ class Run:
         self.options = options_given(self.optimizers, seed)
         self.feeds = Feeds(self.device)
         self.saves = Saves(self)
+        if isinstance(self.host, OwnLoop):
+            elsewhere = next(filter(None, (one.default_checkpoint_dir() for one in self.bus.hooks)), None)
+            if elsewhere is not None:
+                self.saves.save_to(elsewhere)
         self.state.save_by(self.saves.save_if_asked)
         self._driver = Driver(self)
         self._loops = OpenLoops(self._driver, self)
@@ -203,8 +207,8 @@ class Run:
         return self.state.progress
 
     @property
-    def checkpoint_dir(self) -> Path | None:
-        """The directory of checkpoints without one of their own: the work dir, or the one that replica groups share."""
+    def checkpoint_dir(self) -> AnyPath | None:
+        """The directory of checkpoints without one of their own: the work dir, or that of replica groups or of a hook."""
         return self.saves.home
 
     @property
@@ -678,7 +682,8 @@ class Run:
     def move_to(self, work_dir: Path) -> None:
         """Use another work dir. It comes before the first handler."""
         self.saves.directories[:1] = [work_dir]
-        self.saves.home = work_dir
+        if self.saves.home == self.work_dir:
+            self.saves.home = work_dir
         self.work_dir = work_dir
         if not self._named:
             self.name = work_dir.name

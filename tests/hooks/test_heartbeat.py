@@ -225,13 +225,15 @@ def test_a_monitor_that_is_gone_costs_a_line_in_the_log_and_no_training(launched
     assert sum("not answer" in entry["event"] for entry in logs) == 1
 
 
-def test_a_hook_that_is_added_during_a_run_is_an_error(launched):
+@pytest.mark.parametrize("when", ["before_run", "before_train", "before_train_iter"])
+def test_a_hook_that_is_added_during_a_run_is_an_error(launched, when):
     """Without the error, a rank that hangs would never be ended."""
     launched()
-    with Run(bus := Bus(), model=torch.nn.Linear(1, 1)) as run:
-        bus.add(HeartbeatHook())
-        with pytest.raises(ConfigurationError, match="HeartbeatHook"):
-            next(iter(run.epochs(1)))
+    bus = Bus()
+    bus.on(when, lambda event: bus.add(HeartbeatHook()), once=1)
+    with pytest.raises(ConfigurationError, match="HeartbeatHook"), Run(bus, model=torch.nn.Linear(1, 1)) as run:
+        for _ in run.epochs(1):
+            list(run.train([1, 2]))
 
 
 def test_a_monitor_that_cannot_be_reached_is_an_error_that_names_its_socket(launched):

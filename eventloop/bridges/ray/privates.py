@@ -37,6 +37,11 @@ def storage_of(context: Any) -> tuple[Any, str]:
     return storage.storage_filesystem, storage.experiment_fs_path
 
 
+def inside(files: Any) -> Any:
+    """Return the file system of fsspec that a file system of ``pyarrow`` is made from; None if it is one of its own."""
+    return getattr(getattr(files, "handler", None), "fs", None)
+
+
 def kept_by_ray() -> int | None:
     """Return the ``num_to_keep`` of the run; None if Ray keeps all checkpoints."""
     number: int | None = _run().run_config.checkpoint_config.num_to_keep

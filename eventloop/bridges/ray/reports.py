@@ -17,8 +17,9 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from eventloop.bridges.ray.folders import RayFolders
+from eventloop.bridges.ray.folders import CopiedFolders, LinkedFolders, RayFolders
 from eventloop.bridges.ray.worker import RayWorker
+from eventloop.checkpoint import AnyPath, RemotePath, commit_bytes, open_file
 from eventloop.errors import CheckpointError
 from eventloop.log import get_logger
 from eventloop.training.distributed.mailbox import Mailbox
@@ -31,6 +32,9 @@ _KNOWN: Final = 10.0
 """Seconds for Ray to take what was reported, and to tell which checkpoints it knows."""
 _MOST: Final = 8
 """Saves that wait for Ray: it takes a report each 2 s."""
+_TOLD: Final = "told_to_ray.json"
+"""In Ray's storage path: what it was told last, by iterations, for what it forgets."""
+_REMEMBERED: Final = 50
 _MARGIN: Final = 5.0
 """Seconds before machines are taken away at which the last save is asked for."""
 
@@ -54,6 +58,11 @@ class _Save(msgspec.Struct):
     """What Ray is told with it; None until the training has gone on from it, as a validation may follow."""
 
 
+class _Told(msgspec.Struct):
+    path: str
+    metrics: dict[str, Any]
+
+
 class RayReports:
     """Tell Ray the newest metrics and each durable checkpoint, and hear of machines that it will take away.
 
@@ -64,14 +73,16 @@ class RayReports:
         every: seconds between reports of metrics without a checkpoint.
         noticed: called on rank 0's thread with Ray's ``PreemptionInfo`` when a save is wanted: at the notice, and shortly
             before the machines go.
-        pruned: called there with a file of the run after Ray has deleted its checkpoint.
+        pruned: called there with a file that the run needs no more, as Ray keeps it or has deleted its checkpoint.
     """
 
     def __init__(
-        self, worker: RayWorker, *, every: float, noticed: Callable[[Any], object], pruned: Callable[[Path], object]
+        self, worker: RayWorker, *, every: float, noticed: Callable[[Any], object], pruned: Callable[[AnyPath], object]
     ) -> None:
         self._worker, self._every, self._noticed, self._pruned = worker, every, noticed, pruned
-        self._folders = None if worker.rank or worker.folder is None else RayFolders(worker.folder)
+        self._folders: RayFolders | None = None  # on rank 0
+        if not worker.rank:
+            self._folders = LinkedFolders(place) if isinstance(place := worker.folder, Path) else CopiedFolders(place)
         self._mail = Mailbox(f"ray/{next(_numbers)}") if worker.size > 1 else None
         self._lock = threading.Condition()
         self._metrics: dict[str, Any] = {}
@@ -81,16 +92,19 @@ class RayReports:
         self._changed = self._ending = False
         self.aborted = False
         """True once nothing more is told."""
+        self.uncopied: set[str] = set()
+        """Names of files that Ray's folders are still to be copied from."""
         self._thread: threading.Thread | None = None
-        self._made: dict[int, Path | None] = {}  # by iterations, the folders that Ray is not told of yet
+        self._made: dict[int, AnyPath | None] = {}  # by iterations, the folders that Ray is not told of yet
         # Used by the thread only.
         self._next_metrics = self._next_notice = 0.0
         self._of_order: dict[str, Any] | None = None  # the metrics of the save that an order is about
         self._info: Any = None
         self._save_again_at = math.inf
         self._newest = -1  # iterations in the newest save that Ray was told of
+        self._told: dict[int, _Told] = {}  # by iterations
 
-    def start(self, directory: Path, resumed_at: int) -> None:
+    def start(self, directory: AnyPath, resumed_at: int) -> None:
         """Begin, in a run with this work dir that goes on from a number of iterations (0 for a new run)."""
         work = (lambda: self._lead(directory, resumed_at)) if not self._worker.rank else self._follow
         self._thread = threading.Thread(target=self._guarded, args=(work,), name="trainbus tells Ray", daemon=True)
@@ -130,13 +144,13 @@ class RayReports:
         if self._worker.rank or done in self._made or done <= self._newest:  # of another rank, or another name of the file
             return
         folder = None
-        if self._folders is None or "://" in path:
-            log.warning("Ray is not told of a checkpoint in a store; resume='auto' finds it", path=path)
-        else:
+        if self._folders is not None:
             try:
-                folder = self._folders.make(Path(path))
+                folder = self._folders.place(self._worker.at(path))
             except (CheckpointError, OSError) as error:
                 log.warning("Ray is not told of a checkpoint; resume='auto' finds it", path=path, error=str(error))
+        if isinstance(folder, RemotePath):
+            self.uncopied.add(path.rpartition("/")[2])
         self._made[done] = folder
 
     def committed(self, paths: Sequence[str], done: int) -> None:
@@ -197,7 +211,7 @@ class RayReports:
                 with suppress(Exception):  # the store may be gone
                     self._mail.put("failed")
 
-    def _lead(self, directory: Path, resumed_at: int) -> None:
+    def _lead(self, directory: AnyPath, resumed_at: int) -> None:
         self._adopt(directory, resumed_at)
         self._next_metrics = time.monotonic() + self._every
         for number in count():
@@ -263,7 +277,7 @@ class RayReports:
             metrics, self._of_order = self._of_order, None
             if metrics is None:
                 metrics, self._changed = dict(self._metrics), False
-        self._worker.report(metrics, Path(order.folder) if order.folder else None)
+        self._worker.report(metrics, order.folder)
         self._next_metrics = time.monotonic() + self._every
 
     def _hear(self, info: Any) -> None:
@@ -288,8 +302,9 @@ class RayReports:
             log.warning("Ray takes a report each 2 s; it is not told of a checkpoint that waits", path=one.path)
             if self._folders is not None and (folder := self._made.pop(one.done, None)) is not None:
                 self._folders.discard(folder)
+            self.uncopied.discard(one.path.rpartition("/")[2])
             if self._worker.keeps is not None:  # Ray will not remove it
-                self._pruned(Path(one.path))
+                self._pruned(self._worker.at(one.path))
         return ready[0] if ready else None
 
     def _of_save(self, save: _Save) -> _Order | None:
@@ -298,23 +313,56 @@ class RayReports:
         folder = self._made.pop(save.done, None)
         if self._folders is None or folder is None:
             return None
-        self._folders.told(folder, Path(save.path))
+        file = self._worker.at(save.path)
+        try:
+            self._folders.fill(folder, file)
+        except (CheckpointError, OSError) as error:
+            log.warning("Ray is not told of a checkpoint; resume='auto' finds it", path=save.path, error=str(error))
+            return None
+        finally:
+            self.uncopied.discard(file.name)
+        self._folders.told(folder, file)
         self._changed = self._changed and save.metrics != self._metrics
         self._of_order = {**(save.metrics or {}), "iter": save.done}
-        return _Order("report", str(folder))
+        self._remember(save.done, _Told(save.path, self._of_order))
+        return _Order("report", folder.name)
 
-    def _adopt(self, directory: Path, resumed_at: int) -> None:
+    def _remember(self, done: int, told: _Told) -> None:
+        self._told = dict([*self._told.items(), (done, told)][-_REMEMBERED:])
+        try:
+            commit_bytes(self._worker.folder / _TOLD, msgspec.json.encode(self._told))
+        except CheckpointError as error:
+            log.warning("the metrics of a checkpoint are not kept for Ray", error=str(error))
+
+    def _recall(self) -> dict[int, _Told]:
+        try:
+            with open_file(self._worker.folder / _TOLD) as (file, _):
+                return msgspec.json.decode(file.read(), type=dict[int, _Told])
+        except FileNotFoundError:
+            return {}
+        except (CheckpointError, OSError, msgspec.DecodeError) as error:
+            log.warning("the metrics of checkpoints that Ray has forgotten cannot be read", error=str(error))
+            return {}
+
+    def _adopt(self, directory: AnyPath, resumed_at: int) -> None:
         """Tell Ray again what it has forgotten, and the run what Ray has deleted while no worker ran."""
         if self._folders is None:
             return
-        prunes = self._worker.keeps is not None
-        forgotten, deleted = self._folders.adopt(self._worker.reported(_KNOWN), directory, resumed_at, prunes=prunes)
+        known, prunes = self._worker.reported(_KNOWN), self._worker.keeps is not None
+        forgotten, deleted = self._folders.adopt(known, directory, resumed_at, prunes=prunes)
         for file in deleted:
             self._pruned(file)
-        if forgotten:
-            log.info("Ray has forgotten checkpoints, and is told again", names=[str(path) for path, _ in forgotten])
-        for path, done in forgotten:
-            self.keep(str(path), done)
-        with self._lock:
-            # That of the resumed one may come: a run that resumes from a save made before a validation begins with it.
-            self._saves[:0] = [_Save(str(path), done, None if done == resumed_at else {}) for path, done in forgotten]
+        self._told = self._recall()
+        last, found = max(known.values(), default=-1), {done: str(path) for path, done in forgotten}
+        # Files of other trainers have no progress that could be read.
+        others = {done: told.path for done, told in self._told.items() if last < done <= resumed_at}
+        found |= {done: path for done, path in others.items() if done not in found and self._worker.at(path).exists()}
+        if found:
+            log.info("Ray has forgotten checkpoints, and is told again", names=[*found.values()])
+        for done, path in sorted(found.items()):
+            self.keep(path, done)
+            # Metrics of the resumed one may come: a run that resumes from a save before a validation begins with it.
+            told = self._told.get(done)
+            metrics = told.metrics if told is not None else (None if done == resumed_at else {})
+            with self._lock:
+                self._saves.append(_Save(path, done, metrics))

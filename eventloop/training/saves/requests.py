@@ -171,7 +171,7 @@ class Saves:
         self.requests: list[SaveRequest] = []
         self.directories: list[AnyPath] = [] if run.work_dir is None else [run.work_dir]
         """The work dir, if any, and the directories of hooks."""
-        self.home = run.work_dir
+        self.home: AnyPath | None = run.work_dir
         """The directory of checkpoints without one of their own: the work dir, which replica groups share."""
         self.kept_uploads: frozenset[str] = frozenset()
         """The URLs that files in rank 0's work dir waited for when the run began."""
@@ -207,6 +207,11 @@ class Saves:
         if (writer := self._saver.writer) is not None and any(isinstance(one, RemotePath) for one in self.directories):
             self.wait()
             writer.retry()
+
+    def save_to(self, directory: AnyPath) -> None:
+        """Save there if no directory is given, and not into the work dir."""
+        self.home = directory
+        self.directories.append(directory)
 
     def directory(self, directory: str | AnyPath | None = None) -> AnyPath:
         """Return ``directory``, or the work dir if it is None; raise ConfigurationError if there is neither."""

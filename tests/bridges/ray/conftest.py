@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[3]
+BUCKET = "bucket"
 VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": str(ROOT),
@@ -51,6 +52,8 @@ def fit(cluster: Any, tmp_path: Path) -> Callable[..., Any]:
         workers: int | tuple[int, int] = 2,
         keep: CheckpointConfig | None = None,
         datasets: dict[str, Any] | None = None,
+        store: Any = None,
+        failures: int = -1,
         **config: Any,
     ) -> Any:
         return TorchTrainer(
@@ -59,9 +62,10 @@ def fit(cluster: Any, tmp_path: Path) -> Callable[..., Any]:
             train_loop_config={"log": str(tmp_path / "log.jsonl"), **config},
             scaling_config=ScalingConfig(num_workers=workers),
             run_config=RunConfig(
-                storage_path=str(tmp_path / "store"),
+                storage_path=f"{BUCKET}/runs" if store else str(tmp_path / "store"),
+                storage_filesystem=store,
                 name="x",
-                failure_config=FailureConfig(max_failures=-1),
+                failure_config=FailureConfig(max_failures=failures),
                 checkpoint_config=keep or CheckpointConfig(),
             ),
         ).fit()

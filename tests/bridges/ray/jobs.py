@@ -9,7 +9,9 @@ from typing import Any
 
 import ray.train
 import torch
-from torch import nn
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -68,8 +70,13 @@ class Flawed(RayTrainHook):
 
 
 def train(config: dict[str, Any]) -> None:
+    os.environ.update(config.get("environment", {}))
     torch.manual_seed(0)
-    model = DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+    model: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    if config.get("shard"):
+        fully_shard(model, mesh=init_device_mesh("cpu", (distributed.get_world_size(),)))
+    else:
+        model = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     size = 8 * BATCHES
     data = TensorDataset(torch.randn(size, 4), torch.randn(size, 1))

@@ -32,7 +32,11 @@ class Ray:
     def work_dir(self) -> Path:
         return self.folder
 
-    def report(self, metrics: dict, folder: Path | None) -> None:
+    def at(self, path: str) -> Path:
+        return Path(path)
+
+    def report(self, metrics: dict, name: str) -> None:
+        folder = self.folder / name if name else None
         self.threads.add(threading.current_thread())
         time.sleep(self._takes)
         if self._fails:
@@ -48,8 +52,8 @@ class Ray:
         self.threads.add(threading.current_thread())
         return self.info
 
-    def reported(self, seconds: float) -> list[Path]:
-        return [folder for _, folder in self.told if folder is not None and folder.exists()]
+    def reported(self, seconds: float) -> dict[str, int]:
+        return {folder.name: metrics["iter"] for metrics, folder in self.told if folder is not None and folder.exists()}
 
     @property
     def checkpoints(self) -> list[tuple[str, int]]:
@@ -140,6 +144,10 @@ def test_a_resumed_run_tells_ray_what_it_forgot(train, tmp_path):
     assert before == 2
     train(second)
     assert second.checkpoints[before:] == [("checkpoint_epoch_3", 6), ("checkpoint_epoch_4", 8)]
+    lost, told = (
+        [metrics for metrics, _ in one.told if metrics["iter"] == 6 and "val_loss" in metrics] for one in (first, second)
+    )
+    assert told[0] == lost[0]
 
 
 def test_a_best_checkpoint_is_a_second_name_that_ray_is_not_told(train, tmp_path):
@@ -196,11 +204,18 @@ def test_ray_is_told_the_newest_of_many_saves_that_wait(tmp_path):
     assert {path.name for path in gone} == {f"iter_{done}.safetensors" for done in range(1, 11)}
 
 
-def test_a_hook_that_is_added_during_a_run_is_an_error():
-    with Run(bus := Bus(), model=torch.nn.Linear(1, 1)) as run:
-        bus.add(RayTrainHook())
-        with pytest.raises(ConfigurationError, match="RayTrainHook"):
-            next(iter(run.epochs(1)))
+@pytest.mark.parametrize("when", ["before_run", "before_train", "before_train_iter"])
+def test_a_hook_that_is_added_during_a_run_is_an_error(when):
+    bus = Bus()
+    bus.on(when, lambda event: bus.add(RayTrainHook()), once=1)
+    with pytest.raises(ConfigurationError, match="RayTrainHook"), Run(bus, model=torch.nn.Linear(1, 1)) as run:
+        for _ in run.epochs(1):
+            list(run.train([1, 2]))
+
+
+def test_two_of_them_are_an_error(train, tmp_path):
+    with pytest.raises(ConfigurationError, match="two RayTrainHooks"):
+        train(Ray(tmp_path), RayTrainHook())
 
 
 def test_outside_of_a_worker_the_hook_is_an_error():
