@@ -33,6 +33,7 @@ Stateful = Annotated[
 Config = Annotated[Mapping[str, Any], msgspec.Meta(description="a mapping, such as a parsed configuration file")]
 Data = Annotated[Iterable[Any], msgspec.Meta(description="an iterable of batches, such as a DataLoader")]
 Limit = Annotated[int, msgspec.Meta(ge=1)]
+Fraction = Annotated[float, msgspec.Meta(gt=0, le=1)]
 Rate = Annotated[float, msgspec.Meta(gt=0)]
 Resume = Annotated[str, msgspec.Meta(description='"auto" for the newest checkpoint, or the path or URL of a checkpoint')] | Path
 Step = Annotated[Callable[[Any, Any], Any], msgspec.Meta(description="a function of (model, batch)")]

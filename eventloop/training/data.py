@@ -15,6 +15,7 @@ from eventloop.log import get_logger
 from eventloop.privates import READS_NEXT, READS_SAMPLES
 from eventloop.training.distributed.launch import warn_if_all
 from eventloop.training.distributed.samples import global_sampler
+from eventloop.training.limits import limited_to, shortest
 from eventloop.training.loaders import has_state, length_of, restore_loader, sampler_epoch, skip_batches
 from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.replicas import Draws
@@ -38,17 +39,23 @@ _END: Any = object()
 class Feed:
     """Iterate over a loader pass by pass, move batches to ``device``, and track the position in the data.
 
-    Errors call the loader ``name``, such as ``"train_data"``.
+    Errors call the loader ``name``, such as ``"train_data"``. A pass ends after ``limit`` batches, or that fraction of them.
     """
 
     def __init__(
-        self, loader: Iterable[Any], device: torch.device, name: str = "train_data", draws: Draws | None = None
+        self,
+        loader: Iterable[Any],
+        device: torch.device,
+        name: str = "train_data",
+        draws: Draws | None = None,
+        limit: float | None = None,
     ) -> None:
         self.loader: Any = loader
-        self.length = length_of(loader)
+        self.limit = limited_to(loader, limit)
+        self._measure(length_of(loader))
         self._sampler = global_sampler(loader)
-        # A state of one process has no place in others.
-        self._has_state = self._sampler is None and draws is None and has_state(loader)
+        # A state of one process has no place in others. Within a pass, it has none in the next pass after a limit.
+        self._has_state = self._sampler is None and draws is None and self.limit is None and has_state(loader)
         self._draws = draws
         self.used = 0
         self.passes = 0  # earlier passes of the same epoch, in iteration-based training
@@ -84,7 +91,7 @@ class Feed:
         set_epoch(self.loader, epoch + self.passes)
         if self._sampler is not None:
             self._sampler.set_epoch(epoch + self.passes)
-            self.length = len(self._sampler)
+            self._measure(len(self._sampler))
 
     def start_pass(self) -> None:
         """Make the iterator of a new pass, or of the interrupted pass of a resumed run."""
@@ -113,6 +120,10 @@ class Feed:
             self.used = 0
             self._iterator = iter(self.loader)
 
+    def _measure(self, length: int | None) -> None:
+        self._own_length = length  # saved, because a position in the data has nothing to do with limits
+        self.length = shortest(length, self.limit)
+
     @property
     def endless(self) -> bool:
         """True if an exhausted loader is restarted within the same epoch."""
@@ -121,7 +132,7 @@ class Feed:
     def place(self) -> dict[str, int | None]:
         """Return where the current batch is, for :meth:`take` in another replica group."""
         epoch = sampler_epoch(self.loader)
-        return {"used": self.used - 1, "passes": self.passes, "length": self.length, "sampler_epoch": epoch}
+        return {"used": self.used - 1, "passes": self.passes, "length": self._own_length, "sampler_epoch": epoch}
 
     def take(self, place: Mapping[str, Any]) -> None:
         """Make the next :meth:`start_pass` begin at the batch that another replica group is at."""
@@ -133,11 +144,11 @@ class Feed:
         """Make the next :meth:`start_pass` continue behind ``used`` batches of a pass; replica groups pass over data alike."""
         self.used, self.passes = used, passes
         self.resuming = True
-        if self.length and length and self.length != length:
+        if self._own_length and length and self._own_length != length:
             log.warning(
                 "this replica group has another number of batches in an epoch than the one whose place it takes over, so their "
                 "epochs differ",
-                batches=self.length,
+                batches=self._own_length,
                 other=length,
             )
 
@@ -157,7 +168,7 @@ class Feed:
         restart()
         if self._sampler is not None and self._samples is not None:
             self.used = self._sampler.begin_at(self._samples)
-            self.length = len(self._sampler)
+            self._measure(len(self._sampler))
             iterator: Iterator[Any] = iter(self.loader)
         else:
             iterator = skip_batches(self.loader, self.used, restart if start.workers else None)
@@ -183,7 +194,7 @@ class Feed:
             draws.before_step()
             return self._given
         if (batch := self._ahead) is _MISSING:
-            batch = self._pull()
+            batch = self._pull() if self.limit is None or self.used < self.limit else _END
         if batch is _END:
             self._check_end(may_be_empty=may_be_empty)
             if self._endless is None:
@@ -207,6 +218,8 @@ class Feed:
             return False
         if self.length is not None:
             return self.used >= self.length
+        if self.limit is not None and self.used >= self.limit:
+            return True
         if self._ahead is _MISSING:
             self._position = self.loader.state_dict() if self._has_state else _MISSING
             self._ahead = self._pull()
@@ -218,7 +231,7 @@ class Feed:
             used=self.used,
             passes=self.passes,
             begun=self._iterator is not None,
-            length=self.length,
+            length=self._own_length,
             start=self.start,
             generators=generator_states(self.loader, instead),
             counted=_passes_made(self.loader),
@@ -241,12 +254,12 @@ class Feed:
         if self.start is not None and not self.used and saved.begun:
             self._again, workers = self.start, self.start.workers
         counts = self._sampler is not None and self._samples is not None
-        if not counts and self.used and self.length and self.length != (before := saved.length or self.length):
+        if not counts and self.used and self._own_length and self._own_length != (before := saved.length or self._own_length):
             log.warning(
                 "resuming inside an epoch whose number of batches has changed, so the position in the data is wrong; resume "
                 "with the old batch size and data, or from the end of an epoch",
                 before=before,
-                now=self.length,
+                now=self._own_length,
                 used=self.used,
             )
         restore_loader(self.loader, saved, restored, workers=workers)
@@ -293,6 +306,8 @@ class Feeds:
         """The training data, if it is known before the first epoch."""
         self.draws: Draws | None = None
         """Where the random numbers of training come from, if the run is one of several replica groups."""
+        self.limits: Mapping[str, int | float] = {}
+        """The most batches of a pass, or a fraction of them, of ``"train_data"`` and ``"val_data"``."""
         self._device = device
         self._warned: set[str] = set()  # metrics already warned about
         self._evaluated: list[Iterable[Any]] = []  # loaders of validations and tests, in order of first use
@@ -304,7 +319,7 @@ class Feeds:
         if isinstance(loader, Feed):
             self.train = loader
         if self.train is None or (self.train is not loader and self.train.loader is not loader):
-            self.train = Feed(loader, self._device, draws=self.draws)
+            self.train = Feed(loader, self._device, draws=self.draws, limit=self.limits.get("train_data"))
             warn_if_all(loader, "train_data")
             if self._saved.train is not None:
                 self.train.restore(self._saved.train, self._restored)
@@ -316,7 +331,7 @@ class Feeds:
         if isinstance(loader, Feed):
             self.evaluated = loader
             return loader
-        self.evaluated = Feed(loader, self._device, name)
+        self.evaluated = Feed(loader, self._device, name, limit=self.limits.get(name))
         if not any(known is loader for known in self._evaluated):
             index = len(self._evaluated)
             self._evaluated.append(loader)
@@ -325,6 +340,13 @@ class Feeds:
                 saved = self._saved.evaluated[index]
                 restore_loader(loader, saved, self._restored, workers=saved.workers)
         return self.evaluated
+
+    @property
+    def epoch_length(self) -> int | None:
+        """The training batches of an epoch, also before the first one; None if unknown."""
+        if self.train is not None:
+            return self.train.length
+        return shortest(length_of(self.expected), limited_to(self.expected, self.limits.get("train_data")))
 
     def metrics(self, metrics: NamedMetrics | None) -> Metrics:
         """Return metrics on the device of the run; they share its warnings."""

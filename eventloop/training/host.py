@@ -19,7 +19,6 @@ from eventloop.training.agree import Agreement, Alone
 from eventloop.training.distributed.ranks import join_ranks
 from eventloop.training.driver import watch_steps
 from eventloop.training.folders import free_number, newest_number, numbered
-from eventloop.training.loaders import length_of
 from eventloop.training.locks import DirectoryLock
 from eventloop.training.optimizers import warn_if_useless
 from eventloop.training.replicas import Draws, Replicas
@@ -211,8 +210,8 @@ class OwnLoop:
     @property
     def epoch_length(self) -> int | None:
         """Training batches per epoch; None if unknown."""
-        feeds = self._run.feeds
-        return length_of(feeds.expected) if feeds.train is None else feeds.train.length
+        length: int | None = self._run.feeds.epoch_length
+        return length
 
     @property
     def evaluation_length(self) -> int | None:

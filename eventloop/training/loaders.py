@@ -58,9 +58,10 @@ def restore_loader(loader: Any, saved: SavedLoader, restored: set[torch.Generato
     position = saved if isinstance(saved, SavedPosition) else None
     if saved.counted is not None and _held(loader) is not loader:
         loader.iteration = saved.counted
-    if position is None or not (position.used and has_state(loader)) or position.samples is not None:
+    own = position is not None and position.loader is not msgspec.UNSET and has_state(loader)
+    if position is None or not (position.used and own) or position.samples is not None:
         set_generators(loader, saved.generators, restored)
-    if position is not None and position.loader is not msgspec.UNSET and has_state(loader):
+    if position is not None and own:
         loader.load_state_dict(position.loader)
     restored.update(filter(None, own_generators(loader)))
 

@@ -20,11 +20,24 @@ from eventloop.events import AfterForward, BeforeForward
 from eventloop.log import get_logger
 from eventloop.offload import in_thread
 from eventloop.spelling import answers_names
-from eventloop.training.arguments import Config, Data, Limit, Models, OnBus, Optimizers, Resume, Stateful, Step, check_step
+from eventloop.training.arguments import (
+    Config,
+    Data,
+    Fraction,
+    Limit,
+    Models,
+    OnBus,
+    Optimizers,
+    Resume,
+    Stateful,
+    Step,
+    check_step,
+)
 from eventloop.training.distributed.launch import divided
 from eventloop.training.distributed.samples import GlobalBatchSampler
 from eventloop.training.host import OwnLoop
 from eventloop.training.iterators import EvaluationBatches
+from eventloop.training.limits import limited, limited_to
 from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.run import Run
 from eventloop.training.sanity import check_needs, explained, look
@@ -58,6 +71,9 @@ class TrainLoop:
             the global batch among its processes, and a resumed run takes exactly the samples that are left of its epoch;
             see :class:`GlobalBatchSampler`. By default each process takes its loader's batches.
         val_begin: first epoch (or iteration) to validate after, 1-based.
+        limit_train_batches: train on that many batches of an epoch, or on that fraction of them (a float of at most 1.0).
+        limit_val_batches: validate on that many batches, or on that fraction of them; 0 validates never.
+        overfit_batches: like both limits, and not shuffled: the same batches in each epoch. Finds out if the model can learn.
         sanity: validation batches to look at before a training, so that an error in ``val_step`` or the name of a metric is
             found at once; 0 for none. The look changes nothing. See :mod:`eventloop.training.sanity`.
         work_dir, device, seed, stateful, name, config: see :class:`Run`.
@@ -85,6 +101,9 @@ class TrainLoop:
         global_batch: Limit | None = None,
         val_interval: Limit | None = None,
         val_begin: Limit = 1,
+        limit_train_batches: Limit | Fraction | None = None,
+        limit_val_batches: Annotated[int, Meta(ge=0)] | Fraction | None = None,
+        overfit_batches: Limit | Fraction | None = None,
         sanity: Annotated[int, Meta(ge=0)] = 2,
         work_dir: str | Path | None = None,
         device: str | torch.device | None = None,
@@ -116,7 +135,11 @@ class TrainLoop:
         self._step = step
         self._val_step = val_step or step
         self._test_step = test_step or self._val_step
-        self._data = {"train": train_data, "val": val_data, "test": test_data}
+        limits = {"limit_train_batches": limit_train_batches, "limit_val_batches": limit_val_batches}
+        data, self._limits = limited(
+            {"train": train_data, "val": val_data}, limits, overfit_batches, divides=global_batch is not None
+        )
+        self._data = {**data, "test": test_data}
         self._metrics = dict(metrics or {})
         self._optimizer = optimizer
         self._running: Run | None = None
@@ -265,8 +288,9 @@ class TrainLoop:
             return None
         name = "step" if self._val_step is self._step else "val_step"
         step = partial(_called, name, self._val_step, self.model)
-        with explained(self.sanity, name):
-            found = look(run, data, step, self._metrics, self.sanity)
+        count = min(self.sanity, limited_to(data, self._limits.get("val_data")) or self.sanity)
+        with explained(count, name):
+            found = look(run, data, step, self._metrics, count)
         if found is not None:
             check_needs(run.bus, found, "the look at the first batches of val_data")
         return found
@@ -317,6 +341,7 @@ class TrainLoop:
 
     def _expect(self, run: Run) -> None:
         run.validates = self._data["val"] is not None
+        run.feeds.limits = self._limits
         if run.state.trains:
             run.feeds.expected = self._need("train")  # hooks may ask for it and the limits before the first epoch
             run.counters.limit(self.max_epochs, self.max_iters)
