@@ -22,6 +22,7 @@ _SECRET: Final = re.compile(
     r"(\w+_)?(api|access|secret|private|account|auth|encryption|license)_?key(_id)?)$"
 )
 _CREDENTIALS: Final = re.compile(r"(?<=://)[^/@\s?#]+@")
+_ADDRESS: Final = re.compile(r"https?://[^/?#@\s]+(?=[/?#])")
 _QUERY: Final = re.compile(
     r"([?&][^=&\s#]*(?:token|key|secret|signature|sig|password|credential)[^=&\s#]*=)[^&\s#]+", re.IGNORECASE
 )
@@ -49,8 +50,8 @@ def plain(value: Any, deep: int = 0) -> Any:
 def without_secrets(value: Any, name: str = "") -> Any:
     """Return a tree of plain values: values with names like ``api_key`` are hidden, and URLs lose their credentials.
 
-    Hidden is a value whose name ends in ``token``, ``password``, ``secret``, ``credentials`` or a kind of key. A number or
-    a boolean is no secret.
+    Hidden is a value whose name ends in ``token``, ``password``, ``secret``, ``credentials`` or a kind of key. Of a URL that is
+    named ``to``, only the host is left. A number or a boolean is no secret.
     """
     if isinstance(value, Mapping):
         return {key: without_secrets(one, str(key)) for key, one in value.items()}
@@ -58,6 +59,8 @@ def without_secrets(value: Any, name: str = "") -> Any:
         return [without_secrets(one, name) for one in value]
     if not isinstance(value, str):
         return value
+    if name == "to" and (address := _ADDRESS.match(value)):  # of a webhook: its path is the secret
+        return f"{address[0]}/{HIDDEN}"
     return HIDDEN if value and is_secret(name) else _QUERY.sub(rf"\1{HIDDEN}", _CREDENTIALS.sub("", value))
 
 

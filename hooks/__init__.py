@@ -1,5 +1,6 @@
 """The built-in hooks. They use only public names of ``eventloop``."""
 
+from hooks.alerts import Alert, AlertHook
 from hooks.autograd import AutogradAnomalyDetectHook, AutogradProfilerHook
 from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WarmupEMA, WeightAverage
 from hooks.check_loss import CheckInvalidLossHook
@@ -27,6 +28,8 @@ from hooks.trace import TraceHook
 from hooks.writers import ConsoleWriter, CSVWriter, JSONLinesWriter, MLflowWriter, TensorBoardWriter, WandbWriter, Writer
 
 __all__ = [
+    "Alert",
+    "AlertHook",
     "AutogradAnomalyDetectHook",
     "AutogradProfilerHook",
     "CSVWriter",

@@ -5,7 +5,7 @@ from eventloop.observe.bus_recorder import BusRecorder, Call, LaneSpan
 from eventloop.observe.costs import Costs, Growth, Histogram, LaneCosts, Part
 from eventloop.observe.environment import Environment, environment
 from eventloop.observe.media import MEDIA, PICTURES, AnyReported, Reported, ReportedHistogram, ReportedImage, ReportedText
-from eventloop.observe.ranks import RankCosts, RankTimes, Straggler
+from eventloop.observe.ranks import RankCosts, RankTimes, Straggler, slow_at
 from eventloop.observe.record import Begin, Compared, End, Entry, Measured, Resume, Stage, entry_of, fields_of
 from eventloop.observe.run_folder import (
     MANIFEST,
@@ -80,6 +80,7 @@ __all__ = [
     "options_of",
     "plain",
     "read_manifest",
+    "slow_at",
     "without_secrets",
     "write_manifest",
 ]

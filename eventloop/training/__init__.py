@@ -1,6 +1,7 @@
 """The training loop: ``Run`` publishes the mount points in order, and ``TrainLoop`` is built on it."""
 
 from eventloop.training.distributed.mailbox import Mailbox
+from eventloop.training.distributed.ranks import failed_first
 from eventloop.training.distributed.samples import GlobalBatchSampler
 from eventloop.training.driver import Driver
 from eventloop.training.host import Host, OwnLoop
@@ -28,6 +29,7 @@ __all__ = [
     "WorkerSignals",
     "check_needs",
     "checkpoint_keys",
+    "failed_first",
     "imported_state",
     "load_weights",
     "missing_metric",

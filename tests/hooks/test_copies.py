@@ -8,7 +8,7 @@ from torch import nn
 
 from eventloop.bus import GuestHook
 from eventloop.config import registered
-from hooks import EMAHook, ExponentialMovingAverage, JSONLinesWriter, LoggerHook, Writer
+from hooks import AlertHook, EMAHook, ExponentialMovingAverage, JSONLinesWriter, LoggerHook, Writer
 
 from .conftest import batches, make_loop
 from .test_options import required_of
@@ -23,7 +23,8 @@ def catalogue():
 def made(kind):
     if kind in NEEDS:
         pytest.importorskip(NEEDS[kind])
-    return kind(**required_of(kind))
+    quick = {"end_timeout": 0.1} if kind is AlertHook else {}  # nothing listens there
+    return kind(**required_of(kind), **quick)
 
 
 def copies(one):

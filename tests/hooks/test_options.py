@@ -21,7 +21,7 @@ from hooks.smoothing import Smoother
 
 SGD = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
 GIVEN = {"enable_predicate": len, "function": dict, "model": nn.Linear(1, 1), "monitor": "loss", "period": 1}
-GIVEN |= {"scheduler": StepLR(SGD, 1), "by": "iter"}
+GIVEN |= {"scheduler": StepLR(SGD, 1), "by": "iter", "to": "http://127.0.0.1:9/hook"}
 """Options without a default."""
 AMBIGUOUS = ("val/topk_loss", "accumulated_loss", "auc_loss", "LossAcc")
 """Names of metrics that speak for more and for less."""

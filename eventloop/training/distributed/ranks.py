@@ -28,6 +28,7 @@ from eventloop.privates import default_store, default_timeout
 from eventloop.training.distributed.mailbox import missing_of
 
 _FAILURE: Final = "trainbus/failure"
+_OTHER_FIRST: Final = "another process failed first"
 _STORE_TIMEOUT: Final = timedelta(seconds=5)
 _ANSWER: Final = 2.0  # seconds within which ranks that waited for the same rank fail
 _TIMED_OUT: Final = re.compile(r"time(d |-)?out", re.IGNORECASE)
@@ -261,13 +262,18 @@ def share_failure(error: BaseException) -> None:
     finally:
         store.set_timeout(before)
     if first != mine:
-        error.add_note(f"another process failed first: {first}")
+        error.add_note(f"{_OTHER_FIRST}: {first}")
     if silent:
         error.add_note(
             f"{silent} did not answer: it ended, was stopped, or is busy; see its own log. If it only needs more time, give "
             "init_process_group() a longer timeout="
         )
     log.error("a process failed and ends the others", first=first)
+
+
+def failed_first(error: BaseException) -> bool:
+    """Return False if :func:`share_failure` found that another rank had failed before this one."""
+    return not any(note.startswith(_OTHER_FIRST) for note in getattr(error, "__notes__", ()))
 
 
 def record_failure(error: BaseException) -> None:
