@@ -86,6 +86,12 @@ def options_of(made: object) -> dict[str, Any]:
     return options | (given or {})
 
 
+def given_to(made: object) -> dict[str, Any]:
+    """Return the options that an object was given, as plain values; without ``@check_options`` those of ``options_of``."""
+    given: dict[str, Any] | None = getattr(made, _GIVEN, None)
+    return options_of(made) if given is None else given
+
+
 def check_value(option: str, value: object, annotation: Any, error: type[Exception] = ConfigurationError) -> None:
     """Raise ``error`` unless ``annotation`` allows ``value``; the message names the allowed values."""
     if not any(_allows(member, value) for member in members(annotation)):

@@ -51,7 +51,7 @@ class Figures(msgspec.Struct, frozen=True):
 
 def plain(renderable: RenderableType) -> str:
     """Return what rich prints, in 80 columns and without colours."""
-    console = Console(width=_WIDTH, color_system=None, highlight=False)
+    console = Console(width=_WIDTH, color_system=None, highlight=False, force_jupyter=False)
     with console.capture() as captured:
         console.print(renderable)
     return captured.get()

@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from math import isfinite
+from types import MappingProxyType, NoneType
 from typing import Any, ClassVar
 
 from rich import get_console
@@ -15,9 +16,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from eventloop import Hook, Priority, Scalars, check_options, get_logger, mount, register
-from eventloop.events import AfterEpoch, AfterIter, BeforeEpoch, BeforeRun, RunEvent
+from eventloop.events import AfterEpoch, AfterIter, AfterValEpoch, BeforeEpoch, BeforeRun, RunEvent
+from eventloop.notebook import in_notebook
 from eventloop.terminal import printable
 from hooks.copies import CopiedAnew
+from hooks.progress_cell import ProgressCell
 
 log = get_logger()
 
@@ -31,6 +34,8 @@ class BarMoved(RunEvent, kw_only=True):
     total: int | None = None
     total_iters: int | None = None
     outputs: Scalars
+    metrics: Scalars
+    """Those of a validation that has ended."""
 
 
 @register
@@ -41,6 +46,9 @@ class ProgressBar(CopiedAnew, Hook):
     output is not a terminal, the hook does nothing. ``ConsoleWriter`` prints above the bar if both use the same console, as by
     default. The bar disappears at the end of the run. The cursor stays visible, also if the process is killed.
 
+    In a notebook it updates an output of the cell: the bar, a row for each validation, and the curve of the loss. The last two
+    stay.
+
     Args:
         console: console to draw on; by default rich's shared one.
     """
@@ -48,7 +56,7 @@ class ProgressBar(CopiedAnew, Hook):
     priority = Priority.LOW
     observes = True
     ranks = "rank0"
-    of_run: ClassVar = {"_lock": threading.Lock, "_shown": bool, "_progress": None}
+    of_run: ClassVar = {"_lock": threading.Lock, "_shown": bool, "_progress": None, "_cell": NoneType}
 
     @check_options
     def __init__(self, console: Console | None = None) -> None:
@@ -57,6 +65,7 @@ class ProgressBar(CopiedAnew, Hook):
         # The lane's thread starts drawing, the training thread ends it.
         self._lock = threading.Lock()
         self._progress: Progress
+        self._cell: ProgressCell | None = None
         self._task = TaskID(0)
         self._title = ""
         self._losses: dict[str, float] = {}
@@ -65,10 +74,14 @@ class ProgressBar(CopiedAnew, Hook):
 
     def before_run(self, event: BeforeRun) -> None:
         console = self._console or get_console()
-        self._shown = console.is_terminal and not console.is_dumb_terminal
+        self._cell = ProgressCell() if self._console is None and in_notebook() else None
+        self._shown = self._cell is not None or (console.is_terminal and not console.is_dumb_terminal)
         self._start = self._eta = None
-        if self._shown:
+        if self._cell is not None:
+            self._cell.draw("", 0, None)  # first on this thread, which has the cell
+        elif self._shown:
             self._progress, self._title = _new_progress(console), ""
+        if self._shown:
             event.run.defer(self._stop)
 
     def before_epoch(self, event: BeforeEpoch) -> None:
@@ -81,19 +94,26 @@ class ProgressBar(CopiedAnew, Hook):
     def after_epoch(self, event: AfterEpoch) -> None:
         if event.progress.stage == "train":
             self._publish(event, event.progress.batch_idx + 1, {})
+        elif isinstance(event, AfterValEpoch) and self._cell is not None:
+            self._publish(event, event.progress.batch_idx + 1, {}, event.metrics)
 
-    def _publish(self, event: RunEvent, done: int, outputs: Mapping[str, Any]) -> None:
+    def _publish(
+        self, event: RunEvent, done: int, outputs: Mapping[str, Any], metrics: Mapping[str, Any] = MappingProxyType({})
+    ) -> None:
         if self._shown:
             run, max_iters = event.run, event.progress.max_iters
             total = run.epoch_length if max_iters is None else max_iters
             total = total if event.progress.stage == "train" else run.evaluation_length
-            run.publish(BarMoved, done=done, total=total, total_iters=run.total_iters, outputs=outputs)
+            run.publish(BarMoved, done=done, total=total, total_iters=run.total_iters, outputs=outputs, metrics=metrics)
 
     def _stop(self) -> None:
         self._shown = False
         with self._lock:
             try:
-                self._progress.stop()
+                if self._cell is not None:
+                    self._cell.end()
+                else:
+                    self._progress.stop()
             except Exception:  # a lost terminal must not fail the run
                 log.exception("cannot remove the progress bar")
 
@@ -105,6 +125,8 @@ class ProgressBar(CopiedAnew, Hook):
         with self._lock:
             if self._shown:  # False after the end of the run
                 self._draw(events[-1])
+            elif self._cell is not None:
+                self._cell.end()
 
     def _take(self, event: BarMoved) -> None:
         """Smooth the losses, and estimate the time left from the pace of this run, validations included."""
@@ -115,17 +137,32 @@ class ProgressBar(CopiedAnew, Hook):
                 old = self._losses.get(name, value)
                 # A NaN would stay in the average for ever, so restart the average after it.
                 self._losses[name] = _NEW * value + (1 - _NEW) * old if isfinite(old) else value
+        if self._cell is not None:
+            self._take_for_cell(self._cell, event)
         if event.progress.stage == "train" and event.done:
             now, done = time.monotonic(), event.progress.iter + 1
             began, first = self._start = self._start or (now, done)
             if event.total_iters is not None and done > first:
                 self._eta = (now - began) / (done - first) * (event.total_iters - done)
 
+    def _take_for_cell(self, shown: ProgressCell, event: BarMoved) -> None:
+        if event.metrics:
+            epoch = event.progress.epoch
+            at = f"epoch {epoch}" if event.progress.max_iters is None else f"iteration {event.progress.iter}"
+            shown.validated(at, {name: one for name, one in event.metrics.items() if isinstance(one, int | float)})
+        if event.progress.stage == "train" and event.outputs and self._losses:
+            shown.point(event.progress.iter + 1, next(iter(self._losses.values())))
+
     def _draw(self, event: BarMoved) -> None:
-        progress, title = self._progress, _title(event)
+        title = _title(event)
         details = [f"{printable(name)} {value:.4f}" for name, value in self._losses.items()]
         if event.progress.stage == "train" and self._eta is not None:
             details.append(f"eta {timedelta(seconds=round(self._eta))}")
+        if self._cell is not None:
+            of = "" if event.total is None else f"/{event.total}"
+            self._cell.draw("  ".join([title, f"{event.done}{of}", *details]), event.done, event.total)
+            return
+        progress = self._progress
         if title != self._title:  # a new task, because rich ignores an update to total=None (a loader without a length)
             for task in progress.task_ids:
                 progress.remove_task(task)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import msgspec
 import torch
 
+from eventloop import notebook
 from eventloop.bus.describe import BusStats, Description, describe
 from eventloop.bus.guests import GuestHook, as_hook, check_distinct, is_same
 from eventloop.bus.hook import Hook, subscriptions_of
@@ -99,6 +100,13 @@ class Bus(TypedOn, Streams):
         self._bridges: tuple[Attachment, ...] = ()
         self.timing = timing
         self.add(*hooks)
+
+    def __repr__(self) -> str:
+        return f"Bus({', '.join(hook.label for hook in self.hooks)}) with {len(self.subscriptions)} subscriptions, {self.state}"
+
+    def _repr_html_(self) -> str:
+        facts = {"state": self.state, "hooks": ", ".join(hook.label for hook in self.hooks) or "none"}
+        return notebook.card("Bus", facts, self.describe()._repr_html_())
 
     # ----------------------------------------------------------------------------------------------- subscribing
 

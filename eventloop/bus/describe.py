@@ -9,6 +9,7 @@ from rich import filesize
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from eventloop import notebook
 from eventloop.bus.handler import title, without_method
 from eventloop.bus.priority import Priority
 from eventloop.bus.subscription import Stats, Subscription
@@ -17,6 +18,7 @@ from eventloop.events.event import lineage, mount_points, resolve
 from eventloop.events.mount_points import BUILTIN
 from eventloop.terminal import Figures, cell, plain
 
+_TITLE = "Hooks in the order of a run"
 _COUNTS = ("delivered", "failed", "dropped", "pending")
 _USUAL = "1024 block"  # the lane that a handler gets without options; not shown
 
@@ -44,36 +46,48 @@ class Description(msgspec.Struct, frozen=True):
 
     def __rich__(self) -> RenderableType:
         # To fit 80 columns, the mount point is above its hooks, and the lane is beside the mode.
-        table = Table(title="Hooks in the order of a run", title_justify="left", box=None, padding=(0, 1, 0, 0))
+        table = Table(title=_TITLE, title_justify="left", box=None, padding=(0, 1, 0, 0))
         table.add_column("mount point, hook", no_wrap=True)
         table.add_column("priority", no_wrap=True)
         table.add_column("runs", overflow="fold")  # this column and the filter wrap in a narrow terminal
         table.add_column("filter", overflow="fold", min_width=8)
-        if self.ranks:
-            table.add_column("ranks", no_wrap=True)
-        if self.stats:
-            table.add_column("events", justify="right", no_wrap=True)
-        timed = self.stats and any(row.stats.calls for row in self.rows)
-        if timed:
-            table.add_column("ms", justify="right", no_wrap=True)
+        for name in self._more:
+            table.add_column(name, justify="left" if name == "ranks" else "right", no_wrap=True)
         previous = ""
         for row in self.rows:
             if row.mount_point != previous:
                 table.add_row(cell(row.mount_point), style="bold")
                 previous = row.mount_point
-            lane = row.lane.removeprefix(_USUAL).removeprefix(", ")
-            runs = f"{row.mode.removeprefix('offloaded: ')} {lane}".rstrip()
-            name = without_method(row.label, lineage(resolve(row.mount_point)))
-            cells = [f" {name}", f"{row.priority} {row.priority_name}", runs, row.filter, *[row.ranks] * self.ranks]
-            figures = _figures(row.stats)[: self.stats + timed]
-            table.add_row(*map(cell, (*cells, *figures)), style="cyan" if row.lane else "")
+            name, *cells = self._cells(row)
+            table.add_row(*map(cell, (f" {name}", *cells)), style="cyan" if row.lane else "")
         return table
 
     def __str__(self) -> str:
-        console = Console(width=160, color_system=None, highlight=False)
+        console = Console(width=160, color_system=None, highlight=False, force_jupyter=False)
         with console.capture() as captured:
             console.print(self)
         return captured.get()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        firsts = {row.mount_point: row for row in reversed(self.rows)}
+        rows = [(row.mount_point * (firsts[row.mount_point] is row), *self._cells(row)) for row in self.rows]
+        names = ("mount point", "hook", "priority", "runs", "filter", *self._more)
+        return notebook.table(_TITLE, names, rows, left=5 + self.ranks)
+
+    @property
+    def _more(self) -> list[str]:
+        timed = self.stats and any(row.stats.calls for row in self.rows)
+        return [*["ranks"] * self.ranks, *["events"] * self.stats, *["ms"] * timed]
+
+    def _cells(self, row: Row) -> list[str]:
+        lane = row.lane.removeprefix(_USUAL).removeprefix(", ")
+        runs = f"{row.mode.removeprefix('offloaded: ')} {lane}".rstrip()
+        name = without_method(row.label, lineage(resolve(row.mount_point)))
+        figures = dict(zip(("events", "ms"), _figures(row.stats), strict=True)) | {"ranks": row.ranks}
+        return [name, f"{row.priority} {row.priority_name}", runs, row.filter, *(figures[one] for one in self._more)]
 
 
 def describe(subscriptions: Sequence[Subscription], *, stats: bool, ranks: bool = False) -> Description:
@@ -136,16 +150,25 @@ class BusStats(dict[Subscription, Stats]):
     """
 
     def __rich__(self) -> RenderableType:
+        return Group(*self._blocks())
+
+    def __str__(self) -> str:
+        return plain(self)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return notebook.blocks(*self._blocks())
+
+    def _blocks(self) -> list[Figures | str]:
         counted = [(one, stats) for one, stats in self.items() if one.lane is not None or stats.published]
         timed = any(stats.calls for _, stats in counted)
         names = ("handler", *_COUNTS, *["seconds"] * timed)
         rows = [(title(one.label, one.mount_point), *_cells(stats)) for one, stats in counted]
         others = len(self) - len(counted)
         why = "not called" if timed else "not counted (Bus(timing=True) counts their calls)"
-        return Group(Figures("Events by handler", names, rows), *[f"inline handlers {why}: {others}"] * bool(others))
-
-    def __str__(self) -> str:
-        return plain(self)
+        return [Figures("Events by handler", names, rows), *[f"inline handlers {why}: {others}"] * bool(others)]
 
 
 def _cells(stats: Stats) -> list[str]:

@@ -8,11 +8,14 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
+from eventloop import notebook
 from eventloop.bus.priority import Priority, PriorityLike
+from eventloop.checks import given_to, options_of
 from eventloop.errors import SubscribeError
 from eventloop.events import Event
 from eventloop.events.event import name_of, registry, resolve, suggest
 from eventloop.events.mount_points import BUILTIN
+from eventloop.notebook import brief
 from eventloop.spelling import is_misspelt
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -41,6 +44,14 @@ class Hook:
     observes: bool = False
     timing: bool = False
     ranks: Ranks = "all"
+
+    def __repr__(self) -> str:
+        options = given_to(self)
+        return f"{type(self).__name__}({', '.join(f'{name}={brief(value)}' for name, value in options.items())})"
+
+    def _repr_html_(self) -> str:
+        heard = {"heard mount points": ", ".join(mount_points_of(type(self)))}
+        return notebook.card(self.label, {name: brief(value) for name, value in options_of(self).items()} | heard)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that must survive a resume; {} by default."""

@@ -7,6 +7,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from rich.console import Group, RenderableType
 
+from eventloop import notebook
 from eventloop.bus.handler import title, without_method
 from eventloop.observe.bounds import Change, Count, Number
 from eventloop.observe.ranks import RankCosts
@@ -112,13 +113,21 @@ class Costs(msgspec.Struct, frozen=True):
     """The comparison of all ranks; None with a single process and in the first two seconds."""
 
     def __rich__(self) -> RenderableType:
-        tables = [self._table(), *[_lanes_table(self.lanes)] * bool(self.lanes)]
-        lost = f"{self.dropped} spans were lost; their time is missing from the parts"
         ranks: list[RenderableType] = [] if self.ranks is None else ["", self.ranks]
-        return Group(*tables, *[lost] * bool(self.dropped), *ranks)
+        return Group(*self._blocks(), *ranks)
 
     def __str__(self) -> str:
         return plain(self)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return notebook.blocks(*self._blocks(), *([] if self.ranks is None else self.ranks.blocks()))
+
+    def _blocks(self) -> list[Figures | str]:
+        lost = f"{self.dropped} spans were lost; their time is missing from the parts"
+        return [self._table(), *[_lanes_table(self.lanes)] * bool(self.lanes), *[lost] * bool(self.dropped)]
 
     def _table(self) -> Figures:
         rows = []

@@ -22,8 +22,9 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Group
 
+from eventloop import notebook
 from eventloop.observe.bounds import Count, Number
-from eventloop.terminal import Figures, cell
+from eventloop.terminal import Figures, cell, plain
 
 SIGNIFICANT: Final = 0.1
 """A rank is a straggler if the others wait this share of an iteration for it."""
@@ -110,6 +111,16 @@ class RankCosts(msgspec.Struct, frozen=True):
     """Ranks without times: they do not measure, or stopped reporting."""
 
     def __rich__(self) -> Group:
+        return Group(*(one if isinstance(one, Figures) else cell(one) for one in self.blocks()))
+
+    def __repr__(self) -> str:
+        return plain(self)
+
+    def _repr_html_(self) -> str:
+        return notebook.blocks(*self.blocks())
+
+    def blocks(self) -> list[Figures | str]:
+        """Return the table, and the lines below it."""
         rows = [
             (one.name, *(f"{seconds * 1e3:.3f}" for seconds in (one.min, one.median, one.max)), f"rank {one.rank} ({one.host})")
             for one in self.times
@@ -118,7 +129,7 @@ class RankCosts(msgspec.Struct, frozen=True):
         slow, missing = self.straggler, ", ".join(map(str, self.missing))
         lines = [f"The other ranks wait for rank {slow.rank}: {slow_at(slow)}"] if slow is not None else []
         lines += [f"Not measured: rank {missing}"] if missing else []
-        return Group(table, *map(cell, lines))
+        return [table, *lines]
 
 
 def slow_at(slow: Straggler) -> str:

@@ -167,12 +167,18 @@ class Epochs(_Steps):
             done = counters.max_epochs is not None and counters.epoch >= counters.max_epochs
         if done and self._begun_at is None and counters.iter == self._iter:
             log.warning(
-                f"nothing is left to train: an earlier run reached {limit}; give a larger limit to continue; to start over, "
-                "make a new loop that does not resume",
+                f"nothing is left to train: {limit} was reached before; to train on, give a larger limit, such as "
+                f"run({self._further()}); to start over, make a new loop, with a new model, that does not resume",
                 epochs=counters.epoch,
                 iters=counters.iter,
             )
         return done
+
+    def _further(self) -> str:
+        counters = self._state.counters
+        if counters.max_iters is not None:
+            return f"max_iters={2 * counters.max_iters}"
+        return f"max_epochs={2 * (counters.max_epochs or 1)}"
 
 
 class Batches(_Steps):

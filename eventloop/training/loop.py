@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, cast
@@ -18,6 +19,7 @@ from eventloop.device import handed_over
 from eventloop.errors import BusStateError, ConfigurationError, RunCancelled, TrainingError, stopped
 from eventloop.events import AfterForward, BeforeForward
 from eventloop.log import get_logger
+from eventloop.notebook import Named
 from eventloop.offload import in_thread
 from eventloop.spelling import answers_names
 from eventloop.training.arguments import (
@@ -32,9 +34,11 @@ from eventloop.training.arguments import (
     Stateful,
     Step,
     check_step,
+    named,
 )
 from eventloop.training.distributed.launch import divided
 from eventloop.training.distributed.samples import GlobalBatchSampler
+from eventloop.training.facts import carded, described, facts
 from eventloop.training.host import OwnLoop
 from eventloop.training.iterators import EvaluationBatches
 from eventloop.training.limits import limited, limited_to
@@ -152,20 +156,46 @@ class TrainLoop:
         if optimizer is not None and not any(isinstance(hook, Update) for hook in self.bus.hooks):
             self.bus.add(Update())
 
+    def __repr__(self) -> str:
+        return described("TrainLoop", self._facts())
+
+    def _repr_html_(self) -> str:
+        return carded("TrainLoop", self._facts(), self.bus)
+
+    def _facts(self) -> dict[str, Any]:
+        counters = self.counters
+        if self._running is None:
+            counters = copy(counters)
+            counters.limit(self.max_epochs, self.max_iters)
+        optimizers = named("optimizer", self._optimizer or {}, torch.optim.Optimizer)
+        return facts(named("model", self.model, torch.nn.Module), optimizers, counters.snapshot(), self._folder)
+
     @check_options
-    def run(self, *, resume: Resume | None = None, strict: bool = True) -> dict[str, Any]:
+    def run(
+        self,
+        *,
+        resume: Resume | None = None,
+        strict: bool = True,
+        max_epochs: Limit | None = None,
+        max_iters: Limit | None = None,
+    ) -> dict[str, Any]:
         """Train and validate; return the metrics of the last validation.
+
+        A second call trains on, if ``max_epochs`` or ``max_iters`` is larger than what is done.
 
         Args:
             resume: the checkpoint to continue from; see :class:`Run`.
             strict: False loads only the matching part of a checkpoint of another model or optimizer.
+            max_epochs: another length of the whole training, from now on, if the loop counts epochs.
+            max_iters: the same, if it counts iterations.
 
         Raises:
-            ConfigurationError: the loop has no ``train_data`` or no optimizer.
+            ConfigurationError: the loop has no ``train_data`` or no optimizer, or its length is of the other kind.
             Exception: the unchanged error of a step, a loader or a hook.
         """
         if self._optimizer is None:
             raise ConfigurationError("run() needs an optimizer: give TrainLoop optimizer=")
+        self._lengthen(max_epochs, max_iters)
         if self.global_batch is not None:
             self._divide(self.global_batch)
         data, by_iter = self._need("train"), self.max_iters is not None
@@ -194,9 +224,23 @@ class TrainLoop:
                         validate()
                 if not by_iter and (self._validation_due() or (plan is not None and plan.asked)):
                     validate()
-        return metrics
+        return Named(metrics)
 
-    async def arun(self, *, resume: Resume | None = None, strict: bool = True) -> dict[str, Any]:
+    def _lengthen(self, max_epochs: int | None, max_iters: int | None) -> None:
+        by_iter = self.max_iters is not None
+        if (max_epochs if by_iter else max_iters) is not None:
+            counts, option = ("iterations", "max_iters") if by_iter else ("epochs", "max_epochs")
+            raise ConfigurationError(f"this loop counts {counts}: give run() {option}=")
+        self.max_epochs, self.max_iters = max_epochs or self.max_epochs, max_iters or self.max_iters
+
+    async def arun(
+        self,
+        *,
+        resume: Resume | None = None,
+        strict: bool = True,
+        max_epochs: Limit | None = None,
+        max_iters: Limit | None = None,
+    ) -> dict[str, Any]:
         """Train like :meth:`run` on a separate thread, while the caller's event loop (asyncio or trio) keeps running.
 
         Opens an idle bus with ``async with bus:``, so that async handlers are tasks of the caller's loop. If the caller is
@@ -208,7 +252,7 @@ class TrainLoop:
         def train() -> dict[str, Any]:
             take_device()
             try:
-                return self.run(resume=resume, strict=strict)
+                return self.run(resume=resume, strict=strict, max_epochs=max_epochs, max_iters=max_iters)
             except RunCancelled:
                 if not self._cancelled:
                     raise  # by run.cancel(), not by the host
@@ -303,7 +347,7 @@ class TrainLoop:
         for batch in body:
             outputs = _called(f"{run.progress.stage}_step", step, self.model, batch)
             run.state.outputs.update(outputs if isinstance(outputs, Mapping) else {"loss": outputs})
-        return dict(batches.metrics)
+        return Named(batches.metrics)
 
     def _validation_due(self, done: int | None = None) -> bool:
         """Return True if a validation follows the epoch or iteration that was counted last, or number ``done``."""

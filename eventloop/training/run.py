@@ -40,6 +40,7 @@ from eventloop.training.arguments import (
 from eventloop.training.data import Feeds
 from eventloop.training.distributed.ranks import this_rank, world_size
 from eventloop.training.driver import Driver
+from eventloop.training.facts import carded, described, facts
 from eventloop.training.host import Host, OwnLoop
 from eventloop.training.iterators import Epochs, EvaluationBatches, OpenLoops, TrainBatches
 from eventloop.training.media import check_image, check_values, checked_text, drawn
@@ -689,6 +690,16 @@ class Run:
             self.name = work_dir.name
             self.counters.rename(self.name)
             self.state.set_progress()
+
+    def __repr__(self) -> str:
+        return described("Run", self._facts())
+
+    def _repr_html_(self) -> str:
+        return carded(f"Run {self.name}", self._facts(), self.bus)
+
+    def _facts(self) -> dict[str, Any]:
+        state = "running" if self.running else "closed"
+        return {"state": state, **facts(self.models, self.optimizers, self.counters.snapshot(), self.work_dir)}
 
     def __enter__(self) -> Self:
         self._driver.begin_run()

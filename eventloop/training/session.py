@@ -14,6 +14,7 @@ from eventloop.errors import LaneFullError, RunCancelled, TrainingError
 from eventloop.events import Event
 from eventloop.events.run_view import RunView
 from eventloop.log import get_logger
+from eventloop.notebook import shorten
 from eventloop.offload import Deadline
 from eventloop.training.distributed.ranks import record_failure, share_failure, world_size
 from eventloop.training.folders import move_aside
@@ -162,6 +163,8 @@ class Session:
             log.info(f"the run was {reason}; {line}", iter=self.state.counters.iter)
         else:
             error.add_note(line)
+            if isinstance(error, KeyboardInterrupt):
+                shorten(error, f"the run was interrupted; {line}")
 
     def _close(self, *, abort: bool = False) -> None:
         try:

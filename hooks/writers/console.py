@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from datetime import timedelta
 from math import isfinite
@@ -11,13 +12,15 @@ from rich.console import Console
 from rich.text import Text
 
 from eventloop import check_options, get_logger, register
+from eventloop.notebook import Output, in_notebook, text
 from eventloop.terminal import cell
 from hooks.options import NonNegativeInt, PositiveInt
-from hooks.writers.base import Where, Writer
+from hooks.writers.base import RunFacts, Where, Writer
 
 log = get_logger()
 
 _LAST = ("time", "data_time", "eta")
+_MOST_LINES = 20  # in a notebook
 _MOST_TEXT = 1_000  # characters of a text that are printed
 _INDENT = " " * 4
 
@@ -25,6 +28,8 @@ _INDENT = " " * 4
 @register
 class ConsoleWriter(Writer):
     """Print lines such as ``epoch 3/20  iter 40/57  lr 1.2e-03  loss 0.1234  time 0.0021  eta 0:00:12``.
+
+    In a notebook, an output of the cell shows the last 20 lines.
 
     Args:
         console: console to print on; by default rich's shared one, as for the progress bar. The bar stays below the lines if
@@ -40,6 +45,8 @@ class ConsoleWriter(Writer):
         super().__init__(interval)
         self._console = console
         self._digits = num_digits
+        self._cell: Output | None = None
+        self._lines: deque[str] = deque(maxlen=_MOST_LINES)
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
         short = {name.removeprefix(f"{where.stage}/"): value for name, value in scalars.items()}
@@ -52,7 +59,16 @@ class ConsoleWriter(Writer):
         shown = text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}… ({len(text) - _MOST_TEXT:,} more characters)"
         self._print([Text.assemble(cell(name, "dim"), " ", cell(shown, keep="\n"))])
 
+    def open(self, run: RunFacts) -> None:
+        self._lines.clear()
+        self._cell = Output() if self._console is None and in_notebook() else None
+
     def _print(self, parts: list[Text]) -> None:
+        if self._cell is not None:
+            self._lines.append(Text("  ").join(parts).plain)
+            lines = "\n".join(self._lines)
+            self._cell.show(f'<pre style="background:none;margin:0">{text(lines)}</pre>', lines)
+            return
         console = self._console if self._console is not None else get_console()
         # In a pipe one line, so that grep finds it whole.
         line = _fitted(parts, console.width) if console.is_terminal else Text("  ").join(parts)
