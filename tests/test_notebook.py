@@ -1,0 +1,154 @@
+"""Notebooks: the examples run in a real kernel, objects are tables, and what a person does at the desk is answered there."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from eventloop import Bus, ConfigurationError, Hook, Run, TrainLoop, check_options
+from eventloop.notebook import Named, card, table
+from hooks import CheckpointHook
+
+nbformat = pytest.importorskip("nbformat")
+nbclient = pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+
+EXAMPLES = sorted((Path(__file__).parents[1] / "examples/notebooks").glob("*.ipynb"))
+PROBES = {
+    "interrupted": """
+import _thread
+trained = loop
+loop = make_loop()
+loop.bus.on("after_train_epoch", lambda event: _thread.interrupt_main(), once=3)
+loop.run(max_epochs=50)
+""",
+    "again": "trained.run(max_epochs=5)\ndone = trained.run(max_epochs=5)",
+    "lines": """
+from trainbus import ConsoleWriter, LoggerHook
+loop = make_loop()
+loop.bus.add(LoggerHook(interval=16, writers=[ConsoleWriter()]))
+await loop.arun()
+""",
+    "plain": "print(repr(bus), repr(loop), repr(loop.bus.hooks[0]), bus.describe(), sep='\\n')",
+}
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The executed cells by their source's first line, or the name of the probe. One kernel: it takes seconds to start."""
+    read = [cell for path in EXAMPLES for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    found = [nbformat.v4.new_code_cell(cell.source) for cell in read]  # with ids of their own
+    probes = {name: nbformat.v4.new_code_cell(source) for name, source in PROBES.items()}
+    probes["interrupted"].metadata.tags = ["raises-exception"]
+    notebook = nbformat.v4.new_notebook(cells=[*found, *probes.values()])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+        patch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+        place = {"metadata": {"path": str(tmp_path_factory.mktemp("notebook"))}}
+        nbclient.NotebookClient(notebook, timeout=120, resources=place).execute()
+    return {cell.source.strip().splitlines()[0]: cell for cell in found} | probes
+
+
+def html(cell: Any) -> list[str]:
+    return [output.data["text/html"] for output in cell.outputs if "text/html" in output.get("data", {})]
+
+
+def streams(cell: Any) -> str:
+    return "".join(output.text for output in cell.outputs if output.output_type == "stream")
+
+
+@pytest.mark.long
+def test_a_run_shows_its_validations_and_its_curve_in_one_output_and_its_result_as_a_table(cells):
+    progress, result = html(cells["loop.run()"])
+    assert [f"epoch {n}" for n in (3, 4)] == re.findall(r"epoch [34]", progress) or "<svg" in progress
+    assert "<table" in result
+
+
+@pytest.mark.long
+def test_a_second_run_trains_on(cells):
+    progress, result = html(cells["loop.run(max_epochs=5)"])
+    assert "epoch 4" in progress
+    assert "epoch 5" in progress
+    assert "accuracy" in result
+
+
+@pytest.mark.long
+def test_the_bus_and_its_costs_are_tables(cells):
+    (bus,), (costs,) = html(cells["bus"]), html(cells["bus.costs()"])
+    assert "CheckpointHook" in bus
+    assert "after_train_iter" in bus
+    assert re.search(r"forward.*%", costs)
+
+
+@pytest.mark.long
+def test_a_stop_says_how_to_go_on_and_await_trains_on_in_the_cell(cells):
+    assert "enough for today" in streams(cells["loop = make_loop()"])
+    assert re.search(r"the run was stopped; continue from .*epoch_2", streams(cells["loop = make_loop()"]))
+    assert any("epoch 4/4" in one for one in html(cells["resumed = make_loop()"]))
+    (card,) = html(cells["resumed"])
+    assert "4 of 4" in card
+
+
+@pytest.mark.long
+def test_the_lines_of_the_console_are_one_output_of_the_cell_that_trains(cells):
+    (lines,) = (one for one in html(cells["lines"]) if "<pre" in one)
+    assert lines.count("epoch") == 8
+
+
+@pytest.mark.long
+def test_an_interrupt_is_one_line_that_resumes_and_the_same_cell_again_does(cells):
+    (error,) = (one for one in cells["interrupted"].outputs if one.output_type == "error")
+    assert len(error.traceback) == 1
+    assert re.search(r"interrupted; continue from .*epoch_\d\.safetensors with resume=", error.traceback[0])
+    assert "nothing is left to train: max_epochs=5 was reached before" in streams(cells["again"])
+    assert "run(max_epochs=10)" in streams(cells["again"])
+
+
+@pytest.mark.long
+def test_elsewhere_objects_are_lines_of_text(cells):
+    said = streams(cells["plain"])
+    assert "object at 0x" not in said
+    assert "Row(" not in said
+    assert re.search(r"TrainLoop\(model: Linear, 9 parameters, optimizer: SGD, lr 0.01, epochs: 4 of 4", said)
+    assert "CheckpointHook(interval=1)" in said
+
+
+class Mine(Hook):
+    @check_options
+    def __init__(self, text: str = "<script>") -> None:
+        self.text = text
+
+    def after_run(self, event: Any) -> None: ...
+
+
+def test_text_of_users_is_no_html():
+    (shown,) = {one._repr_html_() for one in (Mine(),)}
+    assert "<script>" not in shown
+    assert "&lt;script&gt;" in shown
+    made = [table("<b>", ("<i>",), [("<u>",)]), card("<b>", {"<i>": "<u>"}), Named({"<b>": "<i>"})._repr_html_() or ""]
+    assert not any(re.search("<[biu]>", one) for one in made)
+
+
+def test_a_run_and_a_loop_say_where_they_are(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    bus = Bus(CheckpointHook(1))
+    with Run(bus, model=model, work_dir=tmp_path / "x") as run:
+        assert "state: running" in repr(run)
+        assert "Linear, 3 parameters" in run._repr_html_()
+    assert "state: closed" in repr(run)
+    assert repr(bus) == f"Bus(CheckpointHook) with {len(bus.subscriptions)} subscriptions, idle"
+
+
+@pytest.mark.parametrize(("length", "more"), [({"max_epochs": 1}, {"max_iters": 9}), ({"max_iters": 2}, {"max_epochs": 2})])
+def test_another_length_is_of_the_same_kind(length, more):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = lambda model, batch: model(batch).sum()  # noqa: E731
+    loop = TrainLoop(model, optimizer, step=step, train_data=[torch.ones(1, 2)] * 2, **length)
+    with pytest.raises(ConfigurationError, match=r"this loop counts (epochs|iterations): give run\(\) max_"):
+        loop.run(**more)
+    loop.run()
+    loop.run(**{name: 2 * value for name, value in length.items()})
+    assert loop.counters.iter == 4
