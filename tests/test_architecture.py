@@ -22,6 +22,7 @@ PUBLIC = (
     "eventloop.bridges.ray",  # without Ray until a run begins
     "eventloop.observe.dashboard",
     "eventloop.terminal",
+    "eventloop.notebook",
     "eventloop.device",  # the accelerator
     "eventloop.privates",  # undocumented names of torch that hooks use, too
 )

@@ -106,7 +106,7 @@ class Bus(TypedOn, Streams):
 
     def _repr_html_(self) -> str:
         facts = {"state": self.state, "hooks": ", ".join(hook.label for hook in self.hooks) or "none"}
-        return notebook.card("Bus", facts, self.describe()._repr_html_())
+        return notebook.card("Bus", facts, self.describe().html())
 
     # ----------------------------------------------------------------------------------------------- subscribing
 

@@ -71,11 +71,14 @@ class Description(msgspec.Struct, frozen=True):
     def __repr__(self) -> str:
         return str(self)
 
-    def _repr_html_(self) -> str:
+    def html(self) -> str:
+        """Return the table as HTML, as a notebook shows it."""
         firsts = {row.mount_point: row for row in reversed(self.rows)}
         rows = [(row.mount_point * (firsts[row.mount_point] is row), *self._cells(row)) for row in self.rows]
         names = ("mount point", "hook", "priority", "runs", "filter", *self._more)
         return notebook.table(_TITLE, names, rows, left=5 + self.ranks)
+
+    _repr_html_ = html
 
     @property
     def _more(self) -> list[str]:

@@ -38,4 +38,4 @@ def described(kind: str, named: Mapping[str, Any]) -> str:
 
 def carded(kind: str, named: Mapping[str, Any], bus: Any) -> str:
     """Return facts and the table of hooks as HTML."""
-    return card(kind, named, bus.describe()._repr_html_())
+    return card(kind, named, bus.describe().html())
