@@ -195,7 +195,7 @@ def test_a_run_with_nothing_left_to_train_logs_it(parts, bus, trace, limit, logs
     assert trace.names == ["before_run", "after_run"]
     (told,) = [entry["event"] for entry in logs if "nothing is left to train" in entry["event"]]
     ((name, value),) = limit.items()
-    assert f"reached {name}={value}" in told
+    assert f"{name}={value} was reached before" in told
 
 
 def test_a_resume_of_a_finished_training_that_only_validates_again_logs_that_nothing_is_left(parts, tmp_path, logs):
