@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 from torch.distributed import is_torchelastic_launched
 
-from eventloop.cli import catalogue, init, report, run, runs, trace
+from eventloop.cli import catalogue, dashboard, init, report, run, runs, trace
 from eventloop.cli.checkpoint import exchange, listing, show
 from eventloop.config.read import shortened
 from eventloop.errors import CheckpointDamagedError, TrainbusError
@@ -40,6 +40,7 @@ app.command(run.run)
 app.command(init.init)
 app.command(runs.list_runs, name="runs")
 app.command(report.report)
+app.command(dashboard.dashboard)
 app.command(catalogue.list_hooks, name="hooks")
 app.command(catalogue.list_events, name="events")
 traces = App(name="trace", help="Merge traces of TraceHook and of torch's profiler.")

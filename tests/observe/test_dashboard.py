@@ -13,7 +13,6 @@ from eventloop import Bus, ConfigurationError, Run
 from eventloop.checkpoint import load
 from eventloop.events import AfterRun, AfterTrainIter, BeforeRun, Progress
 from eventloop.observe.dashboard import Board, Server, Watcher
-from eventloop.observe.dashboard import page as pages
 from hooks import CheckpointHook, Dashboard
 
 from ..hooks.conftest import loss_of, small_model
@@ -168,9 +167,8 @@ def test_a_resumed_run_is_shown_at_the_place_of_its_checkpoint(tmp_path):
     assert (resume["epoch"], resume["iter"]) == (3, 15)
 
 
-def test_runs_one_after_the_other_on_an_open_bus_have_pages_of_which_the_last_ones_are_kept(monkeypatch):
-    monkeypatch.setattr(pages, "_MOST_ENDED", 2)
-    board = Board()
+def test_runs_one_after_the_other_on_an_open_bus_have_pages_of_which_the_last_ones_are_kept():
+    board = Board(most_ended=2)
     with Bus(Watcher(board)) as bus:
         for epochs in (1, 2):
             Job(bus, epochs=epochs).loop.run()

@@ -9,12 +9,13 @@ import pytest
 
 from eventloop import Bus
 from eventloop.observe.costs import Growth
-from eventloop.observe.dashboard import Watcher
+from eventloop.observe.dashboard import FolderWatcher, Watcher
 from eventloop.observe.dashboard.watcher import shortened
 from hooks import CheckpointHook
 
 from ..waiting import until
 from .dashboards import Job, failing, watched
+from .folders import session, write_run
 
 pytest.importorskip("httpx")
 pytest.importorskip("starlette")
@@ -192,6 +193,54 @@ def test_several_runs_are_listed_and_have_a_page_each(server, tab):
         tab.click("text=all runs")
         tab.wait_for_selector("text=first")
         assert tab.url == f"http://127.0.0.1:{server.port}/?all"
+
+
+def labels(tab):
+    """The descriptions of the charts of several runs, by name."""
+    said = tab.locator(".plot[aria-label]").evaluate_all("(all) => all.map(one => one.ariaLabel)")
+    return {re.match(r"Curves of (\S+):", text)[1]: text for text in said}
+
+
+def test_several_runs_share_the_charts_and_the_list_chooses_them(server, tab, tmp_path):
+    for name, lr in (("a", 0.1), ("b", 0.2)):
+        write_run(tmp_path / name, session(epoch=10, iter=100, settings={"optimizer.lr": lr, "seed": 3}))
+    FolderWatcher(server.board, [tmp_path]).look()
+    tab.goto(server.url)
+    tab.wait_for_selector("figure canvas")
+    assert [one.strip() for one in tab.locator("#heads th").all_text_contents()][4:6] == ["lr", "began"]
+    found = labels(tab)
+    assert re.match(r"Curves of loss: b 0\.\d+, a 0\.\d+$", found["loss"])
+    assert found["accuracy"] == "Curves of accuracy: b val 0.8, b test 0.85, a val 0.8, a test 0.85"
+    tab.get_by_label("curves of b").uncheck()
+    tab.wait_for_function("() => document.querySelector('.plot').ariaLabel.startsWith('Curves of loss: a')")
+    assert "b val" not in labels(tab)["accuracy"]
+
+
+def test_the_curves_of_runs_that_go_on_grow_in_the_shared_chart(server, tab):
+    with watched(server, slow=True, name="first"), Job(Bus(Watcher(server.board)), slow=True, name="second"):
+        until(lambda: server.board.get(2) is not None)
+        tab.goto(server.url)
+        tab.wait_for_selector("figure canvas")
+        before = tab.evaluate(LOSS)
+        assert "first" in before
+        assert "second" in before
+        tab.wait_for_function(f"before => {LOSS} !== before", arg=before)
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (400, "dark")])
+def test_the_page_of_several_runs_is_accessible_and_not_wider_than_the_screen(server, browser, tmp_path, width, scheme):
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright")
+    for number in range(12):
+        write_run(tmp_path / f"run-{number}", session(settings={"lr": number / 10, "optimizer": "AdamW" if number else "SGD"}))
+    FolderWatcher(server.board, [tmp_path]).look()
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, bypass_csp=True)
+    tab = context.new_page()
+    tab.goto(server.url)
+    tab.wait_for_selector("figure canvas", timeout=60_000)
+    results = axe.Axe().run(tab)
+    assert results.violations_count == 0, results.generate_report()
+    assert tab.evaluate("document.documentElement.scrollWidth") <= width
+    context.close()
 
 
 def test_a_page_that_waits_shows_the_first_run_when_it_begins_and_a_lost_connection(server, tab):

@@ -12,11 +12,12 @@ from typing import Any
 from eventloop.bus import Bus
 from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError
+from eventloop.observe.dashboard.folders import FolderWatcher
 from eventloop.observe.dashboard.page import Board
 from eventloop.observe.dashboard.server import Server, check_address, missing_web
 from eventloop.observe.dashboard.watcher import Watcher
 
-__all__ = ["Board", "Server", "Watcher", "app", "check_address"]
+__all__ = ["Board", "FolderWatcher", "Server", "Watcher", "app", "check_address"]
 
 
 @check_options

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Annotated, Any, Final, get_args
 import anyio
 import anyio.to_thread
 import msgspec
+import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -19,6 +21,7 @@ from starlette.routing import Route
 
 from eventloop.errors import ConfigurationError, TrainbusError
 from eventloop.observe import assets
+from eventloop.observe.compared import differing
 from eventloop.observe.dashboard.event_stream import EventStream, Readers
 from eventloop.observe.dashboard.guard import Access, Guard, refused
 from eventloop.observe.dashboard.page import Board, Command, CommandRefusedError, RunPage
@@ -26,12 +29,21 @@ from eventloop.observe.dashboard.page import Board, Command, CommandRefusedError
 _STATIC: Final = Path(__file__).with_name("static")
 _SHARED: Final = Path(assets.__file__).parent
 _FILES: Final = {
-    **{name: _STATIC / name for name in ("dashboard.css", "common.js", "runs.js", "run.js", "charts.js")},
+    **{name: _STATIC / name for name in ("dashboard.css", "common.js", "runs.js", "run.js", "charts.js", "several.js")},
     **{name: _SHARED / name for name in ("colours.css", "curves.js", "uplot.css", "uplot.js")},
 }
 _MOST_READERS: Final = 500
+_MOST_SETTINGS: Final = 12  # columns
+_MOST_CURVES: Final = 200  # runs in one answer
+_BY_NUMBER: Final = orjson.OPT_NON_STR_KEYS
 _MOST_BYTES: Final = 256
 _BODY_SECONDS: Final = 5.0
+
+
+def _curves(pages: list[tuple[RunPage, int]]) -> bytes:
+    """Return the curves of runs that have more than the reader has."""
+    news = [(page, page.messages.number) for page, seen in pages if page.messages.number > seen]
+    return orjson.dumps({page.number: {"seen": number, "curves": page.curves()} for page, number in news}, option=_BY_NUMBER)
 
 
 class _Rate(msgspec.Struct):
@@ -56,6 +68,7 @@ class Application(Starlette):
             routes=[
                 Route("/", self._list_page),
                 Route("/runs.json", self._runs),
+                Route("/curves.json", self._curves),
                 Route("/runs/{number:int}/", self._run_page),
                 Route("/runs/{number:int}/events", self._events),
                 Route("/runs/{number:int}/{command}", self._command, methods=["POST"]),
@@ -77,9 +90,21 @@ class Application(Starlette):
         return FileResponse(path, headers={"cache-control": "no-cache"})
 
     async def _runs(self, request: Request) -> Response:
-        runs = [page.summary() for page in self.board]
-        payload = {"runs": runs, "changes": self._access.mode, "may_change": self._access.allows(request)}
+        pages = list(self.board)
+        payload = {
+            "runs": [page.summary() for page in pages],
+            "settings": _settings(pages),
+            "changes": self._access.mode,
+            "may_change": self._access.allows(request),
+        }
         return JSONResponse(payload, headers={"cache-control": "no-store"})
+
+    async def _curves(self, request: Request) -> Response:
+        """The curves of the runs in ``?runs=1:0,2:350``; the second number is the last one that the reader has of the run."""
+        asked = re.findall(r"(\d{1,9}):(\d{1,15})(?:,|$)", request.query_params.get("runs", ""))[:_MOST_CURVES]
+        pages = [(page, int(seen)) for number, seen in asked if (page := self.board.get(int(number))) is not None]
+        body = await anyio.to_thread.run_sync(_curves, pages)  # in a thread, because it takes milliseconds for each run
+        return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
     async def _metrics(self, request: Request) -> Response:
         if self._expose is None:
@@ -120,6 +145,12 @@ class Application(Starlette):
         if page is None:
             raise HTTPException(404, "unknown run; see the list of runs")
         return page
+
+
+def _settings(pages: list[RunPage]) -> dict[str, dict[str, Any]]:
+    """Return the settings in which runs differ: for each, its values by the number of the run."""
+    names = [name for name in differing([dict(page.settings) for page in pages]) if name != "command"][:_MOST_SETTINGS]
+    return {name: {str(page.number): page.settings[name] for page in pages if name in page.settings} for name in names}
 
 
 _NOT_ALLOWED: Final = {

@@ -94,6 +94,11 @@ class MessageLog:
         ]
         return bodies, number, over
 
+    def points(self) -> list[Point]:
+        """Return the points that are kept, in their order."""
+        with self._lock:
+            return [point for one in self._messages for point in one.points]
+
     def _known(self, values: Mapping[str, Any]) -> dict[str, float | None]:
         known: dict[str, float | None] = {}
         for name, value in values.items():
@@ -116,7 +121,7 @@ class MessageLog:
             if not one.points:
                 messages.append(one)
             elif left := [point for point in one.points if point.number in kept]:
-                if messages and messages[-1].points:
+                if messages and messages[-1].points and messages[-1].points[-1].values.keys() == left[0].values.keys():
                     left = [*messages.pop().points, *left]
                 messages.append(_Message(left[0].number, left[-1].number, "scalars", b"", left))
         self._messages = [_scalars(one.points) if one.points else one for one in messages]

@@ -5,20 +5,25 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, Literal
 
+import numpy as np
 import torch
 
 from eventloop.errors import TrainbusError
+from eventloop.observe.curves import Curve, stage_and_name
 from eventloop.observe.dashboard.message_log import MessageLog
-from eventloop.observe.record import End, Entry, Pause, Resume, begin_of, fields_of
+from eventloop.observe.record import Begin, End, Entry, Evaluation, Pause, Resume, begin_of, fields_of
 from eventloop.observe.states import ENDED, RunStatus
 from eventloop.observe.story import RunStory
 
 Command = Literal["pause", "resume", "stop", "checkpoint", "lr"]
 
 _MOST_ENDED: Final = 20  # most pages of ended runs; the oldest are dropped
+_MOST_EVALUATIONS: Final = 2000
+_MOST_POINTS: Final = 300  # of a curve in a chart of several runs
 
 
 class CommandRefusedError(TrainbusError):
@@ -31,9 +36,10 @@ class RunPage:
     Commands are safe from any thread and take effect at the next safe mount point of the run, as in code.
     """
 
-    def __init__(self, number: int, run: Any) -> None:
+    def __init__(self, number: int, run: Any, begin: Begin | None = None) -> None:
         self.number = number
-        begin = begin_of(run)
+        reads_files = begin is not None
+        begin = begin or begin_of(run)
         self.story = RunStory()
         self.story.add(begin)
         self.name, self.began = begin.name or "run", begin.time
@@ -42,7 +48,11 @@ class RunPage:
         self.last_costs: Any = None
         self.iter = self.epoch = 0
         self.messages = MessageLog()
-        self.refusals = _refusals(run)  # reasons why commands are not possible, by command; empty if all are possible
+        self.settings: Mapping[str, Any] = {}
+        self._evaluated: deque[tuple[str, int, Mapping[str, float]]] = deque(maxlen=_MOST_EVALUATIONS)
+        self.refusals = _refusals(
+            run, reads_files=reads_files
+        )  # reasons why commands are not possible, by command; empty if all are possible
         facts = {"name": self.name, "work_dir": begin.work_dir or "", "began": self.began, "state": self.story.state}
         self.messages.post("hello", facts | {"refusals": self.refusals, "lr": learning_rate(run)})
 
@@ -61,10 +71,12 @@ class RunPage:
             case Pause():
                 self._post_state()
             case End():
-                self._post_state(entry.reason)
+                self._post_state(entry.reason, entry.time)
             case _:
                 self.epoch = entry.epoch if isinstance(entry, Resume) else self.epoch
                 fields = fields_of(entry)
+                if isinstance(entry, Evaluation):
+                    self._evaluated.append((entry.stage, entry.iter, fields["metrics"]))
                 if "names" in fields:
                     fields["names"] = [name.rstrip("/").rpartition("/")[2] for name in fields["names"]]
                 self.messages.post(fields.pop("kind"), fields)
@@ -117,28 +129,55 @@ class RunPage:
         where = {"iter": self.iter, "epoch": self.epoch}
         return {"number": self.number, "name": self.name, "state": self.story.state, "began": self.began} | where
 
+    def curves(self) -> list[dict[str, Any]]:
+        """Return the curves of the run for a chart of several runs: name, stage, iterations and values of each, thinned."""
+        found: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
+
+        def add(name: str, stage: str, iteration: int, value: float | None) -> None:
+            stage, name = stage_and_name(name, stage)
+            iterations, values = found.setdefault((name, stage), ([], []))
+            if not iterations or iteration > iterations[-1]:
+                iterations.append(iteration)
+                values.append(math.nan if value is None else value)
+
+        for point in self.messages.points():
+            for name, value in point.values.items():
+                add(name, "train", point.iter, value)
+        for stage, iteration, metrics in list(self._evaluated):
+            for name, value in metrics.items():
+                add(name, stage, iteration, value)
+        return [{"name": name, "stage": stage, **_thinned(*columns)} for (name, stage), columns in found.items()]
+
     def _ask(self, state: RunStatus) -> None:
         """Post the state between a command and its effect."""
         if not self.over:
             self.story.state = state
             self._post_state()
 
-    def _post_state(self, reason: str = "") -> None:
+    def _post_state(self, reason: str = "", at: float = 0.0) -> None:
         state = self.story.state
-        over = state in ENDED
-        self.messages.post("state", self._where() | {"state": state, "over": over, "reason": reason}, last=over)
+        over = state in (*ENDED, RunStatus.KILLED)
+        where = self._where() | ({"time": at} if at else {})
+        self.messages.post("state", where | {"state": state, "over": over, "reason": reason}, last=over)
 
     def _where(self) -> dict[str, Any]:
         return {"time": time.time(), "iter": self.iter, "epoch": self.epoch}
 
 
+def _thinned(iterations: list[float], values: list[float]) -> dict[str, list[float]]:
+    blank = np.full(len(values), np.nan)
+    curve = Curve(np.array(iterations, np.float64), blank, blank, np.array(values, np.float64)).thinned(_MOST_POINTS)
+    return {"iter": curve.iterations.tolist(), "values": curve.values.tolist()}
+
+
 class Board:
     """The pages of the runs that one server shows, by number. Every method may be called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_ended: int | None = _MOST_ENDED) -> None:
         self._lock = threading.Lock()
         self._pages: dict[int, RunPage] = {}
         self._number = 0
+        self._most_ended = most_ended  # None: the pages of all ended runs stay
         self.closed = False  # True when the server ends; readers then disconnect
         self.collect: Callable[[Any], object] | None = None  # called with the bus of each run that begins, for `/metrics`
 
@@ -151,15 +190,20 @@ class Board:
         with self._lock:
             return self._pages.get(number)
 
-    def begin(self, run: Any) -> RunPage:
-        """Create the page of a run."""
+    def remove(self, page: RunPage) -> None:
+        """Remove the page of a run."""
+        with self._lock:
+            self._pages.pop(page.number, None)
+
+    def begin(self, run: Any, begin: Begin | None = None) -> RunPage:
+        """Create the page of a run, or of one in files with this beginning."""
         if self.collect is not None and run is not None:
             self.collect(run.bus)
         with self._lock:
             self._number += 1
-            page = self._pages[self._number] = RunPage(self._number, run)
+            page = self._pages[self._number] = RunPage(self._number, run, begin)
             ended = [number for number, one in self._pages.items() if one.over]
-            for number in ended[:-_MOST_ENDED]:
+            for number in ended[: -self._most_ended] if self._most_ended else ():
                 del self._pages[number]
             return page
 
@@ -174,11 +218,16 @@ def learning_rate(run: Any) -> float | None:
     return None
 
 
-def _refusals(run: Any) -> dict[str, str]:
+def _refusals(run: Any, *, reads_files: bool) -> dict[str, str]:
     """Return the reasons why commands are not possible, by command."""
     if run is None:
+        why = (
+            "this page shows the files of a run"
+            if reads_files
+            else "these events do not belong to a Run that could be controlled"
+        )
         every: tuple[Command, ...] = ("pause", "resume", "stop", "checkpoint", "lr")
-        return dict.fromkeys(every, "these events do not belong to a Run that could be controlled")
+        return dict.fromkeys(every, why)
     refusals = {}
     if not run.optimizers:
         refusals["lr"] = "this run has no optimizer"

@@ -69,12 +69,12 @@ class Server:
             _servers[host, port] = server = cls(host, port, token)
             return server
 
-    def __init__(self, host: str, port: int | None, token: str | None) -> None:
+    def __init__(self, host: str, port: int | None, token: str | None, board: Board | None = None) -> None:
         uvicorn = _uvicorn()
         from eventloop.observe.dashboard.application import Application
         from eventloop.observe.dashboard.guard import LOOPBACK, Access
 
-        self.board = Board()
+        self.board = board or Board()
         self.token = token or secrets.token_urlsafe(24)
         self._socket = _bound(host, port)
         self.port: int = self._socket.getsockname()[1]

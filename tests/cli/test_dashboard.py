@@ -1,0 +1,49 @@
+"""``trainbus dashboard``, as a user would type it."""
+
+import json
+import re
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from eventloop.observe.dashboard import FolderWatcher
+
+from ..observe.folders import session, write_run
+
+pytest.importorskip("starlette")
+pytest.importorskip("uvicorn")
+
+
+@pytest.fixture
+def visits(monkeypatch, capsys):
+    """The answers to a visitor who looks at the runs, and then presses Ctrl-C."""
+    found = []
+
+    def visit(watcher):
+        address = re.search(r"http://127\.0\.0\.1:\d+/", capsys.readouterr().out)[0]
+        for path in ("runs.json", "curves.json?runs=1:0"):
+            with urllib.request.urlopen(address + path, timeout=30) as answer:  # noqa: S310 - of this machine
+                found.append(json.load(answer))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FolderWatcher, "follow", visit)
+    return found
+
+
+@pytest.mark.parametrize(("words", "names"), [([], ["a", "deep/b"]), (["runs/deep/b", "runs"], ["runs/deep/b", "a"])])
+def test_the_runs_in_folders_are_shown_until_ctrl_c(here, trainbus, visits, words, names):
+    write_run(Path("runs/a"), session(settings={"lr": 0.1}))
+    write_run(Path("runs/deep/b"), session(settings={"lr": 0.2}))
+    trainbus("dashboard", *words, "--port", "0")
+    runs, curves = visits
+    assert [run["name"] for run in runs["runs"]] == names
+    assert set(runs["settings"]) == {"lr"}
+    assert runs["may_change"] is False
+    assert "loss" in {one["name"] for one in curves["1"]["curves"]}
+
+
+def test_mistakes_are_told(here, trainbus):
+    assert "missing: no such folder" in trainbus("dashboard", "missing", status=2).err
+    Path("runs").mkdir()
+    assert "65535" in trainbus("dashboard", "--port", "70000", status=2).err
