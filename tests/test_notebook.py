@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from eventloop import Bus, ConfigurationError, Hook, Run, TrainLoop, check_options
+from eventloop import Bus, ConfigurationError, Hook, Run, TrainingError, TrainLoop, check_options
 from eventloop.notebook import Named, card, table
 from hooks import CheckpointHook
 
@@ -23,6 +23,19 @@ trained = loop
 loop = make_loop()
 loop.bus.on("after_train_epoch", lambda event: _thread.interrupt_main(), once=3)
 loop.run(max_epochs=50)
+""",
+    "cancelled": """
+import os, signal
+loop = make_loop()
+loop.bus.on("after_train_epoch", lambda event: os.kill(os.getpid(), signal.SIGINT), once=2)  # as the button
+await loop.arun(max_epochs=100_000)
+""",
+    "unsaved": """
+import _thread
+from trainbus import TrainLoop
+bare = TrainLoop(torch.nn.Linear(8, 1), loop._optimizer, step=step, train_data=data, max_epochs=50)
+bare.bus.on("after_train_epoch", lambda event: _thread.interrupt_main(), once=1)
+bare.run()
 """,
     "again": "trained.run(max_epochs=5)\ndone = trained.run(max_epochs=5)",
     "lines": """
@@ -41,7 +54,8 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     read = [cell for path in EXAMPLES for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     found = [nbformat.v4.new_code_cell(cell.source) for cell in read]  # with ids of their own
     probes = {name: nbformat.v4.new_code_cell(source) for name, source in PROBES.items()}
-    probes["interrupted"].metadata.tags = ["raises-exception"]
+    for name in ("interrupted", "cancelled", "unsaved"):
+        probes[name].metadata.tags = ["raises-exception"]
     notebook = nbformat.v4.new_notebook(cells=[*found, *probes.values()])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
@@ -101,9 +115,23 @@ def test_the_lines_of_the_console_are_one_output_of_the_cell_that_trains(cells):
 def test_an_interrupt_is_one_line_that_resumes_and_the_same_cell_again_does(cells):
     (error,) = (one for one in cells["interrupted"].outputs if one.output_type == "error")
     assert len(error.traceback) == 1
-    assert re.search(r"interrupted; continue from .*epoch_\d\.safetensors with resume=", error.traceback[0])
+    assert re.search(r"interrupted after iteration \d+; continue from .*epoch_\d\.safetensors with resume=", error.traceback[0])
     assert "nothing is left to train: max_epochs=5 was reached before" in streams(cells["again"])
     assert "run(max_epochs=10)" in streams(cells["again"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("probe", "line"),
+    [
+        ("cancelled", r"CancelledError: the run was interrupted after iteration \d+; loop.arun\(\) trains on"),
+        ("unsaved", r"KeyboardInterrupt: the run was interrupted after iteration \d+"),
+    ],
+)
+def test_an_interrupt_of_an_awaited_training_or_of_one_without_a_checkpoint_is_one_line(cells, probe, line):
+    (error,) = (one for one in cells[probe].outputs if one.output_type == "error")
+    (shown,) = error.traceback
+    assert re.fullmatch(line, shown)
 
 
 @pytest.mark.long
@@ -121,6 +149,25 @@ class Mine(Hook):
         self.text = text
 
     def after_run(self, event: Any) -> None: ...
+
+
+def test_a_loop_names_its_work_dir_and_refuses_another_length_while_it_runs(tmp_path):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = lambda model, batch: model(batch).sum()  # noqa: E731
+    loop = TrainLoop(model, optimizer, step=step, train_data=[torch.ones(1, 2)], max_epochs=2, work_dir=tmp_path)
+    assert f"work dir: {tmp_path}" in repr(loop)
+    refused = []
+
+    @loop.bus.on("after_train_iter", once=1)
+    def again(event):
+        with pytest.raises(TrainingError, match="already running"):
+            loop.run(max_epochs=9)
+        refused.append(loop.max_epochs)
+
+    loop.run()
+    assert refused == [2]
+    assert loop.counters.epoch == 2
 
 
 def test_text_of_users_is_no_html():

@@ -19,12 +19,14 @@ from typing import Any, Literal, TypeVar
 import anyio
 
 from eventloop.errors import BusStateError
+from eventloop.notebook import in_notebook
 from eventloop.offload.callers import OwnedThread, settle
 
 T = TypeVar("T")
 
 Backend = Literal["asyncio", "trio"]
 CANCEL_GRACE = 0.5  # seconds that cancelled tasks have to end, at least
+_WAKE = 0.2  # seconds, in a notebook
 CallSoon = Callable[[Callable[[], object]], object]
 
 
@@ -196,7 +198,7 @@ async def in_thread(function: Callable[[], T], name: str, *, cancelled: Callable
     set_library(context, None)  # that thread runs no event loop
     threading.Thread(target=context.run, args=(work,), name=name, daemon=True).start()
     try:
-        await over.wait()
+        await _wait(over)
     except BaseException:
         cancelled()
         while not over.is_set():
@@ -209,6 +211,15 @@ async def in_thread(function: Callable[[], T], name: str, *, cancelled: Callable
         return outcome.result()
     finally:
         del outcome, work  # no cycle of the error, its traceback and this frame
+
+
+async def _wait(over: anyio.Event) -> None:
+    # In a notebook, an interrupt adds a callback to the loop from a signal handler, which does not wake a loop that waits:
+    # ipykernel's _cancel_on_sigint. Nothing else may wake it before the thread ends.
+    while in_notebook() and not over.is_set():
+        with anyio.move_on_after(_WAKE):
+            await over.wait()
+    await over.wait()
 
 
 def _work(function: Callable[[], T], outcome: Future[T], call_soon: CallSoon, over: anyio.Event) -> None:

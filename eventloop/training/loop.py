@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -19,7 +20,7 @@ from eventloop.device import handed_over
 from eventloop.errors import BusStateError, ConfigurationError, RunCancelled, TrainingError, stopped
 from eventloop.events import AfterForward, BeforeForward
 from eventloop.log import get_logger
-from eventloop.notebook import Named
+from eventloop.notebook import Named, shorten
 from eventloop.offload import in_thread
 from eventloop.spelling import answers_names
 from eventloop.training.arguments import (
@@ -168,7 +169,8 @@ class TrainLoop:
             counters = copy(counters)
             counters.limit(self.max_epochs, self.max_iters)
         optimizers = named("optimizer", self._optimizer or {}, torch.optim.Optimizer)
-        return facts(named("model", self.model, torch.nn.Module), optimizers, counters.snapshot(), self._folder)
+        folder = self._folder or self._options["work_dir"]
+        return facts(named("model", self.model, torch.nn.Module), optimizers, counters.snapshot(), folder)
 
     @check_options
     def run(
@@ -231,6 +233,8 @@ class TrainLoop:
         if (max_epochs if by_iter else max_iters) is not None:
             counts, option = ("iterations", "max_iters") if by_iter else ("epochs", "max_epochs")
             raise ConfigurationError(f"this loop counts {counts}: give run() {option}=")
+        if self._running is not None:
+            return  # _begun() refuses the call, which must not change the run
         self.max_epochs, self.max_iters = max_epochs or self.max_epochs, max_iters or self.max_iters
 
     async def arun(
@@ -261,6 +265,9 @@ class TrainLoop:
         async with self.bus if self.bus.state == "idle" else nullcontext():
             try:
                 return await in_thread(train, "trainbus training", cancelled=self._cancel)
+            except asyncio.CancelledError as error:
+                shorten(error, f"the run was interrupted after iteration {self.counters.iter}; loop.arun() trains on")
+                raise
             finally:
                 self._cancelled = False
 

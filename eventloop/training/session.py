@@ -156,15 +156,17 @@ class Session:
 
     def _tell_resume(self, error: BaseException) -> None:
         """Add the line that resumes the run to an error; log it if the application or the trainer may replace the error."""
-        if not (line := self._host.saver.resume_line()):
+        line = self._host.saver.resume_line()
+        if isinstance(error, KeyboardInterrupt):
+            done = f"the run was interrupted after iteration {self.state.counters.iter}"
+            shorten(error, f"{done}; {line}" if line else done)
+        if not line:
             return
         if isinstance(error, self._host.saver.hidden):
             reason = "cancelled" if isinstance(error, RunCancelled) else "interrupted"
             log.info(f"the run was {reason}; {line}", iter=self.state.counters.iter)
         else:
             error.add_note(line)
-            if isinstance(error, KeyboardInterrupt):
-                shorten(error, f"the run was interrupted; {line}")
 
     def _close(self, *, abort: bool = False) -> None:
         try:
