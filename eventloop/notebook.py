@@ -6,7 +6,9 @@ HTML has its styles inline and inherits colours, so that it reads on light and d
 from __future__ import annotations
 
 import importlib
+import math
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import Context
 from html import escape
@@ -14,6 +16,7 @@ from typing import Any, Final
 
 from eventloop.terminal import Figures, printable
 
+_EVERY: Final = 0.2  # seconds
 _CELL: Final = "padding:.15em .8em .15em 0;vertical-align:top;"
 _LINE: Final = "border-bottom:1px solid rgba(128,128,128,.35);"
 _TABLE: Final = "border-collapse:collapse;margin:.3em 0 .8em;"
@@ -77,6 +80,15 @@ class Output:
 
     def __init__(self) -> None:
         self._handle: Any = None
+        self._shown = -math.inf
+
+    def due(self) -> bool:
+        """Return False within a fifth of a second after ``show``.
+
+        Call ``show`` more often only for what stays: Jupyter's server drops what a cell shows beyond 1 MB/s
+        (``iopub_data_rate_limit``).
+        """
+        return time.monotonic() - self._shown >= _EVERY
 
     def show(self, html: str, plain: str) -> None:
         """Show HTML in place of what was shown before; ``plain`` is for pages without HTML."""
@@ -87,6 +99,7 @@ class Output:
             self._handle = Context().run(display, bundle, raw=True, display_id=True)
         else:
             Context().run(self._handle.update, bundle, raw=True)
+        self._shown = time.monotonic()
 
 
 class Named(dict[str, Any]):

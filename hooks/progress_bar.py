@@ -93,7 +93,7 @@ class ProgressBar(CopiedAnew, Hook):
 
     def after_epoch(self, event: AfterEpoch) -> None:
         if event.progress.stage == "train":
-            self._publish(event, event.progress.batch_idx + 1, {})
+            self._publish(event, event.progress.batch_idx + 1, event.run.outputs)  # a curve has a point for each epoch
         elif isinstance(event, AfterValEpoch) and self._cell is not None:
             self._publish(event, event.progress.batch_idx + 1, {}, event.metrics)
 

@@ -37,9 +37,10 @@ class ProgressCell:
         self._rows.append((at, metrics))
 
     def draw(self, line: str, done: int, total: int | None) -> None:
-        """Show all of it, with a line of figures beside the bar."""
+        """Show all of it, with a line of figures beside the bar, if that is due."""
         self._line = line, done, total
-        self._output.show(self._html(), line)
+        if self._output.due():
+            self._output.show(self._html(), line)
 
     def end(self) -> None:
         """Show what stays: the last figures without the bar."""

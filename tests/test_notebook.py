@@ -1,7 +1,9 @@
 """Notebooks: the examples run in a real kernel, objects are tables, and what a person does at the desk is answered there."""
 
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from eventloop import Bus, ConfigurationError, Hook, Run, TrainingError, TrainLoop, check_options
 from eventloop.notebook import Named, card, table
 from hooks import CheckpointHook
+from hooks.progress_cell import ProgressCell
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -149,6 +152,20 @@ class Mine(Hook):
         self.text = text
 
     def after_run(self, event: Any) -> None: ...
+
+
+def test_a_page_gets_as_many_updates_as_it_can_show_and_the_last_one(monkeypatch):
+    clock, shown = [0.0], []
+    handle = SimpleNamespace(update=lambda bundle, **_: shown.append(bundle["text/plain"]))
+    pages = SimpleNamespace(display=lambda bundle, **_: handle.update(bundle) or handle)
+    monkeypatch.setitem(sys.modules, "IPython.display", pages)
+    monkeypatch.setattr("eventloop.notebook.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    bar = ProgressCell()
+    for done in range(1, 7):
+        bar.draw(str(done), done, 6)
+        clock[0] += 0.125
+    bar.end()
+    assert shown == ["1", "3", "5", "6"]
 
 
 def test_a_loop_names_its_work_dir_and_refuses_another_length_while_it_runs(tmp_path):

@@ -47,6 +47,7 @@ class ConsoleWriter(Writer):
         self._digits = num_digits
         self._cell: Output | None = None
         self._lines: deque[str] = deque(maxlen=_MOST_LINES)
+        self._late = False  # the last line is not shown
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
         short = {name.removeprefix(f"{where.stage}/"): value for name, value in scalars.items()}
@@ -63,11 +64,20 @@ class ConsoleWriter(Writer):
         self._lines.clear()
         self._cell = Output() if self._console is None and in_notebook() else None
 
+    def flush(self) -> None:
+        if self._cell is not None and self._late:
+            lines, self._late = "\n".join(self._lines), False
+            self._cell.show(f'<pre style="background:none;margin:0">{text(lines)}</pre>', lines)
+
+    def close(self) -> None:
+        self.flush()
+
     def _print(self, parts: list[Text]) -> None:
         if self._cell is not None:
             self._lines.append(Text("  ").join(parts).plain)
-            lines = "\n".join(self._lines)
-            self._cell.show(f'<pre style="background:none;margin:0">{text(lines)}</pre>', lines)
+            self._late = True
+            if self._cell.due():
+                self.flush()
             return
         console = self._console if self._console is not None else get_console()
         # In a pipe one line, so that grep finds it whole.
