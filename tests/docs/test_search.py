@@ -19,6 +19,7 @@ PAGES = {
     "FAQ": "help/faq",
     "hyperparameter": "guides/hyperparameters",
     "SLURM": "guides/slurm",
+    "Jupyter": "guides/notebooks",
     "out of memory": "help/troubleshooting",
     "gradient clipping": "guides/precision",
     "freeze layers": "guides/freeze",
@@ -41,6 +42,9 @@ PAGES = {
     "profiling": "guides/find-a-slow-hook",
     "fine-tune": "guides/freeze",
     "S3": "guides/object-storage",
+    "Slack": "guides/alerts",
+    "compare runs": "guides/many-runs",
+    "fast_dev_run": "guides/check",
     "EMA": "guides/ema",
 }
 
