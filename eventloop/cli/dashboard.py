@@ -10,6 +10,7 @@ from cyclopts.validators import Number
 
 from eventloop.cli.common import say
 from eventloop.errors import ConfigurationError
+from eventloop.observe import find_runs
 
 Port = Annotated[int, Parameter(validator=Number(gte=0, lte=65535))]
 
@@ -32,7 +33,7 @@ def dashboard(*folders: Path, port: Port | None = None) -> None:
             raise ConfigurationError(f"{folder}: no such folder; name folders of runs, or one that contains them")
     board = Board(most_ended=None)
     watcher = FolderWatcher(board, shown)
-    number = watcher.look()
+    number = len({run for folder in shown for run in find_runs(folder)})
     server = Server("127.0.0.1", port, None, board)
     try:
         say(f"{number} {'run' if number == 1 else 'runs'} at http://127.0.0.1:{server.port}/ (Ctrl-C ends)")

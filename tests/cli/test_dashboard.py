@@ -21,6 +21,7 @@ def visits(monkeypatch, capsys):
     found = []
 
     def visit(watcher):
+        watcher.look()
         address = re.search(r"http://127\.0\.0\.1:\d+/", capsys.readouterr().out)[0]
         for path in ("runs.json", "curves.json?runs=1:0"):
             with urllib.request.urlopen(address + path, timeout=30) as answer:  # noqa: S310 - of this machine

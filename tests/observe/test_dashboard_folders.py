@@ -111,6 +111,18 @@ def test_lines_without_a_scalar_are_no_lines_with_a_nan(tmp_path):
     assert values == [{"loss": [1.0]}, {"lr": [0.1]}, {"loss": [None]}]
 
 
+def test_damaged_numbers_are_left_out(tmp_path):
+    write_manifest(tmp_path, RunManifest(name="a", sessions=[session()]))
+    damaged = [{"iter": "x"}, {"iter": None}, {"epoch": "x"}, {"time": None}, {"train/loss": "x"}, {}]
+    write_scalars(
+        tmp_path, *({"iter": i, "epoch": 1, "time": BEGAN, "train/loss": i} | one for i, one in enumerate(damaged, 1))
+    )
+    board, watcher = watch(tmp_path)
+    watcher.look()
+    [page] = board
+    assert curves(page)["loss", "train"] == [(3, 3), (4, 4), (6, 6)]
+
+
 def test_a_damaged_run_is_told_once_and_the_others_are_shown(tmp_path, logs):
     write_run(tmp_path / "b")
     (tmp_path / "a").mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -56,16 +57,17 @@ class _Followed:
         if page is None or page.over:
             return
         page.settings = settings_of(story)
-        for _, group in groupby(filter(_names, rows[self._scalars :]), _names):  # a name that is missing is no NaN
-            page.messages.add(map(_point, group))
+        points = map(_point, rows[self._scalars :])
+        for names, group in groupby(points, lambda point: list(point[3])):  # a name that is missing is no NaN
+            page.messages.add(group if names else ())
         for line in lines[self._lines :]:
             if isinstance(line, Measured):
                 page.costs(shortened(line.costs))
             elif not isinstance(line, End):
                 page.add(line)
         self._lines, self._scalars, self._cuts = len(lines), len(rows), len(story.cuts)
-        page.iter = max([page.iter, *(int(row.get("iter") or 0) for row in rows[-1:])])
-        page.epoch = max([page.epoch, *(int(row.get("epoch") or 0) for row in rows[-1:])])
+        for row in rows[-1:]:
+            page.iter, page.epoch = max(page.iter, _point(row)[0]), max(page.epoch, _point(row)[1])
         if is_over:
             last = story.sessions[-1]
             page.end = End(time=story.ends[-1], state=story.state, reason=last.reason)
@@ -114,11 +116,11 @@ class FolderWatcher:
 
     def follow(self) -> None:
         """Look again and again, until :meth:`end`."""
-        took = 0.0
-        while not self._ended.wait(max(PACE, _SHARE * took)):
+        wait = 0.0
+        while not self._ended.wait(wait):
             began = time.monotonic()
             self.look()
-            took = time.monotonic() - began
+            wait = max(PACE, _SHARE * (time.monotonic() - began))
 
     def end(self) -> None:
         """End :meth:`follow`. Idempotent."""
@@ -142,22 +144,24 @@ def _kept(rows: Sequence[dict[str, Any]], cuts: Iterable[Cut]) -> Iterator[dict[
         at = row.get("iter", row.get("step"))
         if not isinstance(at, int) or at > until:
             continue
-        if any(row.get("time", 0) < cut.time and at > cut.iter for cut in cuts):
+        if any(_number(row, "time") < cut.time and at > cut.iter for cut in cuts):
             continue
         until = at
         kept.append(row)
     yield from reversed(kept)
 
 
-def _names(row: dict[str, Any]) -> list[str]:
-    """Return the names of the training scalars in a line; the record has those of validations and tests."""
-    return [
-        name
+def _point(row: dict[str, Any]) -> tuple[int, int, float, dict[str, float]]:
+    """Return the training scalars in a line; the record has those of validations and tests."""
+    values = {
+        name.removeprefix("train/"): value
         for name, value in row.items()
         if name not in PLACES and isinstance(value, int | float) and not name.startswith(_EVALUATED)
-    ]
+    }
+    return int(row.get("iter", row.get("step", 0))), int(_number(row, "epoch")), _number(row, "time"), values
 
 
-def _point(row: dict[str, Any]) -> tuple[int, int, float, dict[str, Any]]:
-    values = {name.removeprefix("train/"): row[name] for name in _names(row)}
-    return int(row.get("iter", row.get("step", 0))), int(row.get("epoch", 0)), float(row.get("time", 0.0)), values
+def _number(row: dict[str, Any], name: str) -> float:
+    """Return a number in a line; 0 if it is missing or damaged."""
+    value = row.get(name)
+    return value if isinstance(value, int | float) and math.isfinite(value) else 0
