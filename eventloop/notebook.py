@@ -20,7 +20,10 @@ _EVERY: Final = 0.2  # seconds
 _CELL: Final = "padding:.15em .8em .15em 0;vertical-align:top;"
 _LINE: Final = "border-bottom:1px solid rgba(128,128,128,.35);"
 _TABLE: Final = "border-collapse:collapse;margin:.3em 0 .8em;"
-_CARD: Final = "border:1px solid rgba(128,128,128,.35);border-radius:6px;padding:.5em .9em;margin:.3em 0;max-width:60em;"
+_WIDE: Final = "overflow-x:auto;"  # a narrow page scrolls a wide table
+_CARD: Final = (
+    f"{_WIDE}border:1px solid rgba(128,128,128,.35);border-radius:6px;padding:.5em .9em;margin:.3em 0;max-width:60em;"
+)
 
 
 def in_notebook() -> bool:
@@ -48,14 +51,14 @@ def table(title: str, names: Sequence[str], rows: Iterable[Sequence[object]], *,
         sides = ("left" if index < left else "right" for index in range(len(names)))
         filled = [*row, *[""] * (len(names) - len(row))]
         return "".join(
-            f'<{tag} style="{_CELL}text-align:{side};{more}">{text(one)}</{tag.split()[0]}>'
+            f'<{tag} style="{_CELL}text-align:{side};white-space:nowrap;{more}">{text(one)}</{tag}>'
             for one, side in zip(filled, sides, strict=False)
         )
 
     head = f"<thead><tr>{cells(names, 'th', f'font-weight:600;{_LINE}')}</tr></thead>"
     body = "".join(f'<tr style="background:none">{cells(row, "td")}</tr>' for row in rows)
     caption = f'<caption style="text-align:left;font-weight:600;color:inherit;caption-side:top">{text(title)}</caption>'
-    return f'<table style="{_TABLE}">{caption * bool(title)}{head}<tbody>{body}</tbody></table>'
+    return f'<div style="{_WIDE}"><table style="{_TABLE}">{caption * bool(title)}{head}<tbody>{body}</tbody></table></div>'
 
 
 def blocks(*parts: Figures | str) -> str:

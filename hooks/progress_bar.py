@@ -123,9 +123,9 @@ class ProgressBar(CopiedAnew, Hook):
         for event in events:
             self._take(event)
         with self._lock:
-            if self._shown:  # False after the end of the run
+            if self._shown or self._cell is not None:
                 self._draw(events[-1])
-            elif self._cell is not None:
+            if self._cell is not None and not self._shown:  # after the end of the run
                 self._cell.end()
 
     def _take(self, event: BarMoved) -> None:
@@ -156,7 +156,7 @@ class ProgressBar(CopiedAnew, Hook):
     def _draw(self, event: BarMoved) -> None:
         title = _title(event)
         details = [f"{printable(name)} {value:.4f}" for name, value in self._losses.items()]
-        if event.progress.stage == "train" and self._eta is not None:
+        if event.progress.stage == "train" and self._eta:
             details.append(f"eta {timedelta(seconds=round(self._eta))}")
         if self._cell is not None:
             of = "" if event.total is None else f"/{event.total}"

@@ -27,6 +27,8 @@ class ProgressCell:
         """Add a point of the curve."""
         self._seen += 1
         if isfinite(loss) and self._seen % self._every == 0:
+            if self._points and self._points[-1][0] == iteration:
+                del self._points[-1]  # the end of an epoch repeats its last iteration
             self._points.append((iteration, loss))
         if len(self._points) > _POINTS:
             self._points = self._points[::2]
@@ -43,14 +45,16 @@ class ProgressCell:
             self._output.show(self._html(), line)
 
     def end(self) -> None:
-        """Show what stays: the last figures without the bar."""
+        """Show what stays: the validations, or else the last line, and the curve."""
         self._output.show(self._html(bar=False), self._line[0])
 
     def _html(self, *, bar: bool = True) -> str:
         line, done, total = self._line
         value = "" if total is None else f' value="{done}" max="{total}"'
         shows = f'<progress{value} style="width:16em;vertical-align:middle" aria-label="progress"></progress> ' if bar else ""
-        return f"<div>{shows}<code style='background:none'>{text(line)}</code>{self._table()}{_curve(self._points)}</div>"
+        if bar or not self._rows:
+            shows += f"<code style='background:none'>{text(line)}</code>"
+        return f"<div>{shows}{self._table()}{_curve(self._points)}</div>"
 
     def _table(self) -> str:
         if not self._rows:

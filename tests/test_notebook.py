@@ -154,18 +154,33 @@ class Mine(Hook):
     def after_run(self, event: Any) -> None: ...
 
 
-def test_a_page_gets_as_many_updates_as_it_can_show_and_the_last_one(monkeypatch):
-    clock, shown = [0.0], []
-    handle = SimpleNamespace(update=lambda bundle, **_: shown.append(bundle["text/plain"]))
+@pytest.fixture
+def page(monkeypatch):
+    """What a page was told to show, and the clock."""
+    found = SimpleNamespace(shown=[], time=0.0)
+    handle = SimpleNamespace(update=lambda bundle, **_: found.shown.append(bundle))
     pages = SimpleNamespace(display=lambda bundle, **_: handle.update(bundle) or handle)
     monkeypatch.setitem(sys.modules, "IPython.display", pages)
-    monkeypatch.setattr("eventloop.notebook.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("eventloop.notebook.time", SimpleNamespace(monotonic=lambda: found.time))
+    return found
+
+
+def test_a_page_gets_as_many_updates_as_it_can_show_and_the_last_one(page):
     bar = ProgressCell()
     for done in range(1, 7):
         bar.draw(str(done), done, 6)
-        clock[0] += 0.125
+        page.time += 0.125
     bar.end()
-    assert shown == ["1", "3", "5", "6"]
+    assert [bundle["text/plain"] for bundle in page.shown] == ["1", "3", "5", "6"]
+
+
+def test_the_curve_has_one_point_for_an_iteration(page):
+    bar = ProgressCell()
+    for iteration, loss in ((1, 4.0), (2, 3.0), (2, 2.0), (3, 1.0)):
+        bar.point(iteration, loss)
+    bar.end()
+    (points,) = re.findall(r'points="([^"]+)"', page.shown[-1]["text/html"])
+    assert len(points.split()) == 3
 
 
 def test_a_loop_names_its_work_dir_and_refuses_another_length_while_it_runs(tmp_path):
