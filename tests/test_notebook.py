@@ -210,6 +210,21 @@ def test_text_of_users_is_no_html():
     assert not any(re.search("<[biu]>", one) for one in made)
 
 
+class Posts(Hook):
+    @check_options
+    def __init__(self, api_key: str, to: str) -> None: ...
+
+    def after_run(self, event: Any) -> None: ...
+
+
+def test_a_hook_shows_no_secrets():
+    hook = Posts(api_key="sk-123", to="https://chat.example/services/T0/B0")
+    for shown in (repr(hook), hook._repr_html_()):
+        assert "sk-123" not in shown
+        assert "T0" not in shown
+        assert "https://chat.example" in shown
+
+
 def test_a_run_and_a_loop_say_where_they_are(tmp_path):
     model = torch.nn.Linear(2, 1)
     bus = Bus(CheckpointHook(1))

@@ -16,6 +16,7 @@ from eventloop.events import Event
 from eventloop.events.event import name_of, registry, resolve, suggest
 from eventloop.events.mount_points import BUILTIN
 from eventloop.notebook import brief
+from eventloop.plain import without_secrets
 from eventloop.spelling import is_misspelt
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -46,12 +47,13 @@ class Hook:
     ranks: Ranks = "all"
 
     def __repr__(self) -> str:
-        options = given_to(self)
+        options = without_secrets(given_to(self))
         return f"{type(self).__name__}({', '.join(f'{name}={brief(value)}' for name, value in options.items())})"
 
     def _repr_html_(self) -> str:
         heard = {"heard mount points": ", ".join(mount_points_of(type(self)))}
-        return notebook.card(self.label, {name: brief(value) for name, value in options_of(self).items()} | heard)
+        options = without_secrets(options_of(self))  # pages of notebooks are committed and shared
+        return notebook.card(self.label, {name: brief(value) for name, value in options.items()} | heard)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that must survive a resume; {} by default."""
