@@ -128,6 +128,7 @@ class AlertHook(CopiedAnew, Hook):
         self._moved = 0
         self._paused = False
         self._progress = events.Progress()
+        self._iterations = 0
         self._name, self._rank = "run", 0
         self._how: tuple[Occasion, str] | None = None  # how the run ends, if that is to be told
 
@@ -141,7 +142,7 @@ class AlertHook(CopiedAnew, Hook):
         self._name, self._rank = run.name, run.rank
         self._metrics, self._sent, self._lanes, self._wall = {}, {}, {}, 0.0
         self._held_back.clear()
-        self._moved, self._paused, self._progress = 0, False, event.progress
+        self._moved, self._paused, self._progress, self._iterations = 0, False, event.progress, event.progress.iter
         self._webhook = self._webhook or Webhook(self._url)
         if "stall" in self.when and not run.rank:
             watch = _Watch(self._moves, self.stall_after, self._stalled)
@@ -152,6 +153,7 @@ class AlertHook(CopiedAnew, Hook):
     def move(self, event: events.RunEvent) -> None:
         self._moved += 1
         self._progress = event.progress
+        self._iterations = event.progress.iter + isinstance(event, events.AfterTrainIter)  # which progress does not count yet
 
     @mount(events.RunPaused, events.RunResumed, ranks="rank0")
     def pause(self, event: events.RunPaused | events.RunResumed) -> None:
@@ -262,8 +264,9 @@ class AlertHook(CopiedAnew, Hook):
 
     def _stalled(self, seconds: float) -> None:
         at = self._progress
-        where = f"after iteration {at.iter:,} (epoch {at.epoch + 1:,}, {at.stage})"
-        self._alert("stall", f"no iteration for {seconds:,.0f} s, {where}", at.epoch, at.iter)
+        where = f"in epoch {at.epoch + 1:,}" if at.stage == "train" else f"in a {at.stage} stage"
+        message = f"no iteration for {seconds:,.3g} s, {where} after {_count(self._iterations, 'iteration')}"
+        self._alert("stall", message, at.epoch, self._iterations)
 
 
 class _Watch(threading.Thread):
@@ -293,7 +296,7 @@ def _ended(event: events.AfterRun) -> tuple[Occasion, str]:
     reason = str(run.info.get("stop_reason", ""))
     how = "was preempted" if run.exit_code else "stopped" if reason else "finished"
     why = f": {reason}" if reason else ""
-    message = f"the run {how} after {progress.epoch:,} epochs, {progress.iter:,} iterations{why}"
+    message = f"the run {how} after {_count(progress.epoch, 'epoch')}, {_count(progress.iter, 'iteration')}{why}"
     return "preempted" if run.exit_code else "finished", message
 
 
@@ -301,8 +304,12 @@ def _failed(event: events.OnException) -> tuple[Occasion, str] | None:
     if isinstance(event.exception, KeyboardInterrupt) or not failed_first(event.exception):
         return None
     where = f" on rank {event.run.rank}" if event.run.world_size > 1 else ""
-    return "failed", f"the run failed{where} after {event.progress.iter:,} iterations: {event.error}"
+    return "failed", f"the run failed{where} after {_count(event.progress.iter, 'iteration')}: {event.error}"
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex())
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"

@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 import msgspec
 
-from eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, register
+from eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, observe, register
 from eventloop.config import registered
 from eventloop.events import (
     AfterRun,
@@ -182,8 +182,8 @@ class LoggerHook(CopiedAnew, Hook):
         opens, self._opens = self._opens, False
         if opens:
             work_dir = None if run.work_dir is None else str(run.work_dir)
-            facts = {"name": run.name, "work_dir": work_dir, "seed": run.seed, "config": _plain(run.config)}
-            self._record(run, "open", begun=self._begun, **facts)
+            config = observe.without_secrets(_plain(run.config))
+            self._record(run, "open", begun=self._begun, name=run.name, work_dir=work_dir, seed=run.seed, config=config)
 
     def before_train_epoch(self, event: events.BeforeTrainEpoch) -> None:
         state, self._restored = self._restored, None

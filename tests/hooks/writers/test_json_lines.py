@@ -8,7 +8,7 @@ import pytest
 from hooks import JSONLinesWriter
 from hooks.writers import RunFacts, Where
 
-from .conftest import write
+from .conftest import logging_loop, write
 
 AT = Where("train", epoch=2, iter=7, batch=3)
 
@@ -110,3 +110,11 @@ def test_sync_calls_fsync_after_flushing(writer, tmp_path, monkeypatch):
     writer.sync()
     assert synced == [(path.stat().st_ino, len(path.read_bytes()))]
     assert path.read_bytes()
+
+
+def test_the_configuration_is_written_without_secrets(tmp_path):
+    config = {"lr": 0.1, "wandb": {"api_key": "abc"}, "store": "s3://ada:abc@host/x", "hooks": [{"to": "https://host/abc"}]}
+    logging_loop(JSONLinesWriter(), work_dir=tmp_path, config=config).run()
+    text = (tmp_path / "config.json").read_text()
+    assert "abc" not in text
+    assert json.loads(text)["lr"] == 0.1
