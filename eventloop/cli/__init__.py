@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 from torch.distributed import is_torchelastic_launched
 
-from eventloop.cli import catalogue, dashboard, init, report, run, runs, trace
+from eventloop.cli import catalogue, configuration, dashboard, doctor, init, report, run, runs, trace
 from eventloop.cli.checkpoint import exchange, listing, show
 from eventloop.config.read import shortened
 from eventloop.errors import CheckpointDamagedError, TrainbusError
@@ -46,6 +46,10 @@ app.command(catalogue.list_events, name="events")
 traces = App(name="trace", help="Merge traces of TraceHook and of torch's profiler.")
 traces.command(trace.merge_files, name="merge")
 app.command(traces)
+app.command(doctor.doctor)
+configurations = App(name="config", help="Say what a configuration may contain.")
+configurations.command(configuration.schema)
+app.command(configurations)
 files = App(
     name="checkpoint",
     help="List, verify, show, export and import checkpoints.",

@@ -16,8 +16,9 @@ from rich.text import Text
 from eventloop.annotations import Signature, describe
 from eventloop.bus.hook import mount_points_of
 from eventloop.bus.priority import Priority
+from eventloop.cli.common import write_json
 from eventloop.config import find, option_descriptions, registered
-from eventloop.config.names import Imports
+from eventloop.config.names import Imports, Registered
 from eventloop.events.event import hints_of, mount_points, resolve
 from eventloop.events.mount_points import BUILTIN
 from eventloop.terminal import cell
@@ -29,16 +30,22 @@ _COUNTED = {"iter": "iterations", "batch": "batches", "publish": "publishes"}
 Modules = Annotated[list[str] | None, Parameter(name="--import", metavar="MODULE")]
 
 
-def list_hooks(name: str | None = None, /, *, imports: Modules = None) -> None:
+def list_hooks(name: str | None = None, /, *, imports: Modules = None, json: bool = False) -> None:
     """List all registered hooks with options, types, defaults and mount points; or show one hook with its descriptions.
 
     Args:
         name: a hook, a logger's writer, or an average, such as CheckpointHook.
         imports: a module of yours that registers hooks.
+        json: print JSON: of each class its kind, summary, options and mount points.
     """
     import hooks  # noqa: F401 - registers the built-in hooks
 
     Imports(imports or (), [Path.cwd()])
+    if json:
+        every = [(kind, entry) for kind in _TITLES for entry in registered(kind)]
+        chosen = every if name is None else [_entry(name)]
+        write_json({entry.name: _as_json(kind, entry.cls) for kind, entry in chosen})
+        return
     if name is not None:
         _show(name)
         return
@@ -70,6 +77,26 @@ def list_hooks(name: str | None = None, /, *, imports: Modules = None) -> None:
     console.print("next: trainbus hooks NAME explains one and its options", highlight=False)
 
 
+def _as_json(kind: str, cls: type[Any]) -> dict[str, Any]:
+    descriptions, options = option_descriptions(cls), dict[str, Any]()
+    for option in Signature(cls).options.values():
+        default = {} if option.default is option.empty else {"default": _default(option)}
+        options[option.name] = {
+            "type": describe(option.annotation),
+            "description": descriptions.get(option.name, ""),
+            **default,
+        }
+    heard = {"mount_points": mount_points_of(cls), "priority": Priority.parse(cls.priority)} if kind == "hook" else {}
+    return {"kind": kind, "summary": _summary(cls), "options": options, **heard}
+
+
+def _entry(name: str) -> tuple[str, Registered]:
+    """Return the kind and the class of a name; raise UnknownNameError with the nearest ones."""
+    entries = ((kind, entry) for kind in _TITLES for entry in registered(kind))
+    found = next(((kind, entry) for kind, entry in entries if name in (entry.name, *entry.aliases)), None)
+    return ("hook", Registered(name, find("hook", name))) if found is None else found
+
+
 def _summary(cls: type[Any]) -> str:
     return (inspect.getdoc(cls) or "").partition("\n\n")[0].replace("\n", " ").replace("``", "`")
 
@@ -81,9 +108,8 @@ def _where(cls: type[Any]) -> Text:
 
 def _show(name: str) -> None:
     """Print one class: its description, and its options with theirs."""
-    entries = ((kind, entry) for kind in _TITLES for entry in registered(kind))
-    kind, cls = next(((kind, entry.cls) for kind, entry in entries if name in (entry.name, *entry.aliases)), ("hook", None))
-    cls = find("hook", name) if cls is None else cls  # an unknown name is an error there, with the nearest ones
+    kind, entry = _entry(name)
+    cls = entry.cls
     console, descriptions = Console(highlight=False), option_descriptions(cls)
     signature = Signature(cls)
     text = re.split(r"^(?:Args|Raises|Attributes):$", inspect.getdoc(cls) or "", maxsplit=1, flags=re.MULTILINE)[0].strip()
@@ -128,13 +154,17 @@ def _options(kind: str, signature: Signature, width: int) -> Table:
     return table
 
 
-def list_events(*, imports: Modules = None) -> None:
+def list_events(*, imports: Modules = None, json: bool = False) -> None:
     """List the mount points in the order of a run, with the fields of their events.
 
     Args:
         imports: a module of yours that declares events.
+        json: print JSON: of each mount point what filters count, and the kinds of its fields.
     """
     Imports(imports or (), [Path.cwd()])
+    if json:
+        write_json({name: {"counted": _counted(name), "fields": _fields(name)} for name in mount_points()})
+        return
     console = Console()
     further = [name for name in mount_points() if name not in BUILTIN]
     console.print(_event_table("Mount points in the order of a run", [name for name in mount_points() if name in BUILTIN]))
@@ -149,12 +179,21 @@ def _event_table(title: str, names: list[str]) -> Table:
     payload = Column("payload (live: not for offloaded handlers)", overflow="fold")
     table = Table(*columns, payload, title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for name in names:
-        event = resolve(name)
-        hints = hints_of(event)
-        fields = sorted(event.__struct_fields__, key=["progress", "run"].count)  # an event's own fields first
-        row = ", ".join(f"{field}: {_kind(hints[field])}" for field in fields)
-        table.add_row(*map(cell, (name, _COUNTED.get(event.counts, f"{event.counts}s"), row)))
+        row = ", ".join(f"{field}: {kind}" for field, kind in _fields(name).items())
+        table.add_row(*map(cell, (name, _counted(name), row)))
     return table
+
+
+def _counted(name: str) -> str:
+    counts = resolve(name).counts
+    return _COUNTED.get(counts, f"{counts}s")
+
+
+def _fields(name: str) -> dict[str, str]:
+    """Return the kinds of an event's fields; its own ones come first."""
+    event = resolve(name)
+    hints = hints_of(event)
+    return {field: _kind(hints[field]) for field in sorted(event.__struct_fields__, key=["progress", "run"].count)}
 
 
 def _kind(hint: Any) -> str:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+import orjson
 from cyclopts import Parameter, Token
 from cyclopts.validators import Number
 from rich.console import Console
@@ -32,6 +34,11 @@ def to_terminal() -> Console:
     """Return the console for results. In a file or a pipe, tables are wide and never folded."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=200)
+
+
+def write_json(value: object) -> None:
+    """Write a value to the standard output as JSON."""
+    sys.stdout.write(orjson.dumps(value, default=str, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode() + "\n")
 
 
 def say(*parts: str | tuple[str, str], console: Console | None = None) -> None:

@@ -15,9 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from eventloop.checkpoint import as_path
-from eventloop.cli.common import Positive, Seed, check_checkpoint
+from eventloop.cli.common import Positive, Seed, check_checkpoint, write_json
 from eventloop.config import Setup, override, read
-from eventloop.config.read import SUFFIXES, shortened
+from eventloop.config.read import SUFFIXES, settle, shortened
+from eventloop.config.schema import with_defaults
 from eventloop.errors import ConfigurationError
 from eventloop.observe import is_run, last_lines
 from eventloop.terminal import cell
@@ -39,6 +40,7 @@ def run(
     costs: bool = False,
     dashboard: Annotated[str | None, Parameter(metavar="[PORT]")] = None,
     dry_run: bool = False,
+    print_config: bool = False,
     resume: Annotated[str | None, Parameter(metavar="[RUN]")] = None,
     trace: bool = False,
 ) -> None:
@@ -60,6 +62,8 @@ def run(
         dashboard: serve a page with live curves, costs and buttons that control the run, on this machine only. Its address
             is printed. Without a port: 8000, or any if that is taken.
         dry_run: create all objects, look at the first validation batches, and print the table of hooks, without training.
+        print_config: print the configuration with the changes and all defaults, as JSON, and do nothing else. A run of what
+            is printed is the same run.
         resume: resume a run. Without a value (or with newest): the newest run of this configuration, or of
             loop.work_dir. With auto: the same, also from where its hooks save, or a new run if there is none. With a
             folder: the run in it. With a checkpoint file or URL: from it, in a new folder.
@@ -70,7 +74,11 @@ def run(
     from hooks.trace import TraceHook
 
     folders = config.parent, Path.cwd()
-    setup = Setup(override(read(config), changes), default_hooks=DEFAULT_HOOKS, folders=folders)
+    given = override(read(config), changes)
+    setup = Setup(given, default_hooks=DEFAULT_HOOKS, folders=folders)
+    if print_config:
+        write_json(with_defaults(settle(given), DEFAULT_HOOKS))
+        return
     with process_group():
         console = Console(quiet=this_rank() > 0)
         # The highest number, because a rank may have a disk of its own with a run that the others do not see.

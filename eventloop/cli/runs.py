@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -12,14 +11,13 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Annotated, Any
 
-import orjson
 from cyclopts import Parameter
 from rich import filesize
 from rich.console import Console
 from rich.table import Table
 
 from eventloop.cli.columns import Condition, column_named, matches, ordered, parse
-from eventloop.cli.common import say, to_terminal
+from eventloop.cli.common import say, to_terminal, write_json
 from eventloop.errors import ConfigurationError
 from eventloop.observe import RunFolder, RunFolderError, RunStory, find_runs
 from eventloop.observe.compared import Row, began, differing, metrics_of, settings_of
@@ -78,7 +76,7 @@ def list_runs(
     errors = Console(stderr=True, highlight=False) if json else to_terminal()
     if json:
         listed = [{name: row[name] for name in shown if name in row} if shown else row for row in rows]
-        sys.stdout.write(orjson.dumps(listed, default=str, option=orjson.OPT_INDENT_2).decode() + "\n")
+        write_json(listed)
     elif rows:
         _show(rows, shown, list(dict.fromkeys([*asked, *(column_named(one.name, known) for one in conditions)])))
     elif found:

@@ -147,6 +147,13 @@ _NEEDED = {
 _NOT_OF_LOOP = ("model", "optimizer", *(f"{stage}_data" for stage in STAGES), *_STEPS, "metrics", "bus", "config")
 
 
+def loop_signature() -> Signature:
+    """Return the options of the table ``loop``."""
+    signature = Signature(TrainLoop, label="loop")
+    signature.options = {name: option for name, option in signature.options.items() if name not in _NOT_OF_LOOP}
+    return signature
+
+
 class Setup:
     """A checked configuration; :meth:`make` makes the loop.
 
@@ -171,8 +178,7 @@ class Setup:
     """
 
     def __init__(self, config: Mapping[str, Any], *, default_hooks: Tables | None = None, folders: Sequence[Path] = ()) -> None:
-        signature = Signature(TrainLoop, label="loop")
-        signature.options = {name: option for name, option in signature.options.items() if name not in _NOT_OF_LOOP}
+        signature = loop_signature()
         self._defaults = default_hooks or {}
         self._config = {name: _settled(value, deep=name != "loop") for name, value in config.items()}
         inner = [*(f"loop.{name}" for name in signature.options), *(f"default_hooks.{name}" for name in self._defaults)]

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 from rich.filesize import decimal
@@ -14,7 +14,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from eventloop.checkpoint import TEMPORARY_PREFIX, AnyPath, file_kind, list_files, outline, verify, verify_shards
-from eventloop.cli.common import FileOrURL, check_checkpoint, say, status_of, to_terminal
+from eventloop.cli.common import FileOrURL, check_checkpoint, say, status_of, to_terminal, write_json
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 from eventloop.terminal import printable
 from eventloop.training.saves.discover import file_named, is_candidate, newest_first, read_pointer
@@ -34,17 +34,22 @@ class Found(msgspec.Struct):
     progress: tuple[int, ...] = ()  # iteration, epoch …; () if unknown, or if the file does not hold the state of a run
 
 
-def ls(directory: FileOrURL, /, *, verify: bool = False) -> int:
+def ls(directory: FileOrURL, /, *, verify: bool = False, json: bool = False) -> int:
     """List the checkpoints of a directory: their progress, the newest one, and all names of each file.
 
     Args:
         directory: a directory, or its URL, such as s3://bucket/run.
         verify: read every byte and check the digests, not only the headers.
+        json: print JSON: a list of files, sizes in bytes, times in Unix seconds.
     """
     files = [_examined(found, every_byte=verify) for found in _find(directory)]
     files.sort(key=lambda found: (not found.progress, found.progress, found.modified or 0.0))
     text = read_pointer(directory)
     newest = file_named(directory, text, []) if text else None
+    if json:
+        taken = _newest(files, newest)
+        write_json([_as_json(found, newest=taken in found.names) for found in files])
+        return int(any(found.problem for found in files))
     if files:
         to_terminal().print(_table(files, _newest(files, newest)))
     else:
@@ -61,13 +66,18 @@ def ls(directory: FileOrURL, /, *, verify: bool = False) -> int:
     return int(bool(bad))
 
 
-def verify_all(path: FileOrURL, /, *more: FileOrURL) -> int:
+def verify_all(path: FileOrURL, /, *more: FileOrURL, json: bool = False) -> int:
     """Read every byte of checkpoints and check their digests.
 
     Args:
         path: a checkpoint, a directory, or a URL of one.
         more: further checkpoints, directories or URLs.
+        json: print JSON, as checkpoint ls does.
     """
+    if json:
+        files = [_examined(found, every_byte=True) for found in _named([path, *more])]
+        write_json([_as_json(found) for found in files])
+        return int(any(found.problem for found in files))
     states: Counter[str] = Counter()
     for found in _named([path, *more]):
         _examined(found, every_byte=True)
@@ -82,6 +92,20 @@ def verify_all(path: FileOrURL, /, *more: FileOrURL) -> int:
         damaged = (f", {bad} damaged" if bad else "", "bold red")
         say(f"{states['verified']} of {states.total()} files verified", damaged)
     return int(bad > 0)
+
+
+def _as_json(found: Found, **more: bool) -> dict[str, Any]:
+    iteration, epoch = (*found.progress, None, None)[:2]
+    return {
+        "names": [*map(str, found.names)],
+        "state": found.state,
+        "epoch": epoch,
+        "iter": iteration,
+        "bytes": found.bytes,
+        "modified": found.modified,
+        "problem": found.problem,
+        **more,
+    }
 
 
 def _named(paths: list[AnyPath]) -> Iterator[Found]:
