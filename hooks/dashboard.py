@@ -12,6 +12,7 @@ from eventloop import Priority, check_options, events, get_logger, mount, regist
 from eventloop.observe.dashboard import Board, Server, Watcher, check_address
 from hooks.copies import CopiedAnew
 from hooks.options import Name
+from hooks.settings import settings_of
 
 log = get_logger()
 
@@ -52,3 +53,8 @@ class Dashboard(CopiedAnew, Watcher):
         if server.url != self.url:
             self.url = server.url
             log.info(f"the dashboard is at {self.url}")  # in the message: a value would stand in quotes
+
+    @mount(events.BeforeTrain, priority=Priority.LOWEST)
+    def note(self, event: events.BeforeTrain) -> None:
+        """Keep the settings of the run: the list of runs has those that differ."""
+        self.note_settings(settings_of(event.run, event.progress))

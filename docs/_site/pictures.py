@@ -1,4 +1,4 @@
-"""``python docs/_site/pictures.py [trace report dashboard]``: make pictures from trainings of the digits.
+"""``python docs/_site/pictures.py [trace report dashboard runs]``: make pictures from trainings of the digits.
 
 It needs Playwright, Pillow, Chromium and the extras ``demo`` and ``web``.
 """
@@ -44,11 +44,11 @@ FRAMES, PERIOD = 16, 400
 """Pictures of the moving one, and milliseconds from each to the next."""
 
 
-def loop_of(bus: Bus, epochs: int, folder: str) -> TrainLoop:
+def loop_of(bus: Bus, epochs: int, folder: str, rate: float = 1e-2) -> TrainLoop:
     """Return a training of the digits."""
     model = network()
     return TrainLoop(
-        model, torch.optim.AdamW(model.parameters(), lr=1e-2), step=step, metrics={"accuracy": Accuracy()}, bus=bus,
+        model, torch.optim.AdamW(model.parameters(), lr=rate), step=step, metrics={"accuracy": Accuracy()}, bus=bus,
         train_data=loader("train", wrong=0.2), val_data=loader("val"), max_epochs=epochs, work_dir=folder, seed=0,
     )  # fmt: skip
 
@@ -77,6 +77,19 @@ def dashboard(browser: Browser) -> None:
     finally:
         loop.stop()
         thread.join()
+
+
+def runs(browser: Browser) -> None:
+    """Make the picture of the page of several runs: six trainings in one process."""
+    page, rates = Dashboard(port=0), (1e-2, 5e-3, 2e-3, 1e-3, 5e-4, 2e-4)
+    for number, rate in enumerate(rates):
+        hooks = [OptimizerHook(grad_clip=5.0), page, *([EMAHook(momentum=0.01)] if number % 2 else [])]
+        loop_of(Bus(*hooks), 6, f"runs/digits-{number}", rate).run()
+    tab = browser.new_page(viewport={"width": 1280, "height": 900})
+    tab.goto(page.url)
+    tab.wait_for_selector("figure canvas")
+    tab.wait_for_timeout(PERIOD)
+    keep(tab, "runs")
 
 
 def report(browser: Browser) -> None:
@@ -111,7 +124,7 @@ def keep(tab: Page, name: str) -> None:
     seen(tab).quantize(128, dither=Image.Dither.NONE).save(DOCS / "images" / f"{name}.png", optimize=True)
 
 
-PICTURES: dict[str, Callable[[Browser], None]] = {"trace": trace, "report": report, "dashboard": dashboard}
+PICTURES: dict[str, Callable[[Browser], None]] = {"trace": trace, "report": report, "dashboard": dashboard, "runs": runs}
 
 
 def main() -> None:

@@ -151,7 +151,7 @@ def _show(rows: Sequence[Row], shown: Sequence[str], asked: Sequence[str]) -> No
     console.print(table)
     if left_out:
         more = f" and {len(left_out) - 5} more" if len(left_out) > 5 else ""
-        say((f"They also differ in {', '.join(left_out[:5])}{more}: choose by --columns, or see all by --json", "dim"))
+        say((f"They also differ in {', '.join(left_out[:5])}{more}: choose them by --columns", "dim"))
 
 
 def _fitting(

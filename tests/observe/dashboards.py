@@ -28,7 +28,8 @@ class Job:
             epochs = 1_000_000
             options = {"val_interval": 200} | options  # or there would be hundreds of events a second
             self.bus.on("before_train_iter", lambda event: time.sleep(0.002))
-        self.loop = make_loop(bus=self.bus, max_epochs=epochs, train_data=DATA, val_data=DATA, **options)
+        data = {"train_data": DATA, "val_data": DATA} | options
+        self.loop = make_loop(bus=self.bus, max_epochs=epochs, **data)
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._train, name="job")
 

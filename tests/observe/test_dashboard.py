@@ -167,6 +167,16 @@ def test_a_resumed_run_is_shown_at_the_place_of_its_checkpoint(tmp_path):
     assert (resume["epoch"], resume["iter"]) == (3, 15)
 
 
+def test_runs_in_one_process_are_listed_with_the_settings_that_differ():
+    page = Dashboard(port=0)
+    for batch in (5, 6):
+        Job(Bus(page), epochs=1, train_data=[(torch.ones(batch, 3), torch.zeros(batch, dtype=torch.long))]).loop.run()
+    with Visitor(Server.at(port=0)) as visitor:
+        payload = visitor.client.get("/runs.json").json()
+    first, second = (str(run["number"]) for run in payload["runs"][-2:])
+    assert payload["settings"]["batch_size"] | {first: 5, second: 6} == payload["settings"]["batch_size"]
+
+
 def test_runs_one_after_the_other_on_an_open_bus_have_pages_of_which_the_last_ones_are_kept():
     board = Board(most_ended=2)
     with Bus(Watcher(board)) as bus:

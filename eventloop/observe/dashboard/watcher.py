@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import groupby
 from typing import Any, cast
@@ -51,6 +51,11 @@ class Watcher(Hook):
             if begins and run is not None:
                 page.ends_later = True
                 run.defer(partial(_leave, run, page))
+
+    def note_settings(self, settings: Mapping[str, Any]) -> None:
+        """Keep the settings of the newest run, for the list of runs."""
+        if self._newest is not None:
+            self._newest.settings = settings
 
     @mount(ev.AfterRun, ev.OnException, priority=Priority.LOW)
     def note_end(self, event: ev.AfterRun | ev.OnException) -> None:
