@@ -3,65 +3,92 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
+from rich.console import Console
 
 from eventloop.checkpoint import commit_bytes
-from eventloop.cli.common import say
-from eventloop.cli.runs import best_metric
+from eventloop.cli.common import say, to_terminal, write_json
+from eventloop.cli.runs import best_metric, rules_of
 from eventloop.errors import ConfigurationError
 from eventloop.observe import RunFolderError, find_runs
 from eventloop.observe.verdict import size
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from eventloop.observe.report import ReportedRun
+
 _GENERATOR = b'content="trainbus report"'
 
 
-def report(run: Path, /, *runs: Path, output: Annotated[Path | None, Parameter(alias="-o")] = None) -> int:
+def report(run: Path, /, *runs: Path, output: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False) -> int:
     """Write a report on a run, or a comparison of several runs: one HTML file that needs no network.
 
     It has a verdict in plain sentences, the curves, costs, step times, lanes, checkpoints, validations, resumes and stops,
     the environment and the configuration. The run may still be training, or may have been killed.
 
-    Exit status 1: a file of a run is damaged. Damaged lines are left out of the report.
+    Exit status 1: a file of a run is damaged. Damaged lines are left out of the report, and so is a run whose run.json is
+    damaged, if others remain.
 
     Args:
-        run: the folder of a run.
-        runs: folders of further runs to compare.
+        run: the folder of a run, or a folder that contains runs, also in its subfolders.
+        runs: further such folders, to compare their runs.
         output: the file to write; by default report.html in the folder of the run, or in the current folder for several runs.
+        json: print the verdict, the settings and the metrics of each run as JSON.
     """
-    from eventloop.observe.report import ReportedRun, build_report, verdict
+    from eventloop.observe.report import build_report, summaries, verdict
     from eventloop.observe.report.sentences import count
 
-    folders = list(dict.fromkeys((run, *runs)))
-    for folder in folders:
-        _check(folder)
+    folders = list(dict.fromkeys(one for folder in (run, *runs) for one in _runs_in(folder)))
     path = output or (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
     if path.is_dir() or not path.parent.is_dir():
         what = "is a folder; name a file in it" if path.is_dir() else f"cannot be written: no folder {path.parent}"
         raise ConfigurationError(f"{path} {what}")
     if output is None and path.is_file() and _GENERATOR not in path.read_bytes()[:4096]:
         raise ConfigurationError(f"{path} exists and is not a report of trainbus; give another file with -o, or move it away")
-    reported = [ReportedRun(folder) for folder in folders]
-    page = build_report(reported, best_metric)
+    reported, unreadable = _read(folders)
+    page = build_report(reported, best_metric, rules_of)
     try:
         commit_bytes(path, page)
     except OSError as error:
         raise ConfigurationError(f"{path} cannot be written ({error.strerror}); give another file with -o") from error
-    for one in reported if len(reported) == 1 else ():
+    if json:
+        write_json({"path": str(path), "bytes": len(page), "runs": summaries(reported, best_metric, rules_of)})
+    for one in reported if len(reported) == 1 and not json else ():
         for sentence in verdict(one, best_metric):
             say(sentence)
+    errors = Console(stderr=True, highlight=False) if json else to_terminal()
     damaged = [(one.path / name, damage) for one in reported for name, damage in one.damaged.items()]
+    for message in unreadable:
+        say((message, "red"), console=errors)
     for file, damage in damaged:
-        say((f"{file}: {count(damage.lines, 'damaged line')} left out, the first is line {damage.first}", "red"))
-    say(f"{path} ({size(len(page))}): open it in a browser")
-    return 1 if damaged else 0
+        say(
+            (f"{file}: {count(damage.lines, 'damaged line')} left out, the first is line {damage.first}", "red"), console=errors
+        )
+    if not json:
+        say(f"{path} ({size(len(page))}): open it in a browser")
+    return 1 if damaged or unreadable else 0
 
 
-def _check(folder: Path) -> None:
+def _read(folders: Sequence[Path]) -> tuple[list[ReportedRun], list[str]]:
+    """Return the runs, and messages about those that cannot be read. Raise RunFolderError if none can."""
+    from eventloop.observe.report import ReportedRun
+
+    found, errors = [], []
+    for folder in folders:
+        try:
+            found.append(ReportedRun(folder))
+        except RunFolderError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    return found, [str(error) for error in errors]
+
+
+def _runs_in(folder: Path) -> list[Path]:
+    """Return the runs in a folder; the folder itself if it contains none, because its run may have nothing but logs."""
     if not folder.is_dir():
         raise ConfigurationError(f"{folder}: no such folder; list the runs in runs/ by: trainbus runs")
-    if (found := find_runs(folder)) and found != [folder]:
-        names = ", ".join(str(one) for one in found[:5])
-        more = f" and {len(found) - 5} more" if len(found) > 5 else ""
-        raise RunFolderError(f"{folder}: not the folder of a run, but it contains some; give one of {names}{more}")
+    return find_runs(folder) or [folder]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -20,7 +19,7 @@ from eventloop.cli.columns import Condition, column_named, matches, ordered, par
 from eventloop.cli.common import say, to_terminal, write_json
 from eventloop.errors import ConfigurationError
 from eventloop.observe import RunFolder, RunFolderError, RunStory, find_runs
-from eventloop.observe.compared import Row, began, differing, metrics_of, settings_of
+from eventloop.observe.compared import Row, began, differing, metrics_of, settings_of, short_names
 from eventloop.observe.record import Validation
 from eventloop.observe.states import RunStatus
 from eventloop.terminal import cell
@@ -65,7 +64,7 @@ def list_runs(
     rows, asked = _chosen(found, known, conditions), []
     if sort is not None and found:
         asked.append(name := column_named(sort, known))
-        rows = ordered(rows, name, greatest=(_rules([name]).get(name) == "greater") != reverse)
+        rows = ordered(rows, name, greatest=(rules_of([name]).get(name) == "greater") != reverse)
     elif reverse:
         rows.reverse()
     if found and columns is not None:
@@ -109,7 +108,7 @@ def _row(run: RunFolder, folder: Path) -> Row:
     if (best := best_metric(validations)) is not None:
         row["best"] = best[0]
     row["size"] = _bytes(run.path)
-    metrics = metrics_of(run, story, _rules(name for metrics in validations for name in metrics))
+    metrics = metrics_of(run, story, rules_of(name for metrics in validations for name in metrics))
     taken = {*row, *metrics}
     settings = {f"config.{name}" if name in taken else name: value for name, value in settings_of(story).items()}
     return row | metrics | {"path": str(run.path)} | settings
@@ -135,7 +134,7 @@ def _chosen(found: Sequence[Row], known: Sequence[str], conditions: Sequence[Con
 def _show(rows: Sequence[Row], shown: Sequence[str], asked: Sequence[str]) -> None:
     """Print a table, by default of the columns that were asked for and of those that differ, as many as fit the width."""
     console = to_terminal()
-    heads = _heads(rows)
+    heads = short_names(name for row in rows for name in row)  # --columns understands them
     left_out: list[str] = []
     if not shown:
         differ = [name for name in differing([*map(_settings, rows)]) if name not in (*asked, *_NOT_SHOWN)]
@@ -170,13 +169,6 @@ def _fitting(
     while number and _width(rows, heads, [*_FIRST, *extra, *differ[:number], *last]) > width:
         number -= 1
     return [*_FIRST, *extra, *differ[:number], *last], [heads[name] for name in differ[number:]]
-
-
-def _heads(rows: Sequence[Row]) -> dict[str, str]:
-    """Return the heads of columns: the ends of dotted names, where ``--columns`` understands them."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    ends = Counter(end for name in names for end in {name, name.rpartition(".")[2]})
-    return {name: end if ends[end := name.rpartition(".")[2]] == 1 else name for name in names}
 
 
 def _settings(row: Row) -> Row:
@@ -223,7 +215,7 @@ def _bytes(folder: Path) -> int:
     return total
 
 
-def _rules(names: Iterable[str]) -> dict[str, str]:
+def rules_of(names: Iterable[str]) -> dict[str, str]:
     """Return ``"greater"`` or ``"less"`` for the metrics whose names imply it."""
     from hooks.rules import find_rule
 
@@ -241,7 +233,7 @@ def best_metric(validations: Sequence[Mapping[str, float]]) -> tuple[str, int] |
     """
     from hooks.rules import is_better
 
-    rules: Any = _rules(name for metrics in validations for name in metrics)
+    rules: Any = rules_of(name for metrics in validations for name in metrics)
     chosen = next((name for name, rule in rules.items() if rule == "greater"), next(iter(rules), None))
     best: tuple[float, int] | None = None
     for index, metrics in enumerate(validations):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -86,3 +87,10 @@ def differing(rows: Sequence[Row]) -> list[str]:
             varies.add(name)
             found.setdefault(tuple(repr(row.get(name, "")) for row in rows), name)
     return list(found.values())
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the ends of dotted names, where no other name has the same end; else the whole names."""
+    names = dict.fromkeys(names)
+    ends = Counter(end for name in names for end in {name, name.rpartition(".")[2]})
+    return {name: end if ends[end := name.rpartition(".")[2]] == 1 else name for name in names}

@@ -1,5 +1,6 @@
 """``trainbus report`` and ``trainbus runs``, as a user would type them."""
 
+import json
 import re
 from pathlib import Path
 from types import FunctionType
@@ -37,12 +38,34 @@ def test_a_report_on_several_runs_is_written_in_the_current_folder_or_where_it_i
         assert Path(name).is_file()
 
 
+def test_a_folder_of_runs_is_a_report_on_all_of_them_without_those_that_cannot_be_read(here, trainbus):
+    for name in ("a", "deep/b", "damaged"):
+        write_run(Path("runs", name))
+    Path("runs/damaged/run.json").write_text("{")
+    assert "runs/damaged/run.json is damaged" in trainbus("report", "runs", status=1).out
+    assert "2 runs compared" in Path("report.html").read_text()
+
+
+def test_json_has_the_verdict_the_settings_and_the_metrics_of_each_run(here, trainbus):
+    write_run(Path("runs/a"), session(settings={"lr": 0.1}, epoch=10, iter=100))
+    write_run(Path("runs/b"), session(settings={"lr": 0.2}, state="failed"))
+    told = json.loads(trainbus("report", "runs", "--json").out)
+    assert (told["path"], told["bytes"]) == ("report.html", Path("report.html").stat().st_size)
+    assert [(one["path"], one["state"], one["settings"]["lr"]) for one in told["runs"]] == [
+        ("runs/a", "finished", 0.1),
+        ("runs/b", "failed", 0.2),
+    ]
+    first = told["runs"][0]
+    assert first["verdict"][0].startswith("The run finished after 10 epochs")
+    assert (first["metrics"]["accuracy"], first["metrics"]["test/accuracy"]) == (0.9, 0.85)
+    assert (first["epochs"], first["iterations"], first["seconds"]) == (10, 100, 100)
+
+
 @pytest.mark.parametrize(
     ("words", "status", "says"),
     [
         (["empty"], 2, "empty: not the folder of a run: it has neither run.json nor scalars.jsonl"),
         (["missing"], 2, "missing: no such folder"),
-        (["."], 2, ".: not the folder of a run, but it contains some; give one of a, damaged"),
         (["a", "missing"], 2, "missing: no such folder"),
         (["damaged"], 1, "damaged/run.json is damaged"),
         (["a", "-o", "empty"], 2, "empty is a folder; name a file in it"),

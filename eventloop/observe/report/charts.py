@@ -8,17 +8,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from eventloop.observe.curves import Array, Curve
+from eventloop.observe.curves import Array, Curve, stage_and_name
 from eventloop.observe.report.reported_run import ReportedRun, StepTimes
 from eventloop.observe.verdict import duration
 
 
 class Series(NamedTuple):
-    """One line of a chart. ``run`` is the index of its run."""
+    """One line of a chart. ``run`` is the index of its run; ``dashed`` is true beside a line of another stage of the run."""
 
     name: str
     run: int
     curve: Curve
+    dashed: bool = False
 
 
 class Chart(NamedTuple):
@@ -40,19 +41,50 @@ class Chart(NamedTuple):
         ends = ((what, int(index)) for what, index in (("least", values.argmin()), ("greatest", values.argmax())))
         return ", ".join([last, *(f"{what} {self.shown(values[i])} at iteration {iterations[i]:,.0f}" for what, i in ends)])
 
+    def together(self) -> str:
+        """Describe many lines: their number, and the runs with the least and the greatest last value."""
+        lasts = [(float(one.curve.values[-1]), one.name) for one in self.series if np.isfinite(one.curve.values[-1])]
+        if not lasts:
+            return f"{len(self.series)} lines, no finite last value"
+        (least, lowest), (greatest, highest) = min(lasts), max(lasts)
+        ends = f"{self.shown(least)} ({lowest}) to {self.shown(greatest)} ({highest})"
+        return f"{len(self.series)} lines, last values from {ends}"
+
     def shown(self, value: float) -> str:
         """Return a value with its unit."""
         return duration(value) if self.unit == "s" else f"{value:.4g}"
 
 
 def scalar_charts(runs: Sequence[ReportedRun], names: Sequence[str]) -> list[Chart]:
-    """Return a chart for each scalar, with a line for each run that has it: validations and losses first."""
+    """Return a chart for each metric, with a line for each run and each stage that has it: validations and losses first."""
     scalars = dict.fromkeys(name for run in runs for name in run.curves)
-    ordered = sorted(scalars, key=lambda name: not (name.startswith("val") or "loss" in name.lower()))
-    return [
-        Chart(name, [Series(names[index], index, run.curves[name]) for index, run in enumerate(runs) if name in run.curves])
-        for name in ordered
-    ]
+    together: dict[str, list[str]] = {}
+    for scalar in scalars:
+        together.setdefault(stage_and_name(scalar)[1], []).append(scalar)
+    ordered = sorted(together.items(), key=lambda one: not ("loss" in one[0].lower() or any(map(_of_validation, one[1]))))
+    return [_metric_chart(own[0] if len(own) == 1 else metric, own, runs, names) for metric, own in ordered]
+
+
+def _metric_chart(title: str, scalars: Sequence[str], runs: Sequence[ReportedRun], names: Sequence[str]) -> Chart:
+    several = len(scalars) > 1
+    return Chart(
+        title,
+        [
+            Series(
+                (f"{names[index]}, {scalar}" if several else names[index]) if len(runs) > 1 or not several else scalar,
+                index,
+                run.curves[scalar],
+                several and _of_validation(scalar),
+            )
+            for index, run in enumerate(runs)
+            for scalar in scalars
+            if scalar in run.curves
+        ],
+    )
+
+
+def _of_validation(scalar: str) -> bool:
+    return stage_and_name(scalar)[0] == "val"
 
 
 def step_charts(runs: Sequence[ReportedRun], names: Sequence[str]) -> list[Chart]:
@@ -87,7 +119,8 @@ def drawn(charts: Iterable[Chart], runs: Sequence[ReportedRun], most: int) -> di
             if key not in places:
                 places[key] = len(axes)
                 axes.append({"iter": _numbers(axis[0], 12), "time": _numbers(axis[1], 7), "epoch": _numbers(axis[2], 6)})
-            lines.append({"name": one.name, "run": one.run, "axis": places[key], "values": _numbers(curve.values, 6)})
+            line = {"name": one.name, "run": one.run, "axis": places[key], "values": _numbers(curve.values, 6)}
+            lines.append(line | ({"dashed": True} if one.dashed else {}))
         made.append({"title": chart.title, "unit": chart.unit, "series": lines})
     return {"charts": made, "axes": axes}
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from eventloop.observe.compared import flat
 from eventloop.observe.environment import Environment
 from eventloop.observe.report.reported_run import ReportedRun
 from eventloop.observe.verdict import size
@@ -36,8 +37,9 @@ def environment_rows(run: ReportedRun) -> dict[str, str]:
 
 
 def configuration_rows(run: ReportedRun) -> dict[str, str]:
-    """Return the configuration of a run with dotted keys, such as ``loop.max_epochs``."""
-    return {name: shortened(value) for name, value in _flat(run.story.manifest.config)}
+    """Return the settings of a run and its ``config=`` with dotted keys, such as ``loop.max_epochs``."""
+    own = run.story.sessions[-1].settings if run.story.sessions else {}
+    return {name: shortened(text_of(value)) for name, value in [*own.items(), *flat(run.story.manifest.config)]}
 
 
 def differences(rows: Sequence[Mapping[str, str]]) -> dict[str, list[str]]:
@@ -52,17 +54,10 @@ def shortened(value: str) -> str:
     return value if len(value) <= _MOST else f"{value[:_MOST]}… ({len(value):,} characters)"
 
 
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, Mapping) and value:
-        for key, entry in value.items():
-            yield from _flat(entry, f"{name}.{key}" if name else str(key))
-    elif name:
-        yield name, value if isinstance(value, str) else _text(value)
-
-
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """Return a setting as text."""
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "none"}[value]
     if isinstance(value, list):
-        return f"[{', '.join(_text(entry) for entry in value)}]"
+        return f"[{', '.join(text_of(entry) for entry in value)}]"
     return str(value)

@@ -14,7 +14,6 @@ from eventloop.observe.media import Reported, ReportedHistogram, ReportedImage, 
 from eventloop.observe.report.facts import shortened
 from eventloop.observe.report.reported_run import ReportedRun
 
-_MOST_RUNS: Final = 8  # a page of more runs shows none
 _MOST_NAMES: Final = 24  # of each kind, of all runs together
 _MOST_BYTES: Final = 240_000  # of all images together; base64 makes them a third larger
 _MOST_IMAGES: Final = 4  # of one name
@@ -55,7 +54,7 @@ class Shown(NamedTuple):
 
 def shown(run: ReportedRun, runs: int) -> Shown:
     """Return what a page about so many runs shows of one."""
-    share = 0 if runs > _MOST_RUNS else max(1, _MOST_NAMES // runs)
+    share = max(1, _MOST_NAMES // runs)
     images, histograms, texts = _named(run, ReportedImage), _named(run, ReportedHistogram), _named(run, ReportedText)
     pictures = _pictures(run, {name: images[name] for name in [*images][:share]}, _MOST_BYTES // runs)
     return Shown(

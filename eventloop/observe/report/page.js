@@ -4,8 +4,11 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const tools = document.getElementById("tools");
   const charts = [];
+  let printing = false;
   const view = { axis: "iter", smoothing: 0, log: false };
-  const several = new Set(data.charts.flatMap((chart) => chart.series.map((one) => one.run))).size > 1;
+  const several = data.runs.length > 1, many = data.runs.length > 8;
+  const LETTERS = { c: "series", r: "fifth" };
+  const colourOf = (run) => `--${LETTERS[data.colours[run][0]]}-${data.colours[run].slice(1)}`;
   const AXES = { iter: "iteration", time: "time", epoch: "epoch" };
 
   const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
@@ -46,14 +49,14 @@
       // Positions of a resumed run may repeat; uPlot wants them to rise.
       const rising = kept.filter(([place], i) => i === kept.length - 1 || place < kept[i + 1][0]);
       const x = rising.map(([place]) => place / size), y = rising.map(([, value]) => value);
-      const c = (several ? one.run : index) % 8 + 1, dash = (several ? one.run : index) >= 8 ? [6, 4] : undefined;
+      const c = several ? colourOf(one.run) : `--series-${index % 8 + 1}`, dash = one.dashed || (!several && index >= 8) ? [6, 4] : undefined;
       const smooths = view.smoothing > 0 && chart.unit === "" && !isState(chart.title);
       if (smooths) {
         tables.push([x, y]);
-        lines.push({ label: one.name, colour: c, faint: true });
+        lines.push({ label: one.name, run: one.run, colour: c, faint: true });
       }
       tables.push([x, smooths ? smoothed(y, view.smoothing) : y]);
-      lines.push({ label: one.name, colour: c, dash, paths: isState(chart.title) ? uPlot.paths.stepped({ align: 1 }) : undefined });
+      lines.push({ label: one.name, run: one.run, colour: c, dash, paths: isState(chart.title) ? uPlot.paths.stepped({ align: 1 }) : undefined });
     });
     return { table: tables.length > 1 ? uPlot.join(tables) : tables[0], lines, log, unit };
   };
@@ -71,7 +74,11 @@
     const label = { iter: "iteration", time: `time in ${unit}`, epoch: "epoch" }[view.axis];
     chart.plot = new uPlot({
       width: Math.max(chart.place.clientWidth, 120), height: 210, padding: [8, 12, 0, 4], legend: { show: false },
-      cursor: { sync: { key: view.axis, setSeries: false }, y: false, points: { size: 6 }, drag: { x: true, y: false } },
+      cursor: {
+        sync: { key: view.axis, setSeries: false }, y: false, points: { size: 6, show: many ? false : undefined }, drag: { x: true, y: false },
+        ...(several ? { focus: { prox: 20 } } : {}),
+      },
+      focus: { alpha: 1 },
       scales: {
         x: { time: false, range: (u, least, most) => (least === null ? [0, 1] : least === most ? [least - 0.5, most + 0.5] : [least, most]) },
         y: { distr: log ? 3 : 1 },
@@ -84,15 +91,56 @@
         }),
       ],
       series: [{}, ...lines.map((line) => ({
-        stroke: () => colour(`--series-${line.colour}`) + (line.faint ? "55" : ""), width: line.faint ? 1 : 1.75, dash: line.dash, paths: line.paths,
-        points: { show: line.faint ? false : undefined, size: 5, fill: () => colour(`--series-${line.colour}`) }, spanGaps: false,
+        stroke: () => colour(line.colour) + (line.faint ? "55" : ""), width: line.faint || many ? 1 : 1.75, dash: line.dash, paths: line.paths,
+        points: { show: line.faint ? false : undefined, size: 5, fill: () => colour(line.colour) }, spanGaps: false,
       }))],
-      hooks: { setCursor: [() => showValues(chart, lines, value)] },
+      hooks: {
+        setCursor: [() => showValues(chart, lines, value)],
+        setSeries: [(u, index, options) => {
+          if (!several || options.focus !== true) return;
+          chart.near = index === null ? null : index - 1;
+          point(index === null ? null : lines[index - 1].run);
+        }],
+      },
     }, table, chart.place);
     chart.table = table;
     chart.lines = lines;
     chart.value = value;
     chart.drawn = true;
+    if (several && (chosen.pointed !== null || chosen.marked.size || chosen.hidden.size)) emphasize(chart);
+  };
+
+  // Several runs: those marked in the table, and the one under the pointer, stand out; those that the box leaves out are hidden.
+  const chosen = { marked: new Set(), pointed: null, hidden: new Set() };
+  const standsOut = (run) => (chosen.pointed === null ? !chosen.marked.size || chosen.marked.has(run) : chosen.pointed === run || chosen.marked.has(run));
+  const emphasize = (chart) => {
+    const some = chosen.pointed !== null || chosen.marked.size > 0;
+    chart.lines.forEach((line, i) => {
+      const one = chart.plot.series[i + 1], out = standsOut(line.run);
+      one.alpha = chosen.hidden.has(line.run) ? 0 : out ? 1 : 0.12;
+      one.width = (line.faint || many ? 1 : 1.75) * (some && out ? 2 : 1);
+      line.points ??= one.points.show;
+      one.points.show = chosen.hidden.has(line.run) || (some && !out) ? () => false : line.points;
+    });
+    chart.plot.redraw(false);
+  };
+  const emphasizeAll = () => {
+    for (const chart of charts) if (chart.drawn && chart.visible) emphasize(chart); else chart.drawn = false;
+    for (const way of document.querySelectorAll(".way")) {
+      const run = Number(way.dataset.run);
+      way.classList.toggle("out", (chosen.pointed !== null || chosen.marked.size > 0) && standsOut(run));
+      way.classList.toggle("back", !standsOut(run));
+      way.classList.toggle("gone", chosen.hidden.has(run));
+      if (standsOut(run)) way.parentElement.insertBefore(way, way.parentElement.querySelector(".axis"));
+    }
+    for (const row of document.querySelectorAll("#table tbody tr")) row.classList.toggle("pointed", Number(row.dataset.run) === chosen.pointed);
+    const named = document.getElementById("way");
+    if (named) named.textContent = chosen.pointed === null ? "" : data.runs[chosen.pointed];
+  };
+  const point = (run) => {
+    if (run === chosen.pointed) return;
+    chosen.pointed = run;
+    emphasizeAll();
   };
 
   const nearest = (values, index) => {
@@ -107,9 +155,9 @@
       return;
     }
     const shown = lines.flatMap((line, i) => {
-      if (line.faint) return [];
+      if (line.faint || chosen.hidden.has(line.run) || (several && chart.near != null && line.run !== lines[chart.near]?.run)) return [];
       const here = nearest(chart.table[i + 1], index);
-      return here === null ? [] : [lines.filter((one) => !one.faint).length > 1 ? `${line.label} ${value(here)}` : value(here)];
+      return here === null ? [] : [lines.length > 1 ? `${line.label} ${value(here)}` : value(here)];
     });
     chart.readout.textContent = `${AXES[view.axis]} ${number(chart.table[0][index])}: ${shown.slice(0, 4).join(" · ")}`;
   };
@@ -214,12 +262,95 @@
     });
   }
 
+  // The table of several runs
+  const table = document.getElementById("table");
+  if (table) {
+    const body = table.tBodies[0], rows = [...body.rows], heads = [...table.tHead.rows[0].cells];
+    const keyOf = (row, column) => {
+      const cell = row.cells[column];
+      return cell.dataset.v === undefined ? cell.textContent.trim() : Number(cell.dataset.v);
+    };
+    const compare = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b), "en", { numeric: true }));
+    const sort = (column, down) => {
+      const [full, empty] = [[], []];
+      for (const row of rows) (keyOf(row, column) === "" ? empty : full).push(row);
+      full.sort((a, b) => compare(keyOf(a, column), keyOf(b, column)) * (down ? -1 : 1));
+      body.append(...full, ...empty);
+      heads.forEach((head, i) => (i === column ? head.setAttribute("aria-sort", down ? "descending" : "ascending") : head.removeAttribute("aria-sort")));
+    };
+    heads.forEach((head, column) => {
+      const button = element("button", head.textContent, { type: "button" });
+      button.addEventListener("click", () => sort(column, head.getAttribute("aria-sort") === "ascending"));
+      head.replaceChildren(button);
+    });
+    for (const row of rows) {
+      const run = Number(row.dataset.run), name = row.cells[0], label = element("label"), box = element("input", undefined, { type: "checkbox" });
+      label.append(box, ...name.childNodes);
+      name.append(label);
+      box.addEventListener("change", () => {
+        chosen.marked[box.checked ? "add" : "delete"](run);
+        emphasizeAll();
+      });
+      row.addEventListener("pointerenter", () => point(run));
+      row.addEventListener("pointerleave", () => point(null));
+    }
+    const only = document.getElementById("only"), shown = document.getElementById("number");
+    const choose = () => {
+      const words = only.value.toLowerCase().split(/\s+/).filter(Boolean);
+      chosen.hidden.clear();
+      for (const row of rows) {
+        row.hidden = !words.every((word) => row.textContent.toLowerCase().includes(word));
+        if (row.hidden) chosen.hidden.add(Number(row.dataset.run));
+      }
+      shown.textContent = `${rows.length - chosen.hidden.size} of ${rows.length} runs`;
+    };
+    only.addEventListener("input", () => { choose(); emphasizeAll(); });
+    document.getElementById("unmark").addEventListener("click", () => {
+      chosen.marked.clear();
+      for (const box of body.querySelectorAll("input")) box.checked = false;
+      emphasizeAll();
+    });
+    const choice = document.getElementById("choice");
+    choice.hidden = false;
+    choice.addEventListener("submit", (event) => event.preventDefault());
+    choose();
+    for (const way of document.querySelectorAll(".way")) {
+      way.addEventListener("pointerenter", () => point(Number(way.dataset.run)));
+      way.addEventListener("pointerleave", () => point(null));
+    }
+  }
+
+  // Sections that fold; the tab remembers which are open
+  const folds = [...document.querySelectorAll("details.fold")];
+  const key = `trainbus report ${location.pathname}`;
+  try {
+    const open = JSON.parse(sessionStorage.getItem(key) || "{}");
+    for (const fold of folds) fold.open = open[fold.dataset.fold] ?? fold.open;
+  } catch { /* a browser without storage for files */ }
+  const remember = () => {
+    try {
+      sessionStorage.setItem(key, JSON.stringify(Object.fromEntries(folds.map((fold) => [fold.dataset.fold, fold.open]))));
+    } catch { /* see above */ }
+  };
+  const foldAll = document.getElementById("fold");
+  const nameFold = () => { foldAll.textContent = folds.every((fold) => fold.open) ? "Close all" : "Open all"; };
+  foldAll.addEventListener("click", () => {
+    const open = !folds.every((fold) => fold.open);
+    for (const fold of folds) fold.open = open;
+  });
+  for (const fold of folds) fold.addEventListener("toggle", () => { if (!printing) remember(); nameFold(); });
+  foldAll.hidden = false;
+  nameFold();
+
   const list = document.querySelector("nav ul");
   for (const heading of document.querySelectorAll("main h2")) {
-    const item = element("li");
-    item.append(element("a", heading.textContent, { href: `#${heading.id}` }));
+    const item = element("li"), link = element("a", heading.textContent, { href: `#${heading.id}` });
+    link.addEventListener("click", () => { heading.closest("details").open = true; });
+    item.append(link);
     list.append(item);
   }
+  const target = location.hash && document.getElementById(location.hash.slice(1));
+  if (target) for (let one = target.closest("details"); one; one = one.parentElement.closest("details")) one.open = true;
 
   // Light and dark: the rules of the colours for a dark screen apply always, never, or as the browser says.
   const rules = [...document.styleSheets].flatMap((sheet) => [...sheet.cssRules]).filter((rule) => rule instanceof CSSMediaRule && rule.conditionText.includes("prefers-color-scheme: dark"));
@@ -241,4 +372,24 @@
   });
   button.hidden = false;
   name();
+
+  // On paper: all sections open, all charts drawn in the width of a column, light colours
+  let closed = [], before = [];
+  addEventListener("beforeprint", () => {
+    printing = true;
+    closed = [...document.querySelectorAll("details.fold:not([open]), details.run:not([open])")];
+    for (const one of closed) one.open = true;
+    before = rules.map((rule) => rule.media.mediaText);
+    for (const rule of rules) rule.media.mediaText = "not all";
+    for (const chart of charts) {
+      draw(chart);
+      chart.plot.setSize({ width: 310, height: 210 });
+    }
+  });
+  addEventListener("afterprint", () => {
+    for (const one of closed) one.open = false;
+    rules.forEach((rule, i) => { rule.media.mediaText = before[i]; });
+    setTimeout(() => { printing = false; });
+    redraw();
+  });
 })();

@@ -20,6 +20,7 @@ from eventloop.observe.report import facts
 from eventloop.observe.report.bars import cost_bars
 from eventloop.observe.report.charts import drawn, scalar_charts, step_charts
 from eventloop.observe.report.media import shown
+from eventloop.observe.report.overview import FEW, Rules, overview, summary
 from eventloop.observe.report.reported_run import ReportedRun
 from eventloop.observe.report.sentences import Best, count, verdict
 from eventloop.observe.verdict import duration, size
@@ -29,30 +30,42 @@ MOST_BYTES: Final = 1_000_000
 # Points of a curve, rows of a table and number of scalars: as much as fits.
 _FITS: Final = (
     *((2_000, 200, 1_000), (1_000, 100, 1_000), (500, 50, 1_000), (250, 25, 1_000), (120, 15, 1_000), (60, 10, 1_000)),
-    *((60, 10, 400), (60, 10, 150), (60, 5, 50), (30, 5, 20)),
+    *((60, 10, 400), (60, 10, 150), (60, 5, 50), (30, 5, 20), (30, 5, 10), (30, 5, 5)),
 )
+_LEAST_BYTES: Final = 6  # of a value in the data of a page; larger pages are not rendered
 
 _NO_OTHER: Final = "base-uri 'none'; form-action 'none'"
 
 
-def build_report(runs: Sequence[ReportedRun], best: Best) -> bytes:
-    """Return one page of HTML about one run, or several to compare, of at most 1 MB. It needs no network and no other file."""
+def build_report(runs: Sequence[ReportedRun], best: Best, rules: Rules = lambda names: {}) -> bytes:
+    """Return one page of HTML about one run, or several to compare, of at most 1 MB. It needs no network and no other file.
+
+    Without ``rules``, a comparison has the last value of each metric, and ranks no run.
+    """
     names = run_names(runs)
+    seen = overview(runs, rules)
+    many = len(runs) > FEW
     known = {
+        "overview": seen,
+        "many": many,
+        "summary": summary(runs, names, seen),
         "runs": runs,
         "names": names,
         "verdicts": [verdict(run, best) for run in runs],
-        "bars": cost_bars([run.costs for run in runs]),
-        "environments": [facts.environment_rows(run) for run in runs],
-        "configurations": [facts.configuration_rows(run) for run in runs],
-        "media": [shown(run, len(runs)) for run in runs],
+        "bars": cost_bars([] if many else [run.costs for run in runs]),
+        "environments": [] if many else [facts.environment_rows(run) for run in runs],
+        "configurations": [] if many else [facts.configuration_rows(run) for run in runs],
+        "media": [] if many else [shown(run, len(runs)) for run in runs],
         "written": datetime.now().astimezone(),
     }
-    scalars, steps = scalar_charts(runs, names), step_charts(runs, names)
+    scalars, steps = scalar_charts(runs, names), [] if many else step_charts(runs, names)
     page = b""
     for points, rows, most in _FITS:
         kept = scalars[:most]
-        data = drawn([*kept, *steps], runs, points)
+        values = sum(min(points, len(one.curve.values)) for chart in kept for one in chart.series)
+        if values * _LEAST_BYTES > MOST_BYTES and (points, rows, most) != _FITS[-1]:
+            continue
+        data = drawn([*kept, *steps], runs, points) | {"colours": seen.colours, "runs": names}
         thinned = any(len(one.curve.values) > points for chart in kept for one in chart.series)
         page = _render(
             data, **known, scalars=kept, steps=steps, left_out=len(scalars) - len(kept), rows=rows, points=points * thinned
