@@ -33,6 +33,13 @@ loop = make_loop()
 loop.bus.on("after_train_epoch", lambda event: os.kill(os.getpid(), signal.SIGINT), once=2)  # as the button
 await loop.arun(max_epochs=100_000)
 """,
+    "twice": """
+import os, signal
+loop = make_loop()
+loop.bus.on("after_train_epoch", lambda event: signal.raise_signal(signal.SIGINT), once=3)
+loop.bus.on("on_exception", lambda event: signal.raise_signal(signal.SIGINT))
+loop.run(max_epochs=50)
+""",
     "unsaved": """
 import _thread
 from trainbus import TrainLoop
@@ -57,7 +64,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     read = [cell for path in EXAMPLES for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
     found = [nbformat.v4.new_code_cell(cell.source) for cell in read]  # with ids of their own
     probes = {name: nbformat.v4.new_code_cell(source) for name, source in PROBES.items()}
-    for name in ("interrupted", "cancelled", "unsaved"):
+    for name in ("interrupted", "cancelled", "twice", "unsaved"):
         probes[name].metadata.tags = ["raises-exception"]
     notebook = nbformat.v4.new_notebook(cells=[*found, *probes.values()])
     with pytest.MonkeyPatch.context() as patch:
@@ -128,6 +135,10 @@ def test_an_interrupt_is_one_line_that_resumes_and_the_same_cell_again_does(cell
     ("probe", "line"),
     [
         ("cancelled", r"CancelledError: the run was interrupted after iteration \d+; loop.arun\(\) trains on"),
+        (
+            "twice",
+            r"KeyboardInterrupt: the run was interrupted after iteration \d+; continue from .*epoch_\d.safetensors with .*",
+        ),
         ("unsaved", r"KeyboardInterrupt: the run was interrupted after iteration \d+"),
     ],
 )

@@ -137,7 +137,8 @@ class Session:
         """End the run after an exception; log errors in here and add them to it as notes."""
         self._patience = Deadline(self._bus.abort_timeout)
         with ExitStack() as last:  # a second Ctrl-C, for example in a handler of on_exception, must not leave anything open
-            last.callback(self._tell_resume, error)  # last of all: the lanes have written their checkpoints
+            # last of all: the lanes have written their checkpoints
+            last.push(lambda _, second, __: self._tell_resume(second if isinstance(second, KeyboardInterrupt) else error))
             last.callback(self._close, abort=True)
             last.callback(self.state.scopes.unwind)
             if self.state.ranks is not None and world_size() > 1:  # else the group was destroyed
