@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any, Final
 
@@ -15,8 +15,9 @@ import torch
 HIDDEN: Final = "(not stored)"
 """Stands for a value whose name says that it is a secret."""
 
-_MOST: Final = 500  # characters of a text, and entries of a list or mapping
-_DEEPEST: Final = 8
+_LONGEST: Final = 500  # characters of a text
+_MOST_VALUES: Final = 1000
+_DEEPEST: Final = 20
 _SECRET: Final = re.compile(
     r"(^|[^a-z])(auth|authorization|(\w+_)?(token|password|passwd|passphrase|secret|credentials?)|pwd|(\w+_)?webhook(_url)?|"
     r"(\w+_)?(api|access|secret|private|account|auth|encryption|license)_?key(_id)?)$"
@@ -28,8 +29,15 @@ _QUERY: Final = re.compile(
 )
 
 
-def plain(value: Any, deep: int = 0) -> Any:
-    """Return a value as numbers, texts, lists and mappings; of another object, the name of its class or function."""
+def plain(value: Any) -> Any:
+    """Return a value as numbers, texts, lists and mappings; of another object, the name of its class or function.
+
+    Of lists and mappings, at most 1,000 values in all are taken. Only Python's own are read: others may load data.
+    """
+    return _plain(value, iter(range(_MOST_VALUES)))
+
+
+def _plain(value: Any, left: Iterator[int], deep: int = 0) -> Any:
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int):
@@ -37,11 +45,12 @@ def plain(value: Any, deep: int = 0) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if isinstance(value, str | PurePath | torch.dtype | torch.device):
-        return str(value)[:_MOST]
-    if deep < _DEEPEST and isinstance(value, Mapping):
-        return {str(name): plain(one, deep + 1) for name, one in list(value.items())[:_MOST]}
-    if deep < _DEEPEST and isinstance(value, list | tuple | set | frozenset):
-        return [plain(one, deep + 1) for one in list(value)[:_MOST]]
+        return str(value)[:_LONGEST]
+    # Each entry takes one from what is left, so that a list of lists of lists ends as soon as a long one.
+    if type(value) is dict and deep < _DEEPEST:
+        return {str(name): _plain(one, left, deep + 1) for (name, one), _ in zip(value.items(), left, strict=False)}
+    if type(value) in (list, tuple, set, frozenset) and deep < _DEEPEST:
+        return [_plain(one, left, deep + 1) for one, _ in zip(value, left, strict=False)]
     if isinstance(value, type) or inspect.isroutine(value):
         return getattr(value, "__qualname__", type(value).__name__)
     return type(value).__name__

@@ -26,6 +26,23 @@ def test_other_objects_are_stored_by_the_name_of_their_class(value, stored):
     assert plain(value) == stored
 
 
+def test_of_long_and_deep_values_a_part_is_taken_and_no_data_are_loaded():
+    class Loader(list):
+        def __iter__(self):
+            raise AssertionError("loads data")
+
+    def count(value):
+        return 1 + sum(map(count, value)) if isinstance(value, list) else 1
+
+    deep = [[[[1] * 100] * 100] * 100] * 100
+    endless: list[object] = []
+    endless.append(endless)
+    assert plain(Loader([1])) == "Loader"
+    assert 900 < count(plain(deep)) < 1100
+    assert count(plain(endless)) < 1100
+    assert plain([1] * 5000) == [1] * 1000
+
+
 @pytest.mark.parametrize("name", ["api_key", "wandbToken", "DB-PASSWORD", "hf_token", "client_secret", "aws.secret_access_key"])
 def test_a_value_whose_name_says_that_it_is_a_secret_is_hidden(name):
     assert without_secrets({name: "s3cr3t", "list": [{name: ["s3cr3t"]}]}) == {name: HIDDEN, "list": [{name: [HIDDEN]}]}
