@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from eventloop.cli.runs import best_metric
-from eventloop.observe import Damage, RankCosts, RankTimes, Straggler
+from eventloop.observe import Costs, Damage, LaneCosts, Part, RankCosts, RankTimes, RunManifest, Straggler, write_manifest
+from eventloop.observe.costs import Growth
 from eventloop.observe.curves import Curve, read_curves
 from eventloop.observe.record import Checkpoint
 from eventloop.observe.report import ReportedRun, build_report, verdict
@@ -97,6 +98,31 @@ def test_the_page_has_the_times_of_all_ranks_and_names_the_slow_one(tmp_path):
     assert "Not measured: rank 3." in page.text
     assert any("The other ranks wait 73% of the time for rank 2 (node7)" in line for line in sentences(folder))
     assert "ranks" not in page_of(write_run(tmp_path / "alone")).ids
+
+
+def test_ten_faults_are_all_named_also_a_leak_and_a_slow_rank_that_a_last_short_session_does_not_measure(tmp_path):
+    """The two with the smallest shares came after six others, and only the last session counted."""
+    shares = {f"Slow{index}.after_train_iter": 0.2 - index / 100 for index in range(5)}
+    hooks = [Part("hook", name, 100, share * 100, share, share, "after_train_iter") for name, share in shares.items()]
+    data = Part("training", "waiting for data", 0, 15.0, 0.15)
+    stall = Part("training", "waiting for checkpoints", 7, 14.0, 0.14)
+    lane = LaneCosts("Uploader.write", ["after_train_iter"], 88, 0, 12, 0, 0.5, 0.0)
+    growth = [Growth("process", 70_000_000, 60.0, 700), Growth("Keeper", 70_000_000, 60.0, 700)]
+    slow = Straggler(2, "node7", "hook", "Slow0.after_train_iter", 0.0152, 0.0101, 0.0051)
+    ranks = RankCosts(4, 100, 0.0463, [RankTimes("", "iteration", 0.0461, 0.0463, 0.0464, 1, "node1")], slow)
+    costs = Costs(100.0, [*hooks, data, stall], lanes=[lane], memory=1_000_000_000, growth=growth, ranks=ranks)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    sessions = [session(), session(BEGAN + 1000, lasted=5.0)]
+    write_manifest(folder, RunManifest(name="faults", sessions=sessions))
+    write_record(folder, costs_line(BEGAN + 99, costs), costs_line(BEGAN + 1004, some_costs(4.0, 40)))
+    told = " ".join(sentences(folder))
+    named = [*(f"Slow{index} takes" for index in range(5)), "waiting for data", "Checkpoints hold training up"]
+    named += ["The lane of Uploader dropped 12", "Keeper keeps 100 kB more each iteration"]
+    assert [one for one in [*named, "The other ranks wait 11% of the time for rank 2 (node7)"] if one not in told] == []
+    page = page_of(folder)
+    assert "of the longest session" in page.text
+    assert "1 GB of resident memory" in page.text
 
 
 def test_the_page_needs_nothing_from_elsewhere_and_allows_no_other_script(tmp_path):

@@ -168,7 +168,7 @@ def test_a_marked_run_and_the_one_under_the_pointer_stand_out(opened):
     page.locator(".chart").first.scroll_into_view_if_needed()
     wait_for_other_pixels(page, before)
     page.mouse.move(0, 0)
-    page.wait_for_function("document.querySelectorAll('.way.back').length === 8")
+    page.wait_for_function("() => document.querySelectorAll('.way.back').length === 8")
     page.get_by_role("button", name="Mark none").click()
     page.locator(".chart").first.scroll_into_view_if_needed()
     page.wait_for_function("before => document.querySelector('.chart canvas').toDataURL() === before", arg=before)
@@ -177,7 +177,7 @@ def test_a_marked_run_and_the_one_under_the_pointer_stand_out(opened):
     box = page.locator(".chart .u-over").first
     box.scroll_into_view_if_needed()
     box.hover()
-    page.wait_for_function("document.querySelector('.chart .readout').textContent.includes('run ')")
+    page.wait_for_function("() => document.querySelector('.chart .readout').textContent.includes('run ')")
 
 
 def test_sections_fold_and_the_tab_remembers_which_are_open(opened):
@@ -189,7 +189,7 @@ def test_sections_fold_and_the_tab_remembers_which_are_open(opened):
     ]
     page.locator("summary", has_text="Environment").click()
     page.locator("summary", has_text="Costs").click()
-    page.wait_for_function("Object.values(sessionStorage).some((one) => JSON.parse(one).costs === false)")
+    page.wait_for_function("() => Object.values(sessionStorage).some((one) => JSON.parse(one).costs === false)")
     page.reload()
     assert page.locator("#environment").is_visible()
     assert page.locator("table.costs").is_hidden()

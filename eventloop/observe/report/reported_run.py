@@ -137,8 +137,14 @@ def _sum(all_costs: Sequence[Costs]) -> Costs | None:
             lanes[lane.name].append(lane)
     steps: Counter[int] = sum((Counter(one.steps.counts) for one in all_costs), Counter())
     added = sorted((_add_parts(own, wall) for own in parts.values()), key=lambda part: -part.seconds)
+    # Ranks and memory are not sums: a short last session may not have measured them.
+    ranked = max(all_costs, key=lambda one: (one.ranks is not None, one.wall))
+    grown = max(all_costs, key=lambda one: (bool(one.growth), one.wall))
     return msgspec.structs.replace(
         all_costs[-1],
+        ranks=ranked.ranks,
+        memory=grown.memory,
+        growth=grown.growth,
         wall=wall,
         parts=added,
         steps=Histogram(dict(steps), sum(one.steps.seconds for one in all_costs)),

@@ -15,7 +15,7 @@ from eventloop.observe.verdict import duration, expensive
 Best = Callable[[Sequence[Mapping[str, float]]], tuple[str, int] | None]
 """Takes the metrics of all validations. Returns the best one as a text, such as ``"accuracy 0.97"``, and its index."""
 
-_MOST: Final = 6
+_MOST: Final = 20  # findings: a page has room for all that matter
 
 
 def verdict(run: ReportedRun, best: Best) -> list[str]:
