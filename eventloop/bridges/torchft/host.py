@@ -17,6 +17,7 @@ from eventloop import events as ev
 from eventloop.bridges.copies import replaced
 from eventloop.bridges.torchft import privates
 from eventloop.bridges.torchft.buffers import Buffers
+from eventloop.bridges.torchft.lookout import Lookout
 from eventloop.checkpoint import is_sharded
 from eventloop.device import synchronize
 from eventloop.errors import ConfigurationError, TrainingError
@@ -119,6 +120,7 @@ class ManagedReplicas:
         self._buffers = Buffers(run.models.values())
         for name, call in (("start_quorum", self._start_quorum), ("should_commit", self._should_commit)):
             run.defer(replaced(manager, name, partial(call, getattr(manager, name))))
+        run.defer(Lookout(manager).close)
 
     def settles(self, *, complete: bool = True) -> bool:
         """Return True if the iteration that ends here counts. Unless it is ``complete``, its body was left early.
@@ -133,7 +135,8 @@ class ManagedReplicas:
             raise TrainingError(
                 "with replicas= each iteration is one step of the torchft.Manager, and this one has not asked it: call "
                 "zero_grad() at the beginning of the body and step() at its end, on torchft's Optimizer; to accumulate "
-                "gradients, divide the batch within the body"
+                "gradients, divide the batch within the body. LocalSGD and DiLoCo ask it once in several iterations: use "
+                "them in a run without replicas="
             )
         committed, self.committed, self._asked, self._counts = self.committed, False, False, None
         if not committed:

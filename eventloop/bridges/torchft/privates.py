@@ -14,6 +14,7 @@ _SEEN: Final = "0.2.0"
 NAMES: Final[Names] = {
     "manager._load_state_dict_fns": ("host.py: the state functions that a manager has", _SEEN),
     "manager._replica_id": ("host.py: the name of a replica group", _SEEN),
+    "manager._quorum_future": ("lookout.py: whether the groups have found each other", _SEEN),
     "manager._group_world_size": ("host.py: the number of processes of a replica group", _SEEN),
 }
 
@@ -38,6 +39,12 @@ def load_functions(manager: Any) -> Mapping[str, Callable[[Any], None]]:
     """Return the functions that load a state, by the key that they were registered with."""
     found: Mapping[str, Callable[[Any], None]] = manager._load_state_dict_fns
     return found
+
+
+def waits_for_quorum(manager: Any) -> bool:
+    """Return True while a manager asks its lighthouse for the groups of a step."""
+    future = manager._quorum_future
+    return future is not None and not future.done()
 
 
 def replica_id(manager: Any) -> str | None:

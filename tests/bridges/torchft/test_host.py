@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 from torch.utils.data import DataLoader
 
 from eventloop import Bus, ConfigurationError, Run, TrainingError
-from eventloop.bridges.torchft import privates
+from eventloop.bridges.torchft import lookout, privates
 from eventloop.bridges.torchft.host import KEY
 from eventloop.checkpoint import overlap
 from eventloop.events import AfterLoadCheckpoint, AfterTrainIter, BeforeTrainEpoch, BeforeTrainIter, CheckpointSkipped
@@ -30,6 +30,7 @@ from hooks import (
 )
 from hooks.writers import JSONLinesWriter
 
+from ...waiting import until
 from . import groups
 
 torchft = pytest.importorskip("torchft")
@@ -482,3 +483,43 @@ def test_a_manager_without_a_name_that_is_needed_is_refused(manager, path):
             Job(one)
     finally:
         setattr(one, name, value)
+
+
+@pytest.mark.parametrize("kind", ["LocalSGD", "DiLoCo"])
+def test_what_does_not_take_a_step_in_each_iteration_is_an_error_that_says_so(manager, kind):
+    local_sgd = pytest.importorskip("torchft.local_sgd")
+    managed, model = manager(use_async_quorum=False), groups.Net()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    if kind == "LocalSGD":
+        syncing = local_sgd.LocalSGD(managed, model, inner, sync_every=2)
+    else:
+        outer = torch.optim.SGD(model.parameters(), lr=0.7)
+        syncing = local_sgd.DiLoCo(managed, [model], inner, outer, sync_every=2)
+    with pytest.raises(TrainingError, match=r"LocalSGD and DiLoCo .* without replicas="), syncing:
+        with Run(model=model, optimizer=inner, replicas=managed, seed=1) as run:
+            for _ in run.epochs(1):
+                for _, rows, targets in run.train(DataLoader(groups.rows(16), batch_size=4)):
+                    inner.zero_grad()
+                    (model(rows) - targets).pow(2).mean().backward()
+                    inner.step()
+
+
+def test_a_lighthouse_that_does_not_answer_is_said(manager, monkeypatch):
+    monkeypatch.setattr(lookout, "_LOOK", 0.02)
+    monkeypatch.setattr(lookout, "_PATIENCE", 0.1)
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://somewhere:1")
+    managed = manager()
+    job = Job(managed)
+
+    def hold(body):
+        if body == 2:  # the lighthouse is gone when the next step asks it
+            monkeypatch.setattr(privates, "waits_for_quorum", lambda manager: True)
+            until(lambda: any("no quorum" in line["event"] for line in logs))
+            monkeypatch.setattr(privates, "waits_for_quorum", lambda manager: False)
+            until(lambda: any("answers again" in line["event"] for line in logs))
+
+    with capture_logs() as logs:
+        job.train(1, hold)
+    told = [line for line in logs if "no quorum" in line["event"]]
+    assert [line["lighthouse"] for line in told] == ["http://somewhere:1"]
+    assert not any(thread.name.startswith("trainbus looks") for thread in threading.enumerate())
