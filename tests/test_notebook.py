@@ -19,7 +19,34 @@ nbclient = pytest.importorskip("nbclient")
 pytest.importorskip("ipykernel")
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples/notebooks").glob("*.ipynb"))
+DEFINES = """
+from trainbus import Event, Hook, register
+
+class Seen(Event):
+    by: str
+
+@bus.on(Seen)
+def hear(event): print("{0} function, told by the", event.by)
+
+@register
+class Tells(Hook):
+    def after_run(self, event): bus.publish(Seen(by="{0} hook"))
+
+bus.add(Tells())
+"""
 PROBES = {
+    "old": "from trainbus import Bus\nbus = Bus()\n" + DEFINES.format("old"),
+    "new": DEFINES.format("new"),
+    "hears": "with Run(bus, model=nn.Linear(2, 1)): pass",
+    "task": "import asyncio\nloop = make_loop()\ntraining = asyncio.create_task(loop.arun(max_epochs=100_000))",
+    "meanwhile": """
+begun = loop.counters.iter
+while loop.counters.iter < begun + 100:
+    await asyncio.sleep(0.01)
+loop.stop("seen enough")
+await training
+print("the task has ended")
+""",
     "interrupted": """
 import _thread
 trained = loop
@@ -104,6 +131,16 @@ def test_the_bus_and_its_costs_are_tables(cells):
     assert "CheckpointHook" in bus
     assert "after_train_iter" in bus
     assert re.search(r"forward.*%", costs)
+
+
+@pytest.mark.long
+def test_what_a_cell_defines_again_replaces_the_hook_the_function_and_the_event(cells):
+    assert streams(cells["hears"]).splitlines() == ["new function, told by the new hook"]
+
+
+@pytest.mark.long
+def test_other_cells_run_while_a_task_trains(cells):
+    assert "the task has ended" in streams(cells["meanwhile"])
 
 
 @pytest.mark.long
