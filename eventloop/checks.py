@@ -14,7 +14,7 @@ import msgspec
 
 from eventloop.annotations import Member, Signature, members
 from eventloop.errors import ConfigurationError, SubscribeError
-from eventloop.plain import plain, without_secrets
+from eventloop.plain import plain
 from eventloop.spelling import value_meant
 
 P = ParamSpec("P")
@@ -61,7 +61,7 @@ def check_options(init: Callable[P, R]) -> Callable[P, R]:
         if init.__name__ == "__init__" and args and hasattr(args[0], "__dict__"):
             # The first one counts: a constructor calls those of its base classes.
             given = dict(zip(by_position[1:], args[1:], strict=False)) | kwargs
-            vars(args[0]).setdefault(_GIVEN, {name: without_secrets(plain(value), name) for name, value in given.items()})
+            vars(args[0]).setdefault(_GIVEN, {name: plain(value) for name, value in given.items()})
         return init(*args, **kwargs)
 
     return checked

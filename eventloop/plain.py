@@ -68,9 +68,12 @@ def without_secrets(value: Any, name: str = "") -> Any:
         return [without_secrets(one, name) for one in value]
     if not isinstance(value, str):
         return value
-    if name == "to" and (address := _ADDRESS.match(value)):  # of a webhook: its path is the secret
+    if value and is_secret(name):
+        return HIDDEN
+    shown = _CREDENTIALS.sub("", value)
+    if name == "to" and (address := _ADDRESS.match(shown)):  # of a webhook: its path is the secret
         return f"{address[0]}/{HIDDEN}"
-    return HIDDEN if value and is_secret(name) else _QUERY.sub(rf"\1{HIDDEN}", _CREDENTIALS.sub("", value))
+    return _QUERY.sub(rf"\1{HIDDEN}", shown)
 
 
 def is_secret(name: str) -> bool:
