@@ -21,6 +21,7 @@ PAGES = {
     "SLURM": "guides/slurm",
     "Jupyter": "guides/notebooks",
     "out of memory": "help/troubleshooting",
+    "learning rate finder": "guides/schedules",
     "gradient clipping": "guides/precision",
     "freeze layers": "guides/freeze",
     "two optimizers": "guides/optimizers",
