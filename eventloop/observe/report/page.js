@@ -98,7 +98,6 @@
         setCursor: [() => showValues(chart, lines, value)],
         setSeries: [(u, index, options) => {
           if (!several || options.focus !== true) return;
-          chart.near = index === null ? null : index - 1;
           point(index === null ? null : lines[index - 1].run);
         }],
       },
@@ -123,6 +122,7 @@
       one.points.show = chosen.hidden.has(line.run) || (some && !out) ? () => false : line.points;
     });
     chart.plot.redraw(false);
+    showValues(chart, chart.lines, chart.value);
   };
   const emphasizeAll = () => {
     for (const chart of charts) if (chart.drawn && chart.visible) emphasize(chart); else chart.drawn = false;
@@ -148,6 +148,7 @@
       for (const i of [index - step, index + step]) if (values[i] !== null && values[i] !== undefined) return values[i];
     return null;
   };
+  const labelOf = (line) => (chosen.pointed === null ? line.label : line.label.replace(`${data.runs[line.run]}, `, ""));
   const showValues = (chart, lines, value) => {
     const index = chart.plot?.cursor.idx;
     if (index === null || index === undefined) {
@@ -155,11 +156,13 @@
       return;
     }
     const shown = lines.flatMap((line, i) => {
-      if (line.faint || chosen.hidden.has(line.run) || (several && chart.near != null && line.run !== lines[chart.near]?.run)) return [];
+      if (line.faint || chosen.hidden.has(line.run) || (chosen.pointed === null ? many : line.run !== chosen.pointed)) return [];
       const here = nearest(chart.table[i + 1], index);
-      return here === null ? [] : [lines.length > 1 ? `${line.label} ${value(here)}` : value(here)];
+      return here === null ? [] : [lines.length > 1 ? `${labelOf(line)} ${value(here)}` : value(here)];
     });
-    chart.readout.textContent = `${AXES[view.axis]} ${number(chart.table[0][index])}: ${shown.slice(0, 4).join(" · ")}`;
+    const run = chosen.pointed === null || lines.every((line) => line.label === data.runs[line.run]) ? "" : `${data.runs[chosen.pointed]}, `;
+    if (shown.length) chart.readout.textContent = `${run}${AXES[view.axis]} ${number(chart.table[0][index])}: ${shown.slice(0, 4).join(" · ")}`;
+    else chart.readout.textContent = "";
   };
 
   const zoom = (chart, factor, shift) => {
