@@ -71,7 +71,7 @@ def without_secrets(value: Any, name: str = "") -> Any:
     if value and is_secret(name):
         return HIDDEN
     shown = _CREDENTIALS.sub("", value)
-    if name == "to" and (address := _ADDRESS.match(shown)):  # of a webhook: its path is the secret
+    if re.search(r"(^|[.-])to$", name) and (address := _ADDRESS.match(shown)):  # of a webhook: its path is the secret
         return f"{address[0]}/{HIDDEN}"
     return _QUERY.sub(rf"\1{HIDDEN}", shown)
 

@@ -14,6 +14,7 @@ import torch
 from eventloop import Bus, ConfigurationError, Run, RunPreempted
 from eventloop.events import CostsMeasured, Progress, RanksMeasured
 from eventloop.observe import Costs, LaneCosts, RankCosts, Straggler, without_secrets
+from eventloop.plain import command_without_secrets
 from hooks import AlertHook
 from hooks.webhook import Webhook
 
@@ -397,6 +398,8 @@ def test_the_address_is_in_no_record_and_no_repr():
     hook = AlertHook(f"https://hooks.example.org/{SECRET}")
     assert SECRET not in f"{hook!r} {hook._repr_html_()}"
     assert SECRET not in Bus(hook).describe().__repr__()
+    url = f"https://hooks.example.org/{SECRET}"
+    assert SECRET not in str(command_without_secrets(["trainbus", "run", "a.toml", f"custom_hooks.0.to={url}", f"--to={url}"]))
     config = without_secrets({"hooks": [{"type": "AlertHook", "to": f"https://hooks.example.org/{SECRET}"}, {"to": "cuda"}]})
     assert config == {"hooks": [{"type": "AlertHook", "to": "https://hooks.example.org/(not stored)"}, {"to": "cuda"}]}
 
