@@ -214,6 +214,12 @@ def memory_allocated(device: torch.device) -> int | None:
     return int(module.current_allocated_memory()) if hasattr(module, "current_allocated_memory") else None  # MPS
 
 
+def most_memory_allocated(device: torch.device) -> int | None:
+    """Return the most bytes that tensors on a device have taken so far; None if its allocator does not tell."""
+    module: Any = getattr(torch, device.type, None)
+    return int(module.max_memory_allocated(device)) if hasattr(module, "max_memory_allocated") else None
+
+
 def empty_cache() -> None:
     """Return the memory that the accelerator's allocator caches; without one do nothing."""
     _, module = _accelerator()

@@ -10,6 +10,9 @@ from __future__ import annotations
 import io
 import logging
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TextIO, cast
 
 import structlog
@@ -23,8 +26,30 @@ def get_logger() -> FilteringBoundLogger:
     return cast("FilteringBoundLogger", _Logger())
 
 
+_collections: list[list[str]] = []
+
+
+@contextmanager
+def collected() -> Iterator[list[str]]:
+    """Collect the texts of warnings and errors in a list, on all threads, and log nothing."""
+    lines: list[str] = []
+    _collections.append(lines)
+    try:
+        yield lines
+    finally:
+        _collections.remove(lines)
+
+
+def _collect(level: str, text: str, **facts: Any) -> None:
+    if level in ("warning", "error", "exception", "critical"):
+        named = ", ".join(f"{name}={value}" for name, value in facts.items() if name != "exc_info")
+        _collections[-1].append(f"{text} ({named})" if named else text)
+
+
 class _Logger:
     def __getattr__(self, name: str) -> Any:
+        if _collections and name in ("debug", "info", "warning", "error", "exception", "critical"):
+            return partial(_collect, name)
         return getattr(structlog.get_logger("trainbus") if structlog.is_configured() else _plain(), name)
 
 

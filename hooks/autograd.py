@@ -72,6 +72,10 @@ class AutogradProfilerHook(Hook):
         self._activities = [ProfilerActivity.CPU] if use_cuda is False else None  # None: all that torch can profile
         self._session: ProfilerSession | None = None
 
+    def in_check(self) -> Hook:
+        self._output_dir = None
+        return self
+
     def before_train(self, event: BeforeTrain) -> None:
         if event.run.work_dir is None and self._output_dir is None:
             raise ConfigurationError(

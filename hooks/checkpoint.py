@@ -137,6 +137,10 @@ class CheckpointHook(CopiedAnew, Hook):
         self._unremoved: list[str] = []  # old files that a store did not remove
         self._began_at: int | None = None  # iterations at the beginning, if that state needs no save
 
+    def in_check(self) -> Hook:
+        self._out_dir = None
+        return self
+
     def files_of_run(self, work_dir: Path) -> Collection[AnyPath]:
         directory = self._directory(work_dir)
         return () if directory is None or directory == work_dir else [*checkpoints_in(directory)]

@@ -46,6 +46,9 @@ class Dashboard(CopiedAnew, Watcher):
         self.url = ""
         """The address of the page, once the run has begun."""
 
+    def in_check(self) -> None:
+        return None  # it is a server
+
     @mount(events.BeforeRun, priority=Priority.VERY_HIGH)
     def serve(self, event: events.BeforeRun) -> None:
         server = Server.at(*self._address)

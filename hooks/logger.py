@@ -161,6 +161,15 @@ class LoggerHook(CopiedAnew, Hook):
         self._facts: RunFacts | None = None
         self._at = 0  # how far this thread has come with `_begun`
 
+    def in_check(self) -> Hook:
+        """Copy no files, and leave out writers that write elsewhere."""
+        self._out_dir, self._keep_local = None, True
+        kept = [writer for writer in self._fanout.writers if writer.in_check() is not None]
+        if out := [type(one).__name__ for one in self._fanout.writers if one not in kept]:
+            log.warning(f"{', '.join(out)} was left out, because it writes outside of the work dir")
+        self._fanout.writers = kept
+        return self
+
     def files_of_run(self, work_dir: Path) -> Collection[Any]:
         return [work_dir / name for writer in self._fanout.writers for name in writer.files()]
 

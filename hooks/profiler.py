@@ -185,6 +185,9 @@ class ProfilerHook(Hook):
         self._session: ProfilerSession | None = None  # also None if the hook is added during a training
         self._count = 0
 
+    def in_check(self) -> None:
+        return None  # it may write anywhere
+
     def before_train(self, event: BeforeTrain) -> None:
         if self.by_epoch and event.progress.max_iters is not None:
             advice = "which is one long epoch; give by_epoch=False, profile_times=<iterations>"

@@ -84,6 +84,13 @@ class Hook:
         """
         return ()
 
+    def in_check(self) -> Hook | None:
+        """Return the hook that takes part in ``loop.check()``; called on a copy of the hook. None leaves it out.
+
+        Override it in a hook that writes outside of the run's work dir, starts a server or talks to a service.
+        """
+        return self
+
     def default_work_dir(self) -> Path | None:
         """Return the work dir for a run that is given none, such as the folder that a cluster has for the job; None by default.
 

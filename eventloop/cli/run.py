@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 from cyclopts import Parameter
 from rich.console import Console
 from rich.table import Table
@@ -37,13 +38,15 @@ def run(
     config: Path,
     /,
     *changes: Annotated[str, Parameter(name="CHANGE")],
+    check: bool = False,
     costs: bool = False,
     dashboard: Annotated[str | None, Parameter(metavar="[PORT]")] = None,
     dry_run: bool = False,
+    json: bool = False,
     print_config: bool = False,
     resume: Annotated[str | None, Parameter(metavar="[RUN]")] = None,
     trace: bool = False,
-) -> None:
+) -> int | None:
     """Train from a configuration file.
 
     CHANGE is key=value, such as loop.max_epochs=3, model.width=64, custom_hooks[0].interval=5 or
@@ -58,10 +61,13 @@ def run(
     Args:
         config: a .toml, .yaml or .json file.
         changes: values to override, as key=value; see above.
+        check: try the training on copies instead: two batches of training and validation with all hooks, a save and a resume.
+            Prints what it found, the metrics, and estimates of time and size. It leaves no files. Exit status 1: an error.
         costs: at the end, print where the time went: data, step, each hook, checkpoints.
         dashboard: serve a page with live curves, costs and buttons that control the run, on this machine only. Its address
             is printed. Without a port: 8000, or any if that is taken.
         dry_run: create all objects, look at the first validation batches, and print the table of hooks, without training.
+        json: with --check, print the result as JSON.
         print_config: print the configuration with the changes and all defaults, as JSON, and do nothing else. A run of what
             is printed is the same run.
         resume: resume a run. Without a value (or with newest): the newest run of this configuration, or of
@@ -70,6 +76,8 @@ def run(
         trace: write trace.json with 50 iterations after the first 100, to open in https://ui.perfetto.dev. For other
             iterations, add TraceHook(first=..., iterations=...) to custom_hooks.
     """
+    if (check and (resume is not None or dry_run)) or (json and not check):
+        raise ConfigurationError("--check goes without --resume and --dry-run, and --json with --check only")
     from hooks.defaults import DEFAULT_HOOKS
     from hooks.trace import TraceHook
 
@@ -78,7 +86,7 @@ def run(
     setup = Setup(given, default_hooks=DEFAULT_HOOKS, folders=folders)
     if print_config:
         write_json(with_defaults(settle(given), DEFAULT_HOOKS))
-        return
+        return None
     with process_group():
         console = Console(quiet=this_rank() > 0)
         # The highest number, because a rank may have a disk of its own with a run that the others do not see.
@@ -86,6 +94,8 @@ def run(
         work_dir, resume = max(choices, key=lambda one: (len(str(one[0])), str(one[0])))
         setup.loop["work_dir"] = work_dir
         loop = setup.make()
+        if check:
+            return _check(loop, as_json=json)
         if costs:
             loop.bus.timing = True
         if trace and not any(isinstance(hook, TraceHook) for hook in loop.bus.hooks):
@@ -98,7 +108,7 @@ def run(
             found = loop.look()
             seen = "no look at val_data" if found is None else f"the first validation batches gave {', '.join(found)}"
             console.print(f"{seen}; not trained (--dry-run)", style="dim", highlight=False)
-            return
+            return None
         with _resumable(work_dir, f"--resume {work_dir}"):
             try:
                 _train(loop, work_dir, console, resume=resume, test=setup.tests)
@@ -108,6 +118,16 @@ def run(
                 console.print("", last_lines(work_dir, loop.bus))
             if is_run(work_dir):
                 console.print(cell(f"\nnext: trainbus report {work_dir}", keep="\n"), soft_wrap=True)
+    return None
+
+
+def _check(loop: TrainLoop, *, as_json: bool) -> int:
+    result = loop.check()
+    if as_json:
+        write_json(msgspec.to_builtins(result))
+    else:
+        Console(highlight=False).print(result)
+    return 0 if result.ok else 1
 
 
 def demo(*, out: Path | None = None, epochs: Positive = 20, seed: Seed = 0, resume: bool = False, hooks: bool = False) -> int:

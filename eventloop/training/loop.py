@@ -37,6 +37,7 @@ from eventloop.training.arguments import (
     check_step,
     named,
 )
+from eventloop.training.check import CheckResult, Job, check
 from eventloop.training.distributed.launch import divided
 from eventloop.training.distributed.samples import GlobalBatchSampler
 from eventloop.training.facts import carded, described, facts
@@ -236,6 +237,40 @@ class TrainLoop:
         if self._running is not None:
             return  # _begun() refuses the call, which must not change the run
         self.max_epochs, self.max_iters = max_epochs or self.max_epochs, max_iters or self.max_iters
+
+    def check(self) -> CheckResult:
+        """Try this loop on copies: two batches of training and validation with all hooks, a save, and a resume.
+
+        Print the result: errors, warnings, the names of the metrics, and estimates of time and size. It takes seconds.
+
+        Nothing stays behind: the copies write to a temporary directory, their output is not shown, and model, optimizer,
+        hooks, loaders and random states are as before. Hooks that act outside of a run (:meth:`Hook.in_check`) are left out,
+        and so are functions on the bus, which may change anything. The step functions are called with the copies.
+
+        Raises:
+            ConfigurationError: the loop has no ``train_data`` or no optimizer, or there are several processes.
+        """
+        if self._optimizer is None:
+            raise ConfigurationError("check() needs an optimizer: give TrainLoop optimizer=")
+        self._need("train")
+        last = self.max_iters or self.max_epochs or 0
+        due = {last, *range(self.val_interval, last + 1, self.val_interval)}
+        return check(
+            Job(
+                kind=TrainLoop,
+                model=self.model,
+                optimizer=self._optimizer,
+                steps={"step": self._step, "val_step": self._val_step},
+                data={stage: self._data[stage] for stage in ("train", "val")},
+                limits=self._limits,
+                metrics=self._metrics,
+                bus=self.bus,
+                options=self._options,
+                max_epochs=self.max_epochs,
+                max_iters=self.max_iters,
+                validations=len({done for done in due if done >= self.val_begin or done == last}),
+            )
+        )
 
     async def arun(
         self,

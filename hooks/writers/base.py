@@ -90,6 +90,10 @@ class Writer(CopiedAnew):
         """Return the names of the files and folders in the work dir that belong to one run; none by default."""
         return ()
 
+    def in_check(self) -> Writer | None:
+        """Return the writer for ``loop.check()``; called on a copy. None leaves it out: override it if you write elsewhere."""
+        return self
+
     def open(self, run: RunFacts) -> None:
         """Begin a run; called before all other methods, and again for the next run after :meth:`close`."""
 

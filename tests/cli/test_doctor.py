@@ -175,7 +175,7 @@ def commands() -> dict[str, Any]:
     return found
 
 
-NO_TABLE = {"demo", "run", "init", "report", "dashboard", "checkpoint export", "checkpoint import"}
+NO_TABLE = {"demo", "init", "dashboard", "checkpoint export", "checkpoint import"}
 """They write files or serve a page, and print a few lines about them."""
 
 

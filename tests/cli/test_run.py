@@ -139,6 +139,22 @@ def test_a_dry_run_shows_the_hook_table_or_the_nearest_name_of_a_missing_metric_
     assert not (here / "runs").exists()
 
 
+def test_a_check_prints_what_it_found_writes_nothing_and_fails_for_an_error(here, trainbus):
+    before = {*here.rglob("*")}
+    printed = trainbus("run", DIGITS, "--check").out
+    for words in ("accuracy, loss", "checkpoint", "ok: 0 errors"):
+        assert words in printed
+    change = 'custom_hooks=[{type="EarlyStoppingHook", monitor="acuracy", rule="greater"}]'
+    found = json.loads(trainbus("run", DIGITS, "--check", "--json", change, status=1).out)
+    assert "'acuracy'" in found["errors"][0]
+    assert {*here.rglob("*")} == before
+
+
+@pytest.mark.parametrize("options", [["--check", "--dry-run"], ["--check", "--resume"], ["--json"]])
+def test_options_beside_a_check_that_have_no_effect_are_an_error(here, project, trainbus, options):
+    assert "--check" in trainbus("run", project, *options, status=2).err
+
+
 @pytest.mark.parametrize("option", [["--dashboard"], ["--dashboard", "8123"], ["--dashboard=0"]])
 def test_the_dashboard_is_added_with_a_port_and_without_before_and_after_overrides(here, project, trainbus, option):
     assert "Dashboard.post" in trainbus("run", *option, project, "model.width=5", "--dry-run", "loop.max_epochs=2").out
