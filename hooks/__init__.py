@@ -15,6 +15,7 @@ from hooks.empty_cache import EmptyCacheHook
 from hooks.evaluate import Evaluated, EvaluateHook
 from hooks.heartbeat import HeartbeatHook
 from hooks.logger import LoggerHook
+from hooks.lr_sweep import LRSweepHook
 from hooks.optimizer import Fp16OptimizerHook, OptimizerHook
 from hooks.preemption import PreemptionHook, SignalDoor
 from hooks.profiler import ProfilerHook
@@ -50,6 +51,7 @@ __all__ = [
     "HeartbeatHook",
     "IterTimerHook",
     "JSONLinesWriter",
+    "LRSweepHook",
     "LoggerHook",
     "MLflowWriter",
     "MomentumAnnealingEMA",

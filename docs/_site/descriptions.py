@@ -9,7 +9,7 @@ from typing import Any
 _UNITS = (
     "epochs or iterations", "iterations or epochs", "micro-batches", "iterations", "epochs", "validations", "updates", "seconds",
     "bytes", "exit status", "events", "checkpoints", "files", "digits", "share", "norm", "the metric's unit", "epoch or iteration", "iteration",
-    "epoch", "port",
+    "epoch", "port", "learning rate", "factor",
 )  # fmt: skip
 _ROLE = re.compile(r":(?:class|meth|func|mod|attr|data|exc):`~?([^`]+)`")
 

@@ -14,7 +14,15 @@ from lightning.pytorch import callbacks  # noqa: E402
 
 from eventloop import Bus, ConfigurationError, TrainingError  # noqa: E402
 from eventloop.observe.report.reported_run import ReportedRun  # noqa: E402
-from hooks import CheckpointHook, EarlyStoppingHook, EMAHook, ParamSchedulerHook, RunRecordHook, RuntimeInfoHook  # noqa: E402
+from hooks import (  # noqa: E402
+    CheckpointHook,
+    EarlyStoppingHook,
+    EMAHook,
+    LRSweepHook,
+    ParamSchedulerHook,
+    RunRecordHook,
+    RuntimeInfoHook,
+)
 
 from ..failing import fails  # noqa: E402
 from .conformance.job import WARNINGS, loader  # noqa: E402
@@ -522,3 +530,36 @@ def test_handlers_that_come_and_go_during_a_training():
 def test_an_option_of_other_bridges_is_an_error_with_lightnings_way(option, way_out):
     with pytest.raises(ConfigurationError, match=rf"{option}=.*lightning.*{way_out}"):
         Bus().attach(trainer_of(max_epochs=1), **{option: True})
+
+
+class Line(pl.LightningModule):
+    """A least-squares problem, with a schedule or without."""
+
+    def __init__(self, *, scheduled):
+        super().__init__()
+        self.line, self.scheduled = nn.Linear(4, 1), scheduled
+
+    def training_step(self, batch, batch_idx):
+        return (self.line(batch) - 5).square().mean()
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return ([optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]) if self.scheduled else optimizer
+
+
+def test_a_learning_rate_sweep_puts_the_weights_back_and_refuses_a_schedule_of_lightning():
+    data = DataLoader(torch.randn(160, 4, generator=torch.Generator().manual_seed(0)), 8)
+    module, sweep, bus = Line(scheduled=False), LRSweepHook(1e-4, 1e2, 100), Bus()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    bus.add(sweep)
+    trainer = trainer_of(max_epochs=9)
+    bus.attach(trainer)
+    trainer.fit(module, data)
+    assert 20 < len(sweep.curve) < 100
+    assert trainer.global_step == len(sweep.curve) + 1
+    assert sweep.suggestion > 1e-4
+    assert_same(dict(module.state_dict()), before)
+    bus, trainer = Bus(LRSweepHook()), trainer_of()
+    bus.attach(trainer)
+    with pytest.raises(ConfigurationError, match="schedule"):
+        trainer.fit(Line(scheduled=True), data)
