@@ -297,7 +297,7 @@ class _Watch(threading.Thread):
 def _ended(event: events.AfterRun) -> tuple[Occasion, str]:
     run, progress = event.run, event.progress
     reason = str(run.info.get("stop_reason", ""))
-    how = "was preempted" if run.exit_code else "stopped" if reason else "finished"
+    how = "was preempted" if run.exit_code else "was stopped" if reason else "finished"
     why = f": {reason}" if reason else ""
     message = f"the run {how} after {_count(progress.epoch, 'epoch')}, {_count(progress.iter, 'iteration')}{why}"
     return "preempted" if run.exit_code else "finished", message
