@@ -21,6 +21,7 @@ simulated = pytest.mark.parametrize("accelerator", KINDS[1:3], indirect=True)
 counted = pytest.mark.parametrize("accelerator", [*KINDS[1:3], KINDS[-1]], indirect=True)
 
 
+@pytest.mark.long
 @simulated
 @pytest.mark.parametrize("staging", ["block", "overlap"])
 @pytest.mark.parametrize("amp", [None, "fp16", "bf16"])

@@ -20,16 +20,21 @@ finally:
 pytestmark = pytest.mark.xdist_group("docs")  # one process runs all pages
 
 ALL = {page: blocks(page) for page in pages()}
+FIRST = ("README.md", "docs/start/first-run.md", "docs/start/your-loop.md")
+"""The pages that every run of the tests runs; pytest -m long runs the others."""
 RUN = [page for page, found in ALL.items() if any(block.language in ("python", "bash") for block in found)]
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
-    """What became of each block: {page: [(line, outcome, seconds)]}."""
+def outcomes(request, tmp_path_factory):
+    """What became of each block of the pages that are tested: {page: [(line, outcome, seconds)]}."""
+    here = [one for one in request.session.items if one.path == request.path and "outcomes" in one.fixturenames]
+    tested = {one.callspec.params["page"] for one in here}
     results = tmp_path_factory.mktemp("docs") / "results.jsonl"
     run = f"import runpy; runpy.run_path({str(Path(__file__).with_name('run_pages.py'))!r}, run_name='__main__')"
     environment = {"PYTHONPATH": ROOT, "COLUMNS": 80}
-    done = run_script(run, results.parent, arguments=[results, *RUN], environment=environment, cwd=results.parent)
+    chosen = [page for page in RUN if page in tested]
+    done = run_script(run, results.parent, arguments=[results, *chosen], environment=environment, cwd=results.parent)
     assert done.returncode == 0, done.stderr[-4000:]
     found = {page: [] for page in RUN}
     for line in results.read_text().splitlines():
@@ -38,7 +43,7 @@ def outcomes(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("page", RUN)
+@pytest.mark.parametrize("page", [page if page in FIRST else pytest.param(page, marks=pytest.mark.long) for page in RUN])
 def test_the_blocks_of_a_page_run_one_after_the_other(page, outcomes):
     failed = [
         (f"{page}:{line}", outcome) for line, outcome, _ in outcomes[page] if outcome != "ok" and "skipped" not in outcome

@@ -159,6 +159,7 @@ def run_with_failures(job, disk, work_dir, on_error):
         yield directory, loop, told, failed, raised, told_of
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on_error", ["raise", "log"])
 def test_any_failing_operation_in_a_run_raises_and_loses_no_committed_checkpoint(disk, job, tmp_path, on_error):
     refused = []

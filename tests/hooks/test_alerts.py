@@ -299,6 +299,7 @@ def test_what_the_server_refuses_is_not_tried_again(server, logs, status):
     assert said["alerts were not delivered"]["alerts"] == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["dead", "hangs"])
 def test_a_webhook_that_does_not_answer_costs_the_run_its_end_timeout_only(server, dead, logs, where):
     server.answers += [server.released.wait] * 100

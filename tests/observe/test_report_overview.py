@@ -31,6 +31,7 @@ def search(folder: Path, number: int, points: int = 0) -> list[ReportedRun]:
     return runs
 
 
+@pytest.mark.long
 def test_the_page_of_a_hundred_runs_has_at_most_a_megabyte_and_a_row_for_each(tmp_path):
     page = Page(build_report(search(tmp_path, 100, points=1_000), best_metric, rules_of))
     assert len(page.bytes) <= MOST_BYTES

@@ -109,6 +109,7 @@ def stumbles(work_dir: str, rank: int, step: str, dies: bool, on_error: str = "r
     return failed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rank", "step"), [(0, "makes the directory"), (1, "writes its part"), (0, "writes its part"), (0, "writes the file")]
 )
@@ -125,6 +126,7 @@ def test_a_save_that_one_process_does_not_finish_is_not_a_checkpoint(outcomes, r
         assert len(ranks(train, str(tmp_path), 4, "auto")) == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("rank", "step"), [(0, "makes the directory"), (1, "writes its part"), (0, "writes the file")])
 def test_with_logged_save_errors_all_processes_continue_to_the_next_save(ranks, tmp_path, rank, step):
     for failed in ranks(stumbles, str(tmp_path), rank, step, False, "log"):
@@ -375,6 +377,7 @@ def saves_in_turn(out_dir: str, options: dict[str, Any], slow: int) -> Any:
     return sorted(told), weights
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "slow"),
     [({"busy": "replace"}, 0), ({"busy": "replace"}, 1), ({"busy": "skip"}, 0), ({"staging": "overlap"}, 1)],

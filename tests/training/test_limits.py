@@ -92,6 +92,7 @@ LOADERS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "option", [{"limit_train_batches": 3, "limit_val_batches": 1}, {"overfit_batches": 3}], ids=["", "over"]
 )

@@ -47,6 +47,7 @@ MIDDLE, *_, VALIDATING = PLACES
 STOPS = {"clean": 0, "SIGTERM": 75, "SIGKILL": -signal.SIGKILL}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", STOPS)
 @pytest.mark.parametrize(
     ("place", "options"),

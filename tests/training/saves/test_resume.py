@@ -92,6 +92,7 @@ def test_a_resumed_run_ends_bitwise_like_one_that_was_never_stopped(parts, tmp_p
     check(parts, tmp_path, mount_point, count, **options)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("validation", VALIDATIONS)
 @pytest.mark.parametrize(
     ("mount_point", "count", "options"), [*cases(VALIDATED, max_epochs=3), *cases(VALIDATED, max_iters=16, val_interval=5)]
