@@ -60,7 +60,7 @@ def without_secrets(value: Any, name: str = "") -> Any:
     """Return a tree of plain values: values with names like ``api_key`` are hidden, and URLs lose their credentials.
 
     Hidden is a value whose name ends in ``token``, ``password``, ``secret``, ``credentials`` or a kind of key. Of a URL that is
-    named ``to``, only the host is left. A number or a boolean is no secret.
+    named ``to``, only the host is left. Numbers and booleans are never hidden.
     """
     if isinstance(value, Mapping):
         return {key: without_secrets(one, str(key)) for key, one in value.items()}

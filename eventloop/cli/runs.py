@@ -27,7 +27,7 @@ from eventloop.terminal import cell
 _STYLES = {RunStatus.RUNNING: "green", RunStatus.FAILED: "red", RunStatus.KILLED: "red", RunStatus.INTERRUPTED: "yellow"}
 _FIRST, _LAST = ("run", "state", "epochs"), ("best", "time", "size")
 _TEXTS = ("run", "state", "best", "began")
-_NOT_SHOWN = ("command",)  # too long for a column that nobody asked for
+_NOT_SHOWN = ("command",)  # too long to show unless --columns asks for it
 
 
 def list_runs(
@@ -158,7 +158,7 @@ def _fitting(
 ) -> tuple[list[str], list[str]]:
     """Return the columns that fit a width, and the names of those that do not.
 
-    The best metric is no column of its own if the table is sorted by it. If not all fit, the size goes first.
+    The best metric has no column of its own if the table is sorted by it. If not all columns fit, size is left out first.
     """
     extra = [name for name in asked if name not in (*_FIRST, *_LAST)]
     is_best = any(row.get("best", "").startswith(f"{name} ") for row in rows for name in extra)

@@ -78,7 +78,7 @@ def _check_fraction(limit: float, loader: Any, name: str, data: str) -> None:
         raise ConfigurationError(f"{name}={limit} is a fraction, and the number of batches of {data} is unknown: give an int")
     if length is not None and not int(length * limit):
         raise ConfigurationError(
-            f"{name}={limit} of the {length} batches of {data} is no batch: give an int, or at least {1 / length:.2g}"
+            f"{name}={limit} of the {length} batches of {data} selects none: give an int, or at least {1 / length:.2g}"
         )
 
 

@@ -32,7 +32,7 @@ from eventloop.training.saves.discover import is_candidate, peek
 _PREFIX: Final = "checkpoint_"
 _UNFINISHED: Final = ".trainbus-checkpoint_"
 _SEARCHED: Final = 3
-"""RayFolders in a store that a resume looks at, beside the newest file."""
+"""Number of folders in a store that a resume looks at, beside the newest file."""
 
 log = get_logger()
 
@@ -101,7 +101,7 @@ class LinkedFolders:
         return found
 
     def fill(self, folder: AnyPath, file: AnyPath) -> None:
-        """There is nothing left to do."""
+        """Do nothing: ``place`` has linked the file."""
 
     def discard(self, folder: AnyPath) -> None:
         """Remove the folder."""
@@ -222,7 +222,7 @@ def _below(folder: RemotePath) -> Iterator[AnyPath]:
 
 
 def _ours(directory: AnyPath) -> dict[int, AnyPath]:
-    """Return the checkpoints in a directory by their iterations, of each state the one that is no best file."""
+    """Return the checkpoints in a directory by their iterations. A best file counts only where the state has no other one."""
     found: dict[int, AnyPath] = {}
     for path in checkpoints_in(directory):
         if (done := _iterations(path)) not in found or not path.name.startswith("best_"):

@@ -33,7 +33,7 @@ Rules = Callable[[Iterable[str]], Mapping[str, str]]
 
 
 class Column(NamedTuple):
-    """A fact of all runs. A run without it has an empty text; ``numbers`` are NaN where the value is no number."""
+    """A fact of all runs. Its text is empty for a run without it; ``numbers`` has NaN where the value is not a number."""
 
     name: str
     head: str
