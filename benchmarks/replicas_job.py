@@ -81,6 +81,9 @@ class Job:
             replica_id=group,
             timeout=TIMEOUT,
             quorum_timeout=TIMEOUT,
+            # The groups have the same weights. To synchronize them, a group that joins at step 0 heals: it gives no gradient,
+            # and is counted in the mean.
+            init_sync=False,
         )
         self.inner, self.optimizer = inner, torchft.Optimizer(self.manager, inner)
         self.schedule = optim.lr_scheduler.CosineAnnealingLR(inner, steps)
