@@ -1,7 +1,8 @@
 """Compare the ranks of a run: find the rank that holds up the others, and the part that it is slow at.
 
 In synchronous training all ranks take equally long for an iteration, because fast ranks wait for the slow one where gradients
-are averaged. So the time that counts is the time in which a rank does not wait for others. Waiting hides in different parts:
+are averaged. So the time that counts is the time in which a rank does not wait for others. Where the run itself waits, that is
+a part of its own. Other waiting hides in different parts:
 
 - in the backward pass, if a model is wrapped in DistributedDataParallel;
 - in any part of the step, if the model is sharded, or if a user's own loop measures the step as one part;
@@ -25,6 +26,7 @@ from rich.console import Group
 from eventloop import notebook
 from eventloop.observe.bounds import Count, Number
 from eventloop.terminal import Figures, cell, plain
+from eventloop.training.distributed.ranks import WAITING
 
 SIGNIFICANT: Final = 0.1
 """A rank is a straggler if the others wait this share of an iteration for it."""
@@ -33,8 +35,8 @@ _SHOWN: Final = 0.01  # share of an iteration; parts that take less on all ranks
 
 _WAITS: Final[tuple[Callable[[str, str], bool], ...]] = (
     lambda group, name: not (group in ("hook", "hand-off", "waiting") or name == "waiting for data"),
-    lambda group, name: name == "backward",
-    lambda group, name: False,
+    lambda group, name: name in ("backward", WAITING),
+    lambda group, name: name == WAITING,
 )
 """The three assumptions. Each returns True for a part in which a rank may wait for others."""
 

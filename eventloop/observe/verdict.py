@@ -11,6 +11,7 @@ from eventloop.observe.ranks import slow_at
 
 _HOOK: Final = 0.03  # shares of the wall time from which on a thing matters
 _DATA: Final = 0.05
+_VALIDATION: Final = 0.25
 _STALL: Final = 0.01
 _BUSY: Final = 0.8  # of the time in its handler: a lane that lingers holds events, too, and does not fill
 _FILLING: Final = 0.02  # of the capacity
@@ -29,11 +30,13 @@ def expensive(costs: Costs, most: int = 3) -> list[str]:
     """Return a sentence for each of the most expensive things that matter, the worst one first.
 
     - waiting for data, from 5 % of the time;
+    - validation, from 25 %;
     - a hook, from 3 %;
     - a full lane or checkpoints, from 1 %;
     - lost events, a lane that fills, growing memory, and a rank that the others wait for.
     """
-    found = [*_data(costs), *_hooks(costs), *_lanes(costs), *_checkpoints(costs), *_memory(costs), *_ranks(costs)]
+    kinds = (_data, _validation, _hooks, _lanes, _checkpoints, _memory, _ranks)
+    found = [one for kind in kinds for one in kind(costs)]
     return [sentence for _, sentence in sorted(found, key=lambda one: -one[0])[:most]]
 
 
@@ -64,6 +67,12 @@ def _data(costs: Costs) -> Iterator[_Weighed]:
         if part.name == "waiting for data" and part.share >= _DATA:
             each = _each(part.seconds, costs.steps.total)
             yield part.share, f"{_percent(part.share)} of the time is waiting for data{each}."
+
+
+def _validation(costs: Costs) -> Iterator[_Weighed]:
+    for part in costs.parts:
+        if part.name == "validation" and part.share >= _VALIDATION:
+            yield part.share, f"Validation takes {_percent(part.share)} of the time ({duration(part.seconds)})."
 
 
 def _hooks(costs: Costs) -> Iterator[_Weighed]:

@@ -184,8 +184,9 @@ class Agreement:
             impatient.daemon = True
             impatient.start()
         try:
-            for _ in maximum.steps():
-                self._check_files()  # after each step: a rank that requests other files may take no further one
+            with self._ranks.waiting():
+                for _ in maximum.steps():
+                    self._check_files()  # after each step: a rank that requests other files may take no further one
         finally:
             if impatient is not None:
                 impatient.cancel()

@@ -6,7 +6,7 @@ from eventloop.observe.ranks import Spent, compare
 from eventloop.terminal import plain
 
 PARTS = {
-    "training": {"waiting for data": 0.1, "forward": 1.0, "backward": 2.0, "rest": 0.0},
+    "training": {"waiting for data": 0.1, "forward": 1.0, "backward": 2.0, "waiting for the other ranks": 0.0, "rest": 0.0},
     "hook": {"Histograms": 0.2},
     "trainbus": {"publishing": 0.01},
 }
@@ -33,6 +33,7 @@ def straggler(*ranks):
         ([spent(0), spent(1, waiting_for_data=0.2, backward=1.9)], None),  # costs little
         ([spent(0, forward=2.0), spent(1, waiting_for_data=1.1)], (1, "waiting for data")),  # the others wait in the forward
         ([spent(0), spent(1), spent(2, backward=4.0)], (2, "backward")),  # independent ranks
+        ([spent(0, waiting_for_the_other_ranks=2.0), spent(1, forward=3.0)], (1, "forward")),  # that agree to stop
     ],
 )
 def test_the_straggler_among_ranks(ranks, named):

@@ -45,6 +45,8 @@ GRAPHS = Growth("step", 88_000, 60.0, 1000, True)
         (costs(training("step", 0.9), part("EMAHook.after_train_iter", 0.02), training("waiting for data", 0.04)), None),
         (costs(*METHODS, part("Mine.write", 0.01, group="hand-off")), "Mine takes 5.0% of the time: 500 µs an iteration."),
         (costs(part("watch", 0.05, calls=2, mount_point="after_val")), "watch takes 5.0% * 250 ms a call at after_val."),
+        (costs(training("validation", 0.24), training("step", 0.7)), None),
+        (costs(training("validation", 0.4)), "Validation takes 40% of the time (4 s)."),
         (costs(lanes=[lane(waited=0.5, seconds=3.69)]), "* waits 5.0% * full lane of Histograms: * takes 4.1 ms an event."),
         (costs(lanes=[lane(dropped=100)]), "The lane of Histograms dropped 100 of 1000 events."),
         (costs(training("copying for checkpoints", 0.02)), "Checkpoints hold training up for 2.0% of the time (200 ms)."),

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from structlog.testing import capture_logs
-from torch import nn
 
 from eventloop.observe import RankCosts, RunFolder, exchange
 from hooks import RunRecordHook
@@ -44,26 +43,34 @@ class Histograms:
         time.sleep(self.seconds)
 
 
-def slow_step(seconds: float) -> Any:
-    def step(model: nn.Module, batch: Any) -> torch.Tensor:
+def slow_step(seconds: float, *, apart: bool) -> Any:
+    def step(model: Any, batch: Any) -> torch.Tensor:
         time.sleep(seconds)
-        return jobs.step(model, batch)
+        return jobs.step(model.module if apart else model, batch)
 
     return step
 
 
 def train(
-    slow: dict[str, int], until: int = ENOUGH, timing: tuple[int, ...] = RANKS, period: float = 0.4, work_dir: str | None = None
+    slow: dict[str, int],
+    until: int = ENOUGH,
+    timing: tuple[int, ...] = RANKS,
+    period: float = 0.4,
+    work_dir: str | None = None,
+    apart: bool = False,
 ) -> Any:
     """Train until ``ranks_measured`` has come with a straggler twice, or ``until`` times.
 
-    ``slow`` has the rank that is slow at each part. Returns what the event had, the costs, and the warnings.
+    ``slow`` has the rank that is slow at each part; ranks that are ``apart`` exchange no gradients. Returns what the event had,
+    the costs, and the warnings.
     """
     exchange.PERIOD = period  # type: ignore[misc]  # of this process, which ends after this
     rank, size = jobs.rank_and_size()
     took = {part: 0.05 if slow.get(part) == rank else 0.002 for part in ("data", "hook", "step")}
     hooks = [] if work_dir is None else [RunRecordHook(costs=rank in timing)]
-    loop = jobs.make_loop(work_dir, *hooks, train_data=Data(took["data"]), step=slow_step(took["step"]), **WITHOUT_VALIDATION)
+    loop = jobs.make_loop(
+        work_dir, *hooks, train_data=Data(took["data"]), step=slow_step(took["step"], apart=apart), **WITHOUT_VALIDATION
+    )
     loop.bus.timing = rank in timing
     loop.bus.on("after_train_iter", Histograms(took["hook"]))
     measured: list[RankCosts] = []
@@ -96,6 +103,14 @@ def test_a_straggler_among_four_ranks_is_named_with_what_it_is_slow_at(ranks):
     assert len(warnings) == 1
     assert f"the other ranks wait for rank 2 on {socket.gethostname()}" in warnings[0]
     assert "waiting for data takes" in warnings[0]
+
+
+def test_the_rank_that_waits_for_another_at_an_agreement_is_not_the_straggler(ranks):
+    """Without gradients to exchange, the ranks meet where they agree whether to stop, at the end of an iteration."""
+    for measured, costs, _ in ranks(train, {"step": 1}, ENOUGH, RANKS, 0.4, None, True):
+        told = next(one.straggler for one in measured if one.straggler is not None)
+        assert (told.rank, told.name) == (1, "forward")
+        assert "waiting for the other ranks" in [one.name for one in costs.parts]
 
 
 @pytest.mark.parametrize("part", ["hook", "step"])

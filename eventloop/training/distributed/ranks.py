@@ -11,8 +11,9 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
@@ -32,6 +33,8 @@ _OTHER_FIRST: Final = "another process failed first"
 _STORE_TIMEOUT: Final = timedelta(seconds=5)
 _ANSWER: Final = 2.0  # seconds within which ranks that waited for the same rank fail
 _TIMED_OUT: Final = re.compile(r"time(d |-)?out", re.IGNORECASE)
+WAITING: Final = "waiting for the other ranks"
+"""The part of the costs of a run in which a rank waits for messages of the others."""
 TOGETHER: Final = (
     "All ranks must call run.request_save() at the same mount point: not under a condition on run.rank, nor in a handler with "
     'ranks="rank0". Any rank may call run.checkpoint_now()'
@@ -62,15 +65,18 @@ class Ranks:
     """Exchange values between all processes of a run. Every method is a collective: all ranks must call it at one point.
 
     The time and memory of :meth:`gather` are proportional to the number of ranks. The other methods take a logarithmic number
-    of messages one after the other.
+    of messages one after the other. All of them take their time within ``waiting()``.
     """
 
-    def __init__(self, group: distributed.ProcessGroup) -> None:
+    def __init__(
+        self, group: distributed.ProcessGroup, waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+    ) -> None:
         self.rank = distributed.get_rank(group)
         self.size = distributed.get_world_size(group)
         self.run = _runs
         """The number of this run in the process; equal on all ranks."""
         self._group = weakref.ref(group)  # see _groups
+        self.waiting = waiting
 
     @property
     def group(self) -> distributed.ProcessGroup:
@@ -83,7 +89,8 @@ class Ranks:
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, by rank."""
         values: list[Any] = [None] * self.size
-        distributed.all_gather_object(values, value, group=self.group)
+        with self.waiting():
+            distributed.all_gather_object(values, value, group=self.group)
         return values
 
     def from_first(self, find: Callable[[], T]) -> T:
@@ -94,7 +101,8 @@ class Ranks:
                 found = [find()]
             except TrainbusError as error:
                 found = [error]
-        distributed.broadcast_object_list(found, src=0, group=self.group)
+        with self.waiting():
+            distributed.broadcast_object_list(found, src=0, group=self.group)
         if isinstance(found[0], TrainbusError):
             raise found[0]
         return found[0]  # type: ignore[no-any-return]
@@ -110,11 +118,13 @@ class Ranks:
         while distance < self.size and not self.rank & distance:
             if self.rank + distance < self.size:
                 other: list[Any] = [None]
-                distributed.recv_object_list(other, self.rank + distance, group=self.group)
+                with self.waiting():
+                    distributed.recv_object_list(other, self.rank + distance, group=self.group)
                 value = merge(value, other[0])
             distance *= 2
         if self.rank:
-            distributed.send_object_list([value], self.rank - distance, group=self.group)
+            with self.waiting():
+                distributed.send_object_list([value], self.rank - distance, group=self.group)
         return value
 
     def distinct(self, value: T) -> dict[int, T]:
@@ -181,7 +191,7 @@ def join_ranks(bus: Bus, models: Mapping[str, torch.nn.Module], *, trains: bool,
         return None
     _runs += 1
     try:
-        ranks = Ranks(own_group("control"))
+        ranks = Ranks(own_group("control"), partial(bus.span, WAITING))
     except BaseException as error:
         share_failure(error)  # the run shares the errors that come once it has its ranks
         raise
