@@ -17,7 +17,12 @@ from hooks.writers.base import Where
 
 _FEWEST = 64  # values of a tensor in a checkpoint
 
+_pack, _unpack = msgspec.msgpack.encode, msgspec.msgpack.Decoder(Where).decode
+
 Group = tuple[torch.dtype, torch.device]
+
+Late = Sequence[tuple[list[str], torch.Tensor]]
+"""Scalars that are still on a device: names, and their values in one tensor."""
 
 
 class Waiting(NamedTuple):
@@ -25,7 +30,7 @@ class Waiting(NamedTuple):
 
     outputs: Mapping[str, Any]
     where: Where
-    late: Sequence[tuple[list[str], torch.Tensor]] = ()
+    late: Late = ()
 
 
 class Unwritten:
@@ -34,12 +39,14 @@ class Unwritten:
     def __init__(self) -> None:
         self._sizes: dict[Group, int] = {}
 
-    def take(self, windows: Mapping[str, Any] | None, skipped: int, waiting: Sequence[Waiting], reach: int) -> dict[str, Any]:
+    def take(
+        self, windows: Mapping[str, Any] | None, skipped: int, waiting: Sequence[Waiting], reach: int | None
+    ) -> dict[str, Any]:
         """Return a tree for a checkpoint: the state of a ``Fanout``, the iterations since, and how many of them were skipped.
 
-        A line depends on ``reach`` iterations at most; 0: on all.
+        A line depends on ``reach`` iterations at most; None: on all.
         """
-        needed = waiting[-reach:]
+        needed = waiting if reach is None else waiting[max(0, len(waiting) - reach) :]
         stacks: dict[Group, list[torch.Tensor]] = defaultdict(list)
         groups, rows = [*self._sizes], []
         for outputs, where, late in needed:
@@ -50,7 +57,7 @@ class Unwritten:
                 groups += [group] * (group not in groups)
                 names.append((groups.index(group), own))
             numbers = {name: value for name, value in outputs.items() if isinstance(value, int | float)}
-            rows.append((numbers, msgspec.to_builtins(where), names))
+            rows.append((numbers, _pack(where), names))
         late_values = [self._joined(group, stacks[group]) for group in groups]
         return {"windows": windows, "skipped": skipped + len(waiting) - len(needed), "waiting": rows, "late": late_values}
 
@@ -80,5 +87,5 @@ def parts(state: Mapping[str, Any] | None) -> tuple[Mapping[str, Any] | None, in
     """Return the windows, skipped iterations and waiting iterations of a state of :func:`read`; None for a new run."""
     if state is None:
         return None, 0, []
-    waiting = [Waiting(numbers, msgspec.convert(where, Where)) for numbers, where in state["waiting"]]
+    waiting = [Waiting(numbers, _unpack(where)) for numbers, where in state["waiting"]]
     return state["windows"], state["skipped"], waiting

@@ -201,20 +201,25 @@ class LoggerHook(CopiedAnew, Hook):
 
     def before_save_checkpoint(self, event: events.BeforeSaveCheckpoint) -> None:
         own = next(one for one in event.run.bus.subscriptions if one.hook is self and one.lane is not None)
-        unfinished = own.waiting()  # before the windows: an iteration may be in both, but must not be in neither
+        reach = self._fanout.reach
+        # Before the windows: an iteration may be in both, but must not be in neither.
+        unfinished = [] if reach == 0 else own.waiting()
         at, length, skipped = self._at, self._epoch_length, 0
         windows: Mapping[str, Any] | None
         windows, done = self._fanout.state_dict()
-        waiting: list[log_state.Waiting] = []
+        restored: list[log_state.Waiting] = []
+        later: list[tuple[AfterTrainIter, log_state.Late, int | None]] = []
         for one, late in unfinished:
             if isinstance(one, AfterTrainIter) and one.progress.iter >= done:
-                waiting.append(log_state.Waiting(one.outputs, _where(one.progress, one.batch_idx + 1, length), late))
+                later.append((one, late, length))
             elif isinstance(one, LogRecord) and one.logger == self._token and "begun" in one.facts:
                 length = one.facts.get("epoch_length")
                 if one.facts["begun"] > at:
                     at = one.facts["begun"]
-                    (windows, skipped, waiting), done = log_state.parts(one.facts.get("state")), 0
-        state = self._unwritten.take(windows, skipped, waiting, self._fanout.reach)
+                    (windows, skipped, restored), done, later = log_state.parts(one.facts.get("state")), 0, []
+        needed = later if reach is None else later[-reach:]
+        new = [log_state.Waiting(one.outputs, _where(one.progress, one.batch_idx + 1, of), late) for one, late, of in needed]
+        state = self._unwritten.take(windows, skipped + len(later) - len(needed), [*restored, *new], reach)
         event.checkpoint.setdefault(_WINDOWS, {})[self._place(event.run)] = state
 
     def after_load_checkpoint(self, event: events.AfterLoadCheckpoint) -> None:

@@ -90,9 +90,13 @@ class Fanout(CopiedAnew):
                 self._write_train(target)
 
     @property
-    def reach(self) -> int:
-        """The number of iterations that a line may depend on; 0 if it may depend on all."""
-        return 0 if self._smoother.customised else max([self._smoother.window_size, *(one.interval for one in self._targets)])
+    def reach(self) -> int | None:
+        """The number of iterations that a line may depend on besides its own; None if it may depend on all."""
+        if self._smoother.customised:
+            return None
+        if self._targets and not self._smoothed:
+            return 0
+        return max([self._smoother.window_size, *(one.interval for one in self._targets)])
 
     def state_dict(self) -> tuple[dict[str, Any], int]:
         """Return what the next line depends on, and the number of iterations of the run that are in it."""
