@@ -14,8 +14,9 @@ import torch
 from structlog.testing import capture_logs
 
 from eventloop.observe import RankCosts, RunFolder, exchange
-from hooks import RunRecordHook
+from hooks import AlertHook, RunRecordHook
 
+from ..webhooks import Server
 from . import jobs
 
 RANKS = (0, 1, 2, 3)
@@ -128,6 +129,29 @@ def test_a_straggler_in_a_hook_or_in_the_step_is_named(ranks, tmp_path, part):
     assert (line["straggler"]["rank"], line["world_size"]) == (1, 2)
     assert lines[-2]["kind"] == "costs"
     assert lines[-2]["ranks"]["straggler"]["rank"] == 1
+
+
+def train_until_told(url: str) -> None:
+    exchange.PERIOD = 0.4  # type: ignore[misc]  # of this process, which ends after this
+    rank, _ = jobs.rank_and_size()
+    step = slow_step(0.05 if rank else 0.002, apart=False)
+    loop = jobs.make_loop(None, AlertHook(url, "slow_rank"), train_data=Data(0.002), step=step, **WITHOUT_VALIDATION)
+    loop.bus.on("ranks_measured", lambda event: loop.stop() if event.ranks.straggler is not None else None)
+    loop.run()
+
+
+def test_a_webhook_is_told_of_the_slow_rank(ranks):
+    server = Server()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        ranks(train_until_told, server.url)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    [alert] = [one for one in server.got if one["kind"] == "slow_rank"]
+    assert f"rank 1 ({socket.gethostname()}): forward takes" in alert["message"]
 
 
 def test_the_event_and_the_costs_have_all_ranks_also_without_a_straggler(ranks):
