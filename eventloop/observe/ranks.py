@@ -26,7 +26,7 @@ from rich.console import Group
 from eventloop import notebook
 from eventloop.observe.bounds import Count, Number
 from eventloop.terminal import Figures, cell, plain
-from eventloop.training.distributed.ranks import WAITING
+from eventloop.training.distributed.ranks import WAITING_FOR_RANKS
 
 SIGNIFICANT: Final = 0.1
 """A rank is a straggler if the others wait this share of an iteration for it."""
@@ -35,8 +35,8 @@ _SHOWN: Final = 0.01  # share of an iteration; parts that take less on all ranks
 
 _WAITS: Final[tuple[Callable[[str, str], bool], ...]] = (
     lambda group, name: not (group in ("hook", "hand-off", "waiting") or name == "waiting for data"),
-    lambda group, name: name in ("backward", WAITING),
-    lambda group, name: name == WAITING,
+    lambda group, name: name in ("backward", WAITING_FOR_RANKS),
+    lambda group, name: name == WAITING_FOR_RANKS,
 )
 """The three assumptions. Each returns True for a part in which a rank may wait for others."""
 

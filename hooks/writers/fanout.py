@@ -94,9 +94,8 @@ class Fanout(CopiedAnew):
         """The number of iterations that a line may depend on besides its own; None if it may depend on all."""
         if self._smoother.customised:
             return None
-        if self._targets and not self._smoothed:
-            return 0
-        return max([self._smoother.window_size, *(one.interval for one in self._targets)])
+        intervals = {writer.interval or self._interval for writer in self.writers}  # they may not be open yet
+        return max(self._smoother.window_size, *intervals) if intervals - {1} else 0
 
     def state_dict(self) -> tuple[dict[str, Any], int]:
         """Return what the next line depends on, and the number of iterations of the run that are in it."""

@@ -440,6 +440,20 @@ def test_the_lines_of_a_resumed_run_are_those_of_an_uninterrupted_one(tmp_path, 
     assert whole == [one + two for one, two in zip(before, after, strict=True)]
 
 
+@pytest.mark.parametrize(("interval", "kept"), [(1, 0), (20, 14)])
+def test_a_save_has_the_iterations_that_a_later_line_depends_on_and_no_other(tmp_path, interval, kept):
+    """Also while the writers are being opened, and with an interval longer than the window."""
+    writer, bus, saved = Held(), Bus(), []
+    bus.add(LoggerHook(interval, writers=[writer]))
+    bus.on(
+        "before_save_checkpoint", lambda event: saved.append(event.checkpoint["logger_windows"]["0"]["waiting"]), priority=100
+    )
+    bus.on("after_train_iter", lambda event: event.run.checkpoint_now(), once=14)
+    bus.on("checkpoint_staged", lambda event: writer.free.set(), priority=100)
+    make_loop(bus=bus, max_epochs=2, work_dir=tmp_path).run()
+    assert [*map(len, saved)] == [kept]
+
+
 def test_files_are_copied_when_the_run_is_over_and_symbolic_links_are_not_followed(tmp_path, logs):
     (tmp_path / "precious").write_text("mine")
     work_dir, copy = tmp_path / "digits", tmp_path / "archive" / "digits"

@@ -33,7 +33,7 @@ _OTHER_FIRST: Final = "another process failed first"
 _STORE_TIMEOUT: Final = timedelta(seconds=5)
 _ANSWER: Final = 2.0  # seconds within which ranks that waited for the same rank fail
 _TIMED_OUT: Final = re.compile(r"time(d |-)?out", re.IGNORECASE)
-WAITING: Final = "waiting for the other ranks"
+WAITING_FOR_RANKS: Final = "waiting for the other ranks"
 """The part of the costs of a run in which a rank waits for messages of the others."""
 TOGETHER: Final = (
     "All ranks must call run.request_save() at the same mount point: not under a condition on run.rank, nor in a handler with "
@@ -191,7 +191,7 @@ def join_ranks(bus: Bus, models: Mapping[str, torch.nn.Module], *, trains: bool,
         return None
     _runs += 1
     try:
-        ranks = Ranks(own_group("control"), partial(bus.span, WAITING))
+        ranks = Ranks(own_group("control"), partial(bus.span, WAITING_FOR_RANKS))
     except BaseException as error:
         share_failure(error)  # the run shares the errors that come once it has its ranks
         raise
