@@ -28,6 +28,10 @@ _pack: Final = msgspec.msgpack.Encoder().encode
 _SMALL: Final = 16 << 10
 """Bytes per tensor up to which an Overlap does not pay: reading versions twice costs the training as much as the copy."""
 
+_ROOM: Final = 1 << 16
+"""Bytes of memory beyond those of the tensors, so that small ones may grow or come: new memory for all costs the training up to
+a second per gigabyte, where it is pinned."""
+
 Target = list[torch.Tensor] | torch.Tensor
 
 
@@ -35,15 +39,29 @@ class _Memory:
     """One flat byte buffer, its view per tensor, and who reads or writes it."""
 
     def __init__(self, layout: Layout) -> None:
-        self.flat = pinned_bytes(layout.bytes) if layout.pinned else allocate(layout.bytes)
-        self.views = layout.views(self.flat)
-        self.targets = [self._target(batch) for batch in layout.batches]
+        size = layout.bytes + _ROOM
+        self._pinned, self._all = layout.pinned, pinned_bytes(size) if layout.pinned else allocate(size)
+        self._lay_out(layout)
         # Weak: dropping a StagedTree without release() gives its memory back as well.
         self.lease: weakref.ref[StagedTree] | None = None
         # Copies from devices that may be under way.
         self.events: list[DeviceEvent] = []
         # The copies of an Overlap; they continue if the StagedTree is released before their end.
         self.late: Future[None] | None = None
+
+    def suits(self, layout: Layout) -> bool:
+        """Return whether the tensors of a layout have room here, and fill more than half; if so, they get their views."""
+        if self.layout is not layout:
+            if layout.pinned != self._pinned or not layout.bytes <= self._all.numel() <= 2 * layout.bytes + _ROOM:
+                return False
+            self._lay_out(layout)
+        return True
+
+    def _lay_out(self, layout: Layout) -> None:
+        self.layout = layout
+        self.flat = self._all[: layout.bytes]
+        self.views = layout.views(self.flat)
+        self.targets = [self._target(batch) for batch in layout.batches]
 
     def _target(self, batch: Batch) -> Target:
         views = self.views[batch.start : batch.stop]
@@ -68,9 +86,9 @@ class _Memory:
 class StageBuffer:
     """Staging memory kept between saves.
 
-    Memory and layout are used again while names, shapes, dtypes and aliases of the tensors stay the same. Memory that a
-    ``StagedTree`` holds is never written: another buffer is allocated beside it, and kept. Only one thread at a time may call
-    ``stage`` with one buffer; any thread may call ``StagedTree.release``.
+    The layout is used again while names, shapes, dtypes and aliases of the tensors stay the same, the memory while they have
+    room in it and fill more than half. Memory that a ``StagedTree`` holds is never written: another buffer is allocated beside
+    it, and kept. Only one thread at a time may call ``stage`` with one buffer; any thread may call ``StagedTree.release``.
     """
 
     def __init__(self) -> None:
@@ -79,24 +97,40 @@ class StageBuffer:
 
     @property
     def bytes(self) -> int:
-        """The memory held, in bytes."""
+        """The memory held for tensors, in bytes."""
         return sum(memory.flat.numel() for memory in self._memories)
 
     def clear(self) -> None:
         """Forget memory and layout; a ``StagedTree`` keeps its own memory alive."""
-        self._layout = None
+        self.forget_layout()
         self._memories = []
+
+    def forget_layout(self) -> None:
+        """Lay the tensors of the next tree out anew."""
+        self._layout = None
 
     @torch.no_grad()
     def fill(self, flat: FlatTree, overlap: Overlap | None) -> tuple[Layout, _Memory]:
         """Copy the tensors of a tree into free memory; raise Changed, or RuntimeError, if they do not fit the layout."""
         layout = self._layout = self._layout or Layout(flat)
-        memory = next((one for one in self._memories if not one.in_use), None) or _Memory(layout)
+        layout.check(flat)
+        free = [one for one in self._memories if not one.in_use]
+        used = [one for one in self._memories if one not in free]
+        suitable = [one for one in free if one.suits(layout)]
+        memory = suitable.pop() if suitable else _Memory(layout)
         # Not in the list until it is filled: after Ctrl-C in here a thread may still write to it.
-        self._memories = [one for one in self._memories if one is not memory]
+        self._memories = used + suitable
         memory.wait()  # for the copies of a StagedTree that was never written, perhaps on another stream
         memory.late = None
-        layout.check(flat)
+        try:
+            self._copy(flat, overlap, layout, memory)
+        except (Changed, RuntimeError):
+            self._memories.append(memory)
+            raise
+        self._memories.append(memory)
+        return layout, memory
+
+    def _copy(self, flat: FlatTree, overlap: Overlap | None, layout: Layout, memory: _Memory) -> None:
         at_once, pairs, moved = _Copying(flat.tensors), list[Pair](), False
         for batch, target in zip(layout.batches, memory.targets, strict=True):
             small = isinstance(target, torch.Tensor) and target.nbytes <= _SMALL * (batch.stop - batch.start)
@@ -109,8 +143,10 @@ class StageBuffer:
             pairs += map(Pair, memory.views[batch.start : batch.stop], sources, range(batch.start, batch.stop))
         if overlap is not None and len(at_once.batches) > 1:
             helper = overlap.help(at_once.run)
-            moved |= at_once.run()
-            moved |= not helper.cancel() and helper.result()
+            try:
+                moved |= at_once.run()
+            finally:
+                moved |= not helper.cancel() and helper.result()
         else:
             moved |= at_once.run()
         layout.check_aliases(flat.tensors, moved=moved)
@@ -123,8 +159,6 @@ class StageBuffer:
                 memory.events.append(end_of_queue(device))
         if overlap is not None and later:
             memory.late = overlap.start(later, lambda position: flat.path(layout.order[position]))
-        self._memories.append(memory)
-        return layout, memory
 
 
 class StagedTree:
@@ -221,7 +255,7 @@ def stage(tree: object, buffer: StageBuffer | None = None, *, overlap: Overlap |
     except (Changed, RuntimeError):
         # The tensors are not those of the layout, perhaps in a way that only the copy showed; or they cannot be staged, and
         # then a new layout raises the reason.
-        buffer.clear()
+        buffer.forget_layout()
         layout, memory = buffer.fill(flat, overlap)
     staged = StagedTree(layout, memory, flat.rest)
     memory.lease = weakref.ref(staged)

@@ -75,6 +75,21 @@ def test_a_buffer_follows_when_the_tensors_change(written, first, second):
     assert canonical(written(stage(second, buffer))) == canonical(second)
 
 
+@pytest.mark.parametrize("size", [1, 1 << 16])
+def test_memory_is_used_again_when_small_tensors_come_grow_and_go(written, size):
+    buffer, large = StageBuffer(), torch.arange(float(size))
+    places = set()
+    for number in range(5):
+        small = {f"s{index}": torch.full((64 * number,), float(index)) for index in range(number % 3)}
+        staged = stage({"large": large, **small}, buffer)
+        places.add(min(tensor.data_ptr() for tensor in staged.tree().values() if tensor.numel()))
+        loaded = written(staged)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in {"large": large, **small}.items())
+    assert len(places) == 1
+    written(stage({"one": torch.ones(1)}, buffer))
+    assert buffer.bytes == 4  # memory that is mostly unused is not kept
+
+
 def test_tied_weights_are_stored_once_and_loaded_as_one(written):
     weight = torch.nn.Parameter(torch.randn(8, 8))
     staged = stage({"a": weight, "b": weight.detach(), "t": weight.t(), "row": weight[0]})

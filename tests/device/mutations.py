@@ -59,7 +59,7 @@ MUTATIONS = [
         VALUES,
     ),
     Mutation("copies that are queued", DOOR, ".copy_(tensor.detach(), non_blocking=True)", ".copy_(tensor.detach())", VALUES),
-    Mutation("pinned memory", STAGE, "pinned_bytes(layout.bytes) if layout.pinned else allocate", "allocate", STAGING),
+    Mutation("pinned memory", STAGE, "pinned_bytes(size) if layout.pinned else allocate", "allocate", STAGING),
     Mutation(
         "copies that are queued, when staging", STAGE, "non_blocking=is_asynchronous(device))", "non_blocking=False)", STAGING
     ),
