@@ -1,5 +1,8 @@
 """An accelerator for the tests of this folder: the simulated one, and where they are, ``torch_openreg`` and a CUDA device."""
 
+import threading
+import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -11,9 +14,11 @@ import torch
 
 from eventloop import device as door
 
-OPENREG = find_spec("torch_openreg") is not None
+OPENREG, CUDA = find_spec("torch_openreg") is not None, torch.cuda.device_count() > 0
+TAKEN = pytest.mark.skipif(OPENREG or CUDA, reason="torch takes one accelerator in a process, and another one is here")
+"""Marks what needs the simulated device. On a machine with a card, ``CUDA_VISIBLE_DEVICES=""`` runs it."""
 ORDERS = ("eager", "needed", "rivals")
-"""See ``sim.streams.ORDERS``, which cannot be imported beside ``torch_openreg``: torch takes one such backend in a process."""
+"""See ``sim.streams.ORDERS``, which cannot be imported beside another accelerator: torch takes one in a process."""
 PLAIN = "plain"
 
 
@@ -73,20 +78,29 @@ def _simulated(sim: Any, order: str, monkeypatch: pytest.MonkeyPatch) -> Acceler
 
 @contextmanager
 def _no_cuda_waits() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    """Fail if this thread waits for the device. The mode "error" would forbid it to all threads."""
+    waits = list[str]()
+
+    def note(message: Warning | str, *_: object, **__: object) -> None:
+        if threading.get_ident() == mine and "called a synchronizing" in str(message):
+            waits.append("".join(traceback.format_stack(limit=8)))
+
+    mine = threading.get_ident()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert not waits, "\n".join(waits)
 
 
 KINDS = [
-    *(
-        pytest.param(order, marks=pytest.mark.skipif(OPENREG, reason="torch_openreg has its place"))
-        for order in (*ORDERS, PLAIN)
-    ),
+    *(pytest.param(order, marks=TAKEN) for order in (*ORDERS, PLAIN)),
     pytest.param("openreg", marks=pytest.mark.skipif(not OPENREG, reason="torch_openreg is not installed")),
-    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")),
+    pytest.param("cuda", marks=pytest.mark.skipif(not CUDA, reason="needs a CUDA device")),
 ]
 
 

@@ -4,7 +4,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
@@ -16,10 +15,10 @@ from hooks import CheckpointHook, DistSamplerSeedHook, JSONLinesWriter, LoggerHo
 from ..ranks import jobs
 from ..ranks.conftest import ranks as ranks  # the fixture
 from ..training.conftest import assert_same
-from .conftest import OPENREG
+from .conftest import TAKEN
 from .training_job import logged, on_cpu, saved
 
-pytestmark = pytest.mark.skipif(OPENREG, reason="torch_openreg has its place")
+pytestmark = TAKEN
 
 
 def train(folder: str) -> list[list[Any]]:

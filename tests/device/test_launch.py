@@ -6,17 +6,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from .conftest import TAKEN
 
-from . import launch_job
-from .conftest import OPENREG
+JOB = Path(__file__).with_name("launch_job.py")  # not imported here: it makes the simulated device that of the process
 
 
-@pytest.mark.skipif(OPENREG, reason="torch_openreg has its place")
+@TAKEN
 def test_each_process_has_the_device_of_its_local_rank_and_a_default_group_in_python(tmp_path: Path):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     subprocess.run(  # noqa: S603
-        [sys.executable, *launch, launch_job.__file__, tmp_path],
+        [sys.executable, *launch, JOB, tmp_path],
         env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
         check=True,
         timeout=120,

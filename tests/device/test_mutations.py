@@ -2,11 +2,9 @@
 
 import subprocess
 import sys
-from importlib.util import find_spec
-
-import pytest
 
 from . import mutations
+from .conftest import TAKEN
 
 
 def test_the_table_names_what_is_in_the_modules():
@@ -14,7 +12,7 @@ def test_the_table_names_what_is_in_the_modules():
         assert compile(mutations.mutated(mutation), mutation.module, "exec")
 
 
-@pytest.mark.skipif(find_spec("torch_openreg") is not None, reason="torch takes one such backend in a process")
+@TAKEN
 def test_a_test_fails_without_them():
     """One of them here; ``python -m tests.device.mutations`` tries all."""
     command = [sys.executable, "-m", "tests.device.mutations", "16"]

@@ -2,15 +2,14 @@
 
 import copy
 import threading
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 
-from .conftest import Accelerator
+from .conftest import TAKEN, Accelerator
 
-pytestmark = pytest.mark.skipif(find_spec("torch_openreg") is not None, reason="torch takes one such backend in a process")
+pytestmark = TAKEN
 
 
 @pytest.fixture

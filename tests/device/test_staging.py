@@ -8,9 +8,9 @@ import torch
 
 from eventloop.checkpoint import Overlap, StageBuffer, load, stage, write
 
-from .conftest import Accelerator
+from .conftest import CUDA, Accelerator
 
-SIZE = 3000 if not torch.cuda.is_available() else 1 << 24
+SIZE = 3000 if not CUDA else 1 << 24
 """Elements of a tensor: on a card enough for copies that take a while; the simulated device is as late with few."""
 
 

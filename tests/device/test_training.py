@@ -11,7 +11,7 @@ import torch
 from eventloop import Bus
 from eventloop import device as door
 
-from ..training.conftest import assert_same, batches
+from ..training.conftest import assert_same, batches, model, step
 from .conftest import KINDS, Accelerator
 from .training_job import job, logged, on_cpu, saved
 
@@ -97,3 +97,39 @@ def test_the_training_thread_waits_for_the_device_at_most_once(
     mine = [what for thread, what in accelerator.waits[before:] if thread == threading.get_ident()]
     assert len(seen) == 24
     assert len(mine) <= 1, mine
+
+
+def by_hand(device: Any, amp: Any) -> tuple[list[float], dict[str, Any]]:
+    """Train as ``job(data=...)`` does, without trainbus; return the losses and the weights."""
+    trained = model(dropout=0.5).to(device)
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=0.05)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    scaler = torch.amp.GradScaler(device.type, growth_interval=2, enabled=amp == "fp16")
+    dtype = {None: torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[amp]
+    losses = []
+    torch.manual_seed(5)
+    for inputs, labels in batches(4) * 3:
+        batch = inputs.to(device), labels.to(device)
+        with torch.autocast(device.type, dtype, enabled=amp is not None):
+            loss = step(trained, batch)
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(trained.parameters(), 1.0)
+        scaler.step(optimizer)
+        scale = scaler.get_scale()
+        scaler.update()
+        if scaler.get_scale() >= scale:  # else the step was left out
+            schedule.step()
+        losses.append(loss.item())
+    return losses, on_cpu(dict(trained.state_dict()))
+
+
+@late
+@pytest.mark.parametrize("amp", [None, "fp16", "bf16"])
+def test_training_gives_the_losses_and_weights_of_a_loop_by_hand(accelerator: Accelerator, tmp_path: Path, amp: Any):
+    losses, weights = by_hand(accelerator.device, amp)
+    loop = job(accelerator.device, tmp_path, amp=amp, data=batches(4))
+    loop.run()
+    assert_same(on_cpu(dict(loop.model.state_dict())), weights)
+    assert [line["train/loss"] for line in logged(tmp_path) if "train/loss" in line] == losses

@@ -12,13 +12,11 @@ from eventloop.events import AfterTrainIter
 from eventloop.offload import scalars
 from eventloop.offload.scalars import DeviceStack, ScalarTaker
 
-from ..device.conftest import OPENREG, PLAIN, simulated
+from ..device.conftest import PLAIN, TAKEN, simulated
 from ..waiting import on_threads
 
-SIMULATED = pytest.mark.skipif(OPENREG, reason="torch takes one such backend in a process")
 
-
-@pytest.fixture(params=["cpu", *(pytest.param(order, marks=SIMULATED) for order in ("needed", PLAIN))])
+@pytest.fixture(params=["cpu", *(pytest.param(order, marks=TAKEN) for order in ("needed", PLAIN))])
 def place(request) -> Iterator[torch.device]:
     """The CPU, and simulated devices with streams and without."""
     if request.param == "cpu":
@@ -89,7 +87,7 @@ def fetches(monkeypatch):
         yield lambda *numbers: made.wrap(torch.tensor(numbers, device=device)), copies
 
 
-@SIMULATED
+@TAKEN
 def test_scalars_of_many_events_are_fetched_at_once(fetches):
     stack, copies = fetches
     stacks = [stack(float(n), -float(n)) for n in range(40)]
@@ -103,7 +101,7 @@ def test_scalars_of_many_events_are_fetched_at_once(fetches):
     assert (late.tolist(), copies) == ([0.0, 1.0], [40, 1])
 
 
-@SIMULATED
+@TAKEN
 def test_stacks_of_events_that_were_dropped_do_not_pile_up(fetches):
     stack, copies = fetches
     first = stack(-1.0)
@@ -114,7 +112,7 @@ def test_stacks_of_events_that_were_dropped_do_not_pile_up(fetches):
     assert copies == [1024, 1]
 
 
-@SIMULATED
+@TAKEN
 def test_consumers_on_several_threads_read_the_right_rows(fetches):
     stack, _ = fetches
     stacks = [stack(float(n)) for n in range(400)]
