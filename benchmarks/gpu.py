@@ -1,4 +1,5 @@
-"""``python -m benchmarks gpu [--quick] [--out DIR]``: rows 3, 4, 6, 8 and 9 of the design on this machine's accelerator.
+"""``python -m benchmarks gpu [--quick] [--out DIR]``: rows 3, 4, 6, 8 and 9 of the design on this machine's accelerator, and
+the saves of a language model.
 
 The training thread has a clock; what a save adds to the queue of the device is measured by the device's events. Contenders take
 turns, as everywhere. Without an accelerator it says so, and ends with status 0. At the end it says what to send.
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import beside, logging, report, saving, training
+from benchmarks import beside, language_model, logging, report, saving, training
 from benchmarks.digits import ClockedBatches, Job
 from benchmarks.handoff import percentile
 from benchmarks.harness import SUBJECT, Budget, Comparison, Sample, Settings, environment, measure
@@ -55,6 +56,7 @@ def run(settings: Settings, device: torch.device) -> list[Comparison]:
         comparisons += queued(settings, there, device)
     with saving.place() as directory:
         comparisons += beside.steps(settings, there, directory, settings.tick)
+        comparisons.append(language_model.saves(settings, directory, device))
     return comparisons
 
 

@@ -4,7 +4,7 @@ import os
 import resource
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,9 +51,62 @@ def in_background(kind: AsyncCheckpointerType, kept: bool, model: nn.Module, wor
                 dcp.async_save({"nothing": torch.zeros(1)}, checkpoint_id=work_dir / "first", **options).result()
         if kept:
             # Without a CUDA device it can neither pin memory nor stage on a separate thread.
-            options["async_stager"] = stager = DefaultStager(StagingOptions(False, shared, False, False))
-            scopes.callback(stager.close)
+            options["async_stager"] = scopes.enter_context(kept_stager(StagingOptions(False, shared, False, False)))
         yield Saver(save, partial(read, weights), settle, background=True)
+
+
+@contextmanager
+def of_training(
+    pinned: bool, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[Callable[[Any, Path], None], Callable[[], None]]]:
+    """Save asynchronously; with ``pinned`` on a stream of its own into kept pinned memory, and the next step waits for that."""
+    staging: list[Any] = []
+    uploads: list[Any] = []
+
+    def save(state: Mapping[str, Any], path: Path) -> None:
+        response = dcp.async_save(state, checkpoint_id=path, **options)
+        staging.extend([response.staging_completion] if pinned else [])
+        uploads.append(response.upload_completion if pinned else response)
+
+    def wait_for_copy(*_: object) -> None:
+        while staging:
+            staging.pop().result()
+
+    def settle() -> None:
+        while uploads:
+            uploads.pop().result()
+
+    with ExitStack() as scopes:
+        scopes.enter_context(group())
+        options = {"async_stager": scopes.enter_context(kept_stager(StagingOptions()))} if pinned else {}
+        scopes.callback(optimizer.register_step_pre_hook(wait_for_copy).remove)
+        yield save, settle
+
+
+@contextmanager
+def kept_stager(options: StagingOptions) -> Iterator[DefaultStager]:
+    """A stager that keeps its memory.
+
+    Raises:
+        OSError: it works once only, as that of torch 2.11.
+    """
+    with closing(DefaultStager(options)) as stager:
+        for _ in range(2):
+            try:
+                staged: Any = stager.stage({"nothing": torch.zeros(1)})
+                if options.use_async_staging:
+                    staged.result()
+            except KeyError as error:
+                raise OSError(f"the stager of torch {torch.__version__} works once only") from error
+        yield stager
+
+
+def weights_of(name: str, path: Path) -> Tensor:
+    """Load one tensor of a saved model."""
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata[f"model.{name}"]
+    state = {"model": {name: torch.empty(metadata.size)}}
+    dcp.load(state, checkpoint_id=path)
+    return state["model"][name]
 
 
 def read(weights: Mapping[str, Tensor], path: Path | str, reader: Any = None) -> Iterable[Tensor]:
