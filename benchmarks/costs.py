@@ -1,10 +1,10 @@
 """Measure the time that a profiler adds to a training, in each system's own loop, and check its report.
 
 The job is the one of ``training`` with every feature on: scalars at every iteration, an average, a schedule, and a checkpoint
-after each third of a run. The figure is the median iteration of the second half. It includes the profiler's work at each
-iteration, but neither its work once per run, such as the report, nor its occasional work beside the training. (The mean
-includes all of it, and varies by 5 % from run to run on a shared machine.) The ways of a system alternate in one process.
-TraceML has separate processes, see ``peers.traceml``.
+after each third of a run. Its model is as wide as the bare loop needs to take 1 or 5 ms on this machine. The figure is the
+median iteration of the second half. It includes the profiler's work at each iteration, but neither its work once per run, such
+as the report, nor its occasional work beside the training. (The mean includes all of it, and varies by 5 % from run to run on
+a shared machine.) The ways of a system alternate in one process. TraceML has separate processes, see ``peers.traceml``.
 """
 
 import importlib
@@ -17,35 +17,52 @@ from types import ModuleType
 from benchmarks.cost_figures import ALONE, CostFigures
 from benchmarks.digits import Clocked, Job
 from benchmarks.harness import Sample, Samples, Settings, measure, one_thread
-from benchmarks.peers import TITLES, Told, load, trainbus
+from benchmarks.peers import TITLES, Told, handwritten, load, trainbus
 
 PEERS = ("lightning", "ignite")
-SIZES = {"1 ms": (192, 400), "5 ms": (640, 100)}
-"""Title of a step, width of the model that gives it, and iterations of a run."""
+STEPS = {"1 ms": (0.001, 400), "5 ms": (0.005, 100)}
+"""Title of a step, its seconds, and iterations of a run."""
+NARROWEST, WIDER = 128, 16
 TRACEML = "hand-written loop"
 
 
 def run(settings: Settings) -> list[CostFigures]:
     peers, left_out = load(PEERS)
     modules = {"trainbus": trainbus, **peers}
-    rounds, parts = settings.rounds(quick=1, full=9), len(modules) * len(SIZES) + 1
+    sizes = {title: (width_of(seconds), iterations) for title, (seconds, iterations) in STEPS.items()}
+    rounds, parts = settings.rounds(quick=1, full=15), len(modules) * len(sizes) + 1
     told = {name: each.told for module in modules.values() for name, each in module.PROFILERS.items()}
-    samples: dict[str, dict[str, Samples]] = {title: {} for title in SIZES}
-    for number, (size, title, module) in enumerate((size, *each) for size in SIZES for each in modules.items()):
+    samples: dict[str, dict[str, Samples]] = {title: {} for title in sizes}
+    for number, (size, title, module) in enumerate((size, *each) for size in sizes for each in modules.items()):
 
         def tick(done: int, of: int, number: int = number) -> None:
             settings.tick_part(number, parts, done, of)
 
         with one_thread():
-            samples[size][title] = measure(dict(contenders(module, *SIZES[size])), rounds, tick)
+            samples[size][title] = measure(dict(contenders(module, *sizes[size])), rounds, tick)
     try:
-        of_traceml, told["TraceML"] = traceml(settings.rounds(quick=1, full=3), settings.rounds(quick=1, full=9))
+        of_traceml, told["TraceML"] = traceml(sizes, settings.rounds(quick=1, full=3), settings.rounds(quick=1, full=9))
     except ImportError as error:
         left_out[TITLES["traceml"]] = str(error)
     else:
-        for size in SIZES:
+        for size in sizes:
             samples[size][TRACEML] = of_traceml[size]
-    return [CostFigures(f"A step of {size}: what measuring adds", samples[size], told, left_out) for size in SIZES]
+    return [CostFigures(f"A step of {size}: what measuring adds", samples[size], told, left_out) for size in sizes]
+
+
+def width_of(seconds: float) -> int:
+    """Return the width of the model with which an iteration of the bare loop takes at least ``seconds``."""
+    width = NARROWEST
+    with one_thread():
+        while bare(width) < seconds:
+            width += WIDER
+    return width
+
+
+def bare(width: int) -> float:
+    job = Clocked(60, hidden=width)
+    handwritten.train_bare(job, Path())
+    return job.seconds()
 
 
 def contenders(module: ModuleType, width: int, iterations: int) -> Iterator[tuple[str, Sample]]:
@@ -70,20 +87,19 @@ def sample(
     return seconds
 
 
-def traceml(rounds: int, repeats: int) -> tuple[Mapping[str, Samples], Told]:
-    """Train with TraceML and without it, in turn: samples by the size of the step.
+def traceml(sizes: Mapping[str, tuple[int, int]], rounds: int, repeats: int) -> tuple[Mapping[str, Samples], Told]:
+    """Train with TraceML and without it, in turn: samples by the size of the step. ``sizes`` are widths and iterations.
 
     Raises:
         ImportError: TraceML is not installed.
     """
     peer = importlib.import_module("benchmarks.peers.traceml")
-    sizes = dict(SIZES.values())
-    samples: dict[str, Samples] = {size: {ALONE: [], "TraceML": []} for size in SIZES}
+    samples: dict[str, Samples] = {size: {ALONE: [], "TraceML": []} for size in sizes}
     for _ in range(rounds):
         for name in (ALONE, "TraceML"):
-            found, printed = peer.seconds(sizes, repeats, with_traceml=name != ALONE)
+            found, printed = peer.seconds(dict(sizes.values()), repeats, with_traceml=name != ALONE)
             if name != ALONE:
                 peer.TOLD.check(name, printed)
-            for size, times in zip(SIZES, found, strict=True):
+            for size, times in zip(sizes, found, strict=True):
                 samples[size][name].append(statistics.median(times))
     return samples, peer.TOLD

@@ -43,7 +43,7 @@ def steps(settings: Settings, size: Size, directory: Path, tick: Tick) -> Compar
         }
         contenders = {name: training.step_after(save) for name, save in saves.items()} | {WRITTEN: written}
         # The copy of small tensors is a few hundredths of their step, so it takes more rounds to see it.
-        samples = measure(contenders, settings.rounds(quick=1, full=21 if small else 7), tick)
+        samples = measure(contenders, settings.rounds(quick=1, full=61 if small else 7), tick)
     title = f"Added to a step of {training.seconds * 1e3:,.0f} ms by the copy: {size}"
     return Comparison(title, "ms", FOREACH, samples, STEP_ALONE, Budget(6, LIMIT_OF_SMALL if small else LIMIT))
 

@@ -31,7 +31,7 @@ SIZES = (
 def run(settings: Settings) -> list[SaverFigures]:
     modules, left_out = load()
     ways = [(title, name) for title, module in modules.items() for name in module.SAVERS]
-    sizes, rounds = TINY if settings.quick else SIZES, settings.rounds(quick=1, full=2)
+    sizes, rounds = TINY if settings.quick else SIZES, settings.rounds(quick=1, full=3)
     runs: dict[str, dict[str, list[Run]]] = {size.name: {name: [] for _, name in ways} for size in sizes}
     turns = [(size, title, name) for _ in range(rounds) for size in sizes for title, name in ways]
     for done, (size, title, name) in enumerate(turns):

@@ -21,6 +21,8 @@ from hooks import CheckpointHook, RunRecordHook
 
 from ..hooks.conftest import batches, make_loop
 
+pytestmark = pytest.mark.long
+
 ITERATIONS = 350
 DATA, HOOK, LANE, DISK = 0.008, 0.005, 0.025, 0.3
 """Seconds of a batch, of a call of the slow hook, of an event in the lane, and of an fsync."""
