@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import traceml_ai
@@ -31,11 +31,11 @@ def traced(job: Job) -> Iterator[Batch]:
             yield batch
 
 
-def seconds(sizes: Mapping[int, int], repeats: int, *, with_traceml: bool) -> tuple[list[list[float]], str]:
+def seconds(sizes: Sequence[tuple[int, int]], repeats: int, *, with_traceml: bool) -> tuple[list[list[float]], str]:
     """Train in a separate process.
 
     Args:
-        sizes: number of iterations, by width of the model.
+        sizes: pairs of the width of a model and a number of iterations.
         repeats: number of runs of each job.
         with_traceml: True to train under TraceML.
 
@@ -45,7 +45,7 @@ def seconds(sizes: Mapping[int, int], repeats: int, *, with_traceml: bool) -> tu
     with tempfile.TemporaryDirectory(prefix="trainbus-bench-") as directory:
         script, out = Path(directory, "job.py"), Path(directory, "out.json")
         script.write_text(SCRIPT)
-        told = [json.dumps([*sizes.items()]), str(repeats), str(with_traceml), str(out)]
+        told = [json.dumps(sizes), str(repeats), str(with_traceml), str(out)]
         launcher = ["-m", "traceml_ai.launcher.cli", "run", str(script), "--logs-dir", f"{directory}/logs", "--run-name", "job"]
         command = [sys.executable, *([*launcher, "--args"] if with_traceml else [str(script)]), *told]
         # Its children look for the commands of this interpreter.

@@ -215,10 +215,10 @@ class _Aliases:
         self._found: list[tuple[Any, str]] = []
 
     def replace(self, function: _Save, other: _Save) -> None:
-        modules = len(sys.modules), next(reversed(sys.modules))
+        modules = len(sys.modules), list(sys.modules)[-1]  # reversed() fails if another thread imports
         if self._modules != modules:  # to go through all names takes 0.1 ms, and a save replaces four times
-            self._modules = modules
             self._search(function)
+            self._modules = modules
         for module, alias in self._found:
             if vars(module).get(alias) is function:
                 setattr(module, alias, other)

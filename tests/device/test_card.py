@@ -56,13 +56,18 @@ def test_a_sharded_model_on_nccl_resumes_exactly(tmp_path: Path, staging: Any):
         hooks = OptimizerHook(grad_clip=1.0), EMAHook(momentum=0.1), CheckpointHook(interval=1, staging=staging)
         optimizer = torch.optim.AdamW(network.parameters(), lr=0.01)
         options = {"train_data": batches(6), "max_epochs": epochs, "work_dir": tmp_path / folder, "seed": 3}
-        TrainLoop(network, optimizer, step=step, bus=Bus(*hooks), device="cuda", **options).run(resume=resume)
+        bus = Bus(*hooks)
+        bus.on("after_train_iter", lambda event: steps.append(event.progress.iter))
+        TrainLoop(network, optimizer, step=step, bus=bus, device="cuda", **options).run(resume=resume)
         return {name: getattr(one, "full_tensor", one.clone)().cpu() for name, one in network.state_dict().items()}
 
+    steps: list[int] = []
     distributed.init_process_group("nccl", store=distributed.HashStore(), rank=0, world_size=1)
     try:
         whole = trained("whole", 4)
         trained("stopped", 2)
+        steps.clear()
         assert_same(trained("stopped", 4, resume="auto"), whole)
+        assert steps == [*range(12, 24)]
     finally:
         distributed.destroy_process_group()
