@@ -23,6 +23,7 @@ PEERS = ("lightning", "ignite")
 STEPS = {"1 ms": (0.001, 400), "5 ms": (0.005, 100)}
 """Title of a step, its seconds, and iterations of a run."""
 NARROWEST, WIDER = 128, 16
+"""The first width to try, and by how much the next one is wider."""
 TRACEML = "hand-written loop"
 
 

@@ -41,7 +41,8 @@ class _Memory:
     def __init__(self, layout: Layout) -> None:
         size = layout.bytes + _ROOM
         self._pinned, self._all = layout.pinned, pinned_bytes(size) if layout.pinned else allocate(size)
-        self._lay_out(layout)
+        self._layout: Layout | None = None
+        self.lay_out(layout)
         # Weak: dropping a StagedTree without release() gives its memory back as well.
         self.lease: weakref.ref[StagedTree] | None = None
         # Copies from devices that may be under way.
@@ -50,18 +51,16 @@ class _Memory:
         self.late: Future[None] | None = None
 
     def suits(self, layout: Layout) -> bool:
-        """Return whether the tensors of a layout have room here, and fill more than half; if so, they get their views."""
-        if self.layout is not layout:
-            if layout.pinned != self._pinned or not layout.bytes <= self._all.numel() <= 2 * layout.bytes + _ROOM:
-                return False
-            self._lay_out(layout)
-        return True
+        """Return whether the tensors of a layout have room here, and fill more than half."""
+        return layout.pinned == self._pinned and layout.bytes <= self._all.numel() <= 2 * layout.bytes + _ROOM
 
-    def _lay_out(self, layout: Layout) -> None:
-        self.flat = self._all[: layout.bytes]
-        self.views = layout.views(self.flat)
-        self.targets = [self._target(batch) for batch in layout.batches]
-        self.layout = layout  # last: Ctrl-C may strike in here
+    def lay_out(self, layout: Layout) -> None:
+        """Give the tensors of a layout their views."""
+        if self._layout is not layout:
+            self.flat = self._all[: layout.bytes]
+            self.views = layout.views(self.flat)
+            self.targets = [self._target(batch) for batch in layout.batches]
+            self._layout = layout  # last: Ctrl-C may strike in here
 
     @property
     def bytes(self) -> int:
@@ -127,6 +126,7 @@ class StageBuffer:
         memory = free[0] if free else _Memory(layout)
         memory.wait()  # for the copies of a StagedTree that was never written, perhaps on another stream
         memory.late = None
+        memory.lay_out(layout)
         try:
             self._copy(flat, overlap, layout, memory)
         except Changed:  # before copies from a device are queued, which another layout would not expect
