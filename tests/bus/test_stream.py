@@ -40,7 +40,7 @@ async def test_a_stream_yields_filtered_events_of_each_mount_point_and_ends_when
 
 async def test_it_ends_when_the_uvicorn_server_of_its_process_shuts_down():
     uvicorn, bus = pytest.importorskip("uvicorn"), Bus()
-    server = uvicorn.Server(uvicorn.Config("no:app"))
+    server = uvicorn.Server(uvicorn.Config("no:app", log_config=None))  # its default is for the whole process
     former = signal.signal(signal.SIGINT, server.handle_exit)  # as the server does while it serves
     try:
         async with bus:
