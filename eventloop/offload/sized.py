@@ -20,7 +20,7 @@ class SizedLane(Lane):
     order is: a slot, then ``picks``, then its bytes, then the copy. So nothing is copied that has no room.
 
     A publish holds its slot and its bytes under a key of its own until its copy is queued. Giving them back twice does nothing,
-    so that it does not matter where Ctrl-C strikes.
+    and is one call of C code, so that it does not matter where Ctrl-C strikes, nor how often.
     """
 
     chunk = 1  # a value that was taken holds its bytes, and cannot be dropped any more
@@ -34,7 +34,7 @@ class SizedLane(Lane):
     def bytes(self) -> int:
         """Size of the captured tensors that are pending."""
         with self._lock:
-            return sum(self._reserved.values()) + sum(map(self._size, (*self._queue, *self._held)))
+            return sum(list(self._reserved.values())) + sum(map(self._size, (*self._queue, *self._held)))
 
     def put(self, event: Any) -> None:
         """Queue a copy of the captured value, as the policy allows for slots and for bytes.
@@ -53,7 +53,10 @@ class SizedLane(Lane):
                     snapshot.source = type(event), getattr(event, "progress", None)
                     self._queue_reserved(publish, snapshot)
         finally:
-            self._give_back(publish)
+            # One call of C code, before which Python looks for no other Ctrl-C. One that skips the rest delays those who wait.
+            held = self._reserved.pop(publish, None)
+            if held is not None:
+                self._tell_of_room()
 
     def _reserve(self, publish: object, size: int) -> bool:
         """Wait for bytes, or make room for them, as the policy allows; return False if the value was dropped."""
@@ -75,14 +78,9 @@ class SizedLane(Lane):
         if asleep:
             self._wake_up()
 
-    def _give_back(self, publish: object) -> None:
-        while publish in self._reserved:
-            try:
-                with self._lock:
-                    self._reserved.pop(publish)
-                    self._notify()
-            except KeyboardInterrupt:  # another one, on top of the error that is raised
-                continue
+    def _tell_of_room(self) -> None:
+        with self._lock:
+            self._notify()
         if self.ending:
             self.wake()  # the consumer may have stayed for this slot only
 

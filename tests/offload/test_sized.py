@@ -1,6 +1,8 @@
 """``max_bytes=``: the budget of a lane of captured tensors, in stats and under every policy."""
 
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -143,11 +145,20 @@ def test_linger_collects_a_batch_and_a_handler_may_ask_for_a_list(bus):
     assert len(batches) < 20
 
 
-def test_an_interrupt_between_copy_and_queue_releases_the_bytes(bus, monkeypatch):
-    """It can strike there where torch.compile has replaced the way in which the interpreter calls functions."""
+@pytest.mark.parametrize("again", [False, True])
+def test_an_interrupt_between_copy_and_queue_releases_the_bytes(bus, monkeypatch, again):
+    """It can strike there where torch.compile has replaced the way in which the interpreter calls functions.
+
+    Another one can strike as soon as a function of Python is called to clean up after the first.
+    """
+
+    def strike_again(frame, what, _):
+        if what == "call" and Path(frame.f_code.co_filename).parent.name == "offload":
+            raise KeyboardInterrupt  # which ends the profiling
 
     def struck(value):
         snapshot.capture(value)
+        sys.setprofile(strike_again if again else None)
         raise KeyboardInterrupt
 
     subscription = bus.on("after_run", lambda tensor: None, offload="thread", capture=lambda event: event.run, max_bytes=1500)
