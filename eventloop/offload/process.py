@@ -13,9 +13,10 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -136,16 +137,14 @@ class _Process:
         self.pipe, other = _spawn.Pipe()
         # A daemon, so that multiprocessing's own exit handler cannot wait for it.
         self._process = _spawn.Process(target=serve, args=(other, self.segment, target, batched), name=name, daemon=True)
-        # Blocked in the child, which inherits that, until it is ready to take them; no signal goes to this thread anyway.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         try:
-            self._process.start()
+            with blocked_in_children(SIGNALS, _spawn):  # until it is ready to take them; no signal goes to this thread anyway
+                self._process.start()
         except BaseException:
             self.pipe.close()
             self.segment.close()
             raise
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
             other.close()
         self.pid = int(self._process.pid or 0)
         # Not the sentinel, nor the end of the pipe: a process forked while this one started holds their other ends as well.
@@ -185,6 +184,26 @@ def _how(code: int) -> str:
         return f"signal {signal.Signals(-code).name}"
     except ValueError:
         return f"exit code {code}"
+
+
+@contextmanager
+def blocked_in_children(signals: Collection[signal.Signals], context: Any) -> Iterator[set[int | signal.Signals]]:
+    """Block signals on this thread, and so in the processes that it forks or spawns meanwhile; yields those blocked before.
+
+    Args:
+        signals: to block.
+        context: ``multiprocessing`` itself, or one of its contexts, by which the processes are started.
+    """
+    method = context.get_start_method()
+    if method != "fork":
+        resource_tracker.ensure_running()  # first: when that starts its process, it unblocks SIGINT and SIGTERM
+    if method == "forkserver":
+        forkserver.ensure_running()  # first: it would block them for good, and in all that it ever forks
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield before
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _processes: set[_Process] = set()  # that may be running

@@ -14,12 +14,12 @@ import weakref
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
 
+from eventloop.offload.process import blocked_in_children
 from eventloop.privates import GET_ITERATOR, forget_workers, workers_of
 from eventloop.training.loaders import start_persistent_workers
 from eventloop.training.rng import has_workers
@@ -68,16 +68,12 @@ class WorkerSignals:
                 return original(loader)
             if self._ignored is None:
                 self._ignored = torch.ones((), dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]  # torch
-            context = loader.multiprocessing_context or multiprocessing
-            if context.get_start_method() == "forkserver":
-                forkserver.ensure_running()  # first: the server would inherit blocked signals
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, self._signals)  # of the workers, too
-            try:
-                loader.worker_init_fn = _Ignore(self._signals, self._signals - before, self._ignored, own)
-                iterator = original(loader)
-            finally:
-                loader.worker_init_fn = own
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            with blocked_in_children(self._signals, loader.multiprocessing_context or multiprocessing) as before:
+                try:
+                    loader.worker_init_fn = _Ignore(self._signals, self._signals - before, self._ignored, own)
+                    iterator = original(loader)
+                finally:
+                    loader.worker_init_fn = own
             self._iterators.add(iterator)
             return iterator
 

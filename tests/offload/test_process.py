@@ -179,6 +179,33 @@ def test_signals_for_the_program_do_not_end_a_worker():
     assert subscription.stats.delivered == 2
 
 
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+def test_a_process_starts_with_blocked_signals_and_no_server_of_multiprocessing_keeps_them(script, method, number):
+    done = script(
+        f"""
+        import multiprocessing, signal
+        from multiprocessing import resource_tracker
+        from eventloop.offload.process import blocked_in_children
+
+        resource_tracker._resource_tracker._fd = None  # as in a program that has started no process
+        context = multiprocessing.get_context("{method}")
+
+        def killed_itself():
+            process = context.Process(target=signal.raise_signal, args=(signal.{number.name},))
+            process.start()
+            process.join()
+            return process.exitcode != 0
+
+        with blocked_in_children([signal.{number.name}], multiprocessing.get_context("{method}")):
+            print(killed_itself())
+        print(killed_itself())
+        """
+    )
+    # A fork server starts processes as it was started itself.
+    assert done.stdout.split() == [str(method == "forkserver"), "True"], done.stderr
+
+
 def test_a_missing_handler_is_reported_and_retired_after_three_attempts(bus, monkeypatch):
     subscription = bus.on("after_train_iter", workers.not_importable, offload="process", on_error="log")
     monkeypatch.delattr(workers, "not_importable")
