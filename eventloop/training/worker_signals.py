@@ -6,6 +6,7 @@ killed by signal`` inside the iteration that the run wants to finish.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import multiprocessing
 import os
@@ -34,12 +35,15 @@ class WorkerSignals:
 
     def __init__(self, signals: Collection[signal.Signals]) -> None:
         self._signals = frozenset(signals)
+        self._process = 0  # that starts the workers
         self._ignored: torch.Tensor | None = None  # in shared memory: persistent workers must see restore()
         self._iterators: weakref.WeakSet[Any] = weakref.WeakSet()
         self._originals = ExitStack()
 
     def ignore(self) -> None:
-        """Make workers ignore the signals from now on."""
+        """Make workers ignore the signals from now on, until the process exits at most."""
+        self._process = os.getpid()
+        atexit.register(self.restore)  # where Ctrl-C keeps a run from it: Python's exit ends workers by SIGTERM, and waits
         if self._ignored is not None:
             self._ignored.fill_(True)
         # Loaders start their workers in this method; torchdata's loader overrides it.
@@ -52,9 +56,10 @@ class WorkerSignals:
 
     def restore(self) -> None:
         """Let the signals end workers again."""
-        self._originals.close()
-        if self._ignored is not None:
+        if self._ignored is not None and os.getpid() == self._process:  # a forked process shares it, and not the workers
             self._ignored.fill_(False)
+        self._originals.close()
+        atexit.unregister(self.restore)
 
     def _replace(self, kind: type, name: str, method: Any) -> None:
         self._originals.callback(setattr, kind, name, vars(kind)[name])

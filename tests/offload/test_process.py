@@ -188,6 +188,7 @@ def test_a_process_starts_with_blocked_signals_and_no_server_of_multiprocessing_
         from multiprocessing import resource_tracker
         from eventloop.offload.process import blocked_in_children
 
+        signal.signal(signal.{number.name}, signal.SIG_DFL)  # a shell's background job begins with SIGINT ignored
         resource_tracker._resource_tracker._fd = None  # as in a program that has started no process
         context = multiprocessing.get_context("{method}")
 

@@ -87,10 +87,26 @@ def test_persistent_workers_react_to_the_signal_after_restore_and_ignore_it_agai
     assert worker.exitcode == 0
 
 
-def test_a_process_with_persistent_workers_ends_without_a_word(tmp_path):
-    """Python terminates them when it exits, and torch reports every worker that died of a signal."""
+def test_a_forked_process_leaves_the_workers_as_they_are(signals):
+    with ignored(signals):
+        batches = iter(loader())
+        pid, _ = first(batches)
+        if not (child := os.fork()):
+            signals.restore()  # as a run does that ends in there
+            os._exit(0)
+        os.waitpid(child, 0)
+        os.kill(pid, signal.SIGTERM)
+        assert len(list(batches)) == 7
+
+
+@pytest.mark.parametrize("end", ["signals.restore()", "raise SystemExit"], ids=["restored", "cut short"])
+def test_a_process_with_persistent_workers_ends_without_a_word(tmp_path, end):
+    """Python terminates them when it exits, and torch reports every worker that died of a signal.
+
+    A run that Ctrl-C strikes again and again has no time to restore them.
+    """
     done = run_script(
-        """
+        f"""
         import signal, sys
         from torch.utils.data import DataLoader
         from eventloop.training import WorkerSignals
@@ -99,7 +115,7 @@ def test_a_process_with_persistent_workers_ends_without_a_word(tmp_path):
         signals = WorkerSignals([signal.SIGTERM])
         signals.ignore()
         print(len(list(data)))
-        signals.restore()
+        {end}
         """,
         tmp_path,
     )
