@@ -19,12 +19,25 @@ _BLOCK = re.compile(
 def names(code: str) -> tuple[set[str], set[str]]:
     """Return the global names that a block uses before it makes them, and those that it makes."""
     needed, later, made = set[str](), set[str](), set[str]()
-    for statement in ast.parse(code).body:
+    for statement in _WithGenerators().visit(ast.parse(code)).body:
         now, inside, new = _of_statement(ast.unparse(statement))
         needed |= now - made - (set() if isinstance(statement, ast.Assign) else new)  # the right side comes first
         later |= inside
         made |= new
     return {name for name in needed | later - made if not hasattr(builtins, name) and name != "__name__"}, made
+
+
+class _WithGenerators(ast.NodeTransformer):
+    """Make each comprehension a generator expression: from Python 3.12 on, only these have a scope of their own in a symtable."""
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        node = super().generic_visit(node)
+        match node:
+            case ast.ListComp(elt, generators) | ast.SetComp(elt, generators):
+                return ast.GeneratorExp(elt, generators)
+            case ast.DictComp(key, value, generators):
+                return ast.GeneratorExp(ast.Tuple([key, value]), generators)
+        return node
 
 
 def _of_statement(code: str) -> tuple[set[str], set[str], set[str]]:
