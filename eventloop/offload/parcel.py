@@ -13,7 +13,7 @@ import mmap
 import os
 import pickle
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from multiprocessing.reduction import DupFd
 from typing import Any
 
@@ -24,7 +24,7 @@ import torch
 
 from eventloop.events import Event
 from eventloop.events.event import registry
-from eventloop.offload.detach import from_msgpack
+from eventloop.offload.detach import from_json, from_msgpack
 from eventloop.offload.importable import file_of, load
 
 Bytes = npt.NDArray[np.uint8]
@@ -65,7 +65,10 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, Event):
             # The module of the registered class: a detached event's class is made from that.
             module = registry[value.mount_point].__module__
-            return _event, (module, file_of(module), value.to_msgpack())
+            try:
+                return _event, (module, file_of(module), value.to_msgpack(), from_msgpack)
+            except OverflowError:  # an integer that 64 bits do not hold: the operations of a large model, say
+                return _event, (module, file_of(module), value.to_json(), from_json)
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.is_quantized:
             return NotImplemented
         flat = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
@@ -76,9 +79,9 @@ def _tensor(part: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Te
     return torch.frombuffer(part, dtype=dtype).reshape(shape) if part.nbytes else torch.empty(shape, dtype=dtype)
 
 
-def _event(module: str, file: str | None, encoded: bytes) -> Event:
+def _event(module: str, file: str | None, encoded: bytes, decode: Callable[[bytes], Event]) -> Event:
     load(module, file)  # declares the event, where the handler's module does not
-    return from_msgpack(encoded)
+    return decode(encoded)
 
 
 class SharedSegment:

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,10 @@ class JSONLinesWriter(FileWriter):
         full = [
             {"step": step, "epoch": where.epoch, "iter": where.iter, "time": now, **scalars} for scalars, step, where in rows
         ]
-        lines = [orjson.dumps(row, None, orjson.OPT_APPEND_NEWLINE) for row in full]
+        try:
+            lines = [orjson.dumps(row, None, orjson.OPT_APPEND_NEWLINE) for row in full]
+        except TypeError:  # an integer that 64 bits do not hold
+            lines = [_encode(row) for row in full]
         # orjson writes NaN and infinities as null. The bytes may also be part of a name, which changes nothing.
         if b":null" in b"".join(lines):
             lines = [_encode(row) for row in full]
@@ -117,6 +121,7 @@ def _clean(text: str) -> str:
 
 def _encode(record: Mapping[str, float]) -> bytes:
     # orjson is several times faster, but writes NaN as null. The sum is finite unless a value is not (or the sum overflows).
-    if isfinite(sum(record.values())):
-        return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
+    with suppress(TypeError, OverflowError):  # an integer that 64 bits, or a float, do not hold
+        if isfinite(sum(record.values())):
+            return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
     return json.dumps(record, separators=(",", ":"), ensure_ascii=False).encode() + b"\n"

@@ -1,4 +1,5 @@
 import errno
+import math
 import os
 from pathlib import Path
 
@@ -82,6 +83,13 @@ def test_detached_events_arrive_as_events_of_their_class(ends):
     assert [event.progress.iter for event in arrived[:3]] == [0, 1, 2]
     assert isinstance(arrived[3], AfterValEpoch)
     assert arrived[3].metrics["accuracy"] != arrived[3].metrics["accuracy"]
+
+
+def test_integers_of_any_size_arrive_as_they_were(ends):
+    outputs = {"operations": 6 * 7 * 10**9 * 2 * 10**12, "least": -(2**70), "text": "NaN", "loss": math.inf}
+    (arrived,) = through(ends, [detach(AfterTrainIter(progress=Progress(iter=3), outputs=outputs))])
+    assert arrived.outputs == outputs
+    assert arrived.progress.iter == 3
 
 
 def test_an_event_that_msgpack_cannot_hold_is_an_error_here(ends, registry):

@@ -54,7 +54,7 @@ def test_nan_and_infinities_are_written_as_words(writer, tmp_path, value, spelle
 
 
 @pytest.mark.parametrize("name", ["train/loss", 'train/":null'])
-@pytest.mark.parametrize("values", [(0.5, 1 / 3, 2), (0.5, math.nan, 0.25), (math.inf, True, 1e300)])
+@pytest.mark.parametrize("values", [(0.5, 1 / 3, 2), (0.5, math.nan, 0.25), (math.inf, True, 1e300), (2**70, 0.5, -(10**400))])
 def test_rows_that_are_written_together_are_the_same_lines(writer, tmp_path, monkeypatch, name, values):
     monkeypatch.setattr("time.time", lambda: 1764000000.5)
     rows = [({name: value, "train/lr": 0.1}, step, AT) for step, value in enumerate(values)]
@@ -65,6 +65,7 @@ def test_rows_that_are_written_together_are_the_same_lines(writer, tmp_path, mon
     texts = (tmp_path / "scalars.jsonl").read_text().splitlines()
     assert len(texts) == 6
     assert texts[:3] == texts[3:]
+    assert [str(json.loads(text)[name]) for text in texts[:3]] == [str(value) for value in values]
 
 
 def test_a_subclass_may_change_each_line(tmp_path):
