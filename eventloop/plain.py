@@ -10,6 +10,7 @@ from pathlib import PurePath
 from typing import Any, Final
 
 import numpy as np
+import orjson
 import torch
 
 HIDDEN: Final = "(not stored)"
@@ -54,6 +55,25 @@ def _plain(value: Any, left: Iterator[int], deep: int = 0) -> Any:
     if isinstance(value, type) or inspect.isroutine(value):
         return getattr(value, "__qualname__", type(value).__name__)
     return type(value).__name__
+
+
+def encodable(value: Any) -> Any:
+    """Return a tree of plain values without lone surrogates, which stand for bytes of names that are not UTF-8: ``?`` each."""
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "replace").decode()
+    if isinstance(value, Mapping):
+        return {encodable(key): encodable(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [encodable(one) for one in value]
+    return value
+
+
+def as_json(value: Any, *options: Any) -> bytes:
+    """Return what ``orjson.dumps`` returns, also for a value with names that are not UTF-8."""
+    try:
+        return orjson.dumps(value, *options)
+    except TypeError:
+        return orjson.dumps(encodable(value), *options)
 
 
 def without_secrets(value: Any, name: str = "") -> Any:

@@ -301,7 +301,8 @@ class LoggerHook(CopiedAnew, Hook):
                 log.info(facts["line"], **facts["facts"])
             case "open":
                 work_dir = None if facts["work_dir"] is None else Path(facts["work_dir"])
-                self._facts = RunFacts(facts["name"], work_dir, facts["seed"], facts["config"])
+                name, config = observe.encodable([facts["name"], facts["config"]])
+                self._facts = RunFacts(name, work_dir, facts["seed"], config)
                 self._fanout.open(self._facts)
                 self._at = facts["begun"]
 

@@ -15,6 +15,7 @@ from rich.text import Text
 from eventloop.checkpoint import AnyPath, RemotePath, as_path, file_kind
 from eventloop.config.read import shortened
 from eventloop.errors import CheckpointError
+from eventloop.plain import as_json
 from eventloop.terminal import cell
 
 
@@ -38,7 +39,7 @@ def to_terminal() -> Console:
 
 def write_json(value: object) -> None:
     """Write a value to the standard output as JSON."""
-    sys.stdout.write(orjson.dumps(value, default=str, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode() + "\n")
+    sys.stdout.write(as_json(value, str, orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS).decode() + "\n")
 
 
 def say(*parts: str | tuple[str, str], console: Console | None = None) -> None:

@@ -26,7 +26,7 @@ from eventloop.observe.states import RunStatus
 from eventloop.observe.story import RunManifest, RunSession, RunStory
 from eventloop.observe.trace import Tracer
 from eventloop.observe.verdict import expensive
-from eventloop.plain import plain, without_secrets
+from eventloop.plain import encodable, plain, without_secrets
 
 __all__ = [
     "MANIFEST",
@@ -68,6 +68,7 @@ __all__ = [
     "Stage",
     "Straggler",
     "Tracer",
+    "encodable",
     "encode_line",
     "entry_of",
     "environment",

@@ -31,6 +31,7 @@ from eventloop.observe.environment import versions
 from eventloop.observe.latest import LatestHook
 from eventloop.observe.states import ENDED, RunStatus
 from eventloop.observe.story import RunStory
+from eventloop.plain import encodable
 
 try:
     from prometheus_client import CollectorRegistry
@@ -188,7 +189,7 @@ class _Families:
 
     def add(self, name: str, *value: Any, labels: Iterable[str] = ()) -> None:
         """Add a sample."""
-        self._made[name].add_metric([self.run, *labels], *value)
+        self._made[name].add_metric(encodable([self.run, *labels]), *map(encodable, value))
 
     def __iter__(self) -> Iterator[core.Metric]:
         return iter(self._made.values())

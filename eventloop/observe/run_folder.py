@@ -27,6 +27,7 @@ from eventloop.observe.curves import PLACES, Curve, read_curves
 from eventloop.observe.media import MEDIA, PICTURES, AnyReported, read_reported
 from eventloop.observe.record import AnyLine, read_line
 from eventloop.observe.story import RunManifest, RunSession, RunStory
+from eventloop.plain import as_json, encodable
 
 MANIFEST: Final = "run.json"
 """Name of the file that describes a run."""
@@ -207,12 +208,13 @@ def read_manifest(folder: Path) -> RunManifest | None:
 def write_manifest(folder: Path, manifest: RunManifest) -> None:
     """Replace ``run.json``, atomically."""
     folder.mkdir(parents=True, exist_ok=True)
-    commit_bytes(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
+    encoded = msgspec.json.encode(encodable(msgspec.to_builtins(manifest)))
+    commit_bytes(folder / MANIFEST, msgspec.json.format(encoded, indent=2) + b"\n")
 
 
 def encode_line(fields: Mapping[str, Any]) -> bytes:
     """Return a line of ``record.jsonl``. Non-finite numbers become text; objects of other types become their repr."""
-    return orjson.dumps(_finite(fields), default=repr, option=orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
+    return as_json(_finite(fields), repr, orjson.OPT_APPEND_NEWLINE | orjson.OPT_NON_STR_KEYS)
 
 
 def _finite(value: Any) -> Any:

@@ -99,7 +99,10 @@ def device_of(device: str | torch.device | None, models: Mapping[str, torch.nn.M
 
 
 def no_scalar(value: Any) -> str:
-    """Describe a value that is neither a number nor a tensor or array of one element; "" for one that is."""
-    if isinstance(value, torch.Tensor | np.ndarray):
-        return "" if math.prod(value.shape) == 1 else f"a {type(value).__name__} of shape {tuple(value.shape)}"
-    return "" if isinstance(value, int | float | np.generic) else f"a {type(value).__name__}"
+    """Describe a value that is neither a real number nor a tensor or array of one; "" for one that is."""
+    if not isinstance(value, torch.Tensor | np.ndarray | np.generic):
+        return "" if isinstance(value, int | float) else f"a {type(value).__name__}"
+    if math.prod(value.shape) != 1:
+        return f"a {type(value).__name__} of shape {tuple(value.shape)}"
+    real = not value.is_complex() if isinstance(value, torch.Tensor) else value.dtype.kind in "biuf" and value.itemsize <= 8
+    return "" if real else f"a {type(value).__name__} of dtype {value.dtype}"

@@ -147,7 +147,7 @@ class Metrics:
         if elements != 1 or (name in self._sized and getattr(value, "ndim", False)):
             return None
         if isinstance(value, torch.Tensor):
-            return value.detach().double().reshape(())
+            return None if value.is_complex() else value.detach().double().reshape(())
         if isinstance(value, np.ndarray | np.generic):
             value = value.item()
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

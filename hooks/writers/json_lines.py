@@ -67,10 +67,10 @@ class JSONLinesWriter(FileWriter):
         self._media.close()
 
     def write_reported(self, name: str, value: Image | BinCounts | str, step: int, where: Where) -> None:
-        at: dict[str, Any] = {"name": _clean(name), "step": step, "epoch": where.epoch, "iter": where.iter, "time": _now()}
+        at: dict[str, Any] = {"name": name, "step": step, "epoch": where.epoch, "iter": where.iter, "time": _now()}
         line: observe.AnyReported
         if isinstance(value, str):
-            line = observe.ReportedText(**at, text=_clean(value))
+            line = observe.ReportedText(**at, text=value)
         elif isinstance(value, BinCounts):
             shared = {field: getattr(value, field) for field in observe.ReportedHistogram.__struct_fields__ if field not in at}
             line = observe.ReportedHistogram(**at, **shared)
@@ -112,11 +112,6 @@ class JSONLinesWriter(FileWriter):
 
 def _now() -> float:
     return round(time.time(), 3)
-
-
-def _clean(text: str) -> str:
-    """Return a text without lone surrogates, which UTF-8 cannot encode."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def _encode(record: Mapping[str, float]) -> bytes:

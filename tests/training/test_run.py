@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -277,10 +278,13 @@ def test_a_reported_entry_that_loggers_and_metrics_leave_out_is_told_once(parts,
             assert run.outputs["text"] == "x"
         for _ in run.validate([1], {"kept": kept}):
             run.report(logits=torch.ones(2, 3), labels=torch.ones(2))
+            run.report(half=np.float16(1), bit=torch.tensor(True))
+            run.report(root=torch.tensor(1j), roots=np.array(1j), long=np.longdouble(1))
     told = {log["entry"]: log["event"] for log in logs if "entry" in log}
-    assert list(told) == ["vector", "text", "labels"]
+    assert list(told) == ["vector", "text", "labels", "root", "roots", "long"]
     assert "shape (2,)" in told["vector"]
-    assert len([log for log in logs if "entry" in log]) == 3
+    assert "complex64" in told["root"]
+    assert len([log for log in logs if "entry" in log]) == 6
 
 
 @pytest.mark.parametrize(("first", "second"), [(1, 2), (1, None), (None, 1)])

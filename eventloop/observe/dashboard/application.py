@@ -25,6 +25,7 @@ from eventloop.observe.compared import differing
 from eventloop.observe.dashboard.event_stream import EventStream, Readers
 from eventloop.observe.dashboard.guard import Access, Guard, refused
 from eventloop.observe.dashboard.page import Board, Command, CommandRefusedError, RunPage
+from eventloop.plain import as_json, encodable
 
 _STATIC: Final = Path(__file__).with_name("static")
 _SHARED: Final = Path(assets.__file__).parent
@@ -43,7 +44,7 @@ _BODY_SECONDS: Final = 5.0
 def _curves(pages: list[tuple[RunPage, int]]) -> bytes:
     """Return the curves of runs that have more than the reader has."""
     news = [(page, page.messages.number) for page, seen in pages if page.messages.number > seen]
-    return orjson.dumps({page.number: {"seen": number, "curves": page.curves()} for page, number in news}, option=_BY_NUMBER)
+    return as_json({page.number: {"seen": number, "curves": page.curves()} for page, number in news}, None, _BY_NUMBER)
 
 
 class _Rate(msgspec.Struct):
@@ -97,7 +98,7 @@ class Application(Starlette):
             "changes": self._access.mode,
             "may_change": self._access.allows(request),
         }
-        return JSONResponse(payload, headers={"cache-control": "no-store"})
+        return JSONResponse(encodable(payload), headers={"cache-control": "no-store"})
 
     async def _curves(self, request: Request) -> Response:
         """The curves of the runs in ``?runs=1:0,2:350``; the second number is the last one that the reader has of the run."""

@@ -13,6 +13,8 @@ from typing import Any, Final, NamedTuple
 
 import orjson
 
+from eventloop.plain import as_json
+
 _MOST_POINTS: Final = 4000
 _RECENT: Final = 500  # number of newest points kept at full resolution when older points are thinned out
 _MOST_NOTES: Final = 2000
@@ -147,5 +149,5 @@ def _scalars(points: Sequence[Point]) -> _Message:
 
 def _encoded(first: int, last: int, kind: str, data: Mapping[str, Any], points: Sequence[Point] = ()) -> _Message:
     # orjson writes NaN and infinities as null.
-    text = orjson.dumps(data, default=str, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
+    text = as_json(data, str, orjson.OPT_NON_STR_KEYS | orjson.OPT_SERIALIZE_NUMPY)
     return _Message(first, last, kind, b"id: %d\nevent: %s\ndata: %s\n\n" % (last, kind.encode(), text), points)

@@ -10,7 +10,6 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Final
 
-import orjson
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
@@ -24,6 +23,7 @@ from eventloop.observe.report.overview import FEW, Rules, overview, summary
 from eventloop.observe.report.reported_run import ReportedRun
 from eventloop.observe.report.sentences import Best, count, verdict
 from eventloop.observe.verdict import duration, size
+from eventloop.plain import as_json
 
 MOST_BYTES: Final = 1_000_000
 
@@ -97,19 +97,10 @@ def _render(data: Any, **known: Any) -> bytes:
 
 def _safe(data: Any) -> Markup:
     """Return JSON in which no text can end the script element."""
-    text = orjson.dumps(_clean(data)).decode()
+    text = as_json(data).decode()
     for each in "<>&":
         text = text.replace(each, f"\\u{ord(each):04x}")
     return Markup(text)  # noqa: S704
-
-
-def _clean(data: Any) -> Any:
-    """Return data without lone surrogates, which UTF-8 cannot encode."""
-    if isinstance(data, dict):
-        return {key: _clean(value) for key, value in data.items()}
-    if isinstance(data, list) and data and not isinstance(data[0], int | float):
-        return [_clean(value) for value in data]
-    return data.encode("utf-8", "replace").decode() if isinstance(data, str) else data
 
 
 def _hash(text: str) -> str:

@@ -28,6 +28,7 @@ from msgspec import Meta
 from eventloop.checkpoint import commit_bytes
 from eventloop.errors import TrainbusError
 from eventloop.observe.trace.tracks import Arrow, Counter, Track
+from eventloop.plain import as_json
 
 _TOGETHER: Final = 256  # events encoded at once
 _FLOWS: Final = ("s", "t", "f")
@@ -61,7 +62,7 @@ def write_trace(
         rest: called regularly, so that other threads can run.
     """
     events = _events(process, tracks, arrows, counters, clock[0])
-    commit_bytes(path, b"".join(_joined(map(orjson.dumps, events), {_BASE: clock[1], "otherData": facts}, rest)))
+    commit_bytes(path, b"".join(_joined(map(as_json, events), {_BASE: clock[1], "otherData": facts}, rest)))
 
 
 def read_trace(path: Path, most: int = 1 << 30) -> dict[str, Any]:
@@ -194,7 +195,7 @@ def _events(
 
 
 def _joined(lines: Iterable[bytes], header: Mapping[str, Any], rest: Callable[[], object]) -> Iterator[bytes]:
-    yield orjson.dumps({"displayTimeUnit": "ms", **header})[:-1] + b',"traceEvents":[\n'
+    yield as_json({"displayTimeUnit": "ms", **header})[:-1] + b',"traceEvents":[\n'
     waiting = iter(lines)
     separator = b""
     while together := list(islice(waiting, _TOGETHER)):
