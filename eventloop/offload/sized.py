@@ -54,8 +54,8 @@ class SizedLane(Lane):
                     self._queue_reserved(publish, snapshot)
         finally:
             # One call of C code, before which Python looks for no other Ctrl-C. One that skips the rest delays those who wait.
-            held = self._reserved.pop(publish, None)
-            if held is not None:
+            reserved = self._reserved.pop(publish, None)
+            if reserved is not None:
                 self._tell_of_room()
 
     def _reserve(self, publish: object, size: int) -> bool:

@@ -42,7 +42,8 @@ class WorkerSignals:
 
     def ignore(self) -> None:
         """Make workers ignore the signals from now on, until the process exits at most."""
-        self._process = os.getpid()
+        if self._process != os.getpid():
+            self._ignored, self._process = None, os.getpid()  # a forked process shares the flag, and not the workers
         atexit.register(self.restore)  # where Ctrl-C keeps a run from it: Python's exit ends workers by SIGTERM, and waits
         if self._ignored is not None:
             self._ignored.fill_(True)
@@ -56,7 +57,7 @@ class WorkerSignals:
 
     def restore(self) -> None:
         """Let the signals end workers again."""
-        if self._ignored is not None and os.getpid() == self._process:  # a forked process shares it, and not the workers
+        if self._ignored is not None and self._process == os.getpid():
             self._ignored.fill_(False)
         self._originals.close()
         atexit.unregister(self.restore)

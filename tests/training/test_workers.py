@@ -93,6 +93,8 @@ def test_a_forked_process_leaves_the_workers_as_they_are(signals):
         pid, _ = first(batches)
         if not (child := os.fork()):
             signals.restore()  # as a run does that ends in there
+            signals.ignore()  # and another one
+            signals.restore()
             os._exit(0)
         os.waitpid(child, 0)
         os.kill(pid, signal.SIGTERM)
