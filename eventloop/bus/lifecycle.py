@@ -282,17 +282,27 @@ class Lifecycle:
             self._attach()
 
     def _close(self, deadline: _CloseDeadline) -> None:
-        with self._lock:
-            runtime = self._runtime
-            closes = self.state == "open"
+        closes = False
+        try:
+            with self._lock:
+                runtime = self._runtime
+                # Without a closer, a draining bus is what Ctrl-C has left of an earlier close.
+                closes = self.state == "open" or (self.state == "draining" and not self._closer)
+                if closes:
+                    self.state, self._closer = "draining", threading.get_ident()
+            if runtime is None:
+                return
             if closes:
-                self.state, self._closer = "draining", threading.get_ident()
-        if runtime is None:
-            return
-        if not closes:  # another thread closes it; a signal handler within this close must not wait for itself
+                self._end(runtime, deadline)
+                return
+            # Another thread closes it. The handler of a signal within this close must not wait for itself.
             while self._runtime is runtime and threading.get_ident() != self._closer and deadline.left:
                 time.sleep(min(_CLOSER_POLL, deadline.left))
-            return
+        finally:
+            if closes:
+                self._closer = 0  # no call, which another Ctrl-C could skip
+
+    def _end(self, runtime: Runtime, deadline: _CloseDeadline) -> None:
         settled = False
         try:
             settled = runtime.settle(deadline)

@@ -5,6 +5,7 @@ It has both sides: the :class:`ProcessCaller` of the lane's thread, and :func:`s
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import multiprocessing.process
 import os
@@ -188,19 +189,22 @@ def _how(code: int) -> str:
 
 @contextmanager
 def blocked_in_children(signals: Collection[signal.Signals], context: Any) -> Iterator[set[int | signal.Signals]]:
-    """Block signals on this thread, and so in the processes that it forks or spawns meanwhile; yields those blocked before.
+    """Block signals on this thread, and so in the processes that it forks or spawns meanwhile.
+
+    Yields the signals that were blocked before, and are again afterwards.
 
     Args:
-        signals: to block.
+        signals: the signals to block.
         context: ``multiprocessing`` itself, or one of its contexts, by which the processes are started.
     """
     method = context.get_start_method()
-    if method != "fork":
-        resource_tracker.ensure_running()  # first: when that starts its process, it unblocks SIGINT and SIGTERM
-    if method == "forkserver":
-        forkserver.ensure_running()  # first: it would block them for good, and in all that it ever forks
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
     try:
+        if method != "fork":
+            resource_tracker.ensure_running()  # first: when that starts its process, it unblocks SIGINT and SIGTERM
+        if method == "forkserver":
+            forkserver.ensure_running()  # first: it would block them for good, and in all that it ever forks
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         yield before
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -213,9 +217,18 @@ def _forget_after_fork() -> None:
     for process in list(_processes):
         # It is not a child of the forked process, which must not end it when it exits.
         multiprocessing.process._children.discard(process._process)  # type: ignore[attr-defined]
+    _processes.clear()
+
+
+def _kill_at_exit() -> None:
+    """Kill the workers of buses that Ctrl-C kept from closing: they ignore SIGTERM, by which multiprocessing ends them."""
+    for process in list(_processes):
+        with suppress(ValueError):  # it is closed already
+            process.kill()
 
 
 os.register_at_fork(after_in_child=_forget_after_fork)
+atexit.register(_kill_at_exit)  # called before what multiprocessing.util has registered, and after buses are closed at exit
 
 
 # ---------------------------------------------------------------------------------------------- in the worker process

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 import types
+from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
@@ -201,10 +202,55 @@ def test_a_process_starts_with_blocked_signals_and_no_server_of_multiprocessing_
         with blocked_in_children([signal.{number.name}], multiprocessing.get_context("{method}")):
             print(killed_itself())
         print(killed_itself())
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.{number.name}])
+        resource_tracker._resource_tracker._fd = None
+        with blocked_in_children([], multiprocessing.get_context("{method}")) as before:
+            pass
+        print(before == signal.pthread_sigmask(signal.SIG_BLOCK, []) == {{signal.{number.name}}})
         """
     )
     # A fork server starts processes as it was started itself.
-    assert done.stdout.split() == [str(method == "forkserver"), "True"], done.stderr
+    assert done.stdout.split() == [str(method == "forkserver"), "True", "True"], done.stderr
+
+
+@pytest.mark.parametrize("closes_again", [False, True])
+@pytest.mark.parametrize("where", ["settle", "close"])
+def test_a_program_ends_after_ctrl_c_in_the_close_of_its_bus_and_may_close_it_again(script, where, closes_again):
+    """Two of them: the second strikes in the first function that is called to clean up after the first."""
+    done = script(
+        f"""
+        import multiprocessing, sys
+        from eventloop.offload import Runtime, process
+        from tests.offload.test_process import acting, deed
+
+        process._spawn = multiprocessing.get_context("fork")  # which is quick
+
+        def strike_again(frame, what, _):
+            if what == "call" and "eventloop" in frame.f_code.co_filename:
+                raise KeyboardInterrupt
+
+        def struck(runtime, *arguments, **options):
+            sys.setprofile(strike_again)
+            raise KeyboardInterrupt
+
+        bus, subscription = acting()
+        bus.open()
+        bus.publish(deed("nothing"))
+        bus.drain()
+        real = Runtime.{where}
+        Runtime.{where} = struck
+        try:
+            bus.close()
+        except KeyboardInterrupt:
+            print("interrupted")
+        Runtime.{where} = real
+        if {closes_again}:
+            bus.close()
+        print(bus.state == "idle" or not {closes_again}, subscription.stats.delivered)
+        """,
+        cwd=Path(__file__).parent.parent.parent,
+    )
+    assert (done.returncode, done.stdout) == (0, "interrupted\nTrue 1\n"), done.stderr
 
 
 def test_a_missing_handler_is_reported_and_retired_after_three_attempts(bus, monkeypatch):
