@@ -70,7 +70,8 @@ class WorkerSignals:
         @functools.wraps(original)
         def get_iterator(loader: DataLoader[Any]) -> Any:
             own = loader.worker_init_fn
-            if not loader.num_workers or isinstance(own, _Ignore):  # called by a subclass's method
+            in_fork = self._process != os.getpid()  # of which restore() is not called
+            if not loader.num_workers or isinstance(own, _Ignore) or in_fork:  # _Ignore: called by a subclass's method
                 return original(loader)
             if self._ignored is None:
                 self._ignored = torch.ones((), dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]  # torch

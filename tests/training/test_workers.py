@@ -1,8 +1,10 @@
 """Workers of DataLoaders, which are forked from a run: they ignore signals that are meant for it, and publish nothing."""
 
+import gc
 import os
 import signal
 import sys
+import weakref
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -92,11 +94,18 @@ def test_a_forked_process_leaves_the_workers_as_they_are(signals):
         batches = iter(loader())
         pid, _ = first(batches)
         if not (child := os.fork()):
-            signals.restore()  # as a run does that ends in there
-            signals.ignore()  # and another one
-            signals.restore()
-            os._exit(0)
-        os.waitpid(child, 0)
+            status = 1
+            try:
+                own = iter(loader())
+                os.kill(first(own)[0], signal.SIGTERM)  # which obeys
+                own._workers[0].join(20)
+                status = int(own._workers[0].is_alive())
+                signals.restore()  # as a run does that ends in there
+                signals.ignore()  # and another one
+                signals.restore()
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
         os.kill(pid, signal.SIGTERM)
         assert len(list(batches)) == 7
 
@@ -147,6 +156,16 @@ def test_the_worker_init_function_can_override_the_handler(signals):
     with ignored(signals):
         assert first(iter(data))[1]
     assert data.worker_init_fn is own
+
+
+def test_what_ends_with_the_run_is_not_kept_until_the_process_exits():
+    signals = WorkerSignals([signal.SIGTERM])
+    with ignored(signals):
+        assert len(list(loader())) == 8
+    gone = weakref.ref(signals)
+    del signals
+    gc.collect()
+    assert gone() is None
 
 
 def test_loaders_are_restored_afterwards(signals):
