@@ -6,7 +6,7 @@ here waits for a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, get_args, get_origin
 
@@ -81,6 +81,11 @@ def from_msgpack(data: bytes) -> Event:
     """Decode an event that :meth:`Event.to_msgpack` encoded; raises msgspec.ValidationError for other data."""
     event: Event = msgspec.msgpack.decode(data, type=_tagged(msgspec.msgpack.decode(data, type=_Tag).event))
     return event
+
+
+def from_plain(data: Mapping[str, Any]) -> Event:
+    """Make an event of what :meth:`Event.to_plain` returned."""
+    return msgspec.convert(data, _tagged(data["event"]))
 
 
 @cache

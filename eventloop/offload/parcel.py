@@ -24,7 +24,7 @@ import torch
 
 from eventloop.events import Event
 from eventloop.events.event import registry
-from eventloop.offload.detach import from_json, from_msgpack
+from eventloop.offload.detach import from_msgpack, from_plain
 from eventloop.offload.importable import file_of, load
 
 Bytes = npt.NDArray[np.uint8]
@@ -67,8 +67,8 @@ class _Pickler(pickle.Pickler):
             module = registry[value.mount_point].__module__
             try:
                 return _event, (module, file_of(module), value.to_msgpack(), from_msgpack)
-            except OverflowError:  # an integer that 64 bits do not hold: the operations of a large model, say
-                return _event, (module, file_of(module), value.to_json(), from_json)
+            except OverflowError:  # msgpack has no integers beyond 64 bits: the operations of a large model, say
+                return _event, (module, file_of(module), value.to_plain(), from_plain)
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.layout != torch.strided or value.is_quantized:
             return NotImplemented
         flat = value.detach().cpu().resolve_conj().resolve_neg().reshape(-1).contiguous()
@@ -79,7 +79,7 @@ def _tensor(part: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Te
     return torch.frombuffer(part, dtype=dtype).reshape(shape) if part.nbytes else torch.empty(shape, dtype=dtype)
 
 
-def _event(module: str, file: str | None, encoded: bytes, decode: Callable[[bytes], Event]) -> Event:
+def _event(module: str, file: str | None, encoded: Any, decode: Callable[[Any], Event]) -> Event:
     load(module, file)  # declares the event, where the handler's module does not
     return decode(encoded)
 

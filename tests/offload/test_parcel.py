@@ -1,7 +1,9 @@
 import errno
 import math
 import os
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -90,6 +92,17 @@ def test_integers_of_any_size_arrive_as_they_were(ends):
     (arrived,) = through(ends, [detach(AfterTrainIter(progress=Progress(iter=3), outputs=outputs))])
     assert arrived.outputs == outputs
     assert arrived.progress.iter == 3
+
+
+def test_an_integer_beyond_64_bits_changes_no_other_value_of_its_event(ends, registry):
+    class Said(Event, kw_only=True):
+        what: Any
+
+    others = {1: "one", "data": b"raw", "when": datetime(2026, 1, 1, tzinfo=UTC), "loss": math.inf}
+    (small,) = through(ends, [detach(Said(what={**others, "number": 2}))])
+    (large,) = through(ends, [detach(Said(what={**others, "number": 2**70}))])
+    assert small.what == {**others, "number": 2}
+    assert large.what == {**others, "number": 2**70}
 
 
 def test_an_event_that_msgpack_cannot_hold_is_an_error_here(ends, registry):
