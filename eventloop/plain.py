@@ -58,9 +58,9 @@ def _plain(value: Any, left: Iterator[int], deep: int = 0) -> Any:
 
 
 def encodable(value: Any) -> Any:
-    """Return a tree of plain values without lone surrogates, which stand for bytes of names that are not UTF-8: ``?`` each."""
+    """Return a tree of plain values in which lone surrogates, which stand for bytes that are not UTF-8, are spelled out."""
     if isinstance(value, str):
-        return value if value.isascii() else value.encode("utf-8", "replace").decode()
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, Mapping):
         return {encodable(key): encodable(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
@@ -69,11 +69,20 @@ def encodable(value: Any) -> Any:
 
 
 def as_json(value: Any, *options: Any) -> bytes:
-    """Return what ``orjson.dumps`` returns, also for a value with names that are not UTF-8."""
+    """Return what ``orjson.dumps`` returns, also for names that are not UTF-8 and for integers of any size."""
     try:
         return orjson.dumps(value, *options)
     except TypeError:
-        return orjson.dumps(encodable(value), *options)
+        return orjson.dumps(_with_digits(encodable(value)), *options)
+
+
+def _with_digits(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _with_digits(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_with_digits(one) for one in value]
+    large = isinstance(value, int) and not -(2**63) <= value < 2**64
+    return orjson.Fragment(str(value)) if large else value
 
 
 def without_secrets(value: Any, name: str = "") -> Any:

@@ -1,10 +1,12 @@
+import json
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from eventloop.plain import HIDDEN, command_without_secrets, plain, without_secrets
+from eventloop.plain import HIDDEN, as_json, command_without_secrets, plain, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -74,3 +76,11 @@ def test_a_command_line_loses_its_secrets_only():
     ]
     hidden = ["train.py", f"--token={HIDDEN}", "--api-key", HIDDEN, "--lr", "0.1", f"db.password={HIDDEN}", "--use-auth"]
     assert command_without_secrets(command) == [*hidden, "--url", "https://h"]
+
+
+def test_json_holds_names_that_are_not_utf_8_and_integers_of_any_size():
+    one, other = os.fsdecode(b"caf\xe9"), os.fsdecode(b"caf\xea")
+    numbers = [2**70, -(2**64), 2**64 - 1, True]
+    assert json.loads(as_json({one: 1, other: numbers})) == {"caf\\udce9": 1, "caf\\udcea": numbers}
+    with pytest.raises(TypeError):
+        as_json({"model": torch.nn.Linear(1, 1)})

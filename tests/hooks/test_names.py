@@ -35,24 +35,24 @@ def test_names_that_are_not_utf_8_cost_no_lines(tmp_path, logs, capsys, trainbus
     own_loop(bus, model, SGD(model.parameters(), lr=0.1), val=1, work_dir=folder, name=NAME, config={NAME: NAME})
     assert [log for log in logs if log["log_level"] in ("warning", "error")] == []
     lines = [json.loads(line) for line in (folder / "scalars.jsonl").read_text().splitlines()]
-    assert [line["train/caf?"] for line in lines[:4]] == [2.0] * 4
-    assert lines[4]["val/caf?"] == 2.0
-    assert "train/caf?" in (folder / "scalars.csv").read_text()
-    assert "caf? 2" in capsys.readouterr().out
-    assert [text.name for text in RunFolder(folder).media()] == ["train/caf?"] * 4 + ["val/caf?"]
-    assert RunFolder(folder).manifest().name == "caf?"
-    assert "caf?" in (folder / "record.jsonl").read_text()
-    assert "caf?" in (folder / "config.json").read_text()
+    assert [line["train/caf\\udce9"] for line in lines[:4]] == [2.0] * 4
+    assert lines[4]["val/caf\\udce9"] == 2.0
+    assert "train/caf\\udce9" in (folder / "scalars.csv").read_text()
+    assert "caf\\udce9 2" in capsys.readouterr().out
+    assert [text.name for text in RunFolder(folder).media()] == ["train/caf\\udce9"] * 4 + ["val/caf\\udce9"]
+    assert RunFolder(folder).manifest().name == "caf\\udce9"
+    assert "caf\\\\udce9" in (folder / "record.jsonl").read_text()
+    assert "caf\\\\udce9" in (folder / "config.json").read_text()
     assert read_trace(folder / "trace.json")["traceEvents"]
     assert load(folder / "epoch_1.safetensors")["progress"]["iter"] == 4
-    assert "caf?" in trainbus("runs", tmp_path, "--json").out
+    assert "caf\\\\udce9" in trainbus("runs", tmp_path, "--json").out
     with Visitor(Server.at(port=0)) as visitor:
         run = visitor.client.get("/runs.json").json()["runs"][-1]
-        assert run["name"] == "caf?"
+        assert run["name"] == "caf\\udce9"
         answers = {
-            "/metrics": 'name="train/caf?"',
-            f"/curves.json?runs={run['number']}:0": "caf?",
-            f"/runs/{run['number']}/events": "caf?",
+            "/metrics": 'name="train/caf\\\\udce9"',
+            f"/curves.json?runs={run['number']}:0": "caf\\\\udce9",
+            f"/runs/{run['number']}/events": "caf\\\\udce9",
         }
         for path, part in answers.items():
             assert part in visitor.client.get(path).text, path
