@@ -53,7 +53,8 @@ class SizedLane(Lane):
                     snapshot.source = type(event), getattr(event, "progress", None)
                     self._queue_reserved(publish, snapshot)
         finally:
-            # One call of C code, before which Python looks for no other Ctrl-C. One that skips the rest delays those who wait.
+            # One call of C code, before which Python looks for no other Ctrl-C. If one skips the rest, publishers that wait
+            # look again after POLL.
             reserved = self._reserved.pop(publish, None)
             if reserved is not None:
                 self._tell_of_room()
