@@ -30,7 +30,8 @@ class Batches:
 
     def __iter__(self) -> Any:
         for batch in self.batches:
-            time.sleep(self.seconds)
+            if self.seconds:  # even a sleep of no time hands the core to another process
+                time.sleep(self.seconds)
             yield batch
 
 
