@@ -181,36 +181,41 @@ def test_signals_for_the_program_do_not_end_a_worker():
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_a_process_starts_with_blocked_signals_and_no_server_of_multiprocessing_keeps_them(script, method, number):
+def test_a_process_starts_with_blocked_signals_and_no_server_of_multiprocessing_keeps_them(script, method):
     done = script(
         f"""
         import multiprocessing, signal
         from multiprocessing import resource_tracker
         from eventloop.offload.process import blocked_in_children
 
-        signal.signal(signal.{number.name}, signal.SIG_DFL)  # a shell's background job begins with SIGINT ignored
-        resource_tracker._resource_tracker._fd = None  # as in a program that has started no process
+        numbers = {{signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}}
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job begins with SIGINT ignored
         context = multiprocessing.get_context("{method}")
 
-        def killed_itself():
-            process = context.Process(target=signal.raise_signal, args=(signal.{number.name},))
-            process.start()
-            process.join()
-            return process.exitcode != 0
+        def as_in_a_program_that_has_started_no_process():
+            resource_tracker._resource_tracker._fd = None
 
-        with blocked_in_children([signal.{number.name}], multiprocessing.get_context("{method}")):
-            print(killed_itself())
-        print(killed_itself())
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.{number.name}])
-        resource_tracker._resource_tracker._fd = None
-        with blocked_in_children([], multiprocessing.get_context("{method}")) as before:
+        def killed_themselves():
+            processes = [context.Process(target=signal.raise_signal, args=(number,)) for number in numbers]
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join()
+            return [process.exitcode != 0 for process in processes]
+
+        as_in_a_program_that_has_started_no_process()
+        with blocked_in_children(numbers, context):
+            print(*killed_themselves())
+        print(*killed_themselves())
+        signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        as_in_a_program_that_has_started_no_process()
+        with blocked_in_children([], context) as before:
             pass
-        print(before == signal.pthread_sigmask(signal.SIG_BLOCK, []) == {{signal.{number.name}}})
+        print(before == signal.pthread_sigmask(signal.SIG_BLOCK, []) == numbers)
         """
     )
     # A fork server starts processes as it was started itself.
-    assert done.stdout.split() == [str(method == "forkserver"), "True", "True"], done.stderr
+    assert done.stdout.split() == [*[str(method == "forkserver")] * 3, *["True"] * 4], done.stderr
 
 
 @pytest.mark.parametrize("closes_again", [False, True])
