@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from . import mutations
 from .conftest import TAKEN
 
@@ -12,6 +14,7 @@ def test_the_table_names_what_is_in_the_modules():
         assert compile(mutations.mutated(mutation), mutation.module, "exec")
 
 
+@pytest.mark.long
 @TAKEN
 def test_a_test_fails_without_them():
     """One of them here; ``python -m tests.device.mutations`` tries all."""

@@ -92,6 +92,7 @@ def train(
     return measured, loop.bus.costs() if loop.bus.timing else None, warnings
 
 
+@pytest.mark.long
 def test_a_straggler_among_four_ranks_is_named_with_what_it_is_slow_at(ranks):
     found = ranks(train, {"data": 2}, ENOUGH, RANKS, 1.0, size=4)
     for measured, costs, _ in found:
