@@ -5,16 +5,18 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
+from itertools import chain
 from types import NoneType
 from typing import Annotated, Any, ClassVar
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, register
-from eventloop.checkpoint import unwrapped
+from eventloop.checkpoint import metadata_of, unwrapped, with_metadata
 from eventloop.config import OptionsOf, find
 from eventloop.errors import UnknownNameError
-from eventloop.training import checkpoint_keys
+from eventloop.training import checkpoint_names, load_weights
 from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WarmupEMA, WeightAverage
 from hooks.copies import CopiedAnew
 from hooks.options import Name, NonNegativeInt, added_late, check_averages_alone, model_name
@@ -133,7 +135,8 @@ class EMAHook(CopiedAnew, Hook):
         averaged = raw = weights
         if average is not None and average.steps:
             self._warn_of_lacking(set(average.tensors) - weights.keys())
-            other = weights | {key: tensor for key, tensor in average.tensors.items() if key in weights}
+            swapped_in = {key: tensor for key, tensor in average.tensors.items() if key in weights}
+            other = with_metadata({**weights, **swapped_in}, metadata_of(weights))
             averaged, raw = (weights, other) if average.swapped else (other, weights)
         self._put(event.checkpoint, "state_dict", averaged)
         self._put(event.checkpoint, RAW_WEIGHTS, raw)
@@ -142,8 +145,8 @@ class EMAHook(CopiedAnew, Hook):
         """Warn once of trained weights that another trainer's checkpoint leaves out, or has other values for."""
         if not lacking or self._lacking_logged:
             return
-        keys = checkpoint_keys(self._model)
-        trained = {keys.get(name) for name, parameter in self._model.named_parameters() if parameter.requires_grad}
+        names = checkpoint_names(self._model)
+        trained = {names.without(name) for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         if others := sorted(lacking & trained):
             self._lacking_logged = True
             log.warning(
@@ -156,13 +159,25 @@ class EMAHook(CopiedAnew, Hook):
         checkpoint = event.checkpoint
         saved = checkpoint.get(RAW_WEIGHTS, {})
         self._in_checkpoint = bool(saved) and (self._alone or self._model_name in saved)
-        average = self.average or self._make_average()
-        average.steps = 0
+        if self.average is not None:  # else it begins with its first update
+            self.average.steps = 0
         if not self._in_checkpoint:
             log.warning(f"the checkpoint has no averaged weights ({RAW_WEIGHTS}); the average begins with the loaded weights")
             return
-        average.load_tensors(self._weights_in(checkpoint["state_dict"]), strict=self.strict_load)
+        self._load_average(self._weights_in(checkpoint["state_dict"]))
         self._put(checkpoint, "state_dict", self._weights_in(saved))
+
+    def _load_average(self, averaged: Mapping[str, Any]) -> None:
+        """Load the average by the model, which may rename or convert what was saved; the model's own weights stay."""
+        model = self._model
+        if any(is_lazy(one) for one in chain(model.parameters(), model.buffers())):
+            load_weights(model, averaged, strict=self.strict_load)  # makes the tensors to average
+        average = self.average or self._make_average()
+        average.swap(model)
+        try:
+            load_weights(model, averaged, strict=self.strict_load)
+        finally:
+            average.restore(model)
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": 0 if self.average is None else self.average.steps}
@@ -193,11 +208,12 @@ class EMAHook(CopiedAnew, Hook):
             long = f"momentum={momentum} averages {horizon} updates, more than the {updates} of this training"
             log.warning(f"{self.label}: {long}; {advice}")
 
-    def _weights_in(self, entry: Any) -> dict[str, torch.Tensor]:
-        """Return a copy of the model's part of ``state_dict`` or ``ema_state_dict``."""
-        return dict(entry if self._alone else entry[self._model_name])
+    def _weights_in(self, entry: Any) -> Mapping[str, Any]:
+        """Return the model's part of ``state_dict`` or ``ema_state_dict``."""
+        weights: Mapping[str, Any] = entry if self._alone else entry[self._model_name]
+        return weights
 
-    def _put(self, checkpoint: dict[str, Any], key: str, weights: dict[str, torch.Tensor]) -> None:
+    def _put(self, checkpoint: dict[str, Any], key: str, weights: Mapping[str, Any]) -> None:
         checkpoint[key] = weights if self._alone else {**checkpoint.get(key, {}), self._model_name: weights}
 
 

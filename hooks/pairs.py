@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from eventloop.checkpoint import WrapperNames
 from eventloop.privates import parts_of
-from eventloop.training import checkpoint_keys
 
 Tensors = list[torch.Tensor]
 
@@ -102,14 +102,24 @@ class Pairs:
 
 def _floating(model: torch.nn.Module, buffers: bool) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield checkpoint key and tensor of all tensors to average; a tied tensor comes under each of its keys."""
-    keys = checkpoint_keys(model)  # first: the state_dict of a sharded model frees the gathered weights of a forward pass
+    state = model.state_dict()  # first: that of a sharded model frees the gathered weights of a forward pass
+    names = WrapperNames(model, state)
     named: Iterable[tuple[str, torch.Tensor]] = model.named_parameters(remove_duplicate=False)
     if buffers:
-        saved = ((name, buffer) for name, buffer in model.named_buffers(remove_duplicate=False) if name in keys)
+        buffers_too = model.named_buffers(remove_duplicate=False)
+        saved = ((name, buffer) for name, buffer in buffers_too if names.without(name) in names.long)
         named = chain(named, saved)
+    renamed: dict[int, str] = {}
     for name, tensor in named:
-        if tensor.is_floating_point():
-            yield keys.get(name, name), tensor
+        if not tensor.is_floating_point():
+            continue
+        key = names.without(name)
+        if key not in names.long:  # a hook of the model has renamed it
+            renamed = renamed or {
+                _own(one).data_ptr(): names.short[long] for long, one in state.items() if torch.is_tensor(one)
+            }
+            key = renamed.get(_own(tensor).data_ptr(), key)
+        yield key, tensor
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,7 @@ from eventloop.checkpoint.shards import is_sharded, remove_whole, sharded_in, sw
 from eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, WriteFile, save, stage, write
 from eventloop.checkpoint.store import (
     AnyPath,
+    AsPath,
     as_path,
     check_regular,
     commit_bytes,
@@ -46,13 +47,22 @@ from eventloop.checkpoint.store import (
 )
 from eventloop.checkpoint.torch_file import Pickled
 from eventloop.checkpoint.tree import packed
-from eventloop.checkpoint.wrappers import unwrapped, without_wrappers
+from eventloop.checkpoint.wrappers import (
+    WrapperNames,
+    has_wrapper_names,
+    metadata_of,
+    same_but_for_wrappers,
+    unwrapped,
+    with_metadata,
+    without_wrappers,
+)
 
 __all__ = [
     "FORMER_PREFIX",
     "STATE_FILE",
     "TEMPORARY_PREFIX",
     "AnyPath",
+    "AsPath",
     "AsyncSaver",
     "BackgroundWriter",
     "Busy",
@@ -67,6 +77,7 @@ __all__ = [
     "StageBuffer",
     "StagedTree",
     "Staging",
+    "WrapperNames",
     "WriteFile",
     "as_path",
     "check_regular",
@@ -81,6 +92,7 @@ __all__ = [
     "file_kind",
     "files_in",
     "free_name",
+    "has_wrapper_names",
     "inspect",
     "is_checkpoint",
     "is_dcp",
@@ -95,6 +107,7 @@ __all__ = [
     "load_pth",
     "load_whole",
     "make_directory",
+    "metadata_of",
     "open_contents",
     "open_dcp",
     "open_file",
@@ -106,6 +119,7 @@ __all__ = [
     "remove",
     "remove_leftover",
     "remove_whole",
+    "same_but_for_wrappers",
     "save",
     "save_contents",
     "sharded_in",
@@ -119,6 +133,7 @@ __all__ = [
     "verify_folder",
     "verify_shards",
     "weights_only",
+    "with_metadata",
     "without_wrappers",
     "write",
     "write_safetensors",

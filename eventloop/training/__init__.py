@@ -10,8 +10,9 @@ from eventloop.training.metrics import Metric, missing_metric
 from eventloop.training.rng import SeededDataset, set_sampler_epoch
 from eventloop.training.run import Run
 from eventloop.training.sanity import check_needs
-from eventloop.training.saves.contents import checkpoint_keys, imported_state, load_weights
+from eventloop.training.saves.contents import imported_state
 from eventloop.training.saves.discover import peek
+from eventloop.training.saves.weights import checkpoint_keys, checkpoint_names, load_weights
 from eventloop.training.update import Update
 from eventloop.training.worker_signals import WorkerSignals
 
@@ -29,6 +30,7 @@ __all__ = [
     "WorkerSignals",
     "check_needs",
     "checkpoint_keys",
+    "checkpoint_names",
     "failed_first",
     "imported_state",
     "load_weights",

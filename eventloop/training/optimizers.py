@@ -33,6 +33,22 @@ def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return inner
 
 
+def optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
+    """Return an optimizer and those in its attributes, but for wrappers that skip ``Optimizer.__init__``."""
+    found: dict[int, Any] = {}
+    waiting: list[Any] = [optimizer]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, torch.optim.Optimizer) and id(one) not in found:
+            found[id(one)] = one
+            waiting += [part for name, part in vars(one).items() if name not in ("state", "param_groups")]
+        elif isinstance(one, list | tuple):
+            waiting += one
+        elif isinstance(one, dict):
+            waiting += one.values()
+    return [one for one in found.values() if _has_step_hooks(one)]
+
+
 def _has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
     try:
         optimizer.register_step_pre_hook(lambda *_: None).remove()
@@ -88,12 +104,16 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"] = rate
 
 
+def options_path(name: str) -> str:
+    """Return the path of an optimizer's options."""
+    return "optimizer" if name == "optimizer" else f"optimizer.{name}"
+
+
 def options_given(optimizers: Mapping[str, torch.optim.Optimizer], seed: int | None) -> dict[str, Any]:
     """Return the seed and the optimizer options that the program set, by path (``"optimizer.lr"``)."""
     given: dict[str, Any] = {} if seed is None else {"seed": seed}
     for name, optimizer in optimizers.items():
-        path = "optimizer" if name == "optimizer" else f"optimizer.{name}"
-        given |= by_path(_seen.setdefault(optimizer, _options(optimizer)), path)
+        given |= by_path(_seen.setdefault(optimizer, _options(optimizer)), options_path(name))
     return given
 
 

@@ -391,7 +391,7 @@ def test_without_an_average_in_the_checkpoint_it_warns_and_begins_with_the_weigh
     resumed = job.loop(hook, CheckpointHook(), watch, work_dir=tmp_path, max_epochs=1, val_data=job.batches(1))
     resumed.run(resume=tmp_path / "without.safetensors")
     assert any("no averaged weights" in entry["event"] for entry in logs)
-    assert hook.average.steps == 0
+    assert hook.average is None
     assert equal(watch.seen["val"], [tree["state_dict"][name] for name, _ in resumed.model.named_parameters()])
 
 
@@ -404,13 +404,16 @@ def test_an_average_of_another_model_is_an_error_or_partially_loaded(job, tmp_pa
     hook, watch = EMAHook(momentum=0.3, strict_load=strict), Watch()
     loop = job.loop(hook, watch, model=model, max_epochs=1, val_data=job.batches(1))
     fresh = [p.detach().clone() for p in model[2].parameters()]
-    error = pytest.raises(CheckpointError, match=r"2\.bias, 2\.weight") if strict else nullcontext()
+    error = pytest.raises(CheckpointError, match=r"2\.weight .*2\.bias") if strict else nullcontext()
     with error:
         loop.run(resume=tmp_path / "epoch_1.safetensors", strict=False)
     if strict:
         return
     assert equal(watch.seen["val"], [averaged[name] for name in ("0.weight", "0.bias", "1.weight", "1.bias")] + fresh)
-    assert [entry["lacking"] for entry in logs if "lacking" in entry] == [["2.bias", "2.weight"]]
+    assert [len(entry["of another shape"]) for entry in logs if "of another shape" in entry] == [
+        2,
+        2,
+    ]  # of average, and weights
 
 
 def test_wrapper_prefixes_are_not_in_checkpoints(job, tmp_path):

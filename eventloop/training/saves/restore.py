@@ -15,16 +15,18 @@ import torch
 
 from eventloop import events as ev
 from eventloop.checkpoint import AnyPath, RemotePath, as_path, convert_foreign, load, sharded_in, verify_shards
+from eventloop.checkpoint.pieces import mapped
 from eventloop.errors import CheckpointDamagedError, CheckpointError, ConfigurationError, TrainingError
 from eventloop.log import get_logger
-from eventloop.privates import tree_map
 from eventloop.training.distributed.ranks import Ranks, this_rank, world_size
 from eventloop.training.optimizers import parameters_of
 from eventloop.training.rng import other_rng_state
 from eventloop.training.saves.agreed import agreed
-from eventloop.training.saves.contents import SavedRun, as_tree, parameter_names, restore_state, unwrapped_state
+from eventloop.training.saves.contents import SavedRun, as_tree, restore_state
 from eventloop.training.saves.discover import Found, Read, find_checkpoint, newest_candidate, read_checkpoint
 from eventloop.training.saves.kept_upload import upload_kept
+from eventloop.training.saves.parameters import parameter_names
+from eventloop.training.saves.weights import unwrapped_state
 from eventloop.training.schema import SavedCounts, SavedRank, SavedState, Tree, read, upgraded
 
 HOSTED: Final = "trainbus"
@@ -126,7 +128,9 @@ class Restore:
             state = converted[0]
         # Loading copies weights. Optimizers and hooks keep the given tensors, and training changes them in place.
         kept = {key: value for key, value in state.items() if key != "state_dict"}
-        own = tree_map(lambda leaf: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf), kept)
+        own = mapped(
+            kept, lambda one: not isinstance(one, dict) and type(one) not in (list, tuple), lambda _, leaf: _copy(leaf)
+        )
         self._apply(state_of_rank({**state, **own}, this_rank(), world_size()), "")
 
     def _apply(self, state: Mapping[str, Any], path: str) -> None:
@@ -207,6 +211,10 @@ class Restore:
                 one.add_note(f"on rank {rank}")
                 raise one
         return made
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else copy.deepcopy(leaf)
 
 
 def _caught(do: Callable[[], object]) -> CheckpointError | OSError | None:

@@ -345,18 +345,9 @@ def test_with_strict_false_load_weights_and_a_resumed_run_use_matching_keys(part
     assert torch.equal(seen[0], saved)
 
 
-class Wrapper(torch.nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, inputs):
-        return self.module(inputs)
-
-
 @pytest.mark.parametrize("saved_wrapped", [True, False])
 def test_names_of_wrappers_do_not_matter(parts, tmp_path, saved_wrapped):
-    wrapped, plain = Wrapper(parts.model(1)), parts.model(1)
+    wrapped, plain = torch.nn.DataParallel(parts.model(1)), parts.model(1)
     one, other = (wrapped, plain) if saved_wrapped else (plain, wrapped)
     path = saving(parts, tmp_path, model=one, max_epochs=1) / "epoch_1.safetensors"
     assert "0.weight" in load(path)["state_dict"]
