@@ -191,7 +191,7 @@ class LoggerHook(CopiedAnew, Hook):
         opens, self._opens = self._opens, False
         if opens:
             work_dir = None if run.work_dir is None else str(run.work_dir)
-            config = observe.without_secrets(_plain(run.config))
+            config = observe.without_secrets(observe.plain_config(run.config))
             self._record(run, "open", begun=self._begun, name=run.name, work_dir=work_dir, seed=run.seed, config=config)
 
     def before_train_epoch(self, event: events.BeforeTrainEpoch) -> None:
@@ -326,17 +326,6 @@ def _where(progress: events.Progress, batch: int = 0, epoch_length: int | None =
     now = progress.stage == "train"  # progress does not count the present iteration yet
     epoch, iteration = progress.epoch + now, progress.iter + now
     return Where(progress.stage, epoch, iteration, batch, epoch_length, progress.max_epochs, progress.max_iters)
-
-
-def _plain(value: Any) -> Any:
-    """Return ``value`` in types of JSON; any other object becomes its repr."""
-    if value is None or isinstance(value, int | float | str):
-        return value
-    if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
-    return str(value) if isinstance(value, Path) else repr(value)
 
 
 def _checked(writers: Sequence[Any]) -> Sequence[Writer]:

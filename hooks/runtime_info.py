@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from eventloop import Hook, Priority, events, mount, register
+from eventloop import Hook, Priority, events, mount, observe, register
 
 _NUMBERS = (int, float, np.generic)
 
@@ -43,7 +43,7 @@ class RuntimeInfoHook(Hook):
 
     @mount("before_run", "before_train")  # again, because a resume has restored the facts of the run that saved
     def identify(self, event: events.BeforeRun | events.BeforeTrain) -> None:
-        event.run.info.update(experiment=event.run.name, seed=event.run.seed, config=dict(event.run.config))
+        event.run.info.update(experiment=event.run.name, seed=event.run.seed, config=observe.plain_config(event.run.config))
 
     def before_train(self, event: events.BeforeTrain) -> None:
         run, progress = event.run, event.progress

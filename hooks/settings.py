@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,22 +26,22 @@ def settings_of(run: RunView, progress: Progress) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for part in (_optimizers, _data, _schedules, _model, _hooks):
-        found |= _read(part, run)
-    found |= _limits(run, progress) | {name: plain(value) for name, value in run.foreign_settings.items()}
-    return {name: without_secrets(value, name.rpartition(".")[2]) for name, value in list(found.items())[:_MOST]}
+        found |= _read(part.__name__.strip("_"), partial(part, run))
+    found |= _limits(run, progress) | dict(run.foreign_settings)
+    return {name: without_secrets(plain(value), name.rpartition(".")[2]) for name, value in list(found.items())[:_MOST]}
 
 
 def data_settings(run: RunView) -> dict[str, Any]:
     """Return the settings of the training data, at the beginning of an epoch: your own loop knows its loader only then."""
-    return _read(_data, run, warns=False)
+    return _read("data", partial(_data, run), warns=False)
 
 
-def _read(part: Callable[[RunView], Mapping[str, Any]], run: RunView, *, warns: bool = True) -> dict[str, Any]:
+def _read(part: str, read: Callable[[], Mapping[str, Any]], *, warns: bool = True) -> dict[str, Any]:
     try:
-        return dict(part(run))
+        return dict(read())
     except Exception as error:  # noqa: BLE001 - the objects are the user's; no run ends because of its record
         if warns:
-            log.warning("some settings of the run cannot be recorded", part=part.__name__.strip("_"), error=repr(error))
+            log.warning("some settings of the run cannot be recorded", part=part, error=repr(error))
         return {}
 
 
@@ -154,7 +155,8 @@ def _hooks(run: RunView) -> dict[str, Any]:
         number = labels[hook.label] = labels.get(hook.label, 0) + 1
         path = f"hooks.{hook.label}" if number == 1 else f"hooks.{hook.label}-{number}"
         settings[path] = True
-        settings |= {f"{path}.{name}": value for name, value in _flat(options_of(hook))}
+        options = _read(path, partial(options_of, hook))
+        settings |= {f"{path}.{name}": value for name, value in _flat(options)}
     return settings
 
 

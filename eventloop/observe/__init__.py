@@ -26,7 +26,7 @@ from eventloop.observe.states import RunStatus
 from eventloop.observe.story import RunManifest, RunSession, RunStory
 from eventloop.observe.trace import Tracer
 from eventloop.observe.verdict import expensive
-from eventloop.plain import encodable, plain, without_secrets
+from eventloop.plain import encodable, plain, plain_config, without_secrets
 
 __all__ = [
     "MANIFEST",
@@ -80,6 +80,7 @@ __all__ = [
     "main_curve",
     "options_of",
     "plain",
+    "plain_config",
     "read_manifest",
     "slow_at",
     "without_secrets",

@@ -5,6 +5,7 @@ Unknown kinds and fields in the file, such as of a newer trainbus, are skipped.
 
 from __future__ import annotations
 
+import math
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from eventloop.observe.bounds import Count, Number, Time
 from eventloop.observe.costs import Costs
 from eventloop.observe.ranks import RankCosts
 from eventloop.observe.states import RunStatus
-from eventloop.plain import without_secrets
+from eventloop.plain import plain_config, without_secrets
 
 
 class Line(msgspec.Struct, kw_only=True, tag_field="kind"):
@@ -188,7 +189,12 @@ def begin_of(run: Any) -> Begin:
     if run is None or run is msgspec.UNSET:
         return Begin(time=time.time(), name="run")
     work_dir = None if run.work_dir is None else str(run.work_dir)
-    facts = {"name": run.name, "seed": run.seed, "config": without_secrets(dict(run.config)), "world_size": run.world_size}
+    facts = {
+        "name": run.name,
+        "seed": run.seed,
+        "config": without_secrets(plain_config(run.config)),
+        "world_size": run.world_size,
+    }
     return Begin(time=time.time(), **facts, work_dir=work_dir, advice=run.work_dir_advice, run=weakref.ref(run))
 
 
@@ -201,7 +207,7 @@ def scalars(values: Mapping[str, Any]) -> dict[str, Any]:
 def fields_of(line: Line) -> dict[str, Any]:
     """Return a line as the object in the file."""
     if isinstance(line, Evaluation):
-        line = msgspec.structs.replace(line, metrics={name: float(value) for name, value in line.metrics.items()})
+        line = msgspec.structs.replace(line, metrics={str(name): _float(value) for name, value in line.metrics.items()})
     fields: dict[str, Any] = msgspec.to_builtins(line, str_keys=True)
     measured = {Measured: "costs", Compared: "ranks"}.get(type(line))
     return fields if measured is None else fields | fields.pop(measured)
@@ -219,6 +225,13 @@ def read_line(line: Mapping[str, Any]) -> AnyLine | None:
     whole = {**line, "costs": line} if kind == "costs" else line
     read: AnyLine = msgspec.convert(whole, AnyLine, strict=False, str_keys=True)
     return read
+
+
+def _float(value: Any) -> float:
+    try:
+        return float(value)
+    except OverflowError:  # an integer that a float does not hold
+        return math.inf if value > 0 else -math.inf
 
 
 def _names(event: Any) -> list[str]:

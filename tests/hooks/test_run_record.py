@@ -1,12 +1,15 @@
 import errno
+import json
+from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from eventloop import Bus, Run
 from eventloop.observe import RunFolder, environment
 from eventloop.observe.environment import Process
-from hooks import CheckpointHook, RunRecordHook, run_record
+from hooks import CheckpointHook, JSONLinesWriter, LoggerHook, RunRecordHook, run_record
 
 from ..failing import fails
 from .conftest import batches, make_loop, own_loop, small_model
@@ -106,6 +109,15 @@ def test_an_unreadable_run_json_is_kept_under_a_free_name_and_recording_goes_on(
     assert (tmp_path / "run.json.old").read_text() == "an earlier one"
     assert RunFolder(tmp_path).manifest().sessions[0].state == "finished"
     assert [line["file"] for line in logs if line["log_level"] == "warning"] == [str(kept)]
+
+
+def test_a_value_of_the_configuration_that_no_file_can_hold_costs_no_file(tmp_path):
+    cyclic: dict[str, Any] = {"lr": 0.1, "device": torch.device("cpu"), "model": torch.nn.ReLU(), (1, 2): float("nan")}
+    cyclic["self"] = cyclic
+    make_loop(RunRecordHook(), LoggerHook(writers=[JSONLinesWriter()]), work_dir=tmp_path, config=cyclic).run()
+    expected = {"lr": 0.1, "device": "cpu", "model": "ReLU()", "(1, 2)": "nan", "self": "..."}
+    assert RunFolder(tmp_path).manifest().config == json.loads((tmp_path / "config.json").read_bytes()) == expected
+    assert kinds(tmp_path)[-1] == "end"
 
 
 def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch, logs):
