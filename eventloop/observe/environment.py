@@ -108,8 +108,20 @@ def _machine() -> Machine:
     with suppress(ValueError, OSError):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    processor = names[0] if names else platform.machine()  # platform.processor() would run a program, with a pipe
-    return Machine(socket.gethostname(), platform.platform(), processor, cores, memory, device_names())
+    processor = names[0] if names else platform.machine()
+    return Machine(socket.gethostname(), _system(), processor, cores, memory, device_names())
+
+
+def _system() -> str:
+    """Return the names of the system, its release and the machine, such as ``Linux-6.8.0-x86_64-with-glibc2.36``.
+
+    ``platform.platform()`` and ``platform.processor()`` run a program, ``uname -p``, with a pipe (see :func:`_git`).
+    """
+    if not hasattr(os, "uname"):
+        return platform.platform()  # no workers are forked there
+    name = os.uname()
+    library = "".join(platform.libc_ver())
+    return "-".join([name.sysname, name.release, name.machine, *(["with", library] if library else [])])
 
 
 def versions() -> dict[str, str]:

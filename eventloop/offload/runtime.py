@@ -116,7 +116,8 @@ class Runtime:
             for loud in (True, False)
         )
         if quiet:
-            log.warning("events were not delivered before the bus closed", events=quiet)
+            advice = "give Bus a longer drain_timeout=, or reduce the work of these handlers"
+            log.error("events were not delivered before the bus closed", events=quiet, advice=advice)
         for consumer in consumers:
             consumer.abandon(now=abandon)
         behind = [one.lane.label for one in consumers if isinstance(one, ThreadConsumer) and not one.ended(deadline.left)]

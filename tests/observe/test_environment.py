@@ -1,4 +1,5 @@
 import os
+import platform
 import signal
 import subprocess
 import threading
@@ -54,6 +55,8 @@ def test_a_process_that_is_forked_meanwhile_does_not_hold_it_up(repository, monk
     found = []
     asking = threading.Thread(target=lambda: found.append(environment()), daemon=True)
     with monkeypatch.context() as patch:
+        patch.setattr(platform, "_uname_cache", None)  # as in a new process
+        patch.setattr(platform, "_platform_cache", {})
         patch.setattr(os, "pipe", pipe_and_fork)
         asking.start()
         asking.join(timeout=10)

@@ -381,8 +381,9 @@ def test_events_left_at_an_error_or_by_a_handler_with_on_error_log_are_only_logg
         if error:
             raise error
     release.set()
-    left = [line["events"] for line in logs if line["event"] == "events were not delivered before the bus closed"]
-    assert [list(events.values()) for events in left] == [[3]]
+    left = [line for line in logs if line["event"] == "events were not delivered before the bus closed"]
+    assert [list(line["events"].values()) for line in left] == [[3]]
+    assert left[0]["log_level"] == ("warning" if error else "error")
     assert bus.state == "idle"
 
 
