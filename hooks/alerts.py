@@ -296,9 +296,8 @@ class _Watch(threading.Thread):
 
 def _ended(event: events.AfterRun) -> tuple[Occasion, str]:
     run, progress = event.run, event.progress
-    reason = str(run.info.get("stop_reason", ""))
-    how = "was preempted" if run.exit_code else "was stopped" if reason else "finished"
-    why = f": {reason}" if reason else ""
+    how = "was preempted" if run.exit_code else "was stopped" if event.stopped else "finished"
+    why = f": {event.reason}" if event.reason else ""
     message = f"the run {how} after {_count(progress.epoch, 'epoch')}, {_count(progress.iter, 'iteration')}{why}"
     return "preempted" if run.exit_code else "finished", message
 

@@ -358,7 +358,13 @@ class OnException(RunEvent, kw_only=True):
 
 
 class AfterRun(RunEvent, kw_only=True):
-    """The run has ended by itself or by ``stop()`` (not by an exception)."""
+    """The run has ended, but not by an exception. ``stopped`` tells that it ended early, and ``reason`` why.
+
+    It ended early by ``run.stop()``, by the trainer's own stop, or by code that left the loop over ``run.epochs(...)``.
+    """
+
+    stopped: bool = False
+    reason: str = ""
 
 
 class ModuleEvent(Event, kw_only=True):

@@ -178,9 +178,7 @@ def entry_of(event: Any) -> Entry:
             interrupted = isinstance(event.exception, KeyboardInterrupt)
             return End(**at, state=RunStatus.INTERRUPTED if interrupted else RunStatus.FAILED, reason=event.error)
         case ev.AfterRun():
-            run: Any = event.run
-            reason = "" if run is msgspec.UNSET else str(run.info.get("stop_reason", ""))
-            return End(**at, state=RunStatus.STOPPED if reason else RunStatus.FINISHED, reason=reason)
+            return End(**at, state=RunStatus.STOPPED if event.stopped else RunStatus.FINISHED, reason=event.reason)
     raise TypeError(f"{type(event).__name__} is not a part of the story of a run")
 
 

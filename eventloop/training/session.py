@@ -94,9 +94,9 @@ class Session:
         state = self.state
         try:
             state.set_progress()
-            if reason := state.own.reason or state.agreed.reason:
+            if reason := state.why_stopped():
                 self._run.info["stop_reason"] = reason
-            self._announce(ev.AfterRun)
+            self._announce(ev.AfterRun, stopped=bool(reason), reason=reason)
             self._saves.end()
             if state.ranks is not None:  # no rank leaves before all files are written; all ranks see a failure
                 self._bus.raise_failures()

@@ -50,6 +50,13 @@ class Counters(SavedCounts):
         """True if the training has reached its limit."""
         return self.epoch == self.max_epochs or self.iter == self.max_iters
 
+    def lacking(self) -> str:
+        """Return how far a training came that has not reached its limit; empty if it has, or has none."""
+        for name, done, limit in (("epochs", self.epoch, self.max_epochs), ("iterations", self.iter, self.max_iters)):
+            if limit is not None and done < limit:
+                return f"the training ended after {done:,} of {limit:,} {name}"
+        return ""
+
     def limit(self, max_epochs: int | None, max_iters: int | None) -> None:
         """Set the limits of the training."""
         self.max_epochs, self.max_iters = max_epochs, max_iters
@@ -220,6 +227,12 @@ class RunState:
     def stops(self) -> bool:
         """True once a stop has taken effect on all ranks; it may wait for the step of an accumulation window."""
         return self.agreed.stop
+
+    def why_stopped(self) -> str:
+        """Return why the run ended before it was complete; empty if it was complete, or nothing says when it is."""
+        if (reason := self.own.reason or self.agreed.reason) or self.stops:
+            return reason or "run.stop() was called"
+        return self.counters.lacking() if self.has_trained else ""
 
     @property
     def window_open(self) -> bool:

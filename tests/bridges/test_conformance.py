@@ -397,6 +397,25 @@ def test_a_stop_and_a_save_take_effect_after_the_step(host, tmp_path, accumulate
     assert paths == [tmp_path / f"iter_{job.accumulate}{host.suffix}"]
 
 
+@hosts()
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_training_that_reaches_its_end_is_recorded_as_finished(host, tmp_path, accumulate):
+    bus = Bus()
+    ends = noted(bus, "after_run", "stopped", "reason")
+    host(tmp_path, bus, accumulate=accumulate if host.accumulates else 1).fit()
+    assert ends == [(False, "")]
+
+
+@hosts("toy", *OWN)
+def test_a_stop_of_the_trainer_itself_is_recorded_as_one(host, tmp_path):
+    bus = Bus()
+    ends = noted(bus, "after_run", "stopped", "reason")
+    job = host(tmp_path, bus)
+    bus.on("after_train_iter", lambda event: job.stop_itself(), once=2)
+    job.fit()
+    assert [(stopped, bool(reason)) for stopped, reason in ends] == [(True, True)]
+
+
 @hosts("transformers")  # its trainer looks after the first step
 def test_a_stop_before_the_training_trains_nothing(host, tmp_path):
     names = heard(bus := Bus())

@@ -84,6 +84,11 @@ def test_a_finished_run_posts_one_object_with_its_position_and_metrics(server):
     assert (path, headers["Content-Type"]) == (f"/{SECRET}", "application/json")
 
 
+def test_a_run_that_was_stopped_without_a_reason_says_so(server):
+    train(AlertHook(server.url), each=lambda run: run.stop())
+    assert server.got[0]["text"] == "digits: the run was stopped after 0 epochs, 1 iteration: run.stop() was called"
+
+
 def test_a_loss_that_is_not_finite_is_told_once_with_its_iteration(server):
     train(AlertHook(server.url, "nan"), [1.0, math.nan, math.inf])
     [alert] = server.got

@@ -1,5 +1,6 @@
 import errno
 import json
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -109,6 +110,25 @@ def test_an_unreadable_run_json_is_kept_under_a_free_name_and_recording_goes_on(
     assert (tmp_path / "run.json.old").read_text() == "an earlier one"
     assert RunFolder(tmp_path).manifest().sessions[0].state == "finished"
     assert [line["file"] for line in logs if line["log_level"] == "warning"] == [str(kept)]
+
+
+def test_a_stop_without_a_reason_is_recorded_as_a_stop(tmp_path):
+    loop = make_loop(RunRecordHook(), work_dir=tmp_path)
+    loop.bus.on("after_train_iter", lambda event: event.run.stop(), once=2)
+    loop.run()
+    assert (session(tmp_path).state, session(tmp_path).reason) == ("stopped", "run.stop() was called")
+    assert record(tmp_path, "end")[0]["state"] == "stopped"
+
+
+@pytest.mark.parametrize("leave", ["break", "islice"])
+def test_a_loop_that_is_left_before_its_last_epoch_is_recorded_as_stopped(tmp_path, leave):
+    with Run(Bus(RunRecordHook()), model=small_model(), work_dir=tmp_path) as run:
+        for epoch in islice(run.epochs(20), 3) if leave == "islice" else run.epochs(20):
+            for _ in run.train(batches()):
+                run.report(loss=0.5)
+            if leave == "break" and epoch == 2:
+                break
+    assert (session(tmp_path).state, session(tmp_path).reason) == ("stopped", "the training ended after 3 of 20 epochs")
 
 
 def test_a_value_of_the_configuration_that_no_file_can_hold_costs_no_file(tmp_path):

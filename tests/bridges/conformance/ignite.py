@@ -58,6 +58,9 @@ class Job(job.Job):
         self.trainer.add_event_handler(Events.ITERATION_COMPLETED, slow)
         return "slow.ITERATION_COMPLETED"
 
+    def stop_itself(self):
+        self.trainer.terminate()
+
     def evaluate(self):
         return self.evaluator.run(list(job.loader(1, seed=2))).metrics
 

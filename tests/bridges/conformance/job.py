@@ -148,6 +148,10 @@ class Job:
         """Have the trainer call a function at the end of each batch; return its name in the costs of a run."""
         raise NotImplementedError
 
+    def stop_itself(self) -> None:
+        """End the training as the trainer's own callbacks do; called at the end of an iteration."""
+        raise NotImplementedError
+
     def evaluate(self) -> Mapping[str, float]:
         """Validate outside of a training, and return the metrics by the host."""
         raise NotImplementedError

@@ -106,6 +106,9 @@ class Job(job.Job):
         self.trainer.callbacks.append(type("Slow", (pl.Callback,), {"on_train_batch_end": slow})())
         return "Slow.on_train_batch_end"
 
+    def stop_itself(self):
+        self.trainer.should_stop = True
+
     def evaluate(self):
         (metrics,) = self.trainer.validate(self.model, job.loader(1, seed=2), verbose=False)
         return metrics

@@ -107,6 +107,9 @@ class Job(job.Job):
         self.trainer.add_callback(type("Slow", (transformers.TrainerCallback,), {"on_step_end": slow}))
         return "Slow.on_step_end"
 
+    def stop_itself(self):
+        self.trainer.control.should_training_stop = True
+
     def evaluate(self):
         return {"loss": self.trainer.evaluate()["eval_loss"]}
 
