@@ -15,7 +15,7 @@ from eventloop.checkpoint import AnyPath, Busy, RemotePath, Staging, as_path, ch
 from eventloop.events import RunView
 from hooks.copies import CopiedAnew
 from hooks.options import NonNegativeInt, one_or_more
-from hooks.publishing import keys_to_publish, publish_checkpoint
+from hooks.publishing import keys_to_publish, publish_checkpoint, remove_copies
 from hooks.retention import KEPT, REGULAR, SUFFIX, RetentionPolicy, sweep
 from hooks.rules import BestMetrics, Rule, check_validated, warn_unvalidated
 from hooks.schedule import KEY as SCHEDULES
@@ -49,7 +49,8 @@ class CheckpointHook(CopiedAnew, Hook):
         out_dir: a directory, or a URL for fsspec such as ``"s3://bucket/runs"`` (``pip install "trainbus[remote]"`` and the
             package of the protocol); by default the work dir. Each run saves into a subfolder with the name of its work dir,
             if it has one. ``resume="auto"`` looks in both.
-        max_keep_ckpts: number of regular files that stay; -1 for all.
+        max_keep_ckpts: number of regular files that stay, with those of ``run.checkpoint_now()`` and ``PreemptionHook``; -1 for
+            all.
         save_last: also save when training ends or is stopped (in the middle of an epoch as ``iter_{n}``), but not after an
             exception.
         save_best: keep the best checkpoint by this metric, or by each of these. ``"auto"`` is the first metric of the first
@@ -61,6 +62,7 @@ class CheckpointHook(CopiedAnew, Hook):
         filename_tmpl: template of other names: ``"model_{}.safetensors"`` also gives ``best_{metric}_model_{n}.safetensors``.
         published_keys: keys of the checkpoint (``"state_dict"``) to copy into a smaller file after training. Its name ends in
             the first 8 hex digits of its SHA-256. The best file is copied if ``save_best``, the last one if ``save_last``.
+            Then the copies of files that the training removed go, too.
         save_begin: first epoch or iteration to save at.
         on_error: ``"raise"`` ends the run when a file cannot be written, published or removed; ``"log"`` continues it. A store
             that does not take or remove a file ends no run with a work dir: the newest save, and the newest best one of each
@@ -127,14 +129,17 @@ class CheckpointHook(CopiedAnew, Hook):
         self._best_by_iter = _checked_template(filename_tmpl or f"iter_{{}}{SUFFIX}")
         self._publish = None if published_keys is None else one_or_more("published_keys", published_keys)
         best = BestMetrics(save_best, rule, greater_keys, less_keys)
-        self._kept = RetentionPolicy(None if max_keep_ckpts == -1 else max_keep_ckpts, best)
+        keep = None if max_keep_ckpts == -1 else max_keep_ckpts
+        self._kept = RetentionPolicy(keep, best)
+        self._asked = RetentionPolicy(keep, BestMetrics(None, None, None, None))  # in the work dir, if that is another one
         self._saves = interval > 0 or save_last or bool(best.names)
         self._sharded = self._checked = self._finished = False
         self._last: int | None = None  # iteration of the run, once it is known
         self._loaded_here = False  # the run was resumed from a file in this directory
         self._removes = True  # on rank 0
         self._suffix = SUFFIX
-        self._unremoved: list[str] = []  # old files that a store did not remove
+        self._unremoved: list[tuple[RetentionPolicy, str]] = []  # old files that a store did not remove
+        self._removed: list[str] = []  # names of old files
         self._began_at: int | None = None  # iterations at the beginning, if that state needs no save
 
     def in_check(self) -> Hook:
@@ -165,11 +170,12 @@ class CheckpointHook(CopiedAnew, Hook):
         self._suffix = event.run.checkpoint_suffix
         self._removes = event.run.rank == 0
         self._kept.begin(directory, policies, self._suffix, event.run.kept_uploads, looks=self._removes)
+        self._asked.begin(None if directory == home else home, policies, self._suffix, looks=self._removes)
         if self._publish is not None and self._suffix != SUFFIX:
             advice = "but here another trainer writes the checkpoints; remove the option"
             raise ConfigurationError(f"{self.label}(published_keys=...) copies parts of trainbus's own checkpoints, {advice}")
         self._loaded_here = self._checked = self._finished = False
-        self._last = None
+        self._last, self._removed = None, []
         self._sharded = any(map(is_sharded, event.run.models.values()))  # a forward pass may put parameters together
 
     def after_load_checkpoint(self, event: events.AfterLoadCheckpoint) -> None:
@@ -184,6 +190,9 @@ class CheckpointHook(CopiedAnew, Hook):
             check_validated(event, f"{self.label}(save_best=...)")
         if directory is not None and event.run.rank == 0:
             self._sharded |= sweep(directory)
+        if (at := event.progress).iter:
+            self._kept.adopt_if_there(self._names_at(at))
+            self._asked.adopt_if_there([self._asked_at(at)])
         self._began_at = event.progress.iter if self._loaded_here or not event.progress.iter else None
 
     def after_train(self, event: events.AfterTrain) -> None:
@@ -207,6 +216,9 @@ class CheckpointHook(CopiedAnew, Hook):
         for name in durable:
             with self._errors("cannot publish a checkpoint", directory / name):
                 publish_checkpoint(directory / name, self._publish)
+        if durable and not others:
+            with self._errors("cannot remove the published copies of old checkpoints", directory):
+                remove_copies(directory, self._removed)
 
     def after_train_iter(self, event: events.AfterTrainIter) -> None:
         """Save by iterations. At the first update, check that saving is possible."""
@@ -245,17 +257,25 @@ class CheckpointHook(CopiedAnew, Hook):
             self._request(event.run, file, metric, score)
 
     def checkpoint_committed(self, event: events.CheckpointCommitted) -> None:
-        directory, gone = self._kept.directory, self._kept.committed(event.names)
-        if directory is None or not self._removes:
+        asked, gone = self._asked_at(event.progress), list[tuple[RetentionPolicy, str]]()
+        for kept in (self._kept, self._asked):
+            if asked in kept.own(event.names):
+                kept.adopt(asked)
+            gone += [(kept, name) for name in kept.committed(event.names)]
+        if not self._removes:
             return
-        gone, self._unremoved = [*(name for name in self._unremoved if not self._kept.has(name)), *gone], []
-        for name in gone:
-            with self._errors("cannot remove an old checkpoint", directory / name, then=partial(self._unremoved.append, name)):
-                remove(directory / name)
-                log.debug("removed an old checkpoint", hook=self.label, path=str(directory / name))
-        if self._sharded:  # also when a newer file of the same name has replaced one
-            with self._errors("cannot remove parts of old checkpoints", directory):
-                sweep_shards(directory, still=0)  # this is the only thread that writes
+        gone, self._unremoved = [*(one for one in self._unremoved if not one[0].has(one[1])), *gone], []
+        for kept, name in gone:
+            assert kept.directory is not None  # noqa: S101 - it has files
+            path = kept.directory / name
+            with self._errors("cannot remove an old checkpoint", path, then=partial(self._unremoved.append, (kept, name))):
+                remove(path)
+                self._removed.append(name)
+                log.debug("removed an old checkpoint", hook=self.label, path=str(path))
+        for kept in (self._kept, self._asked):
+            if self._sharded and kept.directory is not None:  # also when a newer file of the same name has replaced one
+                with self._errors("cannot remove parts of old checkpoints", kept.directory):
+                    sweep_shards(kept.directory, still=0)  # this is the only thread that writes
 
     @mount("checkpoint_failed", "checkpoint_skipped")
     def forget(self, event: events.CheckpointFailed | events.CheckpointSkipped) -> None:
@@ -263,14 +283,25 @@ class CheckpointHook(CopiedAnew, Hook):
         if isinstance(event, events.CheckpointSkipped) or not event.kept:
             gone = self._kept.forget(event.names)
             if isinstance(self._kept.directory, RemotePath):  # which may have them: an answer can be lost
-                self._unremoved += gone
+                self._unremoved += [(self._kept, name) for name in gone]
 
     def state_dict(self) -> dict[str, Any]:
-        return self._kept.state_dict()
+        asked = self._asked.state_dict()["files"]
+        return self._kept.state_dict() | ({"asked": asked} if asked else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the kept files and best scores. A best score without its file is forgotten: the next score is the best."""
         self._kept.load_state_dict(state)
+        self._asked.load_state_dict({"files": state.get("asked", ()), "best": {}, "metrics": None})
+
+    def _asked_at(self, at: events.Progress) -> str:
+        """Return the name by which ``checkpoint_now()`` saves here."""
+        return f"iter_{at.iter}{self._suffix}"
+
+    def _names_at(self, at: events.Progress) -> list[str]:
+        """Return the regular names that a save of this state may have got after its state was gathered."""
+        name = self._template.format(at.epoch if self.by_epoch else at.iter).removesuffix(SUFFIX)
+        return [self._asked_at(at), f"{name}{self._suffix}"]
 
     def _due(self, done: int, last: int | None) -> bool:
         regular = self.interval > 0 and done >= self.save_begin and (done - self.save_begin) % self.interval == 0

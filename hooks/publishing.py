@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from eventloop import CheckpointError, get_logger
-from eventloop.checkpoint import AnyPath, load, load_whole, stage, write
+from eventloop.checkpoint import AnyPath, list_files, load, load_whole, remove, stage, write
 
 log = get_logger()
+
+_COPY = re.compile(r"(.+)-[0-9a-f]{8}")
 
 
 def publish_checkpoint(path: AnyPath, keys: Iterable[str]) -> AnyPath:
@@ -26,6 +29,20 @@ def publish_checkpoint(path: AnyPath, keys: Iterable[str]) -> AnyPath:
     write(staged, published)
     log.info("checkpoint published", path=str(published), keys=list(stripped))
     return published
+
+
+def remove_copies(directory: AnyPath, of: Iterable[str]) -> None:
+    """Remove the published copies of these checkpoints, which are gone.
+
+    Raises:
+        CheckpointError: a copy cannot be removed.
+    """
+    gone = {PurePath(name).stem for name in of}
+    for path, _ in list_files(directory) if gone else ():
+        copied = _COPY.fullmatch(path.stem)
+        if copied and copied[1] in gone:
+            remove(path)
+            log.debug("removed the published copy of an old checkpoint", path=str(path))
 
 
 def keys_to_publish(keys: Iterable[str], there: Iterable[str], checkpoint: str) -> list[str]:

@@ -47,6 +47,9 @@ class KeptFile(msgspec.Struct):
 class RetentionPolicy(CopiedAnew):
     """The files that one hook keeps: the newest ``keep`` durable ones (None: all), and the best durable one by each metric.
 
+    A file that no hook requests, as that of ``checkpoint_now()``, counts among the regular files of the first hook with a limit
+    in its directory.
+
     The training thread requests files. The committing thread reports whether they are durable or have failed.
     """
 
@@ -123,6 +126,27 @@ class RetentionPolicy(CopiedAnew):
                 return  # requested again: if the second save fails, the file of the first one still exists
             self._files[kind] = [*(file for file in files if file.name != name), KeptFile(name, score)]
 
+    def adopt(self, name: str) -> None:
+        """Count a durable file that the run saved by itself, as for ``checkpoint_now()``, among the regular ones.
+
+        Unless all regular files stay, or a hook of the run has it.
+        """
+        if self._keep is None or self.directory is None or self._is_kept(name):
+            return
+        with self._lock:
+            files = self._files[REGULAR]
+            at = next((index for index, file in enumerate(files) if not file.durable), len(files))  # the others are newer
+            self._files[REGULAR] = [*files[:at], KeptFile(name, durable=True), *files[at:]]
+
+    def adopt_if_there(self, names: Iterable[str]) -> None:
+        """Adopt those of these names that have a file. A save in which they are not listed has these names, too."""
+        for name in names:
+            if self._keep is not None and self._looks and not self._is_kept(name) and self._exists(name):
+                self.adopt(name)
+
+    def _is_kept(self, name: str) -> bool:
+        return any(policy.has(name) for policy in self._of_run if policy.directory == self.directory)
+
     def own(self, paths: Iterable[str]) -> Collection[str]:
         if (prefix := self._prefix) is None:
             return ()
@@ -144,10 +168,7 @@ class RetentionPolicy(CopiedAnew):
                 replaced = [] if keep is None else [file.name for file in files if file.durable][:-keep]
                 self._files[kind] = [file for file in files if file.name not in replaced]
                 gone += replaced
-        if not gone:
-            return []
-        here = [policy for policy in self._of_run if policy.directory == self.directory]
-        return [name for name in gone if not any(policy.has(name) for policy in here)]
+        return [name for name in gone if not self._is_kept(name)]
 
     def forget(self, paths: Iterable[str]) -> list[str]:
         """Forget files that are not durable; return the names of those that would not stay for good."""

@@ -357,6 +357,35 @@ def test_foreign_names_in_a_checkpoint_are_reported_and_not_removed(tmp_path, na
     assert sum("did not write" in entry["event"] for entry in logs) == 2
 
 
+@pytest.mark.parametrize("options", [{}, {"save_last": False}, {"by_epoch": False}, {"out_dir": "elsewhere"}], ids=str)
+@pytest.mark.parametrize("every", [3, 4], ids=["within epochs", "at their ends"])
+def test_files_of_checkpoint_now_do_not_pile_up_beside_a_limit(job, tmp_path, monkeypatch, options, every):
+    """A job that is preempted again and again; each time it continues from what was saved."""
+    monkeypatch.chdir(tmp_path)
+    for iteration in range(every, 6 * every, every):
+        loop = scored(tmp_path / "run", CheckpointHook(1, max_keep_ckpts=1, **options), *[0.5] * 9, max_epochs=9)
+
+        def preempt(event, at=iteration):
+            if event.progress.iter + 1 == at:
+                event.run.checkpoint_now()
+                event.run.stop("signal")
+
+        loop.bus.on("after_train_iter", preempt)
+        loop.run(resume="auto")
+        assert loop.counters.iter == iteration
+    (left,) = files(tmp_path / "run")
+    assert left in (f"iter_{iteration}", f"epoch_{iteration // 4}")
+    if "out_dir" in options:
+        assert len(files(tmp_path / "elsewhere" / "run")) == 1
+
+
+def test_files_of_checkpoint_now_stay_where_all_files_do(job, tmp_path):
+    loop = scored(tmp_path, CheckpointHook(1, save_last=False), 0.5, 0.5)
+    loop.bus.on("after_train_iter", lambda event: event.run.checkpoint_now(), every=3)
+    loop.run()
+    assert files(tmp_path) >= {"iter_3", "iter_6", "epoch_1", "epoch_2"}
+
+
 # -------------------------------------------------------------------------------------------------- publishing
 
 
@@ -371,6 +400,17 @@ def test_published_copies_are_named_by_their_content(job, tmp_path):
         whole = load(tmp_path / f"{path.name.split('-')[0]}.safetensors")
         assert job.same(load(path)["state_dict"], whole["state_dict"])
     assert not list(tmp_path.glob(".*"))
+
+
+def test_the_published_copy_of_a_removed_file_goes_when_the_next_one_is_there(job, tmp_path):
+    def train(epochs):
+        hook = CheckpointHook(1, max_keep_ckpts=1, published_keys="state_dict")
+        scored(tmp_path, hook, *[0.5] * epochs, max_epochs=epochs).run(resume="auto")
+        return [path.name.split("-")[0] for path in tmp_path.glob("*-*.safetensors")]
+
+    assert train(1) == ["epoch_1"]
+    save({"mine": 1}, tmp_path / "mine-0123abcd.safetensors")
+    assert sorted(train(2)) == ["epoch_2", "mine"]
 
 
 @pytest.mark.parametrize("on_error", ["log", "raise"])
