@@ -40,7 +40,7 @@ from hooks.smoothing import MEASURED, Smoother
 from hooks.writers.base import RunFacts, Where, Writer
 from hooks.writers.console import ConsoleWriter
 from hooks.writers.fanout import Fanout
-from hooks.writers.files import FileWriter
+from hooks.writers.files import FileWriter, claim
 from hooks.writers.json_lines import JSONLinesWriter
 from hooks.writers.outbox import send
 
@@ -178,6 +178,8 @@ class LoggerHook(CopiedAnew, Hook):
     def before_run(self, event: events.BeforeRun) -> None:
         run = event.run
         run.shared[LOGGER] = self
+        for writer in self._fanout.writers if run.work_dir is not None else ():
+            claim(run, f"{type(writer).__name__} of {self.label}", writer.files())
         if run.work_dir is None and self._idle_without_work_dir:
             writers = ", ".join(self._idle_without_work_dir)
             log.warning(f"these writers write nothing, as the run has no work dir: {run.work_dir_advice}", writers=writers)

@@ -13,7 +13,7 @@ from eventloop.checkpoint import free_name
 from hooks.copies import CopiedAnew
 from hooks.settings import data_settings, settings_of
 from hooks.writers.base import RunFacts
-from hooks.writers.files import FileWriter
+from hooks.writers.files import FileWriter, claim
 
 log = get_logger()
 
@@ -106,6 +106,12 @@ class RunRecordHook(CopiedAnew, Hook):
             observe.write_manifest(self._folder, self._story.manifest)
         if session.ended is not None:
             self._lines.close()  # the last checkpoint may still be written, and opens it again
+
+    @mount("before_run")
+    def claim_files(self, event: ev.BeforeRun) -> None:
+        """Raise ConfigurationError if another hook writes the same files."""
+        if event.run.work_dir is not None:
+            claim(event.run, self.label, (observe.MANIFEST, observe.RECORD))
 
     def _announce(self, begin: observe.Begin) -> None:
         self._folder = None

@@ -150,7 +150,7 @@ class Metrics:
             return None if value.is_complex() else value.detach().double().reshape(())
         if isinstance(value, np.ndarray | np.generic):
             value = value.item()
-        return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+        return float(value) if isinstance(value, int | float) else None
 
     def takes(self, entry: str) -> bool:
         """Return True if a metric takes this entry of the outputs."""

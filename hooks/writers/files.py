@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from types import NoneType
 from typing import BinaryIO, ClassVar
 
-from eventloop import get_logger
+from eventloop import ConfigurationError, get_logger
 from eventloop.checkpoint import commit_bytes
+from eventloop.events import RunView, Slot
 from hooks.writers.base import RunFacts, Writer
 
 log = get_logger()
@@ -86,6 +87,26 @@ class FileWriter(Writer):
         file, self._file = self._file, None
         if file is not None:
             file.close()
+
+
+FILES = Slot("files of writers", dict)
+"""The files in the work dir that a run's hooks write, each with its writer."""
+
+
+def claim(run: RunView, owner: str, files: Iterable[str]) -> None:
+    """Note the files that a writer has to itself in this run.
+
+    Raises:
+        ConfigurationError: another writer writes one of them.
+    """
+    taken = run.shared[FILES] = run.shared.get(FILES, {})
+    for name in files:
+        if name in taken:
+            raise ConfigurationError(
+                f"{taken[name]} and {owner} write the same file, {name!r}: remove one of them, or give one another file "
+                "name, such as JSONLinesWriter(filename=...)"
+            )
+        taken[name] = owner
 
 
 def replace(path: Path, content: bytes) -> None:

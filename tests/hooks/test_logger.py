@@ -10,8 +10,8 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import Bus
-from hooks import CheckpointHook, CSVWriter, IterTimerHook, JSONLinesWriter, LoggerHook, RuntimeInfoHook, Writer
+from eventloop import Bus, ConfigurationError
+from hooks import CheckpointHook, CSVWriter, IterTimerHook, JSONLinesWriter, LoggerHook, RunRecordHook, RuntimeInfoHook, Writer
 
 from ..failing import fails
 from . import conftest
@@ -414,6 +414,17 @@ def several(as_type):
 
     step.calls = 0
     return step
+
+
+@pytest.mark.parametrize("several", [(LoggerHook, LoggerHook), (RunRecordHook, RunRecordHook)], ids=["loggers", "records"])
+def test_two_hooks_that_write_the_same_file_are_an_error_before_the_training(tmp_path, several):
+    loop = make_loop(*(kind() for kind in several), work_dir=tmp_path)
+    with pytest.raises(ConfigurationError, match=r"scalars\.jsonl|run\.json"):
+        loop.run()
+    assert loop.counters.iter == 0
+    own = LoggerHook(writers=[JSONLinesWriter()]), LoggerHook(writers=[JSONLinesWriter("raw.jsonl")])
+    make_loop(*own, work_dir=tmp_path).run()
+    assert {"scalars.jsonl", "raw.jsonl"} <= {path.name for path in tmp_path.iterdir()}
 
 
 @pytest.mark.parametrize(("as_type", "held"), [(torch.Tensor, False), (torch.Tensor, True), (Late, True)])

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,6 +54,12 @@ def test_a_metric_gets_the_entries_that_its_update_names(parts):
 def test_a_metric_may_return_a_mapping_and_scalars_that_feed_one_are_no_separate_metrics(parts):
     found = parts.loop(val_step=lambda m, b: {"loss": 3.0, "weight": 4.0, "other": 0.5}, metrics={"sums": Sums()}).val()
     assert found == {"loss": 3.0, "sums/sum": 24.0, "sums/count": 2, "other": 0.5}
+
+
+@pytest.mark.parametrize("kind", [bool, torch.tensor, np.bool_], ids=["python", "torch", "numpy"])
+def test_the_mean_of_booleans_is_the_share_that_is_true(parts, kind):
+    hits = iter([True, False])
+    assert parts.loop(val_step=lambda model, batch: {"hit": kind(next(hits))}).val() == {"hit": 0.5}
 
 
 def test_a_metric_that_takes_any_keyword_gets_all_outputs(parts):
