@@ -146,8 +146,11 @@ class Agreement:
         digest = zlib.crc32("/".join(asked).encode()) >> 1
         # The exchange takes the maximum over ranks. The pace is negated to get the smallest one. The digest is sent with both
         # signs: if all ranks have the same, both come back unchanged.
-        own = self._own
-        flags = (own.stop, own.save, own.cancelled, own.paused, bool(own.rates), -self._pace(), digest, -digest)
+        own, save = self._own, False
+        if own.save:  # first: a signal handler may request another one between these lines
+            own.save = False
+            save = not self.agreed.save  # one that is due here holds all that was requested before, by any rank
+        flags = (own.stop, save, own.cancelled, own.paused, bool(own.rates), -self._pace(), digest, -digest)
         self._flags.copy_(torch.tensor(flags, dtype=torch.int32))
         self._under_way = Maximum(self._ranks, self._flags)
 

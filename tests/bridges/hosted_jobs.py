@@ -127,6 +127,18 @@ def one_rank_gets_a_signal(folder):
     return trainer(bus, folder)
 
 
+def ranks_ask_one_after_the_other(folder):
+    """The last rank asks after it has answered the first one, but before the save."""
+    last, bus = distributed.get_world_size() - 1, Bus()
+
+    def ask(event):
+        if event.progress.iter == (4 if rank() == last else 3):
+            event.run.checkpoint_now()
+
+    bus.on("after_train_iter", ask)
+    return trainer(bus, folder)
+
+
 def one_rank_evaluates(folder):
     bus = Bus()
 

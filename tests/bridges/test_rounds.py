@@ -60,6 +60,12 @@ def test_a_signal_to_one_rank_saves_and_stops_all(equal):
     assert equal(jobs.one_rank_gets_a_signal) == (4, [(4, "iter_4.pt")], "signal SIGTERM")
 
 
+def test_ranks_that_ask_one_after_the_other_get_one_save(everyone):
+    saved = [saved for _, saved, _ in everyone(jobs.ranks_ask_one_after_the_other)]
+    assert saved == [saved[0]] * len(saved)
+    assert len(saved[0]) == 1
+
+
 def test_a_rank_that_evaluates_alone_may_stop_the_others(equal):
     assert equal(jobs.one_rank_evaluates)[0] in (5, 6)
 

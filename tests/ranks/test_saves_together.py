@@ -1,5 +1,8 @@
 """Saves of several processes: all of them ask for the same ones, leave the same ones out, and go on from their own states."""
 
+import itertools
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from eventloop.checkpoint import load, load_whole, packed
 from eventloop.training import agree as agreements
 from eventloop.training.distributed.mailbox import Mailbox
 from eventloop.training.saves import capture, rank_states
-from hooks import CheckpointHook, DistSamplerSeedHook, EMAHook
+from hooks import CheckpointHook, DistSamplerSeedHook, EMAHook, PreemptionHook
 
 from . import jobs
 
@@ -73,6 +76,31 @@ def test_a_rank_that_waits_for_others_logs_it_until_they_request_the_save(outcom
     assert "mine.safetensors" in first.output
     assert any("the ranks request different checkpoints" in text for one in (first, second) for text in (one.error, *one.notes))
     assert (first.exitcode, second.exitcode) == (1, 1)
+
+
+def asks_for_one(folder: str) -> dict[tuple[str, float], list[str]]:
+    """Train for each way in which ranks may ask for one save; return the committed files."""
+    found: dict[tuple[str, float], list[str]] = {}
+    ways = {"rank 0": [3, None], "rank 1": [None, 3], "both": [3, 3], "one after the other": [3, 4], "signals": [3, 4]}
+    for (way, iterations), interval in itertools.product(ways.items(), (0.0, 60.0)):
+        agreements.INTERVAL = interval  # as with iterations of 50 ms, and with short ones
+        loop = jobs.make_loop(f"{folder}/{len(found)}", *[PreemptionHook(exit_code=None)] * (way == "signals"), epochs=2)
+        saved = found[way, interval] = []
+        loop.bus.on("checkpoint_committed", lambda event, saved=saved: saved.append(Path(event.path).name))
+        own = iterations[jobs.rank_and_size()[0]]
+
+        def ask(event: Any, own: int | None = own, way: str = way) -> None:
+            if event.progress.iter == own:
+                os.kill(os.getpid(), signal.SIGTERM) if way == "signals" else event.run.checkpoint_now()
+
+        loop.bus.on("after_train_iter", ask)
+        loop.run()
+    return found
+
+
+def test_one_checkpoint_now_is_one_save_whichever_ranks_call_it(ranks, tmp_path):
+    saved, _ = ranks(asks_for_one, str(tmp_path))
+    assert {way: len(names) for way, names in saved.items()} == dict.fromkeys(saved, 1)
 
 
 def sends_nothing(work_dir: str, waits: float) -> Any:

@@ -178,6 +178,8 @@ class Rounds:
         while agreed.paused == paused and self._to_apply():
             result = self._results[0]
             agreed.stop, agreed.save = agreed.stop or result.stop, agreed.save or result.save
+            if result.save:  # it holds what this rank has requested since its answer, too
+                self._own.save = False
             agreed.cancelled = agreed.cancelled or result.cancelled
             agreed.paused = result.paused and not (agreed.stop or agreed.cancelled)
             agreed.rates.extend(result.rates)
@@ -186,7 +188,8 @@ class Rounds:
 
     def _pending(self) -> bool:
         own = self._own
-        return own.save or bool(own.rates) or (own.stop, own.cancelled, own.paused) != self._announced
+        saves = own.save and not any(result.save for result in tuple(self._results))  # one that is agreed on will hold it
+        return saves or bool(own.rates) or (own.stop, own.cancelled, own.paused) != self._announced
 
     # ----------------------------------------------------------------------------------------------------- the agent
 
