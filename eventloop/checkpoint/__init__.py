@@ -28,7 +28,7 @@ from eventloop.checkpoint.pth import ForeignFormat, convert_foreign, load_pth, r
 from eventloop.checkpoint.remote import RemotePath
 from eventloop.checkpoint.safetensors_folder import open_safetensors, write_safetensors
 from eventloop.checkpoint.saver import AsyncSaver, Busy
-from eventloop.checkpoint.shards import is_sharded, remove_whole, sharded_in, sweep_shards, verify_shards
+from eventloop.checkpoint.shards import is_dtensor, is_sharded, remove_whole, sharded_in, sweep_shards, verify_shards
 from eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, WriteFile, save, stage, write
 from eventloop.checkpoint.store import (
     AnyPath,
@@ -96,6 +96,7 @@ __all__ = [
     "inspect",
     "is_checkpoint",
     "is_dcp",
+    "is_dtensor",
     "is_folder",
     "is_plain_name",
     "is_sharded",

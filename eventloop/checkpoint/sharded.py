@@ -16,12 +16,13 @@ memory each time, pickles each tensor, and needs a store in which files can be r
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import distributed
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from eventloop.checkpoint import shards
@@ -36,6 +37,11 @@ from eventloop.privates import chunk_of
 
 _WHOLE: Final = frozenset({"progress", "data", "rng", "ranks", "stateful", "info"})  # in a run's tree: no weights in them
 
+_LAYOUTS: Final = (
+    "A checkpoint holds each tensor whole, from meshes with rank 0 among them: pipeline stages and experts that only some "
+    "processes know need torch.distributed.checkpoint"
+)
+
 Like = Callable[[Keys, torch.Size, torch.dtype], torch.Tensor]
 """Makes an empty tensor for a value in the tree, a whole shape and a dtype, with the placement that it has in this run."""
 
@@ -46,6 +52,9 @@ class ShardStage:
     def __init__(self) -> None:
         self._buffer = StageBuffer()
         self._boxes: dict[Any, Box] = {}
+        self._checked: dict[str, Indexed] = {}
+        self.written_elsewhere: Collection[DeviceMesh] = ()
+        """Meshes that have copies of parts which processes of another mesh write."""
 
     def take(
         self,
@@ -79,12 +88,12 @@ class ShardStage:
         own = {
             key: box
             for number, (key, value) in enumerate(tensors.items())
-            if _is_writer(value, number) and 0 not in (box := self._box(key, value)).shape
+            if self._is_writer(value, number) and 0 not in (box := self._box(key, value)).shape
         }
         with torch.no_grad():
             staged = stage({key: tensors[key].to_local() for key in own}, self._buffer, overlap=overlap)
         name_of_all = f"{path.stem}-{token}{shards.SUFFIX}"
-        return {**tree, shards.SHARDS: name_of_all}, Parts(tensors, own, staged, name_of_all, group)
+        return {**tree, shards.SHARDS: name_of_all}, Parts(tensors, own, staged, name_of_all, group, self._checked)
 
     def _box(self, key: str, value: DTensor) -> Box:
         # torch takes 0.1 ms to find it, and the same tensors come at each save.
@@ -97,14 +106,13 @@ class ShardStage:
                 raise CheckpointValueError(f"{key}: cannot store a tensor whose parts are still to be added up") from error
         return found
 
-
-def _is_writer(value: DTensor, number: int) -> bool:
-    """Return True on the process that writes its part of a tensor; of processes that hold the same part, one does."""
-    at, mesh = value.device_mesh.get_coordinate(), value.device_mesh
-    if at is None:  # this process has none of it
-        return False
-    copies = (dim for dim, placement in enumerate(value.placements) if placement.is_replicate())
-    return all(at[dim] == number % mesh.size(dim) for dim in copies)
+    def _is_writer(self, value: DTensor, number: int) -> bool:
+        """Return True on the process that writes its part of a tensor; of processes that hold the same part, one does."""
+        at, mesh = value.device_mesh.get_coordinate(), value.device_mesh
+        if at is None or mesh in self.written_elsewhere:  # this process has none of it, or a copy
+            return False
+        copies = (dim for dim, placement in enumerate(value.placements) if placement.is_replicate())
+        return all(at[dim] == number % mesh.size(dim) for dim in copies)
 
 
 class Parts:
@@ -117,7 +125,10 @@ class Parts:
         staged: StagedTree,
         name: str,
         group: distributed.ProcessGroup | None,
+        checked: dict[str, Indexed],
     ) -> None:
+        self._checked = checked  # the last index that was read as a reader would; layouts rarely change
+        self._meshes = {key: one.device_mesh for key, one in tensors.items()}
         self._tensors = {key: (str(one.dtype).removeprefix("torch."), tuple(one.shape)) for key, one in tensors.items()}
         self._sizes = {key: one.element_size() for key, one in tensors.items()}
         self._own = own
@@ -126,7 +137,7 @@ class Parts:
         """The name of the directories."""
         self._places: list[AnyPath] = []
         """The directories that have all parts."""
-        self._index: dict[str, bytes] = {}
+        self._index: dict[str, Indexed] = {}
         self._files: set[str] = set()
         """The files of all parts, on rank 0."""
         self._group = group
@@ -161,7 +172,8 @@ class Parts:
                 self._together(directory, lambda: self._link_part(directory))
             else:
                 pieces = self._gathered(self._together(directory, lambda: self._write_part(directory)))
-                self._index, self._files = self._indexed(pieces), {piece.file for one in pieces for _, piece in one}
+                self._files = {piece.file for one in pieces for _, piece in one}
+                self._together(directory, lambda: self._put_together(pieces))
             if note is not None:
                 names = self._from_first(self._files)
                 self._together(directory, lambda: note(names))
@@ -188,17 +200,32 @@ class Parts:
             write(self._staged, directory / name, release=False)  # another directory may need it, if this one fails
         return pieces
 
-    def _indexed(self, pieces: list[list[tuple[str, Piece]]]) -> dict[str, bytes]:
-        index = {key: Indexed(dtype, shape, []) for key, (dtype, shape) in self._tensors.items()}
-        for of_rank in pieces:
+    def _put_together(self, pieces: list[list[tuple[str, Piece]]]) -> None:
+        """Make the index on rank 0, and check what a reader would: that the pieces make up each tensor exactly."""
+        index = {key: Indexed(dtype, shape, []) for key, (dtype, shape) in self._tensors.items()} if self.first else {}
+        for rank, of_rank in enumerate(pieces):
             for key, piece in of_rank:
+                if key not in index:
+                    raise CheckpointError(f"rank {rank} has a part of {key}, which rank 0 does not know. {_LAYOUTS}")
                 index[key].pieces.append(piece)
-        return shards.packed_index(index)
+        if index != self._checked:
+            sizes: dict[str, int] = {}
+            for piece in shards.all_pieces(index):
+                sizes[piece.file] = max(sizes.get(piece.file, 0), piece.begin + piece.bytes)
+            for key, tensor in index.items():
+                if not shards.is_sound(tensor, sizes):
+                    raise CheckpointError(
+                        f"the parts of {key} do not make up the whole of {tensor.shape}: rank 0 has it on {self._meshes[key]}. "
+                        f"{_LAYOUTS}"
+                    )
+            self._checked.clear()
+            self._checked.update(index)
+        self._index = index
 
     def _finish(self, directory: AnyPath, write: Callable[[], int]) -> int:
         if directory not in self._places:
             shards.check_parts(directory, self._files)
-            save(self._index, directory / INDEX)
+            save(shards.packed_index(self._index), directory / INDEX)
             make_directory(directory)  # syncs its name
         return write()
 

@@ -84,10 +84,15 @@ class Indexed(msgspec.Struct, frozen=True):
     pieces: list[Piece]
 
 
+def is_dtensor(value: object) -> bool:
+    """Return True for a tensor that is spread over processes."""
+    tensors = sys.modules.get("torch.distributed.tensor")  # without that import there is none
+    return tensors is not None and isinstance(value, tensors.DTensor)
+
+
 def is_sharded(model: torch.nn.Module) -> bool:
     """Return True if parameters of ``model`` are spread over processes."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # without that import no parameter is sharded
-    return tensors is not None and any(isinstance(parameter, tensors.DTensor) for parameter in model.parameters())
+    return any(map(is_dtensor, model.parameters()))
 
 
 def sharded_in(state: object) -> str | None:

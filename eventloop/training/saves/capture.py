@@ -22,6 +22,7 @@ from eventloop.log import get_logger
 from eventloop.privates import tensors_of, version_of
 from eventloop.training.distributed.ranks import Ranks, own_group
 from eventloop.training.optimizers import forget_options, stepping
+from eventloop.training.saves.alike import check_alike
 from eventloop.training.saves.contents import SavedRun, gather_rank, gather_state
 from eventloop.training.saves.rank_states import RankStates
 from eventloop.training.saves.requests import SaveJob, SaveRequest, merged
@@ -56,6 +57,7 @@ class Capture:
         self._buffer = StageBuffer()
         self._shard_stage: ShardStage | None = None
         self._states: RankStates | None = None
+        self._elsewhere: frozenset[Any] | None = None  # see ShardStage; None before the ranks were compared
         self._token = ""
 
     def open(self) -> None:
@@ -121,6 +123,8 @@ class Capture:
                 "run.gather_state() does not support sharded models: save with run.request_save() and resume from that "
                 "directory"
             )
+        if ranks is not None:
+            self._check_alike(ranks)
         everyones = () if ranks is None else ranks.gather(gather_rank(run))
         plain: dict[str, Any] = weights_only(self._state("", ranks=everyones))
         return plain
@@ -140,6 +144,8 @@ class Capture:
             log.debug("another replica group saves", names=[*map(str, self._left)])
             return
         ranks, writer, wanted, states = self._run.state.ranks, self._opened(), merged(requests), None
+        if ranks is not None:
+            self._check_alike(ranks)
         held, busy = self._standing(wanted)
         paths = list(dict.fromkeys(request.path for request in requests))
         failed = {number for number, path in enumerate(paths) if path in writer.failed}
@@ -185,6 +191,11 @@ class Capture:
             job.stall = time.perf_counter() - start
             writer.hand_over(job)
             self._last, self._names = job, set(paths)  # last: after Ctrl-C above, no file may hold this state
+
+    def _check_alike(self, ranks: Ranks) -> None:
+        """Compare the ranks before the first save: rank 0's file must have the state of all."""
+        if self._elsewhere is None:
+            self._elsewhere = check_alike(ranks, self._run.models, self._run.optimizers)
 
     def _rank_states(self, ranks: Ranks) -> RankStates:
         if self._states is None:
@@ -236,6 +247,7 @@ class Capture:
             from eventloop.checkpoint.sharded import ShardStage  # takes half a second; only for sharded models
 
             self._shard_stage = ShardStage()
+        self._shard_stage.written_elsewhere = self._elsewhere or ()
         group = None if self._run.state.ranks is None else own_group("saves")
         return self._shard_stage.take(state, path, self._token or secrets.token_hex(4), group, overlap=overlap)
 

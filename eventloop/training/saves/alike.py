@@ -1,0 +1,157 @@
+"""Check that the file that rank 0 writes has the state of all ranks; find out who writes tensors that several meshes hold.
+
+Pipeline stages, local experts and models that no wrapper keeps equal are plain tensors of each process. A file of rank 0
+would silently lose those of the others, and a resume would load rank 0's in their place. The same holds for tensors that are
+sharded over some of the processes. So this compares all ranks once in a run, before its first save.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+
+from eventloop.checkpoint import is_dtensor, without_wrappers
+from eventloop.errors import ConfigurationError
+from eventloop.privates import chunk_of
+from eventloop.training.distributed.ranks import Ranks
+from eventloop.training.optimizers import stepping
+
+_MOST: Final = 4
+"""Names in an error."""
+_ADVICE: Final = (
+    "Keep the model equal on all ranks (DistributedDataParallel, or average or broadcast it yourself) or shard it "
+    "(fully_shard, parallelize_module). Pipeline stages and local experts cannot be saved yet: remove CheckpointHook, and save "
+    "them by torch.distributed.checkpoint, under a name for each stage"
+)
+
+
+class _Held(NamedTuple):
+    """A part of a tensor: the digest of its bytes, and the first rank that holds it."""
+
+    digest: int
+    first: int
+    others: tuple[int, ...] = ()
+    """The first rank that has other values."""
+
+
+_Parts = dict[tuple[str, Any], _Held]
+"""By the name of the tensor, and the place of the part in it; None for a plain tensor."""
+
+
+def check_alike(
+    ranks: Ranks, models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
+) -> frozenset[Any]:
+    """Compare the models and optimizers of all ranks; return the meshes of this rank whose tensors other meshes write.
+
+    All ranks must have the same names and shapes, and equal parameters. Buffers may differ, as in DistributedDataParallel,
+    which keeps those of rank 0. A collective.
+
+    Raises:
+        ConfigurationError: a tensor of some ranks would not be in the file.
+    """
+    values = {(name, key): value for name, model in models.items() for key, value in model.state_dict().items()}
+    labels = {key: _label(*key, models) for key in values}
+    shapes = {labels[key]: _shape(value) for key, value in values.items()}
+    _check_shapes(ranks.distinct(shapes | _optimizer_shapes(models, optimizers)))
+    compared = {(name, key) for name, model in models.items() for key in _not_kept_equal(model, ranks.size)}
+    held = {labels[key]: value for key, value in values.items() if key in compared}
+    parts = {(label, place): _Held(_digest(part), ranks.rank) for label, place, part in _parts(held, ranks.size)}
+    whole = ranks.merged(parts, _merged)
+    if differing := [(label, part) for (label, _), part in whole.items() if part.others]:
+        label, part = differing[0]
+        more = f" (and {len(differing) - 1} more)" if len(differing) > 1 else ""
+        raise ConfigurationError(
+            f"{label!r} has other values on rank {part.others[0]} than on rank {part.first}{more}, and a checkpoint would hold "
+            f"those of rank {part.first} alone. {_ADVICE}"
+        )
+    meshes = {key: held[key[0]].device_mesh for key in parts if key[1] is not None}
+    return frozenset(mesh for key, mesh in meshes.items() if not bool((mesh.mesh == whole[key].first).any()))
+
+
+def _label(name: str, key: str, models: Collection[str]) -> str:
+    short = without_wrappers([key])[key]
+    return short if len(models) == 1 else f"{name}.{short}"
+
+
+def _shape(value: object) -> str:
+    if not isinstance(value, torch.Tensor) or is_lazy(value):
+        return ""
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}{', sharded' * is_dtensor(value)}"
+
+
+def _optimizer_shapes(models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, str]:
+    """Return the shapes in the states of optimizers; not of those that gather their state themselves."""
+    names = {id(value): _label(name, key, models) for name, model in models.items() for key, value in model.named_parameters()}
+    return {
+        f"{name}: {key} of {names.get(id(parameter), 'a parameter')}": _shape(value)
+        for name, optimizer in optimizers.items()
+        if type(stepping(optimizer)).state_dict is torch.optim.Optimizer.state_dict
+        for parameter, state in stepping(optimizer).state.items()
+        for key, value in state.items()
+    }
+
+
+def _check_shapes(everyones: Mapping[int, Mapping[str, str]]) -> None:
+    first = everyones[0]
+    for rank, own in everyones.items():
+        for where, names in ((f"rank {rank}", own.keys() - first.keys()), ("rank 0", first.keys() - own.keys())):
+            if names:
+                ordered = sorted(names, key=lambda name: (": " in name, name))  # first of models, then of optimizers
+                shown = ", ".join([*map(repr, ordered[:_MOST]), *["…"] * (len(ordered) > _MOST)])
+                raise ConfigurationError(
+                    f"of rank 0 and rank {rank}, only {where} has {shown}, and a checkpoint would hold the state of rank 0 "
+                    f"alone. {_ADVICE}"
+                )
+        for name, shape in own.items():
+            if shape != first[name]:
+                raise ConfigurationError(
+                    f"{name!r} is {first[name] or 'no tensor'} on rank 0 and {shape or 'no tensor'} on rank {rank}, and a "
+                    f"checkpoint would hold that of rank 0 alone. {_ADVICE}"
+                )
+
+
+def _not_kept_equal(model: torch.nn.Module, size: int) -> set[str]:
+    """Return the names of the parameters that DistributedDataParallel does not keep equal on all ranks."""
+    kept = {
+        f"{prefix}.module.{name}".removeprefix(".")
+        for prefix, module in model.named_modules()
+        if isinstance(module, DistributedDataParallel) and module.process_group.size() == size
+        for name, _ in module.module.named_parameters(remove_duplicate=False)
+        if name not in module.parameters_to_ignore
+    }
+    return {name for name, _ in model.named_parameters(remove_duplicate=False)} - kept
+
+
+def _parts(values: Mapping[str, Any], size: int) -> Iterator[tuple[str, Any, torch.Tensor]]:
+    """Yield the parts of this rank. A mesh of all ranks keeps its copies equal itself."""
+    for label, value in values.items():
+        part, place = value, None
+        if is_dtensor(value):
+            if value.device_mesh.size() == size or value.device_mesh.get_coordinate() is None:
+                continue
+            if any(placement.is_partial() for placement in value.placements):
+                continue  # the save refuses it
+            part, place = value.to_local(), chunk_of(value)
+        # Others than dense tensors, and kinds of other libraries, may have no bytes to compare.
+        if type(part.detach()) is torch.Tensor and part.layout is torch.strided and not part.is_meta and not is_lazy(part):
+            yield label, place, part
+
+
+def _digest(part: torch.Tensor) -> int:
+    dense = part.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return zlib.crc32(dense.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def _merged(lower: _Parts, higher: _Parts) -> _Parts:
+    return {**higher, **{key: _joined(one, higher.get(key)) for key, one in lower.items()}}
+
+
+def _joined(lower: _Held, higher: _Held | None) -> _Held:
+    if higher is None or lower.others or lower.digest == higher.digest:
+        return lower._replace(others=lower.others or (higher.others if higher is not None else ()))
+    return lower._replace(others=(higher.first,))
