@@ -129,6 +129,11 @@ class Feed:
         """True if an exhausted loader is restarted within the same epoch."""
         return self._endless is not None
 
+    @property
+    def divided(self) -> bool:
+        """True if each process gets its share of global batches."""
+        return self._sampler is not None
+
     def place(self) -> dict[str, int | None]:
         """Return where the current batch is, for :meth:`take` in another replica group."""
         epoch = sampler_epoch(self.loader)

@@ -17,7 +17,7 @@ from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.events import Event
 from eventloop.training.arguments import Limit
 from eventloop.training.data import Feed
-from eventloop.training.distributed.shares import Share, check_even, forward_alone
+from eventloop.training.distributed.shares import Share, check_divisible, check_even, forward_alone
 from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.optimizers import stepping
 from eventloop.training.repeat import warn_if_left_out
@@ -139,6 +139,8 @@ class Driver(Session):
         self._check_order("begin_epoch")
         state = self.state
         feed = self.feed = None if data is None else self._run.feeds.for_training(data)
+        if state.ranks is not None and feed is not None and feed.divided and not self._begun:
+            check_divisible(self._run.models, state.ranks.size)
         if state.ranks is not None and not endless:
             length = None if feed is None else feed.length
             check_even(state.ranks, self._run.models.values(), length, first=not self._begun)
