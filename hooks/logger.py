@@ -202,7 +202,9 @@ class LoggerHook(CopiedAnew, Hook):
         self._record(event.run, "begin_epoch", begun=self._begun, epoch_length=event.run.epoch_length, state=state)
 
     def before_save_checkpoint(self, event: events.BeforeSaveCheckpoint) -> None:
-        own = next(one for one in event.run.bus.subscriptions if one.hook is self and one.lane is not None)
+        own = next((one for one in event.run.bus.subscriptions if one.hook is self and one.lane is not None), None)
+        if own is None:  # it was retired, and has no lines to continue
+            return
         reach = self._fanout.reach
         # Before the windows: an iteration may be in both, but must not be in neither.
         unfinished = [] if reach == 0 else own.waiting()
