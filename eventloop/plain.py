@@ -216,6 +216,18 @@ def _cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text) - longest:,} more characters)"
 
 
+def numbers_in(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the real numbers among values, those in tensors and arrays of one element included, as Python's own."""
+    found = {name: value.item() if _is_scalar(value) else value for name, value in values.items()}
+    return {name: value for name, value in found.items() if isinstance(value, bool | int | float)}
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1
+    return isinstance(value, np.ndarray | np.generic) and value.size == 1
+
+
 def encodable(value: Any) -> Any:
     """Return a tree of plain values in which lone surrogates, which stand for bytes that are not UTF-8, are spelled out."""
     if isinstance(value, str):

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePath
 
 from eventloop import CheckpointError, get_logger
-from eventloop.checkpoint import AnyPath, list_files, load, load_whole, remove, stage, write
+from eventloop.checkpoint import AnyPath, list_files, load, load_whole, note_scores, remove, scores_of, stage, write
 
 log = get_logger()
 
@@ -17,7 +17,7 @@ _COPY = re.compile(r"(.+)-[0-9a-f]{8}")
 def publish_checkpoint(path: AnyPath, keys: Iterable[str]) -> AnyPath:
     """Write a copy of a checkpoint with only ``keys`` (such as ``"state_dict"``) beside it; return its path.
 
-    The copy's name is ``<name>-<first 8 hex digits of its SHA-256>``.
+    The copy's name is ``<name>-<first 8 hex digits of its SHA-256>``. It has the scores of the checkpoint.
 
     Raises:
         CheckpointError: the checkpoint has none of these keys, cannot be read, or the copy cannot be written.
@@ -26,7 +26,9 @@ def publish_checkpoint(path: AnyPath, keys: Iterable[str]) -> AnyPath:
     stripped = {key: tree[key] for key in keys_to_publish(keys, tree, str(path))}
     staged = stage(stripped)
     published = path.with_name(f"{path.stem}-{staged.sha256()[:8]}{path.suffix}")
-    write(staged, published)
+    digest = write(staged, published).digest
+    if scores := scores_of(path):
+        note_scores(published.parent, digest, [published.name], scores)
     log.info("checkpoint published", path=str(published), keys=list(stripped))
     return published
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -109,6 +109,9 @@ class TrainerSaver:
     def save(self, requests: list[SaveRequest]) -> None:
         """Make the requests due."""
         self.due += requests
+
+    def note_scores(self, metrics: Mapping[str, Any]) -> None:
+        """Do nothing: the trainer has its own place for the scores of its files."""
 
     def resume_line(self) -> str:
         """Return the line that tells how to continue from the newest checkpoint of this run, in the trainer's own words."""

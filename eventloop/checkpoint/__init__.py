@@ -28,6 +28,7 @@ from eventloop.checkpoint.pth import ForeignFormat, convert_foreign, load_pth, r
 from eventloop.checkpoint.remote import RemotePath
 from eventloop.checkpoint.safetensors_folder import open_safetensors, write_safetensors
 from eventloop.checkpoint.saver import AsyncSaver, Busy
+from eventloop.checkpoint.scores import SCORES, note_scores, read_scores, scores_of
 from eventloop.checkpoint.shards import is_dtensor, is_sharded, remove_whole, sharded_in, sweep_shards, verify_shards
 from eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, WriteFile, save, stage, write
 from eventloop.checkpoint.store import (
@@ -59,6 +60,7 @@ from eventloop.checkpoint.wrappers import (
 
 __all__ = [
     "FORMER_PREFIX",
+    "SCORES",
     "STATE_FILE",
     "TEMPORARY_PREFIX",
     "AnyPath",
@@ -109,6 +111,7 @@ __all__ = [
     "load_whole",
     "make_directory",
     "metadata_of",
+    "note_scores",
     "open_contents",
     "open_dcp",
     "open_file",
@@ -116,6 +119,7 @@ __all__ = [
     "outline",
     "packed",
     "pick_weights",
+    "read_scores",
     "register_format",
     "remove",
     "remove_leftover",
@@ -123,6 +127,7 @@ __all__ = [
     "same_but_for_wrappers",
     "save",
     "save_contents",
+    "scores_of",
     "sharded_in",
     "stage",
     "steps_awaited",

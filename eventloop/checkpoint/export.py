@@ -19,6 +19,7 @@ from eventloop.checkpoint.container import METADATA, SAFE_NAMES
 from eventloop.checkpoint.layout import with_length
 from eventloop.checkpoint.load import inspect, load
 from eventloop.checkpoint.rebuild import convert_parts
+from eventloop.checkpoint.scores import scores_of
 from eventloop.checkpoint.shards import sharded_in, verify_shards
 from eventloop.checkpoint.store import AnyPath, AsPath, as_path, link
 from eventloop.checkpoint.tree import text_of
@@ -54,7 +55,7 @@ def load_whole(path: AsPath) -> Any:
 def export_tree(path: AsPath, out: AsPath) -> None:
     """Write a whole checkpoint, durably and atomically, as a file that ``torch.load(out, weights_only=True)`` opens.
 
-    ``weights_only`` lists the types that are converted.
+    ``weights_only`` lists the types that are converted. The scores of the checkpoint are added under ``"scores"``.
 
     Args:
         path: a checkpoint, or its URL. It is verified.
@@ -66,8 +67,10 @@ def export_tree(path: AsPath, out: AsPath) -> None:
         CheckpointValueError: for a value that such a file cannot hold, with its path.
         CheckpointError: ``out`` has another suffix, or cannot be written.
     """
-    out = _checked_out(out, _PTH)
-    _write(load_whole(path), path, out)
+    out, tree, scores = _checked_out(out, _PTH), load_whole(path), scores_of(path)
+    if scores and isinstance(tree, dict):
+        tree = {"scores": scores, **tree}
+    _write(tree, path, out)
 
 
 def export_weights(path: AsPath, out: AsPath, *, key: str = WEIGHTS, strip: bool = False, model: str | None = None) -> None:
@@ -76,7 +79,7 @@ def export_weights(path: AsPath, out: AsPath, *, key: str = WEIGHTS, strip: bool
     Args:
         path: a checkpoint, or its URL. It is verified.
         out: the new file, or its URL; the suffix (``.pth``, ``.pt`` or ``.safetensors``) decides. Tied weights stay tied in a
-            ``.pth`` and are written under each name in a ``.safetensors``.
+            ``.pth`` and are written under each name in a ``.safetensors``, whose metadata have the scores.
         key: the checkpoint's key of the weights; a hook may keep other weights under another key.
         strip: leave ``module.`` and ``_orig_mod.``, the names of wrappers, out of the keys.
         model: the name of the model, where the checkpoint has several.
@@ -145,7 +148,8 @@ def _write(value: Any, path: AsPath, out: AnyPath) -> None:
     """Write a tree of the checkpoint ``path``, in the format that the suffix of ``out`` names."""
     fill: _Fill
     if out.suffix == _SAFETENSORS:
-        size, fill = safetensors_file(value, {"format": "pt"})
+        metadata = {name: text if isinstance(text, str) else repr(text) for name, text in scores_of(path).items()}
+        size, fill = safetensors_file(value, metadata | {"format": "pt"})
     else:
         size, fill = inspect(path).bytes, partial(_fill_pth, weights_only(value))
     if isinstance(out, Path):

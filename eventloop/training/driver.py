@@ -331,6 +331,9 @@ class Driver(Session):
             state.go_on()
         self._announce(_EVALUATION[stage][4], metrics=dict(results))
         state.count_evaluation(stage)
+        if stage == "val" and state.training:
+            state.note_validated()
+            self._host.saver.note_scores(results)
         state.settle()
         # force: save the validated weights even within an accumulation window, whose gradients are saved too.
         self._saves.save_if_asked(force=True)

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 from eventloop.bus import Hook
-from eventloop.checkpoint import AnyPath, checkpoints_in, is_checkpoint
+from eventloop.checkpoint import SCORES, AnyPath, checkpoints_in, is_checkpoint
 from eventloop.errors import ConfigurationError
 from eventloop.training.schema import KEPT, LAST
 
-_FILES: Final = (LAST, KEPT, "run.json", "record.jsonl", "scalars.jsonl", "scalars.csv", "tensorboard")
+_FILES: Final = (LAST, KEPT, SCORES, "run.json", "record.jsonl", "scalars.jsonl", "scalars.csv", "tensorboard")
 """Files that hooks write into the work dir of a run, by default."""
 
 F = TypeVar("F", bound=AnyPath)

@@ -132,7 +132,9 @@ class SavedEntry(Struct, kw_only=True):
     bus: SavedBus
     """the state of the bus and its hooks"""
     info: dict[str, Any] = {}
-    """plain values of `run.info`"""
+    """plain values of `run.info`; `val/…` only if this state was validated"""
+    last_validation: dict[str, Any] = {}
+    """`val/…` of `run.info` from the validation before, if this state had none of its own yet; a resumed run has them"""
 
 
 class SavedState(SavedEntry, kw_only=True):

@@ -194,6 +194,7 @@ class RunState:
         self.progress: Progress = counters.snapshot()
         self.version = 0
         """Grows with each iteration and after each handler that may have changed the state of the run."""
+        self._validated = -1  # the version that was validated last
         self.scopes = Scopes()
         self.outputs: dict[str, Any] = {}
         self._lost = False
@@ -372,9 +373,19 @@ class RunState:
         self.has_trained = True
         self.set_progress()
 
-    def resume(self) -> None:
-        """Note that the counts are those of a checkpoint."""
+    @property
+    def validated(self) -> bool:
+        """True if the present state was validated: the last metrics are its own."""
+        return self._validated == self.version
+
+    def note_validated(self) -> None:
+        """Note that the present state was validated."""
+        self._validated = self.version
+
+    def resume(self, *, validated: bool = False) -> None:
+        """Note that the counts are those of a checkpoint, and whether its state was ``validated``."""
         self.resumed = True
+        self._validated = self.version if validated else -1
         self.set_progress()
 
     def go_on(self) -> None:

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from eventloop.checkpoint import link, load, save
+from eventloop.checkpoint import inspect, link, load, note_scores, save
 
 from ..failing import fails
 
@@ -82,6 +83,34 @@ def test_ls_marks_the_newest_and_shows_all_names_of_one_file(trainbus):
         assert lines[2].split()[:2] == ["→", "epoch_2.safetensors"]
         assert lines[3].strip() == "= best_accuracy_epoch_2"
         assert lines[4] == f"→ last_checkpoint: {name}.safetensors{missing}"
+
+
+def test_ls_and_show_tell_the_scores_of_the_files_that_have_some(trainbus):
+    """Of the best file the metric that it is the best by; within 80 columns. A file that took a name has not its score."""
+    for epoch, metrics in enumerate(({"loss": 0.123456, "accuracy": 0.5}, {"loss": "inf"}, {"loss": 0.5}), 1):
+        path = make(f"epoch_{epoch}.safetensors", epoch)
+        note_scores(Path(), inspect(path).digest, [path.name], metrics)
+    link("epoch_1.safetensors", "best_accuracy_epoch_1.safetensors")
+    make("epoch_3.safetensors", 30)
+    lines = trainbus("ls", ".").out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "accuracy 0.5 " in next(line for line in lines if "epoch_1.safetensors" in line)
+    assert "loss inf" in next(line for line in lines if "epoch_2" in line)
+    listed = {Path(one["names"][0]).stem: one["scores"] for one in json.loads(trainbus("ls", ".", "--json").out)}
+    assert listed == {"epoch_1": {"loss": 0.123456, "accuracy": 0.5}, "epoch_2": {"loss": "inf"}, "epoch_3": {}}
+    assert "scores: loss 0.123456, accuracy 0.5" in trainbus("show", "best_accuracy_epoch_1.safetensors").out
+    assert "scores" not in trainbus("show", "epoch_3.safetensors").out
+    assert json.loads(trainbus("show", "epoch_2.safetensors", "--json").out)["scores"] == {"loss": "inf"}
+
+
+def test_exports_have_the_scores(trainbus):
+    path = make("epoch_1.safetensors")
+    note_scores(Path(), inspect(path).digest, [path.name], {"accuracy": 0.5})
+    trainbus("export", path.name, "whole.pth")
+    assert torch.load("whole.pth", weights_only=True)["scores"] == {"accuracy": 0.5}
+    trainbus("export", path.name, "weights.safetensors", "--weights")
+    with safe_open("weights.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "accuracy": "0.5"}
 
 
 def test_ls_of_a_work_dir_names_the_newest_in_another_directory(trainbus):

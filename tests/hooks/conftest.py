@@ -101,8 +101,12 @@ def files(directory: Path) -> set[str]:
 
 @pytest.fixture
 def there(memory):
-    """Returns the names of the files that a run named ``run`` has in ``memory://bucket``."""
-    return lambda: {name.removeprefix("/bucket/run/").removesuffix(".safetensors") for name in memory.store}
+    """Returns the names of the files that a run named ``run`` has in ``memory://bucket``, but for the record of scores."""
+
+    def files():
+        return (name.removeprefix("/bucket/run/") for name in memory.store)
+
+    return lambda: {name.removesuffix(".safetensors") for name in files() if name != "scores.json"}
 
 
 @pytest.fixture

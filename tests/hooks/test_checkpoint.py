@@ -1,6 +1,7 @@
 """When CheckpointHook saves, what its files are called, which of them stay, and how a run goes on from them."""
 
 import hashlib
+import json
 import os
 from contextlib import nullcontext
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from eventloop import Bus, CheckpointError, ConfigurationError, Hook, Run
-from eventloop.checkpoint import TEMPORARY_PREFIX, load, save
+from eventloop.checkpoint import TEMPORARY_PREFIX, load, save, scores_of
 from hooks import CheckpointHook, EarlyStoppingHook, EMAHook, IterTimerHook, LoggerHook, RuntimeInfoHook
 from hooks.rules import find_rule
 
@@ -218,6 +219,62 @@ def test_with_observing_hooks_the_best_is_another_name_of_the_previous_file(job,
     assert (tmp_path / "epoch_2.safetensors").samefile(tmp_path / "best_acc_epoch_2.safetensors")
 
 
+@pytest.mark.parametrize("by_epoch", [True, False])
+@pytest.mark.parametrize("interval", [1, -1])
+def test_each_file_has_the_scores_of_its_own_validation(tmp_path, by_epoch, interval):
+    """The best one too, whether it is another name of a file that was saved before the validation or a file of its own."""
+    hook = CheckpointHook(interval, by_epoch=by_epoch, save_best="acc", save_last=False)
+    length = {} if by_epoch else {"max_epochs": None, "max_iters": 5, "val_interval": 1}
+    loop = scored(tmp_path, hook, 0.1, 0.2, 0.9, float("nan"), 0.4, **length)
+    loop.bus.add(RuntimeInfoHook())
+    loop.run()
+    kind, scores = "epoch" if by_epoch else "iter", [0.1, 0.2, 0.9, "nan", 0.4]
+    expected = {f"{kind}_{n}": score for n, score in enumerate(scores, 1)} if interval == 1 else {}
+    told = {path.stem: scores_of(path)["acc"] for path in tmp_path.glob("*.safetensors")}
+    assert told == expected | {f"best_acc_{kind}_3": 0.9}
+    for path in tmp_path.glob("*.safetensors"):
+        assert load(path)["info"].get("val/acc", told[path.stem]) == told[path.stem]
+
+
+def test_a_file_without_a_validation_of_its_own_has_no_score(job, tmp_path):
+    """Nor does a file that has taken the name of one with a score."""
+    loop = scored(tmp_path, CheckpointHook(1, by_epoch=False), 0.5, 0.6)
+    loop.bus.add(RuntimeInfoHook())
+    loop.run()
+    files = {n: tmp_path / f"iter_{n}.safetensors" for n in range(1, 9)}
+    assert {n: scores_of(path).get("acc") for n, path in files.items()} == dict.fromkeys(range(1, 9)) | {4: 0.5, 8: 0.6}
+    assert [load(path)["info"].get("val/acc") for path in files.values()] == [None] * 8  # saved before the validation
+    job.loop(CheckpointHook(1, by_epoch=False), work_dir=tmp_path).run(resume=files[3])
+    assert scores_of(files[4]) == scores_of(files[8]) == {}
+
+
+def test_a_resumed_run_has_the_metrics_of_the_validation_before(tmp_path):
+    seen = []
+    loop = scored(tmp_path, CheckpointHook(1, by_epoch=False), 0.5, 0.6)
+    loop.bus.add(RuntimeInfoHook())
+    loop.run()
+    loop = scored(tmp_path, CheckpointHook(), 0.7, max_epochs=2)
+    loop.bus.add(RuntimeInfoHook())
+    loop.bus.on("before_train", lambda event: seen.append(event.run.info["val/acc"]))
+    loop.run(resume=tmp_path / "iter_6.safetensors")
+    assert seen == [0.5]
+
+
+@pytest.mark.parametrize("text", [b"", b"{", b'{"crc32:0": 7}', b"\xff"])
+def test_damaged_scores_cost_no_training_and_are_written_anew(tmp_path, text, logs):
+    (tmp_path / "scores.json").write_bytes(text)
+    scored(tmp_path, CheckpointHook(1), 0.5).run(resume="auto")
+    assert scores_of(tmp_path / "epoch_1.safetensors")["acc"] == 0.5
+    assert sum("scores of these" in entry["event"] for entry in logs) == 1
+
+
+def test_the_scores_of_removed_files_are_forgotten(tmp_path):
+    scored(tmp_path, CheckpointHook(1, max_keep_ckpts=1, save_best="acc"), 0.5, 0.1, 0.2, 0.3).run()
+    names = [name for one in json.loads((tmp_path / "scores.json").read_text()).values() for name in one["names"]]
+    assert {"best_acc_epoch_1.safetensors", "epoch_4.safetensors"} <= set(names)
+    assert not {"epoch_1.safetensors", "epoch_2.safetensors"} & set(names)
+
+
 @pytest.mark.parametrize(
     ("metric", "keys", "rule"),
     [
@@ -397,6 +454,7 @@ def test_published_copies_are_named_by_their_content(job, tmp_path):
     for path in published:
         assert path.stem.split("-")[1] == hashlib.sha256(path.read_bytes()).hexdigest()[:8]
         assert load(path).keys() == {"state_dict", "info"}
+        assert scores_of(path)["acc"] == (0.9 if path.name.startswith("best") else 0.1)
         whole = load(tmp_path / f"{path.name.split('-')[0]}.safetensors")
         assert job.same(load(path)["state_dict"], whole["state_dict"])
     assert not list(tmp_path.glob(".*"))

@@ -5,7 +5,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from structlog.testing import capture_logs
 
 from eventloop import CheckpointError
-from eventloop.checkpoint import load
+from eventloop.checkpoint import load, scores_of
 from hooks import CheckpointHook
 
 from ..failing import fails
@@ -23,6 +23,12 @@ def test_files_and_the_best_stay_as_in_a_directory(job, tmp_path, there):
     scored(tmp_path / "run", CheckpointHook(1, out_dir=OUT, max_keep_ckpts=2, save_best="acc"), 0.1, 0.5, 0.3, 0.4).run()
     assert there() == {"epoch_3", "epoch_4", "best_acc_epoch_2", "last_checkpoint"}
     assert load(f"{URL}/best_acc_epoch_2.safetensors")["progress"]["epoch"] == 2
+
+
+def test_each_file_in_a_store_has_the_score_of_its_own_validation(tmp_path):
+    scored(tmp_path / "run", CheckpointHook(1, out_dir=OUT, save_best="acc"), 0.1, 0.5, 0.3).run()
+    scores = {name: scores_of(f"{URL}/{name}.safetensors") for name in ("epoch_1", "epoch_2", "best_acc_epoch_2", "epoch_3")}
+    assert [one["acc"] for one in scores.values()] == [0.1, 0.5, 0.5, 0.3]
 
 
 @pytest.mark.parametrize("resume", ["auto", f"{URL}/epoch_2.safetensors"])
@@ -91,7 +97,7 @@ def test_a_store_is_asked_for_no_copy_and_no_checkpoint_is_read_back(job, tmp_pa
     read, real = [], MemoryFileSystem.open
 
     def record(self, path, mode="rb", **options):
-        read.append(path) if mode == "rb" and "-" not in path else None
+        read.append(path) if mode == "rb" and path.endswith(".safetensors") and "-" not in path else None
         return real(self, path, mode, **options)
 
     for name in ("cp_file", "mv", "copy"):

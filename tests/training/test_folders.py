@@ -146,11 +146,11 @@ def test_a_hook_gives_a_work_dir_to_a_run_that_has_none_and_the_run_stays_in_it(
     for place in (job, tmp_path / "job-2"):
         make_loop(place, epochs=1).run()
     make_loop(None, epochs=2, hooks=hooks()).run(resume="auto")
-    assert content(tmp_path / "job-2").keys() == {"epoch_1.safetensors", "last_checkpoint"}
+    assert content(tmp_path / "job-2").keys() == {"epoch_1.safetensors", "last_checkpoint", "scores.json"}
     assert {"epoch_1.safetensors", "epoch_2.safetensors"} < content(job).keys()
     make_loop(None, epochs=1, hooks=hooks()).run()
-    assert {path.name for path in job.iterdir()} == {"epoch_1.safetensors", "last_checkpoint", "earlier-1"}
-    assert {"epoch_1.safetensors", "epoch_2.safetensors"} < content(job / "earlier-1").keys()
+    assert {path.name for path in job.iterdir()} == {"epoch_1.safetensors", "last_checkpoint", "scores.json", "earlier-1"}
+    assert {"epoch_1.safetensors", "epoch_2.safetensors", "scores.json"} < content(job / "earlier-1").keys()
 
 
 def test_a_given_work_dir_goes_before_that_of_a_hook(tmp_path):

@@ -13,7 +13,17 @@ from rich.filesize import decimal
 from rich.table import Column, Table
 from rich.text import Text
 
-from eventloop.checkpoint import TEMPORARY_PREFIX, AnyPath, file_kind, list_files, outline, verify, verify_shards
+from eventloop.checkpoint import (
+    TEMPORARY_PREFIX,
+    AnyPath,
+    file_kind,
+    inspect,
+    list_files,
+    outline,
+    read_scores,
+    verify,
+    verify_shards,
+)
 from eventloop.cli.common import FileOrURL, check_checkpoint, say, status_of, to_terminal, write_json
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 from eventloop.terminal import printable
@@ -32,10 +42,13 @@ class Found(msgspec.Struct):
     state: Literal["complete", "verified", "damaged", "unreadable", "weights"] = "complete"
     problem: str = ""  # why it is damaged or unreadable
     progress: tuple[int, ...] = ()  # iteration, epoch …; () if unknown, or if the file does not hold the state of a run
+    scores: dict[str, Any] = {}  # the metrics of the validation of its own state, if it had one
 
 
 def ls(directory: FileOrURL, /, *, verify: bool = False, json: bool = False) -> int:
-    """List the checkpoints of a directory: their progress, the newest one, and all names of each file.
+    """List the checkpoints of a directory: their progress, scores, the newest one, and all names of each file.
+
+    The score is of the validation of the file's own weights: the metric that it is the best by, or else the first.
 
     Args:
         directory: a directory, or its URL, such as s3://bucket/run.
@@ -43,6 +56,11 @@ def ls(directory: FileOrURL, /, *, verify: bool = False, json: bool = False) -> 
         json: print JSON: a list of files, sizes in bytes, times in Unix seconds.
     """
     files = [_examined(found, every_byte=verify) for found in _find(directory)]
+    known = read_scores(directory) if files else {}
+    for found in files if known else ():
+        with suppress(CheckpointError, OSError):  # damaged, which it is listed as
+            if (scored := known.get(inspect(found.names[0]).digest)) is not None:
+                found.scores = scored.metrics
     files.sort(key=lambda found: (not found.progress, found.progress, found.modified or 0.0))
     text = read_pointer(directory)
     newest = file_named(directory, text, []) if text else None
@@ -104,6 +122,7 @@ def _as_json(found: Found, **more: bool) -> dict[str, Any]:
         "bytes": found.bytes,
         "modified": found.modified,
         "problem": found.problem,
+        "scores": found.scores,
         **more,
     }
 
@@ -156,7 +175,9 @@ def _examined(found: Found, *, every_byte: bool) -> Found:
 
 
 def _table(files: list[Found], newest: AnyPath | None) -> Table:
-    numbers = [Column(title, justify="right", no_wrap=True) for title in ("epoch", "iter", "size")]
+    scores = {id(found): _score(found) for found in files}
+    titles = ("epoch", "iter", *(["score"] if any(scores.values()) else []), "size")
+    numbers = [Column(title, justify="right", no_wrap=True) for title in titles]
     columns = [Column(), Column("file", overflow="fold"), *numbers, Column("when", no_wrap=True), Column("state", no_wrap=True)]
     table = Table(*columns, box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="bold")
     for found in files:
@@ -166,11 +187,23 @@ def _table(files: list[Found], newest: AnyPath | None) -> Table:
             "→" if newest in found.names else "",
             Text("\n".join([printable(first.name), *(f"= {printable(path.stem)}" for path in others)])),
             *counts,
+            *([printable(scores[id(found)])] if "score" in titles else []),
             decimal(found.bytes, precision=1).replace("bytes", "B"),
             _when(found.modified),
             f"[{_STYLES[found.state]}]{found.state}[/]",
         )
     return table
+
+
+def _score(found: Found) -> str:
+    """Return the metric that a file is the best by, or else the first, with its value."""
+    if not found.scores:
+        return ""
+    names = [path.name for path in found.names]
+    best = (metric for metric in found.scores if any(name.startswith(f"best_{metric.replace('/', '_')}_") for name in names))
+    metric = next(best, next(iter(found.scores)))
+    value = found.scores[metric]
+    return f"{metric} {value:.4g}" if isinstance(value, float) else f"{metric} {value}"
 
 
 def _newest(files: list[Found], named: AnyPath | None) -> AnyPath | None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from rich.filesize import decimal
 
-from eventloop.checkpoint import inspect, outline
+from eventloop.checkpoint import inspect, outline, scores_of
 from eventloop.checkpoint.tree import join
 from eventloop.cli.common import FileOrURL, Positive, check_checkpoint, say, to_terminal
 from eventloop.errors import CheckpointError
@@ -27,6 +27,8 @@ _SHORT: Final = 60  # characters of a container that is shown in one line
 def show(file: FileOrURL, /, *, key: str | None = None, depth: Positive | None = None, json: bool = False) -> None:
     """Show the contents of a checkpoint: names, shapes, dtypes, numbers. Does not read tensors, so nothing is verified.
 
+    The scores are the metrics of the validation of this file's weights, from scores.json beside it.
+
     Args:
         file: a checkpoint, or its URL.
         key: show only this part, such as state_dict.head or optimizer.optimizer.state.0.
@@ -34,16 +36,19 @@ def show(file: FileOrURL, /, *, key: str | None = None, depth: Positive | None =
         json: print JSON, with NaN and infinities as strings.
     """
     check_checkpoint(file)
-    about, tree = inspect(file), outline(file)
+    about, tree, scores = inspect(file), outline(file), scores_of(file)
     path, part = ("", tree) if key is None else find(tree, key)
     outlined = Outline(tree, most=_MANY if depth is None and key is None else None)
     if json:
-        facts = {"file": str(about.path), "bytes": about.bytes, "version": about.version, "digest": about.digest, "key": path}
+        facts = {"file": str(about.path), "bytes": about.bytes, "version": about.version, "digest": about.digest}
+        facts |= {"scores": scores, "key": path}
         tree = outlined.as_json(path, part, depth or math.inf)
         to_terminal().out(dumps({**facts, "tree": tree}, indent=2), highlight=False)
         return
     size = f"  {decimal(about.bytes)}, {len(about.tensors):,} tensors, {about.digest} "
     say((printable(str(about.path)), "bold"), size, ("(not verified)", "dim"))
+    if scores and key is None:
+        say(("scores", "cyan"), ": ", ", ".join(f"{printable(name)} {_short(_text(value))}" for name, value in scores.items()))
     for line in outlined.lines(path, part, depth or _DEPTH):
         say(*line)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import secrets
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import chain
 from operator import and_
 from pathlib import Path
@@ -19,6 +19,7 @@ from eventloop import events as ev
 from eventloop.checkpoint import AnyPath, Overlap, StageBuffer, is_sharded, stage, weights_only
 from eventloop.errors import ConfigurationError, RunCancelled
 from eventloop.log import get_logger
+from eventloop.plain import numbers_in, plain
 from eventloop.privates import tensors_of, version_of
 from eventloop.training.distributed.ranks import Ranks, own_group
 from eventloop.training.optimizers import forget_options, stepping
@@ -59,6 +60,8 @@ class Capture:
         self._states: RankStates | None = None
         self._elsewhere: frozenset[Any] | None = None  # see ShardStage; None before the ranks were compared
         self._token = ""
+        self._scores: tuple[tuple[int, ...], Mapping[str, Any]] = (), {}
+        """The version of the state that was validated last, and its metrics."""
 
     def open(self) -> None:
         """Begin a run. A collective if a model is sharded."""
@@ -172,7 +175,9 @@ class Capture:
         elif wanted.busy == "skip" and busy:
             writer.skip(SaveJob(wanted, paths, progress, given_up="another checkpoint is being written"))
         else:
-            job = SaveJob(wanted, paths, progress, version=self._version(), states=states)
+            version = self._version()
+            job = SaveJob(wanted, paths, progress, version=version, states=states)
+            job.scores = self._scores[1] if self._scores[0] == version else {}
             state = self._state(wanted.path, wanted.leave_out)
             if state.get("ranks") != []:
                 job.states = None  # a hook has changed what the file has there, which may be tensors among the copied ones
@@ -196,6 +201,13 @@ class Capture:
         """Compare the ranks before the first save: rank 0's file must have the state of all."""
         if self._elsewhere is None:
             self._elsewhere = check_alike(ranks, self._run.models, self._run.optimizers)
+
+    def note_scores(self, metrics: Mapping[str, Any]) -> None:
+        """Note the metrics of a validation of the present state: for its last file, and for one that is requested now."""
+        version = self._version()
+        self._scores = version, plain(numbers_in(metrics))
+        if (last := self._last) is not None and last.version == version:
+            self._opened().score(last, self._scores[1])
 
     def _rank_states(self, ranks: Ranks) -> RankStates:
         if self._states is None:

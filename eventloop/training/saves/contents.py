@@ -99,11 +99,15 @@ def gather_rank(run: SavedRun) -> SavedRank:
 
 
 def _entry(run: SavedRun) -> Tree:
+    info = {name: value for name, value in run.info.items() if isinstance(value, bool | int | float | str | None)}
+    # What a file says of its own state is never the score of an earlier one.
+    former = {} if run.state.validated else {name: info.pop(name) for name in [*info] if name.startswith("val/")}
     return {
         "format": FORMAT,
         "progress": run.state.counters.saved(),
         "bus": msgspec.convert(run.bus.state_dict(), SavedBus),
-        "info": {name: value for name, value in run.info.items() if isinstance(value, bool | int | float | str | None)},
+        "info": info,
+        "last_validation": former,
     }
 
 
@@ -113,9 +117,9 @@ def _entry(run: SavedRun) -> Tree:
 def restore_entry(run: SavedRun, saved: SavedEntry) -> None:
     """Restore the counts and the bus."""
     run.state.counters.restore(saved.progress)
-    run.info.update(saved.info)
+    run.info.update(saved.last_validation | saved.info)
     run.bus.load_state_dict(as_tree(saved.bus))
-    run.state.resume()
+    run.state.resume(validated=any(name.startswith("val/") for name in saved.info))
 
 
 def restore_state(run: SavedRun, tree: Mapping[str, Any], *, strict: bool) -> None:

@@ -7,9 +7,9 @@ under several names.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, get_args
 
 import msgspec
 
@@ -102,6 +102,10 @@ class SaveJob(msgspec.Struct, eq=False):
     """The last error of a store."""
     lost: bool = False
     """True if no file with this state could be written."""
+    digest: str = ""
+    """The digest of its files; empty until one is written."""
+    scores: Mapping[str, Any] = {}
+    """The metrics of the validation of this state; empty until then."""
 
     def release(self) -> None:
         """Release the memory of the staged state."""
@@ -158,6 +162,9 @@ class Saver(Protocol):
 
     def save(self, requests: list[SaveRequest]) -> None:
         """Save for these requests, at a save point of the run."""
+
+    def note_scores(self, metrics: Mapping[str, Any]) -> None:
+        """Note the metrics of a validation of the present state, for its files."""
 
     def resume_line(self) -> str:
         """Return the line that tells how to continue a training that ended early; empty if nothing can be resumed from."""

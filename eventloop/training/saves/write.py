@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from eventloop.bus import Bus
 from eventloop.bus.subscription import OFFLOADED, Subscription
 from eventloop.checkpoint import (
+    SCORES,
     AnyPath,
     BackgroundWriter,
     RemotePath,
@@ -20,6 +21,7 @@ from eventloop.checkpoint import (
     free_name,
     link,
     make_directory,
+    note_scores,
     write,
 )
 from eventloop.errors import CheckpointError
@@ -69,8 +71,8 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """True while a job is under way."""
-        return self._writer.busy
+        """True while a file is being written, or waits for it."""
+        return self._writer.busy and any(job.paths for job in self._writer.under_way)
 
     @property
     def newest(self) -> AnyPath | None:
@@ -99,6 +101,12 @@ class CheckpointWriter:
             if not self._writer.has(job):
                 job.release()
             raise
+
+    def score(self, job: SaveJob, metrics: Mapping[str, Any]) -> None:
+        """Note the metrics of the validation of a state, once its file is written."""
+        job.scores = metrics
+        if not self._view.rank:
+            self._writer.enter(SaveJob(job.request, [], job.progress, source=job), can_wait=False)
 
     def replace(self, path: AnyPath, agree: Callable[[bool], bool]) -> None:
         """Skip the waiting job, if any, in favour of ``path``; not if ``agree`` tells that another rank has begun it.
@@ -180,7 +188,7 @@ class CheckpointWriter:
         left = self._writer.under_way
         for waiting in self._writer.take_back():
             waiting.release()
-        log.warning("checkpoints were not written before the run ended", names=[str(job.paths[0]) for job in left])
+        log.warning("checkpoints were not written before the run ended", names=[str(job.paths[0]) for job in left if job.paths])
 
     def skip(self, job: SaveJob) -> None:
         """Log and publish the reason why a job is not written."""
@@ -199,6 +207,9 @@ class CheckpointWriter:
 
     def _write_job(self, job: SaveJob) -> None:
         root = job.source or job
+        if not job.paths:
+            self._note_scores(root)
+            return
         if root.given_up:
             self._skip_given_up(job, root)
             return
@@ -229,7 +240,19 @@ class CheckpointWriter:
         if kept or root.lost or root.parts is not None or not any(isinstance(path, RemotePath) for path in job.paths):
             (root if kept else job).release()  # else further names in a store are written from it
         self._settle(root, done, kept)  # first, so that a hook knows which files it need not keep
+        self._note_scores(root)
         self._report(job, done, failed, kept, size=size, seconds=seconds)
+
+    def _note_scores(self, root: SaveJob) -> None:
+        """Write the scores of a state beside its files, which stay without them if that fails."""
+        for directory in dict.fromkeys(path.parent for path in root.held) if root.scores and root.digest else ():
+            names = [path.name for path in root.held if path.parent == directory]
+            try:
+                if isinstance(directory, RemotePath):
+                    self._check_store(directory / SCORES, can_wait=True)
+                note_scores(directory, root.digest, names, root.scores)
+            except CheckpointError as error:
+                log.warning("the scores of a checkpoint are not recorded", path=str(directory / names[0]), error=str(error))
 
     def _skip_given_up(self, job: SaveJob, root: SaveJob) -> None:
         job.given_up, root.lost = root.given_up, True
@@ -371,7 +394,9 @@ class CheckpointWriter:
         create = path.name not in self._there.get(path.parent, (path.name,))
         local = next((one for one in root.held if isinstance(one, Path) and one.exists()), None)
         if root.staged is not None and not root.staged.released and (local is None or isinstance(path, RemotePath)):
-            return write(root.staged, path, release=False, create=create).bytes
+            written = write(root.staged, path, release=False, create=create)
+            root.digest = written.digest
+            return written.bytes
         if local is None and not root.held:
             raise CheckpointError(f"cannot write {path}: the file that has its state could not be written")
         link(local or root.held[0], path, create=create)

@@ -13,7 +13,7 @@ import hooks.ray_train
 from eventloop import Bus, ConfigurationError, Hook, Run, TrainLoop
 from eventloop.bridges.ray import RayReports, RayWorker
 from eventloop.bridges.ray.worker import ranked
-from eventloop.checkpoint import load, save
+from eventloop.checkpoint import load, save, scores_of
 from hooks import CheckpointHook, RayTrainHook
 
 
@@ -98,6 +98,7 @@ def test_each_durable_save_is_told_with_the_metrics_of_its_weights(train, tmp_pa
             weights = load(file)["state_dict"]
             loss = (torch.ones(2) @ weights["weight"][0] + weights["bias"]).square().item()
             assert metrics["val_loss"] == pytest.approx(loss)  # of the validation after this epoch
+            assert scores_of(tmp_path / file.name) == {"loss": metrics["val_loss"]}
             assert {type(value) for value in metrics.values()} <= {int, float}
     assert threading.current_thread() not in ray.threads
     assert len(ray.threads) == 1

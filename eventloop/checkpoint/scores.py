@@ -1,0 +1,89 @@
+"""The scores of checkpoints: the metrics of the validation of each file's state, in ``scores.json`` beside the files.
+
+They cannot be in the files. A state is saved at the end of an epoch and validated then, and the best file is a further name of
+that one. The record knows a file by its digest, which all its names and copies share, and no other file has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from eventloop.checkpoint.load import inspect
+from eventloop.checkpoint.store import AnyPath, AsPath, as_path, commit_bytes, open_file
+from eventloop.errors import CheckpointError
+from eventloop.log import get_logger
+
+SCORES: Final = "scores.json"
+"""File in a directory of checkpoints with their scores, by digest."""
+
+_MOST: Final = 1000
+"""Files of a store that the record keeps: it does not look there for those that are gone."""
+
+Score = bool | int | float | str | None
+"""The value of a metric; NaN and infinities as text, because JSON has no numbers for them."""
+
+log = get_logger()
+
+
+class FileScores(msgspec.Struct):
+    """What ``scores.json`` has of one file."""
+
+    names: list[str]
+    """The names of the file in this directory, for readers of the record."""
+    metrics: dict[str, Score]
+
+
+def read_scores(directory: AnyPath) -> dict[str, FileScores]:
+    """Return the scores of the files in a directory, by digest, oldest first; empty, with a warning, if they are damaged.
+
+    Raises:
+        OSError: the record cannot be read.
+        CheckpointError: the store does not answer.
+    """
+    try:
+        with open_file(directory / SCORES) as (file, _):
+            return msgspec.json.decode(file.read(), type=dict[str, FileScores])
+    except FileNotFoundError:
+        return {}
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        log.warning("the scores of these checkpoints cannot be read", path=str(directory / SCORES), error=str(error))
+        return {}
+
+
+def scores_of(path: AsPath) -> dict[str, Score]:
+    """Return the metrics of the validation of a checkpoint's own state; empty if it had none.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        CheckpointDamagedError: it is not a checkpoint.
+    """
+    path = as_path(path)
+    known = read_scores(path.parent)
+    found = known.get(inspect(path).digest) if known else None
+    return {} if found is None else found.metrics
+
+
+def note_scores(directory: AnyPath, digest: str, names: Sequence[str], metrics: Mapping[str, Score]) -> None:
+    """Write down the scores of a file, and forget those of local files that are gone.
+
+    Raises:
+        CheckpointError: the record cannot be read or written.
+    """
+    try:
+        known = read_scores(directory)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {directory / SCORES}: {error}") from error
+    former = known.pop(digest, None)
+    own = FileScores(list(dict.fromkeys([*(former.names if former else ()), *names])), dict(metrics))
+    if former == own:
+        return
+    known[digest] = own
+    if isinstance(directory, Path):
+        for one in known.values():
+            one.names = [name for name in one.names if (directory / name).exists()]
+        known = {key: one for key, one in known.items() if one.names}
+    commit_bytes(directory / SCORES, msgspec.json.format(msgspec.json.encode(dict([*known.items()][-_MOST:])), indent=1))
