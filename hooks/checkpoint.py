@@ -13,6 +13,7 @@ from msgspec import Meta
 from eventloop import CheckpointError, ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, register
 from eventloop.checkpoint import AnyPath, Busy, RemotePath, Staging, as_path, checkpoints_in, is_sharded, remove, sweep_shards
 from eventloop.events import RunView
+from eventloop.training import Best, load_best_at_end
 from hooks.copies import CopiedAnew
 from hooks.options import NonNegativeInt, one_or_more
 from hooks.publishing import keys_to_publish, publish_checkpoint, remove_copies
@@ -57,6 +58,11 @@ class CheckpointHook(CopiedAnew, Hook):
             validation (the step's own outputs count only if there is no metric).
         rule: ``"greater"`` or ``"less"`` is better, for all of ``save_best``, or a list with one for each. By default
             inferred from the name, see :func:`hooks.rules.find_rule`.
+        save_top_k: number of best files by each metric that stay: with 3, the three best; -1 for one of each validation. Of
+            equal scores the earlier file stays. A file is removed when a better one is durable.
+        load_best_model_at_end: when the training has ended and its last state is saved, load the weights of the best checkpoint
+            (by the first metric of ``save_best``), with the averages of ``EMAHook``. Optimizers keep their state, so train on
+            from a checkpoint. It is not done after an exception, and in a run that ends to be resumed (``PreemptionHook``).
         greater_keys: names of metrics for which more is better, instead of the usual ones.
         less_keys: names of metrics for which less is better, instead of the usual ones.
         filename_tmpl: template of other names: ``"model_{}.safetensors"`` also gives ``best_{metric}_model_{n}.safetensors``.
@@ -96,6 +102,8 @@ class CheckpointHook(CopiedAnew, Hook):
         max_keep_ckpts: int = -1,
         save_last: bool = True,
         save_best: str | MetricNames | None = None,
+        save_top_k: int = 1,
+        load_best_model_at_end: bool = False,
         rule: Rule | Sequence[Rule] | None = None,
         greater_keys: str | Iterable[str] | None = None,
         less_keys: str | Iterable[str] | None = None,
@@ -110,6 +118,14 @@ class CheckpointHook(CopiedAnew, Hook):
         for option, value, none in (("interval", interval, "none"), ("max_keep_ckpts", max_keep_ckpts, "all")):
             if value < 1 and value != -1:
                 raise ConfigurationError(f"{option}={value!r}: give a number of at least 1, or -1 for {none}")
+        if save_top_k < 1 and save_top_k != -1:
+            advice = "give a number of at least 1, or -1 for all; without save_best= there are no best files"
+            raise ConfigurationError(f"save_top_k={save_top_k!r}: {advice}")
+        for option, given in (("save_top_k", save_top_k != 1), ("load_best_model_at_end", load_best_model_at_end)):
+            if given and save_best is None:
+                raise ConfigurationError(
+                    f'{option}= needs the metric that files are the best by: give save_best="accuracy", say'
+                )
         self.name = name
         self.interval = interval
         self.by_epoch = by_epoch
@@ -129,9 +145,10 @@ class CheckpointHook(CopiedAnew, Hook):
         self._best_by_iter = _checked_template(filename_tmpl or f"iter_{{}}{SUFFIX}")
         self._publish = None if published_keys is None else one_or_more("published_keys", published_keys)
         best = BestMetrics(save_best, rule, greater_keys, less_keys)
-        keep = None if max_keep_ckpts == -1 else max_keep_ckpts
-        self._kept = RetentionPolicy(keep, best)
+        keep, keep_best = (None if limit == -1 else limit for limit in (max_keep_ckpts, save_top_k))
+        self._kept = RetentionPolicy(keep, best, keep_best)
         self._asked = RetentionPolicy(keep, BestMetrics(None, None, None, None))  # in the work dir, if that is another one
+        self._load_best = load_best_model_at_end
         self._saves = interval > 0 or save_last or bool(best.names)
         self._sharded = self._checked = self._finished = False
         self._last: int | None = None  # iteration of the run, once it is known
@@ -155,6 +172,10 @@ class CheckpointHook(CopiedAnew, Hook):
         if out_dir is None or home is None or out_dir == home:
             return out_dir or home
         return out_dir / (home.resolve() if isinstance(home, Path) else home).name  # each run has its own folder
+
+    def best_checkpoint(self) -> Best | None:
+        directory, top = self._kept.directory, self._kept.top
+        return None if directory is None or top is None else Best(directory / top[1].name, top[1].score or 0.0, top[0])
 
     def needs_metrics(self) -> Collection[str]:
         return set(self._kept.best.names) - {"auto"}
@@ -188,6 +209,8 @@ class CheckpointHook(CopiedAnew, Hook):
             raise ConfigurationError(f"{self.label} has no directory: give it out_dir=; or {event.run.work_dir_advice}")
         if self._kept.best.names:
             check_validated(event, f"{self.label}(save_best=...)")
+        if self._load_best:
+            load_best_at_end(event.run, f"{self.label}(load_best_model_at_end=True)", self.best_checkpoint)
         if directory is not None and event.run.rank == 0:
             self._sharded |= sweep(directory)
         if (at := event.progress).iter:

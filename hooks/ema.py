@@ -156,7 +156,13 @@ class EMAHook(CopiedAnew, Hook):
 
     def after_load_checkpoint(self, event: events.AfterLoadCheckpoint) -> None:
         """Load the averaged weights from ``state_dict``, and put the raw ones there for the model."""
-        checkpoint = event.checkpoint
+        self._load(event.checkpoint)
+
+    def take_weights(self, checkpoint: dict[str, Any]) -> None:
+        self._load(checkpoint)
+        self.load_state_dict(checkpoint["bus"]["hooks"].get(self.label, {"steps": 0}))
+
+    def _load(self, checkpoint: dict[str, Any]) -> None:
         saved = checkpoint.get(RAW_WEIGHTS, {})
         self._in_checkpoint = bool(saved) and (self._alone or self._model_name in saved)
         if self.average is not None:  # else it begins with its first update

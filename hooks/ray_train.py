@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from functools import partial
+from numbers import Number
 from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, ClassVar
@@ -14,7 +15,6 @@ from msgspec import Meta
 from eventloop import CheckpointError, ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, register
 from eventloop.bridges.ray import RayReports, RayWorker, searched_folders
 from eventloop.checkpoint import AnyPath, RemotePath, remove_whole
-from eventloop.plain import numbers_in
 from hooks.copies import CopiedAnew
 from hooks.options import added_late
 from hooks.retention import KEPT, RetentionPolicy
@@ -115,11 +115,11 @@ class RayTrainHook(CopiedAnew, Hook):
         match event:
             case events.AfterTrainIter():
                 reports.moved()
-                numbers = numbers_in(event.outputs)
+                numbers = _numbers(event.outputs)
                 self._trained.update(numbers)
                 reports.measured(numbers | {"epoch": event.progress.epoch, "iter": event.progress.iter + 1})
             case events.AfterValEpoch():
-                numbers = numbers_in(event.metrics)
+                numbers = _numbers(event.metrics)
                 named = {f"val_{name}" if name in self._trained else name: one for name, one in numbers.items()}
                 reports.measured(named, validated=True)
             case events.CheckpointStaged():
@@ -178,3 +178,13 @@ class _Uncopied(RetentionPolicy):
 
     def release(self, name: str) -> None:
         """It is released when it is copied."""
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the plain numbers among values: Ray refuses tensors, and its files are JSON."""
+    found = {name: value.item() if hasattr(value, "item") else value for name, value in values.items() if _is_scalar(value)}
+    return {name: value for name, value in found.items() if isinstance(value, Number) and not isinstance(value, complex)}
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, Number) or (hasattr(value, "numel") and value.numel() == 1) or getattr(value, "shape", None) == ()

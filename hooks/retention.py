@@ -45,7 +45,7 @@ class KeptFile(msgspec.Struct):
 
 
 class RetentionPolicy(CopiedAnew):
-    """The files that one hook keeps: the newest ``keep`` durable ones (None: all), and the best durable one by each metric.
+    """The files that one hook keeps: the newest ``keep`` durable ones, and the ``keep_best`` best by each metric (None: all).
 
     A file that no hook requests, as that of ``checkpoint_now()``, counts among the regular files of the first hook with a limit
     in its directory.
@@ -55,12 +55,13 @@ class RetentionPolicy(CopiedAnew):
 
     of_run: ClassVar = {"_lock": threading.Lock, "_of_run": list}
 
-    def __init__(self, keep: int | None, best: BestMetrics) -> None:
+    def __init__(self, keep: int | None, best: BestMetrics, keep_best: int | None = 1) -> None:
         self.directory: AnyPath | None = None
         self._prefix: str | None = None  # of the paths in it, as text: pathlib would hold the GIL beside the training
         self._suffix = SUFFIX
         self.best = best
         self._keep = keep
+        self._keep_best = keep_best
         self._files: dict[str, list[KeptFile]] = {REGULAR: []}  # by kind, oldest first
         self._lost: dict[str, str] = {}  # by kind, the newest file if it was not written
         self._awaited: Collection[str] = ()
@@ -95,16 +96,33 @@ class RetentionPolicy(CopiedAnew):
         self._awaited = self.own(awaited)
 
     def improved(self, metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-        """Yield name and score of each metric that is better than in its newest file."""
+        """Yield name and score of each metric whose file would be one of the best."""
+        scores = dict[str, float | None]()
         with self._lock:
-            scores = {kind: files[-1].score for kind, files in self._files.items() if kind != REGULAR and files}
+            for kind, files in self._files.items():
+                if kind != REGULAR and self._keep_best is not None and len(files) >= self._keep_best:
+                    scores[kind] = self._ranked(kind)[self._keep_best - 1].score
         return self.best.improved(metrics, scores)
+
+    @property
+    def top(self) -> tuple[str, KeptFile] | None:
+        """The first metric and its best file that is durable; where the disk of rank 0 is not seen, the best one requested."""
+        metric = next(iter(self.best.names), REGULAR)
+        with self._lock:
+            files = self._ranked(metric) if metric != REGULAR else []
+        found = next((file for file in files if file.durable or not self._looks), None)
+        return None if found is None else (metric, found)
+
+    def _ranked(self, kind: str) -> list[KeptFile]:
+        """Return the files of a kind: the newest regular one first, the best first."""
+        files = self._files.get(kind, [])
+        return files[::-1] if kind == REGULAR or len(files) < 2 else self.best.ranked(kind, files)
 
     def newest(self, *, regular: bool) -> tuple[list[str], list[str]]:
         """Return the names of the best files, and with ``regular`` first the newest regular one: the durable, and the rest."""
         with self._lock:
             kinds = [kind for kind in self._files if regular or kind != REGULAR]
-            newest = [files[-1] for kind in kinds if (files := self._files[kind]) and kind not in self._lost]
+            newest = [files[0] for kind in kinds if (files := self._ranked(kind)) and kind not in self._lost]
             lost = [self._lost[kind] for kind in kinds if kind in self._lost]
         return [file.name for file in newest if file.durable], lost + [file.name for file in newest if not file.durable]
 
@@ -162,10 +180,11 @@ class RetentionPolicy(CopiedAnew):
                     file.durable = file.durable or file.name in own
                 if not any(file.name in own for file in files):
                     continue  # last_checkpoint may still name a file of this kind
-                if files[-1].name in own:
+                ranked = self._ranked(kind)
+                if ranked[0].name in own:
                     self._lost.pop(kind, None)
-                keep = self._keep if kind == REGULAR else 1
-                replaced = [] if keep is None else [file.name for file in files if file.durable][:-keep]
+                keep = self._keep if kind == REGULAR else self._keep_best
+                replaced = [] if keep is None else [file.name for file in ranked if file.durable][keep:]
                 self._files[kind] = [file for file in files if file.name not in replaced]
                 gone += replaced
         return [name for name in gone if not self._is_kept(name)]
@@ -175,8 +194,8 @@ class RetentionPolicy(CopiedAnew):
         own, limited = self.own(paths), list[str]()
         with self._lock:
             for kind, files in self._files.items():
-                if files and files[-1].name in own and not files[-1].durable:
-                    self._lost[kind] = files[-1].name
+                if files and (first := self._ranked(kind)[0]).name in own and not first.durable:
+                    self._lost[kind] = first.name
                 gone = [file.name for file in files if file.name in own and not file.durable]
                 self._files[kind] = [file for file in files if file.name not in gone]
                 limited += gone if kind != REGULAR or self._keep is not None else []
@@ -193,7 +212,8 @@ class RetentionPolicy(CopiedAnew):
         self.best.choose(state["metrics"])
         wanted = {kind: files for kind, files in state["best"].items() if kind in self.best.names}
         for kind, files in {REGULAR: state["files"], **wanted}.items():
-            found = [KeptFile(one["name"], one["score"], durable=self._exists(one["name"])) for one in files]
+            known = [one for one in files if kind == REGULAR or isinstance(one["score"], int | float)]
+            found = [KeptFile(one["name"], one["score"], durable=self._exists(one["name"])) for one in known]
             there = [file for file in found if file.durable or any(file.name == name for name in self._awaited)]
             with self._lock:
                 self._files[kind] = there

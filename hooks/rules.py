@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import contains, eq
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from eventloop import ConfigurationError, TrainingError, get_logger
 from eventloop.events import AfterRun, AfterTrain, BeforeTrain
@@ -14,6 +14,13 @@ from hooks.options import one_or_more
 log = get_logger()
 
 Rule = Literal["greater", "less"]
+
+
+class _HasScore(Protocol):
+    score: float | None
+
+
+Scored = TypeVar("Scored", bound=_HasScore)
 
 GREATER = ("acc", "top", "AR@", "auc", "precision", "mAP", "mDice", "mIoU", "mAcc", "aAcc")
 """Parts of metrics' names for which more is better (MMEngine's list)."""
@@ -110,7 +117,7 @@ class BestMetrics:
             self.names = tuple(names)
 
     def improved(self, metrics: Mapping[str, Any], best: Mapping[str, float | None]) -> Iterator[tuple[str, float]]:
-        """Yield name and score of each metric that is better than its ``best`` score so far.
+        """Yield name and score of each metric that is better than the score to beat, from ``best``; any is better than None.
 
         Raises:
             TrainingError: a metric is missing, or is not a number.
@@ -120,6 +127,10 @@ class BestMetrics:
             score = value_of("save_best is", metric, metrics)
             if score is not None and is_better(self._rule_of(metric), score, best.get(metric)):
                 yield metric, score
+
+    def ranked(self, metric: str, scored: Iterable[Scored]) -> list[Scored]:
+        """Return what has scores, best first; of equal ones, the first one given comes first."""
+        return sorted(scored, key=lambda one: one.score or 0.0, reverse=self._rule_of(metric) == "greater")
 
     def _rule_of(self, metric: str) -> Rule:
         return self._rules.get(metric, self._rules.get("auto")) or find_rule(metric, self._greater, self._less)

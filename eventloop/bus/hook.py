@@ -84,6 +84,16 @@ class Hook:
         """
         return ()
 
+    def best_checkpoint(self) -> Any:
+        """Return the best checkpoint that this hook keeps, a ``Best`` of path, score and metric; None by default."""
+        return None
+
+    def take_weights(self, checkpoint: dict[str, Any]) -> None:
+        """Take over the averages in the best checkpoint, whose weights are loaded at the end of a training.
+
+        The model gets ``checkpoint["state_dict"]`` after this call. Nothing else of the file counts.
+        """
+
     def in_check(self) -> Hook | None:
         """Return the hook that takes part in ``loop.check()``; called on a copy of the hook. None leaves it out.
 

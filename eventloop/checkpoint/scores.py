@@ -16,6 +16,7 @@ from eventloop.checkpoint.load import inspect
 from eventloop.checkpoint.store import AnyPath, AsPath, as_path, commit_bytes, open_file
 from eventloop.errors import CheckpointError
 from eventloop.log import get_logger
+from eventloop.plain import as_json, encodable
 
 SCORES: Final = "scores.json"
 """File in a directory of checkpoints with their scores, by digest."""
@@ -67,6 +68,11 @@ def scores_of(path: AsPath) -> dict[str, Score]:
     return {} if found is None else found.metrics
 
 
+def _fits(value: Score) -> bool:
+    """Return False for an integer that JSON decoders refuse."""
+    return not isinstance(value, int) or -(2**63) <= value < 2**63
+
+
 def note_scores(directory: AnyPath, digest: str, names: Sequence[str], metrics: Mapping[str, Score]) -> None:
     """Write down the scores of a file, and forget those of local files that are gone.
 
@@ -78,12 +84,15 @@ def note_scores(directory: AnyPath, digest: str, names: Sequence[str], metrics: 
     except OSError as error:
         raise CheckpointError(f"cannot read {directory / SCORES}: {error}") from error
     former = known.pop(digest, None)
-    own = FileScores(list(dict.fromkeys([*(former.names if former else ()), *names])), dict(metrics))
+    metrics = {name: value if _fits(value) else str(value) for name, value in encodable(metrics).items()}
+    own = FileScores(list(dict.fromkeys([*(former.names if former else ()), *encodable(names)])), metrics)
     if former == own:
         return
     known[digest] = own
     if isinstance(directory, Path):
         for one in known.values():
-            one.names = [name for name in one.names if (directory / name).exists()]
+            # A name that is not UTF-8 is spelled out in JSON, so it cannot be looked for.
+            one.names = [name for name in one.names if "\\" in name or (directory / name).exists()]
         known = {key: one for key, one in known.items() if one.names}
-    commit_bytes(directory / SCORES, msgspec.json.format(msgspec.json.encode(dict([*known.items()][-_MOST:])), indent=1))
+    text = as_json(msgspec.to_builtins(dict([*known.items()][-_MOST:])))
+    commit_bytes(directory / SCORES, msgspec.json.format(text, indent=1))

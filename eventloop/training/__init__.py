@@ -10,6 +10,7 @@ from eventloop.training.metrics import Metric, missing_metric
 from eventloop.training.rng import SeededDataset, set_sampler_epoch
 from eventloop.training.run import Run
 from eventloop.training.sanity import check_needs
+from eventloop.training.saves.best import Best, load_best_at_end
 from eventloop.training.saves.contents import imported_state
 from eventloop.training.saves.discover import peek
 from eventloop.training.saves.weights import checkpoint_keys, checkpoint_names, load_weights
@@ -17,6 +18,7 @@ from eventloop.training.update import Update
 from eventloop.training.worker_signals import WorkerSignals
 
 __all__ = [
+    "Best",
     "Driver",
     "GlobalBatchSampler",
     "Host",
@@ -33,6 +35,7 @@ __all__ = [
     "checkpoint_names",
     "failed_first",
     "imported_state",
+    "load_best_at_end",
     "load_weights",
     "missing_metric",
     "peek",

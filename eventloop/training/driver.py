@@ -123,6 +123,7 @@ class Driver(Session):
         self._announce(ev.AfterTrain)
         self._saves.save_if_asked(force=True)
         self._saves.retry()  # handlers of after_run may need the files
+        self.state.end_training()
         self.state.scopes.leave("train")
 
     @check_options

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Final, cast
 
 import torch
 from msgspec import Meta
@@ -22,6 +22,7 @@ from eventloop.events import AfterForward, BeforeForward
 from eventloop.log import get_logger
 from eventloop.notebook import Named, shorten
 from eventloop.offload import in_thread
+from eventloop.plain import numbers_in
 from eventloop.spelling import answers_names
 from eventloop.training.arguments import (
     Config,
@@ -47,10 +48,14 @@ from eventloop.training.limits import limited, limited_to
 from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.run import Run
 from eventloop.training.sanity import check_needs, explained, look
+from eventloop.training.saves.best import Best, best_of
 from eventloop.training.state import Counters, ValidationPlan
 from eventloop.training.update import Update
 
 log = get_logger()
+
+_REMEMBERED: Final = 10_000
+"""Rows of :attr:`TrainLoop.history`."""
 
 
 @answers_names
@@ -154,7 +159,8 @@ class TrainLoop:
         self._options: dict[str, Any] = {"work_dir": work_dir, "device": device, "seed": seed}
         self._options |= {"stateful": stateful, "name": name, "config": config}
         self._folder: Path | None = None  # of the first run of this loop; later ones continue in it
-        self._new_run()  # checks the options
+        self._history: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
+        self._given = self._new_run().work_dir  # checks the options
         if optimizer is not None and not any(isinstance(hook, Update) for hook in self.bus.hooks):
             self.bus.add(Update())
 
@@ -170,8 +176,38 @@ class TrainLoop:
             counters = copy(counters)
             counters.limit(self.max_epochs, self.max_iters)
         optimizers = named("optimizer", self._optimizer or {}, torch.optim.Optimizer)
-        folder = self._folder or self._options["work_dir"]
-        return facts(named("model", self.model, torch.nn.Module), optimizers, counters.snapshot(), folder)
+        return facts(named("model", self.model, torch.nn.Module), optimizers, counters.snapshot(), self.work_dir)
+
+    @property
+    def work_dir(self) -> Path | None:
+        """The directory of the run: the one that it has chosen (``first-2``) once it has begun, before that the given one."""
+        return self._folder or self._given
+
+    @property
+    def best(self) -> Best | None:
+        """The best checkpoint so far: path, score and metric; see :attr:`Run.best`. It stays when the run has ended."""
+        return best_of(self.bus)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The metrics of the epochs and validations of this loop's trainings, oldest first: rows of a table.
+
+        Each row has ``stage``, ``epoch`` and ``iter`` (how many are done). A row ``"val"`` has the numbers of a validation. A
+        row ``"train"`` has those that the last iteration of an epoch reported, so its loss is that of one batch.
+
+        The newest 10,000 rows stay. A loop that resumes has the rows since then, and replaces those that it trains again;
+        ``RunRecordHook`` records all processes of a run.
+        """
+        return [{"stage": row["stage"], **numbers_in(row)} for row in self._history]
+
+    def _remember(self, stage: str, run: Run, values: Mapping[str, Any]) -> None:
+        where = {"stage": stage, "epoch": run.counters.epoch, "iter": run.counters.iter}
+        while self._history and (last := self._history[-1]) and (last["iter"] > where["iter"] or where.items() <= last.items()):
+            self._history.pop()
+        # Numbers on a device are copied there: to fetch them would wait for it.
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and value.numel() == 1}
+        row = where | numbers_in({name: value for name, value in values.items() if not isinstance(value, torch.Tensor)})
+        self._history.append(row | {name: value.detach().clone() for name, value in tensors.items()} | where)
 
     @check_options
     def run(
@@ -206,7 +242,11 @@ class TrainLoop:
 
         def validate() -> None:
             nonlocal metrics
-            metrics = self._validate(run) or metrics
+            before = run.counters.validations
+            found = self._validate(run)
+            metrics = found or metrics
+            if run.counters.validations > before:
+                self._remember("val", run, found)
 
         with self._begun(trains=True, resume=resume, strict=strict) as run:
             plan = ValidationPlan(validate, self._validation_due if by_iter else None) if run.validates else None
@@ -215,16 +255,20 @@ class TrainLoop:
             for _ in run.epochs(self.max_epochs, max_iters=self.max_iters):
                 if run.validates and run.counters.phase == "val" and (by_iter or run.counters.batches):
                     validate()  # resumed just before a validation inside an epoch
+                reported, epoch = run.outputs, run.counters.epoch
                 for batch in run.train(data, endless=by_iter):
                     if run.wants(BeforeForward):
                         run.publish(BeforeForward, batch=batch)
                     outputs = _called("step", self._step, self.model, batch)
                     is_loss = type(outputs) is torch.Tensor and outputs.dim() == 0  # the usual case
-                    run.state.outputs.update({"loss": outputs} if is_loss else _checked_outputs(outputs))
+                    reported = run.state.outputs
+                    reported.update({"loss": outputs} if is_loss else _checked_outputs(outputs))
                     if run.wants(AfterForward):
                         run.publish(AfterForward, outputs=run.outputs)
                     if by_iter and run.validates and self._validation_due(run.counters.iter + 1):
                         validate()
+                if run.counters.epoch > epoch:
+                    self._remember("train", run, reported)
                 if not by_iter and (self._validation_due() or (plan is not None and plan.asked)):
                     validate()
         return Named(metrics)

@@ -48,6 +48,7 @@ from eventloop.training.metrics import NamedMetrics
 from eventloop.training.optimizers import by_path, options_given, selected, stepping
 from eventloop.training.replicas import replicas_of
 from eventloop.training.rng import checked_seed
+from eventloop.training.saves.best import Best, best_of
 from eventloop.training.saves.requests import OnError, SaveRequest, Saves
 from eventloop.training.saves.restore import HOSTED
 from eventloop.training.session import DEFAULT_NAME
@@ -211,6 +212,14 @@ class Run:
     def checkpoint_dir(self) -> AnyPath | None:
         """The directory of checkpoints without one of their own: the work dir, or that of replica groups or of a hook."""
         return self.saves.home
+
+    @property
+    def best(self) -> Best | None:
+        """The best checkpoint so far: path, score and metric, by the first metric of ``CheckpointHook(save_best=)``.
+
+        Its file is durable: on rank 0, a new best one counts once it is written. None before the first, and without the option.
+        """
+        return best_of(self.bus)
 
     @property
     def healed(self) -> bool:

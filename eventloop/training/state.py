@@ -210,6 +210,7 @@ class RunState:
         """True if the run resumed from a checkpoint."""
         self.plan: ValidationPlan | None = None
         """The validations of a ``TrainLoop`` that trains; None in a loop that decides this itself."""
+        self._endings: list[Callable[[], object]] = []
         self.own = Requests()
         """The requests of this process, which other threads and signal handlers make."""
         self.join(Alone(self.own))
@@ -254,6 +255,16 @@ class RunState:
         """Note that the run only validates or tests: it locks no directories."""
         self.trains = False
 
+    def end_by(self, end: Callable[[], object]) -> None:
+        """Call ``end`` when the training has ended and its last state is saved, unless an exception ends it."""
+        self._endings.append(end)
+
+    def end_training(self) -> None:
+        """Call what was registered for the end of the training."""
+        endings, self._endings = self._endings, []
+        for end in endings:
+            end()
+
     def validate_by(self, plan: ValidationPlan | None) -> None:
         """Follow the plan of a ``TrainLoop`` that trains."""
         self.plan = plan
@@ -261,6 +272,7 @@ class RunState:
     def forget(self) -> None:
         """Drop references to the data when the run ends."""
         self.plan = None
+        self._endings = []
         self.outputs = {}
 
     def join(self, channel: Channel) -> None:

@@ -268,6 +268,15 @@ def test_damaged_scores_cost_no_training_and_are_written_anew(tmp_path, text, lo
     assert sum("scores of these" in entry["event"] for entry in logs) == 1
 
 
+def test_scores_with_odd_names_and_values_are_recorded(job, tmp_path):
+    odd = {"caf\udce9": 0.1, "big": 2**70, "flag": True, "inf": float("inf"), "list": [1], "tensor": torch.tensor([0.5])}
+    metrics = {name: job.Scores(value, value) for name, value in odd.items()}
+    scored(tmp_path, CheckpointHook(1, save_best="caf\udce9", rule="less"), metrics=metrics, max_epochs=2).run()
+    expected = {"caf\\udce9": 0.1, "big": str(2**70), "flag": True, "inf": "inf", "tensor": 0.5}
+    for name in ("epoch_1", "best_caf\udce9_epoch_1", "epoch_2"):
+        assert expected.items() <= scores_of(tmp_path / f"{name}.safetensors").items()
+
+
 def test_the_scores_of_removed_files_are_forgotten(tmp_path):
     scored(tmp_path, CheckpointHook(1, max_keep_ckpts=1, save_best="acc"), 0.5, 0.1, 0.2, 0.3).run()
     names = [name for one in json.loads((tmp_path / "scores.json").read_text()).values() for name in one["names"]]

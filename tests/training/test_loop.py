@@ -314,3 +314,76 @@ def test_a_run_knows_the_accumulation_of_its_update_and_the_loader_of_its_valida
         assert seen[1] is data
     model = parts.model()
     assert Run(Bus(), model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).accumulation is None  # unknown
+
+
+# --------------------------------------------------------------------------------------------- history, work_dir
+
+
+def test_the_history_has_a_row_for_each_epoch_and_validation(parts):
+    losses = []
+    loop = parts.loop(Bus(), max_epochs=2)
+    loop.bus.on("after_train_iter", lambda event: losses.append(event.outputs["loss"].item()))
+    assert loop.history == []
+    last = loop.run()
+    rows = [(row["stage"], row["epoch"], row["iter"]) for row in loop.history]
+    assert rows == [("train", 1, 3), ("val", 1, 3), ("train", 2, 6), ("val", 2, 6)]
+    assert [row["loss"] for row in loop.history if row["stage"] == "train"] == [losses[2], losses[5]]
+    assert loop.history[-1] == {"stage": "val", "epoch": 2, "iter": 6, **last}
+    assert {type(value) for row in loop.history for value in row.values()} <= {str, int, float}
+    loop.val()
+    loop.history.clear()  # a copy
+    assert len(loop.history) == 4
+
+
+def test_the_history_has_numbers_only_and_keeps_no_tensors_of_a_step(parts):
+    """Whatever a step and a metric return, under names of its own as well."""
+
+    class Odd:
+        def reset(self): ...
+        def update(self): ...
+        def compute(self):
+            return {"none": None, "text": "x", "flag": True, "nan": float("nan"), "list": [1]}
+
+    def step(model, batch):
+        logits = model(batch[0])
+        return {"loss": logits.mean(), "first": logits[0, 0], "logits": logits, "epoch": 7, "stage": "mine"}
+
+    loop = parts.loop(Bus(), step=step, val_step=lambda model, batch: {}, metrics={"odd": Odd()}, max_epochs=1)
+    loop.run()
+    train, val = loop.history
+    assert train.keys() == {"stage", "epoch", "iter", "loss", "first"}
+    assert (train["stage"], train["epoch"]) == ("train", 1)
+    assert val.keys() == {"stage", "epoch", "iter", "odd/flag", "odd/nan"}
+
+
+def test_the_history_of_iterations_and_after_a_stop(parts):
+    loop = parts.loop(Bus(), max_iters=5, val_interval=2)
+    loop.run()
+    assert [(row["stage"], row["iter"]) for row in loop.history] == [("val", 2), ("val", 4), ("val", 5), ("train", 5)]
+    loop = parts.loop(Bus(), max_epochs=2)
+    loop.bus.on("after_train_iter", lambda event: event.run.stop(), once=4)
+    loop.run()
+    assert [(row["stage"], row["iter"]) for row in loop.history] == [("train", 3), ("val", 3)]
+
+
+def test_the_history_goes_on_in_further_runs_and_forgets_what_is_trained_again(parts, tmp_path):
+    loop = parts.loop(Bus(CheckpointHook(1)), max_epochs=2, work_dir=tmp_path)
+    loop.run()
+    first = loop.history
+    loop.run(max_epochs=3)
+    assert loop.history[:4] == first
+    assert [(row["stage"], row["epoch"]) for row in loop.history[4:]] == [("train", 3), ("val", 3)]
+    loop.run(resume=tmp_path / "epoch_1.safetensors")
+    assert [(row["stage"], row["epoch"]) for row in loop.history] == [(s, n) for n in (1, 2, 3) for s in ("train", "val")]
+    other = parts.loop(Bus(CheckpointHook(1)), max_epochs=3, work_dir=tmp_path)
+    other.run(resume=tmp_path / "epoch_2.safetensors")
+    assert other.history == loop.history[3:]
+
+
+def test_the_work_dir_of_a_loop_is_the_given_one_until_the_run_has_chosen(parts, tmp_path):
+    assert parts.loop(Bus()).work_dir is None
+    for name in ("run", "run-2"):
+        loop = parts.loop(Bus(CheckpointHook(1)), max_epochs=1, work_dir=tmp_path / "run")
+        assert loop.work_dir == tmp_path / "run"
+        loop.run()
+        assert loop.work_dir == tmp_path / name

@@ -92,7 +92,7 @@ class Restore:
         path, state = found
         state = state_of_rank(state, this_rank(), world_size())
         if self._run.host.saver.sharded or sharded_in(state) is not None:
-            state = self._with_shards(state, path)
+            state = self.with_shards(state, path)
         self._apply(state, str(path))
         self._run.resumed_from = path
 
@@ -197,7 +197,8 @@ class Restore:
         )
         return read_checkpoint(as_path(self._source or ""), read, way_out, known=self._run.saves.directories)
 
-    def _with_shards(self, state: Mapping[str, Any], path: Any) -> dict[str, Any]:
+    def with_shards(self, state: Mapping[str, Any], path: Any) -> dict[str, Any]:
+        """Return a tree with sharded tensors, of which this process has its part: those of the file ``path``, or whole ones."""
         from eventloop.checkpoint.sharded import put_shards, spread  # takes a second; only for sharded models
 
         like = placement(self._run.models, self._run.optimizers, state.get("parameters", {}))
