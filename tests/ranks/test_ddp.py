@@ -14,8 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from eventloop import Bus, Hook, Run, TrainingError, get_logger
+from eventloop.checkpoint import load_whole
 from eventloop.training import agree as agreements
-from hooks import CheckpointHook, ConsoleWriter, EarlyStoppingHook, JSONLinesWriter, LoggerHook, ProgressBar
+from hooks import CheckpointHook, ConsoleWriter, EarlyStoppingHook, EMAHook, JSONLinesWriter, LoggerHook, ProgressBar
 
 from ..waiting import until
 from . import jobs
@@ -264,3 +265,30 @@ def test_every_rank_resumes_its_own_random_state(ranks, tmp_path):
     resumed = ranks(with_dropout, str(tmp_path / "resumed"), 2, "auto")
     for one in resumed:
         torch.testing.assert_close(one, straight[0], rtol=0, atol=0)
+
+
+def end_with_the_best(work_dir: str, shard: bool) -> Any:
+    """Spoil the weights after the first epoch. Without shards each process has a disk of its own."""
+    place = work_dir if shard else f"{work_dir}/{jobs.rank_and_size()[0]}"
+    hook = CheckpointHook(1, max_keep_ckpts=1, save_best="loss", load_best_model_at_end=True)
+    loop = jobs.make_loop(place, EMAHook(momentum=0.5), hook, epochs=3, shard=shard)
+
+    def spoil(event: Any) -> None:
+        for parameter in event.run.model.parameters() if event.progress.epoch else ():
+            parameter.data.add_(1.0)
+
+    loop.bus.on("after_train_iter", spoil, priority=40)
+    loop.run()
+    assert loop.best is not None
+    whole = {name: one.full_tensor() if shard else one for name, one in jobs.weights(loop.model).items()}
+    return loop.best.path.name, loop.best.score, loop.val()["loss"], whole
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_all_ranks_end_with_the_best_weights_and_averages(ranks, tmp_path, shard):
+    """Rank 0 sends the file to ranks that do not see it; of a sharded one, each reads its part."""
+    for name, score, again, weights in ranks(end_with_the_best, str(tmp_path), shard):
+        assert name == "best_loss_epoch_1.safetensors"
+        assert again == pytest.approx(score)
+        saved = load_whole(tmp_path / name if shard else tmp_path / "0" / name)
+        torch.testing.assert_close(weights, saved["ema_state_dict"])
