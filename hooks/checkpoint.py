@@ -71,8 +71,8 @@ class CheckpointHook(CopiedAnew, Hook):
             Then the copies of files that the training removed go, too.
         save_begin: first epoch or iteration to save at.
         on_error: ``"raise"`` ends the run when a file cannot be written, published or removed; ``"log"`` continues it. A store
-            that does not take or remove a file ends no run with a work dir: the newest save, and the newest best one of each
-            metric, are kept there until the store has them or later ones. If they are still there when the run ends,
+            that does not take or remove a file ends no run with a work dir: the newest save, and the best ones of each
+            metric, are kept there until the store has them or better ones. If they are still there when the run ends,
             ``"raise"`` has it fail then.
         staging: ``"block"`` copies the state while training waits. ``"overlap"`` copies the tensors that only optimizers change
             on a thread during the next forward and backward pass, and the rest at once; the next ``optimizer.step`` waits for
@@ -177,6 +177,9 @@ class CheckpointHook(CopiedAnew, Hook):
         directory, top = self._kept.directory, self._kept.top
         return None if directory is None or top is None else Best(directory / top[1].name, top[1].score or 0.0, top[0])
 
+    def keeps(self, path: str) -> bool:
+        return self._kept.wants(path)
+
     def needs_metrics(self) -> Collection[str]:
         return set(self._kept.best.names) - {"auto"}
 
@@ -207,10 +210,10 @@ class CheckpointHook(CopiedAnew, Hook):
         directory = self._kept.directory
         if self._saves and directory is None:
             raise ConfigurationError(f"{self.label} has no directory: give it out_dir=; or {event.run.work_dir_advice}")
-        if self._kept.best.names:
-            check_validated(event, f"{self.label}(save_best=...)")
         if self._load_best:
             load_best_at_end(event.run, f"{self.label}(load_best_model_at_end=True)", self.best_checkpoint)
+        if self._kept.best.names:
+            check_validated(event, f"{self.label}(save_best=...)")
         if directory is not None and event.run.rank == 0:
             self._sharded |= sweep(directory)
         if (at := event.progress).iter:

@@ -113,6 +113,12 @@ class RetentionPolicy(CopiedAnew):
         found = next((file for file in files if file.durable or not self._looks), None)
         return None if found is None else (metric, found)
 
+    def wants(self, path: str) -> bool:
+        """Return True if a file is one of the best so far, whether it is durable or not."""
+        with self._lock:
+            best = {file.name for kind in self._files if kind != REGULAR for file in self._ranked(kind)[: self._keep_best]}
+        return not best.isdisjoint(self.own([path]))
+
     def _ranked(self, kind: str) -> list[KeptFile]:
         """Return the files of a kind: the newest regular one first, the best first."""
         files = self._files.get(kind, [])

@@ -285,8 +285,9 @@ def test_a_value_that_no_checkpoint_can_hold_is_an_error_at_the_first_update(hos
 
 @hosts(*OWN)
 def test_options_that_need_our_own_format_are_refused_at_once(host, tmp_path):
-    for options in ({"save_optimizer": False}, {"staging": "overlap"}, {"published_keys": "state_dict"}):
-        (name,) = options
+    best = {"save_best": "loss", "load_best_model_at_end": True}
+    for options in ({"save_optimizer": False}, {"staging": "overlap"}, {"published_keys": "state_dict"}, best):
+        *_, name = options
         with pytest.raises(ConfigurationError, match=name):
             host(tmp_path, Bus(CheckpointHook(interval=1, **options)), epochs=1).fit()
 

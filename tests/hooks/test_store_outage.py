@@ -141,6 +141,22 @@ def test_a_store_that_comes_back_at_the_end_gets_the_newest_save_its_pointer_and
     assert not files(tmp_path / "run")
 
 
+@pytest.mark.parametrize(("k", "best"), [(1, {4}), (2, {3, 4}), (3, {2, 3, 4}), (-1, {1, 2, 3, 4, 5})])
+def test_a_store_that_comes_back_gets_the_k_best_files(tmp_path, refuse, there, k, best):
+    """Those that are no longer among them are given up while it is away."""
+    hook = CheckpointHook(out_dir=OUT, save_best="acc", save_top_k=k, save_last=False)
+    loop = scored(tmp_path / "run", hook, 0.1, 0.2, 0.3, 0.4, 0.05)
+    kept = []
+    refuse("best_acc_epoch_2", "best_acc_epoch_3", "best_acc_epoch_4")
+    loop.bus.on("checkpoint_failed", lambda event: kept.append(len(files(tmp_path / "run"))))
+    loop.bus.on("after_train", lambda event: (event.run.wait_for_saves(), refuse()))
+    loop.run()
+    assert max(kept) <= (k if k > 0 else 3) + 1
+    assert there() == {f"best_acc_epoch_{n}" for n in best} | {"last_checkpoint"}
+    assert not files(tmp_path / "run")
+    assert loop.best.score == 0.4
+
+
 @pytest.mark.parametrize("on_error", ["raise", "log"])
 def test_no_older_file_is_published_in_the_place_of_the_newest(run, refuse, there, on_error, tmp_path):
     """With a work dir the newest is kept, and without one it is lost."""

@@ -1,12 +1,14 @@
 """Only type-checked: everything here must pass mypy --strict."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any, assert_type
 
 import torch
 
-from eventloop import Bus, Event, Hook, Stream, Subscription, mount
+from eventloop import Bus, Event, Hook, Stream, Subscription, TrainLoop, mount
 from eventloop.events import AfterIter, AfterModuleForward, AfterTrainIter, AfterValIter
+from eventloop.training import Best
 from trainbus import Bus as TheBus
 from trainbus import EMAHook, __version__
 
@@ -113,3 +115,9 @@ assert_type(bus.stream(AfterTrainIter, AfterValIter), Stream[AfterIter])
 assert_type(bus.stream("after_train_iter", AfterValIter, replay=100), Stream[Any])
 assert_type(bus.stream(AfterTrainIter, AfterValIter, capture=index_of), Stream[int])
 assert_type(bus.keep("after_train_iter", AfterValIter, every=10, last=100), Subscription)
+
+# What a loop tells of its training.
+loop = TrainLoop(torch.nn.Linear(1, 1), step=lambda model, batch: batch)
+assert_type(loop.best, Best | None)
+assert_type(loop.history, list[dict[str, Any]])
+assert_type(loop.work_dir, Path | None)

@@ -43,8 +43,9 @@ log = get_logger()
 class KeptSaves:
     """The files in a work dir that wait for a store. Used by the writing thread, once the run has begun."""
 
-    def __init__(self, work_dir: Path | None) -> None:
+    def __init__(self, work_dir: Path | None, wanted: Callable[[str], bool]) -> None:
         self._home = work_dir
+        self._wanted = wanted
         self.jobs: list[SaveJob] = []
         """The saves in the files, oldest first."""
         self._listed: dict[str, list[str]] = self._read()
@@ -99,15 +100,19 @@ class KeptSaves:
     def replaced(self, landed: Iterable[AnyPath], by: SaveJob) -> list[tuple[SaveJob, list[RemotePath]]]:
         """Return the saves earlier than ``by``, each with the URLs that it need not wait for, as ``by`` has ``landed`` there.
 
-        A regular file is replaced by any later one in its directory, a best one by the next best one.
+        A regular file is replaced by any later one in its directory, a best one by the next best one unless it is still wanted.
         """
         later = [(path.parent, series(path.name)) for path in landed]
         found = [
-            (job, [url for url in job.waiting if any(_replaces(one, url) for one in later)])
-            for job in self.jobs
-            if job.number < by.number
+            (job, [url for url in job.waiting if self._is_replaced(url, later)]) for job in self.jobs if job.number < by.number
         ]
         return [(job, urls) for job, urls in found if urls]
+
+    def _is_replaced(self, url: RemotePath, later: Iterable[tuple[AnyPath, str]]) -> bool:
+        kind = series(url.name)
+        return any(url.parent == place and kind in ("", best) for place, best in later) and not (
+            kind and self._wanted(str(url))
+        )
 
     def files(self, directories: Iterable[AnyPath]) -> list[tuple[Path, list[RemotePath]]]:
         """Return the listed files, each with the URLs in ``directories`` that it waits for. Forget files that are gone."""
@@ -269,8 +274,3 @@ def _remove_if_empty(directory: Path) -> None:
 def series(name: str) -> str:
     """Return the name of a best file without its count, as the next best one has it; empty for a regular file."""
     return _LAST_COUNT.sub("", name) if name.startswith("best_") else ""
-
-
-def _replaces(later: tuple[AnyPath, str], url: RemotePath) -> bool:
-    directory, best = later
-    return url.parent == directory and series(url.name) in ("", best)

@@ -60,7 +60,7 @@ class CheckpointWriter:
         """Paths that could not be written."""
         self._unsaved: dict[AnyPath, Exception] = {}
         """Directories in stores that lack their last save of a sharded model, each with the reason."""
-        self._kept = KeptSaves(run.work_dir)
+        self._kept = KeptSaves(run.work_dir, lambda path: any(hook.keeps(path) for hook in bus.hooks))
         self._kept_shards = KeptShards(run.work_dir, bus)
         self._there: dict[AnyPath, set[str]] = {}  # the names that this run may replace, by directory of a store
         self._rests: dict[AnyPath, float] = {}  # by directory of a store, the time until which it is not asked
