@@ -140,7 +140,7 @@ def test_what_one_machine_keeps_for_a_store_is_resumed_by_all_and_uploaded_by_ra
     run("a", "b", epochs=1)
     kept = ["kept.json", "kept_epoch_2.safetensors"]
     assert [files for _, _, files in run("a", "b", epochs=2, down=True)] == [kept, []]
-    assert sorted(file.name for file in store.iterdir()) == ["epoch_1.safetensors", "last_checkpoint"]
+    assert sorted(file.name for file in store.iterdir()) == ["epoch_1.safetensors", "last_checkpoint", "scores.json"]
     for disks in (("b", "a"), ("a", "b")):  # rank numbers change between starts: the first of these only reads
         (_, first, _), (_, second, _) = run(*disks, epochs=2, down=disks[0] == "b")
         assert first == second == []
