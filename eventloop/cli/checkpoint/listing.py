@@ -66,7 +66,7 @@ def ls(directory: FileOrURL, /, *, verify: bool = False, json: bool = False) -> 
     newest = file_named(directory, text, []) if text else None
     if json:
         taken = _newest(files, newest)
-        write_json([_as_json(found, newest=taken in found.names) for found in files])
+        write_json([_as_json(found, newest=taken in found.names, scores=found.scores) for found in files])
         return int(any(found.problem for found in files))
     if files:
         to_terminal().print(_table(files, _newest(files, newest)))
@@ -112,7 +112,7 @@ def verify_all(path: FileOrURL, /, *more: FileOrURL, json: bool = False) -> int:
     return int(bad > 0)
 
 
-def _as_json(found: Found, **more: bool) -> dict[str, Any]:
+def _as_json(found: Found, **more: Any) -> dict[str, Any]:
     iteration, epoch = (*found.progress, None, None)[:2]
     return {
         "names": [*map(str, found.names)],
@@ -122,7 +122,6 @@ def _as_json(found: Found, **more: bool) -> dict[str, Any]:
         "bytes": found.bytes,
         "modified": found.modified,
         "problem": found.problem,
-        "scores": found.scores,
         **more,
     }
 
