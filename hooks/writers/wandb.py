@@ -1,4 +1,4 @@
-"""Write scalars, images, histograms and texts for Weights & Biases, offline."""
+"""Write scalars, images, histograms and texts for Weights & Biases, offline or online."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import errno
 import html
 import secrets
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
-from eventloop import check_options, register
-from hooks.options import Name, PositiveInt
+from eventloop import ConfigurationError, check_options, register
+from hooks.options import Name, PositiveInt, one_or_more
 from hooks.writers.base import Image, RunFacts, Where, Writer, load
 from hooks.writers.files import run_id
 from hooks.writers.histogram import BinCounts
@@ -22,20 +22,26 @@ _ID = "wandb/run_id"  # file with the id of the run
 
 @register
 class WandbWriter(Writer):
-    """Write an offline Weights & Biases run to ``<work_dir>/wandb``; needs the extra ``wandb``.
+    """Write a Weights & Biases run to ``<work_dir>/wandb``, offline by default; needs the extra ``wandb``.
 
-    - Nothing goes over the network; ``wandb sync <work_dir>/wandb/offline-run-...`` uploads the run.
-    - A resumed run makes a new folder with the id of the first one (from ``wandb/run_id``) and continues its steps. Upload it
-      with ``wandb sync --append``.
+    - Offline, nothing goes over the network; ``wandb sync <work_dir>/wandb/offline-run-...`` uploads the run.
+    - Online, W&B uploads during the run. It needs an API key, by ``wandb login`` or in ``WANDB_API_KEY``.
+    - A resumed run continues the W&B run whose id is in ``wandb/run_id``. Offline it makes a new folder: upload it with
+      ``wandb sync --append``. Of repeated iterations, W&B keeps what it got first.
     - W&B's step counts iterations; charts use ``train/step``, ``val/step`` and so on.
     - Without a work dir nothing is written.
 
     Args:
-        project: project for the upload; None leaves it to ``wandb sync``.
+        project: project of the run; None is W&B's default.
+        mode: ``"offline"`` or ``"online"``.
+        entity: user or team that owns the run; None is the default of the account.
+        group: name of a group of runs, such as those of one experiment with several seeds.
+        tags: tags of the run, for W&B's filters.
+        name: name of the run in W&B; by default that of the run here.
         interval: iterations between training scalars; None uses the logger's.
 
     Raises:
-        ConfigurationError: wandb is not installed, or an option is invalid.
+        ConfigurationError: wandb is not installed, an option is invalid, or ``mode="online"`` finds no API key.
     """
 
     needs_work_dir = True
@@ -43,11 +49,32 @@ class WandbWriter(Writer):
     of_run: ClassVar = {"_run": None}
 
     @check_options
-    def __init__(self, project: Name | None = None, *, interval: PositiveInt | None = None) -> None:
+    def __init__(
+        self,
+        project: Name | None = None,
+        *,
+        mode: Literal["offline", "online"] = "offline",
+        entity: Name | None = None,
+        group: Name | None = None,
+        tags: str | Sequence[str] = (),
+        name: Name | None = None,
+        interval: PositiveInt | None = None,
+    ) -> None:
         super().__init__(interval)
         # W&B needs PIL for images.
         self._wandb: Any = load("WandbWriter", "wandb", "wandb", "PIL")[0]
         self.project = project
+        self.mode = mode
+        self.entity, self.group, self.name = entity, group, name
+        self.tags = one_or_more("tags", tags, "a tag or a list of tags") if tags else ()
+        if mode == "online" and not self._wandb.api.api_key:  # else W&B would ask for it, on the logger's thread
+            raise ConfigurationError(
+                'WandbWriter(mode="online") found no API key: run `wandb login`, or set the environment variable WANDB_API_KEY'
+            )
+
+    def in_check(self) -> Writer:
+        self.mode = "offline"
+        return self
 
     def files(self) -> Collection[str]:
         return (_ID,)
@@ -57,15 +84,20 @@ class WandbWriter(Writer):
         run.folder.mkdir(parents=True, exist_ok=True)
         self._iter, self._failed = 0, False
         stored_id = run_id(run.work_dir, _ID, lambda: secrets.token_hex(4))
+        kind = "run" if self.mode == "online" else "offline-run"
         # W&B names a folder by second and id, and would overwrite the folder of a training that ended in the same second.
-        while (run.folder / "wandb" / f"offline-run-{datetime.now().astimezone():%Y%m%d_%H%M%S}-{stored_id}").exists():
+        while (run.folder / "wandb" / f"{kind}-{datetime.now().astimezone():%Y%m%d_%H%M%S}-{stored_id}").exists():
             time.sleep(0.05)
         self._run = self._wandb.init(
-            mode="offline",
+            mode=self.mode,
             dir=str(run.work_dir),
             project=self.project,
-            name=run.name,
+            entity=self.entity,
+            group=self.group,
+            tags=self.tags or None,
+            name=self.name or run.name,
             id=stored_id,
+            resume="allow" if self.mode == "online" else None,
             reinit="create_new",
             # A logger does not record the terminal, the code and the machine.
             settings=self._wandb.Settings(console="off", silent=True, x_disable_stats=True, disable_git=True, save_code=False),
@@ -79,6 +111,7 @@ class WandbWriter(Writer):
         self._run.log({**scalars, f"{where.stage}/step": step, "epoch": where.epoch}, step=self._iter)
 
     def write_reported(self, name: str, value: Image | BinCounts | str, step: int, where: Where) -> None:
+        self._iter = max(self._iter, where.iter)  # else a resumed run that begins with a validation would log to step 0
         if isinstance(value, str):
             self._log(name, self._wandb.Html(f"<pre>{html.escape(value)}</pre>", inject=False), step)
         else:
@@ -91,10 +124,7 @@ class WandbWriter(Writer):
         self._log(name, self._wandb.Histogram(np_histogram=(histogram.counts, histogram.edges.tolist())), step)
 
     def _log(self, name: str, value: Any, step: int) -> None:
-        stage = name.partition("/")[0]
-        if stage == "train":
-            self._iter = max(self._iter, step)
-        self._run.log({name: value, f"{stage}/step": step}, step=self._iter)
+        self._run.log({name: value, f"{name.partition('/')[0]}/step": step}, step=self._iter)
 
     def write_config(self, config: Mapping[str, Any]) -> None:
         if config:

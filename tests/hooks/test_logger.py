@@ -423,8 +423,8 @@ def test_two_hooks_that_write_the_same_file_are_an_error_before_the_training(tmp
         loop.run()
     assert loop.counters.iter == 0
     own = LoggerHook(writers=[JSONLinesWriter()]), LoggerHook(writers=[JSONLinesWriter("raw.jsonl")])
-    make_loop(*own, work_dir=tmp_path).run()
-    assert {"scalars.jsonl", "raw.jsonl"} <= {path.name for path in tmp_path.iterdir()}
+    make_loop(*own, work_dir=tmp_path / "own").run()
+    assert {"scalars.jsonl", "raw.jsonl"} <= {path.name for path in (tmp_path / "own").iterdir()}
 
 
 @pytest.mark.parametrize(("as_type", "held"), [(torch.Tensor, False), (torch.Tensor, True), (Late, True)])

@@ -3,8 +3,9 @@ import json
 import pytest
 import torch
 
+from eventloop import ConfigurationError
 from hooks import WandbWriter
-from hooks.writers import RunFacts
+from hooks.writers import RunFacts, Where
 
 from .conftest import logging_loop, write
 from .readers import column, exits, files, records, rows
@@ -41,6 +42,50 @@ def test_logged_data_and_images_are_readable_from_the_wandb_file(wandb, tmp_path
     picture = Image.open(path.parent / "files" / image)
     assert (picture.size, picture.getpixel((0, 0))) == ((5, 2), (255, 255, 255))
     assert [step for step, _ in column(found, "train/grey/path")] == [2]
+
+
+def test_the_run_has_its_entity_group_tags_and_name(wandb, tmp_path):
+    write(WandbWriter("digits", entity="ada", group="seeds", tags=["small", "fast"], name="trial"), tmp_path)
+    run = next(one.run for one in records(files(tmp_path)[0]) if one.WhichOneof("record_type") == "run")
+    found = (run.project, run.entity, run.run_group, sorted(run.tags), run.display_name)
+    assert found == ("digits", "ada", "seeds", ["fast", "small"], "trial")
+
+
+def test_an_online_run_is_made_and_continued_by_its_id(wandb, tmp_path, monkeypatch):
+    """W&B's server is not here: what it would be asked for is noted."""
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    asked = []
+    make = wandb.init
+
+    def init(**options):
+        asked.append(options)
+        return make(**options | {"mode": "offline", "resume": None})
+
+    monkeypatch.setattr(wandb, "init", init)
+    for _ in range(2):
+        write(WandbWriter("digits", mode="online", entity="ada", tags="fast"), tmp_path)
+    first, second = ({name: one[name] for name in ("mode", "entity", "tags", "id", "resume")} for one in asked)
+    stored = (tmp_path / "wandb" / "run_id").read_text().strip()
+    assert first == second == {"mode": "online", "entity": "ada", "tags": ("fast",), "id": stored, "resume": "allow"}
+
+
+def test_an_online_run_without_an_api_key_is_an_error_at_once(wandb, tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(ConfigurationError, match="wandb login"):
+        WandbWriter(mode="online")
+
+
+def test_media_of_a_validation_after_a_resume_have_its_step(wandb, tmp_path):
+    writer, where = WandbWriter(), Where("val", epoch=2, iter=20)
+    writer.open(RunFacts("digits", tmp_path))
+    writer.write_reported("val/text", "a sample", 2, where)
+    writer.write_scalars({"val/loss": 0.5}, 2, where)
+    writer.close()
+    found = rows(files(tmp_path)[0])
+    assert column(found, "val/step") == [(20, 2)]
+    assert [step for step, _ in column(found, "val/text/path")] == [20]
 
 
 def test_a_resumed_run_keeps_its_id(wandb, tmp_path):
