@@ -101,11 +101,11 @@ class RunRecordHook(CopiedAnew, Hook):
             self._lines.append(observe.encode_line(observe.fields_of(line)))
         if lines:
             self._lines.flush()
+        if session.ended is not None:
+            self._lines.close()  # the last checkpoint may still be written, and opens it again
         if self._story.changed:
             self._story.changed = False
             observe.write_manifest(self._folder, self._story.manifest)
-        if session.ended is not None:
-            self._lines.close()  # the last checkpoint may still be written, and opens it again
 
     @mount("before_run")
     def claim_files(self, event: ev.BeforeRun) -> None:

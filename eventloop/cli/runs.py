@@ -18,7 +18,7 @@ from rich.table import Table
 from eventloop.cli.columns import Condition, column_named, matches, ordered, parse
 from eventloop.cli.common import say, to_terminal, write_json
 from eventloop.errors import ConfigurationError
-from eventloop.observe import RunFolder, RunFolderError, RunStory, find_runs
+from eventloop.observe import RunFolder, RunFolderError, find_runs
 from eventloop.observe.compared import Row, began, differing, metrics_of, settings_of, short_names
 from eventloop.observe.record import Validation
 from eventloop.observe.states import RunStatus
@@ -102,7 +102,7 @@ def _row(run: RunFolder, folder: Path) -> Row:
     story = run.story()
     row: Row = {"run": str(run.path.relative_to(folder)) if run.path != folder else run.path.name, "state": str(story.state)}
     if story.sessions:
-        row["epochs"], row["iterations"] = _reached(story)
+        row["epochs"], row["iterations"] = story.came_to
         row |= {"began": began(story), "time": story.seconds}
     validations = [line.metrics for line in story.of(Validation)]
     if (best := best_metric(validations)) is not None:
@@ -112,12 +112,6 @@ def _row(run: RunFolder, folder: Path) -> Row:
     taken = {*row, *metrics}
     settings = {f"config.{name}" if name in taken else name: value for name, value in settings_of(story).items()}
     return row | metrics | {"path": str(run.path)} | settings
-
-
-def _reached(story: RunStory) -> tuple[int, int]:
-    last = story.sessions[-1]
-    lines = [line for line in story.lines if line.time >= last.began]
-    return max([last.epoch, *(line.epoch for line in lines)]), max([last.iter, *(line.iter for line in lines)])
 
 
 def _chosen(found: Sequence[Row], known: Sequence[str], conditions: Sequence[Condition]) -> list[Row]:

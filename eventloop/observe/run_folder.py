@@ -84,7 +84,9 @@ class RunFolder:
     def story(self) -> RunStory:
         """Return what happened in the run."""
         manifest = self.manifest()
-        return RunStory(manifest, self.lines(), self._ends(manifest.sessions))
+        sessions = manifest.sessions
+        seen = () if not sessions or sessions[-1].ended is not None else self._places()
+        return RunStory(manifest, self.lines(), self._ends(sessions), seen)
 
     def record(self) -> Iterator[dict[str, Any]]:
         """Yield the lines of ``record.jsonl``."""
@@ -116,6 +118,14 @@ class RunFolder:
         for line in _tail(self.path / SCALARS):
             found |= {name: value for name, value in line.items() if name not in PLACES and isinstance(value, int | float)}
         return found
+
+    def _places(self) -> Iterator[tuple[float, int, int]]:
+        """Yield time, completed epochs and iterations of the lines at the end of ``scalars.jsonl``."""
+        for line in _tail(self.path / SCALARS):
+            time, epoch, iteration = (line.get(name) for name in ("time", "epoch", "iter"))
+            if isinstance(time, int | float) and isinstance(epoch, int) and isinstance(iteration, int):
+                trains = any(name.startswith("train/") for name in line)  # the present epoch counts there
+                yield time, epoch - trains, iteration
 
     def curves(self) -> dict[str, Curve]:
         """Return the curve of each scalar, by its name, without what the run abandoned."""

@@ -99,13 +99,18 @@ class RunStory:
         manifest: the content of ``run.json``; None for a live run.
         lines: the lines of the record, in their order.
         ends: the end of each session, in seconds since 1970.
+        seen: times, epochs and iterations that other files have, of a last session that recorded no end.
     """
 
-    def __init__(self, manifest: RunManifest | None = None, lines: Iterable[AnyLine] = (), ends: Sequence[float] = ()) -> None:
+    def __init__(
+        self,
+        manifest: RunManifest | None = None,
+        lines: Iterable[AnyLine] = (),
+        ends: Sequence[float] = (),
+        seen: Iterable[tuple[float, int, int]] = (),
+    ) -> None:
         self.manifest = manifest or RunManifest(name="")
         self.state = RunStatus.RUNNING
-        if manifest is not None:
-            self.state = manifest.sessions[-1].state_now if manifest.sessions else RunStatus.UNKNOWN
         self.run: Callable[[], Any] = lambda: None
         """Returns the live run; None if there is none."""
         self.metrics: dict[str, Any] = {}
@@ -123,7 +128,14 @@ class RunStory:
         self.changed = False
         """True if ``run.json`` lacks a change; its writer sets it to False."""
         found = list(lines)
+        for session, following in pairwise([*self.sessions, None]) if manifest is not None else ():
+            _complete(
+                session, [line for line in found if session.began <= line.time < (following.began if following else math.inf)]
+            )
+        if manifest is not None:
+            self.state = self.sessions[-1].state_now if self.sessions else RunStatus.UNKNOWN
         self.ends = list(ends)
+        self._seen = list(seen)
         self.cuts = list(_cuts(found))
         """The resumes whose position is known."""
         self.lines: list[AnyLine] = []
@@ -258,6 +270,14 @@ class RunStory:
             reached.append((min(epoch for epoch, _ in places), min(iteration for _, iteration in places)))
         return reached
 
+    @property
+    def came_to(self) -> tuple[int, int]:
+        """The numbers of epochs and iterations that the run completed, without what it abandoned."""
+        since = max([*(cut.time for cut in self.cuts), *(one.began for one in self.sessions[-1:])], default=0.0)
+        places = [*self.reached(), *((line.epoch, line.iter) for line in self.lines)]
+        places += [(epoch, iteration) for time, epoch, iteration in self._seen if time >= since]
+        return max((epoch for epoch, _ in places), default=0), max((iteration for _, iteration in places), default=0)
+
     def _divide(self, found: Sequence[AnyLine]) -> None:
         """Divide the lines into those of the present timeline and the abandoned ones."""
         cuts, limit = list(self.cuts), math.inf
@@ -277,6 +297,16 @@ class RunStory:
                 validated.add(line.iter)
         self.lines.reverse()
         self.abandoned.reverse()
+
+
+def _complete(session: RunSession, lines: Sequence[AnyLine]) -> None:
+    """Take the end of a session from its lines if ``run.json`` lacks it, as on a disk that was full then."""
+    if session.state is not RunStatus.RUNNING:
+        return
+    own = [line for line in lines if not isinstance(line, Checkpoint | NotWritten)]  # the last file may come after the end
+    if own and isinstance(end := own[-1], End):
+        session.state, session.reason, session.ended = RunStatus(end.state), end.reason, end.time
+        session.epoch, session.iter = end.epoch, end.iter
 
 
 def _cuts(lines: Iterable[AnyLine]) -> Iterator[Cut]:

@@ -40,6 +40,11 @@ def expensive(costs: Costs, most: int = 3) -> list[str]:
     return [sentence for _, sentence in sorted(found, key=lambda one: -one[0])[:most]]
 
 
+def held_up(costs: Costs) -> float:
+    """Return the seconds for which checkpoints held training up."""
+    return sum(part.seconds for part in costs.parts if part.name in _CHECKPOINTS)
+
+
 def duration(seconds: float) -> str:
     """Return a time with two or three digits and its unit, such as ``"4.1 ms"``."""
     for unit, size in (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3)):
@@ -128,7 +133,7 @@ _CHECKPOINTS: Final = ("copying for checkpoints", "waiting for checkpoints", "wr
 
 def _checkpoints(costs: Costs) -> Iterator[_Weighed]:
     own = [part for part in costs.parts if part.name in _CHECKPOINTS]
-    share, seconds = sum(part.share for part in own), sum(part.seconds for part in own)
+    share, seconds = sum(part.share for part in own), held_up(costs)
     if share >= _STALL:
         waits = any(part.name == "waiting for checkpoints" and 2 * part.seconds > seconds for part in own)
         why = ", mostly because the one before was still being written" if waits else ""

@@ -10,6 +10,7 @@ import torch
 from eventloop import Bus, Run
 from eventloop.observe import RunFolder, environment
 from eventloop.observe.environment import Process
+from eventloop.observe.report import ReportedRun
 from hooks import CheckpointHook, JSONLinesWriter, LoggerHook, RunRecordHook, run_record
 
 from ..failing import fails
@@ -129,6 +130,28 @@ def test_a_loop_that_is_left_before_its_last_epoch_is_recorded_as_stopped(tmp_pa
             if leave == "break" and epoch == 2:
                 break
     assert (session(tmp_path).state, session(tmp_path).reason) == ("stopped", "the training ended after 3 of 20 epochs")
+
+
+def test_the_end_in_the_record_counts_where_run_json_could_not_be_rewritten(tmp_path, monkeypatch):
+    """The disk is full when the run ends."""
+    write = run_record.observe.write_manifest
+    full = fails(OSError(errno.ENOSPC, "full"))
+    monkeypatch.setattr(
+        "hooks.run_record.observe.write_manifest",
+        lambda folder, manifest: (full if manifest.sessions[-1].ended else write)(folder, manifest),
+    )
+    make_loop(RunRecordHook(), work_dir=tmp_path).run()
+    assert session(tmp_path).state == "running"
+    story = RunFolder(tmp_path).story()
+    assert (story.state, story.came_to, story.sessions[-1].ended) == ("finished", (2, 8), record(tmp_path, "end")[0]["time"])
+
+
+def test_report_and_table_count_the_epochs_that_were_completed(tmp_path):
+    loop = make_loop(RunRecordHook(), LoggerHook(1, writers=[JSONLinesWriter()]), work_dir=tmp_path)
+    loop.bus.on("after_train_iter", lambda event: event.progress.iter == 5 and event.run.stop())
+    loop.run()
+    run = ReportedRun(tmp_path)
+    assert (run.epochs, run.iterations) == run.story.came_to == (1, 6)
 
 
 def test_a_value_of_the_configuration_that_no_file_can_hold_costs_no_file(tmp_path):

@@ -90,7 +90,7 @@ def write_run(folder: Path, *sessions: RunSession, name: str = "digits", config:
         entry(70, "test", 10, 100, metrics={"accuracy": 0.85}, seconds=1.5),
         costs_line(BEGAN + 50, some_costs(5.0, 50), 5, 50),
         costs_line(BEGAN + 100, some_costs(), 10, 100),
-        entry(100, "end", 10, 100, state="finished", reason=""),
+        *([entry(100, "end", 10, 100, state="finished", reason="")] if not sessions or sessions[-1].ended else []),
     )
     write_scalars(folder, *loss_lines(100))
     return folder

@@ -337,6 +337,18 @@ def test_the_bar_of_costs_adds_up_to_100_percent():
     assert bars.segments[1] == []
 
 
+def test_what_checkpoints_took_has_one_figure(tmp_path):
+    """The costs have the waits for files, too; the lines of checkpoints have only the copies."""
+    waits = Part("training", "waiting for checkpoints", 1, 2.0, 0.2)
+    costs = msgspec.structs.replace(some_costs(), parts=[*some_costs().parts, waits])
+    run = write_run(tmp_path)
+    write_record(run, costs_line(BEGAN + 101, costs, 10, 100))
+    told = [line for line in sentences(run) if "held training up" in line or "hold training up" in line]
+    assert len(told) == 2
+    assert all("2 s" in line for line in told)
+    assert "1 checkpoint held training up for 2 s in all" in told[1]
+
+
 def test_further_names_of_a_file_are_one_checkpoint(tmp_path):
     run = write_run(tmp_path / "run")
     before = len(ReportedRun(run).story.checkpoints())

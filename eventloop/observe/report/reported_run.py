@@ -64,14 +64,17 @@ class ReportedRun:
     @property
     def iterations(self) -> int:
         """The number of iterations that the run completed."""
-        known = [int(one.iterations[-1]) for one in self.curves.values()]
-        return max([iteration for _, iteration in self.story.reached()] + known, default=0)
+        if self.story.sessions:
+            return self.story.came_to[1]
+        return max((int(one.iterations[-1]) for one in self.curves.values()), default=0)
 
     @property
     def epochs(self) -> int:
         """The number of epochs that the run completed."""
-        known = [float(np.nanmax(one.epochs)) for one in self.curves.values() if np.isfinite(one.epochs).any()]
-        return int(max([epoch for epoch, _ in self.story.reached()] + known, default=0))
+        if self.story.sessions:
+            return self.story.came_to[0]
+        known = (float(np.nanmax(one.epochs)) for one in self.curves.values() if np.isfinite(one.epochs).any())
+        return int(max(known, default=0.0))
 
     @cached_property
     def costs(self) -> Costs | None:

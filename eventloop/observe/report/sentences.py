@@ -10,7 +10,7 @@ import numpy as np
 from eventloop.observe.record import FailedCheckpoint, SkippedCheckpoint, Validation
 from eventloop.observe.report.reported_run import ReportedRun
 from eventloop.observe.states import RunStatus
-from eventloop.observe.verdict import duration, expensive
+from eventloop.observe.verdict import duration, expensive, held_up
 
 Best = Callable[[Sequence[Mapping[str, float]]], tuple[str, int] | None]
 """Takes the metrics of all validations. Returns the best one as a text, such as ``"accuracy 0.97"``, and its index."""
@@ -82,9 +82,9 @@ def _costs(run: ReportedRun) -> Iterator[str]:
 
 def _checkpoints(run: ReportedRun) -> Iterator[str]:
     if written := run.story.checkpoints():
-        held = (
-            f"{count(len(written), 'checkpoint')} held training up for {duration(sum(line.stall for line in written))} in all"
-        )
+        measured = 0.0 if run.costs is None else held_up(run.costs)  # with the waits for files, as the costs above have it
+        seconds = measured or sum(line.stall for line in written)
+        held = f"{count(len(written), 'checkpoint')} held training up for {duration(seconds)} in all"
         yield f"{held}; writing one took at most {duration(max(line.seconds for line in written))}."
     if failed := run.story.of(FailedCheckpoint):
         yield f"{count(len(failed), 'checkpoint')} could not be written, the last one at iteration {failed[-1].iter:,}."
