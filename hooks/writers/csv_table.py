@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import csv
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, ClassVar
 
 from eventloop import check_options, register
@@ -20,7 +20,8 @@ class CSVWriter(FileWriter):
 
     - A later name adds a column at the right, which rewrites the file. Report all names early if the file is large.
     - A cell without a value is empty. NaN and infinities are ``nan``, ``inf`` and ``-inf``, which Python, pandas and R read.
-    - A resumed run appends to the file. Repeated iterations have two rows; the later one counts.
+    - A resumed run appends to the file. Repeated iterations have two rows; the later one counts. A validation that a resume
+      repeats with the same results has one.
     - Without a work dir nothing is written. A symbolic link with the file's name is an error.
 
     Args:
@@ -37,7 +38,13 @@ class CSVWriter(FileWriter):
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
         # Most readers take a column with True or False for text.
         numbers = {name: int(value) if isinstance(value, bool) else value for name, value in scalars.items()}
-        self.write_row({"step": step, "epoch": where.epoch, "iter": where.iter, **numbers})
+        if not self.repeats(scalars, step, where):
+            self.write_row({"step": step, "epoch": where.epoch, "iter": where.iter, **numbers})
+
+    def line_reader(self) -> Callable[[bytes], Mapping[str, Any]]:
+        with self.path.open("r", encoding="utf-8", newline="") as written:
+            columns = next(csv.reader(written), [])
+        return lambda line: dict(zip(columns, next(csv.reader([line.decode()])), strict=True))
 
     def write_row(self, row: Mapping[str, Any]) -> None:
         """Append a row. New columns rewrite the file under another name, which then replaces it: every row has all columns."""

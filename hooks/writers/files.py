@@ -5,15 +5,16 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import NoneType
-from typing import BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar
 
 from eventloop import ConfigurationError, get_logger
 from eventloop.checkpoint import commit_bytes
 from eventloop.events import RunView, Slot
-from hooks.writers.base import RunFacts, Writer
+from hooks.writers.base import RunFacts, Where, Writer
 
 log = get_logger()
 
@@ -26,19 +27,45 @@ class FileWriter(Writer):
 
     needs_work_dir = True
 
-    of_run: ClassVar = {"_file": NoneType}
+    of_run: ClassVar = {"_file": NoneType, "_trains": bool}
 
     def __init__(self, filename: str, interval: int | None) -> None:
         super().__init__(interval)
         self.filename = filename
         self._file: BinaryIO | None = None
+        self._trains = False  # a training line was written since the writer was opened
 
     def files(self) -> Collection[str]:
         return (self.filename,)
 
     def open(self, run: RunFacts) -> None:
+        self._trains = False
         self.directory = run.folder
         self.path = self.directory / self.filename
+
+    def repeats(self, scalars: Mapping[str, float], step: int, where: Where) -> bool:
+        """Return True if the file has this line: of a validation that a run repeats, as it was saved before its end.
+
+        Only lines before the first one of a training are looked for. Durations may differ.
+        """
+        self._trains = self._trains or where.stage == "train"
+        if self._trains or self._file is not None or not self.path.is_file():
+            return False
+        wanted = {name: value for name, value in scalars.items() if name.rpartition("/")[2] not in ("time", "data_time")}
+        wanted |= {"step": step, "epoch": where.epoch, "iter": where.iter}
+        read = self.line_reader()
+        for line in _backwards(self.path):
+            with suppress(ValueError, KeyError, TypeError, IndexError):  # damage, or a line of something else
+                row = read(line)
+                if float(row["iter"]) < where.iter:
+                    return False
+                if all(_is_same(float(row[name]), float(value)) for name, value in wanted.items()):
+                    return True
+        return False
+
+    def line_reader(self) -> Callable[[bytes], Mapping[str, Any]]:
+        """Return a function that reads a line of the file, and returns its values by name; it raises ValueError for damage."""
+        raise NotImplementedError
 
     def append(self, line: bytes) -> None:
         self._file = self._file or self.open_file()
@@ -128,6 +155,24 @@ def run_id(work_dir: Path | None, filename: str, make: Callable[[], str], exists
     if path is not None:
         replace(path, f"{made}\n".encode())
     return made
+
+
+def _backwards(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file, the last one first."""
+    rest = b""
+    with path.open("rb") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end:
+            begin = max(0, end - (1 << 16))
+            file.seek(begin)
+            rest, *lines = (file.read(end - begin) + rest).split(b"\n")
+            yield from reversed(lines)
+            end = begin
+    yield rest
+
+
+def _is_same(one: float, other: float) -> bool:
+    return one == other or (one != one and other != other)
 
 
 def _cut_incomplete_line(descriptor: int, path: Path) -> None:

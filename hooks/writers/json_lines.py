@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
@@ -32,7 +32,8 @@ class JSONLinesWriter(FileWriter):
       ``trainbus report`` shows them. With another ``filename``, such as ``raw.jsonl``, it is ``raw_media.jsonl``.
     - Test metrics go to ``test_metrics.json``, as one object, and the run's configuration to ``config.json``.
     - NaN and infinities are ``NaN`` and ``Infinity``, never null. Python's ``json``, pandas and most parsers read them.
-    - A resumed run appends to the file. Repeated iterations have two lines; the later one counts.
+    - A resumed run appends to the file. Repeated iterations have two lines; the later one counts. A validation that a resume
+      repeats with the same results has one.
     - Without a work dir nothing is written. A symbolic link with the file's name is an error.
 
     Args:
@@ -85,10 +86,14 @@ class JSONLinesWriter(FileWriter):
         line = _encode({"step": step, "epoch": where.epoch, "iter": where.iter, "time": _now(), **scalars})
         if where.stage == "test":
             replace(self.directory / "test_metrics.json", line)
-        else:
+        elif not self.repeats(scalars, step, where):
             self.append(line)
 
+    def line_reader(self) -> Callable[[bytes], Mapping[str, Any]]:
+        return json.loads
+
     def write_rows(self, rows: Sequence[Row]) -> None:
+        self._trains = True
         now = _now()
         full = [
             {"step": step, "epoch": where.epoch, "iter": where.iter, "time": now, **scalars} for scalars, step, where in rows

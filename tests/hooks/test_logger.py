@@ -427,6 +427,24 @@ def test_two_hooks_that_write_the_same_file_are_an_error_before_the_training(tmp
     assert {"scalars.jsonl", "raw.jsonl"} <= {path.name for path in (tmp_path / "own").iterdir()}
 
 
+@pytest.mark.parametrize("writer", [JSONLinesWriter, CSVWriter])
+def test_a_validation_that_resumes_repeat_has_one_line(tmp_path, writer):
+    """Each session ends in the second validation, before which the run saved: the next one repeats it."""
+
+    def train(**options):
+        bus = Bus(CheckpointHook(1), LoggerHook(100, writers=[writer()]), IterTimerHook())
+        loop = make_loop(bus=bus, work_dir=tmp_path, val_data=DATA[:2], seed=0, **options)
+        bus.on("after_val", lambda event: event.progress.epoch == 2 and fails(ValueError("killed"))())
+        with pytest.raises(ValueError, match="killed"):
+            loop.run(resume="auto")
+
+    for _ in range(3):
+        train()
+    assert [step for step, _ in text(tmp_path, "val/loss")] == [1, 2]
+    train(val_step=lambda model, batch: {"loss": 7.0})
+    assert text(tmp_path, "val/loss")[2:] == [(2, 7.0)]  # other results are another line
+
+
 @pytest.mark.parametrize(("as_type", "held"), [(torch.Tensor, False), (torch.Tensor, True), (Late, True)])
 def test_the_lines_of_a_resumed_run_are_those_of_an_uninterrupted_one(tmp_path, as_type, held):
     epoch_mean = {"data_src": "accuracy", "log_name": "mean", "window_size": "epoch"}
