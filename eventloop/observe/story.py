@@ -128,10 +128,10 @@ class RunStory:
         self.changed = False
         """True if ``run.json`` lacks a change; its writer sets it to False."""
         found = list(lines)
-        for session, following in pairwise([*self.sessions, None]) if manifest is not None else ():
-            _complete(
-                session, [line for line in found if session.began <= line.time < (following.began if following else math.inf)]
-            )
+        begins = [*(one.began for one in self.sessions[1:]), math.inf]
+        for session, following in zip(self.sessions, begins, strict=False):
+            if session.state is RunStatus.RUNNING:
+                _complete(session, [line for line in found if session.began <= line.time < following])
         if manifest is not None:
             self.state = self.sessions[-1].state_now if self.sessions else RunStatus.UNKNOWN
         self.ends = list(ends)
@@ -301,8 +301,6 @@ class RunStory:
 
 def _complete(session: RunSession, lines: Sequence[AnyLine]) -> None:
     """Take the end of a session from its lines if ``run.json`` lacks it, as on a disk that was full then."""
-    if session.state is not RunStatus.RUNNING:
-        return
     own = [line for line in lines if not isinstance(line, Checkpoint | NotWritten)]  # the last file may come after the end
     if own and isinstance(end := own[-1], End):
         session.state, session.reason, session.ended = RunStatus(end.state), end.reason, end.time
