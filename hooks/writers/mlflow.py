@@ -20,6 +20,7 @@ log = get_logger()
 
 _MOST_METRICS, _MOST_PARAMS = 1000, 100  # per call: MLflow's limits
 _LONGEST = 6000  # characters of a parameter's value
+_LONGEST_NAME = 250
 
 _ID = "mlflow_run_id"  # file with the id of the run
 
@@ -139,7 +140,9 @@ class MLflowWriter(Writer):
 
 
 def _name(name: str) -> str:
-    return re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)
+    """Return a name that MLflow takes: a relative path without empty parts, of at most 250 characters."""
+    parts = re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)[:_LONGEST_NAME].split("/")
+    return "/".join("_" * max(1, len(part)) if part in ("", ".", "..") else part for part in parts)
 
 
 def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -60,6 +60,16 @@ def test_large_batches_are_split_and_invalid_names_are_replaced(client, tmp_path
     assert len(history(found, run, "val/_")) == 600
 
 
+def test_names_of_parameters_that_mlflow_refuses_cost_no_other_parameter(client, tmp_path):
+    config = {"lr": 0.1, "/data/x": 1, "a//b": 2, "..": 3, "n" * 300: 4}
+    writer = MLflowWriter()
+    writer.open(RunFacts("digits", tmp_path))
+    writer.write_config(config)
+    writer.close()
+    (run,) = runs(client(tmp_path))
+    assert run.data.params == {"lr": "0.1", "_/data/x": "1", "a/_/b": "2", "__": "3", "n" * 250: "4"}
+
+
 def test_a_store_that_was_unavailable_gets_all_data_later(client, tmp_path, monkeypatch, logs):
     mlflow = pytest.importorskip("mlflow")
     answers, log_batch = [], mlflow.MlflowClient.log_batch
