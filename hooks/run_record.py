@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from eventloop import Hook, Priority, check_options, get_logger, mount, observe, register
 from eventloop import events as ev
-from eventloop.checkpoint import free_name
+from eventloop.checkpoint import keep_as_old
 from hooks.copies import CopiedAnew
 from hooks.settings import data_settings, settings_of
 from hooks.writers.base import RunFacts
@@ -147,8 +147,7 @@ class RunRecordHook(CopiedAnew, Hook):
         try:
             manifest = observe.read_manifest(folder)
         except observe.RunFolderError as error:
-            kept = free_name(folder / f"{observe.MANIFEST}.old")
+            kept = keep_as_old(folder / observe.MANIFEST)
             log.warning("the record of earlier sessions cannot be read and is kept", file=str(kept), error=str(error))
-            (folder / observe.MANIFEST).rename(kept)
             return []
         return [] if manifest is None else manifest.sessions

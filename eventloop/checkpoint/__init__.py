@@ -18,6 +18,7 @@ from eventloop.checkpoint.folder import (
     files_in,
     free_name,
     is_folder,
+    keep_as_old,
     remove_leftover,
     sync_folder,
 )
@@ -103,6 +104,7 @@ __all__ = [
     "is_plain_name",
     "is_sharded",
     "is_weights",
+    "keep_as_old",
     "link",
     "list_directories",
     "list_files",

@@ -116,6 +116,13 @@ def free_name(path: Path) -> Path:
     return next(name for name in names if not os.path.lexists(name))
 
 
+def keep_as_old(path: Path) -> Path:
+    """Rename a file or folder whose name is needed to the first free one of ``NAME.old``, ``NAME.old-2`` …; return that."""
+    kept = free_name(path.with_name(f"{path.name}.old"))
+    path.rename(kept)
+    return kept
+
+
 def _set_aside(folder: Path, *, replace: bool = False) -> Path:
     if not (replace or is_folder(folder)):
         raise CheckpointError(f"{folder} has no {STATE_FILE}, so it is not a checkpoint of this bus: move it away")

@@ -146,9 +146,12 @@ def file_kind(path: AsPath) -> Kind:
 
 
 def is_checkpoint(path: AnyPath) -> bool:
-    """Return True if a file has the name and the content of a checkpoint."""
+    """Return True if a file has the name and the content of a checkpoint. One that cannot be read counts: it may be one."""
     named = path.suffix == ".safetensors" and not path.name.startswith(".")
-    return named and path.is_file() and file_kind(path) == "checkpoint"
+    try:
+        return named and path.is_file() and file_kind(path) == "checkpoint"
+    except OSError:  # a bad sector, or no permission
+        return True
 
 
 def checkpoints_in(directory: AnyPath) -> Iterator[AnyPath]:

@@ -8,6 +8,7 @@ runs never import.
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import time
@@ -273,7 +274,8 @@ def sweep_shards(directory: AnyPath, *, still: float = 60.0) -> bool:
     A checkpoint counts under any name, also one such as ``epoch_1.bak``.
 
     Only a directory that ``sharded`` has named and filled, with nothing else in it, is one. One that has changed in the last
-    ``still`` seconds is being written, and stays. Each removal is logged.
+    ``still`` seconds is being written, and stays. So do those that are older than a file that cannot be read. Each removal is
+    logged.
 
     Raises:
         CheckpointError: a directory cannot be removed.
@@ -281,8 +283,8 @@ def sweep_shards(directory: AnyPath, *, still: float = 60.0) -> bool:
     found = {one: parts for one in list_directories(directory) if (parts := _own_parts(one))}
     if not found:
         return False
-    named = set()
-    for file, _ in list_files(directory):
+    named, since = set(), -math.inf
+    for file, changed in list_files(directory):
         try:
             if file.suffix != ".safetensors" and (not file.is_file() or file_kind(file) != "checkpoint"):
                 continue
@@ -291,10 +293,12 @@ def sweep_shards(directory: AnyPath, *, still: float = 60.0) -> bool:
             if _is_foreign(file):
                 continue
             log.warning("sharded tensors of old checkpoints stay: a file cannot be read", path=str(file), error=str(error))
-            return True  # it may name any of them
+            since = math.inf if changed is None else max(since, changed)  # it may name any that were there before it
+            continue
         named.add(sharded_in(tree))
     for one, parts in found.items():
-        if one.name not in named and (not still or _unchanged(one, parts) >= still):
+        older = any(changed is None or changed <= since for changed in parts.values())
+        if one.name not in named and not older and (not still or _unchanged(one, parts) >= still):
             remove_directory(one, list(parts))
             log.info("removed the sharded tensors of a checkpoint that does not exist", path=str(one))
     return True

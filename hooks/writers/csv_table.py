@@ -66,10 +66,13 @@ class CSVWriter(FileWriter):
         copy.replace(self.path)
         self._file = self.open_file()
 
-    def open_file(self) -> BinaryIO:
-        """Open the file at its end, and read its header."""
-        file = super().open_file()
+    def _open_to_append(self) -> BinaryIO:
+        file = super()._open_to_append()
         self._rows = csv.writer(codecs.getwriter("utf-8")(file), lineterminator="\n")
-        with self.path.open("r", encoding="utf-8", newline="") as written:
-            self._columns = next(csv.reader(written), [])
+        try:
+            with self.path.open("r", encoding="utf-8", newline="") as written:
+                self._columns = next(csv.reader(written), [])
+        except OSError:
+            file.close()
+            raise
         return file

@@ -9,12 +9,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import NoneType
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, BinaryIO, ClassVar, Final
 
 from eventloop import ConfigurationError, get_logger
-from eventloop.checkpoint import commit_bytes
+from eventloop.checkpoint import commit_bytes, keep_as_old
 from eventloop.events import RunView, Slot
 from hooks.writers.base import RunFacts, Where, Writer
+
+_UNUSABLE: Final = (errno.EACCES, errno.EPERM, errno.EIO, errno.EISDIR)
 
 log = get_logger()
 
@@ -22,7 +24,9 @@ log = get_logger()
 class FileWriter(Writer):
     """Base class of writers of one growing file in the work dir. The first line opens it and makes its folders.
 
-    An incomplete last line of a killed process is cut off. A symbolic link, or what is not a regular file, is an ``OSError``.
+    An incomplete last line of a killed process is cut off. A file that cannot be read or continued (a bad sector, no
+    permission, a directory) is kept under another name, with a warning. A symbolic link, or what else is not a regular file, is
+    an ``OSError``.
     """
 
     needs_work_dir = True
@@ -72,6 +76,17 @@ class FileWriter(Writer):
         self._file.write(line)
 
     def open_file(self) -> BinaryIO:
+        """Open the file at its end."""
+        try:
+            return self._open_to_append()
+        except OSError as error:
+            if error.errno not in _UNUSABLE:
+                raise
+            kept = keep_as_old(self.path)
+            log.warning("a file cannot be continued, and is kept", path=str(self.path), to=str(kept), error=str(error))
+            return self._open_to_append()
+
+    def _open_to_append(self) -> BinaryIO:
         path = self.path
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -148,7 +163,11 @@ def run_id(work_dir: Path | None, filename: str, make: Callable[[], str], exists
     Without a stored id, or if ``exists`` returns False for it, ``make`` returns a new one. Without a work dir it is not stored.
     """
     path = None if work_dir is None else work_dir / filename
-    known = path.read_text(encoding="utf-8").strip() if path is not None and path.is_file() else ""
+    known = ""
+    try:
+        known = path.read_text(encoding="utf-8").strip() if path is not None and path.is_file() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        log.warning("the id of the run at its tracker cannot be read; a new one begins", path=str(path), error=str(error))
     if known and exists(known):
         return known
     made = make()

@@ -284,6 +284,18 @@ def test_the_tensors_of_a_damaged_checkpoint_stay(place):
     assert own.exists()
 
 
+def test_a_file_that_cannot_be_read_does_not_keep_the_tensors_of_later_checkpoints(place):
+    own = shards(place)
+    for one in (*own.iterdir(), place / "a.safetensors"):
+        os.utime(one, (1e9, 1e9))
+    shutil.copytree(own, later := place / f"b-{TOKEN}.shards", copy_function=shutil.copyfile)
+    (place / "a.safetensors").write_bytes((place / "a.safetensors").read_bytes()[:-1])
+    os.utime(place / "a.safetensors", (1e9, 1e9))
+    assert sweep_shards(place, still=0)
+    assert own.exists()
+    assert not later.exists()
+
+
 def test_a_store_that_does_not_answer_is_no_damage(copied, monkeypatch):
     place = copied("now")
 

@@ -18,7 +18,7 @@ from eventloop.checkpoint import (
     RemotePath,
     commit_bytes,
     file_kind,
-    free_name,
+    keep_as_old,
     link,
     make_directory,
     note_scores,
@@ -373,7 +373,8 @@ class CheckpointWriter:
             start = time.monotonic()
             try:
                 self._make(path.parent)
-                _keep_foreign(path)
+                if isinstance(path, Path):
+                    _keep_foreign(path)
                 size = self._fill(root, path)
                 self._landed(root, path)
             except CheckpointError as error:
@@ -429,16 +430,19 @@ class CheckpointWriter:
 
     def _point(self, directory: AnyPath, path: AnyPath) -> None:
         """Have ``last_checkpoint`` in ``directory`` name a file."""
+        pointer = self.made[directory]
+        if isinstance(pointer, Path) and os.path.isdir(pointer) and not pointer.is_symlink():  # noqa: PTH112 - at each save
+            log.warning("a directory had the name of last_checkpoint, and is kept", to=str(keep_as_old(pointer)))
         relative = path.name if path.parent == directory else str(path)
         if isinstance(path, Path) and path.parent != directory:
             relative = os.path.relpath(path, str(directory))
         try:
-            commit_bytes(self.made[directory], os.fsencode(relative))
+            commit_bytes(pointer, os.fsencode(relative))
         except CheckpointError as error:
             # A bucket in which nothing can be replaced. A resume finds the newest file without the pointer.
             if not (isinstance(directory, RemotePath) and isinstance(error.__cause__, PermissionError)):
                 raise
-            log.warning("the store refuses last_checkpoint", path=str(self.made[directory]), error=str(error))
+            log.warning("the store refuses last_checkpoint", path=str(pointer), error=str(error))
 
     def _make(self, directory: AnyPath) -> None:
         # A local directory may have been removed; an object store has none to remove.
@@ -452,9 +456,19 @@ def _is_given_up(job: SaveJob) -> bool:
     return bool(job.given_up)
 
 
-def _keep_foreign(path: AnyPath) -> None:
-    """Keep a file that is not a checkpoint of trainbus under another name, where a checkpoint is about to replace it."""
-    if isinstance(path, Path) and path.is_file() and not path.is_symlink() and file_kind(path) != "checkpoint":
-        kept = free_name(path.with_name(f"{path.name}.old"))
-        path.rename(kept)
-        log.warning("a file of another program had the name of a checkpoint, and is kept", path=str(path), to=str(kept))
+def _keep_foreign(path: Path) -> None:
+    """Keep what is not a checkpoint of trainbus, or cannot be read, under another name: a checkpoint is about to replace it."""
+    if path.is_symlink() or not os.path.lexists(path):  # the file that a link leads to stays
+        return
+    try:
+        if file_kind(path) == "checkpoint":
+            return
+        why = {}
+    except OSError as error:  # a bad sector, no permission, a directory
+        why = {"error": str(error)}
+    log.warning(
+        f"what had the name of a checkpoint {'cannot be read' if why else 'is of another program'}, and is kept",
+        path=str(path),
+        to=str(keep_as_old(path)),
+        **why,
+    )

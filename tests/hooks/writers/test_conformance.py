@@ -1,6 +1,8 @@
 """What every writer that keeps its data promises, and what their base does."""
 
+import errno
 import math
+import os
 import shutil
 import sys
 import threading
@@ -158,6 +160,26 @@ def test_symbolic_links_are_not_followed(tmp_path, cls, file, logs):
     assert (tmp_path / "precious").read_text() == "mine"
     assert (tmp_path / "out" / f"{file}.tmp").read_text() == "mine, too"
     assert logs[-1]["event"] == "a writer has lost data"
+
+
+@FILES
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, None], ids=["no permission", "bad sector", "directory"])
+def test_a_file_that_cannot_be_continued_is_kept_and_another_one_is_begun(tmp_path, monkeypatch, cls, file, number, logs):
+    path, real = tmp_path / file, os.open
+    path.mkdir() if number is None else path.write_text("of an earlier session\n")
+
+    def refuse(name, *args, **options):
+        if number is not None and name == path and path.exists() and path.read_text().startswith("of an earlier session"):
+            raise OSError(number, os.strerror(number), str(path))
+        return real(name, *args, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    logging_loop(cls(), work_dir=tmp_path).run(resume="auto")
+    monkeypatch.undo()
+    assert sorted({step for step, _ in text(tmp_path, "train/loss")}) == list(range(1, 7))
+    kept = tmp_path / f"{file}.old"
+    assert kept.is_dir() if number is None else kept.read_text() == "of an earlier session\n"
+    assert [line["to"] for line in logs if line["log_level"] == "warning"] == [str(kept)]
 
 
 def test_aborted_is_called_if_an_exception_ends_the_run():

@@ -21,7 +21,10 @@ from eventloop import (
 from eventloop.checkpoint import export_tree, load, load_pth, save
 from eventloop.cli import main
 from eventloop.training import peek
+from eventloop.training.folders import has_run
 from hooks import CheckpointHook, EMAHook
+
+from ..conftest import assert_same
 
 pytestmark = pytest.mark.usefixtures("logs")  # what is wrong with a file is drawn there: a tenth of a second
 
@@ -94,8 +97,9 @@ def test_auto_handles_an_invalid_last_checkpoint_and_passes_over_files_that_were
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
-def test_auto_uses_the_file_before_an_unreadable_one(parts, tmp_path, monkeypatch, number):
+def test_auto_uses_the_file_before_an_unreadable_one_and_saves_under_its_name_again(parts, tmp_path, logs, monkeypatch, number):
     saving(parts, tmp_path)
+    whole = load(tmp_path / "epoch_3.safetensors")
     real = Path.open
 
     def refuse(self, *args, **options):
@@ -104,7 +108,35 @@ def test_auto_uses_the_file_before_an_unreadable_one(parts, tmp_path, monkeypatc
         return real(self, *args, **options)
 
     monkeypatch.setattr(Path, "open", refuse)
+    assert has_run(tmp_path)
     assert began(parts, "auto", work_dir=tmp_path) == (6, tmp_path / "epoch_2.safetensors")
+    saving(parts, tmp_path, resume="auto")
+    monkeypatch.undo()
+    assert_same(load(tmp_path / "epoch_3.safetensors")["state_dict"], whole["state_dict"])
+    assert_same(load(tmp_path / "epoch_3.safetensors.old")["state_dict"], whole["state_dict"])
+    (told,) = [entry for entry in logs if entry.get("to") == str(tmp_path / "epoch_3.safetensors.old")]
+    assert os.strerror(number) in told["error"]
+
+
+@pytest.mark.parametrize("name", ["epoch_2.safetensors", "last_checkpoint"])
+@pytest.mark.parametrize("kind", ["directory", "dangling link", "FIFO"])
+def test_what_is_no_file_makes_way_for_one_of_its_name(parts, tmp_path, logs, name, kind):
+    saving(parts, tmp_path, max_epochs=1)
+    (tmp_path / name).unlink(missing_ok=True)
+    if kind == "directory":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "kept").touch()
+    elif kind == "FIFO":
+        os.mkfifo(tmp_path / name)
+    else:
+        (tmp_path / name).symlink_to(tmp_path / "nothing")
+    saving(parts, tmp_path, resume="auto")
+    assert load(tmp_path / "epoch_2.safetensors")["progress"]["iter"] == 6
+    assert (tmp_path / "last_checkpoint").read_text() == "epoch_3.safetensors"
+    if kind == "directory":
+        assert (tmp_path / f"{name}.old" / "kept").exists()
+        assert [entry["to"] for entry in logs if "to" in entry] == [str(tmp_path / f"{name}.old")]
+    assert not (tmp_path / "nothing").exists()
 
 
 def test_of_two_directories_in_a_copy_the_one_with_more_progress_is_resumed(parts, tmp_path):
