@@ -66,8 +66,9 @@ class CSVWriter(FileWriter):
         copy.replace(self.path)
         self._file = self.open_file()
 
-    def _open_to_append(self) -> BinaryIO:
-        file = super()._open_to_append()
+    def open_to_append(self) -> BinaryIO:
+        """Open the file at its end, and read its header."""
+        file = super().open_to_append()
         self._rows = csv.writer(codecs.getwriter("utf-8")(file), lineterminator="\n")
         try:
             with self.path.open("r", encoding="utf-8", newline="") as written:

@@ -78,15 +78,16 @@ class FileWriter(Writer):
     def open_file(self) -> BinaryIO:
         """Open the file at its end."""
         try:
-            return self._open_to_append()
+            return self.open_to_append()
         except OSError as error:
             if error.errno not in _UNUSABLE:
                 raise
             kept = keep_as_old(self.path)
             log.warning("a file cannot be continued, and is kept", path=str(self.path), to=str(kept), error=str(error))
-            return self._open_to_append()
+            return self.open_to_append()
 
-    def _open_to_append(self) -> BinaryIO:
+    def open_to_append(self) -> BinaryIO:
+        """Open the file, or create it, and cut off an incomplete last line; a subclass may read what it has."""
         path = self.path
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

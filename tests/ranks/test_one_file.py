@@ -30,7 +30,7 @@ def raised(function: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def saves(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+def saves(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, *left_out: str) -> None:
     """Take one step with gradients of ones, and save."""
     with Run(Bus(), model=model, optimizer=optimizer, work_dir=folder) as run:
         for _ in run.epochs(1):
@@ -39,7 +39,7 @@ def saves(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Non
                     parameter.grad = torch.ones_like(parameter)
                 if optimizer is not None:
                     optimizer.step()
-                run.request_save("one.safetensors")
+                run.request_save("one.safetensors", leave_out=left_out)
 
 
 class OfOneRank(torch.optim.SGD):
@@ -72,7 +72,9 @@ def other_states(folder: str) -> dict[str, str]:
         "a buffer of another size": (sized, None),
         "an optimizer of parts": (same, OfOneRank(same.parameters())),
     }
-    return {case: raised(partial(saves, Path(folder, case), *one)) for case, one in cases.items()}
+    found = {case: raised(partial(saves, Path(folder, case), *one)) for case, one in cases.items()}
+    saves(Path(folder, "without"), same, OfOneRank(same.parameters()), "optimizer")
+    return found
 
 
 def test_models_that_differ_between_ranks_are_an_error_at_the_first_save_that_names_the_tensor(ranks, tmp_path):
@@ -84,11 +86,11 @@ def test_models_that_differ_between_ranks_are_an_error_at_the_first_save_that_na
         "stages of equal names": ("other values on rank 1 than on rank 0", "'0."),
         "a part without a wrapper": ("other values on rank 1 than on rank 0", "'own.0."),
         "a buffer of another size": ("rank 1", "'queue'", "(1,)", "(2,)"),
-        "an optimizer of parts": ("rank 1", "momentum_buffer of bias"),
+        "an optimizer of parts": ("rank 1", "momentum_buffer of bias", "save_optimizer=False"),
     }
     missing = {case: [text for text in texts if text not in first[case]] for case, texts in named.items()}
     assert missing == {case: [] for case in named}
-    assert not list(tmp_path.rglob("*.safetensors"))
+    assert list(tmp_path.rglob("*.safetensors")) == [tmp_path / "without" / "one.safetensors"]
 
 
 def legitimately_other_states(folder: str) -> list[float]:

@@ -28,6 +28,10 @@ _ADVICE: Final = (
     "(fully_shard, parallelize_module). Pipeline stages and local experts cannot be saved yet: remove CheckpointHook, and save "
     "them by torch.distributed.checkpoint, under a name for each stage"
 )
+_ADVICE_OPTIMIZER: Final = (
+    "An optimizer that keeps a part of its state on each rank must gather it on all ranks before a save, as by its own "
+    "state_dict(); or leave it out: CheckpointHook(save_optimizer=False), from which a resume is not exact"
+)
 
 
 class _Held(NamedTuple):
@@ -92,6 +96,7 @@ def _optimizer_shapes(models: Mapping[str, torch.nn.Module], optimizers: Mapping
         for name, optimizer in optimizers.items()
         if type(stepping(optimizer)).state_dict is torch.optim.Optimizer.state_dict
         for parameter, state in stepping(optimizer).state.items()
+        if isinstance(state, Mapping)  # some keep a count beside those of the parameters
         for key, value in state.items()
     }
 
@@ -105,14 +110,18 @@ def _check_shapes(everyones: Mapping[int, Mapping[str, str]]) -> None:
                 shown = ", ".join([*map(repr, ordered[:_MOST]), *["…"] * (len(ordered) > _MOST)])
                 raise ConfigurationError(
                     f"of rank 0 and rank {rank}, only {where} has {shown}, and a checkpoint would hold the state of rank 0 "
-                    f"alone. {_ADVICE}"
+                    f"alone. {_advice(ordered[0])}"
                 )
         for name, shape in own.items():
             if shape != first[name]:
                 raise ConfigurationError(
                     f"{name!r} is {first[name] or 'no tensor'} on rank 0 and {shape or 'no tensor'} on rank {rank}, and a "
-                    f"checkpoint would hold that of rank 0 alone. {_ADVICE}"
+                    f"checkpoint would hold that of rank 0 alone. {_advice(name)}"
                 )
+
+
+def _advice(name: str) -> str:
+    return _ADVICE_OPTIMIZER if ": " in name else _ADVICE
 
 
 def _not_kept_equal(model: torch.nn.Module, size: int) -> set[str]:

@@ -59,6 +59,7 @@ class Capture:
         self._shard_stage: ShardStage | None = None
         self._states: RankStates | None = None
         self._elsewhere: frozenset[Any] | None = None  # see ShardStage; None before the ranks were compared
+        self._compared = False  # the optimizers, too
         self._token = ""
         self._scores: tuple[tuple[int, ...], Mapping[str, Any]] = (), {}
         """The version of the state that was validated last, and its metrics."""
@@ -148,7 +149,7 @@ class Capture:
             return
         ranks, writer, wanted, states = self._run.state.ranks, self._opened(), merged(requests), None
         if ranks is not None:
-            self._check_alike(ranks)
+            self._check_alike(ranks, with_optimizer="optimizer" not in wanted.leave_out)
         held, busy = self._standing(wanted)
         paths = list(dict.fromkeys(request.path for request in requests))
         failed = {number for number, path in enumerate(paths) if path in writer.failed}
@@ -197,10 +198,11 @@ class Capture:
             writer.hand_over(job)
             self._last, self._names = job, set(paths)  # last: after Ctrl-C above, no file may hold this state
 
-    def _check_alike(self, ranks: Ranks) -> None:
+    def _check_alike(self, ranks: Ranks, *, with_optimizer: bool = True) -> None:
         """Compare the ranks before the first save: rank 0's file must have the state of all."""
-        if self._elsewhere is None:
-            self._elsewhere = check_alike(ranks, self._run.models, self._run.optimizers)
+        if self._elsewhere is None or (with_optimizer and not self._compared):
+            self._elsewhere = check_alike(ranks, self._run.models, self._run.optimizers if with_optimizer else {})
+            self._compared = with_optimizer
 
     def note_scores(self, metrics: Mapping[str, Any]) -> None:
         """Note the metrics of a validation of the present state: for its last file, and for one that is requested now."""
