@@ -134,7 +134,7 @@ class TrainerHost:
         """Remember on all ranks why they stopped, also after the training."""
         own = self.run.state.own
         self.run.state.join(Alone(own))
-        own.reason = own.reason or rounds.agreed.reason
+        own.stop, own.reason = own.stop or rounds.agreed.stop, own.reason or rounds.agreed.reason
         rounds.close()
 
     # --------------------------------------------------------------------------------------------------------- steps
