@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any
 
+import msgspec
 import torch
 
 from eventloop.device import is_asynchronous, moved_to
@@ -21,11 +22,14 @@ from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.replicas import Draws
 from eventloop.training.rng import (
     generator_states,
+    get_rng_state,
     has_workers,
     own_generators,
     random_states,
     set_epoch,
+    set_generators,
     set_random_states,
+    set_rng_state,
     set_sampler_epoch,
 )
 from eventloop.training.schema import SavedData, SavedEvaluation, SavedPosition, SavedStart
@@ -54,8 +58,12 @@ class Feed:
         self.limit = limited_to(loader, limit)
         self._measure(length_of(loader))
         self._sampler = global_sampler(loader)
-        # A state of one process has no place in others. Within a pass, it has none in the next pass after a limit.
-        self._has_state = self._sampler is None and draws is None and self.limit is None and has_state(loader)
+        # A state of one process has no place in others.
+        self._has_state = self._sampler is None and draws is None and has_state(loader)
+        self._restored_state = False  # by the loader itself, in a resumed run
+        self._generators: list[torch.Tensor | None] = []  # their states in the saved run
+        self._exhausted = False
+        self._left: Any = _MISSING  # the loader's state one batch before the end of a pass that was left early
         self._draws = draws
         self.used = 0
         self.passes = 0  # earlier passes of the same epoch, in iteration-based training
@@ -96,6 +104,7 @@ class Feed:
     def start_pass(self) -> None:
         """Make the iterator of a new pass, or of the interrupted pass of a resumed run."""
         self._ahead = self._position = _MISSING
+        self._exhausted = False
         if self._endless is not None:  # after the hooks, which only know the epoch
             set_sampler_epoch(self.loader, self._endless + self.passes)
         again, self._again = self._again, None
@@ -105,12 +114,30 @@ class Feed:
             self._start_drawn(self._draws)
         elif self.resuming and self.used and self.start is not None:
             self.used -= self.repeats_last
-            self._iterator = iter(self.loader) if self._has_state else self._remaining(self.start)
+            self._iterator = self._continued() if self._restored_state else self._remaining(self.start)
         else:
             self.start = random_states(self.loader)
             self.used = 0
+            self._left = _MISSING
             self._iterator = iter(self.loader)
         self.resuming = self.repeats_last = False
+
+    def _continued(self) -> Iterator[Any]:
+        """Return an iterator over the rest of the pass whose position the loader has restored itself."""
+        if self._at_limit:
+            return iter(())  # nothing remains; iter(loader) would begin its next pass
+        # The interrupted run drew these random numbers when it began the pass.
+        now, before = get_rng_state(), generator_states(self.loader)
+        iterator: Iterator[Any] = iter(self.loader)
+        set_rng_state(now)
+        pairs = zip(before, generator_states(self.loader), self._generators, strict=True)
+        drawn = [None if old is None or new is None or torch.equal(old, new) else saved for old, new, saved in pairs]
+        set_generators(self.loader, drawn)
+        return iterator
+
+    @property
+    def _at_limit(self) -> bool:
+        return self.limit is not None and self.used >= self.limit
 
     def _start_drawn(self, draws: Draws) -> None:
         self.start = draws.begin_pass(self.loader, self._epoch + self.passes)
@@ -164,7 +191,7 @@ class Feed:
     @property
     def can_repeat(self) -> bool:
         """True if the interrupted pass of a resumed run can begin with the last batch that was used."""
-        own_position = self._has_state or self._sampler is not None or self._draws is not None
+        own_position = self._restored_state or self._sampler is not None or self._draws is not None
         return self.resuming and self.used > 0 and self.start is not None and not own_position
 
     def _remaining(self, start: SavedStart) -> Iterator[Any]:
@@ -182,6 +209,8 @@ class Feed:
 
     def end(self) -> None:
         """End the pass, and with its iterator the workers of a DataLoader."""
+        if self._has_state and self._iterator is not None and not self._exhausted and self._left is _MISSING:
+            self._left = self.loader.state_dict() if self._position is _MISSING else self._position
         self._iterator = None
         self._ahead = self._position = _MISSING
         self.used = 0
@@ -199,7 +228,7 @@ class Feed:
             draws.before_step()
             return self._given
         if (batch := self._ahead) is _MISSING:
-            batch = self._pull() if self.limit is None or self.used < self.limit else _END
+            batch = _END if self._at_limit else self._pull()
         if batch is _END:
             self._check_end(may_be_empty=may_be_empty)
             if self._endless is None:
@@ -223,7 +252,7 @@ class Feed:
             return False
         if self.length is not None:
             return self.used >= self.length
-        if self.limit is not None and self.used >= self.limit:
+        if self._at_limit:
             return True
         if self._ahead is _MISSING:
             self._position = self.loader.state_dict() if self._has_state else _MISSING
@@ -244,7 +273,9 @@ class Feed:
         if self._sampler is not None:
             saved.samples = self._samples if self.resuming else self._sampler.samples_before(self.used)
         if self._has_state:
-            saved.loader = self.loader.state_dict() if self._position is _MISSING else self._position
+            saved.left = self._left is not _MISSING if self._iterator is None else self._at_limit
+            at = self._left if saved.left else self._position
+            saved.loader = self.loader.state_dict() if at is _MISSING else at
         return saved
 
     def restore(self, saved: SavedPosition, restored: set[torch.Generator]) -> None:
@@ -267,11 +298,18 @@ class Feed:
                 now=self._own_length,
                 used=self.used,
             )
+        self._generators = saved.generators
+        self._restored_state = self._has_state and saved.loader is not msgspec.UNSET
+        if self._restored_state and saved.left:
+            self._left = saved.loader
         restore_loader(self.loader, saved, restored, workers=workers)
 
     def _pull(self) -> Any:
         """Return the next batch of the loader, or ``_END``."""
         assert self._iterator is not None  # noqa: S101 - next() made it
+        # Not before the first batch: a loader whose __iter__ is a generator does not know of its new pass until then.
+        if self._has_state and self.limit is not None and 0 < self.used == self.limit - 1:
+            self._left = self.loader.state_dict()
         if self._draws is not None and self.used:  # the first batch draws the order, too
             self._draws.before_batch(self._epoch + self.passes, self.used)
         try:
@@ -279,6 +317,7 @@ class Feed:
         except StopIteration as end:
             if _of_a_sample(end):
                 raise stopped(end, f"the dataset (or collate_fn) of {self._name}") from end
+            self._exhausted = True
             return _END
 
     def check_not_empty(self) -> None:

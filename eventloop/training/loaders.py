@@ -15,7 +15,15 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from eventloop.privates import starts_own_workers
-from eventloop.training.rng import has_workers, own_generators, random_states, set_generators, set_random_states
+from eventloop.training.rng import (
+    get_rng_state,
+    has_workers,
+    own_generators,
+    random_states,
+    set_generators,
+    set_random_states,
+    set_rng_state,
+)
 from eventloop.training.schema import SavedLoader, SavedPosition
 
 
@@ -63,7 +71,18 @@ def restore_loader(loader: Any, saved: SavedLoader, restored: set[torch.Generato
         set_generators(loader, saved.generators, restored)
     if position is not None and own:
         loader.load_state_dict(position.loader)
+        if position.left:
+            _leave_pass(loader, position, restored)
     restored.update(filter(None, own_generators(loader)))
+
+
+def _leave_pass(loader: Any, saved: SavedPosition, restored: set[torch.Generator]) -> None:
+    """Read the batch at which the saved run left a pass, so that the loader begins a new pass next."""
+    now = get_rng_state()
+    for _ in islice(iter(loader), 1):
+        pass
+    set_rng_state(now)
+    set_generators(loader, saved.generators, restored)
 
 
 def _held(loader: Iterable[Any]) -> Iterable[Any]:
@@ -73,7 +92,7 @@ def _held(loader: Iterable[Any]) -> Iterable[Any]:
 
 def rebuilt(loader: DataLoader[Any], **changed: Any) -> DataLoader[Any]:
     """Return a DataLoader of the same dataset; ``changed`` must hold all sampling options."""
-    parts = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+    parts = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "in_order")
     kept = {part: getattr(loader, part) for part in ("dataset", *parts, "generator", "prefetch_factor")}
     return DataLoader(**(kept | changed))
 

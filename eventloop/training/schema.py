@@ -95,6 +95,8 @@ class SavedPosition(SavedLoader, kw_only=True):
     """samples that all processes have used in the current pass; null without a `GlobalBatchSampler`"""
     loader: Any = UNSET
     """the loader's own `state_dict()`, if it has one"""
+    left: bool = False
+    """whether `loader` is one batch before the end of a pass that was left early, by a limit or `break`"""
 
 
 class SavedEvaluation(SavedLoader, kw_only=True):

@@ -14,7 +14,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from eventloop import Bus, ConfigurationError
+from eventloop import Bus, ConfigurationError, Run
 from hooks import CheckpointHook
 
 
@@ -32,25 +32,40 @@ def shuffled(workers=0, **sampling):
 
 
 class Stateful:
-    """A shuffled loader with a position of its own, as torchdata's."""
+    """A loader with a position of its own, as torchdata's: it orders its batches by the number of passes that it has begun."""
 
     def __init__(self):
-        self.order, self.at, self.saved = torch.Generator().manual_seed(3), 0, None
+        self.passes = self.at = self.begin = 0
 
     def __len__(self):
         return 8
 
     def __iter__(self):
-        begin, self.at, self.saved = self.at if self.saved else 0, 0, None
-        data = dataset()
-        for self.at in range(begin, 8):
-            yield data[self.at * 4 : self.at * 4 + 4]
+        begin, self.at, self.begin = self.begin, 0, 0
+        order, data = torch.randperm(8, generator=torch.Generator().manual_seed(self.passes)), dataset()
+        self.passes += 1
+        for index in range(begin, 8):
+            self.at = index + 1
+            yield data[order[index] * 4 : order[index] * 4 + 4]
+        self.at = 0
 
     def state_dict(self):
-        return {"at": self.at + 1}
+        return {"passes": self.passes - (self.at > 0), "at": self.at}
 
     def load_state_dict(self, state):
-        self.at, self.saved = state["at"], True
+        self.passes, self.begin = state["passes"], state["at"]
+
+
+class Unsized(Stateful):
+    """The same without a length, so the loop reads one batch ahead."""
+
+    __len__ = None
+
+
+def torchdatas(**options):
+    made = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    torch.manual_seed(5)  # its sampler draws a seed
+    return made(**({"dataset": dataset(), "batch_size": 4, "shuffle": True} | options))
 
 
 class Stream(IterableDataset):
@@ -88,8 +103,36 @@ LOADERS = {
     "replacement": lambda: shuffled(replacement=True),
     "workers": lambda: shuffled(workers=2),
     "stateful": Stateful,
+    "stateful without a length": Unsized,
     "stream": lambda: DataLoader(Stream(), 4),
 }
+
+
+@pytest.mark.parametrize("loader", [Stateful, Unsized])
+@pytest.mark.parametrize("limit", [1, 3, 8])
+def test_a_limited_epoch_of_a_loader_with_a_state_is_resumed_without_reading_it_again(parts, tmp_path, limit, loader):
+    """The next epoch begins a new pass over the loader, as in a run that was not stopped."""
+    options = {"limit_train_batches": limit, "max_epochs": 3}
+    whole = trained(parts, tmp_path / "whole", loader(), **options)
+    for stop_at in sorted({1, limit - 1, limit, limit + 1, 2 * limit} - {0}):
+        first = trained(parts, tmp_path / str(stop_at), loader(), stop_at, **options)
+        rest = trained(parts, tmp_path / str(stop_at), loader(), resume="auto", **options)
+        parts.assert_same([first[0] + rest[0], rest[1]], list(whole[:2]))
+
+
+def test_an_epoch_left_by_break_is_followed_by_a_new_pass_in_a_resumed_run(parts, tmp_path):
+    def train(loader, epochs, resume=None):
+        seen, run = [], Run(Bus(CheckpointHook(1)), model=parts.model(), work_dir=tmp_path, resume=resume)
+        with run:
+            for _ in run.epochs(epochs):
+                for index, batch in enumerate(run.train(loader)):
+                    seen.append(batch[0])
+                    if index == 4:
+                        break
+        return seen
+
+    whole = train(Stateful(), 3)
+    parts.assert_same(whole, train(Stateful(), 1) + train(Stateful(), 3, resume=tmp_path / "epoch_1.safetensors"))
 
 
 @pytest.mark.long
@@ -102,11 +145,35 @@ LOADERS = {
 def test_a_limited_run_that_was_interrupted_anywhere_is_the_same(parts, tmp_path, kind, length, option):
     whole = trained(parts, tmp_path / "whole", LOADERS[kind](), **length, **option)
     assert len(whole[0]) == 9
-    for stop_at in (1, 3, 5) if kind == "workers" else range(1, 9):
+    for stop_at in (1, 3, 5) if "workers" in kind else range(1, 9):
         folder = tmp_path / str(stop_at)
         first = trained(parts, folder, LOADERS[kind](), stop_at, **length, **option)
         rest = trained(parts, folder, LOADERS[kind](), resume="auto", **length, **option)
         parts.assert_same([first[0] + rest[0], rest[1], first[2] + rest[2]], list(whole))
+
+
+TORCHDATA = {
+    "shuffled": torchdatas,
+    "own generator": lambda: torchdatas(generator=torch.Generator()),
+    "stream": lambda: torchdatas(dataset=Stream(), shuffle=False),
+    "workers": lambda: torchdatas(num_workers=2),
+    "persistent workers": lambda: torchdatas(num_workers=2, persistent_workers=True),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize("limit", [None, 3])
+@pytest.mark.parametrize("kind", TORCHDATA)
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata calls it
+def test_a_run_over_a_loader_of_torchdata_that_was_interrupted_is_the_same(parts, tmp_path, kind, length, limit):
+    options = {"limit_train_batches": limit, **length}
+    whole = trained(parts, tmp_path / "whole", TORCHDATA[kind](), **options)
+    for stop_at in (2, 3, 5) if "workers" in kind else range(1, 9):
+        folder = tmp_path / str(stop_at)
+        first = trained(parts, folder, TORCHDATA[kind](), stop_at, **options)
+        rest = trained(parts, folder, TORCHDATA[kind](), resume="auto", **options)
+        parts.assert_same([first[0] + rest[0], rest[1]], list(whole[:2]))
 
 
 def test_a_limited_epoch_takes_other_batches_each_time_and_an_overfit_one_the_same_in_order(parts, tmp_path):

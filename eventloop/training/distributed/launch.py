@@ -79,7 +79,7 @@ def shared(loader: Iterable[Any], name: str, seed: int) -> Iterable[Any]:
     sampler: DistributedSampler[Any] = DistributedSampler(
         loader.dataset, shuffle=isinstance(loader.sampler, RandomSampler), seed=seed, drop_last=loader.drop_last
     )
-    kept = {part: getattr(loader, part) for part in ("batch_size", "drop_last", "persistent_workers", "in_order")}
+    kept = {part: getattr(loader, part) for part in ("batch_size", "drop_last", "persistent_workers")}
     return rebuilt(loader, sampler=sampler, **kept)
 
 
@@ -105,8 +105,7 @@ def divided(loader: Iterable[Any], global_batch: int, seed: int) -> DataLoader[A
         seed=seed,
         drop_last=loader.drop_last,
     )
-    kept = {part: getattr(loader, part) for part in ("persistent_workers", "in_order")}
-    return rebuilt(loader, batch_sampler=sampler, **kept)
+    return rebuilt(loader, batch_sampler=sampler, persistent_workers=loader.persistent_workers)
 
 
 def warn_if_all(loader: Iterable[Any], name: str) -> None:
