@@ -17,7 +17,7 @@ from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.events import Event
 from eventloop.training.arguments import Limit
 from eventloop.training.data import Feed
-from eventloop.training.distributed.shares import Share, check_divisible, check_even, forward_alone
+from eventloop.training.distributed.shares import Share, check_divisible, check_even, forward_alone, size_of
 from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.optimizers import stepping
 from eventloop.training.repeat import warn_if_left_out
@@ -312,7 +312,8 @@ class Driver(Session):
         self._run.publish(_EVALUATION[self._stage][3], batch_idx=self._index, batch=self._batch, outputs=state.outputs)
         state.note_change(self._evaluation_changes)
         if self._metrics is not None:
-            self._metrics.update(state.outputs, 1 if self._share is None else self._share.counts(self._index))
+            share, batch = self._share, self._batch
+            self._metrics.update(state.outputs, size_of(batch) if share is None else share.counts(self._index, batch))
         if self._in_step:
             state.channel.exchange()
         self._saves.save_if_asked()

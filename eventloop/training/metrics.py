@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Any, Final, Protocol
 
 import msgspec
 import numpy as np
@@ -36,8 +37,11 @@ class Metric(Protocol):
         """Forget all batches."""
 
 
-_Sums = tuple[dict[str, tuple[float, int]], set[str]]
-"""Sum and count by name, and the names of entries that are not scalars."""
+_Sums = tuple[dict[str, tuple[float, float]], set[str]]
+"""Sum and weight by name, and the names of entries that are not scalars."""
+
+WEIGHT: Final = "batch_size"
+"""The output with the weight of a batch in the means of a validation."""
 
 NamedMetrics = Annotated[
     Mapping[str, Metric], msgspec.Meta(description='a mapping of names to metrics, such as {"accuracy": MulticlassAccuracy()}')
@@ -47,8 +51,8 @@ NamedMetrics = Annotated[
 class Metrics:
     """Accumulate the metrics of one loader. Each metric gets the entries of the outputs that its ``update`` names.
 
-    Scalar outputs are averaged over samples, or over batches if the batch sizes are unknown. Outputs with a metric's name are
-    not averaged, nor are entries that feed a metric (except ``loss``). A tensor with one element is a scalar, unless its name
+    Scalar outputs are averaged over samples; an output ``batch_size`` gives the weight of its batch. Without it, batches of
+    unknown size have the weight 1, with a warning. Outputs with a metric's name are not averaged, nor are entries that feed a metric (except ``loss``). A tensor with one element is a scalar, unless its name
     had another number of elements before: then it comes from the smaller last batch.
 
     With several ranks, means cover the samples of all ranks, each once. A torchmetrics metric syncs itself. A metric with
@@ -63,7 +67,8 @@ class Metrics:
         self._metrics = dict(metrics or {})
         self._device = device
         self._wanted = {name: _parameters(name, metric) for name, metric in self._metrics.items()}
-        self._sums: dict[str, tuple[Any, int]] = {}  # of the scalar entries, with the number of samples
+        self._sums: dict[str, tuple[Any, float]] = {}  # of the scalar entries, with the number of samples
+        self._unsized = 0  # batches of unknown size
         self._empty = True
         self._warned = set() if warned is None else warned
         # Entries that feed a metric. The loss is averaged all the same.
@@ -72,24 +77,36 @@ class Metrics:
 
     def reset(self) -> None:
         """Reset all metrics, and move those with ``.to()`` to the device."""
-        self._sums, self._empty = {}, True
+        self._sums, self._empty, self._unsized = {}, True, 0
         for name, metric in self._metrics.items():
             _call(name, metric.reset)
             if self._device is not None and callable(move := getattr(metric, "to", None)):
                 move(self._device)
 
-    def update(self, outputs: Mapping[str, Any], samples: int = 1) -> None:
-        """Accumulate the outputs of one batch of ``samples`` samples; 0 skips it."""
-        if not samples:
+    def update(self, outputs: Mapping[str, Any], samples: int | None = 1) -> None:
+        """Accumulate the outputs of one batch of ``samples`` samples; 0 skips it, None is an unknown number."""
+        if samples == 0:
             return
         self._empty = False
+        weight = self._weight(outputs, samples)
         for name, metric in self._metrics.items():
             _call(name, metric.update, **self._pick(name, outputs))
         for name, value in outputs.items():
-            scalar = None if name in self._metrics or name in self._fed else self._scalar(name, value)
+            left_out = name == WEIGHT or name in self._metrics or name in self._fed
+            scalar = None if left_out else self._scalar(name, value)
             if scalar is not None:
                 total, count = self._sums.get(name, (0.0, 0))
-                self._sums[name] = total + scalar * samples, count + samples
+                self._sums[name] = total + scalar * weight, count + weight
+
+    def _weight(self, outputs: Mapping[str, Any], samples: int | None) -> float:
+        if WEIGHT in outputs:
+            given = self._scalar(WEIGHT, outputs[WEIGHT])
+            if given is None or not 0 < (weight := float(given)) < math.inf:
+                advice = "it weighs the batch in the means of a validation: return the positive number of its samples"
+                raise TrainingError(f"the output {WEIGHT!r} is {outputs[WEIGHT]!r}; {advice}")
+            return weight
+        self._unsized += samples is None
+        return samples or 1
 
     def compute(self, ranks: Ranks | None = None, *, early: bool = False) -> dict[str, Any]:
         """Return all values by name, metrics first; a metric that returns a mapping gives ``name/key``.
@@ -100,6 +117,13 @@ class Metrics:
             early: not all batches were seen. A metric that fails is None, with a warning.
         """
         sums, metrics = self._sums, self._metrics
+        if self._unsized > 1 and sums and WEIGHT not in self._warned:
+            self._warned.add(WEIGHT)
+            log.warning(
+                "the means of this validation weigh all batches alike, because their sizes are unknown; return the number of "
+                f"samples as {WEIGHT!r} from val_step, or report it",
+                means=[*sums],
+            )
         if ranks is not None:
             own = {name: (float(total), count) for name, (total, count) in sums.items()}
             sums, sized = ranks.merged((own, self._sized), _added)

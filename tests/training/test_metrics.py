@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 
 from eventloop import Run, TrainingError
 from eventloop.training.metrics import Metrics
@@ -89,3 +90,72 @@ def test_a_metric_that_cannot_be_merged_over_ranks_is_warned_of_once_in_a_run(pa
         made[-1].update({"logits": torch.zeros(1, 2), "labels": torch.zeros(1)})
         made[-1].compute(alone)
     assert [entry["metric"] for entry in logs] == ["accuracy"]
+
+
+VALUES = torch.arange(10.0)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(VALUES)
+
+
+class OwnBatches(Sampler):
+    def __iter__(self):
+        yield from ([0, 1, 2, 3, 4, 5, 6], [7, 8], [9])
+
+
+class Batches(BatchSampler):
+    pass
+
+
+PARTS = [VALUES[:4], VALUES[4:8], VALUES[8:]]
+LOADERS = {
+    "plain": DataLoader(VALUES, 4),
+    "stream": DataLoader(Stream(), 4),
+    "batch sampler": DataLoader(VALUES, batch_sampler=Batches(SequentialSampler(VALUES), 4, False)),
+    "dynamic batch sampler": DataLoader(VALUES, batch_sampler=OwnBatches()),
+    "list": PARTS,
+    "batches inside": DataLoader(PARTS, batch_size=None),
+    "tuples": [(part, part.numpy()) for part in PARTS],
+    "tables": [{"x": {"inner": part}, "name": "text"} for part in PARTS],
+}
+
+
+def mean_of(batch):
+    batch = batch["x"]["inner"] if isinstance(batch, dict) else batch[0] if isinstance(batch, tuple) else batch
+    return {"loss": batch.mean()}
+
+
+@pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS)
+def test_a_mean_is_one_of_samples_over_any_loader(parts, loader, logs):
+    assert parts.loop(val_step=lambda model, batch: mean_of(batch), val_data=loader).val() == {"loss": 4.5}
+    assert not logs
+
+
+@pytest.mark.parametrize("batch", [["a", "b"], ("a", 1), (torch.ones(2), torch.ones(3)), torch.ones(())])
+def test_batches_of_unknown_size_count_alike_and_that_is_said_once_in_a_run(parts, batch, logs, bus):
+    loop = parts.loop(bus, val_step=lambda model, batch: {"loss": 1.0}, val_data=[batch, batch], max_epochs=2)
+    loop.run()
+    assert [entry["means"] for entry in logs if "means" in entry] == [["loss"]]
+
+
+@pytest.mark.parametrize("weight", [3, 3.0, torch.tensor(3), np.int64(3)])
+def test_an_output_batch_size_is_the_weight_of_its_batch(parts, weight, logs):
+    found = parts.loop(
+        val_step=lambda model, batch: batch, val_data=[{"loss": 1.0, "batch_size": weight}, {"loss": 5.0, "batch_size": 1}]
+    )
+    assert found.val() == {"loss": 2.0}
+    run = Run(model=parts.model())
+    with run:
+        for values in (batches := run.validate([(1.0, weight), (5.0, 1)])):
+            run.report(loss=values[0], batch_size=values[1])
+    assert batches.metrics == {"loss": 2.0}
+    assert not logs
+
+
+@pytest.mark.parametrize("weight", [0, -1, float("nan"), float("inf"), "3", None, torch.ones(2)])
+def test_a_weight_that_is_not_a_positive_number_is_an_error(parts, weight):
+    loop = parts.loop(val_step=lambda model, batch: {"loss": 1.0, "batch_size": weight})
+    with pytest.raises(TrainingError, match="batch_size"):
+        loop.val()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
@@ -27,12 +28,13 @@ class Share:
 
     The sampler pads all ranks to the same number of samples, so the last sample of some ranks is a repeat. A pass leaves the
     repeat out. If the rank would lose a batch by that, the batch stays and counts 0: forward passes of a wrapped model may
-    wait for the other ranks. Each batch counts 1 if the loader is not a ``DataLoader`` with a fixed batch size.
+    wait for the other ranks. The batch itself tells its size if the loader is not a ``DataLoader`` with a fixed batch size.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self._size = _batch_size(loader)
         batched: Any = getattr(loader, "batch_sampler", None)
+        self._batched = batched is not None  # else the items of the dataset are batches
         self._sampler: Any = None if not self._size else getattr(loader if batched is None else batched, "sampler", None)
         self._samples: int | None = length_of(self._sampler)
         self._alone = -1  # index of the batch that counts 0
@@ -47,12 +49,12 @@ class Share:
         elif own < sampler.num_samples and not drops:  # drop_last drops the repeat
             self._repeats, self._samples = True, own
 
-    def counts(self, index: int) -> int:
-        """Return the number of samples that batch ``index`` counts; 1 if unknown."""
+    def counts(self, index: int, batch: Any) -> int | None:
+        """Return the number of samples that ``batch``, which has this index, counts; None if unknown."""
         if index == self._alone:
             return 0
-        if not self._size or self._samples is None:
-            return 1
+        if not self._batched or not self._size or self._samples is None:
+            return size_of(batch)
         return max(1, min(self._size, self._samples - index * self._size))
 
     def leave_out(self) -> Callable[[], object]:
@@ -63,6 +65,17 @@ class Share:
         before = {name: attributes[name] for name in ("num_samples", "total_size")}
         attributes.update(num_samples=self._samples, total_size=len(self._sampler.dataset))
         return partial(attributes.update, before)
+
+
+def size_of(batch: Any) -> int | None:
+    """Return the number of samples in a batch: the first dimension of its tensors or arrays; None if unknown or not the same."""
+    if isinstance(batch, Mapping):
+        batch = [*batch.values()]
+    entries = batch if isinstance(batch, list | tuple) else [batch]
+    sizes: set[int | None] = {len(one) for one in entries if isinstance(one, torch.Tensor | np.ndarray) and one.ndim}
+    if not sizes:  # nested tables of tensors
+        sizes = {size_of(one) for one in entries if isinstance(one, Mapping)} - {None}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def check_even(ranks: Ranks, models: Iterable[torch.nn.Module], length: int | None, *, first: bool) -> None:
