@@ -29,8 +29,8 @@ class EarlyStoppingHook(Hook):
     Args:
         monitor: name of the metric, as in ``event.metrics``.
         rule: ``"greater"`` or ``"less"`` is better; by default inferred from the name, see :func:`hooks.rules.find_rule`.
-        min_delta: an improvement must be larger than this, in the metric's unit. MMEngine's default suits percentages: for an
-            accuracy between 0 and 1, give less. With 0 any improvement counts.
+        min_delta: an improvement must be larger than this, in the metric's unit. By default any improvement counts; MMEngine's
+            default is 0.1, which suits percentages.
         strict: raise an error if a validation did not return the metric; False logs a warning (MMEngine's default). A value of
             None is skipped, with a warning.
         check_finite: stop at a value that is not finite. False counts NaN as no improvement.
@@ -51,7 +51,7 @@ class EarlyStoppingHook(Hook):
         self,
         monitor: Name,
         rule: Rule | None = None,
-        min_delta: Distance = 0.1,
+        min_delta: Distance = 0.0,
         strict: bool = True,
         check_finite: bool = True,
         patience: PositiveInt = 5,
@@ -121,7 +121,8 @@ class EarlyStoppingHook(Hook):
             reason = f"{self.monitor} is {score:.6g}, beyond stopping_threshold={threshold:g}"
         elif self.wait_count >= self.patience:
             best = "" if self.best_score is None else f" over {self.best_score:.6g}"
-            reason = f"{self.monitor} did not improve by more than {self.min_delta:g}{best} in {self.wait_count} validations"
+            more = f" by more than {self.min_delta:g}" if self.min_delta else ""
+            reason = f"{self.monitor} did not improve{more}{best} in {self.wait_count} validations"
         if reason:
             log.info("training stops early", reason=reason)
             run.stop(f"{self.label}: {reason}")

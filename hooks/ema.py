@@ -39,8 +39,7 @@ class EMAHook(CopiedAnew, Hook):
     begins with its weights.
 
     Until ``begin_iter`` or ``begin_epoch`` the average equals the weights. From there on the default average warms up, so that
-    it follows a short training, too. ``ema_type="ExponentialMovingAverage"`` has no warm-up. Lists of hooks and configurations
-    use that one unless they give ``ema_type``, because ``EMAHook`` is MMEngine's name there.
+    it follows a short training, too. ``ema_type="ExponentialMovingAverage"``, MMEngine's default, has no warm-up.
 
     Args:
         ema_type: a class derived from :class:`WeightAverage`, or the registered name of one.

@@ -52,8 +52,9 @@ class Metrics:
     """Accumulate the metrics of one loader. Each metric gets the entries of the outputs that its ``update`` names.
 
     Scalar outputs are averaged over samples; an output ``batch_size`` gives the weight of its batch. Without it, batches of
-    unknown size have the weight 1, with a warning. Outputs with a metric's name are not averaged, nor are entries that feed a metric (except ``loss``). A tensor with one element is a scalar, unless its name
-    had another number of elements before: then it comes from the smaller last batch.
+    unknown size have the weight 1, with a warning. Outputs with a metric's name are not averaged, nor are entries that feed a
+    metric (except ``loss``). A tensor with one element is a scalar, unless its name had another number of elements before: then
+    it comes from the smaller last batch.
 
     With several ranks, means cover the samples of all ranks, each once. A torchmetrics metric syncs itself. A metric with
     ``merge_state(others)`` (torcheval's protocol) is merged from pickled copies. Any other metric covers rank 0 only, with a

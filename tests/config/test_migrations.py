@@ -9,7 +9,8 @@ import torch
 
 import hooks
 from eventloop import Bus, add_hooks
-from eventloop.config import Migration, OptionChange, register_migrations
+from eventloop.config import Migration, OptionChange, register_migrations, registered
+from eventloop.config.names import translated
 from eventloop.config.setup import merged
 from hooks.defaults import DEFAULT_HOOKS
 
@@ -85,9 +86,21 @@ def test_a_custom_hooks_list_of_mmengines_is_accepted_as_it_is(bus):
     """Its scheduler hook, without schedulers, subscribes nothing."""
     add_hooks(bus, MMENGINE_CUSTOM)
     assert [type(hook).__name__ for hook in bus.hooks] == [table["type"] for table in MMENGINE_CUSTOM]
-    averages = [hooks.StochasticWeightAverage, hooks.ExponentialMovingAverage, hooks.MomentumAnnealingEMA]
+    averages = [hooks.StochasticWeightAverage, hooks.WarmupEMA, hooks.MomentumAnnealingEMA]
     assert [hook._type for hook in bus.hooks[:3]] == averages
     assert not [one for one in bus.subscriptions if one.hook is bus.hooks[-1]]
+
+
+@pytest.mark.parametrize("entry", registered("hook"), ids=lambda entry: entry.name)
+def test_a_name_of_ours_has_the_defaults_of_its_class(entry):
+    """Whether a hook is made in Python, in a list or in a file; only names that are another system's alone imply options."""
+    assert translated(entry.name, {}, "hooks[0]") == {}
+
+
+def test_averages_and_early_stops_of_a_list_are_those_of_python():
+    average, stopping = add(["EMAHook", dict(type="EarlyStoppingHook", monitor="accuracy")])
+    assert average._type is hooks.EMAHook()._type is hooks.WarmupEMA
+    assert stopping.min_delta == hooks.EarlyStoppingHook("accuracy").min_delta == 0
 
 
 # What iMIX's Organizer makes, as a list; then the list of its tutorial (docs, Customize hooks).

@@ -68,7 +68,7 @@ class Share:
 
 
 def size_of(batch: Any) -> int | None:
-    """Return the number of samples in a batch: the first dimension of its tensors or arrays; None if unknown or not the same."""
+    """Return the number of samples in a batch: the common first dimension of its tensors or arrays, or None."""
     if isinstance(batch, Mapping):
         batch = [*batch.values()]
     entries = batch if isinstance(batch, list | tuple) else [batch]

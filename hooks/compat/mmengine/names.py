@@ -50,14 +50,15 @@ TABLE = (
         "EMAHook",
         ("EMAHook", "ExponentialMovingAverage", "MomentumAnnealingEMA", "StochasticWeightAverage"),
         same("ema_type strict_load begin_iter begin_epoch momentum interval update_buffers gamma"),
-        {"ema_type": "ExponentialMovingAverage"},
-        note="averages after each optimizer step; there after each iteration, within an accumulation window, too",
+        note='the default average warms up; `ema_type="ExponentialMovingAverage"` is its default. Averages after each '
+        "optimizer step; there after each iteration, within an accumulation window, too",
     ),
     _hook(
         "EarlyStoppingHook",
         ("EarlyStoppingHook",),
         same("monitor rule min_delta strict check_finite patience stopping_threshold"),
-        note="`strict=True` by default; an improvement must be larger than `min_delta`, there it may be equal",
+        note="`strict=True` and `min_delta=0` by default, there False and 0.1; an improvement must be larger than `min_delta`, "
+        "there it may be equal",
     ),
     _hook("EmptyCacheHook", ("EmptyCacheHook",), same("before_epoch after_epoch after_iter")),
     _hook("SyncBuffersHook", ("SyncBuffersHook",), note="no options there"),
