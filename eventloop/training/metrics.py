@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import takewhile
 from typing import Annotated, Any, Final, Protocol
 
 import msgspec
@@ -67,7 +68,10 @@ class Metrics:
     ) -> None:
         self._metrics = dict(metrics or {})
         self._device = device
-        self._wanted = {name: _parameters(name, metric) for name, metric in self._metrics.items()}
+        self._wanted: dict[str, dict[str, bool] | None] = {}
+        self._positions: dict[str, list[str]] = {}
+        for name, metric in self._metrics.items():
+            self._wanted[name], self._positions[name] = _parameters(name, metric)
         self._sums: dict[str, tuple[Any, float]] = {}  # of the scalar entries, with the number of samples
         self._unsized = 0  # batches of unknown size
         self._empty = True
@@ -80,7 +84,7 @@ class Metrics:
         """Reset all metrics, and move those with ``.to()`` to the device."""
         self._sums, self._empty, self._unsized = {}, True, 0
         for name, metric in self._metrics.items():
-            _call(name, metric.reset)
+            _call(name, getattr(metric, "increment", metric.reset))  # a tracker of torchmetrics keeps one state for each
             if self._device is not None and callable(move := getattr(metric, "to", None)):
                 move(self._device)
 
@@ -91,7 +95,8 @@ class Metrics:
         self._empty = False
         weight = self._weight(outputs, samples)
         for name, metric in self._metrics.items():
-            _call(name, metric.update, **self._pick(name, outputs))
+            arguments, entries = self._pick(name, outputs)
+            _call(name, metric.update, *arguments, **entries)
         for name, value in outputs.items():
             left_out = name == WEIGHT or name in self._metrics or name in self._fed
             scalar = None if left_out else self._scalar(name, value)
@@ -142,17 +147,14 @@ class Metrics:
                 elif not self._empty or ranks is None or not ranks.rank or metric is not self._metrics[name]:
                     raise
                 continue
-            if isinstance(value, Mapping):
-                values |= {f"{name}/{key}": _number(entry) for key, entry in value.items()}
-            else:
-                values[name] = _number(value)
+            values |= _flat(name, value)
         # Means come last: save_best="auto" takes the first value, which should be a metric that the user named.
         values |= {name: _number(total / count) for name, (total, count) in sums.items() if name not in values}
         return values if ranks is None else dict(ranks.from_first(lambda: values))
 
     def _merged(self, ranks: Ranks) -> dict[str, Metric]:
         """Merge the metrics that can be merged over all ranks; return all of them."""
-        alone = {name: metric for name, metric in self._metrics.items() if not getattr(metric, "sync_on_compute", False)}
+        alone = {name: metric for name, metric in self._metrics.items() if not _syncs(metric)}
         able = {name: metric for name, metric in alone.items() if callable(getattr(metric, "merge_state", None))}
         merged = self._metrics | ranks.merged(copy.deepcopy(able), _merge)
         for name, metric in alone.items():
@@ -181,17 +183,20 @@ class Metrics:
         """Return True if a metric takes this entry of the outputs."""
         return any(wanted is None or entry in wanted for wanted in self._wanted.values())
 
-    def _pick(self, name: str, outputs: Mapping[str, Any]) -> dict[str, Any]:
+    def _pick(self, name: str, outputs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments of ``update``: by position up to the first that is missing, and the rest by name."""
         wanted = self._wanted[name]
         if wanted is None:
-            return dict(outputs)
+            return [], dict(outputs)
         missing = [entry for entry, required in wanted.items() if required and entry not in outputs]
         if missing:
             raise TrainingError(
                 f"metric {name!r} needs {', '.join(map(repr, missing))}, but the step's outputs have "
                 f"{', '.join(map(repr, outputs)) or 'nothing'}: return a dict with these entries from val_step"
             )
-        return {entry: outputs[entry] for entry in wanted if entry in outputs}
+        entries = {entry: outputs[entry] for entry in wanted if entry in outputs}
+        positions = takewhile(entries.__contains__, self._positions[name])
+        return [entries.pop(entry) for entry in list(positions)], entries
 
 
 def missing_metric(subject: str, metric: str, metrics: Mapping[str, Any], what: str = "this validation") -> TrainingError:
@@ -202,19 +207,45 @@ def missing_metric(subject: str, metric: str, metrics: Mapping[str, Any], what: 
     )
 
 
-def _parameters(name: str, metric: Metric) -> dict[str, bool] | None:
-    """Map the parameters of ``metric.update`` to whether each is required; None if it takes any keyword."""
+def _parameters(name: str, metric: Metric) -> tuple[dict[str, bool] | None, list[str]]:
+    """Map the parameters of ``metric.update`` to whether each is required, and list those to give by position.
+
+    An ``update(*args, **kwargs)`` passes them on to the metrics that the metric holds, as the wrappers of torchmetrics do. They
+    are given by position if all of these agree on it, because some wrappers transform ``args`` only. None is any keyword.
+    """
     lacking = [method for method in ("update", "compute", "reset") if not callable(getattr(metric, method, None))]
     if lacking:
         raise ConfigurationError(f"metric {name!r} ({type(metric).__name__}) has no {' and no '.join(lacking)}()")
     parameters = inspect.signature(metric.update).parameters.values()
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return {
-        parameter.name: parameter.default is parameter.empty
-        for parameter in parameters
-        if parameter.kind is not parameter.VAR_POSITIONAL
-    }
+    kinds = {parameter.kind for parameter in parameters}
+    if inspect.Parameter.VAR_KEYWORD in kinds:
+        held = [_parameters(name, one) for one in _held(metric)] if inspect.Parameter.VAR_POSITIONAL in kinds else []
+        wanted: dict[str, bool] = {}
+        for theirs, _ in held:
+            if theirs is None:
+                return None, []
+            wanted |= {entry: required or wanted.get(entry, False) for entry, required in theirs.items()}
+        alike = held and all(one == held[0] for one in held)
+        return wanted if held else None, held[0][1] if alike else []
+    return (
+        {one.name: one.default is one.empty for one in parameters if one.kind is not one.VAR_POSITIONAL},
+        [one.name for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)],
+    )
+
+
+def _held(metric: Any) -> Iterator[Metric]:
+    """Yield the metrics inside a module, the outermost ones."""
+    for one in metric.children() if isinstance(metric, torch.nn.Module) else ():
+        if callable(getattr(one, "update", None)) and callable(getattr(one, "compute", None)):
+            yield one
+        else:
+            yield from _held(one)
+
+
+def _syncs(metric: Any) -> bool:
+    """Return True if a metric, or each that it holds, exchanges its state with other ranks itself."""
+    held = [*_held(metric)]
+    return bool(getattr(metric, "sync_on_compute", False) or (held and all(map(_syncs, held))))
 
 
 def _call(name: str, method: Callable[..., Any], *arguments: Any, **entries: Any) -> Any:
@@ -223,6 +254,12 @@ def _call(name: str, method: Callable[..., Any], *arguments: Any, **entries: Any
         return method(*arguments, **entries)
     except StopIteration as error:
         raise stopped(error, f"{method.__name__}() of metric {name!r}") from error
+
+
+def _flat(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        return {name: _number(value)}
+    return {inner: one for key, entry in value.items() for inner, one in _flat(f"{name}/{key}", entry).items()}
 
 
 def _number(value: Any) -> Any:

@@ -159,3 +159,102 @@ def test_a_weight_that_is_not_a_positive_number_is_an_error(parts, weight):
     loop = parts.loop(val_step=lambda model, batch: {"loss": 1.0, "batch_size": weight})
     with pytest.raises(TrainingError, match="batch_size"):
         loop.val()
+
+
+class Counts(torch.nn.Module):
+    """A metric as torchmetrics has them: a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.reset()
+
+    def reset(self):
+        self.right = self.seen = 0
+
+    def update(self, logits, labels):
+        self.right += int((logits == labels).sum())
+        self.seen += len(labels)
+
+    def compute(self):
+        return self.right / self.seen
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, *metrics):
+        super().__init__()
+        self.metrics = torch.nn.ModuleList(metrics)
+
+    def reset(self):
+        for one in self.metrics:
+            one.reset()
+
+    def update(self, *args, **kwargs):
+        for one in self.metrics:
+            one.update(*args, **kwargs)
+
+    def compute(self):
+        return {"parts": {str(index): one.compute() for index, one in enumerate(self.metrics)}}
+
+
+class Shifted(Wrapper):
+    def update(self, *args, **kwargs):
+        super().update(args[0] + 1, *args[1:], **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("metric", "expected"), [(Wrapper(Counts(), Wrapper(Counts())), 1.0), (Shifted(Counts()), 0.0)], ids=["names", "positions"]
+)
+def test_a_wrapper_gets_the_entries_that_the_metrics_in_it_name(parts, metric, expected):
+    outputs = {"loss": torch.ones(()), "logits": torch.arange(3), "labels": torch.arange(3), "text": "abc"}
+    found = parts.loop(val_step=lambda model, batch: outputs, metrics={"m": metric}).val()
+    assert found["m/parts/0"] == expected
+
+
+def test_an_entry_that_a_wrapped_metric_lacks_is_an_error_that_names_it(parts):
+    with pytest.raises(TrainingError, match="'logits', 'labels'"):
+        parts.loop(metrics={"m": Wrapper(Counts())}).val()
+
+
+def wrappers_of_torchmetrics():
+    tm = pytest.importorskip("torchmetrics")
+    accuracy, wrappers = tm.classification.BinaryAccuracy, tm.wrappers
+    per_class = tm.classification.MulticlassAccuracy
+    made = {
+        "BinaryTargetTransformer": lambda: wrappers.BinaryTargetTransformer(accuracy(), threshold=0.5),
+        "BootStrapper": lambda: wrappers.BootStrapper(accuracy(), num_bootstraps=3),
+        "ClasswiseWrapper": lambda: wrappers.ClasswiseWrapper(per_class(2, average=None)),
+        "LambdaInputTransformer": lambda: wrappers.LambdaInputTransformer(accuracy(), lambda preds: 1 - preds),
+        "MetricInputTransformer": lambda: wrappers.MetricInputTransformer(accuracy()),
+        "MetricTracker": lambda: wrappers.MetricTracker(accuracy()),
+        "MinMaxMetric": lambda: wrappers.MinMaxMetric(accuracy()),
+        "MultioutputWrapper": lambda: wrappers.MultioutputWrapper(tm.MeanSquaredError(), 1),
+        "Running": lambda: wrappers.Running(accuracy(), 3),
+        "MetricCollection": lambda: tm.MetricCollection(
+            {"a": accuracy(), "b": wrappers.ClasswiseWrapper(per_class(2, average=None))}
+        ),
+        "CompositionalMetric": lambda: accuracy() + accuracy(),
+    }
+    # MultitaskWrapper takes tables by task, and FeatureShare shares a network of generative metrics.
+    assert set(wrappers.__all__) - {"MultitaskWrapper", "FeatureShare"} <= made.keys()
+    return made
+
+
+def test_every_wrapper_of_torchmetrics_is_a_metric(parts):
+    outputs = {"loss": torch.ones(()), "preds": torch.tensor([0, 1, 1, 1]), "target": torch.tensor([0, 1, 0, 1])}
+    expected = {
+        "MinMaxMetric": "m/raw",
+        "ClasswiseWrapper": "m/multiclassaccuracy_0",
+        "BootStrapper": "m/mean",
+        "MetricCollection": "m/a",
+    }
+    values = {"LambdaInputTransformer": 0.25, "CompositionalMetric": 1.5, "ClasswiseWrapper": 0.5, "MultioutputWrapper": 0.25}
+    columns = outputs | {name: outputs[name][:, None].float() for name in ("preds", "target")}
+    for name, make in wrappers_of_torchmetrics().items():
+        given = columns if name == "MultioutputWrapper" else outputs
+        loop = parts.loop(val_step=lambda model, batch, given=given: given, metrics={"m": make()})
+        for _ in range(2):  # each validation begins anew
+            found = loop.val()
+            assert found["loss"] == 1.0
+            if name != "BootStrapper":
+                assert found[expected.get(name, "m")] == values.get(name, 0.75), (name, found)
+        assert expected.get(name, "m") in found
