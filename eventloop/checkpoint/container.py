@@ -20,7 +20,8 @@ from eventloop.checkpoint.commit import DIGEST_BYTES
 from eventloop.errors import CheckpointDamagedError
 
 FORMAT: Final = "trainbus.checkpoint"
-VERSION: Final = 1
+VERSION: Final = 2
+"""Since 2 the tree has the forms of tensors (see ``forms``), which a reader of 1 would ignore."""
 TREE: Final = "__tree__"
 DIGEST: Final = "__digest__"
 METADATA: Final = "__metadata__"

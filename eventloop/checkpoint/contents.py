@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from eventloop.checkpoint.forms import in_tree, kind_of, strides_to_keep, with_strides
 from eventloop.checkpoint.load import outline_placed, verify
 from eventloop.checkpoint.pieces import Box, Keys, mapped, read_box
 from eventloop.checkpoint.rebuild import DTYPES, unflatten
@@ -88,7 +89,10 @@ class Contents:
             return tensor
         _, place = self._places[id(tensor)]
         with naming_damage(place.directory), torch.no_grad():
-            return read_box(place.directory, place.indexed, place.name, box)
+            read = read_box(place.directory, place.indexed, place.name, box)
+            if box is not None:
+                return read
+            return next(in_tree([0], {0: kind_of(tensor)}, [with_strides(read, strides_to_keep(tensor))]))
 
 
 def open_contents(path: AsPath) -> Contents:

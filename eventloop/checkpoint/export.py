@@ -33,7 +33,9 @@ _PTH: Final = (".pth", ".pt")
 _SAFETENSORS: Final = ".safetensors"
 _Fill = Callable[[int], object]
 _LONGEST_INT: Final = 255 * 8 - 1  # bits; weights_only knows the pickle of no longer one
-_AS_IT_IS: Final = frozenset({type(None), bool, float, complex, str, torch.Tensor, torch.dtype, torch.device, torch.Size})
+_AS_IT_IS: Final = frozenset(
+    {type(None), bool, float, complex, str, torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, torch.Size}
+)
 
 
 def load_whole(path: AsPath) -> Any:

@@ -6,13 +6,14 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 import msgspec
 import orjson
 import torch
 
+from eventloop.checkpoint.batch import Batch, Changed, Join, Tensors, form_of, pointers_of
 from eventloop.checkpoint.commit import DIGEST_BYTES
 from eventloop.checkpoint.container import (
     DIGEST,
@@ -29,6 +30,7 @@ from eventloop.checkpoint.container import (
     ForeignInfo,
     TensorInfo,
 )
+from eventloop.checkpoint.forms import in_tree, is_exact, kind_of, strides_to_keep, with_strides
 from eventloop.checkpoint.tree import FlatTree
 from eventloop.device import any_asynchronous, any_elsewhere
 from eventloop.errors import CheckpointValueError
@@ -44,45 +46,6 @@ _JOIN_UP_TO: Final = 1 << 18
 """Bytes per tensor up to which one ``torch.cat`` is faster than as many copies (20,000 of 4 KB: 16 ms instead of 35)."""
 
 _pack: Final = msgspec.msgpack.Encoder().encode
-_dtype: Final = attrgetter("dtype")
-Tensors = Sequence[torch.Tensor]
-Join = Callable[..., torch.Tensor]
-
-
-class Changed(Exception):  # noqa: N818 - not an error: it asks for a new layout
-    """The tensors differ from the layout."""
-
-
-class Batch(NamedTuple):
-    """Tensors that lie side by side in the file and are copied by one call."""
-
-    start: int
-    """Position of the first one in the order of the file."""
-    stop: int
-    pick: Callable[[Tensors], tuple[torch.Tensor, ...]]
-    """Picks them from all tensors of a tree."""
-    join: Join | None
-    """``torch.stack``, ``torch.cat`` or None: how to copy them by one call; by themselves without one."""
-    shape: tuple[int, ...]
-    """Of what ``join`` makes."""
-    form: list[Any]
-    pointers: list[int]
-
-    def check(self, sources: Tensors) -> None:
-        """Raise Changed if tensors differ from the layout in a way that copying does not report by a RuntimeError."""
-        if _form(sources, self.join) != self.form:
-            raise Changed
-
-    def copy(self, sources: Tensors, target: Any) -> None:
-        """Copy tensors into their views, or joined into one."""
-        if self.join is None:
-            foreach_copy_(target, sources)  # type: ignore[arg-type]  # a picker makes tuples
-        else:
-            self.join(sources, out=target)
-
-    def moved(self, sources: Tensors) -> bool:
-        """Return whether tensors are at other addresses. Ask after the copy: it fetches from memory what this reads."""
-        return _pointers(sources) != self.pointers
 
 
 class Pair(NamedTuple):
@@ -113,11 +76,12 @@ class Layout:
     def __init__(self, flat: FlatTree) -> None:
         _check(flat)
         tensors = flat.tensors
-        self._paths = (flat.parents, flat.keys)
+        self._paths = (flat.parents, flat.keys, flat.parameters)
         self._originals = _originals(tensors)
         self._shapes = [tuple(tensor.shape) for tensor in tensors]
         self._empty = [(index, shape) for index, shape in enumerate(self._shapes) if 0 in shape]
         self._dtypes = [tensor.dtype for tensor in tensors]
+        self._exact = [tensor.requires_grad or is_exact(tensor) for tensor in tensors]
         #: The staged tensors in the order of the file: widest elements first, so that each one is aligned; then tensors
         #: that can be joined side by side.
         self.order = sorted(
@@ -139,6 +103,7 @@ class Layout:
         """Make the parts of the header and of the packed tree that stay the same."""
         infos: dict[str, TensorInfo] = {}
         foreign: dict[int, ForeignInfo] = {}
+        strides: dict[int, tuple[int, ...]] = {}
         self.bytes = 0
         for rank, index in enumerate(self.order):
             shape, dtype = self._shapes[index], self._dtypes[index]
@@ -146,6 +111,8 @@ class Layout:
             stored = shape
             if dtype not in SAFE_NAMES:
                 stored, foreign[rank] = (self.bytes - begin,), ForeignInfo(FOREIGN_NAMES[dtype], shape)
+            if (kept := strides_to_keep(flat.tensors[index])) is not None:
+                strides[rank] = kept
             name = _unique_name(flat.path(index), infos)
             infos[name] = TensorInfo(SAFE_NAMES.get(dtype, "U8"), stored, (begin, self.bytes))
         self._start = _render_start(infos)
@@ -153,7 +120,10 @@ class Layout:
         #: For each tensor of the tree, the position of its copy in the order of the file.
         self.slots = [ranks[original] for original in self._originals]
         self.packed_slots = msgspec.Raw(_pack(self.slots))
+        self._strides = strides
+        self._kinds = {index: kind for index, tensor in enumerate(flat.tensors) if (kind := kind_of(tensor))}
         self.packed_foreign = msgspec.Raw(_pack(foreign))
+        self.packed_forms = msgspec.Raw(_pack(strides)), msgspec.Raw(_pack(self._kinds))
 
     def header(self, tree_bytes: int) -> bytes:
         """Return the whole header with its length, padded with spaces so that the data begin at a multiple of 8."""
@@ -171,13 +141,12 @@ class Layout:
     def check(self, flat: FlatTree) -> None:
         """Raise Changed if another tree has other paths, or other shapes of empty tensors.
 
-        This, ``Batch.check`` and ``check_aliases`` run at every save. They look at each tensor as rarely as they can and make
-        nothing that the garbage collector tracks. Hence they compare shapes of empty tensors only: two others with as many
-        dimensions and elements are equal, or not broadcastable, and then the copy raises. Of tensors that are joined the
-        first one's shape is compared; the others agree with it, or the copy raises. ``torch.cat`` joins tensors of different
-        lengths, so their elements are counted, too.
+        This, ``Batch.check`` and ``check_aliases`` run at every save (see ``batch``). They compare shapes of empty tensors
+        only: two others with as many dimensions and elements are equal, or not broadcastable, and then the copy raises. Of tensors
+        that are joined the first one's shape is compared; the others agree with it, or the copy raises. ``torch.cat`` joins
+        tensors of different lengths, so their elements are counted, too.
         """
-        if (flat.parents, flat.keys) != self._paths:
+        if (flat.parents, flat.keys, flat.parameters) != self._paths:
             raise Changed
         if any(tuple(flat.tensors[index].shape) != shape for index, shape in self._empty):
             raise Changed
@@ -197,7 +166,7 @@ class Layout:
 
     def _facts_of_neighbours(self, tensors: Tensors) -> tuple[list[Any], list[int], list[Any]]:
         neighbours = self._pick_neighbours(tensors)
-        return _form(neighbours, None), _pointers(neighbours), list(map(_strided, neighbours))
+        return form_of(neighbours, None, exact=True), pointers_of(neighbours), list(map(_strided, neighbours))
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Return one view of ``memory`` (flat, uint8) per staged tensor, in the order of the file."""
@@ -212,10 +181,14 @@ class Layout:
             views += [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
         return views
 
+    def formed(self, views: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Yield the tensors of the tree as they were, from the views of their copies."""
+        return in_tree(self.slots, self._kinds, [with_strides(one, self._strides.get(rank)) for rank, one in enumerate(views)])
+
     def _row(self, index: int) -> tuple[int, ...]:
-        """Return the facts that tensors must share to be joined: the number of dimensions, and all but the first of them."""
+        """Return the facts that tensors must share to be joined: how they are checked, their dimensions, all but the first."""
         shape = self._shapes[index]
-        return (len(shape), *shape[1:])
+        return (self._exact[index], len(shape), *shape[1:])
 
     def _batches(self, tensors: Tensors) -> Iterator[Batch]:
         end = 0
@@ -226,7 +199,8 @@ class Layout:
                 pick = _picker(part)
                 sources = pick(tensors)
                 start, end = end, end + len(part)
-                yield Batch(start, end, pick, join, shape, _form(sources, join), _pointers(sources))
+                exact = join is None or self._exact[part[0]]
+                yield Batch(start, end, pick, join, shape, exact, form_of(sources, join, exact=exact), pointers_of(sources))
 
     def _join(self, part: list[int]) -> tuple[Join, tuple[int, ...]]:
         shapes = [self._shapes[index] for index in part]
@@ -246,20 +220,6 @@ class Layout:
             yield from [(False, others), (True, members)]
             others = []
         yield False, others
-
-
-def _form(tensors: Tensors, join: Join | None) -> list[Any]:
-    """Return the facts of all tensors, one after the other, without running Python for each tensor."""
-    if join is None:
-        return [*map(_dtype, tensors), *map(torch.Tensor.numel, tensors), *map(torch.Tensor.dim, tensors)]
-    first = tuple(tensors[0].shape)
-    if join is torch.stack:  # which wants all of them to have that shape
-        return [first, *map(_dtype, tensors)]
-    return [first[1:], *map(_dtype, tensors), *map(torch.Tensor.numel, tensors)]
-
-
-def _pointers(tensors: Tensors) -> list[int]:
-    return list(map(torch.Tensor.data_ptr, tensors))
 
 
 def _picker(indices: Sequence[int]) -> Callable[[Tensors], tuple[torch.Tensor, ...]]:

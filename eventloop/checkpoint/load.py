@@ -6,18 +6,18 @@ import errno
 import io
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Final, Literal
+from typing import Annotated, Any, BinaryIO, Final, Literal, NamedTuple
 
 import msgspec
-import numpy as np
 import torch
 
 from eventloop.checkpoint import container
-from eventloop.checkpoint.commit import CHUNK, DIGEST_BYTES, crc32, readable
+from eventloop.checkpoint.commit import CHUNK, DIGEST_BYTES, chunks, crc32, readable
 from eventloop.checkpoint.container import LENGTH_BYTES, ForeignInfo, Header, TensorInfo
+from eventloop.checkpoint.forms import Strides, in_tree, reinterpreted, with_strides
 from eventloop.checkpoint.rebuild import check_packed, unflatten
 from eventloop.checkpoint.store import AnyPath, AsPath, as_path, list_files, open_file
 from eventloop.errors import CheckpointDamagedError, CheckpointError
@@ -28,6 +28,8 @@ ZIP: Final = b"PK\x03\x04"
 """How files of ``torch.save`` begin, since torch 1.6;"""
 LEGACY: Final = b"\x80\x02\x8a\x0a"
 """and before."""
+_TOGETHER: Final = 1 << 20
+"""Bytes of small tensors that are read by one call, which stay in the processor's cache until they are copied."""
 # Format names of other programs. Any other name may be trainbus's own with a flipped bit.
 _OTHER_FORMATS: Final = frozenset({None, "pt", "np", "numpy", "tf", "flax", "mlx"})
 
@@ -47,6 +49,20 @@ class _Tree(msgspec.Struct, array_like=True):
     slots: list[Annotated[int, msgspec.Meta(ge=0)]]
     foreign: dict[int, ForeignInfo]
     tree: msgspec.Raw
+    strides: dict[int, Strides] = {}
+    """Of tensors in the file, by their place in the header."""
+    kinds: dict[int, int] = {}
+    """Of tensors in the tree, by their place in ``slots``."""
+
+
+class _Form(NamedTuple):
+    """A tensor in the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: Strides | None
+    begin: int
+    """Its first byte within the data."""
 
 
 def load(path: AsPath, map_location: str | torch.device = "cpu", *, content: memoryview | None = None) -> Any:
@@ -54,8 +70,8 @@ def load(path: AsPath, map_location: str | torch.device = "cpu", *, content: mem
 
     With its ``content``, which comes from elsewhere, ``path`` only names it in errors.
 
-    The file is read once into one buffer. The tensors are parts of it, each with a separate storage, so the buffer lives
-    as long as one of them.
+    Each tensor has memory of its own, aligned as torch aligns it, and the strides that it had (see ``forms``). Nothing is
+    rebuilt before the digest of the whole file was right.
 
     Raises:
         FileNotFoundError: the file does not exist.
@@ -65,22 +81,25 @@ def load(path: AsPath, map_location: str | torch.device = "cpu", *, content: mem
     device = torch.device(map_location)
     with _opened(path, content) as (file, size, header, crc):
         check_memory(size)
-        end = size - header.bytes - DIGEST_BYTES
-        data = np.empty(end, np.uint8)
-        _read_checked(file, crc, end, data.data)
+        sizes = [end - begin for begin, end in (*(info.data_offsets for info in header.tensors.values()), header.tree)]
+        *tensors, tree = raw = _allocated(sizes)
+        _read_checked(file, crc, sum(sizes), [one.numpy().data for one in raw])
         with _rebuilding():
-            body = _body(data[slice(*header.tree)].data)
-            parts = [
-                # Not slices of one tensor: those would share a version counter, and an in-place change of one would make
-                # autograd refuse the backward of all others.
-                torch.frombuffer(data, dtype=dtype, count=count, offset=begin).view(shape)
-                if count
-                else torch.empty(shape, dtype=dtype)
-                for dtype, shape, begin, count in _forms(header, body)
-            ]
-        tensors = [part.to(device) for part in parts]
+            body = _body(tree.numpy().data)
+            del raw
+            for place, form in enumerate(_forms(header, body)):  # one after the other: no more than one is there twice
+                tensors[place] = with_strides(reinterpreted(tensors[place], form.dtype, form.shape), form.strides)
+        for place, tensor in enumerate(tensors):
+            tensors[place] = tensor.to(device)
         with _rebuilding():
-            return unflatten(body.tree, (tensors[slot] for slot in body.slots))
+            return unflatten(body.tree, in_tree(body.slots, body.kinds, tensors))
+
+
+def _allocated(sizes: Iterable[int]) -> list[torch.Tensor]:
+    try:
+        return [torch.empty(size, dtype=torch.uint8) for size in sizes]
+    except RuntimeError as error:
+        raise MemoryError(str(error)) from error
 
 
 def content_of(path: AsPath) -> memoryview:
@@ -122,9 +141,11 @@ def outline_placed(path: AsPath) -> tuple[Any, list[tuple[torch.Tensor, int]]]:
         with _rebuilding():
             body = _body(packed)
             forms = list(_forms(header, body))
-            tensors = [torch.empty(shape, dtype=dtype, device="meta") for dtype, shape, _, _ in forms]
-            tree = unflatten(body.tree, (tensors[slot] for slot in body.slots))
-    return tree, [(tensor, header.bytes + begin) for tensor, (_, _, begin, _) in zip(tensors, forms, strict=True)]
+            empty = [with_strides(torch.empty(form.shape, dtype=form.dtype, device="meta"), form.strides) for form in forms]
+            tensors = list(in_tree(body.slots, body.kinds, empty))
+            tree = unflatten(body.tree, iter(tensors))
+    begins = {id(tensor): header.bytes + forms[slot].begin for tensor, slot in zip(tensors, body.slots, strict=True)}
+    return tree, [(tensor, begins.pop(id(tensor))) for tensor in tensors if id(tensor) in begins]
 
 
 def file_kind(path: AsPath) -> Kind:
@@ -206,15 +227,35 @@ def _opened(path: AsPath, content: memoryview | None = None) -> Iterator[tuple[B
             raise CheckpointDamagedError(f"{path} is damaged: its disk cannot read it ({error})") from error
 
 
-def _read_checked(file: BinaryIO, crc: int, size: int, into: memoryview | None = None) -> None:
+def _read_checked(file: BinaryIO, crc: int, size: int, into: Sequence[memoryview] = ()) -> None:
     """Read ``size`` bytes, ``into`` memory or through a small buffer, and the digest; check it from ``crc`` on."""
-    buffer = memoryview(bytearray(min(size, CHUNK))) if into is None else into
-    for start in range(0, size, CHUNK):
-        length = min(CHUNK, size - start)
-        part = read_exactly(file, length, buffer[:length] if into is None else into[start : start + length])
-        crc = crc32((part,), crc)  # while the chunk is still in the processor's cache
+    scratch = memoryview(bytearray(min(size, _TOGETHER if into else CHUNK)))
+    for parts in _groups(into) if into else ([scratch[: size - start]] for start in range(0, size, CHUNK)):
+        together = parts[0] if len(parts) == 1 else scratch[: sum(map(len, parts))]
+        crc = crc32((read_exactly(file, len(together), together),), crc)  # while it is still in the processor's cache
+        begin = 0
+        for part in parts if len(parts) > 1 else ():
+            part[:] = scratch[begin : begin + len(part)]
+            begin += len(part)
     if crc != (written := _read_digest(file)):
         raise CheckpointDamagedError(f"its bytes have the digest {readable(crc)}, but {readable(written)} was written")
+
+
+def _groups(into: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """Divide memory to read into: chunks of large parts, and small ones together, since each read may be a request."""
+    group: list[memoryview] = []
+    held = 0
+    for part in into:
+        if group and held + len(part) > _TOGETHER:
+            yield group
+            group, held = [], 0
+        if len(part) > _TOGETHER:
+            yield from ([chunk] for chunk in chunks(part))
+        else:
+            group.append(part)
+            held += len(part)
+    if group:
+        yield group
 
 
 def _read_digest(file: BinaryIO) -> int:
@@ -247,8 +288,8 @@ def _body(packed: memoryview) -> _Tree:
     return msgspec.msgpack.decode(packed, type=_Tree)
 
 
-def _forms(header: Header, body: _Tree) -> Iterator[tuple[torch.dtype, tuple[int, ...], int, int]]:
-    """Yield dtype, shape, first byte and number of elements of each tensor."""
+def _forms(header: Header, body: _Tree) -> Iterator[_Form]:
+    """Yield the forms of the tensors in the order of the file."""
     for rank, info in enumerate(header.tensors.values()):
         foreign = body.foreign.get(rank)
         if foreign is None:
@@ -263,4 +304,4 @@ def _forms(header: Header, body: _Tree) -> Iterator[tuple[torch.dtype, tuple[int
         # The header is checked already, but not the tree.
         if container.elements(shape, end - begin) * dtype.itemsize != end - begin:
             raise ValueError(f"a {dtype} tensor of {len(shape)} dimensions in {end - begin} bytes")
-        yield dtype, shape, begin, (end - begin) // dtype.itemsize
+        yield _Form(dtype, shape, body.strides.get(rank), begin)

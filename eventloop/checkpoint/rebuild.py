@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from eventloop.checkpoint import container
+from eventloop.checkpoint.forms import in_tree, with_strides
 from eventloop.checkpoint.tree import FACTORIES, MAX_DEPTH, MAX_VALUES, Code, join, short, text_of
 from eventloop.errors import CheckpointValueError
 
@@ -43,11 +44,14 @@ def unflatten(packed: msgspec.Raw, tensors: Iterator[torch.Tensor]) -> Any:
         if (decode_value := _DECODE.get(code)) is not None:
             return decode_value(bytes(payload))
         if (decode_container := _DECODE_CONTAINER.get(code)) is not None:
-            return decode_container(decode(payload))
+            return decode_container(decode(payload))  # noqa: F821 - deleted after the last call
         raise ValueError(f"unknown extension type {code}")
 
     decode = msgspec.msgpack.Decoder(ext_hook=extension).decode
-    tree = decode(packed)
+    try:
+        tree = decode(packed)
+    finally:
+        del decode  # it and ``extension`` hold each other, and all tensors
     level = [tree]
     for _ in range(MAX_DEPTH):
         level = [part for each in level if type(each) in _BRANCHES for part in _parts(each) if type(part) in _BRANCHES]
@@ -107,11 +111,14 @@ def number_array(dtype: str, shape: tuple[int, ...], data: bytes, order: Literal
     return np.ndarray(shape, np.dtype(dtype), bytearray(data), order=order)
 
 
-def _tensor(dtype: str, shape: list[int], data: bytes) -> torch.Tensor:
-    kind = container.DTYPES[dtype]
-    if container.elements(shape, len(data)) * kind.itemsize != len(data):
-        raise ValueError(f"a tensor of {kind} of {len(shape)} dimensions in {len(data):,} bytes")
-    return torch.frombuffer(bytearray(data), dtype=kind).view(shape) if data else torch.empty(shape, dtype=kind)
+def _tensor(dtype: str, shape: list[int], data: bytes, strides: list[int] | None = None, kind: int = 0) -> torch.Tensor:
+    known = container.DTYPES[dtype]
+    if container.elements(shape, len(data)) * known.itemsize != len(data):
+        raise ValueError(f"a tensor of {known} of {len(shape)} dimensions in {len(data):,} bytes")
+    plain = torch.empty(shape, dtype=known)
+    if data:
+        plain.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return next(in_tree([0], {0: kind}, [with_strides(plain, strides)]))
 
 
 _DECODE: Final[dict[int, Callable[[bytes], object]]] = {

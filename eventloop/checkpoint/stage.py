@@ -13,8 +13,9 @@ from typing import Any, Final
 import msgspec
 import torch
 
+from eventloop.checkpoint.batch import Batch, Changed, Tensors
 from eventloop.checkpoint.commit import DIGEST_BYTES, Pieces, crc32, readable
-from eventloop.checkpoint.layout import Batch, Changed, Layout, Pair, Tensors, by_device, copy
+from eventloop.checkpoint.layout import Layout, Pair, by_device, copy
 from eventloop.checkpoint.memory import allocate
 from eventloop.checkpoint.overlap import Overlap
 from eventloop.checkpoint.rebuild import unflatten
@@ -143,7 +144,7 @@ class StageBuffer:
                 at_once.batches.append((batch, target))
                 continue
             sources = batch.pick(flat.tensors)
-            batch.check(sources)
+            batch.check(sources, joins=False)
             moved |= batch.moved(sources)
             pairs += map(Pair, memory.views[batch.start : batch.stop], sources, range(batch.start, batch.stop))
         if overlap is not None and len(at_once.batches) > 1:
@@ -184,7 +185,7 @@ class StagedTree:
     def _describe(self, rest: msgspec.Raw) -> None:
         layout = self._layout
         self._rest = rest
-        self._tree = _pack((layout.packed_slots, layout.packed_foreign, rest))
+        self._tree = _pack((layout.packed_slots, layout.packed_foreign, rest, *layout.packed_forms))
         self._header = layout.header(len(self._tree))
         #: The size of the file that ``write`` makes, in bytes.
         self.bytes = len(self._header) + layout.bytes + len(self._tree) + DIGEST_BYTES
@@ -228,7 +229,7 @@ class StagedTree:
     def tree(self) -> Any:
         """Return the tree with copies of its tensors on the CPU, which are valid until ``release``. See ``pieces``."""
         memory = self._copied()
-        return unflatten(self._rest, iter([memory.views[slot] for slot in self._slots]))
+        return unflatten(self._rest, self._layout.formed(memory.views))
 
     def _copied(self) -> _Memory:
         if (memory := self._memory) is None:

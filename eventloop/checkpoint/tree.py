@@ -21,6 +21,7 @@ import torch
 from msgspec.msgpack import Ext
 
 from eventloop.checkpoint.container import DTYPES
+from eventloop.checkpoint.forms import kind_of, strides_to_keep
 from eventloop.errors import CheckpointValueError
 
 MAX_DEPTH: Final = 100
@@ -37,7 +38,6 @@ class Code:
 
 _TENSOR_MARK: Final = Ext(Code.TENSOR, b"")
 _TENSOR_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
-_is_tensor_type: Final = _TENSOR_TYPES.__contains__
 _ATOMS: Final = frozenset({type(None), bool, float, bytes})
 _ONLY_STR: Final = frozenset({str})
 _NUMERIC_KINDS: Final = frozenset("biufc")
@@ -64,6 +64,8 @@ class FlatTree:
         """For each tensor the path of its container."""
         self.keys: list[object] = []
         """For each tensor its key in that."""
+        self.parameters: list[int] = []
+        """The indices of those that are of type ``Parameter``."""
         self._open: list[object] = []
         self._values = 0
         try:
@@ -88,8 +90,10 @@ class FlatTree:
                 f"{short(parent) or 'the tree'}: with it there are more than {MAX_VALUES:,} values in all; keep "
                 "many numbers in a tensor or a numpy array"
             )
-        if values and not self._inline and all(map(_is_tensor_type, map(type, values))):
+        if values and not self._inline and (kinds := set(map(type, values))) <= _TENSOR_TYPES:
             # No Python runs per tensor: 20,000 in one container take 2.6 ms instead of 4.4.
+            if torch.nn.Parameter in kinds:
+                self.parameters += (i for i, one in enumerate(values, len(self.tensors)) if type(one) is torch.nn.Parameter)
             self.tensors.extend(values)  # type: ignore[arg-type]  # looked at above
             self.parents.extend(repeat(parent, len(values)))
             self.keys.extend(keys)
@@ -100,6 +104,8 @@ class FlatTree:
             if kind in _TENSOR_TYPES and self._inline:
                 out.append(_inline(join(parent, key), value))  # type: ignore[arg-type]  # likewise
             elif kind in _TENSOR_TYPES:
+                if kind is torch.nn.Parameter:
+                    self.parameters.append(len(self.tensors))
                 self.tensors.append(value)  # type: ignore[arg-type]  # mypy does not narrow by set membership
                 self.parents.append(parent)
                 self.keys.append(key)
@@ -135,7 +141,10 @@ class FlatTree:
 
     def _dict(self, path: str, values: Mapping[Any, object]) -> object:
         if set(map(type, values)) <= _ONLY_STR and all(map(str.isascii, values)):
-            return dict(zip(values, self._children(path, values, values.values()), strict=True))
+            children = self._children(path, values, values.values())
+            if children.count(_TENSOR_MARK) == len(children):  # in a third of the time
+                return dict.fromkeys(values, _TENSOR_MARK)
+            return dict(zip(values, children, strict=True))
         keys = self._children(f"{path}(key)", range(len(values)), values)
         return Ext(Code.DICT, _pack((keys, self._children(path, values, values.values()))))
 
@@ -181,7 +190,7 @@ def _inline(path: str, tensor: torch.Tensor) -> object:
     if name not in DTYPES or tensor.layout is not torch.strided or tensor.is_meta:
         raise CheckpointValueError(f"{path}: cannot store a {tensor.layout} tensor of {name} on {tensor.device}")
     data = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return Ext(Code.INLINE, _pack((name, tensor.shape, data)))
+    return Ext(Code.INLINE, _pack((name, tensor.shape, data, strides_to_keep(tensor), kind_of(tensor))))
 
 
 def _is_version(value: Any) -> bool:

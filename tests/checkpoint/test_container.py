@@ -1,8 +1,10 @@
+import io
 import math
 import random
 import struct
 import zlib
 from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from eventloop.checkpoint import StageBuffer, inspect, load, save, stage, write
+from eventloop.checkpoint import StageBuffer, inspect, load, outline, save, stage, write
 from eventloop.errors import CheckpointValueError
 from tests.checkpoint.trees import DENSE, SAFE, canonical
 from tests.failing import fails
@@ -111,10 +113,71 @@ def test_unusual_values_round_trip(path, value):
     assert canonical(round_trip(value, path)) == canonical(value)
 
 
-def test_parameters_are_loaded_as_plain_tensors(path):
-    loaded = round_trip(torch.nn.Parameter(torch.ones(2)), path)
-    assert type(loaded) is torch.Tensor
-    assert not loaded.requires_grad
+def from_torch_save(tree: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(tree, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda x: x.clone(),
+    "transposed": lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
+    "permuted": lambda x: x.permute(3, 1, 0, 2).contiguous().permute(2, 1, 3, 0),
+    "channels_last": lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+    "one channel": lambda x: x[:, :1].permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+    "column": lambda x: x.flatten()[:8].clone().view(1, 8).t(),
+    "scalar": lambda x: x[0, 0, 0, 0].clone(),
+    "empty": lambda x: x[:, :, :0].clone().transpose(0, 1),
+}
+"""Dense ones, by the kinds of views that every dtype has."""
+GAPPY: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "sliced": lambda x: x[:, ::2, 1:],
+    "of another": lambda x: x.permute(0, 2, 3, 1)[:, 1:],
+    "expanded": lambda x: x[:1].expand(3, -1, -1, -1),
+    "expanded within": lambda x: x.transpose(1, 2)[:, :1].expand(-1, 5, -1, -1),
+}
+
+
+@pytest.mark.parametrize("dtype", DENSE, ids=str)
+def test_tensors_of_every_dtype_and_layout_come_back_as_from_torch_save(path, dtype):
+    make = {**LAYOUTS, **GAPPY}
+    tensors = {name: lay_out(random_tensor(dtype, (2, 3, 4, 5), index)) for index, (name, lay_out) in enumerate(make.items())}
+    control = from_torch_save(tensors)
+    save(tensors, path)
+    meta, staged = outline(path), stage(tensors).tree()
+    for name, loaded in load(path).items():
+        assert canonical(loaded) == canonical(control[name]), name
+        strides = control[name].stride() if name in LAYOUTS else torch.empty_like(control[name]).stride()
+        if loaded.numel():
+            assert loaded.stride() == meta[name].stride() == staged[name].stride() == strides, name
+        assert (loaded.dtype, loaded.shape) == (meta[name].dtype, meta[name].shape)
+        assert canonical(staged[name]) == canonical(loaded)
+
+
+@pytest.mark.parametrize("view", [torch.Tensor.conj, lambda x: x.conj().imag, lambda x: x.conj().t()])
+def test_views_that_conjugate_or_negate_come_back_as_the_numbers_that_they_show(path, view):
+    shown = view(random_tensor(torch.complex64, (2, 3), 0))
+    loaded = round_trip(shown, path)
+    assert torch.equal(loaded.nan_to_num(), shown.resolve_conj().resolve_neg().nan_to_num())
+    assert not (loaded.is_conj() or loaded.is_neg())
+
+
+def test_what_requires_a_gradient_and_what_is_a_parameter_comes_back_as_from_torch_save(path):
+    weight = torch.nn.Parameter(torch.ones(3, 2).t())
+    frozen = torch.nn.Parameter(torch.arange(3), requires_grad=False)
+    latent = torch.ones(2, requires_grad=True)
+    tree = {"all": [weight, frozen], "mixed": [latent, latent * 2, 1, weight], "same memory": weight.detach()}
+    control = from_torch_save(tree)
+    loaded = round_trip(tree, path)
+
+    def facts(tree: Any) -> list[Any]:
+        tensors = [*tree["all"], *tree["mixed"][:2], tree["mixed"][3], tree["same memory"]]
+        return [(type(one), one.requires_grad, one.is_leaf, one.stride(), one.tolist()) for one in tensors]
+
+    assert facts(loaded) == facts(control)
+    assert loaded["all"][0] is loaded["mixed"][3]
+    assert loaded["same memory"].data_ptr() == loaded["all"][0].data_ptr()
+    assert facts(stage(tree).tree()) == facts(control)
 
 
 def classes(base: type) -> list[type]:
@@ -194,7 +257,7 @@ def test_safetensors_opens_the_file_and_returns_the_same_tensors(path):
         assert canonical(opened[f"model.{name}"]) == canonical(tensor)
     assert opened["none"].shape == (0, 2)
     with safe_open(path, "pt") as handle:
-        assert handle.metadata() == {"format": "trainbus.checkpoint", "version": "1", "digest": "crc32"}
+        assert handle.metadata() == {"format": "trainbus.checkpoint", "version": "2", "digest": "crc32"}
 
 
 @given(tree=trees)

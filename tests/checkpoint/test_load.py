@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from eventloop.checkpoint import inspect, load, outline, save, verify
 from eventloop.errors import CheckpointDamagedError, CheckpointError
-from tests.checkpoint.sealed import assert_refused, seal, sealed_tree, split
+from tests.checkpoint.sealed import assert_refused, header_of, seal, sealed_tree, split
 from tests.checkpoint.trees import canonical
 from tests.failing import fails
 
@@ -97,22 +97,22 @@ def test_files_of_other_formats_are_refused(path):
 
 def test_a_newer_format_version_is_named(good, path):
     header, data = split(good)
-    header["__metadata__"]["version"] = "2"
+    header["__metadata__"]["version"] = "3"
     newer = seal(header, data)
     path.write_bytes(newer)
     for read in (load, verify, inspect, outline):
-        with pytest.raises(CheckpointError, match=r"damaged\.safetensors .* 2") as caught:
+        with pytest.raises(CheckpointError, match=r"damaged\.safetensors .* 3") as caught:
             read(path)
         assert not isinstance(caught.value, CheckpointDamagedError)  # a run must not go on from an older file unasked
     assert_damaged(path, bytes([*newer[:-1], newer[-1] ^ 1]), "digest")
     path.write_bytes(seal(header | {"__tree__": {"at": "the end"}}, data))  # it may describe its tensors in another way
-    with pytest.raises(CheckpointError, match=" 2"):
+    with pytest.raises(CheckpointError, match=" 3"):
         load(path)
 
 
 def test_a_flipped_bit_in_the_version_is_damage(good, path):
-    at = good.index(b'"version":"1"') + len(b'"version":"')
-    assert_damaged(path, bytes([*good[:at], good[at] ^ 2, *good[at + 1 :]]), "digest")
+    at = good.index(b'"version":"2"') + len(b'"version":"')
+    assert_damaged(path, bytes([*good[:at], good[at] ^ 1, *good[at + 1 :]]), "digest")
 
 
 def test_a_dtype_that_this_torch_lacks_is_named(path):
@@ -251,6 +251,39 @@ def test_loaded_tensors_can_be_changed_one_without_the_other(tmp_path):
     assert loaded["b"]._version == version
 
 
+def test_each_loaded_tensor_has_aligned_memory_of_its_own_as_from_torch_load(tmp_path):
+    large = torch.randn(700_001).to(torch.float16)
+    tensors = [torch.ones(3, dtype=torch.int8), large, *(torch.randn(number) for number in range(1, 60)), torch.ones(2, 3).t()]
+    tensors += [torch.full((2,), 1j), torch.tensor(3.0)]
+    save([*tensors, tensors[0]], tmp_path / "c")
+    loaded = load(tmp_path / "c")
+    assert loaded[-1] is loaded[0]
+    for tensor, original in zip(loaded, tensors, strict=False):
+        assert torch.equal(tensor, original)
+        assert tensor.data_ptr() % 64 == 0
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        assert not tensor._is_view()
+
+
+STRIDES = [[1, 1], [3, 0], [2**62, 1], [4, 1], [1], [3, 1, 1], [-3, 1], [2**63, 1], ["3", 1], 3]
+
+
+@pytest.mark.parametrize("strides", STRIDES, ids=str)
+def test_strides_that_leave_gaps_or_share_memory_are_refused(path, strides):
+    tensors = {"w": {"dtype": "U8", "shape": [2, 3], "data_offsets": [0, 6]}}
+    tree = pack([[0], {}, Ext(1, b""), {0: strides}, {}])
+    path.write_bytes(seal(header_of(tensors, 6, len(tree)), bytes(6) + tree))
+    assert_refused(path, load, outline, match="rebuilt")
+
+
+def test_files_of_version_1_load(path):
+    """As 0.1 and 0.2 wrote them: without the forms of tensors."""
+    tree = pack([[0], {0: ["complex64", [1]]}, Ext(1, b"")])
+    path.write_bytes(sealed_tree(tree, tensor_bytes=8))
+    assert inspect(path).version == 1
+    assert load(path).tolist() == [0j]
+
+
 def test_a_loaded_tensor_saves_only_itself(tmp_path):
     save([torch.ones(3), torch.ones(100_000)], tmp_path / "c")
     assert load(tmp_path / "c")[0].untyped_storage().nbytes() == 12
@@ -261,7 +294,7 @@ def test_inspect_describes_without_reading_the_data(good, path):
     description = inspect(path)
     tensors = {name: (each.dtype, each.shape) for name, each in description.tensors.items()}
     assert tensors == {"c": ("U8", (16,)), "w": ("F32", (5,))}
-    assert (description.path, description.bytes, description.version) == (path, len(good), 1)
+    assert (description.path, description.bytes, description.version) == (path, len(good), 2)
     assert description.digest == f"crc32:{int.from_bytes(good[-4:], 'little'):08x}"
     damaged = bytearray(good)
     damaged[-6] ^= 1

@@ -455,12 +455,12 @@ def test_files_may_be_named_by_urls_of_all_kinds(trainbus, memory):
 
 
 def test_a_file_of_a_newer_version_is_listed_as_that(trainbus):
-    data = make("a.safetensors").read_bytes().replace(b'"version":"1"', b'"version":"2"')
+    data = make("a.safetensors").read_bytes().replace(b'"version":"2"', b'"version":"3"')
     Path("a.safetensors").write_bytes(data[:-4] + zlib.crc32(data[:-4]).to_bytes(4, "little"))
     make("b.safetensors")
     result = trainbus("ls", ".", status=1)
     assert [line.split()[-1] for line in result.out.splitlines()[1:3]] == ["complete", "unreadable"]
-    assert "a.safetensors cannot be read here: it has format version 2, this trainbus reads up to 1; upgrade" in result.out
+    assert "a.safetensors cannot be read here: it has format version 3, this trainbus reads up to 2; upgrade" in result.out
     trainbus("show", "a.safetensors", status=2)
 
 
