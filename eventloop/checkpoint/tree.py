@@ -132,7 +132,8 @@ class FlatTree:
         if isinstance(value, np.generic) and value.dtype.kind in _NUMERIC_KINDS:
             return Ext(Code.SCALAR, _pack((value.dtype.str, value.tobytes())))
         if type(value) is np.ndarray and value.dtype.kind in _NUMERIC_KINDS:
-            return Ext(Code.ARRAY, _pack((value.dtype.str, value.shape, value.tobytes())))
+            order = ("F",) if value.flags.fnc else ()  # in the memory's order, as pickle keeps it
+            return Ext(Code.ARRAY, _pack((value.dtype.str, value.shape, value.tobytes(*order), *order)))
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise CheckpointValueError(f"{path or 'the tree'}: cannot store an object of type {kind}; {_way_out(value)}")
 

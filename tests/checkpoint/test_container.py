@@ -180,6 +180,13 @@ def test_what_requires_a_gradient_and_what_is_a_parameter_comes_back_as_from_tor
     assert facts(stage(tree).tree()) == facts(control)
 
 
+def test_arrays_in_the_order_of_fortran_keep_it(path):
+    array = np.asfortranarray(np.arange(6.0).reshape(2, 3))
+    loaded = round_trip([array, array.T], path)
+    assert [one.strides for one in loaded] == [array.strides, array.T.strides]
+    assert [one.tolist() for one in loaded] == [array.tolist(), array.T.tolist()]
+
+
 def classes(base: type) -> list[type]:
     """All public classes below ``base`` in ``torch.optim``, wherever they are defined."""
     below = [each for one in base.__subclasses__() for each in (one, *classes(one))]
