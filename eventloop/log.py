@@ -11,7 +11,6 @@ import io
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, TextIO, cast
 
@@ -19,6 +18,7 @@ import structlog
 from structlog.typing import FilteringBoundLogger
 
 from eventloop.terminal import printable
+from eventloop.user_errors import contextmanager, described
 
 
 def get_logger() -> FilteringBoundLogger:
@@ -76,7 +76,10 @@ def _escaped(value: Any) -> Any:
 
 def _traceback(file: TextIO, exc_info: Any) -> None:
     whole = io.StringIO()
-    structlog.dev.plain_traceback(whole, exc_info)
+    try:
+        structlog.dev.plain_traceback(whole, exc_info)
+    except Exception as second:  # noqa: BLE001 - a property or __str__ of the user's exception raises
+        whole.write(f"{described(exc_info[1])} (its traceback cannot be printed: {described(second)})")
     file.write(printable(whole.getvalue(), keep="\n"))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +13,7 @@ from eventloop import CheckpointError, ConfigurationError, Hook, Priority, check
 from eventloop.checkpoint import AnyPath, Busy, RemotePath, Staging, as_path, checkpoints_in, is_sharded, remove, sweep_shards
 from eventloop.events import RunView
 from eventloop.training import Best, load_best_at_end
+from eventloop.user_errors import contextmanager
 from hooks.copies import CopiedAnew
 from hooks.options import NonNegativeInt, one_or_more
 from hooks.publishing import keys_to_publish, publish_checkpoint, remove_copies

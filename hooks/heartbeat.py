@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from importlib import import_module
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Final
@@ -17,6 +17,7 @@ from torch import distributed
 from eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, register
 from eventloop.checkpoint import steps_awaited
 from eventloop.training import Mailbox
+from eventloop.user_errors import contextmanager
 from hooks.copies import CopiedAnew
 from hooks.options import added_late
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,6 +16,7 @@ from torch.profiler import schedule as profiler_schedule
 from eventloop import ConfigurationError, Hook, Priority, check_options, get_logger, register
 from eventloop.bus import mark_ranges
 from eventloop.events import AfterTrainEpoch, AfterTrainIter, BeforeTrain, RunView
+from eventloop.user_errors import contextmanager
 from hooks.options import PositiveInt
 
 log = get_logger()
@@ -217,11 +217,18 @@ class ProfilerHook(Hook):
             return self._trace
         options = dict(self._trace or {"type": "log_trace"})
         if options.pop("type") == "log_trace":
-            return survived(self.label)(partial(self._log_table, run, options))
+            return self._survived(partial(self._log_table, run, options))
         directory = in_work_dir(options.pop("dir_name", "tf_tracing_logs"), run)
         log.info("writing traces for TensorBoard", directory=str(directory))
         write: TraceHandler = tensorboard_trace_handler(str(directory), **options)
-        return survived(self.label)(write)
+        return self._survived(write)
+
+    def _survived(self, write: TraceHandler) -> TraceHandler:
+        def survive(profiler: profile) -> None:
+            with survived(self.label):
+                write(profiler)
+
+        return survive
 
     def _log_table(self, run: RunView, options: dict[str, Any], profiler: profile) -> None:
         try:

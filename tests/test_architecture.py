@@ -25,6 +25,7 @@ PUBLIC = (
     "eventloop.notebook",
     "eventloop.device",  # the accelerator
     "eventloop.privates",  # undocumented names of torch that hooks use, too
+    "eventloop.user_errors",  # context managers and notes that any exception passes
 )
 FILES = [*sorted(file for package in ("eventloop", "hooks") for file in ROOT.glob(f"{package}/**/*.py")), ROOT / "trainbus.py"]
 
@@ -243,3 +244,13 @@ def test_no_two_public_classes_share_a_name():
     nodes = [node for name in MODULES for node in parsed(name).body]
     names = [node.name for node in nodes if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
     assert sorted({name for name in names if names.count(name) > 1}) == []
+
+
+def test_no_module_changes_attributes_of_an_exception_that_may_be_the_users():
+    """``user_errors`` does it without those that the class may refuse; contextlib's context manager assigns a traceback."""
+    for name in MODULES.keys() - {"eventloop.user_errors"}:
+        assert Import("contextlib", "contextmanager", lazy=False, typing=False) not in imports(name), name
+        called = {
+            one.func.attr for one in ast.walk(parsed(name)) if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute)
+        }
+        assert "add_note" not in called, name

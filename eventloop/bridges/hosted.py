@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -25,6 +24,7 @@ from eventloop.training.saves.restore import publish_loaded
 from eventloop.training.saves.weights import by_model, flat, gather_weights
 from eventloop.training.schema import SavedEntry, read, upgraded
 from eventloop.training.state import Counters
+from eventloop.user_errors import contextmanager
 
 log = get_logger()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from threading import get_ident
 from types import TracebackType
@@ -22,6 +22,7 @@ from eventloop.training.run import Run
 from eventloop.training.saves.capture import state_version
 from eventloop.training.saves.requests import SaveRequest, merged
 from eventloop.training.saves.restore import resume_line
+from eventloop.user_errors import contextmanager
 
 log = get_logger()
 

@@ -19,6 +19,7 @@ from eventloop.events import Event
 from eventloop.events.event import describe_position, name_of
 from eventloop.log import get_logger
 from eventloop.offload import Delivery, DrainReport, Runtime, Sources, absent_entry, importable_of, is_plain, unarrived
+from eventloop.user_errors import add_note, notes_of
 
 _MOST_TIMEOUTS = 3  # abandoned threads, or worker processes that fail to start, after which a handler is retired
 OFFLOADED = "in the offloaded"  # begins the note on an error of an offloaded handler
@@ -186,16 +187,16 @@ class Subscription:
     def _annotate(self, error: BaseException, event: Event) -> None:
         where = f"in {self.label} ({self.mode}, priority {self.priority}, {self.location}) at "
         where += describe_position(type(event), getattr(event, "progress", None))
-        error.add_note(f"raised later, {where}" if _is_offloaded(error) else where)
+        add_note(error, f"raised later, {where}" if _is_offloaded(error) else where)
 
     def _note_offloaded(self, error: BaseException, events: Sources) -> None:
         note = f"{OFFLOADED} ({self.mode}) handler {self.label} of "
         # A handler may raise the same object each time.
-        if not any(other.startswith(note) for other in getattr(error, "__notes__", ())):
+        if not any(other.startswith(note) for other in notes_of(error)):
             positions = [describe_position(*event) for event in (events[0], events[-1])] if events else [self.mount_point]
-            error.add_note(f"{note}{' to '.join(dict.fromkeys(positions))}, {self.location}")
+            add_note(error, f"{note}{' to '.join(dict.fromkeys(positions))}, {self.location}")
             if events and self._detaches and (advice := absent_entry(error, events[0][0])):
-                error.add_note(advice)
+                add_note(error, advice)
 
     def _lane_failed(self, error: Exception, events: Sources) -> None:
         if isinstance(error, StopIteration | StopAsyncIteration):  # the training thread raises it within its iterators
@@ -244,4 +245,4 @@ def _is_offloaded(error: BaseException) -> bool:
     """Return True for an error of an offloaded handler, which a later publish raises again, in any handler that publishes."""
     if isinstance(error, BaseExceptionGroup):
         return any(map(_is_offloaded, error.exceptions))
-    return any(note.startswith(OFFLOADED) for note in getattr(error, "__notes__", ()))
+    return any(note.startswith(OFFLOADED) for note in notes_of(error))

@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from eventloop.errors import SubscribeError
 from eventloop.events import AfterModuleBackward, AfterModuleForward, BeforeModuleBackward, BeforeModuleForward, ModuleEvent
 from eventloop.spelling import did_you_mean
+from eventloop.user_errors import add_note
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
@@ -98,7 +99,7 @@ class _Tap:
             fields = zip(self._kind.__struct_fields__, (self._name, module, *values), strict=True)
             self._publish(self._kind(**dict(fields)))
         except Exception as error:
-            error.add_note(f"published by the watched module {self._name!r} ({type(module).__name__})")
+            add_note(error, f"published by the watched module {self._name!r} ({type(module).__name__})")
             raise
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:

@@ -21,10 +21,10 @@ import threading
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Final, TypeVar
 
 from eventloop.errors import CheckpointError
+from eventloop.user_errors import add_note, contextmanager, text_of
 
 TEMPORARY_PREFIX: Final = ".trainbus-"
 Made = TypeVar("Made")
@@ -180,7 +180,7 @@ def discard(name: str, remove: Callable[[str], object], error: BaseException) ->
     except FileNotFoundError:
         pass
     except Exception as second:  # noqa: BLE001 - the first failure is the one to report
-        error.add_note(f"and the unfinished file {name} could not be removed: {second}")
+        add_note(error, f"and the unfinished file {name} could not be removed: {text_of(second)}")
 
 
 def sync_directory(directory: str | os.PathLike[str]) -> None:

@@ -10,7 +10,6 @@ Source: https://huggingface.co/docs/safetensors/index#format
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Annotated, Final
 
 import msgspec
@@ -18,6 +17,7 @@ import torch
 
 from eventloop.checkpoint.commit import DIGEST_BYTES
 from eventloop.errors import CheckpointDamagedError
+from eventloop.user_errors import contextmanager
 
 FORMAT: Final = "trainbus.checkpoint"
 VERSION: Final = 2

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import wraps
 from pathlib import Path
@@ -30,6 +30,7 @@ from eventloop.checkpoint.stage import CommitInfo, StagedTree
 from eventloop.checkpoint.store import AnyPath
 from eventloop.checkpoint.torch_file import Pickled
 from eventloop.errors import CheckpointDamagedError
+from eventloop.user_errors import contextmanager
 
 DIGESTS_FILE: Final = "trainbus-digests.json"
 """The file in such a folder that holds the size and the digest of each other file."""

@@ -7,7 +7,7 @@ import io
 import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Final, Literal, NamedTuple
 
@@ -21,6 +21,7 @@ from eventloop.checkpoint.forms import Strides, in_tree, reinterpreted, with_str
 from eventloop.checkpoint.rebuild import check_packed, unflatten
 from eventloop.checkpoint.store import AnyPath, AsPath, as_path, list_files, open_file
 from eventloop.errors import CheckpointDamagedError, CheckpointError
+from eventloop.user_errors import contextmanager
 
 Kind = Literal["checkpoint", "plain safetensors", "torch.save", "unknown"]
 

@@ -15,13 +15,14 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import Any, BinaryIO, Final
 
 from eventloop.checkpoint import s3
 from eventloop.checkpoint.commit import DIGEST_BYTES, TEMPORARY_PREFIX, discard, failing, note_step
 from eventloop.errors import CheckpointError, ConfigurationError
 from eventloop.log import get_logger
+from eventloop.user_errors import contextmanager
 
 _BLOCK: Final = 16 << 20
 """Bytes per part of an upload, or of what is read."""

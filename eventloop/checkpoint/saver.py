@@ -15,6 +15,7 @@ from eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, Writ
 from eventloop.checkpoint.store import AnyPath, AsPath, as_path
 from eventloop.checks import check_value
 from eventloop.errors import CheckpointError
+from eventloop.user_errors import add_note, text_of
 
 Busy = Literal["wait", "skip", "replace"]
 """The behaviour of a save that is due while another is being written."""
@@ -136,7 +137,7 @@ class AsyncSaver:
         except Exception as failure:
             if error is None:
                 raise
-            error.add_note(f"and a checkpoint could not be written: {failure}")
+            add_note(error, f"and a checkpoint could not be written: {text_of(failure)}")
 
     def _finish(self) -> None:
         if self._writer.here:
@@ -183,7 +184,7 @@ class AsyncSaver:
             return
         first, *others = self._failures
         for other in others:
-            first.add_note(f"and another one: {other}")
+            add_note(first, f"and another one: {text_of(other)}")
         try:
             raise first
         finally:

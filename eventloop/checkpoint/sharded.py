@@ -34,6 +34,7 @@ from eventloop.checkpoint.stage import StageBuffer, StagedTree, save, stage, wri
 from eventloop.checkpoint.store import AnyPath, link, make_directory, open_file
 from eventloop.errors import CheckpointDamagedError, CheckpointError, CheckpointValueError
 from eventloop.privates import chunk_of
+from eventloop.user_errors import described
 
 _WHOLE: Final = frozenset({"progress", "data", "rng", "ranks", "stateful", "info"})  # in a run's tree: no weights in them
 
@@ -250,7 +251,7 @@ class Parts:
         try:
             result = do()
         except Exception as error:  # noqa: BLE001 - raised below, on all ranks
-            problem, cause = f"{type(error).__name__}: {error}", error
+            problem, cause = described(error), error
         if problems := self._problems(problem):
             raise CheckpointError(f"cannot write {directory}: {'; '.join(problems)}") from cause
         return result

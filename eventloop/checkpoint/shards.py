@@ -13,7 +13,6 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -39,6 +38,7 @@ from eventloop.checkpoint.store import (
 )
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 from eventloop.log import get_logger
+from eventloop.user_errors import contextmanager
 
 SHARDS: Final = "shards"
 """Key of the tree under which the directory is named."""

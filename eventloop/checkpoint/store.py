@@ -10,7 +10,7 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Final, TypeGuard
 from urllib.parse import unquote, urlsplit
@@ -33,6 +33,7 @@ from eventloop.checkpoint.folder import link_folder, remove_folder
 from eventloop.checkpoint.remote import RemotePath
 from eventloop.errors import CheckpointDamagedError
 from eventloop.log import get_logger
+from eventloop.user_errors import contextmanager
 
 log = get_logger()
 

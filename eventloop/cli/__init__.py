@@ -24,6 +24,7 @@ from eventloop.observe import RunDamagedError
 from eventloop.observe.environment import versions
 from eventloop.terminal import cell
 from eventloop.training.distributed.ranks import record_failure
+from eventloop.user_errors import notes_of
 
 app = App(
     name="trainbus",
@@ -106,7 +107,7 @@ def _mistake(error: CycloptsError, names: Sequence[str]) -> str:
 def _fail(status: int, command: str, message: str, error: BaseException) -> int:
     record_failure(error)
     rank = f" (rank {os.environ['RANK']})" if is_torchelastic_launched() else ""
-    lines = "\n".join([message, *getattr(error, "__notes__", ())])
+    lines = "\n".join([message, *notes_of(error)])
     # One write, so that the lines of several ranks do not mix.
     text = Text.assemble((f"{command}{rank}:", "bold red"), " ", cell(lines, keep="\n"))
     Console(stderr=True, highlight=False).print(text, soft_wrap=True)

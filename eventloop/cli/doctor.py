@@ -23,6 +23,7 @@ from eventloop.errors import TrainbusError
 from eventloop.observe.environment import environment
 from eventloop.plain import without_secrets
 from eventloop.terminal import cell
+from eventloop.user_errors import described
 
 _ENGINES: Final = ("ray", "torchft-nightly", "nvidia-resiliency-ext")
 _HOSTS: Final = (
@@ -129,7 +130,7 @@ def _problems() -> Iterator[str]:
         try:
             import_module(module)
         except Exception as error:  # noqa: BLE001 - which is what to tell
-            yield f"{module} cannot be imported: {type(error).__name__}: {error}"
+            yield f"{module} cannot be imported: {described(error)}"
     yield from _too_old()
 
 

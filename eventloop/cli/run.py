@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,6 +30,7 @@ from eventloop.training.loop import TrainLoop
 from eventloop.training.saves.discover import is_candidate
 from eventloop.training.saves.restore import resumed_with
 from eventloop.training.schema import LAST
+from eventloop.user_errors import add_note, contextmanager
 
 _RUNS = Path("runs")
 
@@ -232,5 +233,5 @@ def _resumable(work_dir: Path, arguments: str) -> Iterator[None]:
             yield
         except KeyboardInterrupt as interrupt:
             if not (work_dir / "last_checkpoint").exists():
-                interrupt.add_note("no checkpoint was written yet")
+                add_note(interrupt, "no checkpoint was written yet")
             raise

@@ -18,6 +18,7 @@ from eventloop.config.names import Imports, find, is_reference, kind_of_base, re
 from eventloop.config.read import FromText, check_keys, inside, kind_of, parsed, settle, wrong
 from eventloop.errors import TrainbusError
 from eventloop.spelling import did_you_mean
+from eventloop.user_errors import add_note
 
 _NOT_IT: Any = object()
 
@@ -115,14 +116,14 @@ class Maker:
         positional = [values.pop(name) for name in by_position if name in values]
         try:
             return signature.target(*positional, **values)
-        except TrainbusError as error:
-            raise type(error)(f"{where} ({signature.label}): {error}") from error
         except Exception as error:
+            if isinstance(error, TrainbusError) and type(error).__module__ == TrainbusError.__module__:  # it takes one text
+                raise type(error)(f"{where} ({signature.label}): {error}") from error
             called = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)][1:]
             is_torchs = called and all(f"{name}.".startswith("torch.") for name in called)  # raised without the user's code
             if isinstance(error, TypeError | ValueError) and is_torchs:
                 raise wrong(where, f"{signature.label} does not take these options: {error}") from error
-            error.add_note(f"while making {signature.label} for {where}")
+            add_note(error, f"while making {signature.label} for {where}")
             raise
 
     def decode(self, signature: Signature, table: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from eventloop.builtin import load_builtin
 from eventloop.config.read import inside, kind_of, settle, wrong
 from eventloop.errors import RegistrationError, UnknownNameError
 from eventloop.spelling import did_you_mean
+from eventloop.user_errors import add_note
 
 C = TypeVar("C", bound=type)
 
@@ -211,7 +212,7 @@ class Imports:
         except Exception as error:
             missing = error.name if isinstance(error, ModuleNotFoundError) else None
             if missing is None or not f"{name}.".startswith(f"{missing}."):
-                error.add_note(f"while importing {name!r} for {where}")
+                add_note(error, f"while importing {name!r} for {where}")
                 raise
             hint = did_you_mean(missing, {path.stem for folder in self._folders for path in folder.glob("*.py")})
             folders = f"in {' and '.join(map(str, self._folders))}, and " if self._folders else ""

@@ -19,7 +19,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
 from functools import cache
 from itertools import count
 from struct import Struct
@@ -29,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from eventloop.log import get_logger
+from eventloop.user_errors import contextmanager
 
 FIELDS: Final = 5
 NUMBER, NAME, THREAD, BEGIN, END = range(FIELDS)

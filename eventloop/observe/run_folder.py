@@ -11,7 +11,7 @@ import math
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from stat import S_ISREG
@@ -28,6 +28,7 @@ from eventloop.observe.media import MEDIA, PICTURES, AnyReported, read_reported
 from eventloop.observe.record import AnyLine, read_line
 from eventloop.observe.story import RunManifest, RunSession, RunStory
 from eventloop.plain import as_json, encodable
+from eventloop.user_errors import contextmanager
 
 MANIFEST: Final = "run.json"
 """Name of the file that describes a run."""

@@ -25,6 +25,7 @@ from eventloop.offload.importable import Importable
 from eventloop.offload.lane import LOOK, Lane
 from eventloop.offload.loops import Loop, await_through, handling, in_trio, set_library
 from eventloop.offload.snapshot import Snapshot
+from eventloop.user_errors import described
 
 _COPY_POLL = 0.0005  # seconds between looks at a copy from a GPU; waiting for it would block the loop
 
@@ -91,7 +92,7 @@ class _Consumer:
     def _break(self, error: BaseException) -> None:
         self._drop_held()
         self.delivery.broken(error, self._ended_at)
-        self.lane.close(f"its consumer has ended: {type(error).__name__}: {error}")
+        self.lane.close(f"its consumer has ended: {described(error)}")
         self.lane.detach()
 
     def _drop_held(self) -> None:

@@ -15,7 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
@@ -31,6 +31,7 @@ from eventloop.offload.callers import Caller, timed_out
 from eventloop.offload.consumers import Delivery
 from eventloop.offload.importable import Importable
 from eventloop.offload.parcel import SharedSegment, pack, unpack
+from eventloop.user_errors import add_note, contextmanager
 
 _START = 300.0  # seconds for a worker to import its handler, on a busy machine
 _END = 3.0  # seconds for an idle worker to end in order (its atexit functions, its open files), before it is killed
@@ -109,7 +110,7 @@ class ProcessCaller(Caller):
                 f"the worker process of {self._label} could not import its handler: {reply.kind}: {reply.message}",
                 started=False,
             )
-            failure.add_note(reply.traceback)
+            add_note(failure, reply.traceback)
             raise failure
 
     def _receive(self, process: _Process, timeout: float | None) -> Reply:
@@ -176,7 +177,7 @@ def _error(reply: Reply, pid: int) -> Exception:
     if reply.error:
         with suppress(Exception):  # its module may exist in the worker only
             error = pickle.loads(reply.error)  # noqa: S301 - from our own worker
-    error.add_note(f"in the worker process {pid}:\n{reply.traceback}")
+    add_note(error, f"in the worker process {pid}:\n{reply.traceback}")
     return error
 
 

@@ -12,7 +12,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, Final
 
@@ -35,6 +35,7 @@ from eventloop.training.loaders import length_of
 from eventloop.training.metrics import missing_metric
 from eventloop.training.rng import random_states, set_random_states
 from eventloop.training.sanity import first_batches
+from eventloop.user_errors import contextmanager, notes_of
 
 _BATCHES: Final = 2
 _RARE: Final = re.compile(r"test|exception|failed|skipped|load_checkpoint|train_epoch")
@@ -302,7 +303,7 @@ class _Check:
             yield
         except Exception as error:  # noqa: BLE001 - the check reports it
             # The advice to continue from a file of the check would be wrong.
-            kept = [note for note in getattr(error, "__notes__", ()) if str(self.folder) not in note]
+            kept = [note for note in notes_of(error) if str(self.folder) not in note]
             notes = "".join(f"\n  {note}" for note in kept)
             kind = "" if isinstance(error, TrainbusError) else f"{type(error).__name__}: "
             frames = traceback.extract_tb(error.__traceback__)

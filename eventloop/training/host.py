@@ -7,7 +7,7 @@ and who owns directories, seeds and data.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,6 +29,7 @@ from eventloop.training.saves.requests import Saver
 from eventloop.training.saves.restore import Restore
 from eventloop.training.session import open_runs
 from eventloop.training.update import Update, check_updates
+from eventloop.user_errors import contextmanager
 
 log = get_logger()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -51,6 +51,7 @@ from eventloop.training.sanity import check_needs, explained, look
 from eventloop.training.saves.best import Best, best_of
 from eventloop.training.state import Counters, ValidationPlan
 from eventloop.training.update import Update
+from eventloop.user_errors import contextmanager
 
 log = get_logger()
 

@@ -10,7 +10,7 @@ import copy
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from itertools import islice
 from typing import Any, Final
 
@@ -28,6 +28,7 @@ from eventloop.training.loaders import has_state, is_plain, rebuilt
 from eventloop.training.metrics import Metrics, NamedMetrics, missing_metric
 from eventloop.training.rng import random_states, set_random_states
 from eventloop.training.update import Update
+from eventloop.user_errors import add_note, contextmanager
 
 log = get_logger()
 
@@ -132,8 +133,8 @@ def explained(count: int, step: str) -> Iterator[None]:
         yield
     except Exception as error:
         called = f"{step}() is called without gradients, so it must not call backward(), and no mount points are published"
-        error.add_note(
-            f"in the look at the first {count} batches of val_data before the training: {called}; sanity=0 leaves it out"
+        add_note(
+            error, f"in the look at the first {count} batches of val_data before the training: {called}; sanity=0 leaves it out"
         )
         raise
 

@@ -21,6 +21,7 @@ from eventloop.training.folders import move_aside
 from eventloop.training.replicas import Replicas
 from eventloop.training.saves.contents import SavedRun
 from eventloop.training.state import REPEATED
+from eventloop.user_errors import add_note, described
 
 log = get_logger()
 
@@ -148,12 +149,12 @@ class Session:
                 self._bus.raise_failures()  # else the publish below raises them and reaches no handler
             except Exception as failure:
                 log.exception("an offloaded handler failed as well")
-                error.add_note(f"an offloaded handler failed at about the same time: {failure!r}")
+                add_note(error, f"an offloaded handler failed at about the same time: {described(failure)}")
             try:
-                self._run.publish(ev.OnException, error=f"{type(error).__name__}: {error}", exception=error)
+                self._run.publish(ev.OnException, error=described(error), exception=error)
             except Exception as failure:
                 log.exception("a handler of on_exception failed")
-                error.add_note(f"then a handler of on_exception failed: {failure!r}")
+                add_note(error, f"then a handler of on_exception failed: {described(failure)}")
 
     def _tell_resume(self, error: BaseException) -> None:
         """Add the line that resumes the run to an error; log it if the application or the trainer may replace the error."""
@@ -167,7 +168,7 @@ class Session:
             reason = "cancelled" if isinstance(error, RunCancelled) else "interrupted"
             log.info(f"the run was {reason}; {line}", iter=self.state.counters.iter)
         else:
-            error.add_note(line)
+            add_note(error, line)
 
     def _close(self, *, abort: bool = False) -> None:
         try:

@@ -13,6 +13,7 @@ from transformers.training_args import TrainingArguments
 from eventloop import ConfigurationError, TrainingError
 from eventloop.events import Progress, RunView
 from eventloop.training import missing_metric
+from eventloop.user_errors import add_note
 from hooks.schedule import STEPPED
 
 UNKNOWN: Final[Any] = object()  # the value of an unknown attribute of :class:`State`
@@ -135,7 +136,7 @@ def _name(error: Exception, where: str, objects: Mapping[str, Any], given: Mappi
                 raise TrainingError(f"{where} uses {name}.{error.name}, which does not exist on a bus: {error}") from error
     absent = [name for name, value in given.items() if value is None]
     without = f"; this run has no {', '.join(absent)}" if absent and getattr(error, "obj", error) is None else ""
-    error.add_note(f"in {where}, a callback of Hugging Face's Trainer{without}")
+    add_note(error, f"in {where}, a callback of Hugging Face's Trainer{without}")
 
 
 def arguments_for(hooks: Sequence[Guest], run: RunView, progress: Progress) -> Any:

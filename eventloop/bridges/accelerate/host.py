@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Final
@@ -25,6 +25,7 @@ from eventloop.checkpoint import (
 from eventloop.checkpoint.folder_files import DIGESTS_FILE
 from eventloop.errors import CheckpointError, ConfigurationError
 from eventloop.log import get_logger
+from eventloop.user_errors import contextmanager
 
 log = get_logger()
 

@@ -15,6 +15,7 @@ from ignite.handlers import DiskSaver
 from eventloop.bridges.copies import replaced
 from eventloop.bridges.saves import ReopenedSaver, Writing, write_pickled
 from eventloop.checkpoint import Pickled, remove, stage
+from eventloop.user_errors import add_note, text_of
 
 
 class TrainbusSaver(DiskSaver):  # type: ignore[misc]  # types of Ignite are not looked at
@@ -121,7 +122,7 @@ class TrainbusSaver(DiskSaver):  # type: ignore[misc]  # types of Ignite are not
             try:
                 self._saver.close()
             except Exception as failure:  # noqa: BLE001 - the first error is the one to raise
-                error.add_note(f"and a checkpoint could not be written: {failure}")
+                add_note(error, f"and a checkpoint could not be written: {text_of(failure)}")
             raise
         finally:
             self._in_run = before

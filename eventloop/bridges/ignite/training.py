@@ -14,6 +14,7 @@ from eventloop.log import get_logger
 from eventloop.training import Driver, Run
 from eventloop.training.arguments import Models, Optimizers
 from eventloop.training.state import Counters
+from eventloop.user_errors import add_note, text_of
 
 log = get_logger()
 
@@ -141,7 +142,7 @@ class TrainerRuns:
             self._bridge.settle_files()
         except Exception as failure:  # noqa: BLE001 - the first error is the one to raise
             if failure is not error:
-                error.add_note(f"and a checkpoint could not be written: {failure}")
+                add_note(error, f"and a checkpoint could not be written: {text_of(failure)}")
         driver.fail(error)
 
     def begin_epoch(self) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Final
 
 from eventloop.privates import Names, check_names
+from eventloop.user_errors import contextmanager
 
 NAMES: Final[Names] = {
     "trainer.strategy.launcher": ("host.py: refuse strategies that start processes", "2.5.0 to 2.6.6"),

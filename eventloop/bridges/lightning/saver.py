@@ -38,6 +38,7 @@ from eventloop.checkpoint import (
 from eventloop.device import current_device
 from eventloop.errors import ConfigurationError
 from eventloop.log import get_logger
+from eventloop.user_errors import add_note, text_of
 
 log = get_logger()
 
@@ -128,7 +129,7 @@ class TrainbusCheckpointIO:
             if error is None:
                 raise
             log.exception("checkpoint not written")
-            error.add_note(f"and a checkpoint could not be written: {failure}")
+            add_note(error, f"and a checkpoint could not be written: {text_of(failure)}")
         if trainer is not None and error is None:
             _wait_for_ranks()
 

@@ -23,6 +23,7 @@ from eventloop.checkpoint import AnyPath, RemotePath, commit_bytes, open_file
 from eventloop.errors import CheckpointError
 from eventloop.log import get_logger
 from eventloop.training.distributed.mailbox import Mailbox
+from eventloop.user_errors import described
 
 _LOOK: Final = 0.2
 """Seconds between two looks of a rank for its next order."""
@@ -205,7 +206,7 @@ class RayReports:
                 log.warning(
                     "Ray took no report, and gets no more from this start. Training goes on, its saves are in the work dir, "
                     "and resume='auto' finds them; Ray's Result lacks them. Is ray.train.report() called elsewhere, too?",
-                    error=f"{type(error).__name__}: {error}",
+                    error=described(error),
                 )
             if self._mail is not None:
                 with suppress(Exception):  # the store may be gone

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,6 +26,7 @@ from eventloop.checkpoint import (
 )
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 from eventloop.log import get_logger
+from eventloop.user_errors import contextmanager
 
 log = get_logger()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import partial, update_wrapper
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +31,7 @@ from eventloop.log import get_logger
 from eventloop.training import Driver, Run
 from eventloop.training.driver import EvaluationStage
 from eventloop.training.state import Counters
+from eventloop.user_errors import contextmanager
 
 log = get_logger()
 

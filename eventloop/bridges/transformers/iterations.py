@@ -7,7 +7,7 @@ further call costs the training about a microsecond.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
@@ -19,6 +19,7 @@ from eventloop.bridges.hosted import TrainerHost
 from eventloop.bridges.transformers import privates
 from eventloop.log import get_logger
 from eventloop.training import Run
+from eventloop.user_errors import contextmanager
 
 log = get_logger()
 

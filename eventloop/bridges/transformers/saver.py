@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +14,7 @@ from eventloop.bridges.transformers.folders import Folders
 from eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, FolderFiles, StagedTree, discard_folder
 from eventloop.errors import ConfigurationError
 from eventloop.log import get_logger
+from eventloop.user_errors import add_note, contextmanager, text_of
 
 log = get_logger()
 
@@ -79,7 +80,7 @@ class FolderSaver:
             if self._saver is not None:
                 self._saver.wait()
         except Exception as failure:  # noqa: BLE001 - the first error is the one to raise
-            error.add_note(f"and a checkpoint could not be written: {failure}")
+            add_note(error, f"and a checkpoint could not be written: {text_of(failure)}")
 
     def save(self, write: Callable[[], object], path: Path, report: Report, *, own: bool, raises: bool = True) -> None:
         """Copy the state that the trainer saves in ``write``, and queue the copy for the folder ``path``, within ``report``.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sized
-from contextlib import contextmanager
 from typing import Any, TypeGuard, cast
 
 from torch import distributed
@@ -16,6 +15,7 @@ from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import Ranks, T, record_failure, this_rank, wait_until_connected, world_size
 from eventloop.training.distributed.samples import GlobalBatchSampler, global_sampler
 from eventloop.training.loaders import rebuilt
+from eventloop.user_errors import contextmanager
 
 log = get_logger()
 

@@ -27,6 +27,7 @@ from eventloop.errors import ConfigurationError, TrainbusError, TrainingError
 from eventloop.log import get_logger
 from eventloop.privates import default_store, default_timeout
 from eventloop.training.distributed.mailbox import missing_of
+from eventloop.user_errors import add_note, described, notes_of
 
 _FAILURE: Final = "trainbus/failure"
 _OTHER_FIRST: Final = "another process failed first"
@@ -258,7 +259,7 @@ def share_failure(error: BaseException) -> None:
     The other ranks fail when this process ends and its connections close. (If a host catches the error, they wait for
     ``init_process_group(timeout=)``.) A timeout error gets a note with the ranks that did not answer.
     """
-    mine = f"rank {this_rank()}: {type(error).__name__}: {error}"
+    mine = f"rank {this_rank()}: {described(error)}"
     first, silent = mine, ""
     store = default_store()
     before = store.timeout
@@ -272,18 +273,19 @@ def share_failure(error: BaseException) -> None:
     finally:
         store.set_timeout(before)
     if first != mine:
-        error.add_note(f"{_OTHER_FIRST}: {first}")
+        add_note(error, f"{_OTHER_FIRST}: {first}")
     if silent:
-        error.add_note(
+        add_note(
+            error,
             f"{silent} did not answer: it ended, was stopped, or is busy; see its own log. If it only needs more time, give "
-            "init_process_group() a longer timeout="
+            "init_process_group() a longer timeout=",
         )
     log.error("a process failed and ends the others", first=first)
 
 
 def failed_first(error: BaseException) -> bool:
     """Return False if :func:`share_failure` found that another rank had failed before this one."""
-    return not any(note.startswith(_OTHER_FIRST) for note in getattr(error, "__notes__", ()))
+    return not any(note.startswith(_OTHER_FIRST) for note in notes_of(error))
 
 
 def record_failure(error: BaseException) -> None:

@@ -20,6 +20,7 @@ from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import Ranks
 from eventloop.training.saves.discover import Found
 from eventloop.training.schema import how_far
+from eventloop.user_errors import add_note
 
 _CHUNK: Final = 16 << 20
 """Bytes of a file that are sent at a time."""
@@ -69,7 +70,7 @@ def agreed(ranks: Ranks, find: Callable[[], Found | None], look: Callable[[], An
 def _exchanged(ranks: Ranks, found: Found | None, own: _View, views: dict[int, _View]) -> Found | None:
     for rank, one in views.items():
         if one.error is not None:
-            one.error.add_note(f"on rank {rank}")
+            add_note(one.error, f"on rank {rank}")
     failed = [one.error for one in views.values() if one.error is not None]
     if fatal := next((error for error in failed if not isinstance(error, CheckpointDamagedError | FileNotFoundError)), None):
         raise fatal

@@ -36,6 +36,7 @@ from eventloop.training.saves.contents import SavedRun
 from eventloop.training.saves.discover import newest_candidate
 from eventloop.training.saves.kept import KeptParts, sweep_kept_shards
 from eventloop.training.schema import KEPT, LAST, how_far
+from eventloop.user_errors import described
 
 _TOLD: Final = 8
 """Paths that an error names at most."""
@@ -220,7 +221,7 @@ def _problem(do: Callable[..., object], *args: object) -> str:
     try:
         do(*args)
     except (TrainbusError, OSError) as error:
-        return f"{type(error).__name__}: {error}"
+        return described(error)
     return ""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from eventloop.errors import CheckpointError
 from eventloop.log import get_logger
 from eventloop.training.optimizers import optimizers_in, parameters_of, stepping
 from eventloop.training.saves.parameters import arranged, has_torch_layout, sizes_of
+from eventloop.user_errors import contextmanager
 
 log = get_logger()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -28,6 +27,7 @@ from eventloop.training.saves.kept_upload import upload_kept
 from eventloop.training.saves.parameters import parameter_names
 from eventloop.training.saves.weights import unwrapped_state
 from eventloop.training.schema import SavedCounts, SavedRank, SavedState, Tree, read, upgraded
+from eventloop.user_errors import add_note, contextmanager
 
 HOSTED: Final = "trainbus"
 """Key of the state that :meth:`eventloop.Run.gather_state` adds to another checkpoint."""
@@ -174,7 +174,7 @@ class Restore:
                 if isinstance(error, CheckpointDamagedError):
                     damaged[name] = str(error)
                 elif error is not None:
-                    error.add_note(f"on rank {rank}")
+                    add_note(error, f"on rank {rank}")
                     raise error
             if name not in damaged:
                 return found
@@ -209,7 +209,7 @@ class Restore:
         ranks = self._run.state.ranks
         for rank, one in ({0: problem} if ranks is None else ranks.distinct(problem)).items():
             if one is not None:
-                one.add_note(f"on rank {rank}")
+                add_note(one, f"on rank {rank}")
                 raise one
         return made
 

@@ -33,6 +33,7 @@ from eventloop.training.saves.discover import peek
 from eventloop.training.saves.kept import KeptSaves, KeptShards, series
 from eventloop.training.saves.requests import SaveJob, SaveRequest, publish_skipped
 from eventloop.training.schema import LAST
+from eventloop.user_errors import add_note
 
 _STAGED: Final = name_of(CheckpointStaged)
 _REST: Final = 3
@@ -202,7 +203,7 @@ class CheckpointWriter:
             with self._bus.span("writing checkpoints"):
                 self._write_job(job)
         except BaseException as error:  # noqa: BLE001 - raised on the training thread
-            error.add_note(f"{OFFLOADED} writing of {job.paths[0]}")
+            add_note(error, f"{OFFLOADED} writing of {job.paths[0]}")
             self._bus.fail(self, error)
 
     def _write_job(self, job: SaveJob) -> None:
