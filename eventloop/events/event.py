@@ -136,6 +136,35 @@ class Event(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="even
         return [(name, _short(value)) for name, value in values if value is not msgspec.UNSET]
 
 
+class _Undeclared:
+    """A field that the events of a run have. An event that does not declare it has no such attribute."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, event: object, kind: type[Event]) -> Any:
+        way_out = f"derive {kind.__name__} from RunEvent instead of Event, and publish it by run.publish()"
+        raise AttributeError(f"{kind.__name__} has no field {self._name!r}; {way_out}", name=self._name, obj=event)
+
+
+for _name in ("run", "progress"):
+    setattr(Event, _name, _Undeclared(_name))
+
+
+def misfit(event: type[Event], payload: Mapping[str, object]) -> str:
+    """Return how the payload of ``run.publish(event, ...)`` does not fit the fields of the event, or ""."""
+    fields = [name for name in event.__struct_fields__ if name not in ("run", "progress")]
+    for name in payload:
+        if name not in fields:
+            way_out = "run.publish() fills it in" if name in ("run", "progress") else f"its fields are {', '.join(fields)}"
+            return f"{event.__name__} has no field {name}=" + (
+                did_you_mean(name, fields) or f"; {way_out if fields else 'it has none'}"
+            )
+    infos = msgspec.structs.fields(event)
+    missing = [one.name for one in infos if one.required and one.name in fields and one.name not in payload]
+    return f"run.publish({event.__name__}, ...) lacks the field {', '.join(f'{name}=' for name in missing)}" if missing else ""
+
+
 def name_of(event: type[Event]) -> str:
     """Return the mount-point name of an event class."""
     return mount_name(event.__name__)

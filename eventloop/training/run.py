@@ -18,6 +18,7 @@ from eventloop.checkpoint import AnyPath, Busy, Staging, as_path, unwrapped
 from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError, RunPreempted, TrainingError
 from eventloop.events import Event, Progress, RunEvent
+from eventloop.events.event import misfit
 from eventloop.events.shared import Shared
 from eventloop.log import get_logger
 from eventloop.spelling import answers_names
@@ -427,7 +428,7 @@ class Run:
         """Make and publish an event of this class, if it has a subscriber. Its fields ``run`` and ``progress`` are filled in.
 
         Raises:
-            TrainingError: ``event`` is not a class derived from ``Event``.
+            TrainingError: ``event`` is not a class derived from ``Event``, or the payload does not fit its fields.
         """
         route = self.wants(event)
         if not route:
@@ -436,14 +437,21 @@ class Run:
             route()
             return
         kind: Any = event  # unchecked: many users give an event, or its name
-        if isinstance(kind, type) and issubclass(kind, RunEvent):
-            made: Event = kind(run=self, progress=self.state.progress, **payload)
-        elif isinstance(kind, type) and issubclass(kind, Event):
-            ours = {"run": self, "progress": self.state.progress}
-            made = kind(**{name: ours[name] for name in ours if name in kind.__struct_fields__}, **payload)
-        else:
-            name = type(kind).__name__ if isinstance(kind, Event) else "MyEvent"
-            raise TrainingError(f"run.publish() takes a class, run.publish({name}, ...), not {kind!r}; bus.publish() an event")
+        try:
+            if isinstance(kind, type) and issubclass(kind, RunEvent):
+                made: Event = kind(run=self, progress=self.state.progress, **payload)
+            elif isinstance(kind, type) and issubclass(kind, Event):
+                ours = {"run": self, "progress": self.state.progress}
+                made = kind(**{name: ours[name] for name in ours if name in kind.__struct_fields__}, **payload)
+            else:
+                name = type(kind).__name__ if isinstance(kind, Event) else "MyEvent"
+                raise TrainingError(
+                    f"run.publish() takes a class, run.publish({name}, ...), not {kind!r}; bus.publish() an event"
+                )
+        except TypeError as error:
+            if told := misfit(kind, payload):
+                raise TrainingError(told) from error
+            raise
         before, self._in_handlers = self._in_handlers, True
         try:
             self.bus.publish(made)

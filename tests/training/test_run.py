@@ -27,12 +27,31 @@ class OfRunTests(Event):
     progress: Progress
 
 
+class OfRunTestsAlone(Event):
+    pass
+
+
+@pytest.mark.parametrize("payload", [{"pointz": 3}, {}, {"points": 3, "run": None}])
+def test_a_payload_that_does_not_fit_an_event_is_an_error_that_names_the_field(bus, run, payload):
+    bus.on(OfRunTests, lambda event: None)
+    with run, pytest.raises(TrainingError, match="OfRunTests") as caught:
+        run.publish(OfRunTests, **payload)
+    assert f" {next(iter(payload.keys() - {'points'}), 'points')}=" in str(caught.value)
+
+
+def test_run_and_progress_of_an_event_that_does_not_declare_them_name_the_base_that_does(bus):
+    bus.on(OfRunTestsAlone, lambda event: event.run)
+    with pytest.raises(AttributeError, match="RunEvent"):
+        bus.publish(OfRunTestsAlone())
+    assert not hasattr(OfRunTestsAlone(), "progress")
+
+
 def test_run_publish_fills_the_fields_of_user_events_and_errors_show_the_call(bus, run):
     heard = []
     bus.on(OfRunTests, heard.append)
     with run:
         run.publish(OfRunTests, points=3)
-        with pytest.raises(TypeError, match="point"):
+        with pytest.raises(TrainingError, match="did you mean 'points'"):
             run.publish(OfRunTests, point=3)
         with pytest.raises(TrainingError, match=r"run.report\(loss=loss\)"):
             run.report(torch.ones(()))
