@@ -137,7 +137,7 @@ class LoggerHook(CopiedAnew, Hook):
             raise ConfigurationError(
                 "keep_local=False deletes the writers' files after copying them to out_dir=; give out_dir=, too"
             )
-        self._out_dir = None if out_dir is None else Path(out_dir)
+        self._out_dir = None if out_dir is None else Path(out_dir).expanduser()
         self._out_suffix = one_or_more("out_suffix", out_suffix, 'a suffix of file names or several, such as (".json", ".log")')
         self._keep_local = keep_local
         self._by_epoch = log_metric_by_epoch

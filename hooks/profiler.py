@@ -35,7 +35,7 @@ def survived(owner: str) -> Iterator[None]:
 
 def in_work_dir(path: str | Path, run: RunView) -> Path:
     """Return ``path``, relative to the work dir if the run has one."""
-    return (run.work_dir or Path()) / path
+    return (run.work_dir or Path()) / Path(path).expanduser()
 
 
 class ProfilerSession:

@@ -50,12 +50,16 @@ _KINDS: Final = {stat.S_IFLNK: "a link", stat.S_IFDIR: "a directory", stat.S_IFI
 def as_path(location: AsPath) -> AnyPath:
     """Return the path for a user's path or URL, such as ``s3://bucket/run``. ``file://`` and ``file:/`` are local paths.
 
+    A local path that begins with ``~`` is in the home directory.
+
     Raises:
         ConfigurationError: fsspec is needed and missing, or the protocol is unknown.
     """
-    if isinstance(location, Path | RemotePath):
+    if isinstance(location, RemotePath):
         return location
-    text = os.fspath(location)
+    if isinstance(location, Path):
+        return Path(os.path.expanduser(location))  # noqa: PTH111 - Path.expanduser() raises for an unknown user
+    text = os.path.expanduser(os.fspath(location))  # noqa: PTH111
     if re.match(r"file:/(?!/)", text, re.IGNORECASE):  # a URL that Lightning has normalised; it decodes nothing
         return Path(text[len("file:") :])
     if not _URL.match(text):

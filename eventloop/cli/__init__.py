@@ -18,6 +18,7 @@ from torch.distributed import is_torchelastic_launched
 
 from eventloop.cli import catalogue, configuration, dashboard, doctor, init, report, run, runs, trace
 from eventloop.cli.checkpoint import exchange, listing, show
+from eventloop.cli.common import expanded
 from eventloop.config.read import shortened
 from eventloop.errors import CheckpointDamagedError, TrainbusError
 from eventloop.observe import RunDamagedError
@@ -72,7 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for arrows and rules, which the terminal's encoding may lack
-    words = run.with_auto(list(sys.argv[1:] if arguments is None else arguments))
+    given = sys.argv[1:] if arguments is None else arguments
+    words = run.with_auto([expanded(word) for word in given])
     names, groups, rest = app.parse_commands(words)
     if not rest and groups[-1].default_command is None:
         app.help_print(words, console=Console(stderr=True))

@@ -200,7 +200,7 @@ def _work_dir(loop: dict[str, Any], config: Path, resume: str | None) -> tuple[P
     """Return the folder of the run, and the value for the loop's ``resume``."""
     chosen, default = loop.get("work_dir"), _RUNS / config.stem
     if resume in ("auto", "newest"):
-        found = newest_run(default if chosen is None else Path(chosen))
+        found = newest_run(default if chosen is None else Path(chosen).expanduser())
         return (found, resume) if resume == "auto" else (_with_checkpoint(found), str(found))
     if resume is not None:
         path = as_path(resume)
@@ -211,7 +211,7 @@ def _work_dir(loop: dict[str, Any], config: Path, resume: str | None) -> tuple[P
                 way_out = f"without a value, --resume resumes the newest run in {_RUNS}/"
                 raise ConfigurationError(f"--resume {path}: no such file or folder; {way_out}")
             check_checkpoint(path)
-    return free_folder(default if chosen is None else Path(chosen)), resume
+    return free_folder(default if chosen is None else Path(chosen).expanduser()), resume
 
 
 def _with_checkpoint(run: Path) -> Path:

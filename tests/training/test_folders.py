@@ -1,5 +1,7 @@
 """The folder of a run: each run has its own."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from structlog.testing import capture_logs
@@ -156,3 +158,14 @@ def test_a_hook_gives_a_work_dir_to_a_run_that_has_none_and_the_run_stays_in_it(
 def test_a_given_work_dir_goes_before_that_of_a_hook(tmp_path):
     make_loop(tmp_path / "mine", hooks=[CheckpointHook(1), Cluster(tmp_path / "job")]).run()
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_a_tilde_is_the_home_directory_in_every_option_for_a_path(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    hooks = [CheckpointHook(1, out_dir="~/saves"), LoggerHook(out_dir="~/logs", writers=[CSVWriter()])]
+    make_loop("~/runs/first", hooks=hooks).run()
+    make_loop(Path("~/runs/second"), 3, hooks=[CheckpointHook(1)]).run(resume="~/saves/first/epoch_2.safetensors")
+    assert load("~/runs/second/epoch_3.safetensors")["progress"]["iter"] == 3
+    assert (tmp_path / "logs" / "first" / "scalars.csv").exists()
+    assert not (tmp_path / "~").exists()
