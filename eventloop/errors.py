@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from typing import Self
 
 from eventloop.spelling import option_meant
+from eventloop.user_errors import described
 
 
 class TrainbusError(Exception):
@@ -109,6 +110,17 @@ class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
 
 class CheckpointDamagedError(CheckpointError):
     """A checkpoint file whose bytes differ from those that were written (truncated, flipped bits, another format)."""
+
+
+def cannot_import(what: str, library: str, extra: str, error: ImportError, *modules: str) -> ConfigurationError:
+    """Return the error of ``what``, which needs a library: it is not installed, or it is and its import fails.
+
+    It is not installed if the missing module is one of ``modules``, the library's names for ``import``. Another missing module,
+    or an ImportError of another class, comes from inside of an installed library.
+    """
+    if isinstance(error, ModuleNotFoundError) and error.name in modules:
+        return ConfigurationError(f'{what} needs {library} ({error}): pip install "trainbus[{extra}]"')
+    return ConfigurationError(f"{what} needs {library}, which is installed and cannot be imported ({described(error)})")
 
 
 def stopped(error: Exception, who: str) -> StopIterationError:

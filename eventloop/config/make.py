@@ -139,7 +139,7 @@ class Maker:
                     raise wrong(inside(where, key), f"{value!r} is not an optimizer{there}")
                 values[key] = self._optimizers[value]
             else:
-                values[key] = self.typed(value, signature.options[key].annotation, inside(where, key))
+                values[key] = self._option(value, signature.options[key], inside(where, key))
         known, label = [*signature.options, *signature.also], signature.label
         if (owner := signature.rest_of) is not None:
             theirs = Signature(values.get(owner, signature.options[owner].default))
@@ -150,6 +150,19 @@ class Maker:
             check_keys(further, known, where, label)
         return values | {key: self.typed(value, signature.rest, inside(where, key)) for key, value in further.items()}
 
+    def _option(self, value: Any, option: inspect.Parameter, where: str) -> Any:
+        """Convert the value of an option; text for one without annotation gets the type of the default."""
+        if isinstance(value, FromText) and option.annotation is Any and isinstance(option.default, bool | int | float | str):
+            found, default = parsed(value), option.default
+            if isinstance(default, str) and isinstance(found, bool | int | float):
+                return str(value)
+            if isinstance(default, bool) and found in (0, 1):
+                return bool(found)
+            if isinstance(found, str) and not isinstance(default, str) and found == value:  # text in quotes is meant as text
+                kind = f"{type(default).__name__} as the default, {default!r}"
+                raise wrong(where, f"expected {kind}, got {kind_of(found)}; to give text, write it in quotes: '\"{found}\"'")
+        return self.typed(value, option.annotation, where)
+
     def typed(self, value: Any, annotation: Any, where: str) -> Any:
         """Convert a value of a configuration to its annotation; raise ConfigurationError if it does not fit."""
         kinds = members(annotation)
@@ -157,6 +170,8 @@ class Maker:
         if "any" in forms:
             return self._untyped(settle(value), where)
         typed = isinstance(value, FromText)
+        if typed and value in ("None", "null") and type(None) in [one.annotation for one in kinds]:
+            return None
         if typed and forms - {"text", "path"} and isinstance(found := parsed(value), list | dict):
             value = found
         texts = [one.annotation for one in kinds if one.form in ("text", "record")]
@@ -187,7 +202,7 @@ class Maker:
         if kind.form == "table" and isinstance(value, Mapping):
             return {key: self.typed(entry, kind.inner, inside(where, str(key))) for key, entry in value.items()}
         if kind.form == "path" and isinstance(value, str):
-            return Path(value) if is_name else value
+            return Path(value).expanduser() if is_name else value
         if kind.form == "function" and (is_name or isinstance(value, Mapping) or callable(value)):
             return self.function(value, where)
         if kind.form == "class":

@@ -5,6 +5,7 @@ Reading returns tables, lists, strings and numbers, and never runs code. Size, d
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 import re
@@ -17,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from eventloop.errors import ConfigurationError
+from eventloop.errors import ConfigurationError, cannot_import
 from eventloop.spelling import did_you_mean
 
 _LARGEST_FILE = 10_000_000  # bytes
@@ -31,6 +32,7 @@ _TOO_LONG = "an integer has thousands of digits; put text in quotes"
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+")
 _STEP = re.compile(r'(?:^|\.)(?:"([^"]+)"|([\w-]+))|\[(-?\d{1,9})\]')
 _KEY = re.compile(f"(?:{_STEP.pattern})+")
+_CONSTANTS = ("True", "False", "None")  # of Python; TOML and JSON write true, false and null
 
 
 class FromText(str):
@@ -69,7 +71,7 @@ def _text(path: Path) -> str:
         raise ValueError("is a directory" if path.is_dir() else "is not a file but a device or a pipe")
     if (size := path.stat().st_size) > _LARGEST_FILE:
         raise ValueError(f"is too large for a configuration: {size:,} bytes, at most {_LARGEST_FILE:,}")
-    return path.read_text(encoding="utf-8")
+    return path.read_text(encoding="utf-8-sig")  # Windows editors begin a file with a byte order mark
 
 
 def _neighbours(path: Path) -> str:
@@ -120,8 +122,9 @@ def _check_once(names: Iterable[str], at: str = "") -> None:
 def _yaml(text: str) -> Any:
     try:
         import yaml
-    except ImportError:
-        raise ValueError('reading YAML needs PyYAML: pip install "trainbus[yaml]"; TOML and JSON need no package') from None
+    except ImportError as error:
+        told = cannot_import("reading YAML", "PyYAML", "yaml", error, "yaml")
+        raise ValueError(f"{told}; TOML and JSON need no package") from None
     loader: Any = type("Loader", (yaml.SafeLoader,), {})
     loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
     try:
@@ -193,13 +196,23 @@ def override(config: dict[str, Any], changes: Iterable[str]) -> dict[str, Any]:
 
 
 def parsed(value: Any) -> Any:
-    """Return ``value``; parse text from the command line as TOML or JSON, or else keep it as plain text."""
+    """Return ``value``; parse text from the command line as TOML, JSON or Python, or else keep it as plain text."""
     if not isinstance(value, FromText):
         return value
-    for parser in (lambda text: tomllib.loads(f"value = {text}")["value"], json.loads):
+    for parser in (lambda text: tomllib.loads(f"value = {text}")["value"], json.loads, _python):
         with suppress(ValueError):
             return parser(value)
     return str(value)
+
+
+def _python(text: str) -> Any:
+    """Parse ``True``, ``False``, ``None``, and lists, tuples and dicts of Python; a tuple becomes a list."""
+    if text not in _CONSTANTS and text[:1] not in ("[", "(", "{"):
+        raise ValueError
+    try:
+        return json.loads(json.dumps(ast.literal_eval(text)))
+    except (SyntaxError, TypeError, MemoryError) as error:
+        raise ValueError from error
 
 
 def settle(value: Any) -> Any:

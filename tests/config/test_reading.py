@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from eventloop.annotations import Signature
 from eventloop.config import override, read
 from eventloop.config.make import Maker
+from eventloop.config.names import Imports
 from eventloop.config.read import settle
 
 from ..failing import said
@@ -120,6 +122,20 @@ def test_without_pyyaml_the_error_names_the_package(file, monkeypatch):
     assert 'pip install "trainbus[yaml]"' in said(read, file("c.yaml", "a: 1"))
 
 
+def test_an_import_error_within_an_installed_package_is_told_as_it_is(file, monkeypatch, tmp_path):
+    (tmp_path / "yaml.py").write_text("from math import nothing_of_this_name")
+    monkeypatch.delitem(sys.modules, "yaml", raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    message = said(read, file("c.yaml", "a: 1"))
+    assert "nothing_of_this_name" in message
+    assert "pip install" not in message
+
+
+@pytest.mark.parametrize("suffix", TEXTS)
+def test_a_file_may_begin_with_a_byte_order_mark(file, suffix):
+    assert read(file(f"c.{suffix}", "\ufeff" + TEXTS[suffix])) == read(file(f"d.{suffix}", TEXTS[suffix]))
+
+
 # -------------------------------------------------------------------------------------------------------------- changes
 
 
@@ -205,3 +221,45 @@ def test_an_override_of_the_wrong_type_is_an_error_with_its_position(annotation,
 def test_a_json_value_is_accepted_without_an_annotation(value):
     text = json.dumps(value)
     assert settle(override({}, [f"a={text}"])) == {"a": value}
+
+
+def without_annotations(shuffle=False, size=3, rate=0.1, name="a", other=None, needed=()):
+    return locals()
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [
+        *(
+            ("shuffle=False", False),
+            ("shuffle=True", True),
+            ("shuffle=true", True),
+            ("shuffle=0", False),
+            ("shuffle=None", None),
+        ),
+        *(("size=5", 5), ("size=None", None), ("size=0.5", 0.5), ("rate=1e-3", 1e-3), ("rate=1", 1), ('size="auto"', "auto")),
+        *(("name=5", "5"), ("name=True", "True"), ("name=b", "b"), ("name=None", None), ("name='5'", "5")),
+        *(("other=False", False), ("other=None", None), ("other=word", "word"), ("other=5", 5)),
+        *(("needed=(0.9, 0.99)", [0.9, 0.99]), ("needed=[True, None]", [True, None]), ("needed={'a': False}", {"a": False})),
+    ],
+)
+def test_an_option_without_annotation_has_the_type_of_its_default(change, value):
+    changed = override({"made": {"type": f"{__name__}:without_annotations"}}, [f"made.{change}"])
+    made = Maker(Imports([__name__])).make(changed["made"], "made")[change.partition("=")[0]]
+    assert made == value
+    assert type(made) is type(value)
+
+
+@pytest.mark.parametrize("change", ["shuffle=flase", "shuffle=2x", "size=many", "rate=fast"])
+def test_a_word_for_a_number_or_boolean_without_annotation_is_an_error(change):
+    name, _, word = change.partition("=")
+    changed = override({"made": {"type": f"{__name__}:without_annotations"}}, [f"made.{change}"])
+    message = said(Maker(Imports([__name__])).make, changed["made"], "made")
+    assert message.startswith(f"made.{name}: ")
+    assert repr(word) in message
+
+
+@pytest.mark.parametrize("text", ["None", "null"])
+@pytest.mark.parametrize("annotation", [int | None, str | None, Path | None, bool | None])
+def test_none_on_the_command_line_is_none_where_the_option_takes_it(annotation, text):
+    assert Maker().typed(override({}, [f"a={text}"])["a"], annotation, "a") is None
