@@ -23,7 +23,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import hooks
-from eventloop import Bus, ConfigurationError, Hook, TrainLoop
+from eventloop import Bus, Hook, TrainLoop
+from eventloop.errors import cannot_import
 from eventloop.observe import last_lines
 from eventloop.terminal import cell
 
@@ -63,8 +64,8 @@ def digits(seed: int, wrong: float = 0.0) -> dict[str, TensorDataset]:
     """
     try:
         from sklearn.datasets import load_digits
-    except ImportError:
-        raise ConfigurationError('the demo needs scikit-learn for its images: pip install "trainbus[demo]"') from None
+    except ImportError as error:
+        raise cannot_import("the demo", "scikit-learn", "demo", error, "sklearn") from error
     bundle = load_digits()
     images = torch.tensor(bundle.images / 16.0, dtype=torch.float32).unsqueeze(1)
     target = torch.tensor(bundle.target, dtype=torch.int64)

@@ -16,6 +16,7 @@ from torch import distributed
 
 from eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, register
 from eventloop.checkpoint import steps_awaited
+from eventloop.errors import cannot_import
 from eventloop.training import Mailbox
 from eventloop.user_errors import contextmanager
 from hooks.copies import CopiedAnew
@@ -158,8 +159,9 @@ class _Heartbeats(threading.Thread):
         try:
             nvrx = import_module("nvidia_resiliency_ext.fault_tolerance")
         except ImportError as error:
-            raise ConfigurationError(
-                f'{hook.label}: ft_launcher started this process, but NVRx cannot be imported: pip install "trainbus[nvrx]"'
+            what = f"{hook.label}: ft_launcher started this process, and the hook"
+            raise cannot_import(
+                what, "NVRx", "nvrx", error, "nvidia_resiliency_ext", "nvidia_resiliency_ext.fault_tolerance"
             ) from error
         self._hook = hook
         self._training = threading.get_ident()

@@ -20,9 +20,9 @@ from typing import Any, BinaryIO, Final
 
 from eventloop.checkpoint import s3
 from eventloop.checkpoint.commit import DIGEST_BYTES, TEMPORARY_PREFIX, discard, failing, note_step
-from eventloop.errors import CheckpointError, ConfigurationError
+from eventloop.errors import CheckpointError, ConfigurationError, cannot_import
 from eventloop.log import get_logger
-from eventloop.user_errors import contextmanager
+from eventloop.user_errors import contextmanager, described
 
 _BLOCK: Final = 16 << 20
 """Bytes per part of an upload, or of what is read."""
@@ -288,8 +288,11 @@ def _file_system(url: str) -> Any:
     try:
         core = importlib.import_module("fsspec.core")
     except ImportError as error:
-        raise ConfigurationError(f'{url} needs fsspec: pip install "trainbus[remote]"') from error
+        raise cannot_import(url, "fsspec", "remote", error, "fsspec", "fsspec.core") from error
     try:
         return core.url_to_fs(url)[0]
     except (ImportError, ValueError) as error:
-        raise ConfigurationError(f"cannot reach {url}: {error}") from error
+        # fsspec says "Install s3fs" of each ImportError within s3fs, whose own text is its cause.
+        inner = error.__cause__ or error.__context__
+        broken = isinstance(inner, ImportError) and not isinstance(inner, ModuleNotFoundError)
+        raise ConfigurationError(f"cannot reach {url}: {described(inner) if inner and broken else error}") from error

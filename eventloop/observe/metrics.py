@@ -25,7 +25,7 @@ import anyio.to_thread
 from eventloop.bus import Bus, Subscription
 from eventloop.checks import check_value
 from eventloop.device import memory_allocated
-from eventloop.errors import ConfigurationError
+from eventloop.errors import ConfigurationError, cannot_import
 from eventloop.observe.costs import Costs, Histogram
 from eventloop.observe.environment import versions
 from eventloop.observe.latest import LatestHook
@@ -39,7 +39,7 @@ try:
     from prometheus_client.exposition import choose_encoder
     from prometheus_client.registry import Collector
 except ImportError as error:
-    raise ConfigurationError(f'metrics need prometheus-client ({error}): pip install "trainbus[metrics]"') from error
+    raise cannot_import("/metrics", "prometheus-client", "metrics", error, "prometheus_client") from error
 
 _BOUNDS: Final = range(13 * 8, 38 * 8 + 1, 4)  # eighths of doublings of 1 ns: 8 µs to 275 s, two a doubling
 _STATES: Final = (RunStatus.RUNNING, RunStatus.PAUSED, *ENDED)

@@ -14,6 +14,7 @@ import torch
 
 from eventloop import ConfigurationError, check_options
 from eventloop.config import registrable
+from eventloop.errors import cannot_import
 from hooks.copies import CopiedAnew
 from hooks.options import PositiveInt
 from hooks.writers.histogram import BinCounts
@@ -213,4 +214,4 @@ def load(writer: str, package: str, *modules: str) -> list[ModuleType]:
         return [import_module(module) for module in modules]
     except ImportError as error:
         extra = package.lower()
-        raise ConfigurationError(f'{writer} needs {package} ({error}): pip install "trainbus[{extra}]"') from error
+        raise cannot_import(writer, package, extra, error, extra, *modules) from error

@@ -15,7 +15,7 @@ from torch import distributed
 
 from eventloop.bridges.ray import privates
 from eventloop.checkpoint import AnyPath, RemotePath, as_path
-from eventloop.errors import CheckpointError, ConfigurationError
+from eventloop.errors import CheckpointError, ConfigurationError, cannot_import
 
 _PROTOCOLS: Final = {"s3": "s3", "gcs": "gs", "abfs": "abfs"}
 """By the names that pyarrow has for its own file systems."""
@@ -34,8 +34,8 @@ class RayWorker:
         try:
             self._train: Any = import_module("ray.train")
             context = self._train.get_context()
-        except ModuleNotFoundError as error:
-            raise ConfigurationError(f"RayTrainHook needs Ray ({error}): pip install 'trainbus[ray]'") from error
+        except ImportError as error:
+            raise cannot_import("RayTrainHook", "Ray", "ray", error, "ray", "ray.train") from error
         except RuntimeError:  # Ray's check of the caller
             context = None
         if context is None or not hasattr(self._train, "get_preemption_info"):

@@ -108,8 +108,8 @@ class Application(Starlette):
         return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
 
     async def _metrics(self, request: Request) -> Response:
-        if self._expose is None:
-            return refused(404, 'metrics need prometheus-client: pip install "trainbus[metrics]"')
+        if isinstance(self._expose, str):
+            return refused(404, self._expose)
         # In a thread, because it waits for the recorder's locks.
         body, kind = await anyio.to_thread.run_sync(self._expose, request.headers.get("accept", ""))
         return Response(body, headers={"content-type": kind, "cache-control": "no-store"})
@@ -161,12 +161,12 @@ _NOT_ALLOWED: Final = {
 }
 
 
-def _exposed(board: Board) -> Callable[[str], tuple[bytes, str]] | None:
-    """Return a function that renders the metrics of a board's runs; None without prometheus-client."""
+def _exposed(board: Board) -> Callable[[str], tuple[bytes, str]] | str:
+    """Return a function that renders the metrics of a board's runs; without prometheus-client, the reason."""
     try:
         from eventloop.observe.metrics import RunCollector, expose
-    except ConfigurationError:
-        return None
+    except ConfigurationError as error:
+        return str(error)
     collector = RunCollector()
     board.collect = collector.add
     return partial(expose, collector)

@@ -9,7 +9,7 @@ import threading
 from contextlib import suppress
 from typing import Any, Final
 
-from eventloop.errors import ConfigurationError
+from eventloop.errors import ConfigurationError, cannot_import
 from eventloop.observe.dashboard.page import Board
 
 DEFAULT_PORT: Final = 8000
@@ -136,7 +136,7 @@ def _uvicorn() -> Any:
 
 def missing_web(error: ImportError) -> ConfigurationError:
     """Return the error for a missing library."""
-    return ConfigurationError(f'the dashboard needs {error.name}: pip install "trainbus[web]"')
+    return cannot_import("the dashboard", "starlette and uvicorn", "web", error, "starlette", "uvicorn")
 
 
 def _bound(host: str, port: int | None) -> socket.socket:
