@@ -85,12 +85,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CycloptsError as error:
         return _fail(2, command, f"{_mistake(error, names)}\n{command} --help shows the options", error)
     except (TrainbusError, OSError) as error:
-        if isinstance(error, OSError) and names[:1] != ("checkpoint",):
+        if isinstance(error, OSError) and tuple(names[:1]) in (("run",), ("demo",)):
             raise  # an error of the user's code
         is_damage = isinstance(error, CheckpointDamagedError | RunDamagedError | OSError) or isinstance(
             error.__cause__, OSError
         )
-        return _fail(1 if is_damage else 2, command, str(error), error)
+        message = str(error)
+        if isinstance(error, OSError) and not isinstance(error, TrainbusError) and error.filename is not None:
+            message = f"{shortened(str(error.filename))}: {error.strerror}"
+        return _fail(1 if is_damage else 2, command, message, error)
     except KeyboardInterrupt as interrupt:
         return _fail(130, command, "interrupted", interrupt)
 

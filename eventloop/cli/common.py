@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import orjson
@@ -36,6 +37,10 @@ def _as_integer(_: Any, tokens: Sequence[Token]) -> int:
 Positive = Annotated[int, Parameter(converter=_as_integer, validator=Number(gte=1, lt=2**63))]
 Seed = Annotated[int, Parameter(converter=_as_integer, validator=Number(gte=0, lt=2**63))]
 FileOrURL = Annotated[AnyPath, Parameter(converter=lambda _, tokens: as_path(tokens[0].value), accepts_keys=False)]
+
+
+RUNS = Path("runs")
+"""The folder in which the commands make and look for runs."""
 
 
 def to_terminal() -> Console:

@@ -9,10 +9,11 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from eventloop.checkpoint import commit_bytes
-from eventloop.cli.common import say, to_terminal, write_json
+from eventloop.cli.common import RUNS, say, to_terminal, write_json
 from eventloop.cli.runs import best_metric, rules_of
 from eventloop.errors import ConfigurationError
 from eventloop.observe import RunFolderError, find_runs
+from eventloop.observe.run_folder import newest_run
 from eventloop.observe.verdict import size
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 _GENERATOR = b'content="trainbus report"'
 
 
-def report(run: Path, /, *runs: Path, output: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False) -> int:
+def report(*runs: Path, output: Annotated[Path | None, Parameter(alias="-o")] = None, json: bool = False) -> int:
     """Write a report on a run, or a comparison of several runs: one HTML file that needs no network.
 
     It has a verdict in plain sentences, the curves, costs, step times, lanes, checkpoints, validations, resumes and stops,
@@ -33,15 +34,15 @@ def report(run: Path, /, *runs: Path, output: Annotated[Path | None, Parameter(a
     damaged, if others remain.
 
     Args:
-        run: the folder of a run, or a folder that contains runs, also in its subfolders.
-        runs: further such folders, to compare their runs.
+        runs: folders of runs to compare, or folders that contain runs, also in their subfolders; without any, the newest run
+            in runs/.
         output: the file to write; by default report.html in the folder of the run, or in the current folder for several runs.
         json: print the verdict, the settings and the metrics of each run as JSON.
     """
     from eventloop.observe.report import build_report, summaries, verdict
     from eventloop.observe.report.sentences import count
 
-    folders = list(dict.fromkeys(one for folder in (run, *runs) for one in _runs_in(folder)))
+    folders = list(dict.fromkeys(one for folder in runs or [_newest()] for one in _runs_in(folder)))
     path = output or (folders[0] / "report.html" if len(folders) == 1 else Path("report.html"))
     if path.is_dir() or not path.parent.is_dir():
         what = "is a folder; name a file in it" if path.is_dir() else f"cannot be written: no folder {path.parent}"
@@ -85,6 +86,14 @@ def _read(folders: Sequence[Path]) -> tuple[list[ReportedRun], list[str]]:
     if not found:
         raise errors[0]
     return found, [str(error) for error in errors]
+
+
+def _newest() -> Path:
+    """Return the newest run in the folder of runs."""
+    found = newest_run(find_runs(RUNS)) if RUNS.is_dir() else None
+    if found is None:
+        raise ConfigurationError(f"there is no run in {RUNS.absolute()}; name the folder of one: trainbus report RUN")
+    return found
 
 
 def _runs_in(folder: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from eventloop.checkpoint import as_path
-from eventloop.cli.common import Positive, Seed, check_checkpoint, write_json
+from eventloop.cli.common import RUNS, Positive, Seed, check_checkpoint, write_json
 from eventloop.config import Setup, override, read
 from eventloop.config.read import SUFFIXES, settle, shortened
 from eventloop.config.schema import with_defaults
@@ -31,8 +31,6 @@ from eventloop.training.saves.discover import is_candidate
 from eventloop.training.saves.restore import resumed_with
 from eventloop.training.schema import LAST
 from eventloop.user_errors import add_note, contextmanager
-
-_RUNS = Path("runs")
 
 
 def run(
@@ -143,7 +141,7 @@ def demo(*, out: Path | None = None, epochs: Positive = 20, seed: Seed = 0, resu
     """
     from hooks.demo import run_demo
 
-    default = _RUNS / "digits"
+    default = RUNS / "digits"
     work_dir = _with_checkpoint(out or newest_run(default)) if resume else free_folder(out or default)
     with _resumable(work_dir, f"--resume --out {work_dir}"):
         return run_demo(work_dir, epochs=epochs, seed=seed, resume=resume, table=hooks)
@@ -198,7 +196,7 @@ def _shown(value: Any) -> str:
 
 def _work_dir(loop: dict[str, Any], config: Path, resume: str | None) -> tuple[Path, str | None]:
     """Return the folder of the run, and the value for the loop's ``resume``."""
-    chosen, default = loop.get("work_dir"), _RUNS / config.stem
+    chosen, default = loop.get("work_dir"), RUNS / config.stem
     if resume in ("auto", "newest"):
         found = newest_run(default if chosen is None else Path(chosen).expanduser())
         return (found, resume) if resume == "auto" else (_with_checkpoint(found), str(found))
@@ -208,7 +206,7 @@ def _work_dir(loop: dict[str, Any], config: Path, resume: str | None) -> tuple[P
             return _with_checkpoint(path), str(path)
         if not path.is_dir():
             if not path.exists():
-                way_out = f"without a value, --resume resumes the newest run in {_RUNS}/"
+                way_out = f"without a value, --resume resumes the newest run in {RUNS}/"
                 raise ConfigurationError(f"--resume {path}: no such file or folder; {way_out}")
             check_checkpoint(path)
     return free_folder(default if chosen is None else Path(chosen).expanduser()), resume

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from stat import S_ISREG
 from typing import Annotated, Any
 
 from cyclopts import Parameter
@@ -16,11 +15,12 @@ from rich.console import Console
 from rich.table import Table
 
 from eventloop.cli.columns import Condition, column_named, matches, ordered, parse
-from eventloop.cli.common import say, to_terminal, write_json
+from eventloop.cli.common import RUNS, say, to_terminal, write_json
 from eventloop.errors import ConfigurationError
 from eventloop.observe import RunFolder, RunFolderError, find_runs
 from eventloop.observe.compared import Row, began, differing, metrics_of, settings_of, short_names
 from eventloop.observe.record import Validation
+from eventloop.observe.run_folder import bytes_in
 from eventloop.observe.states import RunStatus
 from eventloop.terminal import cell
 
@@ -31,7 +31,7 @@ _NOT_SHOWN = ("command",)  # too long to show unless --columns asks for it
 
 
 def list_runs(
-    folder: Path = Path("runs"),
+    folder: Path = RUNS,
     /,
     *,
     where: Annotated[list[str] | None, Parameter(alias="-w")] = None,
@@ -107,7 +107,7 @@ def _row(run: RunFolder, folder: Path) -> Row:
     validations = [line.metrics for line in story.of(Validation)]
     if (best := best_metric(validations)) is not None:
         row["best"] = best[0]
-    row["size"] = _bytes(run.path)
+    row["size"] = bytes_in(run.path)
     metrics = metrics_of(run, story, rules_of(name for metrics in validations for name in metrics))
     taken = {*row, *metrics}
     settings = {f"config.{name}" if name in taken else name: value for name, value in settings_of(story).items()}
@@ -197,16 +197,6 @@ def _plain_text(value: Any) -> str:
         case list():
             return ",".join(map(_plain_text, value))
     return str(value)
-
-
-def _bytes(folder: Path) -> int:
-    """Return the size of the files in a folder, without files that a run removes meanwhile or that cannot be read."""
-    total = 0
-    for file in folder.rglob("*"):
-        with suppress(OSError):
-            status = file.lstat()
-            total += status.st_size if S_ISREG(status.st_mode) else 0
-    return total
 
 
 def rules_of(names: Iterable[str]) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+import os
 import re
 import tomllib
 from collections import Counter
@@ -76,7 +77,7 @@ def _text(path: Path) -> str:
 
 def _neighbours(path: Path) -> str:
     """Return the names of the configurations in a folder (or a file's folder), as the end of a message."""
-    folder = path if path.is_dir() else path.parent
+    folder = path if os.path.isdir(path) else path.parent  # noqa: PTH112 - is_dir() raises for a long name
     found = sorted(one.name for one in folder.glob("*") if one.suffix.lower() in SUFFIXES and one.is_file())
     if not found:
         return f"; no configuration is in {folder.absolute()}"

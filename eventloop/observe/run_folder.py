@@ -10,7 +10,7 @@ import json
 import math
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -182,13 +182,46 @@ def find_runs(folder: Path) -> list[Path]:
 
     Does not search within a run's folder.
     """
-    if is_run(folder):
-        return [folder]
-    try:
-        below = sorted(one.name for one in os.scandir(folder) if one.is_dir(follow_symlinks=False))
-    except OSError:
-        return [folder]
-    return [run for name in below if not name.startswith(".") for run in find_runs(folder / name)]
+    found, waiting = [], [folder]
+    while waiting:  # not recursive: folders may be nested more deeply than Python's calls
+        path = waiting.pop()
+        if is_run(path):
+            found.append(path)
+            continue
+        try:
+            below = sorted(one.name for one in os.scandir(path) if one.is_dir(follow_symlinks=False))
+        except OSError:
+            found.append(path)
+        else:
+            waiting += [path / name for name in reversed(below) if not name.startswith(".")]
+    return found
+
+
+def newest_run(runs: Iterable[Path]) -> Path | None:
+    """Return the folder of the run whose files were written last; None without any."""
+    return max(runs, key=_written, default=None)
+
+
+def _written(run: Path) -> float:
+    times = [0.0]
+    for name in (MANIFEST, RECORD, SCALARS):
+        with suppress(OSError):
+            times.append((run / name).stat().st_mtime)
+    return max(times)
+
+
+def bytes_in(folder: Path) -> int:
+    """Return the size of the files in a folder, without files that a run removes meanwhile or that cannot be read."""
+    total, waiting = 0, [os.fspath(folder)]
+    while waiting:
+        with suppress(OSError):
+            for one in os.scandir(waiting.pop()):
+                if one.is_dir(follow_symlinks=False):
+                    waiting.append(one.path)
+                elif one.is_file(follow_symlinks=False):
+                    with suppress(OSError):
+                        total += one.stat(follow_symlinks=False).st_size
+    return total
 
 
 def read_manifest(folder: Path) -> RunManifest | None:

@@ -1,10 +1,14 @@
 """``trainbus report`` and ``trainbus runs``, as a user would type them."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import FunctionType
 
+import numpy as np
 import pytest
 
 from eventloop.cli.runs import best_metric
@@ -36,6 +40,49 @@ def test_a_report_on_several_runs_is_written_in_the_current_folder_or_where_it_i
     for option, name in (("-o", "c.html"), ("--output", "d.html")):
         trainbus("report", "a", "b", option, name)
         assert Path(name).is_file()
+
+
+def test_without_a_folder_the_report_is_of_the_run_that_was_written_last(here, trainbus):
+    assert str(here / "runs") in trainbus("report", status=2).err
+    for name, written in (("b", 3), ("deep/a", 5), ("c", 4)):
+        write_run(Path("runs", name))
+        for file in Path("runs", name).iterdir():
+            os.utime(file, (written, written))
+    assert "runs/deep/a/report.html" in trainbus("report").out
+
+
+def test_folders_that_are_nested_more_deeply_than_calls_are_searched(here, trainbus):
+    write_run(Path("runs/a"))
+    deep = os.open("runs/a", os.O_RDONLY)
+    for _ in range(2 * sys.getrecursionlimit()):
+        os.mkdir("d", dir_fd=deep)
+        inner = os.open("d", os.O_RDONLY, dir_fd=deep)
+        os.close(deep)
+        deep = inner
+    os.close(deep)
+    Path("runs/a/d").rename("runs/d")
+    write_run(Path("runs/d/d/b"))
+    out = trainbus("runs").out
+    assert "a " in out
+    assert "d/d/b" in out
+    subprocess.run(["/bin/rm", "-r", "runs/d"], check=True)  # rmtree() is recursive
+
+
+def test_names_that_are_too_long_are_told_in_one_line(here, trainbus):
+    write_run(Path("a"))
+    name = "n" * 5000
+    for words in ("report", "runs", "trace merge", "report a -o", "checkpoint ls"):
+        assert len(trainbus(*words.split(), name, status=1).err) < 200
+    assert "name too long" in trainbus("run", f"{name}.toml", status=2).err
+
+
+def test_the_time_of_a_report_grows_with_the_number_of_metrics_and_not_with_its_square(here, trainbus, monkeypatch):
+    calls, nanmin = [], np.nanmin
+    monkeypatch.setattr(np, "nanmin", lambda values: calls.append(1) or nanmin(values))
+    Path("a").mkdir()
+    write_scalars(Path("a"), {"step": 1, "epoch": 1, "iter": 1, "time": 1e9, **{f"m{index}": 1.0 for index in range(40)}})
+    trainbus("report", "a")
+    assert len(calls) <= 40
 
 
 def test_a_folder_of_runs_is_a_report_on_all_of_them_without_those_that_cannot_be_read(here, trainbus):

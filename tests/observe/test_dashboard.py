@@ -43,6 +43,13 @@ def test_a_visitor_is_told_everything_in_order_until_the_run_ends(server, visito
     assert {"max_epochs": 3, "max_iters": None} in [data for _, kind, data in heard if kind == "progress"]
 
 
+@pytest.mark.parametrize("number", ["9" * 5000, "2", "x", "-1", "\u00b2"])
+def test_a_run_that_does_not_exist_is_not_found_by_any_number(server, visitor, number):
+    with watched(server):
+        assert visitor.client.get(f"/runs/{number}/events").status_code == 404
+        assert visitor.client.get(f"/curves.json?runs={number}:0").status_code == 200
+
+
 def test_late_and_returning_visitors_miss_nothing(server, visitor):
     with watched(server), visitor.told() as told:
         first = list(told)

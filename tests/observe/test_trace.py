@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gzip
 import json
+import os
 import re
 import time
 
@@ -130,6 +131,12 @@ def test_the_profile_of_torch_and_the_trace_are_one_picture_on_one_time_axis(tmp
     assert (len(times), len(forwards)) == (16, 3)
     # Torch's clock agrees to some microseconds; other zeros of time would be days apart.
     assert min(begin for begin, _ in times) - 100_000 < forwards[0] < forwards[2] < max(end for _, end in times) + 100_000
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(TraceError, match="pipe is not a regular file"):
+        read_trace(tmp_path / "pipe")
 
 
 def test_a_compressed_file_is_read(tmp_path):

@@ -70,9 +70,9 @@ class Application(Starlette):
                 Route("/", self._list_page),
                 Route("/runs.json", self._runs),
                 Route("/curves.json", self._curves),
-                Route("/runs/{number:int}/", self._run_page),
-                Route("/runs/{number:int}/events", self._events),
-                Route("/runs/{number:int}/{command}", self._command, methods=["POST"]),
+                Route("/runs/{number}/", self._run_page),
+                Route("/runs/{number}/events", self._events),
+                Route("/runs/{number}/{command}", self._command, methods=["POST"]),
                 Route("/static/{name}", self._static),
                 Route("/metrics", self._metrics),
             ],
@@ -83,6 +83,8 @@ class Application(Starlette):
         return FileResponse(_STATIC / "runs.html")
 
     async def _run_page(self, request: Request) -> Response:
+        if re.fullmatch(r"[0-9]+", request.path_params["number"]) is None:
+            raise HTTPException(404)
         return FileResponse(_STATIC / "run.html")
 
     async def _static(self, request: Request) -> Response:
@@ -142,7 +144,8 @@ class Application(Starlette):
         return Response(status_code=202)  # it takes effect at the next safe mount point; the event stream says when
 
     def _page(self, request: Request) -> RunPage:
-        page = self.board.get(request.path_params["number"])
+        number = request.path_params["number"]  # as text: int() refuses thousands of digits
+        page = self.board.get(int(number)) if re.fullmatch(r"[0-9]{1,9}", number) else None
         if page is None:
             raise HTTPException(404, "unknown run; see the list of runs")
         return page

@@ -44,7 +44,7 @@ class ReportedRun:
         self._stretches = _stretches(measured, [one.began for one in story.sessions[1:]])
         self._epochs = _epochs(self.curves.values())
 
-    @property
+    @cached_property
     def seconds(self) -> float:
         """The time of all sessions together, without what was abandoned.
 
@@ -54,21 +54,21 @@ class ReportedRun:
             return self.story.seconds
         return max((float(np.nanmax(self.elapsed(one.times))) for one in self._timed()), default=0.0)
 
-    @property
+    @cached_property
     def began(self) -> float:
         """When the run began, in seconds since 1970; 0 if that is unknown."""
         if self.story.sessions:
             return self.story.sessions[0].began
         return min((float(np.nanmin(one.times)) for one in self._timed()), default=0.0)
 
-    @property
+    @cached_property
     def iterations(self) -> int:
         """The number of iterations that the run completed."""
         if self.story.sessions:
             return self.story.came_to[1]
         return max((int(one.iterations[-1]) for one in self.curves.values()), default=0)
 
-    @property
+    @cached_property
     def epochs(self) -> int:
         """The number of epochs that the run completed."""
         if self.story.sessions:

@@ -72,6 +72,8 @@ def read_trace(path: Path, most: int = 1 << 30) -> dict[str, Any]:
         TraceError: the file cannot be read, is not a trace, is damaged, or is larger than ``most``.
     """
     try:
+        if path.exists() and not path.is_file():  # opening a pipe would wait for its writer
+            raise TraceError(f"{path} is not a regular file; name a trace")
         with path.open("rb") as file:
             compressed = file.read(2) == b"\x1f\x8b"
         with gzip.open(path) if compressed else path.open("rb") as file:
