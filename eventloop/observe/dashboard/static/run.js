@@ -13,7 +13,6 @@ const received = {
     $("name").textContent = name;
     $("place").textContent = work_dir;
     if (lr) run.lr = lr;
-    $("new-rate").value ||= lr ? Number(lr.toPrecision(3)) : "";
   },
   progress(limits) { Object.assign(run, limits); },
   scalars({ iter, epoch, time, values }) {
@@ -120,6 +119,7 @@ function draw() {
 }
 
 function drawControls() {
+  if (!run.typed && run.lr) $("new-rate").value = Number(run.lr.toPrecision(3));
   const paused = run.state === "paused" || run.state === "pausing";
   if (run.over) disarm();
   $("pause").textContent = run.state === "pausing" ? "Pausing … (resume)" : paused ? "Resume" : "Pause";
@@ -223,7 +223,9 @@ $("stop").onclick = () => {
 $("lr").onsubmit = event => {
   event.preventDefault();
   command("lr", { lr: Number($("new-rate").value) });
+  run.typed = false;  // the box follows the run's rate again
 };
+$("new-rate").oninput = () => { run.typed = true; };
 $("smoothing").oninput = () => charts.smooth(Number($("smoothing").value));
 $("log").onchange = () => charts.logarithmic($("log").checked);
 setInterval(() => run.over || due(), 1000);
