@@ -19,7 +19,7 @@ from eventloop.bus.priority import Priority
 from eventloop.cli.common import write_json
 from eventloop.config import find, option_descriptions, registered
 from eventloop.config.names import Imports, Registered
-from eventloop.events.event import hints_of, mount_points, resolve
+from eventloop.events.event import hints_of, mount_name, mount_points, name_of, resolve
 from eventloop.events.mount_points import BUILTIN
 from eventloop.terminal import cell
 
@@ -154,16 +154,21 @@ def _options(kind: str, signature: Signature, width: int) -> Table:
     return table
 
 
-def list_events(*, imports: Modules = None, json: bool = False) -> None:
-    """List the mount points in the order of a run, with the fields of their events.
+def list_events(name: str | None = None, /, *, imports: Modules = None, json: bool = False) -> None:
+    """List the mount points in the order of a run, with the fields of their events; or explain one.
 
     Args:
+        name: a mount point or the class of its event, such as after_train_iter or AfterTrainIter.
         imports: a module of yours that declares events.
         json: print JSON: of each mount point what filters count, and the kinds of its fields.
     """
     Imports(imports or (), [Path.cwd()])
+    names = mount_points() if name is None else [name_of(resolve(mount_name(name)))]
     if json:
-        write_json({name: {"counted": _counted(name), "fields": _fields(name)} for name in mount_points()})
+        write_json({one: {"counted": _counted(one), "fields": _fields(one)} for one in names})
+        return
+    if name is not None:
+        _explain(names[0])
         return
     console = Console()
     further = [name for name in mount_points() if name not in BUILTIN]
@@ -172,6 +177,29 @@ def list_events(*, imports: Modules = None, json: bool = False) -> None:
         console.print()
         console.print(_event_table("Declared by hooks and by your modules", further))
     console.print('\nin a script: @bus.on("after_train_iter") above a function that takes the event', highlight=False)
+    console.print("next: trainbus events NAME explains one and its fields", highlight=False)
+
+
+def _explain(name: str) -> None:
+    """Print what an event is, when it comes, its fields, and how to subscribe."""
+    event, console = resolve(name), Console(highlight=False)
+    console.print(Text.assemble(cell(name, "bold cyan"), cell(f" ({event.__name__})", "dim")))
+    if event.__doc__:
+        console.print(cell(_plain(inspect.cleandoc(event.__doc__)), keep="\n"))
+    order = mount_points()
+    if not event.group and name in BUILTIN:
+        index = order.index(name)
+        console.print(cell(f"order: {' → '.join(order[max(index - 1, 0) : index + 2])}", "dim"))
+    heard = [one for one in order if issubclass(resolve(one), event)] if event.group else []
+    if heard:
+        console.print(cell(f"comes as {', '.join(heard)}", "dim"))
+    console.print(f"every=, once=, after= and before= count {_counted(name)}")
+    table = Table.grid(Column(no_wrap=True), Column(overflow="fold"), padding=(0, 2, 0, 0))
+    for field, kind in _fields(name).items():
+        table.add_row(cell(field, "bold"), cell("live: not for offloaded handlers" if kind == "live" else kind, "dim"))
+    console.print()
+    console.print(table)
+    console.print(f'\nin a script: @bus.on("{name}") above a function that takes the event', markup=False)
 
 
 def _event_table(title: str, names: list[str]) -> Table:

@@ -57,6 +57,8 @@ class ConsoleWriter(Writer):
         self._print([_position(where), *values])
 
     def write_text(self, name: str, text: str, where: Where) -> None:
+        if name == "experiment":
+            return  # for files that hold several runs; the log names the run in its first line
         shown = text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}… ({len(text) - _MOST_TEXT:,} more characters)"
         self._print([Text.assemble(cell(name, "dim"), " ", cell(shown, keep="\n"))])
 

@@ -1,5 +1,8 @@
 """``trainbus hooks NAME``: one hook with what its options do."""
 
+import json
+import re
+
 import pytest
 
 import hooks  # noqa: F401 - registers what is offered
@@ -37,4 +40,19 @@ def test_a_list_fits_80_columns_has_no_escape_codes_and_ends_with_what_to_do_nex
     out = trainbus(command).out
     assert max(map(len, out.splitlines())) <= 80
     assert "\x1b" not in out
-    assert out.splitlines()[-1].startswith(("next: trainbus hooks NAME", "in a script: @bus.on("))
+    assert out.splitlines()[-1].startswith(f"next: trainbus {command} NAME")
+
+
+@pytest.mark.parametrize("name", ["after_train_iter", "AfterTrainIter"])
+def test_one_event_is_explained_with_its_fields_and_place_in_a_run(trainbus, name):
+    out = trainbus("events", name).out
+    assert "after_train_iter (AfterTrainIter)" in out
+    assert "after_forward → after_train_iter → before_backward" in out
+    assert re.search(r"^batch +live: not for offloaded handlers", out, re.MULTILINE)
+    assert '@bus.on("after_train_iter")' in out
+    assert json.loads(trainbus("events", name, "--json").out).keys() == {"after_train_iter"}
+
+
+def test_a_group_of_events_is_explained_with_those_in_it_and_a_misspelt_one_with_the_near_names(trainbus):
+    assert "before_train_iter, before_val_iter" in trainbus("events", "before_iter").out
+    assert "after_train_iter" in trainbus("events", "aftr_train_iter", status=2).err

@@ -11,7 +11,17 @@ import torch
 from structlog.testing import capture_logs
 
 from eventloop import Bus, ConfigurationError
-from hooks import CheckpointHook, CSVWriter, IterTimerHook, JSONLinesWriter, LoggerHook, RunRecordHook, RuntimeInfoHook, Writer
+from hooks import (
+    CheckpointHook,
+    ConsoleWriter,
+    CSVWriter,
+    IterTimerHook,
+    JSONLinesWriter,
+    LoggerHook,
+    RunRecordHook,
+    RuntimeInfoHook,
+    Writer,
+)
 
 from ..failing import fails
 from . import conftest
@@ -178,6 +188,13 @@ def test_a_writer_is_called_in_the_order_of_each_run_from_one_thread(notes, tmp_
     assert notes.names == ["open", "config", "scalars", "close"]
 
 
+def test_the_console_shows_no_line_with_the_experiments_name_alone(capsys):
+    make_loop(bus=bus_with(ConsoleWriter(), interval=5, interval_exp_name=1), name="digits").run()
+    out = capsys.readouterr()
+    assert "loss" in out.out + out.err
+    assert "experiment" not in out.out + out.err
+
+
 def test_the_experiment_name_is_written_at_its_interval(notes):
     make_loop(bus=bus_with(notes, interval_exp_name=5), name="digits").run()
     texts = [call[1:] for call in notes.calls if call[0] == "text"]
@@ -310,7 +327,7 @@ def test_lines_of_a_committed_checkpoint_survive_a_kill(script, tmp_path, writer
     source = f"""
         import os, signal, torch
         from eventloop import Bus, TrainLoop
-        from hooks import CheckpointHook, CSVWriter, JSONLinesWriter, LoggerHook
+        from hooks import CheckpointHook, ConsoleWriter, CSVWriter, JSONLinesWriter, LoggerHook
 
         bus = Bus(LoggerHook(writers=[{writer.__name__}(interval=1)]), CheckpointHook(interval=30, by_epoch=False))
 
