@@ -235,7 +235,6 @@ class CheckpointHook(CopiedAnew, Hook):
     def after_run(self, event: events.AfterRun) -> None:
         if self._publish is None or not self._finished or (directory := self._kept.directory) is None or event.run.rank:
             return
-        event.run.wait_for_saves()
         durable, others = self._kept.newest(regular=self.save_last)
         for name in others:
             log.error("not published: the checkpoint was not written", hook=self.label, path=str(directory / name))

@@ -1,9 +1,8 @@
 """``LoggerHook``: write scalars to the terminal, to JSON lines and to the user's writers, off the training thread.
 
-Each subscription has its own lane and thread, so separately offloaded handlers could overtake each other: a validation's line
-could come before the last training line. Therefore one method gets everything from one lane, in order: training iterations,
-and a :class:`LogRecord` where a mount point needs facts that only the run has, which the inline methods publish. The lane
-detaches events, so the training thread never waits for a device or a disk.
+One method gets everything from one lane, in large batches: training iterations, and a :class:`LogRecord` where a mount point
+needs facts that only the run has, which the inline methods publish. The lane detaches events, so the training thread never
+waits for a device or a disk.
 """
 
 from __future__ import annotations

@@ -222,7 +222,6 @@ class PreemptionHook(CopiedAnew, Hook):
         if self.received is not None:
             why = {"reason": "the run has no work_dir"} if event.run.work_dir is None else {}
             log.warning("a signal ended the run", signal=self.received.name, saved=self._saved, iter=event.progress.iter, **why)
-        event.run.wait_for_saves()
 
     def _on_signal(self, run: RunView, number: signal.Signals) -> bool:
         # Python calls this between any two instructions of the main thread, which may hold any lock: never lock, log or

@@ -22,7 +22,7 @@ from eventloop.bus.recording import make_recorder
 from eventloop.bus.redefined import redefines
 from eventloop.bus.routes import Count, Route, compile_route, route_source
 from eventloop.bus.streams import Streams
-from eventloop.bus.subscription import Subscription
+from eventloop.bus.subscription import Subscription, join_lanes, serve
 from eventloop.bus.watch import KINDS, Taps, Watch
 from eventloop.checks import check_options, check_value
 from eventloop.errors import BusStateError, SubscribeError
@@ -155,15 +155,17 @@ class Bus(TypedOn, Streams):
 
     def add_chosen(self, chosen: Iterable[tuple[object, PriorityLike | None]]) -> None:
         """Add hooks with a priority each (None for the hook's own): all hooks, or none if one is invalid."""
-        hooks, subscriptions = [], []
+        hooks: list[Hook] = []
+        subscriptions: list[Subscription] = []
         for given, priority in chosen:
             hook = as_hook(given)
             hooks.append(hook)
             if priority is not None and isinstance(hook, GuestHook):
                 hook.priority, priority = priority, None  # an adapter derives the priorities of its methods from it
-            for events, method, options in subscriptions_of(hook):
-                own = options if priority is None else {**options, "priority": priority}
-                subscriptions.append(Subscription(self, events, method, hook, **own))
+            changed = {} if priority is None else {"priority": priority}
+            own = [Subscription(self, on, method, hook, **options | changed) for on, method, options in subscriptions_of(hook)]
+            join_lanes(hook, own)
+            subscriptions += own
         with self._lock:
             replaced = [one for one in self.hooks if any(redefines(new, one) for new in hooks)]
             check_distinct([*(one for one in self.hooks if one not in replaced), *hooks])
@@ -399,8 +401,7 @@ class Bus(TypedOn, Streams):
                 self._measure(subscription)
             try:
                 if self._runtime is not None:
-                    for subscription in new:
-                        subscription.serve(self._runtime)
+                    serve(self._runtime, new)
             except BaseException:
                 for subscription in new:
                     subscription.ended()

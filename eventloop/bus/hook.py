@@ -27,7 +27,9 @@ class Hook:
     """A set of subscriptions with state. Methods named like mount points, also your own, are subscribed by ``bus.add(hook)``.
 
     Plain methods run inline, ``async`` ones are offloaded; :func:`mount` gives one method filters, ``offload`` or
-    ``capture``. ``before_epoch``, ``after_epoch``, ``before_iter`` and ``after_iter`` hear all three stages.
+    ``capture``. Offloaded methods of one mode are called one at a time, in the order of their events. ``after_run``, inline or
+    not, comes when all offloaded methods are done. ``before_epoch``, ``after_epoch``, ``before_iter`` and ``after_iter`` hear
+    all three stages.
 
     Attributes:
         priority: priority of all methods without their own.

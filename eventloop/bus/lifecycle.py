@@ -11,13 +11,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self
 
+from eventloop.bus.last import Last, calling_hook, wait_for
 from eventloop.bus.routes import Route
-from eventloop.bus.subscription import Subscription
+from eventloop.bus.subscription import Subscription, serve
 from eventloop.checks import check_value
 from eventloop.errors import BusStateError, OffloadError
 from eventloop.events import Progress
 from eventloop.log import get_logger
-from eventloop.offload import Backend, Deadline, DrainReport, HostLoop, Runtime, in_thread
+from eventloop.offload import Backend, Deadline, DrainReport, HookLanes, HostLoop, Runtime, in_thread
 
 _CLOSER_POLL = 0.01  # seconds between checks whether the other thread has closed the bus
 
@@ -35,6 +36,7 @@ class _TrainingThread(NamedTuple):
     forked: Callable[[Callable[[], object]], object]
     progress: Callable[[], Progress]
     saved: Callable[[float], object]
+    patience: Callable[[], Deadline]
 
 
 class _Known(dict[type, Any]):
@@ -163,6 +165,7 @@ class Lifecycle:
         forked: Callable[[Callable[[], object]], object],
         progress: Callable[[], Progress],
         saved: Callable[[float], object],
+        patience: Callable[[], Deadline],
     ) -> None:
         """Raise errors of offloaded handlers on this thread: a run is open on it.
 
@@ -172,6 +175,7 @@ class Lifecycle:
             forked: called in a forked child, where the run must not continue, with a function that raises an error.
             progress: returns the progress of the run; called on any thread.
             saved: waits until the checkpoints of the run are written, for at most that many seconds.
+            patience: returns the deadline until which the run, as it ends, waits for the lanes of hooks.
 
         Raises:
             BusStateError: another run is open on this bus.
@@ -184,7 +188,7 @@ class Lifecycle:
                     f"{threads.get(other.ident, 'of the past')!r}), and each hook would hear both. Give each run its own Bus() "
                     f"with its own hooks, or first end run {other.run!r}: leave its `with` block, or call its drive.end_run()"
                 )
-            self._training = _TrainingThread(threading.get_ident(), run, interrupt, forked, progress, saved)
+            self._training = _TrainingThread(threading.get_ident(), run, interrupt, forked, progress, saved, patience)
 
     def release_thread(self, interrupt: Callable[[], object]) -> None:
         """Undo :meth:`adopt_thread` with the same ``interrupt``."""
@@ -219,6 +223,23 @@ class Lifecycle:
         training = self._training
         if training is not None:
             training.saved(deadline.left)
+
+    def patience(self) -> Deadline:
+        """Return the deadline until which the last calls of a hook wait for its lanes."""
+        training = self._training
+        return Deadline(self.drain_timeout) if training is None else training.patience()
+
+    def wait_for_lanes(self, lanes: HookLanes) -> None:
+        """Wait until the lanes of a hook are empty, on a thread that may wait."""
+        if (runtime := self._runtime) is not None:
+            wait_for(lanes, runtime, self.patience(), self._interrupt)
+
+    def behind_lanes(self, undo: Callable[[], object]) -> Callable[[], object]:
+        """Return a function that calls ``undo``, if a hook's method calls this, when the lanes of the hook are empty."""
+        found = calling_hook(self)
+        if found is None or found.siblings is None or not callable(undo):
+            return undo
+        return Last(partial(self.wait_for_lanes, found.siblings), undo)
 
     @property
     def hosted_here(self) -> bool:
@@ -271,8 +292,7 @@ class Lifecycle:
                 raise BusStateError(f"this bus is {self.state}{where} already; the code that opened it closes it")
             self._failures = {}  # of an earlier session
             try:
-                for subscription in self.subscriptions:
-                    subscription.serve(runtime)
+                serve(runtime, self.subscriptions)
             except BaseException:
                 runtime.close(1.0, "its bus could not be opened", abandon=True)
                 raise

@@ -12,6 +12,7 @@ read from the line number of the route's own frame, so the failing handler needs
 from __future__ import annotations
 
 import builtins
+import inspect
 import itertools
 import linecache
 import re
@@ -35,6 +36,10 @@ from eventloop.events.event import name_of
 from eventloop.measure.spans import packer
 
 Route = Callable[[Any], None]
+Owner = Callable[[int], Subscription | None]
+"""Returns the subscription that a line of a route calls."""
+
+OWNER = "__trainbus_owner__"  # name of a route's ``Owner`` among its globals
 
 _serial = itertools.count(1)
 
@@ -91,7 +96,8 @@ def compile_route(
         "__builtins__": builtins.__dict__,
         "__name__": __name__,
         "count": count.next,
-        "blame": _blame(heard, owners),
+        OWNER: (owner := _owner(heard, owners)),
+        "blame": _blame(owner),
         "check": check_returned,
         "record_function": record_function,
     }
@@ -172,14 +178,36 @@ def _write_call(
     return block, bound
 
 
-def _blame(heard: Sequence[Subscription], owners: Mapping[int, int]) -> Callable[[Exception, Event], None]:
-    def find(error: Exception, event: Event) -> None:
-        # The first traceback entry is the route's own frame.
-        index = owners.get(error.__traceback__.tb_lineno) if error.__traceback__ is not None else None
-        if index is not None:
-            heard[index].blame(error, event)
+def _owner(heard: Sequence[Subscription], owners: Mapping[int, int]) -> Owner:
+    def find(line: int) -> Subscription | None:
+        index = owners.get(line)
+        return None if index is None else heard[index]
 
     return find
+
+
+def _blame(owner: Owner) -> Callable[[Exception, Event], None]:
+    def find(error: Exception, event: Event) -> None:
+        # The first traceback entry is the route's own frame.
+        one = owner(error.__traceback__.tb_lineno) if error.__traceback__ is not None else None
+        if one is not None:
+            one.blame(error, event)
+
+    return find
+
+
+def caller() -> Subscription | None:
+    """Return the subscription whose handler calls this, in the innermost publish on this thread; None outside of handlers.
+
+    Routes keep no note of what they call, so it is read from their frames; this takes some microseconds.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        if (owner := frame.f_globals.get(OWNER)) is not None:
+            found: Subscription | None = owner(frame.f_lineno)
+            return found
+        frame = frame.f_back
+    return None
 
 
 def _indent(lines: Sequence[str], by: int = 4) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol, Self
 
 import msgspec
@@ -15,10 +15,22 @@ from eventloop.bus.hook import Hook, Ranks
 from eventloop.bus.priority import Priority
 from eventloop.checks import check_arity, may_return
 from eventloop.errors import HandlerTimeoutError, SubscribeError, WorkerDiedError, stopped
-from eventloop.events import Event
+from eventloop.events import AfterRun, Event
 from eventloop.events.event import describe_position, name_of
 from eventloop.log import get_logger
-from eventloop.offload import Delivery, DrainReport, Runtime, Sources, absent_entry, importable_of, is_plain, unarrived
+from eventloop.offload import (
+    Deadline,
+    Delivery,
+    DrainReport,
+    HookLanes,
+    Lane,
+    Runtime,
+    Sources,
+    absent_entry,
+    importable_of,
+    is_plain,
+    unarrived,
+)
 from eventloop.user_errors import add_note, notes_of
 
 _MOST_TIMEOUTS = 3  # abandoned threads, or worker processes that fail to start, after which a handler is retired
@@ -31,6 +43,8 @@ class _Bus(Protocol):
     def fail(self, subscription: Any, error: BaseException) -> None: ...
     def remove(self, *subscriptions: Any) -> None: ...
     def count_calls(self) -> None: ...
+    def wait_for_lanes(self, lanes: HookLanes) -> object: ...
+    def patience(self) -> Deadline: ...
 
 
 class Stats(DrainReport, frozen=True):
@@ -88,9 +102,15 @@ class Subscription:
         self.disable_after: int | None = given.get("disable_after")
         self.on_error: Literal["raise", "log"] = given.get("on_error", "log" if self.disable_after else "raise")
         self.active = True
+        self.siblings: HookLanes | None = None
+        """The lanes of the hook, if its class has offloaded methods."""
         self._bus = bus
         self._counting = threading.Lock()
         self._failed = self._hung = self._calls = self._nanoseconds = 0
+
+    def is_on(self, bus: object) -> bool:
+        """Return True if it is a subscription of this bus."""
+        return self._bus is bus
 
     def cancel(self) -> None:
         """End the subscription before the next publish. Idempotent."""
@@ -125,8 +145,11 @@ class Subscription:
 
     def call_for(self, event_type: type[Event]) -> Callable[[Any], object]:
         """Return the function that the route of ``event_type`` calls: the handler, or the hand-off to its lane."""
+        comes_last = self.siblings is not None and issubclass(event_type, AfterRun)
         if self.lane is None:
-            return self.handler
+            return self._call_last if comes_last else self.handler
+        if comes_last:
+            return self._put_last
         as_is = self._detaches and self.lane.meter is None and is_plain(event_type)
         return self.lane.put_as_is if as_is else self.lane.put
 
@@ -151,22 +174,18 @@ class Subscription:
         self._annotate(error, event)
         self._report(error)
 
-    def serve(self, runtime: Runtime) -> None:
-        """Start the consumer of an offloaded subscription."""
-        if self.lane is None or self.mode == "stream":
-            return
-        runtime.serve(
-            Delivery(
-                self.lane,
-                self.handler,
-                self._lane_failed,
-                self._lane_broke,
-                batch=self.batch,
-                loud=self.on_error == "raise",
-                is_async=self.mode == "async",
-                timeout=self.timeout,
-                target=self._target,
-            )
+    def delivery(self, lane: Lane) -> Delivery:
+        """Return what the consumer of the lane has to know."""
+        return Delivery(
+            lane,
+            self.handler,
+            self._lane_failed,
+            self._lane_broke,
+            batch=self.batch,
+            loud=self.on_error == "raise",
+            is_async=self.mode == "async",
+            timeout=self.timeout,
+            target=self._target,
         )
 
     def ended(self) -> None:
@@ -183,6 +202,17 @@ class Subscription:
             self.lane.become_inert()
         if isinstance(self.handler, History):
             self.handler.become_inert()
+
+    def _call_last(self, event: Any) -> object:
+        """Call the inline handler when the lanes of its hook are empty."""
+        if self.siblings is not None:
+            self._bus.wait_for_lanes(self.siblings)
+        return self.handler(event)
+
+    def _put_last(self, event: Any) -> None:
+        """Queue an event that is delivered when the lanes of the hook are empty, also those with other consumers."""
+        if self.lane is not None and self.siblings is not None:
+            self.lane.put(event, self.siblings.marks(self.lane, self._bus.patience()))
 
     def _annotate(self, error: BaseException, event: Event) -> None:
         where = f"in {self.label} ({self.mode}, priority {self.priority}, {self.location}) at "
@@ -246,3 +276,27 @@ def _is_offloaded(error: BaseException) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return any(map(_is_offloaded, error.exceptions))
     return any(note.startswith(OFFLOADED) for note in notes_of(error))
+
+
+def serve(runtime: Runtime, subscriptions: Iterable[Subscription]) -> None:
+    """Start the consumers of offloaded subscriptions: one for each function, and for each hook and mode."""
+    together: dict[object, list[tuple[Subscription, Lane]]] = {}
+    for one in subscriptions:
+        if one.lane is not None and one.mode != "stream":
+            key = one if one.lane.number is None else (one.siblings, one.mode)
+            together.setdefault(key, []).append((one, one.lane))
+    for found in together.values():
+        first, lane = found[0]
+        label = lane.label if lane.number is None or first.siblings is None else first.siblings.label
+        runtime.serve(label, [one.delivery(own) for one, own in found], lane.number)
+
+
+def join_lanes(hook: Hook, subscriptions: Sequence[Subscription]) -> None:
+    """Give the subscriptions of a hook, if some are offloaded, their common lanes."""
+    modes: dict[str, list[Lane]] = {}
+    for one in subscriptions:
+        if one.lane is not None:
+            modes.setdefault(one.mode, []).append(one.lane)
+    siblings = HookLanes(hook.label, modes.values()) if modes else None
+    for one in subscriptions:
+        one.siblings = siblings

@@ -1,12 +1,14 @@
-"""Run offloaded handlers: one bounded lane per subscription, and the runtime that owns their consumers."""
+"""Run offloaded handlers: one bounded lane per subscription, one consumer per function or hook, a runtime for all."""
 
-from eventloop.offload.consumers import Delivery, Reader, Sources, arrive_async
+from eventloop.offload.consumers import Reader, arrive_async
+from eventloop.offload.delivery import Delivery, Sources
 from eventloop.offload.detach import absent_entry, detacher, from_json, from_msgpack, is_plain, unarrived
 from eventloop.offload.drain import Deadline, DrainReport
 from eventloop.offload.importable import importable_of
 from eventloop.offload.lane import Full, Lane
 from eventloop.offload.loops import Backend, HostLoop, in_thread, server_ends, threadsafe_call
 from eventloop.offload.meter import LaneMeter
+from eventloop.offload.ordered import HookLanes
 from eventloop.offload.runtime import Runtime
 from eventloop.offload.sized import SizedLane
 from eventloop.offload.snapshot import Owned, capture
@@ -17,6 +19,7 @@ __all__ = [
     "Delivery",
     "DrainReport",
     "Full",
+    "HookLanes",
     "HostLoop",
     "Lane",
     "LaneMeter",

@@ -1,10 +1,10 @@
-"""Call a blocking handler for a lane's thread: on that thread, or on a second thread that can be abandoned."""
+"""Call blocking handlers for the thread of their lanes: on that thread, or on a second thread that can be abandoned."""
 
 from __future__ import annotations
 
 import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from eventloop.checks import check_returned
 from eventloop.errors import HandlerTimeoutError
+from eventloop.offload.delivery import Delivery
 
 T = TypeVar("T")
 
@@ -25,20 +26,19 @@ class OwnedThread(threading.Thread):
 
 
 class Caller:
-    """Call a blocking handler for its lane's thread: on that thread, or on a second one if the handler has a timeout.
+    """Call blocking handlers for the thread of their lanes: on it, or all on a second one if one of them has a timeout.
 
     No thread can be killed from outside. The second thread is abandoned when a call takes too long. It ends with the handler,
     whose outcome is ignored.
     """
 
-    def __init__(self, handler: Callable[[Any], object], label: str, timeout: float | None, owner: object = None) -> None:
-        self._handler = handler
+    def __init__(self, label: str, deliveries: Sequence[Delivery], owner: object = None) -> None:
         self._label = label
-        self._timeout = timeout
+        self._has_timeout = any(one.timeout is not None for one in deliveries)
         self._owner = owner
         self._calls: SimpleQueue[_Call | None] | None = None
 
-    def call(self, what: Any) -> None:
+    def call(self, delivery: Delivery, what: Any) -> None:
         """Call the handler, in the context variables of this thread, and wait for it.
 
         Raises:
@@ -46,20 +46,20 @@ class Caller:
             WorkerDiedError: its process has ended; the next call starts another.
             BaseException: the error of the handler.
         """
-        if self._timeout is None:
-            _call(self._handler, what)
+        if not self._has_timeout:
+            _call(delivery.handler, what)
             return
         if self._calls is None:
             calls: SimpleQueue[_Call | None] = SimpleQueue()
             OwnedThread(self._owner, partial(_make_calls, calls), f"trainbus {self._label}").start()
             self._calls = calls
         outcome: Future[object] = Future()
-        self._calls.put((outcome, partial(contextvars.copy_context().run, _call, self._handler, what)))
+        self._calls.put((outcome, partial(contextvars.copy_context().run, _call, delivery.handler, what)))
         try:
-            error = outcome.exception(self._timeout)
+            error = outcome.exception(delivery.timeout)
         except TimeoutError:
             self.stop()
-            raise HandlerTimeoutError(timed_out(self._label, self._timeout, "its thread was abandoned")) from None
+            raise HandlerTimeoutError(timed_out(delivery, "its thread was abandoned")) from None
         if error is not None:
             try:
                 raise error
@@ -79,9 +79,9 @@ class Caller:
             self._calls = None
 
 
-def timed_out(label: str, timeout: float, what: str) -> str:
+def timed_out(delivery: Delivery, what: str) -> str:
     """Return the message for a handler that took too long."""
-    return f"{label} took longer than its timeout={timeout:g} s; {what}"
+    return f"{delivery.lane.label} took longer than its timeout={delivery.timeout:g} s; {what}"
 
 
 def _call(handler: Callable[[Any], object], what: Any) -> None:

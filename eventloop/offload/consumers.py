@@ -1,13 +1,13 @@
-"""The consumers of lanes: one daemon thread for a blocking handler, one task for an async one.
+"""The consumers of lanes: one daemon thread for a blocking handler, one task for an async one, or one for those of a hook.
 
-Both take the items of their lane and deliver them, look again after ``linger``, and sleep after an empty look. They end when
-the lane is closed or retired and empty. A ring starts them again for an event that was published just before.
+Both take the items of their lanes and deliver them, look again after ``linger``, and sleep after an empty look. They end when
+the lanes are closed or retired and empty. A ring starts them again for an event that was published just before.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextvars import Context
 from functools import partial
 from itertools import zip_longest
@@ -15,88 +15,97 @@ from typing import Any
 
 import anyio
 import anyio.lowlevel
-import msgspec
 
 from eventloop.checks import check_returned
 from eventloop.errors import HandlerTimeoutError, OffloadError
 from eventloop.events import Event
 from eventloop.offload.callers import Caller, OwnedThread, timed_out
-from eventloop.offload.importable import Importable
+from eventloop.offload.delivery import Delivery, Sources
+from eventloop.offload.drain import DrainReport
 from eventloop.offload.lane import LOOK, Lane
 from eventloop.offload.loops import Loop, await_through, handling, in_trio, set_library
+from eventloop.offload.ordered import OrderedLanes
 from eventloop.offload.snapshot import Snapshot
 from eventloop.user_errors import described
 
-_COPY_POLL = 0.0005  # seconds between looks at a copy from a GPU; waiting for it would block the loop
-
-Sources = list[tuple[type[Event], Any]]
-"""Kind and progress of events, as far as they are known."""
-
-
-class Delivery(msgspec.Struct, frozen=True):
-    """A lane, its handler, and the functions to call with an error and the events of that call."""
-
-    lane: Lane
-    handler: Callable[[Any], Any]  # gets one item of the lane, or with ``batch`` a list of them
-    failed: Callable[[Exception, Sources], None]  # for every exception of the handler, before the failure is counted
-    broken: Callable[[BaseException, Sources], None]  # for what ends the consumer (``SystemExit`` in a handler, say)
-    batch: int | None = None  # most items per call
-    loud: bool = True  # whether items left when the bus closes are an error; else they are logged
-    is_async: bool = False
-    timeout: float | None = None  # seconds per call
-    target: Importable | None = None  # finds the handler in a worker process; None: it is called in this process
+_COPY_POLL = 0.0005  # seconds between looks at a copy from a GPU, or at another lane; waiting for it would block the loop
 
 
 class _Consumer:
-    """Take the items of a lane, and count the outcome of each."""
+    """Take the items of lanes, and count the outcome of each."""
 
-    def __init__(self, delivery: Delivery) -> None:
-        self.delivery = delivery
-        self.lane = delivery.lane
-        self.before = self.lane.stats
-        """The counts of the lane before this bus session, or when last reported."""
-        self._abandoned = False
-        self._tell_failed = delivery.failed
+    def __init__(self, label: str, deliveries: Sequence[Delivery], lanes: Lane | OrderedLanes) -> None:
+        self.label = label
+        self.deliveries = deliveries
+        self.before = self.stats
+        """The counts of the lanes before this bus session, or when last reported."""
+        self._lanes = lanes
+        self._by_lane = {one.lane: one for one in deliveries}
+        self._abandoned = self._silent = False
         self._ended_at: Sources = []
-        self._held = 0  # items that were taken and are not accounted for yet
+        # Of the items that were taken last:
+        self.delivery = deliveries[0]
+        self._held = 0  # those that are not accounted for yet
+
+    @property
+    def stats(self) -> DrainReport:
+        """The sum of the counts of the lanes."""
+        return sum((one.lane.stats for one in self.deliveries), DrainReport())
+
+    def finished(self) -> bool:
+        """Return True if all lanes are ending and empty."""
+        return self._lanes.finished()
 
     def abandon(self, *, now: bool) -> None:
         """Deliver nothing more after the item in progress; ``now``: the bus waits no longer."""
         self._abandoned = True
 
     def _take(self) -> list[Any]:
-        items = self.lane.take(self.delivery.batch or self.lane.chunk)
+        """Take the oldest items: of one lane, in an uninterrupted row. The delivery is theirs."""
+        below: int | None = None
+        if isinstance(self._lanes, OrderedLanes):
+            if (oldest := self._lanes.oldest()) is None:
+                return []
+            lane, below = oldest
+            self.delivery = self._by_lane[lane]
+        lane = self.delivery.lane
+        items = lane.take(self.delivery.batch or lane.chunk, below)
         self._held = len(items)
-        if self.lane.given_up:
+        if lane.given_up:
             self._drop_held()
             return []
         return items
 
     def _calls(self, items: list[Any]) -> list[tuple[Context, list[Any]]]:
         """Split items into calls of the handler: the context variables of each call, and its items."""
-        if self.delivery.batch is not None:
-            return [(self.lane.context.copy(), items)]
-        if self.lane.contextual:
-            return [(context, [item]) for context, item in items]
-        return [(self.lane.context.copy(), [item]) for item in items]
+        lane, batch = self.delivery.lane, self.delivery.batch
+        if lane.contextual or (lane.number is not None and batch is None):
+            return [(item[0], [item[1]]) for item in items]
+        values = lane.values(items)
+        if batch is not None:
+            return [(lane.context.copy(), values)]
+        return [(lane.context.copy(), [value]) for value in values]
 
     def _fail(self, error: BaseException, items: list[Any], arrived: list[Any]) -> None:
         sources = _sources(items, arrived)
         if isinstance(error, Exception):
-            self._tell_failed(error, sources)  # before it is counted: a drain that saw the count must find the error
+            if not self._silent:
+                # Before it is counted: a drain that saw the count must find the error.
+                self.delivery.failed(error, sources)
         else:
             self._ended_at = sources
         self._held -= len(items)
-        self.lane.count(failed=len(items))
+        self.delivery.lane.count(failed=len(items))
 
     def _break(self, error: BaseException) -> None:
         self._drop_held()
         self.delivery.broken(error, self._ended_at)
-        self.lane.close(f"its consumer has ended: {described(error)}")
-        self.lane.detach()
+        for one in self.deliveries:
+            one.lane.close(f"its consumer has ended: {described(error)}")
+            one.lane.detach()
 
     def _drop_held(self) -> None:
-        self.lane.count(dropped=self._held)
+        self.delivery.lane.count(dropped=self._held)
         self._held = 0
 
 
@@ -115,10 +124,12 @@ def _sources(items: list[Any], arrived: list[Any]) -> Sources:
 
 
 class ThreadConsumer(_Consumer):
-    """Deliver a lane's items to a blocking handler on a separate thread."""
+    """Deliver the items of lanes to blocking handlers on a separate thread."""
 
-    def __init__(self, delivery: Delivery, caller: Caller, owner: object) -> None:
-        super().__init__(delivery)
+    def __init__(
+        self, label: str, deliveries: Sequence[Delivery], lanes: Lane | OrderedLanes, caller: Caller, owner: object
+    ) -> None:
+        super().__init__(label, deliveries, lanes)
         self._bell = threading.Lock()  # taken: asleep until a ring releases it; a raw lock cannot be left half set
         self._bell.acquire()
         self._starting = threading.Lock()
@@ -139,7 +150,7 @@ class ThreadConsumer(_Consumer):
     def abandon(self, *, now: bool) -> None:
         """Deliver nothing more after the item in progress, which a worker process does not finish."""
         super().abandon(now=now)
-        self._tell_failed = lambda error, sources: None  # the bus has closed and says so
+        self._silent = True  # the bus has closed and says so
         self._caller.interrupt(now=now)
         self.wake()
 
@@ -151,7 +162,7 @@ class ThreadConsumer(_Consumer):
         return thread is None or not thread.is_alive()
 
     def _start(self) -> None:
-        thread = OwnedThread(self._owner, self._run, f"trainbus {self.lane.label}")
+        thread = OwnedThread(self._owner, self._run, f"trainbus {self.label}")
         thread.start()
         self._thread = thread  # after start(): where Ctrl-C strikes in there, the thread may run all the same, but not as ours
 
@@ -173,11 +184,11 @@ class ThreadConsumer(_Consumer):
             if items := self._take():
                 lingered = False
                 self._deliver(items)
-            elif not lingered and self.lane.linger and not self.lane.ending:
+            elif not lingered and self._lanes.linger and not self._lanes.ending:
                 lingered = True
-                self.lane.begin_lingering()
-                self._bell.acquire(timeout=self.lane.linger)
-            elif self.lane.disarm():
+                self._lanes.begin_lingering()
+                self._bell.acquire(timeout=self._lanes.linger)
+            elif self._lanes.disarm():
                 if self._finish():
                     return
                 lingered = not self._bell.acquire(timeout=LOOK)
@@ -185,21 +196,21 @@ class ThreadConsumer(_Consumer):
         self._caller.stop()
 
     def _finish(self) -> bool:
-        if not self.lane.finished():
+        if not self.finished():
             return False  # if that changes now, this thread is rung
         # While the bus, as it closes, still waits for this thread. A call for an event that comes meanwhile starts it again.
         self._caller.stop()
         with self._starting:
-            if not self.lane.finished():
+            if not self.finished():
                 return False
             self._thread = None  # a ring from now on starts another
             return True
 
     def _deliver(self, taken: list[Any]) -> None:
-        meter = self.lane.meter
-        call = self._caller.call if meter is None else partial(meter.record_call, self._caller.call)
+        lane, caller = self.delivery.lane, partial(self._caller.call, self.delivery)
+        call = caller if lane.meter is None else partial(lane.meter.record_call, caller)
         for context, items in self._calls(taken):
-            if self._abandoned or self.lane.given_up:
+            if self._abandoned or lane.given_up:
                 self._drop_held()
                 return
             arrived: list[Any] = []
@@ -213,17 +224,19 @@ class ThreadConsumer(_Consumer):
                 raise
             else:
                 self._held -= len(items)
-                self.lane.count(delivered=len(items))
+                lane.count(delivered=len(items))
 
 
 # -------------------------------------------------------------------------------------------------------------- tasks
 
 
 class TaskConsumer(_Consumer):
-    """Deliver a lane's items to an async handler in a task of the bus's event loop; cancel a call after its timeout."""
+    """Deliver the items of lanes to async handlers in a task of the bus's event loop; cancel a call after its timeout."""
 
-    def __init__(self, delivery: Delivery, loop: Loop, mark: object) -> None:
-        super().__init__(delivery)
+    def __init__(
+        self, label: str, deliveries: Sequence[Delivery], lanes: Lane | OrderedLanes, loop: Loop, mark: object
+    ) -> None:
+        super().__init__(label, deliveries, lanes)
         self._loop = loop
         self._mark = mark  # of the runtime, for code that runs in its handlers
         self._running = False
@@ -246,7 +259,7 @@ class TaskConsumer(_Consumer):
             self._reader.ring()
 
     async def _run(self) -> None:
-        self._reader = Reader(self.lane)
+        self._reader = Reader(self._lanes)
         try:
             await self._serve(self._reader)
         except anyio.get_cancelled_exc_class():
@@ -262,7 +275,7 @@ class TaskConsumer(_Consumer):
         library = "trio" if in_trio() else "asyncio"
         while taken := await reader.next(self._take):
             for context, items in self._calls(taken):
-                if self.lane.given_up:
+                if self.delivery.lane.given_up:
                     self._drop_held()
                     break
                 context.run(handling.set, self._mark)
@@ -276,7 +289,8 @@ class TaskConsumer(_Consumer):
             arrived = [await arrive_async(item) for item in items]
             argument = arrived[0] if self.delivery.batch is None else arrived
             called = await_through(context.run, self.delivery.handler(argument))
-            call = called if self.lane.meter is None else self.lane.meter.record_await(called)
+            meter = self.delivery.lane.meter
+            call = called if meter is None else meter.record_await(called)
             check_returned(await self._limited(call))
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is reported, and the lane goes on
             self._fail(error, items, arrived)
@@ -292,7 +306,7 @@ class TaskConsumer(_Consumer):
             raise
         else:
             self._held -= len(items)
-            self.lane.count(delivered=len(items))
+            self.delivery.lane.count(delivered=len(items))
 
     async def _limited(self, called: Awaitable[object]) -> object:
         timeout = self.delivery.timeout
@@ -300,16 +314,16 @@ class TaskConsumer(_Consumer):
             return await called
         with anyio.move_on_after(timeout):
             return await called
-        raise HandlerTimeoutError(timed_out(self.lane.label, timeout, "it was cancelled"))
+        raise HandlerTimeoutError(timed_out(self.delivery, "it was cancelled"))
 
 
 Consumer = ThreadConsumer | TaskConsumer
 
 
 class Reader:
-    """Wait in an event loop for the items of a lane."""
+    """Wait in an event loop for the items of a lane, or of several."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: Lane | OrderedLanes) -> None:
         self._lane = lane
         self._bell = anyio.Event()
 
@@ -338,9 +352,9 @@ class Reader:
 
 
 async def arrive_async(item: Any) -> Any:
-    """Return the value of an item of a lane, after waiting for its copies without blocking the event loop."""
+    """Return the value of an item of a lane, after waiting for what it waits for without blocking the event loop."""
     if not isinstance(item, Snapshot):
         return item
-    while not all(one.query() for one in item.pending):  # noqa: ASYNC110 - a GPU sets no event of the loop
+    while not all(one.query() for one in item.pending):  # noqa: ASYNC110 - a GPU and a lane set no event of the loop
         await anyio.sleep(_COPY_POLL)
     return item.resolve()

@@ -36,6 +36,7 @@ from eventloop.errors import LaneClosedError, LaneFullError
 from eventloop.log import get_logger
 from eventloop.offload.drain import Deadline, DrainReport
 from eventloop.offload.meter import LaneMeter
+from eventloop.offload.snapshot import delayed
 
 Full = Literal["block", "drop_old", "drop_new", "latest", "raise"]
 
@@ -57,6 +58,36 @@ _NOT_OPEN = "the bus is not open: wrap the publishing code in `with bus:` (a Run
 
 # Ctrl-C cannot come between the acquisition of a lock in C and the block of its `with` statement (python/cpython#74174).
 assert type(threading.RLock()).__module__ == "_thread"  # noqa: S101
+
+
+class Mark:
+    """All events that are in a lane at one moment, for a later event or a thread that waits until they are done.
+
+    It has the methods of a copy from a device, so that a snapshot can wait for it on the consumer's side.
+    """
+
+    def __init__(self, lane: Lane, deadline: Deadline) -> None:
+        self._lane = lane
+        self._number = lane.came()
+        self._deadline = deadline
+        lane.wake()
+
+    def query(self) -> bool:
+        """Return True if they are done, or it is vain to wait any longer."""
+        return self._lane.is_done(self._number) or not (self._deadline.left and self._lane.served)
+
+    def synchronize(self, interrupt: Callable[[], object] = lambda: None) -> bool:
+        """Wait until they are done; return False if the deadline, or the end of the lane's consumer, came first.
+
+        ``interrupt`` is called now and then, and may raise an error.
+        """
+        while not self._lane.is_done(self._number):
+            if not ((left := self._deadline.left) and self._lane.served):
+                return False
+            interrupt()
+            # It looks again, too, as the deadline may have been moved nearer.
+            self._lane.wait_for_change(self._number, min(POLL, left))
+        return True
 
 
 class Outcome(Enum):
@@ -94,6 +125,8 @@ class Lane:
         self._half = (capacity + 1) // 2
         self.contextual = False
         """Whether items are queued as tuples of the publisher's context and the item (about 100 ns)."""
+        self.number: Callable[[], int] | None = None
+        """Numbers the events of all lanes with one consumer. Items are then tuples of context, item and number instead."""
         self.context = copy_context()  # of the subscriber, for handlers whose items come without one
         self.linger = linger  # seconds after which the consumer looks again
         self.full = full  # when it is full: wait, drop the oldest or the newest, keep only the newest, or raise
@@ -129,8 +162,10 @@ class Lane:
 
     # ------------------------------------------------------------------------------------------- publisher's side
 
-    def put(self, event: Any) -> None:
+    def put(self, event: Any, behind: tuple[Mark, ...] = ()) -> None:
         """Queue the item of ``event`` as the policy allows. It takes the time of a copy, unless it must wait for a slot.
+
+        The consumer delivers it when what the marks ``behind`` stand for is delivered.
 
         Raises:
             LaneClosedError: no consumer is attached, or the lane closed while waiting.
@@ -140,13 +175,21 @@ class Lane:
         if len(self._queue) >= self._bound and not self._enter():
             return
         item = self._make_item(event)
+        if behind:
+            item = delayed(item, behind)
         if self.meter is not None:
             item = self.meter.record_queued(item, len(self._queue) + 1)
         self.put_as_is(item)
 
     def put_as_is(self, event: Any) -> None:
         """:meth:`put` for an event that needs no preparing: it is queued as it is."""
-        item = (copy_context(), event) if self.contextual else event
+        item: Any
+        if self.contextual:
+            item = copy_context(), event
+        elif self.number is None:
+            item = event
+        else:
+            item = copy_context(), event, self.number()
         if len(self._queue) >= self._bound:
             self._enter(item)
             return
@@ -328,6 +371,11 @@ class Lane:
             self._drop(len(self._queue))
 
     @property
+    def served(self) -> bool:
+        """True while it has a consumer."""
+        return self._wake is not None
+
+    @property
     def ending(self) -> bool:
         """True once the lane is closed or retired."""
         return self._closed or self._retired
@@ -345,23 +393,35 @@ class Lane:
         wake()
         return True
 
-    def take(self, most: int) -> list[Any]:
-        """Return up to ``most`` queued items, oldest first; their slots are free again."""
+    def take(self, most: int, below: int | None = None) -> list[Any]:
+        """Return up to ``most`` queued items, oldest first, with numbers ``below`` this one; their slots are free again."""
         with self._lock:
             if not self._queue:
                 return []
             before = len(self._held)
+            most = min(most, len(self._queue))
+            if below is not None:
+                most = next((n for n in range(most) if self._queue[n][2] >= below), most)
             # One call, which a Ctrl-C or the handler of a signal waits for (see `signal`): an item is always in one of the two.
-            self._held.extend(map(deque.popleft, repeat(self._queue, min(most, len(self._queue)))))
+            self._held.extend(map(deque.popleft, repeat(self._queue, most)))
             self._lingers = False
             self._notify()
             return self._held[before:]
+
+    def first(self) -> int | None:
+        """Return the number of the oldest queued item, if there is one."""
+        with self._lock:
+            return self._queue[0][2] if self._queue else None
+
+    def values(self, items: list[Any]) -> list[Any]:
+        """Return items without the context and the number that they were queued with."""
+        return [item[1] for item in items] if self.contextual or self.number is not None else items
 
     def waiting(self) -> list[Any]:
         """Return the items that the handler has not finished, oldest first; waits for none of them."""
         with self._lock:
             items = [*self._held, *self._queue.copy()]  # publishers append without the lock
-        return [item for _, item in items] if self.contextual else items
+        return self.values(items)
 
     def begin_lingering(self) -> None:
         """Have a publisher wake the consumer early if half of the lane fills up; not if that would be every few events."""
@@ -418,20 +478,26 @@ class Lane:
 
     def join(self, deadline: Deadline) -> bool:
         """Wait until all events published before this call are done; False if ``deadline`` came first."""
-        self.wake()
-        target = None
-        while True:
-            with self._lock:
-                done, came = self._amounts()
-                if target is None:
-                    target = came
-                if done >= target or done == came:  # came: less than the target, if an event could not be copied
-                    return True
-                bell = self._bell()
-            left = deadline.left
-            if not left:
-                return False
-            bell.acquire(timeout=min(POLL, left))  # looks again, too, as the deadline may have been moved nearer
+        return Mark(self, deadline).synchronize()
+
+    def came(self) -> int:
+        """Return the number of events that have come so far."""
+        with self._lock:
+            return self._amounts()[1]
+
+    def is_done(self, number: int) -> bool:
+        """Return True if so many of the events that came are delivered, failed or dropped, or all of them."""
+        with self._lock:
+            done, came = self._amounts()
+            return done >= number or done == came  # came: less than the number, if an event could not be copied
+
+    def wait_for_change(self, number: int, seconds: float) -> None:
+        """Unless :meth:`is_done`, wait until something changes, for at most ``seconds``."""
+        with self._lock:
+            if self.is_done(number):
+                return
+            bell = self._bell()
+        bell.acquire(timeout=seconds)
 
     def become_inert(self) -> None:
         """Close the lane in a forked child: it has no consumer, and a thread of the parent may have held the lock."""

@@ -1,4 +1,4 @@
-"""A worker process for the handler of one lane: started at its first event, replaced when it dies or is killed.
+"""A worker process for the handlers of one consumer: started at its first event, replaced when it dies or is killed.
 
 It has both sides: the :class:`ProcessCaller` of the lane's thread, and :func:`serve`, the program of the worker.
 """
@@ -14,12 +14,12 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
@@ -28,7 +28,7 @@ from eventloop.checks import check_returned
 from eventloop.errors import HandlerTimeoutError, OffloadError, WorkerDiedError
 from eventloop.log import get_logger
 from eventloop.offload.callers import Caller, timed_out
-from eventloop.offload.consumers import Delivery
+from eventloop.offload.delivery import Delivery
 from eventloop.offload.importable import Importable
 from eventloop.offload.parcel import SharedSegment, pack, unpack
 from eventloop.user_errors import add_note, contextmanager
@@ -43,39 +43,42 @@ log = get_logger()
 
 
 class ProcessCaller(Caller):
-    """Call a handler in a spawned process; ``timeout`` does not count the start of the process."""
+    """Call handlers in a spawned process; ``timeout`` does not count the start of the process."""
 
-    def __init__(self, delivery: Delivery, target: Importable) -> None:
-        super().__init__(delivery.handler, delivery.lane.label, delivery.timeout)
-        self._target = target
-        self._lane = delivery.lane
-        self._batched = delivery.batch is not None
-        self._lock = threading.Lock()  # between the lane's thread and interrupt()
+    def __init__(self, label: str, deliveries: Sequence[Delivery]) -> None:
+        super().__init__(label, deliveries)
+        self._handlers = [(one.handler, cast("Importable", one.target), one.batch is not None) for one in deliveries]
+        self._numbers = {one.lane: number for number, one in enumerate(deliveries)}
+        self._lock = threading.Lock()  # between the thread of the lanes and interrupt()
         self._busy = False
         self._refuses = False
         self._end = _END
         self._process: _Process | None = None
 
-    def call(self, what: Any) -> None:
+    def call(self, delivery: Delivery, what: Any) -> None:
         """Call the handler in the worker; start a worker if there is none."""
+        number = self._numbers[delivery.lane]
         with self._lock:
             if self._refuses:
-                raise WorkerDiedError(f"{self._label} was not called: the bus has closed")
+                raise WorkerDiedError(f"{delivery.lane.label} was not called: the bus has closed")
             process, starts = self._process, False
             if process is None:
-                self._target.check(self._handler)
-                process = self._process = _Process(self._target, f"trainbus {self._label}", batched=self._batched)
+                for handler, target, _ in self._handlers:
+                    target.check(handler)
+                targets = [(target, batched) for _, target, batched in self._handlers]
+                process = self._process = _Process(targets, f"trainbus {self._label}")
                 starts = True
             self._busy = True
         try:
             if starts:
                 self._wait_for_start(process)
-            _send(process.pipe, pack(what if self._batched else [what], process.segment))
-            reply = self._receive(process, self._timeout)
+            ticket = pack([what] if delivery.batch is None else what, process.segment)
+            _send(process.pipe, msgspec.msgpack.encode((number, ticket)))
+            reply = self._receive(process, delivery)
         finally:
             with self._lock:
                 self._busy = False
-        if (meter := self._lane.meter) is not None:
+        if (meter := delivery.lane.meter) is not None:
             meter.record_work(process.pid, reply.begun, reply.ended)
         if reply.kind:
             raise _error(reply, process.pid)
@@ -97,7 +100,7 @@ class ProcessCaller(Caller):
 
     def _wait_for_start(self, process: _Process) -> None:
         try:
-            reply = self._receive(process, _START)
+            reply = self._receive(process)
         except WorkerDiedError as error:
             raise WorkerDiedError(
                 f"{error}, before it took any event. A script that uses worker processes is imported by them: it must start "
@@ -113,11 +116,13 @@ class ProcessCaller(Caller):
             add_note(failure, reply.traceback)
             raise failure
 
-    def _receive(self, process: _Process, timeout: float | None) -> Reply:
-        ready = wait([process.pipe, process.death], timeout)
-        if timeout is not None and not ready:
+    def _receive(self, process: _Process, delivery: Delivery | None = None) -> Reply:
+        """Return the reply to a call of a handler, or that the process has started."""
+        ready = wait([process.pipe, process.death], _START if delivery is None else delivery.timeout)
+        if not ready:
             self._lose(process, 0)
-            raise HandlerTimeoutError(timed_out(self._label, timeout, "its worker process was killed"))
+            late = f"the worker process of {self._label} did not start within {_START:g} s"
+            raise HandlerTimeoutError(late if delivery is None else timed_out(delivery, "its worker process was killed"))
         data = _receive(process.pipe) if process.pipe in ready else b""
         if not data:
             self._lose(process)
@@ -133,12 +138,12 @@ class ProcessCaller(Caller):
 class _Process:
     """A process that runs :func:`serve`, the pipe and the memory to talk to it."""
 
-    def __init__(self, target: Importable, name: str, *, batched: bool) -> None:
+    def __init__(self, targets: list[Target], name: str) -> None:
         self.segment = SharedSegment()
         self.code = 0
         self.pipe, other = _spawn.Pipe()
         # A daemon, so that multiprocessing's own exit handler cannot wait for it.
-        self._process = _spawn.Process(target=serve, args=(other, self.segment, target, batched), name=name, daemon=True)
+        self._process = _spawn.Process(target=serve, args=(other, self.segment, targets), name=name, daemon=True)
         try:
             with blocked_in_children(SIGNALS, _spawn):  # until it is ready to take them; no signal goes to this thread anyway
                 self._process.start()
@@ -211,6 +216,9 @@ def blocked_in_children(signals: Collection[signal.Signals], context: Any) -> It
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+Target = tuple[Importable, bool]
+"""How a worker finds a handler, and whether it gets lists."""
+
 _processes: set[_Process] = set()  # that may be running
 
 
@@ -246,20 +254,22 @@ class Reply(msgspec.Struct, array_like=True):
     ended: int = 0
 
 
-def serve(pipe: Connection, segment: SharedSegment, target: Importable, batched: bool) -> None:
-    """Import the handler, and call it for each parcel until the other side sends an empty message or ends."""
+def serve(pipe: Connection, segment: SharedSegment, targets: list[Target]) -> None:
+    """Import the handlers, and call one for each parcel until the other side sends an empty message or ends."""
     for number in SIGNALS:
         # A handler that does nothing, and not SIG_IGN, which programs started by the user's handler would inherit.
         signal.signal(number, lambda *_: None)
         signal.siginterrupt(number, False)  # a read in the handler's C code continues
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # blocked by the parent until now
     torch.set_num_threads(1)  # the training needs the others
-    _send(pipe, _outcome(target.load))
-    while ticket := _receive(pipe):
-        _send(pipe, _outcome(partial(_call, target, ticket, segment, batched=batched)))
+    _send(pipe, _outcome(lambda: [target.load() for target, _ in targets]))
+    while message := _receive(pipe):
+        _send(pipe, _outcome(partial(_call, targets, message, segment)))
 
 
-def _call(target: Importable, ticket: bytes, segment: SharedSegment, *, batched: bool) -> None:
+def _call(targets: list[Target], message: bytes, segment: SharedSegment) -> None:
+    number, ticket = msgspec.msgpack.decode(message)
+    target, batched = targets[number]
     items = unpack(ticket, segment)
     check_returned(target.load()(items if batched else items[0]))
 

@@ -1,9 +1,9 @@
-"""Run the consumers of a bus: a thread for each blocking handler, one event loop for all async ones."""
+"""Run the consumers of a bus: a thread for each blocking handler or hook, one event loop for all async ones."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import msgspec
@@ -11,9 +11,12 @@ import msgspec
 from eventloop.log import get_logger
 from eventloop.offload.callers import Caller, OwnedThread
 from eventloop.offload.collectives import refuses_collectives
-from eventloop.offload.consumers import Consumer, Delivery, TaskConsumer, ThreadConsumer
+from eventloop.offload.consumers import Consumer, TaskConsumer, ThreadConsumer
+from eventloop.offload.delivery import Delivery
 from eventloop.offload.drain import Deadline, DrainReport
+from eventloop.offload.lane import Lane
 from eventloop.offload.loops import CANCEL_GRACE, Backend, HostLoop, LoopThread, handling
+from eventloop.offload.ordered import OrderedLanes
 from eventloop.offload.process import ProcessCaller
 
 log = get_logger()
@@ -32,26 +35,32 @@ class Runtime:
         self._interrupt = interrupt
         self._mark = object()
         self._consumers: set[Consumer] = set()  # that run, or have ended since the last look at them
+        self._forgets_at = 16
         self._past = DrainReport()  # of consumers that have ended
         self._lock = threading.Lock()
 
-    def serve(self, delivery: Delivery) -> None:
-        """Start the consumer of a lane: a task in the event loop for an async handler, else a thread."""
-        lane = delivery.lane
-        if delivery.target is None:
-            handler = refuses_collectives(delivery.handler, lane.label, is_async=delivery.is_async)
-            delivery = msgspec.structs.replace(delivery, handler=handler)
+    def serve(self, label: str, deliveries: Sequence[Delivery], number: Callable[[], int] | None = None) -> None:
+        """Start the consumer of lanes of one mode: a task in the event loop for async handlers, else a thread.
+
+        Args:
+            label: name of the consumer.
+            deliveries: the lanes and their handlers.
+            number: what numbers the events of several lanes.
+        """
+        lanes = deliveries[0].lane if number is None else OrderedLanes([one.lane for one in deliveries], number)
+        first, deliveries = deliveries[0], [_checked(one) for one in deliveries]
         consumer: Consumer
-        if delivery.is_async:
+        if first.is_async:
             self._loop.start()
-            consumer = TaskConsumer(delivery, self._loop, self._mark)
-        elif delivery.target is None:
-            consumer = ThreadConsumer(delivery, Caller(delivery.handler, lane.label, delivery.timeout, self), self)
+            consumer = TaskConsumer(label, deliveries, lanes, self._loop, self._mark)
         else:
-            consumer = ThreadConsumer(delivery, ProcessCaller(delivery, delivery.target), self)
-        self._serving()  # forgets consumers that have ended
-        lane.attach(partial(self._wake, consumer), self._must_not_wait)
-        lane.wake()
+            caller = Caller(label, deliveries, self) if first.target is None else ProcessCaller(label, deliveries)
+            consumer = ThreadConsumer(label, deliveries, lanes, caller, self)
+        if len(self._consumers) >= self._forgets_at:
+            self._forgets_at = 2 * len(self._serving()) + 16  # forgets consumers that have ended, at little cost for each
+        for one in deliveries:
+            one.lane.attach(partial(self._wake, consumer), self._must_not_wait)
+            one.lane.wake()
 
     @property
     def inside(self) -> bool:
@@ -71,8 +80,8 @@ class Runtime:
 
     def drain(self, deadline: Deadline) -> DrainReport:
         """Wait until all events published before this call are delivered, dropped or failed."""
-        for consumer in self._serving():
-            consumer.lane.join(deadline)
+        for lane in _lanes(self._serving()):
+            lane.join(deadline)
         return self.report()
 
     def settle(self, deadline: Deadline) -> bool:
@@ -92,7 +101,7 @@ class Runtime:
     def report(self) -> DrainReport:
         """Sum of the counts of all lanes since the bus opened."""
         with self._lock:
-            return sum((one.lane.stats.since(one.before) for one in self._consumers), self._past)
+            return sum((one.stats.since(one.before) for one in self._consumers), self._past)
 
     def close(self, grace: float, reason: str, *, abandon: bool) -> dict[str, int]:
         """Close all lanes, end the consumers, and return how many events were left undelivered, by lane.
@@ -105,14 +114,15 @@ class Runtime:
             abandon: drop all pending events; else events since :meth:`settle` are delivered first.
         """
         consumers = self._serving()
-        for consumer in consumers:
-            consumer.lane.close(reason)
+        for lane in _lanes(consumers):
+            lane.close(reason)
         deadline = Deadline(grace)
         if not abandon:
-            for consumer in consumers:
-                consumer.lane.join(deadline)
+            for lane in _lanes(consumers):
+                lane.join(deadline)
+        deliveries = [delivery for consumer in consumers for delivery in consumer.deliveries]
         left, quiet = (
-            {one.lane.label: pending for one in consumers if one.delivery.loud is loud and (pending := one.lane.stats.pending)}
+            {one.lane.label: pending for one in deliveries if one.loud is loud and (pending := one.lane.stats.pending)}
             for loud in (True, False)
         )
         if quiet:
@@ -120,13 +130,13 @@ class Runtime:
             log.error("events were not delivered before the bus closed", events=quiet, advice=advice)
         for consumer in consumers:
             consumer.abandon(now=abandon)
-        behind = [one.lane.label for one in consumers if isinstance(one, ThreadConsumer) and not one.ended(deadline.left)]
+        behind = [one.label for one in consumers if isinstance(one, ThreadConsumer) and not one.ended(deadline.left)]
         if not self._loop.stop(max(CANCEL_GRACE, deadline.left)):  # threads that hang may have left no time
-            tasks = [one.lane.label for one in consumers if isinstance(one, TaskConsumer) and not one.ended()]
+            tasks = [one.label for one in consumers if isinstance(one, TaskConsumer) and not one.ended()]
             behind += [f"{label}, which continues after it was cancelled" for label in tasks] or [self._loop.name]
         # Also consumers woken by a late publisher: its wake-up sees that the loop stops, or is seen here.
-        for consumer in {*consumers, *self._serving()}:
-            consumer.lane.detach()
+        for lane in _lanes({*consumers, *self._serving()}):
+            lane.detach()
         if behind:
             log.warning("offloaded handlers did not end and were abandoned", handlers=behind)
         return left
@@ -136,7 +146,8 @@ class Runtime:
             self._consumers.add(consumer)  # it may have ended; a drain must know of it before it starts again
         consumer.wake()
         if self._loop.stopping:  # nothing may be left to wake
-            consumer.lane.detach()
+            for lane in _lanes([consumer]):
+                lane.detach()
 
     def _must_not_wait(self) -> bool:
         """True where waiting for a slot in a lane could be a deadlock."""
@@ -149,8 +160,20 @@ class Runtime:
             for one in list(self._consumers):
                 # In this order. A publish under way has a slot and so the lane is not finished; or it has none yet, and wakes
                 # the consumer later, which adds it again.
-                if one.lane.finished() and not (now := one.lane.stats).pending and one.ended():
+                if one.finished() and not (now := one.stats).pending and one.ended():
                     self._past += now.since(one.before)
                     one.before = now
                     self._consumers.discard(one)
             return list(self._consumers)
+
+
+def _lanes(consumers: Iterable[Consumer]) -> list[Lane]:
+    return [delivery.lane for consumer in consumers for delivery in consumer.deliveries]
+
+
+def _checked(delivery: Delivery) -> Delivery:
+    """Return a delivery whose handler, in this process, refuses to take part in collectives."""
+    if delivery.target is not None:
+        return delivery
+    handler = refuses_collectives(delivery.handler, delivery.lane.label, is_async=delivery.is_async)
+    return msgspec.structs.replace(delivery, handler=handler)

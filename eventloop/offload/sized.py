@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import copy_context
 from functools import partial
 from itertools import accumulate
 from typing import Any
 
 from eventloop.errors import LaneFullError
-from eventloop.offload.lane import Lane
-from eventloop.offload.snapshot import Snapshot, capture, nbytes
+from eventloop.offload.lane import Lane, Mark
+from eventloop.offload.snapshot import Snapshot, capture, delayed, nbytes
 
 
 class SizedLane(Lane):
@@ -34,9 +34,9 @@ class SizedLane(Lane):
     def bytes(self) -> int:
         """Size of the captured tensors that are pending."""
         with self._lock:
-            return sum(list(self._reserved.values())) + sum(map(self._size, (*self._queue, *self._held)))
+            return sum(list(self._reserved.values())) + sum(self._sizes((*self._queue, *self._held)))
 
-    def put(self, event: Any) -> None:
+    def put(self, event: Any, behind: tuple[Mark, ...] = ()) -> None:
         """Queue a copy of the captured value, as the policy allows for slots and for bytes.
 
         Raises:
@@ -48,7 +48,7 @@ class SizedLane(Lane):
                 picked = self._make_item(event)
                 size = nbytes(picked)
                 if self._reserve(publish, size):
-                    snapshot = capture(picked)
+                    snapshot = delayed(capture(picked), behind) if behind else capture(picked)
                     snapshot.nbytes = size
                     snapshot.source = type(event), getattr(event, "progress", None)
                     self._queue_reserved(publish, snapshot)
@@ -71,8 +71,10 @@ class SizedLane(Lane):
 
     def _queue_reserved(self, publish: object, snapshot: Snapshot) -> None:
         timed = snapshot if self.meter is None else self.meter.record_queued(snapshot, self._used())
-        item = (copy_context(), timed) if self.contextual else timed
+        item: Any = (copy_context(), timed) if self.contextual else timed
         with self._lock:
+            if self.number is not None:
+                item = copy_context(), timed, self.number()
             self._queue.append(item)
             self._reserved.pop(publish)
             asleep = not self._armed
@@ -93,7 +95,7 @@ class SizedLane(Lane):
     def _drop_for(self, size: int) -> bool:
         # Only queued values can make room, not values that the handler or another publisher holds.
         excess = self.bytes + size - (self.max_bytes or 0)
-        queued = list(map(self._size, self._queue))
+        queued = self._sizes(self._queue)
         if sum(queued) < excess:
             return False
         number = (
@@ -104,9 +106,8 @@ class SizedLane(Lane):
         self._drop(number)
         return True
 
-    def _size(self, item: Any) -> int:
-        size: int = (item[1] if self.contextual else item).nbytes
-        return size
+    def _sizes(self, items: Iterable[Any]) -> list[int]:
+        return [snapshot.nbytes for snapshot in self.values([*items])]
 
     def _used(self) -> int:
         return len(self._queue) + len(self._reserved)

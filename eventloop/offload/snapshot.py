@@ -39,7 +39,7 @@ class Snapshot(msgspec.Struct, eq=False):
     """
 
     value: Any
-    pending: tuple[Any, ...] = ()  # copies under way to the host: of type ``DeviceEvent``, or stacks of scalars
+    pending: tuple[Any, ...] = ()  # what it waits for: copies to the host (``DeviceEvent``, stacks of scalars), marks of lanes
     finish: Callable[[Any], Any] | None = None
     nbytes: int = 0  # of captured tensors and arrays, where a lane counts them
     source: tuple[type[Event], Any] | None = None  # kind and progress of the event that it was captured from, for errors
@@ -65,6 +65,13 @@ def capture(value: Any) -> Snapshot:
     with torch.no_grad():
         copied = copies.copy(value)
     return Snapshot(copied, copies.fences())
+
+
+def delayed(item: Any, behind: tuple[Any, ...]) -> Snapshot:
+    """Return a snapshot, or one of another item of a lane, that also waits for what ``behind`` stands for."""
+    snapshot = item if isinstance(item, Snapshot) else Snapshot(item)
+    snapshot.pending = (*snapshot.pending, *behind)
+    return snapshot
 
 
 def nbytes(value: Any) -> int:

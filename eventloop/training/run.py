@@ -459,8 +459,11 @@ class Run:
             self._in_handlers = before
 
     def defer(self, undo: Callable[[], object]) -> None:
-        """Call ``undo`` when the innermost open scope ends, even by an exception; last registered, first called."""
-        self.state.scopes.defer(undo)
+        """Call ``undo`` when the innermost open scope ends, even by an exception; last registered, first called.
+
+        What a hook's method defers is called when the lanes of the hook are empty.
+        """
+        self.state.scopes.defer(self.bus.behind_lanes(undo))
 
     def stop(self, reason: str = "", *, exit_code: int = 0) -> None:
         """End the run at the next safe mount point: after an iteration whose accumulation window is complete.

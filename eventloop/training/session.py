@@ -58,7 +58,8 @@ class Session:
         self._replicas: Replicas | None = run.host.replicas
         self._opened = False
         self._failed_by = 0  # the id of what begin_run() or end_run() raised; the error itself would keep all its frames
-        self._patience: Deadline | None = None
+        self._patience: Deadline | None = None  # after an exception
+        self._ending: Deadline | None = None  # from the end of the run on
 
     def begin_run(self) -> None:
         """Open the bus if it is idle, publish ``before_run``, and load the checkpoint to resume from.
@@ -69,11 +70,16 @@ class Session:
             BusStateError: another run is open on the bus.
         """
         self._check_order("begin_run")
-        self._patience = None
+        self._patience = self._ending = None
         self._number_name()
         try:
             self._bus.adopt_thread(
-                self._run.name, self._interrupt, self.state.refuse, lambda: self.state.progress, self._saves.settle
+                self._run.name,
+                self._interrupt,
+                self.state.refuse,
+                lambda: self.state.progress,
+                self._saves.settle,
+                self._patience_now,
             )
             if self._bus.state == "idle":
                 self._bus.open()
@@ -93,10 +99,12 @@ class Session:
         """Publish ``after_run``, wait until all checkpoints are written, and close the bus if the run opened it."""
         self._check_order("end_run")
         state = self.state
+        self._ending = Deadline(self._bus.drain_timeout)
         try:
             state.set_progress()
             if reason := state.why_stopped():
                 self._run.info["stop_reason"] = reason
+            self._saves.wait()  # so that after_run comes behind the events of all checkpoints so far, whose files are there
             self._announce(ev.AfterRun, stopped=bool(reason), reason=reason)
             self._saves.end()
             if state.ranks is not None:  # no rank leaves before all files are written; all ranks see a failure
@@ -193,6 +201,9 @@ class Session:
             raise LaneFullError(
                 f"the run ends after an exception and waits at most {self._bus.abort_timeout:g} s for its lanes"
             )
+
+    def _patience_now(self) -> Deadline:
+        return self._patience or self._ending or Deadline(self._bus.drain_timeout)
 
     def _announce(self, event: type[Event], **payload: Any) -> None:
         """Publish an event between iterations, and advance the version if a handler may have changed the state."""

@@ -32,8 +32,13 @@ def session(folder):
 
 
 def test_a_checkpoint_that_is_durable_only_after_the_end_of_the_run_has_its_line(tmp_path, disk):
-    loop = make_loop(CheckpointHook(), RunRecordHook(), work_dir=tmp_path)
-    loop.bus.on("after_run", lambda event: disk.go.set(), priority="LOWEST")
+    loop = make_loop(RunRecordHook(), work_dir=tmp_path)
+
+    @loop.bus.on("after_run", priority="LOWEST")
+    def save_once_more(event):
+        event.run.request_save("late")
+        disk.go.set()
+
     loop.run()
     assert kinds(tmp_path)[-2:] == ["end", "checkpoint"]
 

@@ -10,7 +10,7 @@ import pytest
 from blockbuster import BlockingError
 from structlog.testing import capture_logs
 
-from eventloop import Bus, BusStateError, LaneFullError, OffloadError, Progress
+from eventloop import Bus, BusStateError, Hook, LaneFullError, OffloadError, Progress
 from eventloop.errors import LaneClosedError
 from eventloop.events import AfterRun, BeforeRun
 from eventloop.offload import DrainReport
@@ -351,3 +351,43 @@ async def test_a_handler_that_blocks_the_loop_is_detected_on_asyncio(bus, anyio_
     with capture_logs(), pytest.raises(BlockingError, match=r"time\.sleep"):
         async with bus:
             bus.publish(iteration(0))
+
+
+class Client(Hook):
+    """Sends what happens, and closes in an inline ``after_run``."""
+
+    closed = False
+
+    def __init__(self):
+        self.sent = []
+
+    async def after_train_iter(self, event):
+        await anyio.sleep(0.01)
+        assert not self.closed
+        self.sent.append(event.batch_idx)
+
+    def after_run(self, event):
+        self.closed = True
+
+
+async def test_an_inline_after_run_waits_on_the_training_thread_beside_the_hosts_loop():
+    async with Bus(client := Client()) as bus:
+
+        def train():
+            publish_all(bus, range(3))
+            bus.publish(AfterRun(progress=P))
+            assert client.closed
+
+        await anyio.to_thread.run_sync(train)
+    assert client.sent == [0, 1, 2]
+
+
+async def test_an_inline_after_run_on_the_hosts_loop_does_not_wait_and_says_so():
+    bus = Bus(client := Client(), abort_timeout=1)
+    with capture_logs() as logs, pytest.raises(AssertionError):
+        async with bus:
+            publish_all(bus, range(2))
+            bus.publish(AfterRun(progress=P))
+            assert client.closed
+    [log] = [one for one in logs if "before its offloaded methods" in one["event"]]
+    assert (log["handler"], log["events"]) == ("Client", {"Client.after_train_iter (after_train_iter)": 2})

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from typing import ClassVar
 
 from eventloop import Event, Hook, mount
 from eventloop.events import AfterTrainIter
@@ -77,3 +78,24 @@ class ProcessHook(Hook):
 class BoundHook(Hook):
     @mount(offload="process")
     def after_run(self, event): ...
+
+
+class Asked(Event, kw_only=True):
+    what: list[str]
+
+
+class Counts(Hook):
+    """Two methods that share the memory of one worker."""
+
+    told: ClassVar[list[str]] = []
+
+    @staticmethod
+    @mount(Told, offload="process")
+    def tell(event: Told) -> None:
+        Counts.told.append(event.what)
+
+    @staticmethod
+    @mount(Asked, offload="process", batch=1)
+    def ask(events: list[Asked]) -> None:
+        if events[0].what != Counts.told[-1:]:
+            raise AssertionError(f"{Counts.told} when asked for {events[0].what}")

@@ -1,23 +1,34 @@
 """Exceptions, stops and what is undone: how the scopes of a run end."""
 
+import signal
 import sys
 import threading
 import traceback
 from contextlib import nullcontext
+from functools import partial
 
+import anyio
 import pytest
 import torch
+from structlog.testing import capture_logs
 
-from eventloop import Bus, Run, Update
+from eventloop import Bus, Hook, Run, RunCancelled, Update, mount
 from eventloop.errors import StopIterationError
 from eventloop.training import run as run_module
 from eventloop.training import state as state_module
 from eventloop.training.saves import requests as saves_module
 from eventloop.training.state import Scopes
+from hooks import CheckpointHook
 
 from ..failing import fails
 from ..waiting import on_threads, until
 from .conftest import MOUNT_POINTS
+
+
+def stack_of(thread: threading.Thread) -> set[str]:
+    """Return the qualified names of the functions that a thread is in."""
+    frames = traceback.walk_stack(sys._current_frames()[thread.ident])
+    return {frame.f_code.co_qualname for frame, _ in frames}
 
 
 class Boom(Exception):  # noqa: N818 - short, it is everywhere below
@@ -169,6 +180,143 @@ def test_an_interrupted_deferred_call_is_repeated_and_others_run(strikes):
         scopes.unwind()
     assert calls == ["second", "second", "first"]
     assert not scopes.innermost
+
+
+class Ship(Hook):
+    """Opens a client, defers its close, and uses it in offloaded methods."""
+
+    def __init__(self):
+        self.open = 0
+        self.used, self.closed = [], []
+
+    @mount("before_run", "before_train_epoch")
+    def connect(self, event):
+        self.open += 1
+        event.run.defer(partial(self.close, event.mount_point))
+
+    def close(self, name):
+        self.open -= 1
+        self.closed.append((name, len(self.used)))
+
+    async def after_train_iter(self, event):
+        await anyio.sleep(0.01)
+        self.use(event)
+
+    @mount("checkpoint_committed", "on_exception", offload="thread")
+    def others(self, event):
+        threading.Event().wait(0.01)
+        self.use(event)
+
+    def use(self, event):
+        assert self.open
+        self.used.append(event.mount_point)
+
+    def after_run(self, event):
+        self.closed.append(("after_run", len(self.used)))
+
+
+def test_what_a_hook_deferred_and_its_after_run_come_when_its_lanes_are_empty(parts, tmp_path):
+    bus = Bus(CheckpointHook(1), ship := Ship())
+    parts.loop(bus, train_data=parts.batches(3), max_epochs=2, work_dir=tmp_path).run()
+    assert sorted(ship.used) == ["after_train_iter"] * 6 + ["checkpoint_committed"] * 2
+    # At the end of an epoch its file may still be written.
+    (first, one), (second, two), *ends = ship.closed
+    assert (first, second) == ("before_train_epoch", "before_train_epoch")
+    assert one >= 3
+    assert two >= 6
+    assert ends == [("after_run", 8), ("before_run", 8)]
+
+
+def test_after_an_exception_what_a_hook_deferred_comes_when_its_lanes_are_empty_or_the_bus_waits_no_longer(parts):
+    bus = Bus(ship := Ship())
+    bus.on("after_train_iter", lambda event: event.batch_idx == 2 and fails(Boom)(), priority=95)
+    with pytest.raises(Boom):
+        parts.loop(bus, train_data=parts.batches(3)).run()
+    assert sorted(ship.used) == ["after_train_iter"] * 3 + ["on_exception"]
+    assert ship.closed == [("before_train_epoch", 4), ("before_run", 4)]
+    bus, release = Bus(ship := Ship(), abort_timeout=0.05), threading.Event()
+    ship.use = lambda event: release.wait()
+    bus.on("after_train_iter", fails(Boom), priority=95)
+    with capture_logs() as logs, pytest.raises(Boom):
+        parts.loop(bus).run()
+    release.set()
+    assert ship.closed == [("before_train_epoch", 0), ("before_run", 0)]
+    assert [log["handler"] for log in logs if "abort_timeout" in log["event"]] == ["Ship", "Ship"]
+
+
+@pytest.mark.parametrize("at", ["waiting", "undo"])
+def test_ctrl_c_while_a_deferred_function_waits_for_lanes_does_not_cost_the_function(parts, bus, at):
+    started, release, calls = threading.Event(), threading.Event(), []
+
+    class Slow(Hook):
+        def before_run(self, event):
+            event.run.defer(self.undo)
+
+        def undo(self):
+            calls.append("undo")
+            if at == "undo" and len(calls) == 1:
+                raise KeyboardInterrupt
+
+        @mount(offload="thread")
+        def after_train_iter(self, event):
+            started.set()
+            release.wait()
+
+    def strike():
+        started.wait()
+        until(lambda: bus.progress is not None and "Mark.synchronize" in stack_of(threading.main_thread()))
+        signal.raise_signal(signal.SIGINT) if at == "waiting" else release.set()
+        if at == "waiting":
+            until(lambda: calls)
+            release.set()
+
+    bus.add(Slow())
+    bus.abort_timeout = 0.5
+    striker = threading.Thread(target=strike)
+    striker.start()
+    with pytest.raises(KeyboardInterrupt):
+        parts.loop(bus, train_data=parts.batches(1), max_epochs=1).run()
+    striker.join()
+    assert calls == ["undo"] * (1 if at == "waiting" else 2)
+
+
+def test_cancel_ends_the_wait_of_an_inline_after_run(parts, bus):
+    started, release = threading.Event(), threading.Event()
+
+    class Slow(Hook):
+        ended = False
+
+        @mount(offload="thread")
+        def after_train_iter(self, event):
+            started.set()
+            release.wait()
+
+        def after_run(self, event):
+            self.ended = True
+
+    def cancel():
+        until(lambda: started.is_set() and "Mark.synchronize" in stack_of(threading.main_thread()))
+        run.cancel()
+        until(lambda: bus.progress is None)
+        release.set()
+
+    bus.add(slow := Slow())
+    canceller = threading.Thread(target=cancel)
+    with pytest.raises(RunCancelled), Run(bus, model=parts.model()) as run:
+        canceller.start()
+        parts.train(run, parts.batches(1))
+    canceller.join()
+    assert not slow.ended
+
+
+def test_a_function_of_a_program_is_deferred_as_it_is(parts, bus):
+    release, undone = threading.Event(), []
+    bus.on("after_train_iter", lambda event: release.wait(), offload="thread")
+    bus.add(Ship())
+    bus.on("before_train_epoch", lambda event: event.run.defer(lambda: undone.append(event)))
+    bus.on("after_train", lambda event: release.set())
+    parts.loop(bus, max_epochs=1).run()
+    assert undone
 
 
 def test_defer_needs_an_open_run_and_a_function(parts):

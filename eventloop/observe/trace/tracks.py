@@ -159,6 +159,8 @@ class Tracks:
                     self._calls.setdefault(thread, []).append((begin, end, index))
             if one in worked:
                 self._add_workers(one, worked[one][worked[one][:, END] <= calls[:, END].max()])
+        for own in self._calls.values():
+            own.sort()  # the lanes of a hook share a thread
 
     def _number(self, calls: Spans, queued: Spans | None) -> int:
         """Return the number of a lane's calls that belong to the window."""
