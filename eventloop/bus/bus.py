@@ -19,7 +19,7 @@ from eventloop.bus.lifecycle import forget_routes, log
 from eventloop.bus.overloads import TypedOn, decorates
 from eventloop.bus.priority import PriorityLike
 from eventloop.bus.recording import make_recorder
-from eventloop.bus.redefined import redefines
+from eventloop.bus.redefined import redefined_hooks
 from eventloop.bus.routes import Count, Route, compile_route, route_source
 from eventloop.bus.streams import Streams
 from eventloop.bus.subscription import Subscription, join_lanes, serve
@@ -108,6 +108,13 @@ class Bus(TypedOn, Streams):
         facts = {"state": self.state, "hooks": ", ".join(hook.label for hook in self.hooks) or "none"}
         return notebook.card("Bus", facts, self.describe().html())
 
+    @property
+    def subscriptions(self) -> tuple[Subscription, ...]:
+        """All subscriptions in dispatch order: by priority, then by registration."""
+        with self._lock:
+            known = self._directory.known
+            return self._directory.ordered() if known is None else known
+
     # ----------------------------------------------------------------------------------------------- subscribing
 
     def _on(self, events: Sequence[type[Event] | str], handler: Callable[..., Any], options: dict[str, Any]) -> Any:
@@ -121,8 +128,7 @@ class Bus(TypedOn, Streams):
             return subscribe
         subscription = Subscription(self, types, handler, **options)
         with self._lock:
-            old = [one for one in self.subscriptions if one.hook is None and redefines(handler, one.handler)]
-            if old:
+            if old := self._directory.redefined_by(handler):
                 log.info("a handler was replaced, because it was defined again", handler=old[0].label)
                 self.remove(*old)
             self._insert([subscription])
@@ -131,14 +137,11 @@ class Bus(TypedOn, Streams):
     def off(self, what: object) -> None:
         """Cancel every subscription of a function or a hook, or one :class:`Subscription`; raises SubscribeError if none."""
         with self._lock:
-            gone = [
-                one
-                for one in self.subscriptions
-                if what is one or what == one.handler or (one.hook is not None and is_same(one.hook, what))
-            ]
+            gone = self._directory.of(what)
             if not gone:
                 raise SubscribeError(f"{what!r} is not subscribed to this bus")
-            self._keep(hook for hook in self.hooks if not is_same(hook, what))
+            if any(one.hook is not None for one in gone):
+                self._keep(hook for hook in self.hooks if not is_same(hook, what))
             self.remove(*gone)
 
     def add(self, *hooks: object, priority: PriorityLike | None = None) -> None:
@@ -167,7 +170,7 @@ class Bus(TypedOn, Streams):
             join_lanes(hook, own)
             subscriptions += own
         with self._lock:
-            replaced = [one for one in self.hooks if any(redefines(new, one) for new in hooks)]
+            replaced = redefined_hooks(hooks, self.hooks)
             check_distinct([*(one for one in self.hooks if one not in replaced), *hooks])
             for old in replaced:
                 log.info("a hook was replaced, because its class was defined again", hook=old.label)
@@ -385,7 +388,9 @@ class Bus(TypedOn, Streams):
         """End subscriptions that are still active."""
         with self._lock:
             gone = [one for one in subscriptions if one.active]
-            self._replace([one for one in self.subscriptions if one not in gone], changed=gone)
+            for subscription in gone:
+                self._directory.discard(subscription)
+            self._changed(gone)
             for subscription in gone:
                 subscription.ended()
 
@@ -406,14 +411,14 @@ class Bus(TypedOn, Streams):
                 for subscription in new:
                     subscription.ended()
                 raise
-            # sorted() is stable: equal priorities keep the order of registration.
-            self._replace(sorted([*self.subscriptions, *new], key=lambda one: one.priority), changed=new)
+            for subscription in new:
+                self._directory.add(subscription)
+            self._changed(new)
             for bridge in self._bridges:
                 bridge.warn_of_missing(new)
 
-    def _replace(self, subscriptions: list[Subscription], changed: list[Subscription]) -> None:
-        """Replace the subscriptions, and drop the routes of changed ones. A publish in progress keeps its route."""
-        self.subscriptions = tuple(subscriptions)
+    def _changed(self, changed: list[Subscription]) -> None:
+        """Drop the routes of subscriptions that came or went. A publish in progress keeps its route."""
         names = {name for one in changed for name in one.mount_points}
         for kind in list(self._routes):  # a copy, because a signal handler may publish
             if not names.isdisjoint(lineage(kind)):
@@ -461,12 +466,9 @@ class Bus(TypedOn, Streams):
             self._attach()
 
     def _subscribers_of(self, event_type: type[Event]) -> list[Subscription]:
-        names = set(lineage(event_type))
-        return [
-            subscription
-            for subscription in self.subscriptions
-            if not names.isdisjoint(subscription.mount_points) and (not self._rank or subscription.ranks == "all")
-        ]
+        with self._lock:
+            found = self._directory.hearing(lineage(event_type))
+        return [one for one in found if not self._rank or one.ranks == "all"]
 
     def _publish_unrouted(self, event: Event) -> None:
         """Publish an event whose route is not cached, after raising errors of offloaded handlers."""

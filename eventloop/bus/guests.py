@@ -13,7 +13,6 @@ adapter is imported with the first guest of its kind.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import combinations
 from typing import Any
 
 import msgspec
@@ -93,21 +92,28 @@ def as_hook(given: object) -> Hook:
     return adapter(given)
 
 
+def owner_of(hook: object) -> object:
+    """Return the guest of an adapter, and any other object as it is."""
+    return hook.guest if isinstance(hook, GuestHook) else hook
+
+
 def is_same(hook: Hook, other: object) -> bool:
     """Return True if ``other`` is the hook, its guest, or another adapter of its guest."""
-    if hook is other:
-        return True
-    theirs = other.guest if isinstance(other, GuestHook) else other
-    return isinstance(hook, GuestHook) and hook.guest is theirs
+    return hook is other or owner_of(hook) is owner_of(other)
 
 
 def check_distinct(hooks: Sequence[Hook]) -> None:
     """Raise SubscribeError if a hook is among ``hooks`` twice, or two with state have one name."""
-    for one, other in combinations(hooks, 2):
-        if is_same(one, other):
+    owners: set[int] = set()
+    named: set[str] = set()
+    for one in hooks:
+        if id(owner_of(one)) in owners:
             raise SubscribeError(f"{one.label} is on this bus already; add each hook once")
-        if one.stateful and other.stateful and one.label == other.label:
+        owners.add(id(owner_of(one)))
+        if one.stateful and one.label in named:
             raise SubscribeError(
                 f"two hooks with state are named {one.label!r}, and a checkpoint keeps state by name; "
                 f"give one of them another `name`"
             )
+        if one.stateful:
+            named.add(one.label)

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self
 
+from eventloop.bus.directory import Directory
 from eventloop.bus.last import Last, calling_hook, wait_for
 from eventloop.bus.routes import Route
-from eventloop.bus.subscription import Subscription, serve
+from eventloop.bus.subscription import serve
 from eventloop.checks import check_value
 from eventloop.errors import BusStateError, OffloadError
 from eventloop.events import Progress
@@ -55,8 +56,7 @@ class Lifecycle:
 
     def __init__(self, *, backend: Backend, drain_timeout: float, abort_timeout: float) -> None:
         self._lock = threading.RLock()
-        self.subscriptions: tuple[Subscription, ...] = ()
-        """All subscriptions in dispatch order: by priority, then by registration."""
+        self._directory = Directory()
         self.state: State = "idle"
         """``"idle"``, ``"open"`` or ``"draining"``."""
         self._routes: dict[type, Route | None] = {}  # publishing an event without an entry compiles its route
@@ -256,7 +256,7 @@ class Lifecycle:
         self._runtime = None
         self.state = "idle"
         self.forget_routes()
-        for subscription in self.subscriptions:
+        for subscription in self._directory.ordered():
             subscription.become_inert()
 
     # -------------------------------------------------------------------------------------------------- internals
@@ -292,7 +292,7 @@ class Lifecycle:
                 raise BusStateError(f"this bus is {self.state}{where} already; the code that opened it closes it")
             self._failures = {}  # of an earlier session
             try:
-                serve(runtime, self.subscriptions)
+                serve(runtime, self._directory.ordered())
             except BaseException:
                 runtime.close(1.0, "its bus could not be opened", abandon=True)
                 raise

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import builtins
 import sys
+from collections.abc import Iterable
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 from eventloop.bus.guests import GuestHook
 from eventloop.bus.handler import unwrapped
@@ -41,6 +42,34 @@ def redefines(new: Any, old: Any) -> bool:
     if later.co_name == "<lambda>":
         return later == earlier and not elsewhere  # the same cell again
     return elsewhere or later.co_firstlineno == earlier.co_firstlineno or later.co_filename in _PROMPTS
+
+
+def redefined_hooks(new: Iterable[Hook], old: Iterable[Hook]) -> list[Hook]:
+    """Return the hooks among ``old`` that hooks of ``new`` define anew."""
+    kinds = {(hook.label, _class_of(hook)): hook for hook in new if _class_of(hook).__module__ == "__main__"}
+    by_label: dict[str, list[Hook]] = {}
+    for (label, _), hook in kinds.items():
+        by_label.setdefault(label, []).append(hook)
+    return [one for one in old if any(redefines(hook, one) for hook in by_label.get(one.label, ()))] if kinds else []
+
+
+class Definition(NamedTuple):
+    """What a later definition would replace. Functions of one ``def`` share it, and :func:`redefines` says the same of all."""
+
+    name: Any
+    code: Any
+
+
+def definition_of(handler: Any) -> Definition | None:
+    """Return the definition of a function, or of the class of another handler; None if nothing replaces it."""
+    defined = unwrapped(handler)
+    defined = defined if hasattr(defined, "__qualname__") else type(defined)
+    if getattr(defined, "__module__", "") != "__main__" or defined.__qualname__ == "_":
+        return None
+    code = _code_of(defined)
+    # Lambdas have one name, and are compared by their code.
+    name = defined.__qualname__ if code is None or code.co_name != "<lambda>" else (defined.__qualname__, code)
+    return Definition(name, code or defined)
 
 
 def _class_of(hook: Hook) -> type:

@@ -128,7 +128,7 @@ class Streams(Lifecycle):
                 self.remove(kept.subscription)
 
     def _end_streams(self) -> None:
-        self.remove(*(one for one in self.subscriptions if one.mode == "stream"))
+        self.remove(*(one for one in self._directory.ordered() if one.mode == "stream"))
         for kept in self._histories:
             kept.history.end_streams()
             self._left(kept)

@@ -1,10 +1,11 @@
 import os
+import sys
 import threading
 
 import pytest
 from structlog.testing import capture_logs
 
-from eventloop import Bus, ConfigurationError, Event, Progress, UnknownEventError
+from eventloop import Bus, ConfigurationError, Event, Hook, Progress, UnknownEventError
 from eventloop.events import AfterIter, AfterTrainIter, BeforeRun
 
 from ..handlers import publish_all
@@ -181,3 +182,53 @@ def test_a_run_in_a_forked_process_warns_that_its_bus_is_inert(script):
             assert next(batches) == 2
     """)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["one definition", "lambdas", "objects", "hooks"])
+def test_one_more_subscription_costs_the_same_among_many(name):
+    """A bus of an application has thousands of them, and each that is made, cancelled or removed is looked for."""
+
+    def made():
+        def handler(event): ...
+
+        handler = {"objects": Handler(), "lambdas": lambda event: None}.get(name, handler)
+        handler.__module__ = "__main__"  # where a definition is looked for that this one replaces
+        return handler
+
+    class Handler:
+        __module__ = "__main__"
+
+        def __call__(self, event): ...
+
+    class Told(Hook):
+        __module__ = "__main__"
+
+        def after_train_iter(self, event): ...
+
+    def change():
+        if name == "hooks":
+            bus.off(bus.add(hook := Told()) or hook)
+            return
+        bus.on("after_train_iter", made()).cancel()
+        bus.on("after_train_iter", handler := made())
+        bus.off(handler)
+
+    def calls():
+        counted = []
+        sys.setprofile(lambda frame, event, argument: counted.append(event))
+        try:
+            change()
+        finally:
+            sys.setprofile(None)
+        return len(counted)
+
+    bus = Bus()
+    add = {"hooks": lambda: bus.add(type("Other", (Told,), {})())}.get(name, lambda: bus.on("after_train_iter", made()))
+    add()
+    change()
+    few = calls()
+    for _ in range(100):
+        add()
+    # Of hooks it is a look at each, and not at each pair.
+    assert calls() == few if name != "hooks" else calls() < few + 100 * 100
+    assert len(bus.subscriptions) == 101
