@@ -14,6 +14,7 @@ import torch
 from eventloop import ConfigurationError, Hook, Priority, TrainingError, check_options, get_logger, mount, register
 from eventloop.events import AfterTrain, AfterTrainEpoch, AfterTrainIter, BeforeTrain, RunEvent, RunView
 from eventloop.training import missing_metric
+from eventloop.training.optimizers import enter_training_mode, in_training_mode
 from hooks.options import Name, NonNegativeInt
 from hooks.rules import Rule, find_rule, is_better, score_of
 
@@ -139,12 +140,17 @@ class EvaluateHook(Hook):
     def _evaluate(self, run: RunView, epoch: int, iteration: int) -> None:
         self._evaluated_at = iteration
         modes = [(module, module.training) for model in run.models.values() for module in model.modules()]
+        optimizers = [one for one in run.optimizers.values() if in_training_mode(one)]
         for model in run.models.values():
             model.eval()
         try:
+            for optimizer in optimizers:
+                optimizer.eval()  # type: ignore[attr-defined]  # of schedule-free ones
             with torch.no_grad():
                 returned = self._function()
         finally:
+            for optimizer in optimizers:
+                enter_training_mode(optimizer)
             for module, mode in modes:
                 module.training = mode
         if metrics := dict(_flat(self.label, returned or {})):

@@ -19,7 +19,7 @@ from eventloop.training.arguments import Limit
 from eventloop.training.data import Feed
 from eventloop.training.distributed.shares import Share, check_divisible, check_even, forward_alone, size_of
 from eventloop.training.metrics import Metrics, NamedMetrics
-from eventloop.training.optimizers import stepping
+from eventloop.training.optimizers import enter_training_mode, in_training_mode, optimizers_in
 from eventloop.training.repeat import warn_if_left_out
 from eventloop.training.saves.capture import Capture
 from eventloop.training.saves.contents import SavedRun
@@ -367,6 +367,10 @@ class Driver(Session):
             scopes.defer(partial(setattr, module, "training", module.training))
         for model in models:
             model.eval()
+        for optimizer in self._run.optimizers.values():
+            if in_training_mode(optimizer):
+                scopes.defer(partial(enter_training_mode, optimizer))
+                optimizer.eval()  # type: ignore[attr-defined]  # of schedule-free ones
         torch.set_grad_enabled(False)
 
     def _take_outputs(self, call: str, outputs: object) -> None:
@@ -413,7 +417,24 @@ def watch_steps(run: SavedRun, capture: Capture | None = None) -> None:
     """Count and publish all steps by torch's step hooks until the run ends, as :func:`around_step`."""
     for name, optimizer in run.optimizers.items():
         # GradScaler does not call step() for a step that it skips, so torch's hooks see only real steps.
-        before_step, after_step = around_step(run, name, optimizer, capture)
-        inner = stepping(optimizer)
-        run.state.scopes.defer(inner.register_step_pre_hook(before_step).remove)
-        run.state.scopes.defer(inner.register_step_post_hook(after_step).remove)
+        before_step, after_step = outermost(*around_step(run, name, optimizer, capture))
+        for inner in optimizers_in(optimizer):  # a wrapper may step the one inside without its own step()
+            run.state.scopes.defer(inner.register_step_pre_hook(before_step).remove)
+            run.state.scopes.defer(inner.register_step_post_hook(after_step).remove)
+
+
+def outermost(before_step: Step, after_step: Step) -> tuple[Step, Step]:
+    """Return the functions for the hooks of an optimizer and those inside it, of which a step calls the outermost one's."""
+    stepping: list[Any] = []
+
+    def before(optimizer: Any, *step: Any) -> None:
+        if not stepping or stepping[0] is optimizer:  # the second, if its last step failed
+            stepping[:] = [optimizer]
+            before_step(optimizer, *step)
+
+    def after(optimizer: Any, *step: Any) -> None:
+        if stepping and stepping[0] is optimizer:
+            stepping.clear()
+            after_step(optimizer, *step)
+
+    return before, after

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,23 +36,65 @@ def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 def optimizers_in(optimizer: torch.optim.Optimizer) -> list[torch.optim.Optimizer]:
     """Return an optimizer and those in its attributes, but for wrappers that skip ``Optimizer.__init__``."""
-    found: dict[int, Any] = {}
+    found: dict[int, torch.optim.Optimizer] = {}
+    looked_at: dict[int, Any] = {}
     waiting: list[Any] = [optimizer]
     while waiting:
         one = waiting.pop()
-        if isinstance(one, torch.optim.Optimizer) and id(one) not in found:
+        if id(one) in looked_at:
+            continue
+        looked_at[id(one)] = one
+        if isinstance(one, torch.optim.Optimizer):
             found[id(one)] = one
             waiting += [part for name, part in vars(one).items() if name not in ("state", "param_groups")]
-        elif isinstance(one, list | tuple):
-            waiting += one
-        elif isinstance(one, dict):
-            waiting += one.values()
+        elif isinstance(one, dict | list | tuple):
+            waiting += one.values() if isinstance(one, dict) else one
     return [one for one in found.values() if _has_step_hooks(one)]
 
 
+def in_training_mode(optimizer: Any) -> bool:
+    """Return whether the optimizer has swapped in the weights to train, and has others to evaluate: schedule-free ones.
+
+    They switch by ``train()`` and ``eval()``; source: https://github.com/facebookresearch/schedule_free
+    """
+    modes = callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None))
+    trains = [bool(group["train_mode"]) for group in optimizer.param_groups if "train_mode" in group]
+    return modes and (any(trains) if trains else bool(getattr(optimizer, "train_mode", True)))
+
+
+def enter_training_mode(optimizer: Any) -> None:
+    """Swap in the weights to train, where the optimizer has others to evaluate."""
+    if callable(getattr(optimizer, "train", None)) and callable(getattr(optimizer, "eval", None)):
+        optimizer.train()
+
+
+def check_step(optimizer: torch.optim.Optimizer, error: Exception | None = None) -> None:
+    """Raise ConfigurationError if a step, or the ``error`` of one, asks for a closure, which an update has not."""
+    required = [
+        name
+        for name, one in inspect.signature(optimizer.step).parameters.items()
+        if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD
+    ]
+    if "closure" in required if error is None else "closure" in f"{type(error).__name__}: {error}".lower():
+        kind = type(optimizer).__name__
+        raise ConfigurationError(
+            f"{kind}.step() needs a closure that computes the loss again, and the update of TrainLoop calls it without: write "
+            "your own loop around Run, with `for batch in run.train(loader): optimizer.step(closure)`"
+        ) from error
+
+
 def _has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    return _takes(optimizer.register_step_pre_hook)
+
+
+def has_load_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Return False for an optimizer that skips ``Optimizer.__init__``, so that torch's method cannot load its state."""
+    return _takes(optimizer.register_load_state_dict_pre_hook)
+
+
+def _takes(register: Callable[[Any], Any]) -> bool:
     try:
-        optimizer.register_step_pre_hook(lambda *_: None).remove()
+        register(lambda *_: None).remove()
     except AttributeError:  # Optimizer.__init__ was skipped
         return False
     return True

@@ -16,7 +16,7 @@ from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.events.run_view import RunView
 from eventloop.log import get_logger
 from eventloop.privates import check_scaler, checks_overflow, foreach_mul_, is_overflown
-from eventloop.training.optimizers import parameters_of
+from eventloop.training.optimizers import check_step, enter_training_mode, parameters_of
 
 log = get_logger()
 
@@ -41,7 +41,8 @@ class Update(Hook):
             step that it skips does not count as an update. The scaler itself syncs with the device once per step.
 
     Raises:
-        ConfigurationError: an option does not fit, such as a scaler without ``amp="fp16"``.
+        ConfigurationError: an option does not fit, such as a scaler without ``amp="fp16"``; later: an optimizer's ``step``
+            needs a closure.
         TrainingError: at the first iteration, the loss depends on no trainable parameter, or another update steps.
     """
 
@@ -112,6 +113,8 @@ class Update(Hook):
         self._count = 0
         self._begun = False
         self._optimizers = event.run.optimizers
+        for optimizer in self._optimizers.values():
+            check_step(optimizer)
         if self._amp == "fp16" and self._scaler is None:
             self._scaler = torch.amp.GradScaler(event.run.device.type, **self._scaler_options)
         if self._scaler is not None:
@@ -142,6 +145,9 @@ class Update(Hook):
         """Zero the gradients when a window begins; torchft starts its quorum there, before the forward pass."""
         if self._count:
             return
+        if not self._begun:  # not before: a resumed run may begin with a validation
+            for optimizer in self._optimizers.values():
+                enter_training_mode(optimizer)
         for optimizer in self._optimizers.values():
             if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
                 optimizer.zero_grad(set_to_none=True)
@@ -186,6 +192,14 @@ class Update(Hook):
 
     def _step(self, run: RunView) -> None:
         optimizers = list(run.optimizers.values())
+        try:
+            self._step_all(run, optimizers)
+        except Exception as error:
+            for optimizer in optimizers:
+                check_step(optimizer, error)
+            raise
+
+    def _step_all(self, run: RunView, optimizers: list[torch.optim.Optimizer]) -> None:
         if self._scaler is not None:
             # A scaler refuses an optimizer without gradients, such as one of two that this loss does not reach.
             optimizers = [optimizer for optimizer in optimizers if _gradients([optimizer])]

@@ -152,3 +152,129 @@ def test_a_resume_keeps_the_order_of_accelerates_loaders(parts, tmp_path, seedab
     rest, resumed = train("cut")
     assert first + rest == whole
     parts.assert_same(resumed, weights)
+
+
+class Sam(torch.optim.Optimizer):
+    """Two backward passes for a step, as in https://github.com/davda54/sam: `second_step` steps the optimizer inside."""
+
+    def __init__(self, base):
+        self.base = base
+        super().__init__(base.param_groups, {})
+        self.param_groups = base.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        for parameter in (one for group in self.param_groups for one in group["params"]):
+            self.state[parameter]["old"] = parameter.clone()
+            parameter.add_(parameter.grad, alpha=0.05)
+
+    @torch.no_grad()
+    def second_step(self):
+        for parameter in (one for group in self.param_groups for one in group["params"]):
+            parameter.copy_(self.state[parameter]["old"])
+        self.base.step()
+
+    def step(self, closure=None):
+        assert closure is not None, "Sharpness Aware Minimization requires closure, but it was not provided"
+        closure()
+        self.first_step()
+        closure()
+        self.second_step()
+
+
+CLOSED = {
+    "LBFGS": lambda model: torch.optim.LBFGS(model.parameters(), lr=0.01, max_iter=3),
+    "Sam": lambda model: Sam(torch.optim.SGD(model.parameters(), lr=0.1)),
+}
+
+
+@pytest.mark.parametrize("kind", CLOSED)
+def test_an_optimizer_that_needs_a_closure_is_an_error_of_a_train_loop_with_the_way_out(parts, kind):
+    model = parts.model()
+    with pytest.raises(ConfigurationError, match=rf"{kind}\.step\(\).*closure.*run\.train"):
+        parts.loop(model=model, optimizer=CLOSED[kind](model), val_data=None).run()
+
+
+@pytest.mark.parametrize("kind", [*CLOSED, "Sam in halves"])
+def test_an_optimizer_with_a_closure_counts_saves_and_resumes_in_a_users_own_loop(parts, tmp_path, kind):
+    def train(folder, epochs):
+        model = parts.model()
+        optimizer = CLOSED[kind.partition(" ")[0]](model)
+        bus = Bus(CheckpointHook(interval=1))
+        with Run(bus, model=model, optimizer=optimizer, work_dir=tmp_path / folder, resume="auto") as run:
+            for _ in run.epochs(epochs):
+                for batch in run.train(parts.batches(3)):
+
+                    def closure(batch=batch):
+                        optimizer.zero_grad()
+                        loss = parts.step(model, batch)
+                        loss.backward()
+                        return loss
+
+                    if kind == "Sam in halves":
+                        closure()
+                        optimizer.first_step()
+                        closure()
+                        optimizer.second_step()
+                    else:
+                        optimizer.step(closure)
+        assert run.progress.update == run.progress.iter == 3 * epochs
+        return parts.weights(model)
+
+    whole = train("whole", 2)
+    train("parts", 1)
+    parts.assert_same(train("parts", 2), whole)
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Weights to train and others to evaluate, as in https://github.com/facebookresearch/schedule_free."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "train_mode": False, "k": 0})
+
+    @torch.no_grad()
+    def _move(self, mode, weight):
+        for group in self.param_groups:
+            if group["train_mode"] is not mode:
+                for parameter in group["params"]:
+                    if "z" in self.state[parameter]:
+                        parameter.lerp_(self.state[parameter]["z"], weight)
+                group["train_mode"] = mode
+
+    def train(self):
+        self._move(True, 1 - 0.9)
+
+    def eval(self):
+        self._move(False, 1 - 1 / 0.9)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            assert group["train_mode"], "Optimizer was not in train mode when step is called"
+            group["k"] += 1
+            for parameter in group["params"]:
+                z = self.state[parameter].setdefault("z", parameter.clone())
+                parameter.lerp_(z, 1 / group["k"])
+                parameter.add_(parameter.grad, alpha=group["lr"] * (0.9 * (1 - 1 / group["k"]) - 1))
+                z.sub_(parameter.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("by", ["epoch", "validation"])
+def test_a_schedule_free_optimizer_trains_and_validates_in_its_own_modes_and_resumes_bitwise(parts, tmp_path, by):
+    modes = {"train": {True}, "val": {False}}
+
+    def train(folder, stop=False):
+        model = parts.model()
+        optimizer = ScheduleFree(model.parameters())
+        bus, seen = Bus(CheckpointHook(interval=1)), {"train": set(), "val": set()}
+        bus.on("before_iter", lambda e: seen[e.progress.stage].add(optimizer.param_groups[0]["train_mode"]), priority=95)
+        if stop and by == "validation":
+            bus.on("after_val_epoch", lambda e: (e.run.checkpoint_now(), e.run.stop()), once=1)
+        epochs = 1 if stop and by == "epoch" else 2
+        parts.loop(bus, model=model, optimizer=optimizer, max_epochs=epochs, work_dir=tmp_path / folder).run(resume="auto")
+        assert seen == modes
+        return parts.weights(model), optimizer.state_dict()
+
+    whole = train("whole")
+    train("parts", stop=True)
+    parts.assert_same(train("parts"), whole)

@@ -11,7 +11,7 @@ import torch
 
 from eventloop.errors import CheckpointError
 from eventloop.log import get_logger
-from eventloop.training.optimizers import optimizers_in, parameters_of, stepping
+from eventloop.training.optimizers import has_load_hooks, optimizers_in, parameters_of, stepping
 from eventloop.training.saves.parameters import arranged, has_torch_layout, sizes_of
 from eventloop.user_errors import contextmanager
 
@@ -100,7 +100,7 @@ def torch_exact(optimizer: torch.optim.Optimizer, recast: Collection[int] = ()) 
     parameters in ``recast`` (ids), which have another dtype than they had, is left so. Optimizers inside are treated alike.
     """
     with ExitStack() as hooks:
-        for one in optimizers_in(optimizer):
+        for one in filter(has_load_hooks, optimizers_in(optimizer)):
             given: dict[str, Any] = {}
             devices: list[dict[str, Any]] = []
 
