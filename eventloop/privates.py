@@ -6,6 +6,7 @@ torch's are taken here, when trainbus is imported; the other rooms import them f
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from importlib import import_module
@@ -72,7 +73,7 @@ TORCH: Final = {
     "torch.Tensor._backward_hooks": ("checkpoint/torch_file.py: a tensor that torch.save writes with more", _SEEN),
     "torch.Tensor._version": ("checkpoint/overlap.py, training/saves/capture.py: a tensor changed", _SEEN),
     "torch.utils._python_dispatch.TorchDispatchMode": ("offload/collectives.py: refuse collectives", _SEEN),
-    "torch.utils._pytree.tree_map": ("training/saves/restore.py: copy a given state", _SEEN),
+    "torch.utils._pytree.tree_map": ("bridges/torchft/buffers.py: replace tensors", _SEEN),
     "torch.utils.data._utils.fetch._MapDatasetFetcher": ("training/data.py: errors of a dataset", _SEEN),
     "torch.utils.data._utils.fetch._IterableDatasetFetcher": ("training/data.py: errors of a dataset", _SEEN),
     "loader._get_iterator": ("training/loaders.py, training/worker_signals.py: workers start here", _SEEN),
@@ -105,6 +106,7 @@ OPTIONAL: Final[Names] = {
     "torch._C._cuda_getCurrentRawStream": ("device.py: the stream that makes a scalar; with CUDA only", _SEEN),
     "module._join_config": ("training/distributed/shares.py: a module inside torch's Join", _SEEN),
     "optimizer._step_supports_amp_scaling": ("training/update.py: a fused optimizer", _SEEN),
+    "state._metadata": ("checkpoint/wrappers.py: the versions of modules in a state_dict", _SEEN),
     "scheduler._schedulers": ("hooks/schedule.py: SequentialLR and ChainedScheduler", _SEEN),
 }
 """Of some objects only, so that nothing can look them up beforehand."""
@@ -190,6 +192,23 @@ def is_overflown(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer)
 def checks_overflow(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if the kernel of a fused optimizer checks for overflow itself; other optimizers lack the attribute."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+
+
+def metadata_of(state: Any) -> Mapping[str, Any] | None:
+    """Return the versions of the modules that ``Module.state_dict()`` has put beside the weights, if they are there."""
+    return getattr(state, "_metadata", None)
+
+
+def with_metadata(weights: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """Return weights as ``Module.state_dict()`` returns them: in order, with the versions of the modules in ``_metadata``.
+
+    By these versions a module recognises state that an older version of it has saved.
+    """
+    if metadata is None:
+        return weights
+    ordered = OrderedDict(weights)
+    vars(ordered)["_metadata"] = metadata
+    return ordered
 
 
 def schedulers_in(scheduler: Any) -> Sequence[Any]:

@@ -13,9 +13,10 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, register
-from eventloop.checkpoint import metadata_of, unwrapped, with_metadata
+from eventloop.checkpoint import unwrapped
 from eventloop.config import OptionsOf, find
 from eventloop.errors import UnknownNameError
+from eventloop.privates import metadata_of, with_metadata
 from eventloop.training import checkpoint_names, load_weights
 from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WarmupEMA, WeightAverage
 from hooks.copies import CopiedAnew

@@ -13,8 +13,7 @@ import torch
 
 from eventloop import ConfigurationError, Hook, Priority, TrainingError, check_options, get_logger, mount, register
 from eventloop.events import AfterTrain, AfterTrainEpoch, AfterTrainIter, BeforeTrain, RunEvent, RunView
-from eventloop.training import missing_metric
-from eventloop.training.optimizers import enter_training_mode, in_training_mode
+from eventloop.training import enter_training_mode, in_training_mode, missing_metric
 from hooks.options import Name, NonNegativeInt
 from hooks.rules import Rule, find_rule, is_better, score_of
 

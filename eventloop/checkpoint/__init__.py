@@ -52,10 +52,8 @@ from eventloop.checkpoint.tree import packed
 from eventloop.checkpoint.wrappers import (
     WrapperNames,
     has_wrapper_names,
-    metadata_of,
     same_but_for_wrappers,
     unwrapped,
-    with_metadata,
     without_wrappers,
 )
 
@@ -112,7 +110,6 @@ __all__ = [
     "load_pth",
     "load_whole",
     "make_directory",
-    "metadata_of",
     "note_scores",
     "open_contents",
     "open_dcp",
@@ -141,7 +138,6 @@ __all__ = [
     "verify_folder",
     "verify_shards",
     "weights_only",
-    "with_metadata",
     "without_wrappers",
     "write",
     "write_safetensors",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -139,23 +139,6 @@ def same_but_for_wrappers(saved: Iterable[str], own: Iterable[str]) -> dict[str,
     theirs, ours = Counter(extra.values()), Counter(lacking.values())
     wanted = {short: name for name, short in lacking.items() if ours[short] == theirs[short] == 1}
     return {name: wanted[short] for name, short in extra.items() if short in wanted}
-
-
-def with_metadata(weights: Mapping[str, Any], metadata: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return weights as ``Module.state_dict()`` returns them: in order, with the versions of the modules in ``_metadata``.
-
-    By these versions a module recognises state that an older version of it has saved.
-    """
-    if metadata is None:
-        return weights
-    ordered = OrderedDict(weights)
-    vars(ordered)["_metadata"] = metadata
-    return ordered
-
-
-def metadata_of(weights: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the versions of the modules that ``Module.state_dict()`` has put beside the weights, if they are there."""
-    return getattr(weights, "_metadata", None)
 
 
 def _join(one: str, other: str) -> str:

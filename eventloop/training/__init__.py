@@ -7,6 +7,7 @@ from eventloop.training.driver import Driver
 from eventloop.training.host import Host, OwnLoop
 from eventloop.training.loop import TrainLoop
 from eventloop.training.metrics import Metric, missing_metric
+from eventloop.training.optimizers import enter_training_mode, in_training_mode
 from eventloop.training.rng import SeededDataset, set_sampler_epoch
 from eventloop.training.run import Run
 from eventloop.training.sanity import check_needs
@@ -33,8 +34,10 @@ __all__ = [
     "check_needs",
     "checkpoint_keys",
     "checkpoint_names",
+    "enter_training_mode",
     "failed_first",
     "imported_state",
+    "in_training_mode",
     "load_best_at_end",
     "load_weights",
     "missing_metric",

@@ -13,13 +13,12 @@ from eventloop.checkpoint import (
     WrapperNames,
     has_wrapper_names,
     load_whole,
-    metadata_of,
     pick_weights,
     same_but_for_wrappers,
-    with_metadata,
 )
 from eventloop.errors import CheckpointError
 from eventloop.log import get_logger
+from eventloop.privates import metadata_of, with_metadata
 
 log = get_logger()
 
