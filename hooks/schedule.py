@@ -222,10 +222,13 @@ def _check_scheduler(name: str, scheduler: Any, by: By | None) -> None:
     if not isinstance(scheduler, Scheduler) or isinstance(scheduler, type | torch.optim.Optimizer):
         shown = "an optimizer" if isinstance(scheduler, torch.optim.Optimizer) else repr(scheduler)
         raise ConfigurationError(f"scheduler {name!r} is {shown}; give {_LIKE_TORCH}")
-    plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-    if plateau and by != "metric":
+    taken = [one for one in inspect.signature(scheduler.step).parameters.values() if one.kind is not one.KEYWORD_ONLY]
+    needed = [
+        one.name for one in taken if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]
+    if needed[:1] == ["epoch"]:
+        raise ConfigurationError(f"scheduler {name!r} needs the epoch to step; give {_LIKE_TORCH}")
+    if by != "metric" and needed:
         raise ConfigurationError(f'scheduler {name!r} with by={by!r} needs a metric to step: give by="metric", monitor="loss"')
-    # The step() of torch's other schedulers takes an epoch, not a metric.
-    parameters = inspect.signature(scheduler.step).parameters
-    if by == "metric" and not plateau and ("epoch" in parameters or not parameters):
+    if by == "metric" and not [one for one in taken if one.name != "epoch"]:  # what the step() of torch's others takes
         raise ConfigurationError(f'scheduler {name!r} steps without a metric: give by="iter" or by="epoch"')

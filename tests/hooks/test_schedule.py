@@ -61,6 +61,43 @@ def test_by_metric_steps_with_it_after_validations_of_training_only(job):
     assert optimizer.param_groups[0]["lr"] == 0.25  # of the third validation, none of the last
 
 
+class Follower:
+    """A schedule of another package, which follows a metric and takes an epoch as torch's do."""
+
+    def __init__(self):
+        self.seen = []
+
+    def step(self, metrics, epoch=None):
+        self.seen.append(metrics)
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+class ByEpoch(Follower):
+    """A schedule that is told the epoch."""
+
+    def step(self, epoch, metric=None):
+        raise NotImplementedError
+
+
+def test_a_schedule_that_is_not_torchs_follows_a_metric(job):
+    follower = Follower()
+    validation = {"val_data": job.batches(1), "metrics": {"error": job.Scores(1.0, 2.0)}}
+    loop, _ = scheduled(job, "metric", make=lambda _: follower, monitor="error", max_epochs=2, **validation)
+    loop.run()
+    assert follower.seen == [1.0, 2.0]
+
+
+@pytest.mark.parametrize(("kind", "by"), [(Follower, "iter"), (Follower, "epoch"), (ByEpoch, "epoch"), (ByEpoch, "metric")])
+def test_a_schedule_that_cannot_be_stepped_so_is_refused(kind, by):
+    with pytest.raises(ConfigurationError, match=kind.__name__):
+        ParamSchedulerHook(kind(), by=by, monitor="loss" if by == "metric" else None)
+
+
 def test_with_several_optimizers_a_scheduler_follows_its_own(job):
     model = job.model()
     first = torch.optim.SGD(model[0].parameters(), lr=1.0)
