@@ -10,7 +10,7 @@ import torch
 
 from eventloop import events as ev
 from eventloop.bridges.saves import CHECKED, TrainerSaver
-from eventloop.checkpoint import weights_only
+from eventloop.checkpoint import metadata_of, weights_only, with_metadata
 from eventloop.errors import ConfigurationError
 from eventloop.log import get_logger
 from eventloop.training import Driver, Run, Update, checkpoint_keys
@@ -200,7 +200,8 @@ class TrainerHost:
         state = {**entry, "state_dict": flat(own)}
         publish_loaded(self.run, path, state, read(state, SavedEntry).progress)
         for name, tensors in self._changed(own, state["state_dict"]).items():
-            self.run.models[name].load_state_dict(dict(tensors), strict=False)
+            model = self.run.models[name]
+            model.load_state_dict(with_metadata(dict(tensors), metadata_of(model.state_dict())), strict=False)
         restore_entry(self.run, read(state, SavedEntry))
         counters = self.run.counters
         log.info("the bus has resumed", **({"path": path} if path else {}), epoch=counters.epoch, iter=counters.iter)

@@ -98,6 +98,20 @@ def test_files_are_those_of_lightning_and_load_without_trainbus(tmp_path):
     assert_same(loaded.state_dict(), module.state_dict())
 
 
+class Versioned(nn.Linear):
+    _version = 3
+
+
+def test_the_versions_of_modules_are_in_a_checkpoint_with_a_bus(tmp_path):
+    trainer = trainer_of(tmp_path, callbacks.ModelCheckpoint(tmp_path, filename="one"))
+    module = Module()
+    module.net = nn.Sequential(Versioned(4, 1), nn.Flatten(0))
+    with Bus().attach(trainer):
+        trainer.fit(module, loader())
+    saved = torch.load(tmp_path / "one.ckpt", weights_only=False)["state_dict"]
+    assert saved._metadata == module.state_dict()._metadata
+
+
 def test_a_checkpoint_is_removed_and_a_link_is_moved_behind_the_commit_of_its_successor(tmp_path, disk):
     seen = []
 

@@ -42,14 +42,14 @@ def savers(engines: Iterable[Engine], entry: object) -> list[TrainbusSaver]:
 class _Saved:
     """An object of a checkpoint whose state is known."""
 
-    def __init__(self, state: dict[str, Any]) -> None:
+    def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = state
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> Mapping[str, Any]:
         return self._state
 
 
-def with_states(objects: Mapping[str, Any], states: Mapping[int, dict[str, Any]]) -> dict[str, Any]:
+def with_states(objects: Mapping[str, Any], states: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     """Return the objects of a checkpoint, with the states in ``states`` (by id) instead of their own."""
     replaced: dict[str, Any] = {}
     for name, value in objects.items():

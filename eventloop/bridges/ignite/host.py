@@ -21,7 +21,7 @@ from eventloop.bridges.ignite.training import EvaluatorRuns, TrainerRuns
 from eventloop.bridges.saves import ReopenedSaver, Writing, write_pickled
 from eventloop.bridges.training_step import trained_by
 from eventloop.bus import Bus, Subscription
-from eventloop.checkpoint import AnyPath, make_directory, unwrapped
+from eventloop.checkpoint import AnyPath, make_directory, metadata_of, unwrapped, with_metadata
 from eventloop.checks import check_options
 from eventloop.errors import CheckpointError, ConfigurationError, TrainingError
 from eventloop.training.arguments import Models, Optimizers, Stateful
@@ -229,9 +229,10 @@ class IgniteBridge(Bridge):
 
     def _copy(self, host: TrainerHost, path: AnyPath, writing: Writing) -> None:
         entry, weights = host.gather_entry(str(path))
-        states: dict[int, dict[str, Any]] = {id(self): {"entry": entry, "weights": weights}}
+        states: dict[int, Mapping[str, Any]] = {id(self): {"entry": entry, "weights": weights}}
         for name, changed in weights.items():
-            states[id(host.run.models[name])] = {**host.run.models[name].state_dict(), **changed}
+            state = host.run.models[name].state_dict()
+            states[id(host.run.models[name])] = with_metadata({**state, **changed}, metadata_of(state))
         objects = ignite_files.with_states(self.to_save, states)
         if not isinstance(path, Path):
             raise ConfigurationError(f"{path}: Ignite writes requested checkpoints to local directories only")

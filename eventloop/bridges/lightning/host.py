@@ -20,7 +20,7 @@ from eventloop.bridges.hosted import TrainerHost, iterations_in
 from eventloop.bridges.lightning import privates
 from eventloop.bridges.lightning.iterations import Iterations, named
 from eventloop.bridges.lightning.saver import plugin_of
-from eventloop.checkpoint import AnyPath, as_path
+from eventloop.checkpoint import AnyPath, as_path, metadata_of, with_metadata
 from eventloop.errors import ConfigurationError
 from eventloop.training import Driver, Run, check_needs
 from eventloop.training.driver import EvaluationStage
@@ -199,8 +199,9 @@ class LightningBridge(_Callback, Bridge):
         trains = trainer.state.fn == "fit"
         if entry is not None:
             if not trains:  # afterwards the model has the weights of the file again, such as the averaged ones
-                loaded = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
-                run.defer(partial(run.model.load_state_dict, loaded))
+                state = run.model.state_dict()
+                loaded = {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+                run.defer(partial(run.model.load_state_dict, with_metadata(loaded, metadata_of(state))))
             self._host.restore_entry(entry, path)
         else:
             batches = trainer.fit_loop.epoch_loop.batch_progress.total.ready
@@ -337,7 +338,8 @@ class LightningBridge(_Callback, Bridge):
 
     def _add_entry(self, host: TrainerHost, checkpoint: dict[str, Any], filepath: Any) -> None:
         entry, weights = host.gather_entry(str(filepath), checkpoint["state_dict"])
-        checkpoint["state_dict"] = {**checkpoint["state_dict"], **weights.get("model", {})}
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = with_metadata({**state, **weights.get("model", {})}, metadata_of(state))
         if "callbacks" in checkpoint:  # not in one with the weights only
             checkpoint["callbacks"][self.state_key] = entry
 
