@@ -21,6 +21,8 @@ from eventloop.training.loaders import has_state, length_of, restore_loader, sam
 from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.replicas import Draws
 from eventloop.training.rng import (
+    Generator,
+    drawn_since,
     generator_states,
     get_rng_state,
     has_workers,
@@ -61,7 +63,7 @@ class Feed:
         # A state of one process has no place in others.
         self._has_state = self._sampler is None and draws is None and has_state(loader)
         self._restored_state = False  # by the loader itself, in a resumed run
-        self._generators: list[torch.Tensor | None] = []  # their states in the saved run
+        self._generators: list[Any] = []  # their states in the saved run
         self._exhausted = False
         self._left: Any = _MISSING  # the loader's state one batch before the end of a pass that was left early
         self._draws = draws
@@ -114,7 +116,7 @@ class Feed:
             self._start_drawn(self._draws)
         elif self.resuming and self.used and self.start is not None:
             self.used -= self.repeats_last
-            self._iterator = self._continued() if self._restored_state else self._remaining(self.start)
+            self._iterator = self._continued(self.start) if self._restored_state else self._remaining(self.start)
         else:
             self.start = random_states(self.loader)
             self.used = 0
@@ -122,17 +124,16 @@ class Feed:
             self._iterator = iter(self.loader)
         self.resuming = self.repeats_last = False
 
-    def _continued(self) -> Iterator[Any]:
+    def _continued(self, start: SavedStart) -> Iterator[Any]:
         """Return an iterator over the rest of the pass whose position the loader has restored itself."""
         if self._at_limit:
             return iter(())  # nothing remains; iter(loader) would begin its next pass
-        # The interrupted run drew these random numbers when it began the pass.
+        # A loader may draw an order as it did when the pass began; the interrupted run has drawn these numbers already.
         now, before = get_rng_state(), generator_states(self.loader)
+        set_rng_state(start.rng)
         iterator: Iterator[Any] = iter(self.loader)
         set_rng_state(now)
-        pairs = zip(before, generator_states(self.loader), self._generators, strict=True)
-        drawn = [None if old is None or new is None or torch.equal(old, new) else saved for old, new, saved in pairs]
-        set_generators(self.loader, drawn)
+        set_generators(self.loader, drawn_since(self.loader, before, self._generators))
         return iterator
 
     @property
@@ -259,7 +260,7 @@ class Feed:
             self._ahead = self._pull()
         return self._ahead is _END
 
-    def saved(self, instead: Mapping[torch.Generator, torch.Tensor] = {}) -> SavedPosition:
+    def saved(self, instead: Mapping[Generator, Any] = {}) -> SavedPosition:
         """Return the consumed batches (not prefetched ones) and the random states of the pass; see `generator_states`."""
         saved = SavedPosition(
             used=self.used,
@@ -278,7 +279,7 @@ class Feed:
             saved.loader = self.loader.state_dict() if at is _MISSING else at
         return saved
 
-    def restore(self, saved: SavedPosition, restored: set[torch.Generator]) -> None:
+    def restore(self, saved: SavedPosition, restored: set[Generator]) -> None:
         """Make the next :meth:`start_pass` continue from ``saved``; generators in ``restored`` are restored already."""
         if self._draws is not None:
             self.go_to(saved.used, saved.passes, saved.length)
@@ -356,7 +357,7 @@ class Feeds:
         self._warned: set[str] = set()  # metrics already warned about
         self._evaluated: list[Iterable[Any]] = []  # loaders of validations and tests, in order of first use
         self._saved = SavedData(None, [])  # what a resumed run has not begun with yet
-        self._restored: set[torch.Generator] = set()
+        self._restored: set[Generator] = set()
 
     def for_training(self, loader: Iterable[Any]) -> Feed:
         """Return the feed of ``loader``: the current one, or a new one at the position of a resumed run."""
@@ -404,7 +405,7 @@ class Feeds:
         instead: dict[Any, Any] = {}
         workers: dict[int, bool] = {}
         if validating and (feed := self.evaluated) is not None and feed.start is not None:
-            instead = dict(zip(own_generators(feed.loader), feed.start.generators, strict=True))
+            instead = dict(zip(own_generators(feed.loader), feed.start.generators, strict=False))
             workers = {id(feed.loader): feed.start.workers}
         # A resumed run may have no training epoch yet.
         train = self._saved.train if self.train is None else self.train.saved(instead)

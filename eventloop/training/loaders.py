@@ -11,11 +11,11 @@ from itertools import islice
 from typing import Any
 
 import msgspec
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from eventloop.privates import starts_own_workers
 from eventloop.training.rng import (
+    Generator,
     get_rng_state,
     has_workers,
     own_generators,
@@ -59,7 +59,7 @@ def sampler_epoch(loader: Any) -> int | None:
     return epoch if isinstance(epoch, int) else None
 
 
-def restore_loader(loader: Any, saved: SavedLoader, restored: set[torch.Generator], *, workers: bool) -> None:
+def restore_loader(loader: Any, saved: SavedLoader, restored: set[Generator], *, workers: bool) -> None:
     """Make the next pass continue a saved run's, except for generators in ``restored`` (loaders may share one)."""
     if workers:
         start_persistent_workers(loader)
@@ -76,7 +76,7 @@ def restore_loader(loader: Any, saved: SavedLoader, restored: set[torch.Generato
     restored.update(filter(None, own_generators(loader)))
 
 
-def _leave_pass(loader: Any, saved: SavedPosition, restored: set[torch.Generator]) -> None:
+def _leave_pass(loader: Any, saved: SavedPosition, restored: set[Generator]) -> None:
     """Read the batch at which the saved run left a pass, so that the loader begins a new pass next."""
     now = get_rng_state()
     for _ in islice(iter(loader), 1):

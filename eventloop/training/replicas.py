@@ -91,7 +91,7 @@ class Draws:
         start_persistent_workers(loader)  # whether they run changes the draws of a pass
         self._seed_all(_PASS, number)
         for generator in dict.fromkeys(own_generators(loader)):
-            if generator is not None:
+            if isinstance(generator, torch.Generator):
                 seed = self._generators.setdefault(generator, generator.initial_seed())
                 generator.manual_seed(_mixed(seed, _PASS, number))
         return random_states(loader)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import weakref
 from array import array
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar, Self
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from eventloop.checkpoint import packed
 from eventloop.device import random_states_of_devices, seed_devices, set_random_states_of_devices
 from eventloop.errors import ConfigurationError
 from eventloop.privates import workers_of
@@ -43,10 +44,8 @@ def reseed(seed: int) -> None:
 
 def get_rng_state() -> dict[str, Any]:
     """Return the states of all global generators in types that a checkpoint can hold."""
-    version, words, gauss = random.getstate()
-    # One array instead of 625 Python integers, which would take longer to save than the weights.
     state: dict[str, Any] = {
-        "python": (version, np.frombuffer(array("I", words), np.uint32), gauss),  # in half the time of np.array(words)
+        "python": _python_state(random.getstate()),
         "numpy": np.random.get_state(),
         "torch": torch.get_rng_state(),
     }
@@ -55,8 +54,7 @@ def get_rng_state() -> dict[str, Any]:
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Restore the states of :func:`get_rng_state`; an accelerator's for each device, by index, that is here."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words.tolist()), gauss))
+    random.setstate(_for_python(state["python"]))
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
     set_random_states_of_devices({kind: states for kind, states in state.items() if kind not in ("python", "numpy", "torch")})
@@ -75,24 +73,75 @@ def other_rng_state(state: Mapping[str, Any] | None, rank: int) -> Mapping[str, 
         set_rng_state(now)
 
 
-def own_generators(loader: Iterable[Any]) -> list[torch.Generator | None]:
-    """Return the generators of a DataLoader and its samplers in a fixed order, with repeats, and None where one is missing."""
+Generator = torch.Generator | np.random.Generator | np.random.RandomState | random.Random
+
+
+def own_generators(loader: Iterable[Any]) -> list[Generator | None]:
+    """Return the generators of a DataLoader and its samplers in a fixed order, with repeats, and None where one is missing.
+
+    First their ``generator``, then those in other attributes, such as a sampler's ``rng``.
+    """
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
-    return [getattr(owner, "generator", None) for owner in owners]
+    usual = [getattr(owner, "generator", None) for owner in owners]
+    others = [
+        value
+        for owner in owners
+        for name, value in getattr(owner, "__dict__", {}).items()
+        if name != "generator" and _has_state(value)
+    ]
+    return [one if _has_state(one) else None for one in usual] + others
 
 
-def generator_states(loader: Iterable[Any], instead: Mapping[torch.Generator, torch.Tensor] = {}) -> list[torch.Tensor | None]:
+def _has_state(value: object) -> bool:
+    return isinstance(value, Generator) and not isinstance(value, random.SystemRandom)
+
+
+def generator_states(loader: Iterable[Any], instead: Mapping[Generator, Any] = {}) -> list[Any]:
     """Return the states of the generators that a DataLoader and its samplers own; ``instead`` replaces current ones."""
     owned = own_generators(loader)
-    return [None if one is None else instead[one] if one in instead else one.get_state() for one in owned]
+    return [None if one is None else instead[one] if one in instead else _state_of(one) for one in owned]
 
 
-def set_generators(loader: Iterable[Any], states: list[torch.Tensor | None], but: Collection[torch.Generator] = ()) -> None:
-    """Restore the result of :func:`generator_states`, except for the generators in ``but``."""
-    for generator, state in zip(own_generators(loader), states, strict=True):
+def set_generators(loader: Iterable[Any], states: Sequence[Any], but: Collection[Generator] = ()) -> None:
+    """Restore the result of :func:`generator_states`, except for the generators in ``but``. A file of 0.2 has fewer of them."""
+    for generator, state in zip(own_generators(loader), states, strict=False):
         if generator is not None and state is not None and generator not in but:
-            generator.set_state(state)
+            _set_state_of(generator, state)
+
+
+def drawn_since(loader: Iterable[Any], before: Sequence[Any], states: Sequence[Any]) -> list[Any]:
+    """Return those of ``states`` whose generators have drawn numbers since ``before``, and None for the others."""
+    now = generator_states(loader)
+    return [None if packed(old) == packed(new) else state for old, new, state in zip(before, now, states, strict=False)]
+
+
+def _state_of(generator: Generator) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return _python_state(generator.getstate())
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
+
+
+def _set_state_of(generator: Generator, state: Any) -> None:
+    if isinstance(generator, random.Random):
+        generator.setstate(_for_python(state))
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
+
+
+def _python_state(state: tuple[Any, ...]) -> tuple[Any, ...]:
+    version, words, gauss = state
+    # One array instead of 625 Python integers, which would take longer to save than the weights.
+    return version, np.frombuffer(array("I", words), np.uint32), gauss  # in half the time of np.array(words)
+
+
+def _for_python(state: Sequence[Any]) -> tuple[Any, ...]:
+    version, words, gauss = state
+    return version, tuple(words.tolist()), gauss
 
 
 def random_states(loader: Iterable[Any]) -> SavedStart:

@@ -7,14 +7,12 @@ loader with its samplers and workers, and the metrics are as before.
 from __future__ import annotations
 
 import copy
-import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from itertools import islice
-from typing import Any, Final
+from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset, IterableDataset
@@ -26,13 +24,11 @@ from eventloop.privates import parts_of
 from eventloop.training.data import to_device
 from eventloop.training.loaders import has_state, is_plain, rebuilt
 from eventloop.training.metrics import Metrics, NamedMetrics, missing_metric
-from eventloop.training.rng import random_states, set_random_states
+from eventloop.training.rng import Generator, random_states, set_random_states
 from eventloop.training.update import Update
 from eventloop.user_errors import add_note, contextmanager
 
 log = get_logger()
-
-_GENERATORS: Final = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
 def look(
@@ -206,7 +202,7 @@ def _apart(source: Any) -> Any:
     for name, value in getattr(source, "__dict__", {}).items():
         if isinstance(value, Iterator):  # an open file or stream, too
             raise _WouldChange
-        if isinstance(value, _GENERATORS):
+        if isinstance(value, Generator):
             vars(made)[name] = copy.deepcopy(value)
         elif isinstance(value, Dataset):
             vars(made)[name] = _apart(value)

@@ -75,6 +75,37 @@ def a_part(generator: torch.Generator, **options: Any) -> DataLoader[Any]:
     return DataLoader(samples(), batch_size=3, sampler=sampler, **options)
 
 
+class Shuffling:
+    """A batch sampler as people write it, shuffled by a generator of its own in an attribute of any name."""
+
+    def __init__(self, name: str, generator: Any) -> None:
+        self._name = name
+        setattr(self, name, generator)
+
+    def __len__(self) -> int:
+        return SAMPLES // 4
+
+    def __iter__(self) -> Any:
+        order = [*range(SAMPLES)]
+        getattr(self, self._name).shuffle(order)
+        yield from (order[start : start + 4] for start in range(0, SAMPLES - 3, 4))
+
+
+class Redrawing(SizedStatefulLoader):
+    """A loader with a state that draws its order again when it goes on, from the random state of the pass, as torchdata's nodes."""
+
+    def __iter__(self) -> Any:
+        start, self.start = self.start, 0
+        self.position = start
+        return self._rest(torch.randperm(len(self.batches)).tolist()[start:])
+
+    def _rest(self, order: list[int]) -> Any:
+        for index in order:
+            self.position += 1
+            yield self.batches[index]
+        self.position = 0
+
+
 LOADERS: dict[str, Callable[[Any], Any]] = {
     "shuffled": lambda parts: shuffled(),
     "two workers": lambda parts: shuffled(num_workers=2),
@@ -90,6 +121,14 @@ LOADERS: dict[str, Callable[[Any], Any]] = {
     "seeded augmentation in workers": lambda parts: shuffled(dataset=SeededDataset(Augmented(), seed=3), num_workers=2),
     "persistent workers": lambda parts: shuffled(num_workers=2, persistent_workers=True),
     "a list": lambda parts: parts.batches(6),
+    "sampler with NumPy's generator": lambda parts: DataLoader(
+        samples(), batch_sampler=Shuffling("generator", np.random.default_rng(5))
+    ),
+    "sampler with NumPy's old generator": lambda parts: DataLoader(
+        samples(), batch_sampler=Shuffling("state", np.random.RandomState(5))
+    ),
+    "sampler with Python's generator": lambda parts: DataLoader(samples(), batch_sampler=Shuffling("rng", random.Random(5))),
+    "stateful, drawn again": lambda parts: Redrawing(parts.batches(6)),
     "stateful": lambda parts: SizedStatefulLoader(parts.batches(6)),
     "stateful without a length": lambda parts: StatefulLoader(parts.batches(6)),
 }
