@@ -10,9 +10,10 @@ import torch
 
 from eventloop import events as ev
 from eventloop.bridges.saves import CHECKED, TrainerSaver
-from eventloop.checkpoint import metadata_of, weights_only, with_metadata
+from eventloop.checkpoint import weights_only
 from eventloop.errors import ConfigurationError
 from eventloop.log import get_logger
+from eventloop.privates import metadata_of, with_metadata
 from eventloop.training import Driver, Run, Update, checkpoint_keys
 from eventloop.training.agree import Alone
 from eventloop.training.distributed.ranks import world_size

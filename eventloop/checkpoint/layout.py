@@ -141,10 +141,10 @@ class Layout:
     def check(self, flat: FlatTree) -> None:
         """Raise Changed if another tree has other paths, or other shapes of empty tensors.
 
-        This, ``Batch.check`` and ``check_aliases`` run at every save (see ``batch``). Shapes of empty tensors only are
-        compared: two others with as many dimensions and elements are equal, or not broadcastable, and then the copy raises. Of tensors
-        that are joined the shape of the first is compared; the others agree with it, or the copy raises. ``torch.cat`` joins
-        tensors of different lengths, so their elements are counted, too.
+        This, ``Batch.check`` and ``check_aliases`` run at every save (see ``batch``). Only the shapes of empty tensors are
+        compared: two others with as many dimensions and elements are equal, or not broadcastable, and then the copy raises.
+        Of tensors that are joined the shape of the first is compared; the others agree with it, or the copy raises.
+        ``torch.cat`` joins tensors of different lengths, so their elements are counted, too.
         """
         if (flat.parents, flat.keys, flat.parameters) != self._paths:
             raise Changed

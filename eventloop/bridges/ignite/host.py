@@ -21,9 +21,10 @@ from eventloop.bridges.ignite.training import EvaluatorRuns, TrainerRuns
 from eventloop.bridges.saves import ReopenedSaver, Writing, write_pickled
 from eventloop.bridges.training_step import trained_by
 from eventloop.bus import Bus, Subscription
-from eventloop.checkpoint import AnyPath, make_directory, metadata_of, unwrapped, with_metadata
+from eventloop.checkpoint import AnyPath, make_directory, unwrapped
 from eventloop.checks import check_options
 from eventloop.errors import CheckpointError, ConfigurationError, TrainingError
+from eventloop.privates import metadata_of, with_metadata
 from eventloop.training.arguments import Models, Optimizers, Stateful
 
 _INSIDE = "an Engine calls your training step as a whole; publish your own event in it"

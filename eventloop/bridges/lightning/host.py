@@ -20,8 +20,9 @@ from eventloop.bridges.hosted import TrainerHost, iterations_in
 from eventloop.bridges.lightning import privates
 from eventloop.bridges.lightning.iterations import Iterations, named
 from eventloop.bridges.lightning.saver import plugin_of
-from eventloop.checkpoint import AnyPath, as_path, metadata_of, with_metadata
+from eventloop.checkpoint import AnyPath, as_path
 from eventloop.errors import ConfigurationError
+from eventloop.privates import metadata_of, with_metadata
 from eventloop.training import Driver, Run, check_needs
 from eventloop.training.driver import EvaluationStage
 from eventloop.training.state import Counters

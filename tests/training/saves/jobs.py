@@ -92,7 +92,7 @@ class Shuffling:
 
 
 class Redrawing(SizedStatefulLoader):
-    """A loader with a state that draws its order again when it goes on, from the random state of the pass, as torchdata's nodes."""
+    """A loader with a state that draws its order again when it goes on, as torchdata's nodes do."""
 
     def __iter__(self) -> Any:
         start, self.start = self.start, 0
