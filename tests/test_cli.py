@@ -201,7 +201,7 @@ def test_the_filters_of_the_demos_hook_table_stay_in_one_line_in_80_columns():
         ("run", ["CONFIG", "trainbus run --help"]),
         ("run x.toml --dryrun", ["--dryrun", "--dry-run", "trainbus run --help"]),
         ("run x.toml --loop.max_epochs=3", ["such as loop.max_epochs=3"]),
-        ("events after_train", ["'after_train'"]),
+        ("events after_trane", ["'after_trane'"]),
         ("hooks CheckpointHok", ["'CheckpointHok'", "did you mean 'CheckpointHook'"]),
         ("nonsense", ["trainbus --help"]),
         ("", ["Usage: trainbus"]),

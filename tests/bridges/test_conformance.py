@@ -261,7 +261,7 @@ def test_a_save_that_fails_is_told_and_ends_the_training_unless_it_is_to_be_logg
         ask["directory"] = path.parent
         path.parent.write_text("")  # where a directory would have to be
     else:
-        (path / "mine").mkdir(parents=True)  # where the file would have to be
+        path = path.with_stem("x" * 250)  # longer than a name may be
     told = noted(bus, "checkpoint_failed", "path")
     bus.on("after_train_epoch", lambda event: event.run.request_save(path.name, on_error=on_error, **ask), once=1)
     job = host(tmp_path, bus)

@@ -16,7 +16,7 @@ OURS = {
     "CheckInvalidLossHook": {"interval": 50},
     "ConsoleWriter": {"num_digits": 4},
     "EMAHook": {"ema_type": hooks.WarmupEMA},
-    "EarlyStoppingHook": {"strict": True},
+    "EarlyStoppingHook": {"strict": True, "min_delta": 0},
     "IterTimerHook": {"warmup_iter": 0},
     "LoggerHook": {"window_size": 10, "mean_pattern": MEASURED},  # MMEngine's pattern leaves some measurements unaveraged
     "OptimizerHook": {"accumulate": 1, "grad_clip": None, "amp": None, "scaler": None},

@@ -1,6 +1,8 @@
 """A store that does not take a save ends no run with a work dir: the file is kept there, and uploaded later."""
 
+import errno
 import json
+import os
 import shutil
 import time
 from contextlib import nullcontext
@@ -192,7 +194,14 @@ def test_a_failure_of_one_of_two_places_costs_the_other_nothing(run, tmp_path, r
         assert files(tmp_path / "run") == {"epoch_3"}
         assert there() == {"epoch_1", "epoch_3", "last_checkpoint"}
         return
-    (tmp_path / "run/epoch_2.safetensors").mkdir(parents=True)  # a name that no file can have
+    replace = os.replace
+
+    def refused(temporary, name):
+        if str(name) == str(tmp_path / "run/epoch_2.safetensors"):
+            raise OSError(errno.EIO, "broken disk", str(name))
+        replace(temporary, name)
+
+    monkeypatch.setattr(os, "replace", refused)
     _, told, error = run(*hooks, max_epochs=3)
     assert "epoch_2.safetensors" in str(error)
     assert ("committed", "epoch_2") in outcomes(told)

@@ -300,8 +300,15 @@ def test_what_cannot_be_shown_is_an_error():
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch):
-    for name in ("starlette", "starlette.applications"):
-        monkeypatch.setitem(sys.modules, name, None)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "starlette"]:
+        monkeypatch.delitem(sys.modules, name)
+
+    class Missing:
+        def find_spec(self, name, path=None, target=None):
+            if name == "starlette":
+                raise ModuleNotFoundError("No module named 'starlette'", name=name)
+
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
     for name in ("application", "guard"):
         monkeypatch.delitem(sys.modules, f"eventloop.observe.dashboard.{name}", raising=False)
     for make in (lambda: app(Bus()), lambda: Server("127.0.0.1", 0, None)):
