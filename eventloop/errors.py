@@ -93,7 +93,16 @@ class UnknownNameError(ConfigurationError, LookupError):
 
 
 class TrainingError(TrainbusError, RuntimeError):
-    """A training step broke its contract: no loss, a loss that is not a scalar, a missing metric input."""
+    """A training step broke its contract: no loss, a loss that is not a scalar, a missing metric input.
+
+    Args:
+        message: what is wrong, and what to do.
+        instead: what to do instead of resuming the run as it is, if that would only raise the error again.
+    """
+
+    def __init__(self, message: str = "", *, instead: str = "") -> None:
+        super().__init__(message)
+        self.instead = instead
 
 
 class CheckpointError(TrainbusError, RuntimeError):

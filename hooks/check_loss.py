@@ -51,4 +51,6 @@ class CheckInvalidLossHook(Hook):
             raise TrainingError(f"{self.label} has {nothing}: {there}. Return them from step(), or name others: keys=")
         broken = ", ".join(f"{key} is {numbers[key]}" for key in keys if not math.isfinite(numbers[key]))
         if broken:
-            raise TrainingError(f"{broken} at iteration {event.progress.iter + 1} (epoch {event.progress.epoch + 1}), from 1")
+            at = event.progress.iter + 1
+            instead = f"lower the learning rate or clip gradients, and continue from a checkpoint before iteration {at}"
+            raise TrainingError(f"{broken} at iteration {at} (epoch {event.progress.epoch + 1}), from 1", instead=instead)

@@ -112,17 +112,20 @@ class EarlyStoppingHook(Hook):
         warn_unvalidated(event, self.label)
 
     def _stop_if_due(self, run: RunView) -> None:
-        score, threshold, reason = self._last_score, self.stopping_threshold, ""
+        score, threshold, reason, instead = self._last_score, self.stopping_threshold, "", ""
         if score is None:
             return
         if self.check_finite and not isfinite(score):
             reason = f"{self.monitor} is {score}"
+            instead = "continue from a checkpoint before that, with a lower learning rate, or give check_finite=False"
         elif threshold is not None and is_better(self.rule, score, threshold):
             reason = f"{self.monitor} is {score:.6g}, beyond stopping_threshold={threshold:g}"
+            instead = "the training has reached its goal; for a higher one, give another stopping_threshold or none"
         elif self.wait_count >= self.patience:
             best = "" if self.best_score is None else f" over {self.best_score:.6g}"
             more = f" by more than {self.min_delta:g}" if self.min_delta else ""
             reason = f"{self.monitor} did not improve{more}{best} in {self.wait_count} validations"
+            instead = f"take the best checkpoint, or give more than patience={self.patience} and continue"
         if reason:
             log.info("training stops early", reason=reason)
-            run.stop(f"{self.label}: {reason}")
+            run.stop(f"{self.label}: {reason}", instead=instead)

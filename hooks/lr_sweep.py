@@ -131,7 +131,8 @@ class LRSweepHook(Hook):
             event.run.report(sweep_lr=rate, sweep_loss=smooth)
         if diverged or len(self.curve) == self.iterations:
             self._over = True
-            event.run.stop(f"the learning-rate sweep {'diverged' if diverged else 'is done'} at {rate:.2g}")
+            reason = f"the learning-rate sweep {'diverged' if diverged else 'is done'} at {rate:.2g}"
+            event.run.stop(reason, instead=f"begin a new training with the rate that you choose, without {self.label}")
 
     # First, before the last checkpoint is saved.
     @mount(priority=Priority.HIGHEST)

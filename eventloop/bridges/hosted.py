@@ -136,6 +136,7 @@ class TrainerHost:
         own = self.run.state.own
         self.run.state.join(Alone(own))
         own.stop, own.reason = own.stop or rounds.agreed.stop, own.reason or rounds.agreed.reason
+        own.instead = own.instead or rounds.agreed.instead
         rounds.close()
 
     # --------------------------------------------------------------------------------------------------------- steps

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from threading import Timer
 from typing import Final, Protocol
@@ -44,6 +44,8 @@ class Requests:
         self.stop = self.save = self.cancelled = self.paused = False
         self.reason = ""
         """The reason of a stop."""
+        self.instead = ""
+        """What to do instead of resuming as it is, if a resumed run would stop again; empty if it would go on."""
         self.exit_code = 0
         """The exit status of the process after a stop; 0 if the program goes on."""
         self.rates: deque[tuple[float, tuple[str, ...]]] = deque()
@@ -54,6 +56,11 @@ class Requests:
     def take_rates(self) -> Rates:
         """Remove and return the learning rates to set."""
         return [self.rates.popleft() for _ in range(len(self.rates))]
+
+
+def first(texts: Iterable[str]) -> str:
+    """Return the first text that is not empty, or an empty one."""
+    return next(filter(None, texts), "")
 
 
 class Channel(Protocol):
@@ -170,8 +177,10 @@ class Agreement:
         self._every = -fewest
         agreed = self.agreed
         if stop and not agreed.stop:
-            reasons, codes = zip(*self._ranks.distinct((self._own.reason, self._own.exit_code)).values(), strict=True)
-            agreed.reason, agreed.exit_code = next(filter(None, reasons), ""), max(codes)
+            asked = self._ranks.distinct((self._own.reason, self._own.instead, self._own.exit_code)).values()
+            reasons, ways_out, codes = zip(*asked, strict=True)
+            agreed.reason, agreed.instead = first(reasons), first(ways_out)
+            agreed.exit_code = max(codes)
         if rates:
             agreed.rates.extend(one for some in self._ranks.distinct(self._own.take_rates()).values() for one in some)
         agreed.stop = agreed.stop or bool(stop)

@@ -465,7 +465,7 @@ class Run:
         """
         self.state.scopes.defer(self.bus.behind_lanes(undo))
 
-    def stop(self, reason: str = "", *, exit_code: int = 0) -> None:
+    def stop(self, reason: str = "", *, exit_code: int = 0, instead: str = "") -> None:
         """End the run at the next safe mount point: after an iteration whose accumulation window is complete.
 
         An epoch or validation that it cuts short does not publish its ``after_x``; ``after_train`` and ``after_run`` follow.
@@ -476,11 +476,15 @@ class Run:
             exit_code: if not 0, a run of your own loop raises :class:`RunPreempted` when it has ended in order, so that the
                 process exits with this status, also if nothing of the run was left. Only on the main thread; in another
                 trainer and in ``await loop.arun()`` your program decides.
+            instead: what to do instead of resuming the run as it is, if it would then stop again, such as "give more patience".
+                The log says it in place of the checkpoint to continue from.
         """
         if reason:
             # Not yet in run.info: a signal handler may interrupt the training thread while that iterates over it. For the same
             # reason nothing in here takes a lock or logs.
             self.state.own.reason = reason
+        if instead:  # holds also if the run is stopped for another reason, too
+            self.state.own.instead = instead
         if not self.state.own.stop:  # else the run ends for another reason
             self.state.own.exit_code = exit_code
         self.state.own.stop = True

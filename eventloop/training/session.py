@@ -116,7 +116,8 @@ class Session:
             self._abort(error)
             raise
         self._close()
-        if state.stops and not state.counters.complete and (line := self._host.saver.resume_line()):
+        instead = state.own.instead or state.agreed.instead
+        if state.stops and not state.counters.complete and (line := self._resume_line(instead)):
             log.info(f"the run was stopped; {line}", iter=state.counters.iter, reason=reason)
 
     def fail(self, error: BaseException) -> None:
@@ -166,7 +167,7 @@ class Session:
 
     def _tell_resume(self, error: BaseException) -> None:
         """Add the line that resumes the run to an error; log it if the application or the trainer may replace the error."""
-        line = self._host.saver.resume_line()
+        line = self._resume_line(getattr(error, "instead", ""))
         if isinstance(error, KeyboardInterrupt):
             done = f"the run was interrupted after iteration {self.state.counters.iter}"
             shorten(error, f"{done}; {line}" if line else done)
@@ -177,6 +178,11 @@ class Session:
             log.info(f"the run was {reason}; {line}", iter=self.state.counters.iter)
         else:
             add_note(error, line)
+
+    def _resume_line(self, instead: object) -> str:
+        """Return the line that tells how to go on; empty if no checkpoint can be resumed from."""
+        line = self._host.saver.resume_line()
+        return f"resumed as it is, it would stop again: {instead}" if line and instead else line
 
     def _close(self, *, abort: bool = False) -> None:
         try:

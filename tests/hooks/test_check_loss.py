@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from eventloop import Bus, Run, TrainingError
-from hooks import CheckInvalidLossHook
+from hooks import CheckInvalidLossHook, CheckpointHook
 
 
 def breaking(job, at, value, key="loss"):
@@ -26,6 +26,14 @@ def test_it_names_the_key_of_a_loss_or_of_another_output_that_is_named_and_the_i
     loop = job.loop(CheckInvalidLossHook(interval=3, **options), step=breaking(job, 6, value, key))
     with pytest.raises(TrainingError, match=rf"{key} .*(nan|inf).* 6 .*2"):
         loop.run()
+
+
+def test_it_does_not_advise_to_resume_as_is(job, tmp_path):
+    loop = job.loop(CheckInvalidLossHook(1), CheckpointHook(1), step=breaking(job, 6, float("nan")), work_dir=tmp_path)
+    with pytest.raises(TrainingError) as caught:
+        loop.run()
+    assert any("lower the learning rate" in note and "before iteration 6" in note for note in caught.value.__notes__)
+    assert not any('resume="auto"' in note for note in caught.value.__notes__)
 
 
 @pytest.mark.parametrize(("interval", "key"), [(1, "acc"), (3, "aux_loss")])

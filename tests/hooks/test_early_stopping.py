@@ -58,6 +58,35 @@ def test_a_stop_is_clean_and_logs_the_reason(job, tmp_path):
     assert {path.stem for path in tmp_path.glob("*.safetensors")} == {"epoch_2", "best_accuracy_epoch_1"}
 
 
+@pytest.mark.parametrize(
+    ("options", "scores", "advice"),
+    [
+        ({"patience": 2}, [0.5] * 4, "more than patience=2"),
+        ({"stopping_threshold": 0.4}, [0.1, 0.5, 0.5], "another stopping_threshold"),
+        ({}, [0.1, NAN, 0.3], "a checkpoint before that"),
+    ],
+)
+def test_a_stop_does_not_advise_to_resume_as_is(job, tmp_path, options, scores, advice, logs):
+    def told():
+        return [one["event"] for one in logs if one["event"].startswith("the run was stopped")]
+
+    for resume in (None, "auto"):  # the advice holds: the resumed run stops at once
+        hook = EarlyStoppingHook("accuracy", **options)
+        loop = training(job, hook, scores, CheckpointHook(1), work_dir=tmp_path)
+        loop.bus.on("before_train", lambda event: event.run.stop("mine") if event.progress.iter else None, priority=0)
+        loop.bus.on("after_val", lambda event: event.run.stop("mine") if event.run.state.stops else None, priority=100)
+        loop.run(resume=resume)
+        assert loop.counters.epoch < len(scores)
+        assert 'resume="auto"' not in told()[-1]
+        assert advice in told()[-1]
+    assert len(told()) == 2
+
+
+def test_a_stop_at_the_end_of_the_training_gives_no_advice(job, tmp_path, logs):
+    training(job, EarlyStoppingHook("accuracy", patience=2), [0.5] * 3, CheckpointHook(1), work_dir=tmp_path).run()
+    assert not [one for one in logs if "the run was stopped" in one["event"]]
+
+
 @pytest.mark.parametrize(("point", "waited"), [("after_train_epoch", 1), ("after_val_epoch", 2)])
 def test_the_wait_count_is_in_the_checkpoint(job, tmp_path, point, waited, logs):
     """It does not begin at 0 again: a resumed training ends as one that was never interrupted."""

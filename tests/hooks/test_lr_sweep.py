@@ -84,6 +84,12 @@ def test_a_sweep_stops_at_divergence_and_suggests_a_rate_at_which_the_loss_falls
     assert all(torch.equal(value, saved[name]) for name, value in before[0].items())
 
 
+def test_the_log_advises_no_resume_after_a_sweep(tmp_path, logs):
+    Job().run(LRSweepHook(1e-3, 1e-2, 20), CheckpointHook(1, by_epoch=False), work_dir=tmp_path)
+    assert "begin a new training" in logs[-1]["event"]
+    assert "continue from" not in logs[-1]["event"]
+
+
 def test_a_run_that_fails_in_a_sweep_gets_its_weights_back():
     job, hook = Job(), LRSweepHook(1e-3, 1, 20)
     before = job.state()

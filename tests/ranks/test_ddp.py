@@ -61,7 +61,7 @@ class StopsAt(Hook):
     def after_train_iter(self, event: Any) -> None:
         if event.run.rank == self.rank and event.progress.iter == self.at:
             event.run.checkpoint_now()
-            event.run.stop("enough")
+            event.run.stop("enough", instead="give more")
 
 
 def stop(work_dir: str, epochs: int, interval: float) -> Any:
@@ -69,7 +69,7 @@ def stop(work_dir: str, epochs: int, interval: float) -> Any:
     seen: list[Any] = []
     loop = jobs.make_loop(work_dir, StopsAt(3), epochs=epochs)
     loop.bus.on("after_train_iter", lambda event: seen.append(event.progress.iter))
-    loop.bus.on("after_run", lambda event: seen.append(event.run.info["stop_reason"]))
+    loop.bus.on("after_run", lambda event: seen.append((event.run.info["stop_reason"], event.run.state.agreed.instead)))
     loop.run()
     return seen
 
@@ -82,7 +82,7 @@ def test_all_ranks_stop_and_save_after_the_same_iteration(ranks, tmp_path, epoch
     *iterations, reason = first
     assert iterations == list(range(5 if not interval else len(iterations)))
     assert 4 <= len(iterations) < 400
-    assert reason == "enough"
+    assert reason == ("enough", "give more")
     assert [file.name for file in tmp_path.glob("*.safetensors")] == [f"iter_{len(iterations)}.safetensors"]
 
 

@@ -3,6 +3,7 @@
 import _thread
 import itertools
 import math
+import re
 import signal
 import threading
 import time
@@ -79,6 +80,23 @@ def test_a_paused_run_says_so_and_waits_until_resumed_with_equal_results(parts, 
     (begun,), (ended,) = stalled.trace.of("run_paused"), stalled.trace.of("run_resumed")
     assert begun.progress.iter == ended.progress.iter
     parts.assert_same(stalled.loop.model.state_dict(), whole.model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("stops", "advice"),
+    [
+        ([{}], 'continue from .*iter_2.* with resume="auto"'),
+        ([{"reason": "enough"}], 'continue from .*iter_2.* with resume="auto"'),
+        ([{"instead": "give more"}], "resumed as it is, it would stop again: give more"),
+        ([{"instead": "give more"}, {"reason": "enough"}], "resumed as it is, it would stop again: give more"),
+        ([{}, {"instead": "give more"}], "resumed as it is, it would stop again: give more"),
+    ],
+)
+def test_the_log_advises_to_resume_a_stopped_run_only_if_it_would_go_on(parts, bus, tmp_path, stops, advice, logs):
+    bus.add(CheckpointHook(1, by_epoch=False))
+    bus.on("after_train_iter", lambda event: [event.run.stop(**stop) for stop in stops], once=2)
+    parts.loop(bus, work_dir=tmp_path).run()
+    assert re.fullmatch(f"the run was stopped; {advice}", logs[-1]["event"])
 
 
 def test_a_stop_before_the_run_ends_it_as_it_begins(parts, bus, trace, logs):

@@ -28,7 +28,7 @@ from typing import Final
 import msgspec
 
 from eventloop.log import get_logger
-from eventloop.training.agree import Rates, Requests
+from eventloop.training.agree import Rates, Requests, first
 from eventloop.training.distributed.blocks import Blocks
 from eventloop.training.distributed.mailbox import Mailbox
 from eventloop.training.distributed.ranks import Ranks, this_rank, world_size
@@ -67,6 +67,7 @@ class _Answer(msgspec.Struct):
     paused: bool = False
     rates: Rates = []
     reason: str = ""
+    instead: str = ""
     exit_code: int = 0
     failed: str = ""
     """The reason why a round has no result."""
@@ -183,7 +184,8 @@ class Rounds:
             agreed.cancelled = agreed.cancelled or result.cancelled
             agreed.paused = result.paused and not (agreed.stop or agreed.cancelled)
             agreed.rates.extend(result.rates)
-            agreed.reason, agreed.exit_code = agreed.reason or result.reason, agreed.exit_code or result.exit_code
+            agreed.reason, agreed.instead = agreed.reason or result.reason, agreed.instead or result.instead
+            agreed.exit_code = agreed.exit_code or result.exit_code
             self._results.popleft()  # last: now the agent may answer again
 
     def _pending(self) -> bool:
@@ -314,7 +316,8 @@ class Rounds:
         self._announced = own.stop, own.cancelled, own.paused
         save, own.save = own.save, False
         stop, cancelled, paused = self._announced
-        return _Answer(point, stands, stop, save, cancelled, paused, own.take_rates(), own.reason, own.exit_code)
+        why = own.reason, own.instead, own.exit_code
+        return _Answer(point, stands, stop, save, cancelled, paused, own.take_rates(), *why)
 
     def _result(self) -> _Answer:
         begun, key = time.monotonic(), self._key("result")
@@ -369,7 +372,8 @@ def _merged(answers: list[_Answer]) -> _Answer:
         cancelled=any(one.cancelled for one in answers),
         paused=any(one.paused for one in answers),
         rates=[*dict.fromkeys(reversed(rates))][::-1],  # usually all ranks set the same; the last ones count
-        reason=next(filter(None, (one.reason for one in answers)), ""),
+        reason=first(one.reason for one in answers),
+        instead=first(one.instead for one in answers),
         exit_code=max(one.exit_code for one in answers),
     )
 
