@@ -31,12 +31,14 @@ class Maker:
 
     Args:
         imports: modules that ``module:attribute`` may name.
+        system: another system that registered names are of, with its defaults; "" for trainbus.
         given: values of required parameters that a table lacks, by name, such as ``model``. A parameter whose value is None
             is not given. A table selects one of several optimizers by its name.
     """
 
-    def __init__(self, imports: Imports | None = None, **given: Any) -> None:
+    def __init__(self, imports: Imports | None = None, system: str = "", /, **given: Any) -> None:
         self.imports = imports or Imports()
+        self._system = system
         self._optimizers: Mapping[str, Any] = {}
         if isinstance(given.get("optimizer"), Mapping):
             self._optimizers = given.pop("optimizer")
@@ -92,7 +94,8 @@ class Maker:
         found = self._named(name, at, kind) if isinstance(name, str) else name
         options = {key: entry for key, entry in table.items() if key != "type"}
         called = name if isinstance(name, str) else next((one.name for one in entries if one.cls is name), None)
-        return found, translated(called, options, where) if kind else options
+        system = self._system if isinstance(name, str) else ""  # a class of ours has its own defaults
+        return found, translated(called, options, where, system) if kind else options
 
     def _named(self, name: str, where: str, kind: str | None) -> Any:
         if kind is None or ":" in name:

@@ -260,6 +260,7 @@ class Migration(msgspec.Struct, frozen=True):
     preset: dict[str, Any] = {}  # trainbus options that its name implies; given options override them
     note: str = ""  # further differences, or the reason why nothing replaces it
     aliases: tuple[str, ...] = ()
+    defaults: dict[str, Any] = {}  # its defaults that differ from trainbus's, for lists that are said to be the system's
 
 
 class PriorityScale(msgspec.Struct, frozen=True):
@@ -302,10 +303,22 @@ def register_priorities(scale: PriorityScale) -> None:
     priority_scales[scale.key] = scale
 
 
-def translated(name: str | None, options: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Translate options to trainbus's names if ``name`` is a name in another system. Other options stay unchanged."""
+def checked_system(system: str) -> str:
+    """Return the name of another system, or an empty one; raise UnknownNameError if it is not one."""
+    systems = list(dict.fromkeys(entry.system for entries in _migrations.values() for entry in entries))
+    if system and system not in systems:
+        hint = did_you_mean(system, systems) or f"; the systems are {', '.join(systems)}"
+        raise UnknownNameError(f"system={system!r} is not a system whose hooks are known{hint}")
+    return system
+
+
+def translated(name: str | None, options: Mapping[str, Any], where: str, system: str = "") -> dict[str, Any]:
+    """Translate options to trainbus's names if ``name`` is a name in another system. Other options stay unchanged.
+
+    In a list of the ``system``, the name also has the defaults of the system.
+    """
     # Of several entries with this name, take the one with most of the options, or without options.
-    entries = _migrations.get(name or "", ())
+    entries = [one for one in _migrations.get(name or "", ()) if system in ("", one.system)]
     entry = max(entries, key=lambda one: (len(one.options.keys() & options.keys()), not one.options), default=None)
     if entry is None:
         return dict(options)
@@ -326,4 +339,4 @@ def translated(name: str | None, options: Mapping[str, Any], where: str) -> dict
         elif change.says_nothing is not None and (settled := settle(value)) not in change.says_nothing:
             way_out = f"leave it out; {change.instead}"
             raise wrong(inside(where, option), f"{theirs} is not supported, given as {kind_of(settled)}: {way_out}")
-    return entry.preset | also | ours
+    return (entry.defaults if system else {}) | entry.preset | also | ours

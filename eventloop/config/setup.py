@@ -12,12 +12,13 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from eventloop.annotations import Signature
+from eventloop.builtin import load_builtin
 from eventloop.bus import Bus
 from eventloop.bus.guests import as_hook, guest_kind
 from eventloop.bus.hook import Hook
 from eventloop.bus.priority import Priority, PriorityLike
 from eventloop.config.make import Maker, derived
-from eventloop.config.names import Imports, priority_scales, registrable
+from eventloop.config.names import Imports, checked_system, priority_scales, registrable
 from eventloop.config.read import check_keys, inside, kind_of, parsed, settle, wrong
 from eventloop.errors import ConfigurationError, SubscribeError
 from eventloop.spelling import did_you_mean
@@ -33,7 +34,15 @@ Chosen = tuple[Hook, PriorityLike | None]  # a hook and its priority from the co
 registrable("hook")(Hook)
 
 
-def add_hooks(bus: Bus, hooks: Iterable[Any], *, imports: Sequence[str] = (), model: Any = None, optimizer: Any = None) -> None:
+def add_hooks(
+    bus: Bus,
+    hooks: Iterable[Any],
+    *,
+    imports: Sequence[str] = (),
+    model: Any = None,
+    optimizer: Any = None,
+    system: str = "",
+) -> None:
     """Add the hooks of a configuration to a bus: all of them, or none if one is invalid.
 
         add_hooks(bus, [{"type": "EMAHook", "momentum": 0.001}, {"type": "LoggerHook", "priority": "LOW"}])
@@ -46,12 +55,17 @@ def add_hooks(bus: Bus, hooks: Iterable[Any], *, imports: Sequence[str] = (), mo
         imports: modules that ``module:attribute`` may name.
         model: value of a required parameter ``model`` that a table lacks.
         optimizer: the same for ``optimizer``, such as a scheduler's; a mapping if there are several.
+        system: ``"MMEngine"`` if the list is of a configuration of MMEngine: its names then have MMEngine's defaults, such as
+            ``min_delta=0.1``. Without it, a name has the defaults of trainbus's class.
 
     Raises:
-        ConfigurationError: an entry is invalid; the message has its position (``hooks[2].interval``) and the nearest name.
+        ConfigurationError: an entry is invalid; the message has its position (``hooks[2].interval``) and the nearest name. Or
+            the ``system`` is unknown.
         SubscribeError: as for :meth:`Bus.add`.
     """
-    bus.add_chosen(hooks_in(hooks, Maker(Imports(imports), model=model, optimizer=optimizer), "hooks"))
+    load_builtin()  # which registers the systems
+    maker = Maker(Imports(imports), checked_system(system), model=model, optimizer=optimizer)
+    bus.add_chosen(hooks_in(hooks, maker, "hooks"))
 
 
 def hooks_in(entries: Any, maker: Maker, where: str) -> list[Chosen]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hooks
-from eventloop import Bus, add_hooks
+from eventloop import Bus, ConfigurationError, add_hooks
 from eventloop.config import Migration, OptionChange, register_migrations, registered
 from eventloop.config.names import translated
 from eventloop.config.setup import merged
@@ -101,6 +101,29 @@ def test_averages_and_early_stops_of_a_list_are_those_of_python():
     average, stopping = add(["EMAHook", dict(type="EarlyStoppingHook", monitor="accuracy")])
     assert average._type is hooks.EMAHook()._type is hooks.WarmupEMA
     assert stopping.min_delta == hooks.EarlyStoppingHook("accuracy").min_delta == 0
+
+
+def test_a_list_of_mmengine_has_mmengines_defaults_if_it_says_so():
+    """A class, as opposed to a name, is trainbus's; given options override the defaults."""
+    entries = [
+        dict(type="EMAHook"),
+        dict(type="EarlyStoppingHook", monitor="accuracy"),
+        dict(type="ProfilerHook"),
+        dict(type="EarlyStoppingHook", monitor="accuracy", min_delta=0.5, name="second"),
+        dict(type=hooks.EarlyStoppingHook, monitor="accuracy", name="third"),
+        dict(type="PreemptionHook"),
+    ]
+    average, stopping, profiler, second, third, _ = add(entries, system="MMEngine")
+    assert average._type is hooks.ExponentialMovingAverage
+    assert (stopping.min_delta, stopping.strict) == (0.1, False)
+    assert profiler._options["activities"] == [torch.profiler.ProfilerActivity.CPU]
+    assert (second.min_delta, second.strict) == (0.5, False)
+    assert (third.min_delta, third.strict) == (0, True)
+
+
+def test_an_unknown_system_is_an_error_naming_the_nearest():
+    with pytest.raises(ConfigurationError, match=r"'mmengine'.*MMEngine"):
+        add([], system="mmengine")
 
 
 # What iMIX's Organizer makes, as a list; then the list of its tutorial (docs, Customize hooks).

@@ -50,6 +50,7 @@ TABLE = (
         "EMAHook",
         ("EMAHook", "ExponentialMovingAverage", "MomentumAnnealingEMA", "StochasticWeightAverage"),
         same("ema_type strict_load begin_iter begin_epoch momentum interval update_buffers gamma"),
+        defaults={"ema_type": "ExponentialMovingAverage"},
         note='the default average warms up; `ema_type="ExponentialMovingAverage"` is its default. Averages after each '
         "optimizer step; there after each iteration, within an accumulation window, too",
     ),
@@ -57,6 +58,7 @@ TABLE = (
         "EarlyStoppingHook",
         ("EarlyStoppingHook",),
         same("monitor rule min_delta strict check_finite patience stopping_threshold"),
+        defaults={"strict": False, "min_delta": 0.1},
         note="`strict=True` and `min_delta=0` by default, there False and 0.1; an improvement must be larger than `min_delta`, "
         "there it may be equal",
     ),
@@ -69,6 +71,8 @@ TABLE = (
             "by_epoch profile_times activity_with_cpu activity_with_cuda schedule on_trace_ready record_shapes profile_memory "
             "with_stack with_flops json_trace_path"
         ),
+        defaults={"activity_with_cpu": True, "activity_with_cuda": False},
+        note="by default it also profiles the accelerator",
     ),
     _hook("CheckInvalidLossHook", ("CheckInvalidLossHook",), same("interval"), note="its tutorial's example"),
     _hook(

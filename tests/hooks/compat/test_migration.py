@@ -67,7 +67,7 @@ def test_every_option_has_an_entry_and_everything_that_it_names_exists(entry):
     found = [getattr(hooks, name, None) or getattr(eventloop, name) for name in entry.ours]
     options = {option for cls in found for option in inspect.signature(cls).parameters}
     changes = [change if isinstance(change, OptionChange) else OptionChange(change) for change in entry.options.values()]
-    named = {name for change in changes for name in (change.ours, *change.also)} | set(entry.preset)
+    named = {name for change in changes for name in (change.ours, *change.also)} | {*entry.preset, *entry.defaults}
     assert named - {""} <= options
     # An option without ours has advice, or is dropped whatever its value.
     assert all(change.ours or change.instead or change.says_nothing is None for change in changes)
@@ -87,6 +87,30 @@ def test_names_of_other_systems_are_registered(entry):
     writers = {"CommonMetricLogger", "JSONLogger", "TensorboardLogger", "TensorboardWriter"}
     for name in (entry.name, *entry.aliases):
         assert find("writer" if entry.name in writers else "hook", name) is getattr(hooks, entry.ours[0])
+
+
+OTHER_DEFAULTS = {("LoggerHook", "out_suffix")}
+"""Defaults that differ from MMEngine's on purpose: the logs are of other kinds."""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what MMEngine imports
+@pytest.mark.parametrize(
+    "entry", [one for one in TABLE if one.system == "MMEngine" and one.ours and one.options], ids=lambda entry: entry.name
+)
+def test_an_entry_of_mmengine_has_the_defaults_of_mmengines_class(entry):
+    pytest.importorskip("mmengine")
+    cls = getattr(importlib.import_module("mmengine.hooks"), entry.name, None)
+    if cls is None:
+        pytest.skip("a hook of MMEngine's tutorial")
+    ours = inspect.signature(getattr(hooks, entry.ours[0])).parameters
+    different = set()
+    for name, option in inspect.signature(cls).parameters.items():
+        change = entry.options.get(name, "")
+        if isinstance(change, OptionChange):
+            assert option.default in change.says_nothing
+        elif option.default is not option.empty and entry.defaults.get(change, ours[change].default) != option.default:
+            different.add((entry.name, name))
+    assert different <= OTHER_DEFAULTS
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what MMEngine imports
