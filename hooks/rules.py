@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, TypeVar, get_args
 
 from eventloop import ConfigurationError, TrainingError, get_logger
 from eventloop.events import AfterRun, AfterTrain, BeforeTrain
-from eventloop.training import missing_metric
+from eventloop.training import ONE_NUMBER, missing_metric, not_a_number
 from hooks.options import one_or_more
 
 log = get_logger()
@@ -59,7 +59,8 @@ def score_of(subject: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TrainingError(f"{subject} is a {type(value).__name__}, not a single number") from error
+        found = not_a_number(value) or f"a {type(value).__name__}"
+        raise TrainingError(f"{subject} is {found}, not a single number. {ONE_NUMBER}") from error
 
 
 def value_of(subject: str, metric: str, metrics: Mapping[str, Any]) -> float | None:
@@ -122,7 +123,7 @@ class BestMetrics:
         Raises:
             TrainingError: a metric is missing, or is not a number.
         """
-        self.choose(list(metrics)[:1])
+        self.choose([name for name, value in metrics.items() if not not_a_number(value)][:1])
         for metric in self.names:
             score = value_of("save_best is", metric, metrics)
             if score is not None and is_better(self._rule_of(metric), score, best.get(metric)):

@@ -6,7 +6,7 @@ from eventloop.training.distributed.samples import GlobalBatchSampler
 from eventloop.training.driver import Driver
 from eventloop.training.host import Host, OwnLoop
 from eventloop.training.loop import TrainLoop
-from eventloop.training.metrics import Metric, missing_metric
+from eventloop.training.metrics import ONE_NUMBER, Metric, missing_metric, not_a_number
 from eventloop.training.optimizers import enter_training_mode, in_training_mode
 from eventloop.training.rng import SeededDataset, set_sampler_epoch
 from eventloop.training.run import Run
@@ -19,6 +19,7 @@ from eventloop.training.update import Update
 from eventloop.training.worker_signals import WorkerSignals
 
 __all__ = [
+    "ONE_NUMBER",
     "Best",
     "Driver",
     "GlobalBatchSampler",
@@ -41,6 +42,7 @@ __all__ = [
     "load_best_at_end",
     "load_weights",
     "missing_metric",
+    "not_a_number",
     "peek",
     "set_sampler_epoch",
 ]

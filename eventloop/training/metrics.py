@@ -7,7 +7,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from itertools import takewhile
-from typing import Annotated, Any, Final, Protocol
+from typing import Annotated, Any, Final, Protocol, SupportsFloat
 
 import msgspec
 import numpy as np
@@ -43,6 +43,11 @@ _Sums = tuple[dict[str, tuple[float, float]], set[str]]
 
 WEIGHT: Final = "batch_size"
 """The output with the weight of a batch in the means of a validation."""
+
+ONE_NUMBER: Final = (
+    "Give it an average, or let compute() return a mapping of names to numbers, as torchmetrics' ClasswiseWrapper does"
+)
+"""Advice for a metric whose value is not a single number."""
 
 NamedMetrics = Annotated[
     Mapping[str, Metric], msgspec.Meta(description='a mapping of names to metrics, such as {"accuracy": MulticlassAccuracy()}')
@@ -149,8 +154,22 @@ class Metrics:
                 continue
             values |= _flat(name, value)
         # Means come last: save_best="auto" takes the first value, which should be a metric that the user named.
+        if not early:
+            self._tell(values)
         values |= {name: _number(total / count) for name, (total, count) in sums.items() if name not in values}
         return values if ranks is None else dict(ranks.from_first(lambda: values))
+
+    def _tell(self, values: Mapping[str, Any]) -> None:
+        """Log once which values are not one number."""
+        several = {name: found for name, value in values.items() if (found := not_a_number(value))}
+        for name in [name for name in several if f"{name} is several" not in self._warned]:
+            self._warned.add(f"{name} is several")
+            log.info(
+                "loggers, the record and charts leave this metric out, because it is not a single number; event.metrics and "
+                f"loop.val() have it. {ONE_NUMBER}",
+                metric=name,
+                value=several[name],
+            )
 
     def _merged(self, ranks: Ranks) -> dict[str, Metric]:
         """Merge the metrics that can be merged over all ranks; return all of them."""
@@ -197,6 +216,17 @@ class Metrics:
         entries = {entry: outputs[entry] for entry in wanted if entry in outputs}
         positions = takewhile(entries.__contains__, self._positions[name])
         return [entries.pop(entry) for entry in list(positions)], entries
+
+
+def not_a_number(value: Any) -> str:
+    """Describe a value that is not a single number, such as ``"a Tensor of shape (3,)"``; empty for a number and for None."""
+    kind = f"a{'n' if type(value).__name__[0] in 'aeiou' else ''} {type(value).__name__}"
+    if isinstance(value, torch.Tensor | np.ndarray):
+        elements = math.prod(value.shape)
+        return "" if elements == 1 else f"{kind} of shape {tuple(value.shape)}"
+    if isinstance(value, list | tuple):
+        return f"{kind} of {len(value)}"
+    return "" if value is None or isinstance(value, SupportsFloat) else kind
 
 
 def missing_metric(subject: str, metric: str, metrics: Mapping[str, Any], what: str = "this validation") -> TrainingError:

@@ -23,7 +23,7 @@ from eventloop.log import get_logger
 from eventloop.privates import parts_of
 from eventloop.training.data import to_device
 from eventloop.training.loaders import has_state, is_plain, rebuilt
-from eventloop.training.metrics import Metrics, NamedMetrics, missing_metric
+from eventloop.training.metrics import ONE_NUMBER, Metrics, NamedMetrics, missing_metric, not_a_number
 from eventloop.training.rng import Generator, random_states, set_random_states
 from eventloop.training.update import Update
 from eventloop.user_errors import add_note, contextmanager
@@ -65,7 +65,8 @@ def check_needs(bus: Bus, metrics: Mapping[str, Any], what: str, *, sure: bool =
     """Check that ``metrics``, of ``what`` for messages, has the names that hooks need (:meth:`Hook.needs_metrics`).
 
     Raises:
-        ConfigurationError: a name is missing. It is a log line if a handler may report it in a validation, or not ``sure``.
+        ConfigurationError: a name is missing, or its value is not a number. A missing one is a log line if a handler may report
+            it in a validation, or not ``sure``.
     """
     needs = [(hook, hook.needs_metrics()) for hook in bus.hooks]
     # Hooks of other systems do not know run.report(), and get copies of the metrics, which those that need one only read.
@@ -74,6 +75,10 @@ def check_needs(bus: Bus, metrics: Mapping[str, Any], what: str, *, sure: bool =
     sure = sure and not reporting and not bus.may_change_state("after_val_epoch", but=readers)
     for hook, names in needs:
         for name in names:
+            if sure and (several := not_a_number(metrics.get(name))):
+                raise ConfigurationError(
+                    f"{hook.label} needs the metric {name!r}, whose value is {several}, not a single number. {ONE_NUMBER}"
+                )
             # A metric that is None may have returned a mapping, whose values are `metric/key`.
             if name not in metrics and metrics.get(name.partition("/")[0], 0) is not None:
                 error = missing_metric(f"{hook.label} needs", name, metrics, what)

@@ -1,5 +1,7 @@
 """Metrics of a validation."""
 
+import json
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,8 +9,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 
-from eventloop import Run, TrainingError
+from eventloop import ConfigurationError, Run, TrainingError
 from eventloop.training.metrics import Metrics
+from hooks import CheckpointHook, EarlyStoppingHook, JSONLinesWriter, LoggerHook, RunRecordHook
 
 
 class Accuracy:
@@ -258,3 +261,58 @@ def test_every_wrapper_of_torchmetrics_is_a_metric(parts):
             if name != "BootStrapper":
                 assert found[expected.get(name, "m")] == values.get(name, 0.75), (name, found)
         assert expected.get(name, "m") in found
+
+
+# ------------------------------------------------------------------------------------ values that are not single numbers
+
+
+class Returns(Accuracy):
+    """Has any value."""
+
+    def __init__(self, value):
+        super().__init__()
+        self.value = value
+
+    def update(self, loss):
+        pass
+
+    def compute(self):
+        return self.value
+
+
+SEVERAL = [
+    (torch.tensor([0.1, 0.2, 0.3]), "a Tensor of shape (3,)"),
+    (torch.eye(2), "a Tensor of shape (2, 2)"),
+    (np.array([0.1, 0.2]), "a ndarray of shape (2,)"),
+    ([0.1, 0.2], "a list of 2"),
+]
+
+
+@pytest.mark.parametrize(("value", "shown"), SEVERAL)
+def test_a_value_that_is_not_one_number_is_returned_and_said_once_to_be_in_no_log(parts, bus, tmp_path, value, shown, logs):
+    bus.add(LoggerHook(writers=[JSONLinesWriter()]))
+    bus.add(RunRecordHook())
+    bus.add(CheckpointHook(1, save_best="auto", rule="less"))  # which takes the first that is a number
+    metrics = {"each": Returns(value), "maps": Returns({"a": value, "b": 0.5})}
+    found = parts.loop(bus, metrics=metrics, work_dir=tmp_path).run()
+    assert found["each"] is found["maps/a"] is value
+    told = [(one["metric"], one["value"]) for one in logs if "metric" in one]
+    assert told == [("each", shown), ("maps/a", shown)]
+    lines = [json.loads(line) for line in (tmp_path / "scalars.jsonl").read_text().splitlines()]
+    assert [line["val/maps/b"] for line in lines if "val/maps/b" in line] == [0.5] * 2
+    assert not [name for line in lines for name in line if name in ("val/each", "val/maps/a")]
+    assert (tmp_path / "best_maps_b_epoch_1.safetensors").exists()
+
+
+@pytest.mark.parametrize(("value", "shown"), SEVERAL)
+@pytest.mark.parametrize("sanity", [0, 1])
+@pytest.mark.parametrize(
+    "hook", [CheckpointHook(save_best="each", rule="less"), EarlyStoppingHook("each", rule="less")], ids=["best", "early"]
+)
+def test_a_hook_that_follows_such_a_value_is_an_error_that_names_it(parts, bus, tmp_path, value, shown, sanity, hook):
+    """Before the training, if the look at the first batches shows it."""
+    bus.add(hook)
+    loop = parts.loop(bus, metrics={"each": Returns(value)}, work_dir=tmp_path, sanity=sanity)
+    with pytest.raises(ConfigurationError if sanity else TrainingError, match=f"'each', whose value is {re.escape(shown)}"):
+        loop.run()
+    assert bool(loop.counters.iter) is not bool(sanity)
