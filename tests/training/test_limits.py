@@ -176,6 +176,20 @@ def test_a_run_over_a_loader_of_torchdata_that_was_interrupted_is_the_same(parts
         parts.assert_same([first[0] + rest[0], rest[1]], list(whole[:2]))
 
 
+@pytest.mark.parametrize("kind", ["shuffled", "own generator"])
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata calls it
+def test_validations_of_a_part_of_a_loader_of_torchdata_go_on_with_other_batches(parts, tmp_path, kind):
+    def part(name, *stop_at, **options):
+        val_data = TORCHDATA[kind]()
+        limits = {"limit_val_batches": 2, "limit_train_batches": 3, "max_epochs": 4}
+        return trained(parts, tmp_path / name, shuffled(), *stop_at, val_data=val_data, **limits, **options)[2]
+
+    whole = part("whole")
+    assert len(whole) == 8
+    for stop_at in (4, 6):
+        parts.assert_same(part(str(stop_at), stop_at) + part(str(stop_at), resume="auto"), whole)
+
+
 def test_a_limited_epoch_takes_other_batches_each_time_and_an_overfit_one_the_same_in_order(parts, tmp_path):
     limited, _, _ = trained(parts, tmp_path / "a", shuffled(), limit_train_batches=0.25)
     overfit, _, validated = trained(parts, tmp_path / "b", shuffled(), overfit_batches=2, val_data=shuffled())
