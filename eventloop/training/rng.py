@@ -167,6 +167,8 @@ class SeededDataset(Dataset[Any]):
     calls ``set_epoch`` on each SeededDataset of its training loader, also inside wrappers (``Subset``, ``ConcatDataset``,
     your own). It searches attributes: call ``set_epoch`` yourself if only a closure holds the dataset.
 
+    Other attributes are those of the dataset (``classes``, ``collate_fn``, ``state_dict`` …).
+
     Args:
         dataset: a map-style dataset.
         seed: the seed of the run.
@@ -190,6 +192,17 @@ class SeededDataset(Dataset[Any]):
         self.seed = checked_seed(seed)
         # In shared memory: persistent workers must see the next epoch.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # torch: unannotated
+        # For StatefulDataLoader, which asks by isinstance for a protocol; from Python 3.12 on, that calls no __getattr__.
+        for name in ("state_dict", "load_state_dict"):
+            if not hasattr(type(self), name) and callable(method := getattr(dataset, name, None)):
+                setattr(self, name, method)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the dataset, such as ``classes`` or ``collate_fn``."""
+        # A copy has no dataset at first. Special methods such as __getitems__ would read samples without the seed.
+        if "dataset" in vars(self) and not (name.startswith("__") and name.endswith("__")):
+            return getattr(self.dataset, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch that the random numbers depend on; the run calls this."""

@@ -1,6 +1,8 @@
 """Where batches come from: loaders of every kind, and how batches reach the device."""
 
 import copy
+import inspect
+import pickle
 from collections import namedtuple
 from types import MappingProxyType, SimpleNamespace
 
@@ -195,6 +197,59 @@ def test_a_seeded_dataset_depends_on_seed_epoch_and_index_only():
     for seed in (None, "1", True, 2**64):
         with pytest.raises(ConfigurationError, match=f"seed={seed!r}"):
             SeededDataset(Random(), seed=seed)
+
+
+class Helpful(Random):
+    """Has a collate helper, a state and a batched read."""
+
+    classes = ("a", "b")
+
+    def __init__(self):
+        self.read = 0
+
+    def __getitem__(self, index):
+        self.read += 1
+        return super().__getitem__(index)
+
+    def __getitems__(self, indices):
+        raise AssertionError("it would not be seeded")
+
+    def collate_fn(self, samples):
+        return torch.stack([inputs for inputs, _ in samples])
+
+    def state_dict(self):
+        return {"read": self.read}
+
+    def load_state_dict(self, state):
+        self.read = state["read"]
+
+
+def pickled(data):
+    return pickle.loads(pickle.dumps(data))  # noqa: S301 - its own
+
+
+@pytest.mark.parametrize("made", [lambda data: data, copy.copy, copy.deepcopy, pickled])
+def test_a_seeded_dataset_has_the_attributes_of_its_dataset(made):
+    data = made(SeededDataset(Helpful()))
+    assert data.classes == ("a", "b")
+    (batch,) = DataLoader(data, batch_size=4, collate_fn=data.collate_fn)
+    assert torch.equal(batch[0], SeededDataset(Random())[0][0])
+    data.load_state_dict({"read": 9})
+    assert data.state_dict() == {"read": 9} == {"read": data.dataset.read}
+    with pytest.raises(AttributeError, match="nothing"):
+        data.nothing  # noqa: B018
+    assert not hasattr(SeededDataset(Random()), "state_dict")
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torchdata calls it
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_state_of_a_dataset_within_a_seeded_one_is_that_of_the_loader(workers):
+    made = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
+    loader = made(SeededDataset(Helpful()), batch_size=2, num_workers=workers)
+    next(iter(loader))
+    assert "'read': 2" in str(loader.state_dict())
+    for name in ("state_dict", "load_state_dict"):
+        inspect.getattr_static(loader.dataset, name)  # as isinstance() with a protocol does from Python 3.12 on
 
 
 def passes(parts, bus, loader, **options):
