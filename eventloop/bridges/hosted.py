@@ -20,9 +20,8 @@ from eventloop.training.distributed.ranks import world_size
 from eventloop.training.distributed.rounds import Rounds, join_rounds
 from eventloop.training.driver import Step, around_step, watch_steps
 from eventloop.training.optimizers import warn_if_useless
-from eventloop.training.saves.contents import gather_entry, restore_entry
+from eventloop.training.saves.contents import by_model, flat, gather_entry, gather_weights, restore_entry
 from eventloop.training.saves.restore import publish_loaded
-from eventloop.training.saves.weights import by_model, flat, gather_weights
 from eventloop.training.schema import SavedEntry, read, upgraded
 from eventloop.training.state import Counters
 from eventloop.user_errors import contextmanager

@@ -21,11 +21,11 @@ from torch.utils.hooks import RemovableHandle
 
 from eventloop.errors import SubscribeError
 from eventloop.events import AfterModuleBackward, AfterModuleForward, BeforeModuleBackward, BeforeModuleForward, ModuleEvent
+from eventloop.privates import inner_of
 from eventloop.spelling import did_you_mean
 from eventloop.user_errors import add_note
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-_PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 Publish = Callable[[ModuleEvent], object]
 
@@ -152,7 +152,7 @@ def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules(remove_duplicate=False):
         parent, _, last = name.rpartition(".")
         plain = ".".join(filter(None, (wrappers.get(parent, ""), last)))
-        if name and (last == "_orig_mod" or (last == "module" and isinstance(model.get_submodule(parent), _PARALLEL))):
+        if name and inner_of(type(model.get_submodule(parent))) == last:
             plain = wrappers.get(parent, "")
         wrappers[name] = plain
         yield plain, module

@@ -51,7 +51,6 @@ from eventloop.checkpoint.torch_file import Pickled
 from eventloop.checkpoint.tree import packed
 from eventloop.checkpoint.wrappers import (
     WrapperNames,
-    has_wrapper_names,
     same_but_for_wrappers,
     unwrapped,
     without_wrappers,
@@ -93,7 +92,6 @@ __all__ = [
     "file_kind",
     "files_in",
     "free_name",
-    "has_wrapper_names",
     "inspect",
     "is_checkpoint",
     "is_dcp",

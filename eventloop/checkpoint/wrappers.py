@@ -6,21 +6,10 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
-from weakref import WeakKeyDictionary
 
 import torch
 
-from eventloop.privates import parts_of
-
-_INNER: Final = {
-    "DataParallel": "module",
-    "DistributedDataParallel": "module",
-    "DeepSpeedEngine": "module",
-    "FullyShardedDataParallel": "_fsdp_wrapped_module",  # torch/distributed/fsdp/_common_utils.py
-    "OptimizedModule": "_orig_mod",  # torch.compile's
-    "ActivationWrapper": "_checkpoint_wrapped_module",  # torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py
-}
-"""The name of the module inside a wrapper, by the name of the wrapper's class."""
+from eventloop.privates import inner_of, parts_of
 
 _NAMES: Final = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod)\.")
 
@@ -33,26 +22,10 @@ def without_wrappers(names: Iterable[str]) -> dict[str, str]:
     return {name: _NAMES.sub("", name) for name in names}
 
 
-_known: WeakKeyDictionary[type, str | None] = WeakKeyDictionary()
-
-
-def _inner_of(kind: type) -> str | None:
-    """Return the name of the module inside a wrapper of this class; None for another class."""
-    if kind not in _known:
-        _known[kind] = next((_INNER[one.__name__] for one in kind.__mro__ if one.__name__ in _INNER), None)
-    return _known[kind]
-
-
 def unwrapped(model: Any) -> Any:
     """Return the module inside the wrappers around it, however many there are; by the names of their classes."""
-    inner = _inner_of(type(model))
+    inner = inner_of(type(model))
     return unwrapped(getattr(model, inner)) if inner is not None else model
-
-
-def has_wrapper_names(names: Iterable[str]) -> bool:
-    """Return whether there may be a wrapper's name among the keys of a ``state_dict``; quick, for 20,000 of them."""
-    together = "\0".join(names)
-    return any(f"{inner}." in together for inner in _INNER.values())
 
 
 class WrapperNames:
@@ -70,7 +43,7 @@ class WrapperNames:
         self._model = model
         # By the name of a module in the model: its name in checkpoints, and the module; None below what is not a module.
         self._modules: dict[str, tuple[str, Any]] = {}
-        self.wrapped = any(_inner_of(type(one)) is not None for one in model.modules())
+        self.wrapped = any(inner_of(type(one)) is not None for one in model.modules())
         self.short = {name: self.without(name) for name in names}
         """The keys in checkpoints by the names in the ``state_dict``."""
         if len(set(self.short.values())) < len(self.short):  # a wrapper with tensors of its own
@@ -122,7 +95,7 @@ class WrapperNames:
         above, _, part = name.rpartition(".")
         short, module = self._module(above)
         inner = None
-        while module is not None and (inner := _inner_of(type(module))) not in (None, part):
+        while module is not None and (inner := inner_of(type(module))) not in (None, part):
             module = parts_of(module)[2].get(str(inner))  # the wrapper has left its own name out
         if module is None:
             return _join(short, part), None

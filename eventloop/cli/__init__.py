@@ -18,7 +18,6 @@ from torch.distributed import is_torchelastic_launched
 
 from eventloop.cli import catalogue, configuration, dashboard, doctor, init, report, run, runs, trace
 from eventloop.cli.checkpoint import exchange, listing, show
-from eventloop.cli.common import expanded
 from eventloop.config.read import shortened
 from eventloop.errors import CheckpointDamagedError, TrainbusError
 from eventloop.observe import RunDamagedError
@@ -74,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for arrows and rules, which the terminal's encoding may lack
     given = sys.argv[1:] if arguments is None else arguments
-    words = run.with_auto([expanded(word) for word in given])
+    words = run.with_auto([_expanded(word) for word in given])
     names, groups, rest = app.parse_commands(words)
     if not rest and groups[-1].default_command is None:
         app.help_print(words, console=Console(stderr=True))
@@ -96,6 +95,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(1 if is_damage else 2, command, message, error)
     except KeyboardInterrupt as interrupt:
         return _fail(130, command, "interrupted", interrupt)
+
+
+def _expanded(word: str) -> str:
+    """Return an argument with ``~`` replaced in ``--out=~/x``: a shell expands it in ``--out ~/x`` only."""
+    option, equals, value = word.partition("=")
+    return f"{option}={os.path.expanduser(value)}" if equals and option.startswith("-") else word  # noqa: PTH111
 
 
 def _mistake(error: CycloptsError, names: Sequence[str]) -> str:

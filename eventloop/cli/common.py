@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,12 +18,6 @@ from eventloop.config.read import shortened
 from eventloop.errors import CheckpointError
 from eventloop.plain import as_json
 from eventloop.terminal import cell
-
-
-def expanded(word: str) -> str:
-    """Return an argument with ``~`` replaced in ``--out=~/x``: a shell expands it in ``--out ~/x`` only."""
-    option, equals, value = word.partition("=")
-    return f"{option}={os.path.expanduser(value)}" if equals and option.startswith("-") else word  # noqa: PTH111
 
 
 def _as_integer(_: Any, tokens: Sequence[Token]) -> int:

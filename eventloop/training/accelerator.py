@@ -11,8 +11,8 @@ from eventloop.errors import CheckpointError, ConfigurationError
 from eventloop.log import get_logger
 from eventloop.privates import custom_objects_of
 from eventloop.training.repeat import end_repeated
+from eventloop.training.saves.contents import flat, gather_weights
 from eventloop.training.saves.restore import HOSTED, Restore
-from eventloop.training.saves.weights import flat, gather_weights
 from eventloop.training.schema import how_far
 
 log = get_logger()

@@ -5,25 +5,30 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import msgspec
+import torch
 from msgspec import UNSET, Struct
 
 from eventloop.bus import Bus
-from eventloop.checkpoint import AnyPath
+from eventloop.checkpoint import AnyPath, WrapperNames
 from eventloop.errors import CheckpointError
 from eventloop.events import RunView
 from eventloop.log import get_logger
+from eventloop.privates import has_wrapper_names, metadata_of, with_metadata
 from eventloop.training.data import Feeds
-from eventloop.training.optimizers import forget_options, options_path, warn_of_overridden
+from eventloop.training.optimizers import forget_options, options_path, parameters_of, warn_of_overridden
 from eventloop.training.rng import get_rng_state, set_rng_state
 from eventloop.training.saves.optimizer_state import SavedOptimizer
-from eventloop.training.saves.parameters import parameter_names
-from eventloop.training.saves.weights import SavedWeights, by_model, flat, gather_weights
+from eventloop.training.saves.weights import SavedWeights
 from eventloop.training.schema import FORMAT, SavedBus, SavedCounts, SavedEntry, SavedRank, SavedState, Tree, read
 from eventloop.training.state import RunState
 
 log = get_logger()
+
+_named: WeakKeyDictionary[Any, tuple[list[int | str], str]] = WeakKeyDictionary()
+"""What the names of an optimizer's parameters depend on, and these: to look for 20,000 of them takes 40 ms."""
 
 
 class SavedRun(RunView, Protocol):
@@ -109,6 +114,54 @@ def _entry(run: SavedRun) -> Tree:
         "info": info,
         "last_validation": former,
     }
+
+
+# ----------------------------------------------------------------------------------------- weights and their names
+
+
+def flat(weights: Mapping[str, Any]) -> Any:
+    """Return weights by model as checkpoints have them: without the name of the only model."""
+    return weights["model"] if set(weights) == {"model"} else weights
+
+
+def by_model(models: Collection[str], saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the weights in a checkpoint by model."""
+    return {"model": saved} if set(models) == {"model"} else saved
+
+
+def gather_weights(models: Mapping[str, torch.nn.Module]) -> dict[str, Any]:
+    """Return the weights of each model without wrapper names in their keys, by reference."""
+    return {name: unwrapped_state(model) for name, model in models.items()}
+
+
+def unwrapped_state(model: torch.nn.Module) -> Any:
+    """Return ``model.state_dict()`` as it is, but for wrapper names in its keys and in the names of its ``_metadata``."""
+    values: dict[str, Any] = model.state_dict()
+    if not has_wrapper_names(map(str, values)):
+        return values
+    names = WrapperNames(model, values)
+    short = {names.short[name]: value for name, value in values.items()}
+    return with_metadata(short, names.metadata_without(metadata_of(values))) if names.wrapped else values
+
+
+def parameter_names(models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, str]:
+    """Return the names of each optimizer's parameters as keys in checkpoints, one a line.
+
+    Of several models, the model's name stands before the key. The line of a parameter that is in no model is empty.
+    """
+    facts: dict[str, list[int | str]] = {
+        name: [*(len(group["params"]) for group in one.param_groups), *models, *map(id, models.values())]
+        for name, one in optimizers.items()
+    }
+    if any(_named.get(one, ([], ""))[0] != facts[name] for name, one in optimizers.items()):
+        names: dict[int, str] = {}
+        for name, model in models.items():
+            prefix, named = "" if set(models) == {"model"} else f"{name}.", dict(model.named_parameters(remove_duplicate=False))
+            for long, key in WrapperNames(model, named).short.items():
+                names.setdefault(id(named[long]), f"{prefix}{key}")
+        for owner, one in optimizers.items():
+            _named[one] = facts[owner], "\n".join(names.get(id(parameter), "") for parameter in parameters_of(one))
+    return {name: _named[one][1] for name, one in optimizers.items()}
 
 
 # ------------------------------------------------------------------------------------------------------------- restore

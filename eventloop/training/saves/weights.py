@@ -1,8 +1,8 @@
-"""The weights of models in a saved state: gather them, and load them as each model's own ``load_state_dict`` decides."""
+"""Load the weights of a model in a saved state as its own ``load_state_dict`` decides, and name them as checkpoints do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch.nn.parameter import is_lazy
 from eventloop.checkpoint import (
     AsPath,
     WrapperNames,
-    has_wrapper_names,
     load_whole,
     pick_weights,
     same_but_for_wrappers,
@@ -21,31 +20,6 @@ from eventloop.log import get_logger
 from eventloop.privates import metadata_of, with_metadata
 
 log = get_logger()
-
-
-def flat(weights: Mapping[str, Any]) -> Any:
-    """Return weights by model as checkpoints have them: without the name of the only model."""
-    return weights["model"] if set(weights) == {"model"} else weights
-
-
-def by_model(models: Collection[str], saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the weights in a checkpoint by model."""
-    return {"model": saved} if set(models) == {"model"} else saved
-
-
-def gather_weights(models: Mapping[str, torch.nn.Module]) -> dict[str, Any]:
-    """Return the weights of each model without wrapper names in their keys, by reference."""
-    return {name: unwrapped_state(model) for name, model in models.items()}
-
-
-def unwrapped_state(model: torch.nn.Module) -> Any:
-    """Return ``model.state_dict()`` as it is, but for wrapper names in its keys and in the names of its ``_metadata``."""
-    values: dict[str, Any] = model.state_dict()
-    if not has_wrapper_names(map(str, values)):
-        return values
-    names = WrapperNames(model, values)
-    short = {names.short[name]: value for name, value in values.items()}
-    return with_metadata(short, names.metadata_without(metadata_of(values))) if names.wrapped else values
 
 
 def checkpoint_names(model: torch.nn.Module) -> WrapperNames:
