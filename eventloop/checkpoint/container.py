@@ -13,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Final
 
 import msgspec
+import orjson
 import torch
 
 from eventloop.checkpoint.commit import DIGEST_BYTES
-from eventloop.errors import CheckpointDamagedError
+from eventloop.errors import CheckpointDamagedError, CheckpointValueError
 from eventloop.user_errors import contextmanager
 
 FORMAT: Final = "trainbus.checkpoint"
@@ -158,3 +159,23 @@ def _check_tensors(tensors: dict[str, TensorInfo], data_bytes: int) -> None:
     begin, after = tensors[TREE].data_offsets
     if after - begin > MAX_TREE_BYTES:
         raise CheckpointDamagedError(f"the header promises a tree of {after - begin:,} bytes; the limit is {MAX_TREE_BYTES:,}")
+
+
+def unique_name(path: str, taken: dict[str, TensorInfo]) -> str:
+    """Return the name in the header of a tensor, from its path; for people, as the tree keeps the exact keys."""
+    # JSON cannot hold lone surrogates.
+    wanted = path.encode("utf-8", "replace").decode() or "tensor"
+    name, number = wanted, 2
+    while name in taken or name in RESERVED:
+        name, number = f"{wanted}#{number}", number + 1
+    return name
+
+
+def render_start(tensors: dict[str, TensorInfo]) -> bytes:
+    """Return the JSON of the user's tensors: the part of a header that stays the same while the set of tensors does."""
+    metadata = {"format": FORMAT, "version": str(VERSION), "digest": "crc32"}
+    plain = {name: msgspec.structs.asdict(info) for name, info in tensors.items()}
+    start = orjson.dumps({METADATA: metadata, **plain})[:-1]
+    if len(start) > MAX_HEADER_BYTES - 1000:
+        raise CheckpointValueError(f"{len(tensors):,} tensors need a header of {len(start):,} bytes; 100 MB is the limit")
+    return start

@@ -10,12 +10,15 @@ memory; ``torch.save`` would write the memory of the gaps too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Annotated, Final
 
 import msgspec
 import torch
+
+from eventloop.checkpoint.container import FOREIGN_NAMES, SAFE_NAMES
+from eventloop.errors import CheckpointValueError
 
 GRAD: Final = 1
 """Set in the kind of a tensor that requires a gradient;"""
@@ -94,3 +97,19 @@ def reinterpreted(tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]
     if not tensor.numel():
         return torch.empty(shape, dtype=dtype)  # torch refuses some shapes, whose strides are not to be counted
     return torch.empty(0, dtype=dtype).set_(tensor.untyped_storage(), 0, tuple(shape), contiguous_strides(shape))
+
+
+def check_storable(tensors: Sequence[torch.Tensor], path: Callable[[int], str]) -> None:
+    """Raise CheckpointValueError for a tensor that no file can hold; ``path`` gives that of a tensor by its index."""
+    for index, tensor in enumerate(tensors):
+        if tensor.layout is not torch.strided:
+            problem, way_out = str(tensor.layout).removeprefix("torch."), "x.to_dense(), or its indices and values"
+        elif tensor.is_quantized:
+            problem, way_out = "quantised", "x.int_repr(), with its scale and zero point"
+        elif tensor.is_meta:
+            problem, way_out = "meta", "one with memory (module.to_empty(device=...))"
+        elif tensor.dtype not in SAFE_NAMES and tensor.dtype not in FOREIGN_NAMES:
+            problem, way_out = str(tensor.dtype).removeprefix("torch."), "x.view(torch.uint8)"
+        else:
+            continue
+        raise CheckpointValueError(f"{path(index) or 'the tree'}: cannot store a {problem} tensor; store {way_out}")

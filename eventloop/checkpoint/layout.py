@@ -1,4 +1,9 @@
-"""Lay out the tensors of a tree in the buffer and in the file; computed once while the set of tensors stays the same."""
+"""Lay out the tensors of a tree in the buffer and in the file; computed once while the set of tensors stays the same.
+
+Whether they are still those of the layout is checked at every save, for 20,000 tensors perhaps. So the check looks at each one
+as rarely as it can, and makes nothing that the garbage collector tracks. Of tensors that are joined it leaves to the copy what
+that refuses by itself: other shapes, and in grad mode tensors that require a gradient.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +11,27 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, Final, NamedTuple
 
 import msgspec
 import orjson
 import torch
 
-from eventloop.checkpoint.batch import Batch, Changed, Join, Tensors, form_of, pointers_of
 from eventloop.checkpoint.commit import DIGEST_BYTES
 from eventloop.checkpoint.container import (
     DIGEST,
     FOREIGN_NAMES,
-    FORMAT,
     LENGTH_BYTES,
-    MAX_HEADER_BYTES,
     MAX_TREE_BYTES,
-    METADATA,
-    RESERVED,
     SAFE_NAMES,
     TREE,
-    VERSION,
     ForeignInfo,
     TensorInfo,
+    render_start,
+    unique_name,
 )
-from eventloop.checkpoint.forms import in_tree, is_exact, kind_of, strides_to_keep, with_strides
+from eventloop.checkpoint.forms import check_storable, in_tree, is_exact, kind_of, needs_grad, strides_to_keep, with_strides
 from eventloop.checkpoint.tree import FlatTree
 from eventloop.device import any_asynchronous, any_elsewhere
 from eventloop.errors import CheckpointValueError
@@ -46,6 +47,56 @@ _JOIN_UP_TO: Final = 1 << 18
 """Bytes per tensor up to which one ``torch.cat`` is faster than as many copies (20,000 of 4 KB: 16 ms instead of 35)."""
 
 _pack: Final = msgspec.msgpack.Encoder().encode
+
+
+_dtype: Final = attrgetter("dtype")
+Tensors = Sequence[torch.Tensor]
+Join = Callable[..., torch.Tensor]
+
+
+class Changed(Exception):  # noqa: N818 - not an error: it asks for a new layout
+    """The tensors differ from the layout."""
+
+
+class Batch(NamedTuple):
+    """Tensors that lie side by side in the file and are copied by one call."""
+
+    start: int
+    """Position of the first one in the order of the file."""
+    stop: int
+    pick: Callable[[Tensors], tuple[torch.Tensor, ...]]
+    """Picks them from all tensors of a tree."""
+    join: Join | None
+    """``torch.stack``, ``torch.cat`` or None: how to copy them by one call; by themselves without one."""
+    shape: tuple[int, ...]
+    """Of what ``join`` makes."""
+    exact: bool
+    """Strides and ``requires_grad`` are compared one by one. Else all are contiguous, and none needs a gradient."""
+    form: list[Any]
+    pointers: list[int]
+
+    def check(self, sources: Tensors, *, joins: bool = True) -> None:
+        """Raise Changed if tensors differ from the layout; with ``joins``, in a way that ``copy`` will not report."""
+        if _form(sources, self.join, exact=self.exact) != self.form:
+            raise Changed
+        if self.exact:
+            return
+        if sources[0].dim() > 1 and not all(map(torch.Tensor.is_contiguous, sources)):
+            raise Changed
+        if not (joins and not torch.is_inference_mode_enabled()) and any(map(needs_grad, sources)):
+            raise Changed
+
+    def copy(self, sources: Tensors, target: Any) -> None:
+        """Copy tensors into their views, or joined into one."""
+        if self.join is None:
+            foreach_copy_(target, sources)  # type: ignore[arg-type]  # a picker makes tuples
+            return
+        with torch.set_grad_enabled(not self.exact):  # an ``out=`` that would need a gradient is a RuntimeError
+            self.join(sources, out=target)
+
+    def moved(self, sources: Tensors) -> bool:
+        """Return whether tensors are at other addresses. Ask after the copy: it fetches from memory what this reads."""
+        return _pointers(sources) != self.pointers
 
 
 class Pair(NamedTuple):
@@ -74,7 +125,7 @@ class Layout:
     """Offsets, names and the first part of the header for one set of tensors, all of which can be staged."""
 
     def __init__(self, flat: FlatTree) -> None:
-        _check(flat)
+        check_storable(flat.tensors, flat.path)
         tensors = flat.tensors
         self._paths = (flat.parents, flat.keys, flat.parameters)
         self._originals = _originals(tensors)
@@ -113,9 +164,9 @@ class Layout:
                 stored, foreign[rank] = (self.bytes - begin,), ForeignInfo(FOREIGN_NAMES[dtype], shape)
             if (kept := strides_to_keep(flat.tensors[index])) is not None:
                 strides[rank] = kept
-            name = _unique_name(flat.path(index), infos)
+            name = unique_name(flat.path(index), infos)
             infos[name] = TensorInfo(SAFE_NAMES.get(dtype, "U8"), stored, (begin, self.bytes))
-        self._start = _render_start(infos)
+        self._start = render_start(infos)
         ranks = {index: rank for rank, index in enumerate(self.order)}
         #: For each tensor of the tree, the position of its copy in the order of the file.
         self.slots = [ranks[original] for original in self._originals]
@@ -166,7 +217,7 @@ class Layout:
 
     def _facts_of_neighbours(self, tensors: Tensors) -> tuple[list[Any], list[int], list[Any]]:
         neighbours = self._pick_neighbours(tensors)
-        return form_of(neighbours, None, exact=True), pointers_of(neighbours), list(map(_strided, neighbours))
+        return _form(neighbours, None, exact=True), _pointers(neighbours), list(map(_strided, neighbours))
 
     def views(self, memory: torch.Tensor) -> list[torch.Tensor]:
         """Return one view of ``memory`` (flat, uint8) per staged tensor, in the order of the file."""
@@ -200,7 +251,7 @@ class Layout:
                 sources = pick(tensors)
                 start, end = end, end + len(part)
                 exact = join is None or self._exact[part[0]]
-                yield Batch(start, end, pick, join, shape, exact, form_of(sources, join, exact=exact), pointers_of(sources))
+                yield Batch(start, end, pick, join, shape, exact, _form(sources, join, exact=exact), _pointers(sources))
 
     def _join(self, part: list[int]) -> tuple[Join, tuple[int, ...]]:
         shapes = [self._shapes[index] for index in part]
@@ -252,38 +303,20 @@ def _is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one is other or (one.dtype == other.dtype and one.device == other.device and _strided(one) == _strided(other))
 
 
-def _check(flat: FlatTree) -> None:
-    for index, tensor in enumerate(flat.tensors):
-        if tensor.layout is not torch.strided:
-            problem, way_out = str(tensor.layout).removeprefix("torch."), "x.to_dense(), or its indices and values"
-        elif tensor.is_quantized:
-            problem, way_out = "quantised", "x.int_repr(), with its scale and zero point"
-        elif tensor.is_meta:
-            problem, way_out = "meta", "one with memory (module.to_empty(device=...))"
-        elif tensor.dtype not in SAFE_NAMES and tensor.dtype not in FOREIGN_NAMES:
-            problem, way_out = str(tensor.dtype).removeprefix("torch."), "x.view(torch.uint8)"
-        else:
-            continue
-        raise CheckpointValueError(f"{flat.path(index) or 'the tree'}: cannot store a {problem} tensor; store {way_out}")
+def _form(tensors: Tensors, join: Join | None, *, exact: bool) -> list[Any]:
+    """Return the facts of all tensors, one after the other, without running Python for each tensor."""
+    further = [*map(torch.Tensor.stride, tensors), *map(needs_grad, tensors)] if exact else []
+    if join is None:
+        return [*map(_dtype, tensors), *map(torch.Tensor.numel, tensors), *map(torch.Tensor.dim, tensors), *further]
+    first = tuple(tensors[0].shape)
+    if join is torch.stack:  # which wants all of them to have that shape
+        return [first, *map(_dtype, tensors), *further]
+    return [first[1:], *map(_dtype, tensors), *map(torch.Tensor.numel, tensors), *further]
 
 
-def _unique_name(path: str, taken: dict[str, TensorInfo]) -> str:
-    # JSON cannot hold lone surrogates; the tree keeps the exact key, the name is for people.
-    wanted = path.encode("utf-8", "replace").decode() or "tensor"
-    name, number = wanted, 2
-    while name in taken or name in RESERVED:
-        name, number = f"{wanted}#{number}", number + 1
-    return name
-
-
-def _render_start(tensors: dict[str, TensorInfo]) -> bytes:
-    """Return the JSON of the user's tensors: the part of a header that stays the same while the set of tensors does."""
-    metadata = {"format": FORMAT, "version": str(VERSION), "digest": "crc32"}
-    plain = {name: msgspec.structs.asdict(info) for name, info in tensors.items()}
-    start = orjson.dumps({METADATA: metadata, **plain})[:-1]
-    if len(start) > MAX_HEADER_BYTES - 1000:
-        raise CheckpointValueError(f"{len(tensors):,} tensors need a header of {len(start):,} bytes; 100 MB is the limit")
-    return start
+def _pointers(tensors: Tensors) -> list[int]:
+    """Return the addresses of all tensors."""
+    return list(map(torch.Tensor.data_ptr, tensors))
 
 
 def with_length(text: bytes) -> bytes:

@@ -13,9 +13,8 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from eventloop.checkpoint.batch import Batch, Changed, Tensors
 from eventloop.checkpoint.commit import DIGEST_BYTES, Pieces, crc32, readable
-from eventloop.checkpoint.layout import Layout, Pair, by_device, copy
+from eventloop.checkpoint.layout import Batch, Changed, Layout, Pair, Tensors, by_device, copy
 from eventloop.checkpoint.memory import allocate
 from eventloop.checkpoint.overlap import Overlap
 from eventloop.checkpoint.rebuild import unflatten

@@ -133,7 +133,7 @@ def test_more_than_is_read_is_refused_when_it_is_saved(tmp_path, monkeypatch):
     monkeypatch.setattr("eventloop.checkpoint.layout.MAX_TREE_BYTES", 1000)
     for good in ({"loss": list(range(8))}, {"a": bytes(900)}):
         save(good, tmp_path / "a")
-    monkeypatch.setattr("eventloop.checkpoint.layout.MAX_HEADER_BYTES", 1400)
+    monkeypatch.setattr("eventloop.checkpoint.container.MAX_HEADER_BYTES", 1400)
     hiding = OrderedDict(a=1)
     vars(hiding)["pop"] = 1
     for bad, named in (
