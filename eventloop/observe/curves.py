@@ -42,22 +42,29 @@ class Curve(NamedTuple):
     values: Array
 
     def thinned(self, most: int) -> Curve:
-        """Return at most ``most`` points: both ends, and of equal parts the least, the greatest and the first NaN."""
-        number = len(self.values)
-        if number <= most:
+        """Return at most ``most`` points, which keep the look of the curve: the :func:`extremes` of parts of equal length."""
+        if len(self.values) <= most:
             return self
-        finite = np.isfinite(self.values)
-        parts = max(1, (most - 2) // (2 if finite.all() else 3))
-        starts = np.linspace(0, number, parts, endpoint=False).astype(np.int64)
-        order = np.repeat(np.arange(parts), np.diff(np.append(starts, number)))
-        kept = [0, number - 1]
-        for key in (np.where(finite, self.values, np.inf), np.where(finite, -self.values, np.inf), finite.astype(np.float64)):
-            # Within its part, the point with the least key comes first.
-            kept.extend(np.lexsort((key, order))[starts])
-        if finite.all():
-            kept = kept[: 2 + 2 * parts]
-        chosen = np.unique(kept)
+        parts = max(1, (most - 2) // (2 if np.isfinite(self.values).all() else 3))
+        first, last = self.iterations[0], self.iterations[-1]
+        bins = np.minimum((self.iterations - first) / (last - first) * parts, parts - 1).astype(np.int64)
+        chosen = extremes(bins, self.values)
         return Curve(*(column[chosen] for column in self))
+
+
+def extremes(bins: NDArray[np.int64], values: Array) -> NDArray[np.int64]:
+    """Return the places, in their order, of the points that show a curve as all of its points would.
+
+    They are both ends, and in each bin the least value, the greatest and the first that is not finite. ``bins`` has the number
+    of each point's bin. ``thin`` in ``assets/curves.js`` has the same rule.
+    """
+    finite = np.isfinite(values)
+    within, bad = np.flatnonzero(finite), np.flatnonzero(~finite)
+    kept = [np.array([0, len(values) - 1]), bad[np.unique(bins[bad], return_index=True)[1]]]
+    for sign in (1, -1):
+        order = within[np.lexsort((sign * values[within], bins[within]))]  # of equal values, the first one
+        kept.append(order[np.unique(bins[order], return_index=True)[1]])
+    return np.unique(np.concatenate(kept))
 
 
 def read_curves(lines: Iterable[Mapping[str, Any]], cuts: Iterable[Cut] = ()) -> dict[str, Curve]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import msgspec
+import numpy as np
 import pytest
 
 from eventloop import Bus
 from eventloop.observe.costs import Growth
+from eventloop.observe.curves import extremes
 from eventloop.observe.dashboard import FolderWatcher, Watcher
 from eventloop.observe.dashboard.watcher import shortened
 from hooks import CheckpointHook
@@ -82,6 +85,27 @@ def test_curves_grow_and_costs_are_shown_and_memory_that_was_freed_shrank(server
         growth = [Growth("process", -537_000, 60.0, 100)]
         server.board.get(1).costs(shortened(msgspec.structs.replace(job.bus.costs(), growth=growth)))
         wait(tab, "steps", "process shrank by 537 kB")
+
+
+def test_a_long_curve_has_its_spikes_and_one_rule_thins_it_here_and_there(server, tab):
+    losses = [1.0 + at * 7919 % 101 / 1000 for at in range(20_000)]
+    losses[4_321], losses[15_000] = 900.0, -5.0
+    page = server.board.begin(None)
+    for begin in range(0, 20_000, 500):
+        page.messages.add((at + 1, 1, 0.0, {"loss": losses[at]}) for at in range(begin, begin + 500))
+    tab.goto(f"{server.url.partition('?')[0]}runs/1/")
+    tab.wait_for_selector("figure canvas")
+    tab.wait_for_function(f"() => /up to iteration 20,000: .*, from -5(.0*)? to 900(.0*)?$/.test({LOSS})")
+    places, values = np.arange(1, 20_001), np.array(losses)
+    values[[700, 702]] = np.nan
+    chosen = extremes(places // 64, values)
+    assert {0, 4_321, 15_000, 700, 19_999} <= set(chosen.tolist())
+    drawn = tab.evaluate("y => thin(y.map((_, index) => index + 1), y, 64)", as_null(values))
+    assert drawn == [places[chosen].tolist(), as_null(values[chosen])]
+
+
+def as_null(values):
+    return [None if math.isnan(value) else value for value in values.tolist()]
 
 
 def under_cursor(tab, name):

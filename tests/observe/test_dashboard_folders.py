@@ -107,8 +107,8 @@ def test_lines_without_a_scalar_are_no_lines_with_a_nan(tmp_path):
     board, watcher = watch(tmp_path)
     watcher.look()
     [page] = board
-    values = [data["values"] for kind, data in told(page) if kind == "scalars"]
-    assert values == [{"loss": [1.0]}, {"lr": [0.1]}, {"loss": [None]}]
+    columns = [(data["iter"], data["values"], data["at"]) for kind, data in told(page) if kind == "scalars"]
+    assert columns == [([1, 3, 4], {"loss": [1.0, None], "lr": [0.1]}, {"loss": [0, 2], "lr": [1]})]
 
 
 def test_damaged_numbers_are_left_out(tmp_path):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import re
-from itertools import pairwise
 
 import anyio
 import pytest
@@ -24,22 +24,47 @@ def iterations(messages):
     return [int(one) for columns in re.findall(r'"iter":\[([\d,]*)\]', told(messages)) for one in columns.split(",")]
 
 
-def test_a_long_run_keeps_bounded_memory_with_evenly_thinned_scalars():
+def columns_of(messages):
+    """Return the bins' width, and of each scalar its iterations and values, as the page reads them."""
+    width, curves = 1, {}
+    for text in re.findall(r"event: scalars\ndata: (.*)\n", told(messages)):
+        columns = json.loads(text)
+        width = max(width, columns["width"])
+        for name, values in columns["values"].items():
+            places = columns["at"].get(name, range(len(columns["iter"])))
+            curve = curves.setdefault(name, {})
+            curve |= {columns["iter"][place]: value for place, value in zip(places, values, strict=True)}
+    return width, curves
+
+
+def test_a_long_run_keeps_bounded_memory_and_the_least_and_greatest_of_each_part():
     one = MessageLog()
     one.post("hello", {"name": "long"})
+    losses = {number: 1.0 + number * 7919 % 101 / 1000 for number in range(1, 100_001)} | {40_007: 900.0, 70_001: -5.0}
     for begin in range(0, 100_000, 250):
-        one.add((number + 1, 1, 0.0, {"loss": 1.0}) for number in range(begin, begin + 250))
+        one.add(
+            (number, 1, 0.0, {"loss": losses[number]} | ({"rare": losses[number]} if number % 1000 == 0 else {}))
+            for number in range(begin + 1, begin + 251)
+        )
         one.post("metrics", {"at": begin})
     messages, number, over = one.read()
-    kept = iterations(messages)
-    assert len(kept) <= 4000
-    assert kept[-500:] == list(range(99_501, 100_001))
-    old = [iteration for iteration in kept if iteration <= 95_000]
-    assert len({later - earlier for earlier, later in pairwise(old)}) == 1
-    assert old[0] < 200
+    width, curves = columns_of(messages)
+    kept = curves["loss"]
+    assert 1000 < len(kept) <= 4000
+    assert {1, 100_000, 40_007, 70_001} <= kept.keys()
+    for begin in range(width, 100_000 - width, width):  # the same in each bin, old or new
+        own = range(begin, begin + width)
+        assert {min(losses[at] for at in own), max(losses[at] for at in own)} <= {kept[at] for at in own if at in kept}
+    assert curves["rare"] == {at: losses[at] for at in range(1000, 100_001, 1000)}  # its own points count
     assert number == 1 + 100_000 + 400
     assert not over
     assert told(messages).startswith("id: 1\nevent: hello\n")
+
+
+def test_points_of_one_iteration_are_thinned_too():
+    one = MessageLog()
+    one.add((7, 1, 0.0, {"loss": float(number % 10)}) for number in range(5000))
+    assert len(one.points()) <= 4
 
 
 def test_notes_are_bounded_and_the_first_one_stays():

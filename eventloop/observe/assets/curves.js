@@ -20,3 +20,21 @@ function smoothed(values, weight) {
     return mean / total;
   });
 }
+
+/** Keep both ends, and of each `width` iterations the least value, the greatest and the first null: extremes() in observe/curves.py. */
+function thin(x, y, width) {
+  const kept = new Set([0, x.length - 1]), bin = index => Math.floor(x[index] / width);
+  for (let start = 0, index = 0; start < x.length; start = index) {
+    let least = -1, greatest = -1, bad = -1;
+    for (; index < x.length && bin(index) === bin(start); index++) {
+      if (y[index] === null) bad = bad < 0 ? index : bad;
+      else {
+        if (least < 0 || y[index] < y[least]) least = index;
+        if (greatest < 0 || y[index] > y[greatest]) greatest = index;
+      }
+    }
+    for (const one of [least, greatest, bad]) if (one >= 0) kept.add(one);
+  }
+  const keep = (_, index) => kept.has(index);
+  return [x.filter(keep), y.filter(keep)];
+}

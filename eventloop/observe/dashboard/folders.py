@@ -6,7 +6,6 @@ import math
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,9 +56,7 @@ class _Followed:
         if page is None or page.over:
             return
         page.settings = settings_of(story)
-        points = map(_point, rows[self._scalars :])
-        for names, group in groupby(points, lambda point: list(point[3])):  # a name that is missing is no NaN
-            page.messages.add(group if names else ())
+        page.messages.add(point for point in map(_point, rows[self._scalars :]) if point[3])
         for line in lines[self._lines :]:
             if isinstance(line, Measured):
                 page.costs(shortened(line.costs))

@@ -8,27 +8,29 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import orjson
 
+from eventloop.observe.curves import extremes
 from eventloop.plain import as_json
 
-_MOST_POINTS: Final = 4000
-_RECENT: Final = 500  # number of newest points kept at full resolution when older points are thinned out
+_MOST_POINTS: Final = 4000  # of one scalar
 _MOST_NOTES: Final = 2000
 _MOST_NAMES: Final = 64  # most names of scalars; further names are dropped, because events may bring any number of them
 
 
 class Point(NamedTuple):
-    """The scalars of one training iteration."""
+    """The scalars of one training iteration that are kept."""
 
     number: int
     iter: int
     epoch: int
     time: float
-    values: Mapping[str, float | None]
+    values: Mapping[str, float]
 
 
 class _Message(NamedTuple):
@@ -44,7 +46,7 @@ class _Message(NamedTuple):
 class MessageLog:
     """The messages of one run. Every method may be called from any thread.
 
-    - More than 4,000 points are thinned out evenly, except the newest.
+    - Of a scalar with more than 4,000 points, each ``width`` iterations keep their extremes: the fewer, the longer the run.
     - Messages with ``replace=True``: the last of each kind is kept.
     - Other messages: the last 2,000 are kept.
     """
@@ -53,7 +55,8 @@ class MessageLog:
         self._lock = threading.Lock()
         self._messages: list[_Message] = []
         self._names: set[str] = set()
-        self._stride = 1
+        self._width = 1
+        self._counts: Counter[str] = Counter()
         self.number = 0  # number of the last message or point
         self.over = False  # True after the last message
 
@@ -80,18 +83,21 @@ class MessageLog:
             ]
             if new:
                 self.number = new[-1].number
-                self._messages.append(_scalars(new))
-                self._thin()
+                self._messages.append(_scalars(new, self._width))
+                for point in new:
+                    self._counts.update(point.values.keys())
+                if max(self._counts.values(), default=0) > _MOST_POINTS:
+                    self._thin()
 
     def read(self, seen: int = 0) -> tuple[list[bytes], int, bool]:
         """Return the messages after number ``seen`` as server-sent events, the last number, and whether it was the last one."""
         with self._lock:
             start = bisect_right(self._messages, seen, key=lambda one: one.last)
-            messages, number, over = self._messages[start:], self.number, self.over
+            messages, number, over, width = self._messages[start:], self.number, self.over, self._width
         bodies = [
             one.data
             if one.first > seen or not one.points
-            else _scalars([point for point in one.points if point.number > seen]).data
+            else _scalars([point for point in one.points if point.number > seen], width).data
             for one in messages
         ]
         return bodies, number, over
@@ -101,8 +107,8 @@ class MessageLog:
         with self._lock:
             return [point for one in self._messages for point in one.points]
 
-    def _known(self, values: Mapping[str, Any]) -> dict[str, float | None]:
-        known: dict[str, float | None] = {}
+    def _known(self, values: Mapping[str, Any]) -> dict[str, float]:
+        known: dict[str, float] = {}
         for name, value in values.items():
             if isinstance(value, str) or not (name in self._names or len(self._names) < _MOST_NAMES):
                 continue
@@ -111,22 +117,27 @@ class MessageLog:
         return known
 
     def _thin(self) -> None:
+        """Keep the extremes of each bin. Widen the bins until no scalar has more than half of the points."""
         points = [point for one in self._messages for point in one.points]
-        if len(points) <= _MOST_POINTS:
-            return
-        recent = points[-_RECENT].number
-        while len(points := [one for one in points if one.number >= recent or one.iter % self._stride == 0]) > _MOST_POINTS / 2:
-            self._stride *= 2
-        kept = {point.number for point in points}
+        kept: dict[int, dict[str, float]] = {}
+        while not kept or max(self._counts.values()) > _MOST_POINTS / 2:
+            self._width *= 2 if kept else 1
+            kept, self._counts = {}, Counter()
+            for name in self._names:
+                own = [point for point in points if name in point.values]
+                bins = np.array([point.iter // self._width for point in own], np.int64)
+                chosen = extremes(bins, np.array([point.values[name] for point in own], np.float64))
+                self._counts[name] = len(chosen)
+                for point in map(own.__getitem__, chosen):
+                    kept.setdefault(point.number, {})[name] = point.values[name]
         messages: list[_Message] = []
         for one in self._messages:
-            if not one.points:
-                messages.append(one)
-            elif left := [point for point in one.points if point.number in kept]:
-                if messages and messages[-1].points and messages[-1].points[-1].values.keys() == left[0].values.keys():
-                    left = [*messages.pop().points, *left]
-                messages.append(_Message(left[0].number, left[-1].number, "scalars", b"", left))
-        self._messages = [_scalars(one.points) if one.points else one for one in messages]
+            left = [point._replace(values=kept[point.number]) for point in one.points if point.number in kept]
+            if left and messages and messages[-1].points:
+                left = [*messages.pop().points, *left]
+            if left or not one.points:
+                messages.append(_Message(left[0].number, left[-1].number, "scalars", b"", left) if left else one)
+        self._messages = [_scalars(one.points, self._width) if one.points else one for one in messages]
 
     def _drop_notes(self) -> None:
         notes = sum(not one.points for one in self._messages)
@@ -136,13 +147,19 @@ class MessageLog:
             del self._messages[oldest]
 
 
-def _scalars(points: Sequence[Point]) -> _Message:
-    names = dict.fromkeys(name for point in points for name in point.values)
+def _scalars(points: Sequence[Point], width: int) -> _Message:
+    """Return a message of points: ``at`` has the places of the values of a scalar that not all of the points have."""
+    at: dict[str, list[int]] = {}
+    for index, point in enumerate(points):
+        for name in point.values:
+            at.setdefault(name, []).append(index)
     columns = {
         "iter": [point.iter for point in points],
         "epoch": [point.epoch for point in points],
         "time": [point.time for point in points],
-        "values": {name: [point.values.get(name) for point in points] for name in names},
+        "values": {name: [points[index].values[name] for index in own] for name, own in at.items()},
+        "at": {name: own for name, own in at.items() if len(own) < len(points)},
+        "width": width,
     }
     return _encoded(points[0].number, points[-1].number, "scalars", columns, points)
 

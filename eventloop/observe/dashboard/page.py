@@ -133,12 +133,12 @@ class RunPage:
         """Return the curves of the run for a chart of several runs: name, stage, iterations and values of each, thinned."""
         found: dict[tuple[str, str], tuple[list[float], list[float]]] = {}
 
-        def add(name: str, stage: str, iteration: int, value: float | None) -> None:
+        def add(name: str, stage: str, iteration: int, value: float) -> None:
             stage, name = stage_and_name(name, stage)
             iterations, values = found.setdefault((name, stage), ([], []))
             if not iterations or iteration > iterations[-1]:
                 iterations.append(iteration)
-                values.append(math.nan if value is None else value)
+                values.append(value)
 
         for point in self.messages.points():
             for name, value in point.values.items():

@@ -2,21 +2,23 @@
 
 import { make, show, whole } from "./common.js";
 
-const MOST = 8000;  // points of a curve; beyond, every second one of the older half goes
+const MOST = 8000;  // points of a curve; beyond, its bins become wider
 const HEIGHT = 210;
 const LAST = ["lr", "momentum", "time", "data_time", "eta", "epoch"];  // of less interest, below the others
 const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 class Curve {
-  constructor() { this.x = []; this.y = []; }
+  constructor() { this.x = []; this.y = []; this.width = 1; }
   add(x, y) {
     if (this.x.length && x <= this.x.at(-1)) return;
     this.x.push(x);
     this.y.push(y);
-    if (this.x.length <= MOST) return;
-    const keep = (_, index) => index > MOST / 2 || index % 2 === 0;
-    this.x = this.x.filter(keep);
-    this.y = this.y.filter(keep);
+    while (this.x.length > MOST) this.thin(2 * this.width);
+  }
+  /** Thin what has come, by bins of at least this width. All of the curve has the same: else its look would change. */
+  thin(width) {
+    this.width = Math.max(this.width, width);
+    if (this.width > 1) [this.x, this.y] = thin(this.x, this.y, this.width);
   }
 }
 
@@ -125,10 +127,12 @@ export class Charts {
     if (sorted.some((element, index) => element !== this.place.children[index])) this.place.replaceChildren(...sorted);
   }
 
-  add(iterations, values) {
+  /** Add columns of values; `at` has the places of a column that has gaps. */
+  add(iterations, values, at, width) {
     for (const [name, column] of Object.entries(values)) {
-      const [stage, common] = stageAndName(name, "train"), curve = this.chart(common).curve(stage);
-      column.forEach((value, index) => { if (value !== undefined) curve.add(iterations[index], value); });
+      const [stage, common] = stageAndName(name, "train"), curve = this.chart(common).curve(stage), places = at[name];
+      column.forEach((value, index) => curve.add(iterations[places ? places[index] : index], value));
+      curve.thin(width);
     }
   }
 

@@ -15,15 +15,18 @@ const received = {
     if (lr) run.lr = lr;
   },
   progress(limits) { Object.assign(run, limits); },
-  scalars({ iter, epoch, time, values }) {
-    charts.add(iter, values);
+  scalars({ iter, epoch, time, values, at, width }) {
+    charts.add(iter, values, at, width);
     run.iter = Math.max(run.iter, iter.at(-1));
     run.epoch = epoch.at(-1);
     speed(iter.at(-1), time.at(-1));
     if (values.lr?.at(-1)) run.lr = values.lr.at(-1);
     for (const [name, column] of Object.entries(values)) {
       const bad = column.findIndex(value => value === null);
-      if (bad >= 0 && name === "loss" && !run.bad) { run.bad = true; note(time[bad], iter[bad], "the loss is not a finite number", "bad"); }
+      if (bad < 0 || name !== "loss" || run.bad) continue;
+      const place = at.loss ? at.loss[bad] : bad;
+      run.bad = true;
+      note(time[place], iter[place], "the loss is not a finite number", "bad");
     }
   },
   validation: ({ time, iter, metrics }) => evaluated("val", "validation", time, iter, metrics),
