@@ -13,6 +13,7 @@ from eventloop import Bus, ConfigurationError, Run
 from eventloop.checkpoint import load
 from eventloop.events import AfterRun, AfterTrainIter, BeforeRun, Progress
 from eventloop.observe.dashboard import Board, Server, Watcher
+from eventloop.observe.record import Pause
 from hooks import CheckpointHook, Dashboard
 
 from ..hooks.conftest import loss_of, small_model
@@ -347,3 +348,12 @@ def test_a_page_hears_the_end_although_the_program_ends_with_the_run(tmp_path):
         done = script.wait(60)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_run_that_is_paused_at_once_is_not_shown_as_pausing(server, monkeypatch):
+    with watched(server, slow=True) as job:
+        until(lambda: job.loop.counters.iter > 5)
+        page = server.board.get(1)
+        monkeypatch.setattr(type(page.story.run()), "pause", lambda run: page.add(Pause(time=0.0, begins=True)))
+        page.command("pause")
+        assert page.summary()["state"] == "paused"

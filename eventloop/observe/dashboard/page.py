@@ -108,15 +108,15 @@ class RunPage:
             raise CommandRefusedError(self.refusals[name])
         match name:
             case "pause":
+                self._ask(RunStatus.PAUSING)  # first, because the run may be paused at once
                 run.pause()
-                self._ask(RunStatus.PAUSING)
             case "resume":
                 run.resume()
                 if self.story.state is RunStatus.PAUSING:  # it was not paused yet, so no run_resumed will come
                     self._ask(RunStatus.RUNNING)
             case "stop":
-                run.stop("stopped from the dashboard")
                 self._ask(RunStatus.STOPPING)
+                run.stop("stopped from the dashboard")
             case "checkpoint":
                 run.checkpoint_now()
                 self.note("asked", what="a checkpoint")
