@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import warnings
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
@@ -15,7 +16,7 @@ import orjson
 import torch
 
 from eventloop.checkpoint.commit import commit_file, crc32, write_all
-from eventloop.checkpoint.container import METADATA, SAFE_NAMES
+from eventloop.checkpoint.container import LENGTH_BYTES, METADATA, SAFE_NAMES
 from eventloop.checkpoint.layout import with_length
 from eventloop.checkpoint.load import inspect, load
 from eventloop.checkpoint.rebuild import convert_parts
@@ -196,7 +197,7 @@ def safetensors_file(
     end = 0
     for name, tensor in ordered:
         begin, end = end, end + tensor.numel() * tensor.dtype.itemsize
-        header[name] = {"dtype": SAFE_NAMES[tensor.dtype], "shape": tuple(tensor.shape), "data_offsets": (begin, end)}
+        header[name] = {"dtype": _name_of(tensor.dtype), "shape": tuple(tensor.shape), "data_offsets": (begin, end)}
     start = with_length(orjson.dumps(header))
 
     def fill(descriptor: int) -> int:
@@ -204,7 +205,7 @@ def safetensors_file(
         crc = crc32((start,))
         for _, tensor in ordered:
             if tensor.numel():
-                data = read(tensor).contiguous().reshape(-1).view(torch.uint8).numpy().data
+                data = read(tensor).resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().data
                 write_all(descriptor, data)
                 crc = crc32((data,), crc)
                 del data  # before the next one is read
@@ -213,11 +214,28 @@ def safetensors_file(
     return len(start) + end, fill
 
 
+@cache
+def _name_of(dtype: torch.dtype) -> str | None:
+    """Return the name of a dtype in a safetensors file; of one that older packages lack, what the installed package writes."""
+    if dtype in SAFE_NAMES:
+        return SAFE_NAMES[dtype]
+    try:
+        from safetensors.torch import save
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of torch, about dtypes that no file will have
+            written = save({"x": torch.empty(2, dtype=dtype)})
+    except Exception:  # noqa: BLE001 - it is not installed, or refuses the dtype by errors of several kinds
+        return None
+    info = orjson.loads(written[LENGTH_BYTES : LENGTH_BYTES + int.from_bytes(written[:LENGTH_BYTES], "little")])["x"]
+    return str(info["dtype"]) if info["shape"] == [2] else None
+
+
 def _check_storable(name: Any, tensor: Any) -> None:
     problem = ""
     if not isinstance(tensor, torch.Tensor):
         problem = f"is a {type(tensor).__name__}, and a safetensors file holds tensors only"
-    elif tensor.dtype not in SAFE_NAMES:
+    elif _name_of(tensor.dtype) is None:
         problem = f"is a tensor of {tensor.dtype}, which safetensors lacks"
     elif not isinstance(name, str) or name == METADATA or any("\ud800" <= character <= "\udfff" for character in name):
         problem = "cannot name a tensor in a safetensors file"
