@@ -39,7 +39,7 @@ class EarlyStoppingHook(Hook):
         name: key of this hook in checkpoints, needed if there are several of its kind.
 
     Raises:
-        ConfigurationError: later: the training has no validations.
+        ConfigurationError: later: the training has no validations, or the look at their first batches shows one of the below.
         TrainingError: later: the metric is missing (with ``strict``), or its value is not a number.
     """
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eventloop import TrainingError
+from eventloop import ConfigurationError, TrainingError
 from eventloop.checkpoint import load
 from hooks import CheckpointHook, EarlyStoppingHook
 
@@ -142,7 +142,9 @@ def test_without_strict_a_missing_metric_is_a_warning(job, logs):
     assert "'acc_of_it'" in warnings[0]
 
 
-def test_a_non_numeric_value_is_an_error(job, logs):
-    loop = training(job, EarlyStoppingHook("accuracy"), ["much"])
-    with pytest.raises(TrainingError, match=r"accuracy.*str"):
+@pytest.mark.parametrize(("sanity", "error"), [(2, ConfigurationError), (0, TrainingError)])
+def test_a_non_numeric_value_is_an_error_before_the_training_if_it_can_be_seen(job, sanity, error, logs):
+    loop = training(job, EarlyStoppingHook("accuracy"), ["much"], sanity=sanity)
+    with pytest.raises(error, match=r"accuracy.*str"):
         loop.run()
+    assert bool(loop.counters.iter) is not bool(sanity)
