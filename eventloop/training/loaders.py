@@ -13,11 +13,13 @@ from typing import Any
 import msgspec
 from torch.utils.data import DataLoader, IterableDataset
 
+from eventloop.log import get_logger
 from eventloop.privates import starts_own_workers
 from eventloop.training.rng import (
     Generator,
     get_rng_state,
     has_workers,
+    is_seeded,
     own_generators,
     random_states,
     set_generators,
@@ -25,6 +27,8 @@ from eventloop.training.rng import (
     set_rng_state,
 )
 from eventloop.training.schema import SavedLoader, SavedPosition
+
+log = get_logger()
 
 
 def length_of(loader: Any) -> int | None:
@@ -127,6 +131,11 @@ def skip_batches(loader: Iterable[Any], used: int, again: Callable[[], None] | N
 
 
 def _skip_by_index(loader: DataLoader[Any], used: int, again: Callable[[], None] | None) -> Iterator[Any]:
+    if loader.num_workers and not is_seeded(loader.dataset):
+        log.info(
+            "the epoch goes on; if its samples draw random numbers, the workers draw other ones than without the interruption: "
+            "SeededDataset(dataset, seed) repeats them"
+        )
     batched = loader.batch_sampler is not None
     sampler = _SkippingSampler(loader.batch_sampler if batched else loader.sampler, used, again)
     sampling: dict[str, Any] = {"batch_sampler": sampler} if batched else {"sampler": sampler, "batch_size": None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import weakref
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, ClassVar, Self
 
@@ -226,21 +226,29 @@ class SeededDataset(Dataset[Any]):
 
 
 def set_epoch(loader: Iterable[Any], epoch: int) -> None:
-    """Call ``set_epoch`` on each :class:`SeededDataset` of a loader; a hook does it for samplers.
+    """Call ``set_epoch`` on each :class:`SeededDataset` of a loader; a hook does it for samplers."""
+    for dataset in _seeded_in(loader):
+        dataset.set_epoch(epoch)
 
-    It searches the attributes of every object that can be iterated or indexed, as wrappers of data can.
-    """
+
+def is_seeded(dataset: Any) -> bool:
+    """Return whether a dataset is a :class:`SeededDataset`, or has one in it."""
+    return any(True for _ in _seeded_in(dataset))
+
+
+def _seeded_in(data: Any) -> Iterator[SeededDataset]:
+    """Search the attributes of every object that can be iterated or indexed, as wrappers of data can."""
     if not SeededDataset._all:
         return  # the usual case: the search would look at each sample of a dataset that is a list
     seen: set[int] = set()
-    waiting: list[Any] = [loader]
+    waiting: list[Any] = [data]
     while waiting:
         thing = waiting.pop()
         if id(thing) in seen or not (hasattr(type(thing), "__getitem__") or hasattr(type(thing), "__iter__")):
             continue
         seen.add(id(thing))
         if isinstance(thing, SeededDataset):
-            thing.set_epoch(epoch)
+            yield thing
         state: Any = object.__getstate__(thing)  # a dict of attributes, or a pair of that and a dict of slots
         for value in chain(*(part.values() for part in (state if isinstance(state, tuple) else (state,)) if part)):
             if isinstance(value, list | tuple):
