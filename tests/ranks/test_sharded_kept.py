@@ -174,8 +174,8 @@ def assert_same(found: Any, expected: Any) -> None:
 
 
 def on(disk: Path) -> set[str]:
-    """Return the files of checkpoints on a disk, without tokens."""
-    files = [path for path in (disk / "run").rglob("*") if path.is_file() and not path.name.startswith(".")]
+    """Return the files of checkpoints on a disk, without tokens and scores."""
+    files = [path for path in (disk / "run").rglob("*") if path.is_file() and not path.name.startswith((".", "scores."))]
     found = {path.relative_to(disk / "run").as_posix() for path in files}
     return {f"{name[:7]}{name[16:]}" if ".shards/" in name else name for name in found} - {"last_checkpoint"}
 
