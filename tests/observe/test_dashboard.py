@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from eventloop import Bus, ConfigurationError, Run
 from eventloop.checkpoint import load
 from eventloop.events import AfterRun, AfterTrainIter, BeforeRun, Progress
 from eventloop.observe.dashboard import Board, Server, Watcher
-from eventloop.observe.record import Pause
+from eventloop.observe.record import Checkpoint, Pause
 from hooks import CheckpointHook, Dashboard
 
 from ..hooks.conftest import loss_of, small_model
@@ -44,6 +45,42 @@ def test_a_visitor_is_told_everything_in_order_until_the_run_ends(server, visito
     assert {"max_epochs": 3, "max_iters": None} in [data for _, kind, data in heard if kind == "progress"]
 
 
+def files_of(told):
+    """The last list of checkpoint files that a visitor was told."""
+    return [[*one["names"]] for one in [data for _, kind, data in told if kind == "files"][-1]["files"]]
+
+
+def test_the_list_of_checkpoints_has_the_files_that_are_there(server, visitor, tmp_path):
+    hook = CheckpointHook(interval=1, max_keep_ckpts=2, save_best="loss", rule="less")
+    with watched(server, bus=Bus(hook), epochs=5, work_dir=tmp_path), visitor.told() as told:
+        heard = list(told)
+    there = {path.name for path in tmp_path.glob("*.safetensors")}
+    assert len(there) == 3
+    assert {name for names in files_of(heard) for name in names} == there
+    assert [data["written"] for _, kind, data in heard if kind == "files"][-1] == 5
+    (tmp_path / "epoch_4.safetensors").unlink()  # after the end, by a person
+    with visitor.told() as told:
+        late = list(told)
+    assert {name for names in files_of(late) for name in names} == there - {"epoch_4.safetensors"}
+    assert late[-1][1] == "state"
+
+
+def test_a_file_that_cannot_be_looked_up_stays_in_the_list_and_one_that_is_written_again_is_there_once(tmp_path):
+    page = Board().begin(None)
+    here, elsewhere = tmp_path / "epoch_1.safetensors", "/of/another/machine/epoch_2.safetensors"
+    here.touch()
+    for at, names in enumerate([[str(here)], [elsewhere], ["s3://store/epoch_3.safetensors"], ["a\0b"], [str(here)]]):
+        page.add(Checkpoint(time=0.0, iter=at, names=names, bytes=1))
+    page.add(Checkpoint(time=0.0, iter=4, names=["s3://store/best"]))  # a further name
+    said = [json.loads(one.partition(b"data: ")[2]) for one in page.messages.read()[0] if b"event: files" in one]
+    assert [one["names"] for one in said[-1]["files"]] == [
+        ["epoch_2.safetensors"],
+        ["epoch_3.safetensors"],
+        ["a\0b"],
+        ["epoch_1.safetensors", "best"],
+    ]
+
+
 @pytest.mark.parametrize("number", ["9" * 5000, "2", "x", "-1", "\u00b2"])
 def test_a_run_that_does_not_exist_is_not_found_by_any_number(server, visitor, number):
     with watched(server):
@@ -56,7 +93,8 @@ def test_late_and_returning_visitors_miss_nothing(server, visitor):
         first = list(told)
     with visitor.told() as told:
         late = list(told)
-    assert [one for one in late if one[1] != "progress"] == [one for one in first if one[1] != "progress"]
+    replaced = ("progress", "files")
+    assert [one for one in late if one[1] not in replaced] == [one for one in first if one[1] not in replaced]
     with visitor.told(**{"Last-Event-ID": str(late[1][0])}) as told:
         assert list(told) == late[2:]
     answer = visitor.client.get("/runs/1/events", headers={"Last-Event-ID": str(late[-1][0])})

@@ -149,6 +149,21 @@ def test_a_late_visitor_sees_the_whole_run_and_how_it_ended(server, tab, tmp_pat
     assert "0 B" not in tab.text_content("#files").split()
 
 
+def test_removed_files_leave_the_list_of_checkpoints(server, tab, tmp_path):
+    hook = CheckpointHook(interval=1, max_keep_ckpts=1)
+    with watched(server, slow=True, bus=Bus(hook), work_dir=tmp_path) as job:
+        tab.goto(server.url)
+        tab.wait_for_function("() => parseInt(document.getElementById('saved')?.textContent) > 3")
+        assert tab.locator("#files tr").count() <= 2  # the newest, and one that is removed meanwhile
+        job.loop.stop()
+        wait(tab, "state", "stopped")
+        there = {path.name for path in tmp_path.glob("*.safetensors")}
+        assert {*tab.locator("#files td:first-child").all_text_contents()} == there
+        tab.reload()
+        wait(tab, "state", "stopped")
+        assert {*tab.locator("#files td:first-child").all_text_contents()} == there
+
+
 def test_pause_resume_rate_checkpoint_and_stop(server, tab, tmp_path):
     with watched(server, slow=True, work_dir=tmp_path) as job:
         tab.goto(server.url)

@@ -90,6 +90,20 @@ def test_a_resumed_run_begins_anew_without_what_it_abandoned(tmp_path, monkeypat
     assert [at for at, _ in curves(page)["loss", "train"]] == [1, 2, 3, 4, 5, 6]
 
 
+def test_the_list_of_checkpoints_has_the_files_that_are_there(tmp_path):
+    write_run(tmp_path / "a")
+    kept, gone = (str(tmp_path / "a" / name) for name in ("epoch_7.safetensors", "epoch_6.safetensors"))
+    Path(kept).touch()
+    for at, path in ((60, gone), (70, kept)):
+        write_record(tmp_path / "a", entry(at, "checkpoint", at // 10, at, names=[path], bytes=1000))
+    board, watcher = watch(tmp_path)
+    watcher.look()
+    [page] = board
+    [files] = [data["files"] for kind, data in told(page) if kind == "files"]
+    # The folder of the first is of another machine.
+    assert [one["names"] for one in files] == [["epoch_5.safetensors"], ["epoch_7.safetensors"]]
+
+
 def test_a_killed_run_is_over(tmp_path, monkeypatch):
     monkeypatch.setattr(type(GONE), "lives", lambda process: False)
     write_run(tmp_path, session(lasted=None, epoch=10, iter=100))

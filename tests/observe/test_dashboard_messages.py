@@ -71,11 +71,26 @@ def test_notes_are_bounded_and_the_first_one_stays():
     one = MessageLog()
     for number in range(5000):
         one.post("note" if number else "hello", {"number": number})
+        if number == 1:
+            one.post("files", {"written": 3}, replace=True)
     messages, number, _ = one.read()
     assert len(messages) == 2000
     assert '"number":0' in told(messages[:1])
+    assert '"written":3' in told(messages[1:2])  # what is replaced says how things are, and stays
     assert '"number":4999' in told(messages[-1:])
-    assert number == 5000
+    assert number == 5001
+
+
+def test_what_is_replaced_after_the_end_is_new_for_readers_to_come():
+    one = MessageLog()
+    for kind in ("hello", "files"):
+        one.post(kind, {"written": 3}, replace=True)
+    one.post("state", {"state": "finished"}, last=True)
+    one.post("files", {"written": 2}, replace=True)
+    one.post("costs", {}, replace=True)
+    messages, number, over = one.read()
+    assert told(messages[1:2]) == 'id: 2\nevent: files\ndata: {"written":2}\n\n'
+    assert (len(messages), number, over) == (3, 3, True)
 
 
 def test_numbers_that_are_not_finite_are_null_texts_are_left_out_and_names_are_bounded():

@@ -47,25 +47,32 @@ class MessageLog:
     """The messages of one run. Every method may be called from any thread.
 
     - Of a scalar with more than 4,000 points, each ``width`` iterations keep their extremes: the fewer, the longer the run.
-    - Messages with ``replace=True``: the last of each kind is kept.
-    - Other messages: the last 2,000 are kept.
+    - Messages with ``replace=True``: the last of each kind is kept. After the last message, one is replaced in its place, for
+      the readers to come.
+    - Of the other messages, the oldest go when there are more than 2,000 in all; the first one stays.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._messages: list[_Message] = []
         self._names: set[str] = set()
+        self._replaced: set[str] = set()  # kinds of messages
         self._width = 1
         self._counts: Counter[str] = Counter()
         self.number = 0  # number of the last message or point
         self.over = False  # True after the last message
 
     def post(self, kind: str, data: Mapping[str, Any], *, replace: bool = False, last: bool = False) -> None:
-        """Add a message. After the last one, readers leave and later messages are ignored."""
+        """Add a message. After the last one, readers leave, and no message is added."""
         with self._lock:
             if self.over:
+                if replace:
+                    self._messages = [
+                        _encoded(one.first, one.last, kind, data) if one.kind == kind else one for one in self._messages
+                    ]
                 return
             if replace:
+                self._replaced.add(kind)
                 self._messages = [one for one in self._messages if one.kind != kind]
             self.number += 1
             self._messages.append(_encoded(self.number, self.number, kind, data))
@@ -142,8 +149,9 @@ class MessageLog:
     def _drop_notes(self) -> None:
         notes = sum(not one.points for one in self._messages)
         if notes > _MOST_NOTES:
-            # Keep the first message, which identifies the run.
-            oldest = next(index for index, one in enumerate(self._messages) if index and not one.points)
+            # Keep the first message, which identifies the run, and those that say how things are.
+            kept = self._replaced
+            oldest = next(index for index, one in enumerate(self._messages) if index and not (one.points or one.kind in kept))
             del self._messages[oldest]
 
 

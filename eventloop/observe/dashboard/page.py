@@ -14,8 +14,9 @@ import torch
 
 from eventloop.errors import TrainbusError
 from eventloop.observe.curves import Curve, stage_and_name
+from eventloop.observe.dashboard.checkpoint_files import CheckpointFiles, last_part
 from eventloop.observe.dashboard.message_log import MessageLog
-from eventloop.observe.record import Begin, End, Entry, Evaluation, Pause, Resume, begin_of, fields_of
+from eventloop.observe.record import Begin, Checkpoint, End, Entry, Evaluation, Pause, Resume, begin_of, fields_of
 from eventloop.observe.states import ENDED, RunStatus
 from eventloop.observe.story import RunStory
 
@@ -48,6 +49,7 @@ class RunPage:
         self.last_costs: Any = None
         self.iter = self.epoch = 0
         self.messages = MessageLog()
+        self.files = CheckpointFiles(self.messages)
         self.settings: Mapping[str, Any] = {}
         self._evaluated: deque[tuple[str, int, Mapping[str, float]]] = deque(maxlen=_MOST_EVALUATIONS)
         self.refusals = _refusals(
@@ -78,12 +80,15 @@ class RunPage:
                 if isinstance(entry, Evaluation):
                     self._evaluated.append((entry.stage, entry.iter, fields["metrics"]))
                 if "names" in fields:
-                    fields["names"] = [name.rstrip("/").rpartition("/")[2] for name in fields["names"]]
+                    fields["names"] = [last_part(name) for name in fields["names"]]
                 self.messages.post(fields.pop("kind"), fields)
+                if isinstance(entry, Checkpoint):
+                    self.files.add(entry)
 
     def close(self) -> None:
         """Post the end of the run as the last message."""
         self.last_costs = None
+        self.files.look()
         self.add(self.end)
 
     def note(self, kind: str, **facts: Any) -> None:
@@ -93,6 +98,7 @@ class RunPage:
     def costs(self, costs: Mapping[str, Any]) -> None:
         """Post the run's costs so far, in place of the previous ones."""
         self.messages.post("costs", {**costs, "lr": learning_rate(self.story.run())}, replace=True)
+        self.files.look()  # a hook may have removed some since the last save
 
     def command(self, name: Command, lr: float = 0.0) -> None:
         """Send a command to the run.

@@ -31,17 +31,12 @@ const received = {
   },
   validation: ({ time, iter, metrics }) => evaluated("val", "validation", time, iter, metrics),
   test: ({ time, iter, metrics }) => evaluated("test", "test", time, iter, metrics),
-  checkpoint({ time, iter, names, bytes, stall, seconds }) {
-    const last = files.at(-1);
-    if (!bytes && last) {  // further names of the file that was written last
-      last.names.push(...names);
-      note(time, iter, `checkpoint ${last.names[0]} is also called ${names.join(", ")}`);
-    } else {
-      files.push({ names: [...names], iter, bytes, stall, seconds });
-      note(time, iter, `checkpoint ${names.join(", ")} is on disk`);
-    }
-    showFiles();
+  checkpoint({ time, iter, names, bytes }) {
+    if (bytes || !run.saved) run.saved = names[0];
+    const more = names[0] !== run.saved;  // further names of the file that was written last
+    note(time, iter, more ? `checkpoint ${run.saved} is also called ${names.join(", ")}` : `checkpoint ${names.join(", ")} is on disk`);
   },
+  files: showFiles,
   checkpoint_failed: ({ time, iter, names, reason }) => note(time, iter, `checkpoint ${names.join(", ")} failed: ${reason}`, "bad"),
   checkpoint_skipped: ({ time, iter, names, reason }) => note(time, iter, `checkpoint ${names.join(", ")} was skipped: ${reason}`),
   resume: ({ time, iter, path }) => note(time, iter, `resumes from ${path}`),
@@ -194,12 +189,10 @@ function showRanks(ranks, cell) {
 
 const percent = share => `${(100 * share).toFixed(1)} %`;
 
-const files = [];
-function showFiles() {
+function showFiles({ files, written, stall }) {
   $("checkpoints").hidden = false;
-  const stalls = files.reduce((sum, one) => sum + one.stall, 0), written = files.filter(one => one.bytes).length; // not further names
-  $("saved").textContent = `${whole(written)} written; training waited ${duration(stalls)} for them in all. Newest first.`;
-  $("files").replaceChildren(...files.slice(-50).reverse().map(one => make("tr", {},
+  $("saved").textContent = `${whole(written)} written; training waited ${duration(stall)} for them in all. Newest first, without removed files.`;
+  $("files").replaceChildren(...files.reverse().map(one => make("tr", {},
     make("td", {}, one.names.join(", ")), ...[whole(one.iter), ...(one.bytes ? [size(one.bytes), duration(one.stall), duration(one.seconds)] : ["", "", ""])].map(text => make("td", { className: "number" }, text)))));
 }
 
