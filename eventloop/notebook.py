@@ -17,6 +17,8 @@ from typing import Any, Final
 from eventloop.terminal import Figures, printable
 
 _EVERY: Final = 0.2  # seconds
+_FIRST: Final = 30  # rows of a long table
+_LAST: Final = 10
 _CELL: Final = "padding:.15em .8em .15em 0;vertical-align:top;"
 _LINE: Final = "border-bottom:1px solid rgba(128,128,128,.35);"
 _TABLE: Final = "border-collapse:collapse;margin:.3em 0 .8em;"
@@ -44,8 +46,17 @@ def text(value: object) -> str:
     return escape(printable(str(value), keep="\n"))
 
 
-def table(title: str, names: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1) -> str:
-    """Return a table; the first ``left`` columns are texts, the others figures, which align right."""
+def left_out(number: int) -> range:
+    """Return the places of the rows that a table of so many rows leaves out: one row says so in place of two or more."""
+    middle = range(_FIRST, number - _LAST)
+    return middle if len(middle) > 1 else range(0)
+
+
+def table(title: str, names: Sequence[str], rows: Iterable[Sequence[object]], *, left: int = 1, whole: str = "print()") -> str:
+    """Return a table; the first ``left`` columns are texts, the others figures, which align right.
+
+    A long table has its first and last rows, and says that ``whole`` shows all.
+    """
 
     def cells(row: Sequence[object], tag: str, more: str = "") -> str:
         sides = ("left" if index < left else "right" for index in range(len(names)))
@@ -56,7 +67,12 @@ def table(title: str, names: Sequence[str], rows: Iterable[Sequence[object]], *,
         )
 
     head = f"<thead><tr>{cells(names, 'th', f'font-weight:600;{_LINE}')}</tr></thead>"
-    body = "".join(f'<tr style="background:none">{cells(row, "td")}</tr>' for row in rows)
+    lines = [f'<tr style="background:none">{cells(row, "td")}</tr>' for row in rows]
+    if middle := left_out(len(lines)):
+        told = f"… {len(middle):,} of {len(lines):,} rows are left out; {text(whole)} shows all …"
+        cell = f'<td colspan="{len(names)}" style="{_CELL}text-align:left;opacity:.75">{told}</td>'
+        lines[middle.start : middle.stop] = [f'<tr style="background:none">{cell}</tr>']
+    body = "".join(lines)
     caption = f'<caption style="text-align:left;font-weight:600;color:inherit;caption-side:top">{text(title)}</caption>'
     return f'<div style="{_WIDE}"><table style="{_TABLE}">{caption * bool(title)}{head}<tbody>{body}</tbody></table></div>'
 

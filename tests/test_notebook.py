@@ -258,6 +258,39 @@ def test_text_of_users_is_no_html():
     assert not any(re.search("<[biu]>", one) for one in made)
 
 
+def rows_of(html: str) -> list[list[str]]:
+    """The cells of the rows of a table's body."""
+    return [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in re.findall(r"<tr[^>]*>(<td.*?)</tr>", html)]
+
+
+@pytest.mark.parametrize("number", [3, 40, 41])
+def test_a_short_table_has_all_rows(number):
+    shown = rows_of(Named({f"metric_{i}": i for i in range(number)})._repr_html_() or "")
+    assert shown == [[f"metric_{i}", str(i)] for i in range(number)]
+
+
+def test_a_long_table_has_its_first_and_last_rows_and_says_how_to_see_the_others():
+    metrics = Named({f"metric_{i}": i for i in range(5000)})
+    shown = rows_of(metrics._repr_html_() or "")
+    assert [int(value) for _, value in shown[:30] + shown[31:]] == [*range(30), *range(4990, 5000)]
+    assert shown[30] == ["… 4,960 of 5,000 rows are left out; print() shows all …"]
+    assert "'metric_2500': 2500" in str(metrics)
+
+
+def test_a_long_list_of_subscriptions_names_the_mount_point_again_below_what_is_left_out():
+    bus = Bus()
+    for number in range(60):
+        bus.on("before_run" if number < 20 else "after_run", lambda event: None, priority=number)
+    shown = rows_of(bus._repr_html_())[-41:]  # the card has other rows above
+    assert [(at, row[0]) for at, row in enumerate(shown) if row[0] and at != 30] == [
+        (0, "before_run"),
+        (20, "after_run"),
+        (31, "after_run"),
+    ]
+    assert shown[30] == ["… 20 of 60 rows are left out; print(bus.describe()) shows all …"]
+    assert str(bus.describe()).count("lambda at") == 60
+
+
 class Posts(Hook):
     @check_options
     def __init__(self, api_key: str, to: str) -> None: ...

@@ -73,10 +73,11 @@ class Description(msgspec.Struct, frozen=True):
 
     def html(self) -> str:
         """Return the table as HTML, as a notebook shows it."""
-        firsts = {row.mount_point: row for row in reversed(self.rows)}
-        rows = [(row.mount_point * (firsts[row.mount_point] is row), *self._cells(row)) for row in self.rows]
+        firsts = {id(row) for row in {row.mount_point: row for row in reversed(self.rows)}.values()}
+        firsts |= {id(row) for row in self.rows[notebook.left_out(len(self.rows)).stop :][:1]}  # below the rows left out
+        rows = [(row.mount_point * (id(row) in firsts), *self._cells(row)) for row in self.rows]
         names = ("mount point", "hook", "priority", "runs", "filter", *self._more)
-        return notebook.table(_TITLE, names, rows, left=5 + self.ranks)
+        return notebook.table(_TITLE, names, rows, left=5 + self.ranks, whole="print(bus.describe())")
 
     _repr_html_ = html
 
