@@ -51,6 +51,7 @@ def test_without_a_folder_the_report_is_of_the_run_that_was_written_last(here, t
     assert "runs/deep/a/report.html" in trainbus("report").out
 
 
+@pytest.mark.long
 def test_folders_that_are_nested_more_deeply_than_calls_are_searched(here, trainbus):
     write_run(Path("runs/a"))
     deep = os.open("runs/a", os.O_RDONLY)

@@ -29,7 +29,9 @@ def test_it_names_the_key_of_a_loss_or_of_another_output_that_is_named_and_the_i
 
 
 def test_it_does_not_advise_to_resume_as_is(job, tmp_path):
-    loop = job.loop(CheckInvalidLossHook(1), CheckpointHook(1), step=breaking(job, 6, float("nan")), work_dir=tmp_path)
+    loop = job.loop(
+        CheckInvalidLossHook(1), CheckpointHook(1), step=breaking(job, 6, float("nan")), work_dir=tmp_path, max_epochs=999
+    )
     with pytest.raises(TrainingError) as caught:
         loop.run()
     assert any("lower the learning rate" in note and "before iteration 6" in note for note in caught.value.__notes__)

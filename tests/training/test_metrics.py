@@ -242,6 +242,7 @@ def wrappers_of_torchmetrics():
     return made
 
 
+@pytest.mark.long
 def test_every_wrapper_of_torchmetrics_is_a_metric(parts):
     outputs = {"loss": torch.ones(()), "preds": torch.tensor([0, 1, 1, 1]), "target": torch.tensor([0, 1, 0, 1])}
     expected = {
