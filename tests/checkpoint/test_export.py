@@ -150,6 +150,20 @@ def test_an_export_has_the_dtypes_that_the_installed_safetensors_package_writes(
     assert all(weights[name].view(torch.uint8).equal(tensor.resolve_conj().view(torch.uint8)) for name, tensor in state.items())
 
 
+def test_an_export_to_pth_keeps_strides_and_the_versions_of_modules(tmp_path):
+    model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3, 5, 5)).sum().backward()
+    optimizer.step()
+    tree = {"state_dict": model.state_dict(), "optimizer": optimizer.state_dict()}
+    back = exported(tree, tmp_path)
+    assert back["state_dict"]["weight"].stride() == model.weight.stride()
+    assert back["state_dict"]._metadata == model.state_dict()._metadata
+    moment = optimizer.state_dict()["state"][0]["exp_avg"]
+    assert back["optimizer"]["state"][0]["exp_avg"].stride() == moment.stride() != moment.contiguous().stride()
+    assert back["optimizer"]["state"][0]["exp_avg"].equal(moment)
+
+
 def test_tied_weights_are_under_each_name_in_safetensors_and_tied_and_in_the_file_once_in_pth(tmp_path):
     weight = torch.randn(1000)
     tied = {"a": weight, "b": weight}
