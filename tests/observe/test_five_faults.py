@@ -17,6 +17,7 @@ import torch
 from eventloop import Hook, mount
 from eventloop.observe import Costs, Part, RunFolder, expensive
 from eventloop.observe.report import ReportedRun, verdict
+from eventloop.observe.verdict import held_up
 from hooks import CheckpointHook, RunRecordHook
 
 from ..hooks.conftest import batches, make_loop
@@ -149,7 +150,7 @@ def test_the_parts_add_up_to_the_wall_time(trained):
 
 
 def test_the_report_names_all_five_with_the_right_figures(trained):
-    _, folder = trained
+    costs, folder = trained
     told = verdict(ReportedRun(folder), lambda metrics: None)
     assert figure(told, r"% of the time is waiting for data: ([\d.]+) ms an iteration") / 1e3 == about(DATA)
     assert figure(told, r"Histograms takes .*: ([\d.]+) ms an iteration") / 1e3 == about(HOOK)
@@ -157,7 +158,9 @@ def test_the_report_names_all_five_with_the_right_figures(trained):
     assert figure(told, r"Keeper keeps ([\d.]+) kB more each iteration") * 1e3 == pytest.approx(KEPT, rel=0.2)
     stall = sum(line["stall"] for line in RunFolder(folder).record() if line["kind"] == "checkpoint")
     held = r"Checkpoints hold training up .* \(([\d.]+) s, mostly because the one before was still being written\)"
-    assert figure(told, held) == pytest.approx(stall, rel=0.1)
+    seconds = held_up(costs)  # with what the training waited for beside the copies
+    assert stall <= seconds
+    assert figure(told, held) == pytest.approx(seconds, rel=0.1)
 
 
 def test_the_three_most_expensive_of_them_end_the_run(trained):
