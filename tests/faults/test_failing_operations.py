@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -155,7 +156,9 @@ def run_with_failures(job, disk, work_dir, on_error):
                 raised = error
         disk.heal()
         # A lock that fails for the moment is logged, and costs nothing; the directory is then made by the first save.
-        told_of = [entry for entry in logs if entry["log_level"] in ("warning", "error") and "lock" not in entry["event"]]
+        # Scores that cannot be written beside a checkpoint are logged, and cost no checkpoint.
+        lost = [entry for entry in logs if entry["log_level"] in ("warning", "error")]
+        told_of = [entry for entry in lost if not re.search("lock|scores", entry["event"])]
         yield directory, loop, told, failed, raised, told_of
 
 

@@ -65,10 +65,10 @@ class Disk(Hook):
         self.told[event.mount_point.removeprefix("checkpoint_")].append(event)
 
 
-def train(job, tmp_path, disk, iterations=8, first=(), **options):
+def train(job, tmp_path, disk, iterations=8, first=(), validation=(), **options):
     """``first`` has mount points with handlers that come before the hooks."""
     hook = CheckpointHook(**{"interval": 1, "by_epoch": False} | options)
-    loop = job.loop(hook, disk, work_dir=tmp_path, max_iters=iterations, train_data=job.batches(2))
+    loop = job.loop(hook, disk, work_dir=tmp_path, max_iters=iterations, train_data=job.batches(2), **dict(validation))
     for mount_point, handler in dict(first).items():
         loop.bus.on(mount_point, handler, priority=0)
     loop.run()
@@ -133,10 +133,13 @@ def test_a_best_score_with_a_skipped_save_is_forgotten(job, tmp_path, monkeypatc
     assert files(tmp_path) == {"best_acc_iter_3"}
 
 
-def test_the_events_of_every_save_add_up(job, tmp_path, monkeypatch):
+@pytest.mark.parametrize("validation", [{}, {"val_interval": 1}], ids=["", "each with a score"])
+def test_the_events_of_every_save_add_up(job, tmp_path, monkeypatch, validation):
     """Each name that was asked for is committed, skipped or failed, once."""
     disk = Disk(monkeypatch, until=5)
-    train(job, tmp_path, disk, iterations=9, busy="replace")
+    if validation:
+        validation |= {"val_data": job.batches(1), "metrics": {"acc": job.Scores(*range(9))}}
+    train(job, tmp_path, disk, iterations=9, validation=validation, busy="replace")
     told = [name for events in disk.told.values() for event in events for name in event.names]
     assert sorted(told) == sorted(str(tmp_path / f"iter_{n}.safetensors") for n in range(1, 10))
     assert files(tmp_path) == {Path(name).stem for event in disk.told["committed"] for name in event.names}

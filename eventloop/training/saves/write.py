@@ -125,7 +125,8 @@ class CheckpointWriter:
         for job in replaced if agreed else ():
             job.given_up = f"replaced by {path}"
             job.release()  # before the skip, so that its memory is free for the next save
-            self.skip(job)
+            if job.paths:  # else only the scores of the one that was given up
+                self.skip(job)
 
     def adopt(self, directories: Collection[AnyPath], resumed_from: AnyPath | None, done: int) -> None:
         """Adopt what is in ``directories``, and upload what an earlier run keeps for them. Call it before the first job.
@@ -203,7 +204,7 @@ class CheckpointWriter:
             with self._bus.span("writing checkpoints"):
                 self._write_job(job)
         except BaseException as error:  # noqa: BLE001 - raised on the training thread
-            add_note(error, f"{OFFLOADED} writing of {job.paths[0]}")
+            add_note(error, f"{OFFLOADED} writing of {(job.paths or (job.source or job).paths)[0]}")
             self._bus.fail(self, error)
 
     def _write_job(self, job: SaveJob) -> None:
