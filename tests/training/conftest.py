@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import signal
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -145,6 +146,14 @@ def loop(bus: Bus | None = None, **options: Any) -> TrainLoop:
         options["optimizer"] = torch.optim.SGD(trained.parameters(), lr=0.1, momentum=0.9)
     defaults = {"step": step, "train_data": batches(3), "val_data": batches(2, seed=2)}
     return TrainLoop(trained, bus=bus, **{**defaults, **options})
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own handler of SIGINT, which a process that was started in the background has not."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

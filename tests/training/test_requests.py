@@ -166,14 +166,6 @@ def test_a_paused_run_writes_the_checkpoint_that_it_is_asked_for(parts, tmp_path
     parts.assert_same(resumed.model.state_dict(), stalled.loop.model.state_dict())
 
 
-@pytest.fixture
-def interruptible():
-    """Python's own handler of SIGINT, which a process that was started in the background has not."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize(
     ("act", "error"),

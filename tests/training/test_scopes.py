@@ -244,6 +244,7 @@ def test_after_an_exception_what_a_hook_deferred_comes_when_its_lanes_are_empty_
     assert [log["handler"] for log in logs if "abort_timeout" in log["event"]] == ["Ship", "Ship"]
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("at", ["waiting", "undo"])
 def test_ctrl_c_while_a_deferred_function_waits_for_lanes_does_not_cost_the_function(parts, bus, at):
     started, release, calls = threading.Event(), threading.Event(), []
