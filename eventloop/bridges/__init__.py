@@ -7,7 +7,9 @@ folder here, whose modules are imported when such a trainer is attached.
 from eventloop.bridges.bridge import Bridge, attach
 from eventloop.bridges.hosted import TrainerHost
 from eventloop.bridges.lightning.saver import TrainbusCheckpointIO
+from eventloop.bridges.uvicorn import shuts_down
 from eventloop.bus import HostKind, register_host
+from eventloop.offload import register_server
 from eventloop.training.replicas import register_replicas
 
 __all__ = ["Bridge", "TrainbusCheckpointIO", "TrainerHost", "attach"]
@@ -21,3 +23,4 @@ register_host(
     HostKind("accelerate.accelerator.Accelerator", "eventloop.bridges.accelerate.host:AcceleratorSaves", loops=False),
 )
 register_replicas("torchft.manager.Manager", "eventloop.bridges.torchft.host:ManagedReplicas")
+register_server(shuts_down)

@@ -22,13 +22,13 @@ from eventloop.offload import Lane, Reader, arrive_async, server_ends, threadsaf
 T_co = TypeVar("T_co", covariant=True)
 
 _LOOK: Final = 0.2
-"""Seconds between two looks of a stream whether its server ends, which uvicorn tells applications only when they have ended."""
+"""Seconds between two looks of a stream whether its server ends, which applications learn when all responses have ended."""
 
 
 class Stream(Generic[T_co]):
     """The events of a subscription, in the order in which they were published. Made by ``bus.stream(...)``.
 
-    It ends when the bus closes, or when the uvicorn server of this process begins to shut down, after the events that were
+    It ends when the bus closes, or when a web server of this process (uvicorn) begins to shut down, after the events that were
     published before. ``await stream.aclose()`` or ``async with stream:`` cancels the subscription at once; after a ``break``,
     garbage collection of the stream does.
     """

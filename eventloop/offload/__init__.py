@@ -6,10 +6,11 @@ from eventloop.offload.detach import absent_entry, detacher, from_json, from_msg
 from eventloop.offload.drain import Deadline, DrainReport
 from eventloop.offload.importable import importable_of
 from eventloop.offload.lane import Full, Lane
-from eventloop.offload.loops import Backend, HostLoop, in_thread, server_ends, threadsafe_call
+from eventloop.offload.loops import Backend, HostLoop, in_thread, threadsafe_call
 from eventloop.offload.meter import LaneMeter
 from eventloop.offload.ordered import HookLanes
 from eventloop.offload.runtime import Runtime
+from eventloop.offload.servers import register_server, server_ends
 from eventloop.offload.sized import SizedLane
 from eventloop.offload.snapshot import Owned, capture
 
@@ -37,6 +38,7 @@ __all__ = [
     "importable_of",
     "in_thread",
     "is_plain",
+    "register_server",
     "server_ends",
     "threadsafe_call",
     "unarrived",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import sys
 import threading
 import types
@@ -161,15 +160,6 @@ def threadsafe_call() -> CallSoon:
 
         return trio.lowlevel.current_trio_token().run_sync_soon
     return asyncio.get_running_loop().call_soon_threadsafe
-
-
-def server_ends() -> bool:
-    """Return True if the uvicorn server of this process is shutting down.
-
-    uvicorn waits for open responses before it notifies the application: an open stream would block its shutdown for ever.
-    """
-    server = getattr(signal.getsignal(signal.SIGINT), "__self__", None)
-    return bool(getattr(server, "should_exit", False))
 
 
 def in_trio() -> bool:

@@ -54,6 +54,28 @@ async def test_it_ends_when_the_uvicorn_server_of_its_process_shuts_down():
         signal.signal(signal.SIGINT, former)
 
 
+async def test_a_ctrl_c_handler_of_the_program_ends_no_stream_whatever_attributes_it_has(bus):
+    class Program:
+        should_exit = False
+
+        def stop(self, number, frame):
+            self.should_exit = True
+
+    program = Program()
+    former = signal.signal(signal.SIGINT, program.stop)
+    try:
+        signal.raise_signal(signal.SIGINT)
+        assert program.should_exit
+        async with bus:
+            stream = bus.stream("after_train_iter")
+            with anyio.fail_after(30):
+                for at in range(3):
+                    bus.publish(iteration(at))
+                    assert (await anext(stream)).batch_idx == at
+    finally:
+        signal.signal(signal.SIGINT, former)
+
+
 async def test_it_ends_where_the_bus_closes_just_then(bus):
     _, _, _, closing = held(bus)
     await anyio.to_thread.run_sync(bus.open)
