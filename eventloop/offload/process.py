@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from eventloop.checks import check_returned
-from eventloop.errors import HandlerTimeoutError, OffloadError, WorkerDiedError
+from eventloop.errors import HandlerTimeoutError, OffloadError, SubscribeError, WorkerDiedError
 from eventloop.log import get_logger
 from eventloop.offload.callers import Caller, timed_out
 from eventloop.offload.delivery import Delivery
@@ -47,6 +47,7 @@ class ProcessCaller(Caller):
 
     def __init__(self, label: str, deliveries: Sequence[Delivery]) -> None:
         super().__init__(label, deliveries)
+        _check_process(label)
         self._handlers = [(one.handler, cast("Importable", one.target), one.batch is not None) for one in deliveries]
         self._numbers = {one.lane: number for number, one in enumerate(deliveries)}
         self._lock = threading.Lock()  # between the thread of the lanes and interrupt()
@@ -133,6 +134,17 @@ class ProcessCaller(Caller):
         with self._lock:
             self._process = None  # so that interrupt() finds none that is closed
         return process.end(grace)
+
+
+def _check_process(label: str) -> None:
+    """Raise SubscribeError if this process may not start another one."""
+    here = multiprocessing.current_process()
+    if here.daemon:
+        raise SubscribeError(
+            f'offload="process" of {label}: a daemonic process ({here.name}, as of a Pool or of Celery) may not start others. '
+            'Give offload="thread", or train in a process that is not daemonic, such as one of '
+            "concurrent.futures.ProcessPoolExecutor or of Celery's --pool=solo"
+        )
 
 
 class _Process:

@@ -96,6 +96,39 @@ def test_a_script_without_a_main_guard_is_an_error_with_advice(tmp_path, script)
     assert 'must start its work under `if __name__ == "__main__":`' in done.stderr
 
 
+DAEMONIC = """
+import multiprocessing
+from eventloop import Bus
+from tests.offload import workers
+
+def train(when):
+    bus = Bus()
+    try:
+        if when == "before":
+            bus.on("after_train_iter", workers.act, offload="process")
+        with bus:
+            if when == "after":
+                bus.on("after_train_iter", workers.act, offload="process", on_error="log")
+        print(when, "fine", flush=True)
+    except Exception as error:
+        print(when, type(error).__name__, error, flush=True)
+
+for when in ("before", "after", "never"):
+    process = multiprocessing.get_context("fork").Process(target=train, args=(when,), daemon=True, name="pool's")
+    process.start()
+    process.join()
+"""
+
+
+def test_a_daemonic_process_is_told_when_the_bus_opens_that_it_can_have_no_worker(script):
+    before, after, never = script(DAEMONIC).stdout.splitlines()
+    for line, when in ((before, "before"), (after, "after")):
+        assert line.startswith(f'{when} SubscribeError offload="process" of act (after_train_iter): '), line
+        assert "pool's" in line
+        assert 'offload="thread"' in line
+    assert never == "never fine"
+
+
 # ---------------------------------------------------------------------------------------------- of a fork server
 
 
