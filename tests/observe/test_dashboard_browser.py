@@ -26,6 +26,7 @@ pytest.importorskip("uvicorn")
 
 
 LOSS = "document.querySelector('figure .plot').getAttribute('aria-label')"
+BUTTONS = ("pause", "checkpoint", "stop", "set")
 
 
 @pytest.fixture
@@ -192,6 +193,39 @@ def test_pause_resume_rate_checkpoint_and_stop(server, tab, tmp_path):
         assert job.error is None
 
 
+def test_a_click_before_the_page_is_ready_is_not_lost(server, tab):
+    held = []
+    tab.route("**/static/run.js", lambda route: held.append(route))
+    with watched(server, slow=True):
+        tab.goto(server.url.replace("/#", "/runs/1/#"), wait_until="commit")
+        tab.wait_for_selector("#set", state="attached")
+        assert all(tab.is_disabled(f"#{name}") for name in (*BUTTONS, "new-rate"))
+        until(lambda: tab.title() and held)  # a call of Playwright takes what has come
+        held[0].continue_()
+        tab.click("#pause")
+        wait(tab, "state", "paused")
+
+
+def test_the_rate_box_offers_the_present_rate_until_one_types(server, tab):
+    def wait_for_box(wanted):
+        tab.wait_for_function("wanted => document.getElementById('new-rate').value === wanted", arg=wanted)
+
+    with watched(server, slow=True) as job:
+        tab.goto(server.url)
+        tab.wait_for_selector("#set:enabled")
+        wait_for_box("0.1")
+        job.loop.set_lr(0.05)
+        wait_for_box("0.05")
+        tab.fill("#new-rate", "0.004")
+        job.loop.set_lr(0.02)
+        wait(tab, "rate", "0.02")
+        wait_for_box("0.004")
+        tab.press("#new-rate", "Enter")
+        wait(tab, "rate", "0.004")
+        job.loop.set_lr(0.03)
+        wait_for_box("0.03")
+
+
 def test_a_wrong_rate_is_answered_on_the_page_and_a_button_that_does_not_work_says_why(server, tab):
     with watched(server, slow=True):
         tab.goto(server.url)
@@ -210,7 +244,7 @@ def test_without_the_token_the_run_is_shown_and_cannot_be_changed(server, tab):
     with watched(server, slow=True):
         tab.goto(f"http://127.0.0.1:{server.port}/")
         wait(tab, "why", "it contains the token")
-        assert all(tab.is_disabled(f"#{name}") for name in ("pause", "checkpoint", "stop", "set"))
+        assert all(tab.is_disabled(f"#{name}") for name in BUTTONS)
         tab.wait_for_selector("figure canvas")
 
 
