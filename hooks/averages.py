@@ -13,14 +13,16 @@ The formulas are those of ``mmengine.model.averaged_model`` (MMEngine 0.10); ``W
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from eventloop import CheckpointError, TrainingError, check_options, get_logger, register
 from eventloop.config import registrable
+from eventloop.events import Progress, RunView
 from eventloop.privates import foreach_copy_, foreach_lerp_
+from eventloop.training import optimizers_of
 from hooks.options import PositiveInt, Share
 from hooks.pairs import Pairs, Tensors
 
@@ -209,3 +211,41 @@ class MomentumAnnealingEMA(ExponentialMovingAverage):
 
     def blend(self, averages: Tensors, weights: Tensors) -> None:
         foreach_lerp_(averages, weights, max(self.momentum, self.gamma / (self.gamma + self.steps)))
+
+
+class ModelUpdates:
+    """The updates of one of a run's models: the steps of the optimizers that hold its parameters.
+
+    Optimizers of one model that step in turn, such as one for matrices and one for the rest, make one update together.
+
+    Args:
+        run: the run.
+        model: one of its models.
+        average: called before the second and each further update of an iteration.
+    """
+
+    def __init__(self, run: RunView, model: torch.nn.Module, average: Callable[[Progress], object]) -> None:
+        self._run = run
+        self._average = average
+        self._optimizers = optimizers_of(model, run.optimizers)
+        self._averaged: dict[int, int] = {}
+        """The steps of each optimizer in an iteration that were averaged before its end."""
+        self._iteration = 0
+        """That iteration."""
+        run.between_steps(self._before_step)
+
+    def end(self, progress: Progress) -> bool:
+        """Return True if the iteration that ends has an update that was not averaged yet, or the run has no optimizer."""
+        if not self._averaged:  # the usual case
+            return not self._optimizers or any(map(self._run.stepped, self._optimizers))
+        return any(self._is_new(one, progress) for one in self._optimizers)
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+        if optimizer in self._optimizers and self._is_new(optimizer, progress):
+            self._averaged, self._iteration = {id(one): self._run.steps(one) for one in self._optimizers}, progress.iter
+            self._average(progress)
+
+    def _is_new(self, optimizer: torch.optim.Optimizer, progress: Progress) -> bool:
+        """Return True if the optimizer has stepped since the last average."""
+        averaged = self._averaged if self._iteration == progress.iter else {}
+        return self._run.steps(optimizer) > averaged.get(id(optimizer), 0)

@@ -16,9 +16,17 @@ from eventloop import ConfigurationError, Hook, Priority, check_options, events,
 from eventloop.checkpoint import unwrapped
 from eventloop.config import OptionsOf, find
 from eventloop.errors import UnknownNameError
+from eventloop.events import Progress
 from eventloop.privates import metadata_of, with_metadata
 from eventloop.training import checkpoint_names, load_weights
-from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WarmupEMA, WeightAverage
+from hooks.averages import (
+    ExponentialMovingAverage,
+    ModelUpdates,
+    MomentumAnnealingEMA,
+    StochasticWeightAverage,
+    WarmupEMA,
+    WeightAverage,
+)
 from hooks.copies import CopiedAnew
 from hooks.options import Name, NonNegativeInt, added_late, check_averages_alone, model_name
 
@@ -31,6 +39,9 @@ RAW_WEIGHTS = "ema_state_dict"
 @register
 class EMAHook(CopiedAnew, Hook):
     """Average the weights after each optimizer update, and validate, test and save with the average.
+
+    Of several optimizers, only the steps of those that hold the model's parameters count. A body that makes several steps has
+    as many updates, each averaged. Optimizers of one model that step in turn make one update together.
 
     During a validation or test the model has the averaged weights, also in handlers of ``after_val_epoch``. The hook exchanges
     storage and copies nothing. The raw weights come back when the validation ends, also by an exception.
@@ -57,7 +68,13 @@ class EMAHook(CopiedAnew, Hook):
 
     priority = Priority.NORMAL
     observes = True
-    of_run: ClassVar = {"_model": torch.nn.Module, "_model_name": str, "average": NoneType, "_in_checkpoint": bool}
+    of_run: ClassVar = {
+        "_model": torch.nn.Module,
+        "_model_name": str,
+        "_updates": NoneType,
+        "average": NoneType,
+        "_in_checkpoint": bool,
+    }
 
     @check_options
     def __init__(
@@ -83,6 +100,7 @@ class EMAHook(CopiedAnew, Hook):
         self._model_name = ""
         self._alone = True  # a checkpoint of a single model holds its weights without a name
         self._model = torch.nn.Module()  # until before_run
+        self._updates: ModelUpdates | None = None  # until before_train
         self.average: WeightAverage | None = None
         """The average, or None before its first update."""
         self._horizon_checked = False
@@ -97,6 +115,10 @@ class EMAHook(CopiedAnew, Hook):
         if models[self._model_name] is not self._model:
             self._model, self.average = models[self._model_name], None
         self._horizon_checked = False
+
+    def before_train(self, event: events.BeforeTrain) -> None:
+        self._updates = ModelUpdates(event.run, self._model, self._average)
+        event.run.defer(self._end_updates)
 
     def before_train_epoch(self, event: events.BeforeTrainEpoch) -> None:
         """Check options against the length of the training, which is known from here on."""
@@ -114,9 +136,15 @@ class EMAHook(CopiedAnew, Hook):
             self._check_horizon(event)
 
     def after_train_iter(self, event: events.AfterTrainIter) -> None:
-        run, progress = event.run, event.progress
-        if not run.updated and run.optimizers:
-            return
+        if self._updates is None:
+            raise added_late(self.label)
+        if self._updates.end(event.progress):
+            self._average(event.progress)
+
+    def _end_updates(self) -> None:
+        self._updates = None
+
+    def _average(self, progress: Progress) -> None:
         if progress.iter + 1 >= self.begin_iter and progress.epoch + 1 >= self.begin_epoch:
             average = self.average or self._make_average()
             average.update_parameters(self._model)
@@ -248,7 +276,7 @@ def _average_type(ema_type: type[WeightAverage] | str, options: dict[str, Any]) 
 
 @register
 class EMAIterHook(Hook):
-    """Call the model's ``init_ema()`` when its first run begins, and its ``update_ema()`` after each optimizer step.
+    """Call the model's ``init_ema()`` when its first run begins, and its ``update_ema()`` after each update, as ``EMAHook``.
 
     The model keeps its average in buffers (``register_buffer`` in ``init_ema``), so checkpoints contain it. The hook also finds
     a model inside wrappers (``DistributedDataParallel``, ``torch.compile``).
@@ -264,6 +292,7 @@ class EMAIterHook(Hook):
     def __init__(self, model: Name | None = None) -> None:
         self._name = model
         self._model: Any = None
+        self._updates: ModelUpdates | None = None  # until before_train
 
     def before_run(self, event: events.BeforeRun) -> None:
         """Begin the average before a checkpoint is loaded, so that the checkpoint fills its buffers."""
@@ -276,11 +305,21 @@ class EMAIterHook(Hook):
             self._model = model
             model.init_ema()
 
+    def before_train(self, event: events.BeforeTrain) -> None:
+        if self._model is not None:
+            self._updates = ModelUpdates(event.run, self._model, self._update)
+            event.run.defer(self._end_updates)
+
     def after_train_iter(self, event: events.AfterTrainIter) -> None:
-        if event.run.updated or not event.run.optimizers:
+        if self._updates is None:
+            raise added_late(self.label)
+        if self._updates.end(event.progress):
             self._update()
 
-    def _update(self) -> None:
+    def _end_updates(self) -> None:
+        self._updates = None
+
+    def _update(self, progress: Progress | None = None) -> None:
         if self._model is None:
             raise added_late(self.label)
         self._model.update_ema()
@@ -290,8 +329,8 @@ class EMAIterHook(Hook):
 class EMAEpochHook(EMAIterHook):
     """Call the model's ``init_ema()`` when its first run begins, and its ``update_ema()`` after each training epoch."""
 
-    def unused(self) -> tuple[str]:
-        return ("after_train_iter",)
+    def unused(self) -> tuple[str, ...]:
+        return ("before_train", "after_train_iter")
 
     def after_train_epoch(self, event: events.AfterTrainEpoch) -> None:
         self._update()

@@ -49,7 +49,8 @@ class ParamSchedulerHook(Hook):
         scheduler: a scheduler, a list of schedulers, or a mapping of names to them. Checkpoints use these names, by default
             the name of the class; two schedulers of one class need a mapping. With None the hook does nothing.
         by: when to step. ``"iter"``: after each iteration in which the scheduler's optimizer has stepped (not within an
-            accumulation window, nor when the gradient scaler skipped the step). ``"epoch"``: after each training epoch.
+            accumulation window, nor when the gradient scaler skipped the step), once, also if it has made several steps there.
+            ``"epoch"``: after each training epoch.
             ``"metric"``: after each validation during training, with the metric ``monitor``, as for ``ReduceLROnPlateau``.
         monitor: name of the metric, for ``by="metric"``.
 

@@ -7,7 +7,7 @@ from eventloop.training.driver import Driver
 from eventloop.training.host import Host, OwnLoop
 from eventloop.training.loop import TrainLoop
 from eventloop.training.metrics import ONE_NUMBER, Metric, missing_metric, not_a_number
-from eventloop.training.optimizers import enter_training_mode, in_training_mode
+from eventloop.training.optimizers import enter_training_mode, in_training_mode, optimizers_of
 from eventloop.training.rng import SeededDataset, set_sampler_epoch
 from eventloop.training.run import Run
 from eventloop.training.sanity import check_needs
@@ -43,6 +43,7 @@ __all__ = [
     "load_weights",
     "missing_metric",
     "not_a_number",
+    "optimizers_of",
     "peek",
     "set_sampler_epoch",
 ]

@@ -397,16 +397,19 @@ def around_step(
 
     ``capture`` waits before a step for the copies that it makes beside the training.
     """
-    publish, wants, stepped = run.publish, run.wants, run.state.stepped
+    publish, wants, state, key = run.publish, run.wants, run.state, id(optimizer)
+    stepped = state.stepped
 
     def before_step(*step: Any) -> None:
         if capture is not None and capture.overlap is not None:
             capture.overlap.fence()  # first, because a handler may change weights
+        if key in stepped:
+            state.step_again(optimizer)
         if wants(ev.BeforeOptimizerStep):
             publish(ev.BeforeOptimizerStep, name=name, optimizer=optimizer)
 
     def after_step(*step: Any) -> None:
-        stepped.add(id(optimizer))
+        stepped[key] = stepped.get(key, 0) + 1
         if wants(ev.AfterOptimizerStep):
             publish(ev.AfterOptimizerStep, name=name, optimizer=optimizer)
 

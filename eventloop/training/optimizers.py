@@ -105,6 +105,13 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def optimizers_of(model: torch.nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that hold parameters of a model; all of them, if none does."""
+    own = set(map(id, model.parameters()))
+    found = [optimizer for optimizer in optimizers.values() if not own.isdisjoint(map(id, parameters_of(optimizer)))]
+    return found or [*optimizers.values()]
+
+
 def warn_if_useless(optimizers: Mapping[str, torch.optim.Optimizer], models: Mapping[str, torch.nn.Module]) -> None:
     """Warn about an optimizer that shares no parameter with the models."""
     trained = {id(parameter) for model in models.values() for parameter in model.parameters()}

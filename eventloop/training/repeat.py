@@ -81,7 +81,7 @@ class Repeat:
             with torch.enable_grad():
                 loss = None if closure is None else closure()
             put_back()
-            state.stepped.add(key)
+            state.stepped[key] = state.stepped.get(key, 0) + 1
             return loss
 
         # A schedule may have set a step of its own on the object.

@@ -266,6 +266,18 @@ class Run:
         """Return True if this optimizer of the run has stepped in the current iteration."""
         return id(optimizer) in self.state.stepped
 
+    def steps(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return how often this optimizer of the run has stepped in the current iteration."""
+        return self.state.stepped.get(id(optimizer), 0)
+
+    def between_steps(self, call: Callable[[torch.optim.Optimizer, Progress], object]) -> None:
+        """Call ``call(optimizer, progress)`` before an optimizer steps again in the same iteration, until the run ends.
+
+        With ``after_train_iter`` a hook then sees the weights after each step, of a body that makes several steps, too.
+        """
+        if call not in self.state.between_steps:
+            self.state.between_steps.append(call)
+
     @property
     def last_batch(self) -> bool:
         """True if the current training batch is the last one of its epoch (or of an iteration-based run)."""

@@ -38,7 +38,7 @@ class SavedCounts(Struct):
     iter: Count = 0
     """finished iterations"""
     update: Count = 0
-    """optimizer steps; with accumulation fewer than iterations"""
+    """optimizer steps, of the optimizer with the most; with accumulation fewer than iterations"""
     batches: Count = 0
     """batches that the current pass over the training data has used"""
     validations: Count = 0

@@ -198,8 +198,10 @@ class RunState:
         self.scopes = Scopes()
         self.outputs: dict[str, Any] = {}
         self._lost = False
-        self.stepped: set[int] = set()
-        """The ``id`` of each optimizer that has stepped in the current iteration."""
+        self.stepped: dict[int, int] = {}
+        """How often each optimizer, by ``id``, has stepped in the current iteration."""
+        self.between_steps: list[Callable[[torch.optim.Optimizer, Progress], object]] = []
+        """Called before an optimizer steps again in an iteration."""
         self.validation_rng: dict[str, Any] | None = None
         """Random states at the start of the current validation: a checkpoint saved in it repeats it."""
         self.trains = bool(optimizers)
@@ -273,6 +275,7 @@ class RunState:
         """Drop references to the data when the run ends."""
         self.plan = None
         self._endings = []
+        self.between_steps.clear()
         self.outputs = {}
 
     def join(self, channel: Channel) -> None:
@@ -334,8 +337,17 @@ class RunState:
         self.version += 1
         counters.iter += 1
         counters.batches += 1
-        counters.update += bool(self.stepped)
+        if self.stepped:
+            counters.update += max(self.stepped.values())
         counters.phase = "val" if self.plan is not None and self.plan.follows else "train"
+
+    def step_again(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begin a further step of an optimizer in the same iteration, which is an update of its own."""
+        for call in self.between_steps:
+            call(optimizer, self.progress)
+        steps = self.stepped[id(optimizer)]
+        if steps == max(self.stepped.values()):
+            self.progress = replace(self.progress, update=self.counters.update + steps)
 
     def note_change(self, changed: bool = True) -> None:
         """Advance the version if handlers may have changed the state."""

@@ -13,6 +13,7 @@ from eventloop.checkpoint import load, save
 from hooks import (
     CheckpointHook,
     EMAHook,
+    EMAIterHook,
     ExponentialMovingAverage,
     MomentumAnnealingEMA,
     OptimizerHook,
@@ -422,3 +423,47 @@ def test_wrapper_prefixes_are_not_in_checkpoints(job, tmp_path):
     saved = load(tmp_path / "epoch_2.safetensors")
     assert saved["state_dict"].keys() == saved["ema_state_dict"].keys() == inner.state_dict().keys()
     assert not torch.equal(saved["state_dict"]["0.weight"], saved["ema_state_dict"]["0.weight"])
+
+
+# ----------------------------------------------------------------------- several optimizers, several steps in a body
+
+BODIES = {
+    "generator each fifth": ("c", "c", "c", "c", "cg"),
+    "critic often": ("cccg", "ccc", "g"),
+    "both optimizers of the generator": ("gh", "ghgh", "h", "hgcgh"),
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+@pytest.mark.parametrize("own", [False, True])
+def test_a_model_is_averaged_after_each_step_of_its_own_optimizers(body, own):
+    generator, critic = nn.Linear(2, 2), nn.Linear(2, 2)
+    generator.init_ema, generator.update_ema = (lambda: None), (lambda: seen.append(generator.weight.detach().clone()))
+    optimizers = {"c": critic.parameters(), "g": [generator.weight], "h": [generator.bias]}
+    optimizers = {name: torch.optim.SGD(own, lr=0.1) for name, own in optimizers.items()}
+    seen, wanted, hook = [], [], EMAHook("StochasticWeightAverage", model="generator")
+    bus = Bus(EMAIterHook(model="generator") if own else hook)
+    updates, every = [], []
+    bus.on("before_optimizer_step", lambda event: updates.append(event.progress.update))
+    bus.on("after_optimizer_step", lambda event: every.append(event.progress.update + 1), every=2)
+    with Run(bus, model={"generator": generator, "critic": critic}, optimizer=optimizers) as run:
+        for _ in run.epochs(1):
+            for steps in run.train([*BODIES[body]]):
+                stepped = set()
+                for number, name in enumerate(steps):
+                    if name in stepped & {"g", "h"}:  # the update before ends here
+                        wanted.append(generator.weight.detach().clone())
+                        stepped -= {"g", "h"}
+                    stepped.add(name)
+                    for parameter in (*generator.parameters(), *critic.parameters()):
+                        parameter.grad = torch.full_like(parameter, number + 1.0)
+                    optimizers[name].step()
+                if stepped & {"g", "h"}:
+                    wanted.append(generator.weight.detach().clone())
+    if own:
+        assert equal(seen, wanted)
+    else:
+        assert hook.average.steps == len(wanted)
+        torch.testing.assert_close(hook.average.tensors["weight"], torch.stack(wanted).mean(0))
+    assert run.progress.update == sum(max(map(steps.count, steps)) for steps in BODIES[body])
+    assert every == [number + 1 for number in updates if number % 2]

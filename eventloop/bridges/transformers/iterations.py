@@ -117,7 +117,7 @@ def _publishing_passes(trainer: Any, run: Run, inputs: Any) -> Iterator[None]:
 def _around_end(original: Method, host: TrainerHost, loss: Method, steps: _Steps | None) -> Method:
     """Return ``on_substep_end``, or with the steps ``on_step_end``, at whose call the trainer has counted the step."""
     drive, state, wants, window_open = host.drive, host.run.state, host.run.wants, steps is None
-    stepped = [id(one) for one in host.run.optimizers.values()] if steps is not None and steps.all_happen else []
+    stepped = {id(one): 1 for one in host.run.optimizers.values()} if steps is not None and steps.all_happen else {}
 
     @wraps(original)
     def on_end(*args: Any) -> Any:
