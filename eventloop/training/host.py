@@ -20,11 +20,11 @@ from eventloop.training.distributed.ranks import join_ranks
 from eventloop.training.driver import watch_steps
 from eventloop.training.folders import free_number, newest_number, numbered
 from eventloop.training.locks import DirectoryLock
-from eventloop.training.optimizers import warn_if_useless
 from eventloop.training.replicas import Draws, Replicas
 from eventloop.training.rng import seed_everything
 from eventloop.training.saves.capture import Capture
 from eventloop.training.saves.contents import SavedRun
+from eventloop.training.saves.loose import tell_of_loose
 from eventloop.training.saves.requests import Saver
 from eventloop.training.saves.restore import Restore
 from eventloop.training.session import open_runs
@@ -166,7 +166,7 @@ class OwnLoop:
         begins_anew = self._chooses_folder and state.trains and self._choose_folder()
         check_updates(run.bus.hooks, update_steps=self.update_steps)
         self._warn_of_others()
-        warn_if_useless(run.optimizers, run.models)
+        tell_of_loose(run, saved=True)
         if run.seed is not None:
             seed_everything(run.seed)
         for model in run.models.values() if run.moves_models else ():

@@ -112,19 +112,6 @@ def optimizers_of(model: torch.nn.Module, optimizers: Mapping[str, torch.optim.O
     return found or [*optimizers.values()]
 
 
-def warn_if_useless(optimizers: Mapping[str, torch.optim.Optimizer], models: Mapping[str, torch.nn.Module]) -> None:
-    """Warn about an optimizer that shares no parameter with the models."""
-    trained = {id(parameter) for model in models.values() for parameter in model.parameters()}
-    for name, optimizer in optimizers.items():
-        if trained.isdisjoint(map(id, parameters_of(optimizer))):
-            log.warning(
-                "this optimizer has no parameter of the models, so its steps train nothing; make it from the parameters of the "
-                "model that you give to the run",
-                optimizer=name,
-                models=", ".join(models),
-            )
-
-
 def selected(optimizers: Mapping[str, torch.optim.Optimizer], wanted: str | int | None) -> tuple[str, ...]:
     """Return the names of all optimizers, or of the one with this name or index; raise ConfigurationError for another."""
     if not optimizers:

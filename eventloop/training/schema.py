@@ -148,6 +148,8 @@ class SavedState(SavedEntry, kw_only=True):
     """`state_dict()` of each optimizer, by name; absent with `save_optimizer=False`"""
     parameters: dict[str, str] = {}
     """names of each optimizer's parameters, one a line, in the order in which its `state_dict()` numbers them"""
+    loose: dict[str, list[Any]] | UnsetType = UNSET
+    """values of parameters that an optimizer trains and no model has, by the name of the optimizer; absent without any"""
     rng: Any
     """random states of Python, NumPy, torch and accelerators; null in an imported file"""
     data: SavedData | None = None

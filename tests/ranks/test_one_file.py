@@ -64,6 +64,7 @@ def other_states(folder: str) -> dict[str, str]:
     same = nn.Linear(2, 2)
     distributed.broadcast(same.weight.data, 0)
     distributed.broadcast(same.bias.data, 0)
+    free = torch.optim.SGD([*same.parameters(), nn.Parameter(torch.full((2,), float(distributed.get_rank())))])
     cases: dict[str, tuple[nn.Module, Any]] = {
         "a stage has more": (stages(1, 2), None),
         "a stage has fewer": (stages(2, 1), None),
@@ -71,6 +72,7 @@ def other_states(folder: str) -> dict[str, str]:
         "a part without a wrapper": (half, None),
         "a buffer of another size": (sized, None),
         "an optimizer of parts": (same, OfOneRank(same.parameters())),
+        "a parameter of no model": (same, free),
     }
     found = {case: raised(partial(saves, Path(folder, case), *one)) for case, one in cases.items()}
     saves(Path(folder, "without"), same, OfOneRank(same.parameters()), "optimizer")
@@ -87,6 +89,7 @@ def test_models_that_differ_between_ranks_are_an_error_at_the_first_save_that_na
         "a part without a wrapper": ("other values on rank 1 than on rank 0", "'own.0."),
         "a buffer of another size": ("rank 1", "'queue'", "(1,)", "(2,)"),
         "an optimizer of parts": ("rank 1", "momentum_buffer of bias", "save_optimizer=False"),
+        "a parameter of no model": ("other values on rank 1 than on rank 0", "'parameter 1 of no model"),
     }
     missing = {case: [text for text in texts if text not in first[case]] for case, texts in named.items()}
     assert missing == {case: [] for case in named}

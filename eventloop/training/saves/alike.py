@@ -8,7 +8,7 @@ sharded over some of the processes. So this compares all ranks once in a run, be
 from __future__ import annotations
 
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -48,9 +48,14 @@ _Parts = dict[tuple[str, Any], _Held]
 
 
 def check_alike(
-    ranks: Ranks, models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
+    ranks: Ranks,
+    models: Mapping[str, torch.nn.Module],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    loose: Mapping[str, Sequence[torch.Tensor]],
 ) -> frozenset[Any]:
     """Compare the models and optimizers of all ranks; return the meshes of this rank whose tensors other meshes write.
+
+    ``loose`` has the parameters of each optimizer that are in no model.
 
     All ranks must have the same names and shapes, and equal parameters. Buffers may differ, as in DistributedDataParallel,
     which keeps those of rank 0. A collective.
@@ -60,9 +65,14 @@ def check_alike(
     """
     values = {(name, key): value for name, model in models.items() for key, value in model.state_dict().items()}
     labels = {key: _label(*key, models) for key in values}
+    compared = {(name, key) for name, model in models.items() for key in _not_kept_equal(model, ranks.size)}
+    for name, some in loose.items():
+        for number, parameter in enumerate(some, start=1):
+            key = name, f"parameter {number} of no model, in optimizer {name}"
+            values[key], labels[key] = parameter, key[1]
+            compared.add(key)
     shapes = {labels[key]: _shape(value) for key, value in values.items()}
     _check_shapes(ranks.distinct(shapes | _optimizer_shapes(models, optimizers)))
-    compared = {(name, key) for name, model in models.items() for key in _not_kept_equal(model, ranks.size)}
     held = {labels[key]: value for key, value in values.items() if key in compared}
     parts = {(label, place): _Held(_digest(part), ranks.rank) for label, place, part in _parts(held, ranks.size)}
     whole = ranks.merged(parts, _merged)

@@ -14,6 +14,7 @@ from eventloop.log import get_logger
 from eventloop.training.host import OwnLoop
 from eventloop.training.saves.agreed import agreed
 from eventloop.training.saves.contents import SavedRun, by_model
+from eventloop.training.saves.loose import SavedLoose, loose_parameters
 from eventloop.training.saves.weights import load_weights
 from eventloop.training.schema import Tree
 
@@ -79,8 +80,10 @@ def _load_best(run: SavedRun, subject: str, best: Callable[[], Best | None]) -> 
     for hook in run.bus.hooks:
         hook.take_weights(tree)
     weights = by_model(run.models, tree["state_dict"])
+    loose = SavedLoose(tree.get("loose", {}), loose_parameters(run), strict=True)
     for name, model in run.models.items():
         load_weights(model, weights[name])
+    loose.load()
     state.note_change()
     log.info("loaded the best weights", path=str(path), metric=found.metric, score=found.score)
 

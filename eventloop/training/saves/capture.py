@@ -25,6 +25,7 @@ from eventloop.training.distributed.ranks import Ranks, own_group
 from eventloop.training.optimizers import forget_options, stepping
 from eventloop.training.saves.alike import check_alike
 from eventloop.training.saves.contents import SavedRun, gather_rank, gather_state
+from eventloop.training.saves.loose import loose_parameters
 from eventloop.training.saves.rank_states import RankStates
 from eventloop.training.saves.requests import SaveJob, SaveRequest, merged
 from eventloop.training.saves.restore import resume_line
@@ -201,7 +202,8 @@ class Capture:
     def _check_alike(self, ranks: Ranks, *, with_optimizer: bool = True) -> None:
         """Compare the ranks before the first save: rank 0's file must have the state of all."""
         if self._elsewhere is None or (with_optimizer and not self._compared):
-            self._elsewhere = check_alike(ranks, self._run.models, self._run.optimizers if with_optimizer else {})
+            optimizers = self._run.optimizers if with_optimizer else {}
+            self._elsewhere = check_alike(ranks, self._run.models, optimizers, loose_parameters(self._run))
             self._compared = with_optimizer
 
     def note_scores(self, metrics: Mapping[str, Any]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
@@ -18,17 +17,16 @@ from eventloop.events import RunView
 from eventloop.log import get_logger
 from eventloop.privates import has_wrapper_names, metadata_of, with_metadata
 from eventloop.training.data import Feeds
-from eventloop.training.optimizers import forget_options, options_path, parameters_of, warn_of_overridden
+from eventloop.training.optimizers import forget_options, options_path, warn_of_overridden
 from eventloop.training.rng import get_rng_state, set_rng_state
+from eventloop.training.saves.loose import SavedLoose, loose_parameters
 from eventloop.training.saves.optimizer_state import SavedOptimizer
+from eventloop.training.saves.parameters import parameter_names
 from eventloop.training.saves.weights import SavedWeights
 from eventloop.training.schema import FORMAT, SavedBus, SavedCounts, SavedEntry, SavedRank, SavedState, Tree, read
 from eventloop.training.state import RunState
 
 log = get_logger()
-
-_named: WeakKeyDictionary[Any, tuple[list[int | str], str]] = WeakKeyDictionary()
-"""What the names of an optimizer's parameters depend on, and these: to look for 20,000 of them takes 40 ms."""
 
 
 class SavedRun(RunView, Protocol):
@@ -79,6 +77,7 @@ def gather_state(run: SavedRun, rank: SavedRank, ranks: Sequence[SavedRank], lea
         state_dict=flat(gather_weights(run.models)),
         optimizer={name: one.state_dict() for name, one in run.optimizers.items()} if with_optimizer else UNSET,
         parameters=parameter_names(run.models, run.optimizers) if with_optimizer else {},
+        loose=loose_parameters(run) or UNSET,
         rng=rank.rng,
         data=rank.data,
         stateful={name: thing.state_dict() for name, thing in run.stateful.items()},
@@ -144,26 +143,6 @@ def unwrapped_state(model: torch.nn.Module) -> Any:
     return with_metadata(short, names.metadata_without(metadata_of(values))) if names.wrapped else values
 
 
-def parameter_names(models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, str]:
-    """Return the names of each optimizer's parameters as keys in checkpoints, one a line.
-
-    Of several models, the model's name stands before the key. The line of a parameter that is in no model is empty.
-    """
-    facts: dict[str, list[int | str]] = {
-        name: [*(len(group["params"]) for group in one.param_groups), *models, *map(id, models.values())]
-        for name, one in optimizers.items()
-    }
-    if any(_named.get(one, ([], ""))[0] != facts[name] for name, one in optimizers.items()):
-        names: dict[int, str] = {}
-        for name, model in models.items():
-            prefix, named = "" if set(models) == {"model"} else f"{name}.", dict(model.named_parameters(remove_duplicate=False))
-            for long, key in WrapperNames(model, named).short.items():
-                names.setdefault(id(named[long]), f"{prefix}{key}")
-        for owner, one in optimizers.items():
-            _named[one] = facts[owner], "\n".join(names.get(id(parameter), "") for parameter in parameters_of(one))
-    return {name: _named[one][1] for name, one in optimizers.items()}
-
-
 # ------------------------------------------------------------------------------------------------------------- restore
 
 
@@ -183,7 +162,10 @@ def restore_state(run: SavedRun, tree: Mapping[str, Any], *, strict: bool) -> No
         raise CheckpointError(
             f"the checkpoint has no model {', '.join(map(repr, absent))}, only {', '.join(map(repr, weights))}"
         )
+    given = {} if saved.loose is UNSET else saved.loose
+    loose = SavedLoose(given, loose_parameters(run), strict=strict)
     complete, loaded = _restore_trained(run, saved, weights, strict=strict)
+    loose.load()
     if not complete or loaded < len(run.optimizers):
         forget_options(saved.options, "optimizer")
     for _, thing, saved_state in _with_state("stateful", run.stateful, saved.stateful):

@@ -1,0 +1,102 @@
+"""Loose parameters: those that an optimizer trains and that are in no model of the run, such as the centres of a loss.
+
+A checkpoint holds them by the name of the optimizer, in its order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+
+from eventloop.checkpoint import is_dtensor
+from eventloop.errors import CheckpointError
+from eventloop.log import get_logger
+from eventloop.training.optimizers import parameters_of
+from eventloop.training.saves.parameters import parameter_names
+
+log = get_logger()
+
+Loose = dict[str, list[torch.nn.Parameter]]
+
+
+class _Trained(Protocol):
+    """The part of a run that has parameters."""
+
+    @property
+    def models(self) -> Mapping[str, torch.nn.Module]: ...
+    @property
+    def optimizers(self) -> Mapping[str, torch.optim.Optimizer]: ...
+
+    stateful: dict[str, Any]
+
+
+def loose_parameters(run: _Trained) -> Loose:
+    """Return the loose parameters of each optimizer that has some; those of modules in ``stateful=`` are saved there."""
+    found: Loose = {}
+    for name, lines in parameter_names(run.models, run.optimizers).items():
+        if f"\n{lines}\n".find("\n\n") < 0:
+            continue  # the usual case, of maybe 20,000 parameters
+        modules = [one for one in run.stateful.values() if isinstance(one, torch.nn.Module)]
+        kept = {id(parameter) for module in modules for parameter in module.parameters()}
+        pairs = zip(parameters_of(run.optimizers[name]), lines.split("\n"), strict=True)
+        # A sharded model makes new parameters in its forward pass, so that its own seem to be in no model.
+        some = [one for one, key in pairs if not key and id(one) not in kept and not is_dtensor(one)]
+        if some:
+            found[name] = some
+    return found
+
+
+def tell_of_loose(run: _Trained, *, saved: bool) -> None:
+    """Log which optimizers have loose parameters; ``saved`` tells whether checkpoints hold them."""
+    for name, some in loose_parameters(run).items():
+        facts = {"optimizer": name, "parameters": len(some), "models": ", ".join(run.models)}
+        if len(some) == len(parameters_of(run.optimizers[name])):
+            log.warning(
+                "this optimizer has no parameter of the models, so its steps train none of them; make it from the parameters "
+                "of the model that you give to the run, or give the run its model, too",
+                **facts,
+            )
+        elif saved:
+            log.info(
+                "this optimizer trains parameters that are in no model of the run; checkpoints hold them, but not the buffers "
+                "of their modules: a module in model= or stateful= is saved as a whole",
+                **facts,
+            )
+        else:
+            log.warning(
+                "this optimizer trains parameters that are in no model of the run, so the trainer's checkpoints do not hold "
+                "them: make them a part of the model",
+                **facts,
+            )
+
+
+class SavedLoose:
+    """The saved values of loose parameters, and those of the run.
+
+    Raises:
+        CheckpointError: their number or shapes differ, and ``strict`` is True; else the log says so.
+    """
+
+    def __init__(self, saved: Mapping[str, list[torch.Tensor]], own: Loose, *, strict: bool) -> None:
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for name in own.keys() | saved.keys():
+            here, there = own.get(name, []), saved.get(name, [])
+            if [one.shape for one in here] == [one.shape for one in there]:
+                self._pairs += zip(here, there, strict=True)
+                continue
+            shapes = [str([tuple(one.shape) for one in some]) for some in (there, here)]
+            problem = (
+                f"of the parameters of optimizer {name!r} that are in no model, the checkpoint has {len(there)} of shapes "
+                f"{shapes[0]}, and the optimizer has {len(here)} of shapes {shapes[1]}"
+            )
+            if strict and saved:
+                raise CheckpointError(f"{problem}; strict=False keeps those of this program")
+            log.warning(f"{problem}; those of this program stay as they are", optimizer=name)
+
+    def load(self) -> None:
+        """Give the parameters their saved values."""
+        with torch.no_grad():
+            for parameter, value in self._pairs:
+                parameter.copy_(value)
