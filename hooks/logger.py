@@ -73,8 +73,10 @@ class LoggerHook(CopiedAnew, Hook):
     - Training scalars are written when the batch number within the epoch is a multiple of the interval, with the step
       ``iter + 1``. The step of metrics is the number of finished epochs (of iterations in iteration-based runs).
     - All measurements of a line are means over the same last ``window_size`` iterations. States are current: learning rates,
-      momenta, ``weight_decay``, ``loss_scale``, ``eta``. A scalar that none of these iterations reported keeps its last value.
-      A writer with an interval of 1 gets the raw values. This holds for all writers: the terminal, JSON lines, TensorBoard.
+      momenta, ``weight_decay``, ``loss_scale``, ``eta``. A writer with an interval of 1 gets the raw values. This holds for all
+      writers: the terminal, JSON lines, TensorBoard.
+    - A scalar that leaves out iterations, such as the return of an episode, is in no mean: each of its values is written, with
+      the iteration that reported it. One that each optimizer step reports, within an accumulation, leaves out none.
     - Checkpoints hold the windows, so the lines of a resumed run are those of an uninterrupted one.
     - Names begin with their stage: ``train/loss``, ``val/accuracy``, and ``eval/<name>`` for results of an ``EvaluateHook``.
     - Images, figures, histograms and texts (``run.report_image`` and the like) go to the writers that take them.
@@ -328,7 +330,8 @@ LOGGER = Slot("logger", LoggerHook)
 def _where(progress: events.Progress, batch: int = 0, epoch_length: int | None = None) -> Where:
     now = progress.stage == "train"  # progress does not count the present iteration yet
     epoch, iteration = progress.epoch + now, progress.iter + now
-    return Where(progress.stage, epoch, iteration, batch, epoch_length, progress.max_epochs, progress.max_iters)
+    limits = progress.max_epochs, progress.max_iters
+    return Where(progress.stage, epoch, iteration, batch, epoch_length, *limits, progress.update)
 
 
 def _checked(writers: Sequence[Any]) -> Sequence[Writer]:

@@ -47,7 +47,8 @@ class Where(msgspec.Struct, frozen=True):
 
     Counts begin at 1 and include the present iteration or epoch: a validation after the third epoch has ``epoch=3``, one before
     any training ``epoch=0``. ``stage`` is ``"train"``, ``"val"``, ``"test"``, or ``"eval"`` for results of an ``EvaluateHook``.
-    ``batch`` counts within the epoch. ``epoch_length`` is in batches, or None if it is unknown.
+    ``batch`` counts within the epoch. ``epoch_length`` is in batches, or None if it is unknown. ``update`` counts the updates
+    before a training iteration.
     """
 
     stage: str
@@ -57,6 +58,7 @@ class Where(msgspec.Struct, frozen=True):
     epoch_length: int | None = None
     max_epochs: int | None = None
     max_iters: int | None = None
+    update: int = 0
 
 
 Row = tuple[Mapping[str, float], int, Where]

@@ -57,6 +57,7 @@ class Fanout(CopiedAnew):
         """Begin a run; without a work dir, without the writers that need one."""
         self._opened = True
         with self._smoothing:
+            self._smoother.reach = self._longest
             self._smoother.begin_run()
             self._run, self._last = run, Where("train", 0, 0)
         chosen = [writer for writer in self.writers if run.work_dir is not None or not writer.needs_work_dir]
@@ -85,17 +86,24 @@ class Fanout(CopiedAnew):
     def end_epoch(self) -> None:
         """Write the last iterations of a training epoch that are not written yet."""
         for target in self._smoothed:
-            left = self._last.batch % target.interval
-            if left and (not self._ignore_last or self._last.batch < target.interval):
-                self._write_train(target)
+            if left := self._last.batch % target.interval:
+                line = not self._ignore_last or self._last.batch < target.interval
+                self._write_train(target, self._smoother.end(self._smoother.count - left + 1, line=line))
 
     @property
     def reach(self) -> int | None:
         """The number of iterations that a line may depend on besides its own; None if it may depend on all."""
         if self._smoother.customised:
             return None
-        intervals = {writer.interval or self._interval for writer in self.writers}  # they may not be open yet
-        return max(self._smoother.window_size, *intervals) if intervals - {1} else 0
+        return self._longest if self._intervals - {1} else 0
+
+    @property
+    def _intervals(self) -> set[int]:
+        return {writer.interval or self._interval for writer in self.writers}  # they may not be open yet
+
+    @property
+    def _longest(self) -> int:
+        return max(self._smoother.window_size, *self._intervals)
 
     def state_dict(self) -> tuple[dict[str, Any], int]:
         """Return what the next line depends on, and the number of iterations of the run that are in it."""
@@ -173,18 +181,26 @@ class Fanout(CopiedAnew):
             if where.epoch != self._last.epoch:
                 self._smoother.begin_epoch()
             self._last = where
-            self._smoother.push({name: value for name, value in outputs.items() if isinstance(value, _NUMBERS)})
+            self._smoother.push({name: value for name, value in outputs.items() if isinstance(value, _NUMBERS)}, where.update)
 
     def _smooth(self, outputs: Mapping[str, Any], where: Where) -> None:
         self._push(outputs, where)
+        smoother = self._smoother
         for target in self._smoothed:
-            if where.batch % target.interval == 0:
-                self._write_train(target)
+            behind = where.batch % target.interval
+            if not behind:
+                rows = smoother.line(smoother.count - target.interval + 1, smooth=target.interval > 1)
+                self._write_train(target, rows)
+            elif events := smoother.events(smoother.count - behind + 1):
+                self._write_train(target, events)
 
-    def _write_train(self, target: Target) -> None:
-        smoother, smooth = self._smoother, target.interval > 1
-        values = smoother.read(smoother.count - max(target.interval, smooth * smoother.window_size), smooth=smooth)
-        target.give("write_scalars", _named(values), self._last.iter, self._last)
+    def _write_train(self, target: Target, rows: Mapping[int, Mapping[str, float]]) -> None:
+        for number, values in sorted(rows.items()):
+            where, ago = self._last, self._smoother.count - number
+            if ago:
+                where = msgspec.structs.replace(where, iter=where.iter - ago, batch=where.batch - ago)
+            if values:
+                target.give("write_scalars", _named(values), where.iter, where)
 
 
 def _named(scalars: Mapping[str, Any]) -> dict[str, float]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import Bus, ConfigurationError
+from eventloop import Bus, ConfigurationError, Run
 from hooks import (
     CheckpointHook,
     ConsoleWriter,
@@ -484,6 +484,17 @@ def test_the_lines_of_a_resumed_run_are_those_of_an_uninterrupted_one(tmp_path, 
     before = train(step, stop=10)
     after = train(step, resume="auto")
     assert whole == [one + two for one, two in zip(before, after, strict=True)]
+
+
+def test_each_value_that_only_some_iterations_report_is_written_with_its_iteration(notes):
+    with Run(bus_with(notes), model=torch.nn.Linear(1, 1)) as run:
+        for _ in run.epochs(max_iters=25):
+            for number in run.train(range(25)):
+                run.report(loss=float(number))
+                if number % 8 == 0:
+                    run.report(val_loss=float(number))
+    rows = [(where.batch, scalars.get("train/val_loss")) for scalars, _, where in notes.scalars()]
+    assert rows == [(1, 0.0), (9, 8.0), (10, None), (17, 16.0), (20, None), (25, 24.0)]
 
 
 @pytest.mark.parametrize(("interval", "kept"), [(1, 0), (20, 14)])

@@ -1,4 +1,5 @@
 import math
+import random
 import re
 from pathlib import Path
 
@@ -10,10 +11,10 @@ from hooks.smoothing import STATES, Smoother
 
 def test_measurements_are_averaged_over_the_same_iterations_and_states_are_current():
     smoother = Smoother(window_size=2)
-    for value, lr in ((1.0, 0.1), (2.0, 0.2), (4.0, 0.3)):
+    for update, (value, lr) in enumerate([(1.0, 0.1), (2.0, 0.2), (4.0, 0.3)]):
         states = {"lr": lr, "gan/lr/group1": lr, "momentum": lr, "eta": lr}
-        smoother.push({"loss": value, "accuracy": 2 * value, **states} | ({"rare": value} if value != 4.0 else {}))
-    assert smoother.read() == {"loss": 3.0, "accuracy": 6.0, "rare": 2.0, **dict.fromkeys(states, 0.3)}
+        smoother.push({"loss": value, "accuracy": 2 * value, **states}, update)
+    assert smoother.line(1) == {3: {"loss": 3.0, "accuracy": 6.0, **dict.fromkeys(states, 0.3)}}
 
 
 RATES = ("lr", "gan/lr/group1", "learning_rate", "lr-SGD", "lr-AdamW/pg1", "base_lr", "lr_backbone", "optim/lr-Adam-momentum")
@@ -28,9 +29,9 @@ RATES = ("lr", "gan/lr/group1", "learning_rate", "lr-SGD", "lr-AdamW/pg1", "base
 )
 def test_measurements_are_averaged_and_states_are_not(names, value):
     smoother = Smoother(window_size=2)
-    for one in (1.0, 2.0):
-        smoother.push(dict.fromkeys(names, one))
-    assert smoother.read() == dict.fromkeys(names, value)
+    for update, one in enumerate((1.0, 2.0)):
+        smoother.push(dict.fromkeys(names, one), update)
+    assert smoother.line(1) == {2: dict.fromkeys(names, value)}
 
 
 def test_the_pages_know_the_same_states():
@@ -41,7 +42,6 @@ def test_the_pages_know_the_same_states():
 
 MMENGINES = {"window_size": 2, "mean_pattern": "loss|time|data_time|grad_norm"}
 UNNAMED = {"custom_cfg": [{"data_src": "loss", "method_name": "max"}]}
-GRADIENTS = [{"loss": 1.0, "grad_norm": 3.0}, {"loss": 2.0}]
 
 
 @pytest.mark.parametrize(
@@ -51,15 +51,64 @@ GRADIENTS = [{"loss": 1.0, "grad_norm": 3.0}, {"loss": 2.0}]
         (UNNAMED, [{"loss": 9.0}, {"loss": 1.0}], {}, {"loss": 9.0}),  # it replaces its source
         ({}, [{"loss": 1.0}, {"loss": 2.0}], {"smooth": False}, {"loss": 2.0}),
         ({}, [{"loss": 1.0}, {"loss": math.nan}], {}, {"loss": pytest.approx(math.nan, nan_ok=True)}),
-        ({}, GRADIENTS, {"since": 0}, {"loss": 1.5, "grad_norm": 3.0}),
-        ({}, GRADIENTS, {"since": 1}, {"loss": 1.5}),  # only what was reported since the last line
     ],
 )
 def test_what_a_line_reads(options, pushed, asked, found):
     smoother = Smoother(**options)
-    for one in pushed:
-        smoother.push(one)
-    assert smoother.read(**asked) == found
+    for update, one in enumerate(pushed):
+        smoother.push(one, update)
+    assert smoother.line(1, **asked) == {len(pushed): found}
+
+
+def lines_of(reported, interval, *, length=None, accumulate=1, learns_from=0, window=10):
+    """Return what a writer gets of one epoch: a row for each line and each event, by iteration."""
+    smoother, rows = Smoother(window), []
+    smoother.reach = max(window, interval)
+    smoother.begin_run()
+    updates = 0
+    for number in range(1, (length or max(reported)) + 1):
+        smoother.push({"v": reported[number]} if number in reported else {}, updates)
+        updates += number % accumulate == 0 and number >= learns_from
+        begin = number - (number - 1) % interval
+        rows += sorted((smoother.events(begin) if number % interval else smoother.line(begin)).items())
+    if left := number % interval:
+        rows += sorted(smoother.end(number - left + 1, line=number < interval).items())
+    return [(number, row["v"]) for number, row in rows if row]
+
+
+def each(*numbers):
+    return {number: float(number) for number in numbers}
+
+
+@pytest.mark.parametrize(
+    ("reported", "options", "rows"),
+    [
+        (each(*range(1, 21)), {}, [(10, 5.5), (20, 15.5)]),
+        (each(*range(3, 21)), {}, [(10, 6.5), (20, 15.5)]),  # begins late
+        (each(*range(4, 41, 4)), {"accumulate": 4}, [(10, 6.0), (20, 16.0), (30, 26.0), (40, 36.0)]),  # a gradient's norm
+        (each(1, 9, 17, 25), {}, [(1, 1.0), (9, 9.0), (17, 17.0), (25, 25.0)]),  # a validation's loss
+        (each(20, 40), {}, [(20, 20.0), (40, 40.0)]),
+        (each(23), {"length": 25}, [(23, 23.0)]),
+        (each(25), {}, [(25, 25.0)]),
+        (each(3), {"length": 5}, [(3, 3.0)]),
+        (each(3, 6, 7, 8, 13, 14, 29), {"learns_from": 99}, [(number, float(number)) for number in (3, 6, 7, 8, 13, 14, 29)]),
+        (each(3, 6, 7, 8, 13, 14, 29), {}, [(number, float(number)) for number in (3, 6, 7, 8, 13, 14, 29)]),
+        (each(*range(1, 14)), {"length": 20}, [(10, 5.5), (11, 11.0), (12, 12.0), (13, 13.0)]),  # ends early
+    ],
+)
+def test_a_value_of_each_update_is_averaged_and_any_other_is_written_where_it_was_reported(reported, options, rows):
+    assert lines_of(reported, 10, **options) == rows
+
+
+@pytest.mark.parametrize("interval", [2, 3, 7, 10, 25])
+def test_no_value_that_skips_iterations_is_left_out_or_written_twice(interval):
+    draw = random.Random(interval)
+    for _ in range(100):
+        numbers = sorted(draw.sample(range(1, 60), draw.randint(1, 9)))
+        gapless = {number for one, number in zip([0, *numbers], numbers, strict=False) if number - one == 1}
+        found = lines_of(each(*numbers), interval, length=60)
+        assert [number for number, _ in found] == sorted({number for number, _ in found})
+        assert set(numbers) - {one for number in gapless for one in (number, number - 1)} <= {number for number, _ in found}
 
 
 @pytest.mark.parametrize(
@@ -76,5 +125,5 @@ def test_custom_windows(window, values):
         size = {} if window is None else {"window_size": window}
         smoother = Smoother(custom_cfg=[{"data_src": "loss", "log_name": "mine", "method_name": method, **size}])
         for loss in (9.0, 1.0, None, 4.0, 2.0):
-            smoother.begin_epoch() if loss is None else smoother.push({"loss": loss})
-        assert smoother.read()["mine"] == value
+            smoother.begin_epoch() if loss is None else smoother.push({"loss": loss}, smoother.count)
+        assert smoother.line(1)[4]["mine"] == value
