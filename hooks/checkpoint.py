@@ -15,7 +15,7 @@ from eventloop.events import RunView
 from eventloop.training import Best, load_best_at_end
 from eventloop.user_errors import contextmanager
 from hooks.copies import CopiedAnew
-from hooks.options import NonNegativeInt, one_or_more
+from hooks.options import NonNegativeInt, check_epochs, one_or_more
 from hooks.publishing import keys_to_publish, publish_checkpoint, remove_copies
 from hooks.retention import KEPT, REGULAR, SUFFIX, RetentionPolicy, sweep
 from hooks.rules import BestMetrics, Rule, check_validated, warn_unvalidated
@@ -84,7 +84,8 @@ class CheckpointHook(CopiedAnew, Hook):
         name: key of this hook in checkpoints, needed if there are several of its kind.
 
     Raises:
-        ConfigurationError: an option is invalid, the run has no directory, or the package for the URL is not installed.
+        ConfigurationError: an option is invalid, the run has no directory, or the package for the URL is not installed. Later:
+            ``interval`` counts epochs in an iteration-based training.
     """
 
     priority = Priority.VERY_LOW
@@ -220,6 +221,11 @@ class CheckpointHook(CopiedAnew, Hook):
             self._kept.adopt_if_there(self._names_at(at))
             self._asked.adopt_if_there([self._asked_at(at)])
         self._began_at = event.progress.iter if self._loaded_here or not event.progress.iter else None
+
+    def before_train_epoch(self, event: events.BeforeTrainEpoch) -> None:
+        if self.by_epoch and self.interval > 0:
+            subject, instead = f"{self.label}(interval={self.interval})", "by_epoch=False, interval=<iterations between saves>"
+            check_epochs(event, subject, f"Give {instead}; save_last and save_best need no interval")
 
     def after_train(self, event: events.AfterTrain) -> None:
         self._finished = True

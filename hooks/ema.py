@@ -28,7 +28,7 @@ from hooks.averages import (
     WeightAverage,
 )
 from hooks.copies import CopiedAnew
-from hooks.options import Name, NonNegativeInt, added_late, check_averages_alone, model_name
+from hooks.options import Name, NonNegativeInt, added_late, check_averages_alone, check_epochs, model_name
 
 log = get_logger()
 
@@ -327,10 +327,17 @@ class EMAIterHook(Hook):
 
 @register
 class EMAEpochHook(EMAIterHook):
-    """Call the model's ``init_ema()`` when its first run begins, and its ``update_ema()`` after each training epoch."""
+    """Call the model's ``init_ema()`` when its first run begins, and its ``update_ema()`` after each training epoch.
+
+    Raises:
+        ConfigurationError: later: as for ``EMAIterHook``, or the training is iteration-based.
+    """
 
     def unused(self) -> tuple[str, ...]:
         return ("before_train", "after_train_iter")
+
+    def before_train_epoch(self, event: events.BeforeTrainEpoch) -> None:
+        check_epochs(event, self.label, "use EMAIterHook")
 
     def after_train_epoch(self, event: events.AfterTrainEpoch) -> None:
         self._update()

@@ -12,9 +12,9 @@ import msgspec
 import torch
 
 from eventloop import ConfigurationError, Hook, Priority, TrainingError, check_options, get_logger, mount, register
-from eventloop.events import AfterTrain, AfterTrainEpoch, AfterTrainIter, BeforeTrain, RunEvent, RunView
+from eventloop.events import AfterTrain, AfterTrainEpoch, AfterTrainIter, BeforeTrain, BeforeTrainEpoch, RunEvent, RunView
 from eventloop.training import enter_training_mode, in_training_mode, missing_metric
-from hooks.options import Name, NonNegativeInt
+from hooks.options import Name, NonNegativeInt, check_epochs
 from hooks.rules import Rule, find_rule, is_better, score_of
 
 log = get_logger()
@@ -106,6 +106,10 @@ class EvaluateHook(Hook):
         self._evaluated_at = None
         if event.progress.iter == 0:
             self.best = None
+
+    def before_train_epoch(self, event: BeforeTrainEpoch) -> None:
+        if self.by_epoch and self.period:
+            check_epochs(event, f"{self.label}(by_epoch=True)", "Give by_epoch=False, and a period in iterations")
 
     def unused(self) -> Collection[str]:
         """Return the mount point that this hook does not count; with ``period=0``, both."""

@@ -9,7 +9,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from eventloop import ConfigurationError
-from eventloop.events import RunView
+from eventloop.events import BeforeTrainEpoch, RunView
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
@@ -39,6 +39,21 @@ def model_name(label: str, models: Collection[str], name: str | None) -> str:
 def added_late(label: str) -> ConfigurationError:
     """Return the error of a hook that was added to a bus during a run, after the event in which it finds its model."""
     return ConfigurationError(f"{label} was added during a run; add it before the run begins")
+
+
+def check_epochs(event: BeforeTrainEpoch, subject: str, instead: str) -> None:
+    """Raise ConfigurationError for a hook that counts epochs, if the training is one long epoch.
+
+    Args:
+        event: the beginning of the epoch.
+        subject: the hook and its option, for the message.
+        instead: what to write instead.
+    """
+    if event.run.one_epoch:
+        raise ConfigurationError(
+            f"{subject} counts epochs, and this training has one: it counts iterations (max_iters={event.progress.max_iters}). "
+            f"{instead}"
+        )
 
 
 def check_averages_alone(label: str, run: RunView) -> None:

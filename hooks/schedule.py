@@ -13,6 +13,7 @@ from msgspec import Meta
 from eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, register
 from eventloop.events import Slot
 from eventloop.privates import schedulers_in
+from hooks.options import check_epochs
 from hooks.rules import check_validated, value_of, warn_unvalidated
 
 log = get_logger()
@@ -56,7 +57,8 @@ class ParamSchedulerHook(Hook):
 
     Raises:
         ConfigurationError: when training begins: the run does not have the scheduler's optimizer, another hook or the trainer
-            of a bridge steps the scheduler, or ``by="metric"`` without validations.
+            of a bridge steps the scheduler, ``by="metric"`` without validations, or
+            ``by="epoch"`` in an iteration-based training.
     """
 
     priority = Priority.LOW
@@ -87,7 +89,11 @@ class ParamSchedulerHook(Hook):
 
     def unused(self) -> Collection[str]:
         """Return the mount points of the other values of ``by``; without schedulers, all mount points."""
-        steps = {"iter": ["after_train_iter"], "epoch": ["after_train_epoch"], "metric": ["after_val_epoch", "after_run"]}
+        steps = {
+            "iter": ["after_train_iter"],
+            "epoch": ["before_train_epoch", "after_train_epoch"],
+            "metric": ["after_val_epoch", "after_run"],
+        }
         unused = [method for by, methods in steps.items() for method in methods if by != self.by]
         always = ["before_run", "before_train", "before_save_checkpoint", "after_load_checkpoint"]
         return unused if self.schedulers else always + unused
@@ -115,6 +121,9 @@ class ParamSchedulerHook(Hook):
             if run.optimizers and isinstance(getattr(scheduler, "optimizer", None), torch.optim.Optimizer):
                 self._optimizers[name] = _optimizer_of(name, scheduler, run.optimizers)
         self._starts = {name: [*map(_initial_lr, one.param_groups)] for name, one in self._optimizers.items()}
+
+    def before_train_epoch(self, event: events.BeforeTrainEpoch) -> None:
+        check_epochs(event, f'{self.label}(by="epoch")', 'Give by="iter", and a schedule in iterations')
 
     def after_train_iter(self, event: events.AfterTrainIter) -> None:
         run = event.run

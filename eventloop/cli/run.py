@@ -77,14 +77,16 @@ def run(
     """
     if (check and (resume is not None or dry_run)) or (json and not check):
         raise ConfigurationError("--check goes without --resume and --dry-run, and --json with --check only")
-    from hooks.defaults import DEFAULT_HOOKS
+    from hooks.defaults import default_hooks
     from hooks.trace import TraceHook
 
     folders = config.parent, Path.cwd()
     given = override(read(config), changes)
-    setup = Setup(given, default_hooks=DEFAULT_HOOKS, folders=folders)
+    settled = settle(given)
+    defaults = default_hooks(loop if isinstance(loop := settled.get("loop"), dict) else {})
+    setup = Setup(given, default_hooks=defaults, folders=folders)
     if print_config:
-        write_json(with_defaults(settle(given), DEFAULT_HOOKS))
+        write_json(with_defaults(settled, defaults))
         return None
     with process_group():
         console = Console(quiet=this_rank() > 0)

@@ -694,6 +694,12 @@ class Run:
         return self.host.epoch_length
 
     @property
+    def one_epoch(self) -> bool:
+        """True if the training is one long epoch (``max_iters``, and data that begins again); known once the epoch begins."""
+        feed = self._driver.feed
+        return self.counters.max_iters is not None and feed is not None and feed.endless
+
+    @property
     def evaluation_length(self) -> int | None:
         """Batches in the current or last validation or test; None if unknown."""
         return self.host.evaluation_length

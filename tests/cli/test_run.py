@@ -121,6 +121,14 @@ def test_a_run_prints_where_its_files_are(here, trainbus):
         assert words in printed
 
 
+def test_an_iteration_based_training_is_saved_as_often_as_it_validates(here, project, trainbus):
+    lengths = ["loop.max_epochs=null", "loop.max_iters=6", "loop.val_interval=2"]
+    printed = json.loads(trainbus("run", project, "--print-config", *lengths).out)
+    assert printed["default_hooks"]["checkpoint"].items() >= {"by_epoch": False, "interval": 2}.items()
+    trainbus("run", project, *lengths, "loop.work_dir=out")
+    assert {path.stem for path in (here / "out").glob("*.safetensors")} == {"iter_2", "iter_4", "iter_6"}
+
+
 def test_own_hook_writer_and_event_from_a_file_beside_the_configuration_are_picked_up(trainbus, here, project):
     trainbus("run", project, "custom_hooks=['GrowerForTests', 'CounterForTests']")
     assert (here / "points.txt").read_text().split() == ["1", "3"]
