@@ -41,6 +41,21 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
+def has_one_pass(data: object) -> bool:
+    """Return True for a generator, ``zip(...)`` and the like, which yield their values once.
+
+    A class of the user's own may begin anew in an ``__iter__`` that returns the object itself.
+    """
+    if not isinstance(data, Iterator):
+        return False
+    code = getattr(type(data).__iter__, "__code__", None)
+    return code is None or code.co_code == _returns_self.__code__.co_code
+
+
+def _returns_self(self: Any) -> Any:
+    return self
+
+
 def start_persistent_workers(loader: Iterable[Any]) -> None:
     """Start persistent workers as in an uninterrupted run, so that later passes make the same random draws."""
     if isinstance(loader, DataLoader) and loader.persistent_workers and not has_workers(loader):

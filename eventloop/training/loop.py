@@ -45,6 +45,7 @@ from eventloop.training.facts import carded, described, facts
 from eventloop.training.host import OwnLoop
 from eventloop.training.iterators import EvaluationBatches
 from eventloop.training.limits import limited, limited_to
+from eventloop.training.loaders import has_one_pass
 from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.run import Run
 from eventloop.training.sanity import check_needs, explained, look
@@ -67,7 +68,7 @@ class TrainLoop:
         model: a module, or several by name (``step`` then gets the mapping).
         optimizer: an optimizer, or several by name; not needed for ``val()`` and ``test()`` alone.
         step: ``step(model, batch)`` returns the loss, or a mapping with ``"loss"`` (a scalar tensor) and more.
-        train_data: training batches; an iterable that can be iterated again.
+        train_data: training batches; an iterable that can be iterated again (a generator only for one epoch).
         val_data: validation batches.
         test_data: test batches.
         val_step: ``val_step(model, batch)`` returns a mapping with the entries that the metrics need; its scalars are
@@ -152,6 +153,7 @@ class TrainLoop:
             {"train": train_data, "val": val_data}, limits, overfit_batches, divides=global_batch is not None
         )
         self._data = {**data, "test": test_data}
+        self._check_passes()
         self._metrics = dict(metrics or {})
         self._optimizer = optimizer
         self._running: Run | None = None
@@ -236,6 +238,7 @@ class TrainLoop:
         if self._optimizer is None:
             raise ConfigurationError("run() needs an optimizer: give TrainLoop optimizer=")
         self._lengthen(max_epochs, max_iters)
+        self._check_passes()
         if self.global_batch is not None:
             self._divide(self.global_batch)
         data, by_iter = self._need("train"), self.max_iters is not None
@@ -283,6 +286,22 @@ class TrainLoop:
             return  # _begun() refuses the call, which must not change the run
         self.max_epochs, self.max_iters = max_epochs or self.max_epochs, max_iters or self.max_iters
 
+    def _check_passes(self) -> None:
+        """Raise ConfigurationError if the training passes more than once over data that yields its batches once."""
+        passes = {"train_data": self.max_epochs or 1, "val_data": self._validations()}
+        for name, number in passes.items():
+            data = self._data[name.removesuffix("_data")]
+            if number > 1 and has_one_pass(data):
+                raise ConfigurationError(
+                    f"{name} is a {type(data).__name__}, which yields its batches once, and this training passes over it "
+                    f"{number} times: give a DataLoader, a list, or an object whose __iter__ begins anew"
+                )
+
+    def _validations(self) -> int:
+        last, begin, interval = self.max_iters or self.max_epochs or 0, self.val_begin, self.val_interval
+        regular = last // interval - (begin - 1) // interval
+        return max(0, regular) + (last % interval > 0 or last < begin)
+
     def check(self) -> CheckResult:
         """Try this loop on copies: two batches of training and validation with all hooks, a save, and a resume.
 
@@ -298,8 +317,6 @@ class TrainLoop:
         if self._optimizer is None:
             raise ConfigurationError("check() needs an optimizer: give TrainLoop optimizer=")
         self._need("train")
-        last = self.max_iters or self.max_epochs or 0
-        due = {last, *range(self.val_interval, last + 1, self.val_interval)}
         return check(
             Job(
                 kind=TrainLoop,
@@ -313,7 +330,7 @@ class TrainLoop:
                 options=self._options,
                 max_epochs=self.max_epochs,
                 max_iters=self.max_iters,
-                validations=len({done for done in due if done >= self.val_begin or done == last}),
+                validations=self._validations(),
             )
         )
 

@@ -176,7 +176,7 @@ def test_a_check_of_iterations_and_limits_estimates_the_limited_number(parts):
 
 
 def test_a_check_needs_data_that_it_can_read_twice(parts):
-    assert "train_data" in parts.loop(train_data=iter(parts.batches(3))).check().errors[0]
+    assert "train_data" in parts.loop(train_data=iter(parts.batches(3)), max_epochs=1).check().errors[0]
 
 
 def test_a_check_needs_an_optimizer_and_data(parts):

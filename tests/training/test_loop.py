@@ -166,6 +166,39 @@ def test_an_option_that_cannot_work_is_an_error_when_the_loop_is_made(parts, opt
         parts.loop(**options)
 
 
+def test_data_that_yields_its_batches_once_is_refused_where_a_training_needs_them_twice(parts):
+    class Anew:
+        """An iterator that begins anew, as those of NVIDIA DALI."""
+
+        def __iter__(self):
+            self.left = parts.batches(2)
+            return self
+
+        def __next__(self):
+            if not self.left:
+                raise StopIteration
+            return self.left.pop(0)
+
+    data = parts.batches(2)
+    loader = torch.utils.data.DataLoader([0], collate_fn=lambda _: data[0])
+    once = {
+        "generator": lambda: (one for one in data),
+        "list_iterator": lambda: iter(data),
+        "map": lambda: map(tuple, data),
+        "_SingleProcessDataLoaderIter": lambda: iter(loader),
+    }
+    for kind, make in once.items():
+        for name, options in (("train_data", {"val_data": None}), ("val_data", {"train_data": data})):
+            with pytest.raises(ConfigurationError, match=f"{name} is a {kind}.*2 times"):
+                parts.loop(**{**options, name: make()}, max_epochs=2)
+        parts.loop(train_data=make(), val_data=make(), max_epochs=1, sanity=0).run()
+        parts.loop(train_data=make(), max_iters=len(list(make())), val_interval=1000, val_data=make(), sanity=0).run()
+        longer = parts.loop(train_data=make(), max_epochs=1, val_data=None)
+        with pytest.raises(ConfigurationError, match="train_data"):
+            longer.run(max_epochs=2)
+    parts.loop(train_data=Anew(), val_data=Anew(), max_epochs=2, sanity=0).run()
+
+
 def test_training_needs_data_an_optimizer_and_a_model_val_and_test_only_data_and_a_model(parts):
     for option, value in (("train_data", None), ("optimizer", None)):
         with pytest.raises(ConfigurationError, match=option):
