@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from eventloop.checkpoint.forms import in_tree, kind_of, strides_to_keep, with_strides
+from eventloop.checkpoint.forms import contiguous_strides, kind_of, strides_to_keep, with_kind, with_strides
 from eventloop.checkpoint.load import outline_placed, verify
 from eventloop.checkpoint.pieces import Box, Keys, mapped, read_box
 from eventloop.checkpoint.rebuild import DTYPES, unflatten
@@ -16,6 +16,7 @@ from eventloop.checkpoint.shards import (
     SHARDS,
     Indexed,
     Piece,
+    mark,
     naming_damage,
     read_index,
     sharded_in,
@@ -32,6 +33,8 @@ class Place(NamedTuple):
     name: str
     directory: AnyPath
     indexed: Indexed
+    strides: Sequence[int] | None = None
+    """None if it is unknown in which order its dimensions were in memory."""
 
 
 class Contents:
@@ -41,8 +44,8 @@ class Contents:
         self.tree: Any = None
         self._places: dict[int, tuple[torch.Tensor, Place]] = {}  # the tensors, so that their ids stay theirs
 
-    def add(self, place: Place, tensor: torch.Tensor | None = None) -> torch.Tensor:
-        """Return an empty tensor, or ``tensor``, that stands for the one at ``place``.
+    def add(self, place: Place, tensor: torch.Tensor | None = None, kind: int = 0) -> torch.Tensor:
+        """Return an empty tensor of a kind (see ``forms``), or ``tensor``, that stands for the one at ``place``.
 
         Raises:
             CheckpointDamagedError: there can be no tensor of that shape.
@@ -50,7 +53,10 @@ class Contents:
         made = tensor
         if made is None:
             with naming_damage(place.directory):  # torch refuses some shapes without elements
-                made = torch.empty(place.indexed.shape, dtype=DTYPES[place.indexed.dtype], device="meta")
+                strides = contiguous_strides(place.indexed.shape) if place.strides is None else place.strides
+                dtype = DTYPES[place.indexed.dtype]
+                made = torch.empty_strided(place.indexed.shape, strides, dtype=dtype, device="meta")
+                made = with_kind(made, kind)
         self._places[id(made)] = made, place
         return made
 
@@ -62,16 +68,23 @@ class Contents:
         """
         tied: dict[Any, torch.Tensor] = {}
 
-        def stand_in(_: Keys, mark: Mapping[str, Any]) -> torch.Tensor:
-            name, one = mark[MARK], index[mark[MARK]]
-            if (list(one.shape), one.dtype) != (mark["shape"], mark["dtype"]):
+        def stand_in(_: Keys, found: Mapping[str, Any]) -> torch.Tensor:
+            name, one = found[MARK], index[found[MARK]]
+            if (list(one.shape), one.dtype) != (found["shape"], found["dtype"]):
                 raise ValueError(f"the tree and the index do not agree on {name!r}")
-            key = (one.dtype, one.shape, *one.pieces) if one.pieces else name
+            kind = found.get("kind", 0)
+            key = (one.dtype, one.shape, kind, *one.pieces) if one.pieces else name
             if key not in tied:
-                tied[key] = self.add(Place(name, directory, one))
+                tied[key] = self.add(Place(name, directory, one, found.get("strides")), kind=kind)
             return tied[key]
 
         return mapped(tree, lambda value: isinstance(value, Mapping) and MARK in value, stand_in)
+
+    def mark(self, name: str, tensor: torch.Tensor) -> dict[str, Any]:
+        """Return what stands for a tensor of the tree in a tree with sharded tensors."""
+        place = self._places.get(id(tensor))
+        ordered = place is None or place[1].strides is not None
+        return mark(name, tensor, tensor if ordered else None)
 
     def boxes(self, tensor: torch.Tensor) -> list[Box]:
         """Return the parts in which a tensor is stored; one for a tensor without elements."""
@@ -92,7 +105,7 @@ class Contents:
             read = read_box(place.directory, place.indexed, place.name, box)
             if box is not None:
                 return read
-            return next(in_tree([0], {0: kind_of(tensor)}, [with_strides(read, strides_to_keep(tensor))]))
+            return with_kind(with_strides(read, strides_to_keep(tensor)), kind_of(tensor))
 
 
 def open_contents(path: AsPath) -> Contents:
@@ -109,7 +122,7 @@ def open_contents(path: AsPath) -> Contents:
     for tensor, begin in placed:
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
         piece = Piece((0,) * len(shape), shape, path.name, begin, tensor.numel() * tensor.itemsize)
-        contents.add(Place(f"the tensor at {begin}", path.parent, Indexed(dtype, shape, [piece])), tensor)
+        contents.add(Place(f"the tensor at {begin}", path.parent, Indexed(dtype, shape, [piece]), tensor.stride()), tensor)
     if sharded_in(tree) is not None:
         verify_shards(tree, path)
         with naming_damage(path):

@@ -12,7 +12,7 @@ import torch
 from eventloop.checkpoint import shards
 from eventloop.checkpoint.contents import Contents, replace_tensors
 from eventloop.checkpoint.pieces import Box
-from eventloop.checkpoint.shards import MARK, SHARDS, Indexed, Piece
+from eventloop.checkpoint.shards import SHARDS, Indexed, Piece
 from eventloop.checkpoint.stage import CommitInfo, StageBuffer, save, stage, write
 from eventloop.checkpoint.store import AnyPath, AsPath, as_path, list_files, make_directory, remove_directory
 from eventloop.errors import CheckpointValueError
@@ -61,12 +61,12 @@ def _save_sharded(contents: Contents, path: AnyPath, directory: AnyPath) -> Comm
             return tensor if not tensor.is_meta else contents.read(tensor)
         while name in index:
             name += "'"
-        dtype = str(tensor.dtype).removeprefix("torch.")
         if id(tensor) not in known:
+            dtype = str(tensor.dtype).removeprefix("torch.")
             known[id(tensor)] = Indexed(dtype, tuple(tensor.shape), [])
             wanted.append((tensor, known[id(tensor)]))
         index[name] = known[id(tensor)]
-        return {MARK: name, "shape": list(tensor.shape), "dtype": dtype}
+        return contents.mark(name, tensor)
 
     tree = replace_tensors(contents.tree, mark)
     buffer, size = StageBuffer(), 0

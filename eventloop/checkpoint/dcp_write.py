@@ -22,7 +22,6 @@ from eventloop.checkpoint.contents import Contents, replace_tensors
 from eventloop.checkpoint.dcp import OURS, TREE
 from eventloop.checkpoint.folder import commit_folder, discard_folder
 from eventloop.checkpoint.pieces import Box
-from eventloop.checkpoint.shards import MARK
 from eventloop.checkpoint.tree import packed
 from eventloop.errors import CheckpointError
 
@@ -73,8 +72,7 @@ def _with_ours(state: Mapping[str, Any], contents: Contents) -> dict[str, Any]:
                 path += "'"
             further[path] = tensor
             names[id(tensor)] = f"{OURS}.tensors.{path}"
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        return {MARK: names[id(tensor)], "shape": list(tensor.shape), "dtype": dtype}
+        return contents.mark(names[id(tensor)], tensor)
 
     tree = packed(replace_tensors(contents.tree, mark))
     return {**state, OURS: {TREE: tree, "tensors": further}}

@@ -46,6 +46,11 @@ def strides_to_keep(tensor: torch.Tensor) -> tuple[int, ...] | None:
     return None if strides == plain else strides
 
 
+def strides_like(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Return strides without gaps for a shape, its dimensions in the order in memory of others that have these strides."""
+    return torch.empty_like(torch.empty_strided(tuple(shape), tuple(strides), device="meta")).stride()
+
+
 def is_exact(tensor: torch.Tensor) -> bool:
     """Return True if its strides are to be compared one by one: ``is_contiguous`` does not tell, or would say no."""
     return tensor.dim() > 1 and (tensor.stride() != contiguous_strides(tensor.shape) or not min(tensor.shape) > 1)
@@ -82,11 +87,14 @@ def in_tree(slots: Sequence[int], kinds: Mapping[int, int], tensors: Sequence[to
     for index, slot in enumerate(slots):
         kind = kinds.get(index, 0)
         if kind and (slot, kind) not in made:
-            made[slot, kind] = _with_kind(tensors[slot], kind)
+            made[slot, kind] = with_kind(tensors[slot], kind)
         yield made[slot, kind] if kind else tensors[slot]
 
 
-def _with_kind(tensor: torch.Tensor, kind: int) -> torch.Tensor:
+def with_kind(tensor: torch.Tensor, kind: int) -> torch.Tensor:
+    """Return a tensor of this kind with the memory of a plain one."""
+    if not kind:
+        return tensor
     if kind & PARAMETER:
         return torch.nn.Parameter(tensor, bool(kind & GRAD))
     return tensor.detach().requires_grad_()

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from eventloop.checkpoint import container
-from eventloop.checkpoint.forms import in_tree, with_strides
+from eventloop.checkpoint.forms import with_kind, with_strides
 from eventloop.checkpoint.tree import FACTORIES, MAX_DEPTH, MAX_VALUES, Code, join, short, text_of
 from eventloop.errors import CheckpointValueError
 
@@ -118,7 +118,7 @@ def _tensor(dtype: str, shape: list[int], data: bytes, strides: list[int] | None
     plain = torch.empty(shape, dtype=known)
     if data:
         plain.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    return next(in_tree([0], {0: kind}, [with_strides(plain, strides)]))
+    return with_kind(with_strides(plain, strides), kind)
 
 
 _DECODE: Final[dict[int, Callable[[bytes], object]]] = {

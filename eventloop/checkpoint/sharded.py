@@ -7,7 +7,7 @@ directory. So a checkpoint exists when every part of it is durable, and a direct
 (``shards.sweep_shards``).
 
 Tensors are read back with the placement of the reading run: any number of processes, or one that shards nothing. Each process
-reads the bytes that it needs, and no more.
+reads the bytes that it needs, and no more. In memory, the dimensions of its part have the order that they had on rank 0.
 
 It replaces ``torch.distributed.checkpoint``, which wrote the parts of 0.2. That copies on the training thread, into new
 memory each time, pickles each tensor, and needs a store in which files can be renamed.
@@ -16,7 +16,7 @@ memory each time, pickles each tensor, and needs a store in which files can be r
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from eventloop.checkpoint import shards
+from eventloop.checkpoint.forms import strides_like, with_kind
 from eventloop.checkpoint.overlap import Overlap
 from eventloop.checkpoint.pieces import Box, Keys, ReadTarget, fill, mapped, shared_box
 from eventloop.checkpoint.rebuild import DTYPES
@@ -79,11 +80,14 @@ class ShardStage:
             CheckpointValueError: a tensor whose parts are still to be added up.
         """
         tensors: dict[str, DTensor] = {}
+        parts: dict[str, torch.Tensor] = {}
 
         def name(keys: Keys, value: DTensor) -> dict[str, Any]:
             key = ".".join(map(str, keys))
             tensors[key] = value
-            return {MARK: key, "shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+            with torch.no_grad():
+                parts[key] = value.to_local()
+            return shards.mark(key, value, parts[key])
 
         tree = mapped(state, lambda value: isinstance(value, DTensor), name)
         own = {
@@ -92,7 +96,7 @@ class ShardStage:
             if self._is_writer(value, number) and 0 not in (box := self._box(key, value)).shape
         }
         with torch.no_grad():
-            staged = stage({key: tensors[key].to_local() for key in own}, self._buffer, overlap=overlap)
+            staged = stage({key: parts[key] for key in own}, self._buffer, overlap=overlap)
         name_of_all = f"{path.stem}-{token}{shards.SUFFIX}"
         return {**tree, shards.SHARDS: name_of_all}, Parts(tensors, own, staged, name_of_all, group, self._checked)
 
@@ -283,15 +287,28 @@ def put_shards(state: Mapping[str, Any], path: AnyPath, like: Like) -> dict[str,
             name, shape, dtype = mark[MARK], mark["shape"], mark["dtype"]
             if name in tensors or (list(index[name].shape), index[name].dtype) != (shape, dtype):
                 raise ValueError(f"the file and the index do not agree on {name!r}")
-            made = like(keys, torch.Size(shape), DTYPES[dtype])
+            made = _in_order(like(keys, torch.Size(shape), DTYPES[dtype]), mark.get("strides"))
+            kind = mark.get("kind", 0)
             placement = (made.device_mesh, made.placements) if isinstance(made, DTensor) else made.device
-            tensors[name] = tied.setdefault((placement, dtype, *shape, *index[name].pieces), made)
+            tensors[name] = tied.setdefault((placement, dtype, kind, *shape, *index[name].pieces), with_kind(made, kind))
             return tensors[name]
 
         tree = mapped(state, lambda value: isinstance(value, Mapping) and MARK in value, empty)
         with torch.no_grad():
             _read(directory, index, tensors)
     return {key: value for key, value in tree.items() if key != shards.SHARDS}
+
+
+def _in_order(made: torch.Tensor, strides: Sequence[int] | None) -> torch.Tensor:
+    """Return an empty tensor as it is, or one like it, its dimensions in the order in memory of others with these strides."""
+    part = made.to_local() if isinstance(made, DTensor) else made
+    if strides is None or part.stride() == (wanted := strides_like(part.shape, strides)):
+        return made
+    part = torch.empty_strided(part.shape, wanted, dtype=part.dtype, device=part.device)
+    if not isinstance(made, DTensor):
+        return part
+    whole = strides_like(made.shape, strides)
+    return DTensor.from_local(part, made.device_mesh, made.placements, run_check=False, shape=made.shape, stride=whole)
 
 
 def _read(directory: AnyPath, index: Mapping[str, Indexed], tensors: Mapping[str, torch.Tensor]) -> None:

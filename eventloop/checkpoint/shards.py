@@ -22,6 +22,7 @@ import torch
 
 from eventloop.checkpoint.commit import CHUNK, TEMPORARY_PREFIX, crc32, readable
 from eventloop.checkpoint.container import elements
+from eventloop.checkpoint.forms import contiguous_strides, kind_of, strides_like
 from eventloop.checkpoint.load import file_kind, load, outline, verify
 from eventloop.checkpoint.rebuild import DTYPES
 from eventloop.checkpoint.remote import RemotePath
@@ -83,6 +84,21 @@ class Indexed(msgspec.Struct, frozen=True):
     dtype: str
     shape: _Shape
     pieces: list[Piece]
+
+
+def mark(name: str, tensor: torch.Tensor, part: torch.Tensor | None = None) -> dict[str, Any]:
+    """Return what stands in the tree for a sharded tensor.
+
+    Of its form (see ``forms``) this is the kind, and the strides that the whole has with its dimensions in the order in memory
+    of ``part``; without ``part`` that order is unknown.
+    """
+    made: dict[str, Any] = {MARK: name, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
+    if part is not None and part.dim() > 1:
+        plain = contiguous_strides(part.shape) == part.stride()
+        made["strides"] = list(contiguous_strides(tensor.shape) if plain else strides_like(tensor.shape, part.stride()))
+    if kind := kind_of(tensor):
+        made["kind"] = kind
+    return made
 
 
 def is_dtensor(value: object) -> bool:

@@ -266,7 +266,8 @@ OURS = {
     ),
     "optimizer": {"state": {0: {"step": torch.tensor(2.0)}}, "param_groups": [{"betas": (0.9, 0.99), "params": [0]}]},
     "rng": {"torch": torch.arange(5056).to(torch.uint8), "numpy": ("MT19937", np.arange(9, dtype=np.uint32))},
-    "averages": {"w": torch.randn(200, 200)},
+    "averages": {"w": torch.randn(200, 200), "last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)},
+    "parameters": [torch.nn.Parameter(torch.randn(3, 4).t()), torch.randn(2, 50, 300).mT.requires_grad_()],
     1: float("nan"),
 }
 

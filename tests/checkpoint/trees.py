@@ -24,10 +24,11 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 def canonical(value: Any) -> Any:
-    """A form whose equality is sameness of types, order and bits."""
+    """A form whose equality is sameness of types, order, layout in memory and bits."""
     kind = type(value)
     if isinstance(value, torch.Tensor):
-        return "tensor", value.dtype, tuple(value.shape), bits(value)
+        order = torch.empty_like(value, device="meta").stride() if value.numel() else None  # nothing depends on it
+        return kind, value.dtype, tuple(value.shape), order, value.requires_grad, bits(value)
     if kind is float:
         return "float", struct.pack("<d", value)
     if kind is complex:
