@@ -118,6 +118,11 @@ def test_a_run_shows_its_validations_and_its_curve_in_one_output_and_its_result_
 
 
 @pytest.mark.long
+def test_a_cell_is_not_told_that_it_blocks_the_event_loop_of_its_kernel(cells):
+    assert "await loop.arun()" not in "".join(map(streams, cells.values()))
+
+
+@pytest.mark.long
 def test_a_second_run_trains_on(cells):
     progress, result = html(cells["loop.run(max_epochs=5)"])
     assert "epoch 4" in progress

@@ -38,6 +38,7 @@ from eventloop.training.arguments import (
     check_step,
     named,
 )
+from eventloop.training.blocking import tell_if_it_blocks
 from eventloop.training.check import CheckResult, Job, check
 from eventloop.training.distributed.launch import divided
 from eventloop.training.distributed.samples import GlobalBatchSampler
@@ -474,6 +475,7 @@ class TrainLoop:
             )
         if self.bus.hosted_here:
             raise BusStateError("loop.run() would block the event loop of this bus: use `await loop.arun()`")
+        tell_if_it_blocks()
         run = self._new_run(**options)
         if not trains:
             run.state.only_evaluate()
