@@ -41,8 +41,8 @@ class LaneFullError(TrainbusError, RuntimeError):
     """A full lane refused an event: ``full="raise"``, or waiting would have been a deadlock."""
 
 
-class LaneClosedError(TrainbusError, RuntimeError):
-    """The lane closed while a publisher waited for room in it."""
+class LaneClosedError(BusStateError):
+    """An offloaded handler takes no event: the bus is not open, its event loop has ended, or it closed meanwhile."""
 
 
 class OffloadError(TrainbusError, RuntimeError):

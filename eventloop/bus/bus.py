@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Annotated, Any
 
 import msgspec
@@ -129,9 +130,11 @@ class Bus(TypedOn, Streams):
         subscription = Subscription(self, types, handler, **options)
         with self._lock:
             if old := self._directory.redefined_by(handler):
-                log.info("a handler was replaced, because it was defined again", handler=old[0].label)
+                line = "a handler was replaced, because it was defined again"
+                self._later.append(partial(log.info, line, handler=old[0].label))
                 self.remove(*old)
             self._insert([subscription])
+        self._started([subscription])
         return subscription
 
     def off(self, what: object) -> None:
@@ -143,6 +146,7 @@ class Bus(TypedOn, Streams):
             if any(one.hook is not None for one in gone):
                 self._keep(hook for hook in self.hooks if not is_same(hook, what))
             self.remove(*gone)
+        self._unlocked()
 
     def add(self, *hooks: object, priority: PriorityLike | None = None) -> None:
         """Subscribe the mount-point methods of hooks: all hooks, or none if one is invalid, which is a SubscribeError.
@@ -173,10 +177,12 @@ class Bus(TypedOn, Streams):
             replaced = redefined_hooks(hooks, self.hooks)
             check_distinct([*(one for one in self.hooks if one not in replaced), *hooks])
             for old in replaced:
-                log.info("a hook was replaced, because its class was defined again", hook=old.label)
+                line = "a hook was replaced, because its class was defined again"
+                self._later.append(partial(log.info, line, hook=old.label))
                 self.off(old)
             self._insert(subscriptions)
             self._keep((*self.hooks, *hooks))
+        self._started(subscriptions)
         if any(hook.timing for hook in hooks):
             self.timing = True
 
@@ -208,6 +214,7 @@ class Bus(TypedOn, Streams):
         with self._lock:
             self._watches.append(watch)
             self._attach()
+        self._unlocked()
         return watch
 
     def attach(self, trainer: object, **options: Any) -> Attachment:
@@ -304,8 +311,8 @@ class Bus(TypedOn, Streams):
                 self._measure(subscription)
             self.forget_routes()
             if self.state != "idle" and recorder is not None:
-                recorder.start()
-                self._join_ranks()
+                self._later += [self._record, self._join_ranks]
+        self._unlocked()
         if former is not None:
             former.stop()
 
@@ -371,13 +378,15 @@ class Bus(TypedOn, Streams):
                 self.forget_routes()
             if world_size > 1:
                 self._joined = next(_joined)
-                self._join_ranks()
+                self._later.append(self._join_ranks)
+        self._unlocked()
 
     def add_bridge(self, bridge: Attachment) -> None:
         """Pass all present and later subscriptions to a bridge."""
         with self._lock:
             self._bridges = (*self._bridges, bridge)
-            bridge.warn_of_missing(self.subscriptions)
+            self._later.append(partial(bridge.warn_of_missing, self.subscriptions))
+        self._unlocked()
 
     def remove_bridge(self, bridge: Attachment) -> None:
         """Undo :meth:`add_bridge`."""
@@ -393,6 +402,7 @@ class Bus(TypedOn, Streams):
             self._changed(gone)
             for subscription in gone:
                 subscription.ended()
+        self._unlocked()
 
     # -------------------------------------------------------------------------------------------------- internals
 
@@ -414,8 +424,15 @@ class Bus(TypedOn, Streams):
             for subscription in new:
                 self._directory.add(subscription)
             self._changed(new)
-            for bridge in self._bridges:
-                bridge.warn_of_missing(new)
+            self._later += [partial(bridge.warn_of_missing, new) for bridge in self._bridges]
+
+    def _started(self, new: list[Subscription]) -> None:
+        """Start the consumers of subscriptions that were inserted, or remove them."""
+        try:
+            self._unlocked()
+        except BaseException:
+            self.remove(*new)
+            raise
 
     def _changed(self, changed: list[Subscription]) -> None:
         """Drop the routes of subscriptions that came or went. A publish in progress keeps its route."""
@@ -429,13 +446,24 @@ class Bus(TypedOn, Streams):
     def _attach(self) -> None:
         """Attach hooks to watched modules for the events that have subscribers and can be delivered; read spans once open."""
         if self._recorder is not None and self.state != "idle":
-            self._recorder.start()
+            self._later.append(self._record)
         if self._watches or self._taps:
             # On an idle bus an offloaded handler has no consumer, and calling the model must not fail for that.
             unserved = ("async", "thread", "process") if self.state == "idle" else ()
             found = {kind: {one.mode for one in self._subscribers_of(kind)} for kind in KINDS}
             kinds = [kind for kind, modes in found.items() if modes and modes.isdisjoint(unserved)]
-            self._taps.attach(self._watches, kinds, self.publish)
+            if self._taps.attach(self._watches, kinds, self.publish):
+                # Code that torch.compile made from a model without hooks does not check for new hooks.
+                self._later.append(torch.compiler.reset)
+
+    def _record(self) -> None:
+        """Have the recorder read its spans while the bus is open."""
+        if (recorder := self._recorder) is None:
+            return
+        if self.state != "idle":
+            recorder.start()
+        if self.state == "idle":  # also where it was closed meanwhile
+            recorder.stop()
 
     def _join_ranks(self) -> None:
         """Compare costs between the ranks until the bus closes."""
@@ -464,6 +492,7 @@ class Bus(TypedOn, Streams):
         with self._lock:
             self._watches = [one for one in self._watches if one is not watch]
             self._attach()
+        self._unlocked()
 
     def _subscribers_of(self, event_type: type[Event]) -> list[Subscription]:
         with self._lock:

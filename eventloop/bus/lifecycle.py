@@ -7,7 +7,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self
 
@@ -18,8 +20,9 @@ from eventloop.bus.subscription import serve
 from eventloop.checks import check_value
 from eventloop.errors import BusStateError, OffloadError
 from eventloop.events import Progress
+from eventloop.locks import is_held, may_wait, new_lock
 from eventloop.log import get_logger
-from eventloop.offload import Backend, Deadline, DrainReport, HookLanes, HostLoop, Runtime, in_thread
+from eventloop.offload import ENDED, Backend, Deadline, DrainReport, HookLanes, HostLoop, Runtime, in_thread
 
 _CLOSER_POLL = 0.01  # seconds between checks whether the other thread has closed the bus
 
@@ -55,7 +58,8 @@ class Lifecycle:
     _attach: Callable[[], None]  # attaches hooks to watched modules, or removes them, as the state requires
 
     def __init__(self, *, backend: Backend, drain_timeout: float, abort_timeout: float) -> None:
-        self._lock = threading.RLock()
+        self._lock = new_lock()
+        self._later: deque[Callable[[], object]] = deque()  # what the lock must not be held for
         self._directory = Directory()
         self.state: State = "idle"
         """``"idle"``, ``"open"`` or ``"draining"``."""
@@ -83,6 +87,10 @@ class Lifecycle:
         """Start the consumers of offloaded handlers, as ``with bus:`` does; raises BusStateError if the bus is open already."""
         self._open(Runtime(self._backend, self._interrupt))
 
+    def join(self) -> bool:
+        """Open the bus if it is idle, and return whether this call did."""
+        return self._open(Runtime(self._backend, self._interrupt), if_idle=True)
+
     def close(self, *, abort: bool = False) -> None:
         """Deliver pending events and end the consumers. Idempotent.
 
@@ -94,10 +102,8 @@ class Lifecycle:
             OffloadError: events were not delivered within ``drain_timeout``.
             Exception: the error of an offloaded handler with ``on_error="raise"`` (an ExceptionGroup of several errors).
         """
-        runtime = self._outside("close", blocks=True)
-        if runtime is not None and runtime.hosted:
-            raise BusStateError("this bus was opened by `async with bus:`, which closes it when its block ends")
-        self._close(_CloseDeadline(self, abort=abort))
+        self._outside("close", blocks=True)
+        self._close(_CloseDeadline(self, abort=abort), hosted=False)
 
     async def aclose(self, *, abort: bool = False) -> None:
         """Close without blocking the event loop, as ``async with bus:`` does. If cancelled, continue as with ``abort=True``."""
@@ -142,16 +148,12 @@ class Lifecycle:
         self.close(abort=error is not None)
 
     async def __aenter__(self) -> Self:
-        host = HostLoop()
-        runtime = Runtime(host, self._interrupt)
-        try:
-            await in_thread(partial(self._open, runtime), "trainbus opens", cancelled=lambda: None)  # it ends at once
-        except BaseException:
-            if self._runtime is runtime:  # cancelled meanwhile
-                await self.aclose(abort=True)
-            host.stop(0)
-            raise
+        await self._aopen()
         return self
+
+    async def ajoin(self) -> bool:
+        """Open the bus in this event loop if it is idle, and return whether this call did."""
+        return await self._aopen(if_idle=True)
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         await self.aclose(abort=error is not None)
@@ -249,7 +251,8 @@ class Lifecycle:
     def become_inert(self) -> None:
         """Disable this copy of a bus in a forked child: it has no consumers, and its locks may be held for ever."""
         self._inert = self._over = True
-        self._lock = threading.RLock()
+        self._lock = new_lock()
+        self._later.clear()
         if self._training is not None:
             self._training.forked(self._refuse_in_fork)
         self._training, self._failures = None, {}
@@ -260,6 +263,19 @@ class Lifecycle:
             subscription.become_inert()
 
     # -------------------------------------------------------------------------------------------------- internals
+
+    def _unlocked(self) -> None:
+        """Do what the lock must not be held for, such as to log or to start threads.
+
+        Called after each change. Where an outer call still holds the lock, that one does it.
+        """
+        if is_held(self._lock):
+            return
+        while self._later:
+            with suppress(IndexError):  # another thread does it
+                self._later.popleft()()
+        if (runtime := self._runtime) is not None:
+            runtime.start()
 
     def _refuse_in_fork(self) -> None:
         raise BusStateError(
@@ -272,6 +288,8 @@ class Lifecycle:
         runtime = self._outside(call, blocks=blocks)
         if runtime is None:
             raise BusStateError("only an open bus can be drained: use `with bus:` or `async with bus:`")
+        if runtime.ended:
+            raise BusStateError(f"this bus cannot be drained: {ENDED}")
         return runtime
 
     def _outside(self, call: str, *, blocks: bool) -> Runtime | None:
@@ -283,39 +301,69 @@ class Lifecycle:
             raise BusStateError(f"bus.{call}() would block the event loop that this bus runs in: use `await bus.a{call}()`")
         return runtime
 
-    def _open(self, runtime: Runtime) -> None:
-        with self._lock:
-            if self._inert:
-                self._refuse_in_fork()
-            if self.state != "idle":
-                where = " in an event loop by `async with bus:`" if self._runtime is not None and self._runtime.hosted else ""
-                raise BusStateError(f"this bus is {self.state}{where} already; the code that opened it closes it")
-            self._failures = {}  # of an earlier session
-            try:
-                serve(runtime, self._directory.ordered())
-            except BaseException:
-                runtime.close(1.0, "its bus could not be opened", abandon=True)
-                raise
-            self._runtime = runtime
-            self.state = "open"
-            self._over = False
-            self._attach()
+    async def _aopen(self, *, if_idle: bool = False) -> bool:
+        host = HostLoop(self.abort_timeout)
+        runtime = Runtime(host, self._interrupt)
+        opened = False
+        try:
+            await host.begun.wait()  # so that nothing waits for the host's loop while it holds the lock
+            work = partial(self._open, runtime, if_idle=if_idle)
+            opened = await in_thread(work, "trainbus opens", cancelled=lambda: None)  # it ends at once
+        except BaseException:
+            if self._runtime is runtime:  # cancelled meanwhile
+                await self.aclose(abort=True)
+            raise
+        finally:
+            if not opened:
+                host.stop(0)
+        return opened
 
-    def _close(self, deadline: _CloseDeadline) -> None:
+    def _open(self, runtime: Runtime, *, if_idle: bool = False) -> bool:
+        try:
+            with self._lock:
+                if self._inert:
+                    self._refuse_in_fork()
+                if self._runtime is not None:
+                    if if_idle:
+                        return False
+                    self._refuse_open(self._runtime)
+                self._failures = {}  # of an earlier session
+                self._runtime = runtime  # first: what the handler of a signal subscribes in here starts its own consumer
+                serve(runtime, self._directory.ordered())
+                self.state = "open"
+                self._over = False
+                self._attach()
+            self._unlocked()
+        except BaseException:
+            if self._runtime is runtime:
+                self._shut(runtime, 1.0, abandon=True)
+            raise
+        return True
+
+    def _refuse_open(self, runtime: Runtime) -> None:
+        if runtime.ended:
+            raise BusStateError(f"this bus is {self.state} already, but {ENDED}")
+        where = " in an event loop by `async with bus:`" if runtime.hosted else ""
+        raise BusStateError(f"this bus is {self.state}{where} already; the code that opened it closes it")
+
+    def _close(self, deadline: _CloseDeadline, *, hosted: bool = True) -> None:
         closes = False
         try:
             with self._lock:
                 runtime = self._runtime
+                if runtime is None or self.state == "idle":  # idle: the handler of a signal, while this thread opens it
+                    return
+                if not hosted and runtime.hosted and not runtime.ended:
+                    raise BusStateError("this bus was opened by `async with bus:`, which closes it when its block ends")
                 # Without a closer, a draining bus is what Ctrl-C has left of an earlier close.
-                closes = self.state == "open" or (self.state == "draining" and not self._closer)
+                closes = self.state == "open" or not self._closer
                 if closes:
                     self.state, self._closer = "draining", threading.get_ident()
-            if runtime is None:
-                return
             if closes:
                 self._end(runtime, deadline)
                 return
             # Another thread closes it. The handler of a signal within this close must not wait for itself.
+            may_wait("another thread that closes the bus")
             while self._runtime is runtime and threading.get_ident() != self._closer and deadline.left:
                 time.sleep(min(_CLOSER_POLL, deadline.left))
         finally:
@@ -330,14 +378,18 @@ class Lifecycle:
             left = self._shut(runtime, 5.0 if settled else 1.0, abandon=not settled)
             failures = self._take_failures()
         if deadline.aborted:
-            if left:
+            if left := {**left, **runtime.lost}:
                 log.warning("events were not delivered before the bus closed", events=left)
             return
+        if runtime.lost:
+            missed = _counts(runtime.lost)
+            failures.append(
+                BusStateError(f"the event loop of this bus ended, and the bus was not closed; events lost: {missed}")
+            )
         if left:
-            missed = ", ".join(f"{number} for {label}" for label, number in left.items())
             failures.append(
                 OffloadError(
-                    f"the bus closed with events undelivered after drain_timeout={self.drain_timeout:g} s: {missed}. "
+                    f"the bus closed with events undelivered after drain_timeout={self.drain_timeout:g} s: {_counts(left)}. "
                     "Give Bus a longer drain_timeout=, or reduce the work of these handlers"
                 )
             )
@@ -376,6 +428,7 @@ class Lifecycle:
                 self.state = "idle"
                 self._over = True
                 self._attach()
+            self._unlocked()
 
 
 class _CloseDeadline(Deadline):
@@ -390,6 +443,10 @@ class _CloseDeadline(Deadline):
     def abort(self) -> None:
         self.aborted = True
         self.shorten(self._abort_timeout)
+
+
+def _counts(events: Mapping[str, int]) -> str:
+    return ", ".join(f"{number} for {label}" for label, number in events.items())
 
 
 def _raise_all(failures: list[BaseException]) -> None:

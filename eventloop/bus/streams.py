@@ -69,6 +69,7 @@ class Streams(Lifecycle):
         with self._lock:
             kept = self._kept(tuple(map(resolve, (event, *more))), capture, options, max(1, last))
             kept.history.by_user = True
+        self._unlocked()
         return kept.subscription
 
     def _stream(self, events: Sequence[type[Event] | str], options: dict[str, Any]) -> Any:
@@ -86,6 +87,7 @@ class Streams(Lifecycle):
             self._insert([subscription])
             if self._over:
                 self._end_streams()  # the bus has closed
+        self._unlocked()
         return made
 
     def _replaying(self, events: tuple[type[Event], ...], replay: int, options: dict[str, Any]) -> Stream[Any]:
@@ -101,6 +103,7 @@ class Streams(Lifecycle):
             kept.history.join(lane, replay)
             if self._over:
                 self._end_streams()
+        self._unlocked()
         return made
 
     def _read(self, source: Any) -> Stream[Any]:
@@ -126,6 +129,7 @@ class Streams(Lifecycle):
         with self._lock:
             if not kept.history.streams and not kept.history.by_user:
                 self.remove(kept.subscription)
+        self._unlocked()
 
     def _end_streams(self) -> None:
         self.remove(*(one for one in self._directory.ordered() if one.mode == "stream"))

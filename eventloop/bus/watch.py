@@ -54,8 +54,8 @@ class Watch:
 class Taps(weakref.WeakKeyDictionary[nn.Module, dict[tuple[type[ModuleEvent], str], RemovableHandle]]):
     """The torch hooks on the watched modules of a bus, by module. Use it under the lock of the bus."""
 
-    def attach(self, watches: list[Watch], kinds: Collection[type[ModuleEvent]], publish: Publish) -> None:
-        """Attach hooks for events of these classes to the watched modules, and remove all others.
+    def attach(self, watches: list[Watch], kinds: Collection[type[ModuleEvent]], publish: Publish) -> bool:
+        """Attach hooks for events of these classes to the watched modules, and remove all others; return True if some are new.
 
         A module of several watches goes by its name in the first one, so that its events are published once.
         """
@@ -71,9 +71,7 @@ class Taps(weakref.WeakKeyDictionary[nn.Module, dict[tuple[type[ModuleEvent], st
                 added = True
             if not handles:
                 del self[module]
-        if added:
-            # Code that torch.compile made from a model without hooks does not check for new hooks.
-            torch.compiler.reset()
+        return added
 
 
 KINDS: dict[type[ModuleEvent], Callable[[nn.Module, Callable[..., None]], RemovableHandle]] = {

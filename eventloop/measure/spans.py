@@ -19,7 +19,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from functools import cache
+from functools import cache, partial
 from itertools import count
 from struct import Struct
 from typing import Any, Final, NamedTuple
@@ -78,6 +78,7 @@ class Recorder:
         self._readers: tuple[Callable[[Spans], object], ...] = ()
         self._failed: set[object] = set()  # failures that were logged already
         self._stopped = threading.Event()
+        self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
         self.dropped = 0
         """Records that were lost because they were not read in time."""
@@ -131,10 +132,14 @@ class Recorder:
 
     def start(self) -> None:
         """Drain regularly, on a daemon thread, until :meth:`stop`. Idempotent."""
-        if self._thread is None:
-            self._stopped = stopped = threading.Event()
-            self._thread = threading.Thread(target=self._drain_regularly, args=(stopped,), name="trainbus spans", daemon=True)
-            self._thread.start()
+        if self._thread is None and self._starting.acquire(blocking=False):  # else another thread starts it
+            try:
+                self._stopped = stopped = threading.Event()
+                drain = partial(self._drain_regularly, stopped)
+                self._thread = threading.Thread(target=drain, name="trainbus spans", daemon=True)
+                self._thread.start()
+            finally:
+                self._starting.release()
 
     def stop(self) -> None:
         """Stop the thread after a last drain. Idempotent. Waits for the thread: hold no lock that a reader takes."""

@@ -9,12 +9,13 @@ from eventloop.offload.lane import Full, Lane
 from eventloop.offload.loops import Backend, HostLoop, in_thread, threadsafe_call
 from eventloop.offload.meter import LaneMeter
 from eventloop.offload.ordered import HookLanes
-from eventloop.offload.runtime import Runtime
+from eventloop.offload.runtime import ENDED, Runtime
 from eventloop.offload.servers import register_server, server_ends
 from eventloop.offload.sized import SizedLane
 from eventloop.offload.snapshot import Owned, capture
 
 __all__ = [
+    "ENDED",
     "Backend",
     "Deadline",
     "Delivery",

@@ -23,9 +23,10 @@ from eventloop.offload.callers import Caller, OwnedThread, timed_out
 from eventloop.offload.delivery import Delivery, Sources
 from eventloop.offload.drain import DrainReport
 from eventloop.offload.lane import LOOK, Lane
-from eventloop.offload.loops import Loop, await_through, handling, in_trio, set_library
+from eventloop.offload.loops import Loop, await_through, handling, set_library
 from eventloop.offload.ordered import OrderedLanes
 from eventloop.offload.snapshot import Snapshot
+from eventloop.offload.tasks import forgive, in_trio
 from eventloop.user_errors import described
 
 _COPY_POLL = 0.0005  # seconds between looks at a copy from a GPU, or at another lane; waiting for it would block the loop
@@ -41,7 +42,7 @@ class _Consumer:
         """The counts of the lanes before this bus session, or when last reported."""
         self._lanes = lanes
         self._by_lane = {one.lane: one for one in deliveries}
-        self._abandoned = self._silent = False
+        self._abandoned = self._silent = self._lost = False
         self._ended_at: Sources = []
         # Of the items that were taken last:
         self.delivery = deliveries[0]
@@ -59,6 +60,13 @@ class _Consumer:
     def abandon(self, *, now: bool) -> None:
         """Deliver nothing more after the item in progress; ``now``: the bus waits no longer."""
         self._abandoned = True
+
+    def lose(self, reason: str) -> None:
+        """Count all events as dropped, and refuse others for this ``reason``: what would deliver them is gone."""
+        self._drop_held()
+        self._abandoned = self._lost = True
+        for one in self.deliveries:
+            one.lane.detach(reason)
 
     def _take(self) -> list[Any]:
         """Take the oldest items: of one lane, in an uninterrupted row. The delivery is theirs."""
@@ -87,6 +95,8 @@ class _Consumer:
         return [(lane.context.copy(), [value]) for value in values]
 
     def _fail(self, error: BaseException, items: list[Any], arrived: list[Any]) -> None:
+        if self._lost:
+            return  # counted
         sources = _sources(items, arrived)
         if isinstance(error, Exception):
             if not self._silent:
@@ -132,7 +142,7 @@ class ThreadConsumer(_Consumer):
         super().__init__(label, deliveries, lanes)
         self._bell = threading.Lock()  # taken: asleep until a ring releases it; a raw lock cannot be left half set
         self._bell.acquire()
-        self._starting = threading.Lock()
+        self._starting = threading.RLock()  # re-entrant for the handlers of signals, which may publish and cancel
         self._caller = caller
         self._owner = owner
         self._thread: threading.Thread | None = None
@@ -213,6 +223,7 @@ class ThreadConsumer(_Consumer):
             if self._abandoned or lane.given_up:
                 self._drop_held()
                 return
+            set_library(context, None)  # this thread runs no event loop, whichever the publisher's does
             arrived: list[Any] = []
             try:
                 arrived = [item.resolve() if isinstance(item, Snapshot) else item for item in items]
@@ -258,10 +269,28 @@ class TaskConsumer(_Consumer):
         elif self._reader is not None:
             self._reader.ring()
 
+    @property
+    def lost(self) -> bool:
+        """True after :meth:`lose`."""
+        return self._lost
+
+    def lose(self, reason: str) -> None:
+        """Count all events as dropped; where the loop has ended, its task does nothing more."""
+        super().lose(reason)
+        if self._loop.ended:
+            self._running = False
+
     async def _run(self) -> None:
         self._reader = Reader(self._lanes)
         try:
-            await self._serve(self._reader)
+            while True:
+                try:
+                    await self._serve(self._reader)
+                    break
+                except anyio.get_cancelled_exc_class():
+                    if self._abandoned or self._loop.stopping:
+                        raise
+                    forgive()  # a handler cancelled this task, as its own: between two calls nothing is in hand
         except anyio.get_cancelled_exc_class():
             self._drop_held()
             raise
@@ -295,9 +324,10 @@ class TaskConsumer(_Consumer):
         except Exception as error:  # noqa: BLE001 - whatever a handler raises is reported, and the lane goes on
             self._fail(error, items, arrived)
         except anyio.get_cancelled_exc_class() as error:
-            if self._abandoned:
+            if self._abandoned or self._loop.stopping:
                 raise
             # asyncio: the handler awaited a future or task that other code cancelled. Not meant for the consumer.
+            forgive()
             stray = OffloadError("the handler awaited a cancelled task or future; catch CancelledError where it is awaited")
             stray.__cause__ = error
             self._fail(stray, items, arrived)
@@ -305,8 +335,9 @@ class TaskConsumer(_Consumer):
             self._fail(error, items, arrived)
             raise
         else:
-            self._held -= len(items)
-            self.delivery.lane.count(delivered=len(items))
+            if not self._lost:
+                self._held -= len(items)
+                self.delivery.lane.count(delivered=len(items))
 
     async def _limited(self, called: Awaitable[object]) -> object:
         timeout = self.delivery.timeout

@@ -33,6 +33,7 @@ from operator import sub
 from typing import Any, Final, Literal
 
 from eventloop.errors import LaneClosedError, LaneFullError
+from eventloop.locks import may_wait, new_lock
 from eventloop.log import get_logger
 from eventloop.offload.drain import Deadline, DrainReport
 from eventloop.offload.meter import LaneMeter
@@ -134,7 +135,7 @@ class Lane:
         self.meter: LaneMeter | None = None
         """Records the events of the lane from the next one on."""
         self._queue: deque[Any] = deque()
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         # Locks, all taken, of threads that wait for a change. A Condition would lose track of its own lock at a Ctrl-C in it.
         self._waiting: deque[threading.Lock] = deque()
         self._lingers = False  # until an item is taken, or the consumer was woken
@@ -159,6 +160,7 @@ class Lane:
         self.given_up = False
         """True once the rest of the queue will not be delivered."""
         self._reason = _NOT_OPEN
+        self._lost = False
 
     # ------------------------------------------------------------------------------------------- publisher's side
 
@@ -254,6 +256,8 @@ class Lane:
             # A KeyboardInterrupt can strike in here. Undone, so that the next publisher wakes the consumer instead.
             self._armed = False
             raise
+        if self._lost:  # meanwhile, and with it the event
+            raise LaneClosedError(f"{self.label} is offloaded, but {self._reason}")
 
     def _make_room(self, what: str, option: str, drop: Callable[[], bool], *, waited: bool) -> threading.Lock | Outcome | None:
         """Make room as the policy allows. Return None if there is room now, else a bell to wait for, or ``DROPPED``."""
@@ -305,6 +309,7 @@ class Lane:
 
     def _sleep(self, bell: threading.Lock) -> None:
         """Wait until something changes, or for a moment; log once which handler keeps its publishers waiting."""
+        may_wait("room in a lane")
         self.wake()  # the consumer may be lingering, and that saves nothing now
         if bell.acquire(timeout=POLL):
             self._stuck_since = None
@@ -329,7 +334,7 @@ class Lane:
             self._armed = False
             self._stuck_since, self._warned = None, False
             self._idle = self._moment()
-            self._closed = False
+            self._closed = self._lost = False
             self._reason = _NOT_OPEN
             self._set_bound()
 
@@ -355,10 +360,15 @@ class Lane:
         self.retire(reason)
         self.discard()
 
-    def detach(self) -> None:
-        """Forget the consumer, which is gone, as its loop may be, and drop the queued events."""
+    def detach(self, lost: str = "") -> None:
+        """Forget the consumer, which is gone, as its loop may be, and drop the queued events.
+
+        With the reason why it was ``lost``, a publisher whose event is dropped gets an error.
+        """
         with self._lock:
             self._closed = True
+            if lost:
+                self._lost, self._reason = True, lost
             self._set_bound()
             self._wake = None
             self._owns = bool
@@ -493,6 +503,7 @@ class Lane:
 
     def wait_for_change(self, number: int, seconds: float) -> None:
         """Unless :meth:`is_done`, wait until something changes, for at most ``seconds``."""
+        may_wait("a lane")
         with self._lock:
             if self.is_done(number):
                 return
@@ -501,7 +512,7 @@ class Lane:
 
     def become_inert(self) -> None:
         """Close the lane in a forked child: it has no consumer, and a thread of the parent may have held the lock."""
-        self._lock = threading.RLock()
+        self._lock = new_lock()
         self._waiting.clear()
         self._queue.clear()
         self.detach()

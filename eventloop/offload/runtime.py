@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import msgspec
@@ -21,6 +23,11 @@ from eventloop.offload.process import ProcessCaller
 
 log = get_logger()
 
+ENDED = (
+    "its event loop has ended: the bus was opened in that loop by `async with bus:`, and not closed in it. bus.close() closes "
+    "it; open it again in the loop that runs"
+)
+
 
 class Runtime:
     """The consumers of an open bus: made when the bus opens, thrown away when it has closed.
@@ -32,15 +39,23 @@ class Runtime:
 
     def __init__(self, loop: HostLoop | Backend = "asyncio", interrupt: Callable[[], object] = lambda: None) -> None:
         self._loop = loop if isinstance(loop, HostLoop) else LoopThread(loop, self)
+        if isinstance(loop, HostLoop):
+            loop.pending, loop.on_end = self._tasks_pending, self._lose_tasks
         self._interrupt = interrupt
         self._mark = object()
         self._consumers: set[Consumer] = set()  # that run, or have ended since the last look at them
+        self._added: deque[Consumer] = deque()  # that are not started
         self._forgets_at = 16
         self._past = DrainReport()  # of consumers that have ended
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # re-entrant for the handlers of signals
+        self._closing = False
+        self.lost: Counter[str] = Counter()
+        """The number of events, by lane, that were dropped because the event loop ended before the bus was closed."""
 
     def serve(self, label: str, deliveries: Sequence[Delivery], number: Callable[[], int] | None = None) -> None:
-        """Start the consumer of lanes of one mode: a task in the event loop for async handlers, else a thread.
+        """Add the consumer of lanes of one mode: a task in the event loop for async handlers, else a thread.
+
+        It starts with the first event, or by :meth:`start`. Nothing here waits.
 
         Args:
             label: name of the consumer.
@@ -51,7 +66,6 @@ class Runtime:
         first, deliveries = deliveries[0], [_checked(one) for one in deliveries]
         consumer: Consumer
         if first.is_async:
-            self._loop.start()
             consumer = TaskConsumer(label, deliveries, lanes, self._loop, self._mark)
         else:
             caller = Caller(label, deliveries, self) if first.target is None else ProcessCaller(label, deliveries)
@@ -60,7 +74,24 @@ class Runtime:
             self._forgets_at = 2 * len(self._serving()) + 16  # forgets consumers that have ended, at little cost for each
         for one in deliveries:
             one.lane.attach(partial(self._wake, consumer), self._must_not_wait)
-            one.lane.wake()
+        with self._lock:
+            self._consumers.add(consumer)
+        self._added.append(consumer)
+
+    def start(self) -> None:
+        """Start the consumers that were added, and wait for the event loop of async ones. Hold no lock.
+
+        Raises:
+            BusStateError: the event loop does not start.
+        """
+        waits = False
+        while self._added:
+            with suppress(IndexError):  # another thread starts it
+                consumer = self._added.popleft()
+                waits = waits or isinstance(consumer, TaskConsumer)
+                self._wake(consumer)
+        if waits:
+            self._loop.start()
 
     @property
     def inside(self) -> bool:
@@ -72,6 +103,11 @@ class Runtime:
     def hosted(self) -> bool:
         """True if async handlers run in the host's event loop."""
         return isinstance(self._loop, HostLoop)
+
+    @property
+    def ended(self) -> bool:
+        """True if the host's event loop has ended, and this bus is not closed."""
+        return self.hosted and self._loop.ended and not self._closing
 
     @property
     def in_host_loop(self) -> bool:
@@ -87,6 +123,8 @@ class Runtime:
     def settle(self, deadline: Deadline) -> bool:
         """Drain until no event was published meanwhile, so that events of the last handlers are delivered, too."""
         before = None
+        if self.ended:
+            self._lose_tasks()
         while True:
             self.drain(deadline)
             now = self.report()
@@ -101,7 +139,7 @@ class Runtime:
     def report(self) -> DrainReport:
         """Sum of the counts of all lanes since the bus opened."""
         with self._lock:
-            return sum((one.stats.since(one.before) for one in self._consumers), self._past)
+            return sum((one.stats.since(one.before) for one in list(self._consumers)), self._past)
 
     def close(self, grace: float, reason: str, *, abandon: bool) -> dict[str, int]:
         """Close all lanes, end the consumers, and return how many events were left undelivered, by lane.
@@ -113,6 +151,9 @@ class Runtime:
             reason: the error text for publishers that come too late.
             abandon: drop all pending events; else events since :meth:`settle` are delivered first.
         """
+        if self.ended:
+            self._lose_tasks()
+        self._closing = True
         consumers = self._serving()
         for lane in _lanes(consumers):
             lane.close(reason)
@@ -145,9 +186,32 @@ class Runtime:
         with self._lock:
             self._consumers.add(consumer)  # it may have ended; a drain must know of it before it starts again
         consumer.wake()
-        if self._loop.stopping:  # nothing may be left to wake
+        if self._closing and self._loop.stopping:  # nothing may be left to wake
             for lane in _lanes([consumer]):
                 lane.detach()
+        elif isinstance(consumer, TaskConsumer) and self.ended:
+            self._lose(consumer)
+
+    def _tasks(self) -> list[TaskConsumer]:
+        with self._lock:
+            return [one for one in self._consumers if isinstance(one, TaskConsumer)]
+
+    def _tasks_pending(self) -> bool:
+        return any(one.stats.pending for one in self._tasks())
+
+    def _lose_tasks(self) -> None:
+        for one in self._tasks():
+            self._lose(one)
+
+    def _lose(self, consumer: TaskConsumer) -> None:
+        """Count the events of a task as dropped: the event loop ends, or has ended, and the bus was not closed."""
+        if consumer.lost:
+            return
+        before = {one.lane: one.lane.stats for one in consumer.deliveries}
+        consumer.lose(ENDED)
+        for lane, stats in before.items():
+            if stats.pending:
+                self.lost[lane.label] += stats.pending
 
     def _must_not_wait(self) -> bool:
         """True where waiting for a slot in a lane could be a deadlock."""

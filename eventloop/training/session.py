@@ -81,9 +81,7 @@ class Session:
                 self._saves.settle,
                 self._patience_now,
             )
-            if self._bus.state == "idle":
-                self._bus.open()
-                self._opened = True
+            self._opened = self._bus.join()
         except BaseException as error:
             self._failed_by = id(error)
             self._close()

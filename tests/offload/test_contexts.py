@@ -92,3 +92,26 @@ def test_an_async_handler_runs_in_its_own_event_loop_for_any_publisher(backend):
     with bus:
         anyio.run(host, backend="asyncio" if backend == "trio" else "trio")
     assert slept == [(backend, "iteration 0"), (backend, "iteration 1")]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("options", [{}, {"timeout": 30}, {"batch": 2}, {"capture": lambda event: event.progress.iter}])
+async def test_a_thread_handler_runs_async_code_of_its_own_whichever_loop_subscribes_and_publishes(bus, options):
+    ran = []
+
+    async def post() -> None:
+        await anyio.sleep(0)
+        ran.append(sniffio.current_async_library())
+
+    def handler(event):
+        for library in ("asyncio", "trio"):
+            anyio.run(post, backend=library)
+
+    for event in (live, plain):
+        if "capture" not in options or event is live:
+            bus.on(type(event(0)), handler, offload="thread", **options)
+    async with bus:
+        publish(bus, 2)
+        if "capture" not in options:
+            publish(bus, 2, plain)
+    assert ran.count("asyncio") == ran.count("trio") >= 2
