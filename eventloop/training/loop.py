@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -39,6 +39,7 @@ from eventloop.training.arguments import (
     named,
 )
 from eventloop.training.blocking import tell_if_it_blocks
+from eventloop.training.calls import Call, Calls
 from eventloop.training.check import CheckResult, Job, check
 from eventloop.training.distributed.launch import divided
 from eventloop.training.distributed.samples import GlobalBatchSampler
@@ -157,9 +158,8 @@ class TrainLoop:
         self._check_passes()
         self._metrics = dict(metrics or {})
         self._optimizer = optimizer
-        self._running: Run | None = None
+        self._calls = Calls()
         self._asked: deque[Callable[[Run], None]] = deque()  # requests for the next training
-        self._cancelled = False
         self._options: dict[str, Any] = {"work_dir": work_dir, "device": device, "seed": seed}
         self._options |= {"stateful": stateful, "name": name, "config": config}
         self._folder: Path | None = None  # of the first run of this loop; later ones continue in it
@@ -181,6 +181,10 @@ class TrainLoop:
             counters.limit(self.max_epochs, self.max_iters)
         optimizers = named("optimizer", self._optimizer or {}, torch.optim.Optimizer)
         return facts(named("model", self.model, torch.nn.Module), optimizers, counters.snapshot(), self.work_dir)
+
+    @property
+    def _running(self) -> Run | None:
+        return self._calls.run
 
     @property
     def work_dir(self) -> Path | None:
@@ -236,6 +240,12 @@ class TrainLoop:
             ConfigurationError: the loop has no ``train_data`` or no optimizer, or its length is of the other kind.
             Exception: the unchanged error of a step, a loader or a hook.
         """
+        with self._calls.one() as call:
+            return self._train(call, resume, strict, max_epochs, max_iters)
+
+    def _train(
+        self, call: Call, resume: Resume | None, strict: bool, max_epochs: Limit | None, max_iters: Limit | None
+    ) -> dict[str, Any]:
         if self._optimizer is None:
             raise ConfigurationError("run() needs an optimizer: give TrainLoop optimizer=")
         self._lengthen(max_epochs, max_iters)
@@ -253,7 +263,7 @@ class TrainLoop:
             if run.counters.validations > before:
                 self._remember("val", run, found)
 
-        with self._begun(trains=True, resume=resume, strict=strict) as run:
+        with self._begun(call, trains=True, resume=resume, strict=strict) as run:
             plan = ValidationPlan(validate, self._validation_due if by_iter else None) if run.validates else None
             run.state.validate_by(plan)
             self._look(run)
@@ -283,8 +293,6 @@ class TrainLoop:
         if (max_epochs if by_iter else max_iters) is not None:
             counts, option = ("iterations", "max_iters") if by_iter else ("epochs", "max_epochs")
             raise ConfigurationError(f"this loop counts {counts}: give run() {option}=")
-        if self._running is not None:
-            return  # _begun() refuses the call, which must not change the run
         self.max_epochs, self.max_iters = max_epochs or self.max_epochs, max_iters or self.max_iters
 
     def _check_passes(self) -> None:
@@ -354,29 +362,34 @@ class TrainLoop:
         def train() -> dict[str, Any]:
             take_device()
             try:
-                return self.run(resume=resume, strict=strict, max_epochs=max_epochs, max_iters=max_iters)
+                return self._train(call, resume, strict, max_epochs, max_iters)
             except RunCancelled:
-                if not self._cancelled:
+                if not call.cancelled:
                     raise  # by run.cancel(), not by the host
                 return {}  # in_thread() raises the host's own cancellation
 
-        async with self.bus if self.bus.state == "idle" else nullcontext():
+        with self._calls.one() as call:
+            opened = await self.bus.ajoin()
             try:
-                return await in_thread(train, "trainbus training", cancelled=self._cancel)
-            except asyncio.CancelledError as error:
-                shorten(error, f"the run was interrupted after iteration {self.counters.iter}; loop.arun() trains on")
+                metrics = await in_thread(train, "trainbus training", cancelled=call.cancel)
+            except BaseException as error:
+                if isinstance(error, asyncio.CancelledError):
+                    shorten(error, f"the run was interrupted after iteration {self.counters.iter}; loop.arun() trains on")
+                if opened:
+                    await self.bus.aclose(abort=True)
                 raise
-            finally:
-                self._cancelled = False
+            if opened:
+                await self.bus.aclose()
+            return metrics
 
     def val(self) -> dict[str, Any]:
         """Validate once, as a separate run; return the metrics."""
-        with self._begun() as run:
+        with self._calls.one() as call, self._begun(call) as run:
             return self._validate(run)
 
     def test(self) -> dict[str, Any]:
         """Test once, as a separate run; return the metrics."""
-        with self._begun() as run:
+        with self._calls.one() as call, self._begun(call) as run:
             return self._evaluate(run, run.test(self._need("test"), self._metrics), self._test_step)
 
     def stop(self, reason: str = "") -> None:
@@ -417,12 +430,6 @@ class TrainLoop:
         with suppress(IndexError):
             while True:
                 self._asked.popleft()(run)
-
-    def _cancel(self) -> None:
-        # Set before the read below; _begun() does both in the other order, so one of the two sees the other.
-        self._cancelled = True
-        if (run := self._running) is not None:
-            run.cancel()
 
     def look(self) -> dict[str, Any] | None:
         """Look at the first validation batches, as before a training; return the metrics, or None if there was no look."""
@@ -468,11 +475,7 @@ class TrainLoop:
         return Run(self.bus, model=self.model, optimizer=self._optimizer, counters=self.counters, host=host, **options)
 
     @contextmanager
-    def _begun(self, *, trains: bool = False, **options: Any) -> Iterator[Run]:
-        if self._running is not None:
-            raise TrainingError(
-                "this TrainLoop is already running: for a second run, create another TrainLoop with its own bus and hooks"
-            )
+    def _begun(self, call: Call, *, trains: bool = False, **options: Any) -> Iterator[Run]:
         if self.bus.hosted_here:
             raise BusStateError("loop.run() would block the event loop of this bus: use `await loop.arun()`")
         tell_if_it_blocks()
@@ -480,14 +483,14 @@ class TrainLoop:
         if not trains:
             run.state.only_evaluate()
         try:
-            self._running = run
             self.bus.steps = {"step": self._step, "val_step": self._val_step, "test_step": self._test_step}
+            call.begin(run)
             self._expect(run)
             with run:
                 self._folder = run.work_dir
                 yield run
         finally:
-            self._running, self.bus.steps = None, {}
+            call.run, self.bus.steps = None, {}
 
     def _expect(self, run: Run) -> None:
         run.validates = self._data["val"] is not None
@@ -498,8 +501,6 @@ class TrainLoop:
             self._pass_on(run)
             if run.state.own.stop:
                 log.warning("loop.stop() was called before this run began, so it ends at once", run=run.name)
-        if self._cancelled:
-            run.cancel()
 
     def _divide(self, global_batch: int) -> None:
         """Divide each global batch among the processes of this start, and into micro-batches."""

@@ -197,6 +197,77 @@ async def test_one_loop_does_not_run_twice_at_the_same_time(parts):
         loop.stop()
 
 
+@pytest.mark.parametrize("call", ["arun", "run", "val"])
+async def test_a_refused_call_leaves_the_first_one_alone_from_its_first_step_to_its_last(parts, call):
+    loop = parts.loop(max_epochs=100_000)
+    trace, refused = parts.Trace(loop.bus), 0
+
+    async def again() -> None:
+        nonlocal refused
+        with pytest.raises(TrainingError, match="already running"):
+            if call == "arun":
+                with anyio.CancelScope() as scope:
+                    scope.cancel()  # as the client of a request leaves
+                    await loop.arun()
+            else:
+                await anyio.to_thread.run_sync(getattr(loop, call))
+        refused += 1
+        await anyio.lowlevel.checkpoint()
+
+    with anyio.CancelScope() as scope:
+        async with anyio.create_task_group() as group:
+            group.start_soon(loop.arun)
+            await anyio.lowlevel.checkpoint()
+            while len(trace.of("after_train_iter")) < 20:
+                await again()
+            loop.pause()
+            await until(lambda: trace.names[-1] == "run_paused")
+            await again()
+            group.start_soon(again)
+            scope.cancel()
+    assert scope.cancelled_caught  # and no RunCancelled: the first call was cancelled, and knows it
+    assert refused > 2
+    loop.stop()
+    await loop.arun()
+
+
+async def test_two_calls_at_once_train_once(parts, bus):
+    loop, ends = parts.loop(bus, max_epochs=2), []
+
+    async def train() -> None:
+        try:
+            await loop.arun()
+            ends.append("trained")
+        except TrainingError:
+            ends.append("refused")
+
+    async with anyio.create_task_group() as group:
+        for _ in range(3):
+            group.start_soon(train)
+    assert sorted(ends) == ["refused", "refused", "trained"]
+    assert loop.counters.epoch == 2
+
+
+async def test_two_loops_on_one_idle_bus_begin_at_once_and_one_is_refused(parts, bus):
+    """Who opens the bus, and closes it, is decided once."""
+    loops, ends = [parts.loop(bus, max_epochs=1), parts.loop(Bus(), max_epochs=1)], []
+    loops[1].bus = bus
+
+    async def train(loop) -> None:
+        try:
+            await loop.arun()
+            ends.append("trained")
+        except BusStateError as error:
+            assert "run" in str(error)
+            ends.append("refused")
+
+    async with anyio.create_task_group() as group:
+        for loop in loops:
+            group.start_soon(train, loop)
+    assert "trained" in ends
+    assert bus.state == "idle"
+
+
 async def test_a_failure_is_raised_on_the_training_thread_only(parts, bus):
     heard = threading.Event()
 
