@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Annotated, Any
@@ -182,7 +182,7 @@ class Bus(TypedOn, Streams):
                 self.off(old)
             self._insert(subscriptions)
             self._keep((*self.hooks, *hooks))
-        self._started(subscriptions)
+        self._started(subscriptions, hooks)
         if any(hook.timing for hook in hooks):
             self.timing = True
 
@@ -426,11 +426,13 @@ class Bus(TypedOn, Streams):
             self._changed(new)
             self._later += [partial(bridge.warn_of_missing, new) for bridge in self._bridges]
 
-    def _started(self, new: list[Subscription]) -> None:
-        """Start the consumers of subscriptions that were inserted, or remove them."""
+    def _started(self, new: list[Subscription], hooks: Collection[Hook] = ()) -> None:
+        """Start the consumers of subscriptions that were inserted, or remove them and their hooks."""
         try:
             self._unlocked()
         except BaseException:
+            with self._lock:
+                self._keep(one for one in self.hooks if one not in hooks)
             self.remove(*new)
             raise
 
