@@ -65,7 +65,7 @@ _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class NewerError(Exception):
-    """The header names a newer version, because of a newer program or a flipped bit."""
+    """The file needs a newer version, or a class that is not imported; or a bit has flipped."""
 
 
 class TensorInfo(msgspec.Struct, frozen=True):

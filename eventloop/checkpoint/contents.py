@@ -9,6 +9,7 @@ import torch
 
 from eventloop.checkpoint.forms import contiguous_strides, kind_of, strides_to_keep, with_kind, with_strides
 from eventloop.checkpoint.load import outline_placed, verify
+from eventloop.checkpoint.objects import ObjectParts
 from eventloop.checkpoint.pieces import Box, Keys, mapped, read_box
 from eventloop.checkpoint.rebuild import DTYPES, unflatten
 from eventloop.checkpoint.shards import (
@@ -136,4 +137,4 @@ def open_contents(path: AsPath) -> Contents:
 def replace_tensors(tree: Any, make: Callable[[str, torch.Tensor], Any]) -> Any:
     """Return a copy of a tree with ``make(dotted path, tensor)`` for each tensor; a tied one is given each time."""
     flat = FlatTree(tree)
-    return unflatten(flat.rest, (make(flat.path(number), tensor) for number, tensor in enumerate(flat.tensors)))
+    return unflatten(flat.rest, (make(flat.path(number), tensor) for number, tensor in enumerate(flat.tensors)), ObjectParts)

@@ -11,7 +11,8 @@ import torch
 
 from eventloop.checkpoint import shards
 from eventloop.checkpoint.contents import Contents, replace_tensors
-from eventloop.checkpoint.pieces import Box
+from eventloop.checkpoint.objects import ObjectParts
+from eventloop.checkpoint.pieces import Box, Keys, mapped
 from eventloop.checkpoint.shards import SHARDS, Indexed, Piece
 from eventloop.checkpoint.stage import CommitInfo, StageBuffer, save, stage, write
 from eventloop.checkpoint.store import AnyPath, AsPath, as_path, list_files, make_directory, remove_directory
@@ -68,7 +69,10 @@ def _save_sharded(contents: Contents, path: AnyPath, directory: AnyPath) -> Comm
         index[name] = known[id(tensor)]
         return contents.mark(name, tensor)
 
-    tree = replace_tensors(contents.tree, mark)
+    def with_data(_: Keys, parts: ObjectParts) -> Any:  # a tensor in it is needed when it is put together
+        return replace_tensors(parts, lambda _, tensor: contents.read(tensor))
+
+    tree = replace_tensors(mapped(contents.tree, lambda value: isinstance(value, ObjectParts), with_data), mark)
     buffer, size = StageBuffer(), 0
     for number, part in enumerate(_parts(contents, wanted)):
         name = shards.part_name(number)

@@ -11,6 +11,7 @@ import torch
 from eventloop.checkpoint.contents import Contents, Place
 from eventloop.checkpoint.dcp_metadata import METADATA, read_metadata
 from eventloop.checkpoint.load import LEGACY, ZIP, read_exactly
+from eventloop.checkpoint.objects import ObjectParts
 from eventloop.checkpoint.pieces import Keys
 from eventloop.checkpoint.pth import load_pickled
 from eventloop.checkpoint.rebuild import check_packed, unflatten
@@ -54,7 +55,7 @@ def _tree(contents: Contents, directory: AnyPath) -> Any:
     packed = _read_object(directory, ours, f"{OURS}.{TREE}")
     with naming_damage(directory / ours.file):
         check_packed(memoryview(packed))
-        return contents.resolve(unflatten(msgspec.Raw(packed), iter(())), directory, index.tensors)
+        return contents.resolve(unflatten(msgspec.Raw(packed), iter(()), ObjectParts), directory, index.tensors)
 
 
 def _values(

@@ -21,9 +21,10 @@ from eventloop.checkpoint.commit import failing, temporary_name
 from eventloop.checkpoint.contents import Contents, replace_tensors
 from eventloop.checkpoint.dcp import OURS, TREE
 from eventloop.checkpoint.folder import commit_folder, discard_folder
+from eventloop.checkpoint.objects import ObjectParts
 from eventloop.checkpoint.pieces import Box
 from eventloop.checkpoint.tree import packed
-from eventloop.errors import CheckpointError
+from eventloop.errors import CheckpointError, CheckpointValueError
 
 _GROUP: Final = 16 << 20
 """Bytes of a group, unless a tensor's piece is larger: else 20,000 small tensors would be as many files."""
@@ -44,6 +45,7 @@ def write_dcp(state: Mapping[str, Any], contents: Contents, folder: Path) -> Non
 
     Raises:
         CheckpointDamagedError: a tensor cannot be read.
+        CheckpointValueError: for a value that only a pickle holds, with its name.
         CheckpointError: the folder cannot be written, or two values would have one name.
     """
     temporary = Path(temporary_name(str(folder.parent)))
@@ -61,6 +63,9 @@ def _with_ours(state: Mapping[str, Any], contents: Contents) -> dict[str, Any]:
     """Return the state with an entry for what it lacks of the checkpoint: its tree, in which tensors are names in the state."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(state))
+    for name, value in planner.state_dict.items():
+        if isinstance(value, ObjectParts):
+            raise CheckpointValueError(f"{name}: a folder of DCP would pickle this {value.type}; export a .pth file instead")
     names = {id(value): name for name, value in reversed(planner.state_dict.items()) if isinstance(value, torch.Tensor)}
     further: dict[str, torch.Tensor] = {}
 

@@ -19,6 +19,7 @@ from eventloop.checkpoint.commit import commit_file, crc32, write_all
 from eventloop.checkpoint.container import LENGTH_BYTES, METADATA, SAFE_NAMES
 from eventloop.checkpoint.layout import with_length
 from eventloop.checkpoint.load import inspect, load
+from eventloop.checkpoint.objects import ObjectParts, together_if_known
 from eventloop.checkpoint.rebuild import convert_parts
 from eventloop.checkpoint.scores import scores_of
 from eventloop.checkpoint.shards import sharded_in, verify_shards
@@ -42,11 +43,13 @@ _AS_IT_IS: Final = frozenset(
 def load_whole(path: AsPath) -> Any:
     """Read a checkpoint on one process, with whole tensors also where the run that wrote it had them sharded.
 
+    A value whose class is not imported is left in parts.
+
     Raises:
         FileNotFoundError: the file does not exist.
         CheckpointDamagedError: the file or a part beside it is damaged.
     """
-    state = load(path)
+    state = load(path, make=together_if_known)
     if sharded_in(state) is None:
         return state
     verify_shards(state, path)
@@ -234,7 +237,10 @@ def _name_of(dtype: torch.dtype) -> str | None:
 def _check_storable(name: Any, tensor: Any) -> None:
     problem = ""
     if not isinstance(tensor, torch.Tensor):
-        problem = f"is a {type(tensor).__name__}, and a safetensors file holds tensors only"
+        kind = tensor.type if isinstance(tensor, ObjectParts) else type(tensor).__name__
+        problem = f"is a {kind}, and a safetensors file holds dense tensors only"
+    elif tensor.layout is not torch.strided:
+        problem = f"is a {tensor.layout} tensor, and a safetensors file holds dense ones only"
     elif _name_of(tensor.dtype) is None:
         problem = f"is a tensor of {tensor.dtype}, which safetensors lacks"
     elif not isinstance(name, str) or name == METADATA or any("\ud800" <= character <= "\udfff" for character in name):
@@ -274,5 +280,5 @@ def weights_only(value: Any, path: str = "") -> Any:
     elif kind is int:
         what = f"an integer of {value.bit_length():,} bits; the limit is {_LONGEST_INT:,}"
     else:
-        what = f"a {kind.__qualname__}"
+        what = f"a {value.type if isinstance(value, ObjectParts) else kind.__qualname__}"
     raise CheckpointValueError(f"{path or 'the tree'}: torch.load(weights_only=True) refuses {what}")

@@ -110,8 +110,10 @@ def reinterpreted(tensor: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]
 def check_storable(tensors: Sequence[torch.Tensor], path: Callable[[int], str]) -> None:
     """Raise CheckpointValueError for a tensor that no file can hold; ``path`` gives that of a tensor by its index."""
     for index, tensor in enumerate(tensors):
-        if tensor.layout is not torch.strided:
-            problem, way_out = str(tensor.layout).removeprefix("torch."), "x.to_dense(), or its indices and values"
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            problem, way_out = str(tensor.layout).removeprefix("torch."), "x.to_dense()"
+            if tensor.is_nested:
+                problem, way_out = "nested", "x.unbind()"
         elif tensor.is_quantized:
             problem, way_out = "quantised", "x.int_repr(), with its scale and zero point"
         elif tensor.is_meta:

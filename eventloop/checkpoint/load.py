@@ -18,6 +18,7 @@ from eventloop.checkpoint import container
 from eventloop.checkpoint.commit import CHUNK, DIGEST_BYTES, chunks, crc32, readable
 from eventloop.checkpoint.container import LENGTH_BYTES, ForeignInfo, Header, TensorInfo
 from eventloop.checkpoint.forms import Strides, in_tree, reinterpreted, with_strides
+from eventloop.checkpoint.objects import ObjectParts, Rebuild, put_together
 from eventloop.checkpoint.rebuild import check_packed, unflatten
 from eventloop.checkpoint.store import AnyPath, AsPath, as_path, list_files, open_file
 from eventloop.errors import CheckpointDamagedError, CheckpointError
@@ -66,10 +67,17 @@ class _Form(NamedTuple):
     """Its first byte within the data."""
 
 
-def load(path: AsPath, map_location: str | torch.device = "cpu", *, content: memoryview | None = None) -> Any:
+def load(
+    path: AsPath,
+    map_location: str | torch.device = "cpu",
+    *,
+    content: memoryview | None = None,
+    make: Rebuild = put_together,
+) -> Any:
     """Read and verify a checkpoint, a file or a URL, and rebuild the tree with all tensors on the device ``map_location``.
 
-    With its ``content``, which comes from elsewhere, ``path`` only names it in errors.
+    With its ``content``, which comes from elsewhere, ``path`` only names it in errors. ``make`` decides about values of classes
+    that are not imported (see ``objects``).
 
     Each tensor has memory of its own, aligned as torch aligns it, and the strides that it had (see ``forms``). Nothing is
     rebuilt before the digest of the whole file was right.
@@ -77,7 +85,7 @@ def load(path: AsPath, map_location: str | torch.device = "cpu", *, content: mem
     Raises:
         FileNotFoundError: the file does not exist.
         CheckpointDamagedError: the bytes differ from those that were written, or are not a checkpoint.
-        CheckpointError: a newer trainbus or torch wrote it.
+        CheckpointError: a newer trainbus or torch wrote it, or it holds a value of a class that is not imported.
     """
     device = torch.device(map_location)
     with _opened(path, content) as (file, size, header, crc):
@@ -93,7 +101,7 @@ def load(path: AsPath, map_location: str | torch.device = "cpu", *, content: mem
         for place, tensor in enumerate(tensors):
             tensors[place] = tensor.to(device)
         with _rebuilding():
-            return unflatten(body.tree, in_tree(body.slots, body.kinds, tensors))
+            return unflatten(body.tree, in_tree(body.slots, body.kinds, tensors), make)
 
 
 def _allocated(sizes: Iterable[int]) -> list[torch.Tensor]:
@@ -128,7 +136,7 @@ def outline(path: AsPath) -> Any:
     """Rebuild the tree of a checkpoint with tensors on the device ``meta``: their shapes and dtypes, and none of their data.
 
     Only the header and the tree are read, so it is quick for a file of any size. Nothing is verified but the length of the
-    file. Tied tensors are one tensor.
+    file. Tied tensors are one tensor. What is an object (see ``objects``) is left in parts.
     """
     return outline_placed(path)[0]
 
@@ -144,7 +152,7 @@ def outline_placed(path: AsPath) -> tuple[Any, list[tuple[torch.Tensor, int]]]:
             forms = list(_forms(header, body))
             empty = [with_strides(torch.empty(form.shape, dtype=form.dtype, device="meta"), form.strides) for form in forms]
             tensors = list(in_tree(body.slots, body.kinds, empty))
-            tree = unflatten(body.tree, iter(tensors))
+            tree = unflatten(body.tree, iter(tensors), ObjectParts)
     begins = {id(tensor): header.bytes + forms[slot].begin for tensor, slot in zip(tensors, body.slots, strict=True)}
     return tree, [(tensor, begins.pop(id(tensor))) for tensor in tensors if id(tensor) in begins]
 

@@ -48,7 +48,8 @@ class Overlap:
         """Return the pairs to copy at once, and the pairs that only a step changes."""
         parameters = chain.from_iterable(group["params"] for one in self._optimizers for group in one.param_groups)
         values = chain.from_iterable(state.values() for one in self._optimizers for state in one.state.values())
-        owned = {part.data_ptr() for value in chain(parameters, values) if type(part := own_part(value)) in _PLAIN} - {0}
+        parts_of_all = map(own_part, chain(parameters, values))
+        owned = {part.data_ptr() for part in parts_of_all if type(part) in _PLAIN and part.layout is torch.strided} - {0}
         parts: tuple[list[Pair], list[Pair]] = [], []
         for pair in pairs:
             # Inference tensors count no versions.

@@ -9,6 +9,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from eventloop.checkpoint.load import read_exactly
+from eventloop.checkpoint.objects import ObjectParts
 from eventloop.checkpoint.pth import load_pickled
 from eventloop.checkpoint.rebuild import DTYPES
 from eventloop.checkpoint.shards import OLD_PART, Indexed, Piece
@@ -127,6 +128,8 @@ def mapped(value: Any, chosen: Callable[[Any], bool], make: Callable[[Keys, Any]
         kept = copy.copy(value)
         dict.update(kept, made)  # not the update() of a Counter, which adds
         return kept
+    if type(value) is ObjectParts:
+        return ObjectParts(value.type, mapped(value.content, chosen, make, keys))
     if type(value) in (list, tuple):
         return type(value)(mapped(each, chosen, make, (*keys, index)) for index, each in enumerate(value))
     return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, Final, Literal
@@ -16,10 +16,13 @@ import torch
 
 from eventloop.checkpoint import container
 from eventloop.checkpoint.forms import with_kind, with_strides
+from eventloop.checkpoint.objects import ObjectParts, Rebuild, put_together
 from eventloop.checkpoint.tree import FACTORIES, MAX_DEPTH, MAX_VALUES, Code, join, short, text_of
 from eventloop.errors import CheckpointValueError
 
-_BRANCHES: Final = frozenset({list, dict, tuple, set, frozenset, OrderedDict, Counter, defaultdict})
+_BRANCHES: Final = frozenset(
+    {list, dict, tuple, set, frozenset, OrderedDict, Counter, defaultdict, torch.Size, deque, ObjectParts}
+)
 _NUMERIC_DTYPE: Final = re.compile(r"[<>|=][biufc]\d{1,2}", re.ASCII)
 # Not getattr(torch, name): torch imports whole packages when it is asked for their names.
 DTYPES: Final = {str(each).removeprefix("torch."): each for each in vars(torch).values() if isinstance(each, torch.dtype)}
@@ -30,8 +33,8 @@ _SMALL: Final = 4 << 20
 """Bytes that are not worth counting: 100,000 tensors have as many, and they become 400 MB at most."""
 
 
-def unflatten(packed: msgspec.Raw, tensors: Iterator[torch.Tensor]) -> Any:
-    """Rebuild the tree from its packed rest and its tensors in the order they were met.
+def unflatten(packed: msgspec.Raw, tensors: Iterator[torch.Tensor], make: Rebuild = put_together) -> Any:
+    """Rebuild the tree from its packed rest and its tensors in the order they were met; ``make`` its ``objects``.
 
     It trusts its input no further than the digest does: malformed input raises a builtin error.
     """
@@ -45,6 +48,11 @@ def unflatten(packed: msgspec.Raw, tensors: Iterator[torch.Tensor]) -> Any:
             return decode_value(bytes(payload))
         if (decode_container := _DECODE_CONTAINER.get(code)) is not None:
             return decode_container(decode(payload))  # noqa: F821 - deleted after the last call
+        if code == Code.OBJECT:
+            name, content = decode(payload)  # noqa: F821 - likewise
+            if type(name) is not str or type(content) is not dict:
+                raise ValueError(f"an object of type {short(text_of(name))} without the names of its parts")
+            return make(name, content)
         raise ValueError(f"unknown extension type {code}")
 
     decode = msgspec.msgpack.Decoder(ext_hook=extension).decode
@@ -54,13 +62,19 @@ def unflatten(packed: msgspec.Raw, tensors: Iterator[torch.Tensor]) -> Any:
         del decode  # it and ``extension`` hold each other, and all tensors
     level = [tree]
     for _ in range(MAX_DEPTH):
-        level = [part for each in level if type(each) in _BRANCHES for part in _parts(each) if type(part) in _BRANCHES]
+        level = [part for each in level if _is_branch(each) for part in _parts(each) if _is_branch(part)]
         if not level:
             return tree
     raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
 
 
+def _is_branch(value: object) -> bool:
+    return type(value) in _BRANCHES or isinstance(value, tuple)  # also named ones
+
+
 def _parts(container: Any) -> Iterable[object]:
+    if type(container) is ObjectParts:
+        return container.content.values()
     if not isinstance(container, dict):
         return container  # type: ignore[no-any-return]
     return chain(container, container.values(), vars(container).values() if type(container) is OrderedDict else ())
@@ -142,6 +156,8 @@ _DECODE_CONTAINER: Final[dict[int, Callable[[Any], object]]] = {
     Code.SCALAR: lambda parts: number_array(parts[0], (), parts[1])[()],
 }
 
+_UNPACKED: Final = _DECODE_CONTAINER.keys() | {Code.OBJECT}
+
 # MessagePack, by the first byte of a token: its length in bytes, without a payload (for a map or list, the length of its
 # header only);
 _STEPS: Final = bytes(
@@ -171,6 +187,6 @@ def check_packed(packed: memoryview) -> None:
             raise ValueError(f"more than {_TOKENS:,} values")
         start, code = at + 1, packed[at]
         at += _STEPS[code]
-        if code in _LENGTHS and not (code in _EXTENSIONS and packed[at - 1] in _DECODE_CONTAINER):  # those are unpacked as well
+        if code in _LENGTHS and not (code in _EXTENSIONS and packed[at - 1] in _UNPACKED):  # those are unpacked as well
             length = _LENGTHS[code]
             at += int.from_bytes(packed[start : start + length], "big") if length else 1 << (code - 0xD4)

@@ -98,6 +98,8 @@ class StageBuffer:
     def __init__(self) -> None:
         self._layout: Layout | None = None
         self._memories: list[_Memory] = []
+        self.sparse = False
+        """Whether sparse tensors were met, and each tensor is to be looked at."""
 
     @property
     def bytes(self) -> int:
@@ -254,16 +256,19 @@ def stage(tree: object, buffer: StageBuffer | None = None, *, overlap: Overlap |
     Raises:
         CheckpointValueError: for a value that a checkpoint cannot hold, with its path.
     """
-    flat = FlatTree(tree)
     buffer = StageBuffer() if buffer is None else buffer
+    flat = FlatTree(tree, sparse=buffer.sparse)
     try:
         layout, memory = buffer.fill(flat, overlap)
-    except CheckpointError:
-        raise
-    except (Changed, RuntimeError):
+    except (Changed, RuntimeError) as error:
+        sparse = not buffer.sparse and any(tensor.layout is not torch.strided for tensor in flat.tensors)
+        if isinstance(error, CheckpointError) and not sparse:
+            raise
         # The tensors are not those of the layout, perhaps in a way that only the copy showed; or they cannot be staged, and
         # then a new layout raises the reason.
         buffer.forget_layout()
+        if sparse:
+            buffer.sparse, flat = True, FlatTree(tree, sparse=True)
         layout, memory = buffer.fill(flat, overlap)
     staged = StagedTree(layout, memory, flat.rest)
     memory.lease = weakref.ref(staged)

@@ -1,7 +1,8 @@
 """The tree of a checkpoint: everything but the tensors, as MessagePack bytes. ``rebuild`` is the way back.
 
 What MessagePack holds exactly is stored natively (None, bool, 64-bit integers, float, ASCII text, bytes, list, dict
-with ASCII keys). Every other type is an extension whose payload is again MessagePack. A tensor is an extension without
+with ASCII keys). Every other type is an extension whose payload is again MessagePack; see ``objects`` for those that are stored
+as a name and a content. A tensor is an extension without
 payload: the n-th tensor met while reading is the n-th met while writing, so the structure needs no numbering. Small tensors
 that come later, from other processes, are in the tree themselves.
 """
@@ -11,8 +12,10 @@ from __future__ import annotations
 import struct
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
+from enum import Enum
 from functools import partial
 from itertools import repeat
+from pathlib import PurePath
 from typing import Any, Final
 
 import msgspec
@@ -22,6 +25,7 @@ from msgspec.msgpack import Ext
 
 from eventloop.checkpoint.container import DTYPES
 from eventloop.checkpoint.forms import kind_of, strides_to_keep
+from eventloop.checkpoint.objects import ObjectParts, sparse_apart, taken_apart
 from eventloop.errors import CheckpointValueError
 
 MAX_DEPTH: Final = 100
@@ -33,7 +37,7 @@ class Code:
     """Types of extensions. The numbers are part of the file format: never reuse one, only add."""
 
     TENSOR, INT, STR, COMPLEX, TUPLE, SIZE, SET, FROZENSET, DICT, ORDERED = range(1, 11)
-    COUNTER, DEFAULT, ARRAY, SCALAR, DTYPE, DEVICE, INLINE = range(11, 18)
+    COUNTER, DEFAULT, ARRAY, SCALAR, DTYPE, DEVICE, INLINE, OBJECT = range(11, 19)
 
 
 _TENSOR_MARK: Final = Ext(Code.TENSOR, b"")
@@ -50,14 +54,15 @@ _pack = msgspec.msgpack.Encoder().encode
 class FlatTree:
     """A tree taken apart. It shares only the tensors with the tree, so the caller may change the tree afterwards.
 
-    With ``inline``, the tensors are in ``rest``, and it shares nothing.
+    With ``inline``, the tensors are in ``rest``, and it shares nothing. With ``sparse``, sparse tensors are taken apart, which
+    takes a look at each; without, they are among ``tensors``.
 
     Raises:
         CheckpointValueError: a value that a checkpoint cannot hold, with its path.
     """
 
-    def __init__(self, tree: object, *, inline: bool = False) -> None:
-        self._inline = inline
+    def __init__(self, tree: object, *, inline: bool = False, sparse: bool = False) -> None:
+        self._inline, self._sparse = inline, sparse or inline
         self.tensors: list[torch.Tensor] = []
         """In the order they were met."""
         self.parents: list[str] = []
@@ -90,7 +95,7 @@ class FlatTree:
                 f"{short(parent) or 'the tree'}: with it there are more than {MAX_VALUES:,} values in all; keep "
                 "many numbers in a tensor or a numpy array"
             )
-        if values and not self._inline and (kinds := set(map(type, values))) <= _TENSOR_TYPES:
+        if values and not self._sparse and (kinds := set(map(type, values))) <= _TENSOR_TYPES:
             # No Python runs per tensor: 20,000 in one container take 2.6 ms instead of 4.4.
             if torch.nn.Parameter in kinds:
                 self.parameters += (i for i, one in enumerate(values, len(self.tensors)) if type(one) is torch.nn.Parameter)
@@ -101,7 +106,9 @@ class FlatTree:
         out: list[object] = []
         for key, value in zip(keys, values, strict=True):
             kind = type(value)
-            if kind in _TENSOR_TYPES and self._inline:
+            if kind in _TENSOR_TYPES and self._sparse and (parts := sparse_apart(value)):  # type: ignore[arg-type]  # likewise
+                out.append(self._object(join(parent, key), parts))
+            elif kind in _TENSOR_TYPES and self._inline:
                 out.append(_inline(join(parent, key), value))  # type: ignore[arg-type]  # likewise
             elif kind in _TENSOR_TYPES:
                 if kind is torch.nn.Parameter:
@@ -120,6 +127,8 @@ class FlatTree:
 
     def _value(self, path: str, value: object) -> object:
         encode_container = _ENCODE_CONTAINER.get(type(value))
+        if encode_container is None and (parts := taken_apart(value)) is not None:
+            value, encode_container = parts, FlatTree._object
         if encode_container is not None:
             self._open.append(value)
             if len(self._open) > MAX_DEPTH:
@@ -164,6 +173,9 @@ class FlatTree:
                 f"use one of {', '.join(FACTORIES)}, or dict(...)"
             )
         return Ext(Code.DEFAULT, _pack((name, self._dict(path, values))))
+
+    def _object(self, path: str, parts: ObjectParts) -> object:
+        return Ext(Code.OBJECT, _pack((parts.type, self._dict(path, parts.content))))
 
     def _sequence(self, path: str, values: Iterable[object], *, code: int) -> object:
         return Ext(code, _pack(self._list(path, list(values))))
@@ -253,10 +265,13 @@ def _way_out(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return "store a plain tensor instead (x.full_tensor() for a DTensor, x.as_subclass(torch.Tensor) for others)"
     if isinstance(value, np.ndarray | np.generic):
-        return "store a plain numpy array of numbers instead"
-    for base in (dict, list, tuple, set, str, int, float):
+        return "store a plain numpy array of numbers, or its tolist(), instead"
+    if isinstance(value, Enum):
+        return "store its value instead; a member of an enum that a module defines is stored as it is"
+    for base in (dict, list, tuple, set, str, int, float, PurePath):
         if isinstance(value, base):
-            return f"store {base.__name__}(...) of it instead"
-    if hasattr(value, "state_dict"):
-        return "store its state_dict() instead"
+            return f"store {'str' if base is PurePath else base.__name__}(...) of it instead"
+    for method in ("state_dict", "get_state", "getstate", "tolist", "isoformat"):
+        if hasattr(value, method):
+            return f"store its {method}() instead"
     return "store its numbers, texts, tensors and containers of them, and rebuild it when loading"

@@ -12,6 +12,7 @@ import torch
 from rich.filesize import decimal
 
 from eventloop.checkpoint import inspect, outline, scores_of
+from eventloop.checkpoint.objects import ObjectParts
 from eventloop.checkpoint.tree import join
 from eventloop.cli.common import FileOrURL, Positive, check_checkpoint, say, to_terminal
 from eventloop.errors import CheckpointError
@@ -106,8 +107,10 @@ class Outline:
             first = self._first.get(id(value), path)
             tied = {} if first == path else {"same_as": first}
             return {"array" if isinstance(value, np.ndarray) else "tensor": facts | tied}
-        if isinstance(value, Mapping | list | tuple) and depth < 1:
+        if isinstance(value, Mapping | list | tuple | ObjectParts) and depth < 1:
             return _summary(value)
+        if isinstance(value, ObjectParts):
+            return {"object": {"type": value.type, "content": self.as_json(path, value.content, depth)}}
         if isinstance(value, Mapping):
             return {name: self.as_json(join(path, name), child, depth - 1) for name, child in _children(value)}
         if isinstance(value, list | tuple):
@@ -130,6 +133,8 @@ def _children(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((key if isinstance(key, str) else _text(key), each) for key, each in value.items())
     elif isinstance(value, list | tuple) and not isinstance(value, torch.Size):
         yield from ((str(index), each) for index, each in enumerate(value))
+    elif isinstance(value, ObjectParts):
+        yield from _children(value.content)
 
 
 def _tensors(path: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -144,7 +149,8 @@ def _summary(value: Any) -> str:
     tensors = {id(tensor): tensor for _, tensor in _tensors("", value)}.values()
     size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors)
     held = f", {len(tensors):,} tensor{'s' if len(tensors) > 1 else ''}, {decimal(size)}" if tensors else ""
-    return f"{type(value).__name__} of {len(value):,}{held}"
+    name = value.type if isinstance(value, ObjectParts) else type(value).__name__
+    return f"{name} of {len(list(_children(value))):,}{held}"
 
 
 def _text(value: Any) -> str:
