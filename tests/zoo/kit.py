@@ -230,10 +230,7 @@ def _of_tensors(one: torch.Tensor, other: torch.Tensor) -> list[str]:
         if (a := getattr(one, name)) != (b := getattr(other, name)):
             return [f"{name} {a}, then {b}"]
     if one.layout is not torch.strided:
-        if not one.is_sparse:
-            one, other = one.to_sparse(), other.to_sparse()
-        one, other = one.coalesce(), other.coalesce()
-        return [*_of_tensors(one.indices(), other.indices()), *_of_tensors(one.values(), other.values())]
+        return differences(_parts_of(one.detach()), _parts_of(other.detach()))
     # The stride of a dimension of size 1 is without meaning, and torch itself changes it.
     strides = [[stride for stride, size in zip(t.stride(), t.shape, strict=True) if size > 1] for t in (one, other)]
     if strides[0] != strides[1] and one.numel():
@@ -246,6 +243,14 @@ def _of_tensors(one: torch.Tensor, other: torch.Tensor) -> list[str]:
         except (RuntimeError, NotImplementedError):
             return ["other bits"]
     return []
+
+
+def _parts_of(sparse: torch.Tensor) -> dict[str, Any]:
+    if sparse.layout is torch.sparse_coo:
+        return {"coalesced": sparse.is_coalesced(), "indices": sparse._indices(), "values": sparse._values()}
+    rows = sparse.layout in (torch.sparse_csr, torch.sparse_bsr)
+    names = ("crow_indices", "col_indices", "values") if rows else ("ccol_indices", "row_indices", "values")
+    return {name: getattr(sparse, name)() for name in names}
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
