@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from types import NoneType
 from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
 from eventloop import Priority, check_options, events, get_logger, mount, register
-from eventloop.observe.dashboard import Board, Server, Watcher, check_address
+from eventloop.observe.dashboard import Board, HostNames, Server, Watcher, check_address
 from hooks.copies import CopiedAnew
 from hooks.options import Name
 from hooks.settings import settings_of
@@ -34,15 +35,20 @@ class Dashboard(CopiedAnew, Watcher):
         host: address to listen on; by default only this machine can reach it.
         token: at least 16 characters; needed for any other ``host``, where the page cannot be seen without it. By default a new
             one for each server.
+        hosts: host names under which a proxy serves the page, such as ``"hub.example.com"``, or ``"*"`` for any. Then, too, the
+            page cannot be seen without the token. Not needed with another ``host``, which answers to any name.
     """
 
     of_run: ClassVar = {"board": Board, "url": str, "pending_pages": deque, "_newest": NoneType, "_open": list}
 
     @check_options
-    def __init__(self, port: Port | None = None, *, host: Name = "127.0.0.1", token: str | None = None) -> None:
+    def __init__(
+        self, port: Port | None = None, *, host: Name = "127.0.0.1", token: str | None = None, hosts: Sequence[Name] = ()
+    ) -> None:
         super().__init__()
         check_address(host, token)
-        self._address = host, port, token
+        HostNames(hosts)
+        self._address = host, port, token, tuple(hosts)
         self.url = ""
         """The address of the page, once the run has begun."""
 

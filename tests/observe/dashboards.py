@@ -50,8 +50,8 @@ class Job:
 
 
 @contextmanager
-def serving(host: str = "127.0.0.1", token: str | None = None) -> Iterator[Server]:
-    server = Server(host, 0, token)
+def serving(host: str = "127.0.0.1", token: str | None = None, **options: Any) -> Iterator[Server]:
+    server = Server(host, 0, token, **options)
     try:
         yield server
     finally:

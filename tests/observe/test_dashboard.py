@@ -345,6 +345,16 @@ def test_hooks_with_the_same_port_share_a_server(no_servers, capfd):
     assert server.url == f"http://127.0.0.1:{server.port}/#token={server.token}"
 
 
+def test_hooks_take_the_names_of_a_proxy_and_those_with_one_port_take_the_same(no_servers):
+    Job(Bus(Dashboard(port=0, hosts=["hub.example"])), epochs=1).loop.run()
+    Job(Bus(Dashboard(port=0)), epochs=1).loop.run()
+    (server,) = no_servers.values()
+    with Visitor(server) as visitor:
+        assert visitor.client.get("/runs.json", headers={"Host": "hub.example"}).status_code == 200
+    with pytest.raises(ConfigurationError, match=r"hub\.example"):
+        Job(Bus(Dashboard(port=0, hosts=["*"])), epochs=1).loop.run()
+
+
 def test_a_port_that_is_taken_is_an_error_and_the_default_one_gives_way(no_servers, monkeypatch):
     with serving() as other:
         monkeypatch.setattr("eventloop.observe.dashboard.server.DEFAULT_PORT", other.port)
@@ -357,6 +367,7 @@ def test_a_port_that_is_taken_is_an_error_and_the_default_one_gives_way(no_serve
     ("options", "named"),
     [
         *(({"host": host}, r"token=|non-empty") for host in ("0.0.0.0", "192.168.0.7", "::", "example.org", "")),  # noqa: S104
+        *(({"hosts": [one]}, re.escape(repr(one))) for one in ("https://hub.example", "hub.example:80", "*.", "")),
         *(({"token": one}, "16") for one in ("", "short", "x" * 15, "with space " * 3, "\u00e9" * 20, "line\n" * 9)),
     ],
 )

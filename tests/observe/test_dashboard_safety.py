@@ -60,9 +60,20 @@ def test_at_another_address_nothing_of_the_run_is_shown_without_the_token():
             assert stranger.post("stop").status_code == 401
             assert stranger.client.get("/runs/1/").status_code == 200  # the empty page, whose script asks with the token
             assert stranger.client.get("/static/run.js").status_code == 200
+        headers = {"Host": "train.example:30080"}  # in a container no one here knows it
+        assert visitor.client.get("/runs.json", headers=headers).status_code == 200
         assert visitor.client.get("/runs.json").json()["may_change"] is True
         with visitor.told() as told:
             wait_for(told, "scalars")
+
+
+def test_under_the_names_of_a_proxy_nothing_of_the_run_is_shown_without_the_token():
+    with serving(hosts=["hub.example"]) as server, watched(server, slow=True), Visitor(server) as visitor:
+        for host, told in (("hub.example", 200), ("localhost", 200), ("evil.example", 400)):
+            assert visitor.client.get("/runs.json", headers={"Host": host}).status_code == told
+        with Visitor(server, token=False) as stranger:
+            for host in ("hub.example", "localhost"):
+                assert stranger.client.get("/runs.json", headers={"Host": host}).status_code == 401
 
 
 # ------------------------------------------------------------------------------------------------- other sites and names
@@ -93,7 +104,9 @@ FOREIGN = [
     ),
     *({"Sec-Fetch-Site": site} for site in ("cross-site", "same-site")),
     {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"},
+    {"Sec-Fetch-Site": "cross-site", "Origin": "http://127.0.0.1:{port}"},
 ]
+FORM = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}  # sent by a form of another page, or by its link
 
 
 def test_what_pages_of_other_sites_send_is_refused_even_with_the_token_and_the_own_page_is_heard(server, visitor):
@@ -106,9 +119,11 @@ def test_what_pages_of_other_sites_send_is_refused_even_with_the_token_and_the_o
         assert job.thread.is_alive()
         ours = {"Origin": f"http://127.0.0.1:{server.port}", "Sec-Fetch-Site": "same-origin"}
         assert visitor.post("pause", headers=ours).status_code == 202
+        proxied = {"Origin": "https://train.example", "Sec-Fetch-Site": "same-origin"}  # the proxy names us 127.0.0.1
+        assert visitor.post("resume", headers=proxied).status_code == 202
         assert visitor.post("resume").status_code == 202  # curl says nothing of where it comes from
-        link = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}
-        assert visitor.client.get("/", headers=link).status_code == 200
+        assert visitor.client.get("/", headers=FORM).status_code == 200
+        assert visitor.post("stop", headers=FORM).status_code == 403
 
 
 def test_no_other_site_is_told_that_it_may_read_or_frame_and_the_token_is_in_no_answer(server, visitor):
@@ -283,11 +298,29 @@ async def test_the_applications_own_authentication_decides(anyio_backend):
 
 @pytest.mark.anyio
 async def test_a_name_that_is_not_listed_is_refused_with_the_way_out(anyio_backend):
+    cases = {
+        "lab.example": {"Lab.Example:8443": 200, "x.lab.example": 400, "localhost": 400},
+        "*.lab.example": {"a.lab.example": 200, "a.b.LAB.example:1": 200, "lab.example": 400, "evillab.example": 400},
+        "[fd00::1]": {"[fd00::1]:80": 200, "[fd00::2]": 400},
+    }
+    for hosts, told in cases.items():
+        async with mounted(Bus(), hosts=[hosts]) as client:
+            for host, status in told.items():
+                assert (await client.get("/deep/training/", headers={"Host": host})).status_code == status, (hosts, host)
     async with mounted(Bus()) as client:
         answer = await client.get("/deep/training/", headers={"Host": "lab.example"})
         assert answer.json()["error"] == "the dashboard is not served under the name 'lab.example'; list it in hosts="
-    async with mounted(Bus(), hosts=["lab.example"]) as client:
-        assert (await client.get("/deep/training/", headers={"Host": "Lab.Example:8443"})).status_code == 200
+
+
+@pytest.mark.anyio
+async def test_with_a_token_that_is_needed_to_see_anything_any_name_may_be_allowed(anyio_backend):
+    token = "a-token-of-some-length"  # noqa: S105 - a test
+    async with mounted(Bus(), hosts="*", token=token) as client:
+        headers = {"Host": "any.example"}
+        assert (await client.get("/deep/training/", headers=headers)).status_code == 200  # the empty page
+        assert (await client.get("/deep/training/runs.json", headers=headers)).status_code == 401
+        headers["Authorization"] = f"Bearer {token}"
+        assert (await client.get("/deep/training/runs.json", headers=headers)).status_code == 200
 
 
 def test_what_cannot_be_shown_is_an_error():
@@ -297,6 +330,11 @@ def test_what_cannot_be_shown_is_an_error():
         app(3)
     with pytest.raises(ConfigurationError, match="16"):
         app(Bus(), token="short")  # noqa: S106 - a test
+    with pytest.raises(ConfigurationError, match=r"rebinding.*token="):
+        app(Bus(), hosts=["*"])
+    for name in ("https://lab.example", "lab.example:80", "lab.example/training", "lab*.example", ""):
+        with pytest.raises(ConfigurationError, match=re.escape(repr(name))):
+            app(Bus(), hosts=[name])
 
 
 def test_without_the_extra_the_error_names_it(monkeypatch):

@@ -12,12 +12,13 @@ from typing import Any
 from eventloop.bus import Bus
 from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError
+from eventloop.observe.dashboard.addresses import OWN_NAMES, HostNames, check_address
 from eventloop.observe.dashboard.folders import FolderWatcher
 from eventloop.observe.dashboard.page import Board
-from eventloop.observe.dashboard.server import Server, check_address, missing_web
+from eventloop.observe.dashboard.server import Server, missing_web
 from eventloop.observe.dashboard.watcher import Watcher
 
-__all__ = ["Board", "FolderWatcher", "Server", "Watcher", "app", "check_address"]
+__all__ = ["Board", "FolderWatcher", "HostNames", "Server", "Watcher", "app", "check_address"]
 
 
 @check_options
@@ -25,12 +26,13 @@ def app(
     *watched: Any,
     token: str | None = None,
     may_change: Callable[[Any], bool] | None = None,
-    hosts: Collection[str] = ("127.0.0.1", "localhost", "[::1]"),
+    hosts: Collection[str] = OWN_NAMES,
 ) -> Any:
     """Return an ASGI application that shows the runs of loops and buses, to mount under any prefix.
 
         api = FastAPI()
-        api.mount("/training", app(loop, may_change=lambda request: request.user.is_admin))
+        dashboard = app(loop, may_change=lambda request: request.user.is_admin, hosts=["train.example.com"])
+        api.mount("/training", dashboard)
 
     Without ``token`` and ``may_change`` it is read-only. Everyone who can reach it sees the runs: to restrict that, mount it
     behind your application's authentication.
@@ -39,15 +41,23 @@ def app(
         *watched: ``TrainLoop`` objects, runs or buses; each run on them has a page. Add them before their runs begin.
         token: a secret that permits changing a run; open a page with ``#token=...`` once.
         may_change: a function of the request that returns True if its sender may change a run.
-        hosts: host names of the application. Requests for other names are refused (DNS rebinding).
+        hosts: host names of the application, by default this machine's own: ``"train.example.com"``, ``"*.example.com"``.
+            Requests for other names are refused, because any site can point a name of its own at this machine (DNS
+            rebinding). ``"*"`` is any name; it needs ``token=``, without which nothing can be seen then.
 
     Raises:
-        ConfigurationError: starlette is missing, an object has no bus, or both ``token`` and ``may_change`` are given.
+        ConfigurationError: starlette is missing, an object has no bus, both ``token`` and ``may_change`` are given, or a name
+            is not a host name.
     """
     if token is not None and may_change is not None:
         raise ConfigurationError("token= and may_change= exclude each other: give one of them")
     if token is not None:
         check_address("127.0.0.1", token)
+    if HostNames(hosts).are_any and token is None:
+        raise ConfigurationError(
+            "hosts=['*'] would let any web site read the runs through a visitor's browser (DNS rebinding): list the host names "
+            "of the application, or give token=, without which nothing can be seen then"
+        )
     try:
         from eventloop.observe.dashboard.application import Application
         from eventloop.observe.dashboard.guard import Access

@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-LOOPBACK: Final = ("127.0.0.1", "localhost", "[::1]")
+from eventloop.observe.dashboard.addresses import OWN_NAMES, HostNames
 
 _POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self' data:; "
@@ -33,22 +33,22 @@ class Access:
     Args:
         token: permits changing a run, in the header ``Authorization: Bearer TOKEN``.
         may_change: the application's own decision, instead of a token.
-        hosts: host names of the pages. Requests for other names are refused, against DNS rebinding.
-        to_see: require the token to see anything.
+        hosts: host names of the pages; see :class:`HostNames`. Requests for other names are refused.
+        to_see: require the token to see anything, as under any name.
     """
 
     def __init__(
         self,
         token: str | None = None,
         may_change: Callable[[Request], bool] | None = None,
-        hosts: Collection[str] = LOOPBACK,
+        hosts: Collection[str] = OWN_NAMES,
         *,
         to_see: bool = False,
     ) -> None:
         self._token = token
         self._may_change = may_change
-        self.hosts = frozenset(host.lower() for host in hosts)
-        self.to_see = to_see
+        self.hosts = HostNames(hosts)
+        self.to_see = to_see or self.hosts.are_any
 
     @property
     def mode(self) -> str:
@@ -91,11 +91,14 @@ class Guard:
     def _refusal(self, scope: Scope) -> JSONResponse | None:
         headers = Headers(scope=scope)
         host = headers.get("host", "")
-        if _name_of(host) not in self.access.hosts:
+        if host not in self.access.hosts:
             return refused(400, f"the dashboard is not served under the name {host[:100]!r}; list it in hosts=")
-        if _of_another_site(headers, host):
-            return refused(403, "this request was sent by a page of another site")
-        is_page = scope["method"] in ("GET", "HEAD") and _is_static(scope)
+        reads = scope["method"] in ("GET", "HEAD")
+        if _of_another_site(headers, host, reads=reads):
+            return refused(
+                403, "this request was sent by a page of another site, or through a proxy that does not pass the Host header on"
+            )
+        is_page = reads and _is_static(scope)
         if self.access.to_see and not is_page and not self.access.allows(Request(scope)):
             return refused(401, "the token is missing: open the address that the dashboard logged at its start")
         return None
@@ -106,18 +109,12 @@ def refused(status: int, message: str) -> JSONResponse:
     return JSONResponse({"error": message}, status_code=status)
 
 
-def _name_of(host: str) -> str:
-    """Return the name in a Host header, without the port."""
-    name, colon, port = host.rpartition(":")
-    return (name if colon and port.isdecimal() else host).lower()
-
-
-def _of_another_site(headers: Headers, host: str) -> bool:
+def _of_another_site(headers: Headers, host: str, *, reads: bool) -> bool:
+    # Browsers send this one over HTTPS and to localhost. No page can set it, and it holds where a proxy gives another Host.
+    if (site := headers.get("sec-fetch-site")) is not None:
+        return site not in ("none", "same-origin") and not (reads and headers.get("sec-fetch-mode") == "navigate")
     origin = headers.get("origin")
-    if origin is not None and origin.partition("://")[2] != host:
-        return True
-    site = headers.get("sec-fetch-site", "none")
-    return site not in ("none", "same-origin") and headers.get("sec-fetch-mode") != "navigate"
+    return origin is not None and origin.partition("://")[2] != host
 
 
 def _is_static(scope: Scope) -> bool:

@@ -6,36 +6,20 @@ import atexit
 import secrets
 import socket
 import threading
+from collections.abc import Collection
 from contextlib import suppress
 from typing import Any, Final
 
 from eventloop.errors import ConfigurationError, cannot_import
+from eventloop.observe.dashboard.addresses import ANY_NAME, LOOPBACK, OWN_NAMES, check_address
 from eventloop.observe.dashboard.page import Board
 
 DEFAULT_PORT: Final = 8000
-_LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
-_SHORTEST_TOKEN: Final = 16
 _GRACE: Final = 1  # seconds that pages have to receive the last messages when the program ends
 
 _servers: dict[tuple[str, int | None], Server] = {}
 """The servers of this process, by host and requested port: hooks with the same values share one server."""
 _lock = threading.Lock()
-
-
-def check_address(host: str, token: str | None) -> None:
-    """Raise ConfigurationError for a reachable address without a token, and for a token short enough to guess."""
-    if token is None and host not in _LOOPBACK:
-        raise ConfigurationError(
-            f"host={host!r} opens the dashboard to other machines, and visitors can control the run: give token=, such as "
-            f"{secrets.token_urlsafe(24)!r}, or leave host= out and use an SSH tunnel"
-        )
-    if token is not None and not (
-        len(token) >= _SHORTEST_TOKEN and token.isascii() and token.isprintable() and " " not in token
-    ):
-        raise ConfigurationError(
-            f"token= has {len(token)} characters: give at least {_SHORTEST_TOKEN} of A-Z, a-z, 0-9, - and _, such as "
-            f"{secrets.token_urlsafe(24)!r}"
-        )
 
 
 class Server:
@@ -45,13 +29,16 @@ class Server:
     """
 
     @classmethod
-    def at(cls, host: str = "127.0.0.1", port: int | None = None, token: str | None = None) -> Server:
+    def at(
+        cls, host: str = "127.0.0.1", port: int | None = None, token: str | None = None, hosts: Collection[str] = ()
+    ) -> Server:
         """Return the server of this process at an address; start it if there is none.
 
         Args:
             host: the address to listen on.
             port: a port, 0 for any, None for 8000 or, if it is taken, any.
             token: a secret that permits changing a run; by default a new one.
+            hosts: further host names of the pages, such as a proxy's, which then show nothing without the token.
 
         Raises:
             ConfigurationError: the port is taken, the address is not of this machine, or starlette and uvicorn are missing.
@@ -65,22 +52,31 @@ class Server:
                     raise ConfigurationError(
                         f"a dashboard at port {running.port} was started with another token; give both one"
                     )
+                if hosts and {*hosts} != running.hosts:
+                    raise ConfigurationError(
+                        f"a dashboard at port {running.port} was started with hosts={sorted(running.hosts)}; give both the same"
+                    )
                 return running
-            _servers[host, port] = server = cls(host, port, token)
+            _servers[host, port] = server = cls(host, port, token, hosts=hosts)
             return server
 
-    def __init__(self, host: str, port: int | None, token: str | None, board: Board | None = None) -> None:
+    def __init__(
+        self, host: str, port: int | None, token: str | None, board: Board | None = None, hosts: Collection[str] = ()
+    ) -> None:
         uvicorn = _uvicorn()
         from eventloop.observe.dashboard.application import Application
-        from eventloop.observe.dashboard.guard import LOOPBACK, Access
+        from eventloop.observe.dashboard.guard import Access
 
         self.board = board or Board()
         self.token = token or secrets.token_urlsafe(24)
+        self.hosts = {*hosts}
+        self.is_open = host in LOOPBACK and not hosts
+        """True if the pages can be seen without the token: only this machine reaches them."""
+        names = {*OWN_NAMES, _in_url(host), *hosts} if hosts or self.is_open else {ANY_NAME}
+        access = Access(self.token, hosts=names, to_see=not self.is_open)
         self._socket = _bound(host, port)
         self.port: int = self._socket.getsockname()[1]
-        is_local = host in _LOOPBACK
-        names = {*LOOPBACK, _in_url(host)} if is_local else {*LOOPBACK, _in_url(host), *_own_names()}
-        app = Application(self.board, Access(self.token, hosts=names, to_see=not is_local), self._cut_off)
+        app = Application(self.board, access, self._cut_off)
         config = uvicorn.Config(
             app,
             http="h11",
@@ -159,12 +155,3 @@ def _listening(host: str, port: int) -> socket.socket:
 
 def _in_url(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _own_names() -> set[str]:
-    """Return the names under which other machines may reach this one."""
-    names = {socket.gethostname().lower()}
-    with suppress(OSError):
-        name, aliases, addresses = socket.gethostbyname_ex(socket.gethostname())
-        names |= {name.lower(), *map(str.lower, aliases), *addresses}
-    return names

@@ -27,7 +27,8 @@ export async function listen(url, handle, status) {
   let last = "", wait = 0.5;
   for (;;) {
     try {
-      const answer = await fetch(url, { headers: { ...headers(), ...(last && { "Last-Event-ID": last }) }, cache: "no-store" });
+      const accept = { Accept: "text/event-stream" };  // some proxies pass an answer on as it comes only if this asks for it
+      const answer = await fetch(url, { headers: { ...headers(), ...accept, ...(last && { "Last-Event-ID": last }) }, cache: "no-store" });
       if (answer.status === 204) return;
       if (answer.status === 401 || answer.status === 404) return status("refused", (await answer.json().catch(() => ({}))).error);
       if (answer.ok) {
