@@ -17,7 +17,7 @@ def browser() -> Iterator[Any]:
     found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     if found is None:
         pytest.skip("Chromium is not installed")
-    options = ["--disable-gpu", "--disable-dev-shm-usage"]
+    options = ["--disable-gpu", "--disable-dev-shm-usage", "--host-resolver-rules=MAP *.test 127.0.0.1"]
     if os.getuid() == 0:  # Chromium refuses a sandbox to root, as in containers
         options.append("--no-sandbox")
     with playwright.sync_playwright() as driver:

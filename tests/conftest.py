@@ -63,6 +63,7 @@ ALONE = (
     "cli/test_torchrun.py",
     "hooks/test_preemption.py",
     "observe/test_dashboard_browser.py",
+    "observe/test_dashboard_proxies.py",
     "hooks/test_sync_buffers.py",
     "offload/test_interrupts.py",
     "offload/test_process.py",
