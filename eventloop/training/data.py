@@ -17,7 +17,7 @@ from eventloop.privates import READS_NEXT, READS_SAMPLES
 from eventloop.training.distributed.launch import warn_if_all
 from eventloop.training.distributed.samples import global_sampler
 from eventloop.training.limits import limited_to, shortest
-from eventloop.training.loaders import has_state, length_of, restore_loader, sampler_epoch, skip_batches
+from eventloop.training.loaders import length_of, restore_loader, sampler_epoch, skip_batches, stateful_part
 from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.replicas import Draws
 from eventloop.training.rng import (
@@ -34,6 +34,7 @@ from eventloop.training.rng import (
     set_rng_state,
     set_sampler_epoch,
 )
+from eventloop.training.samplers import SamplerWatch
 from eventloop.training.schema import SavedData, SavedEvaluation, SavedPosition, SavedStart
 
 log = get_logger()
@@ -61,7 +62,10 @@ class Feed:
         self._measure(length_of(loader))
         self._sampler = global_sampler(loader)
         # A state of one process has no place in others.
-        self._has_state = self._sampler is None and draws is None and has_state(loader)
+        single = self._sampler is None and draws is None
+        self._stateful: Any = stateful_part(loader) if single else None
+        self._has_state = self._stateful is not None
+        self._watch = SamplerWatch(loader)
         self._restored_state = False  # by the loader itself, in a resumed run
         self._generators: list[Any] = []  # their states in the saved run
         self._exhausted = False
@@ -118,6 +122,7 @@ class Feed:
             self.used -= self.repeats_last
             self._iterator = self._continued(self.start) if self._restored_state else self._remaining(self.start)
         else:
+            self._watch.begin_pass()
             self.start = random_states(self.loader)
             self.used = 0
             self._left = _MISSING
@@ -126,7 +131,7 @@ class Feed:
 
     def _continued(self, start: SavedStart) -> Iterator[Any]:
         """Return an iterator over the rest of the pass whose position the loader has restored itself."""
-        if self._at_limit:
+        if self._at_limit or (self._stateful is not self.loader and self.used == self._own_length):
             return iter(())  # nothing remains; iter(loader) would begin its next pass
         # A loader may draw an order as it did when the pass began; the interrupted run has drawn these numbers already.
         now, before = get_rng_state(), generator_states(self.loader)
@@ -211,7 +216,7 @@ class Feed:
     def end(self) -> None:
         """End the pass, and with its iterator the workers of a DataLoader."""
         if self._has_state and self._iterator is not None and not self._exhausted and self._left is _MISSING:
-            self._left = self.loader.state_dict() if self._position is _MISSING else self._position
+            self._left = self._stateful.state_dict() if self._position is _MISSING else self._position
         self._iterator = None
         self._ahead = self._position = _MISSING
         self.used = 0
@@ -256,7 +261,7 @@ class Feed:
         if self._at_limit:
             return True
         if self._ahead is _MISSING:
-            self._position = self.loader.state_dict() if self._has_state else _MISSING
+            self._position = self._stateful.state_dict() if self._has_state else _MISSING
             self._ahead = self._pull()
         return self._ahead is _END
 
@@ -276,7 +281,7 @@ class Feed:
         if self._has_state:
             saved.left = self._left is not _MISSING if self._iterator is None else self._at_limit
             at = self._left if saved.left else self._position
-            saved.loader = self.loader.state_dict() if at is _MISSING else at
+            saved.loader = self._stateful.state_dict() if at is _MISSING else at
         return saved
 
     def restore(self, saved: SavedPosition, restored: set[Generator]) -> None:
@@ -310,7 +315,7 @@ class Feed:
         assert self._iterator is not None  # noqa: S101 - next() made it
         # Not before the first batch: a loader whose __iter__ is a generator does not know of its new pass until then.
         if self._has_state and self.limit is not None and 0 < self.used == self.limit - 1:
-            self._left = self.loader.state_dict()
+            self._left = self._stateful.state_dict()
         if self._draws is not None and self.used:  # the first batch draws the order, too
             self._draws.before_batch(self._epoch + self.passes, self.used)
         try:

@@ -6,11 +6,13 @@ Accelerate's loaders hold a DataLoader as ``base_dataloader`` and fake its class
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import msgspec
+import numpy as np
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from eventloop.log import get_logger
@@ -26,6 +28,7 @@ from eventloop.training.rng import (
     set_random_states,
     set_rng_state,
 )
+from eventloop.training.samplers import load_sampler, stateful_sampler
 from eventloop.training.schema import SavedLoader, SavedPosition
 
 log = get_logger()
@@ -69,6 +72,13 @@ def has_state(loader: Iterable[Any]) -> bool:
     return all(callable(getattr(_held(loader), name, None)) for name in ("state_dict", "load_state_dict"))
 
 
+def stateful_part(loader: Any) -> Any:
+    """Return what has the state of the position in the data: the loader, or its sampler; None without one."""
+    if has_state(loader):
+        return loader
+    return stateful_sampler(loader) if is_plain(loader) else None
+
+
 def sampler_epoch(loader: Any) -> int | None:
     """Return the epoch of the loader's sampler, as ``set_epoch`` sets it; None if it has none."""
     batch_sampler = getattr(loader, "batch_sampler", None)
@@ -85,11 +95,16 @@ def restore_loader(loader: Any, saved: SavedLoader, restored: set[Generator], *,
     position = saved if isinstance(saved, SavedPosition) else None
     if saved.counted is not None and _held(loader) is not loader:
         loader.iteration = saved.counted
-    own = position is not None and position.loader is not msgspec.UNSET and has_state(loader)
+    part: Any = None if position is None or position.loader is msgspec.UNSET else stateful_part(loader)
+    own = part is not None
     if position is None or not (position.used and own) or position.samples is not None:
         set_generators(loader, saved.generators, restored)
     if position is not None and own:
-        loader.load_state_dict(position.loader)
+        if part is loader:
+            loader.load_state_dict(position.loader)
+        else:
+            over = position.used in (0, position.length) and not position.left
+            load_sampler(part, position.loader, loader.dataset, between_passes=over)
         if position.left:
             _leave_pass(loader, position, restored)
     restored.update(filter(None, own_generators(loader)))
@@ -131,8 +146,10 @@ def skip_batches(loader: Iterable[Any], used: int, again: Callable[[], None] | N
     """
     if isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset) and is_plain(loader):
         return _skip_by_index(loader, used, again)
-    if isinstance(loader, list | tuple):
+    if isinstance(loader, list | tuple | range | torch.Tensor | np.ndarray):
         return iter(loader[used:])
+    if isinstance(loader, Sequence):
+        return (loader[index] for index in range(used, len(loader)))
     warnings.warn(
         f"resuming reads and drops {used} batches, because {type(loader).__name__} has no state_dict and cannot skip; it "
         "draws the random numbers of these batches again",

@@ -94,7 +94,7 @@ class SavedPosition(SavedLoader, kw_only=True):
     samples: Count | None = None
     """samples that all processes have used in the current pass; null without a `GlobalBatchSampler`"""
     loader: Any = UNSET
-    """the loader's own `state_dict()`, if it has one"""
+    """the `state_dict()` of the loader, or of its sampler, if one of them has it"""
     left: bool = False
     """whether `loader` is one batch before the end of a pass that was left early, by a limit or `break`"""
 

@@ -53,13 +53,10 @@ def test_any_iterable_of_batches_will_do(parts, bus, trace, kind, options, itera
     assert trace.names[-1] == "after_run"
 
 
-@pytest.mark.parametrize("options", [{"max_epochs": 2}, {"max_iters": 5}])
-def test_a_generator_is_good_for_one_epoch_and_then_an_error(parts, bus, trace, options):
+def test_a_generator_is_good_for_one_pass_and_then_an_error(parts, bus, trace):
     with pytest.raises(TrainingError, match="train_data"):
-        parts.loop(bus, train_data=(b for b in parts.batches(3)), val_data=None, **options).run()
+        parts.loop(bus, train_data=(b for b in parts.batches(3)), val_data=None, max_iters=5).run()
     assert len(trace.of("after_train_iter")) == 3
-    with pytest.raises(TrainingError, match="val_data"):
-        parts.loop(val_data=(b for b in parts.batches(2))).run()
 
 
 @pytest.mark.parametrize("empty", [[], Unsized([]), DataLoader([1, 2], batch_size=4, drop_last=True)])
