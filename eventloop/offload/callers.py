@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -46,6 +47,7 @@ class Caller:
             WorkerDiedError: its process has ended; the next call starts another.
             BaseException: the error of the handler.
         """
+        leave_library()
         if not self._has_timeout:
             _call(delivery.handler, what)
             return
@@ -77,6 +79,13 @@ class Caller:
         if self._calls is not None:
             self._calls.put(None)
             self._calls = None
+
+
+def leave_library() -> None:
+    """Have ``sniffio``, which anyio asks, find no event loop in this thread, whose context was copied from code in one."""
+    sniffio = sys.modules.get("sniffio")
+    if sniffio is not None:
+        sniffio.current_async_library_cvar.set(None)
 
 
 def timed_out(delivery: Delivery, what: str) -> str:

@@ -23,10 +23,9 @@ from eventloop.offload.callers import Caller, OwnedThread, timed_out
 from eventloop.offload.delivery import Delivery, Sources
 from eventloop.offload.drain import DrainReport
 from eventloop.offload.lane import LOOK, Lane
-from eventloop.offload.loops import Loop, await_through, handling, set_library
+from eventloop.offload.loops import Loop, await_through, forgive, handling, in_trio, set_library
 from eventloop.offload.ordered import OrderedLanes
 from eventloop.offload.snapshot import Snapshot
-from eventloop.offload.tasks import forgive, in_trio
 from eventloop.user_errors import described
 
 _COPY_POLL = 0.0005  # seconds between looks at a copy from a GPU, or at another lane; waiting for it would block the loop
@@ -223,7 +222,6 @@ class ThreadConsumer(_Consumer):
             if self._abandoned or lane.given_up:
                 self._drop_held()
                 return
-            set_library(context, None)  # this thread runs no event loop, whichever the publisher's does
             arrived: list[Any] = []
             try:
                 arrived = [item.resolve() if isinstance(item, Snapshot) else item for item in items]

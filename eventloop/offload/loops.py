@@ -13,7 +13,7 @@ from contextlib import suppress
 from contextvars import Context, ContextVar, copy_context
 from functools import partial
 from importlib.util import find_spec
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import anyio
 
@@ -21,7 +21,6 @@ from eventloop.errors import BusStateError
 from eventloop.locks import may_wait
 from eventloop.notebook import in_notebook
 from eventloop.offload.callers import OwnedThread, settle
-from eventloop.offload.tasks import HiddenTasks, hide, in_trio
 
 T = TypeVar("T")
 
@@ -106,7 +105,7 @@ class Loop:
             self._begin()
             # Tasks are started from in here: anyio's task groups cannot be used from a bare callback of the loop.
             with anyio.CancelScope(shield=True):
-                async with anyio.create_task_group() if in_trio() else HiddenTasks() as group:
+                async with anyio.create_task_group() if in_trio() else _HiddenTasks() as group:
                     while not self.stopping:
                         while self._arrivals:
                             group.start_soon(self._arrivals.popleft())
@@ -183,7 +182,7 @@ class LoopThread(Loop):
 
     async def _serve(self) -> None:
         if not in_trio() and (task := asyncio.current_task()) is not None:
-            hide(task)
+            _hide(task)
         await super()._serve()
 
 
@@ -218,7 +217,7 @@ class HostLoop(Loop):
         else:
             loop = asyncio.get_running_loop()
             self._is_closed = loop.is_closed
-            self._task = hide(loop.create_task(self._serve()))
+            self._task = _hide(loop.create_task(self._serve()))
 
     @property
     def here(self) -> bool:
@@ -278,6 +277,69 @@ class HostLoop(Loop):
                     await anyio.sleep(_LOOK_SOON)
 
 
+# --------------------------------------------------------------------------------------------------- tasks of asyncio
+
+# Programs end by `for task in asyncio.all_tasks(): task.cancel()`, and so does asyncio.run(). They mean their own tasks. A
+# consumer that they cancelled would lose the event that its handler is busy with. So nothing finds the tasks of a bus. They end
+# when the bus closes, as the cancelled tasks of the program leave `async with bus:`.
+
+
+def _hide(task: asyncio.Task[Any]) -> asyncio.Task[Any]:
+    """Take a task out of ``asyncio.all_tasks()``; hold a reference, because asyncio has none."""
+    # The function that a task calls when it ends: https://docs.python.org/3/library/asyncio-extending.html
+    asyncio.tasks._unregister_task(task)
+    return task
+
+
+def forgive() -> None:
+    """Undo the cancellations of this task of asyncio, which were not meant for it; does nothing in other loops."""
+    task = None if in_trio() else asyncio.current_task()
+    while task is not None and task.cancelling():
+        task.uncancel()
+
+
+class _HiddenTasks:
+    """The part of anyio's task groups that a loop needs, with hidden tasks. Their exceptions are not raised."""
+
+    def __init__(self) -> None:
+        self.cancel_scope = self
+        self._scopes: set[anyio.CancelScope] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._cancelled = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def start_soon(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Start a task."""
+        task = _hide(asyncio.get_running_loop().create_task(self._run(function)))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def cancel(self) -> None:
+        """Cancel the tasks, again and again, as anyio does."""
+        self._cancelled = True
+        for scope in self._scopes:
+            scope.cancel()
+
+    async def _run(self, function: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        with anyio.CancelScope() as scope:
+            self._scopes.add(scope)
+            try:
+                if self._cancelled:
+                    scope.cancel()
+                await function()
+            finally:
+                self._scopes.discard(scope)
+
+
+# ----------------------------------------------------------------------------------------------------- between threads
+
+
 def threadsafe_call() -> CallSoon:
     """Return the running loop's function for calls from other threads that do not wait (anyio has none).
 
@@ -289,6 +351,12 @@ def threadsafe_call() -> CallSoon:
 
         return trio.lowlevel.current_trio_token().run_sync_soon
     return asyncio.get_running_loop().call_soon_threadsafe
+
+
+def in_trio() -> bool:
+    """Return True if the loop that runs here is trio's."""
+    trio = sys.modules.get("trio")
+    return trio is not None and bool(trio.lowlevel.in_trio_run())
 
 
 async def in_thread(function: Callable[[], T], name: str, *, cancelled: Callable[[], object]) -> T:
