@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 _NOW = "now"
 
 
-class Call:
+class LoopCall:
     """One call: its run, once that is made, and whether its caller was cancelled."""
 
     def __init__(self) -> None:
@@ -34,11 +34,11 @@ class Call:
             run.cancel()
 
 
-class Calls:
+class LoopCalls:
     """The call in progress, if there is one."""
 
     def __init__(self) -> None:
-        self._calls: dict[str, Call] = {}
+        self._calls: dict[str, LoopCall] = {}
 
     @property
     def run(self) -> Run | None:
@@ -47,9 +47,9 @@ class Calls:
         return None if call is None else call.run
 
     @contextmanager
-    def one(self) -> Iterator[Call]:
+    def one(self) -> Iterator[LoopCall]:
         """Make a call; raise TrainingError if another one is in progress."""
-        call = Call()
+        call = LoopCall()
         try:
             if self._calls.setdefault(_NOW, call) is not call:  # one step, whichever threads call
                 raise TrainingError(

@@ -39,7 +39,7 @@ from eventloop.training.arguments import (
     named,
 )
 from eventloop.training.blocking import tell_if_it_blocks
-from eventloop.training.calls import Call, Calls
+from eventloop.training.calls import LoopCall, LoopCalls
 from eventloop.training.check import CheckResult, Job, check
 from eventloop.training.distributed.launch import divided
 from eventloop.training.distributed.samples import GlobalBatchSampler
@@ -158,7 +158,7 @@ class TrainLoop:
         self._check_passes()
         self._metrics = dict(metrics or {})
         self._optimizer = optimizer
-        self._calls = Calls()
+        self._calls = LoopCalls()
         self._asked: deque[Callable[[Run], None]] = deque()  # requests for the next training
         self._options: dict[str, Any] = {"work_dir": work_dir, "device": device, "seed": seed}
         self._options |= {"stateful": stateful, "name": name, "config": config}
@@ -244,7 +244,7 @@ class TrainLoop:
             return self._train(call, resume, strict, max_epochs, max_iters)
 
     def _train(
-        self, call: Call, resume: Resume | None, strict: bool, max_epochs: Limit | None, max_iters: Limit | None
+        self, call: LoopCall, resume: Resume | None, strict: bool, max_epochs: Limit | None, max_iters: Limit | None
     ) -> dict[str, Any]:
         if self._optimizer is None:
             raise ConfigurationError("run() needs an optimizer: give TrainLoop optimizer=")
@@ -475,7 +475,7 @@ class TrainLoop:
         return Run(self.bus, model=self.model, optimizer=self._optimizer, counters=self.counters, host=host, **options)
 
     @contextmanager
-    def _begun(self, call: Call, *, trains: bool = False, **options: Any) -> Iterator[Run]:
+    def _begun(self, call: LoopCall, *, trains: bool = False, **options: Any) -> Iterator[Run]:
         if self.bus.hosted_here:
             raise BusStateError("loop.run() would block the event loop of this bus: use `await loop.arun()`")
         tell_if_it_blocks()
@@ -522,7 +522,7 @@ class TrainLoop:
 
 
 def _called(name: str, step: Step, model: Any, batch: Any) -> Any:
-    """Call a step; turn StopIteration, which would end the loop around it, into an error."""
+    """LoopCall a step; turn StopIteration, which would end the loop around it, into an error."""
     try:
         return step(model, batch)
     except StopIteration as error:
