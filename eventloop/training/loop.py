@@ -522,7 +522,7 @@ class TrainLoop:
 
 
 def _called(name: str, step: Step, model: Any, batch: Any) -> Any:
-    """LoopCall a step; turn StopIteration, which would end the loop around it, into an error."""
+    """Call a step; turn StopIteration, which would end the loop around it, into an error."""
     try:
         return step(model, batch)
     except StopIteration as error:
