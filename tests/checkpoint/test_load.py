@@ -1,7 +1,10 @@
 import errno
+import gc
 import os
 import sys
 import tracemalloc
+import weakref
+from collections import OrderedDict, deque
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eventloop.checkpoint import inspect, load, outline, save, verify
+from eventloop.checkpoint import inspect, load, load_whole, outline, save, verify
 from eventloop.errors import CheckpointDamagedError, CheckpointError
 from tests.checkpoint.sealed import assert_refused, header_of, seal, sealed_tree, split
 from tests.checkpoint.trees import canonical
@@ -127,6 +130,20 @@ def test_a_dtype_that_this_torch_lacks_is_named(path):
     assert_damaged(path, bytes([*whole[:-1], whole[-1] ^ 1]))
     with pytest.raises(CheckpointDamagedError, match="digest"):
         outline(path)
+
+
+def test_a_loaded_tree_is_in_no_reference_cycle_so_its_memory_goes_with_it(path):
+    weights = {"w": torch.randn(3, 4).t(), "c": torch.ones(2, dtype=torch.complex64), "p": torch.nn.Parameter(torch.ones(3))}
+    save({"nested": [weights, (deque([torch.zeros(2)]), {1: torch.eye(2).to_sparse()})], "d": OrderedDict(weights)}, path)
+    for read in (load, load_whole, outline):
+        gc.disable()
+        try:
+            tree = read(path)
+            held = [weakref.ref(tensor) for tensor in (*tree["nested"][0].values(), *tree["d"].values())]
+            del tree
+            assert [one() for one in held] == [None] * 6
+        finally:
+            gc.enable()
 
 
 CHANGES: dict[tuple[str, str], list[Any]] = {

@@ -290,3 +290,17 @@ def test_attributes_that_hide_the_methods_of_a_dict_are_refused(tmp_path):
     vars(tree)["pop"] = [1]
     with pytest.raises(CheckpointError, match=r"'pop' .* OrderedDict"):
         load_pth(saved(tree, tmp_path / "a.pth"))
+
+
+def test_a_file_of_torch_save_keeps_strides_parameters_and_ties_when_it_is_imported(tmp_path):
+    model = torch.nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model(torch.ones(1, 3, 5, 5)).sum().backward()
+    optimizer.step()
+    tree = {"state_dict": model.state_dict(), "tied": model.state_dict()["weight"], "optimizer": optimizer.state_dict()}
+    tree["turned"], tree["own"] = torch.randn(3, 4).t(), torch.nn.Parameter(torch.randn(2, 3, 4).mT)
+    save(load_pth(saved(tree, tmp_path / "a.pth")), tmp_path / "b.safetensors")
+    back = load(tmp_path / "b.safetensors")
+    assert canonical(back) == canonical(tree)
+    assert back["tied"].data_ptr() == back["state_dict"]["weight"].data_ptr()
+    assert back["state_dict"]["weight"].stride() == model.weight.stride() != model.weight.contiguous().stride()

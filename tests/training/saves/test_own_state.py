@@ -4,6 +4,7 @@ import copy
 import io
 import warnings
 from collections import OrderedDict
+from enum import IntEnum
 from functools import partial
 from types import SimpleNamespace
 
@@ -261,29 +262,43 @@ class Signed(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
+                parameter.sub_(self.direction(parameter), alpha=group["lr"])
+
+    def direction(self, parameter):
+        return parameter.grad.sign()
 
 
-class OtherTypes(torch.optim.Optimizer):
+class OtherTypes(Signed):
     """State of other types than its weight: those of torch's loading, and containers and text."""
 
-    def __init__(self, params, lr=0.01):
-        super().__init__(params, {"lr": lr})
+    def direction(self, parameter):
+        own = self.state[parameter]
+        if not own:
+            own["short"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+            own["parts"] = (torch.zeros_like(parameter, dtype=torch.float64), {"count": torch.tensor(0)})
+            own["kind"], own["named"] = "sign", OrderedDict(mean=torch.zeros((), dtype=torch.float64))
+        own["short"].mul_(0.9).add_(parameter.grad.to(torch.bfloat16))
+        own["parts"][0].add_(parameter.grad.double() ** 2)
+        own["named"]["mean"].add_(parameter.grad.double().mean())
+        assert own["kind"] == "sign"
+        return own["short"].float() / (own["parts"][0].sqrt().float() + 1e-3)
 
-    @torch.no_grad()
-    def step(self, closure=None):
+
+class Norm(IntEnum):
+    SPECTRAL = 1
+
+
+class Grouped(Signed):
+    """Its groups have a member of an enum, as scion's of pytorch_optimizer."""
+
+    def __init__(self, params):
+        super().__init__(params)
         for group in self.param_groups:
-            for parameter in group["params"]:
-                own = self.state[parameter]
-                if not own:
-                    own["short"] = torch.zeros_like(parameter, dtype=torch.bfloat16)
-                    own["parts"] = (torch.zeros_like(parameter, dtype=torch.float64), {"count": torch.tensor(0)})
-                    own["kind"], own["named"] = "sign", OrderedDict(mean=torch.zeros((), dtype=torch.float64))
-                own["short"].mul_(0.9).add_(parameter.grad.to(torch.bfloat16))
-                own["parts"][0].add_(parameter.grad.double() ** 2)
-                own["named"]["mean"].add_(parameter.grad.double().mean())
-                assert own["kind"] == "sign"
-                parameter.sub_(own["short"].float() / (own["parts"][0].sqrt().float() + 1e-3), alpha=group["lr"])
+            group["norm"] = Norm.SPECTRAL
+
+    def direction(self, parameter):
+        assert all(group["norm"] is Norm.SPECTRAL for group in self.param_groups)
+        return self.state[parameter].setdefault("first", parameter.grad.clone()) + parameter.grad
 
 
 class Slow(torch.optim.Optimizer):
@@ -344,6 +359,7 @@ OPTIMIZERS = {
     "Adafactor": lambda model: torch.optim.Adafactor(model.parameters()),
     "Muon": lambda model: torch.optim.Muon([one for one in model.parameters() if one.dim() == 2], lr=0.01),
     "of other types": lambda model: OtherTypes(model.parameters()),
+    "of an enum": lambda model: Grouped(model.parameters()),
     "around another": lambda model: Slow(torch.optim.AdamW(model.parameters(), lr=0.01)),
     "around one of other types": lambda model: Slow(OtherTypes(model.parameters())),
     "two in one": Both,
