@@ -1,20 +1,23 @@
 """An object's own ``load_state_dict`` gets exactly what its ``state_dict`` gave, and decides whether it fits."""
 
 import copy
+import gc
 import io
 import warnings
 from collections import OrderedDict
 from enum import IntEnum
 from functools import partial
 from types import SimpleNamespace
+from weakref import ref
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from eventloop import Bus, CheckpointError, Run, TrainLoop, load_weights
+from eventloop import Bus, CheckpointError, Hook, Run, TrainLoop, load_weights
 from eventloop.checkpoint import load, save
+from eventloop.checkpoint.tree import FlatTree
 from hooks import CheckpointHook, EMAHook
 
 
@@ -428,3 +431,28 @@ def test_an_optimizer_that_refuses_its_state_is_an_error_or_starts_fresh(parts, 
         return
     loop = train(parts, tmp_path, net, refusing, epochs=1, resume=first(tmp_path), strict=False)
     parts.assert_same(loop.optimizer.state_dict(), loop.optimizer.fresh)
+
+
+def test_what_a_resume_has_loaded_is_freed_without_the_garbage_collector(parts, tmp_path):
+    """All but the optimizer's state, whose tensors become its own."""
+    make = lambda model: torch.optim.AdamW(model.parameters())  # noqa: E731
+    train(parts, tmp_path, net, make, epochs=1, hooks=[EMAHook()])
+    loaded, left = {}, []
+
+    class Watch(Hook):
+        def after_load_checkpoint(self, event):
+            for key in ("state_dict", "ema_state_dict", "optimizer"):
+                flat = FlatTree(event.checkpoint[key])
+                loaded.update((f"{key} {flat.path(number)}", ref(one)) for number, one in enumerate(flat.tensors))
+
+        def before_train_iter(self, event):
+            left.append({name for name, one in loaded.items() if one() is not None})
+
+    gc.disable()
+    try:
+        train(parts, tmp_path, net, make, hooks=[EMAHook(), Watch()], resume=first(tmp_path))
+    finally:
+        gc.enable()
+    assert len(loaded) > 12
+    assert {name for name in left[0] if not name.startswith("optimizer ")} == set()
+    assert not any(one() is not None for one in loaded.values())
