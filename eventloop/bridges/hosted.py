@@ -19,7 +19,7 @@ from eventloop.training.agree import Alone
 from eventloop.training.distributed.ranks import world_size
 from eventloop.training.distributed.rounds import Rounds, join_rounds
 from eventloop.training.driver import Step, around_step, watch_steps
-from eventloop.training.saves.contents import by_model, flat, gather_entry, gather_weights, restore_entry
+from eventloop.training.saves.contents import by_model, flat, gather_entry, gather_weights, loose_parameters, restore_entry
 from eventloop.training.saves.loose import tell_of_loose
 from eventloop.training.saves.restore import publish_loaded
 from eventloop.training.schema import SavedEntry, read, upgraded
@@ -115,7 +115,7 @@ class TrainerHost:
             if isinstance(hook, Update):
                 raise ConfigurationError(f"{hook.label} is on the bus, but the trainer steps the optimizers: remove the hook")
         if run.optimizers:
-            tell_of_loose(run, saved=False)
+            tell_of_loose(loose_parameters(run), run.models, run.optimizers, saved=False)
         run.saves.open()
         yield
 

@@ -23,7 +23,7 @@ from eventloop.training.locks import DirectoryLock
 from eventloop.training.replicas import Draws, Replicas
 from eventloop.training.rng import seed_everything
 from eventloop.training.saves.capture import Capture
-from eventloop.training.saves.contents import SavedRun
+from eventloop.training.saves.contents import SavedRun, loose_parameters
 from eventloop.training.saves.loose import tell_of_loose
 from eventloop.training.saves.requests import Saver
 from eventloop.training.saves.restore import Restore
@@ -166,7 +166,7 @@ class OwnLoop:
         begins_anew = self._chooses_folder and state.trains and self._choose_folder()
         check_updates(run.bus.hooks, update_steps=self.update_steps)
         self._warn_of_others()
-        tell_of_loose(run, saved=True)
+        tell_of_loose(loose_parameters(run), run.models, run.optimizers, saved=True)
         if run.seed is not None:
             seed_everything(run.seed)
         for model in run.models.values() if run.moves_models else ():

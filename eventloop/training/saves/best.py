@@ -13,8 +13,8 @@ from eventloop.events import RunView
 from eventloop.log import get_logger
 from eventloop.training.host import OwnLoop
 from eventloop.training.saves.agreed import agreed
-from eventloop.training.saves.contents import SavedRun, by_model
-from eventloop.training.saves.loose import SavedLoose, loose_parameters
+from eventloop.training.saves.contents import SavedRun, by_model, loose_parameters
+from eventloop.training.saves.loose import SavedLoose
 from eventloop.training.saves.weights import load_weights
 from eventloop.training.schema import Tree
 

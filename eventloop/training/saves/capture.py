@@ -24,8 +24,7 @@ from eventloop.privates import tensors_of, version_of
 from eventloop.training.distributed.ranks import Ranks, own_group
 from eventloop.training.optimizers import forget_options, stepping
 from eventloop.training.saves.alike import check_alike
-from eventloop.training.saves.contents import SavedRun, gather_rank, gather_state
-from eventloop.training.saves.loose import loose_parameters
+from eventloop.training.saves.contents import SavedRun, gather_rank, gather_state, loose_parameters
 from eventloop.training.saves.rank_states import RankStates
 from eventloop.training.saves.requests import SaveJob, SaveRequest, merged
 from eventloop.training.saves.restore import resume_line

@@ -5,28 +5,32 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
 from msgspec import UNSET, Struct
 
 from eventloop.bus import Bus
-from eventloop.checkpoint import AnyPath, WrapperNames
+from eventloop.checkpoint import AnyPath, WrapperNames, is_dtensor
 from eventloop.errors import CheckpointError
 from eventloop.events import RunView
 from eventloop.log import get_logger
 from eventloop.privates import has_wrapper_names, metadata_of, with_metadata
 from eventloop.training.data import Feeds
-from eventloop.training.optimizers import forget_options, options_path, warn_of_overridden
+from eventloop.training.optimizers import forget_options, options_path, parameters_of, warn_of_overridden
 from eventloop.training.rng import get_rng_state, set_rng_state
-from eventloop.training.saves.loose import SavedLoose, loose_parameters
+from eventloop.training.saves.loose import Loose, SavedLoose
 from eventloop.training.saves.optimizer_state import SavedOptimizer
-from eventloop.training.saves.parameters import parameter_names
 from eventloop.training.saves.weights import SavedWeights
 from eventloop.training.schema import FORMAT, SavedBus, SavedCounts, SavedEntry, SavedRank, SavedState, Tree, read
 from eventloop.training.state import RunState
 
 log = get_logger()
+
+
+_named: WeakKeyDictionary[Any, tuple[list[int | str], str]] = WeakKeyDictionary()
+"""What the names of an optimizer's parameters depend on, and these: to look for 20,000 of them takes 40 ms."""
 
 
 class SavedRun(RunView, Protocol):
@@ -141,6 +145,42 @@ def unwrapped_state(model: torch.nn.Module) -> Any:
     names = WrapperNames(model, values)
     short = {names.short[name]: value for name, value in values.items()}
     return with_metadata(short, names.metadata_without(metadata_of(values))) if names.wrapped else values
+
+
+def parameter_names(models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, str]:
+    """Return the names of each optimizer's parameters as keys in checkpoints, one a line.
+
+    Of several models, the model's name stands before the key. The line of a parameter that is in no model is empty.
+    """
+    facts: dict[str, list[int | str]] = {
+        name: [*(len(group["params"]) for group in one.param_groups), *models, *map(id, models.values())]
+        for name, one in optimizers.items()
+    }
+    if any(_named.get(one, ([], ""))[0] != facts[name] for name, one in optimizers.items()):
+        names: dict[int, str] = {}
+        for name, model in models.items():
+            prefix, named = "" if set(models) == {"model"} else f"{name}.", dict(model.named_parameters(remove_duplicate=False))
+            for long, key in WrapperNames(model, named).short.items():
+                names.setdefault(id(named[long]), f"{prefix}{key}")
+        for owner, one in optimizers.items():
+            _named[one] = facts[owner], "\n".join(names.get(id(parameter), "") for parameter in parameters_of(one))
+    return {name: _named[one][1] for name, one in optimizers.items()}
+
+
+def loose_parameters(run: SavedRun) -> Loose:
+    """Return the loose parameters of each optimizer that has some; those of modules in ``stateful=`` are saved there."""
+    found: Loose = {}
+    for name, lines in parameter_names(run.models, run.optimizers).items():
+        if f"\n{lines}\n".find("\n\n") < 0:
+            continue  # the usual case, of maybe 20,000 parameters
+        modules = [one for one in run.stateful.values() if isinstance(one, torch.nn.Module)]
+        kept = {id(parameter) for module in modules for parameter in module.parameters()}
+        pairs = zip(parameters_of(run.optimizers[name]), lines.split("\n"), strict=True)
+        # A sharded model makes new parameters in its forward pass, so that its own seem to be in no model.
+        some = [one for one, key in pairs if not key and id(one) not in kept and not is_dtensor(one)]
+        if some:
+            found[name] = some
+    return found
 
 
 # ------------------------------------------------------------------------------------------------------------- restore

@@ -6,53 +6,29 @@ A checkpoint holds them by the name of the optimizer, in its order.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Protocol
 
 import torch
 
-from eventloop.checkpoint import is_dtensor
 from eventloop.errors import CheckpointError
 from eventloop.log import get_logger
 from eventloop.training.optimizers import parameters_of
-from eventloop.training.saves.parameters import parameter_names
 
 log = get_logger()
 
 Loose = dict[str, list[torch.nn.Parameter]]
 
 
-class _Trained(Protocol):
-    """The part of a run that has parameters."""
-
-    @property
-    def models(self) -> Mapping[str, torch.nn.Module]: ...
-    @property
-    def optimizers(self) -> Mapping[str, torch.optim.Optimizer]: ...
-
-    stateful: dict[str, Any]
-
-
-def loose_parameters(run: _Trained) -> Loose:
-    """Return the loose parameters of each optimizer that has some; those of modules in ``stateful=`` are saved there."""
-    found: Loose = {}
-    for name, lines in parameter_names(run.models, run.optimizers).items():
-        if f"\n{lines}\n".find("\n\n") < 0:
-            continue  # the usual case, of maybe 20,000 parameters
-        modules = [one for one in run.stateful.values() if isinstance(one, torch.nn.Module)]
-        kept = {id(parameter) for module in modules for parameter in module.parameters()}
-        pairs = zip(parameters_of(run.optimizers[name]), lines.split("\n"), strict=True)
-        # A sharded model makes new parameters in its forward pass, so that its own seem to be in no model.
-        some = [one for one, key in pairs if not key and id(one) not in kept and not is_dtensor(one)]
-        if some:
-            found[name] = some
-    return found
-
-
-def tell_of_loose(run: _Trained, *, saved: bool) -> None:
+def tell_of_loose(
+    loose: Loose,
+    models: Mapping[str, torch.nn.Module],
+    optimizers: Mapping[str, torch.optim.Optimizer],
+    *,
+    saved: bool,
+) -> None:
     """Log which optimizers have loose parameters; ``saved`` tells whether checkpoints hold them."""
-    for name, some in loose_parameters(run).items():
-        facts = {"optimizer": name, "parameters": len(some), "models": ", ".join(run.models)}
-        if len(some) == len(parameters_of(run.optimizers[name])):
+    for name, some in loose.items():
+        facts = {"optimizer": name, "parameters": len(some), "models": ", ".join(models)}
+        if len(some) == len(parameters_of(optimizers[name])):
             log.warning(
                 "this optimizer has no parameter of the models, so its steps train none of them; make it from the parameters "
                 "of the model that you give to the run, or give the run its model, too",

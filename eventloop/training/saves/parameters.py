@@ -1,41 +1,15 @@
-"""Names of the parameters of optimizers; arrange a saved state by them, where order or groups are others here."""
+"""Arrange an optimizer's saved state by the names of its parameters, where their order or their groups are others here."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
-from eventloop.checkpoint import WrapperNames
 from eventloop.log import get_logger
-from eventloop.training.optimizers import parameters_of
 
 log = get_logger()
-
-_named: WeakKeyDictionary[Any, tuple[list[int | str], str]] = WeakKeyDictionary()
-"""What the names of an optimizer's parameters depend on, and these: to look for 20,000 of them takes 40 ms."""
-
-
-def parameter_names(models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, str]:
-    """Return the names of each optimizer's parameters as keys in checkpoints, one a line.
-
-    Of several models, the model's name stands before the key. The line of a parameter that is in no model is empty.
-    """
-    facts: dict[str, list[int | str]] = {
-        name: [*(len(group["params"]) for group in one.param_groups), *models, *map(id, models.values())]
-        for name, one in optimizers.items()
-    }
-    if any(_named.get(one, ([], ""))[0] != facts[name] for name, one in optimizers.items()):
-        names: dict[int, str] = {}
-        for name, model in models.items():
-            prefix, named = "" if set(models) == {"model"} else f"{name}.", dict(model.named_parameters(remove_duplicate=False))
-            for long, key in WrapperNames(model, named).short.items():
-                names.setdefault(id(named[long]), f"{prefix}{key}")
-        for owner, one in optimizers.items():
-            _named[one] = facts[owner], "\n".join(names.get(id(parameter), "") for parameter in parameters_of(one))
-    return {name: _named[one][1] for name, one in optimizers.items()}
 
 
 def sizes_of(optimizer: torch.optim.Optimizer) -> list[int]:

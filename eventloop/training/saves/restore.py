@@ -21,10 +21,9 @@ from eventloop.training.distributed.ranks import Ranks, this_rank, world_size
 from eventloop.training.optimizers import parameters_of
 from eventloop.training.rng import other_rng_state
 from eventloop.training.saves.agreed import agreed
-from eventloop.training.saves.contents import SavedRun, as_tree, restore_state, unwrapped_state
+from eventloop.training.saves.contents import SavedRun, as_tree, parameter_names, restore_state, unwrapped_state
 from eventloop.training.saves.discover import Found, Read, find_checkpoint, newest_candidate, read_checkpoint
 from eventloop.training.saves.kept_upload import upload_kept
-from eventloop.training.saves.parameters import parameter_names
 from eventloop.training.schema import SavedCounts, SavedRank, SavedState, Tree, read, upgraded
 from eventloop.user_errors import add_note, contextmanager
 
