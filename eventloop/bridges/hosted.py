@@ -70,6 +70,7 @@ class TrainerHost:
         "epochs": _TRAINS,
         "train": _TRAINS,
         "drive": _TRAINS,
+        "keep": "give the trainer's own checkpoints the state, or write a hook with state_dict()",
         "validate": "let the trainer validate by its own settings, or evaluate in an EvaluateHook",
         "test": "call the trainer's own test or prediction after the training, or evaluate in an EvaluateHook",
         "gather_state": _ENTRY,

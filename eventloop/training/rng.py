@@ -88,26 +88,27 @@ def own_generators(loader: Iterable[Any]) -> list[Generator | None]:
         value
         for owner in owners
         for name, value in getattr(owner, "__dict__", {}).items()
-        if name != "generator" and _has_state(value)
+        if name != "generator" and is_generator(value)
     ]
-    return [one if _has_state(one) else None for one in usual] + others
+    return [one if is_generator(one) else None for one in usual] + others
 
 
-def _has_state(value: object) -> bool:
+def is_generator(value: object) -> bool:
+    """Return True for a generator of random numbers that has a state."""
     return isinstance(value, Generator) and not isinstance(value, random.SystemRandom)
 
 
 def generator_states(loader: Iterable[Any], instead: Mapping[Generator, Any] = {}) -> list[Any]:
     """Return the states of the generators that a DataLoader and its samplers own; ``instead`` replaces current ones."""
     owned = own_generators(loader)
-    return [None if one is None else instead[one] if one in instead else _state_of(one) for one in owned]
+    return [None if one is None else instead[one] if one in instead else state_of(one) for one in owned]
 
 
 def set_generators(loader: Iterable[Any], states: Sequence[Any], but: Collection[Generator] = ()) -> None:
     """Restore the result of :func:`generator_states`, except for the generators in ``but``. A file of 0.2 has fewer of them."""
     for generator, state in zip(own_generators(loader), states, strict=False):
         if generator is not None and state is not None and generator not in but:
-            _set_state_of(generator, state)
+            set_state_of(generator, state)
 
 
 def drawn_since(loader: Iterable[Any], before: Sequence[Any], states: Sequence[Any]) -> list[Any]:
@@ -116,7 +117,8 @@ def drawn_since(loader: Iterable[Any], before: Sequence[Any], states: Sequence[A
     return [None if packed(old) == packed(new) else state for old, new, state in zip(before, now, states, strict=False)]
 
 
-def _state_of(generator: Generator) -> Any:
+def state_of(generator: Generator) -> Any:
+    """Return the state of a generator in types that a checkpoint can hold."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -124,7 +126,8 @@ def _state_of(generator: Generator) -> Any:
     return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
 
 
-def _set_state_of(generator: Generator, state: Any) -> None:
+def set_state_of(generator: Generator, state: Any) -> None:
+    """Restore the result of :func:`state_of`."""
     if isinstance(generator, random.Random):
         generator.setstate(_for_python(state))
     elif isinstance(generator, np.random.Generator):

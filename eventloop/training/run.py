@@ -44,6 +44,7 @@ from eventloop.training.driver import Driver
 from eventloop.training.facts import carded, described, facts
 from eventloop.training.host import Host, OwnLoop
 from eventloop.training.iterators import Epochs, EvaluationBatches, OpenLoops, TrainBatches
+from eventloop.training.keep import KEPT, KeptValues
 from eventloop.training.media import check_image, check_values, checked_text, drawn
 from eventloop.training.metrics import NamedMetrics
 from eventloop.training.optimizers import by_path, options_given, selected, stepping
@@ -173,6 +174,8 @@ class Run:
         """Learning-rate schedulers that another trainer steps; empty in your own loop."""
         self.work_dir_advice = "give the run work_dir="
         """What the user can do if the run has no work dir, for messages."""
+        self.kept: KeptValues = KeptValues()
+        """What :meth:`keep` keeps."""
         self.foreign_averages: Collection[str] = ()
         """Names of the parts of another trainer that average the weights, too; empty in your own loop."""
         mixed = getattr(accelerator, "mixed_precision", "no")
@@ -288,6 +291,38 @@ class Run:
         self._own_loop("drive")
         return self._driver
 
+    def keep(self, **values: Any) -> KeptValues:
+        """Keep values of your loop in checkpoints; return them as attributes, in a resumed run with their saved states.
+
+            kept = run.keep(best=0.0, generator=generator, envs=envs, buffer=buffer)
+            for epoch in run.epochs(20):
+                ...
+                kept.best = max(kept.best, score)
+
+        Call it before ``run.epochs()``. What each attribute is when a checkpoint is saved comes back: numbers and texts as the
+        attribute; tensors, arrays, lists and dicts in place, if their shape is the same; in place, too:
+
+        - generators of random numbers: ``torch.Generator``, NumPy's ``Generator`` and ``RandomState``, ``random.Random``;
+        - objects with ``state_dict`` and ``load_state_dict``;
+        - environments of gymnasium, their wrappers and ``SyncVectorEnv``: the attributes that are values, in the middle of an
+          episode, too, and their generators. The log names attributes that are no values.
+
+        With several processes, a checkpoint holds the values of rank 0.
+
+        Raises:
+            ConfigurationError: a value cannot be kept, or something is kept under its name.
+            TrainingError: the run is not open, or its training has begun.
+        """
+        self._own_loop("keep")
+        self.state.check_open("run.keep()")
+        if self.state.has_trained:
+            raise TrainingError("run.keep() must come before training begins: call it right after `with Run(...) as run:`")
+        if self.stateful.setdefault(KEPT, self.kept) is not self.kept:
+            raise ConfigurationError(f"stateful={{{KEPT!r}: ...}} has the name of what run.keep() keeps: give it another one")
+        kept: KeptValues = self.kept
+        kept.add(values)
+        return kept
+
     @check_options
     def epochs(self, max_epochs: Limit | None = None, *, max_iters: Limit | None = None) -> Epochs:
         """Iterate over the indices of the remaining epochs, between ``before_train`` and ``after_train``.
@@ -301,6 +336,7 @@ class Run:
         if (max_epochs is None) == (max_iters is None):
             raise ConfigurationError(f"max_epochs={max_epochs} and max_iters={max_iters}: give run.epochs() one of them")
         self.counters.limit(max_epochs, max_iters)
+        self.kept.tell_left()
         return Epochs(self._loops)
 
     @check_options

@@ -18,6 +18,7 @@ from eventloop.events import RunView
 from eventloop.log import get_logger
 from eventloop.privates import has_wrapper_names, metadata_of, with_metadata
 from eventloop.training.data import Feeds
+from eventloop.training.keep import KEPT, KeptValues
 from eventloop.training.optimizers import forget_options, options_path, parameters_of, warn_of_overridden
 from eventloop.training.rng import get_rng_state, set_rng_state
 from eventloop.training.saves.loose import Loose, SavedLoose
@@ -42,6 +43,7 @@ class SavedRun(RunView, Protocol):
     saves: Any
     host: Any
     stateful: dict[str, Any]
+    kept: KeptValues
     options: dict[str, Any]
     moves_models: bool
     resumed_from: AnyPath | None
@@ -208,6 +210,7 @@ def restore_state(run: SavedRun, tree: Mapping[str, Any], *, strict: bool) -> No
     loose.load()
     if not complete or loaded < len(run.optimizers):
         forget_options(saved.options, "optimizer")
+    run.kept.resume(saved.stateful.get(KEPT))
     for _, thing, saved_state in _with_state("stateful", run.stateful, saved.stateful):
         thing.load_state_dict(saved_state)
     restore_entry(run, saved)

@@ -1,0 +1,317 @@
+"""``run.keep()``: values of the user's loop that checkpoints hold, such as the best score, a replay buffer or environments.
+
+What is kept is one object in ``run.stateful``, so that a resumed run gets it back where it gets the others back.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from eventloop.errors import ConfigurationError
+from eventloop.log import get_logger
+from eventloop.spelling import did_you_mean
+from eventloop.training.rng import is_generator, set_state_of, state_of
+
+log = get_logger()
+
+KEPT: Final = "kept"
+"""Name of the kept values in ``run.stateful``."""
+_PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, np.ndarray, np.generic)
+_KINDS: Final = (
+    "plain values, tensors, arrays, lists and dicts of them, generators of random numbers, environments of gymnasium, and "
+    "objects with state_dict() and load_state_dict()"
+)
+
+
+class KeptValues:
+    """Values that a loop keeps, as attributes: what an attribute is at a save comes back in a resumed run.
+
+    Mutable values, objects and generators come back in place, so that other names of them see the saved state, too. Numbers and
+    texts come back as the attribute: read and set ``kept.best``, not a variable of your own.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, Any]
+        self._saved: Mapping[str, Any] | None
+        vars(self).update(_values={}, _saved=None, _used=set(), _told=False)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name not in self._values:
+            raise AttributeError(f"there is no {name}" if name.startswith("_") else self._unknown(name), name=name, obj=self)
+        self._used.add(name)
+        return self._values[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self._values:
+            raise AttributeError(self._unknown(name), name=name, obj=self)
+        self._used.add(name)
+        self._values[name] = value
+
+    def __dir__(self) -> list[str]:
+        return [*self._values]
+
+    def __repr__(self) -> str:
+        return f"KeptValues({', '.join(self._values)})"
+
+    def _unknown(self, name: str) -> str:
+        return f"nothing is kept as {name!r}{did_you_mean(name, self._values)}; begin with run.keep({name}=...)"
+
+    def resume(self, saved: Mapping[str, Any] | None) -> None:
+        """Give the values that are kept later their states in a checkpoint; None if it has none."""
+        vars(self)["_saved"] = {} if saved is None else saved
+
+    def add(self, values: Mapping[str, Any]) -> None:
+        """Keep values; in a resumed run they get their saved states."""
+        for name, value in values.items():
+            if name in self._values:
+                raise ConfigurationError(f"run.keep({name}=...): something is kept as {name!r} already; give another name")
+            _state(value, name)  # checks it
+        for name, value in values.items():
+            self._values[name] = value
+            _tell_of_lost(name, value)
+            if self._saved is None:
+                continue
+            if name in self._saved:
+                self._values[name] = _restored(value, self._saved[name])
+            else:
+                log.warning("the checkpoint has no value that was kept under this name; it stays as it is given", name=name)
+
+    def tell_left(self) -> None:
+        """Warn of values in the checkpoint that are not kept in this program."""
+        if self._saved and (left := [name for name in self._saved if name not in self._values]):
+            log.warning("the checkpoint has kept values that this program does not keep; they are lost", names=left)
+        vars(self)["_saved"] = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all values."""
+        if not self._told:
+            unused = [name for name, value in self._values.items() if name not in self._used and _is_replaced(value)]
+            if unused:
+                vars(self)["_told"] = True
+                log.warning(
+                    "these kept values were never read or set, so checkpoints hold what they began with; write `kept = "
+                    "run.keep(...)`, and use kept.NAME instead of a variable",
+                    names=unused,
+                )
+        return {name: _state(value, name) for name, value in self._values.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Give the values their states."""
+        for name in self._values:
+            if name in state:
+                self._values[name] = _restored(self._values[name], state[name])
+
+
+def _is_replaced(value: Any) -> bool:
+    return isinstance(value, bool | int | float | str | bytes | tuple | None)
+
+
+# --------------------------------------------------------------------------------------------------------------- states
+
+
+def _takes_state(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _is_environment(value: Any) -> bool:
+    """Return True for environments of gymnasium (and gym), their wrappers and vectors."""
+    return all(hasattr(value, name) for name in ("reset", "step", "action_space"))
+
+
+def _is_object(value: Any) -> bool:
+    return _takes_state(value) or is_generator(value) or _is_environment(value)
+
+
+def _state(value: Any, path: str) -> Any:
+    """Return the state of a value, by reference, as a tree for a checkpoint."""
+    if isinstance(value, _PLAIN):
+        return value
+    if _takes_state(value):
+        return value.state_dict()
+    if is_generator(value):
+        return state_of(value)
+    if _is_environment(value):
+        return _Environment(value, path).state()
+    if isinstance(value, dict):
+        return {key: _state(one, f"{path}[{key!r}]") for key, one in value.items()}
+    if isinstance(value, list | tuple | deque | set | frozenset) and not hasattr(value, "_fields"):
+        states = [_state(one, f"{path}[{index}]") for index, one in enumerate(value)]
+        return tuple(states) if isinstance(value, tuple) else states
+    raise ConfigurationError(f"run.keep() cannot keep {path}, a {type(value).__name__}: it takes {_KINDS}")
+
+
+def _restored(live: Any, saved: Any) -> Any:
+    """Return a value with its saved state, in place where it can be changed."""
+    if _takes_state(live):
+        live.load_state_dict(saved)
+    elif is_generator(live):
+        set_state_of(live, saved)
+    elif _is_environment(live):
+        _Environment(live, "").load(saved)
+    elif isinstance(live, torch.Tensor) and isinstance(saved, torch.Tensor):
+        return _into_tensor(live, saved)
+    elif isinstance(live, np.ndarray) and isinstance(saved, np.ndarray):
+        if (live.shape, live.dtype, live.flags.writeable) != (saved.shape, saved.dtype, True):
+            return saved.copy()
+        live[...] = saved
+    elif isinstance(live, dict) and isinstance(saved, dict):
+        new = {key: _restored(live[key], one) if key in live else _own(one) for key, one in saved.items()}
+        live.clear()
+        live.update(new)
+    elif isinstance(live, list | deque) and isinstance(saved, list):
+        items = _each(live, saved)
+        live.clear()
+        live.extend(items)
+    elif isinstance(live, set) and isinstance(saved, list):
+        live.clear()
+        live.update(saved)
+    elif isinstance(live, frozenset) and isinstance(saved, list):
+        return frozenset(saved)
+    elif isinstance(live, tuple) and isinstance(saved, tuple):
+        return tuple(_each(live, saved))
+    else:
+        return _own(saved)
+    return live
+
+
+def _each(live: Any, saved: Any) -> list[Any]:
+    objects = len(live) == len(saved) and any(map(_is_object, live))
+    return [_restored(one, other) for one, other in zip(live, saved, strict=True)] if objects else [*map(_own, saved)]
+
+
+def _into_tensor(live: torch.Tensor, saved: torch.Tensor) -> torch.Tensor:
+    if live.shape != saved.shape or live.dtype != saved.dtype:
+        return saved.to(live.device, copy=True)
+    with torch.no_grad():
+        live.copy_(saved)
+    return live
+
+
+def _own(saved: Any) -> Any:
+    """Copy what is in a checkpoint's tree, because a training changes it."""
+    if isinstance(saved, dict):
+        return {key: _own(one) for key, one in saved.items()}
+    if type(saved) in (list, tuple):
+        return type(saved)(map(_own, saved))
+    if isinstance(saved, torch.Tensor):
+        return saved.detach().clone()
+    return saved.copy() if isinstance(saved, np.ndarray) else saved
+
+
+# --------------------------------------------------------------------------------------------------------- environments
+
+
+class _Environment:
+    """An environment of gymnasium: the attributes of its wrappers and of itself that are values, and their generators."""
+
+    def __init__(self, environment: Any, path: str) -> None:
+        self._environment = environment
+        self._path = path
+        self.lost: list[str] = []
+        """Attributes that are neither values nor known to be no state, once the state was asked for."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the attributes by the place of their owner: ``""``, ``".env"``, ``".envs[0].env"``."""
+        found: dict[str, dict[str, Any]] = {}
+        for place, owner in _owners(self._environment):
+            if hasattr(owner, "processes"):
+                raise ConfigurationError(
+                    f"run.keep({self._path}=...): {type(owner).__name__} has its environments in other processes, whose state "
+                    "cannot be saved; use SyncVectorEnv"
+                )
+            values = found[place] = {}
+            for name, value in vars(owner).items():
+                try:
+                    values[name] = _attribute_state(value)
+                except ConfigurationError:
+                    if not _is_part(value):
+                        self.lost.append(f"{type(owner).__name__}.{name}")
+        return found
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore the attributes; others stay."""
+        for place, owner in _owners(self._environment):
+            own = vars(owner)
+            for name, saved in state.get(place, {}).items():
+                live = own.get(name)
+                if _is_space(live):
+                    _load_space(live, saved)
+                elif live is None and name == "_np_random" and saved is not None:
+                    set_state_of(owner.np_random, saved)  # makes it
+                elif name not in own or not _is_part(live):
+                    own[name] = _restored(live, saved)
+
+
+def _tell_of_lost(name: str, value: Any) -> None:
+    """Warn of attributes of environments that checkpoints do not hold."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
+    lost: list[str] = []
+    for one in inner:
+        if _is_environment(one) and not _takes_state(one):
+            environment = _Environment(one, name)
+            environment.state()
+            lost += environment.lost
+    if lost:
+        log.warning(
+            "these attributes of an environment are no values, so checkpoints do not hold them; if they change in an episode, "
+            "give the environment state_dict() and load_state_dict()",
+            kept=name,
+            attributes=[*dict.fromkeys(lost)][:8],
+        )
+
+
+def _owners(environment: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield an environment, those that it wraps, and those of a vector, each with its place."""
+    yield place, environment
+    own = vars(environment)
+    if _is_environment(own.get("env")):
+        yield from _owners(own["env"], f"{place}.env")
+    for index, one in enumerate(own["envs"] if isinstance(own.get("envs"), list | tuple) else ()):
+        yield from _owners(one, f"{place}.envs[{index}]")
+
+
+def _is_space(value: Any) -> bool:
+    return hasattr(value, "sample") and hasattr(value, "contains") and hasattr(value, "_np_random")
+
+
+def _is_part(value: Any) -> bool:
+    """Return True for an attribute of an environment that is no state: spaces, wrapped environments, functions and the like."""
+    if isinstance(value, list | tuple):
+        return bool(value) and all(map(_is_part, value))
+    if isinstance(value, type | ModuleType | enum.Enum) or callable(value) or _is_environment(value) or _is_space(value):
+        return True
+    return type(value).__module__.partition(".")[0] in ("gymnasium", "gym", "logging")
+
+
+def _attribute_state(value: Any) -> Any:
+    if _is_space(value):
+        return _space_state(value)
+    if _is_environment(value) or isinstance(value, enum.Enum):
+        raise ConfigurationError("another owner")
+    return _state(value, "")
+
+
+def _space_state(space: Any) -> dict[str, Any]:
+    generator = space._np_random
+    spaces = getattr(space, "spaces", {})
+    inner = dict(spaces if isinstance(spaces, Mapping) else enumerate(spaces))
+    return {
+        "generator": None if generator is None else state_of(generator),
+        "spaces": {str(name): _space_state(one) for name, one in inner.items() if _is_space(one)},
+    }
+
+
+def _load_space(space: Any, saved: Mapping[str, Any]) -> None:
+    if saved["generator"] is not None:
+        set_state_of(space.np_random, saved["generator"])
+    spaces = getattr(space, "spaces", {})
+    for name, one in dict(spaces if isinstance(spaces, Mapping) else enumerate(spaces)).items():
+        if str(name) in saved["spaces"]:
+            _load_space(one, saved["spaces"][str(name)])

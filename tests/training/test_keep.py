@@ -1,0 +1,271 @@
+"""``run.keep()``: values of the user's loop come back where a run was killed."""
+
+import random
+from collections import deque
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from eventloop import Bus, ConfigurationError, Run, TrainingError
+from eventloop.checkpoint import load
+from hooks import CheckpointHook
+
+
+class Buffer:
+    """An object with a state of its own."""
+
+    def __init__(self):
+        self.rows, self.at = np.zeros(8), 0
+
+    def add(self, value):
+        self.rows[self.at % 8] = value
+        self.at += 1
+
+    def state_dict(self):
+        return {"rows": self.rows, "at": self.at}
+
+    def load_state_dict(self, state):
+        self.rows[...], self.at = state["rows"], state["at"]
+
+
+class Space:
+    """A space of gymnasium's shape, whose generator is made when it is first used."""
+
+    def __init__(self):
+        self._np_random = None
+
+    @property
+    def np_random(self):
+        if self._np_random is None:
+            self._np_random = np.random.default_rng()
+        return self._np_random
+
+    def seed(self, seed):
+        self._np_random = np.random.default_rng(seed)
+
+    def sample(self):
+        return int(self.np_random.integers(2))
+
+    def contains(self, value):
+        return value in (0, 1)
+
+
+class Walk:
+    """An environment of gymnasium's shape: a walk that ends at 3."""
+
+    def __init__(self):
+        self.action_space, self._np_random, self.state = Space(), None, None
+        self.screen, self.window = None, object()
+
+    @property
+    def np_random(self):
+        if self._np_random is None:
+            self._np_random = np.random.default_rng()
+        return self._np_random
+
+    def reset(self, *, seed=None):
+        if seed is not None:
+            self._np_random = np.random.default_rng(seed)
+        self.state = np.zeros(1)
+        return self.state.copy()
+
+    def step(self, action):
+        self.state = self.state + action + 0.1 * self.np_random.normal()
+        return self.state.copy(), float(action), bool(self.state[0] > 3)
+
+
+class Limit:
+    """A wrapper of one."""
+
+    def __init__(self, env):
+        self.env, self.steps = env, 0
+        self.action_space = env.action_space
+
+    def reset(self, **options):
+        self.steps = 0
+        return self.env.reset(**options)
+
+    def step(self, action):
+        self.steps += 1
+        observation, reward, ended = self.env.step(action)
+        return observation, reward, ended or self.steps == 7
+
+
+def train(folder, *, kill=None, resume=None, epochs=3):
+    """Train with everything that can be kept; return what the loop saw, and the end of each kept value."""
+    torch.manual_seed(0)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    generators = [torch.Generator().manual_seed(1), np.random.default_rng(2), np.random.RandomState(3), random.Random(4)]
+    env, storage, queue, counts = Limit(Walk()), torch.zeros(4), deque(maxlen=3), {"ended": 0}
+    observation = env.reset(seed=5)
+    env.action_space.seed(6)
+    seen = []
+    with Run(
+        Bus(CheckpointHook(interval=1, by_epoch=False)), model=model, optimizer=optimizer, work_dir=folder, resume=resume
+    ) as run:
+        kept = run.keep(
+            best=0.0,
+            name="",
+            observation=observation,
+            env=env,
+            generators=generators,
+            storage=storage,
+            queue=queue,
+            counts=counts,
+        )
+        run.keep(buffer=(buffer := Buffer()), seen_values=set())
+        for _ in run.epochs(epochs):
+            for number in run.train(range(5)):
+                drawn = [
+                    torch.rand(1, generator=generators[0]).item(),
+                    *(one.random() for one in (generators[1], generators[3])),
+                ]
+                drawn.append(generators[2].random_sample())
+                observation, _, ended = env.step(env.action_space.sample())
+                kept.observation = observation
+                if ended:
+                    counts["ended"] += 1
+                    kept.observation = env.reset()
+                storage[number % 4] += drawn[0]
+                queue.append(drawn[1])
+                buffer.add(drawn[2])
+                kept.best, kept.name = max(kept.best, drawn[3]), f"{run.progress.iter}"
+                kept.seen_values.add(number * 2)
+                loss = model(torch.tensor(kept.observation, dtype=torch.float32)).square().sum()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                seen.append((drawn, observation.tolist(), storage.tolist(), list(queue), buffer.rows.tolist(), dict(counts)))
+                seen[-1] += kept.best, kept.name, env.steps, sorted(kept.seen_values)
+                if kill is not None and run.progress.iter + 1 == kill:
+                    raise KeyboardInterrupt
+    return seen, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_a_killed_run_sees_what_an_uninterrupted_one_sees(tmp_path):
+    whole, weights = train(tmp_path / "whole")
+    assert {one[5]["ended"] for one in whole} > {0, 1}
+    for kill in range(2, 16, 3):
+        folder = tmp_path / str(kill)
+        with pytest.raises(KeyboardInterrupt):
+            train(folder, kill=kill)
+        seen, resumed = train(folder, resume="auto")
+        assert seen == whole[kill - 1 :]
+        assert all(map(torch.equal, resumed, weights))
+
+
+def test_attributes_of_an_environment_that_are_no_values_are_named(tmp_path, logs):
+    train(tmp_path, epochs=1)
+    (told,) = [entry["attributes"] for entry in logs if "attributes of an environment" in entry["event"]]
+    assert told == ["Walk.window"]
+
+
+def begun(folder, **options):
+    model = nn.Linear(1, 1)
+    return Run(
+        Bus(CheckpointHook()), model=model, optimizer=torch.optim.SGD(model.parameters(), 0.1), work_dir=folder, **options
+    )
+
+
+def step(run):
+    for _ in run.epochs(1):
+        for _ in run.train(range(1)):
+            run.optimizers["optimizer"].step()
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [(object(), "value, a object"), ({"a": [3, object()]}, r"value\['a'\]\[1\]"), (SimpleNamespace(), "SimpleNamespace")],
+)
+def test_what_cannot_be_kept_is_an_error_that_names_it(tmp_path, value, named):
+    with begun(tmp_path) as run, pytest.raises(ConfigurationError, match=named):
+        run.keep(value=value)
+
+
+def test_environments_in_other_processes_are_refused(tmp_path):
+    env = Limit(Walk())
+    env.processes = []
+    with begun(tmp_path) as run, pytest.raises(ConfigurationError, match="SyncVectorEnv"):
+        run.keep(env=env)
+
+
+def test_names_are_unique_and_misspelt_ones_are_errors(tmp_path):
+    with begun(tmp_path, stateful={"kept": Buffer()}) as run, pytest.raises(ConfigurationError, match="kept"):
+        run.keep(best=1)
+    with begun(tmp_path / "other") as run:
+        kept = run.keep(best=1)
+        with pytest.raises(ConfigurationError, match="best"):
+            run.keep(best=2)
+        for wrong in (lambda: kept.bets, lambda: setattr(kept, "bets", 3)):
+            with pytest.raises(AttributeError, match="'best'"):
+                wrong()
+        assert kept.best == run.kept.best == 1
+
+
+def test_it_comes_between_the_beginning_of_a_run_and_that_of_its_training(tmp_path):
+    run = begun(tmp_path)
+    with pytest.raises(TrainingError, match="with Run"):
+        run.keep(best=1)
+    with run:
+        for _ in run.epochs(1):
+            for _ in run.train(range(1)):
+                with pytest.raises(TrainingError, match="before training begins"):
+                    run.keep(best=1)
+
+
+def test_values_that_only_one_of_program_and_checkpoint_has_are_told(tmp_path, logs):
+    with begun(tmp_path) as run:
+        run.keep(old=1, both=2).both = 3
+        step(run)
+    with begun(tmp_path / "new", resume=tmp_path / "epoch_1.safetensors") as run:
+        kept = run.keep(new=4, both=5)
+        assert (kept.new, kept.both) == (4, 3)
+        step(run)
+    named = {key: entry[key] for entry in logs for key in ("name", "names") if key in entry and "kept" in entry["event"]}
+    assert named == {"name": "new", "names": ["old"]}
+
+
+def test_a_number_that_the_loop_never_reads_from_its_attribute_is_told(tmp_path, logs):
+    with begun(tmp_path) as run:
+        run.keep(best=0.0, rows=[1])
+        step(run)
+    assert [entry["names"] for entry in logs if "never read or set" in entry["event"]] == [["best"]]
+
+
+def test_an_array_of_another_size_replaces_the_attribute(tmp_path):
+    with begun(tmp_path) as run:
+        kept = run.keep(rows=np.zeros(2), tensor=torch.zeros(2))
+        kept.rows, kept.tensor = np.arange(3), torch.arange(3)
+        step(run)
+    assert load(tmp_path / "epoch_1.safetensors")["stateful"]["kept"]["rows"].tolist() == [0, 1, 2]
+    with begun(tmp_path, resume="auto") as run:
+        kept = run.keep(rows=np.zeros(2), tensor=torch.zeros(2))
+        assert kept.rows.tolist() == kept.tensor.tolist() == [0, 1, 2]
+
+
+def test_environments_of_gymnasium_come_back_in_the_middle_of_an_episode(tmp_path):
+    gym = pytest.importorskip("gymnasium")
+
+    def play(*, steps, resume=None, folder=tmp_path):
+        envs = gym.vector.SyncVectorEnv([lambda: gym.wrappers.RecordEpisodeStatistics(gym.make("CartPole-v1"))] * 2)
+        envs.action_space.seed(1)
+        observation, _ = envs.reset(seed=1)
+        seen = []
+        with begun(folder, resume=resume) as run:
+            kept = run.keep(envs=envs, observation=observation)
+            for _ in run.epochs(max_iters=steps):
+                for _ in run.train(range(steps)):
+                    kept.observation, reward, ended, _, info = envs.step(envs.action_space.sample())
+                    seen.append((kept.observation.tolist(), reward.tolist(), ended.tolist(), info.get("episode", {}).get("r")))
+                    seen[-1] = repr(seen[-1])
+                    run.optimizers["optimizer"].step()
+        return seen
+
+    whole = play(steps=90, folder=tmp_path / "whole")
+    for first in (7, 41):
+        part = play(steps=first, folder=tmp_path / str(first))
+        assert part + play(steps=90, resume="auto", folder=tmp_path / str(first)) == whole
