@@ -23,6 +23,7 @@ from eventloop.checkpoint.dcp import OURS, TREE
 from eventloop.checkpoint.folder import commit_folder, discard_folder
 from eventloop.checkpoint.objects import ObjectParts
 from eventloop.checkpoint.pieces import Box
+from eventloop.checkpoint.scores import Score
 from eventloop.checkpoint.tree import packed
 from eventloop.errors import CheckpointError, CheckpointValueError
 
@@ -32,7 +33,7 @@ _INLINE: Final = 64 << 10
 """Bytes of a tensor up to which it stays in the packed tree, if it is in no other entry."""
 
 
-def write_dcp(state: Mapping[str, Any], contents: Contents, folder: Path) -> None:
+def write_dcp(state: Mapping[str, Any], contents: Contents, folder: Path, scores: Mapping[str, Score] | None = None) -> None:
     """Write tensors and values durably as a folder that ``torch.distributed.checkpoint.load`` opens.
 
     The pieces of sharded tensors stay pieces. Tied tensors are stored once, under each of their names. An entry ``trainbus``
@@ -42,6 +43,7 @@ def write_dcp(state: Mapping[str, Any], contents: Contents, folder: Path) -> Non
         state: nested dicts and lists, with tensors of ``contents`` or others.
         contents: the checkpoint.
         folder: the new folder. One of that name is replaced; if it has files of another origin, it is kept as ``former-…``.
+        scores: those of the checkpoint, for that entry.
 
     Raises:
         CheckpointDamagedError: a tensor cannot be read.
@@ -51,7 +53,7 @@ def write_dcp(state: Mapping[str, Any], contents: Contents, folder: Path) -> Non
     temporary = Path(temporary_name(str(folder.parent)))
     try:
         with failing(f"cannot write {folder}"):
-            _write(_with_ours(state, contents), contents, temporary)
+            _write(_with_ours(state, contents, scores or {}), contents, temporary)
         commit_folder(temporary, folder, replace=True)
     except ValueError as error:  # of torch, which makes flat names of nested ones
         raise CheckpointError(f"cannot write {folder}: {error}") from error
@@ -59,7 +61,7 @@ def write_dcp(state: Mapping[str, Any], contents: Contents, folder: Path) -> Non
         discard_folder(temporary)
 
 
-def _with_ours(state: Mapping[str, Any], contents: Contents) -> dict[str, Any]:
+def _with_ours(state: Mapping[str, Any], contents: Contents, scores: Mapping[str, Score]) -> dict[str, Any]:
     """Return the state with an entry for what it lacks of the checkpoint: its tree, in which tensors are names in the state."""
     planner = DefaultSavePlanner()
     planner.set_up_planner(dict(state))
@@ -80,7 +82,7 @@ def _with_ours(state: Mapping[str, Any], contents: Contents) -> dict[str, Any]:
         return contents.mark(names[id(tensor)], tensor)
 
     tree = packed(replace_tensors(contents.tree, mark))
-    return {**state, OURS: {TREE: tree, "tensors": further}}
+    return {**state, OURS: {TREE: tree, "tensors": further, "scores": dict(scores)}}
 
 
 def _write(state: dict[str, Any], contents: Contents, folder: Path) -> None:

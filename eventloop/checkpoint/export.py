@@ -21,7 +21,7 @@ from eventloop.checkpoint.layout import with_length
 from eventloop.checkpoint.load import inspect, load
 from eventloop.checkpoint.objects import ObjectParts, together_if_known
 from eventloop.checkpoint.rebuild import convert_parts
-from eventloop.checkpoint.scores import scores_of
+from eventloop.checkpoint.scores import as_metadata, scores_of
 from eventloop.checkpoint.shards import sharded_in, verify_shards
 from eventloop.checkpoint.store import AnyPath, AsPath, as_path, link
 from eventloop.checkpoint.tree import text_of
@@ -154,8 +154,7 @@ def _write(value: Any, path: AsPath, out: AnyPath) -> None:
     """Write a tree of the checkpoint ``path``, in the format that the suffix of ``out`` names."""
     fill: _Fill
     if out.suffix == _SAFETENSORS:
-        metadata = {name: text if isinstance(text, str) else repr(text) for name, text in scores_of(path).items()}
-        size, fill = safetensors_file(value, metadata | {"format": "pt"})
+        size, fill = safetensors_file(value, as_metadata(scores_of(path)))
     else:
         size, fill = inspect(path).bytes, partial(_fill_pth, weights_only(value))
     if isinstance(out, Path):

@@ -22,6 +22,7 @@ from eventloop.checkpoint.contents import Contents, Place
 from eventloop.checkpoint.export import safetensors_file
 from eventloop.checkpoint.folder import commit_folder, discard_folder
 from eventloop.checkpoint.load import read_exactly
+from eventloop.checkpoint.scores import Score, as_metadata
 from eventloop.checkpoint.shards import Indexed, Piece, is_sound, naming_damage
 from eventloop.checkpoint.store import AnyPath, commit_bytes, is_plain_name, list_files, open_file
 from eventloop.errors import CheckpointDamagedError, CheckpointError
@@ -101,7 +102,13 @@ def _pieces(name: str, header: memoryview) -> Iterator[tuple[str, str, Piece]]:
         yield key, dtype, Piece(at, info.shape, name, LENGTH_BYTES + len(header) + begin, end - begin)
 
 
-def write_safetensors(weights: Mapping[str, torch.Tensor], contents: Contents, folder: Path, config: Path) -> None:
+def write_safetensors(
+    weights: Mapping[str, torch.Tensor],
+    contents: Contents,
+    folder: Path,
+    config: Path,
+    scores: Mapping[str, Score] | None = None,
+) -> None:
     """Write weights durably as a folder that ``from_pretrained`` of Hugging Face's transformers opens.
 
     Args:
@@ -109,6 +116,7 @@ def write_safetensors(weights: Mapping[str, torch.Tensor], contents: Contents, f
         contents: the checkpoint.
         folder: the new folder. One of that name is replaced; if it has files of another origin, it is kept as ``former-…``.
         config: the model's ``config.json``, or a folder with it; the files of a tokenizer there are copied, too.
+        scores: those of the checkpoint, for the metadata of the files.
 
     Raises:
         CheckpointDamagedError: a tensor cannot be read.
@@ -126,13 +134,13 @@ def write_safetensors(weights: Mapping[str, torch.Tensor], contents: Contents, f
             if config.is_dir():
                 for file in chain.from_iterable(map(config.glob, _WITH_CONFIG)):
                     shutil.copyfile(file, temporary / file.name)
-        _write_files(weights, contents, temporary)
+        _write_files(weights, contents, temporary, as_metadata(scores or {}))
         commit_folder(temporary, folder, replace=True)
     finally:
         discard_folder(temporary)
 
 
-def _write_files(weights: Mapping[str, torch.Tensor], contents: Contents, folder: Path) -> None:
+def _write_files(weights: Mapping[str, torch.Tensor], contents: Contents, folder: Path, metadata: Mapping[str, str]) -> None:
     files: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name, tensor in weights.items():
@@ -146,7 +154,7 @@ def _write_files(weights: Mapping[str, torch.Tensor], contents: Contents, folder
         f"model-{number:05}-of-{len(files):05}{_SUFFIX}" if several else f"model{_SUFFIX}" for number, _ in enumerate(files, 1)
     ]
     for name, tensors in zip(names, files, strict=True):
-        size, fill = safetensors_file(tensors, {"format": "pt"}, contents.read)
+        size, fill = safetensors_file(tensors, metadata, contents.read)
         commit_file(folder / name, size, fill)
     if several:
         total = sum(tensor.nbytes for tensor in weights.values())

@@ -68,6 +68,11 @@ def scores_of(path: AsPath) -> dict[str, Score]:
     return {} if found is None else found.metrics
 
 
+def as_metadata(scores: Mapping[str, Score]) -> dict[str, str]:
+    """Return the metadata of a plain safetensors file of weights with these scores, whose values are texts."""
+    return {name: text if isinstance(text, str) else repr(text) for name, text in scores.items()} | {"format": "pt"}
+
+
 def _fits(value: Score) -> bool:
     """Return False for an integer that JSON decoders refuse."""
     return not isinstance(value, int) or -(2**63) <= value < 2**63

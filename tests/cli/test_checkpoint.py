@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -105,6 +106,7 @@ def test_ls_and_show_tell_the_scores_of_the_files_that_have_some(trainbus):
     assert json.loads(trainbus("show", "epoch_2.safetensors", "--json").out)["scores"] == {"loss": "inf"}
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is")  # there is one process
 def test_exports_have_the_scores(trainbus):
     path = make("epoch_1.safetensors")
     note_scores(Path(), inspect(path).digest, [path.name], {"accuracy": 0.5})
@@ -113,6 +115,16 @@ def test_exports_have_the_scores(trainbus):
     trainbus("export", path.name, "weights.safetensors", "--weights")
     with safe_open("weights.safetensors", framework="pt") as file:
         assert file.metadata() == {"format": "pt", "accuracy": "0.5"}
+    save({"state_dict": {"w": torch.ones(2)}}, path)
+    note_scores(Path(), inspect(path).digest, [path.name], {"accuracy": 0.75, "loss": "inf"})
+    Path("config.json").write_text("{}")
+    trainbus("export", path.name, "hf", "--hf", "--config", "config.json")
+    with safe_open("hf/model.safetensors", framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "accuracy": "0.75", "loss": "inf"}
+    trainbus("export", path.name, "theirs", "--dcp")
+    found = {"trainbus": {"scores": {"accuracy": None, "loss": None}}}
+    dcp.load(found, checkpoint_id="theirs", no_dist=True)
+    assert found["trainbus"]["scores"] == {"accuracy": 0.75, "loss": "inf"}
 
 
 def test_ls_of_a_work_dir_names_the_newest_in_another_directory(trainbus):

@@ -100,15 +100,15 @@ def _export_folder(
         raise CheckpointError(
             "--hf needs the model's configuration: --config FILE (model.config.save_pretrained(...) writes it)"
         )
-    contents = checkpoint.open_contents(file)
+    contents, scores = checkpoint.open_contents(file), checkpoint.scores_of(file)
     if config is not None:
         weights = checkpoint.pick_weights(contents.tree, key=key, strip=strip, model=model)
-        checkpoint.write_safetensors(weights, contents, out, config)
+        checkpoint.write_safetensors(weights, contents, out, config, scores)
         return "weights, for from_pretrained"
     from eventloop.checkpoint.dcp_write import write_dcp  # takes a second to import
     from hooks.compat.dcp import to_dcp
 
-    write_dcp(to_dcp(contents.tree, key=key, torchtitan=torchtitan), contents, out)
+    write_dcp(to_dcp(contents.tree, key=key, torchtitan=torchtitan), contents, out, scores)
     return "torchtitan's keys" if torchtitan else "model and optimizer, for torch.distributed.checkpoint.load"
 
 
