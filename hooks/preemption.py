@@ -14,11 +14,32 @@ from typing import Annotated, Any, ClassVar, Self
 
 from msgspec import Meta
 
-from eventloop import ConfigurationError, Hook, Priority, RunPreempted, check_options, get_logger, mount, register
-from eventloop.events import AfterRun, BeforeRun, RunView
+from eventloop import (
+    CheckpointError,
+    ConfigurationError,
+    Hook,
+    Priority,
+    RunPreempted,
+    check_options,
+    get_logger,
+    mount,
+    register,
+)
+from eventloop.checkpoint import AnyPath, as_path, remove_whole
+from eventloop.events import (
+    AfterLoadCheckpoint,
+    AfterRun,
+    BeforeRun,
+    BeforeSaveCheckpoint,
+    BeforeTrain,
+    CheckpointCommitted,
+    RunView,
+)
 from eventloop.training import WorkerSignals
 from hooks.copies import CopiedAnew
+from hooks.retention import KEPT, SUFFIX
 
+_SIGNAL = "preempted_by"  # key of a checkpoint that was saved because of a signal, with its name
 _ONE_REQUEST = 1.0  # seconds within which a repeated signal is ignored
 
 log = get_logger()
@@ -147,6 +168,8 @@ class PreemptionHook(CopiedAnew, Hook):
       another trainer ``trainer.fit()`` returns: call ``sys.exit(75)`` if :attr:`received` is not None.
     - ``run.info["stop_reason"]`` and :attr:`received` name the signal.
     - During a validation the run stops in the same way; a resumed run repeats that validation from its start.
+    - Without a :class:`CheckpointHook`, which counts these files among its own, the next one replaces the file that the run
+      was resumed from, if that is of an earlier signal. So several signals leave one file.
     - A run that has no work dir or does not train (``loop.test()``) only ends, with a warning.
     - A second signal acts as without the hook: usually it ends the process at once. The same signal within a second is
       ignored, because a process gets it twice if the scheduler signals each process and ``torchrun`` forwards it.
@@ -170,7 +193,7 @@ class PreemptionHook(CopiedAnew, Hook):
 
     priority = Priority.HIGHEST
     observes = True
-    of_run: ClassVar = {"_workers": None, "_door": None}
+    of_run: ClassVar = {"_workers": None, "_door": None, "_former": None}
 
     @check_options
     def __init__(
@@ -183,6 +206,7 @@ class PreemptionHook(CopiedAnew, Hook):
         self._received_at = 0.0
         self._workers = WorkerSignals(self.signals)
         self._door: SignalDoor | None = None
+        self._former: AnyPath | None = None
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(state)
@@ -192,7 +216,7 @@ class PreemptionHook(CopiedAnew, Hook):
         door = SignalDoor.current
         if door is None or not set(self.signals) <= set(door.signals):
             door = self._own_door(event.run)
-        self.received = None
+        self.received = self._former = None
         self._process = os.getpid()
         # First: this also undoes a part of the installation if a signal cannot be handled.
         event.run.defer(self._workers.restore)
@@ -216,6 +240,31 @@ class PreemptionHook(CopiedAnew, Hook):
         door.restore()
         if run.exit_code:
             _Ending(run.exit_code).install(self.signals)
+
+    def before_save_checkpoint(self, event: BeforeSaveCheckpoint) -> None:
+        if self.received is not None:
+            event.checkpoint[_SIGNAL] = self.received.name
+
+    def after_load_checkpoint(self, event: AfterLoadCheckpoint) -> None:
+        run = event.run
+        if event.checkpoint.pop(_SIGNAL, None) and event.path and not run.rank and run.checkpoint_suffix == SUFFIX:
+            path = as_path(event.path)
+            self._former = path if path.parent == run.checkpoint_dir else None
+
+    def before_train(self, event: BeforeTrain) -> None:
+        if event.run.shared.get(KEPT):
+            self._former = None  # it has a retention
+
+    def checkpoint_committed(self, event: CheckpointCommitted) -> None:
+        former = self._former
+        if former is None or self.received is None or str(former) in event.names:
+            return
+        self._former = None
+        try:
+            remove_whole(former)
+            log.info("removed the checkpoint of an earlier signal", path=str(former))
+        except CheckpointError as error:
+            log.warning("cannot remove the checkpoint of an earlier signal", path=str(former), error=str(error))
 
     @mount(priority=Priority.LOWEST)
     def after_run(self, event: AfterRun) -> None:

@@ -250,6 +250,23 @@ def test_the_hook_serves_one_run_after_the_other(job, mine, tmp_path):
     assert mine[0] == []
 
 
+@pytest.mark.parametrize("hooks", [(), (CheckpointHook(interval=-1),)], ids=["alone", "beside a hook that keeps all"])
+def test_several_signals_leave_one_file_unless_a_hook_keeps_them(job, mine, tmp_path, hooks):
+    def train():
+        loop = job.loop(PreemptionHook([signal.SIGUSR1]), *hooks, work_dir=tmp_path, max_epochs=3)
+        loop.bus.on("after_train_iter", lambda e: e.progress.iter == 1 and e.run.checkpoint_now())
+        loop.bus.on("after_train_iter", lambda e: e.progress.iter in (4, 6, 8) and signal.raise_signal(signal.SIGUSR1))
+        loop.run(resume="auto")
+
+    for _ in range(3):
+        with pytest.raises(RunPreempted):
+            train()
+    saved = (5, 7, 9) if hooks else (9,)
+    assert {path.name for path in tmp_path.glob("*.safetensors")} == {f"iter_{at}.safetensors" for at in (2, *saved)}
+    assert load(tmp_path / "iter_9.safetensors")["preempted_by"] == "SIGUSR1"
+    train()  # goes on from the last one, which stays until another signal
+
+
 def test_a_run_of_ones_own_exits_too_unless_it_has_stopped_already(mine):
     model = torch.nn.Linear(1, 1)
 
