@@ -112,16 +112,37 @@ def test_a_signal_ends_streams_saves_the_training_and_the_next_start_goes_on(tmp
         done = script.wait(60)
     assert done.returncode == 75, done.stderr
     assert "Traceback" not in done.stderr
-    saved = (tmp_path / "out/first/last_checkpoint").read_text().strip()
-    at = int(re.search(r"iter_(\d+)", saved)[1])
+    saved = last_save(tmp_path)
+    assert saved.startswith("iter_")
     with serving(tmp_path, "again") as (script, client):
-        facts = until_it(client, lambda facts: facts["iter"] > at)
-        assert (facts["epochs"], facts["state"]) == (LONG, "running")
-        assert f"iter_{at}.safetensors" in script.err.read_text()
+        goes_on_from(saved, script, client)
         client.post("/trainings/first/stop")
         until_it(client, state("finished"), "second")
         os.kill(script.pid, getattr(signal, number))
         assert script.wait(60).returncode == 0
+
+
+def test_after_a_kill_the_next_start_goes_on_from_the_last_checkpoint(tmp_path):
+    with serving(tmp_path) as (script, client):
+        start(client)
+        until(lambda: (tmp_path / "out/first/last_checkpoint").exists())
+        script.kill()
+    with serving(tmp_path, "again") as (script, client):
+        goes_on_from("epoch_", script, client)
+
+
+def last_save(folder):
+    return (folder / "out/first/last_checkpoint").read_text().strip()
+
+
+def goes_on_from(saved, script, client):
+    """The application has found the training, and goes on from a checkpoint whose name begins so."""
+    until_it(client, state("running"))
+    found = re.search(rf"resum.*({saved}\S*)", script.err.read_text())
+    assert found, script.err.read_text()
+    at = int(re.search(r"iter=(\d+)", found.string[found.start() :])[1])
+    facts = until_it(client, lambda facts: facts["iter"] > at)
+    assert (facts["epochs"], facts["state"]) == (LONG, "running")
 
 
 @contextmanager
