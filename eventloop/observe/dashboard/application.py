@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from eventloop.errors import ConfigurationError, TrainbusError
@@ -70,6 +70,7 @@ class Application(Starlette):
                 Route("/", self._list_page),
                 Route("/runs.json", self._runs),
                 Route("/curves.json", self._curves),
+                Route("/runs/{number}", self._without_slash),
                 Route("/runs/{number}/", self._run_page),
                 Route("/runs/{number}/events", self._events),
                 Route("/runs/{number}/{command}", self._command, methods=["POST"]),
@@ -86,6 +87,10 @@ class Application(Starlette):
         if re.fullmatch(r"[0-9]+", request.path_params["number"]) is None:
             raise HTTPException(404)
         return FileResponse(_STATIC / "run.html")
+
+    async def _without_slash(self, request: Request) -> Response:
+        # Starlette's own redirect has the whole address, which is another one in front of a proxy.
+        return RedirectResponse(f"{self._page(request).number}/")
 
     async def _static(self, request: Request) -> Response:
         if (path := _FILES.get(request.path_params["name"])) is None:
