@@ -70,7 +70,7 @@ class Application(Starlette):
                 Route("/", self._list_page),
                 Route("/runs.json", self._runs),
                 Route("/curves.json", self._curves),
-                Route("/runs/{number}", self._without_slash),
+                Route("/runs/{number}", self._run_page),
                 Route("/runs/{number}/", self._run_page),
                 Route("/runs/{number}/events", self._events),
                 Route("/runs/{number}/{command}", self._command, methods=["POST"]),
@@ -84,13 +84,13 @@ class Application(Starlette):
         return FileResponse(_STATIC / "runs.html")
 
     async def _run_page(self, request: Request) -> Response:
-        if re.fullmatch(r"[0-9]+", request.path_params["number"]) is None:
+        number = request.path_params["number"]
+        if re.fullmatch(r"[0-9]+", number) is None:
             raise HTTPException(404)
+        if not request.url.path.endswith("/"):
+            # Starlette's own redirect has the whole address, which is another one in front of a proxy.
+            return RedirectResponse(f"{number}/")
         return FileResponse(_STATIC / "run.html")
-
-    async def _without_slash(self, request: Request) -> Response:
-        # Starlette's own redirect has the whole address, which is another one in front of a proxy.
-        return RedirectResponse(f"{self._page(request).number}/")
 
     async def _static(self, request: Request) -> Response:
         if (path := _FILES.get(request.path_params["name"])) is None:
