@@ -17,7 +17,7 @@ import torch
 from eventloop.errors import ConfigurationError
 from eventloop.log import get_logger
 from eventloop.spelling import did_you_mean
-from eventloop.training.rng import is_generator, set_state_of, state_of
+from eventloop.training.rng import is_generator, set_rng_state, set_state_of, state_of
 
 log = get_logger()
 
@@ -40,7 +40,8 @@ class KeptValues:
     def __init__(self) -> None:
         self._values: dict[str, Any]
         self._saved: Mapping[str, Any] | None
-        vars(self).update(_values={}, _saved=None, _used=set(), _told=False)
+        self._rng: Any
+        vars(self).update(_values={}, _saved=None, _rng=None, _used=set(), _told=False)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self._values:
@@ -63,9 +64,12 @@ class KeptValues:
     def _unknown(self, name: str) -> str:
         return f"nothing is kept as {name!r}{did_you_mean(name, self._values)}; begin with run.keep({name}=...)"
 
-    def resume(self, saved: Mapping[str, Any] | None) -> None:
-        """Give the values that are kept later their states in a checkpoint; None if it has none."""
-        vars(self)["_saved"] = {} if saved is None else saved
+    def resume(self, saved: Mapping[str, Any] | None, rng: Any) -> None:
+        """Give the values that are kept later their states in a checkpoint; None if it has none.
+
+        ``rng`` has its random states: what is kept may be drawn before it is kept.
+        """
+        vars(self).update(_saved={} if saved is None else saved, _rng=rng)
 
     def add(self, values: Mapping[str, Any]) -> None:
         """Keep values; in a resumed run they get their saved states."""
@@ -83,11 +87,13 @@ class KeptValues:
             else:
                 log.warning("the checkpoint has no value that was kept under this name; it stays as it is given", name=name)
 
-    def tell_left(self) -> None:
-        """Warn of values in the checkpoint that are not kept in this program."""
+    def begin_training(self) -> None:
+        """Restore the random states of the checkpoint. Warn of values in it that are not kept in this program."""
+        if self._rng is not None:
+            set_rng_state(self._rng)
         if self._saved and (left := [name for name in self._saved if name not in self._values]):
             log.warning("the checkpoint has kept values that this program does not keep; they are lost", names=left)
-        vars(self)["_saved"] = None
+        vars(self).update(_saved=None, _rng=None)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all values."""

@@ -269,3 +269,20 @@ def test_environments_of_gymnasium_come_back_in_the_middle_of_an_episode(tmp_pat
     for first in (7, 41):
         part = play(steps=first, folder=tmp_path / str(first))
         assert part + play(steps=90, resume="auto", folder=tmp_path / str(first)) == whole
+
+
+def test_what_a_program_draws_before_its_training_does_not_change_a_resumed_run(tmp_path):
+    def draws(folder, epochs, resume=None):
+        seen = []
+        with begun(folder, seed=3, resume=resume) as run:
+            kept = run.keep(value=torch.rand(3))
+            random.random()
+            for _ in run.epochs(epochs):
+                for _ in run.train(range(2)):
+                    kept.value = kept.value + torch.rand(3)
+                    seen.append((kept.value.tolist(), random.random()))
+                    run.optimizers["optimizer"].step()
+        return seen
+
+    whole = draws(tmp_path / "whole", 3)
+    assert draws(tmp_path / "part", 1) + draws(tmp_path / "part", 3, resume="auto") == whole

@@ -210,7 +210,7 @@ def restore_state(run: SavedRun, tree: Mapping[str, Any], *, strict: bool) -> No
     loose.load()
     if not complete or loaded < len(run.optimizers):
         forget_options(saved.options, "optimizer")
-    run.kept.resume(saved.stateful.get(KEPT))
+    run.kept.resume(saved.stateful.get(KEPT), saved.rng)
     for _, thing, saved_state in _with_state("stateful", run.stateful, saved.stateful):
         thing.load_state_dict(saved_state)
     restore_entry(run, saved)

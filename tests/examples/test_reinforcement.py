@@ -1,0 +1,45 @@
+"""PPO, DQN and a loop like nanoGPT's: they learn, and a killed run ends with the weights of an uninterrupted one."""
+
+import json
+
+import pytest
+import torch
+
+from trainbus import Hook
+
+
+class Kill(Hook):
+    """Kills the run in an iteration, after its handlers and before its save."""
+
+    priority = 80
+
+    def __init__(self, at):
+        self.at = at
+
+    def after_train_iter(self, event):
+        if event.progress.iter + 1 == self.at:
+            raise KeyboardInterrupt
+
+
+def learned(name, found):
+    match name:
+        case "ppo":  # the share of episodes that reached the goal
+            return sum(found[-5:]) / 5 > 0.9 > found[0]
+        case "dqn":  # lengths of episodes
+            return sum(found[-20:]) / 20 < 15 < sum(found[:10]) / 10
+        case _:  # the loss of a validation
+            return found < 2.0
+
+
+@pytest.mark.parametrize(("name", "kill", "length"), [("ppo", 27, 40), ("dqn", 955, 1500), ("tiny_gpt", 51, 60)])
+def test_it_learns_and_a_killed_run_ends_with_the_same_weights(example, tmp_path, name, kill, length):
+    train = example(name).train
+    whole, found = train(tmp_path / "whole")
+    assert learned(name, found)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "killed", [Kill(kill)])
+    resumed, again = train(tmp_path / "killed")
+    assert again == found
+    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
+    lines = [json.loads(line) for line in (tmp_path / "whole" / "scalars.jsonl").read_text().splitlines()]
+    assert lines[-1]["iter"] == length
