@@ -14,7 +14,7 @@ from torch.distributions import Categorical
 
 from trainbus import Bus, CheckpointHook, LoggerHook, Run  # trainbus
 
-ENVS, STEPS, ITERATIONS, EPOCHS, MINIBATCHES = 8, 32, 40, 4, 4
+ENVS, STEPS, ITERATIONS, EPOCHS, MINIBATCHES = 8, 32, 20, 4, 4
 RATE, GAMMA, LAMBDA, CLIP, ENTROPY, VALUE, MAX_NORM = 5e-3, 0.95, 0.9, 0.2, 0.01, 0.5, 0.5
 
 
