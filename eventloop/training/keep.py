@@ -8,6 +8,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Iterator, Mapping
+from logging import Logger
 from types import ModuleType
 from typing import Any, Final
 
@@ -24,6 +25,12 @@ log = get_logger()
 KEPT: Final = "kept"
 """Name of the kept values in ``run.stateful``."""
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, np.ndarray, np.generic)
+_CONSTANT: Final = ("metadata", "_metadata", "spec", "_cached_spec", "_saved_kwargs")
+"""Attributes of an environment that its maker sets once."""
+_DEEPEST: Final = 4
+"""Objects in objects of an environment."""
+_NUMBERS: Final = "biufc"
+"""Kinds of NumPy's types that checkpoints hold."""
 _KINDS: Final = (
     "plain values, tensors, arrays, lists and dicts of them, generators of random numbers, environments of gymnasium, and "
     "objects with state_dict() and load_state_dict()"
@@ -137,6 +144,10 @@ def _is_object(value: Any) -> bool:
 
 def _state(value: Any, path: str) -> Any:
     """Return the state of a value, by reference, as a tree for a checkpoint."""
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in _NUMBERS:
+        if value.dtype.kind in "SU":
+            return value.tolist()
+        raise ConfigurationError(f"run.keep() cannot keep {path}, an array of {value.dtype}: it takes {_KINDS}")
     if isinstance(value, _PLAIN):
         return value
     if _takes_state(value):
@@ -167,6 +178,8 @@ def _restored(live: Any, saved: Any) -> Any:
         if (live.shape, live.dtype, live.flags.writeable) != (saved.shape, saved.dtype, True):
             return saved.copy()
         live[...] = saved
+    elif isinstance(live, np.ndarray) and isinstance(saved, list):  # texts
+        return np.asarray(saved, dtype=live.dtype)
     elif isinstance(live, dict) and isinstance(saved, dict):
         new = {key: _restored(live[key], one) if key in live else _own(one) for key, one in saved.items()}
         live.clear()
@@ -234,6 +247,8 @@ class _Environment:
                 )
             values = found[place] = {}
             for name, value in vars(owner).items():
+                if name in _CONSTANT:
+                    continue
                 try:
                     values[name] = _attribute_state(value)
                 except ConfigurationError:
@@ -247,12 +262,10 @@ class _Environment:
             own = vars(owner)
             for name, saved in state.get(place, {}).items():
                 live = own.get(name)
-                if _is_space(live):
-                    _load_space(live, saved)
-                elif live is None and name == "_np_random" and saved is not None:
+                if live is None and name == "_np_random" and saved is not None:
                     set_state_of(owner.np_random, saved)  # makes it
-                elif name not in own or not _is_part(live):
-                    own[name] = _restored(live, saved)
+                elif _is_space(live) or not _is_part(live):
+                    own[name] = _load_attribute(live, saved)
 
 
 def _tell_of_lost(name: str, value: Any) -> None:
@@ -291,17 +304,39 @@ def _is_part(value: Any) -> bool:
     """Return True for an attribute of an environment that is no state: spaces, wrapped environments, functions and the like."""
     if isinstance(value, list | tuple):
         return bool(value) and all(map(_is_part, value))
-    if isinstance(value, type | ModuleType | enum.Enum) or callable(value) or _is_environment(value) or _is_space(value):
+    if isinstance(value, type | ModuleType | enum.Enum | Logger) or callable(value) or hasattr(value, "entry_point"):
         return True
-    return type(value).__module__.partition(".")[0] in ("gymnasium", "gym", "logging")
+    return _is_environment(value) or _is_space(value)
 
 
-def _attribute_state(value: Any) -> Any:
+def _has_attributes(value: Any) -> bool:
+    """Return True for an object inside an environment, such as running means, that its attributes can describe."""
+    return hasattr(value, "__dict__") and not (_is_part(value) or _is_object(value) or isinstance(value, _PLAIN))
+
+
+def _attribute_state(value: Any, depth: int = 0) -> Any:
     if _is_space(value):
         return _space_state(value)
-    if _is_environment(value) or isinstance(value, enum.Enum):
-        raise ConfigurationError("another owner")
-    return _state(value, "")
+    if _is_part(value):
+        raise ConfigurationError("no state")
+    try:
+        return _state(value, "")
+    except ConfigurationError:
+        if depth == _DEEPEST or not _has_attributes(value):
+            raise
+    inner = {name: one for name, one in vars(value).items() if not _is_part(one)}
+    return {name: _attribute_state(one, depth + 1) for name, one in inner.items()}
+
+
+def _load_attribute(live: Any, saved: Any) -> Any:
+    if _is_space(live):
+        _load_space(live, saved)
+    elif isinstance(saved, dict) and not isinstance(live, dict) and _has_attributes(live):
+        own = vars(live)
+        own.update({name: _load_attribute(own.get(name), one) for name, one in saved.items()})
+    else:
+        return _restored(live, saved)
+    return live
 
 
 def _space_state(space: Any) -> dict[str, Any]:
