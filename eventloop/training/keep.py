@@ -48,7 +48,7 @@ class KeptValues:
         self._values: dict[str, Any]
         self._saved: Mapping[str, Any] | None
         self._rng: Any
-        vars(self).update(_values={}, _saved=None, _rng=None, _used=set(), _told=False)
+        vars(self).update(_values={}, _saved=None, _rng=None, _used=set())
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name not in self._values:
@@ -102,17 +102,17 @@ class KeptValues:
             log.warning("the checkpoint has kept values that this program does not keep; they are lost", names=left)
         vars(self).update(_saved=None, _rng=None)
 
+    def end_training(self) -> None:
+        """Warn of values that come back as attributes, which the loop has not used."""
+        if unused := [name for name, value in self._values.items() if name not in self._used and _is_replaced(value)]:
+            log.warning(
+                "these kept values were never read or set, so checkpoints hold what they began with; write `kept = "
+                "run.keep(...)`, and use kept.NAME instead of a variable",
+                names=unused,
+            )
+
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all values."""
-        if not self._told:
-            unused = [name for name, value in self._values.items() if name not in self._used and _is_replaced(value)]
-            if unused:
-                vars(self)["_told"] = True
-                log.warning(
-                    "these kept values were never read or set, so checkpoints hold what they began with; write `kept = "
-                    "run.keep(...)`, and use kept.NAME instead of a variable",
-                    names=unused,
-                )
         return {name: _state(value, name) for name, value in self._values.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

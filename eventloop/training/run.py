@@ -794,6 +794,7 @@ class Run:
             self._loops.abandon_evaluation()
             self._loops.abandon_epoch()
             self._loops.end_train()
+            self.kept.end_training()
         except BaseException as failure:
             self._driver.fail(failure)
             raise
