@@ -26,9 +26,10 @@ def tell_of_loose(
     saved: bool,
 ) -> None:
     """Log which optimizers have loose parameters; ``saved`` tells whether checkpoints hold them."""
+    trains = any(len(loose.get(name, ())) < len(parameters_of(one)) for name, one in optimizers.items())
     for name, some in loose.items():
         facts = {"optimizer": name, "parameters": len(some), "models": ", ".join(models)}
-        if len(some) == len(parameters_of(optimizers[name])):
+        if not trains:
             log.warning(
                 "this optimizer has no parameter of the models, so its steps train none of them; make it from the parameters "
                 "of the model that you give to the run, or give the run its model, too",

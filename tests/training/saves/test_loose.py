@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
-from eventloop import Bus, CheckpointError, TrainLoop
+from eventloop import Bus, CheckpointError, Run, TrainLoop
 from eventloop.checkpoint import load
 from hooks import CheckpointHook
 
@@ -99,3 +99,31 @@ def test_a_file_of_an_earlier_version_has_none_which_is_told(tmp_path, logs):
     save(tree, tmp_path / "old.safetensors")
     loop(tmp_path / "new", seed=1).run(resume=tmp_path / "old.safetensors")
     assert any("stay as they are" in entry["event"] for entry in logs)
+
+
+def actor_critic(folder: Any, *, resume: str | None = None, epochs: int = 4) -> tuple[list[float], list[torch.Tensor]]:
+    """Train as SAC does: the temperature is a tensor with an optimizer of its own."""
+    torch.manual_seed(0)
+    actor, log_alpha = nn.Linear(2, 2), torch.zeros(1, requires_grad=True)
+    optimizers = {"actor": torch.optim.Adam(actor.parameters()), "alpha": torch.optim.Adam([log_alpha], lr=0.1)}
+    alphas = []
+    bus = Bus(CheckpointHook(interval=1))
+    with Run(bus, model=actor, optimizer=optimizers, work_dir=folder, resume=resume, seed=0) as run:
+        for _ in run.epochs(epochs):
+            for _ in run.train(range(3)):
+                entropy = actor(torch.rand(4, 2)).log_softmax(1).exp().sum(1).mean()
+                for name, loss in (("actor", -log_alpha.exp().detach() * entropy), ("alpha", log_alpha * entropy.detach())):
+                    optimizers[name].zero_grad()
+                    loss.backward()
+                    optimizers[name].step()
+                alphas.append(log_alpha.item())
+    return alphas, [*actor.parameters()]
+
+
+def test_a_temperature_with_an_optimizer_of_its_own_comes_back_without_a_warning(tmp_path, logs):
+    alphas, weights = actor_critic(tmp_path / "whole")
+    first, _ = actor_critic(tmp_path / "part", epochs=2)
+    rest, resumed = actor_critic(tmp_path / "part", resume="auto")
+    assert first + rest == alphas
+    assert all(map(torch.equal, weights, resumed))
+    assert [entry["event"] for entry in logs if entry["log_level"] == "warning"] == []
