@@ -275,7 +275,7 @@ class Lifecycle:
             with suppress(IndexError):  # another thread does it
                 self._later.popleft()()
         if (runtime := self._runtime) is not None:
-            runtime.start()
+            runtime.start(self._interrupted)
 
     def _refuse_in_fork(self) -> None:
         raise BusStateError(
@@ -295,11 +295,22 @@ class Lifecycle:
     def _outside(self, call: str, *, blocks: bool) -> Runtime | None:
         """Return the runtime, if any; raise BusStateError on a thread that ``call`` must not wait on."""
         runtime = self._runtime
+        if runtime is not None and self._interrupted():
+            raise BusStateError(
+                f"bus.{call}() was called by the handler of a signal, in the middle of another call on this bus, for which it "
+                "would wait: have the handler set a flag, and call it outside of the handler"
+            )
         if runtime is not None and runtime.inside:
             raise BusStateError(f"bus.{call}() was called from an offloaded handler of the same bus: it would wait for itself")
         if runtime is not None and blocks and runtime.in_host_loop:
             raise BusStateError(f"bus.{call}() would block the event loop that this bus runs in: use `await bus.a{call}()`")
         return runtime
+
+    def _interrupted(self) -> bool:
+        """Return True if this thread holds a lock of the bus: it runs the handler of a signal, or a finalizer."""
+        if is_held(self._lock):
+            return True
+        return any(one.lane is not None and one.lane.is_held() for one in self._directory.ordered())
 
     async def _aopen(self, *, if_idle: bool = False) -> bool:
         host = HostLoop(self.abort_timeout)

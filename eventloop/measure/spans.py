@@ -136,8 +136,9 @@ class Recorder:
             try:
                 self._stopped = stopped = threading.Event()
                 drain = partial(self._drain_regularly, stopped)
-                self._thread = threading.Thread(target=drain, name="trainbus spans", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=drain, name="trainbus spans", daemon=True)
+                thread.start()
+                self._thread = thread  # after start(), so that stop() can wait for it; until then it only tells it to end
             finally:
                 self._starting.release()
 

@@ -33,7 +33,7 @@ from operator import sub
 from typing import Any, Final, Literal
 
 from eventloop.errors import LaneClosedError, LaneFullError
-from eventloop.locks import may_wait, new_lock
+from eventloop.locks import is_held, may_wait, new_lock
 from eventloop.log import get_logger
 from eventloop.offload.drain import Deadline, DrainReport
 from eventloop.offload.meter import LaneMeter
@@ -379,6 +379,10 @@ class Lane:
         """Drop the queued events."""
         with self._lock:
             self._drop(len(self._queue))
+
+    def is_held(self) -> bool:
+        """Return True if this thread holds the lane's lock."""
+        return is_held(self._lock)
 
     @property
     def served(self) -> bool:

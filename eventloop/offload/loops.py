@@ -18,7 +18,7 @@ from typing import Any, Literal, Self, TypeVar
 import anyio
 
 from eventloop.errors import BusStateError
-from eventloop.locks import may_wait
+from eventloop.locks import is_held, may_wait
 from eventloop.notebook import in_notebook
 from eventloop.offload.callers import OwnedThread, settle
 
@@ -62,6 +62,11 @@ class Loop:
         self.call_soon(self._ring)
         may_wait("the end of an event loop")
         return self.ended or self._over.wait(grace)
+
+    @property
+    def takes_tasks(self) -> bool:
+        """True if :meth:`start` need not wait."""
+        return self._ready.is_set()
 
     @property
     def ended(self) -> bool:
@@ -127,13 +132,12 @@ class LoopThread(Loop):
         self._owner = owner
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
-        self._starting = threading.Lock()
-        self._starter = 0  # the thread that starts it
+        self._starting = threading.RLock()
 
     def start(self) -> None:
         """Start the loop if it is not running yet; raises BusStateError if that fails."""
         self._start_thread()
-        if self._starter == threading.get_ident():
+        if is_held(self._starting):
             return  # the handler of a signal, in the middle of the start
         super().start()
         if self._failure is not None:
@@ -156,15 +160,14 @@ class LoopThread(Loop):
 
     def _start_thread(self) -> None:
         # Not waiting for the lock: another thread starts it, or this one, which a signal has interrupted in here.
-        if self._thread is None and not self.stopping and self._starting.acquire(blocking=False):
+        mine = is_held(self._starting)
+        if self._thread is None and not self.stopping and not mine and self._starting.acquire(blocking=False):
             try:
                 if self._thread is None:
-                    self._starter = threading.get_ident()
                     thread = OwnedThread(self._owner, self._run, self.name)
                     thread.start()
                     self._thread = thread  # after start(): where Ctrl-C strikes in there, the thread may run, but not as ours
             finally:
-                self._starter = 0
                 self._starting.release()
 
     def _run(self) -> None:

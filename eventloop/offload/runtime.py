@@ -78,8 +78,10 @@ class Runtime:
             self._consumers.add(consumer)
         self._added.append(consumer)
 
-    def start(self) -> None:
+    def start(self, interrupted: Callable[[], bool] = lambda: False) -> None:
         """Start the consumers that were added, and wait for the event loop of async ones. Hold no lock.
+
+        It does not wait where ``interrupted`` returns True: this is the handler of a signal, and its thread holds a lock.
 
         Raises:
             BusStateError: the event loop does not start.
@@ -90,7 +92,7 @@ class Runtime:
                 consumer = self._added.popleft()
                 waits = waits or isinstance(consumer, TaskConsumer)
                 self._wake(consumer)
-        if waits:
+        if waits and (self._loop.ended or not self._loop.takes_tasks) and not interrupted():
             self._loop.start()
 
     @property
