@@ -148,7 +148,7 @@ class World:
 
     async def _async(self, event: Any) -> None:
         with anyio.move_on_after(BUSY):
-            while not self.gate.reached.is_set():  # noqa: ASYNC110 - of threads
+            while not self.gate.reached.is_set():
                 await anyio.sleep(0.0005)
         self.call()
 
