@@ -143,12 +143,13 @@ class Session:
 
     def _abort(self, error: BaseException) -> None:
         """End the run after an exception; log errors in here and add them to it as notes."""
-        self._patience = Deadline(self._bus.abort_timeout)
+        self._patience = patience = Deadline(self._bus.abort_timeout)
         with ExitStack() as last:  # a second Ctrl-C, for example in a handler of on_exception, must not leave anything open
             # last of all: the lanes have written their checkpoints
             last.push(lambda _, second, __: self._tell_resume(second if isinstance(second, KeyboardInterrupt) else error))
             last.callback(self._close, abort=True)
             last.callback(self.state.scopes.unwind)
+            last.callback(lambda: self._saves.settle(patience.left))  # what was deferred comes behind the events of all saves
             if self.state.ranks is not None and world_size() > 1:  # else the group was destroyed
                 share_failure(error)
             record_failure(error)

@@ -3,6 +3,7 @@
 import signal
 import sys
 import threading
+import time
 import traceback
 from contextlib import nullcontext
 from functools import partial
@@ -242,6 +243,27 @@ def test_after_an_exception_what_a_hook_deferred_comes_when_its_lanes_are_empty_
     release.set()
     assert ship.closed == [("before_train_epoch", 0), ("before_run", 0)]
     assert [log["handler"] for log in logs if "abort_timeout" in log["event"]] == ["Ship", "Ship"]
+
+
+def test_after_an_exception_what_was_deferred_comes_behind_the_events_of_saves_in_flight(parts, bus, tmp_path):
+    told, failed = [], threading.Event()
+
+    def fails(event):
+        event.run.checkpoint_now()
+        event.run.defer(lambda: told.append("deferred"))
+
+    @bus.on("checkpoint_committed")
+    def slow_disk(event):
+        assert failed.wait(30)
+        time.sleep(0.1)
+        told.append("committed")
+
+    bus.on("before_train", fails)
+    bus.on("before_train_iter", lambda event: 1 / 0 if event.progress.iter else None)
+    bus.on("on_exception", lambda event: failed.set())
+    with pytest.raises(ZeroDivisionError):
+        parts.loop(bus=bus, work_dir=tmp_path).run()
+    assert told == ["committed", "deferred"]
 
 
 @pytest.mark.usefixtures("interruptible")
