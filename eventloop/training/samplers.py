@@ -67,7 +67,8 @@ class SamplerWatch:
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         samplers = samplers_of(loader)
-        self._watched = [] if any(map(_is_known, samplers)) else [one for one in samplers if _is_own(one)]
+        known = stateful_sampler(loader) is not None or any(callable(getattr(one, "set_epoch", None)) for one in samplers)
+        self._watched = [] if known else [one for one in samplers if _is_own(one)]
         self._first: list[bytes | None] | None = None
 
     def begin_pass(self) -> None:
@@ -83,8 +84,8 @@ class SamplerWatch:
             if before and after and before != after and self._order(sampler, before) != self._order(sampler, after):
                 log.warning(
                     "the order of this sampler depends on attributes that checkpoints do not hold, so a resumed run gets other "
-                    "data from its second epoch on; give it set_epoch(epoch), or state_dict() and load_state_dict(), or let "
-                    "the order come from an attribute that is a generator",
+                    "data from its second epoch on; give it set_epoch(epoch), or let the order come from an attribute that is "
+                    "a generator, or, in a loader without workers, give it state_dict() and load_state_dict()",
                     sampler=type(sampler).__name__,
                 )
 
@@ -140,7 +141,3 @@ class _Bounded(io.BytesIO):
 
 def _is_own(sampler: Any) -> bool:
     return sampler is not None and not type(sampler).__module__.startswith("torch.") and not isinstance(sampler, Iterator)
-
-
-def _is_known(sampler: Any) -> bool:
-    return takes_state(sampler) or callable(getattr(sampler, "set_epoch", None))

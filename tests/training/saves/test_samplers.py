@@ -115,8 +115,10 @@ class Anew(Stateful):
             self.epoch, self.position = self.epoch + 1, 0
 
 
-def loader(kind, *, batched):
+def loader(kind, *, batched, workers=0):
     data = torch.arange(ROWS)
+    if workers:
+        return DataLoader(data, batch_size=4, sampler=kind(), num_workers=workers)
     if batched:
         return DataLoader(data, batch_sampler=kind(4))
     return DataLoader(data, batch_size=4, sampler=kind())
@@ -170,6 +172,11 @@ def test_a_resumed_run_gets_the_batches_that_are_left(tmp_path, kind, batched, l
 def test_a_state_that_no_checkpoint_holds_is_told_once_before_it_matters(tmp_path, kind, batched, logs):
     train(lambda: loader(kind, batched=batched), tmp_path)
     assert [entry["sampler"] for entry in logs if "sampler" in entry] == [kind.__name__]
+
+
+def test_the_state_of_a_sampler_that_workers_run_ahead_of_is_told(tmp_path, logs):
+    train(lambda: loader(Stateful, batched=False, workers=1), tmp_path)
+    assert [entry["sampler"] for entry in logs if "sampler" in entry] == ["Stateful"]
 
 
 class Mine(Sequence):
