@@ -114,6 +114,7 @@ class Driver(Session):
             if max_epochs is not None or max_iters is not None:
                 state.counters.limit(max_epochs, max_iters)
             state.begin_training()
+            self._run.kept.begin_training()
             self._run.publish(ev.BeforeTrain)
 
     def end_train(self) -> None:

@@ -336,7 +336,6 @@ class Run:
         if (max_epochs is None) == (max_iters is None):
             raise ConfigurationError(f"max_epochs={max_epochs} and max_iters={max_iters}: give run.epochs() one of them")
         self.counters.limit(max_epochs, max_iters)
-        self.kept.begin_training()
         return Epochs(self._loops)
 
     @check_options

@@ -287,6 +287,7 @@ def test_environments_of_gymnasium_come_back_in_the_middle_of_an_episode(tmp_pat
 
 def test_what_a_program_draws_before_its_training_does_not_change_a_resumed_run(tmp_path):
     def draws(folder, epochs, resume=None):
+        """Draw in the loop, and before it."""
         seen = []
         with begun(folder, seed=3, resume=resume) as run:
             kept = run.keep(value=torch.rand(3))
@@ -296,6 +297,28 @@ def test_what_a_program_draws_before_its_training_does_not_change_a_resumed_run(
                     kept.value = kept.value + torch.rand(3)
                     seen.append((kept.value.tolist(), random.random()))
                     run.optimizers["optimizer"].step()
+        return seen
+
+    whole = draws(tmp_path / "whole", 3)
+    assert draws(tmp_path / "part", 1) + draws(tmp_path / "part", 3, resume="auto") == whole
+
+
+def test_a_loop_of_calls_gets_what_it_keeps(tmp_path):
+    def draws(folder, epochs, resume=None):
+        seen = []
+        with begun(folder, seed=3, resume=resume) as run:
+            kept = run.keep(value=torch.rand(3))
+            drive = run.drive()
+            drive.begin_train(max_epochs=epochs)
+            while run.counters.epoch < epochs:
+                for batch in drive.begin_epoch(range(2)):
+                    drive.begin_iteration(batch)
+                    kept.value = kept.value + torch.rand(3)
+                    seen.append(kept.value.tolist())
+                    run.optimizers["optimizer"].step()
+                    drive.end_iteration()
+                drive.end_epoch()
+            drive.end_train()
         return seen
 
     whole = draws(tmp_path / "whole", 3)
