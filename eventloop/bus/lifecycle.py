@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 import weakref
@@ -67,6 +68,7 @@ class Lifecycle:
         self._known = _Known()  # the same routes, for callers that ask before they make an event
         self.route_of = self._known.__getitem__
         """``route_of(AfterForward)`` is falsy if a publish does nothing: :meth:`Bus.wants` at the cost of a dictionary."""
+        self._changes = 0  # of subscriptions and routes
         self._failures: dict[object, BaseException] = {}  # the first error that is not raised yet
         self._training: _TrainingThread | None = None  # failures are raised on it
         self._backend: Backend = backend
@@ -80,6 +82,7 @@ class Lifecycle:
 
     def forget_routes(self) -> None:
         """Compile all routes anew; called under the lock."""
+        self._changes += 1
         self._known.clear()
         self._routes.clear()
 
@@ -174,7 +177,8 @@ class Lifecycle:
         Args:
             run: name of the run, for the error.
             interrupt: called when the thread is about to wait for a slot in a lane; may raise an error instead.
-            forked: called in a forked child, where the run must not continue, with a function that raises an error.
+            forked: called in a forked child, and as the program ends, where the run must not continue, with a function that
+                raises an error.
             progress: returns the progress of the run; called on any thread.
             saved: waits until the checkpoints of the run are written, for at most that many seconds.
             patience: returns the deadline until which the run, as it ends, waits for the lanes of hooks.
@@ -478,8 +482,28 @@ def forget_routes() -> None:
             bus.forget_routes()
 
 
+def _stop_training(bus: Lifecycle) -> None:
+    """End a run that a daemon thread still trains when the program ends, in order, instead of in the middle of torch's code."""
+    training = bus._training
+    if training is None or training.ident == threading.get_ident():
+        return
+    log.warning(
+        "the program ends while a daemon thread trains: this run is stopped; join() the thread to wait for it",
+        run=training.run,
+        iter=training.progress().iter,
+    )
+    training.forked(sys.exit)  # SystemExit ends a thread without a traceback
+    deadline = Deadline(bus.abort_timeout)
+    while bus._training is training and deadline.left:
+        time.sleep(_CLOSER_POLL)
+    for thread in threading.enumerate():
+        if thread.ident == training.ident:
+            thread.join(deadline.left)
+
+
 def _close_at_exit() -> None:
     for bus in list(_buses):
+        _stop_training(bus)
         if bus.state != "idle":
             log.warning("the interpreter exits while a bus is open; use `with bus:` so that nothing is lost")
             bus._close(_CloseDeadline(bus, abort=True))
