@@ -438,11 +438,11 @@ class Bus(TypedOn, Streams):
 
     def _changed(self, changed: list[Subscription]) -> None:
         """Drop the routes of subscriptions that came or went. A publish in progress keeps its route."""
+        self._changes += 1
         names = {name for one in changed for name in one.mount_points}
         for kind in list(self._routes):  # a copy, because a signal handler may publish
             if not names.isdisjoint(lineage(kind)):
-                self._known.pop(kind, None)
-                self._routes.pop(kind, None)
+                self._forget(kind)
         self._attach()
 
     def _attach(self) -> None:
@@ -516,16 +516,23 @@ class Bus(TypedOn, Streams):
 
     def _find_route(self, event_type: type[Event]) -> Route | None:
         with self._lock:
-            if self._inert:
-                return None
-            found = self._subscribers_of(event_type)
-            count = self._counts.setdefault(name_of(event_type), Count())
-            recorder = self._recorder
-            needed = bool(found) or (recorder is not None and recorder.needs(event_type))
-            route = compile_route(event_type, found, count, recorder, ranges=_ranges.on) if needed else None
-            if not self._failures:
-                self._routes[event_type] = self._known[event_type] = route
-            return route
+            while not self._inert:
+                changes = self._changes
+                found = self._subscribers_of(event_type)
+                count = self._counts.setdefault(name_of(event_type), Count())
+                recorder = self._recorder
+                needed = bool(found) or (recorder is not None and recorder.needs(event_type))
+                route = compile_route(event_type, found, count, recorder, ranges=_ranges.on) if needed else None
+                if not self._failures:
+                    self._routes[event_type] = self._known[event_type] = route
+                if self._changes == changes:
+                    return route
+                self._forget(event_type)  # the handler of a signal has subscribed in between
+            return None
+
+    def _forget(self, event_type: type) -> None:
+        self._known.pop(event_type, None)
+        self._routes.pop(event_type, None)
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         raise TypeError("a bus cannot be copied or pickled, because it has threads and subscribers; create a new bus instead")

@@ -69,7 +69,7 @@ class Count:
 
     def __init__(self) -> None:
         self.value = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # re-entrant: the handler of a signal may publish in here
 
     def next(self) -> int:
         """Count one more publish, and return the count."""

@@ -105,7 +105,7 @@ class Subscription:
         self.siblings: HookLanes | None = None
         """The lanes of the hook, if its class has offloaded methods."""
         self._bus = bus
-        self._counting = threading.Lock()
+        self._counting = threading.RLock()  # re-entrant for the handlers of signals
         self._failed = self._hung = self._calls = self._nanoseconds = 0
 
     def is_on(self, bus: object) -> bool:

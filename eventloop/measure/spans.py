@@ -27,6 +27,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eventloop.locks import is_held
 from eventloop.log import get_logger
 from eventloop.user_errors import contextmanager
 
@@ -74,7 +75,7 @@ class Recorder:
         self._read = 0  # the number of the next span to read
         self._ids: dict[Hashable, int] = {}
         self._firsts, self._span_ids = np.zeros((2, 0), np.int64)
-        self._reading = threading.Lock()
+        self._reading = threading.RLock()
         self._readers: tuple[Callable[[Spans], object], ...] = ()
         self._failed: set[object] = set()  # failures that were logged already
         self._stopped = threading.Event()
@@ -127,6 +128,8 @@ class Recorder:
 
     def drain(self) -> None:
         """Pass the spans recorded so far to the readers."""
+        if is_held(self._reading):
+            return  # the handler of a signal, in the middle of this
         with self._reading:
             self._pass_on(yields=False)
 
@@ -152,7 +155,7 @@ class Recorder:
 
     def become_inert(self) -> None:
         """Forget spans, readers and thread in a forked child; a thread of the parent may have held the lock."""
-        self._reading = threading.Lock()
+        self._reading = threading.RLock()
         self._ring.clear()
         self._readers, self._thread = (), None
 

@@ -106,8 +106,8 @@ class BusRecorder(Recorder):
 
     def costs(self) -> Costs:
         """Return the costs of the training so far, up to the last mount point of the run."""
+        self.drain()
         with self._reading:
-            self._pass_on(yields=False)
             accounts = list(self._accounts.values())
             wall = sum(one.wall for one in accounts)
             parts = self._parts(accounts, wall)

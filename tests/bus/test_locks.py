@@ -1,6 +1,7 @@
 """No lock of a bus is held where code waits, logs or starts a thread."""
 
 import asyncio
+import itertools
 import logging
 import threading
 
@@ -12,6 +13,7 @@ import torch
 from eventloop import Bus, Event, Hook, locks
 
 from ..handlers import iteration
+from ..interleaver.points import Lines
 
 
 class Line(Event):
@@ -182,3 +184,34 @@ def _closes(bus) -> None:
         bus.close()
     except RuntimeError as error:
         assert "async with bus:" in str(error)
+
+
+@pytest.mark.parametrize("call", ["publish", "on", "subscriptions"])
+def test_what_the_handler_of_a_signal_subscribes_in_the_middle_of_a_call_is_called(call):
+    """At each line of it."""
+    for at in itertools.count():
+        bus, heard, points = Bus(), [], []
+
+        def act(point, bus=bus, heard=heard, points=points, at=at):
+            points.append(point)
+            if len(points) == at + 1:
+                bus.on(Line, heard.append)
+
+        with Lines(act):
+            _call_of(bus, call)
+        if len(points) <= at:
+            break
+        heard.clear()
+        bus.publish(Line())
+        assert len(heard) == 1, points[at]
+        assert len(bus.subscriptions) == (1 if call == "publish" else 2), points[at]
+    assert at > 20
+
+
+def _call_of(bus, call) -> None:
+    if call == "publish":
+        bus.publish(Line())
+    else:
+        bus.on(Line, id)
+        bus.publish(Line())
+        assert bus.subscriptions
