@@ -59,6 +59,10 @@ class Directory:
                 self.known = None
         return known
 
+    def copy(self) -> list[Subscription]:
+        """Return all subscriptions in no order; needs no lock."""
+        return list(self._all)  # one step of C code
+
     def hearing(self, names: Iterable[str]) -> list[Subscription]:
         """Return the subscriptions to any of these mount points, in the same order."""
         return self._sorted({one for name in names for one in list(self._names.get(name, ())) if one in self._all})

@@ -314,7 +314,7 @@ class Lifecycle:
         """Return True if this thread holds a lock of the bus: it runs the handler of a signal, or a finalizer."""
         if is_held(self._lock):
             return True
-        return any(one.lane is not None and one.lane.is_held() for one in self._directory.ordered())
+        return any(one.lane is not None and one.lane.is_held() for one in self._directory.copy())
 
     async def _aopen(self, *, if_idle: bool = False) -> bool:
         host = HostLoop(self.abort_timeout)

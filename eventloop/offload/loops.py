@@ -160,8 +160,9 @@ class LoopThread(Loop):
 
     def _start_thread(self) -> None:
         # Not waiting for the lock: another thread starts it, or this one, which a signal has interrupted in here.
-        mine = is_held(self._starting)
-        if self._thread is None and not self.stopping and not mine and self._starting.acquire(blocking=False):
+        if self._thread is not None or self.stopping or is_held(self._starting):
+            return
+        if self._starting.acquire(blocking=False):
             try:
                 if self._thread is None:
                     thread = OwnedThread(self._owner, self._run, self.name)
