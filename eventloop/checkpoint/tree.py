@@ -126,6 +126,11 @@ class FlatTree:
         return out
 
     def _value(self, path: str, value: object) -> object:
+        if isinstance(value, np.generic) and value.dtype.kind in _NUMERIC_KINDS:
+            return Ext(Code.SCALAR, _pack((value.dtype.str, value.tobytes())))
+        if type(value) is np.ndarray and value.dtype.kind in _NUMERIC_KINDS:
+            order = ("F",) if value.flags.fnc else ()  # in the memory's order, as pickle keeps it
+            return Ext(Code.ARRAY, _pack((value.dtype.str, value.shape, value.tobytes(*order), *order)))
         encode_container = _ENCODE_CONTAINER.get(type(value))
         if encode_container is None and (parts := taken_apart(value)) is not None:
             value, encode_container = parts, FlatTree._object
@@ -138,11 +143,6 @@ class FlatTree:
             encoded = encode_container(self, path, value)
             self._open.pop()
             return encoded
-        if isinstance(value, np.generic) and value.dtype.kind in _NUMERIC_KINDS:
-            return Ext(Code.SCALAR, _pack((value.dtype.str, value.tobytes())))
-        if type(value) is np.ndarray and value.dtype.kind in _NUMERIC_KINDS:
-            order = ("F",) if value.flags.fnc else ()  # in the memory's order, as pickle keeps it
-            return Ext(Code.ARRAY, _pack((value.dtype.str, value.shape, value.tobytes(*order), *order)))
         kind = f"{type(value).__module__}.{type(value).__qualname__}"
         raise CheckpointValueError(f"{path or 'the tree'}: cannot store an object of type {kind}; {_way_out(value)}")
 
