@@ -1,12 +1,15 @@
 """Cancellations that were not meant for the bus, and the end of the event loop that it was opened in."""
 
 import asyncio
+import gc
 import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import anyio
 import pytest
 import trio
+from anyio.from_thread import start_blocking_portal
 
 from eventloop import Bus, BusStateError
 from eventloop.errors import LaneClosedError
@@ -253,3 +256,92 @@ def test_a_handler_that_cancels_its_own_task_loses_no_other_event(run, logs):
     assert heard == [*range(EVENTS)]
     (stats,) = bus.stats().values()
     assert stats.dropped == stats.pending == 0
+
+
+# ------------------------------------------------------------------------------- programs as other people's reports have them
+
+
+@pytest.mark.parametrize("run", ASYNCIO)
+def test_the_garbage_collector_finds_no_task_of_a_bus(run, bus):
+    """asyncio holds its tasks weakly (python/cpython#91887)."""
+    heard = slow(bus, 0)
+
+    async def main():
+        async with bus:
+            for number in range(5):
+                bus.publish(iteration(number))
+                gc.collect()
+                await asyncio.sleep(0.002)
+
+    run(main)
+    assert heard == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, pytest.param("uvloop", marks=UVLOOP)])
+def test_a_loop_that_runs_by_turns_serves_in_its_turns(new_loop, bus):
+    """As the fixtures of a test do."""
+    if new_loop == "uvloop":
+        import uvloop
+
+        new_loop = uvloop.new_event_loop
+    heard, loop = slow(bus, 0), new_loop()
+    loop.run_until_complete(bus.__aenter__())
+    for number in range(5):
+        bus.publish(iteration(number))
+        loop.run_until_complete(asyncio.sleep(0))
+    loop.run_until_complete(bus.aclose())
+    loop.close()
+    assert heard == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+@pytest.mark.parametrize("closes", [True, False])
+def test_a_bus_in_the_loop_of_a_portal(backend, closes, bus):
+    heard = slow(bus)
+    with start_blocking_portal(backend) as portal:
+        with portal.wrap_async_context_manager(bus) if closes else nullcontext(portal.call(bus.__aenter__)):
+            publish_all(bus, range(EVENTS))
+    assert heard == [*range(EVENTS)]
+    bus.close()
+
+
+@pytest.mark.parametrize("run", ASYNCIO)
+def test_timeouts_and_task_groups_of_a_handler_cancel_its_task_and_no_other_event(run, bus):
+    heard: list[str] = []
+
+    @bus.on("after_train_iter")
+    async def handler(event):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.001):
+                await asyncio.sleep(60)
+        with pytest.raises(ExceptionGroup):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(asyncio.sleep(60))
+                raise ZeroDivisionError
+        heard.append(event.batch_idx)
+
+    async def main():
+        async with bus:
+            publish_all(bus, range(5))
+
+    run(main)
+    assert heard == [0, 1, 2, 3, 4]
+
+
+def test_a_second_ctrl_c_while_the_bus_closes_leaves_it_closed(bus):
+    heard = slow(bus)
+
+    async def main():
+        async with bus:
+            publish_all(bus, range(EVENTS))
+            for seconds in (0.005, 0.02):
+                asyncio.get_running_loop().call_later(seconds, signal.raise_signal, signal.SIGINT)
+            await asyncio.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(main())
+    bus.close()
+    assert bus.state == "idle"
+    (stats,) = bus.stats().values()
+    assert stats.delivered == len(heard)
+    assert not stats.pending
