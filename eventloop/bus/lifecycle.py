@@ -90,10 +90,6 @@ class Lifecycle:
         """Start the consumers of offloaded handlers, as ``with bus:`` does; raises BusStateError if the bus is open already."""
         self._open(Runtime(self._backend, self._interrupt))
 
-    def join(self) -> bool:
-        """Open the bus if it is idle, and return whether this call did."""
-        return self._open(Runtime(self._backend, self._interrupt), if_idle=True)
-
     def close(self, *, abort: bool = False) -> None:
         """Deliver pending events and end the consumers. Idempotent.
 
@@ -154,14 +150,18 @@ class Lifecycle:
         await self._aopen()
         return self
 
-    async def ajoin(self) -> bool:
-        """Open the bus in this event loop if it is idle, and return whether this call did."""
-        return await self._aopen(if_idle=True)
-
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         await self.aclose(abort=error is not None)
 
     # ------------------------------------------------------------------------- for subscriptions, lanes and runs
+
+    def join(self) -> bool:
+        """Open the bus if it is idle, and return whether this call did."""
+        return self._open(Runtime(self._backend, self._interrupt), if_idle=True)
+
+    async def ajoin(self) -> bool:
+        """Open the bus in this event loop if it is idle, and return whether this call did."""
+        return await self._aopen(if_idle=True)
 
     def adopt_thread(
         self,

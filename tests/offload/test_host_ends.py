@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import signal
-from collections.abc import Callable
 from contextlib import nullcontext
 
 import anyio
@@ -37,7 +36,13 @@ ASYNCIO = [pytest.param(_asyncio, id="asyncio"), pytest.param(_uvloop, id="uvloo
 ALL = [*ASYNCIO, pytest.param(_trio, id="trio")]
 EVENTS = 30
 
-Run = Callable[[object], object]
+
+@pytest.fixture
+def _sigint():
+    """Python's own handler, which ``asyncio.run`` replaces; in the processes of a parallel pytest there is none."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def slow(bus: Bus, seconds: float = 0.002) -> list[int]:
@@ -120,6 +125,7 @@ def test_the_recipe_while_the_bus_opens_leaves_a_bus_that_opens_again(run, bus):
     assert heard == [0, 1, 2]
 
 
+@pytest.mark.usefixtures("_sigint")
 @pytest.mark.parametrize("run", ASYNCIO)
 def test_ctrl_c_in_a_run_delivers_what_was_published(run, bus):
     heard = slow(bus)
@@ -328,6 +334,7 @@ def test_timeouts_and_task_groups_of_a_handler_cancel_its_task_and_no_other_even
     assert heard == [0, 1, 2, 3, 4]
 
 
+@pytest.mark.usefixtures("_sigint")
 def test_a_second_ctrl_c_while_the_bus_closes_leaves_it_closed(bus):
     heard = slow(bus)
 

@@ -383,7 +383,7 @@ def test_a_second_run_on_a_bus_with_an_open_run_is_an_error_that_names_both(part
 
 def test_a_bus_that_cannot_be_opened_takes_the_next_run(parts, bus, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(bus, "open", lambda: 1 / 0)
+        patched.setattr(bus, "join", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             Run(bus, model=parts.model(), name="first").drive().begin_run()
     with Run(bus, model=parts.model(), name="second"):
