@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from logging import Logger
 from types import ModuleType
 from typing import Any, Final
@@ -94,6 +94,11 @@ class KeptValues:
             else:
                 log.warning("the checkpoint has no value that was kept under this name; it stays as it is given", name=name)
 
+    def of_process(self, names: Iterable[str]) -> list[str]:
+        """Return the names of generators and environments, which differ between processes."""
+        values = [(name, value) for name in names for value in _items(self._values[name])]
+        return [*dict.fromkeys(name for name, value in values if is_generator(value) or _is_environment(value))]
+
     def begin_training(self) -> None:
         """Restore the random states of the checkpoint. Warn of values in it that are not kept in this program."""
         if self._rng is not None:
@@ -120,6 +125,13 @@ class KeptValues:
         for name in self._values:
             if name in state:
                 self._values[name] = _restored(self._values[name], state[name])
+
+
+def _items(value: Any) -> Iterable[Any]:
+    """Return the values in a container, or the one that is none."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list | tuple) else [value]
 
 
 def _is_replaced(value: Any) -> bool:
@@ -270,9 +282,8 @@ class _Environment:
 
 def _tell_of_lost(name: str, value: Any) -> None:
     """Warn of attributes of environments that checkpoints do not hold."""
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else [value]
     lost: list[str] = []
-    for one in inner:
+    for one in _items(value):
         if _is_environment(one) and not _takes_state(one):
             environment = _Environment(one, name)
             environment.state()

@@ -321,6 +321,12 @@ class Run:
             raise ConfigurationError(f"stateful={{{KEPT!r}: ...}} has the name of what run.keep() keeps: give it another one")
         kept: KeptValues = self.kept
         kept.add(values)
+        if self.world_size > 1 and (own := kept.of_process(values)):
+            log.warning(
+                "a checkpoint holds what rank 0 keeps, so that a resumed run has its generators and environments on all ranks; "
+                "keep what is equal on all ranks",
+                names=own,
+            )
         return kept
 
     @check_options

@@ -323,3 +323,10 @@ def test_a_loop_of_calls_gets_what_it_keeps(tmp_path):
 
     whole = draws(tmp_path / "whole", 3)
     assert draws(tmp_path / "part", 1) + draws(tmp_path / "part", 3, resume="auto") == whole
+
+
+def test_what_differs_between_processes_is_told(tmp_path, monkeypatch, logs):
+    monkeypatch.setattr(Run, "world_size", 2)
+    with begun(tmp_path) as run:
+        run.keep(best=0.0, rngs=[random.Random(1)], env=Limit(Walk()))
+    assert [entry["names"] for entry in logs if "rank 0" in entry["event"]] == [["rngs", "env"]]
