@@ -53,6 +53,10 @@ class RunCancelled(BaseException):  # as in asyncio and trio: `except Exception`
     """``run.cancel()`` was called, or ``await loop.arun()`` cancelled; raised on the training thread."""
 
 
+class RunStopped(BaseException):
+    """``run.stop()`` cut an epoch of your own loop short; raised in its body, and ended by ``with Run(...)``."""
+
+
 class RunPreempted(SystemExit):
     """A run was stopped by ``run.stop(exit_code=...)`` and has ended in order; uncaught, the process exits with that status."""
 

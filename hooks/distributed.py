@@ -6,7 +6,7 @@ import torch
 from torch import distributed
 
 from eventloop import Hook, register
-from eventloop.events import AfterTrainEpoch, BeforeTrain, BeforeTrainEpoch, BeforeVal, RunView
+from eventloop.events import AfterTrainEpoch, BeforeTrainEpoch, BeforeTrainIter, BeforeVal, RunView
 from eventloop.training import set_sampler_epoch
 
 
@@ -36,20 +36,20 @@ class SyncBuffersHook(Hook):
     """
 
     def __init__(self) -> None:
-        self._synced_at: int | None = None  # iterations done at the last synchronisation
+        self._synced = True  # since the last batch; all ranks begin with the same buffers
 
-    def before_train(self, event: BeforeTrain) -> None:
-        self._synced_at = event.progress.iter  # all ranks begin with the same buffers
+    def before_train_iter(self, event: BeforeTrainIter) -> None:
+        self._synced = False
 
     def after_train_epoch(self, event: AfterTrainEpoch) -> None:
-        self._sync(event.run, event.progress.iter + 1)
+        self._sync(event.run)
 
     def before_val(self, event: BeforeVal) -> None:
-        if self._synced_at not in (None, event.progress.iter):
-            self._sync(event.run, event.progress.iter)
+        if not self._synced and event.run.training:
+            self._sync(event.run)
 
-    def _sync(self, run: RunView, iterations: int) -> None:
-        self._synced_at = iterations
+    def _sync(self, run: RunView) -> None:
+        self._synced = True
         if not distributed.is_available() or not distributed.is_initialized():
             return
         for buffer in (buffer.detach() for model in run.models.values() for buffer in model.buffers()):

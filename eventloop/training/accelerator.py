@@ -10,7 +10,6 @@ import torch
 from eventloop.errors import CheckpointError, ConfigurationError
 from eventloop.log import get_logger
 from eventloop.privates import custom_objects_of
-from eventloop.training.repeat import end_repeated
 from eventloop.training.saves.contents import flat, gather_weights
 from eventloop.training.saves.restore import HOSTED, Restore
 from eventloop.training.schema import how_far
@@ -52,7 +51,6 @@ class AcceleratorEntry:
         if self.run is None:
             return {}
         self.run.state.check_open("accelerator.save_state()")
-        end_repeated(self.run.state)
         if self.run.state.scopes.innermost == "iter":
             self.run.drive().end_iteration()
         gathered: dict[str, Any] = {}

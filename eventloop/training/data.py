@@ -81,8 +81,6 @@ class Feed:
         self.start: SavedStart | None = None
         """Random states at the start of the pass, and whether workers were running; None before the first pass."""
         self.resuming = False
-        self.repeats_last = False
-        """True if the interrupted pass of a resumed run must begin with the last batch that was used."""
         self._again: SavedStart | None = None
         """The random states to begin with, if the saved run had begun the pass and taken no batch."""
         self._warned = False
@@ -119,7 +117,6 @@ class Feed:
         if self._draws is not None:
             self._start_drawn(self._draws)
         elif self.resuming and self.used and self.start is not None:
-            self.used -= self.repeats_last
             self._iterator = self._continued(self.start) if self._restored_state else self._remaining(self.start)
         else:
             self._watch.begin_pass()
@@ -127,7 +124,7 @@ class Feed:
             self.used = 0
             self._left = _MISSING
             self._iterator = iter(self.loader)
-        self.resuming = self.repeats_last = False
+        self.resuming = False
 
     def _continued(self, start: SavedStart) -> Iterator[Any]:
         """Return an iterator over the rest of the pass whose position the loader has restored itself."""
@@ -194,12 +191,6 @@ class Feed:
         """Make :meth:`next` return the last batch again."""
         self._repeats = True
 
-    @property
-    def can_repeat(self) -> bool:
-        """True if the interrupted pass of a resumed run can begin with the last batch that was used."""
-        own_position = self._restored_state or self._sampler is not None or self._draws is not None
-        return self.resuming and self.used > 0 and self.start is not None and not own_position
-
     def _remaining(self, start: SavedStart) -> Iterator[Any]:
         """Return an iterator over the rest of the pass that began with the random states ``start``."""
         now, restart = random_states(self.loader), partial(set_random_states, self.loader, start)
@@ -265,10 +256,14 @@ class Feed:
             self._ahead = self._pull()
         return self._ahead is _END
 
-    def saved(self, instead: Mapping[Generator, Any] = {}) -> SavedPosition:
-        """Return the consumed batches (not prefetched ones) and the random states of the pass; see `generator_states`."""
+    def saved(self, instead: Mapping[Generator, Any] = {}, *, repeats: bool = False) -> SavedPosition:
+        """Return the consumed batches (not prefetched ones) and the random states of the pass; see `generator_states`.
+
+        With ``repeats`` the present batch counts as not consumed, if the loader can read it again.
+        """
         saved = SavedPosition(
-            used=self.used,
+            used=self.used - (repeats and self._can_repeat),
+            repeats=repeats,
             passes=self.passes,
             begun=self._iterator is not None,
             length=self._own_length,
@@ -284,6 +279,11 @@ class Feed:
             saved.loader = self._stateful.state_dict() if at is _MISSING else at
         return saved
 
+    @property
+    def _can_repeat(self) -> bool:
+        """True if the last batch can be read again by its index."""
+        return self.used > 0 and not self._has_state and self._sampler is None and self._draws is None
+
     def restore(self, saved: SavedPosition, restored: set[Generator]) -> None:
         """Make the next :meth:`start_pass` continue from ``saved``; generators in ``restored`` are restored already."""
         if self._draws is not None:
@@ -292,6 +292,11 @@ class Feed:
         self.used, self.passes, self.start = saved.used, saved.passes, saved.start
         self._samples = saved.samples
         self.resuming = True
+        if saved.repeats and (self._has_state or self._sampler is not None):
+            log.warning(
+                "the checkpoint was saved in a validation before the step of its body, and this loader cannot read the batch "
+                "of that body again, so the resumed run leaves its update out; validate behind the step, or before run.train()"
+            )
         workers = self.start is not None
         if self.start is not None and not self.used and saved.begun:
             self._again, workers = self.start, self.start.workers
@@ -361,11 +366,16 @@ class Feeds:
         self._device = device
         self._warned: set[str] = set()  # metrics already warned about
         self._evaluated: list[Iterable[Any]] = []  # loaders of validations and tests, in order of first use
+        self._trained: list[Iterable[Any]] = []  # those of the passes of the training in one epoch
         self._saved = SavedData(None, [])  # what a resumed run has not begun with yet
         self._restored: set[Generator] = set()
 
-    def for_training(self, loader: Iterable[Any]) -> Feed:
-        """Return the feed of ``loader``: the current one, or a new one at the position of a resumed run."""
+    def for_training(self, loader: Iterable[Any], index: int = 0) -> Feed:
+        """Return the feed of ``loader``: the current one, or a new one at the position of a resumed run.
+
+        ``index`` counts the passes over training data in one epoch.
+        """
+        self.pass_over(loader, index)
         if isinstance(loader, Feed):
             self.train = loader
         if self.train is None or (self.train is not loader and self.train.loader is not loader):
@@ -375,6 +385,14 @@ class Feeds:
                 self.train.restore(self._saved.train, self._restored)
                 self._saved.train = None
         return self.train
+
+    def pass_over(self, loader: Iterable[Any], index: int) -> None:
+        """Note the loader of a pass of the training, also if the saved run has finished that pass."""
+        first = index >= len(self._trained)
+        self._trained[index : index + 1] = [loader]
+        if first and index < len(self._saved.trained):
+            saved = self._saved.trained[index]
+            restore_loader(loader, saved, self._restored, workers=saved.workers)
 
     def for_evaluation(self, loader: Iterable[Any], name: str) -> Feed:
         """Return a new feed of ``loader``; errors use ``name``."""
@@ -392,6 +410,11 @@ class Feeds:
         return self.evaluated
 
     @property
+    def repeats(self) -> bool:
+        """True if the saved run was in the body of a batch, which begins once more."""
+        return self._saved.train is not None and self._saved.train.repeats
+
+    @property
     def epoch_length(self) -> int | None:
         """The training batches of an epoch, also before the first one; None if unknown."""
         if self.train is not None:
@@ -402,8 +425,10 @@ class Feeds:
         """Return metrics on the device of the run; they share its warnings."""
         return Metrics(metrics, self._device, self._warned)
 
-    def saved(self, *, validating: bool) -> SavedData | None:
+    def saved(self, *, validating: bool, repeats: bool = False) -> SavedData | None:
         """Return the position in the data; with ``validating``, that at the start of the current validation.
+
+        With ``repeats``, the present batch of the training counts as not consumed.
 
         None before the first epoch and the first validation.
         """
@@ -413,17 +438,21 @@ class Feeds:
             instead = dict(zip(own_generators(feed.loader), feed.start.generators, strict=False))
             workers = {id(feed.loader): feed.start.workers}
         # A resumed run may have no training epoch yet.
-        train = self._saved.train if self.train is None else self.train.saved(instead)
-        evaluated = [
-            SavedEvaluation(
-                generators=generator_states(loader, instead),
-                workers=workers.get(id(loader), has_workers(loader)),
-                counted=_passes_made(loader),
-            )
-            for loader in self._evaluated
-        ]
+        train = self._saved.train if self.train is None else self.train.saved(instead, repeats=repeats)
+        evaluated, trained = (
+            [
+                SavedEvaluation(
+                    generators=generator_states(loader, instead),
+                    workers=workers.get(id(loader), has_workers(loader)),
+                    counted=_passes_made(loader),
+                )
+                for loader in loaders
+            ]
+            for loaders in (self._evaluated, self._trained)
+        )
         evaluated += self._saved.evaluated[len(evaluated) :]
-        return SavedData(train, evaluated) if train is not None or evaluated else None
+        trained += self._saved.trained[len(trained) :]
+        return SavedData(train, evaluated, trained if len(trained) > 1 else []) if train is not None or evaluated else None
 
     def restore(self, saved: SavedData | None) -> None:
         """Start the next feeds at this position."""
@@ -435,6 +464,7 @@ class Feeds:
         # would end before the iterator. torch would then wait 5 s for each worker.
         self.train = self.expected = None
         self._evaluated.clear()
+        self._trained.clear()
 
 
 def _passes_made(loader: Iterable[Any]) -> int | None:

@@ -15,16 +15,18 @@ from eventloop import events as ev
 from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.events import Event
+from eventloop.log import get_logger
 from eventloop.training.arguments import Limit
 from eventloop.training.data import Feed
 from eventloop.training.distributed.shares import Share, check_divisible, check_even, forward_alone, size_of
 from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.optimizers import enter_training_mode, in_training_mode, optimizers_in
-from eventloop.training.repeat import warn_if_left_out
 from eventloop.training.saves.capture import Capture
 from eventloop.training.saves.contents import SavedRun
 from eventloop.training.session import Session
-from eventloop.training.state import ITERATIONS
+from eventloop.training.state import ITERATIONS, Counters
+
+log = get_logger()
 
 EvaluationStage = Literal["val", "test"]
 
@@ -65,6 +67,8 @@ class Driver(Session):
 
     feed: Feed | None = None
     """The data of the epoch."""
+    accumulate = 1
+    """Batches of an accumulation window, as ``run.train(loader, accumulate=)`` gives it."""
     _begun = False  # an epoch, since the run began
     _batch: Any = None
     _last: bool | None = None
@@ -76,6 +80,8 @@ class Driver(Session):
     _index = 0
     _in_step = False
     _evaluation_changes = False
+    _left = False  # the iteration that ends was left by `break`, and with it the epoch
+    _scores: Mapping[str, Any] | None = None  # of a validation whose saves wait
     _repeats = False  # the iteration that begins, which has published its before_train_iter
 
     def should_stop(self) -> bool:
@@ -97,6 +103,11 @@ class Driver(Session):
         if counters.max_iters is not None and counters.iter + 1 >= counters.max_iters:
             return True
         return self._last if self._last is not None else self.feed is not None and self.feed.last
+
+    @property
+    def window_open(self) -> bool:
+        """True between two batches of an accumulation window that ``run.train(loader, accumulate=)`` declares."""
+        return self.accumulate > 1 and "epoch" in self.state.scopes and self.state.counters.batches % self.accumulate > 0
 
     @check_options
     def begin_train(self, *, max_epochs: Limit | None = None, max_iters: Limit | None = None) -> None:
@@ -165,7 +176,8 @@ class Driver(Session):
         if self.feed is not None:
             self.feed.end()
         state.settle()
-        self._saves.save_if_asked(force=True)
+        if not state.holds:
+            self._saves.save_if_asked(force=True)
         state.scopes.leave("epoch")
 
     def abandon_epoch(self) -> None:
@@ -216,11 +228,55 @@ class Driver(Session):
         agreed = state.agreed
         if not state.alone:
             state.channel.exchange()
-        if self._saves.requests or agreed.save:
-            self._saves.save_if_asked()
+        if (self._saves.requests or agreed.save) and not (state.holds and self._ends_pass):
+            self.save_held()
         state.scopes.leave("iter")
         if agreed.cancelled or agreed.paused or agreed.rates:
             state.handle_requests()
+
+    @property
+    def _ends_pass(self) -> bool:
+        """True if no batch comes behind the iteration that ends here, as far as that is known without a look at the data."""
+        feed, counters = self.feed, self.state.counters
+        if self._left:
+            return True
+        if counters.max_iters is not None and counters.iter >= counters.max_iters:
+            return True
+        return feed is not None and not feed.endless and feed.length is not None and feed.used >= feed.length
+
+    def save_held(self, *, force: bool = False) -> None:
+        """Save what was requested in a validation, or behind one, and has waited; with its scores, if it is the same state."""
+        self._saves.before_step = None
+        scores, self._scores = self._scores, None
+        if scores is not None and self.state.validated:
+            self._host.saver.note_scores(scores)
+        self._saves.save_if_asked(force=force)
+
+    def _save_before_step(self) -> None:
+        """Save what was requested in a validation between two steps of one body: the next one changes the weights."""
+        counters = self.state.counters
+        before = counters.saved()
+        counters.iter, counters.batches, counters.update = before.iter + 1, before.batches + 1, before.update + self.state.steps
+        log.warning(
+            "a save was requested in a validation between two optimizer steps of one body, so a run that resumes from it "
+            "leaves out the rest of that body: validate behind the last step",
+            iter=before.iter,
+        )
+        try:
+            self.save_held(force=True)
+        finally:
+            counters.restore(before)
+
+    def leave_iteration(self) -> None:
+        """End an iteration whose body was left without an exception: as any other if it has stepped, else abandon it."""
+        if not self.state.stepped:
+            self.abandon_iteration()
+            return
+        self._left = True
+        try:
+            self.end_iteration()
+        finally:
+            self._left = False
 
     def _repeat_iteration(self) -> None:
         """End an iteration whose step was not committed: its batch comes again, and nothing is counted."""
@@ -267,6 +323,8 @@ class Driver(Session):
         self._check_order("begin_evaluation")
         self._begin_stage()
         state = self.state
+        if (nested := state.scopes.innermost == "iter") and state.interrupted is None:
+            state.interrupt_iteration(self._batch)
         feed = None if data is None else self._run.feeds.for_evaluation(data, f"{stage}_data")
         self._stage, self._evaluated, self._metrics, self._index = stage, feed, None, -1
         if self._host.evaluates:
@@ -277,7 +335,7 @@ class Driver(Session):
         # Ranks with equal numbers of batches can stop early together; others stop at the end.
         self._in_step = len(lengths) == 1 and length is not None
         # Only a validation inside a training is a phase of it that a resumed run repeats.
-        if stage == "val" and state.training:
+        if stage == "val" and state.training and not nested:
             warn_if_left_out(state.counters, self._host.saver.resumes_training_at)
             state.begin_validation()
         state.scopes.enter("evaluation")
@@ -317,7 +375,8 @@ class Driver(Session):
             self._metrics.update(state.outputs, size_of(batch) if share is None else share.counts(self._index, batch))
         if self._in_step:
             state.channel.exchange()
-        self._saves.save_if_asked()
+        if not state.save_waits:
+            self._saves.save_if_asked()
         state.scopes.leave("evaluation iter")
         state.handle_requests()
 
@@ -337,12 +396,18 @@ class Driver(Session):
         if stage == "val" and state.training:
             state.note_validated()
             self._host.saver.note_scores(results)
+            self._scores = results if state.save_waits else None
+        if state.interrupted is not None and self._saves.requests and state.stepped:
+            self._saves.before_step = self._save_before_step
         state.settle()
         # force: save the validated weights even within an accumulation window, whose gradients are saved too.
-        self._saves.save_if_asked(force=True)
+        if not state.save_waits:
+            self._saves.save_if_asked(force=True)
         state.scopes.leave("evaluation")
         self._announce(_EVALUATION[stage][5])
-        self._saves.save_if_asked()
+        if not state.save_waits:
+            self._saves.save_if_asked()
+        self._batch = state.continue_iteration()
         state.handle_requests()
         return results
 
@@ -350,6 +415,7 @@ class Driver(Session):
         """End the evaluation early, without ``after_val``; restore modes, gradients and weights."""
         self._check_order("abandon_evaluation")
         self.state.scopes.leave("evaluation")
+        self._batch = self.state.continue_iteration()
 
     def drop_evaluation(self) -> None:
         """Abandon the current evaluation, if there is one."""
@@ -383,8 +449,18 @@ class Driver(Session):
     def _forget(self) -> None:
         self._run.feeds.forget()
         self.state.forget()
-        self.feed = self._evaluated = self._share = self._batch = None
+        self.feed = self._evaluated = self._share = self._batch = self._scores = None
         self._begun = self._repeats = False
+
+
+def warn_if_left_out(now: Counters, saved: Counters | None) -> None:
+    """Warn if the validation that begins ``now`` follows a checkpoint that was ``saved`` without knowing of it."""
+    if saved == now:
+        log.warning(
+            "a checkpoint was saved just before this validation, when the run did not know that it follows, so a run that "
+            "resumes from it leaves this validation out; in calls of run.drive(), give end_iteration(validates=True)",
+            iter=now.iter,
+        )
 
 
 Step = Callable[..., None]
@@ -398,12 +474,14 @@ def around_step(
 
     ``capture`` waits before a step for the copies that it makes beside the training.
     """
-    publish, wants, state, key = run.publish, run.wants, run.state, id(optimizer)
-    stepped = state.stepped
+    publish, wants, state, saves, key = run.publish, run.wants, run.state, run.saves, id(optimizer)
+    stepped, own = state.stepped, capture is not None
 
     def before_step(*step: Any) -> None:
         if capture is not None and capture.overlap is not None:
             capture.overlap.fence()  # first, because a handler may change weights
+        if own and saves.before_step is not None:
+            saves.before_step()
         if key in stepped:
             state.step_again(optimizer)
         if wants(ev.BeforeOptimizerStep):
@@ -411,6 +489,8 @@ def around_step(
 
     def after_step(*step: Any) -> None:
         stepped[key] = stepped.get(key, 0) + 1
+        if own and "iter" not in state.scopes:
+            state.tell_step_outside()
         if wants(ev.AfterOptimizerStep):
             publish(ev.AfterOptimizerStep, name=name, optimizer=optimizer)
 

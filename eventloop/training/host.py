@@ -190,14 +190,18 @@ class OwnLoop:
 
     @property
     def window_open(self) -> bool:
-        """True inside an accumulation window of the accelerator or of the bus's update."""
+        """True inside an accumulation window of ``run.train(accumulate=)``, the accelerator or the bus's update."""
+        if self._drive.window_open:
+            return True
         if self.accelerator is not None and not self.accelerator.sync_gradients:
             return True
         return any(hook.window_open for hook in self._run.bus.hooks if isinstance(hook, Update))
 
     @property
     def accumulation(self) -> int | None:
-        """Iterations per optimizer step, from the accelerator or the update on the bus; None if your code decides."""
+        """Iterations per optimizer step, from ``run.train()``, the accelerator or the update; None if your code decides."""
+        if self._drive.accumulate > 1:
+            return int(self._drive.accumulate)
         if self.accelerator is not None:
             return int(self.accelerator.gradient_accumulation_steps)
         return next((hook.accumulate for hook in self._run.bus.hooks if isinstance(hook, Update)), None)

@@ -7,41 +7,201 @@ StopIteration marks the end, because user code may raise StopIteration by mistak
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Self
 
-from eventloop.errors import TrainingError, stopped
+from eventloop.errors import RunStopped, TrainingError, stopped
 from eventloop.log import get_logger
+from eventloop.plain import numbers_in, plain
+from eventloop.training.body import Beginning, Kept, restore_gradients
 from eventloop.training.data import Feed
 from eventloop.training.driver import Driver, EvaluationStage
 from eventloop.training.metrics import Metrics
-from eventloop.training.repeat import Repeat, end_repeated, end_unvalidated
+from eventloop.training.rng import get_rng_state, set_rng_state
 from eventloop.training.saves.contents import SavedRun
+from eventloop.user_errors import add_note
 
 log = get_logger()
 
 
 class OpenLoops:
-    """Track the open ``for`` statements of the user's loop, for all iterators of a run; end the scopes that they left."""
+    """Track the open ``for`` statements of the user's loop, for all iterators of a run; end the scopes that they left.
+
+    A pass is one training epoch, validation or test in the body of ``run.epochs()``. ``place`` counts where passes begin and
+    end in it: it is odd inside a pass. A resumed run enters the body at its top; until it comes to the ``goal``, the place
+    where the save was taken, passes yield nothing. There the states of the save are put back.
+    """
 
     def __init__(self, drive: Driver, run: SavedRun) -> None:
         self.drive = drive
         self.run = run
         self.scopes = drive.state.scopes
+        self.owned: bool = not run.host.update_steps
+        """True if the body of an epoch is the user's; False for that of a ``TrainLoop``."""
         self.forget()
 
     def forget(self) -> None:
         """Drop all references to the loaders."""
-        self.epoch_already_trained = False
-        """True in a resumed run whose epoch is fully trained but not validated."""
-        self.training: object | None = None
+        self.training: TrainBatches | None = None
         """The iterator whose epoch is open."""
-        self.broken_out = False
-        """True if its body was left with ``break``."""
         self.evaluating: object | None = None
         self.epoch_ends: bool | None = None
         """True if the open epoch must end after the current iteration; None if it cannot end early."""
+        self.place = self.goal = 0
+        self.trainings = 0
+        """Passes of the training in the present body."""
+        self.nests = False
+        """True once a validation has run in the body of an iteration, before its step."""
+        self._kept: Kept | None = None  # the states of the save, until the resumed run comes to its place
+        self._in_batch = False  # the place is in the body of a batch, at its first validation
+        self._large: set[str] = set()  # stateful objects that are too large to copy them in each epoch
+        self._again = ""  # what was told of the epoch that was entered again
+
+    # ------------------------------------------------------------------------------------------------------------ bodies
+
+    def enter_body(self) -> int:
+        """Begin the body of the next epoch; return its index."""
+        state, counters = self.drive.state, self.drive.state.counters
+        self.place = self.trainings = 0
+        state.holds = self.owned
+        state.finished = []
+        counters.body, counters.place = (counters.epoch, 0) if self.owned else (None, 0)
+        state.beginning = Beginning.of(self.run, self._large) if self.owned and self.run.saves.directories else None
+        state.set_progress()
+        return counters.epoch
+
+    @property
+    def in_body(self) -> bool:
+        """True if the run was saved, or left, in the body of an epoch."""
+        return _open_body(self.drive.state.counters)[1] > 0
+
+    def enter_again(self) -> int:
+        """Enter the body in which the resumed run was saved; return the index of the epoch."""
+        state, counters = self.drive.state, self.drive.state.counters
+        epoch, goal = _open_body(counters)
+        self.place, self.goal, self.trainings = 0, goal, 0
+        if not self.owned:
+            return epoch
+        state.holds = True
+        counters.body, counters.place = epoch, goal
+        self._in_batch = self.run.feeds.repeats
+        self._kept = Kept.of(self.run).with_weights(self.run)
+        for one in self.run.optimizers.values():
+            if state.gradients:
+                one.zero_grad(set_to_none=True)
+        if state.beginning is not None:
+            state.beginning.apply(self.run)
+        else:
+            state.beginning = Beginning.of(self.run, self._large)
+        state.set_progress()
+        self._tell_again(epoch)
+        return epoch
+
+    def _tell_again(self, epoch: int) -> None:
+        counters = self.drive.state.counters
+        done = f"its first {counters.batches} batches" if counters.batches else "its batches"
+        self._again = (
+            f"this resumed run has entered epoch {epoch} again at the top of its body, without {done}, which the saved run has "
+            "trained: what the body collects over batches lacks these; keep such values in stateful=, or guard the code"
+        )
+        if self._in_batch and self.drive.state.batch_rng is None:
+            self._again += "; random numbers that its first body draws before its validation are others"
+        log.warning(self._again, epoch=epoch, batches=counters.batches)
+
+    def note(self, error: BaseException) -> None:
+        """Add to an error in the body of an epoch that was entered again why it may be there."""
+        if self._again:
+            add_note(error, self._again)
+
+    def end_body(self) -> None:
+        """End the body of an epoch, if one is open: what was requested behind its batches is saved here."""
+        state, counters = self.drive.state, self.drive.state.counters
+        if not state.holds:
+            return
+        self._arrive()
+        self._again = ""
+        state.holds = False
+        if not counters.batches:  # else its training was left in the middle
+            counters.body, counters.place, state.beginning = None, 0, None
+            state.go_on()
+        self.drive.save_held(force=True)
+
+    # ------------------------------------------------------------------------------------------------------------ passes
+
+    def finds_done(self) -> bool:
+        """Begin a pass; return True if the saved run has finished it: then this one yields nothing."""
+        self.place += 1
+        if self.place < self.goal:
+            return True
+        if self.drive.state.holds and self.place > self.goal:
+            self.drive.state.counters.place = self.place
+        return False
+
+    def end_pass(self, metrics: Mapping[str, Any] | None = None) -> None:
+        """End a pass."""
+        self.place += 1
+        if self.place == self.goal:
+            self._arrive()
+        elif self.place > self.goal and self.drive.state.holds:
+            self.drive.state.counters.place = self.place
+            self.drive.state.finished.append(plain(numbers_in(metrics or {})))
+
+    def arrive(self) -> None:
+        """Put back the states of the save if this is its place."""
+        if self.place == self.goal:
+            self._arrive()
+
+    def _arrive(self) -> None:
+        self.goal = 0
+        state, kept = self.drive.state, self._kept
+        if kept is None:
+            return
+        if not self._in_batch:
+            self._kept = None
+        kept.put_back(self.run)
+        restore_gradients(self.run.optimizers, state.gradients)
+
+    def begin_batch(self) -> None:
+        """Note the random states at the beginning of a batch's body, if validations come in it."""
+        state = self.drive.state
+        if self._in_batch:
+            if state.batch_rng is not None:
+                set_rng_state(state.batch_rng)
+        elif self.nests or not state.counters.batches:
+            state.batch_rng = get_rng_state() if self.owned and self.run.saves.directories else None
+        else:
+            state.batch_rng = None
+
+    def reach_batch(self) -> None:
+        """Put back the states of the save in the body of a batch, where the saved run had validated."""
+        if self._in_batch:
+            self._in_batch, kept, self._kept = False, self._kept, None
+            if kept is not None:
+                kept.put_back(self.run)
+
+    def stop(self) -> None:
+        """End the run here, by an exception: the code of a body that a stop cuts short must not go on.
+
+        In a ``TrainLoop``, iterators end instead.
+        """
+        state = self.drive.state
+        if self.owned and state.scopes.innermost:
+            if self._kept is not None:  # it has not come to the place of its save
+                kept, self._kept = self._kept, None
+                kept.put_back(self.run)
+            state.holds = False
+            raise RunStopped(state.why_stopped())
+
+    def batches_before(self) -> int:
+        """Return the batches of the next training pass that the saved run has trained."""
+        counters = self.drive.state.counters
+        if self.owned and self.drive.state.holds:
+            return counters.batches if self.place + 1 == self.goal else 0
+        return counters.batches if self.drive.state.resumed else 0
+
+    # ------------------------------------------------------------------------------------------------------------ scopes
 
     def begin_train(self) -> None:
         """Begin the training if it has not begun."""
@@ -49,18 +209,29 @@ class OpenLoops:
             self.drive.state.check_open("run.epochs() and run.train()")
             self.drive.begin_train()
 
-    def drop_iteration(self) -> None:
-        """End an open iteration without its ``after_train_iter``."""
-        end_unvalidated(self.drive.state)
+    @property
+    def left(self) -> bool:
+        """True if the ``for`` statement over the open epoch was left, by ``break`` or a shorter iterator around it."""
+        return self.training is not None and self.training.left
+
+    def end_left(self) -> None:
+        """End the epoch if its ``for`` statement was left."""
+        if self.left:
+            self.end_epoch()
+
+    def end_iteration(self) -> None:
+        """End an open iteration whose body was left: as any other if it has stepped."""
+        self.abandon_evaluation()
         if "iter" in self.scopes:
-            self.drive.abandon_iteration()
+            self.drive.leave_iteration()
 
     def end_epoch(self) -> None:
-        """End the open epoch, if any, and drop an iteration that ``break`` left open."""
+        """End the open epoch, if any, and an iteration that ``break`` left open."""
         if "epoch" in self.scopes:
-            self.drop_iteration()
+            self.end_iteration()
             self.drive.end_epoch()
             self._warn_without_update()
+            self.end_pass()
         self._no_epoch()
 
     def _warn_without_update(self) -> None:
@@ -73,8 +244,12 @@ class OpenLoops:
 
     def abandon_evaluation(self) -> None:
         """End a validation or test early if one is open, after ``break`` or a stop."""
+        passes = self.evaluating is not None and self.owned and self.drive.state.interrupted is None
         self.evaluating = None
-        self.drive.drop_evaluation()
+        if "evaluation" in self.scopes:
+            self.drive.drop_evaluation()
+            if passes:
+                self.end_pass()
 
     def abandon_epoch(self) -> None:
         """End the open epoch early, if any."""
@@ -83,12 +258,35 @@ class OpenLoops:
             self.drive.abandon_epoch()
 
     def _no_epoch(self) -> None:
-        self.training, self.broken_out, self.epoch_ends = None, False, None
+        self.training, self.epoch_ends = None, None
 
     def end_train(self) -> None:
         """End the training if it has begun."""
         if self.drive.state.training:
             self.drive.end_train()
+
+    def leave(self, *, cut: bool) -> None:
+        """End all scopes where the block of the run ends: the user's code has left them, or a stop has ``cut`` them short."""
+        if not cut:
+            self.end_iteration()
+        self.drive.drop_evaluation()
+        self.abandon_epoch()
+        if not cut:
+            self.end_body()
+        self.drive.state.holds = False
+        self.end_train()
+
+
+def _open_body(counters: Any) -> tuple[int, int]:
+    """Return the epoch in whose body a run was saved, and the place in it; 0 if in none.
+
+    Calls, a ``TrainLoop`` and 0.2 save no body: the phase and the number of batches tell.
+    """
+    if counters.body is not None:
+        return counters.body, counters.place
+    if counters.batches:
+        return counters.epoch, 1
+    return (counters.epoch - 1, 2) if counters.phase == "val" and counters.epoch else (counters.epoch, 0)
 
 
 class _Steps:
@@ -109,14 +307,14 @@ class _Steps:
 
 
 class Epochs(_Steps):
-    """Yield the indices of the remaining epochs. A resumed run that must validate first yields the previous epoch."""
+    """Yield the indices of the remaining epochs. A run that was saved in the body of one begins with that one."""
 
     _method = "run.epochs()"
 
     def __init__(self, loops: OpenLoops) -> None:
         self._loops = loops
         self._state = loops.drive.state
-        self._pending_validation = loops.drive.validation_comes_first
+        self._first = True
         self._yielded = False
         self._iter = self._state.counters.iter
         self._begun_at: tuple[int, int, int] | None = None
@@ -129,32 +327,37 @@ class Epochs(_Steps):
         loops, state, counters = self._loops, self._state, self._state.counters
         loops.abandon_evaluation()
         loops.end_epoch()
-        if self._pending_validation:
-            self._pending_validation, self._yielded = False, True
+        loops.end_body()
+        first, self._first = self._first, False
+        if first and not counters.batches and loops.in_body:  # even if it stops: it begins the training
             loops.begin_train()
-            loops.epoch_already_trained = counters.batches == 0
-            return (counters.epoch if counters.batches else max(0, counters.epoch - 1),)
-        loops.epoch_already_trained = False
+            return self._yield(loops.enter_again())
         state.settle()
         if state.should_stop():  # keep the phase, so that a resume repeats an interrupted validation
             loops.end_train()
             return None
-        state.go_on()
         if self._done():
+            state.go_on()
             if state.resumed and not self._yielded and not state.has_trained:
                 loops.begin_train()  # the saved run may have ended before after_train
             loops.end_train()
             return None
+        loops.begin_train()
+        if first and loops.in_body:
+            return self._yield(loops.enter_again())
+        state.go_on()
         reached = (counters.epoch, counters.iter, counters.batches)
         if reached == self._begun_at:
             raise TrainingError(
                 f"epoch {counters.epoch + 1} has trained nothing, and run.epochs() would repeat it forever: iterate over "
                 "run.train(loader) instead of the loader in every epoch"
             )
-        loops.begin_train()
         self._begun_at = reached
+        return self._yield(loops.enter_body())
+
+    def _yield(self, epoch: int) -> tuple[int]:
         self._yielded = True
-        return (counters.epoch,)
+        return (epoch,)
 
     def _done(self) -> bool:
         """Return True if no epoch is left; warn if an earlier run has trained them all, even if this one validated the last."""
@@ -182,17 +385,25 @@ class Epochs(_Steps):
 
 
 class Batches(_Steps):
-    """Batches that notice the end of the ``for`` statement over them, also by ``break``.
-
-    In ``with run.train(loader) as batches:`` (or ``run.validate``) they notice the end of the block instead.
-    """
+    """Batches for one ``for`` statement, or for the block ``with run.train(loader) as batches:`` (or ``run.validate``)."""
 
     _in_block = False
-    leave: Callable[[], None]
-    """End the scopes that the body left open; no effect after the last batch."""
+    _body: weakref.ref[_Body] | None = None  # of the last `for` statement: only that refers to it
 
     def __iter__(self) -> Iterator[Any]:
-        return self if self._in_block else _Body(self)
+        if self._in_block:
+            return self
+        body = self._begin_body()
+        self._body = weakref.ref(body)
+        return body
+
+    def _begin_body(self) -> _Body:
+        return _Body(self)
+
+    @property
+    def left(self) -> bool:
+        """True if the ``for`` statement or the block has ended."""
+        return not self._in_block and self._body is not None and self._body() is None
 
     def __enter__(self) -> Self:
         self._in_block = True
@@ -200,25 +411,18 @@ class Batches(_Steps):
 
     def __exit__(self, *error: object) -> None:
         self._in_block = False
-        self.leave()
+        self._body = weakref.ref(_Body(self))  # which nothing keeps
 
 
 class _Body(_Steps):
-    """The iterator of one ``for`` statement. Only the statement refers to it, so Python deletes it at the statement's end."""
+    """The iterator of one ``for`` statement. Only the statement refers to it, so it is gone at the statement's end."""
 
     def __init__(self, batches: Batches) -> None:
         self._advance = batches._advance
         self._method = batches._method
-        self._leave = batches.leave
-        self._thread = threading.get_ident()
 
     def __iter__(self) -> Self:
         return self
-
-    def __del__(self) -> None:
-        # The garbage collector may call this on another thread; then the next call of the run ends the scopes.
-        if self._thread == threading.get_ident():
-            self._leave()
 
 
 class TrainBatches(Batches):
@@ -226,21 +430,29 @@ class TrainBatches(Batches):
 
     _method = "run.train()"
 
-    def __init__(self, loops: OpenLoops, feed: Feed, *, endless: bool) -> None:
+    def __init__(self, loops: OpenLoops, loader: Iterable[Any], *, endless: bool, accumulate: int | None) -> None:
         self._loops = loops
         self._drive = loops.drive
-        self._feed = feed
-        self._endless = endless
-        self._begun = False
-        self._over = loops.epoch_already_trained
+        self._loader = loader
+        self._feed: Feed
+        self._endless, self._accumulate = endless, accumulate
+        self._begun = self._over = False
+        self._start: int | None = None
+
+    @property
+    def start(self) -> int:
+        """Batches of this epoch that were trained before: 0, or more in an epoch that a resumed run enters again.
+
+        ``enumerate(batches, start=batches.start)`` numbers batches as in a run that was never stopped.
+        """
+        return self._loops.batches_before() if self._start is None else self._start
 
     def __iter__(self) -> Iterator[Any]:
         loops = self._loops
         if self._begun and not self._over:
             self._over = loops.training is not self  # its epoch has ended since
-            if loops.broken_out and not self._over:
-                loops.broken_out = False
-                loops.drop_iteration()
+            if not self._over and self.left:
+                loops.end_iteration()
         return super().__iter__()
 
     def _advance(self) -> tuple[Any] | None:
@@ -248,55 +460,83 @@ class TrainBatches(Batches):
             return None
         loops, drive = self._loops, self._drive
         state, counters = drive.state, drive.state.counters
-        if not self._begun and not state.should_stop() and (repeated := self._begin()) is not None:
-            return repeated
-        if state.scopes.innermost != "iter":
-            loops.abandon_evaluation()
-            end_unvalidated(state)
-        ended = state.scopes.innermost == "iter"
-        if ended:
-            drive.end_iteration()  # handles requests
-        if (plan := state.plan) is not None and plan.asked and not state.window_open:
+        ended = False
+        if self._begun:
+            if state.interrupted is not None:
+                loops.abandon_evaluation()
+            if state.scopes.innermost == "iter":
+                drive.end_iteration()  # handles requests
+                ended = True
+            elif loops.evaluating is not None:
+                loops.abandon_evaluation()
+        elif not self._begin():
+            return None
+        if (plan := state.plan) is not None and ended and (plan.comes_next or (plan.asked and not state.window_open)):
             plan.validate()
-        complete = self._begun and counters.max_iters is not None and counters.iter >= counters.max_iters
+            ended = False
+        complete = counters.max_iters is not None and counters.iter >= counters.max_iters
         complete = complete or (loops.epoch_ends is True and not state.window_open)
         stops = (state.urgent or not ended) and state.should_stop()
-        if stops and not (complete or (self._begun and self._feed.last)):  # else it cuts nothing short
+        if stops and not (complete or self._feed.last):  # else it cuts nothing short
             self._over = True
             loops.abandon_epoch()
+            loops.stop()
             return None
         batch = None if complete else self._feed.next()
         if batch is None:
             self._over = True
             loops.end_epoch()
             return None
+        if loops.owned:
+            loops.begin_batch()
         drive.begin_iteration(batch[0])
         return batch
 
-    def _begin(self) -> tuple[Any] | None:
-        """Begin the epoch; first end an epoch whose body was left. Return the batch of an iteration to repeat, if any."""
+    def _begin(self) -> bool:
+        """Begin the epoch, and end one that was left; return False if there is nothing to train."""
         loops, drive = self._loops, self._drive
+        state = drive.state
         self._begun = True
         loops.begin_train()
-        if loops.training is not None and not loops.broken_out:
+        if loops.training is not None and not loops.left:
             raise TrainingError(
                 "run.train() begins in the body of another run.train(): iterate over the inner loader itself, or first end the "
                 "outer epoch by `break` out of its `for` statement"
             )
+        loops.abandon_evaluation()
         loops.end_epoch()
+        self._start, index = self.start, loops.trainings
+        loops.trainings += 1
+        if loops.finds_done():
+            loops.run.feeds.pass_over(self._loader, index)
+            loops.end_pass()
+            self._over = True
+            return False
+        reached, limit = loops.place == loops.goal, state.counters.max_iters
+        if limit is not None and state.counters.iter >= limit and not state.counters.batches:
+            loops.end_pass()
+            self._over = True
+            return False
+        if state.should_stop():
+            self._over = True
+            loops.stop()
+            return False
+        if loops.owned:
+            state.go_on()
+            loops.arrive()
+            if loops.place > 1:
+                drive.save_held(force=True)  # what waits behind an earlier pass of this body: now the weights change
+            if state.counters.body is not None:
+                state.counters.epoch = state.counters.body  # a second pass is one of the same epoch
+        self._feed = loops.run.feeds.for_training(self._loader, index)
         loops.training = self
         loops.epoch_ends = None if self._endless else False
-        inside = drive.validation_comes_first and drive.state.counters.batches > 0 and not loops.run.host.update_steps
-        repeat = Repeat(loops.run, self._feed) if inside else None
+        drive.accumulate = self._accumulate or 1
+        rng = get_rng_state() if reached and loops.owned and self._feed.resuming and self._feed.used else None
         drive.begin_epoch(self._feed, endless=self._endless)
-        return None if repeat is None else repeat.begin()
-
-    def leave(self) -> None:
-        """Note that the body was left, by ``break`` if its epoch is still open.
-
-        The next call of the run ends the epoch, because an exception must be reported first.
-        """
-        self._loops.broken_out |= self._loops.training is self
+        if rng is not None:
+            set_rng_state(rng)
+        return True
 
 
 class EvaluationBatches(Batches):
@@ -307,11 +547,18 @@ class EvaluationBatches(Batches):
         self._feed = feed
         self._validates = stage == "val"
         self._method = "run.validate()" if self._validates else "run.test()"
-        self._begin = partial(loops.drive.begin_evaluation, stage, feed, metrics)
+        self._start = partial(loops.drive.begin_evaluation, stage, feed, metrics)
         self._begun = False
         self._over = False
         self.metrics: Mapping[str, Any] = {}
         """Values by name; empty until the iterator is exhausted."""
+
+    def _begin_body(self) -> _Body:
+        return _EvaluationBody(self)
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.leave()
 
     def _advance(self) -> tuple[Any] | None:
         if self._over:
@@ -319,31 +566,52 @@ class EvaluationBatches(Batches):
         loops, drive, state = self._loops, self._loops.drive, self._loops.drive.state
         if self._begun:
             drive.end_evaluation_iteration()
-        else:
-            state.check_open("run.validate() and run.test()")
-            loops.abandon_evaluation()
-            if loops.broken_out:
-                loops.end_epoch()
-            if self._validates:
-                end_repeated(state)
-            if "iter" in state.scopes:
-                drive.end_iteration(validates=self._validates)
-            self._over = state.should_stop()
-            if self._over:
-                return None
-            self._begun, loops.evaluating = True, self
-            self._begin()
-        self._over = state.should_stop()
-        if self._over:
-            loops.abandon_evaluation()
+        elif not self._begin():
+            self._over = True
+            return None
+        if state.interrupted is None and state.should_stop():
+            self._over = True
+            loops.evaluating = None
+            drive.drop_evaluation()
+            loops.stop()
             return None
         batch = self._feed.next(may_be_empty=state.ranks is not None)
         if batch is None:
             self._over = True
+            nested = state.interrupted is not None
             self.metrics = drive.end_evaluation()
+            loops.evaluating = None
+            if loops.owned and not nested:
+                loops.end_pass(self.metrics)
             return None
         drive.begin_evaluation_iteration(batch[0])
         return batch
+
+    def _begin(self) -> bool:
+        """Begin the evaluation; return False if there is none."""
+        loops, state = self._loops, self._loops.drive.state
+        state.check_open("run.validate() and run.test()")
+        loops.abandon_evaluation()
+        loops.end_left()
+        nested = "iter" in loops.scopes
+        if nested:
+            loops.nests |= not state.stepped
+            loops.reach_batch()
+        elif loops.owned:
+            if loops.finds_done():
+                index = (loops.place - 1) // 2
+                self.metrics = state.finished[index] if index < len(state.finished) else {}
+                loops.end_pass()
+                return False
+            if self._validates and state.training:
+                state.validate_next()
+            loops.arrive()
+        if not nested and state.should_stop():
+            loops.stop()
+            return False
+        self._begun, loops.evaluating = True, self
+        self._start()
+        return True
 
     def leave(self) -> None:
         """End the evaluation early, without its ``after_x``; restore modes, gradients and weights."""
@@ -353,6 +621,20 @@ class EvaluationBatches(Batches):
                 self._loops.abandon_evaluation()
             except BaseException as error:  # noqa: BLE001 - __del__ cannot raise: the end of the enclosing scope does
                 self._loops.scopes.defer(partial(_raise, error))
+
+
+class _EvaluationBody(_Body):
+    """It ends the evaluation where its ``for`` statement is left: the modes of the model must be right from there on."""
+
+    def __init__(self, batches: EvaluationBatches) -> None:
+        super().__init__(batches)
+        self._leave = batches.leave
+        self._thread = threading.get_ident()
+
+    def __del__(self) -> None:
+        # The garbage collector may call this on another thread; then the next call of the run ends the scopes.
+        if self._thread == threading.get_ident():
+            self._leave()
 
 
 def _raise(error: BaseException) -> None:

@@ -280,8 +280,6 @@ class TrainLoop:
                     reported.update({"loss": outputs} if is_loss else _checked_outputs(outputs))
                     if run.wants(AfterForward):
                         run.publish(AfterForward, outputs=run.outputs)
-                    if by_iter and run.validates and self._validation_due(run.counters.iter + 1):
-                        validate()
                 if run.counters.epoch > epoch:
                     self._remember("train", run, reported)
                 if not by_iter and (self._validation_due() or (plan is not None and plan.asked)):

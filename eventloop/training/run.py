@@ -16,7 +16,7 @@ from eventloop.bus import Bus
 from eventloop.bus.routes import TimestampRoute
 from eventloop.checkpoint import AnyPath, Busy, Staging, as_path, unwrapped
 from eventloop.checks import check_options
-from eventloop.errors import ConfigurationError, RunPreempted, TrainingError
+from eventloop.errors import ConfigurationError, RunPreempted, RunStopped, TrainingError
 from eventloop.events import Event, Progress, RunEvent
 from eventloop.events.event import misfit
 from eventloop.events.shared import Shared
@@ -54,7 +54,7 @@ from eventloop.training.saves.best import Best, best_of
 from eventloop.training.saves.requests import OnError, SaveRequest, Saves
 from eventloop.training.saves.restore import HOSTED
 from eventloop.training.session import DEFAULT_NAME
-from eventloop.training.state import ITERATIONS, REPEATED, Counters, RunState
+from eventloop.training.state import ITERATIONS, Counters, RunState
 
 log = get_logger()
 
@@ -162,7 +162,7 @@ class Run:
         self.host: Host = host or OwnLoop(resume=resume, strict=strict, accelerator=accelerator, replicas=groups)
         if assigned is not None and isinstance(self.host, OwnLoop):
             self.host.stay()
-        self.state = RunState(self.counters, self.optimizers, self.bus, self.host)
+        self.state = RunState(self.counters, self.optimizers, self.stateful, self.bus, self.host)
         self.moves_models = device is not None
         self.info: dict[str, Any] = {}
         self.exit_code = 0
@@ -286,6 +286,11 @@ class Run:
         """True if the current training batch is the last one of its epoch (or of an iteration-based run)."""
         return self._driver.last_batch
 
+    @property
+    def update_due(self) -> bool:
+        """True if the current batch ends an accumulation window of ``run.train(loader, accumulate=)``, or the epoch."""
+        return (self.state.counters.batches + 1) % self._driver.accumulate == 0 or self.last_batch
+
     def drive(self) -> Driver:
         """Return the :class:`~eventloop.training.Driver` of this run, for control flow other than a ``for`` statement."""
         self._own_loop("drive")
@@ -345,25 +350,32 @@ class Run:
         return Epochs(self._loops)
 
     @check_options
-    def train(self, loader: Data, *, endless: bool = False) -> TrainBatches:
+    def train(self, loader: Data, *, endless: bool = False, accumulate: Limit | None = None) -> TrainBatches:
         """Iterate over the batches of one epoch on the run's device, and publish its events around the loop body.
 
-        ``break`` ends the iteration without its ``after_train_iter``; the next call of the run (a validation, the next epoch)
-        ends the epoch. The end of a block ``with run.train(loader) as batches:`` does the same.
+        An iteration is the whole body, whatever it calls. After ``break``, the next call of the run (a validation, the next
+        epoch) ends the iteration, as any other if it has stepped, else without its ``after_train_iter``; and then the epoch.
+        The end of a block ``with run.train(loader) as batches:`` does the same. A second loop in the body of ``run.epochs()``
+        is a second pass of the same epoch.
+
+        ``batches.start`` is the number of batches of this epoch that were trained before a resume:
+        ``enumerate(batches, start=batches.start)``.
 
         Args:
             loader: an iterable of batches that can be iterated again.
             endless: restart an exhausted loader within the same epoch (iteration-based training).
+            accumulate: batches for one optimizer step. Saves and a stop then wait for the end of such a window; step when
+                :attr:`update_due` is True.
         """
         self._own_loop("train")
-        return TrainBatches(self._loops, self.feeds.for_training(loader), endless=endless)
+        return TrainBatches(self._loops, loader, endless=endless, accumulate=accumulate)
 
     @check_options
     def validate(self, loader: Data, metrics: NamedMetrics | None = None) -> EvaluationBatches:
         """Iterate over validation batches in evaluation mode without gradients, and publish the events of a validation.
 
         Reported outputs feed ``metrics``, and scalar ones are averaged; afterwards ``.metrics`` holds the result. Inside
-        ``run.train``, a validation ends the current iteration first.
+        ``run.train``, a validation is a part of the current iteration.
 
         ``break`` ends the validation without its ``after_val`` and restores modes, gradients and weights. If you draw batches
         without a ``for`` statement (``next``), use ``with run.validate(loader) as batches:``.
@@ -694,9 +706,9 @@ class Run:
         """
         capture = self._own_loop("gather_state").saver
         self.state.check_open("run.gather_state()")
-        if self._loops.broken_out and not self._in_handlers:
-            self._loops.drop_iteration()
-        if self._in_handlers or self.state.scopes.innermost in ("iter", REPEATED):
+        if self._loops.left and not self._in_handlers:
+            self._loops.end_iteration()
+        if self._in_handlers or self.state.scopes.innermost == "iter":
             raise TrainingError(
                 "run.gather_state() was called within an iteration or a handler: call it in the training loop, after the `for` "
                 "statement over run.train(loader) or between two epochs; a handler calls run.request_save(), because later "
@@ -789,16 +801,16 @@ class Run:
         self.defer(self._loops.forget)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
         if not self.state.scopes.innermost:
-            return  # the driver already ended it
-        if error is not None:
+            return False  # the driver already ended it
+        cut = isinstance(error, RunStopped)
+        if error is not None and not cut:
+            self._loops.note(error)
             self._driver.fail(error)
-            return
+            return False
         try:
-            self._loops.abandon_evaluation()
-            self._loops.abandon_epoch()
-            self._loops.end_train()
+            self._loops.leave(cut=cut)
             self.kept.end_training()
         except BaseException as failure:
             self._driver.fail(failure)
@@ -807,4 +819,5 @@ class Run:
             self.exit_code = self.state.agreed.exit_code
         self._driver.end_run()
         if self.exit_code:
-            raise RunPreempted(self.exit_code)
+            raise RunPreempted(self.exit_code) from None
+        return cut

@@ -47,6 +47,10 @@ class SavedCounts(Struct):
     """finished tests"""
     phase: Literal["train", "val"] = "train"
     """what a resumed run does first: train, or validate"""
+    body: Count | None = None
+    """index of the epoch in whose body the run is, in a loop of one's own; null between two epochs"""
+    place: Count = 0
+    """where in that body: how often a training pass, a validation or a test has begun or ended in it"""
 
 
 class SavedBus(Struct):
@@ -97,6 +101,8 @@ class SavedPosition(SavedLoader, kw_only=True):
     """the `state_dict()` of the loader, or of its sampler, if one of them has it"""
     left: bool = False
     """whether `loader` is one batch before the end of a pass that was left early, by a limit or `break`"""
+    repeats: bool = False
+    """whether the body of the next batch had begun, and begins once more"""
 
 
 class SavedEvaluation(SavedLoader, kw_only=True):
@@ -113,6 +119,8 @@ class SavedData(Struct):
     """the training data; null before the first epoch"""
     evaluated: list[SavedEvaluation]
     """the loaders of validations and tests, in order of first use"""
+    trained: list[SavedEvaluation] = []
+    """the loaders of the training, in order of first use, if there are several"""
 
 
 class SavedRank(Struct):
@@ -122,6 +130,21 @@ class SavedRank(Struct):
     """random states of Python, NumPy, torch and accelerators; null in an imported file"""
     data: SavedData | None
     """positions in the data; null before the first pass"""
+    body_rng: Any = None
+    """random states at the beginning of the epoch's body; null outside of one"""
+    batch_rng: Any = None
+    """random states at the beginning of the batch's body that begins once more; null if unknown"""
+
+
+class SavedBody(Struct):
+    """The body of an epoch in a loop of one's own, which a resumed run enters once more."""
+
+    stateful: dict[str, Any] = {}
+    """`state_dict()` of each object in `stateful=` at its beginning"""
+    options: dict[str, list[dict[str, Any]]] = {}
+    """options of each optimizer's groups, such as learning rates, at its beginning"""
+    metrics: list[dict[str, Any]] = []
+    """metrics of its finished passes, in order; those of a training pass are empty"""
 
 
 class SavedEntry(Struct, kw_only=True):
@@ -158,8 +181,16 @@ class SavedState(SavedEntry, kw_only=True):
     """`state_dict()` of each object in `stateful=`, by name"""
     options: dict[str, Any] = {}
     """options that the run began with, to warn of changed ones"""
+    gradients: dict[str, list[Any]] = {}
+    """gradients of an accumulation window that a loop of one's own has open, by optimizer"""
+    body: SavedBody | None = None
+    """how the open body of an epoch began; null between two epochs"""
+    body_rng: Any = None
+    """random states at its beginning"""
+    batch_rng: Any = None
+    """random states at the beginning of the batch's body that begins once more; null if unknown"""
     ranks: list[SavedRank] = []
-    """`rng` and `data` of each process, if there are several"""
+    """what differs between processes, of each, if there are several"""
 
 
 # ------------------------------------------------------------------------------------------------------------- readers

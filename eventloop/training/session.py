@@ -20,7 +20,6 @@ from eventloop.training.distributed.ranks import record_failure, share_failure, 
 from eventloop.training.folders import move_aside
 from eventloop.training.replicas import Replicas
 from eventloop.training.saves.contents import SavedRun
-from eventloop.training.state import REPEATED
 from eventloop.user_errors import add_note, described
 
 log = get_logger()
@@ -30,8 +29,7 @@ _TURNS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     "run": ("inside a run", ("begin_train", "begin_evaluation", "end_run")),
     "train": ("inside a training", ("begin_epoch", "begin_evaluation", "end_train")),
     "epoch": ("inside an epoch", ("begin_iteration", "begin_evaluation", "end_epoch", "abandon_epoch")),
-    "iter": ("inside an iteration", ("end_iteration", "abandon_iteration", "abandon_epoch")),
-    REPEATED: ("inside an iteration that is repeated after a resume", ("abandon_epoch",)),
+    "iter": ("inside an iteration", ("begin_evaluation", "end_iteration", "abandon_iteration", "abandon_epoch")),
     "evaluation": ("inside an evaluation", ("begin_evaluation_iteration", "end_evaluation", "abandon_evaluation")),
     "evaluation iter": ("inside an iteration of an evaluation", ("end_evaluation_iteration", "abandon_evaluation")),
 }

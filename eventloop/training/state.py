@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from msgspec.structs import replace
@@ -18,6 +18,7 @@ from eventloop.errors import RunCancelled, TrainingError, stopped
 from eventloop.events import Event, LearningRateSet, Progress, RunPaused, RunResumed, Stage
 from eventloop.log import get_logger
 from eventloop.training.agree import Alone, Channel, Requests
+from eventloop.training.body import Beginning, copied
 from eventloop.training.distributed.ranks import Ranks
 from eventloop.training.optimizers import set_learning_rate
 from eventloop.training.rng import get_rng_state
@@ -80,10 +81,7 @@ class Counters(SavedCounts):
             setattr(self, name, getattr(saved, name))
 
 
-REPEATED: Final = "repeated iter"
-"""The scope of an iteration that a resumed run repeats; see :mod:`eventloop.training.repeat`."""
-
-ITERATIONS: Final = frozenset({"iter", "evaluation iter", REPEATED})
+ITERATIONS: Final = frozenset({"iter", "evaluation iter"})
 """Scopes in which a run has outputs."""
 
 
@@ -181,27 +179,72 @@ class ValidationPlan:
         self.asked = True
 
     @property
+    def comes_next(self) -> bool:
+        """True if a validation is due after the iteration that was counted last."""
+        return self.due is not None and self.due()
+
+    @property
     def follows(self) -> bool:
         """True if a validation follows the iteration that ends here."""
-        return self.asked or (self.due is not None and self.due())
+        return self.asked or self.comes_next
+
+
+class Interrupted(NamedTuple):
+    """What an iteration has while a validation or test runs in its body."""
+
+    progress: Progress
+    outputs: dict[str, Any]
+    batch: Any
+
+
+class Again(NamedTuple):
+    """The states with which a body that has not stepped begins once more: those at its first validation."""
+
+    bus: Any
+    stateful: dict[str, Any]
+    rng: dict[str, Any]
+    validations: int
+    tests: int
 
 
 class RunState:
     """Hold the state of a run and the requests of other threads, which take effect at the next safe mount point."""
 
-    def __init__(self, counters: Counters, optimizers: Mapping[str, torch.optim.Optimizer], bus: Bus, host: Any) -> None:
+    def __init__(
+        self,
+        counters: Counters,
+        optimizers: Mapping[str, torch.optim.Optimizer],
+        stateful: Mapping[str, Any],
+        bus: Bus,
+        host: Any,
+    ) -> None:
         self.counters = counters
         self.progress: Progress = counters.snapshot()
         self.version = 0
         """Grows with each iteration and after each handler that may have changed the state of the run."""
         self._validated = -1  # the version that was validated last
+        self._validated_here = False  # in the body of the present iteration, behind its step
         self.scopes = Scopes()
         self.outputs: dict[str, Any] = {}
-        self._lost = False
+        self._lost = self._told_step = False
         self.stepped: dict[int, int] = {}
         """How often each optimizer, by ``id``, has stepped in the current iteration."""
         self.between_steps: list[Callable[[torch.optim.Optimizer, Progress], object]] = []
         """Called before an optimizer steps again in an iteration."""
+        self.holds = False
+        """True while the body of an epoch of the user's own loop is open: a save behind its batches waits for its end."""
+        self.interrupted: Interrupted | None = None
+        """What the present iteration has, while a validation or test runs in its body."""
+        self.again: Again | None = None
+        """The states of the first validation in the body of the present iteration, if no step came before."""
+        self.batch_rng: dict[str, Any] | None = None
+        """Random states at the beginning of the body of the present iteration, in a loop that validates there."""
+        self.beginning: Beginning | None = None
+        """The states at the beginning of the open body of an epoch; None if there is none, or nothing is saved."""
+        self.finished: list[dict[str, Any]] = []
+        """The metrics of the finished passes of that body; empty ones for a pass of the training."""
+        self.gradients: Mapping[str, Any] = {}
+        """Those of an open accumulation window of the saved run, until the resumed run is where it was saved."""
         self.validation_rng: dict[str, Any] | None = None
         """Random states at the start of the current validation: a checkpoint saved in it repeats it."""
         self.trains = bool(optimizers)
@@ -218,7 +261,7 @@ class RunState:
         self.join(Alone(self.own))
         self._save_if_asked: Callable[[], object]
         self._host = host
-        self._optimizers = optimizers
+        self._optimizers, self._stateful = optimizers, stateful
         self._bus = bus
         self._refusal: Callable[[], object] | None = None
 
@@ -277,6 +320,8 @@ class RunState:
         self._endings = []
         self.between_steps.clear()
         self.outputs = {}
+        self.holds, self.interrupted, self.again, self.batch_rng = False, None, None, None
+        self.beginning, self.finished, self.gradients = None, [], {}
 
     def join(self, channel: Channel) -> None:
         """Agree with other ranks by a channel."""
@@ -303,9 +348,52 @@ class RunState:
                 entries=", ".join(entries),
             )
 
+    def tell_step_outside(self) -> None:
+        """Log once that an optimizer has stepped while no iteration is open."""
+        if not self._told_step:
+            self._told_step = True
+            log.warning(
+                "an optimizer has stepped outside of the body of run.train(): no hook sees this update, and it is not counted. "
+                "A run that resumes in this epoch may repeat it or leave it out. Step in that body, or in that of a second "
+                "run.train(loader)",
+                epoch=self.counters.epoch,
+            )
+
     def set_progress(self, stage: Stage = "train", batch_idx: int | None = None) -> None:
         """Give the events that follow the present counts."""
-        self.progress = self.counters.snapshot(stage, batch_idx)
+        counters = self.counters
+        self.progress = counters.snapshot(stage, batch_idx)
+        if self.interrupted is not None and self.stepped:  # these weights have the step of this iteration
+            self.progress = replace(self.progress, iter=counters.iter + 1, update=counters.update + self.steps)
+
+    @property
+    def begins_again(self) -> bool:
+        """True in a validation in the body of an iteration that has not stepped: a run that resumes from here repeats it."""
+        return self.interrupted is not None and not self.stepped
+
+    @property
+    def save_waits(self) -> bool:
+        """True where a save waits for the end of the body that the run is in, or for its next step."""
+        if self.interrupted is not None:
+            return bool(self.stepped)
+        return self.holds and "epoch" not in self.scopes
+
+    def interrupt_iteration(self, batch: Any) -> None:
+        """Begin a validation or test in the body of an iteration."""
+        self.interrupted = Interrupted(self.progress, self.outputs, batch)
+        if self.again is None and not self.stepped:
+            stateful = {name: copied(thing.state_dict()) for name, thing in self._stateful.items()}
+            counters = self.counters
+            bus = copied(self._bus.state_dict())
+            self.again = Again(bus, stateful, get_rng_state(), counters.validations, counters.tests)
+
+    def continue_iteration(self) -> Any:
+        """End a validation or test in the body of an iteration; return the batch."""
+        if self.interrupted is None:
+            return None
+        self.progress, self.outputs, batch = self.interrupted
+        self.interrupted = None
+        return batch
 
     def begin_iteration(self, progress: Progress) -> None:
         """Begin an iteration, without outputs and steps."""
@@ -318,6 +406,8 @@ class RunState:
         self.progress = self.counters.snapshot()
         self.outputs = {}
         self.stepped.clear()
+        self.again = None
+        self._validated_here = False
         self.counters.phase, self.validation_rng = "train", None
         self.scopes.enter("iter")
 
@@ -334,12 +424,18 @@ class RunState:
     def count_iteration(self) -> None:
         """Count the iteration that ends here."""
         counters = self.counters
+        self._validated += self._validated_here and self._validated == self.version
         self.version += 1
         counters.iter += 1
         counters.batches += 1
         if self.stepped:
-            counters.update += max(self.stepped.values())
+            counters.update += self.steps
         counters.phase = "val" if self.plan is not None and self.plan.follows else "train"
+
+    @property
+    def steps(self) -> int:
+        """The steps of the present iteration: of several optimizers, the most."""
+        return max(self.stepped.values(), default=0)
 
     def step_again(self, optimizer: torch.optim.Optimizer) -> None:
         """Begin a further step of an optimizer in the same iteration, which is an update of its own."""
@@ -382,7 +478,7 @@ class RunState:
         counters = self.counters
         if counters.batches and self.progress.iter == counters.iter:
             last = replace(counters.snapshot(), iter=counters.iter - 1, batch_idx=counters.batches - 1)
-            self.progress = replace(last, update=counters.update - bool(self.stepped))
+            self.progress = replace(last, update=counters.update - self.steps)
 
     def count_epoch(self) -> None:
         """Count the epoch that ends here; without a plan, a validation follows it."""
@@ -403,8 +499,9 @@ class RunState:
         return self._validated == self.version
 
     def note_validated(self) -> None:
-        """Note that the present state was validated."""
+        """Note that the present state was validated; the end of the present iteration does not change it, if it has stepped."""
         self._validated = self.version
+        self._validated_here = self.interrupted is not None and bool(self.stepped)
 
     def resume(self, *, validated: bool = False) -> None:
         """Note that the counts are those of a checkpoint, and whether its state was ``validated``."""

@@ -75,14 +75,14 @@ def test_steps_of_the_body_are_counted_and_published(parts, bus, run):
     assert trace.of("after_run")[0].progress.update == 2
 
 
-def test_break_out_of_both_loops_cuts_the_epoch_short(parts, run, trace):
+def test_break_out_of_both_loops_ends_the_iteration_and_cuts_the_epoch_short(parts, run, trace):
     with run:
         for _ in run.epochs(2):
             for batch in run.train(parts.batches(3)):
                 parts.learn(run, batch)
                 break
             break
-    assert trace.names == parts.spell("before_run before_train before_train_epoch before_train_iter after_train after_run")
+    assert trace.names == parts.spell(f"before_run before_train before_train_epoch {ITER} after_train after_run")
     assert (run.progress.iter, run.progress.update) == (1, 1)
 
 
@@ -102,8 +102,9 @@ def test_break_out_of_an_evaluation_restores_modes_and_gradients_and_training_co
                     break
                 assert run.model.training
                 assert torch.is_grad_enabled()
-                assert len(undone) == run.progress.iter
-    epoch = f"before_train_epoch 2*({ITER} before_{name} before_{name}_epoch before_{name}_iter) after_train_epoch"
+                assert len(undone) == run.progress.iter + 1
+    body = f"before_train_iter before_{name} before_{name}_epoch before_{name}_iter after_train_iter"
+    epoch = f"before_train_epoch 2*({body}) after_train_epoch"
     assert trace.names == parts.spell(f"before_run before_train {epoch} {epoch} after_train after_run")
 
 
@@ -131,7 +132,7 @@ def test_an_error_while_undoing_an_abandoned_validation_ends_the_run(parts, bus,
 
 
 @pytest.mark.parametrize("kept", ["nothing", "batches", "epochs", "block"])
-def test_break_ends_the_iteration_without_after_train_iter_and_the_epoch_normally_whatever_is_kept(parts, run, trace, kept):
+def test_break_behind_a_step_ends_the_iteration_and_the_epoch_as_any_other_whatever_is_kept(parts, run, trace, kept):
     with run:
         epochs = run.epochs(2)
         for _ in epochs if kept == "epochs" else run.epochs(2):
@@ -146,7 +147,7 @@ def test_break_ends_the_iteration_without_after_train_iter_and_the_epoch_normall
                     if index == 1:
                         break
             parts.evaluate(run, run.validate(parts.batches(2)))
-    epoch = f"before_train_epoch {ITER} before_train_iter after_train_epoch {VAL}"
+    epoch = f"before_train_epoch 2*({ITER}) after_train_epoch {VAL}"
     assert trace.names == parts.spell(f"before_run before_train {epoch} {epoch} after_train after_run")
     assert [(e.progress.iter, e.batch_idx) for e in trace.of("before_train_iter")] == [(0, 0), (1, 1), (2, 0), (3, 1)]
     assert trace.of("after_run")[0].progress.update == 4
@@ -163,12 +164,12 @@ def test_batches_can_be_continued_in_another_for_statement(parts, run, trace):
                 break
             parts.evaluate(run, run.validate(parts.batches(2)))
             assert list(batches) == []
-    epoch = f"before_train_epoch before_train_iter before_train_iter after_train_epoch {VAL}"
+    epoch = f"before_train_epoch before_train_iter {ITER} after_train_epoch {VAL}"
     assert trace.names == parts.spell(f"before_run before_train {epoch} after_train after_run")
     assert run.progress.iter == 2
 
 
-def test_new_training_batches_after_a_break_begin_another_epoch(parts, run, trace):
+def test_a_second_pass_in_the_body_of_an_epoch_is_one_of_the_same_epoch(parts, run, trace):
     with run:
         for _ in run.epochs(2):
             for batch in run.train(parts.batches(3)):
@@ -176,8 +177,10 @@ def test_new_training_batches_after_a_break_begin_another_epoch(parts, run, trac
                 break
             for batch in run.train(parts.batches(1)):
                 parts.learn(run, batch)
-    epochs = f"before_train_epoch before_train_iter after_train_epoch before_train_epoch {ITER} after_train_epoch"
-    assert trace.names == parts.spell(f"before_run before_train {epochs} after_train after_run")
+    passes = f"2*(before_train_epoch {ITER} after_train_epoch)"
+    assert trace.names == parts.spell(f"before_run before_train {passes} {passes} after_train after_run")
+    assert [event.progress.epoch for event in trace.of("after_train_epoch")] == [0, 0, 1, 1]
+    assert run.progress.epoch == 2
 
 
 def test_nested_training_batches_are_an_error(parts, run):

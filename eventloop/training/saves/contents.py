@@ -17,6 +17,7 @@ from eventloop.errors import CheckpointError
 from eventloop.events import RunView
 from eventloop.log import get_logger
 from eventloop.privates import has_wrapper_names, metadata_of, with_metadata
+from eventloop.training.body import Beginning, open_gradients, restore_gradients
 from eventloop.training.data import Feeds
 from eventloop.training.keep import KEPT, KeptValues
 from eventloop.training.optimizers import forget_options, options_path, parameters_of, warn_of_overridden
@@ -24,7 +25,7 @@ from eventloop.training.rng import get_rng_state, set_rng_state
 from eventloop.training.saves.loose import Loose, SavedLoose
 from eventloop.training.saves.optimizer_state import SavedOptimizer
 from eventloop.training.saves.weights import SavedWeights
-from eventloop.training.schema import FORMAT, SavedBus, SavedCounts, SavedEntry, SavedRank, SavedState, Tree, read
+from eventloop.training.schema import FORMAT, SavedBody, SavedBus, SavedCounts, SavedEntry, SavedRank, SavedState, Tree, read
 from eventloop.training.state import RunState
 
 log = get_logger()
@@ -78,6 +79,8 @@ def gather_state(run: SavedRun, rank: SavedRank, ranks: Sequence[SavedRank], lea
         leave_out: keys that the checkpoint does not have.
     """
     with_optimizer = "optimizer" not in leave_out
+    state = run.state
+    again = state.again if state.begins_again else None
     saved = SavedState(
         **_entry(run),
         state_dict=flat(gather_weights(run.models)),
@@ -86,8 +89,12 @@ def gather_state(run: SavedRun, rank: SavedRank, ranks: Sequence[SavedRank], lea
         loose=loose_parameters(run) or UNSET,
         rng=rank.rng,
         data=rank.data,
-        stateful={name: thing.state_dict() for name, thing in run.stateful.items()},
+        body_rng=rank.body_rng,
+        batch_rng=rank.batch_rng,
+        stateful={name: thing.state_dict() for name, thing in run.stateful.items()} if again is None else again.stateful,
         options=dict(run.options),
+        gradients=_open_gradients(run) if with_optimizer else {},
+        body=_body(state),
         ranks=[*ranks],
     )
     return as_tree(saved)
@@ -104,18 +111,37 @@ def imported_state(weights: Mapping[str, Any], *, epoch: int = 0, iter: int = 0)
 
 def gather_rank(run: SavedRun) -> SavedRank:
     """Return what only this process has: random states, and positions in the data."""
-    rng = run.state.validation_rng
-    return SavedRank(rng=rng or get_rng_state(), data=run.feeds.saved(validating=rng is not None))
+    state, again = run.state, run.state.again if run.state.begins_again else None
+    rng = state.validation_rng if again is None else again.rng
+    data = run.feeds.saved(validating=state.validation_rng is not None, repeats=again is not None)
+    body_rng = None if state.counters.body is None or state.beginning is None else state.beginning.rng
+    return SavedRank(rng or get_rng_state(), data, body_rng, None if again is None else state.batch_rng)
+
+
+def _body(state: RunState) -> SavedBody | None:
+    """Return how the open body of an epoch began; None between two epochs."""
+    if state.counters.body is None or state.beginning is None:
+        return None
+    return SavedBody(stateful=state.beginning.stateful, options=state.beginning.options, metrics=[*state.finished])
+
+
+def _open_gradients(run: SavedRun) -> dict[str, list[Any]]:
+    """Return the gradients of an accumulation window that the user's own loop has open."""
+    own = run.state.has_trained and not run.host.update_steps and run.host.replicas is None
+    return open_gradients(run.optimizers, run.state.stepped) if own else {}
 
 
 def _entry(run: SavedRun) -> Tree:
     info = {name: value for name, value in run.info.items() if isinstance(value, bool | int | float | str | None)}
     # What a file says of its own state is never the score of an earlier one.
     former = {} if run.state.validated else {name: info.pop(name) for name in [*info] if name.startswith("val/")}
+    progress, bus = run.state.counters.saved(), run.bus.state_dict()
+    if run.state.begins_again and (again := run.state.again) is not None:
+        progress.validations, progress.tests, bus = again.validations, again.tests, again.bus
     return {
         "format": FORMAT,
-        "progress": run.state.counters.saved(),
-        "bus": msgspec.convert(run.bus.state_dict(), SavedBus),
+        "progress": progress,
+        "bus": msgspec.convert(bus, SavedBus),
         "info": info,
         "last_validation": former,
     }
@@ -215,10 +241,21 @@ def restore_state(run: SavedRun, tree: Mapping[str, Any], *, strict: bool) -> No
         thing.load_state_dict(saved_state)
     restore_entry(run, saved)
     run.feeds.restore(saved.data)
+    _restore_body(run, saved)
     warn_of_overridden(saved.options, run.options)
     run.options.update(saved.options)  # later checkpoints keep the options that the run began with
     if saved.rng is not None:  # None in an imported checkpoint
         set_rng_state(saved.rng)
+
+
+def _restore_body(run: SavedRun, saved: SavedState) -> None:
+    """Restore how the open body of an epoch began, and the gradients of an open window."""
+    state, body = run.state, saved.body
+    state.beginning = None if body is None else Beginning(saved.body_rng, body.stateful, body.options)
+    state.finished = [] if body is None else [*body.metrics]
+    state.batch_rng, state.gradients = saved.batch_rng, saved.gradients
+    if not run.host.update_steps:
+        restore_gradients(run.optimizers, saved.gradients)
 
 
 def _restore_trained(run: SavedRun, saved: SavedState, weights: Mapping[str, Any], *, strict: bool) -> tuple[bool, int]:

@@ -182,6 +182,8 @@ class Saves:
         """The directory of checkpoints without one of their own: the work dir, which replica groups share."""
         self.kept_uploads: frozenset[str] = frozenset()
         """The URLs that files in rank 0's work dir waited for when the run began."""
+        self.before_step: Callable[[], object] | None = None
+        """Called before the next optimizer step, if a request must not wait longer."""
         self._begins_anew = False
         self._is_open = False
 
@@ -193,6 +195,7 @@ class Saves:
     def open(self, *, begins_anew: bool = False) -> None:
         """Begin a run. ``begins_anew`` tells that it has no work dir, and gets free directories for its hooks."""
         self.requests, self._begins_anew, self._is_open = [], begins_anew, True
+        self.before_step = None
         self._run.state.own.files = lambda: [request.path.name for request in self.requests]
         self._saver.open()
         if (writer := self._saver.writer) is not None:

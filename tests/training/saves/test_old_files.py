@@ -85,5 +85,5 @@ def test_a_tree_of_the_present_version_is_the_same_after_reading():
     tree = upgraded(load(FILES / "train_loop-0.2.safetensors"), SavedState)
     again = as_tree(read(tree, SavedState))
     assert tree.keys() - again.keys() == {"ema_state_dict", "param_schedulers"}  # keys of hooks
-    assert again["progress"] == tree["progress"]
+    assert tree["progress"].items() <= again["progress"].items()
     assert again["bus"] == tree["bus"]

@@ -350,10 +350,9 @@ def whole(parts, tmp_path_factory):
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # of the schedule of a new optimizer
-@pytest.mark.parametrize(
-    ("saved", "indices"), [("after_train_iter", [1]), ("after_train_epoch", [0, 1]), ("after_val_iter", [0, 1])]
-)
+@pytest.mark.parametrize(("saved", "indices"), [("after_train_iter", [1]), ("after_train_epoch", [1]), ("after_val_iter", [1])])
 def test_a_users_own_loop_resumes_bitwise(parts, tmp_path, whole, saved, indices):
+    """A save that was requested behind the batches of an epoch is one of its whole body."""
     through, all_indices, _, folder = whole[False]
     assert all_indices == [0, 1]
     resumed, found, _ = own_loop(parts, tmp_path, resume=folder / f"{saved}.safetensors")
@@ -381,32 +380,35 @@ def test_a_users_own_loop_validates_at_last_if_a_stop_in_its_last_iteration_cut_
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 @pytest.mark.parametrize(("saved", "done"), [("after_val_iter", 4), ("after_train_iter", 8)])
-def test_a_validation_in_the_body_of_a_users_own_loop_is_not_left_out_by_a_resume(parts, tmp_path, whole, saved, done):
+def test_a_save_in_a_validation_behind_the_step_of_a_body_is_one_of_the_whole_body(parts, tmp_path, whole, saved, done):
     through, _, through_trace, folder = whole[True]
     resumed, _, trace = own_loop(parts, tmp_path, resume=folder / f"{saved}.safetensors", nested=True)
-    seen = {iteration: weights for iteration, weights in through["seen"].items() if iteration >= done - 1}
+    seen = {iteration: weights for iteration, weights in through["seen"].items() if iteration >= done}
     parts.assert_same(resumed, {**through, "seen": seen})
     assert [e.progress.iter for e in trace.of("after_train_iter")] == list(range(done, 12))
     assert [e.progress.iter for e in trace.of("after_optimizer_step")] == list(range(done, 12))
     scores = [[(e.progress.iter, e.metrics) for e in one.of("after_val_epoch")] for one in (trace, through_trace)]
-    assert scores[0] == [one for one in scores[1] if one[0] >= done]
+    assert scores[0] == [one for one in scores[1] if one[0] > done]
 
 
-def test_a_resume_that_cannot_reach_the_validation_in_its_body_warns(parts, tmp_path):
-    def train(loader, *, validates, resume=None):
-        bus = Bus()
+def test_a_body_that_validates_before_its_step_is_repeated_if_its_batch_can_be_read_again(parts, tmp_path):
+    def train(loader, resume=None):
+        bus, seen = Bus(), []
         bus.on("before_val", lambda e: e.run.request_save("here.safetensors"), once=1)
         with capture_logs() as logs, Run(bus, model=parts.model(), work_dir=tmp_path, resume=resume) as run:
             for _ in run.epochs(max_iters=4):
                 for _ in run.train(loader, endless=True):
-                    if run.progress.iter == 1 and validates:
+                    seen.append(run.progress.iter)
+                    if run.progress.iter == 1:
                         parts.evaluate(run, run.validate(parts.batches(1)))
         assert run.progress.iter == 4
-        return [one["reason"] for one in logs if one["log_level"] == "warning" and "reason" in one]
+        return seen, [one["event"] for one in logs if "read the batch of that body again" in one["event"]]
 
-    for loader, validates in ((parts.batches(3), False), (SizedStatefulLoader(parts.batches(3)), True)):
-        assert train(loader, validates=True) == []
-        assert len(train(loader, validates=validates, resume=tmp_path / "here.safetensors")) == 1
+    for loader, warnings in ((parts.batches(3), 0), (SizedStatefulLoader(parts.batches(3)), 1)):
+        assert train(loader) == ([0, 1, 2, 3], [])
+        seen, told = train(loader, resume=tmp_path / "here.safetensors")
+        assert seen == [1, 2, 3]
+        assert len(told) == warnings
 
 
 def test_a_save_before_a_validation_that_the_run_does_not_know_of_warns(parts, tmp_path):

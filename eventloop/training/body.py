@@ -1,0 +1,183 @@
+"""Copies of states that the body of a loop may change: to save how an epoch began, and to put back what a save has.
+
+docs/internals/exactness.md has the rule.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
+from typing import Any, Final, Self
+
+import numpy as np
+import torch
+
+from eventloop.log import get_logger
+from eventloop.training.optimizers import parameters_of
+from eventloop.training.rng import get_rng_state, set_rng_state
+
+log = get_logger()
+
+_LARGE: Final = 2**20
+"""Bytes of a tensor or array in a ``stateful`` object that no epoch copies when it begins."""
+_MANY: Final = 1_000
+"""Values in the state of a ``stateful`` object that no epoch copies when it begins, such as a replay buffer."""
+_MOST: Final = 2**31
+"""Bytes of weights and optimizer states that a resumed run copies at most, until it is where the save was taken."""
+
+Undo = Callable[[], object]
+
+
+def copied(value: Any, most: float = _LARGE) -> Any:
+    """Copy containers, and tensors and arrays of at most ``most`` bytes; larger ones stay the same objects."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone() if value.nbytes <= most else value
+    if isinstance(value, np.ndarray):
+        return value.copy() if value.nbytes <= most else value
+    if isinstance(value, dict):
+        new = copy.copy(value)
+        new.update({key: copied(one, most) for key, one in value.items()})
+        return new
+    if type(value) in (list, tuple):
+        return type(value)(copied(one, most) for one in value)
+    return copy.copy(value) if isinstance(value, list | set) else value
+
+
+class Beginning:
+    """The states at the beginning of an epoch's body, without weights: random numbers, ``stateful`` objects, learning rates."""
+
+    def __init__(self, rng: Any, stateful: dict[str, Any], options: dict[str, list[dict[str, Any]]]) -> None:
+        self.rng, self.stateful, self.options = rng, stateful, options
+
+    @classmethod
+    def of(cls, run: Any, large: set[str] | None = None) -> Self:
+        """Copy the states of a run. ``large`` collects the names of objects with many values, which it leaves out."""
+        stateful: dict[str, Any] = {}
+        for name, thing in run.stateful.items():
+            if large is None or name not in large:
+                state = thing.state_dict()
+                if large is not None and _count(state, _MANY) >= _MANY:
+                    large.add(name)
+                else:
+                    stateful[name] = copied(state)
+        options = {name: copied([_options(group) for group in one.param_groups]) for name, one in run.optimizers.items()}
+        return cls(get_rng_state(), stateful, options)
+
+    def apply(self, run: Any) -> None:
+        """Restore the states, as far as the run has such objects."""
+        for name, thing in run.stateful.items():
+            if name in self.stateful:
+                thing.load_state_dict(copied(self.stateful[name]))
+        for name, one in run.optimizers.items():
+            for group, saved in zip(one.param_groups, self.options.get(name, ()), strict=False):
+                _set_options(group, saved)
+        if self.rng is not None:
+            set_rng_state(self.rng)
+
+
+def _count(tree: Any, most: int) -> int:
+    """Return the number of values in a tree, or ``most`` if there are more."""
+    inner = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else None
+    if inner is None:
+        return 1
+    found = 0
+    for one in inner:
+        found += _count(one, most - found)
+        if found >= most:
+            return most
+    return found
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group.items() if name != "params"}
+
+
+def _set_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    for name, value in saved.items():
+        if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
+            group[name].copy_(value)  # a captured graph reads this tensor
+        else:
+            group[name] = copied(value)
+
+
+class Kept(Beginning):
+    """All states that the code of a body may change, weights and gradients included: :meth:`put_back` restores them."""
+
+    def __init__(self, *states: Any) -> None:
+        super().__init__(*states)
+        self._undos: list[Undo] = []
+
+    def with_weights(self, run: Any) -> Self:
+        """Copy weights, optimizer states and gradients as well, if they take less than 2 GiB."""
+        modules = [module for model in run.models.values() for module in model.modules()]
+        tensors = [one for module in modules for own in (module._parameters, module._buffers) for one in own.values()]
+        states = [state for one in run.optimizers.values() for state in one.state.values()]
+        tensors += [value for state in states for value in state.values()]
+        plain = [one for one in tensors if type(one) in (torch.Tensor, torch.nn.Parameter)]  # no part of a sharded one
+        if sum(one.nbytes for one in plain) > _MOST:
+            log.warning(
+                "the weights are too large to copy them: code before the batches of this epoch must not change them, or the "
+                "resumed run differs"
+            )
+            return self
+        self._undos += [partial(_copy_back, one.detach(), _aside(one)) for one in dict.fromkeys(plain)]
+        for one in run.optimizers.values():
+            self._undos.append(partial(_restore_entries, one.state, {key: dict(state) for key, state in one.state.items()}))
+            for parameter in parameters_of(one):
+                if parameter.grad is not None:
+                    self._undos.append(partial(_set_gradient, parameter, parameter.grad.detach().clone()))
+        return self
+
+    def put_back(self, run: Any) -> None:
+        """Restore all states."""
+        with torch.no_grad():
+            for undo in reversed(self._undos):
+                undo()
+        self.apply(run)
+
+
+def _aside(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().cpu() if tensor.device.type != "cpu" else tensor.detach().clone()
+
+
+def _copy_back(tensor: torch.Tensor, kept: torch.Tensor) -> None:
+    if not torch.equal(tensor.cpu(), kept):  # a write would make gradients of the present graph an error
+        tensor.copy_(kept)
+
+
+def _restore_entries(state: Any, entries: Mapping[Any, dict[str, Any]]) -> None:
+    for key in [key for key in state if key not in entries]:
+        del state[key]
+    for key, values in entries.items():
+        state[key] = values
+
+
+def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    parameter.grad = gradient
+
+
+def open_gradients(optimizers: Mapping[str, torch.optim.Optimizer], stepped: Collection[int]) -> dict[str, list[Any]]:
+    """Return the gradients of the optimizers that have not stepped in the last body: of an open accumulation window."""
+    found: dict[str, list[Any]] = {}
+    for name, one in optimizers.items():
+        gradients = [parameter.grad for parameter in parameters_of(one)]
+        if id(one) in stepped or all(gradient is None for gradient in gradients):
+            continue
+        if any(gradient is not None and gradient.layout is not torch.strided for gradient in gradients):
+            log.warning("sparse gradients of an open accumulation window are not saved: save behind the step", optimizer=name)
+            continue
+        found[name] = gradients
+    return found
+
+
+def restore_gradients(optimizers: Mapping[str, torch.optim.Optimizer], saved: Mapping[str, Iterable[Any]]) -> None:
+    """Restore what :func:`open_gradients` returned, as far as it fits."""
+    for name, gradients in saved.items():
+        parameters = parameters_of(optimizers[name]) if name in optimizers else []
+        pairs = [*zip(parameters, gradients, strict=False)]
+        if any(gradient is not None and gradient.shape != parameter.shape for parameter, gradient in pairs):
+            log.warning("the saved gradients of an open accumulation window do not fit; the window starts over", optimizer=name)
+            continue
+        for parameter, gradient in pairs:
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
