@@ -6,7 +6,7 @@ docs/internals/exactness.md has the rule.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, Final, Self
 
@@ -157,12 +157,12 @@ def _set_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
     parameter.grad = gradient
 
 
-def open_gradients(optimizers: Mapping[str, torch.optim.Optimizer], stepped: Collection[int]) -> dict[str, list[Any]]:
-    """Return the gradients of the optimizers that have not stepped in the last body: of an open accumulation window."""
+def open_gradients(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, list[Any]]:
+    """Return the gradients of optimizers that have not stepped in the last body: of an open accumulation window."""
     found: dict[str, list[Any]] = {}
     for name, one in optimizers.items():
         gradients = [parameter.grad for parameter in parameters_of(one)]
-        if id(one) in stepped or all(gradient is None for gradient in gradients):
+        if all(gradient is None for gradient in gradients):
             continue
         if any(gradient is not None and gradient.layout is not torch.strided for gradient in gradients):
             log.warning("sparse gradients of an open accumulation window are not saved: save behind the step", optimizer=name)

@@ -99,7 +99,9 @@ def test_an_exception_in_the_training_loader_ends_the_run(parts, bus, trace):
 @pytest.mark.parametrize("fault", ["loader", "step"])
 def test_an_exception_in_a_validation_restores_mode_and_gradients_after_on_exception(parts, bus, trace, fault):
     data = parts.batches(1)
-    options = {"val_data": fails_after(data)} if fault == "loader" else {"val_data": data, "val_step": fails(Boom)}
+    options = (
+        {"val_data": fails_after(data), "max_epochs": 1} if fault == "loader" else {"val_data": data, "val_step": fails(Boom)}
+    )
     loop = parts.loop(bus, sanity=0, **options)
     seen = []
     bus.on("on_exception", lambda e: seen.append(loop.model.training))

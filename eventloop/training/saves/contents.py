@@ -128,7 +128,8 @@ def _body(state: RunState) -> SavedBody | None:
 def _open_gradients(run: SavedRun) -> dict[str, list[Any]]:
     """Return the gradients of an accumulation window that the user's own loop has open."""
     own = run.state.has_trained and not run.host.update_steps and run.host.replicas is None
-    return open_gradients(run.optimizers, run.state.stepped) if own else {}
+    open_ones = {name: one for name, one in run.optimizers.items() if own and id(one) not in run.state.stepped}
+    return open_gradients(open_ones) if open_ones else {}
 
 
 def _entry(run: SavedRun) -> Tree:
