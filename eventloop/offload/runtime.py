@@ -27,6 +27,7 @@ ENDED = (
     "its event loop has ended: the bus was opened in that loop by `async with bus:`, and not closed in it. bus.close() closes "
     "it; open it again in the loop that runs"
 )
+"""Why a bus whose event loop has ended takes no event, for errors."""
 
 
 class Runtime:
