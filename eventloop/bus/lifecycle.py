@@ -312,7 +312,7 @@ class Lifecycle:
 
     def _interrupted(self) -> bool:
         """Return True if this thread holds a lock of the bus: it runs the handler of a signal, or a finalizer."""
-        if is_held(self._lock):
+        if is_held(self._lock) or ((runtime := self._runtime) is not None and runtime.is_held()):
             return True
         return any(one.lane is not None and one.lane.is_held() for one in self._directory.copy())
 

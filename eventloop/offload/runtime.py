@@ -10,6 +10,7 @@ from functools import partial
 
 import msgspec
 
+from eventloop.locks import is_held, new_lock
 from eventloop.log import get_logger
 from eventloop.offload.callers import Caller, OwnedThread
 from eventloop.offload.collectives import refuses_collectives
@@ -48,7 +49,7 @@ class Runtime:
         self._added: deque[Consumer] = deque()  # that are not started
         self._forgets_at = 16
         self._past = DrainReport()  # of consumers that have ended
-        self._lock = threading.RLock()  # re-entrant for the handlers of signals
+        self._lock = new_lock()
         self._closing = False
         self.lost: Counter[str] = Counter()
         """The number of events, by lane, that were dropped because the event loop ended before the bus was closed."""
@@ -95,6 +96,10 @@ class Runtime:
                 self._wake(consumer)
         if waits and (self._loop.ended or not self._loop.takes_tasks) and not interrupted():
             self._loop.start()
+
+    def is_held(self) -> bool:
+        """Return True if this thread holds the lock of the runtime."""
+        return is_held(self._lock)
 
     @property
     def inside(self) -> bool:
