@@ -101,7 +101,7 @@ def _set_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
             group[name] = copied(value)
 
 
-class Kept(Beginning):
+class KeptStates(Beginning):
     """All states that the code of a body may change, weights and gradients included: :meth:`put_back` restores them."""
 
     def __init__(self, *states: Any) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Self
 from eventloop.errors import RunStopped, TrainingError, stopped
 from eventloop.log import get_logger
 from eventloop.plain import numbers_in, plain
-from eventloop.training.body import Beginning, Kept, restore_gradients
+from eventloop.training.body import Beginning, KeptStates, restore_gradients
 from eventloop.training.data import Feed
 from eventloop.training.driver import Driver, EvaluationStage
 from eventloop.training.metrics import Metrics
@@ -54,7 +54,7 @@ class OpenLoops:
         """Passes of the training in the present body."""
         self.nests = False
         """True once a validation has run in the body of an iteration, before its step."""
-        self._kept: Kept | None = None  # the states of the save, until the resumed run comes to its place
+        self._kept: KeptStates | None = None  # the states of the save, until the resumed run comes to its place
         self._in_batch = False  # the place is in the body of a batch, at its first validation
         self._large: set[str] = set()  # stateful objects that are too large to copy them in each epoch
         self._again = ""  # what was told of the epoch that was entered again
@@ -87,7 +87,7 @@ class OpenLoops:
         state.holds = True
         counters.body, counters.place = epoch, goal
         self._in_batch = self.run.feeds.repeats
-        self._kept = Kept.of(self.run).with_weights(self.run)
+        self._kept = KeptStates.of(self.run).with_weights(self.run)
         for one in self.run.optimizers.values():
             if state.gradients:
                 one.zero_grad(set_to_none=True)
