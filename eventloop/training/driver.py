@@ -13,7 +13,7 @@ import torch
 
 from eventloop import events as ev
 from eventloop.checks import check_options
-from eventloop.errors import ConfigurationError, TrainingError
+from eventloop.errors import ConfigurationError, RunStopped, TrainingError
 from eventloop.events import Event
 from eventloop.log import get_logger
 from eventloop.training.arguments import Limit
@@ -58,7 +58,8 @@ class Driver(Session):
 
     Each call publishes its mount points, counts, writes requested saves, and ends its scope. The ``abandon_…`` calls end a
     scope early, without its ``after_x``. :meth:`Run.pause`, :meth:`Run.set_lr` and :meth:`Run.cancel` take effect at the end
-    of an iteration. For :meth:`Run.stop`, check :meth:`should_stop`.
+    of an iteration. For :meth:`Run.stop`, check :meth:`should_stop`: calls that never do
+    are ended by a stop in ``begin_iteration``, in order, by an exception.
 
     Raises:
         TrainingError: the call is out of turn; it names the expected calls and changes nothing.
@@ -67,6 +68,8 @@ class Driver(Session):
 
     feed: Feed | None = None
     """The data of the epoch."""
+    asks = False
+    """True once the loop has asked for a stop."""
     accumulate = 1
     """Batches of an accumulation window, as ``run.train(loader, accumulate=)`` gives it."""
     _begun = False  # an epoch, since the run began
@@ -89,7 +92,21 @@ class Driver(Session):
 
         Blocks while the run is paused. A stop waits for the step of an accumulation window.
         """
+        self.asks = True
         return self.state.should_stop()
+
+    def _end_unasked(self) -> None:
+        """End the run in order at a stop for which calls never ask: they would train on."""
+        reason = self.state.why_stopped()
+        log.warning(
+            "the run was stopped, and these calls of run.drive() never ask for it: the run ends here, in order, by an "
+            "exception; after each drive.end_iteration(), ask drive.should_stop(), and leave the loops if it is True",
+            reason=reason,
+        )
+        self.abandon_epoch()
+        self.end_train()
+        self.end_run()
+        raise RunStopped(reason)
 
     @property
     def validation_comes_first(self) -> bool:
@@ -196,6 +213,8 @@ class Driver(Session):
         state = self.state
         if state.scopes.innermost != "epoch":
             self._check_order("begin_iteration")
+        if state.agreed.stop and not self.asks and not self._host.instead and not state.window_open:
+            self._end_unasked()
         state.begin_train_iteration()
         self._batch, self._last = batch, last
         if self._repeats:
@@ -450,7 +469,7 @@ class Driver(Session):
         self._run.feeds.forget()
         self.state.forget()
         self.feed = self._evaluated = self._share = self._batch = self._scores = None
-        self._begun = self._repeats = False
+        self._begun = self._repeats = self.asks = False
 
 
 def warn_if_left_out(now: Counters, saved: Counters | None) -> None:

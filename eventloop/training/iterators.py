@@ -208,6 +208,7 @@ class OpenLoops:
         if not self.drive.state.training:
             self.drive.state.check_open("run.epochs() and run.train()")
             self.drive.begin_train()
+        self.drive.asks = True
 
     @property
     def left(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Self
@@ -815,9 +814,8 @@ class Run:
         except BaseException as failure:
             self._driver.fail(failure)
             raise
-        if self.state.stops and threading.current_thread() is threading.main_thread():  # by a stop that came before the end
-            self.exit_code = self.state.agreed.exit_code
-        self._driver.end_run()
-        if self.exit_code:
-            raise RunPreempted(self.exit_code) from None
+        try:
+            self._driver.end_run()
+        except RunPreempted as preempted:
+            raise preempted from None
         return cut

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -10,7 +11,7 @@ from itertools import count
 from typing import Any, Final
 
 from eventloop import events as ev
-from eventloop.errors import LaneFullError, RunCancelled, TrainingError
+from eventloop.errors import LaneFullError, RunCancelled, RunPreempted, TrainingError
 from eventloop.events import Event
 from eventloop.events.run_view import RunView
 from eventloop.log import get_logger
@@ -92,9 +93,16 @@ class Session:
             raise
 
     def end_run(self) -> None:
-        """Publish ``after_run``, wait until all checkpoints are written, and close the bus if the run opened it."""
+        """Publish ``after_run``, wait until all checkpoints are written, and close the bus if the run opened it.
+
+        Raises:
+            RunPreempted: the run of your own loop was stopped with an exit status, and has ended in order.
+        """
         self._check_order("end_run")
-        state = self.state
+        state, run = self.state, self._run
+        # By a stop that came before the end. On another thread, and in a trainer, the program decides.
+        if state.stops and not self._host.instead and threading.current_thread() is threading.main_thread():
+            run.exit_code = state.agreed.exit_code
         self._ending = Deadline(self._bus.drain_timeout)
         try:
             state.set_progress()
@@ -115,6 +123,8 @@ class Session:
         instead = state.own.instead or state.agreed.instead
         if state.stops and not state.counters.complete and (line := self._resume_line(instead)):
             log.info(f"the run was stopped; {line}", iter=state.counters.iter, reason=reason)
+        if run.exit_code:
+            raise RunPreempted(run.exit_code)
 
     def fail(self, error: BaseException) -> None:
         """Publish ``on_exception``, end all scopes, and drain for at most the bus's ``abort_timeout`` seconds.

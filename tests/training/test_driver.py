@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from eventloop import Bus, ConfigurationError, Run, TrainingError
-from eventloop.errors import RunCancelled
+from eventloop import Bus, ConfigurationError, Run, RunPreempted, TrainingError
+from eventloop.errors import RunCancelled, RunStopped
 from eventloop.training import Driver
 
 from ..failing import fails
@@ -261,6 +261,45 @@ def test_without_data_the_driver_counts_and_pauses_and_the_caller_marks_the_last
         assert run.progress.batch_idx == 0
         drive.end_epoch()
         drive.end_train()
+
+
+@pytest.mark.parametrize("exit_code", [0, 75])
+def test_calls_that_never_ask_for_a_stop_are_ended_by_it_in_order_with_its_status(parts, tmp_path, exit_code, logs):
+    job = Job(parts, tmp_path)
+    job.bus.on("after_train", lambda event: event.run.request_save("last.safetensors"))
+    drive = (run := job.run()).drive()
+    drive.begin_run()
+    drive.begin_train(max_epochs=1)
+
+    def train():
+        for index, batch in enumerate(drive.begin_epoch(job.train)):
+            drive.begin_iteration(batch)
+            parts.learn(run, batch)
+            if index == 1:
+                run.stop("enough", exit_code=exit_code)
+            drive.end_iteration()
+
+    with pytest.raises(RunPreempted if exit_code else RunStopped) as ended:
+        train()
+    assert exit_code == getattr(ended.value, "code", 0)
+    assert any("never ask for it" in entry["event"] for entry in logs)
+    assert [name for name in job.trace.names if name.startswith("after_")][-2:] == ["after_train", "after_run"]
+    assert run.progress.iter == 2
+    assert (tmp_path / "last.safetensors").exists()
+    assert job.bus.state == "idle"
+
+
+def test_the_end_of_a_preempted_run_of_calls_raises_its_status(parts):
+    job = Job(parts)
+    drive = (run := job.run()).drive()
+    drive.begin_run()
+    drive.begin_train(max_epochs=1)
+    run.stop(exit_code=75)
+    assert drive.should_stop()
+    drive.end_train()
+    with pytest.raises(RunPreempted) as ended:
+        drive.end_run()
+    assert (ended.value.code, run.exit_code, job.bus.state) == (75, 75, "idle")
 
 
 def test_a_test_is_driven_like_a_validation(parts):

@@ -48,6 +48,7 @@ class SavedRun(RunView, Protocol):
     options: dict[str, Any]
     moves_models: bool
     resumed_from: AnyPath | None
+    exit_code: int
 
 
 # -------------------------------------------------------------------------------------------------------------- gather
