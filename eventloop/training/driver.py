@@ -275,7 +275,7 @@ class Driver(Session):
         """Save what was requested in a validation between two steps of one body: the next one changes the weights."""
         counters = self.state.counters
         before = counters.saved()
-        counters.iter, counters.batches, counters.update = before.iter + 1, before.batches + 1, before.update + self.state.steps
+        counters.go_behind(self.state.steps)
         log.warning(
             "a save was requested in a validation between two optimizer steps of one body, so a run that resumes from it "
             "leaves out the rest of that body: validate behind the last step",

@@ -65,10 +65,8 @@ class OpenLoops:
         """Begin the body of the next epoch; return its index."""
         state, counters = self.drive.state, self.drive.state.counters
         self.place = self.trainings = 0
-        state.holds = self.owned
-        state.finished = []
-        counters.body, counters.place = (counters.epoch, 0) if self.owned else (None, 0)
-        state.beginning = Beginning.of(self.run, self._large) if self.owned and self.run.saves.directories else None
+        keeps = self.owned and self.run.saves.directories
+        state.begin_body(Beginning.of(self.run, self._large) if keeps else None, own=self.owned)
         state.set_progress()
         return counters.epoch
 
@@ -84,8 +82,7 @@ class OpenLoops:
         self.place, self.goal, self.trainings = 0, goal, 0
         if not self.owned:
             return epoch
-        state.holds = True
-        counters.body, counters.place = epoch, goal
+        state.enter_body(epoch, goal)
         self._in_batch = self.run.feeds.repeats
         self._kept = KeptStates.of(self.run).with_weights(self.run)
         for one in self.run.optimizers.values():
@@ -94,7 +91,7 @@ class OpenLoops:
         if state.beginning is not None:
             state.beginning.apply(self.run)
         else:
-            state.beginning = Beginning.of(self.run, self._large)
+            state.begin_with(Beginning.of(self.run, self._large))
         state.set_progress()
         self._tell_again(epoch)
         return epoch
@@ -122,9 +119,9 @@ class OpenLoops:
             return
         self._arrive()
         self._again = ""
-        state.holds = False
-        if not counters.batches:  # else its training was left in the middle
-            counters.body, counters.place, state.beginning = None, 0, None
+        ended = not counters.batches  # else its training was left in the middle
+        state.leave_body(ended=ended)
+        if ended:
             state.go_on()
         self.drive.save_held(force=True)
 
@@ -170,9 +167,9 @@ class OpenLoops:
             if state.batch_rng is not None:
                 set_rng_state(state.batch_rng)
         elif self.nests or not state.counters.batches:
-            state.batch_rng = get_rng_state() if self.owned and self.run.saves.directories else None
+            state.draw_batch_from(get_rng_state() if self.owned and self.run.saves.directories else None)
         else:
-            state.batch_rng = None
+            state.draw_batch_from(None)
 
     def reach_batch(self) -> None:
         """Put back the states of the save in the body of a batch, where the saved run had validated."""
@@ -191,7 +188,7 @@ class OpenLoops:
             if self._kept is not None:  # it has not come to the place of its save
                 kept, self._kept = self._kept, None
                 kept.put_back(self.run)
-            state.holds = False
+            state.leave_body()
             raise RunStopped(state.why_stopped())
 
     def batches_before(self) -> int:
@@ -274,7 +271,7 @@ class OpenLoops:
         self.abandon_epoch()
         if not cut:
             self.end_body()
-        self.drive.state.holds = False
+        self.drive.state.leave_body()
         self.end_train()
 
 
@@ -527,8 +524,7 @@ class TrainBatches(Batches):
             loops.arrive()
             if loops.place > 1:
                 drive.save_held(force=True)  # what waits behind an earlier pass of this body: now the weights change
-            if state.counters.body is not None:
-                state.counters.epoch = state.counters.body  # a second pass is one of the same epoch
+            state.counters.stay_in_body()
         self._feed = loops.run.feeds.for_training(self._loader, index)
         loops.training = self
         loops.epoch_ends = None if self._endless else False

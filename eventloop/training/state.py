@@ -67,6 +67,15 @@ class Counters(SavedCounts):
         self.epoch, self.batches = epoch, batches
         self.iter = self.iter if iteration is None else iteration
 
+    def go_behind(self, steps: int) -> None:
+        """Count the present iteration, with this many optimizer steps, as done."""
+        self.iter, self.batches, self.update = self.iter + 1, self.batches + 1, self.update + steps
+
+    def stay_in_body(self) -> None:
+        """Begin another pass of the open body, which is one of the same epoch."""
+        if self.body is not None:
+            self.epoch = self.body
+
     def rename(self, name: str) -> None:
         """Set the name of the run."""
         self.run_name = name
@@ -370,6 +379,40 @@ class RunState:
     def begins_again(self) -> bool:
         """True in a validation in the body of an iteration that has not stepped: a run that resumes from here repeats it."""
         return self.interrupted is not None and not self.stepped
+
+    def begin_body(self, beginning: Beginning | None, *, own: bool) -> None:
+        """Begin the body of the next epoch; ``own``: of the user's own loop."""
+        self.holds, self.beginning, self.finished = own, beginning, []
+        self.counters.body, self.counters.place = (self.counters.epoch, 0) if own else (None, 0)
+
+    def enter_body(self, epoch: int, place: int) -> None:
+        """Enter the body of an epoch again, of which the saved run has come to a place."""
+        self.holds, self.counters.body, self.counters.place = True, epoch, place
+
+    def leave_body(self, *, ended: bool = False) -> None:
+        """Hold no save any longer; with ``ended``, no body is open."""
+        self.holds = False
+        if ended:
+            self.counters.body, self.counters.place, self.beginning = None, 0, None
+
+    def begin_with(self, beginning: Beginning) -> None:
+        """Note how the open body began."""
+        self.beginning = beginning
+
+    def draw_batch_from(self, rng: dict[str, Any] | None) -> None:
+        """Note the random states at the beginning of the body of an iteration; None if nothing needs them."""
+        self.batch_rng = rng
+
+    def resume_body(
+        self,
+        beginning: Beginning | None,
+        metrics: Iterable[dict[str, Any]],
+        batch_rng: dict[str, Any] | None,
+        gradients: Mapping[str, Any],
+    ) -> None:
+        """Take what a save has of an open body."""
+        self.beginning, self.finished = beginning, [*metrics]
+        self.batch_rng, self.gradients = batch_rng, gradients
 
     @property
     def save_waits(self) -> bool:

@@ -252,10 +252,9 @@ def restore_state(run: SavedRun, tree: Mapping[str, Any], *, strict: bool) -> No
 
 def _restore_body(run: SavedRun, saved: SavedState) -> None:
     """Restore how the open body of an epoch began, and the gradients of an open window."""
-    state, body = run.state, saved.body
-    state.beginning = None if body is None else Beginning(saved.body_rng, body.stateful, body.options)
-    state.finished = [] if body is None else [*body.metrics]
-    state.batch_rng, state.gradients = saved.batch_rng, saved.gradients
+    body = saved.body
+    beginning = None if body is None else Beginning(saved.body_rng, body.stateful, body.options)
+    run.state.resume_body(beginning, [] if body is None else body.metrics, saved.batch_rng, saved.gradients)
     if not run.host.update_steps:
         restore_gradients(run.optimizers, saved.gradients)
 
