@@ -332,7 +332,7 @@ def test_an_optimizer_without_one_parameter_of_the_models_is_warned_of(parts, lo
         pass
     (warning,) = logs
     assert warning["optimizer"] == "other"
-    assert "no parameter" in warning["event"]
+    assert "no model" in warning["event"]
 
 
 def test_a_run_leaves_its_bus_as_it_found_it(parts, bus, trace):
