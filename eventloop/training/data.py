@@ -375,9 +375,10 @@ class Feeds:
 
         ``index`` counts the passes over training data in one epoch.
         """
-        self.pass_over(loader, index)
-        if isinstance(loader, Feed):
+        if isinstance(loader, Feed):  # of a pass that has begun, whose loader is noted
             self.train = loader
+        else:
+            self.pass_over(loader, index)
         if self.train is None or (self.train is not loader and self.train.loader is not loader):
             self.train = Feed(loader, self._device, draws=self.draws, limit=self.limits.get("train_data"))
             warn_if_all(loader, "train_data")
