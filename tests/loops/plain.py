@@ -5,8 +5,9 @@ A program that gets this module in place of ``trainbus`` is the same program wit
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self
@@ -95,7 +96,7 @@ class Run:
         self._outputs: dict[str, Any] = {}
         self._stepped = Counter[str]()
         self._in_body = False
-        self._passes: Generator[Any] = self._batches((), endless=False)
+        self._pass: Callable[[], Generator[Any] | None] = lambda: None
         for name, one in self.optimizers.items():
             one.register_step_pre_hook(partial(self._begin_step, name))
             one.register_step_post_hook(lambda *step, name=name: self._stepped.update([name]))
@@ -119,14 +120,16 @@ class Run:
         while at.iter < max_iters if max_iters is not None else at.epoch < max_epochs:
             before = at.iter
             yield at.epoch
-            self._passes.close()  # a variable may keep it
+            if (kept := self._pass()) is not None:  # by a variable
+                kept.close()
             if at.iter == before:
                 raise RuntimeError("an epoch without a batch would be repeated forever")
             at.epoch += 1
 
     def train(self, loader: Iterable[Any], *, endless: bool = False, accumulate: int = 1) -> Batches:
-        self._passes = self._batches(loader, endless=endless)
-        return Batches(self._passes)
+        batches = self._batches(loader, endless=endless)
+        self._pass = weakref.ref(batches)
+        return Batches(batches)
 
     def _batches(self, loader: Iterable[Any], *, endless: bool) -> Generator[Any]:
         at = self.progress
