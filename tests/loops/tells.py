@@ -23,7 +23,7 @@ class Tell(NamedTuple):
 TELLS: Final = (
     Tell(
         "entered epoch .* again",
-        frozenset({"enumerate", "islice", "zip", "next in a range", "anchor"}),
+        frozenset({"enumerate", "islice", "zip", "next in a range", "anchor", "new list"}),
         errors=(ArithmeticError, NameError),
     ),
     Tell("begins in the body of another run.train", frozenset({"next", "next in a range"}), errors=(TrainingError,)),
