@@ -10,6 +10,8 @@ import threading
 import weakref
 from typing import Any
 
+from eventloop.privates import is_owned
+
 _checked = bool(os.environ.get("TRAINBUS_CHECK_LOCKS"))
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
@@ -32,8 +34,7 @@ def new_lock() -> threading.RLock:
 
 def is_held(lock: threading.RLock) -> bool:
     """Return True if this thread holds ``lock``."""
-    held: bool = lock._is_owned()  # type: ignore[attr-defined]  # of CPython's locks for threading.Condition (Lib/threading.py)
-    return held
+    return is_owned(lock)
 
 
 def may_wait(what: str) -> None:

@@ -72,6 +72,8 @@ TORCH: Final = {
     "torch.storage._dtype_to_storage_type_map": ("checkpoint/torch_file.py: the format of torch.save", _SEEN),
     "torch.UntypedStorage._cdata": ("checkpoint/torch_file.py: which tensors share memory", _SEEN),
     "torch.Tensor._backward_hooks": ("checkpoint/torch_file.py: a tensor that torch.save writes with more", _SEEN),
+    "torch.Tensor._indices": ("checkpoint/objects.py: the parts of a sparse tensor that is not coalesced", _SEEN),
+    "torch.Tensor._values": ("likewise", _SEEN),
     "torch.Tensor._version": ("checkpoint/overlap.py, training/saves/capture.py: a tensor changed", _SEEN),
     "torch.utils._python_dispatch.TorchDispatchMode": ("offload/collectives.py: refuse collectives", _SEEN),
     "torch.utils._pytree.tree_map": ("bridges/torchft/buffers.py: replace tensors", _SEEN),
@@ -109,6 +111,11 @@ OPTIONAL: Final[Names] = {
     "optimizer._step_supports_amp_scaling": ("training/update.py: a fused optimizer", _SEEN),
     "state._metadata": ("checkpoint/wrappers.py: the versions of modules in a state_dict", _SEEN),
     "scheduler._schedulers": ("hooks/schedule.py: SequentialLR and ChainedScheduler", _SEEN),
+    "space._np_random": (
+        "training/keep.py: the generator of a space of gymnasium, None until it is used",
+        "gymnasium 1.0 to 1.4",
+    ),
+    "lock._is_owned": ("locks.py: whether this thread holds a lock, as threading.Condition asks", "CPython 3.11 to 3.14"),
 }
 """Of some objects only, so that nothing can look them up beforehand."""
 
@@ -139,8 +146,21 @@ READS_SAMPLES: Final[tuple[CodeType, ...]] = (
 """Code that reads map-style samples, here or in a worker."""
 READS_NEXT: Final[CodeType] = torch.utils.data._utils.fetch._IterableDatasetFetcher.fetch.__code__
 """Code that reads an iterable dataset."""
+SPACE_GENERATOR: Final = "_np_random"
+"""The attribute in which a space of gymnasium has its generator."""
 GET_ITERATOR: Final = "_get_iterator"
 """The method in which a DataLoader starts its workers."""
+
+
+def is_owned(lock: Any) -> bool:
+    """Return True if this thread holds a ``threading.RLock``."""
+    held: bool = lock._is_owned()
+    return held
+
+
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return indices and values of a sparse tensor, also of one that is not coalesced."""
+    return tensor._indices(), tensor._values()
 
 
 def parts_of(

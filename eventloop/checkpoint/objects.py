@@ -19,6 +19,7 @@ import torch
 
 from eventloop.checkpoint.container import NewerError
 from eventloop.checkpoint.forms import kind_of, with_kind
+from eventloop.privates import sparse_parts
 
 
 class ObjectParts(msgspec.Struct, frozen=True, eq=False):  # equal to nothing else, so that it may be a key
@@ -59,7 +60,8 @@ def sparse_apart(tensor: torch.Tensor) -> ObjectParts | None:
     plain = tensor.detach()
     rest = {"size": plain.size(), "kind": kind_of(tensor)}
     if plain.layout is torch.sparse_coo:
-        parts = {"indices": plain._indices(), "values": plain._values(), "coalesced": plain.is_coalesced()}
+        indices, values = sparse_parts(plain)
+        parts = {"indices": indices, "values": values, "coalesced": plain.is_coalesced()}
     elif plain.layout in (torch.sparse_csr, torch.sparse_bsr):
         parts = {"crow_indices": plain.crow_indices(), "col_indices": plain.col_indices(), "values": plain.values()}
     elif plain.layout in (torch.sparse_csc, torch.sparse_bsc):

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from eventloop.log import get_logger
+from eventloop.privates import tensors_of
 from eventloop.training.optimizers import parameters_of
 from eventloop.training.rng import get_rng_state, set_rng_state
 
@@ -111,7 +112,7 @@ class KeptStates(Beginning):
     def with_weights(self, run: Any) -> Self:
         """Copy weights, optimizer states and gradients as well, if they take less than 2 GiB."""
         modules = [module for model in run.models.values() for module in model.modules()]
-        tensors = [one for module in modules for own in (module._parameters, module._buffers) for one in own.values()]
+        tensors: list[Any] = [*tensors_of(modules)]
         states = [state for one in run.optimizers.values() for state in one.state.values()]
         tensors += [value for state in states for value in state.values()]
         plain = [one for one in tensors if type(one) in (torch.Tensor, torch.nn.Parameter)]  # no part of a sharded one

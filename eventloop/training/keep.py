@@ -17,6 +17,7 @@ import torch
 
 from eventloop.errors import ConfigurationError
 from eventloop.log import get_logger
+from eventloop.privates import SPACE_GENERATOR
 from eventloop.spelling import did_you_mean
 from eventloop.training.rng import is_generator, set_rng_state, set_state_of, state_of
 
@@ -25,8 +26,8 @@ log = get_logger()
 KEPT: Final = "kept"
 """Name of the kept values in ``run.stateful``."""
 _PLAIN: Final = (type(None), bool, int, float, complex, str, bytes, torch.Tensor, np.ndarray, np.generic)
-_CONSTANT: Final = ("metadata", "_metadata", "spec", "_cached_spec", "_saved_kwargs")
-"""Attributes of an environment that its maker sets once."""
+_CONSTANT: Final = ("metadata", "spec", "cached_spec", "saved_kwargs")
+"""Attributes of an environment that its maker sets once, with an underscore or without."""
 _DEEPEST: Final = 4
 """Objects in objects of an environment."""
 _NUMBERS: Final = "biufc"
@@ -259,7 +260,7 @@ class _Environment:
                 )
             values = found[place] = {}
             for name, value in vars(owner).items():
-                if name in _CONSTANT:
+                if name.removeprefix("_") in _CONSTANT:
                     continue
                 try:
                     values[name] = _attribute_state(value)
@@ -274,7 +275,7 @@ class _Environment:
             own = vars(owner)
             for name, saved in state.get(place, {}).items():
                 live = own.get(name)
-                if live is None and name == "_np_random" and saved is not None:
+                if live is None and name == SPACE_GENERATOR and saved is not None:
                     set_state_of(owner.np_random, saved)  # makes it
                 elif _is_space(live) or not _is_part(live):
                     own[name] = _load_attribute(live, saved)
@@ -308,7 +309,7 @@ def _owners(environment: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _is_space(value: Any) -> bool:
-    return hasattr(value, "sample") and hasattr(value, "contains") and hasattr(value, "_np_random")
+    return hasattr(value, "sample") and hasattr(value, "contains") and hasattr(value, SPACE_GENERATOR)
 
 
 def _is_part(value: Any) -> bool:
@@ -351,7 +352,7 @@ def _load_attribute(live: Any, saved: Any) -> Any:
 
 
 def _space_state(space: Any) -> dict[str, Any]:
-    generator = space._np_random
+    generator = getattr(space, SPACE_GENERATOR)
     spaces = getattr(space, "spaces", {})
     inner = dict(spaces if isinstance(spaces, Mapping) else enumerate(spaces))
     return {
