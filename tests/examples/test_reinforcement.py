@@ -31,7 +31,14 @@ def learned(name, found):
             return found < 2.0
 
 
-@pytest.mark.parametrize(("name", "kill", "length"), [("ppo", 14, 20), ("dqn", 955, 1500), ("tiny_gpt", 51, 60)])
+@pytest.mark.parametrize(
+    ("name", "kill", "length"),
+    [
+        pytest.param("ppo", 14, 20, marks=pytest.mark.long),
+        pytest.param("dqn", 955, 1500, marks=pytest.mark.long),
+        ("tiny_gpt", 51, 60),
+    ],
+)
 def test_it_learns_and_a_killed_run_ends_with_the_same_weights(example, tmp_path, name, kill, length):
     train = example(name).train
     whole, found = train(tmp_path / "whole")

@@ -97,7 +97,7 @@ def stands_still(work_dir: str) -> None:
     loop.run()
 
 
-@pytest.mark.parametrize("how", [dies_before_it_joins, stands_still])
+@pytest.mark.parametrize("how", [dies_before_it_joins, pytest.param(stands_still, marks=pytest.mark.long)])
 def test_ranks_wait_at_most_the_users_timeout_and_the_error_names_missing_ranks(outcomes, tmp_path, how):
     arguments = [str(tmp_path / "run")] if how is stands_still else []
     first, second = outcomes(how, *arguments, group_timeout=3)

@@ -72,7 +72,14 @@ def on_another_mesh(work_dir: str, resume: str) -> Any:
     return {name: strides for name, (_, strides) in found.items()}
 
 
-@pytest.mark.parametrize(("kind", "dim"), [("channels last", 0), ("channels last", 1), ("turned", 0)])
+@pytest.mark.parametrize(
+    ("kind", "dim"),
+    [
+        ("channels last", 0),
+        pytest.param("channels last", 1, marks=pytest.mark.long),
+        pytest.param("turned", 0, marks=pytest.mark.long),
+    ],
+)
 def test_parts_come_back_with_their_strides(ranks, tmp_path, kind, dim):
     straight = ranks(train, str(tmp_path / "straight"), 2, None, kind, dim)
     ranks(train, str(tmp_path / "resumed"), 1, None, kind, dim)

@@ -62,6 +62,11 @@ def main():
                 for _, rows, targets in run.train(loader):
                     optimizer.zero_grad()
                     (model(rows) - targets).pow(2).mean().backward()
+                    for one in (
+                        model.parameters() if size > 1 else ()
+                    ):  # as in DistributedDataParallel: ranks of a group are alike
+                        distributed.all_reduce(one.grad)
+                        one.grad /= size
                     for work in [manager.allreduce(one.grad) for one in model.parameters()]:
                         work.wait()
                     optimizer.step()
