@@ -497,6 +497,8 @@ def around_step(
     stepped, own = state.stepped, capture is not None
 
     def before_step(*step: Any) -> None:
+        if own and "iter" in state.scopes:
+            state.end_left()
         if capture is not None and capture.overlap is not None:
             capture.overlap.fence()  # first, because a handler may change weights
         if own and saves.before_step is not None:

@@ -40,6 +40,7 @@ class OpenLoops:
         self.scopes = drive.state.scopes
         self.owned: bool = not run.host.update_steps
         """True if the body of an epoch is the user's; False for that of a ``TrainLoop``."""
+        drive.state.leave_by(self.end_left_iteration)
         self.forget()
 
     def forget(self) -> None:
@@ -216,6 +217,11 @@ class OpenLoops:
         """End the epoch if its ``for`` statement was left."""
         if self.left:
             self.end_epoch()
+
+    def end_left_iteration(self) -> None:
+        """End an open iteration if its ``for`` statement was left."""
+        if self.left:
+            self.end_iteration()
 
     def end_iteration(self) -> None:
         """End an open iteration whose body was left: as any other if it has stepped."""

@@ -705,8 +705,8 @@ class Run:
         """
         capture = self._own_loop("gather_state").saver
         self.state.check_open("run.gather_state()")
-        if self._loops.left and not self._in_handlers:
-            self._loops.end_iteration()
+        if not self._in_handlers:
+            self._loops.end_left_iteration()
         if self._in_handlers or self.state.scopes.innermost == "iter":
             raise TrainingError(
                 "run.gather_state() was called within an iteration or a handler: call it in the training loop, after the `for` "

@@ -236,6 +236,7 @@ class RunState:
         self.scopes = Scopes()
         self.outputs: dict[str, Any] = {}
         self._lost = self._told_step = False
+        self.end_left: Callable[[], object] = bool
         self.stepped: dict[int, int] = {}
         """How often each optimizer, by ``id``, has stepped in the current iteration."""
         self.between_steps: list[Callable[[torch.optim.Optimizer, Progress], object]] = []
@@ -304,6 +305,10 @@ class RunState:
     def save_by(self, save_if_asked: Callable[[], object]) -> None:
         """Call ``save_if_asked`` in a pause, for a checkpoint that ``checkpoint_now`` asked for."""
         self._save_if_asked = save_if_asked
+
+    def leave_by(self, end_left: Callable[[], object]) -> None:
+        """Call ``end_left`` before a step while an iteration is open: its body may have been left."""
+        self.end_left = end_left
 
     def only_evaluate(self) -> None:
         """Note that the run only validates or tests: it locks no directories."""

@@ -347,15 +347,23 @@ def test_a_stop_that_cuts_an_epoch_short_runs_no_further_line_of_its_body(parts,
     assert run.info["stop_reason"] == "enough"
 
 
-def test_a_step_outside_of_an_iteration_is_told_once(tmp_path, logs):
+@pytest.mark.parametrize(("left", "trained"), [("at the end", 4), ("behind a step", 1), ("before a step", 0)])
+def test_a_step_outside_of_an_iteration_is_told_once_and_not_counted(tmp_path, logs, left, trained):
     scene = Scene(None)
     with Run(scene.bus, model={"model": scene.model, "other": scene.other}, optimizer=scene.optimizer) as run:
         scene.the_run = run
         for _ in run.epochs(2):
             for batch in run.train(scene.loader):
+                if left == "before a step":
+                    break
                 scene.learn(batch)
+                if left == "behind a step":
+                    break
             scene.optimizer.step()
-    assert ["outside of the body" in entry["event"] for entry in logs] == [True]
+            scene.optimizer.step()
+        assert run.progress.update == 2 * trained
+    expected = ["stepped outside of the body", *([] if trained else ["no optimizer has stepped in the first epoch"])]
+    assert [next((one for one in expected if one in entry["event"]), entry["event"]) for entry in logs] == expected
 
 
 def test_a_save_between_two_steps_of_a_body_is_told_and_has_the_validated_weights(parts, tmp_path, logs):
