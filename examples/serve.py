@@ -63,7 +63,6 @@ class Training:
 
     async def run(self) -> None:
         try:
-            await anyio.to_thread.run_sync(self.keep)
             async with application.state.turn:
                 if self.state == "waiting":  # and not stopped meanwhile
                     loop = await anyio.to_thread.run_sync(self.make)  # it reads data
@@ -129,8 +128,15 @@ def unfinished() -> list[Request]:
     return [Request.model_validate_json(file.read_text()) for file in sorted(Path(out).glob("*/request.json"))]
 
 
-def begin(request: Request) -> Training:
+async def begin(request: Request) -> Training:
     made = trainings[request.name] = Training(request)
+    try:
+        await anyio.to_thread.run_sync(
+            made.keep
+        )  # before the answer: what was promised outlives a kill, in the order of requests
+    except BaseException:
+        del trainings[request.name]
+        raise
     application.state.tasks.start_soon(made.run)
     return made
 
@@ -140,7 +146,7 @@ async def lifespan(application: FastAPI) -> AsyncIterator[None]:
     async with anyio.create_task_group() as tasks:
         application.state.tasks, application.state.turn = tasks, anyio.Lock()
         for request in await anyio.to_thread.run_sync(unfinished):
-            begin(request)
+            await begin(request)
         log.info(f"the trainings' pages are at http://127.0.0.1:{port}/training/#token={token}")
         yield
         application.state.ends = True
@@ -180,7 +186,7 @@ async def start(request: Request) -> dict[str, Any]:
     """Start a training, or go on with the one of this name; ``epochs`` counts those that are done."""
     if request.name in trainings and not trainings[request.name].over:
         raise HTTPException(409, f"training {request.name!r} is {trainings[request.name].state}")
-    return begin(request).facts()
+    return (await begin(request)).facts()
 
 
 @api.get("")

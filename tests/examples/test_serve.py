@@ -113,7 +113,10 @@ def test_a_signal_ends_streams_saves_the_training_and_the_next_start_goes_on(tmp
     assert done.returncode == 75, done.stderr
     assert "Traceback" not in done.stderr
     saved = last_save(tmp_path)
-    assert saved.startswith(("iter_", "epoch_"))  # paused at the end of an epoch, it is that one's
+    session = json.loads((tmp_path / "out/first/run.json").read_text())["sessions"][-1]
+    assert (
+        load(tmp_path / "out/first" / saved)["progress"]["iter"] == session["iter"] > 3
+    )  # at the end of an epoch, it is epoch_N
     with serving(tmp_path, "again") as (script, client):
         goes_on_from(saved, script, client)
         client.post("/trainings/first/stop")
@@ -127,8 +130,10 @@ def test_after_a_kill_the_next_start_goes_on_from_the_last_checkpoint(tmp_path):
         start(client)
         until(lambda: (tmp_path / "out/first/last_checkpoint").exists())
         script.kill()
+        script.wait()
+    assert last_save(tmp_path).startswith("epoch_")
     with serving(tmp_path, "again") as (script, client):
-        goes_on_from("epoch_", script, client)
+        goes_on_from(last_save(tmp_path), script, client)
 
 
 def last_save(folder):
