@@ -45,6 +45,23 @@ def copied(value: Any, most: float = _LARGE) -> Any:
     return copy.copy(value) if isinstance(value, list | set) else value
 
 
+def copied_states(things: Mapping[str, Any], large: set[str] | None) -> dict[str, Any]:
+    """Return copies of the states of ``stateful`` objects, but for those that are too large, whose names go into ``large``.
+
+    With None for ``large``, all are copied.
+    """
+    states = {}
+    for name, thing in things.items():
+        if large is not None and name in large:
+            continue
+        state = thing.state_dict()
+        if large is not None and _count(state, _MANY) >= _MANY:
+            large.add(name)
+        else:
+            states[name] = copied(state)
+    return states
+
+
 class Beginning:
     """The states at the beginning of an epoch's body, without weights: random numbers, ``stateful`` objects, learning rates."""
 
@@ -54,14 +71,7 @@ class Beginning:
     @classmethod
     def of(cls, run: Any, large: set[str] | None = None) -> Self:
         """Copy the states of a run. ``large`` collects the names of objects with many values, which it leaves out."""
-        stateful: dict[str, Any] = {}
-        for name, thing in run.stateful.items():
-            if large is None or name not in large:
-                state = thing.state_dict()
-                if large is not None and _count(state, _MANY) >= _MANY:
-                    large.add(name)
-                else:
-                    stateful[name] = copied(state)
+        stateful = copied_states(run.stateful, large)
         options = {name: copied([_options(group) for group in one.param_groups]) for name, one in run.optimizers.items()}
         return cls(get_rng_state(), stateful, options)
 

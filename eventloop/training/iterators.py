@@ -99,6 +99,8 @@ class OpenLoops:
 
     def _tell_again(self, epoch: int) -> None:
         counters = self.drive.state.counters
+        if self.goal == 1 and not counters.batches:
+            return  # saved in the first validation of the body: all of it comes again
         done = f"its first {counters.batches} batches" if counters.batches else "its batches"
         self._again = (
             f"this resumed run has entered epoch {epoch} again at the top of its body, without {done}, which the saved run has "

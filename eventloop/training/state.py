@@ -18,7 +18,7 @@ from eventloop.errors import RunCancelled, TrainingError, stopped
 from eventloop.events import Event, LearningRateSet, Progress, RunPaused, RunResumed, Stage
 from eventloop.log import get_logger
 from eventloop.training.agree import Alone, Channel, Requests
-from eventloop.training.body import Beginning, copied
+from eventloop.training.body import Beginning, copied, copied_states
 from eventloop.training.distributed.ranks import Ranks
 from eventloop.training.optimizers import set_learning_rate
 from eventloop.training.rng import get_rng_state
@@ -257,6 +257,9 @@ class RunState:
         """Those of an open accumulation window of the saved run, until the resumed run is where it was saved."""
         self.validation_rng: dict[str, Any] | None = None
         """Random states at the start of the current validation: a checkpoint saved in it repeats it."""
+        self.validation_stateful: dict[str, Any] = {}
+        """Likewise those of ``stateful`` objects, but for large ones."""
+        self._large: set[str] = set()
         self.trains = bool(optimizers)
         """True if the run is a training and locks its directories when it begins."""
         self.has_trained = False
@@ -456,7 +459,7 @@ class RunState:
         self.stepped.clear()
         self.again = None
         self._validated_here = False
-        self.counters.phase, self.validation_rng = "train", None
+        self.counters.phase, self.validation_rng, self.validation_stateful = "train", None, {}
         self.scopes.enter("iter")
 
     def begin_evaluation_iteration(self, stage: Stage, index: int) -> None:
@@ -507,6 +510,7 @@ class RunState:
             self.plan.asked = False
         self.validate_next()
         self.validation_rng = get_rng_state()
+        self.validation_stateful = copied_states(self._stateful, self._large)
 
     def count_evaluation(self, stage: Stage) -> None:
         """Count the validation or test that ends here."""
@@ -560,7 +564,7 @@ class RunState:
     def go_on(self) -> None:
         """Make training the next phase, also for a run that resumes from a later checkpoint."""
         self.counters.phase = "train"
-        self.validation_rng = None
+        self.validation_rng, self.validation_stateful = None, {}
 
     def refuse(self, refusal: Callable[[], object]) -> None:
         """Call ``refusal``, which raises an error, at the next safe mount point."""

@@ -9,6 +9,38 @@ from .kit import Kept, Said, Strike, left
 from .trials import tried
 
 
+@pytest.mark.parametrize("at", range(4))
+@pytest.mark.parametrize("kind", ["stop", "term"])
+@pytest.mark.parametrize("order", ["head", "tail"])
+def test_a_validation_that_a_stop_cuts_short_begins_again_with_the_states_of_its_beginning(tmp_path, order, kind, at):
+    def train(tb, strike, folder):
+        torch.manual_seed(0)
+        net, keep = nn.Linear(1, 1), Kept()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        bus = tb.Bus(tb.CheckpointHook(interval=1, by_epoch=False), tb.PreemptionHook())
+        with tb.Run(bus, model=net, optimizer=optimizer, work_dir=folder, stateful={"keep": keep}, resume="auto") as run:
+            strike.run = run
+
+            def validate():
+                for _ in run.validate(range(2)):
+                    keep["drawn"] += float(torch.rand(()))
+                    strike(0)
+
+            for _ in run.epochs(2):
+                if order == "head":
+                    validate()
+                for _ in run.train(range(2)):
+                    optimizer.zero_grad()
+                    net(torch.rand(1, 1)).sum().backward()
+                    optimizer.step()
+                if order == "tail":
+                    validate()
+        return left(run, Said(folder), net=net, keep=keep)
+
+    verdict = tried(train, [Strike(kind, 0, at)], tmp_path)
+    assert verdict.exact, verdict
+
+
 def shuffled(seed):
     return DataLoader(range(6), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(seed))
 

@@ -81,7 +81,7 @@ def gather_state(run: SavedRun, rank: SavedRank, ranks: Sequence[SavedRank], lea
     """
     with_optimizer = "optimizer" not in leave_out
     state = run.state
-    again = state.again if state.begins_again else None
+    rewound = state.again.stateful if state.again is not None and state.begins_again else state.validation_stateful
     saved = SavedState(
         **_entry(run),
         state_dict=flat(gather_weights(run.models)),
@@ -92,7 +92,7 @@ def gather_state(run: SavedRun, rank: SavedRank, ranks: Sequence[SavedRank], lea
         data=rank.data,
         body_rng=rank.body_rng,
         batch_rng=rank.batch_rng,
-        stateful={name: thing.state_dict() for name, thing in run.stateful.items()} if again is None else again.stateful,
+        stateful={name: thing.state_dict() for name, thing in run.stateful.items() if name not in rewound} | rewound,
         options=dict(run.options),
         gradients=_open_gradients(run) if with_optimizer else {},
         body=_body(state),
