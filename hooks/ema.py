@@ -219,6 +219,8 @@ class EMAHook(CopiedAnew, Hook):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.average is not None and self._in_checkpoint:
             self.average.steps = int(state["steps"])
+            if not self.average.steps:
+                self.average = None  # as in the saved run
 
     def _make_average(self) -> WeightAverage:
         if not self._model_name:

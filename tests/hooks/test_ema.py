@@ -427,6 +427,18 @@ def test_wrapper_prefixes_are_not_in_checkpoints(job, tmp_path):
 
 # ----------------------------------------------------------------------- several optimizers, several steps in a body
 
+
+def test_a_run_saved_before_its_first_average_resumes_without_one(job, tmp_path):
+    options = {"begin_iter": 7, "momentum": 0.3}
+    job.loop(EMAHook(**options), CheckpointHook(interval=1), job.StopAfter(4), work_dir=tmp_path).run()
+    resumed = job.loop(hook := EMAHook(**options), work_dir=tmp_path)
+    seen = []
+    resumed.bus.on("before_train", lambda event: seen.append(hook.average))
+    resumed.run(resume="auto")
+    assert seen == [None]
+    assert hook.average.steps
+
+
 BODIES = {
     "generator each fifth": ("c", "c", "c", "c", "cg"),
     "critic often": ("cccg", "ccc", "g"),

@@ -97,6 +97,7 @@ class Run:
         self._stepped = Counter[str]()
         self._in_body = False
         self._pass: Callable[[], Generator[Any] | None] = lambda: None
+        self._left = False
         for name, one in self.optimizers.items():
             one.register_step_pre_hook(partial(self._begin_step, name))
             one.register_step_post_hook(lambda *step, name=name: self._stepped.update([name]))
@@ -105,9 +106,11 @@ class Run:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._end_body()
+        self._end_left()
 
     def _begin_step(self, name: str, *step: Any) -> None:
+        if self._left:
+            self._end_body()
         for hook in self.bus.hooks if self._stepped[name] else ():
             hook.steps_again(self, [name])
 
@@ -122,6 +125,7 @@ class Run:
             yield at.epoch
             if (kept := self._pass()) is not None:  # by a variable
                 kept.close()
+            self._end_left()
             if at.iter == before:
                 raise RuntimeError("an epoch without a batch would be repeated forever")
             at.epoch += 1
@@ -133,6 +137,7 @@ class Run:
 
     def _batches(self, loader: Iterable[Any], *, endless: bool) -> Generator[Any]:
         at = self.progress
+        self._end_left()
         if self._complete:
             return
         at.batch_idx = 0
@@ -148,10 +153,23 @@ class Run:
                         return
                 if not endless:
                     return
+        except GeneratorExit:  # by `break`: the next call of the run ends the pass, as the page "Your own loop" says
+            self._left = True
+            raise
         finally:
-            self._end_body()
-            for hook in self.bus.hooks:
-                hook.passed(self)
+            if not self._left:
+                self._end_pass()
+
+    def _end_left(self) -> None:
+        """End a pass whose `for` statement was left."""
+        if self._left:
+            self._left = False
+            self._end_pass()
+
+    def _end_pass(self) -> None:
+        self._end_body()
+        for hook in self.bus.hooks:
+            hook.passed(self)
 
     def validate(self, loader: Iterable[Any]) -> Validation:
         return Validation(self, loader)
@@ -242,6 +260,7 @@ class Validation:
         self.metrics: dict[str, float] = {}
 
     def __iter__(self) -> Iterator[Any]:
+        self._run._end_left()
         run, outputs, sums = self._run, self._run._outputs, dict[str, list[float]]()
         modes = [(module, module.training) for model in run.models.values() for module in model.modules()]
         for model in run.models.values():
