@@ -11,6 +11,7 @@ import torch
 
 from eventloop.bridges import Bridge, TrainerHost
 from eventloop.bus import HostKind, register_host
+from eventloop.training import Scope
 from trainbus import Run, mount_points
 
 sys.path.insert(0, str(Path(__file__).parent / "plain"))
@@ -91,7 +92,7 @@ class ToyBridge(Bridge):
 
     def on_fit_end(self):
         drive = self._host.drive
-        if self.run.state.scopes.innermost == "epoch":  # stopped in its middle
+        if drive.scope is Scope.EPOCH:  # stopped in its middle
             drive.abandon_epoch()
         drive.end_train()
         self._host.saver.write_due(self._save)

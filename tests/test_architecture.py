@@ -204,8 +204,8 @@ def test_stubs_are_installed_with_the_package():
 
 def test_each_attribute_of_a_runs_state_is_assigned_by_the_module_of_the_state_alone():
     """Others call a method of ``RunState``, ``Counters`` or ``ValidationPlan``, whose name says what happens."""
-    home = "eventloop.training.state"
-    classes = {node.name: node for node in parsed(home).body if isinstance(node, ast.ClassDef)}
+    homes = ("eventloop.training.state", "eventloop.training.machine")
+    classes = {node.name: node for home in homes for node in parsed(home).body if isinstance(node, ast.ClassDef)}
     stored = {
         name: {
             node.attr
@@ -220,7 +220,7 @@ def test_each_attribute_of_a_runs_state_is_assigned_by_the_module_of_the_state_a
     found = []
     for name in [*under("eventloop"), *under("hooks")]:
         for node in ast.walk(parsed(name)):
-            if name != home and isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if name not in homes and isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 owner = ast.unparse(node.value).rpartition(".")[2].strip("_")
                 if node.attr in owners.get(owner, ()):
                     found.append(f"{name}:{node.lineno}: {ast.unparse(node)}")

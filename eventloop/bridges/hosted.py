@@ -19,11 +19,11 @@ from eventloop.training.agree import Alone
 from eventloop.training.distributed.ranks import world_size
 from eventloop.training.distributed.rounds import Rounds, join_rounds
 from eventloop.training.driver import Step, around_step, watch_steps
+from eventloop.training.machine import Counters
 from eventloop.training.saves.contents import by_model, flat, gather_entry, gather_weights, loose_parameters, restore_entry
 from eventloop.training.saves.loose import tell_of_loose
 from eventloop.training.saves.restore import publish_loaded
 from eventloop.training.schema import SavedEntry, read, upgraded
-from eventloop.training.state import Counters
 from eventloop.user_errors import contextmanager
 
 log = get_logger()
@@ -128,7 +128,7 @@ class TrainerHost:
         if world_size() > 1:
             rounds = join_rounds(state.own, lambda: state.counters.iter)
             state.join(rounds)
-            state.scopes.defer(partial(self._leave, rounds))
+            state.machine.defer(partial(self._leave, rounds))
             state.settle()
 
     def _leave(self, rounds: Rounds) -> None:

@@ -31,7 +31,7 @@ _LIBRARIES: Final = {
 """Distributions whose versions are recorded if they are imported, by the name of the module."""
 
 
-class Machine(msgspec.Struct, frozen=True):
+class Computer(msgspec.Struct, frozen=True):
     """The computer: its name, processor, number of usable cores, memory in bytes, and GPUs."""
 
     host: str
@@ -71,7 +71,7 @@ class Environment(msgspec.Struct, frozen=True):
     command: list[str]
     folder: str
     process: Process
-    machine: Machine
+    machine: Computer
     versions: dict[str, str]
     git: Git | None
 
@@ -102,14 +102,14 @@ def _exists(pid: int) -> bool:
     return True
 
 
-def _machine() -> Machine:
+def _machine() -> Computer:
     names = [line.partition(":")[2].strip() for line in _read("/proc/cpuinfo").splitlines() if line.startswith("model name")]
     memory = 0
     with suppress(ValueError, OSError):
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processor = names[0] if names else platform.machine()
-    return Machine(socket.gethostname(), _system(), processor, cores, memory, device_names())
+    return Computer(socket.gethostname(), _system(), processor, cores, memory, device_names())
 
 
 def _system() -> str:

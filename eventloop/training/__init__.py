@@ -6,6 +6,7 @@ from eventloop.training.distributed.samples import GlobalBatchSampler
 from eventloop.training.driver import Driver
 from eventloop.training.host import Host, OwnLoop
 from eventloop.training.loop import TrainLoop
+from eventloop.training.machine import Scope
 from eventloop.training.metrics import ONE_NUMBER, Metric, missing_metric, not_a_number
 from eventloop.training.optimizers import enter_training_mode, in_training_mode, optimizers_of
 from eventloop.training.rng import SeededDataset, set_sampler_epoch
@@ -28,6 +29,7 @@ __all__ = [
     "Metric",
     "OwnLoop",
     "Run",
+    "Scope",
     "SeededDataset",
     "TrainLoop",
     "Update",

@@ -10,6 +10,7 @@ import torch
 from eventloop.errors import CheckpointError, ConfigurationError
 from eventloop.log import get_logger
 from eventloop.privates import custom_objects_of
+from eventloop.training.machine import ITERATION
 from eventloop.training.saves.contents import flat, gather_weights
 from eventloop.training.saves.restore import HOSTED, Restore
 from eventloop.training.schema import how_far
@@ -51,7 +52,7 @@ class AcceleratorEntry:
         if self.run is None:
             return {}
         self.run.state.check_open("accelerator.save_state()")
-        if self.run.state.scopes.innermost == "iter":
+        if self.run.state.machine.innermost is ITERATION:
             self.run.drive().end_iteration()
         gathered: dict[str, Any] = {}
         self.run.gather_state(gathered)

@@ -7,33 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import torch
 
 from eventloop import events as ev
 from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError, RunStopped, TrainingError
-from eventloop.events import Event
 from eventloop.log import get_logger
 from eventloop.training.arguments import Limit
 from eventloop.training.data import Feed
 from eventloop.training.distributed.shares import Share, check_divisible, check_even, forward_alone, size_of
+from eventloop.training.machine import EPOCH, ITERATION, TURNS, Counters, Scope
 from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.optimizers import enter_training_mode, in_training_mode, optimizers_in
 from eventloop.training.saves.capture import Capture
 from eventloop.training.saves.contents import SavedRun
 from eventloop.training.session import Session
-from eventloop.training.state import ITERATIONS, Counters
 
 log = get_logger()
 
 EvaluationStage = Literal["val", "test"]
-
-_EVALUATION: Final[Mapping[EvaluationStage, tuple[type[Event], ...]]] = {
-    "val": (ev.BeforeVal, ev.BeforeValEpoch, ev.BeforeValIter, ev.AfterValIter, ev.AfterValEpoch, ev.AfterVal),
-    "test": (ev.BeforeTest, ev.BeforeTestEpoch, ev.BeforeTestIter, ev.AfterTestIter, ev.AfterTestEpoch, ev.AfterTest),
-}
 
 AnyMetrics = NamedMetrics | Metrics
 
@@ -87,6 +81,11 @@ class Driver(Session):
     _scores: Mapping[str, Any] | None = None  # of a validation whose saves wait
     _repeats = False  # the iteration that begins, which has published its before_train_iter
 
+    @property
+    def scope(self) -> Scope:
+        """The innermost part of the run that has begun and not ended."""
+        return self.state.machine.innermost
+
     def should_stop(self) -> bool:
         """Return True if the run must end here: then call ``abandon_epoch``, ``end_train`` and ``end_run``.
 
@@ -124,7 +123,7 @@ class Driver(Session):
     @property
     def window_open(self) -> bool:
         """True between two batches of an accumulation window that ``run.train(loader, accumulate=)`` declares."""
-        return self.accumulate > 1 and "epoch" in self.state.scopes and self.state.counters.batches % self.accumulate > 0
+        return self.accumulate > 1 and EPOCH in self.state.machine and self.state.counters.batches % self.accumulate > 0
 
     @check_options
     def begin_train(self, *, max_epochs: Limit | None = None, max_iters: Limit | None = None) -> None:
@@ -133,7 +132,7 @@ class Driver(Session):
         Raises:
             ConfigurationError: both limits were given.
         """
-        self._check_order("begin_train")
+        turn = self.state.machine.turn("begin_train")
         if max_epochs is not None and max_iters is not None:
             raise ConfigurationError(f"max_epochs={max_epochs} and max_iters={max_iters}: give drive.begin_train() one of them")
         state = self.state
@@ -141,19 +140,20 @@ class Driver(Session):
             self._begin_stage()
             if max_epochs is not None or max_iters is not None:
                 state.counters.limit(max_epochs, max_iters)
+            state.machine.go(turn)
             state.begin_training()
             self._run.kept.begin_training()
-            self._run.publish(ev.BeforeTrain)
+            self._run.publish(*turn.events)
 
     def end_train(self) -> None:
         """Publish ``after_train``."""
-        self._check_order("end_train")
+        turn = self.state.machine.turn("end_train")
         self.state.set_progress()
-        self._announce(ev.AfterTrain)
+        self._announce(*turn.events)
         self._saves.save_if_asked(force=True)
         self._saves.retry()  # handlers of after_run may need the files
         self.state.end_training()
-        self.state.scopes.leave("train")
+        self.state.machine.go(turn)
 
     @check_options
     def begin_epoch(self, data: Iterable[Any] | None = None, *, endless: bool = False) -> Iterable[Any]:
@@ -166,7 +166,7 @@ class Driver(Session):
             data: the loader; None hides it. A resumed epoch then begins with batch ``run.progress.batch_idx``.
             endless: restart an exhausted loader within the same epoch (iteration-based training).
         """
-        self._check_order("begin_epoch")
+        turn = self.state.machine.turn("begin_epoch")
         state = self.state
         feed = self.feed = None if data is None else self._run.feeds.for_training(data)
         if state.ranks is not None and feed is not None and feed.divided and not self._begun:
@@ -174,35 +174,37 @@ class Driver(Session):
         if state.ranks is not None and not endless:
             length = None if feed is None else feed.length
             check_even(state.ranks, self._run.models.values(), length, first=not self._begun)
+        state.machine.go(turn)
         state.begin_epoch(resumes=(state.resumed and not self._begun) if feed is None else feed.resuming)
         self._begun = True
         if feed is not None:
             feed.set_epoch(state.counters.epoch, endless=endless)
-        self._run.publish(ev.BeforeTrainEpoch)
+        self._run.publish(*turn.events)
         if feed is not None:
             feed.start_pass()
         return () if feed is None else feed
 
     def end_epoch(self) -> None:
         """Publish ``after_train_epoch`` and count the epoch."""
-        self._check_order("end_epoch")
         state = self.state
+        turn = state.machine.turn("end_epoch")
         state.show_last_iteration()
-        self._announce(ev.AfterTrainEpoch)
+        self._announce(*turn.events)
         state.count_epoch()
         if self.feed is not None:
             self.feed.end()
         state.settle()
         if not state.holds:
             self._saves.save_if_asked(force=True)
-        state.scopes.leave("epoch")
+        state.machine.go(turn)
 
     def abandon_epoch(self) -> None:
         """End the epoch early, without ``after_train_epoch``; a resumed run continues in it."""
-        self._check_order("abandon_epoch")
-        if "iter" in self.state.scopes:
+        machine = self.state.machine
+        turn = machine.turn("abandon_epoch")
+        if ITERATION in machine:
             self.abandon_iteration()
-        self.state.scopes.leave("epoch")
+        machine.go(turn)
 
     def begin_iteration(self, batch: Any = None, *, last: bool | None = None, silent: bool = False) -> None:
         """Publish ``before_train_iter``, unless ``silent``.
@@ -211,8 +213,8 @@ class Driver(Session):
         """
         # This method and end_iteration() make few calls: after a step of the model each costs about a microsecond.
         state = self.state
-        if state.scopes.innermost != "epoch":
-            self._check_order("begin_iteration")
+        if state.machine.innermost is not EPOCH:
+            state.machine.turn("begin_iteration")
         if state.agreed.stop and not self.asks and not self._host.instead and not state.window_open:
             self._end_unasked()
         state.begin_train_iteration()
@@ -230,8 +232,8 @@ class Driver(Session):
         ``validates`` tells that a validation comes next: a run resumed from a save made here then validates first.
         """
         state = self.state
-        if state.scopes.innermost != "iter":
-            self._check_order("end_iteration")
+        if state.machine.innermost is not ITERATION:
+            state.machine.turn("end_iteration")
         if outputs is not None:
             self._take_outputs("end_iteration", outputs)
         if self._replicas is not None and not self._replicas.settles():
@@ -249,7 +251,7 @@ class Driver(Session):
             state.channel.exchange()
         if (self._saves.requests or agreed.save) and not (state.holds and self._ends_pass):
             self.save_held()
-        state.scopes.leave("iter")
+        state.machine.leave(ITERATION)
         if agreed.cancelled or agreed.paused or agreed.rates:
             state.handle_requests()
 
@@ -275,7 +277,7 @@ class Driver(Session):
         """Save what was requested in a validation between two steps of one body: the next one changes the weights."""
         counters = self.state.counters
         before = counters.saved()
-        counters.go_behind(self.state.steps)
+        counters.end_iteration(self.state.steps)
         log.warning(
             "a save was requested in a validation between two optimizer steps of one body, so a run that resumes from it "
             "leaves out the rest of that body: validate behind the last step",
@@ -304,7 +306,7 @@ class Driver(Session):
         if self.feed is not None:
             self.feed.repeat()
         state.channel.exchange()
-        state.scopes.leave("iter")
+        state.machine.leave(ITERATION)
         state.handle_requests()
 
     def abandon_iteration(self) -> None:
@@ -312,12 +314,12 @@ class Driver(Session):
 
         With replica groups, an iteration without a committed step does not count, and its batch comes again.
         """
-        self._check_order("abandon_iteration")
+        turn = self.state.machine.turn("abandon_iteration")
         if self._replicas is not None and not self._replicas.settles(complete=False):
             self._repeat_iteration()
             return
         self.state.count_iteration()
-        self.state.scopes.leave("iter")
+        self.state.machine.go(turn)
 
     def replace_batch(self, batch: Any, *, last: bool) -> None:
         """Set the batch of the current iteration behind its step, which has fetched the batch itself."""
@@ -325,8 +327,9 @@ class Driver(Session):
 
     def drop_iteration(self) -> None:
         """End the current iteration, if there is one, uncounted and without its ``after_x``: it found no batch."""
-        if (scope := self.state.scopes.innermost) in ITERATIONS:
-            self.state.scopes.leave(scope)
+        machine = self.state.machine
+        if machine.iterates:
+            machine.leave(machine.innermost)
 
     @check_options
     def begin_evaluation(
@@ -339,10 +342,10 @@ class Driver(Session):
             data: the loader; None hides it.
             metrics: get the outputs of each iteration; scalar outputs are averaged in any case.
         """
-        self._check_order("begin_evaluation")
-        self._begin_stage()
         state = self.state
-        if (nested := state.scopes.innermost == "iter") and state.interrupted is None:
+        turn = state.machine.turn(f"begin_evaluation {stage}")
+        self._begin_stage()
+        if (nested := state.machine.innermost is ITERATION) and state.interrupted is None:
             state.interrupt_iteration(self._batch)
         feed = None if data is None else self._run.feeds.for_evaluation(data, f"{stage}_data")
         self._stage, self._evaluated, self._metrics, self._index = stage, feed, None, -1
@@ -357,37 +360,40 @@ class Driver(Session):
         if stage == "val" and state.training and not nested:
             warn_if_left_out(state.counters, self._host.saver.resumes_training_at)
             state.begin_validation()
-        state.scopes.enter("evaluation")
+        state.machine.go(turn)
         if lengths and not self._in_step:
-            state.scopes.defer(forward_alone(self._run.models.values(), lengths))
+            state.machine.defer(forward_alone(self._run.models.values(), lengths))
         state.set_progress(stage, 0)
         if self._host.evaluates:
             self._enter_evaluation_mode()
-        before, before_epoch, before_iter, after_iter, *_ = _EVALUATION[stage]
-        self._evaluation_changes = self._bus.may_change_state(before_iter) or self._bus.may_change_state(after_iter)
-        self._announce(before)
-        self._announce(before_epoch)
+        inner = state.machine.turn("begin_evaluation_iteration")
+        within = (*inner.events, *TURNS[inner.to, "end_evaluation_iteration"].events)
+        self._evaluation_changes = any(map(self._bus.may_change_state, within))
+        for event in turn.events:
+            self._announce(event)
         if self._share is not None:
-            state.scopes.defer(self._share.leave_out())
+            state.machine.defer(self._share.leave_out())
         if self._metrics is not None:
             self._metrics.reset()
         return () if feed is None else feed
 
     def begin_evaluation_iteration(self, batch: Any = None) -> None:
         """Publish ``before_val_iter``."""
-        self._check_order("begin_evaluation_iteration")
+        machine = self.state.machine
+        turn = machine.turn("begin_evaluation_iteration")
         self._index += 1
         self._batch = batch
         self.state.begin_evaluation_iteration(self._stage, self._index)
-        self._run.publish(_EVALUATION[self._stage][2], batch_idx=self._index, batch=batch)
+        machine.go(turn)
+        self._run.publish(*turn.events, batch_idx=self._index, batch=batch)
 
     def end_evaluation_iteration(self, outputs: Mapping[str, Any] | None = None) -> None:
         """Publish ``after_val_iter`` with ``outputs`` and reported outputs (``run.report()``), and feed the metrics."""
-        self._check_order("end_evaluation_iteration")
         state = self.state
+        turn = state.machine.turn("end_evaluation_iteration")
         if outputs is not None:
             self._take_outputs("end_evaluation_iteration", outputs)
-        self._run.publish(_EVALUATION[self._stage][3], batch_idx=self._index, batch=self._batch, outputs=state.outputs)
+        self._run.publish(*turn.events, batch_idx=self._index, batch=self._batch, outputs=state.outputs)
         state.note_change(self._evaluation_changes)
         if self._metrics is not None:
             share, batch = self._share, self._batch
@@ -396,13 +402,14 @@ class Driver(Session):
             state.channel.exchange()
         if not state.save_waits:
             self._saves.save_if_asked()
-        state.scopes.leave("evaluation iter")
+        state.machine.go(turn)
         state.handle_requests()
 
     def end_evaluation(self, metrics: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """Publish ``after_val_epoch`` with the metrics, then ``after_val``; return them. ``metrics`` adds or replaces some."""
-        self._check_order("end_evaluation")
         state, feed, stage = self.state, self._evaluated, self._stage
+        turn = state.machine.turn("end_evaluation")
+        after_epoch, after = turn.events
         if feed is not None:
             if state.ranks is not None and not state.ranks.merged(feed.used, max):
                 feed.check_not_empty()
@@ -410,7 +417,7 @@ class Driver(Session):
         results = {**({} if self._metrics is None else self._metrics.compute(state.ranks)), **(metrics or {})}
         if stage == "val":
             state.go_on()
-        self._announce(_EVALUATION[stage][4], metrics=dict(results))
+        self._announce(after_epoch, metrics=dict(results))
         state.count_evaluation(stage)
         if stage == "val" and state.training:
             state.note_validated()
@@ -422,8 +429,8 @@ class Driver(Session):
         # force: save the validated weights even within an accumulation window, whose gradients are saved too.
         if not state.save_waits:
             self._saves.save_if_asked(force=True)
-        state.scopes.leave("evaluation")
-        self._announce(_EVALUATION[stage][5])
+        state.machine.go(turn)
+        self._announce(after)
         if not state.save_waits:
             self._saves.save_if_asked()
         self._batch = state.continue_iteration()
@@ -432,30 +439,31 @@ class Driver(Session):
 
     def abandon_evaluation(self) -> None:
         """End the evaluation early, without ``after_val``; restore modes, gradients and weights."""
-        self._check_order("abandon_evaluation")
-        self.state.scopes.leave("evaluation")
+        machine = self.state.machine
+        machine.go(machine.turn("abandon_evaluation"))
         self._batch = self.state.continue_iteration()
 
     def drop_evaluation(self) -> None:
         """Abandon the current evaluation, if there is one."""
-        if "evaluation" in self.state.scopes:
+        if self.state.machine.evaluates:
             self.abandon_evaluation()
 
     def measures(self, name: str) -> bool:
         """Return True if a metric of the open evaluation takes this entry of the outputs."""
         metrics = self._metrics
-        return metrics is not None and self.state.scopes.innermost == "evaluation iter" and metrics.takes(name)
+        machine = self.state.machine
+        return metrics is not None and machine.iterates and machine.evaluates and metrics.takes(name)
 
     def _enter_evaluation_mode(self) -> None:
-        scopes, models = self.state.scopes, self._run.models.values()
-        scopes.defer(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
+        machine, models = self.state.machine, self._run.models.values()
+        machine.defer(partial(torch.set_grad_enabled, torch.is_grad_enabled()))
         for module in (module for model in models for module in model.modules()):
-            scopes.defer(partial(setattr, module, "training", module.training))
+            machine.defer(partial(setattr, module, "training", module.training))
         for model in models:
             model.eval()
         for optimizer in self._run.optimizers.values():
             if in_training_mode(optimizer):
-                scopes.defer(partial(enter_training_mode, optimizer))
+                machine.defer(partial(enter_training_mode, optimizer))
                 optimizer.eval()  # type: ignore[attr-defined]  # of schedule-free ones
         torch.set_grad_enabled(False)
 
@@ -497,7 +505,7 @@ def around_step(
     stepped, own = state.stepped, capture is not None
 
     def before_step(*step: Any) -> None:
-        if own and "iter" in state.scopes:
+        if own and ITERATION in state.machine:
             state.end_left()
         if capture is not None and capture.overlap is not None:
             capture.overlap.fence()  # first, because a handler may change weights
@@ -510,7 +518,7 @@ def around_step(
 
     def after_step(*step: Any) -> None:
         stepped[key] = stepped.get(key, 0) + 1
-        if own and "iter" not in state.scopes:
+        if own and ITERATION not in state.machine:
             state.tell_step_outside()
         if wants(ev.AfterOptimizerStep):
             publish(ev.AfterOptimizerStep, name=name, optimizer=optimizer)
@@ -524,8 +532,8 @@ def watch_steps(run: SavedRun, capture: Capture | None = None) -> None:
         # GradScaler does not call step() for a step that it skips, so torch's hooks see only real steps.
         before_step, after_step = outermost(*around_step(run, name, optimizer, capture))
         for inner in optimizers_in(optimizer):  # a wrapper may step the one inside without its own step()
-            run.state.scopes.defer(inner.register_step_pre_hook(before_step).remove)
-            run.state.scopes.defer(inner.register_step_post_hook(after_step).remove)
+            run.state.machine.defer(inner.register_step_pre_hook(before_step).remove)
+            run.state.machine.defer(inner.register_step_post_hook(after_step).remove)
 
 
 def outermost(before_step: Step, after_step: Step) -> tuple[Step, Step]:

@@ -18,6 +18,7 @@ from eventloop.plain import numbers_in, plain
 from eventloop.training.body import Beginning, KeptStates, restore_gradients
 from eventloop.training.data import Feed
 from eventloop.training.driver import Driver, EvaluationStage
+from eventloop.training.machine import EPOCH, ITERATION
 from eventloop.training.metrics import Metrics
 from eventloop.training.rng import get_rng_state, set_rng_state
 from eventloop.training.saves.contents import SavedRun
@@ -37,7 +38,7 @@ class OpenLoops:
     def __init__(self, drive: Driver, run: SavedRun) -> None:
         self.drive = drive
         self.run = run
-        self.scopes = drive.state.scopes
+        self.machine = drive.state.machine
         self.owned: bool = not run.host.update_steps
         """True if the body of an epoch is the user's; False for that of a ``TrainLoop``."""
         drive.state.leave_by(self.end_left_iteration)
@@ -136,7 +137,7 @@ class OpenLoops:
         if self.place < self.goal:
             return True
         if self.drive.state.holds and self.place > self.goal:
-            self.drive.state.counters.place = self.place
+            self.drive.state.counters.reach(self.place)
         return False
 
     def end_pass(self, metrics: Mapping[str, Any] | None = None) -> None:
@@ -145,7 +146,7 @@ class OpenLoops:
         if self.place == self.goal:
             self._arrive()
         elif self.place > self.goal and self.drive.state.holds:
-            self.drive.state.counters.place = self.place
+            self.drive.state.counters.reach(self.place)
             self.drive.state.finished.append(plain(numbers_in(metrics or {})))
 
     def arrive(self) -> None:
@@ -187,7 +188,7 @@ class OpenLoops:
         In a ``TrainLoop``, iterators end instead.
         """
         state = self.drive.state
-        if self.owned and state.scopes.innermost:
+        if self.owned and state.machine.is_open:
             if self._kept is not None:  # it has not come to the place of its save
                 kept, self._kept = self._kept, None
                 kept.put_back(self.run)
@@ -228,12 +229,12 @@ class OpenLoops:
     def end_iteration(self) -> None:
         """End an open iteration whose body was left: as any other if it has stepped."""
         self.abandon_evaluation()
-        if "iter" in self.scopes:
+        if ITERATION in self.machine:
             self.drive.leave_iteration()
 
     def end_epoch(self) -> None:
         """End the open epoch, if any, and an iteration that ``break`` left open."""
-        if "epoch" in self.scopes:
+        if EPOCH in self.machine:
             self.end_iteration()
             self.drive.end_epoch()
             self._warn_without_update()
@@ -252,7 +253,7 @@ class OpenLoops:
         """End a validation or test early if one is open, after ``break`` or a stop."""
         passes = self.evaluating is not None and self.owned and self.drive.state.interrupted is None
         self.evaluating = None
-        if "evaluation" in self.scopes:
+        if self.machine.evaluates:
             self.drive.drop_evaluation()
             if passes:
                 self.end_pass()
@@ -260,7 +261,7 @@ class OpenLoops:
     def abandon_epoch(self) -> None:
         """End the open epoch early, if any."""
         self._no_epoch()
-        if "epoch" in self.scopes:
+        if EPOCH in self.machine:
             self.drive.abandon_epoch()
 
     def _no_epoch(self) -> None:
@@ -394,22 +395,24 @@ class Batches(_Steps):
     """Batches for one ``for`` statement, or for the block ``with run.train(loader) as batches:`` (or ``run.validate``)."""
 
     _in_block = False
-    _body: weakref.ref[_Body] | None = None  # of the last `for` statement: only that refers to it
+    _statement: weakref.finalize[..., _Body] | None = None  # the last `for` statement: alive as long as that has its iterator
 
     def __iter__(self) -> Iterator[Any]:
-        if self._in_block:
-            return self
-        body = self._begin_body()
-        self._body = weakref.ref(body)
+        return self if self._in_block else self._begin_statement()
+
+    def _begin_statement(self) -> _Body:
+        body = _Body(self)
+        self._statement = weakref.finalize(body, self._end_statement, threading.get_ident())
+        self._statement.atexit = False
         return body
 
-    def _begin_body(self) -> _Body:
-        return _Body(self)
+    def _end_statement(self, thread: int) -> None:
+        """A ``for`` statement that began on this thread has ended."""
 
     @property
     def left(self) -> bool:
         """True if the ``for`` statement or the block has ended."""
-        return not self._in_block and self._body is not None and self._body() is None
+        return not self._in_block and self._statement is not None and not self._statement.alive
 
     def __enter__(self) -> Self:
         self._in_block = True
@@ -417,7 +420,7 @@ class Batches(_Steps):
 
     def __exit__(self, *error: object) -> None:
         self._in_block = False
-        self._body = weakref.ref(_Body(self))  # which nothing keeps
+        self._begin_statement()  # which ends at once
 
 
 class _Body(_Steps):
@@ -470,7 +473,7 @@ class TrainBatches(Batches):
         if self._begun:
             if state.interrupted is not None:
                 loops.abandon_evaluation()
-            if state.scopes.innermost == "iter":
+            if state.machine.innermost is ITERATION:
                 drive.end_iteration()  # handles requests
                 ended = True
             elif loops.evaluating is not None:
@@ -558,9 +561,6 @@ class EvaluationBatches(Batches):
         self.metrics: Mapping[str, Any] = {}
         """Values by name; empty until the iterator is exhausted."""
 
-    def _begin_body(self) -> _Body:
-        return _EvaluationBody(self)
-
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
         self.leave()
@@ -598,7 +598,7 @@ class EvaluationBatches(Batches):
         state.check_open("run.validate() and run.test()")
         loops.abandon_evaluation()
         loops.end_left()
-        nested = "iter" in loops.scopes
+        nested = ITERATION in loops.machine
         if nested:
             loops.nests |= not state.stepped
             loops.reach_batch()
@@ -618,28 +618,20 @@ class EvaluationBatches(Batches):
         self._start()
         return True
 
+    def _end_statement(self, thread: int) -> None:
+        # At once, because the modes of the model must be right from here on. The garbage collector may call this on another
+        # thread; then the next call of the run ends the scopes.
+        if thread == threading.get_ident():
+            self.leave()
+
     def leave(self) -> None:
         """End the evaluation early, without its ``after_x``; restore modes, gradients and weights."""
         if self._loops.evaluating is self:
             self._over = True
             try:
                 self._loops.abandon_evaluation()
-            except BaseException as error:  # noqa: BLE001 - __del__ cannot raise: the end of the enclosing scope does
-                self._loops.scopes.defer(partial(_raise, error))
-
-
-class _EvaluationBody(_Body):
-    """It ends the evaluation where its ``for`` statement is left: the modes of the model must be right from there on."""
-
-    def __init__(self, batches: EvaluationBatches) -> None:
-        super().__init__(batches)
-        self._leave = batches.leave
-        self._thread = threading.get_ident()
-
-    def __del__(self) -> None:
-        # The garbage collector may call this on another thread; then the next call of the run ends the scopes.
-        if self._thread == threading.get_ident():
-            self._leave()
+            except BaseException as error:  # noqa: BLE001 - a finalizer cannot raise: the end of the enclosing scope does
+                self._loops.machine.defer(partial(_raise, error))
 
 
 def _raise(error: BaseException) -> None:

@@ -48,11 +48,12 @@ from eventloop.training.host import OwnLoop
 from eventloop.training.iterators import EvaluationBatches
 from eventloop.training.limits import limited, limited_to
 from eventloop.training.loaders import has_one_pass
+from eventloop.training.machine import Counters
 from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.run import Run
 from eventloop.training.sanity import check_needs, explained, look
 from eventloop.training.saves.best import Best, best_of
-from eventloop.training.state import Counters, ValidationPlan
+from eventloop.training.state import ValidationPlan
 from eventloop.training.update import Update
 from eventloop.user_errors import contextmanager
 

@@ -44,6 +44,7 @@ from eventloop.training.facts import carded, described, facts
 from eventloop.training.host import Host, OwnLoop
 from eventloop.training.iterators import Epochs, EvaluationBatches, OpenLoops, TrainBatches
 from eventloop.training.keep import KEPT, KeptValues
+from eventloop.training.machine import ITERATION, Counters
 from eventloop.training.media import check_image, check_values, checked_text, drawn
 from eventloop.training.metrics import NamedMetrics
 from eventloop.training.optimizers import by_path, options_given, selected, stepping
@@ -53,7 +54,7 @@ from eventloop.training.saves.best import Best, best_of
 from eventloop.training.saves.requests import OnError, SaveRequest, Saves
 from eventloop.training.saves.restore import HOSTED
 from eventloop.training.session import DEFAULT_NAME
-from eventloop.training.state import ITERATIONS, Counters, RunState
+from eventloop.training.state import RunState
 
 log = get_logger()
 
@@ -252,7 +253,7 @@ class Run:
     @property
     def running(self) -> bool:
         """True from the beginning of the run to its end."""
-        return bool(self.state.scopes.innermost)
+        return self.state.machine.is_open
 
     @property
     def training(self) -> bool:
@@ -402,7 +403,7 @@ class Run:
         """
         if unnamed:
             raise TrainingError("run.report() takes entries by name only, such as run.report(loss=loss)")
-        if self.state.scopes.innermost not in ITERATIONS:
+        if not self.state.machine.iterates:
             self.state.check_open("run.report()")
             self.state.lose(entries)
         if not self._reported.issuperset(entries):
@@ -527,7 +528,7 @@ class Run:
 
         What a hook's method defers is called when the lanes of the hook are empty.
         """
-        self.state.scopes.defer(self.bus.behind_lanes(undo))
+        self.state.machine.defer(self.bus.behind_lanes(undo))
 
     def stop(self, reason: str = "", *, exit_code: int = 0, instead: str = "") -> None:
         """End the run at the next safe mount point: after an iteration whose accumulation window is complete.
@@ -707,7 +708,7 @@ class Run:
         self.state.check_open("run.gather_state()")
         if not self._in_handlers:
             self._loops.end_left_iteration()
-        if self._in_handlers or self.state.scopes.innermost == "iter":
+        if self._in_handlers or self.state.machine.innermost is ITERATION:
             raise TrainingError(
                 "run.gather_state() was called within an iteration or a handler: call it in the training loop, after the `for` "
                 "statement over run.train(loader) or between two epochs; a handler calls run.request_save(), because later "
@@ -801,7 +802,7 @@ class Run:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> bool:
-        if not self.state.scopes.innermost:
+        if not self.state.machine.is_open:
             return False  # the driver already ended it
         cut = isinstance(error, RunStopped)
         if error is not None and not cut:

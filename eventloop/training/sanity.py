@@ -23,6 +23,7 @@ from eventloop.log import get_logger
 from eventloop.privates import parts_of
 from eventloop.training.data import to_device
 from eventloop.training.loaders import has_state, is_plain, rebuilt
+from eventloop.training.machine import VAL_ITERATION
 from eventloop.training.metrics import ONE_NUMBER, Metrics, NamedMetrics, missing_metric, not_a_number
 from eventloop.training.rng import Generator, random_states, set_random_states
 from eventloop.training.update import Update
@@ -91,14 +92,14 @@ def _outputs(run: Any, step: Callable[[Any], Any], batch: Any) -> dict[str, Any]
     """Return the outputs of one step, with those that it reports to the run."""
     state = run.state
     update = next((hook for hook in run.bus.hooks if isinstance(hook, Update)), None)
-    state.scopes.enter("evaluation iter")
+    state.machine.enter(VAL_ITERATION)
     try:
         with nullcontext() if update is None else update.autocast(run.device):
             returned = step(batch)
         return {**state.outputs, **(returned if isinstance(returned, Mapping) else {"loss": returned})}
     finally:
         state.drop_outputs()
-        state.scopes.leave("evaluation iter")
+        state.machine.leave(VAL_ITERATION)
 
 
 def _keep(model: torch.nn.Module, undo: ExitStack) -> None:

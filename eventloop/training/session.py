@@ -1,10 +1,10 @@
-"""Begin and end a run: open and close the bus, report errors. Check the order of the calls."""
+"""Begin and end a run: open and close the bus, report errors."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from itertools import count
@@ -19,22 +19,12 @@ from eventloop.notebook import shorten
 from eventloop.offload import Deadline
 from eventloop.training.distributed.ranks import record_failure, share_failure, world_size
 from eventloop.training.folders import move_aside
+from eventloop.training.machine import Turn
 from eventloop.training.replicas import Replicas
 from eventloop.training.saves.contents import SavedRun
 from eventloop.user_errors import add_note, described
 
 log = get_logger()
-
-_TURNS: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
-    "": ("before the run has begun or after it has ended", ("begin_run",)),
-    "run": ("inside a run", ("begin_train", "begin_evaluation", "end_run")),
-    "train": ("inside a training", ("begin_epoch", "begin_evaluation", "end_train")),
-    "epoch": ("inside an epoch", ("begin_iteration", "begin_evaluation", "end_epoch", "abandon_epoch")),
-    "iter": ("inside an iteration", ("begin_evaluation", "end_iteration", "abandon_iteration", "abandon_epoch")),
-    "evaluation": ("inside an evaluation", ("begin_evaluation_iteration", "end_evaluation", "abandon_evaluation")),
-    "evaluation iter": ("inside an iteration of an evaluation", ("end_evaluation_iteration", "abandon_evaluation")),
-}
-"""Words for each innermost scope, and the calls allowed in it. :meth:`Session.fail` is allowed in every open scope."""
 
 DEFAULT_NAME: Final = "run"
 """Name of a run without ``name=`` and ``work_dir=``."""
@@ -68,7 +58,7 @@ class Session:
         Raises:
             BusStateError: another run is open on the bus.
         """
-        self._check_order("begin_run")
+        turn = self.state.machine.turn("begin_run")
         self._patience = self._ending = None
         self._number_name()
         try:
@@ -86,7 +76,7 @@ class Session:
             self._close()
             raise
         try:
-            self._begin()
+            self._begin(turn)
         except BaseException as error:
             self._failed_by = id(error)
             self._abort(error)
@@ -98,8 +88,8 @@ class Session:
         Raises:
             RunPreempted: the run of your own loop was stopped with an exit status, and has ended in order.
         """
-        self._check_order("end_run")
         state, run = self.state, self._run
+        turn = state.machine.turn("end_run")
         # By a stop that came before the end. On another thread, and in a trainer, the program decides.
         if state.stops and not self._host.instead and threading.current_thread() is threading.main_thread():
             run.exit_code = state.agreed.exit_code
@@ -109,12 +99,12 @@ class Session:
             if reason := state.why_stopped():
                 self._run.info["stop_reason"] = reason
             self._saves.wait()  # so that after_run comes behind the events of all checkpoints so far, whose files are there
-            self._announce(ev.AfterRun, stopped=bool(reason), reason=reason)
+            self._announce(*turn.events, stopped=bool(reason), reason=reason)
             self._saves.end()
             if state.ranks is not None:  # no rank leaves before all files are written; all ranks see a failure
                 self._bus.raise_failures()
                 state.settle()
-            state.scopes.leave("run")
+            state.machine.go(turn)
         except BaseException as error:
             self._failed_by = id(error)
             self._abort(error)
@@ -134,20 +124,21 @@ class Session:
         """
         if self._failed_by == id(error):
             return
-        if not self.state.scopes.innermost:
+        if not self.state.machine.is_open:
             raise TrainingError("drive.fail() is out of turn: the run has not begun, or has ended; expected drive.begin_run()")
         self._abort(error)
 
-    def _begin(self) -> None:
+    def _begin(self, turn: Turn) -> None:
         run, state = self._run, self.state
-        state.scopes.enter("run")
+        machine = state.machine
+        machine.go(turn)
         open_runs.append(run)
-        state.scopes.defer(partial(open_runs.remove, run))
-        state.scopes.defer(run.resume)  # so that a run entered again does not begin paused
-        state.scopes.defer(run.shared.clear)
-        state.scopes.defer(self._forget)
+        machine.defer(partial(open_runs.remove, run))
+        machine.defer(run.resume)  # so that a run entered again does not begin paused
+        machine.defer(run.shared.clear)
+        machine.defer(self._forget)
         with self._host.beginning():
-            run.publish(ev.BeforeRun)
+            run.publish(*turn.events)
 
     def _abort(self, error: BaseException) -> None:
         """End the run after an exception; log errors in here and add them to it as notes."""
@@ -156,7 +147,7 @@ class Session:
             # last of all: the lanes have written their checkpoints
             last.push(lambda _, second, __: self._tell_resume(second if isinstance(second, KeyboardInterrupt) else error))
             last.callback(self._close, abort=True)
-            last.callback(self.state.scopes.unwind)
+            last.callback(self.state.machine.unwind)
             last.callback(lambda: self._saves.settle(patience.left))  # what was deferred comes behind the events of all saves
             if self.state.ranks is not None and world_size() > 1:  # else the group was destroyed
                 share_failure(error)
@@ -241,10 +232,3 @@ class Session:
         if run.work_dir is None and run.name == DEFAULT_NAME and run.name in taken:
             run.name = next(name for number in count(2) if (name := f"{DEFAULT_NAME}-{number}") not in taken)
             self.state.counters.rename(run.name)
-
-    def _check_order(self, call: str) -> None:
-        where, calls = _TURNS[self.state.scopes.innermost]
-        if call not in calls:
-            *most, last = (f"drive.{one}()" for one in calls)
-            expected = f"{', '.join(most)} or {last}" if most else last
-            raise TrainingError(f"drive.{call}() is out of turn {where}; expected {expected}")

@@ -7,166 +7,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
 
 from eventloop.bus import Bus
-from eventloop.errors import RunCancelled, TrainingError, stopped
+from eventloop.errors import RunCancelled, TrainingError
 from eventloop.events import Event, LearningRateSet, Progress, RunPaused, RunResumed, Stage
 from eventloop.log import get_logger
 from eventloop.training.agree import Alone, Channel, Requests
 from eventloop.training.body import Beginning, copied, copied_states
 from eventloop.training.distributed.ranks import Ranks
+from eventloop.training.machine import EPOCH, ITERATION, TRAIN, Counters, Machine
 from eventloop.training.optimizers import set_learning_rate
 from eventloop.training.rng import get_rng_state
-from eventloop.training.schema import SavedCounts
 
 log = get_logger()
 
 _LOOK: float = 0.02
 """Seconds after which a paused run looks again at the requests. A signal handler could not notify a lock safely."""
-
-
-class Counters(SavedCounts):
-    """The counts of a run, its limits and its name. A resumed run may have other limits and another name."""
-
-    max_epochs: int | None = None
-    max_iters: int | None = None
-    run_name: str = ""
-
-    def snapshot(self, stage: Stage = "train", batch_idx: int | None = None) -> Progress:
-        """Return the counts as the frozen ``Progress`` of events."""
-        index = self.batches if batch_idx is None else batch_idx
-        passes = self.tests if stage == "test" else self.validations
-        # By position, because every iteration makes one.
-        return Progress(
-            self.epoch, self.iter, self.update, index, passes, self.max_epochs, self.max_iters, stage, self.run_name
-        )
-
-    @property
-    def complete(self) -> bool:
-        """True if the training has reached its limit."""
-        return self.epoch == self.max_epochs or self.iter == self.max_iters
-
-    def lacking(self) -> str:
-        """Return how far a training came that has not reached its limit; empty if it has, or has none."""
-        for name, done, limit in (("epochs", self.epoch, self.max_epochs), ("iterations", self.iter, self.max_iters)):
-            if limit is not None and done < limit:
-                return f"the training ended after {done:,} of {limit:,} {name}"
-        return ""
-
-    def limit(self, max_epochs: int | None, max_iters: int | None) -> None:
-        """Set the limits of the training."""
-        self.max_epochs, self.max_iters = max_epochs, max_iters
-
-    def go_to(self, *, epoch: int, batches: int, iteration: int | None = None) -> None:
-        """Take over the counts of another trainer."""
-        self.epoch, self.batches = epoch, batches
-        self.iter = self.iter if iteration is None else iteration
-
-    def go_behind(self, steps: int) -> None:
-        """Count the present iteration, with this many optimizer steps, as done."""
-        self.iter, self.batches, self.update = self.iter + 1, self.batches + 1, self.update + steps
-
-    def stay_in_body(self) -> None:
-        """Begin another pass of the open body, which is one of the same epoch."""
-        if self.body is not None:
-            self.epoch = self.body
-
-    def rename(self, name: str) -> None:
-        """Set the name of the run."""
-        self.run_name = name
-
-    def saved(self) -> SavedCounts:
-        """Return the counts to save."""
-        return SavedCounts(*(getattr(self, name) for name in SavedCounts.__struct_fields__))
-
-    def restore(self, saved: SavedCounts) -> None:
-        """Restore saved counts."""
-        for name in SavedCounts.__struct_fields__:
-            setattr(self, name, getattr(saved, name))
-
-
-ITERATIONS: Final = frozenset({"iter", "evaluation iter"})
-"""Scopes in which a run has outputs."""
-
-
-class Scopes:
-    """A stack of named scopes (run, train, epoch, iter, evaluation …), each with functions to call when it ends."""
-
-    def __init__(self) -> None:
-        self.innermost = ""
-        """Name of the innermost open scope, or ""."""
-        self._open: dict[str, list[Callable[[], object]]] = {}
-        self._cut_short: Callable[[], object] | None = None
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._open
-
-    def enter(self, name: str) -> None:
-        """Open a scope inside the innermost one."""
-        self._open[name] = []
-        self.innermost = name
-
-    def defer(self, undo: Callable[[], object]) -> None:
-        """Call ``undo`` when the innermost scope ends; last registered, first called.
-
-        Register ``undo`` before the action that it reverts, and let it check how much to revert: Ctrl-C may interrupt the
-        action. If Ctrl-C interrupts ``undo``, it is called once more.
-        """
-        if not callable(undo):
-            raise TypeError(f"run.defer() takes a function to call later, not {undo!r}: write run.defer(f), not run.defer(f())")
-        if not self.innermost:
-            raise RuntimeError("run.defer() needs an open run: call it inside `with run:`")
-        self._open[self.innermost].append(undo)
-
-    def leave(self, name: str) -> None:
-        """End the scope ``name`` and every scope still open inside it.
-
-        All deferred functions are called; then the first error among them is raised.
-        """
-        if self.innermost == name and not self._open[name]:  # the usual case
-            del self._open[name]
-            self.innermost = next(reversed(self._open), "")
-            return
-        first: Exception | None = None
-        while name in self._open:
-            inner = next(reversed(self._open))
-            undos = self._open[inner]
-            while undos:
-                try:
-                    undos[-1]()
-                except Exception as error:
-                    log.exception("a deferred function failed", scope=inner)
-                    if isinstance(error, StopIteration):  # the iterators of the run end scopes
-                        error = stopped(error, f"the deferred function {getattr(undos[-1], '__qualname__', undos[-1])!s}")
-                    first = first or error
-                except BaseException:  # Ctrl-C: unwind() calls the function once more
-                    if undos[-1] is self._cut_short:
-                        undos.pop()
-                    else:
-                        self._cut_short = undos[-1]
-                    raise
-                undos.pop()
-            self._open.pop(inner, None)  # the garbage collector may have ended it meanwhile, with a `for` statement's iterator
-            self.innermost = next(reversed(self._open), "")
-        if first is not None:
-            raise first
-
-    def unwind(self) -> None:
-        """End all scopes after an exception. Log errors of deferred functions; a Ctrl-C is raised after the last scope."""
-        interrupted: BaseException | None = None
-        while self._open:
-            try:
-                with suppress(Exception):  # leave() has logged it
-                    self.leave(next(iter(self._open)))
-            except BaseException as error:  # noqa: BLE001 - raised below
-                interrupted = error
-        if interrupted is not None:
-            raise interrupted
 
 
 class ValidationPlan:
@@ -233,7 +93,7 @@ class RunState:
         """Grows with each iteration and after each handler that may have changed the state of the run."""
         self._validated = -1  # the version that was validated last
         self._validated_here = False  # in the body of the present iteration, behind its step
-        self.scopes = Scopes()
+        self.machine = Machine()
         self.outputs: dict[str, Any] = {}
         self._lost = self._told_step = False
         self.end_left: Callable[[], object] = bool
@@ -281,7 +141,7 @@ class RunState:
     @property
     def training(self) -> bool:
         """True from ``before_train`` to the end of training."""
-        return "train" in self.scopes
+        return TRAIN in self.machine
 
     @property
     def stops(self) -> bool:
@@ -349,7 +209,7 @@ class RunState:
 
     def check_open(self, methods: str) -> None:
         """Raise TrainingError if the run is not open."""
-        if not self.scopes.innermost:
+        if not self.machine.is_open:
             raise TrainingError(
                 f"{methods} can only be called in a run that has begun and not ended: write `with Run(...) as run:` around the "
                 "loop"
@@ -391,17 +251,19 @@ class RunState:
     def begin_body(self, beginning: Beginning | None, *, own: bool) -> None:
         """Begin the body of the next epoch; ``own``: of the user's own loop."""
         self.holds, self.beginning, self.finished = own, beginning, []
-        self.counters.body, self.counters.place = (self.counters.epoch, 0) if own else (None, 0)
+        self.counters.begin_body(self.counters.epoch if own else None)
 
     def enter_body(self, epoch: int, place: int) -> None:
         """Enter the body of an epoch again, of which the saved run has come to a place."""
-        self.holds, self.counters.body, self.counters.place = True, epoch, place
+        self.holds = True
+        self.counters.begin_body(epoch, place)
 
     def leave_body(self, *, ended: bool = False) -> None:
         """Hold no save any longer; with ``ended``, no body is open."""
         self.holds = False
         if ended:
-            self.counters.body, self.counters.place, self.beginning = None, 0, None
+            self.beginning = None
+            self.counters.begin_body(None)
 
     def begin_with(self, beginning: Beginning) -> None:
         """Note how the open body began."""
@@ -427,7 +289,7 @@ class RunState:
         """True where a save waits for the end of the body that the run is in, or for its next step."""
         if self.interrupted is not None:
             return bool(self.stepped)
-        return self.holds and "epoch" not in self.scopes
+        return self.holds and EPOCH not in self.machine
 
     def interrupt_iteration(self, batch: Any) -> None:
         """Begin a validation or test in the body of an iteration."""
@@ -459,14 +321,14 @@ class RunState:
         self.stepped.clear()
         self.again = None
         self._validated_here = False
-        self.counters.phase, self.validation_rng, self.validation_stateful = "train", None, {}
-        self.scopes.enter("iter")
+        if self.counters.phase != "train":
+            self.go_on()
+        self.machine.enter(ITERATION)
 
     def begin_evaluation_iteration(self, stage: Stage, index: int) -> None:
         """Begin an iteration of a validation or test. The steps are still those of the last iteration of the training."""
         self.set_progress(stage, index)
         self.drop_outputs()
-        self.scopes.enter("evaluation iter")
 
     def drop_outputs(self) -> None:
         """Begin anew without outputs; events keep theirs."""
@@ -474,14 +336,13 @@ class RunState:
 
     def count_iteration(self) -> None:
         """Count the iteration that ends here."""
-        counters = self.counters
         self._validated += self._validated_here and self._validated == self.version
         self.version += 1
-        counters.iter += 1
-        counters.batches += 1
-        if self.stepped:
-            counters.update += self.steps
-        counters.phase = "val" if self.plan is not None and self.plan.follows else "train"
+        plan, counters = self.plan, self.counters
+        # The plan asks the counts of the iterations that are done.
+        counters.end_iteration(self.steps if self.stepped else 0)
+        if plan is not None and plan.follows:
+            counters.go_to_phase("val")
 
     @property
     def steps(self) -> int:
@@ -502,7 +363,7 @@ class RunState:
 
     def validate_next(self) -> None:
         """Make a validation the next phase of the training, which a resumed run begins with."""
-        self.counters.phase = "val"
+        self.counters.go_to_phase("val")
 
     def begin_validation(self) -> None:
         """Begin a validation inside the training: a run that resumes from here repeats it."""
@@ -514,15 +375,13 @@ class RunState:
 
     def count_evaluation(self, stage: Stage) -> None:
         """Count the validation or test that ends here."""
-        self.counters.validations += stage == "val"
-        self.counters.tests += stage == "test"
+        self.counters.end_evaluation(stage)
 
     def begin_epoch(self, *, resumes: bool) -> None:
         """Begin an epoch; one that ``resumes`` keeps the number of its batches."""
-        self.scopes.enter("epoch")
         self.go_on()
         if not resumes:
-            self.counters.batches = 0
+            self.counters.begin_epoch()
         self.set_progress()
 
     def show_last_iteration(self) -> None:
@@ -534,14 +393,10 @@ class RunState:
 
     def count_epoch(self) -> None:
         """Count the epoch that ends here; without a plan, a validation follows it."""
-        self.counters.epoch += 1
-        self.counters.batches = 0
-        if self.plan is None or self.plan.due is None:  # else the last iteration has set the phase
-            self.validate_next()
+        self.counters.end_epoch(validates=self.plan is None or self.plan.due is None)  # else the last iteration has told it
 
     def begin_training(self) -> None:
         """Begin the training: from here on, saves write files."""
-        self.scopes.enter("train")
         self.has_trained = True
         self.set_progress()
 
@@ -563,7 +418,7 @@ class RunState:
 
     def go_on(self) -> None:
         """Make training the next phase, also for a run that resumes from a later checkpoint."""
-        self.counters.phase = "train"
+        self.counters.go_to_phase("train")
         self.validation_rng, self.validation_stateful = None, {}
 
     def refuse(self, refusal: Callable[[], object]) -> None:

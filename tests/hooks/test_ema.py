@@ -312,7 +312,7 @@ def test_raw_weights_are_restored_after_any_end_of_a_validation(job, error):
 
 def test_raw_weights_are_restored_after_ctrl_c_during_a_swap(job):
     names = {"lend", "swap", "restore", "exchange", "finish", "_call"}
-    files = ("ema.py", "averages.py", "pairs.py", "scopes.py")
+    files = ("ema.py", "averages.py", "pairs.py", "machine.py")
 
     def swaps(frame):
         return frame.f_code.co_name in names and frame.f_code.co_filename.endswith(files)

@@ -26,10 +26,11 @@ def make_loop(
     model = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Dropout(0.3), nn.Linear(16, 3))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     schedules = torch.optim.lr_scheduler
+    by, steps = ("iter", 6) if by_iter else ("epoch", 1)
     bus = Bus(
         OptimizerHook(accumulate=2),
         EMAHook(momentum=0.1),
-        ParamSchedulerHook(schedules.StepLR(optimizer, 1, 0.8), by="epoch"),
+        ParamSchedulerHook(schedules.StepLR(optimizer, steps, 0.8), by=by),
         # The metric is random: what a validation draws must be what it would have drawn, once.
         ParamSchedulerHook(schedules.ReduceLROnPlateau(optimizer, factor=0.5, patience=0), by="metric", monitor="noise"),
         EarlyStoppingHook("noise", rule="less", min_delta=0.05, patience=patience),

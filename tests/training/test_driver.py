@@ -401,7 +401,7 @@ def in_turn(call: str, innermost: str) -> bool:
 
 
 def stand(run: Run, trace: Any) -> tuple[Any, ...]:
-    return len(trace.events), run.progress, run.state.counters.saved(), run.state.scopes.innermost, run.state.version
+    return len(trace.events), run.progress, run.state.counters.saved(), run.state.machine.innermost, run.state.version
 
 
 @given(st.data())
@@ -413,7 +413,7 @@ def test_a_call_out_of_turn_is_an_error_naming_the_expected_calls(parts, data):
     try:
         scopes = play(run, trace, data)
     finally:
-        if run.state.scopes.innermost:
+        if run.state.machine.is_open:
             drive.fail(ZeroDivisionError())
     if len(scopes) > 1:
         assert trace.names[-1] == "on_exception"

@@ -17,8 +17,8 @@ from eventloop import Bus, Hook, Run, RunCancelled, Update, mount
 from eventloop.errors import StopIterationError
 from eventloop.training import run as run_module
 from eventloop.training import state as state_module
+from eventloop.training.machine import RUN, VAL, Machine
 from eventloop.training.saves import requests as saves_module
-from eventloop.training.state import Scopes
 from hooks import CheckpointHook
 
 from ..failing import fails
@@ -172,17 +172,17 @@ def test_an_interrupted_deferred_call_is_repeated_and_others_run(strikes):
         if len(calls) <= strikes:
             raise KeyboardInterrupt
 
-    scopes = Scopes()
-    scopes.enter("run")
-    scopes.defer(lambda: calls.append("first"))
-    scopes.enter("val")
-    scopes.defer(undo)
+    machine = Machine()
+    machine.enter(RUN)
+    machine.defer(lambda: calls.append("first"))
+    machine.enter(VAL)
+    machine.defer(undo)
     with pytest.raises(KeyboardInterrupt):
-        scopes.leave("run")
+        machine.leave(RUN)
     with pytest.raises(KeyboardInterrupt) if strikes > 1 else nullcontext():
-        scopes.unwind()
+        machine.unwind()
     assert calls == ["second", "second", "first"]
-    assert not scopes.innermost
+    assert not machine.is_open
 
 
 class Ship(Hook):

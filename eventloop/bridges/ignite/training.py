@@ -13,7 +13,7 @@ from eventloop.bridges.training_step import outputs_of
 from eventloop.log import get_logger
 from eventloop.training import Driver, Run
 from eventloop.training.arguments import Models, Optimizers
-from eventloop.training.state import Counters
+from eventloop.training.machine import CLOSED, EPOCH, ITERATION, RUN, TRAIN, VAL, Counters, Scope
 from eventloop.user_errors import add_note, text_of
 
 log = get_logger()
@@ -46,7 +46,7 @@ class TrainerRuns:
         self.last: TrainerHost | None = None  # of the last run that trained
         self.error: BaseException | None = None  # the last error, until Ignite continues
         self.in_run = False
-        self._left_off = ""  # the scope in which Ignite's run was interrupted
+        self._left_off: Scope | None = None  # the scope in which Ignite's run was interrupted
         self._terminated = False
 
     def run(self, inner: Callable[..., State], *arguments: Any, **named: Any) -> State:
@@ -117,7 +117,7 @@ class TrainerRuns:
     def _continue(self) -> None:
         """Begin a run in the middle of Ignite's, which was interrupted there and fires no event when it continues."""
         self.begin()
-        in_epoch, self._left_off = self._left_off == "epoch", ""
+        in_epoch, self._left_off = self._left_off is EPOCH, None
         if in_epoch:
             self.running()[1].begin_epoch()
 
@@ -125,7 +125,7 @@ class TrainerRuns:
         """Publish the end of a training, after Ignite's handlers of COMPLETED."""
         host, drive = self.running()
         if self._left_off:
-            self._left_off = drive.state.scopes.innermost
+            self._left_off = drive.state.machine.innermost
         self.leave_epoch()
         drive.end_train()
         host.saver.write_due(self._bridge.save)
@@ -135,7 +135,7 @@ class TrainerRuns:
 
     def fail(self, error: BaseException) -> None:
         """Publish ``on_exception``, and end the run, if it has begun."""
-        driver, self.driver, self._left_off = self.driver, None, ""
+        driver, self.driver, self._left_off = self.driver, None, None
         if driver is None or self._bridge.running is None:
             return
         try:
@@ -164,7 +164,7 @@ class TrainerRuns:
     def step(self, inner: Callable[..., Any], engine: Engine, batch: Any) -> Any:
         """Replace the training step: one iteration."""
         driver = self.driver
-        if driver is None or driver.state.scopes.innermost != "epoch":
+        if driver is None or driver.state.machine.innermost is not EPOCH:
             return inner(engine, batch)
         host: Any = self.host
         self.error = None
@@ -190,10 +190,10 @@ class TrainerRuns:
             return
         self.error = None
         _, drive = self.running()
-        scopes = drive.state.scopes
-        if "iter" in scopes:  # a handler of EXCEPTION_RAISED swallowed an exception, and Ignite continues
+        machine = drive.state.machine
+        if ITERATION in machine:  # a handler of EXCEPTION_RAISED swallowed an exception, and Ignite continues
             drive.abandon_iteration()
-        if "epoch" in scopes:
+        if EPOCH in machine:
             drive.end_epoch()
 
     def settle_epoch(self) -> None:
@@ -218,12 +218,12 @@ class TrainerRuns:
         """End scopes that Ignite left early, without their ``after_x``."""
         if self.driver is not None:
             self.leave_validation()
-            if "epoch" in self.driver.state.scopes:
+            if EPOCH in self.driver.state.machine:
                 self.driver.abandon_epoch()
 
     def note_interrupt(self) -> None:
         """Note that ``trainer.interrupt()`` was called."""
-        self._left_off = "interrupted"
+        self._left_off = CLOSED
 
     def running(self) -> tuple[TrainerHost, Driver]:
         """Return the host of the open run, and its driver."""
@@ -259,7 +259,7 @@ class EvaluatorRuns:
             self._training.open(None)
         self._training.leave_validation()
         host, drive = self._training.running()
-        if drive.state.scopes.innermost in ("run", "train", "epoch"):
+        if drive.state.machine.innermost in (RUN, TRAIN, EPOCH):
             host.run.validates = True
             host.evaluation_length = self._evaluator.state.epoch_length
             drive.begin_evaluation("val")
@@ -267,7 +267,7 @@ class EvaluatorRuns:
     def step(self, inner: Callable[..., Any], engine: Engine, batch: Any) -> Any:
         """Replace the step of the evaluator: one iteration of a validation."""
         driver = self._training.driver
-        if driver is None or driver.state.scopes.innermost != "evaluation":
+        if driver is None or driver.state.machine.innermost is not VAL:
             return inner(engine, batch)
         driver.begin_evaluation_iteration(batch)
         output = inner(engine, batch)
@@ -286,9 +286,9 @@ class EvaluatorRuns:
     def _end(self) -> None:
         """End the validation after all of Ignite's handlers, so that they see and save the averaged weights."""
         driver = self._training.driver
-        if driver is None or "evaluation" not in driver.state.scopes:
+        if driver is None or not driver.state.machine.evaluates:
             return
-        if self._complete and driver.state.scopes.innermost == "evaluation":
+        if self._complete and driver.state.machine.innermost is VAL:
             driver.end_evaluation(self._evaluator.state.metrics)
         else:
             driver.abandon_evaluation()

@@ -25,7 +25,7 @@ from eventloop.errors import ConfigurationError
 from eventloop.privates import metadata_of, with_metadata
 from eventloop.training import Driver, Run, check_needs
 from eventloop.training.driver import EvaluationStage
-from eventloop.training.state import Counters
+from eventloop.training.machine import EPOCH, ITERATION, Counters
 
 _AVERAGES: Final = ("WeightAveraging", "StochasticWeightAveraging")  # Lightning's callbacks that average the weights
 
@@ -217,12 +217,12 @@ class LightningBridge(_Callback, Bridge):
 
     def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
         """End the epoch, unless a validation at its end has done so."""
-        scopes = self._drive.state.scopes
+        machine = self._drive.state.machine
         if self._iterations.step_fetches:
             self._drive.drop_iteration()
-        if "iter" in scopes:  # the module's on_train_batch_start returned -1
+        if ITERATION in machine:  # the module's on_train_batch_start returned -1
             self._drive.abandon_iteration()
-        if "epoch" in scopes:
+        if EPOCH in machine:
             if trainer.should_stop and not self._iterations.last:
                 self._drive.abandon_epoch()
             else:
@@ -253,7 +253,7 @@ class LightningBridge(_Callback, Bridge):
             return
         if self.running is None:
             self._resume(self._begin([]))
-        elif "epoch" in self._drive.state.scopes and self._iterations.last:
+        elif EPOCH in self._drive.state.machine and self._iterations.last:
             self._drive.end_epoch()
         self._begin_evaluation("val", trainer.num_val_batches)
 
@@ -285,7 +285,7 @@ class LightningBridge(_Callback, Bridge):
         self._drive.drop_iteration()
         self._drive.end_evaluation(self._metrics())
         run = self.run
-        if run is not None and "epoch" in self._drive.state.scopes:  # else the epoch's end follows, where Lightning saves
+        if run is not None and EPOCH in self._drive.state.machine:  # else the epoch's end follows, where Lightning saves
             self._host.saver.write_due(self._write)
         if run is not None and run.training:
             self._stop_if_asked()

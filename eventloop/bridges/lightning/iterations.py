@@ -24,6 +24,7 @@ from eventloop import events as ev
 from eventloop.bridges.copies import replaced
 from eventloop.bridges.hosted import TrainerHost
 from eventloop.bridges.lightning import privates
+from eventloop.training.machine import EPOCH, ITERATION
 from eventloop.training.optimizers import stepping
 
 _EVENTS: Final[tuple[type[ev.Event], ...]] = (
@@ -53,7 +54,7 @@ class Iterations:
         self._host, self._run, self._drive = host, host.run, host.drive
         self._begin_epoch, self._settle = begin_epoch, settle
         run, self._saver = host.run, host.saver
-        self._wants, self._state, self._scopes = run.wants, run.state, run.state.scopes
+        self._wants, self._state, self._machine = run.wants, run.state, run.state.machine
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
         self.step_fetches = privates.step_fetches(trainer)
         self._undo: list[Callable[[], object]] = []
@@ -87,7 +88,7 @@ class Iterations:
             self._strategy_start(batch, batch_idx)
         if self._callback not in self._trainer.callbacks:
             return
-        if self._scopes.innermost != "epoch":
+        if self._machine.innermost is not EPOCH:
             self._begin_epoch(batch_idx)
         self.last = batch_idx + 1 >= self.length or self._progress.is_last_batch
         wants = self._wants
@@ -108,7 +109,7 @@ class Iterations:
     def end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Replace ``callback.on_train_batch_end``."""
         accumulate, drive, state = trainer.accumulate_grad_batches, self._drive, self._state
-        if self.step_fetches or self._scopes.innermost != "iter":
+        if self.step_fetches or self._machine.innermost is not ITERATION:
             self._catch_up(batch, batch_idx)
         self._host.window_open = accumulate > 1 and not self.last and (batch_idx + 1) % accumulate != 0
         if self._published:
@@ -124,8 +125,8 @@ class Iterations:
 
         Lightning leaves out a batch that is None, but reports its end.
         """
-        begun = self._scopes.innermost == "iter"
-        if not begun and self._scopes.innermost != "epoch":
+        begun = self._machine.innermost is ITERATION
+        if not begun and self._machine.innermost is not EPOCH:
             self._begin_epoch(batch_idx)
         self.last = batch_idx + 1 >= self.length or self._progress.is_last_batch
         if begun:

@@ -23,6 +23,7 @@ from eventloop.device import synchronize
 from eventloop.errors import ConfigurationError, TrainingError
 from eventloop.log import get_logger
 from eventloop.training import Driver, Run
+from eventloop.training.machine import ITERATION, TRAIN
 from eventloop.training.saves.contents import as_tree, gather_state, restore_state
 from eventloop.training.saves.restore import publish_loaded
 from eventloop.training.schema import SavedCounts, SavedRank, SavedState, read
@@ -151,8 +152,8 @@ class ManagedReplicas:
     def _start_quorum(self, start: Callable[..., None], *args: Any, **options: Any) -> None:
         """Begin a step. From here on the manager may ask for the state."""
         state = self._run.state
-        if state.scopes.innermost != "iter" or self._asked or self._counts is not None:
-            where = "twice in an iteration" if state.scopes.innermost == "iter" else "outside the body of run.train()"
+        if state.machine.innermost is not ITERATION or self._asked or self._counts is not None:
+            where = "twice in an iteration" if state.machine.innermost is ITERATION else "outside the body of run.train()"
             raise TrainingError(
                 f"zero_grad() of torchft's Optimizer, or manager.start_quorum(), was called {where}: call it once, at the "
                 "beginning of the body"
@@ -245,7 +246,7 @@ class ManagedReplicas:
         """Take a state, and begin its epoch and iteration."""
         run, drive, feed, place = self._run, self._drive, self._drive.feed, state[MANAGER]
         endless, epochs, iters = feed is not None and feed.endless, run.counters.max_epochs, run.counters.max_iters
-        run.state.scopes.leave("train")
+        run.state.machine.leave(TRAIN)
         self._take_state(state, counts)
         drive.begin_train(max_epochs=epochs, max_iters=iters)
         if feed is not None:

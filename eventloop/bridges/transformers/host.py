@@ -30,7 +30,7 @@ from eventloop.errors import ConfigurationError
 from eventloop.log import get_logger
 from eventloop.training import Driver, Run
 from eventloop.training.driver import EvaluationStage
-from eventloop.training.state import Counters
+from eventloop.training.machine import EPOCH, ITERATION, Counters
 from eventloop.user_errors import contextmanager
 
 log = get_logger()
@@ -266,7 +266,7 @@ class TransformersBridge(Bridge):
 
     def _evaluate(self, stage: EvaluationStage, original: Method, *args: Any, **kwargs: Any) -> Any:
         run = self.running
-        if self._evaluations.stage is not None or (run is not None and "iter" in run.state.scopes):
+        if self._evaluations.stage is not None or (run is not None and ITERATION in run.state.machine):
             return original(*args, **kwargs)  # one of several data sets, or at a point where a run has no evaluation
         if run is not None:
             return self._evaluations.evaluate(self._host, stage, original, *args, **kwargs)
@@ -280,7 +280,7 @@ class TransformersBridge(Bridge):
         """Save or stop after the trainer has logged, evaluated and saved: a resumed run does not repeat these."""
         run, saver = self._host.run, self._host.saver
         # After the last step of an epoch the end of the epoch follows at once, and a run resumes better from there.
-        if saver.due and ("epoch" not in run.state.scopes or run.counters.batches != self._length):
+        if saver.due and (EPOCH not in run.state.machine or run.counters.batches != self._length):
             saver.write_due(self._write)
         if run.state.stops and self._drive.should_stop():
             self.trainer.control.should_training_stop = True

@@ -19,6 +19,7 @@ from eventloop.bridges.hosted import TrainerHost
 from eventloop.bridges.transformers import privates
 from eventloop.log import get_logger
 from eventloop.training import Run
+from eventloop.training.machine import EPOCH
 from eventloop.user_errors import contextmanager
 
 log = get_logger()
@@ -63,13 +64,13 @@ class _Steps:
 def _around_training_step(trainer: Any, host: TrainerHost, steps: _Steps) -> tuple[Method, Callable[[], Any]]:
     """Return the training step with its events, and a function that returns the loss of the last one."""
     original, run, drive, wants = trainer.training_step, host.run, host.drive, host.run.wants
-    scopes, counters, length = run.state.scopes, run.counters, host.epoch_length
+    machine, counters, length = run.state.machine, run.counters, host.epoch_length
     all_happen, loss = steps.all_happen, None
 
     @wraps(original)
     def training_step(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal loss
-        if scopes.innermost != "epoch":
+        if machine.innermost is not EPOCH:
             drive.drop_evaluation()
         drive.begin_iteration(inputs, last=counters.batches + 1 == length)
         if all_happen and (wants(ev.BeforeOptimizerStep) or wants(ev.AfterOptimizerStep)):

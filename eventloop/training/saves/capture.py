@@ -22,6 +22,7 @@ from eventloop.log import get_logger
 from eventloop.plain import numbers_in, plain
 from eventloop.privates import tensors_of, version_of
 from eventloop.training.distributed.ranks import Ranks, own_group
+from eventloop.training.machine import Counters
 from eventloop.training.optimizers import forget_options, stepping
 from eventloop.training.saves.alike import check_alike
 from eventloop.training.saves.contents import SavedRun, gather_rank, gather_state, loose_parameters
@@ -30,7 +31,6 @@ from eventloop.training.saves.requests import SaveJob, SaveRequest, merged
 from eventloop.training.saves.restore import resume_line
 from eventloop.training.saves.write import CheckpointWriter
 from eventloop.training.schema import SavedRank
-from eventloop.training.state import Counters
 
 if TYPE_CHECKING:
     from eventloop.checkpoint.sharded import Parts, ShardStage
@@ -71,7 +71,7 @@ class Capture:
         if self.sharded and run.state.ranks is not None:
             own_group("saves")  # a collective: all ranks are here
         self.writer = CheckpointWriter(run, run.bus)
-        run.state.scopes.defer(self._end_overlap)
+        run.state.machine.defer(self._end_overlap)
 
     def left_to_others(self) -> list[str]:
         """Return the files of the last save that another replica group was to write, as far as they are not there."""

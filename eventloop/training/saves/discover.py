@@ -22,8 +22,8 @@ from eventloop.checkpoint import (
 from eventloop.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
 from eventloop.events import Progress
 from eventloop.log import get_logger
+from eventloop.training.machine import Counters
 from eventloop.training.schema import LAST, how_far, lacking, read_counts
-from eventloop.training.state import Counters
 
 _MOST: Final = 1 << 16  # bytes to read of a last_checkpoint file
 

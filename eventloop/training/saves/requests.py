@@ -22,8 +22,8 @@ from eventloop.log import get_logger
 from eventloop.training.agree import Agreement
 from eventloop.training.distributed.ranks import Ranks
 from eventloop.training.folders import free_folder
+from eventloop.training.machine import Counters
 from eventloop.training.saves.contents import SavedRun
-from eventloop.training.state import Counters
 
 if TYPE_CHECKING:  # half a second to import, and only sharded models need it
     from eventloop.checkpoint.sharded import Parts

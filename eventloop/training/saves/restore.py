@@ -18,6 +18,7 @@ from eventloop.checkpoint.pieces import mapped
 from eventloop.errors import CheckpointDamagedError, CheckpointError, ConfigurationError, TrainingError
 from eventloop.log import get_logger
 from eventloop.training.distributed.ranks import Ranks, this_rank, world_size
+from eventloop.training.machine import RUN
 from eventloop.training.optimizers import parameters_of
 from eventloop.training.rng import other_rng_state
 from eventloop.training.saves.agreed import agreed
@@ -97,7 +98,7 @@ class Restore:
     def apply_state(self, from_: Mapping[str, Any]) -> None:
         """Restore the state in another program's checkpoint; during ``before_run``, do it after the last handler."""
         state = self._run.state
-        if state.scopes.innermost != "run" or state.has_trained:
+        if state.machine.innermost is not RUN or state.has_trained:
             raise TrainingError(
                 "run.apply_state() must come before training begins: call it right after `with Run(...) as run:`, before "
                 "run.epochs() and run.train(), or in a handler of before_run; or begin a new run"
@@ -109,7 +110,7 @@ class Restore:
 
     def begin_with(self, from_: Mapping[str, Any]) -> None:
         """Like :meth:`apply_state`; before the run begins, restore the state when it does."""
-        if self._run.state.scopes.innermost:
+        if self._run.state.machine.is_open:
             self.apply_state(from_)
         else:
             self._given = from_
