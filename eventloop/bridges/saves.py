@@ -76,7 +76,6 @@ class TrainerSaver:
 
     hidden = RunCancelled, KeyboardInterrupt  # Lightning exits instead of raising it
     writer = None
-    resumes_training_at = None
 
     def __init__(self, host: Any) -> None:
         self._host = host

@@ -76,7 +76,7 @@ class RunFolder:
         if not is_run(path):
             if path.is_dir() and not os.access(path, os.R_OK | os.X_OK):
                 raise RunDamagedError(f"{path} cannot be read: permission denied")
-            raise RunFolderError(f"{path}: not the folder of a run: it has neither {MANIFEST} nor {SCALARS}")
+            raise RunFolderError(f"{path}: not the folder of a run: it has no {MANIFEST}, {SCALARS} or {MEDIA}")
 
     def manifest(self) -> RunManifest:
         """Return the content of ``run.json``; without the file, only the name of the run."""
@@ -174,7 +174,7 @@ class RunFolder:
 
 def is_run(path: Path) -> bool:
     """Return True for the folder of a run."""
-    return any(os.path.lexists(path / name) for name in (MANIFEST, SCALARS))
+    return any(os.path.lexists(path / name) for name in (MANIFEST, SCALARS, MEDIA))
 
 
 def find_runs(folder: Path) -> list[Path]:

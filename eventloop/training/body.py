@@ -148,6 +148,53 @@ class KeptStates(Beginning):
         self.apply(run)
 
 
+class Return:
+    """The states of a save, while user code of a resumed run comes to the place where it was taken: there they are put back."""
+
+    def __init__(self) -> None:
+        self._kept: KeptStates | None = None
+        self.in_batch = False
+        """True if the place is in the body of a batch, at its first validation."""
+
+    @property
+    def pending(self) -> bool:
+        """True until the states are put back."""
+        return self._kept is not None
+
+    def forget(self) -> None:
+        """Put nothing back."""
+        self._kept, self.in_batch = None, False
+
+    def begin(self, run: Any) -> None:
+        """Copy the states of a resumed run, and give user code those of the beginning of its body, if the save has them."""
+        self._kept, self.in_batch = KeptStates.of(run).with_weights(run), run.feeds.repeats
+        if run.state.gradients:
+            for one in run.optimizers.values():
+                one.zero_grad(set_to_none=True)
+        if run.state.beginning is not None:
+            run.state.beginning.apply(run)
+
+    def arrive(self, run: Any) -> None:
+        """Put the states back at the place of the save; if that is in the body of a batch, now and there."""
+        kept = self._kept
+        if not self.in_batch:
+            self._kept = None
+        if kept is not None:
+            kept.put_back(run)
+            restore_gradients(run.optimizers, run.state.gradients)
+
+    def begin_batch(self, run: Any) -> None:
+        """Put back the random states with which the batch of the save began."""
+        if self.in_batch and run.state.batch_rng is not None:
+            set_rng_state(run.state.batch_rng)
+
+    def reach_batch(self, run: Any) -> None:
+        """Put the states back in the body of a batch, where the saved run had validated."""
+        if self.in_batch:
+            self.in_batch = False
+            self.arrive(run)
+
+
 def _aside(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu() if tensor.device.type != "cpu" else tensor.detach().clone()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -81,6 +81,8 @@ class Feed:
         self.start: SavedStart | None = None
         """Random states at the start of the pass, and whether workers were running; None before the first pass."""
         self.resuming = False
+        self.before_batch: Callable[[], object] = bool
+        """Called before a loop of calls draws a batch."""
         self._again: SavedStart | None = None
         """The random states to begin with, if the saved run had begun the pass and taken no batch."""
         self._warned = False
@@ -92,7 +94,10 @@ class Feed:
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the remaining batches."""
-        while (batch := self.next()) is not None:
+        while True:
+            self.before_batch()
+            if (batch := self.next()) is None:
+                return
             yield batch[0]
 
     def set_epoch(self, epoch: int, *, endless: bool) -> None:

@@ -16,11 +16,13 @@ from eventloop.checks import check_options
 from eventloop.errors import ConfigurationError, RunStopped, TrainingError
 from eventloop.log import get_logger
 from eventloop.training.arguments import Limit
+from eventloop.training.body import Beginning, Return
 from eventloop.training.data import Feed
 from eventloop.training.distributed.shares import Share, check_divisible, check_even, forward_alone, size_of
-from eventloop.training.machine import EPOCH, ITERATION, TURNS, Counters, Scope
+from eventloop.training.machine import EPOCH, ITERATION, TRAIN, TURNS, Scope
 from eventloop.training.metrics import Metrics, NamedMetrics
 from eventloop.training.optimizers import enter_training_mode, in_training_mode, optimizers_in
+from eventloop.training.rng import get_rng_state, set_rng_state
 from eventloop.training.saves.capture import Capture
 from eventloop.training.saves.contents import SavedRun
 from eventloop.training.session import Session
@@ -67,6 +69,7 @@ class Driver(Session):
     accumulate = 1
     """Batches of an accumulation window, as ``run.train(loader, accumulate=)`` gives it."""
     _begun = False  # an epoch, since the run began
+    _abandoned = False  # the last epoch
     _batch: Any = None
     _last: bool | None = None
     _stage: EvaluationStage = "val"  # of the present evaluation
@@ -85,6 +88,12 @@ class Driver(Session):
     def scope(self) -> Scope:
         """The innermost part of the run that has begun and not ended."""
         return self.state.machine.innermost
+
+    def __init__(self, run: SavedRun) -> None:
+        super().__init__(run)
+        self.returns = Return()
+        self._drawn_ahead = False  # a batch, before the end of the iteration of the last one
+        self._large: set[str] = set()  # stateful objects that are too large to copy them in each epoch
 
     def should_stop(self) -> bool:
         """Return True if the run must end here: then call ``abandon_epoch``, ``end_train`` and ``end_run``.
@@ -144,10 +153,20 @@ class Driver(Session):
             state.begin_training()
             self._run.kept.begin_training()
             self._run.publish(*turn.events)
+        if state.by_calls and state.beginning is not None and not self._begun:
+            self.returns.begin(self._run)
+        self._note_beginning()
 
     def end_train(self) -> None:
         """Publish ``after_train``."""
         turn = self.state.machine.turn("end_train")
+        if self.state.by_calls:
+            if not self.state.stops:
+                self.state.go_on()  # no validation has followed the last epoch
+            self.returns.arrive(self._run)
+            if not self._abandoned:  # no code of the next epoch has run
+                self.state.begin_with(None)
+            self._save_before_call()
         self.state.set_progress()
         self._announce(*turn.events)
         self._saves.save_if_asked(force=True)
@@ -168,6 +187,13 @@ class Driver(Session):
         """
         turn = self.state.machine.turn("begin_epoch")
         state = self.state
+        returns = self.returns.pending and state.by_calls
+        if returns:
+            self._warn_of_validation()
+            self.returns.arrive(self._run)
+        if state.by_calls:
+            state.go_on()
+            self._save_before_call()
         feed = self.feed = None if data is None else self._run.feeds.for_training(data)
         if state.ranks is not None and feed is not None and feed.divided and not self._begun:
             check_divisible(self._run.models, state.ranks.size)
@@ -176,12 +202,16 @@ class Driver(Session):
             check_even(state.ranks, self._run.models.values(), length, first=not self._begun)
         state.machine.go(turn)
         state.begin_epoch(resumes=(state.resumed and not self._begun) if feed is None else feed.resuming)
-        self._begun = True
+        self._begun, self._abandoned = True, False
         if feed is not None:
             feed.set_epoch(state.counters.epoch, endless=endless)
         self._run.publish(*turn.events)
         if feed is not None:
+            feed.before_batch = self._save_before_batch if state.by_calls else bool
+            rng = get_rng_state() if returns and feed.resuming and feed.used else None
             feed.start_pass()
+            if rng is not None:  # the saved run has drawn the order before
+                set_rng_state(rng)
         return () if feed is None else feed
 
     def end_epoch(self) -> None:
@@ -194,14 +224,18 @@ class Driver(Session):
         if self.feed is not None:
             self.feed.end()
         state.settle()
-        if not state.holds:
+        if not (state.holds or state.by_calls):
             self._saves.save_if_asked(force=True)
         state.machine.go(turn)
+        self._note_beginning()
 
     def abandon_epoch(self) -> None:
         """End the epoch early, without ``after_train_epoch``; a resumed run continues in it."""
         machine = self.state.machine
         turn = machine.turn("abandon_epoch")
+        self._abandoned = True
+        if self.state.by_calls and machine.innermost is EPOCH:
+            self._save_before_call()
         if ITERATION in machine:
             self.abandon_iteration()
         machine.go(turn)
@@ -215,6 +249,10 @@ class Driver(Session):
         state = self.state
         if state.machine.innermost is not EPOCH:
             state.machine.turn("begin_iteration")
+        if state.by_calls:
+            if self.feed is None or self._drawn_ahead:
+                self._save_before_batch()
+            self.returns.begin_batch(self._run)
         if state.agreed.stop and not self.asks and not self._host.instead and not state.window_open:
             self._end_unasked()
         state.begin_train_iteration()
@@ -225,11 +263,10 @@ class Driver(Session):
             event = ev.BeforeTrainIter(run=self._run, progress=state.progress, batch_idx=state.counters.batches, batch=batch)
             self._bus.publish(event)
 
-    def end_iteration(self, outputs: Mapping[str, Any] | None = None, *, validates: bool = False, silent: bool = False) -> None:
+    def end_iteration(self, outputs: Mapping[str, Any] | None = None, *, silent: bool = False) -> None:
         """Publish ``after_train_iter`` with ``outputs`` and reported outputs (``run.report()``), and count the iteration.
 
         ``silent`` only counts an iteration of which nothing was published.
-        ``validates`` tells that a validation comes next: a run resumed from a save made here then validates first.
         """
         state = self.state
         if state.machine.innermost is not ITERATION:
@@ -244,12 +281,10 @@ class Driver(Session):
             event = ev.AfterTrainIter(run=self._run, progress=progress, batch_idx=index, batch=batch, outputs=state.outputs)
             self._bus.publish(event)
         state.count_iteration()
-        if validates:
-            state.validate_next()
         agreed = state.agreed
         if not state.alone:
             state.channel.exchange()
-        if (self._saves.requests or agreed.save) and not (state.holds and self._ends_pass):
+        if (self._saves.requests or agreed.save) and not (state.by_calls or (state.holds and self._ends_pass)):
             self.save_held()
         state.machine.leave(ITERATION)
         if agreed.cancelled or agreed.paused or agreed.rates:
@@ -264,6 +299,36 @@ class Driver(Session):
         if counters.max_iters is not None and counters.iter >= counters.max_iters:
             return True
         return feed is not None and not feed.endless and feed.length is not None and feed.used >= feed.length
+
+    def _note_beginning(self) -> None:
+        """Note the states with which the code before the next epoch begins, in a loop of calls."""
+        state = self.state
+        if state.by_calls and state.machine.innermost is TRAIN and self._saves.directories and not self.returns.pending:
+            state.begin_with(Beginning.of(self._run, self._large))
+
+    def _save_before_call(self) -> None:
+        """Save what was requested before this call: the code behind the last one has run now."""
+        if self._saves.requests or self.state.agreed.save:
+            self.save_held(force=True)
+
+    def _save_before_batch(self) -> None:
+        """Save what was requested before a batch is drawn, in a loop of calls."""
+        if self.state.machine.innermost is not EPOCH:
+            if not self._drawn_ahead:
+                self._drawn_ahead = True
+                log.warning(
+                    "a batch was drawn before the iteration of the last one has ended, so a run that resumes from a save "
+                    "between the two leaves it out: draw it behind drive.end_iteration()"
+                )
+        elif self._saves.requests or self.state.agreed.save:
+            self.save_held()
+
+    def _warn_of_validation(self) -> None:
+        if self.state.counters.phase == "val":
+            log.warning(
+                "the saved run was about to validate, and this one trains first, so it leaves that validation out: validate "
+                "behind drive.begin_train() if drive.validation_comes_first"
+            )
 
     def save_held(self, *, force: bool = False) -> None:
         """Save what was requested in a validation, or behind one, and has waited; with its scores, if it is the same state."""
@@ -345,7 +410,16 @@ class Driver(Session):
         state = self.state
         turn = state.machine.turn(f"begin_evaluation {stage}")
         self._begin_stage()
-        if (nested := state.machine.innermost is ITERATION) and state.interrupted is None:
+        nested = state.machine.innermost is ITERATION
+        if state.by_calls and nested:
+            self.returns.reach_batch(self._run)
+        elif state.by_calls:
+            if stage == "val" and state.training:
+                if state.counters.phase == "val":
+                    self.returns.arrive(self._run)
+                state.validate_next()
+            self._save_before_call()
+        if nested and state.interrupted is None:
             state.interrupt_iteration(self._batch)
         feed = None if data is None else self._run.feeds.for_evaluation(data, f"{stage}_data")
         self._stage, self._evaluated, self._metrics, self._index = stage, feed, None, -1
@@ -358,7 +432,6 @@ class Driver(Session):
         self._in_step = len(lengths) == 1 and length is not None
         # Only a validation inside a training is a phase of it that a resumed run repeats.
         if stage == "val" and state.training and not nested:
-            warn_if_left_out(state.counters, self._host.saver.resumes_training_at)
             state.begin_validation()
         state.machine.go(turn)
         if lengths and not self._in_step:
@@ -435,12 +508,16 @@ class Driver(Session):
             self._saves.save_if_asked()
         self._batch = state.continue_iteration()
         state.handle_requests()
+        self._note_beginning()
         return results
 
     def abandon_evaluation(self) -> None:
         """End the evaluation early, without ``after_val``; restore modes, gradients and weights."""
         machine = self.state.machine
-        machine.go(machine.turn("abandon_evaluation"))
+        turn = machine.turn("abandon_evaluation")
+        if self.state.by_calls and self.state.interrupted is None:
+            self._save_before_call()
+        machine.go(turn)
         self._batch = self.state.continue_iteration()
 
     def drop_evaluation(self) -> None:
@@ -478,16 +555,6 @@ class Driver(Session):
         self.state.forget()
         self.feed = self._evaluated = self._share = self._batch = self._scores = None
         self._begun = self._repeats = self.asks = False
-
-
-def warn_if_left_out(now: Counters, saved: Counters | None) -> None:
-    """Warn if the validation that begins ``now`` follows a checkpoint that was ``saved`` without knowing of it."""
-    if saved == now:
-        log.warning(
-            "a checkpoint was saved just before this validation, when the run did not know that it follows, so a run that "
-            "resumes from it leaves this validation out; in calls of run.drive(), give end_iteration(validates=True)",
-            iter=now.iter,
-        )
 
 
 Step = Callable[..., None]

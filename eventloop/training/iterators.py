@@ -15,7 +15,7 @@ from typing import Any, Self
 from eventloop.errors import RunStopped, TrainingError, stopped
 from eventloop.log import get_logger
 from eventloop.plain import numbers_in, plain
-from eventloop.training.body import Beginning, KeptStates, restore_gradients
+from eventloop.training.body import Beginning
 from eventloop.training.data import Feed
 from eventloop.training.driver import Driver, EvaluationStage
 from eventloop.training.machine import EPOCH, ITERATION
@@ -56,8 +56,7 @@ class OpenLoops:
         """Passes of the training in the present body."""
         self.nests = False
         """True once a validation has run in the body of an iteration, before its step."""
-        self._kept: KeptStates | None = None  # the states of the save, until the resumed run comes to its place
-        self._in_batch = False  # the place is in the body of a batch, at its first validation
+        self.drive.returns.forget()
         self._large: set[str] = set()  # stateful objects that are too large to copy them in each epoch
         self._again = ""  # what was told of the epoch that was entered again
 
@@ -85,14 +84,8 @@ class OpenLoops:
         if not self.owned:
             return epoch
         state.enter_body(epoch, goal)
-        self._in_batch = self.run.feeds.repeats
-        self._kept = KeptStates.of(self.run).with_weights(self.run)
-        for one in self.run.optimizers.values():
-            if state.gradients:
-                one.zero_grad(set_to_none=True)
-        if state.beginning is not None:
-            state.beginning.apply(self.run)
-        else:
+        self.drive.returns.begin(self.run)
+        if state.beginning is None:
             state.begin_with(Beginning.of(self.run, self._large))
         state.set_progress()
         self._tell_again(epoch)
@@ -107,7 +100,7 @@ class OpenLoops:
             f"this resumed run has entered epoch {epoch} again at the top of its body, without {done}, which the saved run has "
             "trained: what the body collects over batches lacks these; keep such values in stateful=, or guard the code"
         )
-        if self._in_batch and self.drive.state.batch_rng is None:
+        if self.drive.returns.in_batch and self.drive.state.batch_rng is None:
             self._again += "; random numbers that its first body draws before its validation are others"
         log.warning(self._again, epoch=epoch, batches=counters.batches)
 
@@ -156,31 +149,17 @@ class OpenLoops:
 
     def _arrive(self) -> None:
         self.goal = 0
-        state, kept = self.drive.state, self._kept
-        if kept is None:
-            return
-        if not self._in_batch:
-            self._kept = None
-        kept.put_back(self.run)
-        restore_gradients(self.run.optimizers, state.gradients)
+        self.drive.returns.arrive(self.run)
 
     def begin_batch(self) -> None:
         """Note the random states at the beginning of a batch's body, if validations come in it."""
         state = self.drive.state
-        if self._in_batch:
-            if state.batch_rng is not None:
-                set_rng_state(state.batch_rng)
+        if self.drive.returns.in_batch:
+            self.drive.returns.begin_batch(self.run)
         elif self.nests or not state.counters.batches:
             state.draw_batch_from(get_rng_state() if self.owned and self.run.saves.directories else None)
         else:
             state.draw_batch_from(None)
-
-    def reach_batch(self) -> None:
-        """Put back the states of the save in the body of a batch, where the saved run had validated."""
-        if self._in_batch:
-            self._in_batch, kept, self._kept = False, self._kept, None
-            if kept is not None:
-                kept.put_back(self.run)
 
     def stop(self) -> None:
         """End the run here, by an exception: the code of a body that a stop cuts short must not go on.
@@ -189,9 +168,8 @@ class OpenLoops:
         """
         state = self.drive.state
         if self.owned and state.machine.is_open:
-            if self._kept is not None:  # it has not come to the place of its save
-                kept, self._kept = self._kept, None
-                kept.put_back(self.run)
+            self.drive.returns.reach_batch(self.run)
+            self.drive.returns.arrive(self.run)  # if it has not come to the place of its save
             state.leave_body()
             raise RunStopped(state.why_stopped())
 
@@ -208,6 +186,7 @@ class OpenLoops:
         """Begin the training if it has not begun."""
         if not self.drive.state.training:
             self.drive.state.check_open("run.epochs() and run.train()")
+            self.drive.state.wait_for_calls(waits=False)
             self.drive.begin_train()
         self.drive.asks = True
 
@@ -601,7 +580,7 @@ class EvaluationBatches(Batches):
         nested = ITERATION in loops.machine
         if nested:
             loops.nests |= not state.stepped
-            loops.reach_batch()
+            loops.drive.returns.reach_batch(loops.run)
         elif loops.owned:
             if loops.finds_done():
                 index = (loops.place - 1) // 2

@@ -294,6 +294,7 @@ class Run:
     def drive(self) -> Driver:
         """Return the :class:`~eventloop.training.Driver` of this run, for control flow other than a ``for`` statement."""
         self._own_loop("drive")
+        self.state.wait_for_calls(waits=True)
         return self._driver
 
     def keep(self, **values: Any) -> KeptValues:

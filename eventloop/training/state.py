@@ -103,6 +103,8 @@ class RunState:
         """Called before an optimizer steps again in an iteration."""
         self.holds = False
         """True while the body of an epoch of the user's own loop is open: a save behind its batches waits for its end."""
+        self.by_calls = False
+        """True in a loop of calls of ``run.drive()``: a save waits for the next call, and so for the code between the two."""
         self.interrupted: Interrupted | None = None
         """What the present iteration has, while a validation or test runs in its body."""
         self.again: Again | None = None
@@ -248,6 +250,10 @@ class RunState:
         """True in a validation in the body of an iteration that has not stepped: a run that resumes from here repeats it."""
         return self.interrupted is not None and not self.stepped
 
+    def wait_for_calls(self, *, waits: bool) -> None:
+        """Note whether the loop is made of calls."""
+        self.by_calls = waits
+
     def begin_body(self, beginning: Beginning | None, *, own: bool) -> None:
         """Begin the body of the next epoch; ``own``: of the user's own loop."""
         self.holds, self.beginning, self.finished = own, beginning, []
@@ -265,7 +271,7 @@ class RunState:
             self.beginning = None
             self.counters.begin_body(None)
 
-    def begin_with(self, beginning: Beginning) -> None:
+    def begin_with(self, beginning: Beginning | None) -> None:
         """Note how the open body began."""
         self.beginning = beginning
 
@@ -289,7 +295,7 @@ class RunState:
         """True where a save waits for the end of the body that the run is in, or for its next step."""
         if self.interrupted is not None:
             return bool(self.stepped)
-        return self.holds and EPOCH not in self.machine
+        return self.by_calls or (self.holds and EPOCH not in self.machine)
 
     def interrupt_iteration(self, batch: Any) -> None:
         """Begin a validation or test in the body of an iteration."""

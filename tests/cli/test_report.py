@@ -112,7 +112,7 @@ def test_json_has_the_verdict_the_settings_and_the_metrics_of_each_run(here, tra
 @pytest.mark.parametrize(
     ("words", "status", "says"),
     [
-        (["empty"], 2, "empty: not the folder of a run: it has neither run.json nor scalars.jsonl"),
+        (["empty"], 2, "empty: not the folder of a run: it has no run.json, scalars.jsonl or media.jsonl"),
         (["missing"], 2, "missing: no such folder"),
         (["a", "missing"], 2, "missing: no such folder"),
         (["damaged"], 1, "damaged/run.json is damaged"),

@@ -32,9 +32,6 @@ FEATURES = (
     "die", "fail", "stop", "thread", "term", "save", "strike at an event", "again",
 )  # fmt: skip
 
-NOT_KEPT = ("drive: before an epoch", "drive: behind an iteration", "drive: behind an epoch")
-"""Features that programs have only if they are asked for: places where calls of ``run.drive()`` keep nothing."""
-
 STRIKES = ("die", "fail", "stop", "thread", "term", "save")
 
 EVENTS = (
@@ -235,8 +232,7 @@ class Writer:
     def batch(self, scene: Scene, first: bool) -> list[Line]:
         """Write the body for one batch."""
         out: list[Line] = self.simple(scene)
-        if self.maybe("validation in body"):
-            out.append(self.under(scene, self.validation(scene, "validation in body")))
+        out += self.validation_in(scene)
         out += [self.leave(scene, leave) for leave in self.some("break", "continue") if self.draw(st.booleans())]
         if self.maybe("update in a condition"):
             out.append(self.under(scene, self.update(scene, first), "update in a condition"))
@@ -245,13 +241,17 @@ class Writer:
         if "mean" in self.on and first:
             out.append(Line("losses.append(loss.item())", "mean"))
         out += self.simple(scene)
-        if self.maybe("validation in body"):
-            out.append(self.under(scene, self.validation(scene, "validation in body")))
-            out += self.simple(scene)
+        if held := self.validation_in(scene):
+            out += held + self.simple(scene)
         for leave in self.some("break", "continue"):
             if self.draw(st.booleans()):
                 out += [self.leave(scene, leave), *self.simple(scene)]
         return out
+
+    def validation_in(self, scene: Scene) -> list[Line]:
+        if self.maybe("validation in body"):
+            return [self.under(scene, self.validation(scene, "validation in body"))]
+        return []
 
     def under(self, scene: Scene, lines: list[Line], feature: str = "") -> Line:
         return Line(f"if {self.condition(scene)}:", feature, tuple(lines))
@@ -357,24 +357,31 @@ class Writer:
             Line("drive.begin_iteration(batch)"),
             Line("inputs, targets = batch"),
             *self.simple(batch),
+            *self.validation_in(batch),
             *self.update(batch, first=True),
             *self.simple(batch),
+            *self.validation_in(batch),
             Line("drive.end_iteration()"),
-            *(self.simple(scene) if "drive: behind an iteration" in self.on else []),
+            *self.simple(scene),
             Line("if drive.should_stop():", "", tuple(ends)),
         ]
-        tail = [Line("drive.end_epoch()")]
-        if "drive: behind an epoch" in self.on:
-            tail += [*self.simple(scene), *(self.validation(scene, "validation last") if self.maybe("validation last") else [])]
+        tail, judge, begin = [Line("drive.end_epoch()"), *self.simple(scene)], list[Line](), list[Line]()
+        if self.maybe("validation last"):
+            held = [*self.validation(scene, "validation last"), *self.simple(scene)]
+            judge = [Line("def judge(epoch):", "", tuple(held))]
+            begin = [Line("if drive.validation_comes_first:", "", (Line("judge(run.progress.epoch - 1)"),))]
+            tail.append(Line("judge(epoch)"))
         tail.append(Line("epoch += 1"))
         lines = [
-            *(self.simple(scene) if "drive: before an epoch" in self.on else []),
+            *self.simple(scene),
             Line("for batch in drive.begin_epoch(loader):", "", tuple(body)),
             Line("else:", "", tuple(tail)),
         ]
         return [
+            *judge,
             Line("drive = run.drive()", "drive"),
             Line(f"drive.begin_train(max_epochs={epochs})"),
+            *begin,
             Line("epoch = run.progress.epoch"),
             Line(f"while epoch < {epochs} and not drive.should_stop():", "", tuple(lines)),
             Line("drive.end_train()"),
@@ -495,7 +502,7 @@ class Writer:
 @st.composite
 def programs(draw: Draw, without: Collection[str] = (), also: Collection[str] = ()) -> Program:
     """Return programs that have some of the features, but for those ``without`` which they are; and those of ``also``."""
-    if unknown := {*without, *also} - {*FEATURES, *NOT_KEPT}:
+    if unknown := {*without, *also} - {*FEATURES}:
         raise ValueError(f"the grammar has no features {sorted(unknown)}")
     possible = [name for name in FEATURES if name not in without]
     some = st.lists(st.sampled_from(possible), unique=True, max_size=14)  # two lists: hypothesis draws mostly short ones

@@ -228,6 +228,8 @@ class Batches:
 class Drive:
     """The calls of ``run.drive()``."""
 
+    validation_comes_first = False
+
     def __init__(self, run: Run) -> None:
         self._run = run
 

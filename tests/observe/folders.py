@@ -17,7 +17,7 @@ from eventloop.observe import (
     encode_line,
     write_manifest,
 )
-from eventloop.observe.environment import Git, Machine, Process
+from eventloop.observe.environment import Computer, Git, Process
 
 BEGAN = 1764000000.0
 GONE = Process(pid=2**22 + 1, host="elsewhere", boot="b", began="1")
@@ -25,7 +25,7 @@ HERE = Environment(
     command=["python", "train.py", "--lr=0.1"],
     folder="/home/ada",
     process=GONE,
-    machine=Machine("elsewhere", "Linux", "AMD EPYC", 8, 64 << 30, ["NVIDIA H200"]),
+    machine=Computer("elsewhere", "Linux", "AMD EPYC", 8, 64 << 30, ["NVIDIA H200"]),
     versions={"python": "3.12.1", "torch": "2.11.0", "trainbus": "0.1.0"},
     git=Git("0123456789abcdef", "main", clean=False),
 )

@@ -250,12 +250,12 @@ def test_without_data_the_driver_counts_and_pauses_and_the_caller_marks_the_last
         drive.end_evaluation_iteration({"loss": 2.0})
         assert drive.end_evaluation({"accuracy": 0.5}) == {"loss": 2.0, "accuracy": 0.5}
         drive.end_train()
-    again = Job(parts, tmp_path, tmp_path / "iter_3.safetensors")
+    again = Job(parts, tmp_path, tmp_path / "iter_2.safetensors")
     with again.run() as run:
         drive = run.drive()
         drive.begin_train(max_epochs=1)
         drive.begin_epoch()
-        assert (run.progress.iter, run.progress.batch_idx) == (3, 3)
+        assert (run.progress.iter, run.progress.batch_idx) == (2, 2)
         drive.abandon_epoch()
         drive.begin_epoch()
         assert run.progress.batch_idx == 0

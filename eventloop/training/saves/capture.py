@@ -6,7 +6,6 @@ A request for a state that the last file already holds adds a name to that file.
 
 from __future__ import annotations
 
-import copy
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -22,7 +21,6 @@ from eventloop.log import get_logger
 from eventloop.plain import numbers_in, plain
 from eventloop.privates import tensors_of, version_of
 from eventloop.training.distributed.ranks import Ranks, own_group
-from eventloop.training.machine import Counters
 from eventloop.training.optimizers import forget_options, stepping
 from eventloop.training.saves.alike import check_alike
 from eventloop.training.saves.contents import SavedRun, gather_rank, gather_state, loose_parameters
@@ -51,7 +49,6 @@ class Capture:
         """Copies beside the training, once a save asked for them."""
         self.sharded = False
         """True if a model is sharded, so that every rank writes its part."""
-        self.resumes_training_at: Counters | None = None
         self._last: SaveJob | None = None
         self._left: list[AnyPath] = []
         self._names: set[AnyPath] = set()  # all paths of the last file, links included
@@ -241,8 +238,6 @@ class Capture:
     def _state(self, path: AnyPath | str, leave_out: Collection[str] = (), ranks: Sequence[SavedRank] = ()) -> dict[str, Any]:
         """Return the state of the run by reference, with the keys of hooks and without ``leave_out``."""
         run = self._run
-        counters = run.state.counters
-        self.resumes_training_at = copy.copy(counters) if counters.phase == "train" else None
         state = gather_state(run, gather_rank(run), ranks, leave_out)
         run.publish(ev.BeforeSaveCheckpoint, path=str(path), checkpoint=state)
         for key in leave_out:

@@ -115,13 +115,13 @@ def gather_rank(run: SavedRun) -> SavedRank:
     state, again = run.state, run.state.again if run.state.begins_again else None
     rng = state.validation_rng if again is None else again.rng
     data = run.feeds.saved(validating=state.validation_rng is not None, repeats=again is not None)
-    body_rng = None if state.counters.body is None or state.beginning is None else state.beginning.rng
+    body_rng = None if state.beginning is None else state.beginning.rng
     return SavedRank(rng or get_rng_state(), data, body_rng, None if again is None else state.batch_rng)
 
 
 def _body(state: RunState) -> SavedBody | None:
-    """Return how the open body of an epoch began; None between two epochs."""
-    if state.counters.body is None or state.beginning is None:
+    """Return how the open body of an epoch began; None between two epochs of a loop of one's own."""
+    if state.beginning is None:
         return None
     return SavedBody(stateful=state.beginning.stateful, options=state.beginning.options, metrics=[*state.finished])
 

@@ -22,7 +22,6 @@ from eventloop.log import get_logger
 from eventloop.training.agree import Agreement
 from eventloop.training.distributed.ranks import Ranks
 from eventloop.training.folders import free_folder
-from eventloop.training.machine import Counters
 from eventloop.training.saves.contents import SavedRun
 
 if TYPE_CHECKING:  # half a second to import, and only sharded models need it
@@ -144,8 +143,6 @@ class Saver(Protocol):
     """Errors that the user may not get to see."""
     due: list[SaveRequest]
     """Requests that wait for a safe moment of the trainer."""
-    resumes_training_at: Counters | None
-    """The counts in the last save, if a run that resumes from it does not begin with a validation."""
 
     @property
     def writer(self) -> RunningWriter | None:
