@@ -105,9 +105,15 @@ class OpenLoops:
         log.warning(self._again, epoch=epoch, batches=counters.batches)
 
     def note(self, error: BaseException) -> None:
-        """Add to an error in the body of an epoch that was entered again why it may be there."""
+        """Add to an error in the body of an epoch that was entered again, or of a name without a value, why it may be there."""
         if self._again:
             add_note(error, self._again)
+        elif isinstance(error, NameError) and self.owned and self.drive.state.resumed:
+            add_note(
+                error,
+                "this run was resumed: a variable that code of an earlier epoch has set is not in the checkpoint; set it before "
+                "the loop, or keep it with run.keep() or stateful=",
+            )
 
     def end_body(self) -> None:
         """End the body of an epoch, if one is open: what was requested behind its batches is saved here."""

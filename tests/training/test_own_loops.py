@@ -333,6 +333,23 @@ def test_an_epoch_that_is_entered_again_is_told_and_an_error_in_it_says_why(tmp_
     assert any("entered epoch 0 again" in note for note in caught.value.__notes__)
 
 
+def test_a_variable_that_an_earlier_epoch_has_set_is_an_error_that_says_why_in_a_resumed_run(tmp_path):
+    def live(epochs):
+        scene = Scene(tmp_path, CheckpointHook(interval=1))
+        with scene.run() as run:
+            for epoch in run.epochs(epochs):
+                if epoch:
+                    assert last == epoch - 1
+                for batch in run.train(scene.loader):
+                    scene.learn(batch)
+                last = epoch
+
+    live(1)
+    with pytest.raises(NameError) as caught:
+        live(2)
+    assert any("this run was resumed" in note and "run.keep()" in note for note in caught.value.__notes__)
+
+
 def test_a_stop_that_cuts_an_epoch_short_runs_no_further_line_of_its_body(parts, tmp_path):
     scene = Scene(tmp_path, CheckpointHook(interval=1))
     lines = []
