@@ -339,10 +339,10 @@ def test_a_variable_that_an_earlier_epoch_has_set_is_an_error_that_says_why_in_a
         with scene.run() as run:
             for epoch in run.epochs(epochs):
                 if epoch:
-                    assert last == epoch - 1
+                    assert last == epoch - 1  # noqa: F821 - the test's point
                 for batch in run.train(scene.loader):
                     scene.learn(batch)
-                last = epoch
+                last = epoch  # noqa: F841
 
     live(1)
     with pytest.raises(NameError) as caught:
