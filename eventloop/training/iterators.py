@@ -111,8 +111,8 @@ class OpenLoops:
         elif isinstance(error, NameError) and self.owned and self.drive.state.resumed:
             add_note(
                 error,
-                "this run was resumed: a variable that code of an earlier epoch has set is not in the checkpoint; set it before "
-                "the loop, or keep it with run.keep() or stateful=",
+                "this run was resumed: a variable that code of an earlier epoch has set is not in the checkpoint; set it "
+                "before the loop, or keep it with run.keep() or stateful=",
             )
 
     def end_body(self) -> None:
