@@ -33,7 +33,10 @@ Undo = Callable[[], object]
 def copied(value: Any, most: float = _LARGE) -> Any:
     """Copy containers, and tensors and arrays of at most ``most`` bytes; larger ones stay the same objects."""
     if isinstance(value, torch.Tensor):
-        return value.detach().clone() if value.nbytes <= most else value
+        try:
+            return value.detach().clone() if value.nbytes <= most else value
+        except (RuntimeError, NotImplementedError):  # some layouts of quantized tensors cannot be copied (pytorch#74540)
+            return value
     if isinstance(value, np.ndarray):
         return value.copy() if value.nbytes <= most else value
     if isinstance(value, dict):
