@@ -209,7 +209,7 @@ if __name__ == "__main__":
         report("an event, to an async handler", event(is_async=True), 7),
         report("an event with capture=", event(capture=lambda one: one.outputs["loss"]), 7),
         report("a checkpoint, from request_save to its event", checkpoint(), 23),
-        *([report("a step of an attached Lightning trainer", attached_step(), 11)] if find_spec("lightning") else []),
+        *([report("a step of an attached Lightning trainer", attached_step(), 12)] if find_spec("lightning") else []),
         report("trainbus run, to the first batch", command(), 15, goal=12),
     ]
     sys.exit(not all(good))

@@ -108,7 +108,10 @@ class Writer:
         return [Line('optimizer.param_groups[0]["lr"] *= 0.9', "rate")]
 
     def _weights(self, scene: Scene) -> list[Line]:
-        return [Line("net[0].bias.data.add_(0.01 * torch.randn(4))", "weights")]
+        if "overlap" not in self.on:
+            return [Line("net[0].bias.data.add_(0.01 * torch.randn(4))", "weights")]
+        change = Line("net[0].bias.add_(0.01 * torch.randn(4))", "changed while copied")  # which torch counts, unlike `.data`
+        return [Line("with torch.no_grad():", "weights", (change,))]
 
     def _reads(self, scene: Scene) -> list[Line]:
         return [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
-from eventloop import TrainingError
+from eventloop import CheckpointError, TrainingError
 
 from .programs import Program
 from .trials import Verdict
@@ -27,6 +27,7 @@ TELLS: Final = (
         errors=(ArithmeticError, NameError),
     ),
     Tell("begins in the body of another run.train", frozenset({"next", "next in a range"}), errors=(TrainingError,)),
+    Tell("changed while it was being copied", frozenset({"changed while copied"}), errors=(CheckpointError,)),
     Tell("stepped outside", frozenset({"step outside"})),
     Tell("entered epoch .* again", frozenset({"print", "mean"}), frozenset({"said"}), (ArithmeticError, NameError)),
 )
