@@ -8,7 +8,7 @@ import re
 import sys
 from pathlib import Path
 
-from eventloop.checkpoint import load, verify
+from trainbus.eventloop.checkpoint import load, verify
 
 WANTED = 0.95
 

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
@@ -25,16 +26,22 @@ import torch
 from torch import nn
 
 import trainbus
-from eventloop.events import AfterTrainIter, CheckpointCommitted
 from trainbus import Bus, CheckpointHook, EMAHook, LoggerHook, Progress, Run
+from trainbus.eventloop.events import AfterTrainIter, CheckpointCommitted
 
-ROOT = Path(trainbus.__file__).parent
+ROOT = Path(trainbus.__file__).resolve().parent.parent
 COMMAND = (
-    "trainbus.py",
-    "eventloop/cli/",
-    "eventloop/config/",
+    "trainbus/__init__.py",
+    "trainbus/cli/",
+    "trainbus/config/",
     *(f"eventloop/training/{name}.py" for name in ("loop", "host", "run", "session", "driver", "state", "iterators", "data")),
 )
+
+
+@cache
+def real(path: str) -> Path:
+    """Return where a file is: the engine and the hooks are links in ``trainbus/``."""
+    return Path(path).resolve()
 
 
 class Way:
@@ -50,12 +57,12 @@ class Way:
         if event != "call" or not self.followed:
             return
         code = frame.f_code
-        file = Path(code.co_filename)
+        file = real(code.co_filename)
         body = not code.co_flags & inspect.CO_OPTIMIZED  # of a module or a class
         if body or not file.is_relative_to(ROOT):
             return
         name = file.relative_to(ROOT).as_posix()
-        if name.startswith(("eventloop/", "hooks/", "trainbus.py")):
+        if name.startswith(("eventloop/", "hooks/", "trainbus/")):
             found = self.files if name.startswith(self._rooms) else self.others
             found.setdefault(name, []).append(code.co_qualname)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from eventloop.training import schema
+from trainbus.eventloop.training import schema
 
 TARGET = Path(__file__).parent.parent / "docs" / "reference" / "files.md"
 BEGIN = "<!-- written by .ci/write_file_formats.py -->\n"

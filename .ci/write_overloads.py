@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from eventloop.events.event import registry
+from trainbus.eventloop.events.event import registry
 
 TARGET = Path(__file__).parent.parent / "eventloop" / "bus" / "overloads.pyi"
 
@@ -20,10 +20,10 @@ HEAD = """# Written from the events by .ci/write_overloads.py. What the function
 from collections.abc import Callable
 from typing import Any, Literal, Protocol, TypeVar, Unpack, overload
 
-from eventloop import events as ev
-from eventloop.bus.handler import HandlerOptions, StreamOptions
-from eventloop.bus.stream import Stream
-from eventloop.bus.subscription import Subscription
+from trainbus.eventloop import events as ev
+from trainbus.eventloop.bus.handler import HandlerOptions, StreamOptions
+from trainbus.eventloop.bus.stream import Stream
+from trainbus.eventloop.bus.subscription import Subscription
 
 _E = TypeVar("_E", bound=ev.Event)
 _T = TypeVar("_T")

@@ -24,8 +24,8 @@ from benchmarks.digits import MOMENTUM
 from benchmarks.harness import SUBJECT, Sample, Samples, Settings, measure, one_thread
 from benchmarks.trainers import load
 from benchmarks.trainers.job import Job, Rows
-from eventloop import Bus, Event
-from hooks import CheckInvalidLossHook, EMAHook, JSONLinesWriter, LoggerHook, RuntimeInfoHook
+from trainbus.eventloop import Bus, Event
+from trainbus.hooks import CheckInvalidLossHook, EMAHook, JSONLinesWriter, LoggerHook, RuntimeInfoHook
 
 ROWS = Rows(number=2, width=4)
 WARMING = 20  # iterations

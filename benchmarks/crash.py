@@ -33,8 +33,8 @@ import torch
 from benchmarks import crash_job
 from benchmarks.crash_job import KEEP, score
 from benchmarks.harness import environment
-from eventloop import CheckpointError
-from eventloop.checkpoint import TEMPORARY_PREFIX, load, verify
+from trainbus.eventloop import CheckpointError
+from trainbus.eventloop.checkpoint import TEMPORARY_PREFIX, load, verify
 
 LIVES = 10  # kills in one directory
 LATEST = 0.25  # seconds after the start within which a kill without a trigger happens; training begins after about 0.05

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from eventloop import Bus, Hook, TrainLoop
-from hooks import CheckpointHook
+from trainbus.eventloop import Bus, Hook, TrainLoop
+from trainbus.hooks import CheckpointHook
 
 KEEP = 2
 VAL_INTERVAL = 4

@@ -11,8 +11,8 @@ from timeit import Timer
 
 from benchmarks.harness import SUBJECT, Budget, Comparison, Sample, Samples, Settings, Tick, in_blocks, measure
 from benchmarks.peers import Statement, direct, load, trainbus
-from eventloop import Progress
-from eventloop.events import AfterTrainIter
+from trainbus.eventloop import Progress
+from trainbus.eventloop.events import AfterTrainIter
 
 PEERS = ("pyee", "mmengine", "psygnal", "pluggy", "ignite", "blinker", "lightning")
 EMPTY_LOOP = "empty loop"

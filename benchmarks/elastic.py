@@ -44,8 +44,8 @@ from benchmarks.elastic_job import INTERVAL, KEPT, SAMPLES, URL, WORK_DIR
 from benchmarks.elastic_machine import LOGS, MACHINES
 from benchmarks.flaky import Faults, FlakyProxy, s3_server
 from benchmarks.harness import environment
-from eventloop.checkpoint import as_path, list_files, load, verify
-from hooks import CheckpointHook
+from trainbus.eventloop.checkpoint import as_path, list_files, load, verify
+from trainbus.hooks import CheckpointHook
 
 FAULTS = Faults(latency=0.03, slow_down=0.04, error=0.02, reset=0.02, lost=0.02)
 MOST = 4  # machines

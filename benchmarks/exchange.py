@@ -16,10 +16,10 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from benchmarks.harness import SUBJECT, Comparison, Sample, Settings, measure
-from eventloop.checkpoint import copy_in, open_contents, save, save_contents
-from eventloop.checkpoint.dcp_write import write_dcp
-from eventloop.training import imported_state
-from hooks.compat.dcp import converted, open_folder, to_dcp
+from trainbus.compat.dcp import converted, open_folder, to_dcp
+from trainbus.eventloop.checkpoint import copy_in, open_contents, save, save_contents
+from trainbus.eventloop.checkpoint.dcp_write import write_dcp
+from trainbus.eventloop.training import imported_state
 
 LAYERS, WIDTH = 100, 316
 THEIRS_OUT, THEIRS_IN = "torch.load, dcp.save", "dcp_to_torch_save"

@@ -20,8 +20,8 @@ from benchmarks.digits import ClockedBatches, Job
 from benchmarks.handoff import percentile
 from benchmarks.harness import SUBJECT, Budget, Comparison, Sample, Settings, environment, measure
 from benchmarks.peers import HandOff, Logged, Statement, handwritten, stdlib, trainbus
-from eventloop import device as door
-from eventloop.checkpoint import Overlap, StageBuffer, stage
+from trainbus.eventloop import device as door
+from trainbus.eventloop.checkpoint import Overlap, StageBuffer, stage
 
 STEP_ALONE, STACK = "step alone", "one stack"
 SIDE = 1000

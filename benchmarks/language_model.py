@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from benchmarks.harness import SUBJECT, Comparison, Settings, measure
 from benchmarks.peers import load
 from benchmarks.saving import FOREACH, remove
-from eventloop import device as door
-from eventloop.checkpoint import AsyncSaver
-from eventloop.checkpoint import load as load_file
+from trainbus.eventloop import device as door
+from trainbus.eventloop.checkpoint import AsyncSaver
+from trainbus.eventloop.checkpoint import load as load_file
 
 NO_SAVE, TORCH = "no save", "torch.save"
 WORDS, LENGTH, BATCH = 50_304, 512, 8

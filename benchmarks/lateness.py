@@ -20,8 +20,8 @@ import anyio.lowlevel
 import torch
 import trio
 
-from eventloop import Bus, TrainLoop
-from eventloop.offload.loops import in_trio
+from trainbus.eventloop import Bus, TrainLoop
+from trainbus.eventloop.offload.loops import in_trio
 
 TICK = 0.001  # seconds
 STEPS = 400

@@ -36,7 +36,7 @@ from rich.table import Table
 from benchmarks import report
 from benchmarks.harness import environment
 from benchmarks.nvrx_job import EPOCH, INTERVAL, KEPT, PADDING, make
-from eventloop.checkpoint import load, verify
+from trainbus.eventloop.checkpoint import load, verify
 
 LIMIT = 3.0  # seconds
 PATIENCE = 120.0  # seconds for anything to happen

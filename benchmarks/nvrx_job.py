@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from eventloop.checkpoint import commit
 from trainbus import Bus, CheckpointHook, HeartbeatHook, Hook, Run
+from trainbus.eventloop.checkpoint import commit
 
 COLUMNS = 64
 PADDING = 4_000_000  # numbers that are not trained, so that a checkpoint has 32 MB

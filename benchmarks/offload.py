@@ -22,8 +22,8 @@ from torch.nn import functional as F  # noqa: N812 - its usual name
 from benchmarks.handoff import HandOffFigures, Promise, Round
 from benchmarks.harness import SUBJECT, Comparison, Sample, Settings, measure, one_thread, paused_gc
 from benchmarks.peers import HandOff, HandOffs, Stamped, load, stdlib, trainbus
-from eventloop import Bus
-from eventloop.errors import SubscribeError
+from trainbus.eventloop import Bus
+from trainbus.eventloop.errors import SubscribeError
 
 PEERS = ("anyio", "pyee", "bubus")
 LINGER = 0.01  # the default of a lane

@@ -16,7 +16,7 @@ from torch import nn
 
 from benchmarks.harness import SUBJECT, Budget, Comparison, Sample, Settings, Tick, measure
 from benchmarks.saving import FOREACH, Size, remove
-from eventloop.checkpoint import AsyncSaver, Overlap, StageBuffer, load, stage
+from trainbus.eventloop.checkpoint import AsyncSaver, Overlap, StageBuffer, load, stage
 
 STEP_ALONE = "step alone"
 BLOCK, WRITTEN = f"{SUBJECT}, block", f"{SUBJECT}, and written"

@@ -38,8 +38,8 @@ from rich.table import Table
 
 from benchmarks import elastic_job, report
 from benchmarks.harness import environment
-from eventloop.checkpoint import load, verify
-from hooks import CheckpointHook
+from trainbus.eventloop.checkpoint import load, verify
+from trainbus.hooks import CheckpointHook
 
 PATIENCE = 180.0  # seconds for anything to happen
 NOTICE = 8.0  # seconds from a drain notice to the end of the node

@@ -38,8 +38,8 @@ from rich.table import Table
 from benchmarks import report
 from benchmarks.harness import environment
 from benchmarks.replicas_job import INTERVAL
-from eventloop import CheckpointError
-from eventloop.checkpoint import verify
+from trainbus.eventloop import CheckpointError
+from trainbus.eventloop.checkpoint import verify
 
 PATIENCE = 90.0  # seconds for anything to happen
 STEPS = 120  # for each kill

@@ -17,8 +17,8 @@ from torch import distributed, nn, optim
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hooks.writers import JSONLinesWriter
 from trainbus import Bus, CheckpointHook, EMAHook, Hook, LoggerHook, ParamSchedulerHook, Run
+from trainbus.hooks.writers import JSONLinesWriter
 
 INTERVAL = 20
 SAMPLES, BATCH = 960, 8

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness import SUBJECT, Budget, Comparison, Sample, Settings, Tick, measure
 from benchmarks.peers import Saver, Savers, handwritten, load, trainbus
-from eventloop.checkpoint import StageBuffer, stage, write
+from trainbus.eventloop.checkpoint import StageBuffer, stage, write
 
 PEERS = ("safetensors", "distributed", "lightning", "mmengine")
 FOREACH, MEMCPY, RAW = "one foreach copy", "one memcpy", "raw write + fsync"

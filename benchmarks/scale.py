@@ -27,19 +27,19 @@ from rich.table import Table
 from torch import distributed
 
 from benchmarks.harness import environment
-from eventloop.checkpoint import packed, stage
-from eventloop.observe.exchange import Comparison, RankExchange, Report
-from eventloop.observe.ranks import spent_here
-from eventloop.training.agree import Requests
-from eventloop.training.distributed import maximum, rounds
-from eventloop.training.distributed.blocks import Blocks
-from eventloop.training.distributed.mailbox import Mailbox
-from eventloop.training.distributed.maximum import Maximum
-from eventloop.training.distributed.ranks import Ranks, own_group
-from eventloop.training.rng import get_rng_state
-from eventloop.training.saves.contents import as_tree
-from eventloop.training.saves.rank_states import RankStates
-from eventloop.training.schema import SavedData, SavedPosition, SavedRank, SavedStart
+from trainbus.eventloop.checkpoint import packed, stage
+from trainbus.eventloop.training.agree import Requests
+from trainbus.eventloop.training.distributed import maximum, rounds
+from trainbus.eventloop.training.distributed.blocks import Blocks
+from trainbus.eventloop.training.distributed.mailbox import Mailbox
+from trainbus.eventloop.training.distributed.maximum import Maximum
+from trainbus.eventloop.training.distributed.ranks import Ranks, own_group
+from trainbus.eventloop.training.rng import get_rng_state
+from trainbus.eventloop.training.saves.contents import as_tree
+from trainbus.eventloop.training.saves.rank_states import RankStates
+from trainbus.eventloop.training.schema import SavedData, SavedPosition, SavedRank, SavedStart
+from trainbus.observe.exchange import Comparison, RankExchange, Report
+from trainbus.observe.ranks import spent_here
 
 SIZES = (8, 64, 512, 4096)
 CLIENTS = 8  # threads that act for all ranks but 0

@@ -22,8 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import init_device_mesh
 
 from benchmarks.harness import Budget, Comparison, Samples, Settings, paused_gc
-from eventloop.checkpoint import Overlap, load, save
-from eventloop.checkpoint.sharded import ShardStage, put_shards
+from trainbus.eventloop.checkpoint import Overlap, load, save
+from trainbus.eventloop.checkpoint.sharded import ShardStage, put_shards
 
 PROCESSES = 2
 TOKEN = "00000000"  # noqa: S105 - no secret

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from benchmarks.harness import environment
-from eventloop import Bus, Event, Progress
-from eventloop.events import AfterTrainIter
+from trainbus.eventloop import Bus, Event, Progress
+from trainbus.eventloop.events import AfterTrainIter
 
 SAMPLES = 100
 WARM = 0.1  # of the run, before memory counts

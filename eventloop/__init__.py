@@ -1,15 +1,12 @@
-"""The mechanism of trainbus: events, the bus, offloading, the training loop, checkpoints. The hooks are in ``hooks``.
+"""The mechanism of trainbus: events, the bus, offloading, the training loop, checkpoints. The hooks are in ``trainbus.hooks``.
 
-It exports the names that a user of the bus and the loop types. Mount-point classes are in ``eventloop.events``, further errors
-in ``eventloop.errors``, and types that appear in signatures only in their subpackages.
+It exports the names that a user of the bus and the loop types. Mount-point classes are in ``trainbus.eventloop.events``,
+further errors in ``trainbus.eventloop.errors``, and types that appear in signatures only in their subpackages.
 """
 
-from eventloop.bridges import TrainbusCheckpointIO, attach
-from eventloop.bus import Bus, Hook, Priority, Stream, Subscription, Watch, mount
-from eventloop.bus.recording import register_recorder
-from eventloop.checks import check_options
-from eventloop.config import add_hooks, register
-from eventloop.errors import (
+from trainbus.eventloop.bus import Bus, Hook, Priority, Stream, Subscription, Watch, mount
+from trainbus.eventloop.checks import check_options
+from trainbus.eventloop.errors import (
     BusStateError,
     CheckpointDamagedError,
     CheckpointError,
@@ -26,11 +23,11 @@ from eventloop.errors import (
     TrainingError,
     UnknownEventError,
 )
-from eventloop.events import Event, Live, Progress, Scalars
-from eventloop.events.event import mount_points
-from eventloop.log import get_logger
-from eventloop.offload import from_json, from_msgpack
-from eventloop.training import GlobalBatchSampler, Metric, Run, SeededDataset, TrainLoop, Update, load_weights
+from trainbus.eventloop.events import Event, Live, Progress, Scalars
+from trainbus.eventloop.events.event import mount_points
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.offload import from_json, from_msgpack
+from trainbus.eventloop.training import GlobalBatchSampler, Metric, Run, SeededDataset, TrainLoop, Update, load_weights
 
 __all__ = [
     "Bus",
@@ -59,14 +56,11 @@ __all__ = [
     "SubscribeError",
     "Subscription",
     "TrainLoop",
-    "TrainbusCheckpointIO",
     "TrainbusError",
     "TrainingError",
     "UnknownEventError",
     "Update",
     "Watch",
-    "add_hooks",
-    "attach",
     "check_options",
     "from_json",
     "from_msgpack",
@@ -74,7 +68,4 @@ __all__ = [
     "load_weights",
     "mount",
     "mount_points",
-    "register",
 ]
-
-register_recorder("eventloop.observe:BusRecorder")

@@ -1,4 +1,4 @@
-"""Find objects by name: trainbus's own hooks, an object of a module, and the kind of an object of another library."""
+"""Find objects by name: the parts around the engine, an object of a module, and the kind of an object of another library."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ K = TypeVar("K")
 
 
 @cache
-def load_builtin() -> None:
-    """Import trainbus's hooks by the entry point of the distribution, because this package must not import them."""
+def load_builtin(part: str = "") -> None:
+    """Import the parts of trainbus around this package, or one of them, which register what they have.
+
+    By the entry points of the distribution, because this package must not import them.
+    """
     with suppress(metadata.PackageNotFoundError):  # a checkout that is not installed
         for point in metadata.distribution("trainbus").entry_points.select(group="trainbus"):
-            point.load()
+            if part in ("", point.name):
+                point.load()
 
 
 def load_object(path: str) -> Any:

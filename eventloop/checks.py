@@ -12,10 +12,10 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar
 
 import msgspec
 
-from eventloop.annotations import Member, Signature, members
-from eventloop.errors import ConfigurationError, SubscribeError
-from eventloop.plain import plain
-from eventloop.spelling import value_meant
+from trainbus.eventloop.annotations import Member, Signature, members
+from trainbus.eventloop.errors import ConfigurationError, SubscribeError
+from trainbus.eventloop.plain import plain
+from trainbus.eventloop.spelling import value_meant
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -18,8 +18,8 @@ from typing import Any, Final, Protocol, cast
 
 import torch
 
-from eventloop.log import get_logger
-from eventloop.privates import raw_stream
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.privates import raw_stream
 
 log = get_logger()
 

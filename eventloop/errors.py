@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Self
 
-from eventloop.spelling import option_meant
-from eventloop.user_errors import described
+from trainbus.eventloop.spelling import option_meant
+from trainbus.eventloop.user_errors import described
 
 
 class TrainbusError(Exception):

@@ -10,7 +10,7 @@ import threading
 import weakref
 from typing import Any
 
-from eventloop.privates import is_owned
+from trainbus.eventloop.privates import is_owned
 
 _checked = bool(os.environ.get("TRAINBUS_CHECK_LOCKS"))
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()

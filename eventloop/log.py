@@ -17,8 +17,8 @@ from typing import Any, TextIO, cast
 import structlog
 from structlog.typing import FilteringBoundLogger
 
-from eventloop.terminal import printable
-from eventloop.user_errors import contextmanager, described
+from trainbus.eventloop.terminal import printable
+from trainbus.eventloop.user_errors import contextmanager, described
 
 
 def get_logger() -> FilteringBoundLogger:

@@ -14,7 +14,7 @@ from contextvars import Context
 from html import escape
 from typing import Any, Final
 
-from eventloop.terminal import Figures, printable
+from trainbus.eventloop.terminal import Figures, printable
 
 _EVERY: Final = 0.2  # seconds
 _FIRST: Final = 30  # rows of a long table

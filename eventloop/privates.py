@@ -21,7 +21,7 @@ import torch.utils._pytree
 from torch import distributed
 from torch.utils.data import DataLoader
 
-from eventloop.errors import ConfigurationError
+from trainbus.eventloop.errors import ConfigurationError
 
 Names = Mapping[str, tuple[str, str]]
 """Paths such as ``trainer.strategy._checkpoint_io``, or several of which one is there, with ``|`` between them; for each, where

@@ -34,11 +34,11 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, Field
 from rich.console import Console
 
-from eventloop import TrainLoop, get_logger
-from eventloop.events import AfterRun, BeforeTrain, RunPaused, RunResumed
-from eventloop.observe.dashboard import Watcher
-from eventloop.observe.dashboard import app as dashboard_of
-from hooks.demo import make_loop
+from trainbus.eventloop import TrainLoop, get_logger
+from trainbus.eventloop.events import AfterRun, BeforeTrain, RunPaused, RunResumed
+from trainbus.hooks.demo import make_loop
+from trainbus.observe.dashboard import Watcher
+from trainbus.observe.dashboard import app as dashboard_of
 
 log = get_logger()
 port, out = sys.argv[1:] or ("8000", "runs/serve")

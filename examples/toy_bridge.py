@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import torch
 
-from eventloop.bridges import Bridge, TrainerHost
-from eventloop.bus import HostKind, register_host
-from eventloop.training import Scope
 from trainbus import Run, mount_points
+from trainbus.bridges import Bridge, TrainerHost
+from trainbus.eventloop.bus import HostKind, register_host
+from trainbus.eventloop.training import Scope
 
 sys.path.insert(0, str(Path(__file__).parent / "plain"))
 from toy_trainer import Trainer

@@ -1,32 +1,44 @@
 """The built-in hooks. They use only public names of ``eventloop``."""
 
-from hooks.alerts import Alert, AlertHook
-from hooks.autograd import AutogradAnomalyDetectHook, AutogradProfilerHook
-from hooks.averages import ExponentialMovingAverage, MomentumAnnealingEMA, StochasticWeightAverage, WarmupEMA, WeightAverage
-from hooks.check_loss import CheckInvalidLossHook
-from hooks.checkpoint import CheckpointHook
-from hooks.compat import register_other_systems
-from hooks.compat.transformers_guests import TransformersHook
-from hooks.dashboard import Dashboard
-from hooks.distributed import DistSamplerSeedHook, SyncBuffersHook
-from hooks.early_stopping import EarlyStoppingHook
-from hooks.ema import EMAEpochHook, EMAHook, EMAIterHook
-from hooks.empty_cache import EmptyCacheHook
-from hooks.evaluate import Evaluated, EvaluateHook
-from hooks.heartbeat import HeartbeatHook
-from hooks.logger import LoggerHook
-from hooks.lr_sweep import LRSweepHook
-from hooks.optimizer import Fp16OptimizerHook, OptimizerHook
-from hooks.preemption import PreemptionHook, SignalDoor
-from hooks.profiler import ProfilerHook
-from hooks.progress_bar import ProgressBar
-from hooks.ray_train import RayTrainHook
-from hooks.run_record import RunRecordHook
-from hooks.runtime_info import RuntimeInfoHook
-from hooks.schedule import ParamSchedulerHook
-from hooks.timer import IterTimerHook
-from hooks.trace import TraceHook
-from hooks.writers import ConsoleWriter, CSVWriter, JSONLinesWriter, MLflowWriter, TensorBoardWriter, WandbWriter, Writer
+from trainbus.hooks.alerts import Alert, AlertHook
+from trainbus.hooks.autograd import AutogradAnomalyDetectHook, AutogradProfilerHook
+from trainbus.hooks.averages import (
+    ExponentialMovingAverage,
+    MomentumAnnealingEMA,
+    StochasticWeightAverage,
+    WarmupEMA,
+    WeightAverage,
+)
+from trainbus.hooks.check_loss import CheckInvalidLossHook
+from trainbus.hooks.checkpoint import CheckpointHook
+from trainbus.hooks.dashboard import Dashboard
+from trainbus.hooks.distributed import DistSamplerSeedHook, SyncBuffersHook
+from trainbus.hooks.early_stopping import EarlyStoppingHook
+from trainbus.hooks.ema import EMAEpochHook, EMAHook, EMAIterHook
+from trainbus.hooks.empty_cache import EmptyCacheHook
+from trainbus.hooks.evaluate import Evaluated, EvaluateHook
+from trainbus.hooks.heartbeat import HeartbeatHook
+from trainbus.hooks.logger import LoggerHook
+from trainbus.hooks.lr_sweep import LRSweepHook
+from trainbus.hooks.optimizer import Fp16OptimizerHook, OptimizerHook
+from trainbus.hooks.preemption import PreemptionHook, SignalDoor
+from trainbus.hooks.profiler import ProfilerHook
+from trainbus.hooks.progress_bar import ProgressBar
+from trainbus.hooks.ray_train import RayTrainHook
+from trainbus.hooks.run_record import RunRecordHook
+from trainbus.hooks.runtime_info import RuntimeInfoHook
+from trainbus.hooks.schedule import ParamSchedulerHook
+from trainbus.hooks.timer import IterTimerHook
+from trainbus.hooks.trace import TraceHook
+from trainbus.hooks.writers import (
+    ConsoleWriter,
+    CSVWriter,
+    JSONLinesWriter,
+    MLflowWriter,
+    TensorBoardWriter,
+    WandbWriter,
+    Writer,
+)
 
 __all__ = [
     "Alert",
@@ -68,11 +80,8 @@ __all__ = [
     "SyncBuffersHook",
     "TensorBoardWriter",
     "TraceHook",
-    "TransformersHook",
     "WandbWriter",
     "WarmupEMA",
     "WeightAverage",
     "Writer",
 ]
-
-register_other_systems()

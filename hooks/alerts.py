@@ -15,12 +15,14 @@ from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 import msgspec
 import torch
 
-from eventloop import ConfigurationError, Hook, Priority, check_options, events, mount, observe, register
-from eventloop.spelling import did_you_mean
-from eventloop.training import failed_first
-from hooks.copies import CopiedAnew
-from hooks.options import Name, one_or_more
-from hooks.webhook import Webhook, address
+from trainbus import observe
+from trainbus.config import register
+from trainbus.eventloop import ConfigurationError, Hook, Priority, check_options, events, mount
+from trainbus.eventloop.spelling import did_you_mean
+from trainbus.eventloop.training import failed_first
+from trainbus.hooks.copies import CopiedAnew
+from trainbus.hooks.options import Name, one_or_more
+from trainbus.hooks.webhook import Webhook, address
 
 Occasion = Literal["nan", "stall", "slow_rank", "full_lane", "finished", "preempted", "failed"]
 OCCASIONS: Final = get_args(Occasion)
@@ -72,8 +74,9 @@ class AlertHook(CopiedAnew, Hook):
       rank 0 tells the rest.
 
     Each alert is one POST of an :class:`Alert` as JSON, by a thread of its own. A webhook that fails or hangs costs the
-    training nothing, is logged once, and is tried again; see :class:`hooks.webhook.Webhook`. At its end the run waits for the
-    last alert, at most ``end_timeout`` seconds. After an exception it waits for a second, and the program's exit for the rest.
+    training nothing, is logged once, and is tried again; see :class:`trainbus.hooks.webhook.Webhook`. At its end the run waits
+    for the last alert, at most ``end_timeout`` seconds. After an exception it waits for a second, and the program's exit for
+    the rest.
 
     Args:
         to: URL of the webhook, or ``"$NAME"`` for that in an environment variable. Logs and records show only its host.

@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity
 
-from eventloop import ConfigurationError, Hook, Priority, check_options, register
-from eventloop.device import devices
-from eventloop.events import AfterTrainIter, BeforeTrain, BeforeTrainIter
-from hooks.options import Name
-from hooks.profiler import ProfilerSession, in_work_dir
+from trainbus.config import register
+from trainbus.eventloop import ConfigurationError, Hook, Priority, check_options
+from trainbus.eventloop.device import devices
+from trainbus.eventloop.events import AfterTrainIter, BeforeTrain, BeforeTrainIter
+from trainbus.hooks.options import Name
+from trainbus.hooks.profiler import ProfilerSession, in_work_dir
 
 
 @register

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from eventloop import CheckpointError, TrainingError, check_options, get_logger, register
-from eventloop.config import registrable
-from eventloop.events import Progress, RunView
-from eventloop.privates import foreach_copy_, foreach_lerp_
-from eventloop.training import optimizers_of
-from hooks.options import PositiveInt, Share
-from hooks.pairs import Pairs, Tensors
+from trainbus.config import register, registrable
+from trainbus.eventloop import CheckpointError, TrainingError, check_options, get_logger
+from trainbus.eventloop.events import Progress, RunView
+from trainbus.eventloop.privates import foreach_copy_, foreach_lerp_
+from trainbus.eventloop.training import optimizers_of
+from trainbus.hooks.options import PositiveInt, Share
+from trainbus.hooks.pairs import Pairs, Tensors
 
 log = get_logger()
 

@@ -6,9 +6,10 @@ import math
 from collections.abc import Iterable
 from operator import attrgetter
 
-from eventloop import Hook, TrainingError, check_options, mount, register
-from eventloop.events import AfterTrainIter
-from hooks.options import PositiveInt, one_or_more
+from trainbus.config import register
+from trainbus.eventloop import Hook, TrainingError, check_options, mount
+from trainbus.eventloop.events import AfterTrainIter
+from trainbus.hooks.options import PositiveInt, one_or_more
 
 
 def _has_outputs(event: AfterTrainIter) -> bool:

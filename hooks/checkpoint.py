@@ -9,17 +9,28 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from eventloop import CheckpointError, ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, register
-from eventloop.checkpoint import AnyPath, Busy, RemotePath, Staging, as_path, checkpoints_in, is_sharded, remove, sweep_shards
-from eventloop.events import RunView
-from eventloop.training import Best, load_best_at_end
-from eventloop.user_errors import contextmanager
-from hooks.copies import CopiedAnew
-from hooks.options import NonNegativeInt, check_epochs, one_or_more
-from hooks.publishing import keys_to_publish, publish_checkpoint, remove_copies
-from hooks.retention import KEPT, REGULAR, SUFFIX, RetentionPolicy, sweep
-from hooks.rules import BestMetrics, Rule, check_validated, warn_unvalidated
-from hooks.schedule import KEY as SCHEDULES
+from trainbus.config import register
+from trainbus.eventloop import CheckpointError, ConfigurationError, Hook, Priority, check_options, events, get_logger, mount
+from trainbus.eventloop.checkpoint import (
+    AnyPath,
+    Busy,
+    RemotePath,
+    Staging,
+    as_path,
+    checkpoints_in,
+    is_sharded,
+    remove,
+    sweep_shards,
+)
+from trainbus.eventloop.events import RunView
+from trainbus.eventloop.training import Best, load_best_at_end
+from trainbus.eventloop.user_errors import contextmanager
+from trainbus.hooks.copies import CopiedAnew
+from trainbus.hooks.options import NonNegativeInt, check_epochs, one_or_more
+from trainbus.hooks.publishing import keys_to_publish, publish_checkpoint, remove_copies
+from trainbus.hooks.retention import KEPT, REGULAR, SUFFIX, RetentionPolicy, sweep
+from trainbus.hooks.rules import BestMetrics, Rule, check_validated, warn_unvalidated
+from trainbus.hooks.schedule import KEY as SCHEDULES
 
 log = get_logger()
 
@@ -39,8 +50,8 @@ class CheckpointHook(CopiedAnew, Hook):
 
     A state is written once: a best checkpoint is a hard link (or copy; in a store a second upload) of the file of the same
     iteration. It becomes a file of its own if a handler in between may have changed the state (see ``observes`` of
-    :class:`eventloop.Hook`). A file is deleted only when its successor is durable and no other hook of the run keeps it. A
-    value that a checkpoint cannot hold is an error at the first update.
+    :class:`trainbus.eventloop.Hook`). A file is deleted only when its successor is durable and no other hook of the run keeps
+    it. A value that a checkpoint cannot hold is an error at the first update.
 
     Args:
         interval: epochs or iterations between saves; -1 for none.
@@ -57,7 +68,7 @@ class CheckpointHook(CopiedAnew, Hook):
         save_best: keep the best checkpoint by this metric, or by each of these. ``"auto"`` is the first metric of the first
             validation (the step's own outputs count only if there is no metric).
         rule: ``"greater"`` or ``"less"`` is better, for all of ``save_best``, or a list with one for each. By default
-            inferred from the name, see :func:`hooks.rules.find_rule`.
+            inferred from the name, see :func:`trainbus.hooks.rules.find_rule`.
         save_top_k: number of best files by each metric that stay: with 3, the three best; -1 for one of each validation. Of
             equal scores the earlier file stays. A file is removed when a better one is durable.
         load_best_model_at_end: when the training has ended and its last state is saved, load the weights of the best checkpoint
@@ -77,7 +88,7 @@ class CheckpointHook(CopiedAnew, Hook):
         staging: ``"block"`` copies the state while training waits. ``"overlap"`` copies the tensors that only optimizers change
             on a thread during the next forward and backward pass, and the rest at once; the next ``optimizer.step`` waits for
             that thread. In a validation or test it copies everything at once. The save fails if such a tensor changes in the
-            meantime; see :mod:`eventloop.checkpoint.overlap` for undetected changes.
+            meantime; see :mod:`trainbus.eventloop.checkpoint.overlap` for undetected changes.
         busy: what to do with a save that is due while another is being written: ``"wait"``; ``"skip"`` it; or ``"replace"`` the
             save that waits (this needs staging memory twice). A dropped save is published as ``checkpoint_skipped``. The last
             save of a training always waits.

@@ -9,11 +9,12 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from eventloop import Priority, check_options, events, get_logger, mount, register
-from eventloop.observe.dashboard import Board, HostNames, Server, Watcher, check_address
-from hooks.copies import CopiedAnew
-from hooks.options import Name
-from hooks.settings import settings_of
+from trainbus.config import register
+from trainbus.eventloop import Priority, check_options, events, get_logger, mount
+from trainbus.hooks.copies import CopiedAnew
+from trainbus.hooks.options import Name
+from trainbus.hooks.settings import settings_of
+from trainbus.observe.dashboard import Board, HostNames, Server, Watcher, check_address
 
 log = get_logger()
 
@@ -28,7 +29,7 @@ class Dashboard(CopiedAnew, Watcher):
     that has this hook with the same port, and ends with the program. The address carries a token, which is needed to pause,
     resume or stop the run, to save a checkpoint or to set the learning rate. On this machine, the page can be seen without it.
 
-    To serve the page from your own web application, use :func:`eventloop.observe.dashboard.app`.
+    To serve the page from your own web application, use :func:`trainbus.observe.dashboard.app`.
 
     Args:
         port: port of the page; 0 for any. By default 8000 or, if that is taken, any.

@@ -22,11 +22,11 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-import hooks
-from eventloop import Bus, Hook, TrainLoop
-from eventloop.errors import cannot_import
-from eventloop.observe import last_lines
-from eventloop.terminal import cell
+from trainbus import hooks
+from trainbus.eventloop import Bus, Hook, TrainLoop
+from trainbus.eventloop.errors import cannot_import
+from trainbus.eventloop.terminal import cell
+from trainbus.observe import last_lines
 
 BATCH: Final = 32
 WRONG: Final = 0.2  # share of the training labels that are replaced by random ones

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import distributed
 
-from eventloop import Hook, register
-from eventloop.events import AfterTrainEpoch, BeforeTrainEpoch, BeforeTrainIter, BeforeVal, RunView
-from eventloop.training import set_sampler_epoch
+from trainbus.config import register
+from trainbus.eventloop import Hook
+from trainbus.eventloop.events import AfterTrainEpoch, BeforeTrainEpoch, BeforeTrainIter, BeforeVal, RunView
+from trainbus.eventloop.training import set_sampler_epoch
 
 
 @register

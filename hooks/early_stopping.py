@@ -6,11 +6,12 @@ from collections.abc import Collection, Mapping
 from math import isfinite
 from typing import Any
 
-from eventloop import Hook, Priority, check_options, get_logger, register
-from eventloop.events import AfterRun, AfterValEpoch, BeforeTrain, RunView
-from eventloop.training import missing_metric
-from hooks.options import Distance, Finite, Name, PositiveInt
-from hooks.rules import Rule, check_validated, find_rule, is_better, value_of, warn_unvalidated
+from trainbus.config import register
+from trainbus.eventloop import Hook, Priority, check_options, get_logger
+from trainbus.eventloop.events import AfterRun, AfterValEpoch, BeforeTrain, RunView
+from trainbus.eventloop.training import missing_metric
+from trainbus.hooks.options import Distance, Finite, Name, PositiveInt
+from trainbus.hooks.rules import Rule, check_validated, find_rule, is_better, value_of, warn_unvalidated
 
 log = get_logger()
 
@@ -28,7 +29,8 @@ class EarlyStoppingHook(Hook):
 
     Args:
         monitor: name of the metric, as in ``event.metrics``.
-        rule: ``"greater"`` or ``"less"`` is better; by default inferred from the name, see :func:`hooks.rules.find_rule`.
+        rule: ``"greater"`` or ``"less"`` is better; by default inferred from the name, see
+            :func:`trainbus.hooks.rules.find_rule`.
         min_delta: an improvement must be larger than this, in the metric's unit. By default any improvement counts; MMEngine's
             default is 0.1, which suits percentages.
         strict: raise an error if a validation did not return the metric; False logs a warning (MMEngine's default). A value of

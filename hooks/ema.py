@@ -12,14 +12,14 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch.nn.parameter import is_lazy
 
-from eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, register
-from eventloop.checkpoint import unwrapped
-from eventloop.config import OptionsOf, find
-from eventloop.errors import UnknownNameError
-from eventloop.events import Progress
-from eventloop.privates import metadata_of, with_metadata
-from eventloop.training import checkpoint_names, load_weights
-from hooks.averages import (
+from trainbus.config import OptionsOf, find, register
+from trainbus.eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, mount
+from trainbus.eventloop.checkpoint import unwrapped
+from trainbus.eventloop.errors import UnknownNameError
+from trainbus.eventloop.events import Progress
+from trainbus.eventloop.privates import metadata_of, with_metadata
+from trainbus.eventloop.training import checkpoint_names, load_weights
+from trainbus.hooks.averages import (
     ExponentialMovingAverage,
     ModelUpdates,
     MomentumAnnealingEMA,
@@ -27,8 +27,8 @@ from hooks.averages import (
     WarmupEMA,
     WeightAverage,
 )
-from hooks.copies import CopiedAnew
-from hooks.options import Name, NonNegativeInt, added_late, check_averages_alone, check_epochs, model_name
+from trainbus.hooks.copies import CopiedAnew
+from trainbus.hooks.options import Name, NonNegativeInt, added_late, check_averages_alone, check_epochs, model_name
 
 log = get_logger()
 

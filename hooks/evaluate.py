@@ -11,11 +11,20 @@ from typing import Any
 import msgspec
 import torch
 
-from eventloop import ConfigurationError, Hook, Priority, TrainingError, check_options, get_logger, mount, register
-from eventloop.events import AfterTrain, AfterTrainEpoch, AfterTrainIter, BeforeTrain, BeforeTrainEpoch, RunEvent, RunView
-from eventloop.training import enter_training_mode, in_training_mode, missing_metric
-from hooks.options import Name, NonNegativeInt, check_epochs
-from hooks.rules import Rule, find_rule, is_better, score_of
+from trainbus.config import register
+from trainbus.eventloop import ConfigurationError, Hook, Priority, TrainingError, check_options, get_logger, mount
+from trainbus.eventloop.events import (
+    AfterTrain,
+    AfterTrainEpoch,
+    AfterTrainIter,
+    BeforeTrain,
+    BeforeTrainEpoch,
+    RunEvent,
+    RunView,
+)
+from trainbus.eventloop.training import enter_training_mode, in_training_mode, missing_metric
+from trainbus.hooks.options import Name, NonNegativeInt, check_epochs
+from trainbus.hooks.rules import Rule, find_rule, is_better, score_of
 
 log = get_logger()
 
@@ -59,8 +68,8 @@ class EvaluateHook(Hook):
         function: a function without arguments.
         by_epoch: count epochs; False counts iterations.
         monitor: name of the metric that decides which result is best; by default the first metric of the first result.
-        rule: ``"greater"`` or ``"less"`` is better; by default inferred from the name, see :func:`hooks.rules.find_rule`. If
-            that fails, the hook logs a warning and keeps no best result.
+        rule: ``"greater"`` or ``"less"`` is better; by default inferred from the name, see
+            :func:`trainbus.hooks.rules.find_rule`. If that fails, the hook logs a warning and keeps no best result.
         json_file: name of the file in the work dir; None writes no file.
         name: key of this hook in checkpoints, needed if there are several of its kind.
 

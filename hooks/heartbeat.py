@@ -14,13 +14,14 @@ from typing import Annotated, Any, ClassVar, Final
 from msgspec import Meta
 from torch import distributed
 
-from eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, register
-from eventloop.checkpoint import steps_awaited
-from eventloop.errors import cannot_import
-from eventloop.training import Mailbox
-from eventloop.user_errors import contextmanager
-from hooks.copies import CopiedAnew
-from hooks.options import added_late
+from trainbus.config import register
+from trainbus.eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, mount
+from trainbus.eventloop.checkpoint import steps_awaited
+from trainbus.eventloop.errors import cannot_import
+from trainbus.eventloop.training import Mailbox
+from trainbus.eventloop.user_errors import contextmanager
+from trainbus.hooks.copies import CopiedAnew
+from trainbus.hooks.options import added_late
 
 _SOCKET: Final = "FT_RANK_MONITOR_IPC_SOCKET"
 """The variable by which ``ft_launcher`` names its monitor (nvidia_resiliency_ext/fault_tolerance/data.py, seen in 0.4.1)."""

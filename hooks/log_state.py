@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from hooks.writers.base import Where
+from trainbus.hooks.writers.base import Where
 
 _FEWEST = 64  # values of a tensor in a checkpoint
 

@@ -18,9 +18,10 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 import msgspec
 
-from eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, observe, register
-from eventloop.config import registered
-from eventloop.events import (
+from trainbus import observe
+from trainbus.config import register, registered
+from trainbus.eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, mount
+from trainbus.eventloop.events import (
     AfterRun,
     AfterTrainEpoch,
     AfterTrainIter,
@@ -31,17 +32,17 @@ from eventloop.events import (
     Slot,
     TextReported,
 )
-from hooks import log_state
-from hooks.copies import CopiedAnew
-from hooks.evaluate import Evaluated
-from hooks.options import PositiveInt, one_or_more
-from hooks.smoothing import MEASURED, Smoother
-from hooks.writers.base import RunFacts, Where, Writer
-from hooks.writers.console import ConsoleWriter
-from hooks.writers.fanout import Fanout
-from hooks.writers.files import FileWriter, claim
-from hooks.writers.json_lines import JSONLinesWriter
-from hooks.writers.outbox import send
+from trainbus.hooks import log_state
+from trainbus.hooks.copies import CopiedAnew
+from trainbus.hooks.evaluate import Evaluated
+from trainbus.hooks.options import PositiveInt, one_or_more
+from trainbus.hooks.smoothing import MEASURED, Smoother
+from trainbus.hooks.writers.base import RunFacts, Where, Writer
+from trainbus.hooks.writers.console import ConsoleWriter
+from trainbus.hooks.writers.fanout import Fanout
+from trainbus.hooks.writers.files import FileWriter, claim
+from trainbus.hooks.writers.json_lines import JSONLinesWriter
+from trainbus.hooks.writers.outbox import send
 
 log = get_logger()
 
@@ -97,7 +98,7 @@ class LoggerHook(CopiedAnew, Hook):
         window_size: number of iterations to average over.
         mean_pattern: regular expression; scalars whose names contain a match are averaged, others are current. By default all
             but the states above. ``"loss|time|data_time|grad_norm"`` is MMEngine's choice.
-        custom_cfg: further windows; see :class:`hooks.smoothing.Smoother`.
+        custom_cfg: further windows; see :class:`trainbus.hooks.smoothing.Smoother`.
         writers: writer objects; by default the terminal and ``scalars.jsonl`` in the work dir.
 
     Raises:

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
-from eventloop import ConfigurationError, Hook, Priority, TrainingError, check_options, get_logger, mount, register
-from eventloop.events import AfterTrain, AfterTrainIter, BeforeTrain, BeforeTrainIter, RunView
-from hooks.options import Name, PositiveFinite, Share
-from hooks.schedule import ParamSchedulerHook
+from trainbus.config import register
+from trainbus.eventloop import ConfigurationError, Hook, Priority, TrainingError, check_options, get_logger, mount
+from trainbus.eventloop.events import AfterTrain, AfterTrainIter, BeforeTrain, BeforeTrainIter, RunView
+from trainbus.hooks.options import Name, PositiveFinite, Share
+from trainbus.hooks.schedule import ParamSchedulerHook
 
 log = get_logger()
 

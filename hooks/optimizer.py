@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from eventloop import Update, check_options, register
-from hooks.options import PositiveInt
+from trainbus.config import register
+from trainbus.eventloop import Update, check_options
+from trainbus.hooks.options import PositiveInt
 
 
 @register
@@ -19,7 +20,7 @@ class OptimizerHook(Update):
     The hook runs in ``after_train_iter`` at priority 30, so handlers with a higher number see the updated weights. It
     publishes ``before_backward``, ``after_backward``, ``before_optimizer_step`` and ``after_optimizer_step``.
 
-    The options are those of :class:`eventloop.Update`: ``accumulate``, ``grad_clip``, ``amp`` and ``scaler``.
+    The options are those of :class:`trainbus.eventloop.Update`: ``accumulate``, ``grad_clip``, ``amp`` and ``scaler``.
     """
 
     name = "OptimizerHook"
@@ -32,7 +33,8 @@ class Fp16OptimizerHook(OptimizerHook):
     Gradients are unscaled and clipped once per real step, also with accumulation (iMIX: in each micro-batch).
 
     Args:
-        grad_clip: maximum norm of all gradients together, or arguments of the clipping, as in :class:`eventloop.Update`.
+        grad_clip: maximum norm of all gradients together, or arguments of the clipping, as in
+            :class:`trainbus.eventloop.Update`.
         grad_scaler_config: arguments of ``torch.amp.GradScaler``: ``{"init_scale": 1024.0, "growth_interval": 500}``.
         accumulate: micro-batches per step.
     """

@@ -8,8 +8,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from eventloop import ConfigurationError
-from eventloop.events import BeforeTrainEpoch, RunView
+from trainbus.eventloop import ConfigurationError
+from trainbus.eventloop.events import BeforeTrainEpoch, RunView
 
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]

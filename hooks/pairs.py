@@ -1,4 +1,4 @@
-"""Pairs of a model's tensors and their averages, which :mod:`hooks.averages` blends and exchanges."""
+"""Pairs of a model's tensors and their averages, which :mod:`trainbus.hooks.averages` blends and exchanges."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from eventloop.checkpoint import WrapperNames
-from eventloop.privates import parts_of
+from trainbus.eventloop.checkpoint import WrapperNames
+from trainbus.eventloop.privates import parts_of
 
 Tensors = list[torch.Tensor]
 

@@ -14,7 +14,8 @@ from typing import Annotated, Any, ClassVar, Self
 
 from msgspec import Meta
 
-from eventloop import (
+from trainbus.config import register
+from trainbus.eventloop import (
     CheckpointError,
     ConfigurationError,
     Hook,
@@ -23,10 +24,9 @@ from eventloop import (
     check_options,
     get_logger,
     mount,
-    register,
 )
-from eventloop.checkpoint import AnyPath, as_path, remove_whole
-from eventloop.events import (
+from trainbus.eventloop.checkpoint import AnyPath, as_path, remove_whole
+from trainbus.eventloop.events import (
     AfterLoadCheckpoint,
     AfterRun,
     BeforeRun,
@@ -35,9 +35,9 @@ from eventloop.events import (
     CheckpointCommitted,
     RunView,
 )
-from eventloop.training import WorkerSignals
-from hooks.copies import CopiedAnew
-from hooks.retention import KEPT, SUFFIX
+from trainbus.eventloop.training import WorkerSignals
+from trainbus.hooks.copies import CopiedAnew
+from trainbus.hooks.retention import KEPT, SUFFIX
 
 _SIGNAL = "preempted_by"  # key of a checkpoint that was saved because of a signal, with its name
 _ONE_REQUEST = 1.0  # seconds within which a repeated signal is ignored
@@ -163,7 +163,8 @@ class PreemptionHook(CopiedAnew, Hook):
 
     - The run finishes the present iteration (or accumulation window), and saves as by ``run.checkpoint_now()``. Training ends
       with ``after_train`` and ``after_run``, and offloaded handlers finish.
-    - Then ``loop.run()``, or the end of ``with Run(...)``, raises :class:`eventloop.RunPreempted`, a ``SystemExit``. So the
+    - Then ``loop.run()``, or the end of ``with Run(...)``, raises :class:`trainbus.eventloop.RunPreempted`, a ``SystemExit``.
+    So the
       process exits with the status ``exit_code``, which tells a scheduler that it has neither finished (0) nor failed (1). In
       another trainer ``trainer.fit()`` returns: call ``sys.exit(75)`` if :attr:`received` is not None.
     - ``run.info["stop_reason"]`` and :attr:`received` name the signal.

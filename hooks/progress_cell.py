@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Final
 
-from eventloop.notebook import Output, shown, table, text
+from trainbus.eventloop.notebook import Output, shown, table, text
 
 _POINTS: Final = 400  # of the curve; beyond it, every second one goes
 _ROWS: Final = 20

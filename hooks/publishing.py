@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path, PurePath
 
-from eventloop import CheckpointError, get_logger
-from eventloop.checkpoint import AnyPath, list_files, load, load_whole, note_scores, remove, scores_of, stage, write
+from trainbus.eventloop import CheckpointError, get_logger
+from trainbus.eventloop.checkpoint import AnyPath, list_files, load, load_whole, note_scores, remove, scores_of, stage, write
 
 log = get_logger()
 

@@ -12,12 +12,13 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from eventloop import CheckpointError, ConfigurationError, Hook, Priority, check_options, events, get_logger, mount, register
-from eventloop.bridges.ray import RayReports, RayWorker, searched_folders
-from eventloop.checkpoint import AnyPath, RemotePath, remove_whole
-from hooks.copies import CopiedAnew
-from hooks.options import added_late
-from hooks.retention import KEPT, RetentionPolicy
+from trainbus.bridges.ray import RayReports, RayWorker, searched_folders
+from trainbus.config import register
+from trainbus.eventloop import CheckpointError, ConfigurationError, Hook, Priority, check_options, events, get_logger, mount
+from trainbus.eventloop.checkpoint import AnyPath, RemotePath, remove_whole
+from trainbus.hooks.copies import CopiedAnew
+from trainbus.hooks.options import added_late
+from trainbus.hooks.retention import KEPT, RetentionPolicy
 
 _END = 30.0  # seconds for Ray to take what is left at the end of a run; it takes a report each 2 s
 

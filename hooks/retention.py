@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from eventloop import CheckpointError, get_logger
-from eventloop.checkpoint import (
+from trainbus.eventloop import CheckpointError, get_logger
+from trainbus.eventloop.checkpoint import (
     TEMPORARY_PREFIX,
     AnyPath,
     check_regular,
@@ -20,9 +20,9 @@ from eventloop.checkpoint import (
     remove,
     sweep_shards,
 )
-from eventloop.events import Slot
-from hooks.copies import CopiedAnew
-from hooks.rules import BestMetrics
+from trainbus.eventloop.events import Slot
+from trainbus.hooks.copies import CopiedAnew
+from trainbus.hooks.rules import BestMetrics
 
 log = get_logger()
 

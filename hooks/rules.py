@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import contains, eq
 from typing import Any, Literal, Protocol, TypeVar, get_args
 
-from eventloop import ConfigurationError, TrainingError, get_logger
-from eventloop.events import AfterRun, AfterTrain, BeforeTrain
-from eventloop.training import ONE_NUMBER, missing_metric, not_a_number
-from hooks.options import one_or_more
+from trainbus.eventloop import ConfigurationError, TrainingError, get_logger
+from trainbus.eventloop.events import AfterRun, AfterTrain, BeforeTrain
+from trainbus.eventloop.training import ONE_NUMBER, missing_metric, not_a_number
+from trainbus.hooks.options import one_or_more
 
 log = get_logger()
 

@@ -7,13 +7,15 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar
 
-from eventloop import Hook, Priority, check_options, get_logger, mount, observe, register
-from eventloop import events as ev
-from eventloop.checkpoint import keep_as_old
-from hooks.copies import CopiedAnew
-from hooks.settings import data_settings, settings_of
-from hooks.writers.base import RunFacts
-from hooks.writers.files import FileWriter, claim
+from trainbus import observe
+from trainbus.config import register
+from trainbus.eventloop import Hook, Priority, check_options, get_logger, mount
+from trainbus.eventloop import events as ev
+from trainbus.eventloop.checkpoint import keep_as_old
+from trainbus.hooks.copies import CopiedAnew
+from trainbus.hooks.settings import data_settings, settings_of
+from trainbus.hooks.writers.base import RunFacts
+from trainbus.hooks.writers.files import FileWriter, claim
 
 log = get_logger()
 

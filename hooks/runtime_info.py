@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from eventloop import Hook, Priority, events, mount, observe, register
+from trainbus import observe
+from trainbus.config import register
+from trainbus.eventloop import Hook, Priority, events, mount
 
 _NUMBERS = (int, float, np.generic)
 

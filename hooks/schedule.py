@@ -10,11 +10,12 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 import torch
 from msgspec import Meta
 
-from eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, register
-from eventloop.events import Slot
-from eventloop.privates import schedulers_in
-from hooks.options import check_epochs
-from hooks.rules import check_validated, value_of, warn_unvalidated
+from trainbus.config import register
+from trainbus.eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger
+from trainbus.eventloop.events import Slot
+from trainbus.eventloop.privates import schedulers_in
+from trainbus.hooks.options import check_epochs
+from trainbus.hooks.rules import check_validated, value_of, warn_unvalidated
 
 log = get_logger()
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from eventloop import get_logger
-from eventloop.events import Progress, RunView
-from eventloop.observe import options_of, plain, without_secrets
-from eventloop.training import GlobalBatchSampler, Update
-from hooks.schedule import ParamSchedulerHook
+from trainbus.eventloop import get_logger
+from trainbus.eventloop.events import Progress, RunView
+from trainbus.eventloop.training import GlobalBatchSampler, Update
+from trainbus.hooks.schedule import ParamSchedulerHook
+from trainbus.observe import options_of, plain, without_secrets
 
 log = get_logger()
 

@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from eventloop import ConfigurationError, check_options
-from hooks.options import PositiveInt
+from trainbus.eventloop import ConfigurationError, check_options
+from trainbus.hooks.options import PositiveInt
 
 STATES = r"(^|/)(([^/]*[-_])?(lr|learning_rate)([-_][^/]*)?|momentum|weight_decay|loss_scale|eta)(/|$)"
 """Matches the names of states: learning rates and the like, which are set, and logged as they are."""

@@ -8,10 +8,11 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from eventloop import Hook, Priority, check_options, events, get_logger, mount, register
-from eventloop.events import AfterTrainIter, BeforeTrainIter
-from hooks.logger import LOGGER
-from hooks.options import NonNegativeInt
+from trainbus.config import register
+from trainbus.eventloop import Hook, Priority, check_options, events, get_logger, mount
+from trainbus.eventloop.events import AfterTrainIter, BeforeTrainIter
+from trainbus.hooks.logger import LOGGER
+from trainbus.hooks.options import NonNegativeInt
 
 log = get_logger()
 

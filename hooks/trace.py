@@ -7,11 +7,12 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar
 
-from eventloop import ConfigurationError, Hook, Priority, check_options, get_logger, register
-from eventloop.events import BeforeTrain, BeforeTrainIter, OnException
-from eventloop.observe import Tracer
-from hooks.copies import CopiedAnew
-from hooks.options import NonNegativeInt, PositiveInt
+from trainbus.config import register
+from trainbus.eventloop import ConfigurationError, Hook, Priority, check_options, get_logger
+from trainbus.eventloop.events import BeforeTrain, BeforeTrainIter, OnException
+from trainbus.hooks.copies import CopiedAnew
+from trainbus.hooks.options import NonNegativeInt, PositiveInt
+from trainbus.observe import Tracer
 
 _PATIENCE = 10.0  # seconds that the end of training waits for the handlers of the window's events
 

@@ -14,7 +14,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from eventloop import ConfigurationError, get_logger
+from trainbus.eventloop import ConfigurationError, get_logger
 
 log = get_logger()
 

@@ -20,8 +20,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import HealthCheck, settings
 from structlog.testing import capture_logs
 
-from eventloop import Bus, Event
-from eventloop.events.event import registry as registered
+from trainbus.eventloop import Bus, Event
+from trainbus.eventloop.events.event import registry as registered
 
 from .scripts import run_script
 
@@ -41,7 +41,7 @@ multiprocessing.set_forkserver_preload(
         "torch.distributed.checkpoint",
         "torch.distributed.fsdp",
         "torch.nn.parallel",
-        "eventloop.offload.process",
+        "trainbus.eventloop.offload.process",
         "hooks",
     ]
 )
@@ -119,7 +119,7 @@ def bus() -> Bus:
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The event loop that a bus runs on a thread of its own, of all kinds."""
     if request.param == "asyncio":
-        monkeypatch.setattr("eventloop.offload.loops.find_spec", lambda name: None)
+        monkeypatch.setattr("trainbus.eventloop.offload.loops.find_spec", lambda name: None)
     return "trio" if request.param == "trio" else "asyncio"
 
 
@@ -168,7 +168,7 @@ class Printed(NamedTuple):
 @pytest.fixture
 def trainbus(capsys: pytest.CaptureFixture[str]) -> Callable[..., Printed]:
     """``trainbus(*words, status=0)`` runs the command, which ends with a status; returns what it prints."""
-    from eventloop.cli import main
+    from trainbus.cli import main
 
     def run(*words: object, status: int = 0) -> Printed:
         capsys.readouterr()

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from eventloop import ConfigurationError
+from trainbus.eventloop import ConfigurationError
 
 
 def fails(error: BaseException | type[BaseException]) -> Callable[..., Any]:

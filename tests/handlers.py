@@ -6,8 +6,8 @@ from typing import Any
 
 import anyio
 
-from eventloop import Bus, Event, Progress
-from eventloop.events import AfterTrainIter
+from trainbus.eventloop import Bus, Event, Progress
+from trainbus.eventloop.events import AfterTrainIter
 
 
 def iteration(i: int, **fields: Any) -> AfterTrainIter:

@@ -65,5 +65,5 @@ def launch(monkeypatch: pytest.MonkeyPatch, **limits: object) -> Client:
     nvrx.RankMonitorClient, nvrx.RankMonitorClientError = lambda: client, MonitorError  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, nvrx.__name__, nvrx)
     monkeypatch.setenv("FT_RANK_MONITOR_IPC_SOCKET", "/nowhere")
-    monkeypatch.setattr("hooks.heartbeat._INTERVAL", 0.02)
+    monkeypatch.setattr("trainbus.hooks.heartbeat._INTERVAL", 0.02)
     return client

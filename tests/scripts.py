@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from torch.distributed import TCPStore
 
-from eventloop.bus import lifecycle
+from trainbus.eventloop.bus import lifecycle
 
 
 class Script:

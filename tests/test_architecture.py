@@ -3,7 +3,10 @@
 import ast
 import importlib
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -12,27 +15,31 @@ from typing import NamedTuple
 
 import pytest
 
-import eventloop
+from trainbus import eventloop
 
-ROOT = Path(eventloop.__file__).parent.parent
-PACKAGES_OF_OURS = ("eventloop", "hooks", "trainbus")
+ROOT = Path(eventloop.__file__).resolve().parent.parent
 PUBLIC = (
-    "eventloop",
-    *(f"eventloop.{name}" for name in ("bus", "checkpoint", "config", "errors", "events", "observe", "spelling", "training")),
-    "eventloop.bridges.ray",  # without Ray until a run begins
-    "eventloop.observe.dashboard",
-    "eventloop.terminal",
-    "eventloop.notebook",
-    "eventloop.device",  # the accelerator
-    "eventloop.privates",  # undocumented names of torch that hooks use, too
-    "eventloop.user_errors",  # context managers and notes that any exception passes
+    "trainbus.eventloop",
+    *(f"trainbus.eventloop.{name}" for name in ("bus", "checkpoint", "errors", "events", "spelling", "training")),
+    "trainbus.config",
+    "trainbus.observe",
+    "trainbus.compat",
+    "trainbus.compat.transformers_guests",
+    "trainbus.bridges.ray",  # without Ray until a run begins
+    "trainbus.observe.dashboard",
+    "trainbus.eventloop.terminal",
+    "trainbus.eventloop.notebook",
+    "trainbus.eventloop.device",  # the accelerator
+    "trainbus.eventloop.privates",  # undocumented names of torch that hooks use, too
+    "trainbus.eventloop.user_errors",  # context managers and notes that any exception passes
 )
-FILES = [*sorted(file for package in ("eventloop", "hooks") for file in ROOT.glob(f"{package}/**/*.py")), ROOT / "trainbus.py"]
+FILES = sorted(file for package in ("eventloop", "hooks", "trainbus") for file in (ROOT / package).rglob("*.py"))
 
 
 def module_name(file: Path) -> str:
     parts = file.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+    return name if name.startswith("trainbus") else f"trainbus.{name}"
 
 
 MODULES = {module_name(file): file for file in FILES}
@@ -87,7 +94,7 @@ def imports(name: str) -> list[Import]:
 
 
 DOTTED = re.compile(r"(eventloop|hooks|trainbus)(\.\w+)*(:\w+)?")
-BY_USERS = {"eventloop.config.names", "eventloop.offload.importable"}
+BY_USERS = {"trainbus.config.names", "trainbus.eventloop.offload.importable"}
 """Modules that import what a user's text names."""
 
 
@@ -112,34 +119,41 @@ def test_rooms_import_rooms_above_them_neither_late_nor_by_name():
     def floor_of(module: str) -> int | None:
         return next((floor[room] for room in sorted(floor, key=len, reverse=True) if f"{module}.".startswith(f"{room}.")), None)
 
-    assert {"eventloop.bus", "eventloop.offload.lane", "eventloop.checkpoint.stage", "hooks"} <= set(MODULES)
+    assert {
+        "trainbus.eventloop.bus",
+        "trainbus.eventloop.offload.lane",
+        "trainbus.eventloop.checkpoint.stage",
+        "trainbus.hooks",
+    } <= set(MODULES)
     for name in MODULES:
         here = floor_of(name)
         if here is None or name in BY_USERS:
             continue
         for target in by_name(name) | {one.target for one in house(name)}:
             there = floor_of(target)
-            assert there is None or there <= here or target.startswith("hooks"), f"{name} names {target}, which stands above it"
+            assert there is None or there <= here or target.startswith("trainbus.hooks"), (
+                f"{name} names {target}, which stands above it"
+            )
 
 
-def test_entry_points_are_of_the_module_that_stands_above_all():
+def test_entry_points_are_of_parts_around_the_engine():
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["trainbus"]
-    assert {point.partition(":")[0] for point in points.values()} == {"trainbus"}
+    assert {*points.values()} <= {*MODULES} - {*under("trainbus.eventloop")}
 
 
 def house(name: str) -> list[Import]:
     """What a module imports from our packages."""
-    return [one for one in imports(name) if one.module.split(".")[0] in PACKAGES_OF_OURS]
+    return [one for one in imports(name) if one.module.split(".")[0] == "trainbus"]
 
 
 def under(package: str) -> Iterator[str]:
     return (name for name in MODULES if name == package or name.startswith(f"{package}."))
 
 
-@pytest.mark.parametrize("name", sorted(under("hooks")))
+@pytest.mark.parametrize("name", sorted(under("trainbus.hooks")))
 def test_hooks_use_public_names_of_eventloop_only_and_no_private_attributes_of_others(name):
     for one in house(name):
-        if one.module.split(".")[0] == "hooks":
+        if one.target in under("trainbus.hooks"):
             continue
         if one.target in PUBLIC:
             continue  # from eventloop import events
@@ -156,17 +170,17 @@ def test_hooks_use_public_names_of_eventloop_only_and_no_private_attributes_of_o
             assert ast.unparse(node.value) in own, f"{name}:{node.lineno}: {ast.unparse(node)}"
 
 
-@pytest.mark.parametrize("name", sorted(under("eventloop")))
+@pytest.mark.parametrize("name", sorted(under("trainbus.eventloop")))
 def test_only_the_command_line_imports_hooks_and_does_so_lazily(name):
     for one in house(name):
-        if one.module.split(".")[0] == "hooks":
-            assert name.startswith("eventloop.cli."), f"{name}: {one!r}"
+        if one.target in under("trainbus.hooks"):
+            assert name.startswith("trainbus.cli."), f"{name}: {one!r}"
             assert one.lazy, f"{name}: {one!r} at the top of the module"
 
 
-def test_nothing_imports_trainbus_which_loads_the_packages_when_a_name_is_used():
-    for name in MODULES:
-        assert not any(one.module.split(".")[0] == "trainbus" for one in house(name)), name
+def test_nothing_imports_names_of_trainbus_which_loads_the_packages_when_a_name_is_used():
+    for name in MODULES.keys() - {"trainbus.__main__"}:
+        assert not any(one.module == "trainbus" and f"trainbus.{one.name}" not in MODULES for one in house(name)), name
     assert all(one.lazy or one.typing for one in house("trainbus"))
 
 
@@ -191,20 +205,22 @@ def test_the_overloads_of_on_are_those_of_the_events():
     spec = importlib.util.spec_from_file_location("write_overloads", script)
     writer = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(writer)
-    builtin = {name: kind for name, kind in writer.registry.items() if kind.__module__ == "eventloop.events.mount_points"}
+    builtin = {
+        name: kind for name, kind in writer.registry.items() if kind.__module__ == "trainbus.eventloop.events.mount_points"
+    }
     writer.registry = builtin
     assert writer.in_sync(), "run python .ci/write_overloads.py"
 
 
 def test_stubs_are_installed_with_the_package():
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    installed = {file for package, globs in data.items() for glob in globs for file in (ROOT / package).glob(glob)}
+    installed = {file for glob in data["*"] for file in (ROOT / "eventloop" / "bus").glob(glob)}
     assert {ROOT / "eventloop" / "bus" / "overloads.pyi"} == set((ROOT / "eventloop").glob("**/*.pyi")) <= installed
 
 
 def test_each_attribute_of_a_runs_state_is_assigned_by_the_module_of_the_state_alone():
     """Others call a method of ``RunState``, ``Counters`` or ``ValidationPlan``, whose name says what happens."""
-    homes = ("eventloop.training.state", "eventloop.training.machine")
+    homes = ("trainbus.eventloop.training.state", "trainbus.eventloop.training.machine")
     classes = {node.name: node for home in homes for node in parsed(home).body if isinstance(node, ast.ClassDef)}
     stored = {
         name: {
@@ -218,7 +234,7 @@ def test_each_attribute_of_a_runs_state_is_assigned_by_the_module_of_the_state_a
     owners = {"state": stored["RunState"], "counters": stored["Counters"], "plan": stored["ValidationPlan"]}
     assert {"outputs", "version", "resumed", "progress"} <= stored["RunState"]
     found = []
-    for name in [*under("eventloop"), *under("hooks")]:
+    for name in [*under("trainbus.eventloop"), *under("trainbus.hooks")]:
         for node in ast.walk(parsed(name)):
             if name not in homes and isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
                 owner = ast.unparse(node.value).rpartition(".")[2].strip("_")
@@ -237,7 +253,7 @@ SPEAKS_TO_ACCELERATORS = re.compile(
 def test_one_module_speaks_to_accelerators():
     assert SPEAKS_TO_ACCELERATORS.search("torch.empty(3, pin_memory=True)")
     found = {name for name in MODULES if SPEAKS_TO_ACCELERATORS.search(ast.unparse(parsed(name)))}
-    assert found == {"eventloop.device"}
+    assert found == {"trainbus.eventloop.device"}
 
 
 def test_no_two_public_classes_share_a_name():
@@ -248,9 +264,49 @@ def test_no_two_public_classes_share_a_name():
 
 def test_no_module_changes_attributes_of_an_exception_that_may_be_the_users():
     """``user_errors`` does it without those that the class may refuse; contextlib's context manager assigns a traceback."""
-    for name in MODULES.keys() - {"eventloop.user_errors"}:
+    for name in MODULES.keys() - {"trainbus.eventloop.user_errors"}:
         assert Import("contextlib", "contextmanager", lazy=False, typing=False) not in imports(name), name
         called = {
             one.func.attr for one in ast.walk(parsed(name)) if isinstance(one, ast.Call) and isinstance(one.func, ast.Attribute)
         }
         assert "add_note" not in called, name
+
+
+ENGINE_ALONE = """
+import sys
+
+import torch
+
+from trainbus.eventloop import Bus, TrainLoop, Update
+
+data = [torch.ones(4, 2)] * 3
+
+
+def train(epochs, **options):
+    seen, bus, model = [], Bus(Update()), torch.nn.Linear(2, 1)
+    bus.on("after_train_iter", lambda event: seen.append(event.progress.iter), offload="thread")
+    bus.on("after_train_epoch", lambda event: event.run.request_save(f"{event.progress.epoch}.safetensors"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options = {"step": lambda model, batch: model(batch).mean(), "train_data": data, "bus": bus, "work_dir": sys.argv[1]}
+    TrainLoop(model, optimizer, max_epochs=epochs, **options).run(resume="auto")
+    return seen
+
+
+print(train(2), train(3))
+print([name for name in sys.modules if name.startswith("trainbus.") and not name.startswith("trainbus.eventloop")])
+"""
+
+
+def test_the_engine_trains_saves_and_resumes_without_the_parts_around_it(tmp_path):
+    package = tmp_path / "trainbus"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "eventloop").symlink_to(ROOT / "eventloop")
+    found = subprocess.run(  # noqa: S603
+        [sys.executable, "-c", ENGINE_ALONE, str(tmp_path / "run")],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout == "[0, 1, 2, 3, 4, 5] [6, 7, 8]\n[]\n"

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from msgspec import Meta
 
-from eventloop import ConfigurationError, check_options
+from trainbus.eventloop import ConfigurationError, check_options
 
 
 class Thing:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eventloop import device as door
+from trainbus.eventloop import device as door
 
 HPU = torch.device("hpu", 1)
 

@@ -9,11 +9,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import eventloop
-from eventloop import ConfigurationError, privates
+from trainbus import eventloop
+from trainbus.eventloop import ConfigurationError, privates
 
-ROOT = Path(eventloop.__file__).parent.parent
-FILES = sorted(file for room in ("eventloop", "hooks") for file in (ROOT / room).rglob("*.py") if file.name != "privates.py")
+ROOT = Path(eventloop.__file__).resolve().parent.parent
+FILES = sorted(
+    file for room in ("eventloop", "hooks", "trainbus") for file in (ROOT / room).rglob("*.py") if file.name != "privates.py"
+)
 ALLOWED = {
     # Python: multiprocessing's children, which a forked process must not end
     "eventloop/offload/process.py": {"_children"},
@@ -85,7 +87,8 @@ def test_no_private_name_of_a_table_is_written_as_text():
     """``replace(trainer, "_name", ...)`` is an access, too."""
     texts = [
         node.value
-        for file in (ROOT / "eventloop").rglob("privates.py")
+        for room in ("eventloop", "trainbus")
+        for file in (ROOT / room).rglob("privates.py")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     ]

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from eventloop import get_logger
+from trainbus.eventloop import get_logger
 
 
 @pytest.fixture(autouse=True)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from eventloop import Bus, ConfigurationError, Hook, Run, TrainingError, TrainLoop, check_options
-from eventloop.notebook import Named, card, table
-from hooks import CheckpointHook
-from hooks.progress_cell import ProgressCell
+from trainbus.eventloop import Bus, ConfigurationError, Hook, Run, TrainingError, TrainLoop, check_options
+from trainbus.eventloop.notebook import Named, card, table
+from trainbus.hooks import CheckpointHook
+from trainbus.hooks.progress_cell import ProgressCell
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -214,7 +214,7 @@ def page(monkeypatch):
     handle = SimpleNamespace(update=lambda bundle, **_: found.shown.append(bundle))
     pages = SimpleNamespace(display=lambda bundle, **_: handle.update(bundle) or handle)
     monkeypatch.setitem(sys.modules, "IPython.display", pages)
-    monkeypatch.setattr("eventloop.notebook.time", SimpleNamespace(monotonic=lambda: found.time))
+    monkeypatch.setattr("trainbus.eventloop.notebook.time", SimpleNamespace(monotonic=lambda: found.time))
     return found
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from eventloop.plain import HIDDEN, as_json, command_without_secrets, plain, plain_config, without_secrets
+from trainbus.eventloop.plain import HIDDEN, as_json, command_without_secrets, plain, plain_config, without_secrets
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,10 @@
 import pytest
 
 import trainbus
-from eventloop import Bus, ConfigurationError, Run, SubscribeError, TrainLoop
-from eventloop.events import AfterValIter
-from eventloop.spelling import did_you_mean, nearest
-from hooks import CheckpointHook, EarlyStoppingHook, EvaluateHook, LoggerHook
+from trainbus.eventloop import Bus, ConfigurationError, Run, SubscribeError, TrainLoop
+from trainbus.eventloop.events import AfterValIter
+from trainbus.eventloop.spelling import did_you_mean, nearest
+from trainbus.hooks import CheckpointHook, EarlyStoppingHook, EvaluateHook, LoggerHook
 
 
 @pytest.mark.parametrize(

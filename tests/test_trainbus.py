@@ -4,16 +4,15 @@ import pydoc
 import subprocess
 import sys
 from importlib import metadata
-from importlib.util import module_from_spec, spec_from_file_location
 
 import pytest
 
-import eventloop
-import hooks
 import trainbus
-from eventloop.cli import main
+from trainbus import eventloop, hooks
+from trainbus.cli import main
 
-PUBLIC = {*eventloop.__all__, *eventloop.events.__all__, *hooks.__all__}
+AROUND = {"TrainbusCheckpointIO", "TransformersHook", "add_hooks", "attach", "register"}
+PUBLIC = {*eventloop.__all__, *eventloop.events.__all__, *hooks.__all__, *AROUND}
 
 
 def test_it_exports_the_public_names_of_both_packages_which_are_few_and_the_mount_points():
@@ -48,9 +47,8 @@ def test_an_unknown_name_is_an_error():
 
 
 def test_import_and_version_load_no_other_module():
-    source = (
-        "import sys, trainbus; trainbus.__version__; print([m for m in ('torch', 'eventloop', 'hooks') if m in sys.modules])"
-    )
+    parts = "('torch', 'trainbus.eventloop', 'trainbus.hooks')"
+    source = f"import sys, trainbus; trainbus.__version__; print([m for m in {parts} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True).stdout == "[]\n"  # noqa: S603
 
 
@@ -64,22 +62,22 @@ def test_ctrl_c_while_the_command_is_being_imported_is_no_traceback(monkeypatch)
     class Struck:
         @staticmethod
         def find_spec(name, path=None, target=None):
-            if name == "eventloop.cli":
+            if name == "trainbus.cli":
                 raise KeyboardInterrupt
 
-    monkeypatch.delitem(sys.modules, "eventloop.cli")
+    monkeypatch.delitem(sys.modules, "trainbus.cli")
     monkeypatch.setattr(sys, "meta_path", [Struck, *sys.meta_path])
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert trainbus.main() == 130
 
 
-@pytest.mark.parametrize("name", ["EMAHook", "hooks"])
-def test_the_error_names_a_local_hooks_py_that_shadows_the_package(tmp_path, monkeypatch, name):
-    file = tmp_path / "hooks.py"
-    file.write_text("x = 1")
-    spec = spec_from_file_location("hooks", file)
-    monkeypatch.setitem(sys.modules, "hooks", module_from_spec(spec))
-    monkeypatch.delitem(vars(trainbus), name, raising=False)
-    with pytest.raises(ImportError, match=f"'hooks' is {file}"):
-        getattr(trainbus, name)
-    assert trainbus.Bus is eventloop.Bus
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_a_project_may_have_modules_of_its_own_with_the_names_of_the_parts(tmp_path, kind):
+    for name in ("hooks", "eventloop", "bridges", "observe", "config", "cli"):
+        file = tmp_path / f"{name}.py" if kind == "file" else tmp_path / name / "__init__.py"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"mine = '{name}'")
+    source = "import hooks, eventloop, trainbus; print(hooks.mine, eventloop.mine, trainbus.EMAHook.__module__)"
+    for command, said in (("-c", source), "hooks eventloop trainbus.hooks.ema"), (("-m", "trainbus", "--version"), "trainbus "):
+        found = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=True, cwd=tmp_path)  # noqa: S603
+        assert found.stdout.startswith(said)

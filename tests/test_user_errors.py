@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from eventloop import Bus, Hook, Run, TrainLoop, add_hooks
-from eventloop.errors import ConfigurationError
-from eventloop.user_errors import add_note, contextmanager, notes_of
+from trainbus.config import add_hooks
+from trainbus.eventloop import Bus, Hook, Run, TrainLoop
+from trainbus.eventloop.errors import ConfigurationError
+from trainbus.eventloop.user_errors import add_note, contextmanager, notes_of
 
 from .failing import fails
 

@@ -26,10 +26,10 @@ from benchmarks.peers import (
     direct,
     no_op_handlers,
 )
-from eventloop import Bus, Event, Hook, Run, TrainLoop
-from eventloop.checkpoint import AsyncSaver, load
-from eventloop.events import AfterTrainIter
-from hooks import (
+from trainbus.eventloop import Bus, Event, Hook, Run, TrainLoop
+from trainbus.eventloop.checkpoint import AsyncSaver, load
+from trainbus.eventloop.events import AfterTrainIter
+from trainbus.hooks import (
     CheckpointHook,
     EMAHook,
     ExponentialMovingAverage,

@@ -15,8 +15,8 @@ from benchmarks.harness import SUBJECT
 from benchmarks.save_job import SaveJob
 from benchmarks.trainers import Way
 from benchmarks.trainers.job import Job
-from eventloop import Bus, Run
-from eventloop.bridges import attach
+from trainbus.bridges import attach
+from trainbus.eventloop import Bus, Run
 
 
 def train_with(job: Job, *, bus: Bus | None = None) -> None:

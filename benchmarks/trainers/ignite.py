@@ -14,8 +14,8 @@ from benchmarks.harness import SUBJECT
 from benchmarks.save_job import SaveJob
 from benchmarks.trainers import Way
 from benchmarks.trainers.job import Batch, Job
-from eventloop import Bus
-from eventloop.bridges.ignite.saver import TrainbusSaver
+from trainbus.bridges.ignite.saver import TrainbusSaver
+from trainbus.eventloop import Bus
 
 
 def engine(job: Job) -> Engine:

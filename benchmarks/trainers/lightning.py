@@ -15,8 +15,8 @@ from benchmarks.peers.lightning import QUIET, hushed
 from benchmarks.save_job import SaveJob
 from benchmarks.trainers import Way
 from benchmarks.trainers.job import Batch, Job
-from eventloop import Bus
-from eventloop.bridges.lightning.saver import TrainbusCheckpointIO
+from trainbus.bridges.lightning.saver import TrainbusCheckpointIO
+from trainbus.eventloop import Bus
 
 
 class Module(LightningModule):

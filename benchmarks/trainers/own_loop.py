@@ -14,7 +14,7 @@ from benchmarks.peers.distributed import group
 from benchmarks.save_job import SaveJob
 from benchmarks.saving import remove
 from benchmarks.trainers import Way
-from eventloop.checkpoint import AsyncSaver, load
+from trainbus.eventloop.checkpoint import AsyncSaver, load
 
 
 def train(job: SaveJob, save: Callable[[dict[str, object], int], object]) -> None:

@@ -13,8 +13,8 @@ from benchmarks.harness import SUBJECT
 from benchmarks.save_job import SaveJob
 from benchmarks.trainers import Way
 from benchmarks.trainers.job import Job
-from eventloop import Bus
-from eventloop.bridges import attach
+from trainbus.bridges import attach
+from trainbus.eventloop import Bus
 
 
 def train_with(job: Job, *, callback: bool = False, bus: Bus | None = None, **options: object) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from eventloop.cli import app
+from trainbus.cli import app
 
 INTRODUCTION = """\
 # Command line

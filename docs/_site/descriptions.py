@@ -11,6 +11,7 @@ _UNITS = (
     "bytes", "exit status", "events", "checkpoints", "files", "digits", "share", "norm", "the metric's unit", "epoch or iteration", "iteration",
     "epoch", "port", "learning rate", "factor",
 )  # fmt: skip
+_PACKAGES = re.compile(r"^trainbus\.(eventloop\.|hooks\.)?")
 _ROLE = re.compile(r":(?:class|meth|func|mod|attr|data|exc):`~?([^`]+)`")
 
 
@@ -35,11 +36,7 @@ def summary(doc: str | None) -> str:
 
 def as_markdown(text: str) -> str:
     """Return text of a docstring as Markdown for a table's cell: roles as code, no ``|`` that ends the cell."""
-    return (
-        _ROLE.sub(lambda found: f"`{found[1].removeprefix('eventloop.').removeprefix('hooks.')}`", text)
-        .replace("``", "`")
-        .replace("|", "\\|")
-    )
+    return _ROLE.sub(lambda found: f"`{_PACKAGES.sub('', found[1])}`", text).replace("``", "`").replace("|", "\\|")
 
 
 def shown(default: Any) -> str:

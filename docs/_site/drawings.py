@@ -306,10 +306,10 @@ def house() -> Canvas:
     c = Canvas(860, 470, "The packages and which may import which")
     c.text(20, 28, "An upper package may import a lower one, never the other way round.", size=14, bold=True)
     rows = (
-        (("trainbus.py", "the public names"), ("eventloop.cli", "the command trainbus")),
-        (("hooks", "policy: one module per hook"),),
-        (("eventloop.config", "a configuration to a loop"),),
-        (("eventloop.bridges", "other trainers"), ("eventloop.observe", "costs, records")),
+        (("trainbus.cli", "the command"), ("trainbus.compat", "other hook systems")),
+        (("trainbus.hooks", "policy: one module per hook"),),
+        (("trainbus.config", "a configuration to a loop"),),
+        (("trainbus.bridges", "other trainers"), ("trainbus.observe", "costs, records")),
         (("eventloop.training", "the order of a run"),),
         (("eventloop.bus", "who hears what"),),
         (("eventloop.offload", "where it runs"),),

@@ -6,13 +6,13 @@ import re
 
 from descriptions import as_markdown, shown, summary, unit
 
-import hooks  # registers them
-from eventloop.annotations import Signature, describe
-from eventloop.bus import GuestHook
-from eventloop.bus.hook import mount_points_of
-from eventloop.bus.priority import Priority
-from eventloop.config import option_descriptions, registered
-from hooks.defaults import DEFAULT_HOOKS
+from trainbus import hooks  # registers them
+from trainbus.config import option_descriptions, registered
+from trainbus.eventloop.annotations import Signature, describe
+from trainbus.eventloop.bus import GuestHook
+from trainbus.eventloop.bus.hook import mount_points_of
+from trainbus.eventloop.bus.priority import Priority
+from trainbus.hooks.defaults import DEFAULT_HOOKS
 
 TITLES = {"hook": "Hooks", "writer": "Writers", "average": "Averages"}
 INTRODUCTIONS = {
@@ -25,7 +25,11 @@ ROW = "| `{name}` | {kind} | {default} | {unit} | {words} |"
 
 def classes(kind: str) -> list[tuple[str, type]]:
     """Return name and class of everything of a kind that comes with trainbus."""
-    found = [(entry.name, entry.cls) for entry in registered(kind) if entry.cls.__module__.startswith("hooks.")]
+    found = [
+        (entry.name, entry.cls)
+        for entry in registered(kind)
+        if entry.cls.__module__.startswith(("trainbus.hooks.", "trainbus.compat."))
+    ]
     return sorted((name, cls) for name, cls in found if not issubclass(cls, GuestHook))
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from eventloop.config import Migration, OptionChange
-from hooks.compat import TABLE
+from trainbus.compat import TABLE
+from trainbus.config import Migration, OptionChange
 
 INTRODUCTION = """\
 # Every hook of MMEngine, iMIX and Pointrix

@@ -7,9 +7,9 @@ import typing
 
 from descriptions import as_markdown
 
-import hooks  # noqa: F401 - declares those of hooks
-from eventloop.events.event import mount_points, resolve
-from eventloop.events.mount_points import BUILTIN
+from trainbus import hooks  # noqa: F401 - declares those of hooks
+from trainbus.eventloop.events.event import mount_points, resolve
+from trainbus.eventloop.events.mount_points import BUILTIN
 
 COUNTED = {"iter": "iterations", "batch": "batches", "publish": "publishes", "epoch": "epochs", "update": "updates"}
 INTRODUCTION = """\
@@ -31,7 +31,7 @@ def page() -> str:
     """Return the page."""
     names = mount_points()
     single = [name for name in BUILTIN if name in names and not resolve(name).group]
-    further = [name for name in names if name not in BUILTIN and resolve(name).__module__.startswith("hooks")]
+    further = [name for name in names if name not in BUILTIN and resolve(name).__module__.startswith("trainbus.hooks")]
     groups = [name for name in BUILTIN if resolve(name).group]
     lines = [INTRODUCTION, "## In the order of a run", "", *HEAD, *map(row, single), ""]
     lines += ["## Groups", "", "Subscribing to a group hears all of its events.", "", "| group | hears |", "|---|---|"]

@@ -254,12 +254,12 @@ def house() -> Canvas:
     c = Canvas(WIDTH, 600, "The packages and which may import which")
     _lines(c, 8, 22, "An upper package may import a lower one,", "never the other way round.")
     rows = (
-        ("trainbus.py", "the public names"),
-        ("eventloop.cli", "the command trainbus"),
-        ("hooks", "one module per hook"),
-        ("eventloop.config", "a file to a loop"),
-        ("eventloop.bridges", "other trainers"),
-        ("eventloop.observe", "costs, records"),
+        ("trainbus.cli", "the command"),
+        ("trainbus.compat", "other hook systems"),
+        ("trainbus.hooks", "one module per hook"),
+        ("trainbus.config", "a file to a loop"),
+        ("trainbus.bridges", "other trainers"),
+        ("trainbus.observe", "costs, records"),
         ("eventloop.training", "the order of a run"),
         ("eventloop.bus", "who hears what"),
         ("eventloop.offload", "where it runs"),
@@ -267,12 +267,12 @@ def house() -> Canvas:
         ("eventloop.errors, .log", ""),
     )
     for number, (name, words) in enumerate(rows):
-        kind = "green" if name == "hooks" else "blue"
+        kind = "green" if name == "trainbus.hooks" else "blue"
         y = 54 + 39 * number
         c.rect(8, y, 364, 32, 7, f"{kind}-fill", kind)
         c.text(18, y + 21, name, mono=True, bold=True, size=13)
         c.text(362, y + 21, words, anchor="end", kind="dim", size=13)
-    _lines(c, 8, 506, "cli and trainbus.py are side by side, and so are", "bridges and observe.")
+    _lines(c, 8, 506, "cli and compat are side by side, and so are", "bridges and observe.")
     c.box(8, 542, 364, 52, "eventloop.checkpoint", "files and commits; training imports it", mono=True)
     return c
 

@@ -19,8 +19,6 @@ import torch
 from PIL import Image
 from playwright.sync_api import Browser, Page, sync_playwright
 
-from eventloop.cli import main as trainbus
-from hooks.demo import Accuracy, loader, network, step
 from trainbus import (
     Bus,
     CheckpointHook,
@@ -34,6 +32,8 @@ from trainbus import (
     TraceHook,
     TrainLoop,
 )
+from trainbus.cli import main as trainbus
+from trainbus.hooks.demo import Accuracy, loader, network, step
 
 sys.path.insert(0, str(Path(__file__).parent))
 

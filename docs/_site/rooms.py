@@ -11,32 +11,36 @@ from types import ModuleType
 from descriptions import summary
 
 ROOMS = {
-    "eventloop.bus": "The bus",
-    "eventloop.events": "Events",
-    "eventloop.training": "Runs and loops",
-    "hooks": "Hooks",
-    "hooks.writers": "Writers",
-    "eventloop.checkpoint": "Checkpoints",
-    "eventloop.bridges": "Bridges",
-    "eventloop.config": "Configuration",
-    "eventloop.observe": "Costs and records",
-    "eventloop.offload": "Offloading",
-    "eventloop.errors": "Errors and logs",
+    "trainbus.eventloop.bus": "The bus",
+    "trainbus.eventloop.events": "Events",
+    "trainbus.eventloop.training": "Runs and loops",
+    "trainbus.hooks": "Hooks",
+    "trainbus.hooks.writers": "Writers",
+    "trainbus.eventloop.checkpoint": "Checkpoints",
+    "trainbus.bridges": "Bridges",
+    "trainbus.config": "Configuration",
+    "trainbus.observe": "Costs and records",
+    "trainbus.eventloop.offload": "Offloading",
+    "trainbus.eventloop.errors": "Errors and logs",
 }
 """The public packages, with the titles of their pages."""
 FURTHER = {
-    "eventloop.errors": ("eventloop.log", "eventloop.checks", "eventloop.terminal"),
-    "eventloop.bridges": ("eventloop.bridges.ignite.saver",),
+    "trainbus.eventloop.errors": ("trainbus.eventloop.log", "trainbus.eventloop.checks", "trainbus.eventloop.terminal"),
+    "trainbus.bridges": ("trainbus.bridges.ignite.saver",),
+    "trainbus.hooks": ("trainbus.compat",),
 }
 """Modules whose public names are on the page of a package."""
 TRAINBUS = "trainbus"
+PARTS = ("trainbus.eventloop", "trainbus.hooks", "trainbus.compat")
 FIRST = ("Bus", "Event", "TrainLoop", "Run", "Hook", "AsyncSaver", "Writer", "attach", "Costs")
 """Names that come first on their pages."""
 
 
 def name_of_page(room: str) -> str:
     """Return the path of a room's page within the site."""
-    return f"reference/{'hooks-api' if room == 'hooks' else room.removeprefix('eventloop.')}.md"
+    return (
+        f"reference/{'hooks-api' if room == 'trainbus.hooks' else room.removeprefix('trainbus.').removeprefix('eventloop.')}.md"
+    )
 
 
 def public(module: ModuleType) -> list[str]:
@@ -57,9 +61,9 @@ def names(room: str) -> dict[str, str]:
     top = public(trainbus)
     module = importlib.import_module(room)
     found = {name: TRAINBUS if name in top else room for name in public(module) if not _elsewhere(room, getattr(module, name))}
-    if room == "eventloop.bridges":
+    if room == "trainbus.bridges":
         found["TrainbusSaver"] = TRAINBUS  # needs Ignite, so no list of names has it
-    for package in ("eventloop", "hooks"):
+    for package in PARTS:
         module = importlib.import_module(package)
         for name in public(module):
             home = getattr(getattr(module, name), "__module__", None) or ""
@@ -83,8 +87,8 @@ def _elsewhere(room: str, value: object) -> bool:
 def path_of(room: str, name: str) -> str:
     """Return the dotted path under which the documentation tool finds a name."""
     if name == "TrainbusSaver":
-        return "eventloop.bridges.ignite.saver.TrainbusSaver"
-    for module_name in (room, "eventloop", "hooks"):
+        return "trainbus.bridges.ignite.saver.TrainbusSaver"
+    for module_name in (room, *PARTS):
         module = importlib.import_module(module_name)
         if name in public(module):
             value = getattr(module, name)

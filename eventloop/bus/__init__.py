@@ -1,15 +1,15 @@
 """The bus: subscriptions with priorities and filters, compiled to one function for each event."""
 
-from eventloop.bus.bus import Bus, mark_ranges
-from eventloop.bus.describe import BusStats, Description
-from eventloop.bus.guests import GuestHook, GuestKind, register_guests
-from eventloop.bus.handler import HandlerOptions, StreamOptions
-from eventloop.bus.hook import Hook, mount
-from eventloop.bus.hosts import HostKind, register_host
-from eventloop.bus.priority import Priority
-from eventloop.bus.stream import Stream
-from eventloop.bus.subscription import Stats, Subscription
-from eventloop.bus.watch import Watch
+from trainbus.eventloop.bus.bus import Bus, mark_ranges
+from trainbus.eventloop.bus.describe import BusStats, Description
+from trainbus.eventloop.bus.guests import GuestHook, GuestKind, register_guests
+from trainbus.eventloop.bus.handler import HandlerOptions, StreamOptions
+from trainbus.eventloop.bus.hook import Hook, mount
+from trainbus.eventloop.bus.hosts import HostKind, register_host
+from trainbus.eventloop.bus.priority import Priority
+from trainbus.eventloop.bus.stream import Stream
+from trainbus.eventloop.bus.subscription import Stats, Subscription
+from trainbus.eventloop.bus.watch import Watch
 
 __all__ = [
     "Bus",

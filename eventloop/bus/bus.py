@@ -11,26 +11,26 @@ from typing import Annotated, Any
 import msgspec
 import torch
 
-from eventloop import notebook
-from eventloop.bus.describe import BusStats, Description, describe
-from eventloop.bus.guests import GuestHook, as_hook, check_distinct, is_same
-from eventloop.bus.hook import Hook, subscriptions_of
-from eventloop.bus.hosts import Attachment, bridge_for
-from eventloop.bus.lifecycle import forget_routes, log
-from eventloop.bus.overloads import TypedOn, decorates
-from eventloop.bus.priority import PriorityLike
-from eventloop.bus.recording import make_recorder
-from eventloop.bus.redefined import redefined_hooks
-from eventloop.bus.routes import Count, Route, compile_route, route_source
-from eventloop.bus.streams import Streams
-from eventloop.bus.subscription import Subscription, join_lanes, serve
-from eventloop.bus.watch import KINDS, Taps, Watch
-from eventloop.checks import check_options, check_value
-from eventloop.errors import BusStateError, SubscribeError
-from eventloop.events import Event
-from eventloop.events.event import lineage, name_of, resolve
-from eventloop.offload import Backend, Runtime
-from eventloop.spelling import answers_names
+from trainbus.eventloop import notebook
+from trainbus.eventloop.bus.describe import BusStats, Description, describe
+from trainbus.eventloop.bus.guests import GuestHook, as_hook, check_distinct, is_same
+from trainbus.eventloop.bus.hook import Hook, subscriptions_of
+from trainbus.eventloop.bus.hosts import Attachment, bridge_for
+from trainbus.eventloop.bus.lifecycle import forget_routes, log
+from trainbus.eventloop.bus.overloads import TypedOn, decorates
+from trainbus.eventloop.bus.priority import PriorityLike
+from trainbus.eventloop.bus.recording import make_recorder
+from trainbus.eventloop.bus.redefined import redefined_hooks
+from trainbus.eventloop.bus.routes import Count, Route, compile_route, route_source
+from trainbus.eventloop.bus.streams import Streams
+from trainbus.eventloop.bus.subscription import Subscription, join_lanes, serve
+from trainbus.eventloop.bus.watch import KINDS, Taps, Watch
+from trainbus.eventloop.checks import check_options, check_value
+from trainbus.eventloop.errors import BusStateError, SubscribeError
+from trainbus.eventloop.events import Event
+from trainbus.eventloop.events.event import lineage, name_of, resolve
+from trainbus.eventloop.offload import Backend, Runtime
+from trainbus.eventloop.spelling import answers_names
 
 _joined = itertools.count(1)  # runs with other ranks; equal on all of them
 
@@ -156,7 +156,7 @@ class Bus(TypedOn, Streams):
 
         In a notebook, a hook whose class a cell has defined again replaces the old one of the same name.
 
-        Hooks of another system are guests: the bus adds an adapter that calls them; see :mod:`eventloop.bus.guests`.
+        Hooks of another system are guests: the bus adds an adapter that calls them; see :mod:`trainbus.eventloop.bus.guests`.
         """
         self.add_chosen([(hook, priority) for hook in hooks])
 
@@ -230,7 +230,7 @@ class Bus(TypedOn, Streams):
         Args:
             trainer: a ``lightning.Trainer``, a ``transformers.Trainer`` (or a subclass, such as TRL's), or an
                 ``ignite.engine.Engine``. For Accelerate, write your loop around ``Run(bus, accelerator=accelerator, ...)``.
-            **options: options of the bridge, such as those of :class:`eventloop.bridges.ignite.IgniteBridge`.
+            **options: options of the bridge, such as those of :class:`trainbus.bridges.ignite.IgniteBridge`.
 
         Returns:
             The bridge. ``bridge.detach()``, or the end of a block ``with bus.attach(trainer):``, restores the trainer.
@@ -318,11 +318,11 @@ class Bus(TypedOn, Streams):
 
     @property
     def recorder(self) -> Any:
-        """The :class:`eventloop.observe.BusRecorder` while calls are measured, else None."""
+        """The :class:`trainbus.observe.BusRecorder` while calls are measured, else None."""
         return self._recorder
 
     def costs(self) -> Any:
-        """Return where the time of the run went, to print or to read; see :class:`eventloop.observe.Costs`.
+        """Return where the time of the run went, to print or to read; see :class:`trainbus.observe.Costs`.
 
         Raises:
             BusStateError: nothing was measured; create the bus with ``Bus(timing=True)``.

@@ -9,14 +9,14 @@ from rich import filesize
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from eventloop import notebook
-from eventloop.bus.handler import title, without_method
-from eventloop.bus.priority import Priority
-from eventloop.bus.subscription import Stats, Subscription
-from eventloop.events import Event
-from eventloop.events.event import lineage, mount_points, resolve
-from eventloop.events.mount_points import BUILTIN
-from eventloop.terminal import Figures, cell, plain
+from trainbus.eventloop import notebook
+from trainbus.eventloop.bus.handler import title, without_method
+from trainbus.eventloop.bus.priority import Priority
+from trainbus.eventloop.bus.subscription import Stats, Subscription
+from trainbus.eventloop.events import Event
+from trainbus.eventloop.events.event import lineage, mount_points, resolve
+from trainbus.eventloop.events.mount_points import BUILTIN
+from trainbus.eventloop.terminal import Figures, cell, plain
 
 _TITLE = "Hooks in the order of a run"
 _COUNTS = ("delivered", "failed", "dropped", "pending")

@@ -6,9 +6,9 @@ from collections.abc import Hashable, Iterable
 from itertools import count
 from typing import Any
 
-from eventloop.bus.guests import is_same, owner_of
-from eventloop.bus.redefined import definition_of, redefines
-from eventloop.bus.subscription import Subscription
+from trainbus.eventloop.bus.guests import is_same, owner_of
+from trainbus.eventloop.bus.redefined import definition_of, redefines
+from trainbus.eventloop.bus.subscription import Subscription
 
 _Found = dict[Subscription, None]
 

@@ -26,10 +26,10 @@ from typing import Annotated, Any
 
 import msgspec
 
-from eventloop.checks import check_picks, check_value, may_return
-from eventloop.errors import SubscribeError
-from eventloop.events import Event
-from eventloop.events.event import Counter
+from trainbus.eventloop.checks import check_picks, check_value, may_return
+from trainbus.eventloop.errors import SubscribeError
+from trainbus.eventloop.events import Event
+from trainbus.eventloop.events.event import Counter
 
 COUNTS: dict[Counter, str] = {
     "iter": "event.progress.iter + 1",

@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
-from eventloop.builtin import kind_of, load_object
-from eventloop.bus.hook import Hook, check_single
-from eventloop.checks import is_async
-from eventloop.errors import SubscribeError
+from trainbus.eventloop.builtin import kind_of, load_object
+from trainbus.eventloop.bus.hook import Hook, check_single
+from trainbus.eventloop.checks import is_async
+from trainbus.eventloop.errors import SubscribeError
 
 
 class GuestKind(msgspec.Struct, frozen=True):
@@ -78,7 +78,7 @@ def as_hook(given: object) -> Hook:
         guests = ", ".join(one.name or one.base for one in _kinds.values() if one.adapter)
         raise SubscribeError(
             f"bus.add takes Hook objects and guests ({guests}), not {type(given).__name__}; derive the class from "
-            "eventloop.Hook, or subscribe a function with bus.on"
+            "trainbus.eventloop.Hook, or subscribe a function with bus.on"
         )
     if kind.refusal:
         raise SubscribeError(f"{type(given).__name__} is a {kind.name or kind.base}, which cannot be a guest: {kind.refusal}")
@@ -86,7 +86,7 @@ def as_hook(given: object) -> Hook:
         if name.startswith(("before_", "after_", "on_")) and is_async(getattr(type(given), name)):
             raise SubscribeError(
                 f"{type(given).__name__}.{name} is async, but nothing awaits methods of a {kind.name or kind.base}: make it "
-                "a plain method, or derive the class from eventloop.Hook, whose async methods are offloaded"
+                "a plain method, or derive the class from trainbus.eventloop.Hook, whose async methods are offloaded"
             )
     adapter: type[GuestHook] = load_object(kind.adapter)
     return adapter(given)

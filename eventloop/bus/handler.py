@@ -13,13 +13,13 @@ from typing import Annotated, Any, Literal, TypedDict, cast
 import msgspec
 from msgspec import Meta
 
-from eventloop.annotations import fields_of
-from eventloop.bus.hook import Hook, Ranks
-from eventloop.bus.priority import PriorityLike
-from eventloop.checks import check_picks, check_value, is_async, is_generator
-from eventloop.errors import SubscribeError
-from eventloop.offload import Full, Lane, SizedLane, capture, detacher
-from eventloop.spelling import option_meant
+from trainbus.eventloop.annotations import fields_of
+from trainbus.eventloop.bus.hook import Hook, Ranks
+from trainbus.eventloop.bus.priority import PriorityLike
+from trainbus.eventloop.checks import check_picks, check_value, is_async, is_generator
+from trainbus.eventloop.errors import SubscribeError
+from trainbus.eventloop.offload import Full, Lane, SizedLane, capture, detacher
+from trainbus.eventloop.spelling import option_meant
 
 Mode = Literal["inline", "async", "thread", "process", "stream", "history"]
 _Events = Annotated[int, Meta(ge=1, description="a positive number of events")]
@@ -58,7 +58,7 @@ class StreamOptions(LaneOptions, total=False):
 class HandlerOptions(LaneOptions, total=False):
     """Keyword options of ``bus.on`` and ``@mount``, which also take ``capture`` and ``batch`` (see ``Bus.on``).
 
-    ``every``, ``once``, ``after``, ``before``, ``when``, ``every_seconds``: filters, see :mod:`eventloop.bus.filters`.
+    ``every``, ``once``, ``after``, ``before``, ``when``, ``every_seconds``: filters, see :mod:`trainbus.eventloop.bus.filters`.
     ``offload``: ``"thread"`` for a blocking handler, ``"process"`` for one that computes in Python (a function at the top level
     of a module, called in a worker process); ``"inline"`` states the default of a plain function.
     ``queue``, ``full``, ``linger``: the lane of an offloaded handler: its capacity (1024 events), the policy of a full lane

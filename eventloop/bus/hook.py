@@ -8,16 +8,16 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from eventloop import notebook
-from eventloop.bus.priority import Priority, PriorityLike
-from eventloop.checks import given_to, options_of
-from eventloop.errors import SubscribeError
-from eventloop.events import Event
-from eventloop.events.event import name_of, registry, resolve, suggest
-from eventloop.events.mount_points import BUILTIN
-from eventloop.notebook import brief
-from eventloop.plain import without_secrets
-from eventloop.spelling import is_misspelt
+from trainbus.eventloop import notebook
+from trainbus.eventloop.bus.priority import Priority, PriorityLike
+from trainbus.eventloop.checks import given_to, options_of
+from trainbus.eventloop.errors import SubscribeError
+from trainbus.eventloop.events import Event
+from trainbus.eventloop.events.event import name_of, registry, resolve, suggest
+from trainbus.eventloop.events.mount_points import BUILTIN
+from trainbus.eventloop.notebook import brief
+from trainbus.eventloop.plain import without_secrets
+from trainbus.eventloop.spelling import is_misspelt
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Ranks = Literal["all", "rank0"]

@@ -16,22 +16,22 @@ from typing import Any, Protocol, Self
 
 import msgspec
 
-from eventloop.builtin import kind_of, load_object
-from eventloop.bus.subscription import Subscription
-from eventloop.errors import SubscribeError
+from trainbus.eventloop.builtin import kind_of, load_object
+from trainbus.eventloop.bus.subscription import Subscription
+from trainbus.eventloop.errors import SubscribeError
 
 
 class HostKind(msgspec.Struct, frozen=True):
     """A kind of trainers, and the bridge that attaches a bus to them."""
 
     base: str  # full name of the trainer's class, with the module that defines it
-    bridge: str  # module:attribute of an eventloop.bridges.Bridge
+    bridge: str  # module:attribute of an trainbus.bridges.Bridge
     name: str = ""  # the class as users import it; for messages
     loops: bool = True  # False for what has no loop: then only its saves are attached to
 
 
 class Attachment(Protocol):
-    """The interface of the :class:`eventloop.bridges.Bridge` that :meth:`eventloop.Bus.attach` returns."""
+    """The interface of the :class:`trainbus.bridges.Bridge` that :meth:`trainbus.eventloop.Bus.attach` returns."""
 
     @property
     def missing(self) -> Mapping[str, str]:

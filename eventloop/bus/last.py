@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 
-from eventloop.bus.routes import caller
-from eventloop.bus.subscription import Subscription
-from eventloop.errors import LaneFullError
-from eventloop.log import get_logger
-from eventloop.offload import Deadline, HookLanes, Runtime
+from trainbus.eventloop.bus.routes import caller
+from trainbus.eventloop.bus.subscription import Subscription
+from trainbus.eventloop.errors import LaneFullError
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.offload import Deadline, HookLanes, Runtime
 
 log = get_logger()
 

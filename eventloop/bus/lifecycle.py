@@ -14,16 +14,16 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self
 
-from eventloop.bus.directory import Directory
-from eventloop.bus.last import Last, calling_hook, wait_for
-from eventloop.bus.routes import Route
-from eventloop.bus.subscription import serve
-from eventloop.checks import check_value
-from eventloop.errors import BusStateError, OffloadError
-from eventloop.events import Progress
-from eventloop.locks import is_held, may_wait, new_lock
-from eventloop.log import get_logger
-from eventloop.offload import ENDED, Backend, Deadline, DrainReport, HookLanes, HostLoop, Runtime, in_thread
+from trainbus.eventloop.bus.directory import Directory
+from trainbus.eventloop.bus.last import Last, calling_hook, wait_for
+from trainbus.eventloop.bus.routes import Route
+from trainbus.eventloop.bus.subscription import serve
+from trainbus.eventloop.checks import check_value
+from trainbus.eventloop.errors import BusStateError, OffloadError
+from trainbus.eventloop.events import Progress
+from trainbus.eventloop.locks import is_held, may_wait, new_lock
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.offload import ENDED, Backend, Deadline, DrainReport, HookLanes, HostLoop, Runtime, in_thread
 
 _CLOSER_POLL = 0.01  # seconds between checks whether the other thread has closed the bus
 

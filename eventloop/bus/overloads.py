@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from eventloop.events import Event
+from trainbus.eventloop.events import Event
 
 
 def decorates(event: Any) -> None:
@@ -29,8 +29,8 @@ class TypedOn:
             event: the class or the name; ``Event`` hears everything, a group (``"after_iter"``) all its events.
             *more: further mount points, in the order of an offloaded handler's one lane. Then, unless this is a decorator,
                 the handler. It takes one argument: the event, what ``capture`` returned, or with ``batch`` a list of either.
-            **options: see :class:`eventloop.bus.HandlerOptions`. For an offloaded handler also ``capture``, which picks on
-                the publisher's thread what the handler gets a copy of, and ``batch``, the most events per call.
+            **options: see :class:`trainbus.eventloop.bus.HandlerOptions`. For an offloaded handler also ``capture``, which
+                picks on the publisher's thread what the handler gets a copy of, and ``batch``, the most events per call.
 
         Raises:
             SubscribeError: an option that cannot work, or (UnknownEventError) a name that no event declares.
@@ -44,7 +44,7 @@ class TypedOn:
         """Subscribe by iterating: ``async for event in bus.stream("after_train_iter", every=10)``, in asyncio or trio.
 
         The stream yields what an offloaded handler would get, from this call until the bus closes or the stream is left
-        (:class:`eventloop.Stream`). The bus need not be open yet. On a bus that has closed and is not open again, the
+        (:class:`trainbus.eventloop.Stream`). The bus need not be open yet. On a bus that has closed and is not open again, the
         iteration ends at once. A slow reader does not hold up the training: a full queue drops its oldest events by default.
 
         With ``replay=100`` a stream begins with the last 100 events. The bus keeps events only for such streams: from the
@@ -55,7 +55,7 @@ class TypedOn:
         Args:
             event: as for :meth:`on`.
             *more: further mount points, in the order in which their events are published.
-            **options: see :class:`eventloop.bus.StreamOptions`, and ``capture``.
+            **options: see :class:`trainbus.eventloop.bus.StreamOptions`, and ``capture``.
 
         Raises:
             BusStateError: no event loop is running here.

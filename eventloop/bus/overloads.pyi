@@ -5,10 +5,10 @@
 from collections.abc import Callable
 from typing import Any, Literal, Protocol, TypeVar, Unpack, overload
 
-from eventloop import events as ev
-from eventloop.bus.handler import HandlerOptions, StreamOptions
-from eventloop.bus.stream import Stream
-from eventloop.bus.subscription import Subscription
+from trainbus.eventloop import events as ev
+from trainbus.eventloop.bus.handler import HandlerOptions, StreamOptions
+from trainbus.eventloop.bus.stream import Stream
+from trainbus.eventloop.bus.subscription import Subscription
 
 _E = TypeVar("_E", bound=ev.Event)
 _T = TypeVar("_T")

@@ -8,9 +8,9 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from eventloop.checks import check_value
-from eventloop.errors import SubscribeError
-from eventloop.spelling import did_you_mean
+from trainbus.eventloop.checks import check_value
+from trainbus.eventloop.errors import SubscribeError
+from trainbus.eventloop.spelling import did_you_mean
 
 
 class Priority(IntEnum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from eventloop.builtin import load_object
+from trainbus.eventloop.builtin import load_builtin, load_object
 
 _recorder = ""
 
@@ -17,4 +17,5 @@ def register_recorder(path: str) -> None:
 
 def make_recorder(bus: Any) -> Any:
     """Return a new recorder for a bus."""
+    load_builtin("observe")
     return load_object(_recorder)(bus)

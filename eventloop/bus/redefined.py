@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from types import CodeType
 from typing import Any, NamedTuple
 
-from eventloop.bus.guests import GuestHook
-from eventloop.bus.handler import unwrapped
-from eventloop.bus.hook import Hook
+from trainbus.eventloop.bus.guests import GuestHook
+from trainbus.eventloop.bus.handler import unwrapped
+from trainbus.eventloop.bus.hook import Hook
 
 _PROMPTS = ("<stdin>", "<console>")  # each input has this file name, and begins at line 1
 

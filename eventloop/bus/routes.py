@@ -26,14 +26,14 @@ from typing import Any, Protocol
 
 from torch.profiler import record_function
 
-from eventloop.bus.filters import COUNTS
-from eventloop.bus.handler import title
-from eventloop.bus.priority import Priority
-from eventloop.bus.subscription import Subscription
-from eventloop.checks import check_returned
-from eventloop.events import Event
-from eventloop.events.event import name_of
-from eventloop.measure.spans import packer
+from trainbus.eventloop.bus.filters import COUNTS
+from trainbus.eventloop.bus.handler import title
+from trainbus.eventloop.bus.priority import Priority
+from trainbus.eventloop.bus.subscription import Subscription
+from trainbus.eventloop.checks import check_returned
+from trainbus.eventloop.events import Event
+from trainbus.eventloop.events.event import name_of
+from trainbus.eventloop.measure.spans import packer
 
 Route = Callable[[Any], None]
 Owner = Callable[[int], Subscription | None]
@@ -45,7 +45,10 @@ _serial = itertools.count(1)
 
 
 class SpanRecorder(Protocol):
-    """Records publishes: ``note(pack(number(), id, thread(), began, *ends, ended))``; see :mod:`eventloop.measure.spans`."""
+    """Records publishes: ``note(pack(number(), id, thread(), began, *ends, ended))``.
+
+    See :mod:`trainbus.eventloop.measure.spans`.
+    """
 
     note: Callable[[bytes], object]
     number: Callable[[], int]

@@ -15,9 +15,9 @@ from typing import Any, Final, Generic, Self, TypeVar, cast
 import anyio
 import anyio.lowlevel
 
-from eventloop.bus.subscription import Stats, Subscription
-from eventloop.errors import BusStateError
-from eventloop.offload import Lane, Reader, arrive_async, server_ends, threadsafe_call
+from trainbus.eventloop.bus.subscription import Stats, Subscription
+from trainbus.eventloop.errors import BusStateError
+from trainbus.eventloop.offload import Lane, Reader, arrive_async, server_ends, threadsafe_call
 
 T_co = TypeVar("T_co", covariant=True)
 

@@ -7,17 +7,17 @@ from typing import Any, NamedTuple, Unpack
 
 import msgspec
 
-from eventloop.annotations import fields_of
-from eventloop.bus.handler import FilterOptions, History, LaneOptions, StreamOptions, checked_options, stream
-from eventloop.bus.lifecycle import Lifecycle
-from eventloop.bus.stream import Stream
-from eventloop.bus.subscription import Stats, Subscription
-from eventloop.checks import check_value
-from eventloop.errors import BusStateError, SubscribeError
-from eventloop.events import Event
-from eventloop.events.event import resolve
-from eventloop.offload import Lane
-from eventloop.spelling import option_meant
+from trainbus.eventloop.annotations import fields_of
+from trainbus.eventloop.bus.handler import FilterOptions, History, LaneOptions, StreamOptions, checked_options, stream
+from trainbus.eventloop.bus.lifecycle import Lifecycle
+from trainbus.eventloop.bus.stream import Stream
+from trainbus.eventloop.bus.subscription import Stats, Subscription
+from trainbus.eventloop.checks import check_value
+from trainbus.eventloop.errors import BusStateError, SubscribeError
+from trainbus.eventloop.events import Event
+from trainbus.eventloop.events.event import resolve
+from trainbus.eventloop.offload import Lane
+from trainbus.eventloop.spelling import option_meant
 
 _FILTERS = (*FilterOptions.__annotations__,)
 _KNOWN = ("capture", *StreamOptions.__annotations__)

@@ -9,16 +9,16 @@ from typing import Any, Literal, Protocol, Self
 import msgspec
 import torch
 
-from eventloop.bus.filters import make_filter
-from eventloop.bus.handler import History, Mode, checked_options, label_of, location_of, make_lane, mode_of
-from eventloop.bus.hook import Hook, Ranks
-from eventloop.bus.priority import Priority
-from eventloop.checks import check_arity, may_return
-from eventloop.errors import HandlerTimeoutError, SubscribeError, WorkerDiedError, stopped
-from eventloop.events import AfterRun, Event
-from eventloop.events.event import describe_position, name_of
-from eventloop.log import get_logger
-from eventloop.offload import (
+from trainbus.eventloop.bus.filters import make_filter
+from trainbus.eventloop.bus.handler import History, Mode, checked_options, label_of, location_of, make_lane, mode_of
+from trainbus.eventloop.bus.hook import Hook, Ranks
+from trainbus.eventloop.bus.priority import Priority
+from trainbus.eventloop.checks import check_arity, may_return
+from trainbus.eventloop.errors import HandlerTimeoutError, SubscribeError, WorkerDiedError, stopped
+from trainbus.eventloop.events import AfterRun, Event
+from trainbus.eventloop.events.event import describe_position, name_of
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.offload import (
     Deadline,
     Delivery,
     DrainReport,
@@ -31,7 +31,7 @@ from eventloop.offload import (
     is_plain,
     unarrived,
 )
-from eventloop.user_errors import add_note, notes_of
+from trainbus.eventloop.user_errors import add_note, notes_of
 
 _MOST_TIMEOUTS = 3  # abandoned threads, or worker processes that fail to start, after which a handler is retired
 OFFLOADED = "in the offloaded"  # begins the note on an error of an offloaded handler
@@ -64,7 +64,7 @@ class Stats(DrainReport, frozen=True):
 class Subscription:
     """The handle that ``bus.on(event, handler)`` returns. ``cancel()`` it, or use it as a context manager.
 
-    An offloaded handler still gets the events before the cancel. Options: :class:`eventloop.bus.HandlerOptions`.
+    An offloaded handler still gets the events before the cancel. Options: :class:`trainbus.eventloop.bus.HandlerOptions`.
 
     Raises:
         SubscribeError: an option is unknown or does not fit the handler.

@@ -19,11 +19,17 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from eventloop.errors import SubscribeError
-from eventloop.events import AfterModuleBackward, AfterModuleForward, BeforeModuleBackward, BeforeModuleForward, ModuleEvent
-from eventloop.privates import inner_of
-from eventloop.spelling import did_you_mean
-from eventloop.user_errors import add_note
+from trainbus.eventloop.errors import SubscribeError
+from trainbus.eventloop.events import (
+    AfterModuleBackward,
+    AfterModuleForward,
+    BeforeModuleBackward,
+    BeforeModuleForward,
+    ModuleEvent,
+)
+from trainbus.eventloop.privates import inner_of
+from trainbus.eventloop.spelling import did_you_mean
+from trainbus.eventloop.user_errors import add_note
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 

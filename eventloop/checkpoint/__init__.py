@@ -4,13 +4,13 @@ Knows nothing of the bus. A checkpoint is a tree (dicts, lists, tuples … of nu
 file that the safetensors package opens.
 """
 
-from eventloop.checkpoint.background import BackgroundWriter, PendingSaves, steps_awaited
-from eventloop.checkpoint.commit import TEMPORARY_PREFIX
-from eventloop.checkpoint.contents import Contents, open_contents
-from eventloop.checkpoint.copy_in import save_contents
-from eventloop.checkpoint.dcp import is_dcp, open_dcp
-from eventloop.checkpoint.export import export_tree, export_weights, is_weights, load_whole, pick_weights, weights_only
-from eventloop.checkpoint.folder import (
+from trainbus.eventloop.checkpoint.background import BackgroundWriter, PendingSaves, steps_awaited
+from trainbus.eventloop.checkpoint.commit import TEMPORARY_PREFIX
+from trainbus.eventloop.checkpoint.contents import Contents, open_contents
+from trainbus.eventloop.checkpoint.copy_in import save_contents
+from trainbus.eventloop.checkpoint.dcp import is_dcp, open_dcp
+from trainbus.eventloop.checkpoint.export import export_tree, export_weights, is_weights, load_whole, pick_weights, weights_only
+from trainbus.eventloop.checkpoint.folder import (
     FORMER_PREFIX,
     STATE_FILE,
     commit_folder,
@@ -22,17 +22,26 @@ from eventloop.checkpoint.folder import (
     remove_leftover,
     sync_folder,
 )
-from eventloop.checkpoint.folder_files import FolderFiles, verify_folder
-from eventloop.checkpoint.load import checkpoints_in, content_of, file_kind, inspect, is_checkpoint, load, outline, verify
-from eventloop.checkpoint.overlap import Overlap, Staging
-from eventloop.checkpoint.pth import ForeignFormat, convert_foreign, load_pth, register_format
-from eventloop.checkpoint.remote import RemotePath
-from eventloop.checkpoint.safetensors_folder import open_safetensors, write_safetensors
-from eventloop.checkpoint.saver import AsyncSaver, Busy
-from eventloop.checkpoint.scores import SCORES, note_scores, read_scores, scores_of
-from eventloop.checkpoint.shards import is_dtensor, is_sharded, remove_whole, sharded_in, sweep_shards, verify_shards
-from eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, WriteFile, save, stage, write
-from eventloop.checkpoint.store import (
+from trainbus.eventloop.checkpoint.folder_files import FolderFiles, verify_folder
+from trainbus.eventloop.checkpoint.load import (
+    checkpoints_in,
+    content_of,
+    file_kind,
+    inspect,
+    is_checkpoint,
+    load,
+    outline,
+    verify,
+)
+from trainbus.eventloop.checkpoint.overlap import Overlap, Staging
+from trainbus.eventloop.checkpoint.pth import ForeignFormat, convert_foreign, load_pth, register_format
+from trainbus.eventloop.checkpoint.remote import RemotePath
+from trainbus.eventloop.checkpoint.safetensors_folder import open_safetensors, write_safetensors
+from trainbus.eventloop.checkpoint.saver import AsyncSaver, Busy
+from trainbus.eventloop.checkpoint.scores import SCORES, note_scores, read_scores, scores_of
+from trainbus.eventloop.checkpoint.shards import is_dtensor, is_sharded, remove_whole, sharded_in, sweep_shards, verify_shards
+from trainbus.eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, WriteFile, save, stage, write
+from trainbus.eventloop.checkpoint.store import (
     AnyPath,
     AsPath,
     as_path,
@@ -47,9 +56,9 @@ from eventloop.checkpoint.store import (
     remove,
     symlink,
 )
-from eventloop.checkpoint.torch_file import Pickled
-from eventloop.checkpoint.tree import packed
-from eventloop.checkpoint.wrappers import (
+from trainbus.eventloop.checkpoint.torch_file import Pickled
+from trainbus.eventloop.checkpoint.tree import packed
+from trainbus.eventloop.checkpoint.wrappers import (
     WrapperNames,
     same_but_for_wrappers,
     unwrapped,

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Final, Generic, TypeVar
 
-from eventloop.checkpoint.commit import steps_made
+from trainbus.eventloop.checkpoint.commit import steps_made
 
 _POLL: Final = 0.2
 """Seconds after which a waiting thread checks again, in case Ctrl-C swallowed a notification."""

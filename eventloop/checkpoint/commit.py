@@ -23,8 +23,8 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Final, TypeVar
 
-from eventloop.errors import CheckpointError
-from eventloop.user_errors import add_note, contextmanager, text_of
+from trainbus.eventloop.errors import CheckpointError
+from trainbus.eventloop.user_errors import add_note, contextmanager, text_of
 
 TEMPORARY_PREFIX: Final = ".trainbus-"
 Made = TypeVar("Made")

@@ -16,9 +16,9 @@ import msgspec
 import orjson
 import torch
 
-from eventloop.checkpoint.commit import DIGEST_BYTES
-from eventloop.errors import CheckpointDamagedError, CheckpointValueError
-from eventloop.user_errors import contextmanager
+from trainbus.eventloop.checkpoint.commit import DIGEST_BYTES
+from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointValueError
+from trainbus.eventloop.user_errors import contextmanager
 
 FORMAT: Final = "trainbus.checkpoint"
 VERSION: Final = 2

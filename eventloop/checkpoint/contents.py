@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from eventloop.checkpoint.forms import contiguous_strides, kind_of, strides_to_keep, with_kind, with_strides
-from eventloop.checkpoint.load import outline_placed, verify
-from eventloop.checkpoint.objects import ObjectParts
-from eventloop.checkpoint.pieces import Box, Keys, mapped, read_box
-from eventloop.checkpoint.rebuild import DTYPES, unflatten
-from eventloop.checkpoint.shards import (
+from trainbus.eventloop.checkpoint.forms import contiguous_strides, kind_of, strides_to_keep, with_kind, with_strides
+from trainbus.eventloop.checkpoint.load import outline_placed, verify
+from trainbus.eventloop.checkpoint.objects import ObjectParts
+from trainbus.eventloop.checkpoint.pieces import Box, Keys, mapped, read_box
+from trainbus.eventloop.checkpoint.rebuild import DTYPES, unflatten
+from trainbus.eventloop.checkpoint.shards import (
     MARK,
     SHARDS,
     Indexed,
@@ -24,8 +24,8 @@ from eventloop.checkpoint.shards import (
     shards_of,
     verify_shards,
 )
-from eventloop.checkpoint.store import AnyPath, AsPath, as_path
-from eventloop.checkpoint.tree import FlatTree
+from trainbus.eventloop.checkpoint.store import AnyPath, AsPath, as_path
+from trainbus.eventloop.checkpoint.tree import FlatTree
 
 
 class Place(NamedTuple):

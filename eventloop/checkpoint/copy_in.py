@@ -9,14 +9,14 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from eventloop.checkpoint import shards
-from eventloop.checkpoint.contents import Contents, replace_tensors
-from eventloop.checkpoint.objects import ObjectParts
-from eventloop.checkpoint.pieces import Box, Keys, mapped
-from eventloop.checkpoint.shards import SHARDS, Indexed, Piece
-from eventloop.checkpoint.stage import CommitInfo, StageBuffer, save, stage, write
-from eventloop.checkpoint.store import AnyPath, AsPath, as_path, list_files, make_directory, remove_directory
-from eventloop.errors import CheckpointValueError
+from trainbus.eventloop.checkpoint import shards
+from trainbus.eventloop.checkpoint.contents import Contents, replace_tensors
+from trainbus.eventloop.checkpoint.objects import ObjectParts
+from trainbus.eventloop.checkpoint.pieces import Box, Keys, mapped
+from trainbus.eventloop.checkpoint.shards import SHARDS, Indexed, Piece
+from trainbus.eventloop.checkpoint.stage import CommitInfo, StageBuffer, save, stage, write
+from trainbus.eventloop.checkpoint.store import AnyPath, AsPath, as_path, list_files, make_directory, remove_directory
+from trainbus.eventloop.errors import CheckpointValueError
 
 ONE_FILE: Final = 1 << 30
 """Bytes of tensors up to which a checkpoint is one file. A larger one is sharded: it never is in memory as a whole, and each

@@ -8,16 +8,16 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from eventloop.checkpoint.contents import Contents, Place
-from eventloop.checkpoint.dcp_metadata import METADATA, read_metadata
-from eventloop.checkpoint.load import LEGACY, ZIP, read_exactly
-from eventloop.checkpoint.objects import ObjectParts
-from eventloop.checkpoint.pieces import Keys
-from eventloop.checkpoint.pth import load_pickled
-from eventloop.checkpoint.rebuild import check_packed, unflatten
-from eventloop.checkpoint.shards import Indexed, Piece, naming_damage
-from eventloop.checkpoint.store import AnyPath, open_file
-from eventloop.errors import CheckpointDamagedError
+from trainbus.eventloop.checkpoint.contents import Contents, Place
+from trainbus.eventloop.checkpoint.dcp_metadata import METADATA, read_metadata
+from trainbus.eventloop.checkpoint.load import LEGACY, ZIP, read_exactly
+from trainbus.eventloop.checkpoint.objects import ObjectParts
+from trainbus.eventloop.checkpoint.pieces import Keys
+from trainbus.eventloop.checkpoint.pth import load_pickled
+from trainbus.eventloop.checkpoint.rebuild import check_packed, unflatten
+from trainbus.eventloop.checkpoint.shards import Indexed, Piece, naming_damage
+from trainbus.eventloop.checkpoint.store import AnyPath, open_file
+from trainbus.eventloop.errors import CheckpointDamagedError
 
 OURS: Final = "trainbus"
 """Key under which ``write_dcp`` keeps what only a checkpoint of ours has."""

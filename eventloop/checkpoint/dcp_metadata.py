@@ -12,12 +12,12 @@ import pickletools
 from collections.abc import Iterator, Mapping
 from typing import Any, Final, NamedTuple, Self
 
-from eventloop.checkpoint.container import DTYPES
-from eventloop.checkpoint.pieces import Keys
-from eventloop.checkpoint.shards import Indexed, Piece, check_index
-from eventloop.checkpoint.store import AnyPath, is_plain_name, open_file
-from eventloop.checkpoint.tree import MAX_DEPTH
-from eventloop.errors import CheckpointDamagedError, CheckpointError
+from trainbus.eventloop.checkpoint.container import DTYPES
+from trainbus.eventloop.checkpoint.pieces import Keys
+from trainbus.eventloop.checkpoint.shards import Indexed, Piece, check_index
+from trainbus.eventloop.checkpoint.store import AnyPath, is_plain_name, open_file
+from trainbus.eventloop.checkpoint.tree import MAX_DEPTH
+from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError
 
 METADATA: Final = ".metadata"
 _MAX_BYTES: Final = 1 << 32

@@ -17,15 +17,15 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from eventloop.checkpoint.commit import failing, temporary_name
-from eventloop.checkpoint.contents import Contents, replace_tensors
-from eventloop.checkpoint.dcp import OURS, TREE
-from eventloop.checkpoint.folder import commit_folder, discard_folder
-from eventloop.checkpoint.objects import ObjectParts
-from eventloop.checkpoint.pieces import Box
-from eventloop.checkpoint.scores import Score
-from eventloop.checkpoint.tree import packed
-from eventloop.errors import CheckpointError, CheckpointValueError
+from trainbus.eventloop.checkpoint.commit import failing, temporary_name
+from trainbus.eventloop.checkpoint.contents import Contents, replace_tensors
+from trainbus.eventloop.checkpoint.dcp import OURS, TREE
+from trainbus.eventloop.checkpoint.folder import commit_folder, discard_folder
+from trainbus.eventloop.checkpoint.objects import ObjectParts
+from trainbus.eventloop.checkpoint.pieces import Box
+from trainbus.eventloop.checkpoint.scores import Score
+from trainbus.eventloop.checkpoint.tree import packed
+from trainbus.eventloop.errors import CheckpointError, CheckpointValueError
 
 _GROUP: Final = 16 << 20
 """Bytes of a group, unless a tensor's piece is larger: else 20,000 small tensors would be as many files."""

@@ -15,18 +15,18 @@ import numpy as np
 import orjson
 import torch
 
-from eventloop.checkpoint.commit import commit_file, crc32, write_all
-from eventloop.checkpoint.container import LENGTH_BYTES, METADATA, SAFE_NAMES
-from eventloop.checkpoint.layout import with_length
-from eventloop.checkpoint.load import inspect, load
-from eventloop.checkpoint.objects import ObjectParts, together_if_known
-from eventloop.checkpoint.rebuild import convert_parts
-from eventloop.checkpoint.scores import as_metadata, scores_of
-from eventloop.checkpoint.shards import sharded_in, verify_shards
-from eventloop.checkpoint.store import AnyPath, AsPath, as_path, link
-from eventloop.checkpoint.tree import text_of
-from eventloop.checkpoint.wrappers import without_wrappers
-from eventloop.errors import CheckpointError, CheckpointValueError
+from trainbus.eventloop.checkpoint.commit import commit_file, crc32, write_all
+from trainbus.eventloop.checkpoint.container import LENGTH_BYTES, METADATA, SAFE_NAMES
+from trainbus.eventloop.checkpoint.layout import with_length
+from trainbus.eventloop.checkpoint.load import inspect, load
+from trainbus.eventloop.checkpoint.objects import ObjectParts, together_if_known
+from trainbus.eventloop.checkpoint.rebuild import convert_parts
+from trainbus.eventloop.checkpoint.scores import as_metadata, scores_of
+from trainbus.eventloop.checkpoint.shards import sharded_in, verify_shards
+from trainbus.eventloop.checkpoint.store import AnyPath, AsPath, as_path, link
+from trainbus.eventloop.checkpoint.tree import text_of
+from trainbus.eventloop.checkpoint.wrappers import without_wrappers
+from trainbus.eventloop.errors import CheckpointError, CheckpointValueError
 
 WEIGHTS: Final = "state_dict"
 """The key under which a checkpoint has the weights of its model, or a mapping of names to weights."""
@@ -53,7 +53,7 @@ def load_whole(path: AsPath) -> Any:
     if sharded_in(state) is None:
         return state
     verify_shards(state, path)
-    from eventloop.checkpoint.sharded import put_shards  # takes a second to import
+    from trainbus.eventloop.checkpoint.sharded import put_shards  # takes a second to import
 
     return put_shards(state, as_path(path), lambda keys, shape, dtype: torch.empty(shape, dtype=dtype))
 

@@ -9,9 +9,9 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-from eventloop.checkpoint.commit import failing, sync_directory, temporary_name
-from eventloop.errors import CheckpointError
-from eventloop.log import get_logger
+from trainbus.eventloop.checkpoint.commit import failing, sync_directory, temporary_name
+from trainbus.eventloop.errors import CheckpointError
+from trainbus.eventloop.log import get_logger
 
 STATE_FILE: Final = "trainbus.pt"
 """The file in such a folder that holds the state of the bus."""

@@ -23,14 +23,14 @@ from typing import Any, Final, NamedTuple
 import msgspec
 import torch
 
-from eventloop.checkpoint.commit import CHUNK, crc32, discard, failing, readable
-from eventloop.checkpoint.export import safetensors_file
-from eventloop.checkpoint.folder import commit_folder
-from eventloop.checkpoint.stage import CommitInfo, StagedTree
-from eventloop.checkpoint.store import AnyPath
-from eventloop.checkpoint.torch_file import Pickled
-from eventloop.errors import CheckpointDamagedError
-from eventloop.user_errors import contextmanager
+from trainbus.eventloop.checkpoint.commit import CHUNK, crc32, discard, failing, readable
+from trainbus.eventloop.checkpoint.export import safetensors_file
+from trainbus.eventloop.checkpoint.folder import commit_folder
+from trainbus.eventloop.checkpoint.stage import CommitInfo, StagedTree
+from trainbus.eventloop.checkpoint.store import AnyPath
+from trainbus.eventloop.checkpoint.torch_file import Pickled
+from trainbus.eventloop.errors import CheckpointDamagedError
+from trainbus.eventloop.user_errors import contextmanager
 
 DIGESTS_FILE: Final = "trainbus-digests.json"
 """The file in such a folder that holds the size and the digest of each other file."""

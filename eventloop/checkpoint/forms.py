@@ -17,8 +17,8 @@ from typing import Annotated, Final
 import msgspec
 import torch
 
-from eventloop.checkpoint.container import FOREIGN_NAMES, SAFE_NAMES
-from eventloop.errors import CheckpointValueError
+from trainbus.eventloop.checkpoint.container import FOREIGN_NAMES, SAFE_NAMES
+from trainbus.eventloop.errors import CheckpointValueError
 
 GRAD: Final = 1
 """Set in the kind of a tensor that requires a gradient;"""

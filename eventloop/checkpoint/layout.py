@@ -18,8 +18,8 @@ import msgspec
 import orjson
 import torch
 
-from eventloop.checkpoint.commit import DIGEST_BYTES
-from eventloop.checkpoint.container import (
+from trainbus.eventloop.checkpoint.commit import DIGEST_BYTES
+from trainbus.eventloop.checkpoint.container import (
     DIGEST,
     FOREIGN_NAMES,
     LENGTH_BYTES,
@@ -31,11 +31,19 @@ from eventloop.checkpoint.container import (
     render_start,
     unique_name,
 )
-from eventloop.checkpoint.forms import check_storable, in_tree, is_exact, kind_of, needs_grad, strides_to_keep, with_strides
-from eventloop.checkpoint.tree import FlatTree
-from eventloop.device import any_asynchronous, any_elsewhere
-from eventloop.errors import CheckpointValueError
-from eventloop.privates import foreach_copy_
+from trainbus.eventloop.checkpoint.forms import (
+    check_storable,
+    in_tree,
+    is_exact,
+    kind_of,
+    needs_grad,
+    strides_to_keep,
+    with_strides,
+)
+from trainbus.eventloop.checkpoint.tree import FlatTree
+from trainbus.eventloop.device import any_asynchronous, any_elsewhere
+from trainbus.eventloop.errors import CheckpointValueError
+from trainbus.eventloop.privates import foreach_copy_
 
 _BATCH: Final = 1024
 """Tensors per batch: many, since each call gives the GIL away once; few enough that what was copied is still in the

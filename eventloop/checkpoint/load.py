@@ -14,15 +14,15 @@ from typing import Annotated, Any, BinaryIO, Final, Literal, NamedTuple
 import msgspec
 import torch
 
-from eventloop.checkpoint import container
-from eventloop.checkpoint.commit import CHUNK, DIGEST_BYTES, chunks, crc32, readable
-from eventloop.checkpoint.container import LENGTH_BYTES, ForeignInfo, Header, TensorInfo
-from eventloop.checkpoint.forms import Strides, in_tree, reinterpreted, with_strides
-from eventloop.checkpoint.objects import ObjectParts, Rebuild, put_together
-from eventloop.checkpoint.rebuild import check_packed, unflatten
-from eventloop.checkpoint.store import AnyPath, AsPath, as_path, list_files, open_file
-from eventloop.errors import CheckpointDamagedError, CheckpointError
-from eventloop.user_errors import contextmanager
+from trainbus.eventloop.checkpoint import container
+from trainbus.eventloop.checkpoint.commit import CHUNK, DIGEST_BYTES, chunks, crc32, readable
+from trainbus.eventloop.checkpoint.container import LENGTH_BYTES, ForeignInfo, Header, TensorInfo
+from trainbus.eventloop.checkpoint.forms import Strides, in_tree, reinterpreted, with_strides
+from trainbus.eventloop.checkpoint.objects import ObjectParts, Rebuild, put_together
+from trainbus.eventloop.checkpoint.rebuild import check_packed, unflatten
+from trainbus.eventloop.checkpoint.store import AnyPath, AsPath, as_path, list_files, open_file
+from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError
+from trainbus.eventloop.user_errors import contextmanager
 
 Kind = Literal["checkpoint", "plain safetensors", "torch.save", "unknown"]
 

@@ -17,9 +17,9 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from eventloop.checkpoint.container import NewerError
-from eventloop.checkpoint.forms import kind_of, with_kind
-from eventloop.privates import sparse_parts
+from trainbus.eventloop.checkpoint.container import NewerError
+from trainbus.eventloop.checkpoint.forms import kind_of, with_kind
+from trainbus.eventloop.privates import sparse_parts
 
 
 class ObjectParts(msgspec.Struct, frozen=True, eq=False):  # equal to nothing else, so that it may be a key

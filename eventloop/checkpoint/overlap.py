@@ -21,10 +21,10 @@ from typing import Any, Final, Literal
 
 import torch
 
-from eventloop.checkpoint.layout import Pair, by_device, copy
-from eventloop.device import DeviceEvent, end_of_queue, is_asynchronous, new_stream, on_stream
-from eventloop.errors import CheckpointError
-from eventloop.privates import version_of
+from trainbus.eventloop.checkpoint.layout import Pair, by_device, copy
+from trainbus.eventloop.device import DeviceEvent, end_of_queue, is_asynchronous, new_stream, on_stream
+from trainbus.eventloop.errors import CheckpointError
+from trainbus.eventloop.privates import version_of
 
 Staging = Literal["block", "overlap"]
 """When the state is copied: while training waits, or during the next forward and backward pass."""

@@ -8,13 +8,13 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from eventloop.checkpoint.load import read_exactly
-from eventloop.checkpoint.objects import ObjectParts
-from eventloop.checkpoint.pth import load_pickled
-from eventloop.checkpoint.rebuild import DTYPES
-from eventloop.checkpoint.shards import OLD_PART, Indexed, Piece
-from eventloop.checkpoint.store import AnyPath, open_file
-from eventloop.errors import CheckpointDamagedError, CheckpointError
+from trainbus.eventloop.checkpoint.load import read_exactly
+from trainbus.eventloop.checkpoint.objects import ObjectParts
+from trainbus.eventloop.checkpoint.pth import load_pickled
+from trainbus.eventloop.checkpoint.rebuild import DTYPES
+from trainbus.eventloop.checkpoint.shards import OLD_PART, Indexed, Piece
+from trainbus.eventloop.checkpoint.store import AnyPath, open_file
+from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError
 
 Keys = tuple[str | int, ...]
 """The way to a value in the tree."""

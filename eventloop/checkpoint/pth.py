@@ -3,7 +3,7 @@
 ``torch.load(weights_only=True)`` calls only a list of torch's own functions. Any other name in a pickle must be added to that
 list. Here the added object is never the real one, but a placeholder that records its arguments, from which plain data are made.
 So numpy's arrays are read without numpy's unpickler, and objects of other training systems without these systems.
-``register_format`` adds a system; ``hooks.compat`` does so for those that it supports.
+``register_format`` adds a system; ``trainbus.compat`` does so for those that it supports.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any, BinaryIO, ClassVar, Final, Literal, NamedTuple, Self
 
 import torch
 
-from eventloop.checkpoint.load import LEGACY, ZIP, check_memory
-from eventloop.checkpoint.rebuild import convert_parts, number_array
-from eventloop.checkpoint.store import open_file
-from eventloop.checkpoint.tree import MAX_DEPTH, MAX_VALUES
-from eventloop.errors import CheckpointDamagedError, CheckpointError
+from trainbus.eventloop.checkpoint.load import LEGACY, ZIP, check_memory
+from trainbus.eventloop.checkpoint.rebuild import convert_parts, number_array
+from trainbus.eventloop.checkpoint.store import open_file
+from trainbus.eventloop.checkpoint.tree import MAX_DEPTH, MAX_VALUES
+from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError
 
 _REFUSED: Final = re.compile(r"GLOBAL (\S+)")
 _CONTAINERS: Final = frozenset({dict, OrderedDict, Counter, list, tuple, set})

@@ -14,11 +14,11 @@ import msgspec
 import numpy as np
 import torch
 
-from eventloop.checkpoint import container
-from eventloop.checkpoint.forms import with_kind, with_strides
-from eventloop.checkpoint.objects import ObjectParts, Rebuild, put_together
-from eventloop.checkpoint.tree import FACTORIES, MAX_DEPTH, MAX_VALUES, Code, join, short, text_of
-from eventloop.errors import CheckpointValueError
+from trainbus.eventloop.checkpoint import container
+from trainbus.eventloop.checkpoint.forms import with_kind, with_strides
+from trainbus.eventloop.checkpoint.objects import ObjectParts, Rebuild, put_together
+from trainbus.eventloop.checkpoint.tree import FACTORIES, MAX_DEPTH, MAX_VALUES, Code, join, short, text_of
+from trainbus.eventloop.errors import CheckpointValueError
 
 _BRANCHES: Final = frozenset(
     {list, dict, tuple, set, frozenset, OrderedDict, Counter, defaultdict, torch.Size, deque, ObjectParts}

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, BinaryIO, Final
 
-from eventloop.checkpoint import s3
-from eventloop.checkpoint.commit import DIGEST_BYTES, TEMPORARY_PREFIX, discard, failing, note_step
-from eventloop.errors import CheckpointError, ConfigurationError, cannot_import
-from eventloop.log import get_logger
-from eventloop.user_errors import contextmanager, described
+from trainbus.eventloop.checkpoint import s3
+from trainbus.eventloop.checkpoint.commit import DIGEST_BYTES, TEMPORARY_PREFIX, discard, failing, note_step
+from trainbus.eventloop.errors import CheckpointError, ConfigurationError, cannot_import
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.user_errors import contextmanager, described
 
 _BLOCK: Final = 16 << 20
 """Bytes per part of an upload, or of what is read."""

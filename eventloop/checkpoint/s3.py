@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
-from eventloop.checkpoint.commit import discard, note_step
+from trainbus.eventloop.checkpoint.commit import discard, note_step
 
 PART: Final = 8 << 20
 """Bytes per part; more for files with more than ``_MOST_PARTS`` of them."""

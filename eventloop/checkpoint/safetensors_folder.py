@@ -15,17 +15,17 @@ import msgspec
 import orjson
 import torch
 
-from eventloop.checkpoint import container
-from eventloop.checkpoint.commit import commit_file, failing, temporary_name
-from eventloop.checkpoint.container import LENGTH_BYTES, SAFE_DTYPES, TensorInfo
-from eventloop.checkpoint.contents import Contents, Place
-from eventloop.checkpoint.export import safetensors_file
-from eventloop.checkpoint.folder import commit_folder, discard_folder
-from eventloop.checkpoint.load import read_exactly
-from eventloop.checkpoint.scores import Score, as_metadata
-from eventloop.checkpoint.shards import Indexed, Piece, is_sound, naming_damage
-from eventloop.checkpoint.store import AnyPath, commit_bytes, is_plain_name, list_files, open_file
-from eventloop.errors import CheckpointDamagedError, CheckpointError
+from trainbus.eventloop.checkpoint import container
+from trainbus.eventloop.checkpoint.commit import commit_file, failing, temporary_name
+from trainbus.eventloop.checkpoint.container import LENGTH_BYTES, SAFE_DTYPES, TensorInfo
+from trainbus.eventloop.checkpoint.contents import Contents, Place
+from trainbus.eventloop.checkpoint.export import safetensors_file
+from trainbus.eventloop.checkpoint.folder import commit_folder, discard_folder
+from trainbus.eventloop.checkpoint.load import read_exactly
+from trainbus.eventloop.checkpoint.scores import Score, as_metadata
+from trainbus.eventloop.checkpoint.shards import Indexed, Piece, is_sound, naming_damage
+from trainbus.eventloop.checkpoint.store import AnyPath, commit_bytes, is_plain_name, list_files, open_file
+from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError
 
 INDEX: Final = "model.safetensors.index.json"
 CONFIG: Final = "config.json"

@@ -9,13 +9,13 @@ from typing import Literal, NamedTuple, Self
 
 import torch
 
-from eventloop.checkpoint.background import BackgroundWriter
-from eventloop.checkpoint.overlap import Overlap
-from eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, WriteFile, stage, write
-from eventloop.checkpoint.store import AnyPath, AsPath, as_path
-from eventloop.checks import check_value
-from eventloop.errors import CheckpointError
-from eventloop.user_errors import add_note, text_of
+from trainbus.eventloop.checkpoint.background import BackgroundWriter
+from trainbus.eventloop.checkpoint.overlap import Overlap
+from trainbus.eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, WriteFile, stage, write
+from trainbus.eventloop.checkpoint.store import AnyPath, AsPath, as_path
+from trainbus.eventloop.checks import check_value
+from trainbus.eventloop.errors import CheckpointError
+from trainbus.eventloop.user_errors import add_note, text_of
 
 Busy = Literal["wait", "skip", "replace"]
 """The behaviour of a save that is due while another is being written."""
@@ -47,7 +47,7 @@ class AsyncSaver:
             ``"replace"`` replaces the one that waits (never the one that is being written), ``"queue"`` waits only if another
             one waits already. The last two need staging memory twice.
         overlap: optimizers; their parameters and state are copied while the caller continues, up to their next step (see
-            :mod:`eventloop.checkpoint.overlap`).
+            :mod:`trainbus.eventloop.checkpoint.overlap`).
     """
 
     def __init__(self, *, busy: Busy | Literal["queue"] = "wait", overlap: Iterable[torch.optim.Optimizer] = ()) -> None:

@@ -12,11 +12,11 @@ from typing import Final
 
 import msgspec
 
-from eventloop.checkpoint.load import inspect
-from eventloop.checkpoint.store import AnyPath, AsPath, as_path, commit_bytes, open_file
-from eventloop.errors import CheckpointError
-from eventloop.log import get_logger
-from eventloop.plain import as_json, encodable
+from trainbus.eventloop.checkpoint.load import inspect
+from trainbus.eventloop.checkpoint.store import AnyPath, AsPath, as_path, commit_bytes, open_file
+from trainbus.eventloop.errors import CheckpointError
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.plain import as_json, encodable
 
 SCORES: Final = "scores.json"
 """File in a directory of checkpoints with their scores, by digest."""

@@ -25,17 +25,17 @@ from torch import distributed
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from eventloop.checkpoint import shards
-from eventloop.checkpoint.forms import strides_like, with_kind
-from eventloop.checkpoint.overlap import Overlap
-from eventloop.checkpoint.pieces import Box, Keys, ReadTarget, fill, mapped, shared_box
-from eventloop.checkpoint.rebuild import DTYPES
-from eventloop.checkpoint.shards import INDEX, MARK, Indexed, Piece
-from eventloop.checkpoint.stage import StageBuffer, StagedTree, save, stage, write
-from eventloop.checkpoint.store import AnyPath, link, make_directory, open_file
-from eventloop.errors import CheckpointDamagedError, CheckpointError, CheckpointValueError
-from eventloop.privates import chunk_of
-from eventloop.user_errors import described
+from trainbus.eventloop.checkpoint import shards
+from trainbus.eventloop.checkpoint.forms import strides_like, with_kind
+from trainbus.eventloop.checkpoint.overlap import Overlap
+from trainbus.eventloop.checkpoint.pieces import Box, Keys, ReadTarget, fill, mapped, shared_box
+from trainbus.eventloop.checkpoint.rebuild import DTYPES
+from trainbus.eventloop.checkpoint.shards import INDEX, MARK, Indexed, Piece
+from trainbus.eventloop.checkpoint.stage import StageBuffer, StagedTree, save, stage, write
+from trainbus.eventloop.checkpoint.store import AnyPath, link, make_directory, open_file
+from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError, CheckpointValueError
+from trainbus.eventloop.privates import chunk_of
+from trainbus.eventloop.user_errors import described
 
 _WHOLE: Final = frozenset({"progress", "data", "rng", "ranks", "stateful", "info"})  # in a run's tree: no weights in them
 

@@ -20,13 +20,13 @@ from typing import Annotated, Any, Final
 import msgspec
 import torch
 
-from eventloop.checkpoint.commit import CHUNK, TEMPORARY_PREFIX, crc32, readable
-from eventloop.checkpoint.container import elements
-from eventloop.checkpoint.forms import contiguous_strides, kind_of, strides_like
-from eventloop.checkpoint.load import file_kind, load, outline, verify
-from eventloop.checkpoint.rebuild import DTYPES
-from eventloop.checkpoint.remote import RemotePath
-from eventloop.checkpoint.store import (
+from trainbus.eventloop.checkpoint.commit import CHUNK, TEMPORARY_PREFIX, crc32, readable
+from trainbus.eventloop.checkpoint.container import elements
+from trainbus.eventloop.checkpoint.forms import contiguous_strides, kind_of, strides_like
+from trainbus.eventloop.checkpoint.load import file_kind, load, outline, verify
+from trainbus.eventloop.checkpoint.rebuild import DTYPES
+from trainbus.eventloop.checkpoint.remote import RemotePath
+from trainbus.eventloop.checkpoint.store import (
     AnyPath,
     as_path,
     file_size,
@@ -37,9 +37,9 @@ from eventloop.checkpoint.store import (
     remove,
     remove_directory,
 )
-from eventloop.errors import CheckpointDamagedError, CheckpointError
-from eventloop.log import get_logger
-from eventloop.user_errors import contextmanager
+from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.user_errors import contextmanager
 
 SHARDS: Final = "shards"
 """Key of the tree under which the directory is named."""

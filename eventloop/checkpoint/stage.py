@@ -13,15 +13,15 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from eventloop.checkpoint.commit import DIGEST_BYTES, Pieces, crc32, readable
-from eventloop.checkpoint.layout import Batch, Changed, Layout, Pair, Tensors, by_device, copy
-from eventloop.checkpoint.memory import allocate
-from eventloop.checkpoint.overlap import Overlap
-from eventloop.checkpoint.rebuild import unflatten
-from eventloop.checkpoint.store import AnyPath, AsPath, as_path, write_pieces
-from eventloop.checkpoint.tree import FlatTree, with_list
-from eventloop.device import DeviceEvent, end_of_queue, is_asynchronous, pinned_bytes
-from eventloop.errors import CheckpointError
+from trainbus.eventloop.checkpoint.commit import DIGEST_BYTES, Pieces, crc32, readable
+from trainbus.eventloop.checkpoint.layout import Batch, Changed, Layout, Pair, Tensors, by_device, copy
+from trainbus.eventloop.checkpoint.memory import allocate
+from trainbus.eventloop.checkpoint.overlap import Overlap
+from trainbus.eventloop.checkpoint.rebuild import unflatten
+from trainbus.eventloop.checkpoint.store import AnyPath, AsPath, as_path, write_pieces
+from trainbus.eventloop.checkpoint.tree import FlatTree, with_list
+from trainbus.eventloop.device import DeviceEvent, end_of_queue, is_asynchronous, pinned_bytes
+from trainbus.eventloop.errors import CheckpointError
 
 _pack: Final = msgspec.msgpack.Encoder().encode
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, TypeGuard
 from urllib.parse import unquote, urlsplit
 
-from eventloop.checkpoint.commit import (
+from trainbus.eventloop.checkpoint.commit import (
     CHUNK,
     DIGEST_BYTES,
     Pieces,
@@ -29,11 +29,11 @@ from eventloop.checkpoint.commit import (
     write_all,
     write_sealed,
 )
-from eventloop.checkpoint.folder import link_folder, remove_folder
-from eventloop.checkpoint.remote import RemotePath
-from eventloop.errors import CheckpointDamagedError
-from eventloop.log import get_logger
-from eventloop.user_errors import contextmanager
+from trainbus.eventloop.checkpoint.folder import link_folder, remove_folder
+from trainbus.eventloop.checkpoint.remote import RemotePath
+from trainbus.eventloop.errors import CheckpointDamagedError
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.user_errors import contextmanager
 
 log = get_logger()
 

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 from msgspec.msgpack import Ext
 
-from eventloop.checkpoint.container import DTYPES
-from eventloop.checkpoint.forms import kind_of, strides_to_keep
-from eventloop.checkpoint.objects import ObjectParts, sparse_apart, taken_apart
-from eventloop.errors import CheckpointValueError
+from trainbus.eventloop.checkpoint.container import DTYPES
+from trainbus.eventloop.checkpoint.forms import kind_of, strides_to_keep
+from trainbus.eventloop.checkpoint.objects import ObjectParts, sparse_apart, taken_apart
+from trainbus.eventloop.errors import CheckpointValueError
 
 MAX_DEPTH: Final = 100
 MAX_VALUES: Final = 20_000_000

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import torch
 
-from eventloop.privates import inner_of, parts_of
+from trainbus.eventloop.privates import inner_of, parts_of
 
 _NAMES: Final = re.compile(r"(?:^|(?<=\.))(?:module|_orig_mod)\.")
 

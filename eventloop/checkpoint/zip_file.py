@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from eventloop.checkpoint.commit import crc32
+from trainbus.eventloop.checkpoint.commit import crc32
 
 Part = bytes | memoryview
 

@@ -24,9 +24,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transfo
 import msgspec
 import torch
 
-from eventloop.annotations import fields_of, members
-from eventloop.errors import EventDefinitionError, UnknownEventError
-from eventloop.spelling import did_you_mean
+from trainbus.eventloop.annotations import fields_of, members
+from trainbus.eventloop.errors import EventDefinitionError, UnknownEventError
+from trainbus.eventloop.spelling import did_you_mean
 
 T = TypeVar("T")
 
@@ -84,7 +84,7 @@ class Event(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="even
     """
 
     counts: ClassVar[Counter] = "publish"
-    """What ``every``, ``once``, ``after`` and ``before`` count for this event; see :mod:`eventloop.bus.filters`."""
+    """What ``every``, ``once``, ``after`` and ``before`` count for this event; see :mod:`trainbus.eventloop.bus.filters`."""
     group: ClassVar[bool] = False
     """True for a class that groups others (``BeforeIter``): you subscribe to it, and the run never publishes it."""
 

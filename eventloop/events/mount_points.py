@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import msgspec
 import torch
 
-from eventloop.events.event import ABSENT, Counter, Event, Live, Progress, Scalars, registry
-from eventloop.events.run_view import RunView
+from trainbus.eventloop.events.event import ABSENT, Counter, Event, Live, Progress, Scalars, registry
+from trainbus.eventloop.events.run_view import RunView
 
 
 class RunEvent(Event, kw_only=True):
@@ -232,7 +232,7 @@ class CheckpointStaged(RunEvent, kw_only=True):
 class CostsMeasured(Event, kw_only=True):
     """The costs of the run so far; every two seconds of a run while ``bus.timing`` is on, from a thread of the recorder.
 
-    ``costs`` is an :class:`eventloop.observe.Costs`, summed since the beginning of the run.
+    ``costs`` is an :class:`trainbus.observe.Costs`, summed since the beginning of the run.
     """
 
     progress: Progress
@@ -262,7 +262,7 @@ class LearningRateSet(Event, kw_only=True):
 class RanksMeasured(Event, kw_only=True):
     """The times of the last iterations on each rank; every two seconds while ``bus.timing`` is on, with several processes.
 
-    Published on all ranks that measure, from a thread of the recorder. ``ranks`` is an :class:`eventloop.observe.RankCosts`,
+    Published on all ranks that measure, from a thread of the recorder. ``ranks`` is an :class:`trainbus.observe.RankCosts`,
     equal on all ranks. Its ``straggler`` is a rank that the others have waited for in three comparisons in a row.
     """
 

@@ -1,4 +1,4 @@
-"""The protocol of the run that events refer to: ``Run`` of :mod:`eventloop.training` without the members for loops.
+"""The protocol of the run that events refer to: ``Run`` of :mod:`trainbus.eventloop.training` without the members for loops.
 
 Events must not import the training package (and an import under ``TYPE_CHECKING`` would break msgspec's decoder).
 """
@@ -12,12 +12,12 @@ from typing import Any, Protocol
 
 import torch
 
-from eventloop.events.event import Progress
-from eventloop.events.shared import Shared
+from trainbus.eventloop.events.event import Progress
+from trainbus.eventloop.events.shared import Shared
 
 
 class RunView(Protocol):
-    """The run as its hooks see it; :class:`eventloop.Run` documents the members.
+    """The run as its hooks see it; :class:`trainbus.eventloop.Run` documents the members.
 
     ``stop``, ``pause``, ``resume``, ``set_lr`` and ``checkpoint_now`` are safe from any thread and from signal handlers, the
     rest from the training thread.

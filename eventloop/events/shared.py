@@ -15,8 +15,8 @@ from typing import Annotated, Any, Generic, TypeVar, overload
 
 from msgspec import Meta
 
-from eventloop.checks import check_options
-from eventloop.errors import TrainingError
+from trainbus.eventloop.checks import check_options
+from trainbus.eventloop.errors import TrainingError
 
 T = TypeVar("T")
 D = TypeVar("D")

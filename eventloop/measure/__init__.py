@@ -1,5 +1,5 @@
 """What records: spans of any thread. It knows no bus; ``observe`` interprets what is recorded."""
 
-from eventloop.measure.spans import Recorder, Spans
+from trainbus.eventloop.measure.spans import Recorder, Spans
 
 __all__ = ["Recorder", "Spans"]

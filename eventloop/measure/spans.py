@@ -27,9 +27,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from eventloop.locks import is_held
-from eventloop.log import get_logger
-from eventloop.user_errors import contextmanager
+from trainbus.eventloop.locks import is_held
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.user_errors import contextmanager
 
 FIELDS: Final = 5
 NUMBER, NAME, THREAD, BEGIN, END = range(FIELDS)

@@ -11,9 +11,9 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from eventloop.checks import check_returned
-from eventloop.errors import HandlerTimeoutError
-from eventloop.offload.delivery import Delivery
+from trainbus.eventloop.checks import check_returned
+from trainbus.eventloop.errors import HandlerTimeoutError
+from trainbus.eventloop.offload.delivery import Delivery
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import distributed
 
-from eventloop.errors import OffloadError
-from eventloop.offload.loops import await_through
-from eventloop.privates import TorchDispatchMode
+from trainbus.eventloop.errors import OffloadError
+from trainbus.eventloop.offload.loops import await_through
+from trainbus.eventloop.privates import TorchDispatchMode
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 

@@ -16,17 +16,17 @@ from typing import Any
 import anyio
 import anyio.lowlevel
 
-from eventloop.checks import check_returned
-from eventloop.errors import HandlerTimeoutError, OffloadError
-from eventloop.events import Event
-from eventloop.offload.callers import Caller, OwnedThread, timed_out
-from eventloop.offload.delivery import Delivery, Sources
-from eventloop.offload.drain import DrainReport
-from eventloop.offload.lane import LOOK, Lane
-from eventloop.offload.loops import Loop, await_through, forgive, handling, in_trio, set_library
-from eventloop.offload.ordered import OrderedLanes
-from eventloop.offload.snapshot import Snapshot
-from eventloop.user_errors import described
+from trainbus.eventloop.checks import check_returned
+from trainbus.eventloop.errors import HandlerTimeoutError, OffloadError
+from trainbus.eventloop.events import Event
+from trainbus.eventloop.offload.callers import Caller, OwnedThread, timed_out
+from trainbus.eventloop.offload.delivery import Delivery, Sources
+from trainbus.eventloop.offload.drain import DrainReport
+from trainbus.eventloop.offload.lane import LOOK, Lane
+from trainbus.eventloop.offload.loops import Loop, await_through, forgive, handling, in_trio, set_library
+from trainbus.eventloop.offload.ordered import OrderedLanes
+from trainbus.eventloop.offload.snapshot import Snapshot
+from trainbus.eventloop.user_errors import described
 
 _COPY_POLL = 0.0005  # seconds between looks at a copy from a GPU, or at another lane; waiting for it would block the loop
 

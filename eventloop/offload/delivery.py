@@ -7,9 +7,9 @@ from typing import Any
 
 import msgspec
 
-from eventloop.events import Event
-from eventloop.offload.importable import Importable
-from eventloop.offload.lane import Lane
+from trainbus.eventloop.events import Event
+from trainbus.eventloop.offload.importable import Importable
+from trainbus.eventloop.offload.lane import Lane
 
 Sources = list[tuple[type[Event], Any]]
 """Kind and progress of events, as far as they are known."""

@@ -13,11 +13,11 @@ from typing import Any, get_args, get_origin
 import msgspec
 import torch
 
-from eventloop.errors import EventDefinitionError, LiveFieldError
-from eventloop.events import Event, Progress
-from eventloop.events.event import ABSENT, hints_of, mixed_fields, name_of, registry, suggest, unspell
-from eventloop.offload.scalars import DeviceStack, ScalarTaker, Stack
-from eventloop.offload.snapshot import IMMUTABLE, Copies, Snapshot
+from trainbus.eventloop.errors import EventDefinitionError, LiveFieldError
+from trainbus.eventloop.events import Event, Progress
+from trainbus.eventloop.events.event import ABSENT, hints_of, mixed_fields, name_of, registry, suggest, unspell
+from trainbus.eventloop.offload.scalars import DeviceStack, ScalarTaker, Stack
+from trainbus.eventloop.offload.snapshot import IMMUTABLE, Copies, Snapshot
 
 _FLOAT = {float}
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from eventloop.errors import SubscribeError, WorkerDiedError
+from trainbus.eventloop.errors import SubscribeError, WorkerDiedError
 
 _MISSING = object()
 _WAY_OUT = 'Define it with `def` at the top level of a module that can be imported, or use offload="thread"'

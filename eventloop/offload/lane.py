@@ -32,12 +32,12 @@ from itertools import repeat
 from operator import sub
 from typing import Any, Final, Literal
 
-from eventloop.errors import LaneClosedError, LaneFullError
-from eventloop.locks import is_held, may_wait, new_lock
-from eventloop.log import get_logger
-from eventloop.offload.drain import Deadline, DrainReport
-from eventloop.offload.meter import LaneMeter
-from eventloop.offload.snapshot import delayed
+from trainbus.eventloop.errors import LaneClosedError, LaneFullError
+from trainbus.eventloop.locks import is_held, may_wait, new_lock
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.offload.drain import Deadline, DrainReport
+from trainbus.eventloop.offload.meter import LaneMeter
+from trainbus.eventloop.offload.snapshot import delayed
 
 Full = Literal["block", "drop_old", "drop_new", "latest", "raise"]
 
@@ -105,7 +105,7 @@ class Lane:
         label: name of the subscription, for errors.
         make_item: makes an item of an event, on the publisher's thread.
         capacity: number of events that may wait.
-        full: what happens to an event when so many wait; see :class:`eventloop.bus.HandlerOptions`.
+        full: what happens to an event when so many wait; see :class:`trainbus.eventloop.bus.HandlerOptions`.
         linger: seconds after which the consumer looks into the queue again.
     """
 

@@ -17,10 +17,10 @@ from typing import Any, Literal, Self, TypeVar
 
 import anyio
 
-from eventloop.errors import BusStateError
-from eventloop.locks import is_held, may_wait
-from eventloop.notebook import in_notebook
-from eventloop.offload.callers import OwnedThread, settle
+from trainbus.eventloop.errors import BusStateError
+from trainbus.eventloop.locks import is_held, may_wait
+from trainbus.eventloop.notebook import in_notebook
+from trainbus.eventloop.offload.callers import OwnedThread, settle
 
 T = TypeVar("T")
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from time import perf_counter_ns
 from typing import Any
 
-from eventloop.offload.snapshot import Snapshot
+from trainbus.eventloop.offload.snapshot import Snapshot
 
 AddSpan = Callable[..., object]
 """Records a span: the id of its name, its begin and its end in ns, and ``thread=`` if it is not of this one."""

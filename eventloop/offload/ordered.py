@@ -12,8 +12,8 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import count
 from operator import itemgetter
 
-from eventloop.offload.drain import Deadline
-from eventloop.offload.lane import Lane, Mark
+from trainbus.eventloop.offload.drain import Deadline
+from trainbus.eventloop.offload.lane import Lane, Mark
 
 
 class OrderedLanes:

@@ -22,10 +22,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from eventloop.events import Event
-from eventloop.events.event import registry
-from eventloop.offload.detach import from_msgpack, from_plain
-from eventloop.offload.importable import file_of, load
+from trainbus.eventloop.events import Event
+from trainbus.eventloop.events.event import registry
+from trainbus.eventloop.offload.detach import from_msgpack, from_plain
+from trainbus.eventloop.offload.importable import file_of, load
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -24,14 +24,14 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from eventloop.checks import check_returned
-from eventloop.errors import HandlerTimeoutError, OffloadError, SubscribeError, WorkerDiedError
-from eventloop.log import get_logger
-from eventloop.offload.callers import Caller, timed_out
-from eventloop.offload.delivery import Delivery
-from eventloop.offload.importable import Importable
-from eventloop.offload.parcel import SharedSegment, pack, unpack
-from eventloop.user_errors import add_note, contextmanager
+from trainbus.eventloop.checks import check_returned
+from trainbus.eventloop.errors import HandlerTimeoutError, OffloadError, SubscribeError, WorkerDiedError
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.offload.callers import Caller, timed_out
+from trainbus.eventloop.offload.delivery import Delivery
+from trainbus.eventloop.offload.importable import Importable
+from trainbus.eventloop.offload.parcel import SharedSegment, pack, unpack
+from trainbus.eventloop.user_errors import add_note, contextmanager
 
 _START = 300.0  # seconds for a worker to import its handler, on a busy machine
 _END = 3.0  # seconds for an idle worker to end in order (its atexit functions, its open files), before it is killed

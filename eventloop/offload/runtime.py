@@ -10,17 +10,17 @@ from functools import partial
 
 import msgspec
 
-from eventloop.locks import is_held, new_lock
-from eventloop.log import get_logger
-from eventloop.offload.callers import Caller, OwnedThread
-from eventloop.offload.collectives import refuses_collectives
-from eventloop.offload.consumers import Consumer, TaskConsumer, ThreadConsumer
-from eventloop.offload.delivery import Delivery
-from eventloop.offload.drain import Deadline, DrainReport
-from eventloop.offload.lane import Lane
-from eventloop.offload.loops import CANCEL_GRACE, Backend, HostLoop, LoopThread, handling
-from eventloop.offload.ordered import OrderedLanes
-from eventloop.offload.process import ProcessCaller
+from trainbus.eventloop.locks import is_held, new_lock
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.offload.callers import Caller, OwnedThread
+from trainbus.eventloop.offload.collectives import refuses_collectives
+from trainbus.eventloop.offload.consumers import Consumer, TaskConsumer, ThreadConsumer
+from trainbus.eventloop.offload.delivery import Delivery
+from trainbus.eventloop.offload.drain import Deadline, DrainReport
+from trainbus.eventloop.offload.lane import Lane
+from trainbus.eventloop.offload.loops import CANCEL_GRACE, Backend, HostLoop, LoopThread, handling
+from trainbus.eventloop.offload.ordered import OrderedLanes
+from trainbus.eventloop.offload.process import ProcessCaller
 
 log = get_logger()
 

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
-from eventloop.device import (
+from trainbus.eventloop.device import (
     DeviceEvent,
     DeviceStream,
     end_of_queue,
@@ -31,7 +31,7 @@ from eventloop.device import (
     queue_to_host,
     stream_finder,
 )
-from eventloop.privates import set_grad_enabled
+from trainbus.eventloop.privates import set_grad_enabled
 
 _MOST_WAITING = 1024  # stacks on a device that are fetched at a time, at most: the events of a full lane
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -8,9 +8,9 @@ from functools import partial
 from itertools import accumulate
 from typing import Any
 
-from eventloop.errors import LaneFullError
-from eventloop.offload.lane import Lane, Mark
-from eventloop.offload.snapshot import Snapshot, capture, delayed, nbytes
+from trainbus.eventloop.errors import LaneFullError
+from trainbus.eventloop.offload.lane import Lane, Mark
+from trainbus.eventloop.offload.snapshot import Snapshot, capture, delayed, nbytes
 
 
 class SizedLane(Lane):

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 import torch
 
-from eventloop.device import DeviceEvent, end_of_queue, is_asynchronous, queue_to_host
-from eventloop.events import Event
+from trainbus.eventloop.device import DeviceEvent, end_of_queue, is_asynchronous, queue_to_host
+from trainbus.eventloop.events import Event
 
 T = TypeVar("T")
 

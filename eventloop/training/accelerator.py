@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from eventloop.errors import CheckpointError, ConfigurationError
-from eventloop.log import get_logger
-from eventloop.privates import custom_objects_of
-from eventloop.training.machine import ITERATION
-from eventloop.training.saves.contents import flat, gather_weights
-from eventloop.training.saves.restore import HOSTED, Restore
-from eventloop.training.schema import how_far
+from trainbus.eventloop.errors import CheckpointError, ConfigurationError
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.privates import custom_objects_of
+from trainbus.eventloop.training.machine import ITERATION
+from trainbus.eventloop.training.saves.contents import flat, gather_weights
+from trainbus.eventloop.training.saves.restore import HOSTED, Restore
+from trainbus.eventloop.training.schema import how_far
 
 log = get_logger()
 

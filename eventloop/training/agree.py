@@ -2,7 +2,7 @@
 
 A run has one :class:`Channel`. Alone, its own requests take effect at once. In a loop of one's own, the ranks agree by
 collectives (:class:`Agreement`). In another library's trainer a collective could hang or mix with the trainer's; there they
-agree over the store of the process group (:class:`eventloop.training.distributed.rounds.Rounds`).
+agree over the store of the process group (:class:`trainbus.eventloop.training.distributed.rounds.Rounds`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Final, Protocol
 
 import torch
 
-from eventloop.errors import TrainingError
-from eventloop.log import get_logger
-from eventloop.training.distributed.maximum import Maximum, waits
-from eventloop.training.distributed.ranks import TOGETHER, Ranks
+from trainbus.eventloop.errors import TrainingError
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.training.distributed.maximum import Maximum, waits
+from trainbus.eventloop.training.distributed.ranks import TOGETHER, Ranks
 
 INTERVAL = 0.05
 """Seconds between two exchanges of :class:`Agreement`, for each message that one waits for; 0 exchanges in every iteration."""
@@ -102,7 +102,7 @@ class Agreement:
     During training, exchanges run in the background: a request takes effect at the end of a later iteration, after up to
     :data:`INTERVAL` seconds or one iteration, whichever is longer. An exchange costs about 200 µs, so short iterations share
     one. At the end of epochs and validations :meth:`settle` waits for the result. For more than 64 ranks, see
-    :class:`eventloop.training.distributed.maximum.Maximum`.
+    :class:`trainbus.eventloop.training.distributed.maximum.Maximum`.
 
     Each exchange also compares the files that hooks request. All ranks must request the same files, or the run would hang: one
     rank would wait in its save, and the others in their next collective.

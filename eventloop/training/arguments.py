@@ -12,10 +12,10 @@ import msgspec
 import numpy as np
 import torch
 
-from eventloop.bus import Bus
-from eventloop.checkpoint import RemotePath, as_path
-from eventloop.device import devices
-from eventloop.errors import ConfigurationError
+from trainbus.eventloop.bus import Bus
+from trainbus.eventloop.checkpoint import RemotePath, as_path
+from trainbus.eventloop.device import devices
+from trainbus.eventloop.errors import ConfigurationError
 
 T = TypeVar("T")
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import cache
 
-from eventloop.log import get_logger
-from eventloop.notebook import in_notebook
-from eventloop.offload import threadsafe_call
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.notebook import in_notebook
+from trainbus.eventloop.offload import threadsafe_call
 
 log = get_logger()
 

@@ -13,10 +13,10 @@ from typing import Any, Final, Self
 import numpy as np
 import torch
 
-from eventloop.log import get_logger
-from eventloop.privates import tensors_of
-from eventloop.training.optimizers import parameters_of
-from eventloop.training.rng import get_rng_state, set_rng_state
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.privates import tensors_of
+from trainbus.eventloop.training.optimizers import parameters_of
+from trainbus.eventloop.training.rng import get_rng_state, set_rng_state
 
 log = get_logger()
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from eventloop.errors import TrainingError
-from eventloop.user_errors import contextmanager
+from trainbus.eventloop.errors import TrainingError
+from trainbus.eventloop.user_errors import contextmanager
 
 if TYPE_CHECKING:
-    from eventloop.training.run import Run
+    from trainbus.eventloop.training.run import Run
 
 _NOW = "now"
 

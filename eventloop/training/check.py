@@ -21,21 +21,21 @@ import torch
 from rich import filesize
 from rich.console import Console, ConsoleOptions, RenderableType
 
-from eventloop.bus import Bus
-from eventloop.device import most_memory_allocated
-from eventloop.errors import ConfigurationError, TrainbusError
-from eventloop.events import Event, RunView
-from eventloop.events.event import lineage, registry
-from eventloop.events.mount_points import BUILTIN
-from eventloop.log import collected
-from eventloop.terminal import cell, plain, printable
-from eventloop.training.distributed.ranks import world_size
-from eventloop.training.limits import limited_to, shortest
-from eventloop.training.loaders import length_of
-from eventloop.training.metrics import missing_metric
-from eventloop.training.rng import random_states, set_random_states
-from eventloop.training.sanity import first_batches
-from eventloop.user_errors import contextmanager, notes_of
+from trainbus.eventloop.bus import Bus
+from trainbus.eventloop.device import most_memory_allocated
+from trainbus.eventloop.errors import ConfigurationError, TrainbusError
+from trainbus.eventloop.events import Event, RunView
+from trainbus.eventloop.events.event import lineage, registry
+from trainbus.eventloop.events.mount_points import BUILTIN
+from trainbus.eventloop.log import collected
+from trainbus.eventloop.terminal import cell, plain, printable
+from trainbus.eventloop.training.distributed.ranks import world_size
+from trainbus.eventloop.training.limits import limited_to, shortest
+from trainbus.eventloop.training.loaders import length_of
+from trainbus.eventloop.training.metrics import missing_metric
+from trainbus.eventloop.training.rng import random_states, set_random_states
+from trainbus.eventloop.training.sanity import first_batches
+from trainbus.eventloop.user_errors import contextmanager, notes_of
 
 _BATCHES: Final = 2
 _RARE: Final = re.compile(r"test|exception|failed|skipped|load_checkpoint|train_epoch")
@@ -359,7 +359,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _is_of_user(name: str) -> bool:
-    return name in registry and registry[name].__module__.partition(".")[0] not in ("eventloop", "hooks")
+    return name in registry and registry[name].__module__.partition(".")[0] != "trainbus"
 
 
 def _memory(device: torch.device) -> int | None:

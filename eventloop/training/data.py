@@ -10,17 +10,17 @@ from typing import Any
 import msgspec
 import torch
 
-from eventloop.device import is_asynchronous, moved_to
-from eventloop.errors import TrainingError, stopped
-from eventloop.log import get_logger
-from eventloop.privates import READS_NEXT, READS_SAMPLES
-from eventloop.training.distributed.launch import warn_if_all
-from eventloop.training.distributed.samples import global_sampler
-from eventloop.training.limits import limited_to, shortest
-from eventloop.training.loaders import length_of, restore_loader, sampler_epoch, skip_batches, stateful_part
-from eventloop.training.metrics import Metrics, NamedMetrics
-from eventloop.training.replicas import Draws
-from eventloop.training.rng import (
+from trainbus.eventloop.device import is_asynchronous, moved_to
+from trainbus.eventloop.errors import TrainingError, stopped
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.privates import READS_NEXT, READS_SAMPLES
+from trainbus.eventloop.training.distributed.launch import warn_if_all
+from trainbus.eventloop.training.distributed.samples import global_sampler
+from trainbus.eventloop.training.limits import limited_to, shortest
+from trainbus.eventloop.training.loaders import length_of, restore_loader, sampler_epoch, skip_batches, stateful_part
+from trainbus.eventloop.training.metrics import Metrics, NamedMetrics
+from trainbus.eventloop.training.replicas import Draws
+from trainbus.eventloop.training.rng import (
     Generator,
     drawn_since,
     generator_states,
@@ -34,8 +34,8 @@ from eventloop.training.rng import (
     set_rng_state,
     set_sampler_epoch,
 )
-from eventloop.training.samplers import SamplerWatch
-from eventloop.training.schema import SavedData, SavedEvaluation, SavedPosition, SavedStart
+from trainbus.eventloop.training.samplers import SamplerWatch
+from trainbus.eventloop.training.schema import SavedData, SavedEvaluation, SavedPosition, SavedStart
 
 log = get_logger()
 

@@ -1,6 +1,6 @@
 """``Driver``: the order of the mount points of a run, with one call for each step (push).
 
-The iterators (:mod:`eventloop.training.iterators`) and ``TrainLoop`` make the same calls.
+The iterators (:mod:`trainbus.eventloop.training.iterators`) and ``TrainLoop`` make the same calls.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from typing import Any, Literal
 
 import torch
 
-from eventloop import events as ev
-from eventloop.checks import check_options
-from eventloop.errors import ConfigurationError, RunStopped, TrainingError
-from eventloop.log import get_logger
-from eventloop.training.arguments import Limit
-from eventloop.training.body import Beginning, Return
-from eventloop.training.data import Feed
-from eventloop.training.distributed.shares import Share, check_divisible, check_even, forward_alone, size_of
-from eventloop.training.machine import EPOCH, ITERATION, TRAIN, TURNS, Scope
-from eventloop.training.metrics import Metrics, NamedMetrics
-from eventloop.training.optimizers import enter_training_mode, in_training_mode, optimizers_in
-from eventloop.training.rng import get_rng_state, set_rng_state
-from eventloop.training.saves.capture import Capture
-from eventloop.training.saves.contents import SavedRun
-from eventloop.training.session import Session
+from trainbus.eventloop import events as ev
+from trainbus.eventloop.checks import check_options
+from trainbus.eventloop.errors import ConfigurationError, RunStopped, TrainingError
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.training.arguments import Limit
+from trainbus.eventloop.training.body import Beginning, Return
+from trainbus.eventloop.training.data import Feed
+from trainbus.eventloop.training.distributed.shares import Share, check_divisible, check_even, forward_alone, size_of
+from trainbus.eventloop.training.machine import EPOCH, ITERATION, TRAIN, TURNS, Scope
+from trainbus.eventloop.training.metrics import Metrics, NamedMetrics
+from trainbus.eventloop.training.optimizers import enter_training_mode, in_training_mode, optimizers_in
+from trainbus.eventloop.training.rng import get_rng_state, set_rng_state
+from trainbus.eventloop.training.saves.capture import Capture
+from trainbus.eventloop.training.saves.contents import SavedRun
+from trainbus.eventloop.training.session import Session
 
 log = get_logger()
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from eventloop.events import Progress
-from eventloop.notebook import card
+from trainbus.eventloop.events import Progress
+from trainbus.eventloop.notebook import card
 
 
 def facts(

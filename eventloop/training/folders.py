@@ -11,10 +11,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
-from eventloop.bus import Hook
-from eventloop.checkpoint import SCORES, AnyPath, checkpoints_in, is_checkpoint
-from eventloop.errors import ConfigurationError
-from eventloop.training.schema import KEPT, LAST
+from trainbus.eventloop.bus import Hook
+from trainbus.eventloop.checkpoint import SCORES, AnyPath, checkpoints_in, is_checkpoint
+from trainbus.eventloop.errors import ConfigurationError
+from trainbus.eventloop.training.schema import KEPT, LAST
 
 _FILES: Final = (LAST, KEPT, SCORES, "run.json", "record.jsonl", "scalars.jsonl", "scalars.csv", "tensorboard")
 """Files that hooks write into the work dir of a run, by default."""

@@ -12,30 +12,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from eventloop.errors import ConfigurationError
-from eventloop.log import get_logger
-from eventloop.training.accelerator import register
-from eventloop.training.agree import Agreement, Alone
-from eventloop.training.distributed.ranks import join_ranks
-from eventloop.training.driver import watch_steps
-from eventloop.training.folders import free_number, newest_number, numbered
-from eventloop.training.locks import DirectoryLock
-from eventloop.training.replicas import Draws, Replicas
-from eventloop.training.rng import seed_everything
-from eventloop.training.saves.capture import Capture
-from eventloop.training.saves.contents import SavedRun, loose_parameters
-from eventloop.training.saves.loose import tell_of_loose
-from eventloop.training.saves.requests import Saver
-from eventloop.training.saves.restore import Restore
-from eventloop.training.session import open_runs
-from eventloop.training.update import Update, check_updates
-from eventloop.user_errors import contextmanager
+from trainbus.eventloop.errors import ConfigurationError
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.training.accelerator import register
+from trainbus.eventloop.training.agree import Agreement, Alone
+from trainbus.eventloop.training.distributed.ranks import join_ranks
+from trainbus.eventloop.training.driver import watch_steps
+from trainbus.eventloop.training.folders import free_number, newest_number, numbered
+from trainbus.eventloop.training.locks import DirectoryLock
+from trainbus.eventloop.training.replicas import Draws, Replicas
+from trainbus.eventloop.training.rng import seed_everything
+from trainbus.eventloop.training.saves.capture import Capture
+from trainbus.eventloop.training.saves.contents import SavedRun, loose_parameters
+from trainbus.eventloop.training.saves.loose import tell_of_loose
+from trainbus.eventloop.training.saves.requests import Saver
+from trainbus.eventloop.training.saves.restore import Restore
+from trainbus.eventloop.training.session import open_runs
+from trainbus.eventloop.training.update import Update, check_updates
+from trainbus.eventloop.user_errors import contextmanager
 
 log = get_logger()
 
 
 class Host(Protocol):
-    """Where a run lives. :class:`~eventloop.Run` gets one; a bridge gives it an :class:`~eventloop.bridges.TrainerHost`."""
+    """Where a run lives. A ``Run`` gets one; a bridge gives it a :class:`~trainbus.bridges.TrainerHost`."""
 
     instead: Mapping[str, str]
     """What to do instead of the methods of a run that need a loop of one's own; empty in one."""
@@ -92,7 +92,7 @@ class OwnLoop:
     """The host of a loop of one's own: its ranks agree by collectives, and trainbus writes its checkpoints.
 
     Args:
-        resume: the checkpoint to resume from; see :class:`~eventloop.Run`.
+        resume: the checkpoint to resume from; see :class:`~trainbus.eventloop.Run`.
         strict: False loads only the matching part of a checkpoint of another model or optimizer.
         accelerator: the ``accelerate.Accelerator``, if any. Its loop saves into the work dir itself.
         replicas: the replica groups that the run is one of, if any.

@@ -1,4 +1,4 @@
-"""The iterators of a run: they call :class:`~eventloop.training.driver.Driver` (pull).
+"""The iterators of a run: they call :class:`~trainbus.eventloop.training.driver.Driver` (pull).
 
 They are objects, because a generator cannot tell ``break`` from an exception in the loop's body. Inside, a value instead of
 StopIteration marks the end, because user code may raise StopIteration by mistake.
@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, Self
 
-from eventloop.errors import RunStopped, TrainingError, stopped
-from eventloop.log import get_logger
-from eventloop.plain import numbers_in, plain
-from eventloop.training.body import Beginning
-from eventloop.training.data import Feed
-from eventloop.training.driver import Driver, EvaluationStage
-from eventloop.training.machine import EPOCH, ITERATION
-from eventloop.training.metrics import Metrics
-from eventloop.training.rng import get_rng_state, set_rng_state
-from eventloop.training.saves.contents import SavedRun
-from eventloop.user_errors import add_note
+from trainbus.eventloop.errors import RunStopped, TrainingError, stopped
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.plain import numbers_in, plain
+from trainbus.eventloop.training.body import Beginning
+from trainbus.eventloop.training.data import Feed
+from trainbus.eventloop.training.driver import Driver, EvaluationStage
+from trainbus.eventloop.training.machine import EPOCH, ITERATION
+from trainbus.eventloop.training.metrics import Metrics
+from trainbus.eventloop.training.rng import get_rng_state, set_rng_state
+from trainbus.eventloop.training.saves.contents import SavedRun
+from trainbus.eventloop.user_errors import add_note
 
 log = get_logger()
 

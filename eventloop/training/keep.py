@@ -15,11 +15,11 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from eventloop.errors import ConfigurationError
-from eventloop.log import get_logger
-from eventloop.privates import SPACE_GENERATOR
-from eventloop.spelling import did_you_mean
-from eventloop.training.rng import is_generator, set_rng_state, set_state_of, state_of
+from trainbus.eventloop.errors import ConfigurationError
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.privates import SPACE_GENERATOR
+from trainbus.eventloop.spelling import did_you_mean
+from trainbus.eventloop.training.rng import is_generator, set_rng_state, set_state_of, state_of
 
 log = get_logger()
 

@@ -17,8 +17,8 @@ from torch.utils.data import (
 )
 from torch.utils.data.sampler import BatchSampler
 
-from eventloop.errors import ConfigurationError
-from eventloop.training.loaders import is_plain, length_of, rebuilt
+from trainbus.eventloop.errors import ConfigurationError
+from trainbus.eventloop.training.loaders import is_plain, length_of, rebuilt
 
 Data = dict[str, Iterable[Any] | None]
 

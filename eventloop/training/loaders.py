@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from eventloop.log import get_logger
-from eventloop.privates import starts_own_workers
-from eventloop.training.rng import (
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.privates import starts_own_workers
+from trainbus.eventloop.training.rng import (
     Generator,
     get_rng_state,
     has_workers,
@@ -28,8 +28,8 @@ from eventloop.training.rng import (
     set_random_states,
     set_rng_state,
 )
-from eventloop.training.samplers import load_sampler, stateful_sampler
-from eventloop.training.schema import SavedLoader, SavedPosition
+from trainbus.eventloop.training.samplers import load_sampler, stateful_sampler
+from trainbus.eventloop.training.schema import SavedLoader, SavedPosition
 
 log = get_logger()
 

@@ -10,8 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from eventloop.errors import ConfigurationError
-from eventloop.log import get_logger
+from trainbus.eventloop.errors import ConfigurationError
+from trainbus.eventloop.log import get_logger
 
 NAME: Final = ".trainbus.lock"
 _MOST: Final = 200  # bytes to read of the holder's name

@@ -14,17 +14,17 @@ from typing import Annotated, Any, Final, cast
 import torch
 from msgspec import Meta
 
-from eventloop.bus import Bus
-from eventloop.checks import check_options
-from eventloop.device import handed_over
-from eventloop.errors import BusStateError, ConfigurationError, RunCancelled, TrainingError, stopped
-from eventloop.events import AfterForward, BeforeForward
-from eventloop.log import get_logger
-from eventloop.notebook import Named, shorten
-from eventloop.offload import in_thread
-from eventloop.plain import numbers_in
-from eventloop.spelling import answers_names
-from eventloop.training.arguments import (
+from trainbus.eventloop.bus import Bus
+from trainbus.eventloop.checks import check_options
+from trainbus.eventloop.device import handed_over
+from trainbus.eventloop.errors import BusStateError, ConfigurationError, RunCancelled, TrainingError, stopped
+from trainbus.eventloop.events import AfterForward, BeforeForward
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.notebook import Named, shorten
+from trainbus.eventloop.offload import in_thread
+from trainbus.eventloop.plain import numbers_in
+from trainbus.eventloop.spelling import answers_names
+from trainbus.eventloop.training.arguments import (
     Config,
     Data,
     Fraction,
@@ -38,24 +38,24 @@ from eventloop.training.arguments import (
     check_step,
     named,
 )
-from eventloop.training.blocking import tell_if_it_blocks
-from eventloop.training.calls import LoopCall, LoopCalls
-from eventloop.training.check import CheckResult, Job, check
-from eventloop.training.distributed.launch import divided
-from eventloop.training.distributed.samples import GlobalBatchSampler
-from eventloop.training.facts import carded, described, facts
-from eventloop.training.host import OwnLoop
-from eventloop.training.iterators import EvaluationBatches
-from eventloop.training.limits import limited, limited_to
-from eventloop.training.loaders import has_one_pass
-from eventloop.training.machine import Counters
-from eventloop.training.metrics import Metrics, NamedMetrics
-from eventloop.training.run import Run
-from eventloop.training.sanity import check_needs, explained, look
-from eventloop.training.saves.best import Best, best_of
-from eventloop.training.state import ValidationPlan
-from eventloop.training.update import Update
-from eventloop.user_errors import contextmanager
+from trainbus.eventloop.training.blocking import tell_if_it_blocks
+from trainbus.eventloop.training.calls import LoopCall, LoopCalls
+from trainbus.eventloop.training.check import CheckResult, Job, check
+from trainbus.eventloop.training.distributed.launch import divided
+from trainbus.eventloop.training.distributed.samples import GlobalBatchSampler
+from trainbus.eventloop.training.facts import carded, described, facts
+from trainbus.eventloop.training.host import OwnLoop
+from trainbus.eventloop.training.iterators import EvaluationBatches
+from trainbus.eventloop.training.limits import limited, limited_to
+from trainbus.eventloop.training.loaders import has_one_pass
+from trainbus.eventloop.training.machine import Counters
+from trainbus.eventloop.training.metrics import Metrics, NamedMetrics
+from trainbus.eventloop.training.run import Run
+from trainbus.eventloop.training.sanity import check_needs, explained, look
+from trainbus.eventloop.training.saves.best import Best, best_of
+from trainbus.eventloop.training.state import ValidationPlan
+from trainbus.eventloop.training.update import Update
+from trainbus.eventloop.user_errors import contextmanager
 
 log = get_logger()
 
@@ -78,7 +78,7 @@ class TrainLoop:
             averaged. ``step`` by default.
         test_step: like ``val_step``, and ``val_step`` by default.
         metrics: name → metric with ``update``, ``compute`` and ``reset``, like those of torchmetrics.
-        bus: the bus with the hooks. The loop adds an optimizer update (``hooks.OptimizerHook``) if the bus has none.
+        bus: the bus with the hooks. The loop adds an optimizer update (``trainbus.hooks.OptimizerHook``) if the bus has none.
         max_epochs: epochs to train, or else
         max_iters: iterations to train (iteration-based training: one long epoch).
         val_interval: epochs (default 1) or iterations (default 1000) between validations. The last one always validates.
@@ -91,7 +91,7 @@ class TrainLoop:
         limit_val_batches: validate on that many batches, or on that fraction of them; 0 validates never.
         overfit_batches: like both limits, and not shuffled: the same batches in each epoch. Finds out if the model can learn.
         sanity: validation batches to look at before a training, so that an error in ``val_step`` or the name of a metric is
-            found at once; 0 for none. The look changes nothing. See :mod:`eventloop.training.sanity`.
+            found at once; 0 for none. The look changes nothing. See :mod:`trainbus.eventloop.training.sanity`.
         work_dir, device, seed, stateful, name, config: see :class:`Run`.
 
     Raises:

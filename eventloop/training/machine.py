@@ -11,11 +11,11 @@ from contextlib import suppress
 from enum import StrEnum
 from typing import Final, Literal, NamedTuple
 
-from eventloop import events as ev
-from eventloop.errors import TrainingError, stopped
-from eventloop.events import Event, Progress, Stage
-from eventloop.log import get_logger
-from eventloop.training.schema import SavedCounts
+from trainbus.eventloop import events as ev
+from trainbus.eventloop.errors import TrainingError, stopped
+from trainbus.eventloop.events import Event, Progress, Stage
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.training.schema import SavedCounts
 
 log = get_logger()
 

@@ -13,11 +13,11 @@ import msgspec
 import numpy as np
 import torch
 
-from eventloop.checks import check_options
-from eventloop.errors import ConfigurationError, TrainingError, stopped
-from eventloop.log import get_logger
-from eventloop.spelling import did_you_mean
-from eventloop.training.distributed.ranks import Ranks
+from trainbus.eventloop.checks import check_options
+from trainbus.eventloop.errors import ConfigurationError, TrainingError, stopped
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.spelling import did_you_mean
+from trainbus.eventloop.training.distributed.ranks import Ranks
 
 log = get_logger()
 

@@ -9,8 +9,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from eventloop.errors import ConfigurationError
-from eventloop.log import get_logger
+from trainbus.eventloop.errors import ConfigurationError
+from trainbus.eventloop.log import get_logger
 
 log = get_logger()
 

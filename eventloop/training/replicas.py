@@ -12,12 +12,12 @@ from typing import Any, Final, Protocol
 import numpy as np
 import torch
 
-from eventloop.builtin import kind_of, load_object
-from eventloop.errors import ConfigurationError
-from eventloop.log import get_logger
-from eventloop.training.loaders import start_persistent_workers
-from eventloop.training.rng import own_generators, random_states, reseed
-from eventloop.training.schema import SavedStart
+from trainbus.eventloop.builtin import kind_of, load_object
+from trainbus.eventloop.errors import ConfigurationError
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.training.loaders import start_persistent_workers
+from trainbus.eventloop.training.rng import own_generators, random_states, reseed
+from trainbus.eventloop.training.schema import SavedStart
 
 log = get_logger()
 

@@ -13,11 +13,11 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from eventloop.checkpoint import packed
-from eventloop.device import random_states_of_devices, seed_devices, set_random_states_of_devices
-from eventloop.errors import ConfigurationError
-from eventloop.privates import workers_of
-from eventloop.training.schema import SavedStart
+from trainbus.eventloop.checkpoint import packed
+from trainbus.eventloop.device import random_states_of_devices, seed_devices, set_random_states_of_devices
+from trainbus.eventloop.errors import ConfigurationError
+from trainbus.eventloop.privates import workers_of
+from trainbus.eventloop.training.schema import SavedStart
 
 
 def checked_seed(seed: int) -> int:

@@ -10,18 +10,18 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from eventloop import events as ev
-from eventloop.bus import Bus
-from eventloop.bus.routes import TimestampRoute
-from eventloop.checkpoint import AnyPath, Busy, Staging, as_path, unwrapped
-from eventloop.checks import check_options
-from eventloop.errors import ConfigurationError, RunPreempted, RunStopped, TrainingError
-from eventloop.events import Event, Progress, RunEvent
-from eventloop.events.event import misfit
-from eventloop.events.shared import Shared
-from eventloop.log import get_logger
-from eventloop.spelling import answers_names
-from eventloop.training.arguments import (
+from trainbus.eventloop import events as ev
+from trainbus.eventloop.bus import Bus
+from trainbus.eventloop.bus.routes import TimestampRoute
+from trainbus.eventloop.checkpoint import AnyPath, Busy, Staging, as_path, unwrapped
+from trainbus.eventloop.checks import check_options
+from trainbus.eventloop.errors import ConfigurationError, RunPreempted, RunStopped, TrainingError
+from trainbus.eventloop.events import Event, Progress, RunEvent
+from trainbus.eventloop.events.event import misfit
+from trainbus.eventloop.events.shared import Shared
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.spelling import answers_names
+from trainbus.eventloop.training.arguments import (
     Config,
     Data,
     Limit,
@@ -37,24 +37,24 @@ from eventloop.training.arguments import (
     named,
     no_scalar,
 )
-from eventloop.training.data import Feeds
-from eventloop.training.distributed.ranks import this_rank, world_size
-from eventloop.training.driver import Driver
-from eventloop.training.facts import carded, described, facts
-from eventloop.training.host import Host, OwnLoop
-from eventloop.training.iterators import Epochs, EvaluationBatches, OpenLoops, TrainBatches
-from eventloop.training.keep import KEPT, KeptValues
-from eventloop.training.machine import ITERATION, Counters
-from eventloop.training.media import check_image, check_values, checked_text, drawn
-from eventloop.training.metrics import NamedMetrics
-from eventloop.training.optimizers import by_path, options_given, selected, stepping
-from eventloop.training.replicas import replicas_of
-from eventloop.training.rng import checked_seed
-from eventloop.training.saves.best import Best, best_of
-from eventloop.training.saves.requests import OnError, SaveRequest, Saves
-from eventloop.training.saves.restore import HOSTED
-from eventloop.training.session import DEFAULT_NAME
-from eventloop.training.state import RunState
+from trainbus.eventloop.training.data import Feeds
+from trainbus.eventloop.training.distributed.ranks import this_rank, world_size
+from trainbus.eventloop.training.driver import Driver
+from trainbus.eventloop.training.facts import carded, described, facts
+from trainbus.eventloop.training.host import Host, OwnLoop
+from trainbus.eventloop.training.iterators import Epochs, EvaluationBatches, OpenLoops, TrainBatches
+from trainbus.eventloop.training.keep import KEPT, KeptValues
+from trainbus.eventloop.training.machine import ITERATION, Counters
+from trainbus.eventloop.training.media import check_image, check_values, checked_text, drawn
+from trainbus.eventloop.training.metrics import NamedMetrics
+from trainbus.eventloop.training.optimizers import by_path, options_given, selected, stepping
+from trainbus.eventloop.training.replicas import replicas_of
+from trainbus.eventloop.training.rng import checked_seed
+from trainbus.eventloop.training.saves.best import Best, best_of
+from trainbus.eventloop.training.saves.requests import OnError, SaveRequest, Saves
+from trainbus.eventloop.training.saves.restore import HOSTED
+from trainbus.eventloop.training.session import DEFAULT_NAME
+from trainbus.eventloop.training.state import RunState
 
 log = get_logger()
 
@@ -101,8 +101,8 @@ class Run:
         accelerator: the ``accelerate.Accelerator`` that prepared model, optimizer and loaders. Saves and stops wait for the
             step of ``accelerator.accumulate()``. The checkpoints of ``accelerator.save_state()`` hold the run as well, and
             ``accelerator.load_state()``, before training begins, continues it; do not skip batches yourself.
-        host: where the run lives (:class:`~eventloop.training.Host`): a bridge gives the one of its trainer. By default your
-            own loop, with the arguments ``resume``, ``strict``, ``accelerator`` and ``replicas``.
+        host: where the run lives (:class:`~trainbus.eventloop.training.Host`): a bridge gives the one of its trainer. By
+            default your own loop, with the arguments ``resume``, ``strict``, ``accelerator`` and ``replicas``.
 
     Raises:
         ConfigurationError: an argument does not fit; the error names it.
@@ -292,7 +292,7 @@ class Run:
         return (self.state.counters.batches + 1) % self._driver.accumulate == 0 or self.last_batch
 
     def drive(self) -> Driver:
-        """Return the :class:`~eventloop.training.Driver` of this run, for control flow other than a ``for`` statement."""
+        """Return the driver of this run, for control flow other than a ``for`` statement."""
         self._own_loop("drive")
         self.state.wait_for_calls(waits=True)
         return self._driver
@@ -423,7 +423,7 @@ class Run:
                 )
 
     def costs(self) -> Any:
-        """Return ``bus.costs()`` (:class:`eventloop.observe.Costs`); None if the bus does not measure."""
+        """Return ``bus.costs()`` (:class:`trainbus.observe.Costs`); None if the bus does not measure."""
         return self.bus.costs() if self.bus.timing else None
 
     def report_image(self, name: str, image: torch.Tensor | np.ndarray[Any, Any]) -> None:
@@ -650,7 +650,7 @@ class Run:
                 hooks.
             on_error: if the file cannot be written, ``"raise"`` ends the run, ``"log"`` continues.
             staging: ``"block"`` copies the state now. ``"overlap"`` copies tensors that only optimizers change during the
-                next forward and backward pass (not in a validation or test; see :mod:`eventloop.checkpoint.overlap`).
+                next forward and backward pass (not in a validation or test; see :mod:`trainbus.eventloop.checkpoint.overlap`).
             busy: if another save is being written, ``"wait"`` for it, ``"skip"`` this one, or ``"replace"`` the waiting one.
         """
         path = self.saves.directory(directory) / name

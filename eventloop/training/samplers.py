@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from eventloop.log import get_logger
-from eventloop.training.rng import get_rng_state, own_generators, random_states, set_random_states, set_rng_state
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.training.rng import get_rng_state, own_generators, random_states, set_random_states, set_rng_state
 
 log = get_logger()
 

@@ -17,17 +17,17 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from eventloop.bus import Bus, GuestHook, Hook
-from eventloop.errors import ConfigurationError
-from eventloop.log import get_logger
-from eventloop.privates import parts_of
-from eventloop.training.data import to_device
-from eventloop.training.loaders import has_state, is_plain, rebuilt
-from eventloop.training.machine import VAL_ITERATION
-from eventloop.training.metrics import ONE_NUMBER, Metrics, NamedMetrics, missing_metric, not_a_number
-from eventloop.training.rng import Generator, random_states, set_random_states
-from eventloop.training.update import Update
-from eventloop.user_errors import add_note, contextmanager
+from trainbus.eventloop.bus import Bus, GuestHook, Hook
+from trainbus.eventloop.errors import ConfigurationError
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.privates import parts_of
+from trainbus.eventloop.training.data import to_device
+from trainbus.eventloop.training.loaders import has_state, is_plain, rebuilt
+from trainbus.eventloop.training.machine import VAL_ITERATION
+from trainbus.eventloop.training.metrics import ONE_NUMBER, Metrics, NamedMetrics, missing_metric, not_a_number
+from trainbus.eventloop.training.rng import Generator, random_states, set_random_states
+from trainbus.eventloop.training.update import Update
+from trainbus.eventloop.user_errors import add_note, contextmanager
 
 log = get_logger()
 

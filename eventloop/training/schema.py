@@ -1,7 +1,7 @@
 """The saved state of a run: its layout, the version of that layout, and how an earlier version becomes the present one.
 
 A checkpoint holds a :class:`SavedState`, an entry in another trainer's checkpoint a :class:`SavedEntry`, both as nested dicts.
-Hooks add keys of their own. :mod:`eventloop.training.saves.contents` fills and restores the keys that stand here.
+Hooks add keys of their own. :mod:`trainbus.eventloop.training.saves.contents` fills and restores the keys that stand here.
 
 To change the layout: change the classes, increase ``FORMAT``, and add a function to ``UPGRADES``. A new key that has a default
 needs neither.
@@ -15,7 +15,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from eventloop.errors import CheckpointError
+from trainbus.eventloop.errors import CheckpointError
 
 FORMAT: Final = 2
 """Version of the layout. trainbus 0.1 and 0.2 wrote 1."""

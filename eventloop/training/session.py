@@ -10,19 +10,19 @@ from functools import partial
 from itertools import count
 from typing import Any, Final
 
-from eventloop import events as ev
-from eventloop.errors import LaneFullError, RunCancelled, RunPreempted, TrainingError
-from eventloop.events import Event
-from eventloop.events.run_view import RunView
-from eventloop.log import get_logger
-from eventloop.notebook import shorten
-from eventloop.offload import Deadline
-from eventloop.training.distributed.ranks import record_failure, share_failure, world_size
-from eventloop.training.folders import move_aside
-from eventloop.training.machine import Turn
-from eventloop.training.replicas import Replicas
-from eventloop.training.saves.contents import SavedRun
-from eventloop.user_errors import add_note, described
+from trainbus.eventloop import events as ev
+from trainbus.eventloop.errors import LaneFullError, RunCancelled, RunPreempted, TrainingError
+from trainbus.eventloop.events import Event
+from trainbus.eventloop.events.run_view import RunView
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.notebook import shorten
+from trainbus.eventloop.offload import Deadline
+from trainbus.eventloop.training.distributed.ranks import record_failure, share_failure, world_size
+from trainbus.eventloop.training.folders import move_aside
+from trainbus.eventloop.training.machine import Turn
+from trainbus.eventloop.training.replicas import Replicas
+from trainbus.eventloop.training.saves.contents import SavedRun
+from trainbus.eventloop.user_errors import add_note, described
 
 log = get_logger()
 

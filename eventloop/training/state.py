@@ -1,6 +1,6 @@
 """The state of a run: its counts, its open scopes, and the requests of other threads.
 
-:class:`eventloop.training.driver.Driver` advances it from mount point to mount point.
+:class:`trainbus.eventloop.training.driver.Driver` advances it from mount point to mount point.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from msgspec.structs import replace
 
-from eventloop.bus import Bus
-from eventloop.errors import RunCancelled, TrainingError
-from eventloop.events import Event, LearningRateSet, Progress, RunPaused, RunResumed, Stage
-from eventloop.log import get_logger
-from eventloop.training.agree import Alone, Channel, Requests
-from eventloop.training.body import Beginning, copied, copied_states
-from eventloop.training.distributed.ranks import Ranks
-from eventloop.training.machine import EPOCH, ITERATION, TRAIN, Counters, Machine
-from eventloop.training.optimizers import set_learning_rate
-from eventloop.training.rng import get_rng_state
+from trainbus.eventloop.bus import Bus
+from trainbus.eventloop.errors import RunCancelled, TrainingError
+from trainbus.eventloop.events import Event, LearningRateSet, Progress, RunPaused, RunResumed, Stage
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.training.agree import Alone, Channel, Requests
+from trainbus.eventloop.training.body import Beginning, copied, copied_states
+from trainbus.eventloop.training.distributed.ranks import Ranks
+from trainbus.eventloop.training.machine import EPOCH, ITERATION, TRAIN, Counters, Machine
+from trainbus.eventloop.training.optimizers import set_learning_rate
+from trainbus.eventloop.training.rng import get_rng_state
 
 log = get_logger()
 

@@ -8,15 +8,15 @@ from typing import Annotated, Any, Literal
 import torch
 from msgspec import Meta
 
-from eventloop import events as ev
-from eventloop.bus.hook import Hook, mount
-from eventloop.bus.priority import Priority, PriorityLike
-from eventloop.checks import check_options
-from eventloop.errors import ConfigurationError, TrainingError
-from eventloop.events.run_view import RunView
-from eventloop.log import get_logger
-from eventloop.privates import check_scaler, checks_overflow, foreach_mul_, is_overflown
-from eventloop.training.optimizers import check_step, enter_training_mode, parameters_of
+from trainbus.eventloop import events as ev
+from trainbus.eventloop.bus.hook import Hook, mount
+from trainbus.eventloop.bus.priority import Priority, PriorityLike
+from trainbus.eventloop.checks import check_options
+from trainbus.eventloop.errors import ConfigurationError, TrainingError
+from trainbus.eventloop.events.run_view import RunView
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.privates import check_scaler, checks_overflow, foreach_mul_, is_overflown
+from trainbus.eventloop.training.optimizers import check_step, enter_training_mode, parameters_of
 
 log = get_logger()
 

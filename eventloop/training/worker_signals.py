@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from eventloop.offload.process import blocked_in_children
-from eventloop.privates import GET_ITERATOR, forget_workers, workers_of
-from eventloop.training.loaders import start_persistent_workers
-from eventloop.training.rng import has_workers
+from trainbus.eventloop.offload.process import blocked_in_children
+from trainbus.eventloop.privates import GET_ITERATOR, forget_workers, workers_of
+from trainbus.eventloop.training.loaders import start_persistent_workers
+from trainbus.eventloop.training.rng import has_workers
 
 
 class WorkerSignals:

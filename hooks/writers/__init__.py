@@ -1,13 +1,13 @@
 """Writers of scalars, images, histograms and texts. Derive your own from :class:`Writer`; only the logger's thread calls it."""
 
-from hooks.writers.base import Image, Row, RunFacts, Where, Writer
-from hooks.writers.console import ConsoleWriter
-from hooks.writers.csv_table import CSVWriter
-from hooks.writers.histogram import BinCounts
-from hooks.writers.json_lines import JSONLinesWriter
-from hooks.writers.mlflow import MLflowWriter
-from hooks.writers.tensorboard import TensorBoardWriter
-from hooks.writers.wandb import WandbWriter
+from trainbus.hooks.writers.base import Image, Row, RunFacts, Where, Writer
+from trainbus.hooks.writers.console import ConsoleWriter
+from trainbus.hooks.writers.csv_table import CSVWriter
+from trainbus.hooks.writers.histogram import BinCounts
+from trainbus.hooks.writers.json_lines import JSONLinesWriter
+from trainbus.hooks.writers.mlflow import MLflowWriter
+from trainbus.hooks.writers.tensorboard import TensorBoardWriter
+from trainbus.hooks.writers.wandb import WandbWriter
 
 __all__ = [
     "BinCounts",

@@ -12,12 +12,12 @@ import msgspec
 import numpy as np
 import torch
 
-from eventloop import ConfigurationError, check_options
-from eventloop.config import registrable
-from eventloop.errors import cannot_import
-from hooks.copies import CopiedAnew
-from hooks.options import PositiveInt
-from hooks.writers.histogram import BinCounts
+from trainbus.config import registrable
+from trainbus.eventloop import ConfigurationError, check_options
+from trainbus.eventloop.errors import cannot_import
+from trainbus.hooks.copies import CopiedAnew
+from trainbus.hooks.options import PositiveInt
+from trainbus.hooks.writers.histogram import BinCounts
 
 Image = np.ndarray[Any, np.dtype[np.uint8]]
 

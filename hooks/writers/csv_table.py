@@ -7,11 +7,12 @@ import csv
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, ClassVar
 
-from eventloop import check_options, register
-from eventloop.checkpoint import TEMPORARY_PREFIX
-from hooks.options import Name, PositiveInt
-from hooks.writers.base import Where
-from hooks.writers.files import FileWriter
+from trainbus.config import register
+from trainbus.eventloop import check_options
+from trainbus.eventloop.checkpoint import TEMPORARY_PREFIX
+from trainbus.hooks.options import Name, PositiveInt
+from trainbus.hooks.writers.base import Where
+from trainbus.hooks.writers.files import FileWriter
 
 
 @register

@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from eventloop import get_logger, observe
-from hooks.copies import CopiedAnew
-from hooks.log_state import Waiting
-from hooks.smoothing import Smoother
-from hooks.writers.base import Row, RunFacts, Where, Writer, as_image
-from hooks.writers.histogram import as_histogram
-from hooks.writers.target import Target
+from trainbus import observe
+from trainbus.eventloop import get_logger
+from trainbus.hooks.copies import CopiedAnew
+from trainbus.hooks.log_state import Waiting
+from trainbus.hooks.smoothing import Smoother
+from trainbus.hooks.writers.base import Row, RunFacts, Where, Writer, as_image
+from trainbus.hooks.writers.histogram import as_histogram
+from trainbus.hooks.writers.target import Target
 
 log = get_logger()
 

@@ -11,10 +11,10 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, BinaryIO, ClassVar, Final
 
-from eventloop import ConfigurationError, get_logger
-from eventloop.checkpoint import commit_bytes, keep_as_old
-from eventloop.events import RunView, Slot
-from hooks.writers.base import RunFacts, Where, Writer
+from trainbus.eventloop import ConfigurationError, get_logger
+from trainbus.eventloop.checkpoint import commit_bytes, keep_as_old
+from trainbus.eventloop.events import RunView, Slot
+from trainbus.hooks.writers.base import RunFacts, Where, Writer
 
 _UNUSABLE: Final = (errno.EACCES, errno.EPERM, errno.EIO, errno.EISDIR)
 

@@ -15,12 +15,14 @@ from zlib import crc32
 import msgspec
 import orjson
 
-from eventloop import check_options, observe, register
-from hooks.options import Name, PositiveInt
-from hooks.writers.base import Image, Row, RunFacts, Where
-from hooks.writers.files import FileWriter, replace
-from hooks.writers.histogram import BinCounts
-from hooks.writers.png import png
+from trainbus import observe
+from trainbus.config import register
+from trainbus.eventloop import check_options
+from trainbus.hooks.options import Name, PositiveInt
+from trainbus.hooks.writers.base import Image, Row, RunFacts, Where
+from trainbus.hooks.writers.files import FileWriter, replace
+from trainbus.hooks.writers.histogram import BinCounts
+from trainbus.hooks.writers.png import png
 
 
 @register

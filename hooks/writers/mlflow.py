@@ -10,11 +10,12 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from eventloop import ConfigurationError, check_options, get_logger, register
-from hooks.options import Name, PositiveInt
-from hooks.writers.base import Image, RunFacts, Where, Writer, load
-from hooks.writers.files import run_id
-from hooks.writers.histogram import BinCounts
+from trainbus.config import register
+from trainbus.eventloop import ConfigurationError, check_options, get_logger
+from trainbus.hooks.options import Name, PositiveInt
+from trainbus.hooks.writers.base import Image, RunFacts, Where, Writer, load
+from trainbus.hooks.writers.files import run_id
+from trainbus.hooks.writers.histogram import BinCounts
 
 log = get_logger()
 

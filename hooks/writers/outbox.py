@@ -8,9 +8,9 @@ from collections.abc import Collection
 from contextlib import closing
 from pathlib import Path
 
-from eventloop import get_logger
-from hooks.writers.base import RunFacts
-from hooks.writers.csv_table import CSVWriter
+from trainbus.eventloop import get_logger
+from trainbus.hooks.writers.base import RunFacts
+from trainbus.hooks.writers.csv_table import CSVWriter
 
 log = get_logger()
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 if TYPE_CHECKING:
-    from hooks.writers.base import Image
+    from trainbus.hooks.writers.base import Image
 
 SIGNATURE: Final = b"\x89PNG\r\n\x1a\n"
 

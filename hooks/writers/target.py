@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from time import monotonic
 from typing import Any, Final
 
-from eventloop import get_logger
-from hooks.writers.base import Row, RunFacts, Writer
+from trainbus.eventloop import get_logger
+from trainbus.hooks.writers.base import Row, RunFacts, Writer
 
 log = get_logger()
 

@@ -6,10 +6,11 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-from eventloop import check_options, register
-from hooks.options import Name, PositiveInt
-from hooks.writers.base import Image, RunFacts, Where, Writer, load
-from hooks.writers.histogram import BinCounts
+from trainbus.config import register
+from trainbus.eventloop import check_options
+from trainbus.hooks.options import Name, PositiveInt
+from trainbus.hooks.writers.base import Image, RunFacts, Where, Writer, load
+from trainbus.hooks.writers.histogram import BinCounts
 
 _QUEUE = 10_000  # events in the queue of TensorBoard's writing thread; more than a batch of the logger
 _NEVER = 10**6  # seconds; the logger calls flush

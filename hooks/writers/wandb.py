@@ -11,11 +11,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from eventloop import ConfigurationError, check_options, register
-from hooks.options import Name, PositiveInt, one_or_more
-from hooks.writers.base import Image, RunFacts, Where, Writer, load
-from hooks.writers.files import run_id
-from hooks.writers.histogram import BinCounts
+from trainbus.config import register
+from trainbus.eventloop import ConfigurationError, check_options
+from trainbus.hooks.options import Name, PositiveInt, one_or_more
+from trainbus.hooks.writers.base import Image, RunFacts, Where, Writer, load
+from trainbus.hooks.writers.files import run_id
+from trainbus.hooks.writers.histogram import BinCounts
 
 _ID = "wandb/run_id"  # file with the id of the run
 

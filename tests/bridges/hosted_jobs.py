@@ -9,11 +9,11 @@ import torch
 from structlog.testing import capture_logs
 from torch import distributed
 
-from eventloop import Bus, Run
-from eventloop.bridges import TrainerHost
-from eventloop.training.distributed import blocks, rounds
-from eventloop.training.distributed.mailbox import Mailbox
-from hooks import PreemptionHook
+from trainbus.bridges import TrainerHost
+from trainbus.eventloop import Bus, Run
+from trainbus.eventloop.training.distributed import blocks, rounds
+from trainbus.eventloop.training.distributed.mailbox import Mailbox
+from trainbus.hooks import PreemptionHook
 
 from ..failing import fails
 from .jobs import AsksOnOne

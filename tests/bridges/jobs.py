@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 from torch import distributed, nn
 
-from eventloop import Bus, Event, Hook, TrainbusCheckpointIO
-from hooks import CheckpointHook, EMAHook, LoggerHook
-from hooks.writers import JSONLinesWriter
+from trainbus.bridges import TrainbusCheckpointIO
+from trainbus.eventloop import Bus, Event, Hook
+from trainbus.hooks import CheckpointHook, EMAHook, LoggerHook
+from trainbus.hooks.writers import JSONLinesWriter
 
 from ..failing import fails
 

@@ -11,9 +11,10 @@ pytest.importorskip("accelerate")
 
 from accelerate.utils import DistributedType
 
-from eventloop import Bus, ConfigurationError, Run, TrainingError, attach
-from eventloop.errors import CheckpointError
-from hooks import EMAHook, ParamSchedulerHook
+from trainbus.bridges import attach
+from trainbus.eventloop import Bus, ConfigurationError, Run, TrainingError
+from trainbus.eventloop.errors import CheckpointError
+from trainbus.hooks import EMAHook, ParamSchedulerHook
 
 from ..waiting import until
 from .conformance import accelerate

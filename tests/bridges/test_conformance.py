@@ -18,14 +18,11 @@ import pytest
 import structlog
 import torch
 
-from eventloop import Bus, ConfigurationError, RunCancelled, SubscribeError, TrainingError
-from eventloop.checkpoint import commit, torch_file
-from eventloop.errors import BusStateError, CheckpointError, CheckpointValueError
-from eventloop.events import AfterTrainIter
-from eventloop.observe import expensive
-from eventloop.observe.record import Validation
-from eventloop.observe.report.reported_run import ReportedRun
-from hooks import (
+from trainbus.eventloop import Bus, ConfigurationError, RunCancelled, SubscribeError, TrainingError
+from trainbus.eventloop.checkpoint import commit, torch_file
+from trainbus.eventloop.errors import BusStateError, CheckpointError, CheckpointValueError
+from trainbus.eventloop.events import AfterTrainIter
+from trainbus.hooks import (
     CheckInvalidLossHook,
     CheckpointHook,
     EarlyStoppingHook,
@@ -40,7 +37,10 @@ from hooks import (
     RunRecordHook,
     RuntimeInfoHook,
 )
-from hooks.writers import JSONLinesWriter
+from trainbus.hooks.writers import JSONLinesWriter
+from trainbus.observe import expensive
+from trainbus.observe.record import Validation
+from trainbus.observe.report.reported_run import ReportedRun
 
 from ..failing import fails
 from ..heartbeats import launch

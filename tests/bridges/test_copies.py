@@ -10,9 +10,9 @@ import structlog
 import torch
 from torch import nn
 
-from eventloop import Bus, Run
-from hooks import CheckpointHook, EMAHook, LoggerHook
-from hooks.writers import JSONLinesWriter
+from trainbus.eventloop import Bus, Run
+from trainbus.hooks import CheckpointHook, EMAHook, LoggerHook
+from trainbus.hooks.writers import JSONLinesWriter
 
 from .conformance.job import WARNINGS, Net
 from .jobs import Counting
@@ -131,7 +131,7 @@ def test_the_copy_of_an_ignite_saver_writes_in_the_training_of_the_copied_engine
     from ignite.engine import Events
     from ignite.handlers import Checkpoint
 
-    from eventloop.bridges.ignite.saver import TrainbusSaver
+    from trainbus.bridges.ignite.saver import TrainbusSaver
 
     saver = TrainbusSaver(tmp_path / "files", job.trainer)
     bridge = job.attach(Bus())

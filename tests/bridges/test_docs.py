@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from eventloop import Bus
-from eventloop.events.event import registry
+from trainbus.eventloop import Bus
+from trainbus.eventloop.events.event import registry
 
 from .jobs import heard
 
@@ -45,7 +45,7 @@ def test_the_bridge_of_the_page_has_at_most_150_lines():
 
 
 def test_the_table_has_every_mount_point():
-    catalogue = {name for name, kind in registry.items() if kind.__module__.startswith("eventloop.")}
+    catalogue = {name for name, kind in registry.items() if kind.__module__.startswith("trainbus.eventloop.")}
     assert set(table()) == catalogue - BASES
 
 
@@ -53,7 +53,7 @@ def test_the_table_has_every_mount_point():
 def test_the_table_agrees_with_missing(host):
     library, bridge, _ = HOSTS[host]
     pytest.importorskip(library)
-    kind = getattr(import_module(f"eventloop.bridges.{library}.host"), bridge)
+    kind = getattr(import_module(f"trainbus.bridges.{library}.host"), bridge)
     assert not_given(host) == set(kind.missing)
 
 

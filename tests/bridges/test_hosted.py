@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from eventloop import Bus, SubscribeError, TrainingError
-from eventloop.errors import CheckpointError
-from hooks import CheckpointHook, EMAHook
+from trainbus.eventloop import Bus, SubscribeError, TrainingError
+from trainbus.eventloop.errors import CheckpointError
+from trainbus.hooks import CheckpointHook, EMAHook
 
 from .conformance.toy import Job
 from .jobs import Counting, assert_same

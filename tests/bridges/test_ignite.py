@@ -15,9 +15,9 @@ pytest.importorskip("ignite")
 from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint, DiskSaver, EarlyStopping, FastaiLRFinder
 
-from eventloop import Bus, ConfigurationError, SubscribeError, TrainingError
-from eventloop.errors import CheckpointError
-from hooks import EMAHook, RuntimeInfoHook
+from trainbus.eventloop import Bus, ConfigurationError, SubscribeError, TrainingError
+from trainbus.eventloop.errors import CheckpointError
+from trainbus.hooks import EMAHook, RuntimeInfoHook
 
 from ..failing import fails
 from .conformance import ignite

@@ -9,8 +9,8 @@ from ignite import distributed as idist
 from ignite.engine import Events
 from ignite.handlers import Checkpoint
 
-from eventloop import Bus
 from trainbus import TrainbusSaver
+from trainbus.eventloop import Bus
 
 from ..scripts import run_script
 from .conformance import ignite

@@ -12,9 +12,8 @@ pl = pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch import callbacks  # noqa: E402
 
-from eventloop import Bus, ConfigurationError, TrainingError  # noqa: E402
-from eventloop.observe.report.reported_run import ReportedRun  # noqa: E402
-from hooks import (  # noqa: E402
+from trainbus.eventloop import Bus, ConfigurationError, TrainingError  # noqa: E402
+from trainbus.hooks import (  # noqa: E402
     CheckpointHook,
     EarlyStoppingHook,
     EMAHook,
@@ -23,6 +22,7 @@ from hooks import (  # noqa: E402
     RunRecordHook,
     RuntimeInfoHook,
 )
+from trainbus.observe.report.reported_run import ReportedRun  # noqa: E402
 
 from ..failing import fails  # noqa: E402
 from .conformance.job import WARNINGS, loader  # noqa: E402

@@ -17,11 +17,12 @@ import structlog
 import torch
 from torch import nn
 
-from eventloop import Bus, CheckpointError, TrainbusCheckpointIO
-from eventloop.bridges.lightning import saver as lightning_saver
-from eventloop.checkpoint import symlink
-from eventloop.errors import CheckpointValueError
-from hooks import CheckpointHook
+from trainbus.bridges import TrainbusCheckpointIO
+from trainbus.bridges.lightning import saver as lightning_saver
+from trainbus.eventloop import Bus, CheckpointError
+from trainbus.eventloop.checkpoint import symlink
+from trainbus.eventloop.errors import CheckpointValueError
+from trainbus.hooks import CheckpointHook
 
 from .conformance.job import WARNINGS, loader
 from .jobs import assert_same

@@ -7,14 +7,15 @@ from contextlib import suppress
 import pytest
 import torch
 
-from eventloop import Bus, ConfigurationError, Run, TrainbusCheckpointIO
-from eventloop.privates import check_names
+from trainbus.bridges import TrainbusCheckpointIO
+from trainbus.eventloop import Bus, ConfigurationError, Run
+from trainbus.eventloop.privates import check_names
 
 HOSTS = {"lightning": "lightning", "transformers": "transformers", "ignite": "pytorch-ignite", "accelerate": "accelerate"}
 
 
 def names_of(host, table="NAMES"):
-    return getattr(importlib.import_module(f"eventloop.bridges.{host}.privates"), table)
+    return getattr(importlib.import_module(f"trainbus.bridges.{host}.privates"), table)
 
 
 def attach(host, folder):

@@ -6,8 +6,8 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import Bus, CheckpointError
-from hooks import CheckpointHook, EMAHook
+from trainbus.eventloop import Bus, CheckpointError
+from trainbus.hooks import CheckpointHook, EMAHook
 
 from ..failing import fails
 from ..waiting import until

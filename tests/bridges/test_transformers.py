@@ -12,8 +12,8 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback  # noqa: E402
 
-from eventloop import Bus, ConfigurationError  # noqa: E402
-from hooks import ParamSchedulerHook, PreemptionHook  # noqa: E402
+from trainbus.eventloop import Bus, ConfigurationError  # noqa: E402
+from trainbus.hooks import ParamSchedulerHook, PreemptionHook  # noqa: E402
 
 from ..failing import fails  # noqa: E402
 from .conformance.transformers import Plain, gpt2, make, plain_data  # noqa: E402

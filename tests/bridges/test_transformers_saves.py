@@ -15,10 +15,10 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file  # noqa: E402
 from transformers import GPT2LMHeadModel  # noqa: E402
 
-from eventloop import Bus, CheckpointDamagedError, CheckpointError, ConfigurationError  # noqa: E402
-from eventloop.observe.record import Validation  # noqa: E402
-from eventloop.observe.report.reported_run import ReportedRun  # noqa: E402
-from hooks import CheckpointHook, EMAHook, RunRecordHook, RuntimeInfoHook  # noqa: E402
+from trainbus.eventloop import Bus, CheckpointDamagedError, CheckpointError, ConfigurationError  # noqa: E402
+from trainbus.hooks import CheckpointHook, EMAHook, RunRecordHook, RuntimeInfoHook  # noqa: E402
+from trainbus.observe.record import Validation  # noqa: E402
+from trainbus.observe.report.reported_run import ReportedRun  # noqa: E402
 
 from ..failing import fails  # noqa: E402
 from .conformance.transformers import Plain, gpt2, make, plain_data, tokens  # noqa: E402

@@ -11,8 +11,8 @@ import trl  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast  # noqa: E402
 
-from eventloop import Bus  # noqa: E402
-from hooks import EMAHook  # noqa: E402
+from trainbus.eventloop import Bus  # noqa: E402
+from trainbus.hooks import EMAHook  # noqa: E402
 
 from .jobs import assert_same, heard, noted, weights_of  # noqa: E402
 

@@ -5,8 +5,8 @@ import threading
 import pytest
 from structlog.testing import capture_logs
 
-from eventloop import Bus, ConfigurationError, Event, Hook, Progress, UnknownEventError
-from eventloop.events import AfterIter, AfterTrainIter, BeforeRun
+from trainbus.eventloop import Bus, ConfigurationError, Event, Hook, Progress, UnknownEventError
+from trainbus.eventloop.events import AfterIter, AfterTrainIter, BeforeRun
 
 from ..handlers import publish_all
 from ..waiting import meanwhile, on_threads
@@ -89,8 +89,8 @@ def test_a_bus_that_is_open_at_interpreter_exit_delivers_warns_and_does_not_hang
     """Nor does a handler that never returns."""
     done = script("""
         import threading
-        from eventloop import Bus, Progress
-        from eventloop.events import AfterRun
+        from trainbus.eventloop import Bus, Progress
+        from trainbus.eventloop.events import AfterRun
         bus, hanging, started = Bus(), Bus(abort_timeout=0.05), threading.Event()
         bus.on("after_run", lambda event: print("thread heard"), offload="thread")
         @bus.on("after_run")
@@ -111,8 +111,8 @@ def test_a_bus_that_is_open_at_interpreter_exit_delivers_warns_and_does_not_hang
 def test_after_a_fork_the_childs_copy_is_inert(script):
     done = script("""
         import os, sys
-        from eventloop import Bus, Progress
-        from eventloop.events import AfterRun, BeforeRun
+        from trainbus.eventloop import Bus, Progress
+        from trainbus.eventloop.events import AfterRun, BeforeRun
         P = Progress()
         bus = Bus()
         bus.on("after_run", lambda event: print("inline", flush=True))
@@ -148,7 +148,7 @@ def test_after_a_fork_the_childs_copy_is_inert(script):
 def test_a_run_in_a_forked_process_warns_that_its_bus_is_inert(script):
     done = script("""
         import asyncio, os, sys
-        from eventloop import Bus, BusStateError, Run
+        from trainbus.eventloop import Bus, BusStateError, Run
         from tests.hooks.conftest import batches, make_loop, small_model
 
         def refused(call):

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from eventloop import Bus, Progress
-from eventloop.errors import LaneClosedError
-from eventloop.events import AfterTrainIter
+from trainbus.eventloop import Bus, Progress
+from trainbus.eventloop.errors import LaneClosedError
+from trainbus.eventloop.events import AfterTrainIter
 
 from ..handlers import offload
 

@@ -1,8 +1,8 @@
 import pytest
 
-from eventloop import Bus, Event, Hook, Progress, mount
-from eventloop.events import AfterTrainIter
-from eventloop.terminal import plain
+from trainbus.eventloop import Bus, Event, Hook, Progress, mount
+from trainbus.eventloop.events import AfterTrainIter
+from trainbus.eventloop.terminal import plain
 
 
 class Both(Hook):

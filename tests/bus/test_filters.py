@@ -3,9 +3,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eventloop import Bus, Event, Progress, SubscribeError
-from eventloop.events import AfterRun, AfterTrainIter, BeforeRun
-from eventloop.events.event import resolve
+from trainbus.eventloop import Bus, Event, Progress, SubscribeError
+from trainbus.eventloop.events import AfterRun, AfterTrainIter, BeforeRun
+from trainbus.eventloop.events.event import resolve
 
 
 def heard(filters: dict, counts: range = range(1, 31)) -> list[int]:
@@ -93,7 +93,7 @@ def test_other_events_count_their_publishes_and_the_bus_saves_the_count():
 
 def test_every_seconds_fires_first_and_then_after_its_interval_which_new_subscriptions_do_not_restart(bus, monkeypatch):
     now = 100.0
-    monkeypatch.setattr("eventloop.bus.filters.time.monotonic", lambda: now)
+    monkeypatch.setattr("trainbus.eventloop.bus.filters.time.monotonic", lambda: now)
     calls: list[tuple[float, str]] = []
     bus.on(Event, lambda event: calls.append((now, event.mount_point)), every_seconds=10)
     for now, event in (  # noqa: B007

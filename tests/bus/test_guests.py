@@ -5,10 +5,11 @@ import types
 
 import pytest
 
-from eventloop import Bus, ConfigurationError, Hook, SubscribeError, add_hooks, mount
-from eventloop.bus import GuestHook, GuestKind, guests, register_guests
-from eventloop.events import AfterRun, BeforeRun, Progress
-from hooks.compat.guests import GUESTS
+from trainbus.compat.guests import GUESTS
+from trainbus.config import add_hooks
+from trainbus.eventloop import Bus, ConfigurationError, Hook, SubscribeError, mount
+from trainbus.eventloop.bus import GuestHook, GuestKind, guests, register_guests
+from trainbus.eventloop.events import AfterRun, BeforeRun, Progress
 
 
 class Theirs:

@@ -1,8 +1,8 @@
 import pytest
 
-from eventloop import Bus, Event, Hook, Progress, SubscribeError, mount
-from eventloop.events import AfterRun, AfterTrainEpoch, AfterTrainIter, BeforeTrainEpoch
-from eventloop.events.event import resolve
+from trainbus.eventloop import Bus, Event, Hook, Progress, SubscribeError, mount
+from trainbus.eventloop.events import AfterRun, AfterTrainEpoch, AfterTrainIter, BeforeTrainEpoch
+from trainbus.eventloop.events.event import resolve
 
 from ..failing import fails
 
@@ -99,7 +99,7 @@ def test_add_takes_all_hooks_or_none_on_an_open_bus_whose_loop_does_not_start(bu
         def after_train_iter(self, event): ...
 
     with bus:
-        monkeypatch.setattr("eventloop.offload.loops.anyio.run", fails(LookupError("No such backend: trio")))
+        monkeypatch.setattr("trainbus.eventloop.offload.loops.anyio.run", fails(LookupError("No such backend: trio")))
         with pytest.raises(RuntimeError):
             bus.add(Offloaded())
         assert (bus.subscriptions, bus.hooks) == ((), ())
@@ -245,7 +245,7 @@ TWICE = Counter()
     [
         ([Counter("good"), made("Empty", compute=print)], "Empty"),
         ([Recorder], r"bus.add\(Recorder\(...\)\)"),
-        ([subscribed], r"eventloop.Hook"),
+        ([subscribed], r"trainbus.eventloop.Hook"),
         *(([several([Counter(), Counter("other")])], r"bus.add\(\*hooks\)") for several in (list, tuple, set, iter)),
         *(([described], r"add_hooks\(bus, \[") for described in ("EMAHook", {"type": "EMAHook"})),
         ([made("NoPoint", histogram=mounted(every=2))], r"NoPoint.histogram .*'histogram'"),

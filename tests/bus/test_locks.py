@@ -10,7 +10,7 @@ import pytest
 import structlog
 import torch
 
-from eventloop import Bus, Event, Hook, locks
+from trainbus.eventloop import Bus, Event, Hook, locks
 
 from ..handlers import iteration
 from ..interleaver.points import Lines
@@ -86,7 +86,7 @@ def test_nothing_is_logged_with_the_lock(lines, monkeypatch):
     bus.on("after_run", module["handler"])
     bus.add(hook())
     exec("\n\ndef handler(event): ...\n", module)  # noqa: S102 - and once more
-    monkeypatch.setattr("eventloop.bus.redefined._PROMPTS", ("<string>",))
+    monkeypatch.setattr("trainbus.eventloop.bus.redefined._PROMPTS", ("<string>",))
     bus.on("after_run", module["handler"])
     assert found.count("missing") == 4
     assert any("defined again" in line for line in found)
@@ -121,7 +121,7 @@ def test_a_loop_that_does_not_start_is_told_and_leaves_nothing(monkeypatch, bus,
     def fails(*arguments, **options):
         raise OSError("too many open files")
 
-    monkeypatch.setattr("eventloop.offload.loops.anyio.run", fails)
+    monkeypatch.setattr("trainbus.eventloop.offload.loops.anyio.run", fails)
     bus.on("after_train_iter", _nothing)
     with pytest.raises(RuntimeError, match="too many open files"):
         bus.open()

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from eventloop import Priority, SubscribeError
+from trainbus.eventloop import Priority, SubscribeError
 
 MMENGINE = {
     "HIGHEST": 0, "VERY_HIGH": 10, "HIGH": 30, "ABOVE_NORMAL": 40, "NORMAL": 50, "BELOW_NORMAL": 60, "LOW": 70, "VERY_LOW": 90,

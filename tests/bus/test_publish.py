@@ -9,8 +9,8 @@ import weakref
 
 import pytest
 
-from eventloop import Bus, Event, Progress
-from eventloop.events import AfterRun, AfterTrainIter, AfterValIter, BeforeRun
+from trainbus.eventloop import Bus, Event, Progress
+from trainbus.eventloop.events import AfterRun, AfterTrainIter, AfterValIter, BeforeRun
 
 from ..waiting import until
 

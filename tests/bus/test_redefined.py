@@ -5,8 +5,8 @@ import textwrap
 import pytest
 from structlog.testing import capture_logs
 
-from eventloop import Bus, Hook, Progress
-from eventloop.events import AfterRun
+from trainbus.eventloop import Bus, Hook, Progress
+from trainbus.eventloop.events import AfterRun
 
 HOOK = """
 class Mine(Hook):

@@ -6,10 +6,10 @@ import pytest
 from structlog.testing import capture_logs
 from torch.profiler import ProfilerActivity, profile
 
-from eventloop import Bus, Event, Hook, Progress
-from eventloop.bus import mark_ranges
-from eventloop.errors import LaneClosedError, SubscribeError
-from eventloop.events import AfterRun, AfterTrainEpoch, AfterTrainIter, AfterValIter, BeforeModuleForward, BeforeRun
+from trainbus.eventloop import Bus, Event, Hook, Progress
+from trainbus.eventloop.bus import mark_ranges
+from trainbus.eventloop.errors import LaneClosedError, SubscribeError
+from trainbus.eventloop.events import AfterRun, AfterTrainEpoch, AfterTrainIter, AfterValIter, BeforeModuleForward, BeforeRun
 
 from ..failing import fails
 from ..handlers import offload

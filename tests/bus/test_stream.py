@@ -9,8 +9,8 @@ import anyio
 import pytest
 import torch
 
-from eventloop import Bus, BusStateError, LiveFieldError, Progress, SubscribeError
-from eventloop.events import AfterTrainIter, CheckpointCommitted
+from trainbus.eventloop import Bus, BusStateError, LiveFieldError, Progress, SubscribeError
+from trainbus.eventloop.events import AfterTrainIter, CheckpointCommitted
 
 from ..failing import fails
 from ..handlers import held, iteration, publish_all

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eventloop import Bus, Event, Stream
+from trainbus.eventloop import Bus, Event, Stream
 
 
 class NoteOfStreamTests(Event):

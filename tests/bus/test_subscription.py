@@ -4,8 +4,8 @@ import pickle
 import pytest
 from structlog.testing import capture_logs
 
-from eventloop import Bus, Hook, Progress, SubscribeError, mount
-from eventloop.events import AfterRun, AfterTrainIter
+from trainbus.eventloop import Bus, Hook, Progress, SubscribeError, mount
+from trainbus.eventloop.events import AfterRun, AfterTrainIter
 
 from ..failing import fails
 

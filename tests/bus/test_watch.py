@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from eventloop import Event, SubscribeError
+from trainbus.eventloop import Event, SubscribeError
 
 from ..failing import fails
 from ..hooks.conftest import make_loop

@@ -1,6 +1,6 @@
 import pytest
 
-from eventloop.checkpoint import load, write
+from trainbus.eventloop.checkpoint import load, write
 
 from .faults import Faults
 

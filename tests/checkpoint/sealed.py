@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eventloop.errors import CheckpointDamagedError
+from trainbus.eventloop.errors import CheckpointDamagedError
 
 
 def prefixed(header: dict[str, Any] | bytes) -> bytes:

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from eventloop.checkpoint import AsyncSaver, steps_awaited, write
+from trainbus.eventloop.checkpoint import AsyncSaver, steps_awaited, write
 
 from ..waiting import until
 

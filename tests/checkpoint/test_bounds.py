@@ -13,12 +13,12 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop.checkpoint import inspect, is_plain_name, load, outline, rebuild, save, verify
-from eventloop.cli import main
-from eventloop.errors import CheckpointDamagedError, CheckpointValueError
-from eventloop.training.saves.discover import find_checkpoint
 from tests.checkpoint.sealed import assert_refused, header_of, prefixed, seal
 from tests.failing import fails
+from trainbus.cli import main
+from trainbus.eventloop.checkpoint import inspect, is_plain_name, load, outline, rebuild, save, verify
+from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointValueError
+from trainbus.eventloop.training.saves.discover import find_checkpoint
 
 Ext = msgspec.msgpack.Ext
 pack = msgspec.msgpack.encode
@@ -129,11 +129,11 @@ def test_every_value_is_counted_to_its_end_and_is_worth_eight_tokens_at_most(tmp
 
 
 def test_more_than_is_read_is_refused_when_it_is_saved(tmp_path, monkeypatch):
-    monkeypatch.setattr("eventloop.checkpoint.tree.MAX_VALUES", 10)
-    monkeypatch.setattr("eventloop.checkpoint.layout.MAX_TREE_BYTES", 1000)
+    monkeypatch.setattr("trainbus.eventloop.checkpoint.tree.MAX_VALUES", 10)
+    monkeypatch.setattr("trainbus.eventloop.checkpoint.layout.MAX_TREE_BYTES", 1000)
     for good in ({"loss": list(range(8))}, {"a": bytes(900)}):
         save(good, tmp_path / "a")
-    monkeypatch.setattr("eventloop.checkpoint.container.MAX_HEADER_BYTES", 1400)
+    monkeypatch.setattr("trainbus.eventloop.checkpoint.container.MAX_HEADER_BYTES", 1400)
     hiding = OrderedDict(a=1)
     vars(hiding)["pop"] = 1
     for bad, named in (

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from eventloop.checkpoint import TEMPORARY_PREFIX, commit_bytes, link, load, remove, save, stage, verify, write
-from eventloop.errors import CheckpointError
+from trainbus.eventloop.checkpoint import TEMPORARY_PREFIX, commit_bytes, link, load, remove, save, stage, verify, write
+from trainbus.eventloop.errors import CheckpointError
 
 from ..failing import fails
 from .faults import fill_up

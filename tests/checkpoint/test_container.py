@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from eventloop.checkpoint import StageBuffer, inspect, load, outline, save, stage, write
-from eventloop.errors import CheckpointValueError
 from tests.checkpoint.trees import DENSE, SAFE, canonical
 from tests.failing import fails
+from trainbus.eventloop.checkpoint import StageBuffer, inspect, load, outline, save, stage, write
+from trainbus.eventloop.errors import CheckpointValueError
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch says so of any complex32 tensor
 

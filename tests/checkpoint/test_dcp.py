@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import Metadata
 
-from eventloop.checkpoint import (
+from trainbus.eventloop.checkpoint import (
     Contents,
     copy_in,
     dcp_write,
@@ -32,9 +32,9 @@ from eventloop.checkpoint import (
     verify_shards,
     write_safetensors,
 )
-from eventloop.checkpoint.contents import replace_tensors
-from eventloop.checkpoint.dcp_write import write_dcp
-from eventloop.errors import CheckpointDamagedError, CheckpointError
+from trainbus.eventloop.checkpoint.contents import replace_tensors
+from trainbus.eventloop.checkpoint.dcp_write import write_dcp
+from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError
 
 from ..scripts import run_script
 from .trees import DENSE, canonical
@@ -335,8 +335,8 @@ def test_a_folder_is_replaced_as_a_whole_and_strange_files_in_it_are_kept(tmp_pa
 MEMORY = """
     import sys, torch
     from pathlib import Path
-    from eventloop.checkpoint import open_contents, save, save_contents, open_dcp, write_safetensors, copy_in
-    from eventloop.checkpoint.dcp_write import write_dcp
+    from trainbus.eventloop.checkpoint import open_contents, save, save_contents, open_dcp, write_safetensors, copy_in
+    from trainbus.eventloop.checkpoint.dcp_write import write_dcp
 
     folder = Path(sys.argv[1])
     save({"state_dict": {f"w{n}": torch.full((4 << 20,), float(n)) for n in range(12)}}, folder / "ours.safetensors")

@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from safetensors.torch import save_file as safe_save_file
 from structlog.testing import capture_logs
 
-from eventloop.checkpoint import AsyncSaver, FolderFiles, stage, verify_folder
-from eventloop.errors import CheckpointDamagedError, CheckpointError
+from trainbus.eventloop.checkpoint import AsyncSaver, FolderFiles, stage, verify_folder
+from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError
 
 from ..waiting import on_threads
 from .trees import canonical

@@ -9,8 +9,8 @@ import threading
 import pytest
 import torch
 
-from eventloop.checkpoint import AsyncSaver, Pickled, load, save
-from eventloop.checkpoint.background import PendingSaves
+from trainbus.eventloop.checkpoint import AsyncSaver, Pickled, load, save
+from trainbus.eventloop.checkpoint.background import PendingSaves
 
 from ..strikes import strikes_at
 

@@ -15,11 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eventloop.checkpoint import inspect, load, load_whole, outline, save, verify
-from eventloop.errors import CheckpointDamagedError, CheckpointError
 from tests.checkpoint.sealed import assert_refused, header_of, seal, sealed_tree, split
 from tests.checkpoint.trees import canonical
 from tests.failing import fails
+from trainbus.eventloop.checkpoint import inspect, load, load_whole, outline, save, verify
+from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError
 
 Ext, pack = msgspec.msgpack.Ext, msgspec.msgpack.encode
 TREE: dict[str, Any] = {"w": torch.arange(5.0), "c": torch.ones(2, dtype=torch.complex64), "epoch": 3, "names": ("a",)}

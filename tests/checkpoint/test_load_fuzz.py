@@ -15,9 +15,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from eventloop.checkpoint import inspect, load, save, verify
-from eventloop.errors import CheckpointDamagedError, CheckpointError
 from tests.checkpoint.sealed import seal, split
+from trainbus.eventloop.checkpoint import inspect, load, save, verify
+from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError
 
 Ext = msgspec.msgpack.Ext
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 from msgspec.msgpack import Ext
 
-from eventloop.checkpoint import (
+from tests.checkpoint.sealed import sealed_tree
+from tests.checkpoint.trees import canonical
+from trainbus.eventloop.checkpoint import (
     Overlap,
     StageBuffer,
     copy_in,
@@ -29,10 +31,8 @@ from eventloop.checkpoint import (
     stage,
     write,
 )
-from eventloop.checkpoint.dcp_write import write_dcp
-from eventloop.errors import CheckpointDamagedError, CheckpointError, CheckpointValueError
-from tests.checkpoint.sealed import sealed_tree
-from tests.checkpoint.trees import canonical
+from trainbus.eventloop.checkpoint.dcp_write import write_dcp
+from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError, CheckpointValueError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant)")  # torch says so once
 

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from eventloop import CheckpointError
-from eventloop.checkpoint import AsyncSaver, Overlap, StageBuffer, load, stage, write
+from trainbus.eventloop import CheckpointError
+from trainbus.eventloop.checkpoint import AsyncSaver, Overlap, StageBuffer, load, stage, write
 
 from ..waiting import on_threads
 
@@ -24,7 +24,7 @@ def late(monkeypatch):
             assert go.wait(30)
         return copy(*args, **options)
 
-    monkeypatch.setattr("eventloop.checkpoint.layout.foreach_copy_", held)
+    monkeypatch.setattr("trainbus.eventloop.checkpoint.layout.foreach_copy_", held)
     return go
 
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-import hooks  # noqa: F401 - registers the format of MMEngine
-from eventloop.checkpoint import load, load_pth, pth, save
-from eventloop.errors import CheckpointDamagedError, CheckpointError
+from trainbus import hooks  # noqa: F401 - registers the format of MMEngine
+from trainbus.eventloop.checkpoint import load, load_pth, pth, save
+from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError
 
 from .trees import canonical
 
@@ -214,7 +214,7 @@ def test_what_torch_has_not_written_so_is_an_error_that_names_the_cause(tmp_path
 
 
 def test_recursively_repeated_lists_are_an_error_and_use_no_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("eventloop.checkpoint.pth.MAX_VALUES", 10_000)
+    monkeypatch.setattr("trainbus.eventloop.checkpoint.pth.MAX_VALUES", 10_000)
     bomb: list[Any] = [0]
     for _ in range(40):
         bomb = [bomb, bomb]

@@ -10,8 +10,8 @@ import fsspec
 import pytest
 import torch
 
-from eventloop.checkpoint import RemotePath, as_path, commit_bytes, load, save, stage, verify, write
-from eventloop.errors import CheckpointError
+from trainbus.eventloop.checkpoint import RemotePath, as_path, commit_bytes, load, save, stage, verify, write
+from trainbus.eventloop.errors import CheckpointError
 
 pytest.importorskip("moto")
 s3fs = pytest.importorskip("s3fs")
@@ -55,7 +55,7 @@ def test_a_checkpoint_is_uploaded_once_and_never_copied(server: S3Server) -> Non
 
 
 def test_a_large_file_has_larger_parts_and_no_more_of_them_than_s3_takes(server: S3Server, monkeypatch) -> None:
-    monkeypatch.setattr("eventloop.checkpoint.s3._MOST_PARTS", 4)
+    monkeypatch.setattr("trainbus.eventloop.checkpoint.s3._MOST_PARTS", 4)
     server.requests.clear()
     save(tree(1.0), URL)
     assert sum("partNumber" in request for request in server.requests) == 4
@@ -77,7 +77,7 @@ def test_an_upload_that_fails_anywhere_keeps_the_earlier_file_and_leaves_no_part
 def test_a_server_that_never_answers_is_given_up(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if it stops to answer in the middle of an upload."""
     for name in ("s3._PATIENCE", "s3._PATIENCE_AFTER_ERROR", "remote._PATIENCE"):
-        monkeypatch.setattr(f"eventloop.checkpoint.{name}", 1)
+        monkeypatch.setattr(f"trainbus.eventloop.checkpoint.{name}", 1)
     over = threading.Event()
     for silent in ("partNumber=3", "run/"):
         server.fault = lambda method, path, silent=silent: over.wait(60) and None if silent in path else None  # type: ignore[misc]

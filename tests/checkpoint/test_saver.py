@@ -7,9 +7,9 @@ from concurrent.futures import wait
 import pytest
 import torch
 
-from eventloop import CheckpointError, ConfigurationError
-from eventloop.checkpoint import AsyncSaver, BackgroundWriter, load
-from eventloop.errors import CheckpointValueError
+from trainbus.eventloop import CheckpointError, ConfigurationError
+from trainbus.eventloop.checkpoint import AsyncSaver, BackgroundWriter, load
+from trainbus.eventloop.errors import CheckpointValueError
 
 
 def tree(number):
@@ -122,7 +122,7 @@ def test_pending_saves_are_written_at_interpreter_exit_and_one_that_fails_is_rep
     done = script(
         f"""
         import torch
-        from eventloop.checkpoint import AsyncSaver
+        from trainbus.eventloop.checkpoint import AsyncSaver
         AsyncSaver().save({{"w": torch.full((2_000_000,), 3.0)}}, "{tmp_path}/c")
         AsyncSaver().save({{"w": 1}}, "{tmp_path}/gone/c")
         """

@@ -20,12 +20,12 @@ from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from eventloop.checkpoint import RemotePath, as_path, export_tree, load, load_whole, save, sweep_shards
-from eventloop.checkpoint.sharded import ShardStage
-from eventloop.cli import main
-from eventloop.errors import CheckpointDamagedError, CheckpointError
-from eventloop.training.saves.discover import find_checkpoint
-from hooks import CheckpointHook
+from trainbus.cli import main
+from trainbus.eventloop.checkpoint import RemotePath, as_path, export_tree, load, load_whole, save, sweep_shards
+from trainbus.eventloop.checkpoint.sharded import ShardStage
+from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError
+from trainbus.eventloop.training.saves.discover import find_checkpoint
+from trainbus.hooks import CheckpointHook
 
 from ..hooks.conftest import make_loop
 from .trees import canonical

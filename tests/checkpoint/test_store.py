@@ -11,7 +11,7 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from structlog.testing import capture_logs
 
-from eventloop.checkpoint import (
+from trainbus.eventloop.checkpoint import (
     STATE_FILE,
     TEMPORARY_PREFIX,
     AsyncSaver,
@@ -28,7 +28,7 @@ from eventloop.checkpoint import (
     symlink,
     verify,
 )
-from eventloop.errors import CheckpointDamagedError, CheckpointError, ConfigurationError
+from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError, ConfigurationError
 
 from ..failing import fails
 from .trees import canonical
@@ -118,7 +118,7 @@ def test_a_failed_write_keeps_the_existing_file(memory: MemoryFileSystem, error:
 def test_what_passes_is_tried_again_a_few_times(memory, monkeypatch: pytest.MonkeyPatch, put, error, tries) -> None:
     """A store whose library does not do so is asked again, after waits that grow."""
     waits: list[float] = []
-    monkeypatch.setattr("eventloop.checkpoint.remote.time.sleep", waits.append)
+    monkeypatch.setattr("trainbus.eventloop.checkpoint.remote.time.sleep", waits.append)
     real, faults = MemoryFileSystem.info, [error] * (tries - 1)
 
     def info(self: MemoryFileSystem, path: str, **options: Any) -> dict[str, Any]:

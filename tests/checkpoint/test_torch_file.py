@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from eventloop.checkpoint import AsyncSaver, CommitInfo, Pickled, commit_bytes, load_pth, stage, zip_file
-from eventloop.errors import CheckpointError, CheckpointValueError
+from trainbus.eventloop.checkpoint import AsyncSaver, CommitInfo, Pickled, commit_bytes, load_pth, stage, zip_file
+from trainbus.eventloop.errors import CheckpointError, CheckpointValueError
 
 from ..scripts import run_script
 from .trees import canonical
@@ -126,7 +126,7 @@ def test_sizes_and_offsets_that_need_64_bits_are_given_in_64(tmp_path, monkeypat
 
 _KILLED = """
 import os, signal, sys, torch
-from eventloop.checkpoint import AsyncSaver, Pickled
+from trainbus.eventloop.checkpoint import AsyncSaver, Pickled
 real, left = os.writev, [3]
 def writev(descriptor, parts):
     left[0] -= 1

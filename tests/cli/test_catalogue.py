@@ -5,12 +5,12 @@ import re
 
 import pytest
 
-import hooks  # noqa: F401 - registers what is offered
-from eventloop.annotations import Signature
-from eventloop.config import option_descriptions, registered
+from trainbus import hooks  # noqa: F401 - registers what is offered
+from trainbus.config import option_descriptions, registered
+from trainbus.eventloop.annotations import Signature
 
 KINDS = ("hook", "writer", "average")
-OFFERED = [one for kind in KINDS for one in registered(kind) if one.cls.__module__.partition(".")[0] in ("hooks", "eventloop")]
+OFFERED = [one for kind in KINDS for one in registered(kind) if one.cls.__module__.partition(".")[0] == "trainbus"]
 
 
 @pytest.mark.parametrize("entry", OFFERED, ids=[entry.name for entry in OFFERED])

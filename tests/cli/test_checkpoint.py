@@ -16,8 +16,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from eventloop.checkpoint import inspect, link, load, note_scores, save
-from eventloop.checkpoint.objects import ObjectParts
+from trainbus.eventloop.checkpoint import inspect, link, load, note_scores, save
+from trainbus.eventloop.checkpoint.objects import ObjectParts
 
 from ..failing import fails
 
@@ -403,7 +403,7 @@ def test_import_runs_no_code_and_gives_advice(trainbus):
 
 
 def test_what_is_too_large_for_one_file_is_imported_sharded_and_exported_from_a_store(trainbus, memory, monkeypatch):
-    monkeypatch.setattr("eventloop.checkpoint.copy_in.ONE_FILE", 0)
+    monkeypatch.setattr("trainbus.eventloop.checkpoint.copy_in.ONE_FILE", 0)
     Path("theirs").mkdir()
     save_file({"w": torch.arange(6.0)}, "theirs/model.safetensors")
     said = trainbus("import", "theirs", "memory://bucket/ours.safetensors").out

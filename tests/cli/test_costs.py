@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-import eventloop
-from eventloop import Bus, Hook
-from eventloop.observe import Sparkline, last_lines, main_curve
-from eventloop.observe.curves import read_curves
+from trainbus import eventloop
+from trainbus.eventloop import Bus, Hook
+from trainbus.observe import Sparkline, last_lines, main_curve
+from trainbus.observe.curves import read_curves
 
 from ..hooks.conftest import make_loop
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning:sklearn")
 
-DIGITS = str(Path(eventloop.__file__).parent.parent / "examples" / "digits.toml")
+DIGITS = str(Path(eventloop.__file__).resolve().parent.parent / "examples" / "digits.toml")
 
 
 class Histograms(Hook):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from eventloop.observe.dashboard import FolderWatcher
+from trainbus.observe.dashboard import FolderWatcher
 
 from ..observe.folders import session, write_run
 

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from eventloop.checkpoint import load, save
-from eventloop.cli import app, files, main
-from hooks.defaults import DEFAULT_HOOKS
+from trainbus.cli import app, files, main
+from trainbus.eventloop.checkpoint import load, save
+from trainbus.hooks.defaults import DEFAULT_HOOKS
 
 jsonschema = pytest.importorskip("jsonschema")
 
 PARTS = """
 import torch
-from eventloop import Hook, register
+from trainbus.config import register
+from trainbus.eventloop import Hook
 
 def network():
     return torch.nn.Linear(2, 1)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from eventloop.checkpoint import verify
-from eventloop.cli import main
+from trainbus.cli import main
+from trainbus.eventloop.checkpoint import verify
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ from types import FunctionType
 import numpy as np
 import pytest
 
-from eventloop.cli.runs import best_metric
-from eventloop.observe import Costs, LaneCosts, Part, RankCosts, RankTimes, RunManifest, Straggler, last_lines, write_manifest
-from eventloop.observe.report import ReportedRun, verdict
-from eventloop.terminal import plain
+from trainbus.cli.runs import best_metric
+from trainbus.eventloop.terminal import plain
+from trainbus.observe import Costs, LaneCosts, Part, RankCosts, RankTimes, RunManifest, Straggler, last_lines, write_manifest
+from trainbus.observe.report import ReportedRun, verdict
 
 from ..failing import fails
 from ..observe.folders import BEGAN, loss_lines, session, write_record, write_run, write_scalars
@@ -134,7 +134,7 @@ def test_mistakes_are_told_and_nothing_is_written(here, trainbus, words, status,
 
 def test_a_disk_error_is_told(here, trainbus, monkeypatch):
     write_run(Path("a"))
-    monkeypatch.setattr("eventloop.cli.report.commit_bytes", fails(OSError(28, "No space left on device")))
+    monkeypatch.setattr("trainbus.cli.report.commit_bytes", fails(OSError(28, "No space left on device")))
     assert "a/report.html cannot be written (No space left on device)" in trainbus("report", "a", status=1).err
 
 

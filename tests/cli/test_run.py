@@ -11,23 +11,25 @@ import fsspec
 import pytest
 from rich import get_console
 
-import eventloop
-from eventloop.checkpoint import load
-from eventloop.cli import main
-from eventloop.config import registered
-from eventloop.events.event import registry
+from trainbus import eventloop
+from trainbus.cli import main
+from trainbus.config import registered
+from trainbus.eventloop.checkpoint import load
+from trainbus.eventloop.events.event import registry
 
 from ..observe.traces import Picture
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning:sklearn")
 
-DIGITS = str(Path(eventloop.__file__).parent.parent / "examples" / "digits.toml")
+DIGITS = str(Path(eventloop.__file__).resolve().parent.parent / "examples" / "digits.toml")
 
 PARTS = """
 import torch
 from torch import nn
-from eventloop import Event, Hook, register
-from hooks import Writer
+from trainbus.config import register
+from trainbus.eventloop import Event, Hook
+from trainbus import eventloop
+from trainbus.hooks import Writer
 
 class DensifiedForTests(Event):
     points: int
@@ -84,7 +86,7 @@ custom_hooks = ["GrowerForTests", "CounterForTests"]
 def here(tmp_path, monkeypatch):
     """An empty folder to work in; events that other tests have declared are not there."""
     for name, event in list(registry.items()):
-        if event.__module__.partition(".")[0] not in ("eventloop", "hooks"):
+        if event.__module__.partition(".")[0] != "trainbus":
             monkeypatch.delitem(registry, name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -172,7 +174,7 @@ def test_a_run_with_a_dashboard_prints_where_it_is(here, project, capfd, monkeyp
     pytest.importorskip("starlette")
     pytest.importorskip("uvicorn")
     servers: dict = {}
-    monkeypatch.setattr("eventloop.observe.dashboard.server._servers", servers)
+    monkeypatch.setattr("trainbus.observe.dashboard.server._servers", servers)
     assert main(["run", project, "--dashboard", "0"]) == 0
     (server,) = servers.values()
     server.close()
@@ -208,7 +210,7 @@ def test_a_local_hooks_py_is_never_imported_as_the_package(here, project, trainb
     (here / "configs/hooks.py").write_text("raise AssertionError")
     trainbus("run", project, "--dry-run")
     err = trainbus("run", project, "imports=['hooks']", status=2).err
-    package = f"{Path(eventloop.__file__).parent.parent}/hooks/__init__.py"
+    package = f"{Path(eventloop.__file__).resolve().parent.parent}/hooks/__init__.py"
     assert err.startswith(f"trainbus run: imports[0]: 'hooks' is imported from {package}, which hides")
     assert err.endswith(f"which hides {here}/configs/hooks.py; rename your file\n")
 

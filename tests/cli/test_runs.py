@@ -9,7 +9,14 @@ import pytest
 from ..observe.folders import entry, session, write_record, write_run
 
 SETTINGS = {
-    "a": {"lr": 0.1, "optimizer": "SGD", "batch_size": 8, "hooks.EMAHook": True, "hooks.EMAHook.momentum": 0.1, "seed": None},
+    "a": {
+        "lr": 0.1,
+        "optimizer": "SGD",
+        "batch_size": 8,
+        "hooks.EMAHook": True,
+        "hooks.EMAHook.momentum": 0.1,
+        "seed": None,
+    },
     "b": {"lr": 0.001, "optimizer": "AdamW", "optimizer.betas": [0.9, 0.999], "batch_size": 8, "seed": 1},
     "c": {"lr": 0.02, "optimizer": "AdamW", "optimizer.betas": [0.9, 0.95], "batch_size": 8, "seed": 1},
 }
@@ -145,7 +152,7 @@ def test_without_runs_json_is_an_empty_list(here, trainbus):
 def test_columns_that_do_not_fit_a_terminal_are_named_below_it(three, trainbus, monkeypatch):
     from rich.console import Console
 
-    monkeypatch.setattr("eventloop.cli.runs.to_terminal", lambda: Console(width=60, force_terminal=True, color_system=None))
+    monkeypatch.setattr("trainbus.cli.runs.to_terminal", lambda: Console(width=60, force_terminal=True, color_system=None))
     lines = trainbus("runs").out.splitlines()
     assert all(len(line) <= 60 for line in lines[:4])
     assert lines[0].split() == ["run", "state", "epochs", "lr", "best", "time"]

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from eventloop.checkpoint import load
-from eventloop.cli import main
+from trainbus.cli import main
+from trainbus.eventloop.checkpoint import load
 
 from ..scripts import run_on_ranks
 
@@ -51,7 +51,7 @@ default_hooks.checkpoint = { max_keep_ckpts = 1 }
 """
 
 
-RUN = "import sys; from eventloop.cli import main; sys.exit(main(['run', 'mine.toml', *sys.argv[1:]]))"
+RUN = "import sys; from trainbus.cli import main; sys.exit(main(['run', 'mine.toml', *sys.argv[1:]]))"
 COLUMNS = {"COLUMNS": "100"}
 
 

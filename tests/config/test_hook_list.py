@@ -10,9 +10,17 @@ import pytest
 import torch
 from rich.console import Console
 
-from eventloop import Bus, ConfigurationError, Hook, Priority, SubscribeError, add_hooks, mount, register
-from eventloop.config import OptionsOf
-from hooks import ConsoleWriter, EMAHook, ExponentialMovingAverage, LoggerHook, MomentumAnnealingEMA, PreemptionHook, Writer
+from trainbus.config import OptionsOf, add_hooks, register
+from trainbus.eventloop import Bus, ConfigurationError, Hook, Priority, SubscribeError, mount
+from trainbus.hooks import (
+    ConsoleWriter,
+    EMAHook,
+    ExponentialMovingAverage,
+    LoggerHook,
+    MomentumAnnealingEMA,
+    PreemptionHook,
+    Writer,
+)
 
 from ..failing import said
 

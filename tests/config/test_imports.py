@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eventloop import Bus, ConfigurationError, add_hooks
-from eventloop.config.names import Imports
+from trainbus.config import add_hooks
+from trainbus.config.names import Imports
+from trainbus.eventloop import Bus, ConfigurationError
 
 from ..failing import said
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-import hooks
-from eventloop import Bus, ConfigurationError, add_hooks
-from eventloop.config import Migration, OptionChange, register_migrations, registered
-from eventloop.config.names import translated
-from eventloop.config.setup import merged
-from hooks.defaults import DEFAULT_HOOKS
+from trainbus import hooks
+from trainbus.config import Migration, OptionChange, add_hooks, register_migrations, registered
+from trainbus.config.names import translated
+from trainbus.config.setup import merged
+from trainbus.eventloop import Bus, ConfigurationError
+from trainbus.hooks.defaults import DEFAULT_HOOKS
 
 from ..failing import said
 

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eventloop.annotations import Signature
-from eventloop.config import override, read
-from eventloop.config.make import Maker
-from eventloop.config.names import Imports
-from eventloop.config.read import settle
+from trainbus.config import override, read
+from trainbus.config.make import Maker
+from trainbus.config.names import Imports
+from trainbus.config.read import settle
+from trainbus.eventloop.annotations import Signature
 
 from ..failing import said
 

@@ -1,9 +1,9 @@
 import pytest
 
-from eventloop import ConfigurationError, Hook, register
-from eventloop.config import find, registered, registrable
-from eventloop.errors import RegistrationError, UnknownNameError
-from hooks import EMAHook, ExponentialMovingAverage, Writer
+from trainbus.config import find, register, registered, registrable
+from trainbus.eventloop import ConfigurationError, Hook
+from trainbus.eventloop.errors import RegistrationError, UnknownNameError
+from trainbus.hooks import EMAHook, ExponentialMovingAverage, Writer
 
 
 def make(called, base=Hook, module=__name__, **options):
@@ -88,7 +88,7 @@ def test_a_user_defined_kind():
 
 
 def test_every_public_hook_and_writer_is_registered():
-    import hooks
+    from trainbus import hooks
 
     public = {value for name in hooks.__all__ if isinstance(value := getattr(hooks, name), type)}
     known = {entry.cls for kind in ("hook", "writer", "average") for entry in registered(kind)}

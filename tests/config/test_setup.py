@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from eventloop import ConfigurationError, Hook, SubscribeError, register
-from eventloop.config import Setup
-from hooks import CheckpointHook, EMAHook, LoggerHook, OptimizerHook
+from trainbus.config import Setup, register
+from trainbus.eventloop import ConfigurationError, Hook, SubscribeError
+from trainbus.hooks import CheckpointHook, EMAHook, LoggerHook, OptimizerHook
 
 from ..failing import said
 

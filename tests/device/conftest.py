@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from eventloop import device as door
+from trainbus.eventloop import device as door
 
 OPENREG, CUDA = find_spec("torch_openreg") is not None, torch.cuda.device_count() > 0
 TAKEN = pytest.mark.skipif(OPENREG or CUDA, reason="torch takes one accelerator in a process, and another one is here")

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from eventloop.training.distributed.launch import own_device, process_group
-from eventloop.training.distributed.ranks import Ranks, own_group
 from tests.device import sim
 from tests.device.group import Group
+from trainbus.eventloop.training.distributed.launch import own_device, process_group
+from trainbus.eventloop.training.distributed.ranks import Ranks, own_group
 
 if __name__ == "__main__":
     sim.module.available = True

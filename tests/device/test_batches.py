@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from eventloop import device as door
-from eventloop.training.data import to_device
+from trainbus.eventloop import device as door
+from trainbus.eventloop.training.data import to_device
 
 from .conftest import Accelerator
 

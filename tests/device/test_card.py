@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import distributed
 
-from eventloop import Bus, Run, TrainLoop
-from eventloop.checkpoint import AsyncSaver, load
-from hooks import CheckpointHook, EMAHook, JSONLinesWriter, LoggerHook, OptimizerHook
+from trainbus.eventloop import Bus, Run, TrainLoop
+from trainbus.eventloop.checkpoint import AsyncSaver, load
+from trainbus.hooks import CheckpointHook, EMAHook, JSONLinesWriter, LoggerHook, OptimizerHook
 
 from ..training.conftest import assert_same, batches, model, step
 from .conftest import CUDA

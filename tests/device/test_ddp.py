@@ -8,9 +8,9 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from eventloop import Bus, TrainLoop
-from eventloop import device as door
-from hooks import CheckpointHook, DistSamplerSeedHook, JSONLinesWriter, LoggerHook
+from trainbus.eventloop import Bus, TrainLoop
+from trainbus.eventloop import device as door
+from trainbus.hooks import CheckpointHook, DistSamplerSeedHook, JSONLinesWriter, LoggerHook
 
 from ..ranks import jobs
 from ..ranks.conftest import ranks as ranks  # the fixture

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from eventloop.checkpoint import Overlap, StageBuffer, load, stage, write
+from trainbus.eventloop.checkpoint import Overlap, StageBuffer, load, stage, write
 
 from .conftest import CUDA, Accelerator
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from eventloop import Bus
-from eventloop import device as door
+from trainbus.eventloop import Bus
+from trainbus.eventloop import device as door
 
 from ..training.conftest import assert_same, batches, model, step
 from .conftest import KINDS, Accelerator

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from eventloop import Bus, Progress
-from eventloop.events import AfterTrainIter
-from eventloop.offload.scalars import ScalarTaker
-from eventloop.offload.snapshot import capture
+from trainbus.eventloop import Bus, Progress
+from trainbus.eventloop.events import AfterTrainIter
+from trainbus.eventloop.offload.scalars import ScalarTaker
+from trainbus.eventloop.offload.snapshot import capture
 
 from .conftest import Accelerator
 

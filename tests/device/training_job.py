@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from eventloop import Bus, TrainLoop
-from eventloop.checkpoint import load
-from hooks import (
+from trainbus.eventloop import Bus, TrainLoop
+from trainbus.eventloop.checkpoint import load
+from trainbus.hooks import (
     CheckInvalidLossHook,
     CheckpointHook,
     EMAHook,

@@ -25,7 +25,7 @@ from pages import DOCS, Block, blocks, run_together
 sys.path.insert(0, str(DOCS / "_site"))
 from continued import needs
 
-from eventloop.cli import main as trainbus
+from trainbus.cli import main as trainbus
 
 SLOW = os.environ.get("TRAINBUS_DOCS") == "all"
 

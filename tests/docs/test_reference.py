@@ -116,7 +116,7 @@ def _undocumented(value):
     for name, member in vars(value).items():
         function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
         inherited = any(hasattr(base, name) for base in value.__mro__[1:])
-        handler = value.__module__.startswith("hooks.") and not name.startswith("_")
+        handler = value.__module__.startswith(("trainbus.hooks.", "trainbus.compat.")) and not name.startswith("_")
         public = not name.startswith("_") and inspect.isfunction(function) and not inherited and not handler
         if public and not member.__doc__:
             yield name

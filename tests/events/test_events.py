@@ -3,12 +3,12 @@ import types
 import pytest
 import torch
 
-from eventloop import Bus, Event, Live, Progress, Run, UnknownEventError, from_json, from_msgpack, mount_points
-from eventloop.errors import EventDefinitionError
-from eventloop.events import AfterIter, AfterTrainIter, AfterValEpoch, CostsMeasured, ModuleEvent
-from eventloop.events.event import lineage, mount_name, resolve
-from eventloop.events.event import registry as registered
-from eventloop.events.mount_points import BUILTIN
+from trainbus.eventloop import Bus, Event, Live, Progress, Run, UnknownEventError, from_json, from_msgpack, mount_points
+from trainbus.eventloop.errors import EventDefinitionError
+from trainbus.eventloop.events import AfterIter, AfterTrainIter, AfterValEpoch, CostsMeasured, ModuleEvent
+from trainbus.eventloop.events.event import lineage, mount_name, resolve
+from trainbus.eventloop.events.event import registry as registered
+from trainbus.eventloop.events.mount_points import BUILTIN
 
 from ..waiting import on_threads
 
@@ -125,7 +125,7 @@ def test_defining_an_event_again_in_its_module_replaces_it_and_keeps_subscriptio
 @pytest.mark.parametrize(
     ("name", "module", "named"),
     [
-        ("AfterTrainIter", "somewhere.else", r"'after_train_iter' .*eventloop.events.mount_points.AfterTrainIter"),
+        ("AfterTrainIter", "somewhere.else", r"'after_train_iter' .*trainbus.eventloop.events.mount_points.AfterTrainIter"),
         ("HTTPReady", __name__, "http_ready"),  # another class of the module that has HttpReady
         ("Event", __name__, "'event'"),
     ],

@@ -9,9 +9,9 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-import hooks
-from eventloop import Bus, ConfigurationError, Hook, Run, TrainingError, TrainLoop
-from eventloop.events import Slot
+from trainbus import hooks
+from trainbus.eventloop import Bus, ConfigurationError, Hook, Run, TrainingError, TrainLoop
+from trainbus.eventloop.events import Slot
 
 from ..hooks.conftest import batches, make_loop
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import torch
 
-from eventloop.checkpoint import load
+from trainbus.eventloop.checkpoint import load
 
 from ..scripts import run_on_ranks
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import torch
 
-from eventloop import Bus, TrainLoop
-from eventloop.cli import main
-from hooks import CheckpointHook
+from trainbus.cli import main
+from trainbus.eventloop import Bus, TrainLoop
+from trainbus.hooks import CheckpointHook
 
 from ..scripts import run_on_ranks
 

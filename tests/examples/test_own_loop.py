@@ -1,6 +1,6 @@
 import torch
 
-from eventloop.checkpoint import load
+from trainbus.eventloop.checkpoint import load
 
 
 def test_it_learns_keeps_the_best_and_logs_every_iteration(example, tmp_path):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from eventloop.checkpoint import load
+from trainbus.eventloop.checkpoint import load
 
 from ..browsers import browser as browser
 from ..docs.pages import blocks

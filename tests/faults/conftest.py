@@ -13,11 +13,11 @@ import msgspec
 import pytest
 import torch
 
-from eventloop import Bus, TrainLoop
-from eventloop.checkpoint import TEMPORARY_PREFIX, load, verify
-from eventloop.training.locks import NAME as LOCK
-from eventloop.training.saves.discover import find_checkpoint
-from hooks import CheckpointHook
+from trainbus.eventloop import Bus, TrainLoop
+from trainbus.eventloop.checkpoint import TEMPORARY_PREFIX, load, verify
+from trainbus.eventloop.training.locks import NAME as LOCK
+from trainbus.eventloop.training.saves.discover import find_checkpoint
+from trainbus.hooks import CheckpointHook
 
 # --------------------------------------------------------------------------------------------------------- the disk
 

@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from eventloop.checkpoint import load, save, verify
-from eventloop.errors import CheckpointDamagedError
+from trainbus.eventloop.checkpoint import load, save, verify
+from trainbus.eventloop.errors import CheckpointDamagedError
 
 
 def test_every_single_bit_flip_is_detected(tmp_path):

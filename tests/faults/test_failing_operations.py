@@ -12,8 +12,8 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop.checkpoint import TEMPORARY_PREFIX, commit_bytes, link, load, remove, save
-from eventloop.errors import CheckpointError, ConfigurationError
+from trainbus.eventloop.checkpoint import TEMPORARY_PREFIX, commit_bytes, link, load, remove, save
+from trainbus.eventloop.errors import CheckpointError, ConfigurationError
 
 ERRORS = [errno.ENOSPC, errno.EIO, errno.EACCES, errno.EINTR]
 OLD, NEW = {"w": torch.zeros(200), "n": 0}, {"w": torch.ones(200), "n": 1}

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from eventloop.checkpoint import load, save
-from eventloop.errors import CheckpointError
+from trainbus.eventloop.checkpoint import load, save
+from trainbus.eventloop.errors import CheckpointError
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from eventloop import Bus, Hook, Run, TrainLoop
+from trainbus.eventloop import Bus, Hook, Run, TrainLoop
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -14,8 +14,8 @@ from torch import distributed
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from eventloop.checkpoint import commit
 from trainbus import Bus, CheckpointHook, HeartbeatHook, TrainLoop
+from trainbus.eventloop.checkpoint import commit
 
 PIECE = 4096
 """Bytes, a quarter of the weights."""

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from eventloop import Bus, RunPreempted, TrainLoop
-from hooks import EMAHook, ParamSchedulerHook, PreemptionHook, preemption
+from trainbus.eventloop import Bus, RunPreempted, TrainLoop
+from trainbus.hooks import EMAHook, ParamSchedulerHook, PreemptionHook, preemption
 
 ITERATIONS = 20  # 4 epochs of 5
 

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from eventloop import ConfigurationError
-from hooks import AutogradAnomalyDetectHook, AutogradProfilerHook
+from trainbus.eventloop import ConfigurationError
+from trainbus.hooks import AutogradAnomalyDetectHook, AutogradProfilerHook
 
 from ..failing import fails
 

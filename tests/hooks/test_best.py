@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from eventloop import Bus, CheckpointError, ConfigurationError, Run
-from eventloop.checkpoint import load, scores_of
-from hooks import CheckpointHook, EarlyStoppingHook, EMAHook
+from trainbus.eventloop import Bus, CheckpointError, ConfigurationError, Run
+from trainbus.eventloop.checkpoint import load, scores_of
+from trainbus.hooks import CheckpointHook, EarlyStoppingHook, EMAHook
 
 from .conftest import files, loss_of, scored
 from .test_checkpoint import break_for_a_save

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from eventloop import Bus, ConfigurationError, Run, TrainLoop
-from hooks import CheckpointHook, EMAEpochHook, EvaluateHook, ParamSchedulerHook
+from trainbus.eventloop import Bus, ConfigurationError, Run, TrainLoop
+from trainbus.hooks import CheckpointHook, EMAEpochHook, EvaluateHook, ParamSchedulerHook
 
 from .conftest import batches, files, loss_of, small_model
 

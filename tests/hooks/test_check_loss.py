@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from eventloop import Bus, Run, TrainingError
-from hooks import CheckInvalidLossHook, CheckpointHook
+from trainbus.eventloop import Bus, Run, TrainingError
+from trainbus.hooks import CheckInvalidLossHook, CheckpointHook
 
 
 def breaking(job, at, value, key="loss"):

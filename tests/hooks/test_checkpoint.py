@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from eventloop import Bus, CheckpointError, ConfigurationError, Hook, Run
-from eventloop.checkpoint import TEMPORARY_PREFIX, load, save, scores_of
-from hooks import CheckpointHook, EarlyStoppingHook, EMAHook, IterTimerHook, LoggerHook, RuntimeInfoHook
-from hooks.rules import find_rule
+from trainbus.eventloop import Bus, CheckpointError, ConfigurationError, Hook, Run
+from trainbus.eventloop.checkpoint import TEMPORARY_PREFIX, load, save, scores_of
+from trainbus.hooks import CheckpointHook, EarlyStoppingHook, EMAHook, IterTimerHook, LoggerHook, RuntimeInfoHook
+from trainbus.hooks.rules import find_rule
 
 from .conftest import files, scored
 
@@ -44,7 +44,7 @@ def test_epochs_or_iterations_after_which_it_saves(job, tmp_path, options, expec
 
 
 def test_parts_of_the_state_can_be_omitted(job, tmp_path):
-    from hooks.schedule import ParamSchedulerHook
+    from trainbus.hooks.schedule import ParamSchedulerHook
 
     model = job.model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from eventloop import CheckpointError, Hook, mount
-from eventloop.checkpoint import load
-from hooks import CheckpointHook
+from trainbus.eventloop import CheckpointError, Hook, mount
+from trainbus.eventloop.checkpoint import load
+from trainbus.hooks import CheckpointHook
 
 from .conftest import files
 

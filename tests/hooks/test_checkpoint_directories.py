@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from eventloop import Hook
-from eventloop.checkpoint import load
-from hooks import CheckpointHook, EarlyStoppingHook, EMAHook, ParamSchedulerHook
+from trainbus.eventloop import Hook
+from trainbus.eventloop.checkpoint import load
+from trainbus.hooks import CheckpointHook, EarlyStoppingHook, EMAHook, ParamSchedulerHook
 
 from .conftest import files, scored
 

@@ -4,9 +4,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from structlog.testing import capture_logs
 
-from eventloop import CheckpointError
-from eventloop.checkpoint import load, scores_of
-from hooks import CheckpointHook
+from trainbus.eventloop import CheckpointError
+from trainbus.eventloop.checkpoint import load, scores_of
+from trainbus.hooks import CheckpointHook
 
 from ..failing import fails
 from .conftest import scored

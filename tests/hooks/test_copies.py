@@ -6,9 +6,9 @@ import pickle
 import pytest
 from torch import nn
 
-from eventloop.bus import GuestHook
-from eventloop.config import registered
-from hooks import AlertHook, EMAHook, ExponentialMovingAverage, JSONLinesWriter, LoggerHook, Writer
+from trainbus.config import registered
+from trainbus.eventloop.bus import GuestHook
+from trainbus.hooks import AlertHook, EMAHook, ExponentialMovingAverage, JSONLinesWriter, LoggerHook, Writer
 
 from .conftest import batches, make_loop
 from .test_options import required_of
@@ -17,7 +17,7 @@ from .writers.conftest import NEEDS
 
 def catalogue():
     kinds = [entry.cls for kind in ("hook", "writer") for entry in registered(kind)]
-    return [kind for kind in kinds if kind.__module__.startswith("hooks.") and not issubclass(kind, GuestHook)]
+    return [kind for kind in kinds if kind.__module__.startswith("trainbus.hooks.") and not issubclass(kind, GuestHook)]
 
 
 def made(kind):

@@ -5,11 +5,11 @@ import inspect
 
 import pytest
 
-import hooks
-from eventloop import Priority
-from hooks.compat.mmengine.names import TABLE
-from hooks.defaults import DEFAULT_HOOKS
-from hooks.smoothing import MEASURED
+from trainbus import hooks
+from trainbus.compat.mmengine.names import TABLE
+from trainbus.eventloop import Priority
+from trainbus.hooks.defaults import DEFAULT_HOOKS
+from trainbus.hooks.smoothing import MEASURED
 
 OURS = {
     "AutogradAnomalyDetectHook": {"mode": True},

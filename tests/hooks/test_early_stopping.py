@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from eventloop import ConfigurationError, TrainingError
-from eventloop.checkpoint import load
-from hooks import CheckpointHook, EarlyStoppingHook
+from trainbus.eventloop import ConfigurationError, TrainingError
+from trainbus.eventloop.checkpoint import load
+from trainbus.hooks import CheckpointHook, EarlyStoppingHook
 
 NAN, INF = float("nan"), float("inf")
 

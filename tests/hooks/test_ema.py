@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from eventloop import Bus, CheckpointError, ConfigurationError, Hook, Run, TrainingError, mount
-from eventloop.checkpoint import load, save
-from hooks import (
+from trainbus.eventloop import Bus, CheckpointError, ConfigurationError, Hook, Run, TrainingError, mount
+from trainbus.eventloop.checkpoint import load, save
+from trainbus.hooks import (
     CheckpointHook,
     EMAHook,
     EMAIterHook,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hooks import EmptyCacheHook
+from trainbus.hooks import EmptyCacheHook
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from hooks import EmptyCacheHook
 )
 def test_by_default_after_each_epoch_of_all_stages_or_where_it_is_asked_to(job, monkeypatch, options, epoch, test):
     points, emptied = [], []
-    monkeypatch.setattr("hooks.empty_cache.empty_cache", lambda: emptied.append(points[-1]))
+    monkeypatch.setattr("trainbus.hooks.empty_cache.empty_cache", lambda: emptied.append(points[-1]))
     loop = job.loop(EmptyCacheHook(**options), val_data=job.batches(1), test_data=job.batches(1))
     loop.bus.on("before_epoch", "after_epoch", "after_iter", lambda event: points.append(event.mount_point), priority=0)
     loop.run()

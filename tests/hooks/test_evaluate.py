@@ -8,8 +8,8 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import Bus, ConfigurationError, Hook, Progress, TrainingError
-from hooks import CheckpointHook, CSVWriter, Evaluated, EvaluateHook, JSONLinesWriter, LoggerHook
+from trainbus.eventloop import Bus, ConfigurationError, Hook, Progress, TrainingError
+from trainbus.hooks import CheckpointHook, CSVWriter, Evaluated, EvaluateHook, JSONLinesWriter, LoggerHook
 
 
 class Function:

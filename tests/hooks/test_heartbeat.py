@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import distributed
 
-from eventloop import Bus, ConfigurationError, Run
-from eventloop.checkpoint import commit, load
-from hooks import CheckpointHook, HeartbeatHook
+from trainbus.eventloop import Bus, ConfigurationError, Run
+from trainbus.eventloop.checkpoint import commit, load
+from trainbus.hooks import CheckpointHook, HeartbeatHook
 
 from ..failing import said
 from ..heartbeats import launch
@@ -81,7 +81,7 @@ def test_a_training_sends_heartbeats_from_its_first_iteration_to_its_end(launche
 
 def test_heartbeats_come_at_most_once_in_an_interval(launched, monkeypatch):
     client = launched()
-    monkeypatch.setattr("hooks.heartbeat._INTERVAL", 0.1)
+    monkeypatch.setattr("trainbus.hooks.heartbeat._INTERVAL", 0.1)
     loop = make_loop(HeartbeatHook(), train_data=batches(200), max_epochs=1)
     begin = time.monotonic()
     loop.run()
@@ -297,7 +297,7 @@ def monitor(monkeypatch):
     with tempfile.TemporaryDirectory() as folder:  # the path of a socket must be short
         process = nvrx.RankMonitorServer.run_in_subprocess(limits, f"{folder}/s", mp_ctx=multiprocessing.get_context("spawn"))
         monkeypatch.setenv("FT_RANK_MONITOR_IPC_SOCKET", f"{folder}/s")
-        monkeypatch.setattr("hooks.heartbeat._INTERVAL", 0.02)
+        monkeypatch.setattr("trainbus.hooks.heartbeat._INTERVAL", 0.02)
         yield process
         process.kill()
         process.join()

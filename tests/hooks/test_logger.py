@@ -10,8 +10,8 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import Bus, ConfigurationError, Run
-from hooks import (
+from trainbus.eventloop import Bus, ConfigurationError, Run
+from trainbus.hooks import (
     CheckpointHook,
     ConsoleWriter,
     CSVWriter,
@@ -293,7 +293,7 @@ def test_a_failing_writer_is_retried_and_loses_nothing(broken, logs):
 
 def test_a_writer_that_does_not_recover_ends_neither_the_run_nor_other_writers(monkeypatch, logs):
     """It tells its losses, and keeps a bounded number."""
-    monkeypatch.setattr("hooks.writers.target.MOST_KEPT", 20)
+    monkeypatch.setattr("trainbus.hooks.writers.target.MOST_KEPT", 20)
     writer, other = OutOfOrder(lambda call, step: call == "write"), Notes(interval=1)
     make_loop(bus=bus_with(writer, other), max_epochs=20, step=counting()).run()
     assert writer.steps() == []
@@ -326,8 +326,8 @@ def test_lines_of_a_committed_checkpoint_survive_a_kill(script, tmp_path, writer
     """SIGKILL in the moment of the commit: nothing that the checkpoint has seen is missing, and a resumed run leaves no gap."""
     source = f"""
         import os, signal, torch
-        from eventloop import Bus, TrainLoop
-        from hooks import CheckpointHook, ConsoleWriter, CSVWriter, JSONLinesWriter, LoggerHook
+        from trainbus.eventloop import Bus, TrainLoop
+        from trainbus.hooks import CheckpointHook, ConsoleWriter, CSVWriter, JSONLinesWriter, LoggerHook
 
         bus = Bus(LoggerHook(writers=[{writer.__name__}(interval=1)]), CheckpointHook(interval=30, by_epoch=False))
 
@@ -563,8 +563,8 @@ def test_a_broken_pipe_does_not_end_the_run(script, tmp_path):
     done = script(
         f"""
         import os, torch
-        from eventloop import Bus, Run
-        from hooks.logger import LoggerHook
+        from trainbus.eventloop import Bus, Run
+        from trainbus.hooks.logger import LoggerHook
 
         reading, writing = os.pipe()
         os.dup2(writing, 1)

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from eventloop import Bus, ConfigurationError, Run, TrainingError, TrainLoop
-from eventloop.checkpoint import load
-from hooks import CheckpointHook, JSONLinesWriter, LoggerHook, LRSweepHook, ParamSchedulerHook
-from hooks.lr_sweep import steepest
+from trainbus.eventloop import Bus, ConfigurationError, Run, TrainingError, TrainLoop
+from trainbus.eventloop.checkpoint import load
+from trainbus.hooks import CheckpointHook, JSONLinesWriter, LoggerHook, LRSweepHook, ParamSchedulerHook
+from trainbus.hooks.lr_sweep import steepest
 
 
 class Job:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from eventloop import ConfigurationError
-from hooks import CheckpointHook, EMAEpochHook, EMAHook, EMAIterHook, OptimizerHook
+from trainbus.eventloop import ConfigurationError
+from trainbus.hooks import CheckpointHook, EMAEpochHook, EMAHook, EMAIterHook, OptimizerHook
 
 
 class Averaging(nn.Module):

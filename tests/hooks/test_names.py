@@ -7,12 +7,21 @@ import sys
 import pytest
 from torch.optim import SGD
 
-from eventloop import Bus
-from eventloop.checkpoint import load
-from eventloop.observe import RunFolder
-from eventloop.observe.dashboard import Server
-from eventloop.observe.trace.chrome import read_trace
-from hooks import CheckpointHook, ConsoleWriter, CSVWriter, Dashboard, JSONLinesWriter, LoggerHook, RunRecordHook, TraceHook
+from trainbus.eventloop import Bus
+from trainbus.eventloop.checkpoint import load
+from trainbus.hooks import (
+    CheckpointHook,
+    ConsoleWriter,
+    CSVWriter,
+    Dashboard,
+    JSONLinesWriter,
+    LoggerHook,
+    RunRecordHook,
+    TraceHook,
+)
+from trainbus.observe import RunFolder
+from trainbus.observe.dashboard import Server
+from trainbus.observe.trace.chrome import read_trace
 
 from ..observe.dashboards import Visitor
 from .conftest import own_loop, small_model

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hooks import Fp16OptimizerHook, OptimizerHook
+from trainbus.hooks import Fp16OptimizerHook, OptimizerHook
 
 
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])

@@ -11,9 +11,9 @@ import anyio
 import pytest
 import torch
 
-from eventloop import Bus, ConfigurationError, Run, RunPreempted
-from eventloop.checkpoint import load
-from hooks import CheckpointHook, PreemptionHook, SignalDoor
+from trainbus.eventloop import Bus, ConfigurationError, Run, RunPreempted
+from trainbus.eventloop.checkpoint import load
+from trainbus.hooks import CheckpointHook, PreemptionHook, SignalDoor
 
 from ..failing import fails
 from ..scripts import Script

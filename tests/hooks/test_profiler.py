@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from eventloop import ConfigurationError
-from hooks import AutogradProfilerHook, ProfilerHook
+from trainbus.eventloop import ConfigurationError
+from trainbus.hooks import AutogradProfilerHook, ProfilerHook
 
 from ..failing import fails
 

@@ -10,8 +10,8 @@ from functools import partial
 import pytest
 from rich.console import Console
 
-from eventloop import Bus, get_logger
-from hooks import ConsoleWriter, LoggerHook, ProgressBar
+from trainbus.eventloop import Bus, get_logger
+from trainbus.hooks import ConsoleWriter, LoggerHook, ProgressBar
 
 from ..failing import fails
 from . import conftest

@@ -6,12 +6,12 @@ from inspect import iscoroutinefunction
 
 import pytest
 
-import eventloop.observe.dashboard.watcher
-import eventloop.observe.latest  # noqa: F401 - defines a hook, as the import above does
-from eventloop import Bus, Hook
-from eventloop.bus import GuestHook
-from eventloop.bus.hook import subscriptions_of
-from hooks import CheckpointHook, LoggerHook, Writer
+import trainbus.observe.dashboard.watcher
+import trainbus.observe.latest  # noqa: F401 - defines a hook, as the import above does
+from trainbus.eventloop import Bus, Hook
+from trainbus.eventloop.bus import GuestHook
+from trainbus.eventloop.bus.hook import subscriptions_of
+from trainbus.hooks import CheckpointHook, LoggerHook, Writer
 
 from .conftest import StopAfter, batches, make_loop, same, weights
 from .test_options import required_of

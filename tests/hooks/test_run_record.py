@@ -7,11 +7,11 @@ import msgspec
 import pytest
 import torch
 
-from eventloop import Bus, Run
-from eventloop.observe import RunFolder, environment
-from eventloop.observe.environment import Process
-from eventloop.observe.report import ReportedRun
-from hooks import CheckpointHook, JSONLinesWriter, LoggerHook, RunRecordHook, run_record
+from trainbus.eventloop import Bus, Run
+from trainbus.hooks import CheckpointHook, JSONLinesWriter, LoggerHook, RunRecordHook, run_record
+from trainbus.observe import RunFolder, environment
+from trainbus.observe.environment import Process
+from trainbus.observe.report import ReportedRun
 
 from ..failing import fails
 from .conftest import batches, make_loop, own_loop, small_model
@@ -142,7 +142,7 @@ def test_the_end_in_the_record_counts_where_run_json_could_not_be_rewritten(tmp_
     write = run_record.observe.write_manifest
     full = fails(OSError(errno.ENOSPC, "full"))
     monkeypatch.setattr(
-        "hooks.run_record.observe.write_manifest",
+        "trainbus.hooks.run_record.observe.write_manifest",
         lambda folder, manifest: (full if manifest.sessions[-1].ended else write)(folder, manifest),
     )
     make_loop(RunRecordHook(), work_dir=tmp_path).run()
@@ -169,7 +169,7 @@ def test_a_value_of_the_configuration_that_no_file_can_hold_costs_no_file(tmp_pa
 
 
 def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch, logs):
-    monkeypatch.setattr("hooks.run_record.observe.write_manifest", fails(OSError(errno.ENOSPC, "full")))
+    monkeypatch.setattr("trainbus.hooks.run_record.observe.write_manifest", fails(OSError(errno.ENOSPC, "full")))
     loop, epochs = make_loop(RunRecordHook(), work_dir=tmp_path), []
     loop.bus.on("after_train_epoch", lambda event: epochs.append(event.progress.epoch))
     loop.run()

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eventloop import Bus, Run
-from hooks import RuntimeInfoHook
+from trainbus.eventloop import Bus, Run
+from trainbus.hooks import RuntimeInfoHook
 
 from . import conftest
 

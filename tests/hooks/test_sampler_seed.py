@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, TensorDataset
 
-from hooks import CheckpointHook, DistSamplerSeedHook
+from trainbus.hooks import CheckpointHook, DistSamplerSeedHook
 
 ROWS = 8
 DATASET = TensorDataset(torch.arange(float(ROWS))[:, None].repeat(1, 3), torch.zeros(ROWS, dtype=torch.int64))

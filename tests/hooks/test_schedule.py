@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from eventloop import Bus, ConfigurationError, Run
-from eventloop.checkpoint import load
-from hooks import CheckpointHook, OptimizerHook, ParamSchedulerHook
+from trainbus.eventloop import Bus, ConfigurationError, Run
+from trainbus.eventloop.checkpoint import load
+from trainbus.hooks import CheckpointHook, OptimizerHook, ParamSchedulerHook
 
 from ..training.test_wrappers import Manager, OptimizerWrapper
 

@@ -8,11 +8,11 @@ from msgspec import Meta
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from eventloop import Bus, GlobalBatchSampler, Hook, check_options
-from eventloop.observe import RunFolder, environment
-from eventloop.observe.environment import Process
-from eventloop.plain import HIDDEN
-from hooks import CheckpointHook, OptimizerHook, ParamSchedulerHook, RunRecordHook, run_record
+from trainbus.eventloop import Bus, GlobalBatchSampler, Hook, check_options
+from trainbus.eventloop.plain import HIDDEN
+from trainbus.hooks import CheckpointHook, OptimizerHook, ParamSchedulerHook, RunRecordHook, run_record
+from trainbus.observe import RunFolder, environment
+from trainbus.observe.environment import Process
 
 from .conftest import batches, make_loop, own_loop, small_model
 
@@ -153,4 +153,7 @@ def test_a_resumed_session_has_settings_of_its_own(tmp_path, monkeypatch):
     )
     first, second = RunFolder(tmp_path).manifest().sessions
     assert (first.settings["max_epochs"], second.settings["max_epochs"]) == (1, 2)
-    assert ("hooks.CheckpointHook" in first.settings, "hooks.CheckpointHook" in second.settings) == (True, False)
+    assert ("hooks.CheckpointHook" in first.settings, "hooks.CheckpointHook" in second.settings) == (
+        True,
+        False,
+    )

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from eventloop import observe
-from hooks.smoothing import STATES, Smoother
+from trainbus import observe
+from trainbus.hooks.smoothing import STATES, Smoother
 
 
 def test_measurements_are_averaged_over_the_same_iterations_and_states_are_current():

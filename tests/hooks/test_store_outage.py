@@ -13,10 +13,10 @@ import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from structlog.testing import capture_logs
 
-from eventloop import CheckpointError
-from eventloop.checkpoint import load, verify
-from eventloop.training.saves import capture
-from hooks import CheckpointHook
+from trainbus.eventloop import CheckpointError
+from trainbus.eventloop.checkpoint import load, verify
+from trainbus.eventloop.training.saves import capture
+from trainbus.hooks import CheckpointHook
 
 from ..failing import fails
 from .conftest import files, scored
@@ -339,9 +339,9 @@ def test_a_store_that_fails_slowly_is_left_alone_for_a_while(run, tmp_path, memo
         now[0] += 9.0
 
     monkeypatch.setattr(MemoryFile, "commit", commit)
-    monkeypatch.setattr("eventloop.checkpoint.remote._WAITS", ())
+    monkeypatch.setattr("trainbus.eventloop.checkpoint.remote._WAITS", ())
     clock = SimpleNamespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
-    monkeypatch.setattr("eventloop.training.saves.write.time", clock)
+    monkeypatch.setattr("trainbus.eventloop.training.saves.write.time", clock)
     _, told, error = run(CheckpointHook(1, out_dir=OUT), max_epochs=8, at=[("before_train_epoch", pass_time)])
     assert error is None
     assert [name for name in dict.fromkeys(asked) if "epoch" in name] == ["epoch_1", "epoch_2", "epoch_6", "epoch_7", "epoch_8"]

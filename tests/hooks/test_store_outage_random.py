@@ -5,9 +5,9 @@ import random
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from eventloop import CheckpointError
-from eventloop.checkpoint import verify
-from hooks import CheckpointHook
+from trainbus.eventloop import CheckpointError
+from trainbus.eventloop.checkpoint import verify
+from trainbus.hooks import CheckpointHook
 
 from .conftest import batches, files, make_loop
 

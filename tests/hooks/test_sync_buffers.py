@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from eventloop import Bus, Run
-from hooks import SyncBuffersHook
 from tests.ranks.conftest import on_ranks
+from trainbus.eventloop import Bus, Run
+from trainbus.hooks import SyncBuffersHook
 
 
 class Buffers(nn.Module):

@@ -4,8 +4,8 @@ from functools import partial
 import pytest
 from structlog.testing import capture_logs
 
-from eventloop import Bus
-from hooks import IterTimerHook, LoggerHook, Writer
+from trainbus.eventloop import Bus
+from trainbus.hooks import IterTimerHook, LoggerHook, Writer
 
 from . import conftest
 
@@ -111,7 +111,7 @@ def passes(monkeypatch):
     def let_pass(seconds):
         now[0] += seconds
 
-    monkeypatch.setattr("hooks.timer.perf_counter", lambda: now[0])
+    monkeypatch.setattr("trainbus.hooks.timer.perf_counter", lambda: now[0])
     return let_pass
 
 

@@ -7,8 +7,8 @@ import time
 import anyio
 import pytest
 
-from eventloop import Bus, ConfigurationError, Event
-from hooks import CheckpointHook, EMAHook, TraceHook
+from trainbus.eventloop import Bus, ConfigurationError, Event
+from trainbus.hooks import CheckpointHook, EMAHook, TraceHook
 
 from ..failing import fails
 from ..observe.traces import Picture
@@ -135,8 +135,8 @@ def test_a_killed_run_leaves_no_half_file(tmp_path, script):
         f"""
         import os
         from tests.hooks.conftest import make_loop
-        from eventloop import Bus
-        from hooks import TraceHook
+        from trainbus.eventloop import Bus
+        from trainbus.hooks import TraceHook
         bus = Bus()
         bus.on("after_train_iter", lambda event: os.kill(os.getpid(), 9), once=6)
         make_loop(TraceHook(first=1, iterations=100), bus=bus, work_dir={str(tmp_path / "run")!r}).run()

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from eventloop import Bus, ConfigurationError, TrainingError
-from hooks import CheckpointHook, EarlyStoppingHook, ParamSchedulerHook
+from trainbus.eventloop import Bus, ConfigurationError, TrainingError
+from trainbus.hooks import CheckpointHook, EarlyStoppingHook, ParamSchedulerHook
 
 from ..failing import said
 from .conftest import own_loop

@@ -22,9 +22,9 @@ import anyio
 import anyio.from_thread
 import torch
 
-import eventloop.offload.loops
-from eventloop import Bus, Event, Hook, TrainLoop
-from eventloop.errors import RunCancelled, TrainbusError
+from trainbus.eventloop import Bus, Event, Hook, TrainLoop
+from trainbus.eventloop.errors import RunCancelled, TrainbusError
+from trainbus.eventloop.offload import loops
 
 from .points import Gate, Lines, Point, at_await
 
@@ -184,7 +184,7 @@ def _spawn(world: World, function: Callable[[], Awaitable[object]]) -> None:
         with suppress(TrainbusError):
             await function()
 
-    if eventloop.offload.loops.in_trio():
+    if loops.in_trio():
         import trio
 
         trio.lowlevel.spawn_system_task(quiet)
@@ -350,13 +350,13 @@ OPERATIONS: dict[str, Operation] = {
 
 @contextlib.contextmanager
 def _without_uvloop(without: bool) -> Iterator[None]:
-    found = eventloop.offload.loops.find_spec
+    found = loops.find_spec
     if without:
-        eventloop.offload.loops.find_spec = lambda name: None  # type: ignore[assignment]
+        loops.find_spec = lambda name: None  # type: ignore[assignment]
     try:
         yield
     finally:
-        eventloop.offload.loops.find_spec = found
+        loops.find_spec = found
 
 
 def run(case: Case) -> None:
@@ -441,7 +441,7 @@ def _in_host(backend: str, main: Callable[[], Any]) -> None:
 async def _hosted(world: World, operation: Operation, record: Callable[[Point], object] | None = None) -> int:
     """Run a case in the host's loop; return the number of awaits of the operation."""
     case, bus = world.case, world.bus
-    call_soon = eventloop.offload.loops.threadsafe_call()
+    call_soon = loops.threadsafe_call()
     scope = anyio.CancelScope()
     if operation.opened:
         await bus.__aenter__()
@@ -524,7 +524,7 @@ async def _count_awaits(count: Callable[[], object], operation: Any) -> None:
 
 
 def _cancel(kind: str, scope: anyio.CancelScope) -> None:
-    if kind == "scope" or eventloop.offload.loops.in_trio():
+    if kind == "scope" or loops.in_trio():
         scope.cancel()
     elif kind == "task":
         asyncio.current_task().cancel()  # type: ignore[union-attr]

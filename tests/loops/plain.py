@@ -14,7 +14,7 @@ from typing import Any, Self
 
 import torch
 
-from hooks.averages import ExponentialMovingAverage
+from trainbus.hooks.averages import ExponentialMovingAverage
 
 
 class Bus:

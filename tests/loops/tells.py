@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
-from eventloop import CheckpointError, TrainingError
+from trainbus.eventloop import CheckpointError, TrainingError
 
 from .programs import Program
 from .trials import Verdict

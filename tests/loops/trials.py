@@ -20,7 +20,7 @@ import torch
 from structlog.testing import capture_logs
 
 import trainbus
-from eventloop import checkpoint
+from trainbus.eventloop import checkpoint
 
 from . import plain
 from .kit import Killed, Strike, Strikes, StruckError

@@ -4,10 +4,10 @@ import threading
 import pytest
 from structlog.testing import capture_logs
 
-from eventloop import Bus, Progress
-from eventloop.events import AfterTrainIter
-from eventloop.measure import spans
-from eventloop.measure.spans import BEGIN, END, NAME, NUMBER, THREAD, Recorder
+from trainbus.eventloop import Bus, Progress
+from trainbus.eventloop.events import AfterTrainIter
+from trainbus.eventloop.measure import spans
+from trainbus.eventloop.measure.spans import BEGIN, END, NAME, NUMBER, THREAD, Recorder
 
 from ..waiting import meanwhile, on_threads, until
 

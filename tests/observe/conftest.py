@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from eventloop.observe.dashboard import Server
+from trainbus.observe.dashboard import Server
 
 from ..browsers import browser as browser
 from .dashboards import Visitor, serving

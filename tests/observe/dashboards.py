@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Self
 
-from eventloop import Bus
-from eventloop.observe.dashboard import Server, Watcher
+from trainbus.eventloop import Bus
+from trainbus.observe.dashboard import Server, Watcher
 
 from ..failing import fails
 from ..hooks.conftest import batches, make_loop

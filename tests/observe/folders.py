@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from eventloop.observe import (
+from trainbus.observe import (
     Costs,
     Environment,
     Histogram,
@@ -17,7 +17,7 @@ from eventloop.observe import (
     encode_line,
     write_manifest,
 )
-from eventloop.observe.environment import Computer, Git, Process
+from trainbus.observe.environment import Computer, Git, Process
 
 BEGAN = 1764000000.0
 GONE = Process(pid=2**22 + 1, host="elsewhere", boot="b", began="1")

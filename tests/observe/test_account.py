@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eventloop.measure.spans import BEGIN, END, FIELDS, NAME
-from eventloop.observe.account import Account, exclusive
+from trainbus.eventloop.measure.spans import BEGIN, END, FIELDS, NAME
+from trainbus.observe.account import Account, exclusive
 
 
 def tree(draw, begin: int, end: int, depth: int) -> list[tuple[int, int, int]]:
@@ -153,8 +153,8 @@ def test_the_account_is_that_of_a_run_however_its_spans_come_in_batches(data):
 
 
 def test_pending_spans_are_bounded(monkeypatch):
-    monkeypatch.setattr("eventloop.observe.account._MOST_PENDING", 100)
-    monkeypatch.setattr("eventloop.observe.account._MOST_BETWEEN", 100)
+    monkeypatch.setattr("trainbus.observe.account._MOST_PENDING", 100)
+    monkeypatch.setattr("trainbus.observe.account._MOST_BETWEEN", 100)
     names: dict[str, int] = {}
     account = Account(lambda name: names.setdefault(name, len(names)), list)
     numbers = {name: names.setdefault(name, len(names)) for name in ("before_run", "before_train_iter", "busy", "after_run")}

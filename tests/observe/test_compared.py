@@ -1,5 +1,5 @@
-from eventloop.observe import RunFolder
-from eventloop.observe.compared import differing, metrics_of, settings_of
+from trainbus.observe import RunFolder
+from trainbus.observe.compared import differing, metrics_of, settings_of
 
 from .folders import entry, session, write_record, write_run
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import Bus, BusStateError, Hook, Run
-from eventloop.events import AfterTrainIter, Event
-from eventloop.measure import spans
-from eventloop.observe import Costs, LaneCosts, Part, bus_recorder
-from hooks import CheckpointHook, OptimizerHook
+from trainbus.eventloop import Bus, BusStateError, Hook, Run
+from trainbus.eventloop.events import AfterTrainIter, Event
+from trainbus.eventloop.measure import spans
+from trainbus.hooks import CheckpointHook, OptimizerHook
+from trainbus.observe import Costs, LaneCosts, Part, bus_recorder
 
 from ..hooks.conftest import StopAfter, batches, loss_of, make_loop, small_model
 from ..waiting import meanwhile

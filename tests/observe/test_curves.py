@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from eventloop.observe import assets, curves
-from eventloop.observe.curves import stage_and_name
+from trainbus.observe import assets, curves
+from trainbus.observe.curves import stage_and_name
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from eventloop import Bus, ConfigurationError, Run
-from eventloop.checkpoint import load
-from eventloop.events import AfterRun, AfterTrainIter, BeforeRun, Progress
-from eventloop.observe.dashboard import Board, Server, Watcher
-from eventloop.observe.record import Checkpoint, Pause
-from hooks import CheckpointHook, Dashboard
+from trainbus.eventloop import Bus, ConfigurationError, Run
+from trainbus.eventloop.checkpoint import load
+from trainbus.eventloop.events import AfterRun, AfterTrainIter, BeforeRun, Progress
+from trainbus.hooks import CheckpointHook, Dashboard
+from trainbus.observe.dashboard import Board, Server, Watcher
+from trainbus.observe.record import Checkpoint, Pause
 
 from ..hooks.conftest import loss_of, small_model
 from ..scripts import Script
@@ -328,7 +328,7 @@ def test_metrics_for_prometheus_are_served_beside_the_pages(server, visitor):
 def no_servers(monkeypatch):
     """No server of another test; those of this one are closed."""
     servers: dict = {}
-    monkeypatch.setattr("eventloop.observe.dashboard.server._servers", servers)
+    monkeypatch.setattr("trainbus.observe.dashboard.server._servers", servers)
     yield servers
     for one in servers.values():
         one.close()
@@ -357,7 +357,7 @@ def test_hooks_take_the_names_of_a_proxy_and_those_with_one_port_take_the_same(n
 
 def test_a_port_that_is_taken_is_an_error_and_the_default_one_gives_way(no_servers, monkeypatch):
     with serving() as other:
-        monkeypatch.setattr("eventloop.observe.dashboard.server.DEFAULT_PORT", other.port)
+        monkeypatch.setattr("trainbus.observe.dashboard.server.DEFAULT_PORT", other.port)
         with pytest.raises(ConfigurationError, match=f":{other.port}"):
             Job(Bus(Dashboard(port=other.port))).loop.run()
         assert Server.at().port != other.port
@@ -377,8 +377,8 @@ def test_another_address_needs_a_token_and_a_token_cannot_be_guessed_and_can_be_
 
 
 ENDING = """
-from eventloop import Bus
-from hooks import Dashboard
+from trainbus.eventloop import Bus
+from trainbus.hooks import Dashboard
 from tests.observe.dashboards import Job
 
 Job(Bus(Dashboard(port=0)), slow=True).loop.run()

@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from eventloop import Bus
-from eventloop.observe.costs import Growth
-from eventloop.observe.curves import extremes
-from eventloop.observe.dashboard import FolderWatcher, Watcher
-from eventloop.observe.dashboard.watcher import shortened
-from hooks import CheckpointHook
+from trainbus.eventloop import Bus
+from trainbus.hooks import CheckpointHook
+from trainbus.observe.costs import Growth
+from trainbus.observe.curves import extremes
+from trainbus.observe.dashboard import FolderWatcher, Watcher
+from trainbus.observe.dashboard.watcher import shortened
 
 from ..waiting import until
 from .dashboards import Job, failing, watched

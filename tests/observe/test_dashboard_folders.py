@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from eventloop.observe import RunManifest, write_manifest
-from eventloop.observe.dashboard import Board, FolderWatcher
+from trainbus.observe import RunManifest, write_manifest
+from trainbus.observe.dashboard import Board, FolderWatcher
 
 from .folders import BEGAN, GONE, entry, loss_lines, session, write_record, write_run, write_scalars
 

@@ -8,12 +8,12 @@ import re
 import anyio
 import pytest
 
-from eventloop.observe.dashboard import Board
-from eventloop.observe.dashboard.message_log import MessageLog
+from trainbus.observe.dashboard import Board
+from trainbus.observe.dashboard.message_log import MessageLog
 
 pytest.importorskip("starlette")
 
-from eventloop.observe.dashboard import event_stream
+from trainbus.observe.dashboard import event_stream
 
 
 def told(messages):

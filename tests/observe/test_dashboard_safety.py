@@ -12,9 +12,9 @@ from pathlib import Path
 import anyio
 import pytest
 
-from eventloop import Bus, ConfigurationError
-from eventloop.observe import dashboard
-from eventloop.observe.dashboard import Board, Server, Watcher, app
+from trainbus.eventloop import Bus, ConfigurationError
+from trainbus.observe import dashboard
+from trainbus.observe.dashboard import Board, Server, Watcher, app
 
 from ..waiting import on_threads, until
 from .dashboards import Job, Visitor, serving, wait_for, watched
@@ -23,7 +23,7 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
-from eventloop.observe.dashboard import event_stream  # noqa: E402 - needs starlette
+from trainbus.observe.dashboard import event_stream  # noqa: E402 - needs starlette
 
 COMMANDS = ("pause", "resume", "stop", "checkpoint", "lr")
 FOLDER = str(Path(dashboard.__file__).parent)
@@ -350,7 +350,7 @@ def test_without_the_extra_the_error_names_it(monkeypatch):
 
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
     for name in ("application", "guard"):
-        monkeypatch.delitem(sys.modules, f"eventloop.observe.dashboard.{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"trainbus.observe.dashboard.{name}", raising=False)
     for make in (lambda: app(Bus()), lambda: Server("127.0.0.1", 0, None)):
         with pytest.raises(ConfigurationError, match=r"starlette.*trainbus\[web\]"):
             make()

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from eventloop.observe import environment
+from trainbus.observe import environment
 
 
 @pytest.fixture

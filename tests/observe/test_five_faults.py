@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from eventloop import Hook, mount
-from eventloop.observe import Costs, Part, RunFolder, expensive
-from eventloop.observe.report import ReportedRun, verdict
-from eventloop.observe.verdict import held_up
-from hooks import CheckpointHook, RunRecordHook
+from trainbus.eventloop import Hook, mount
+from trainbus.hooks import CheckpointHook, RunRecordHook
+from trainbus.observe import Costs, Part, RunFolder, expensive
+from trainbus.observe.report import ReportedRun, verdict
+from trainbus.observe.verdict import held_up
 
 from ..hooks.conftest import batches, make_loop
 

@@ -10,9 +10,9 @@ import structlog
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import Bus, Progress
-from eventloop.events import AfterTrainIter, BeforeRun
-from eventloop.offload import process
+from trainbus.eventloop import Bus, Progress
+from trainbus.eventloop.events import AfterTrainIter, BeforeRun
+from trainbus.eventloop.offload import process
 
 from ..handlers import held, publish_all
 from ..offload import workers

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from eventloop import Bus, Hook
-from eventloop.observe import memory
-from eventloop.observe.memory import Memory, kept_by, resident
+from trainbus.eventloop import Bus, Hook
+from trainbus.observe import memory
+from trainbus.observe.memory import Memory, kept_by, resident
 
 from ..hooks.conftest import loss_of, make_loop
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from eventloop import Bus, ConfigurationError, Run
-from eventloop.events import AfterTrainIter, Progress
-from hooks import CheckpointHook
+from trainbus.eventloop import Bus, ConfigurationError, Run
+from trainbus.eventloop.events import AfterTrainIter, Progress
+from trainbus.hooks import CheckpointHook
 
 from ..failing import fails
 from ..handlers import held
@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.parser import text_string_to_metric_families as parse_plain
 
-from eventloop.observe.metrics import RunCollector, expose, metrics_app
+from trainbus.observe.metrics import RunCollector, expose, metrics_app
 
 OPEN = "application/openmetrics-text; version=1.0.0"
 
@@ -248,7 +248,7 @@ async def test_the_application_answers_in_the_format_that_is_asked_for(bus, coll
 
 
 def test_without_prometheus_client_the_error_names_the_extra(monkeypatch):
-    monkeypatch.delitem(sys.modules, "eventloop.observe.metrics")
+    monkeypatch.delitem(sys.modules, "trainbus.observe.metrics")
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     with pytest.raises(ConfigurationError, match=r"trainbus\[metrics\]"):
-        import eventloop.observe.metrics  # noqa: F401
+        import trainbus.observe.metrics  # noqa: F401

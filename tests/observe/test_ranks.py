@@ -1,9 +1,9 @@
 import pytest
 from structlog.testing import capture_logs
 
-from eventloop.observe.exchange import Comparison, Report
-from eventloop.observe.ranks import Spent, compare
-from eventloop.terminal import plain
+from trainbus.eventloop.terminal import plain
+from trainbus.observe.exchange import Comparison, Report
+from trainbus.observe.ranks import Spent, compare
 
 PARTS = {
     "training": {"waiting for data": 0.1, "forward": 1.0, "backward": 2.0, "waiting for the other ranks": 0.0, "rest": 0.0},

@@ -7,14 +7,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from eventloop.cli.runs import best_metric
-from eventloop.observe import Costs, Damage, LaneCosts, Part, RankCosts, RankTimes, RunManifest, Straggler, write_manifest
-from eventloop.observe.costs import Growth
-from eventloop.observe.curves import Curve, read_curves
-from eventloop.observe.record import Checkpoint
-from eventloop.observe.report import ReportedRun, build_report, verdict
-from eventloop.observe.report.bars import cost_bars
-from eventloop.observe.report.page import MOST_BYTES, run_names
+from trainbus.cli.runs import best_metric
+from trainbus.observe import Costs, Damage, LaneCosts, Part, RankCosts, RankTimes, RunManifest, Straggler, write_manifest
+from trainbus.observe.costs import Growth
+from trainbus.observe.curves import Curve, read_curves
+from trainbus.observe.record import Checkpoint
+from trainbus.observe.report import ReportedRun, build_report, verdict
+from trainbus.observe.report.bars import cost_bars
+from trainbus.observe.report.page import MOST_BYTES, run_names
 
 from .folders import BEGAN, costs_line, entry, loss_lines, session, some_costs, write_record, write_run, write_scalars
 
@@ -275,7 +275,7 @@ def test_curves_are_read_from_the_lines_of_scalars():
 
 
 def test_more_lines_than_are_read_at_once_keep_their_order(monkeypatch):
-    monkeypatch.setattr("eventloop.observe.curves._BATCH", 7)
+    monkeypatch.setattr("trainbus.observe.curves._BATCH", 7)
     lines = [{"step": i, "a": i} | ({"b": -i} if i % 3 == 0 else {}) for i in range(1, 101)]
     curves = read_curves(lines)
     assert curves["a"].values.tolist() == list(range(1, 101))

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from eventloop.cli.runs import best_metric, rules_of
-from eventloop.observe.report import ReportedRun, build_report
+from trainbus.cli.runs import best_metric, rules_of
+from trainbus.observe.report import ReportedRun, build_report
 
 from .folders import session, write_run
 

@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 
-from eventloop import Bus, Run
-from eventloop.cli.runs import best_metric
-from eventloop.observe import Damage
-from eventloop.observe.report import ReportedRun, build_report
-from eventloop.observe.report.overview import FEW
-from eventloop.observe.report.page import MOST_BYTES
-from hooks import JSONLinesWriter, LoggerHook
+from trainbus.cli.runs import best_metric
+from trainbus.eventloop import Bus, Run
+from trainbus.hooks import JSONLinesWriter, LoggerHook
+from trainbus.observe import Damage
+from trainbus.observe.report import ReportedRun, build_report
+from trainbus.observe.report.overview import FEW
+from trainbus.observe.report.page import MOST_BYTES
 
 from .folders import BEGAN, entry, loss_lines, write_record, write_run, write_scalars
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from eventloop.cli.runs import best_metric, rules_of
-from eventloop.observe.report import ReportedRun, build_report
-from eventloop.observe.report.overview import overview
-from eventloop.observe.report.page import MOST_BYTES
+from trainbus.cli.runs import best_metric, rules_of
+from trainbus.observe.report import ReportedRun, build_report
+from trainbus.observe.report.overview import overview
+from trainbus.observe.report.page import MOST_BYTES
 
 from .folders import BEGAN, entry, session, write_record, write_run, write_scalars
 from .test_report import Page

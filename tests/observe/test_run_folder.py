@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from eventloop import Bus
-from eventloop.cli import main
-from eventloop.cli.runs import best_metric
-from eventloop.observe import Damage, RunDamagedError, RunFolder, RunFolderError, encode_line, find_runs, last_lines
-from eventloop.observe.environment import this_process
-from eventloop.observe.report import ReportedRun, build_report, verdict
+from trainbus.cli import main
+from trainbus.cli.runs import best_metric
+from trainbus.eventloop import Bus
+from trainbus.observe import Damage, RunDamagedError, RunFolder, RunFolderError, encode_line, find_runs, last_lines
+from trainbus.observe.environment import this_process
+from trainbus.observe.report import ReportedRun, build_report, verdict
 
 from .folders import BEGAN, GONE, HERE, loss_lines, session, write_record, write_run, write_scalars
 

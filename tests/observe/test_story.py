@@ -4,17 +4,17 @@ from pathlib import Path
 
 import pytest
 
-import eventloop
-from eventloop.events import BeforeBackward, Progress
-from eventloop.observe import RunFolder, RunStatus
-from eventloop.observe.latest import LatestHook
-from eventloop.observe.record import FailedCheckpoint, Validation, entry_of
-from eventloop.observe.states import ENDED
-from hooks import CheckpointHook, RunRecordHook
+from trainbus import eventloop
+from trainbus.eventloop.events import BeforeBackward, Progress
+from trainbus.hooks import CheckpointHook, RunRecordHook
+from trainbus.observe import RunFolder, RunStatus
+from trainbus.observe.latest import LatestHook
+from trainbus.observe.record import FailedCheckpoint, Validation, entry_of
+from trainbus.observe.states import ENDED
 
 from ..hooks.conftest import batches, loss_of, make_loop
 
-ROOT = Path(eventloop.__file__).parent.parent
+ROOT = Path(eventloop.__file__).resolve().parent.parent
 
 
 def test_a_live_run_and_its_files_have_one_story(tmp_path):

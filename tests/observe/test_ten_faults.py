@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from eventloop.cli import main
+from trainbus.cli import main
 
 from ..scripts import run_on_ranks, run_script
 

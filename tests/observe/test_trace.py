@@ -16,10 +16,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from eventloop.cli import main
-from eventloop.observe.trace import Slice, TraceError, Track, merge, nested, read_trace, write_trace
-from eventloop.observe.trace.tracks import Tracks, Window
-from hooks import ProfilerHook, TraceHook
+from trainbus.cli import main
+from trainbus.hooks import ProfilerHook, TraceHook
+from trainbus.observe.trace import Slice, TraceError, Track, merge, nested, read_trace, write_trace
+from trainbus.observe.trace.tracks import Tracks, Window
 
 from ..hooks.conftest import make_loop
 from ..ranks.conftest import on_ranks

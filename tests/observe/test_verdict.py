@@ -2,8 +2,8 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from eventloop.observe import Costs, Growth, Histogram, LaneCosts, Part, RankCosts, Straggler
-from eventloop.observe.verdict import duration, expensive, size
+from trainbus.observe import Costs, Growth, Histogram, LaneCosts, Part, RankCosts, Straggler
+from trainbus.observe.verdict import duration, expensive, size
 
 STEPS = Histogram({160: 1000})
 

@@ -2,7 +2,7 @@ import multiprocessing
 
 import pytest
 
-from eventloop.offload import process
+from trainbus.eventloop.offload import process
 
 
 @pytest.fixture

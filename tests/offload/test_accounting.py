@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
-from eventloop import Bus, Progress
-from eventloop.bus import Stats
-from eventloop.events import AfterTrainIter
-from eventloop.offload import process
+from trainbus.eventloop import Bus, Progress
+from trainbus.eventloop.bus import Stats
+from trainbus.eventloop.events import AfterTrainIter
+from trainbus.eventloop.offload import process
 
 from ..waiting import meanwhile, on_threads
 from . import workers

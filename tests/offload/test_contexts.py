@@ -8,8 +8,8 @@ import anyio.lowlevel
 import pytest
 import sniffio
 
-from eventloop import Bus, Event, Progress
-from eventloop.events import AfterTrainIter
+from trainbus.eventloop import Bus, Event, Progress
+from trainbus.eventloop.events import AfterTrainIter
 
 from ..handlers import offload
 from .workers import Told

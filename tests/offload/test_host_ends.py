@@ -10,8 +10,8 @@ import pytest
 import trio
 from anyio.from_thread import start_blocking_portal
 
-from eventloop import Bus, BusStateError
-from eventloop.errors import LaneClosedError
+from trainbus.eventloop import Bus, BusStateError
+from trainbus.eventloop.errors import LaneClosedError
 
 from ..conftest import UVLOOP
 from ..handlers import iteration, publish_all

@@ -10,10 +10,10 @@ import pytest
 from blockbuster import BlockingError
 from structlog.testing import capture_logs
 
-from eventloop import Bus, BusStateError, Hook, LaneFullError, OffloadError, Progress
-from eventloop.errors import LaneClosedError
-from eventloop.events import AfterRun, BeforeRun
-from eventloop.offload import DrainReport
+from trainbus.eventloop import Bus, BusStateError, Hook, LaneFullError, OffloadError, Progress
+from trainbus.eventloop.errors import LaneClosedError
+from trainbus.eventloop.events import AfterRun, BeforeRun
+from trainbus.eventloop.offload import DrainReport
 
 from ..handlers import iteration, publish_all
 

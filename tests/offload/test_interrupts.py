@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import eventloop
-from eventloop import Bus, Progress
-from eventloop.events import AfterTrainIter
-from eventloop.offload import Runtime
+from trainbus import eventloop
+from trainbus.eventloop import Bus, Progress
+from trainbus.eventloop.events import AfterTrainIter
+from trainbus.eventloop.offload import Runtime
 
 from ..handlers import offload
 from ..strikes import strikes_at

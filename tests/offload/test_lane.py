@@ -7,10 +7,10 @@ from functools import partial
 
 import pytest
 
-from eventloop import LaneFullError, Progress
-from eventloop.errors import LaneClosedError
-from eventloop.events import AfterRun
-from eventloop.offload import Deadline, DrainReport, Lane, SizedLane, consumers
+from trainbus.eventloop import LaneFullError, Progress
+from trainbus.eventloop.errors import LaneClosedError
+from trainbus.eventloop.events import AfterRun
+from trainbus.eventloop.offload import Deadline, DrainReport, Lane, SizedLane, consumers
 
 from ..handlers import offload
 from ..strikes import strikes_at

@@ -8,8 +8,8 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from eventloop import Bus, Event, Hook, Progress, mount
-from eventloop.events import AfterRun
+from trainbus.eventloop import Bus, Event, Hook, Progress, mount
+from trainbus.eventloop.events import AfterRun
 
 from ..waiting import on_threads
 from . import workers

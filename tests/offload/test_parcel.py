@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from eventloop import Event, Progress
-from eventloop.events import AfterTrainIter, AfterValEpoch
-from eventloop.offload import detacher
-from eventloop.offload.parcel import SharedSegment, pack, unpack
-from eventloop.offload.snapshot import Snapshot
+from trainbus.eventloop import Event, Progress
+from trainbus.eventloop.events import AfterTrainIter, AfterValEpoch
+from trainbus.eventloop.offload import detacher
+from trainbus.eventloop.offload.parcel import SharedSegment, pack, unpack
+from trainbus.eventloop.offload.snapshot import Snapshot
 
 detach = detacher()
 TENSORS = [

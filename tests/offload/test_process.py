@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from eventloop import Bus, HandlerTimeoutError, OffloadError, Progress, SubscribeError, Subscription
-from eventloop.errors import WorkerDiedError
-from eventloop.events import AfterTrainIter
-from eventloop.offload import process
+from trainbus.eventloop import Bus, HandlerTimeoutError, OffloadError, Progress, SubscribeError, Subscription
+from trainbus.eventloop.errors import WorkerDiedError
+from trainbus.eventloop.events import AfterTrainIter
+from trainbus.eventloop.offload import process
 
 from ..handlers import publish_all
 from ..waiting import until
@@ -45,8 +45,8 @@ def error_of(deed_name: str) -> Exception:
 
 SCRIPT = """
 import os, sys, torch
-from eventloop import Bus, Progress
-from eventloop.events import AfterTrainIter
+from trainbus.eventloop import Bus, Progress
+from trainbus.eventloop.events import AfterTrainIter
 
 class Mine(Exception): ...
 
@@ -98,7 +98,7 @@ def test_a_script_without_a_main_guard_is_an_error_with_advice(tmp_path, script)
 
 DAEMONIC = """
 import multiprocessing
-from eventloop import Bus
+from trainbus.eventloop import Bus
 from tests.offload import workers
 
 def train(when):
@@ -219,7 +219,7 @@ def test_a_process_starts_with_blocked_signals_and_no_server_of_multiprocessing_
         f"""
         import multiprocessing, signal
         from multiprocessing import resource_tracker
-        from eventloop.offload.process import blocked_in_children
+        from trainbus.eventloop.offload.process import blocked_in_children
 
         numbers = {{signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}}
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job begins with SIGINT ignored
@@ -258,7 +258,7 @@ def test_a_program_ends_after_ctrl_c_in_the_close_of_its_bus_and_may_close_it_ag
     done = script(
         f"""
         import multiprocessing, sys
-        from eventloop.offload import Runtime, process
+        from trainbus.eventloop.offload import Runtime, process
         from tests.offload.test_process import acting, deed
 
         process._spawn = multiprocessing.get_context("fork")  # which is quick

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from eventloop import Bus, Progress
-from eventloop.events import AfterTrainIter
-from eventloop.offload import scalars
-from eventloop.offload.scalars import DeviceStack, ScalarTaker
+from trainbus.eventloop import Bus, Progress
+from trainbus.eventloop.events import AfterTrainIter
+from trainbus.eventloop.offload import scalars
+from trainbus.eventloop.offload.scalars import DeviceStack, ScalarTaker
 
 from ..device.conftest import PLAIN, TAKEN, simulated
 from ..waiting import on_threads

@@ -9,10 +9,10 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import Bus, LaneFullError, Progress
-from eventloop.events import AfterRun
-from eventloop.offload import Owned, sized, snapshot
-from eventloop.offload.snapshot import nbytes
+from trainbus.eventloop import Bus, LaneFullError, Progress
+from trainbus.eventloop.events import AfterRun
+from trainbus.eventloop.offload import Owned, sized, snapshot
+from trainbus.eventloop.offload.snapshot import nbytes
 
 from .. import handlers
 from ..failing import fails

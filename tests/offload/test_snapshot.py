@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from eventloop import Event, Live, LiveFieldError, Progress, Scalars, from_json, from_msgpack
-from eventloop.errors import EventDefinitionError
-from eventloop.events import (
+from trainbus.eventloop import Event, Live, LiveFieldError, Progress, Scalars, from_json, from_msgpack
+from trainbus.eventloop.errors import EventDefinitionError
+from trainbus.eventloop.events import (
     AfterLoadCheckpoint,
     AfterModuleForward,
     AfterRun,
@@ -19,9 +19,9 @@ from eventloop.events import (
     OnException,
     RunEvent,
 )
-from eventloop.offload import Owned, detacher
-from eventloop.offload.detach import detached_type
-from eventloop.offload.snapshot import Snapshot, capture
+from trainbus.eventloop.offload import Owned, detacher
+from trainbus.eventloop.offload.detach import detached_type
+from trainbus.eventloop.offload.snapshot import Snapshot, capture
 
 detach = detacher()
 P = Progress(epoch=2, iter=30, stage="train")

@@ -7,7 +7,7 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from eventloop import Bus, HandlerTimeoutError
+from trainbus.eventloop import Bus, HandlerTimeoutError
 
 from ..failing import fails
 from ..handlers import iteration, publish_all

@@ -7,8 +7,8 @@ import sys
 import time
 from typing import ClassVar
 
-from eventloop import Event, Hook, mount
-from eventloop.events import AfterTrainIter
+from trainbus.eventloop import Event, Hook, mount
+from trainbus.eventloop.events import AfterTrainIter
 
 heard: list[int] = []
 

@@ -8,8 +8,8 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from eventloop import Bus, Hook, TrainLoop
-from hooks import DistSamplerSeedHook
+from trainbus.eventloop import Bus, Hook, TrainLoop
+from trainbus.hooks import DistSamplerSeedHook
 
 BATCH = 8
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from hooks import AlertHook
+from trainbus.hooks import AlertHook
 
 from ..waiting import until
 from . import jobs

@@ -13,8 +13,8 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop.observe import RankCosts, RunFolder, exchange
-from hooks import AlertHook, RunRecordHook
+from trainbus.hooks import AlertHook, RunRecordHook
+from trainbus.observe import RankCosts, RunFolder, exchange
 
 from ..webhooks import Server
 from . import jobs

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from eventloop import Bus, Hook, TrainLoop
-from eventloop.checkpoint import copy_in, load, load_whole
-from eventloop.cli import main
-from hooks import CheckpointHook, EMAHook
+from trainbus.cli import main
+from trainbus.eventloop import Bus, Hook, TrainLoop
+from trainbus.eventloop.checkpoint import copy_in, load, load_whole
+from trainbus.hooks import CheckpointHook, EMAHook
 
 from ..checkpoint.trees import canonical
 from . import jobs

@@ -13,10 +13,10 @@ from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from eventloop import Bus, Hook, Run, TrainingError, get_logger
-from eventloop.checkpoint import load_whole
-from eventloop.training import agree as agreements
-from hooks import CheckpointHook, ConsoleWriter, EarlyStoppingHook, EMAHook, JSONLinesWriter, LoggerHook, ProgressBar
+from trainbus.eventloop import Bus, Hook, Run, TrainingError, get_logger
+from trainbus.eventloop.checkpoint import load_whole
+from trainbus.eventloop.training import agree as agreements
+from trainbus.hooks import CheckpointHook, ConsoleWriter, EarlyStoppingHook, EMAHook, JSONLinesWriter, LoggerHook, ProgressBar
 
 from ..waiting import until
 from . import jobs

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
-from eventloop import Run, TrainLoop
-from hooks import SyncBuffersHook
+from trainbus.eventloop import Run, TrainLoop
+from trainbus.hooks import SyncBuffersHook
 
 from . import jobs
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import distributed
 
-from eventloop.checkpoint import load
-from eventloop.training.distributed import ranks as agreements
-from eventloop.training.locks import DirectoryLock
-from hooks import CheckpointHook
+from trainbus.eventloop.checkpoint import load
+from trainbus.eventloop.training.distributed import ranks as agreements
+from trainbus.eventloop.training.locks import DirectoryLock
+from trainbus.hooks import CheckpointHook
 
 from ..failing import fails
 from . import jobs

@@ -14,10 +14,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from eventloop import Bus, ConfigurationError, GlobalBatchSampler, Run, TrainLoop, Update
-from eventloop.training import agree as agreements
-from eventloop.training.distributed import samples
-from hooks import CheckpointHook, OptimizerHook
+from trainbus.eventloop import Bus, ConfigurationError, GlobalBatchSampler, Run, TrainLoop, Update
+from trainbus.eventloop.training import agree as agreements
+from trainbus.eventloop.training.distributed import samples
+from trainbus.hooks import CheckpointHook, OptimizerHook
 
 from .jobs import rank_and_size, weights
 

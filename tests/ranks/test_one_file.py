@@ -15,10 +15,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from eventloop import Bus, ConfigurationError, GlobalBatchSampler, Run, TrainLoop
-from eventloop.checkpoint import load as load_file
-from eventloop.checkpoint import load_whole, verify_shards
-from hooks import CheckpointHook
+from trainbus.eventloop import Bus, ConfigurationError, GlobalBatchSampler, Run, TrainLoop
+from trainbus.eventloop.checkpoint import load as load_file
+from trainbus.eventloop.checkpoint import load_whole, verify_shards
+from trainbus.hooks import CheckpointHook
 
 from . import jobs
 

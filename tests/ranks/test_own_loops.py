@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from eventloop import Bus, Run
-from hooks import CheckpointHook, DistSamplerSeedHook, EMAHook
+from trainbus.eventloop import Bus, Run
+from trainbus.hooks import CheckpointHook, DistSamplerSeedHook, EMAHook
 
 from . import jobs
 

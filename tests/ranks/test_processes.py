@@ -17,8 +17,8 @@ from structlog.testing import capture_logs
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
-from eventloop.training.distributed.launch import process_group, shared
-from eventloop.training.distributed.ranks import Ranks, is_parallel, own_group
+from trainbus.eventloop.training.distributed.launch import process_group, shared
+from trainbus.eventloop.training.distributed.ranks import Ranks, is_parallel, own_group
 
 DATA = TensorDataset(torch.arange(10))
 

@@ -13,7 +13,7 @@ import torch
 from fsspec.implementations.local import LocalFileSystem
 from structlog.testing import capture_logs
 
-from hooks import CheckpointHook
+from trainbus.hooks import CheckpointHook
 
 from ..training.conftest import damage
 from .jobs import make_loop, weights

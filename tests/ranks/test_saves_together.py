@@ -12,12 +12,12 @@ import torch
 from structlog.testing import capture_logs
 from torch.nn.parallel import DistributedDataParallel
 
-from eventloop import Bus, ConfigurationError, Run, TrainLoop
-from eventloop.checkpoint import load, load_whole, packed
-from eventloop.training import agree as agreements
-from eventloop.training.distributed.mailbox import Mailbox
-from eventloop.training.saves import capture, rank_states
-from hooks import CheckpointHook, DistSamplerSeedHook, EMAHook, PreemptionHook
+from trainbus.eventloop import Bus, ConfigurationError, Run, TrainLoop
+from trainbus.eventloop.checkpoint import load, load_whole, packed
+from trainbus.eventloop.training import agree as agreements
+from trainbus.eventloop.training.distributed.mailbox import Mailbox
+from trainbus.eventloop.training.saves import capture, rank_states
+from trainbus.hooks import CheckpointHook, DistSamplerSeedHook, EMAHook, PreemptionHook
 
 from . import jobs
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import distributed
 
-from eventloop.observe.exchange import Comparison
-from eventloop.training import agree as agreements
-from eventloop.training.distributed import blocks, maximum
-from eventloop.training.distributed.mailbox import missing_of
-from eventloop.training.distributed.ranks import Ranks, own_group
-from hooks import CheckpointHook
+from trainbus.eventloop.training import agree as agreements
+from trainbus.eventloop.training.distributed import blocks, maximum
+from trainbus.eventloop.training.distributed.mailbox import missing_of
+from trainbus.eventloop.training.distributed.ranks import Ranks, own_group
+from trainbus.hooks import CheckpointHook
+from trainbus.observe.exchange import Comparison
 
 from . import jobs
 
@@ -36,7 +36,7 @@ def count_operations() -> Counter[str]:
     def counting(name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
         def count(*args: Any, **options: Any) -> Any:
             caller = sys._getframe(1).f_globals["__name__"]
-            counts[name] += threading.current_thread() is threading.main_thread() and caller.startswith("eventloop.")
+            counts[name] += threading.current_thread() is threading.main_thread() and caller.startswith("trainbus.eventloop.")
             return operation(*args, **options)
 
         return count

@@ -18,10 +18,19 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-from eventloop import Bus, CheckpointDamagedError, CheckpointError, Hook, TrainLoop
-from eventloop.checkpoint import RemotePath, export_weights, load, load_whole, sharded, shards, sweep_shards, verify_shards
-from eventloop.training.saves.write import CheckpointWriter
-from hooks import CheckpointHook, EMAHook, ExponentialMovingAverage
+from trainbus.eventloop import Bus, CheckpointDamagedError, CheckpointError, Hook, TrainLoop
+from trainbus.eventloop.checkpoint import (
+    RemotePath,
+    export_weights,
+    load,
+    load_whole,
+    sharded,
+    shards,
+    sweep_shards,
+    verify_shards,
+)
+from trainbus.eventloop.training.saves.write import CheckpointWriter
+from trainbus.hooks import CheckpointHook, EMAHook, ExponentialMovingAverage
 
 from ..training.conftest import damage
 from . import jobs

@@ -7,9 +7,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from eventloop import Bus, TrainLoop
-from eventloop.checkpoint import load_whole
-from hooks import CheckpointHook
+from trainbus.eventloop import Bus, TrainLoop
+from trainbus.eventloop.checkpoint import load_whole
+from trainbus.hooks import CheckpointHook
 
 from . import jobs
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import CheckpointError
-from eventloop.checkpoint import RemotePath, load, load_whole, sharded
-from eventloop.training.saves import kept_upload
-from hooks import CheckpointHook
+from trainbus.eventloop import CheckpointError
+from trainbus.eventloop.checkpoint import RemotePath, load, load_whole, sharded
+from trainbus.eventloop.training.saves import kept_upload
+from trainbus.hooks import CheckpointHook
 
 from ..training.conftest import damage
 from . import jobs

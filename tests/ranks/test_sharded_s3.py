@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from eventloop.checkpoint import load_whole
+from trainbus.eventloop.checkpoint import load_whole
 
 from .test_sharded import assert_restored, restored, trained
 from .test_sharded_kept import assert_same, on, on_disks

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
-from eventloop import Bus, GlobalBatchSampler, TrainLoop
-from eventloop.training import agree as agreements
-from hooks import CheckpointHook
+from trainbus.eventloop import Bus, GlobalBatchSampler, TrainLoop
+from trainbus.eventloop.training import agree as agreements
+from trainbus.hooks import CheckpointHook
 
 from .jobs import rank_and_size
 

@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - the usual name
 from torch.utils.data import dataloader
 
-from eventloop import Bus, Event, Run, TrainLoop
+from trainbus.eventloop import Bus, Event, Run, TrainLoop
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

@@ -14,8 +14,8 @@ from torch import distributed
 from torch.nn.functional import mse_loss
 from torch.nn.parallel import DistributedDataParallel
 
-from eventloop.events import BeforeTrainIter
 from trainbus import Bus, CheckpointHook, LoggerHook, TrainLoop
+from trainbus.eventloop.events import BeforeTrainIter
 
 SOON = timedelta(seconds=0.2)
 FAILS_AT = 5

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from eventloop import Bus, SeededDataset, TrainLoop
-from hooks import CheckpointHook, EarlyStoppingHook, EMAHook, OptimizerHook, ParamSchedulerHook, PreemptionHook
+from trainbus.eventloop import Bus, SeededDataset, TrainLoop
+from trainbus.hooks import CheckpointHook, EarlyStoppingHook, EMAHook, OptimizerHook, ParamSchedulerHook, PreemptionHook
 
 from .conftest import act_at
 from .saves.jobs import Augmented, step

@@ -9,8 +9,8 @@ import anyio.lowlevel
 import pytest
 from structlog.testing import capture_logs
 
-from eventloop import Bus, BusStateError, Progress, TrainingError
-from eventloop.events import AfterTest
+from trainbus.eventloop import Bus, BusStateError, Progress, TrainingError
+from trainbus.eventloop.events import AfterTest
 
 from .. import waiting
 from ..failing import fails

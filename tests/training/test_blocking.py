@@ -4,7 +4,7 @@ import pytest
 
 JOB = """
 import asyncio, sys, anyio, torch
-from eventloop import TrainLoop
+from trainbus.eventloop import TrainLoop
 
 def make_loop():
     model = torch.nn.Linear(1, 1)

@@ -5,8 +5,8 @@ import torch
 from structlog.testing import capture_logs
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR, StepLR
 
-from eventloop import Bus, Run
-from hooks import CheckpointHook, ParamSchedulerHook
+from trainbus.eventloop import Bus, Run
+from trainbus.hooks import CheckpointHook, ParamSchedulerHook
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from eventloop import Bus, ConfigurationError, Event, Hook
-from eventloop.training.rng import get_rng_state
-from hooks import (
+from trainbus.eventloop import Bus, ConfigurationError, Event, Hook
+from trainbus.eventloop.training.rng import get_rng_state
+from trainbus.hooks import (
     CheckpointHook,
     Dashboard,
     EarlyStoppingHook,
@@ -21,7 +21,7 @@ from hooks import (
     ProgressBar,
     RunRecordHook,
 )
-from hooks.writers import CSVWriter
+from trainbus.hooks.writers import CSVWriter
 
 
 def loaders():

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from eventloop import CheckpointError, Hook, Run, Update, mount
-from eventloop.checkpoint import load
-from hooks import CheckpointHook, EMAHook
+from trainbus.eventloop import CheckpointError, Hook, Run, Update, mount
+from trainbus.eventloop.checkpoint import load
+from trainbus.hooks import CheckpointHook, EMAHook
 
 STAGINGS = ("block", "overlap")
 
@@ -29,7 +29,7 @@ def staging(request, monkeypatch):
             time.sleep(0.003)  # an iteration of these models takes less
         return foreach_copy(*args, **options)
 
-    monkeypatch.setattr("eventloop.checkpoint.layout.foreach_copy_", late)
+    monkeypatch.setattr("trainbus.eventloop.checkpoint.layout.foreach_copy_", late)
     return request.param
 
 
@@ -173,7 +173,7 @@ def test_weights_that_are_changed_before_the_step_fail_the_save_loudly(parts, bu
             assert go.wait(30)
         return foreach_copy(*args, **options)
 
-    monkeypatch.setattr("eventloop.checkpoint.layout.foreach_copy_", late)
+    monkeypatch.setattr("trainbus.eventloop.checkpoint.layout.foreach_copy_", late)
 
     @bus.on("before_forward", once=2)
     def meddle(event):

@@ -11,8 +11,8 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, StackDataset, Subset, random_split
 
-from eventloop import ConfigurationError, Run, SeededDataset, TrainingError, Update
-from eventloop.training.data import to_device
+from trainbus.eventloop import ConfigurationError, Run, SeededDataset, TrainingError, Update
+from trainbus.eventloop.training.data import to_device
 
 META = torch.device("meta")
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from eventloop import Bus, ConfigurationError, Run, RunPreempted, TrainingError
-from eventloop.errors import RunCancelled, RunStopped
-from eventloop.training import Driver
+from trainbus.eventloop import Bus, ConfigurationError, Run, RunPreempted, TrainingError
+from trainbus.eventloop.errors import RunCancelled, RunStopped
+from trainbus.eventloop.training import Driver
 
 from ..failing import fails
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import Bus, Hook, Run
-from eventloop.checkpoint import load
-from hooks import CheckpointHook, LoggerHook, TraceHook
-from hooks.writers import CSVWriter, JSONLinesWriter, TensorBoardWriter
+from trainbus.eventloop import Bus, Hook, Run
+from trainbus.eventloop.checkpoint import load
+from trainbus.hooks import CheckpointHook, LoggerHook, TraceHook
+from trainbus.hooks.writers import CSVWriter, JSONLinesWriter, TensorBoardWriter
 
 from . import conftest as parts
 

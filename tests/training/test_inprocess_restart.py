@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from eventloop import Bus
-from hooks import LoggerHook
+from trainbus.eventloop import Bus
+from trainbus.hooks import LoggerHook
 
 from . import inprocess_job
 

@@ -8,9 +8,9 @@ import torch
 from structlog.testing import capture_logs
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from eventloop import Progress, Run
-from eventloop.errors import StopIterationError
-from eventloop.events import AfterRun
+from trainbus.eventloop import Progress, Run
+from trainbus.eventloop.errors import StopIterationError
+from trainbus.eventloop.events import AfterRun
 
 from ..failing import fails
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from eventloop import Bus, ConfigurationError, Run, TrainingError
-from eventloop.checkpoint import load
-from hooks import CheckpointHook
+from trainbus.eventloop import Bus, ConfigurationError, Run, TrainingError
+from trainbus.eventloop.checkpoint import load
+from trainbus.hooks import CheckpointHook
 
 
 class Buffer:

@@ -14,8 +14,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from eventloop import Bus, ConfigurationError, Run
-from hooks import CheckpointHook
+from trainbus.eventloop import Bus, ConfigurationError, Run
+from trainbus.hooks import CheckpointHook
 
 
 def dataset(count=32):

@@ -11,9 +11,9 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import ConfigurationError, Run
-from eventloop.training.locks import NAME, DirectoryLock
-from hooks import CheckpointHook
+from trainbus.eventloop import ConfigurationError, Run
+from trainbus.eventloop.training.locks import NAME, DirectoryLock
+from trainbus.hooks import CheckpointHook
 
 from ..failing import fails, said
 from ..scripts import Script
@@ -22,7 +22,7 @@ from ..waiting import until
 HOLDS = """
 import os, sys, time
 from pathlib import Path
-from eventloop.training.locks import DirectoryLock
+from trainbus.eventloop.training.locks import DirectoryLock
 os.setsid()
 lock = DirectoryLock(Path(sys.argv[1]))
 if os.fork():

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from eventloop import Bus, ConfigurationError, Run, TrainingError, TrainLoop, Update
-from eventloop.events import AfterTrainIter
-from hooks import CheckpointHook, OptimizerHook
+from trainbus.eventloop import Bus, ConfigurationError, Run, TrainingError, TrainLoop, Update
+from trainbus.eventloop.events import AfterTrainIter
+from trainbus.hooks import CheckpointHook, OptimizerHook
 
 ITER = "before_train_iter after_train_iter"
 VAL = "before_val before_val_epoch 2*(before_val_iter after_val_iter) after_val_epoch after_val"

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import eventloop
-from eventloop import Bus, Run, mount_points
-from eventloop.events.event import resolve
-from eventloop.training import Scope, machine
-from eventloop.training.machine import TURNS
+from trainbus.eventloop import Bus, Run, mount_points
+from trainbus.eventloop.events.event import resolve
+from trainbus.eventloop.training import Scope, machine
+from trainbus.eventloop.training.machine import TURNS
 
 INSIDE = {
     "optimizer_step",
@@ -57,7 +56,7 @@ def test_every_event_around_a_scope_is_in_the_table():
 def test_the_table_needs_neither_torch_nor_a_bus():
     nodes = ast.walk(ast.parse(Path(machine.__file__).read_text()))
     modules = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
-    ours = {name.removeprefix("eventloop.") for name in modules if name.startswith(eventloop.__name__)}
+    ours = {name.removeprefix("trainbus.").removeprefix("eventloop.") for name in modules if name.startswith("trainbus")}
     assert ours == {"eventloop", "errors", "events", "log", "training.schema"}
     assert not {name for name in modules if name.startswith("torch")}
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 
-from eventloop import ConfigurationError, Run, TrainingError
-from eventloop.training.metrics import Metrics
-from hooks import CheckpointHook, EarlyStoppingHook, JSONLinesWriter, LoggerHook, RunRecordHook
+from trainbus.eventloop import ConfigurationError, Run, TrainingError
+from trainbus.eventloop.training.metrics import Metrics
+from trainbus.hooks import CheckpointHook, EarlyStoppingHook, JSONLinesWriter, LoggerHook, RunRecordHook
 
 
 class Accuracy:
@@ -87,7 +87,9 @@ def test_metrics_are_reset_for_every_validation(parts, bus, trace):
 def test_a_metric_that_cannot_be_merged_over_ranks_is_warned_of_once_in_a_run(parts, monkeypatch, logs):
     run, made = Run(model=parts.model()), []
     alone = SimpleNamespace(merged=lambda value, merge: value, from_first=lambda find: find())  # ranks in one process
-    monkeypatch.setattr("eventloop.training.data.Metrics", lambda *arguments: made.append(Metrics(*arguments)) or made[-1])
+    monkeypatch.setattr(
+        "trainbus.eventloop.training.data.Metrics", lambda *arguments: made.append(Metrics(*arguments)) or made[-1]
+    )
     for _ in range(3):
         run.validate([1], {"accuracy": Accuracy()})
         made[-1].update({"logits": torch.zeros(1, 2), "labels": torch.zeros(1)})

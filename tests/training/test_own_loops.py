@@ -9,9 +9,9 @@ from structlog.testing import capture_logs
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from eventloop import Bus, Run
-from eventloop.training.saves.discover import peek
-from hooks import CheckpointHook, EMAHook, ParamSchedulerHook
+from trainbus.eventloop import Bus, Run
+from trainbus.eventloop.training.saves.discover import peek
+from trainbus.hooks import CheckpointHook, EMAHook, ParamSchedulerHook
 
 from .conftest import act_at
 

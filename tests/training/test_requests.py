@@ -15,9 +15,9 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as schedules
 
-from eventloop import Bus, ConfigurationError, Run, TrainLoop
-from eventloop.errors import RunCancelled
-from hooks import CheckpointHook, ParamSchedulerHook
+from trainbus.eventloop import Bus, ConfigurationError, Run, TrainLoop
+from trainbus.eventloop.errors import RunCancelled
+from trainbus.hooks import CheckpointHook, ParamSchedulerHook
 
 from ..waiting import until
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from eventloop import Bus, BusStateError, ConfigurationError, Event, Progress, Run, TrainingError, TrainLoop
-from eventloop.training import OwnLoop
+from trainbus.eventloop import Bus, BusStateError, ConfigurationError, Event, Progress, Run, TrainingError, TrainLoop
+from trainbus.eventloop.training import OwnLoop
 
 from ..failing import fails
 from ..waiting import on_threads

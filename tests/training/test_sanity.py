@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
 
-from eventloop import Bus, ConfigurationError, TrainingError, TrainLoop
-from eventloop.training.sanity import first_batches
-from hooks import CheckpointHook, EarlyStoppingHook
+from trainbus.eventloop import Bus, ConfigurationError, TrainingError, TrainLoop
+from trainbus.eventloop.training.sanity import first_batches
+from trainbus.hooks import CheckpointHook, EarlyStoppingHook
 
 
 class Drawing(Dataset):

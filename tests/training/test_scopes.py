@@ -13,13 +13,13 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from eventloop import Bus, Hook, Run, RunCancelled, Update, mount
-from eventloop.errors import StopIterationError
-from eventloop.training import run as run_module
-from eventloop.training import state as state_module
-from eventloop.training.machine import RUN, VAL, Machine
-from eventloop.training.saves import requests as saves_module
-from hooks import CheckpointHook
+from trainbus.eventloop import Bus, Hook, Run, RunCancelled, Update, mount
+from trainbus.eventloop.errors import StopIterationError
+from trainbus.eventloop.training import run as run_module
+from trainbus.eventloop.training import state as state_module
+from trainbus.eventloop.training.machine import RUN, VAL, Machine
+from trainbus.eventloop.training.saves import requests as saves_module
+from trainbus.hooks import CheckpointHook
 
 from ..failing import fails
 from ..waiting import on_threads, until

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
-from eventloop.training.distributed.shares import Share
+from trainbus.eventloop.training.distributed.shares import Share
 
 
 class Reversed(DistributedSampler):

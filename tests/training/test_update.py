@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from eventloop import ConfigurationError, TrainingError, Update
+from trainbus.eventloop import ConfigurationError, TrainingError, Update
 
 
 def plain(parts, model, optimizer, loader, *, epochs=2, accumulate=1, clip=None):

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from eventloop import Bus, Event
-from eventloop.events import AfterTrainIter
-from eventloop.training import WorkerSignals
+from trainbus.eventloop import Bus, Event
+from trainbus.eventloop.events import AfterTrainIter
+from trainbus.eventloop.training import WorkerSignals
 
 from ..scripts import run_script
 
@@ -120,7 +120,7 @@ def test_a_process_with_persistent_workers_ends_without_a_word(tmp_path, end):
         f"""
         import signal, sys
         from torch.utils.data import DataLoader
-        from eventloop.training import WorkerSignals
+        from trainbus.eventloop.training import WorkerSignals
 
         data = sys.kept = DataLoader(range(8), num_workers=2, persistent_workers=True)  # as a script's global variable
         signals = WorkerSignals([signal.SIGTERM])

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from eventloop import Bus, ConfigurationError, Run
-from hooks import CheckpointHook, EMAHook
+from trainbus.eventloop import Bus, ConfigurationError, Run
+from trainbus.hooks import CheckpointHook, EMAHook
 
 
 class Manager:

@@ -6,11 +6,11 @@ from typing import Any, assert_type
 
 import torch
 
-from eventloop import Bus, Event, Hook, Stream, Subscription, TrainLoop, mount
-from eventloop.events import AfterIter, AfterModuleForward, AfterTrainIter, AfterValIter
-from eventloop.training import Best
 from trainbus import Bus as TheBus
 from trainbus import EMAHook, __version__
+from trainbus.eventloop import Bus, Event, Hook, Stream, Subscription, TrainLoop, mount
+from trainbus.eventloop.events import AfterIter, AfterModuleForward, AfterTrainIter, AfterValIter
+from trainbus.eventloop.training import Best
 
 bus = Bus()
 assert_type(TheBus(), Bus)

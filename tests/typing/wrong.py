@@ -1,8 +1,8 @@
 """Only type-checked: mypy reports an ignored line that is no error, so each of them fails mypy --strict, and no other."""
 
-from eventloop import Bus, Event, Priority
-from eventloop.events import AfterTrainIter, AfterValIter
 from trainbus import CheckpointHook, NoHookOfOurs  # type: ignore[attr-defined]  # noqa: F401
+from trainbus.eventloop import Bus, Event, Priority
+from trainbus.eventloop.events import AfterTrainIter, AfterValIter
 
 bus = Bus()
 CheckpointHook(interval="x")  # type: ignore[arg-type]

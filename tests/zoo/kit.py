@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from eventloop import ConfigurationError
-from eventloop.errors import CheckpointValueError
-from hooks import CheckpointHook, ParamSchedulerHook
 from trainbus import Bus, Run, TrainLoop
+from trainbus.eventloop import ConfigurationError
+from trainbus.eventloop.errors import CheckpointValueError
+from trainbus.hooks import CheckpointHook, ParamSchedulerHook
 
 EPOCHS, BATCHES = 3, 4
 SAVE, DIE = 5, 8

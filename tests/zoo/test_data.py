@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils import data as torch_data
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from hooks import CheckpointHook, DistSamplerSeedHook
 from trainbus import Bus, Run
+from trainbus.hooks import CheckpointHook, DistSamplerSeedHook
 
 from .kit import DIE, EPOCHS, SAVE, Killed, Outcome, seed_all
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from eventloop.errors import CheckpointValueError
 from trainbus import Bus, Run
+from trainbus.eventloop.errors import CheckpointValueError
 
 from .kit import Outcome, differences
 

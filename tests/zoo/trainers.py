@@ -16,8 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-import eventloop
-from trainbus import Bus, Run
+from trainbus import Bus, Run, attach
 
 from .kit import BATCHES, DIE, EPOCHS, SAVE, Fit, Killed, Make, Parts, Way, made
 
@@ -134,7 +133,7 @@ def accelerate(make: Make, folder: Path, *, bus: bool, die: bool, resume: bool) 
             learn(iteration, parts.data[iteration % BATCHES])
         return parts
     with (
-        eventloop.attach(accelerator, checkpoints=True),
+        attach(accelerator, checkpoints=True),
         Run(Bus(), model=model, optimizer=optimizer, accelerator=accelerator, work_dir=folder) as run,
     ):
         if resume:

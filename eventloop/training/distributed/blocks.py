@@ -16,8 +16,8 @@ from typing import Any, Final
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from eventloop.privates import default_store
-from eventloop.training.distributed.mailbox import Mailbox
+from trainbus.eventloop.privates import default_store
+from trainbus.eventloop.training.distributed.mailbox import Mailbox
 
 BLOCK: Final = 64
 """Up to so many ranks form one block."""

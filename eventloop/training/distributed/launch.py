@@ -9,13 +9,13 @@ from typing import Any, TypeGuard, cast
 from torch import distributed
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
-from eventloop.device import current_device, use_device
-from eventloop.errors import ConfigurationError, RunPreempted, TrainbusError
-from eventloop.log import get_logger
-from eventloop.training.distributed.ranks import Ranks, T, record_failure, this_rank, wait_until_connected, world_size
-from eventloop.training.distributed.samples import GlobalBatchSampler, global_sampler
-from eventloop.training.loaders import rebuilt
-from eventloop.user_errors import contextmanager
+from trainbus.eventloop.device import current_device, use_device
+from trainbus.eventloop.errors import ConfigurationError, RunPreempted, TrainbusError
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.training.distributed.ranks import Ranks, T, record_failure, this_rank, wait_until_connected, world_size
+from trainbus.eventloop.training.distributed.samples import GlobalBatchSampler, global_sampler
+from trainbus.eventloop.training.loaders import rebuilt
+from trainbus.eventloop.user_errors import contextmanager
 
 log = get_logger()
 

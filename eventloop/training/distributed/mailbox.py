@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from eventloop.privates import default_store
+from trainbus.eventloop.privates import default_store
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from torch import distributed
 
-from eventloop.training.distributed.ranks import Ranks
+from trainbus.eventloop.training.distributed.ranks import Ranks
 
 RING: Final = 64
 """Most ranks for gloo's ``all_reduce``. It passes values around all ranks twice (``gloo/allreduce.cc``), beside the training.

@@ -21,13 +21,13 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from eventloop.bus import Bus
-from eventloop.checkpoint import is_sharded
-from eventloop.errors import ConfigurationError, TrainbusError, TrainingError
-from eventloop.log import get_logger
-from eventloop.privates import default_store, default_timeout
-from eventloop.training.distributed.mailbox import missing_of
-from eventloop.user_errors import add_note, described, notes_of
+from trainbus.eventloop.bus import Bus
+from trainbus.eventloop.checkpoint import is_sharded
+from trainbus.eventloop.errors import ConfigurationError, TrainbusError, TrainingError
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.privates import default_store, default_timeout
+from trainbus.eventloop.training.distributed.mailbox import missing_of
+from trainbus.eventloop.user_errors import add_note, described, notes_of
 
 _FAILURE: Final = "trainbus/failure"
 _OTHER_FIRST: Final = "another process failed first"

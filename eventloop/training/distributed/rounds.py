@@ -10,8 +10,9 @@ to the key-value store of their process group, in rounds:
 3. Rank 0's agent writes the result: the requests of all ranks, and the point where they take effect. This is the point of the
    round if all ranks wait there, and else the end of an iteration that no rank has passed.
 
-Beyond 64 ranks the first one of each block (:class:`~eventloop.training.distributed.blocks.Blocks`) passes messages on: between
-its block's store, which the others in the block use, and that of the process group. It merges the answers of its block.
+Beyond 64 ranks the first one of each block (:class:`~trainbus.eventloop.training.distributed.blocks.Blocks`) passes messages
+on: between its block's store, which the others in the block use, and that of the process group. It merges the answers of its
+block.
 
 Without requests, a safe point costs the training thread less than a microsecond. Each agent polls a store ten times a
 second, which takes 10 µs.
@@ -27,11 +28,11 @@ from typing import Final
 
 import msgspec
 
-from eventloop.log import get_logger
-from eventloop.training.agree import Rates, Requests, first
-from eventloop.training.distributed.blocks import Blocks
-from eventloop.training.distributed.mailbox import Mailbox
-from eventloop.training.distributed.ranks import Ranks, this_rank, world_size
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.training.agree import Rates, Requests, first
+from trainbus.eventloop.training.distributed.blocks import Blocks
+from trainbus.eventloop.training.distributed.mailbox import Mailbox
+from trainbus.eventloop.training.distributed.ranks import Ranks, this_rank, world_size
 
 _IDLE: Final = 0.1
 """Seconds between two polls for a round of another rank."""
@@ -76,7 +77,7 @@ class _Answer(msgspec.Struct):
 class Rounds:
     """Make requests of any rank take effect on all ranks at the same safe point; see the module.
 
-    Used in place of :class:`eventloop.training.agree.Agreement`.
+    Used in place of :class:`trainbus.eventloop.training.agree.Agreement`.
 
     Args:
         name: the name of the mailboxes; equal on all ranks.

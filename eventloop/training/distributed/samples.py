@@ -9,10 +9,10 @@ import torch
 from msgspec import Meta
 from torch.utils.data import DataLoader, Sampler
 
-from eventloop.checks import check_options
-from eventloop.errors import ConfigurationError
-from eventloop.log import get_logger
-from eventloop.training.distributed.ranks import this_rank, world_size
+from trainbus.eventloop.checks import check_options
+from trainbus.eventloop.errors import ConfigurationError
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.training.distributed.ranks import this_rank, world_size
 
 log = get_logger()
 

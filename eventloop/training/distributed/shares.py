@@ -13,12 +13,12 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from eventloop.checkpoint import is_dtensor, is_sharded
-from eventloop.errors import ConfigurationError, TrainingError
-from eventloop.log import get_logger
-from eventloop.privates import is_joined
-from eventloop.training.distributed.ranks import Ranks
-from eventloop.training.loaders import length_of
+from trainbus.eventloop.checkpoint import is_dtensor, is_sharded
+from trainbus.eventloop.errors import ConfigurationError, TrainingError
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.privates import is_joined
+from trainbus.eventloop.training.distributed.ranks import Ranks
+from trainbus.eventloop.training.loaders import length_of
 
 log = get_logger()
 

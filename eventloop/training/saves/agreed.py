@@ -14,13 +14,13 @@ import msgspec
 import torch
 from torch import distributed
 
-from eventloop.checkpoint import AnyPath, as_path, content_of, inspect, load, outline, sharded_in
-from eventloop.errors import CheckpointDamagedError, CheckpointError, TrainbusError
-from eventloop.log import get_logger
-from eventloop.training.distributed.ranks import Ranks
-from eventloop.training.saves.discover import Found
-from eventloop.training.schema import how_far
-from eventloop.user_errors import add_note
+from trainbus.eventloop.checkpoint import AnyPath, as_path, content_of, inspect, load, outline, sharded_in
+from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError, TrainbusError
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.training.distributed.ranks import Ranks
+from trainbus.eventloop.training.saves.discover import Found
+from trainbus.eventloop.training.schema import how_far
+from trainbus.eventloop.user_errors import add_note
 
 _CHUNK: Final = 16 << 20
 """Bytes of a file that are sent at a time."""

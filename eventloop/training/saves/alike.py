@@ -15,11 +15,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
-from eventloop.checkpoint import is_dtensor, without_wrappers
-from eventloop.errors import ConfigurationError
-from eventloop.privates import chunk_of
-from eventloop.training.distributed.ranks import Ranks
-from eventloop.training.optimizers import stepping
+from trainbus.eventloop.checkpoint import is_dtensor, without_wrappers
+from trainbus.eventloop.errors import ConfigurationError
+from trainbus.eventloop.privates import chunk_of
+from trainbus.eventloop.training.distributed.ranks import Ranks
+from trainbus.eventloop.training.optimizers import stepping
 
 _MOST: Final = 4
 """Names in an error."""

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Final, NamedTuple, cast
 
-from eventloop.bus import Bus
-from eventloop.checkpoint import AnyPath, as_path, inspect, load, sharded_in, verify_shards
-from eventloop.errors import CheckpointError, ConfigurationError
-from eventloop.events import RunView
-from eventloop.log import get_logger
-from eventloop.training.host import OwnLoop
-from eventloop.training.saves.agreed import agreed
-from eventloop.training.saves.contents import SavedRun, by_model, loose_parameters
-from eventloop.training.saves.loose import SavedLoose
-from eventloop.training.saves.weights import load_weights
-from eventloop.training.schema import Tree
+from trainbus.eventloop.bus import Bus
+from trainbus.eventloop.checkpoint import AnyPath, as_path, inspect, load, sharded_in, verify_shards
+from trainbus.eventloop.errors import CheckpointError, ConfigurationError
+from trainbus.eventloop.events import RunView
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.training.host import OwnLoop
+from trainbus.eventloop.training.saves.agreed import agreed
+from trainbus.eventloop.training.saves.contents import SavedRun, by_model, loose_parameters
+from trainbus.eventloop.training.saves.loose import SavedLoose
+from trainbus.eventloop.training.saves.weights import load_weights
+from trainbus.eventloop.training.schema import Tree
 
 _LEFT_OUT: Final = frozenset({"optimizer", "stateful", "rng", "data", "ranks"})
 """Keys of a checkpoint that the weights do not need; of a sharded one they are not read."""

@@ -14,24 +14,24 @@ from operator import and_
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eventloop import events as ev
-from eventloop.checkpoint import AnyPath, Overlap, StageBuffer, is_sharded, stage, weights_only
-from eventloop.errors import ConfigurationError, RunCancelled
-from eventloop.log import get_logger
-from eventloop.plain import numbers_in, plain
-from eventloop.privates import tensors_of, version_of
-from eventloop.training.distributed.ranks import Ranks, own_group
-from eventloop.training.optimizers import forget_options, stepping
-from eventloop.training.saves.alike import check_alike
-from eventloop.training.saves.contents import SavedRun, gather_rank, gather_state, loose_parameters
-from eventloop.training.saves.rank_states import RankStates
-from eventloop.training.saves.requests import SaveJob, SaveRequest, merged
-from eventloop.training.saves.restore import resume_line
-from eventloop.training.saves.write import CheckpointWriter
-from eventloop.training.schema import SavedRank
+from trainbus.eventloop import events as ev
+from trainbus.eventloop.checkpoint import AnyPath, Overlap, StageBuffer, is_sharded, stage, weights_only
+from trainbus.eventloop.errors import ConfigurationError, RunCancelled
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.plain import numbers_in, plain
+from trainbus.eventloop.privates import tensors_of, version_of
+from trainbus.eventloop.training.distributed.ranks import Ranks, own_group
+from trainbus.eventloop.training.optimizers import forget_options, stepping
+from trainbus.eventloop.training.saves.alike import check_alike
+from trainbus.eventloop.training.saves.contents import SavedRun, gather_rank, gather_state, loose_parameters
+from trainbus.eventloop.training.saves.rank_states import RankStates
+from trainbus.eventloop.training.saves.requests import SaveJob, SaveRequest, merged
+from trainbus.eventloop.training.saves.restore import resume_line
+from trainbus.eventloop.training.saves.write import CheckpointWriter
+from trainbus.eventloop.training.schema import SavedRank
 
 if TYPE_CHECKING:
-    from eventloop.checkpoint.sharded import Parts, ShardStage
+    from trainbus.eventloop.checkpoint.sharded import Parts, ShardStage
 
 log = get_logger()
 
@@ -254,7 +254,7 @@ class Capture:
         self, state: dict[str, Any], path: AnyPath, overlap: Overlap | None = None
     ) -> tuple[dict[str, Any], Parts]:
         if self._shard_stage is None:
-            from eventloop.checkpoint.sharded import ShardStage  # takes half a second; only for sharded models
+            from trainbus.eventloop.checkpoint.sharded import ShardStage  # takes half a second; only for sharded models
 
             self._shard_stage = ShardStage()
         self._shard_stage.written_elsewhere = self._elsewhere or ()

@@ -1,4 +1,4 @@
-"""Fill and restore the keys of a saved state; its layout is in :mod:`eventloop.training.schema`."""
+"""Fill and restore the keys of a saved state; its layout is in :mod:`trainbus.eventloop.training.schema`."""
 
 from __future__ import annotations
 
@@ -11,22 +11,32 @@ import msgspec
 import torch
 from msgspec import UNSET, Struct
 
-from eventloop.bus import Bus
-from eventloop.checkpoint import AnyPath, WrapperNames, is_dtensor
-from eventloop.errors import CheckpointError
-from eventloop.events import RunView
-from eventloop.log import get_logger
-from eventloop.privates import has_wrapper_names, metadata_of, with_metadata
-from eventloop.training.body import Beginning, open_gradients, restore_gradients
-from eventloop.training.data import Feeds
-from eventloop.training.keep import KEPT, KeptValues
-from eventloop.training.optimizers import forget_options, options_path, parameters_of, warn_of_overridden
-from eventloop.training.rng import get_rng_state, set_rng_state
-from eventloop.training.saves.loose import Loose, SavedLoose
-from eventloop.training.saves.optimizer_state import SavedOptimizer
-from eventloop.training.saves.weights import SavedWeights
-from eventloop.training.schema import FORMAT, SavedBody, SavedBus, SavedCounts, SavedEntry, SavedRank, SavedState, Tree, read
-from eventloop.training.state import RunState
+from trainbus.eventloop.bus import Bus
+from trainbus.eventloop.checkpoint import AnyPath, WrapperNames, is_dtensor
+from trainbus.eventloop.errors import CheckpointError
+from trainbus.eventloop.events import RunView
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.privates import has_wrapper_names, metadata_of, with_metadata
+from trainbus.eventloop.training.body import Beginning, open_gradients, restore_gradients
+from trainbus.eventloop.training.data import Feeds
+from trainbus.eventloop.training.keep import KEPT, KeptValues
+from trainbus.eventloop.training.optimizers import forget_options, options_path, parameters_of, warn_of_overridden
+from trainbus.eventloop.training.rng import get_rng_state, set_rng_state
+from trainbus.eventloop.training.saves.loose import Loose, SavedLoose
+from trainbus.eventloop.training.saves.optimizer_state import SavedOptimizer
+from trainbus.eventloop.training.saves.weights import SavedWeights
+from trainbus.eventloop.training.schema import (
+    FORMAT,
+    SavedBody,
+    SavedBus,
+    SavedCounts,
+    SavedEntry,
+    SavedRank,
+    SavedState,
+    Tree,
+    read,
+)
+from trainbus.eventloop.training.state import RunState
 
 log = get_logger()
 

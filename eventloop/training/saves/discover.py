@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from eventloop.checkpoint import (
+from trainbus.eventloop.checkpoint import (
     AnyPath,
     RemotePath,
     as_path,
@@ -19,11 +19,11 @@ from eventloop.checkpoint import (
     outline,
     verify_shards,
 )
-from eventloop.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
-from eventloop.events import Progress
-from eventloop.log import get_logger
-from eventloop.training.machine import Counters
-from eventloop.training.schema import LAST, how_far, lacking, read_counts
+from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
+from trainbus.eventloop.events import Progress
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.training.machine import Counters
+from trainbus.eventloop.training.schema import LAST, how_far, lacking, read_counts
 
 _MOST: Final = 1 << 16  # bytes to read of a last_checkpoint file
 

@@ -14,8 +14,8 @@ from typing import Final
 
 import msgspec
 
-from eventloop.bus import Bus
-from eventloop.checkpoint import (
+from trainbus.eventloop.bus import Bus
+from trainbus.eventloop.checkpoint import (
     AnyPath,
     RemotePath,
     as_path,
@@ -26,12 +26,12 @@ from eventloop.checkpoint import (
     sharded_in,
     sweep_shards,
 )
-from eventloop.checkpoint.shards import SUFFIX
-from eventloop.errors import CheckpointError
-from eventloop.events import Progress
-from eventloop.log import get_logger
-from eventloop.training.saves.requests import SaveJob, publish_skipped
-from eventloop.training.schema import KEPT
+from trainbus.eventloop.checkpoint.shards import SUFFIX
+from trainbus.eventloop.errors import CheckpointError
+from trainbus.eventloop.events import Progress
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.training.saves.requests import SaveJob, publish_skipped
+from trainbus.eventloop.training.schema import KEPT
 
 _SHARDED: Final = "kept_sharded_"
 """How the names of files of :class:`KeptShards` begin."""

@@ -15,7 +15,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from eventloop.checkpoint import (
+from trainbus.eventloop.checkpoint import (
     AnyPath,
     RemotePath,
     as_path,
@@ -28,15 +28,15 @@ from eventloop.checkpoint import (
     sharded_in,
     verify,
 )
-from eventloop.checkpoint.shards import INDEX, SUFFIX, check_parts
-from eventloop.errors import CheckpointDamagedError, CheckpointError, TrainbusError
-from eventloop.events import CheckpointCommitted
-from eventloop.log import get_logger
-from eventloop.training.saves.contents import SavedRun
-from eventloop.training.saves.discover import newest_candidate
-from eventloop.training.saves.kept import KeptParts, sweep_kept_shards
-from eventloop.training.schema import KEPT, LAST, how_far
-from eventloop.user_errors import described
+from trainbus.eventloop.checkpoint.shards import INDEX, SUFFIX, check_parts
+from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError, TrainbusError
+from trainbus.eventloop.events import CheckpointCommitted
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.training.saves.contents import SavedRun
+from trainbus.eventloop.training.saves.discover import newest_candidate
+from trainbus.eventloop.training.saves.kept import KeptParts, sweep_kept_shards
+from trainbus.eventloop.training.schema import KEPT, LAST, how_far
+from trainbus.eventloop.user_errors import described
 
 _TOLD: Final = 8
 """Paths that an error names at most."""

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 
 import torch
 
-from eventloop.errors import CheckpointError
-from eventloop.log import get_logger
-from eventloop.training.optimizers import parameters_of
+from trainbus.eventloop.errors import CheckpointError
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.training.optimizers import parameters_of
 
 log = get_logger()
 

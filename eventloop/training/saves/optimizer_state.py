@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from eventloop.errors import CheckpointError
-from eventloop.log import get_logger
-from eventloop.training.optimizers import has_load_hooks, optimizers_in, parameters_of, stepping
-from eventloop.training.saves.parameters import arranged, has_torch_layout, sizes_of
-from eventloop.user_errors import contextmanager
+from trainbus.eventloop.errors import CheckpointError
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.training.optimizers import has_load_hooks, optimizers_in, parameters_of, stepping
+from trainbus.eventloop.training.saves.parameters import arranged, has_torch_layout, sizes_of
+from trainbus.eventloop.user_errors import contextmanager
 
 log = get_logger()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from eventloop.log import get_logger
+from trainbus.eventloop.log import get_logger
 
 log = get_logger()
 

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from eventloop.checkpoint import packed
-from eventloop.log import get_logger
-from eventloop.training.distributed.mailbox import Mailbox
-from eventloop.training.distributed.ranks import Ranks
-from eventloop.training.saves.contents import as_tree
-from eventloop.training.schema import SavedRank
+from trainbus.eventloop.checkpoint import packed
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.training.distributed.mailbox import Mailbox
+from trainbus.eventloop.training.distributed.ranks import Ranks
+from trainbus.eventloop.training.saves.contents import as_tree
+from trainbus.eventloop.training.schema import SavedRank
 
 _PATIENCE: Final = 60.0
 """Seconds for a rank that comes late to a save."""

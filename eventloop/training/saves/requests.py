@@ -13,19 +13,19 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, get_args
 
 import msgspec
 
-from eventloop.bus import Bus
-from eventloop.checkpoint import AnyPath, Busy, RemotePath, StagedTree, Staging, as_path
-from eventloop.checks import check_value
-from eventloop.errors import ConfigurationError
-from eventloop.events import CheckpointSkipped, Progress
-from eventloop.log import get_logger
-from eventloop.training.agree import Agreement
-from eventloop.training.distributed.ranks import Ranks
-from eventloop.training.folders import free_folder
-from eventloop.training.saves.contents import SavedRun
+from trainbus.eventloop.bus import Bus
+from trainbus.eventloop.checkpoint import AnyPath, Busy, RemotePath, StagedTree, Staging, as_path
+from trainbus.eventloop.checks import check_value
+from trainbus.eventloop.errors import ConfigurationError
+from trainbus.eventloop.events import CheckpointSkipped, Progress
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.training.agree import Agreement
+from trainbus.eventloop.training.distributed.ranks import Ranks
+from trainbus.eventloop.training.folders import free_folder
+from trainbus.eventloop.training.saves.contents import SavedRun
 
 if TYPE_CHECKING:  # half a second to import, and only sharded models need it
-    from eventloop.checkpoint.sharded import Parts
+    from trainbus.eventloop.checkpoint.sharded import Parts
 
 log = get_logger()
 

@@ -12,24 +12,24 @@ from typing import Any, Final
 import msgspec
 import torch
 
-from eventloop import events as ev
-from eventloop.checkpoint import AnyPath, RemotePath, as_path, convert_foreign, load, sharded_in, verify_shards
-from eventloop.checkpoint.pieces import mapped
-from eventloop.errors import CheckpointDamagedError, CheckpointError, ConfigurationError, TrainingError
-from eventloop.log import get_logger
-from eventloop.training.distributed.ranks import Ranks, this_rank, world_size
-from eventloop.training.machine import RUN
-from eventloop.training.optimizers import parameters_of
-from eventloop.training.rng import other_rng_state
-from eventloop.training.saves.agreed import agreed
-from eventloop.training.saves.contents import SavedRun, as_tree, parameter_names, restore_state, unwrapped_state
-from eventloop.training.saves.discover import Found, Read, find_checkpoint, newest_candidate, read_checkpoint
-from eventloop.training.saves.kept_upload import upload_kept
-from eventloop.training.schema import SavedCounts, SavedRank, SavedState, Tree, read, upgraded
-from eventloop.user_errors import add_note, contextmanager
+from trainbus.eventloop import events as ev
+from trainbus.eventloop.checkpoint import AnyPath, RemotePath, as_path, convert_foreign, load, sharded_in, verify_shards
+from trainbus.eventloop.checkpoint.pieces import mapped
+from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError, ConfigurationError, TrainingError
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.training.distributed.ranks import Ranks, this_rank, world_size
+from trainbus.eventloop.training.machine import RUN
+from trainbus.eventloop.training.optimizers import parameters_of
+from trainbus.eventloop.training.rng import other_rng_state
+from trainbus.eventloop.training.saves.agreed import agreed
+from trainbus.eventloop.training.saves.contents import SavedRun, as_tree, parameter_names, restore_state, unwrapped_state
+from trainbus.eventloop.training.saves.discover import Found, Read, find_checkpoint, newest_candidate, read_checkpoint
+from trainbus.eventloop.training.saves.kept_upload import upload_kept
+from trainbus.eventloop.training.schema import SavedCounts, SavedRank, SavedState, Tree, read, upgraded
+from trainbus.eventloop.user_errors import add_note, contextmanager
 
 HOSTED: Final = "trainbus"
-"""Key of the state that :meth:`eventloop.Run.gather_state` adds to another checkpoint."""
+"""Key of the state that :meth:`trainbus.eventloop.Run.gather_state` adds to another checkpoint."""
 
 log = get_logger()
 
@@ -198,7 +198,7 @@ class Restore:
 
     def with_shards(self, state: Mapping[str, Any], path: Any) -> dict[str, Any]:
         """Return a tree with sharded tensors, of which this process has its part: those of the file ``path``, or whole ones."""
-        from eventloop.checkpoint.sharded import put_shards, spread  # takes a second; only for sharded models
+        from trainbus.eventloop.checkpoint.sharded import put_shards, spread  # takes a second; only for sharded models
 
         like = placement(self._run.models, self._run.optimizers, state.get("parameters", {}))
         if sharded_in(state) is None:

@@ -8,16 +8,16 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from eventloop.checkpoint import (
+from trainbus.eventloop.checkpoint import (
     AsPath,
     WrapperNames,
     load_whole,
     pick_weights,
     same_but_for_wrappers,
 )
-from eventloop.errors import CheckpointError
-from eventloop.log import get_logger
-from eventloop.privates import metadata_of, with_metadata
+from trainbus.eventloop.errors import CheckpointError
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.privates import metadata_of, with_metadata
 
 log = get_logger()
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from eventloop.bus import Bus
-from eventloop.bus.subscription import OFFLOADED, Subscription
-from eventloop.checkpoint import (
+from trainbus.eventloop.bus import Bus
+from trainbus.eventloop.bus.subscription import OFFLOADED, Subscription
+from trainbus.eventloop.checkpoint import (
     SCORES,
     AnyPath,
     BackgroundWriter,
@@ -24,16 +24,16 @@ from eventloop.checkpoint import (
     note_scores,
     write,
 )
-from eventloop.errors import CheckpointError
-from eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointStaged, RunView
-from eventloop.events.event import name_of
-from eventloop.log import get_logger
-from eventloop.offload import Deadline
-from eventloop.training.saves.discover import peek
-from eventloop.training.saves.kept import KeptSaves, KeptShards, series
-from eventloop.training.saves.requests import SaveJob, SaveRequest, publish_skipped
-from eventloop.training.schema import LAST
-from eventloop.user_errors import add_note
+from trainbus.eventloop.errors import CheckpointError
+from trainbus.eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointStaged, RunView
+from trainbus.eventloop.events.event import name_of
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.offload import Deadline
+from trainbus.eventloop.training.saves.discover import peek
+from trainbus.eventloop.training.saves.kept import KeptSaves, KeptShards, series
+from trainbus.eventloop.training.saves.requests import SaveJob, SaveRequest, publish_skipped
+from trainbus.eventloop.training.schema import LAST
+from trainbus.eventloop.user_errors import add_note
 
 _STAGED: Final = name_of(CheckpointStaged)
 _REST: Final = 3

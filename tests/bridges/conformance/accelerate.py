@@ -12,8 +12,8 @@ from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
-import eventloop
-from eventloop import Run
+from trainbus import attach
+from trainbus.eventloop import Run
 
 from . import body, job
 
@@ -42,7 +42,7 @@ class Job(body.Job):
         return loss
 
     def attach_saver(self):
-        eventloop.attach(self.trainer, checkpoints=True)
+        attach(self.trainer, checkpoints=True)
 
     def fit(self, resume=None):
         self.step = 0

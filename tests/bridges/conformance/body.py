@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from eventloop import Run
-from eventloop.checkpoint import load
+from trainbus.eventloop import Run
+from trainbus.eventloop.checkpoint import load
 
 from . import job
 

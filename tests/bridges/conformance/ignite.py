@@ -14,8 +14,8 @@ from ignite.handlers import Checkpoint, DiskSaver
 from ignite.metrics import Loss
 from torch import nn
 
-from eventloop.bridges.ignite.host import IgniteBridge
 from trainbus import TrainbusSaver
+from trainbus.bridges.ignite.host import IgniteBridge
 
 from . import job
 

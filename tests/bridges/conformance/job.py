@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from eventloop import Bus
+from trainbus.eventloop import Bus
 
 SIZE = 2
 """Samples in a batch."""

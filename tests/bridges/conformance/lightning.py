@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from eventloop import TrainbusCheckpointIO
-from eventloop.bridges.lightning.host import LightningBridge
+from trainbus.bridges import TrainbusCheckpointIO
+from trainbus.bridges.lightning.host import LightningBridge
 
 from . import job
 

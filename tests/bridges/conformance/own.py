@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from eventloop import TrainLoop
-from eventloop.checkpoint import load
-from hooks import OptimizerHook
+from trainbus.eventloop import TrainLoop
+from trainbus.eventloop.checkpoint import load
+from trainbus.hooks import OptimizerHook
 
 from . import job
 

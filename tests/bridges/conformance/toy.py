@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
-from eventloop import Bus
+from trainbus.eventloop import Bus
 
 from . import job
 

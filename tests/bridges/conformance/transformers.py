@@ -15,8 +15,8 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-import eventloop
-from eventloop.bridges.transformers.host import TransformersBridge
+from trainbus import attach
+from trainbus.bridges.transformers.host import TransformersBridge
 
 from . import job
 
@@ -98,7 +98,7 @@ class Job(job.Job):
         return self.bridge
 
     def attach_saver(self):
-        eventloop.attach(self.trainer, checkpoints=True)
+        attach(self.trainer, checkpoints=True)
 
     def fit(self, resume=None):
         self.trainer.train(resume_from_checkpoint=None if resume is None else str(resume))

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from eventloop import events
 from trainbus import Bus, CheckpointHook, Hook, RayTrainHook, Run
+from trainbus.eventloop import events
 
 ROOT = Path(__file__).parents[3]
 BATCHES = 10

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from eventloop import ConfigurationError
-from eventloop.bridges.ray import privates
-from eventloop.checkpoint import load, verify
+from trainbus.bridges.ray import privates
+from trainbus.eventloop import ConfigurationError
+from trainbus.eventloop.checkpoint import load, verify
 
 pytest.importorskip("ray")
 
@@ -267,7 +267,7 @@ def test_ray_tune_searches_with_copies_of_a_trainer_that_has_a_bus(cluster: Any,
     pytest.importorskip("transformers")
     from ray import tune
 
-    from eventloop import Bus, Hook
+    from trainbus.eventloop import Bus, Hook
 
     class Counter(Hook):
         trainings = 0

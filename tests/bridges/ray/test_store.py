@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from eventloop.checkpoint import load_whole, verify
+from trainbus.eventloop.checkpoint import load_whole, verify
 
 pytest.importorskip("ray")
 pytest.importorskip("moto")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from torch import distributed
 
-from eventloop.checkpoint import load
+from trainbus.eventloop.checkpoint import load
 
 from . import groups
 

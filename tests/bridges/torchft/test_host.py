@@ -8,12 +8,12 @@ import torch
 from structlog.testing import capture_logs
 from torch.utils.data import DataLoader
 
-from eventloop import Bus, ConfigurationError, Run, TrainingError
-from eventloop.bridges.torchft import lookout, privates
-from eventloop.bridges.torchft.host import KEY
-from eventloop.checkpoint import overlap
-from eventloop.events import AfterLoadCheckpoint, AfterTrainIter, BeforeTrainEpoch, BeforeTrainIter, CheckpointSkipped
-from hooks import (
+from trainbus.bridges.torchft import lookout, privates
+from trainbus.bridges.torchft.host import KEY
+from trainbus.eventloop import Bus, ConfigurationError, Run, TrainingError
+from trainbus.eventloop.checkpoint import overlap
+from trainbus.eventloop.events import AfterLoadCheckpoint, AfterTrainIter, BeforeTrainEpoch, BeforeTrainIter, CheckpointSkipped
+from trainbus.hooks import (
     CheckInvalidLossHook,
     CheckpointHook,
     DistSamplerSeedHook,
@@ -28,7 +28,7 @@ from hooks import (
     RunRecordHook,
     RuntimeInfoHook,
 )
-from hooks.writers import JSONLinesWriter
+from trainbus.hooks.writers import JSONLinesWriter
 
 from ...waiting import until
 from . import groups
@@ -275,7 +275,7 @@ def test_copies_beside_the_training_end_before_a_healing(manager, tmp_path, monk
         functions["own"] = lambda state: None
         functions[KEY] = functions.pop(KEY)
     hold, skipped = threading.Event(), []
-    monkeypatch.setattr("eventloop.checkpoint.overlap._copy_lots", _held(hold))
+    monkeypatch.setattr("trainbus.eventloop.checkpoint.overlap._copy_lots", _held(hold))
     job.bus.on(CheckpointSkipped, lambda event: skipped.append((event.path, "healing" in event.reason)))
 
     def between(body):

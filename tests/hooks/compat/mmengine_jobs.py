@@ -13,7 +13,7 @@ from mmengine.model import BaseModel
 from mmengine.runner import Runner
 from torch.utils.data import DataLoader, Dataset
 
-from eventloop import Bus, Run, TrainLoop
+from trainbus.eventloop import Bus, Run, TrainLoop
 
 BATCHES, SIZE = 7, 4
 _numbers = count()

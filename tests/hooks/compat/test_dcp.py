@@ -10,10 +10,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
-from eventloop import Bus, CheckpointError, TrainLoop
-from eventloop.checkpoint import load
-from eventloop.cli import main
-from hooks.compat.dcp import from_dcp, to_dcp
+from trainbus.cli import main
+from trainbus.compat.dcp import from_dcp, to_dcp
+from trainbus.eventloop import Bus, CheckpointError, TrainLoop
+from trainbus.eventloop.checkpoint import load
 
 from ...checkpoint.trees import canonical
 

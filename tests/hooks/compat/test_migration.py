@@ -6,10 +6,9 @@ import inspect
 
 import pytest
 
-import eventloop
-import hooks
-from eventloop.config import OptionChange, find
-from hooks.compat import TABLE
+from trainbus import eventloop, hooks
+from trainbus.compat import TABLE
+from trainbus.config import OptionChange, find
 
 # Names and options of MMEngine 0.10 (mmengine.hooks.__all__ and its signatures), and CheckInvalidLossHook of its tutorial.
 MMENGINE_HOOKS = {

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from eventloop import Bus, TrainLoop, load_weights
-from eventloop.checkpoint import load, load_pth, save
-from hooks import EMAHook
-from hooks.compat.mmengine.checkpoints import from_mmengine, is_mmengine
+from trainbus.compat.mmengine.checkpoints import from_mmengine, is_mmengine
+from trainbus.eventloop import Bus, TrainLoop, load_weights
+from trainbus.eventloop.checkpoint import load, load_pth, save
+from trainbus.hooks import EMAHook
 
 DATA = Path(__file__).parents[2] / "checkpoint" / "data"
 

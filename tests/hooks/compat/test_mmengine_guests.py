@@ -26,9 +26,10 @@ from mmengine.hooks import (
 from mmengine.registry import HOOKS
 from mmengine.runner import load_checkpoint
 
-import hooks as own_hooks
-from eventloop import Bus, ConfigurationError, Run, TrainingError, add_hooks
-from eventloop.checkpoint import load_pth
+from trainbus import hooks as own_hooks
+from trainbus.config import add_hooks
+from trainbus.eventloop import Bus, ConfigurationError, Run, TrainingError
+from trainbus.eventloop.checkpoint import load_pth
 
 from ...failing import fails
 from . import mmengine_jobs as jobs

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from eventloop import Bus, SubscribeError
+from trainbus.eventloop import Bus, SubscribeError
 
 from ...failing import said
 

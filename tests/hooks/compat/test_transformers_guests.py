@@ -27,8 +27,10 @@ from transformers import (  # noqa: E402
 from transformers.integrations import TensorBoardCallback  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
 
-from eventloop import Bus, ConfigurationError, Run, SubscribeError, TrainingError, TrainLoop, add_hooks  # noqa: E402
-from hooks import CheckpointHook, OptimizerHook, ParamSchedulerHook, TransformersHook  # noqa: E402
+from trainbus.compat import TransformersHook  # noqa: E402
+from trainbus.config import add_hooks  # noqa: E402
+from trainbus.eventloop import Bus, ConfigurationError, Run, SubscribeError, TrainingError, TrainLoop  # noqa: E402
+from trainbus.hooks import CheckpointHook, OptimizerHook, ParamSchedulerHook  # noqa: E402
 
 from ...bridges.conformance.transformers import gpt2, tokens  # noqa: E402
 from ...failing import fails  # noqa: E402
@@ -423,7 +425,7 @@ def test_news_of_a_durable_checkpoint_does_not_undo_the_wish_for_the_next(tmp_pa
 
 
 def test_a_checkpoint_that_could_not_be_written_is_no_save(tmp_path, monkeypatch):
-    monkeypatch.setattr("eventloop.training.saves.write.write", fails(OSError("full")))
+    monkeypatch.setattr("trainbus.eventloop.training.saves.write.write", fails(OSError("full")))
     recorder = Recorder()
     Job(tmp_path, recorder).ours(CheckpointHook(1, on_error="log"), work_dir=tmp_path / "run")
     assert not moments(recorder, "on_save")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from eventloop import TrainLoop
-from hooks import CSVWriter, JSONLinesWriter, LoggerHook, MLflowWriter, TensorBoardWriter, WandbWriter, Writer
-from hooks.writers import RunFacts, Where
+from trainbus.eventloop import TrainLoop
+from trainbus.hooks import CSVWriter, JSONLinesWriter, LoggerHook, MLflowWriter, TensorBoardWriter, WandbWriter, Writer
+from trainbus.hooks.writers import RunFacts, Where
 
 from ..conftest import Scores, make_loop
 from .readers import column, files, history, rows, runs, scalars, text

@@ -10,8 +10,8 @@ import threading
 import pytest
 import torch
 
-from eventloop import ConfigurationError
-from hooks import CSVWriter, JSONLinesWriter, MLflowWriter, TensorBoardWriter, WandbWriter, Writer
+from trainbus.eventloop import ConfigurationError
+from trainbus.hooks import CSVWriter, JSONLinesWriter, MLflowWriter, TensorBoardWriter, WandbWriter, Writer
 
 from ...failing import fails
 from .conftest import KEEPING, NEEDS, logging_loop, write
@@ -130,8 +130,8 @@ def test_a_temporarily_full_disk_loses_no_line_and_leaves_no_incomplete_line(scr
     done = script(
         f"""
         import resource, torch
-        from eventloop import Bus, Run
-        from hooks import CSVWriter, JSONLinesWriter, LoggerHook
+        from trainbus.eventloop import Bus, Run
+        from trainbus.hooks import CSVWriter, JSONLinesWriter, LoggerHook
 
         def room(size):
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))

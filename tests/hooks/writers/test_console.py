@@ -4,9 +4,9 @@ import math
 import pytest
 from rich.console import Console
 
-from hooks import ConsoleWriter
-from hooks.writers import Where
-from hooks.writers.console import format_number
+from trainbus.hooks import ConsoleWriter
+from trainbus.hooks.writers import Where
+from trainbus.hooks.writers.console import format_number
 
 SCALARS = {
     "train/loss": 0.1234,

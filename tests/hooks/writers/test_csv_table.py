@@ -2,9 +2,9 @@ import csv
 
 import pytest
 
-from hooks import CSVWriter
-from hooks.writers import RunFacts
-from hooks.writers.outbox import add_rows, send
+from trainbus.hooks import CSVWriter
+from trainbus.hooks.writers import RunFacts
+from trainbus.hooks.writers.outbox import add_rows, send
 
 from .conftest import logging_loop, write
 

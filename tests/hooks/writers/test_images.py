@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from eventloop import Bus, Run
-from hooks import CSVWriter, LoggerHook, Writer
-from hooks.writers.base import as_image
+from trainbus.eventloop import Bus, Run
+from trainbus.hooks import CSVWriter, LoggerHook, Writer
+from trainbus.hooks.writers.base import as_image
 
 
 class Album(Writer):

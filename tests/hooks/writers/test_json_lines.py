@@ -5,8 +5,8 @@ import time
 
 import pytest
 
-from hooks import JSONLinesWriter
-from hooks.writers import RunFacts, Where
+from trainbus.hooks import JSONLinesWriter
+from trainbus.hooks.writers import RunFacts, Where
 
 from .conftest import logging_loop, write
 

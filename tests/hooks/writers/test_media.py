@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from eventloop import Bus, Run
-from eventloop.observe import ReportedHistogram, ReportedImage, ReportedText, RunFolder
-from hooks import CSVWriter, JSONLinesWriter, LoggerHook, MLflowWriter, TensorBoardWriter, WandbWriter, Writer
-from hooks.writers.histogram import as_histogram
-from hooks.writers.png import png
+from trainbus.eventloop import Bus, Run
+from trainbus.hooks import CSVWriter, JSONLinesWriter, LoggerHook, MLflowWriter, TensorBoardWriter, WandbWriter, Writer
+from trainbus.hooks.writers.histogram import as_histogram
+from trainbus.hooks.writers.png import png
+from trainbus.observe import ReportedHistogram, ReportedImage, ReportedText, RunFolder
 
 from .conftest import logging_loop
 from .readers import column, files, rows, runs
@@ -90,7 +90,7 @@ def test_all_types_of_real_numbers_are_counted(values):
 
 
 def test_counts_are_those_of_numpy_over_many_parts(monkeypatch):
-    monkeypatch.setattr("hooks.writers.histogram._PART", 1000)
+    monkeypatch.setattr("trainbus.hooks.writers.histogram._PART", 1000)
     values = torch.randn(5432, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     made = as_histogram(values, 50)
     counts, edges = np.histogram(values.numpy(), 50)

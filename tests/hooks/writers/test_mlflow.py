@@ -3,9 +3,9 @@ import re
 import pytest
 import torch
 
-from eventloop import ConfigurationError
-from hooks import MLflowWriter
-from hooks.writers import RunFacts, Where
+from trainbus.eventloop import ConfigurationError
+from trainbus.hooks import MLflowWriter
+from trainbus.hooks.writers import RunFacts, Where
 
 from .conftest import logging_loop, write
 from .readers import history, runs
@@ -98,7 +98,7 @@ def test_several_runs_can_share_a_store(client, tmp_path):
 
 
 def test_without_packages_for_local_stores_the_error_names_them(client, monkeypatch):
-    monkeypatch.setattr("hooks.writers.mlflow.find_spec", lambda name: None)
+    monkeypatch.setattr("trainbus.hooks.writers.mlflow.find_spec", lambda name: None)
     with pytest.raises(ConfigurationError, match=r"sqlalchemy.*alembic"):
         MLflowWriter()
     MLflowWriter("http://localhost:5000")

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hooks import Writer
-from hooks.writers import RunFacts, Where
-from hooks.writers.target import MOST_KEPT, MOST_LARGE, Target
+from trainbus.hooks import Writer
+from trainbus.hooks.writers import RunFacts, Where
+from trainbus.hooks.writers.target import MOST_KEPT, MOST_LARGE, Target
 
 WHERE = Where("train", epoch=1, iter=1)
 IMAGE = np.zeros((1, 1, 1), np.uint8)
@@ -135,7 +135,7 @@ def test_a_text_that_the_writer_does_not_take_is_no_sign_that_it_works(writer, l
 
 
 def test_the_configuration_that_a_reopened_writer_gets_again_is_no_lost_call(writer, monkeypatch, logs):
-    monkeypatch.setattr("hooks.writers.target.MOST_KEPT", 3)
+    monkeypatch.setattr("trainbus.hooks.writers.target.MOST_KEPT", 3)
     target = opened(writer)
     play(target, writer, {1, 2, 3, 4, 5}, 1, 2, "sync", "sync", 3, 4, 5)
     assert lost(target, logs) == 5

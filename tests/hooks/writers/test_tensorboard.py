@@ -4,9 +4,9 @@ import threading
 import pytest
 import torch
 
-from eventloop import Bus, Run
-from hooks import LoggerHook, TensorBoardWriter
-from hooks.writers import RunFacts, Where
+from trainbus.eventloop import Bus, Run
+from trainbus.hooks import LoggerHook, TensorBoardWriter
+from trainbus.hooks.writers import RunFacts, Where
 
 from .conftest import write
 from .readers import scalars

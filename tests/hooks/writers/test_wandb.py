@@ -3,9 +3,9 @@ import json
 import pytest
 import torch
 
-from eventloop import ConfigurationError
-from hooks import WandbWriter
-from hooks.writers import RunFacts, Where
+from trainbus.eventloop import ConfigurationError
+from trainbus.hooks import WandbWriter
+from trainbus.hooks.writers import RunFacts, Where
 
 from .conftest import logging_loop, write
 from .readers import column, exits, files, records, rows

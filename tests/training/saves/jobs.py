@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F  # noqa: N812 - the usual name
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
-from eventloop import Bus, Run, SeededDataset, TrainLoop, Update
+from trainbus.eventloop import Bus, Run, SeededDataset, TrainLoop, Update
 
 from ..conftest import act_at
 

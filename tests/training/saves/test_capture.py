@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 
-from eventloop import Bus, ConfigurationError, Hook, Run
-from eventloop.checkpoint import BackgroundWriter, PendingSaves, load, write
+from trainbus.eventloop import Bus, ConfigurationError, Hook, Run
+from trainbus.eventloop.checkpoint import BackgroundWriter, PendingSaves, load, write
 
 from ...failing import fails
 from ...waiting import on_threads
@@ -107,7 +107,7 @@ def test_an_interrupt_after_the_writer_has_taken_a_save_leaves_it_its_memory(bus
         assert go.wait(30)
         return write(*arguments, **options)
 
-    monkeypatch.setattr("eventloop.training.saves.write.write", held)
+    monkeypatch.setattr("trainbus.eventloop.training.saves.write.write", held)
     model = torch.nn.Linear(1000, 1, bias=False)
     torch.nn.init.ones_(model.weight)
 

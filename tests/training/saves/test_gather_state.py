@@ -10,10 +10,10 @@ import torch
 from structlog.testing import capture_logs
 from torch.optim.lr_scheduler import MultiStepLR
 
-from eventloop import Bus, CheckpointError, ConfigurationError, Event, Run, TrainingError, Update
-from eventloop.checkpoint import load_pth
-from eventloop.errors import CheckpointValueError
-from hooks import EMAHook, LoggerHook, ParamSchedulerHook
+from trainbus.eventloop import Bus, CheckpointError, ConfigurationError, Event, Run, TrainingError, Update
+from trainbus.eventloop.checkpoint import load_pth
+from trainbus.eventloop.errors import CheckpointValueError
+from trainbus.hooks import EMAHook, LoggerHook, ParamSchedulerHook
 
 from ..conftest import learn, model, step
 from .jobs import shuffled

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, normalize
 
-from eventloop import Bus, CheckpointError, Run, TrainLoop
-from eventloop.checkpoint import load
-from hooks import CheckpointHook
+from trainbus.eventloop import Bus, CheckpointError, Run, TrainLoop
+from trainbus.eventloop.checkpoint import load
+from trainbus.hooks import CheckpointHook
 
 
 class Scores:
@@ -91,7 +91,7 @@ def test_they_belong_to_the_best_weights(tmp_path):
 
 
 def test_a_file_of_an_earlier_version_has_none_which_is_told(tmp_path, logs):
-    from eventloop.checkpoint import save
+    from trainbus.eventloop.checkpoint import save
 
     loop(tmp_path, epochs=1).run()
     tree = load(tmp_path / "epoch_1.safetensors")

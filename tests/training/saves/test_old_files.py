@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from eventloop import CheckpointError
-from eventloop.checkpoint import load
-from eventloop.cli import main
-from eventloop.training import peek
-from eventloop.training.saves.contents import as_tree
-from eventloop.training.schema import FORMAT, UPGRADES, SavedData, SavedEntry, SavedState, read, upgraded
+from trainbus.cli import main
+from trainbus.eventloop import CheckpointError
+from trainbus.eventloop.checkpoint import load
+from trainbus.eventloop.training import peek
+from trainbus.eventloop.training.saves.contents import as_tree
+from trainbus.eventloop.training.schema import FORMAT, UPGRADES, SavedData, SavedEntry, SavedState, read, upgraded
 
 from .old_files import jobs
 

@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from eventloop import Bus, CheckpointError, Hook, Run, TrainLoop, load_weights
-from eventloop.checkpoint import load, save
-from eventloop.checkpoint.tree import FlatTree
-from hooks import CheckpointHook, EMAHook
+from trainbus.eventloop import Bus, CheckpointError, Hook, Run, TrainLoop, load_weights
+from trainbus.eventloop.checkpoint import load, save
+from trainbus.eventloop.checkpoint.tree import FlatTree
+from trainbus.hooks import CheckpointHook, EMAHook
 
 
 def net():

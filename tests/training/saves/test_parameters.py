@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from eventloop import Bus, CheckpointError, TrainLoop
-from eventloop.checkpoint import load
-from hooks import CheckpointHook
+from trainbus.eventloop import Bus, CheckpointError, TrainLoop
+from trainbus.eventloop.checkpoint import load
+from trainbus.hooks import CheckpointHook
 
 
 def net() -> nn.Module:

@@ -16,10 +16,10 @@ import torch
 from structlog.testing import capture_logs
 from torch.utils.data import DataLoader
 
-from eventloop import Bus, Hook, Run, RunCancelled, SeededDataset
-from eventloop.checkpoint import load
-from eventloop.training.rng import has_workers
-from eventloop.training.saves.discover import peek
+from trainbus.eventloop import Bus, Hook, Run, RunCancelled, SeededDataset
+from trainbus.eventloop.checkpoint import load
+from trainbus.eventloop.training.rng import has_workers
+from trainbus.eventloop.training.saves.discover import peek
 
 from ...failing import fails
 from .jobs import LOADERS, SAMPLES, VALIDATIONS, Augmented, Job, SizedStatefulLoader, StatefulLoader, Stream, samples, shuffled

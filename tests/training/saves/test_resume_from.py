@@ -9,7 +9,8 @@ import fsspec
 import pytest
 import torch
 
-from eventloop import (
+from trainbus.cli import main
+from trainbus.eventloop import (
     Bus,
     CheckpointDamagedError,
     CheckpointError,
@@ -18,11 +19,10 @@ from eventloop import (
     Update,
     load_weights,
 )
-from eventloop.checkpoint import export_tree, load, load_pth, save
-from eventloop.cli import main
-from eventloop.training import peek
-from eventloop.training.folders import has_run
-from hooks import CheckpointHook, EMAHook
+from trainbus.eventloop.checkpoint import export_tree, load, load_pth, save
+from trainbus.eventloop.training import peek
+from trainbus.eventloop.training.folders import has_run
+from trainbus.hooks import CheckpointHook, EMAHook
 
 from ..conftest import assert_same
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from eventloop import Bus, Run
-from hooks import CheckpointHook
+from trainbus.eventloop import Bus, Run
+from trainbus.hooks import CheckpointHook
 
 ROWS = 24
 

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from eventloop import Bus, Run, TrainLoop
-from hooks import CheckpointHook, EMAHook, ExponentialMovingAverage, ParamSchedulerHook
+from trainbus.eventloop import Bus, Run, TrainLoop
+from trainbus.hooks import CheckpointHook, EMAHook, ExponentialMovingAverage, ParamSchedulerHook
 
 HERE = Path(__file__).parent
 SAVED_AT = 8  # in the second epoch of six iterations

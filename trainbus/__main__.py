@@ -1,0 +1,7 @@
+"""``python -m trainbus``."""
+
+import sys
+
+from trainbus import main
+
+sys.exit(main())

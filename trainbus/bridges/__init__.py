@@ -1,0 +1,26 @@
+"""The same bus in another library's trainer: ``bus.attach(trainer)`` returns a :class:`Bridge`.
+
+A bridge gives a run a :class:`TrainerHost`, and publishes its mount points when the trainer passes them. Each library has a
+folder here, whose modules are imported when such a trainer is attached.
+"""
+
+from trainbus.bridges.bridge import Bridge, attach
+from trainbus.bridges.hosted import TrainerHost
+from trainbus.bridges.lightning.saver import TrainbusCheckpointIO
+from trainbus.bridges.uvicorn import shuts_down
+from trainbus.eventloop.bus import HostKind, register_host
+from trainbus.eventloop.offload import register_server
+from trainbus.eventloop.training.replicas import register_replicas
+
+__all__ = ["Bridge", "TrainbusCheckpointIO", "TrainerHost", "attach"]
+
+_LIGHTNING = "trainbus.bridges.lightning.host:LightningBridge"
+register_host(
+    HostKind("lightning.pytorch.trainer.trainer.Trainer", _LIGHTNING, "lightning.Trainer"),
+    HostKind("pytorch_lightning.trainer.trainer.Trainer", _LIGHTNING, "lightning.Trainer"),
+    HostKind("transformers.trainer.Trainer", "trainbus.bridges.transformers.host:TransformersBridge", "transformers.Trainer"),
+    HostKind("ignite.engine.engine.Engine", "trainbus.bridges.ignite.host:IgniteBridge", "ignite.engine.Engine"),
+    HostKind("accelerate.accelerator.Accelerator", "trainbus.bridges.accelerate.host:AcceleratorSaves", loops=False),
+)
+register_replicas("torchft.manager.Manager", "trainbus.bridges.torchft.host:ManagedReplicas")
+register_server(shuts_down)

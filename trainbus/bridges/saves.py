@@ -1,0 +1,219 @@
+"""Save a hosted run: hooks request checkpoints, and the trainer writes them in its own format."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from threading import get_ident
+from types import TracebackType
+from typing import Any, Final, Literal
+
+from trainbus.eventloop import events as ev
+from trainbus.eventloop.bus import Bus
+from trainbus.eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, Pickled, StagedTree, link
+from trainbus.eventloop.errors import ConfigurationError, RunCancelled
+from trainbus.eventloop.events import Progress
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.training.distributed.ranks import world_size
+from trainbus.eventloop.training.run import Run
+from trainbus.eventloop.training.saves.capture import state_version
+from trainbus.eventloop.training.saves.requests import SaveRequest, merged
+from trainbus.eventloop.training.saves.restore import resume_line
+from trainbus.eventloop.user_errors import contextmanager
+
+log = get_logger()
+
+CHECKED: Final = str(Path())  # the path that stands for a check: the state is gathered, but not written
+
+
+class Writing(AbstractContextManager[None]):
+    """A context in which a checkpoint is written, on the training thread or on another one; used once."""
+
+    report: AbstractContextManager[None]
+
+    def __init__(self, bus: Bus) -> None:
+        self._bus, self._thread, self._begin = bus, get_ident(), time.perf_counter()
+        self._span: AbstractContextManager[None] = nullcontext()
+        self.here = False  # True if the training thread writes
+        self.copied = 0.0  # seconds for which the training thread copied the state, if another one writes
+
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Measure a block in which the training thread copies the state and hands it to the thread that writes."""
+        start = time.perf_counter()
+        with self._bus.span("copying for checkpoints"):
+            try:
+                yield
+            finally:
+                self.copied = time.perf_counter() - start
+
+    def __enter__(self) -> None:
+        self.here = get_ident() == self._thread
+        if self.here:
+            self._span = self._bus.span("writing checkpoints")
+        elif not self.copied:  # the other thread was as fast as the hand-over
+            self.copied = time.perf_counter() - self._begin
+        self._span.__enter__()
+        self.report.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        try:
+            return self.report.__exit__(kind, error, trace)
+        finally:
+            self._span.__exit__(None, None, None)
+
+
+class TrainerSaver:
+    """Collect the requests of hooks, and make the trainer write them.
+
+    At a save point of the run, requests become due. At its next safe moment the bridge calls :meth:`write_due`.
+    """
+
+    hidden = RunCancelled, KeyboardInterrupt  # Lightning exits instead of raising it
+    writer = None
+
+    def __init__(self, host: Any) -> None:
+        self._host = host
+        self._run: Run = host.run
+        self.raises = True  # True if a failure of the current save ends the training; False if a hook asked for a log line only
+        self._committed: list[AnyPath] = []
+        self.open()
+
+    def open(self) -> None:
+        """Begin a run."""
+        self.due: list[SaveRequest] = []
+        self._others: list[AnyPath] = []  # further names for the file that is being written
+        self._written: tuple[object, set[AnyPath]] | None = None
+        """The version of the last state that was written, and its paths."""
+
+    def check(self, request: SaveRequest) -> None:
+        """Raise ConfigurationError for an option that needs trainbus's own format."""
+        request.check()
+        for option, value in (("staging", request.staging), ("leave_out", sorted(request.leave_out))):
+            if value not in ("block", []):
+                raise ConfigurationError(
+                    f"{option}={value!r} does not work here: another trainer writes the checkpoints, always whole, by its own "
+                    "saver (for a CheckpointHook: save_optimizer, save_param_scheduler and staging keep their defaults)"
+                )
+
+    def rehearse(self, request: SaveRequest) -> list[str]:
+        """Gather the state. Return no keys, because those of the trainer's checkpoint are unknown."""
+        self._host.gather_entry(CHECKED)
+        return []
+
+    def save(self, requests: list[SaveRequest]) -> None:
+        """Make the requests due."""
+        self.due += requests
+
+    def note_scores(self, metrics: Mapping[str, Any]) -> None:
+        """Do nothing: the trainer has its own place for the scores of its files."""
+
+    def resume_line(self) -> str:
+        """Return the line that tells how to continue from the newest checkpoint of this run, in the trainer's own words."""
+        lines = (resume_line(path, self._host.resume_way.format(path)) for path in reversed(self._committed))
+        return next(filter(None, lines), "")  # the trainer may have removed the newest
+
+    def write_due(self, write: Callable[[AnyPath], object]) -> None:
+        """Call ``write`` with the path of the file, if one is due. It makes the trainer save, within :meth:`writing`."""
+        if not self.due:
+            return
+        requests, self.due = self.due, []
+        asked, version = {request.path for request in requests}, state_version(self._run)
+        # Of several ranks each has handlers of its own, which count as changes of the state, and all must write or none.
+        known = self._written if world_size() == 1 else None
+        if known is not None and known[0] == version and asked <= known[1]:
+            return  # the end of training asks for the state of its last epoch again
+        path, *self._others = dict.fromkeys(request.path for request in requests)
+        self.raises = merged(requests).on_error == "raise"
+        try:
+            write(path)
+            self._written = version, asked
+        except Exception:
+            if self.raises:
+                raise
+        finally:
+            self._others, self.raises = [], True
+
+    def writing(self, path: AnyPath) -> Writing:
+        """Return a context that publishes ``checkpoint_committed`` or ``checkpoint_failed`` when it ends.
+
+        The trainer writes in it. It may be entered later, and on another thread: then the training waits only for
+        :meth:`Writing.copying`.
+        """
+        others, self._others = self._others, []
+        writing = Writing(self._run.bus)
+        writing.report = self._report(path, others, self._run.state.counters.snapshot(self._run.state.progress.stage), writing)
+        return writing
+
+    @contextmanager
+    def _report(self, path: AnyPath, others: list[AnyPath], progress: Progress, writing: Writing) -> Iterator[None]:
+        start, names = time.perf_counter(), [str(path), *map(str, others)]
+        payload: dict[str, Any] = {"progress": progress, "path": names[0], "names": names}
+        # After the run, the trainer may still save, but the bus may be closed.
+        first, open_here = self._run.rank == 0, self._run.running
+        try:
+            yield
+            for other in others if first else ():
+                link(path, other)
+        except Exception as error:
+            if first and open_here:
+                log.exception("checkpoint not written", names=names)
+                self._run.bus.publish(ev.CheckpointFailed(**payload, error=str(error)))
+            raise
+        if first and open_here:
+            self._committed.append(path)
+            seconds = time.perf_counter() - start
+            stall = seconds if writing.here else writing.copied
+            self._run.bus.publish(ev.CheckpointCommitted(**payload, bytes=_size(path), seconds=seconds, stall=stall))
+
+
+class ReopenedSaver:
+    """An ``AsyncSaver`` that begins with the first save, and anew after :meth:`close`."""
+
+    def __init__(self, busy: Literal["wait", "queue"] = "wait") -> None:
+        self._busy: Literal["wait", "queue"] = busy
+        self._saver: AsyncSaver | None = None
+
+    def save(self, tree: object, path: AnyPath, write: Callable[..., CommitInfo], *, raises: bool = True) -> Future[CommitInfo]:
+        """Copy ``tree``, and queue the copy to be written, as :meth:`AsyncSaver.save`."""
+        self._saver = self._saver or AsyncSaver(busy=self._busy)
+        return self._saver.save(tree, path, write=write, raises=raises)
+
+    def after_commit(self, action: Callable[[], object]) -> None:
+        """Call ``action`` once the saves so far are durable."""
+        if self._saver is None:
+            action()
+        else:
+            self._saver.after_commit(action)
+
+    def wait(self) -> None:
+        """Wait until all files are durable; raise the CheckpointError of a failed one."""
+        if self._saver is not None:
+            self._saver.wait()
+
+    def close(self) -> None:
+        """Wait as :meth:`wait`, and end. After Ctrl-C, call it again to finish."""
+        if self._saver is not None:
+            try:
+                self._saver.close()
+            except Exception:
+                self._saver = None
+                raise
+            self._saver = None
+
+
+def write_pickled(pickled: Pickled, report: AbstractContextManager[object], staged: StagedTree, path: AnyPath) -> CommitInfo:
+    """Write a file of torch.save, within ``report``."""
+    with report:
+        return pickled.write(staged, path)
+
+
+def _size(path: AnyPath) -> int:
+    """Return the bytes of a local file, or of all files in a folder."""
+    files = (path, *path.rglob("*")) if isinstance(path, Path) else ()
+    return sum(file.stat().st_size for file in files if file.is_file())

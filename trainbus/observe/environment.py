@@ -1,0 +1,172 @@
+"""Describe the machine, the process and the code of a run."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from subprocess import DEVNULL
+from typing import Final
+
+import msgspec
+import torch
+
+from trainbus.eventloop.device import device_names
+from trainbus.eventloop.plain import command_without_secrets
+from trainbus.observe.bounds import Count
+
+_LIBRARIES: Final = {
+    **{name: name for name in ("numpy", "torchvision", "lightning", "transformers", "trl", "accelerate", "deepspeed", "ray")},
+    "pytorch_lightning": "pytorch-lightning",
+    "ignite": "pytorch-ignite",
+    "torchft": "torchft-nightly",
+}
+"""Distributions whose versions are recorded if they are imported, by the name of the module."""
+
+
+class Computer(msgspec.Struct, frozen=True):
+    """The computer: its name, processor, number of usable cores, memory in bytes, and GPUs."""
+
+    host: str
+    system: str
+    processor: str
+    cores: Count
+    memory: Count
+    gpus: list[str]
+
+
+class Git(msgspec.Struct, frozen=True):
+    """The commit of the working folder, and whether tracked files were changed."""
+
+    commit: str
+    branch: str
+    clean: bool
+
+
+class Process(msgspec.Struct, frozen=True):
+    """The identity of a process, to find out later whether it still runs. ``began`` and ``boot`` are empty where unknown."""
+
+    pid: Count
+    host: str
+    boot: str
+    began: str
+
+    def lives(self) -> bool | None:
+        """Return whether the process is running; None if it is on another machine."""
+        if self.host != socket.gethostname():
+            return None
+        return self == this_process(self.pid) and _exists(self.pid)
+
+
+class Environment(msgspec.Struct, frozen=True):
+    """The machine, process and software of a run. ``command`` has one string per argument, without secrets."""
+
+    command: list[str]
+    folder: str
+    process: Process
+    machine: Computer
+    versions: dict[str, str]
+    git: Git | None
+
+
+def environment() -> Environment:
+    """Describe this process. Takes about 20 ms, because it runs git and reads files."""
+    folder = Path.cwd()
+    command = command_without_secrets(sys.orig_argv)
+    return Environment(command, str(folder), this_process(), _machine(), versions() | _libraries(), _git(folder))
+
+
+def this_process(pid: int | None = None) -> Process:
+    """Return the identity of this process, or of another one on this machine."""
+    pid = os.getpid() if pid is None else pid
+    boot = _read("/proc/sys/kernel/random/boot_id").strip()
+    # The name of the command, in parentheses, may hold spaces. The 20th field behind it is the start time.
+    fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
+    return Process(pid, socket.gethostname(), boot, fields[19] if len(fields) > 19 else "")
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _machine() -> Computer:
+    names = [line.partition(":")[2].strip() for line in _read("/proc/cpuinfo").splitlines() if line.startswith("model name")]
+    memory = 0
+    with suppress(ValueError, OSError):
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    processor = names[0] if names else platform.machine()
+    return Computer(socket.gethostname(), _system(), processor, cores, memory, device_names())
+
+
+def _system() -> str:
+    """Return the names of the system, its release and the machine, such as ``Linux-6.8.0-x86_64-with-glibc2.36``.
+
+    ``platform.platform()`` and ``platform.processor()`` run a program, ``uname -p``, with a pipe (see :func:`_git`).
+    """
+    if not hasattr(os, "uname"):
+        return platform.platform()  # no workers are forked there
+    name = os.uname()
+    library = "".join(platform.libc_ver())
+    return "-".join([name.sysname, name.release, name.machine, *(["with", library] if library else [])])
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, torch and trainbus; without the latter in a checkout that is not installed."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    with suppress(metadata.PackageNotFoundError):
+        found["trainbus"] = metadata.version("trainbus")
+    return found
+
+
+def _libraries() -> dict[str, str]:
+    """Return the versions of the imported libraries on which results may depend."""
+    found = {}
+    for module, distribution in _LIBRARIES.items():
+        if module in sys.modules:
+            with suppress(metadata.PackageNotFoundError):
+                found[distribution] = metadata.version(distribution)
+    return found
+
+
+def _git(folder: Path) -> Git | None:
+    program = shutil.which("git")
+    if program is None:
+        return None
+
+    def ask(*words: str) -> str:
+        # No pipe: a DataLoader's worker that is forked meanwhile would hold it open, and reading would wait for that worker.
+        # Popen makes one of its own, too, unless it can use posix_spawn: hence the full path and close_fds=False.
+        with tempfile.TemporaryFile() as answer:
+            command = [program, "-C", str(folder), *words]
+            subprocess.run(  # noqa: S603
+                command, stdin=DEVNULL, stdout=answer, stderr=DEVNULL, timeout=5, check=True, close_fds=False
+            )
+            answer.seek(0)
+            return answer.read().decode(errors="replace").strip()
+
+    try:
+        changed = ask("status", "--porcelain", "--untracked-files=no")
+        return Git(ask("rev-parse", "HEAD"), ask("rev-parse", "--abbrev-ref", "HEAD"), clean=not changed)
+    except (OSError, subprocess.SubprocessError):  # no git, no repository, or no commit
+        return None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except OSError:
+        return ""
