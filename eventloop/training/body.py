@@ -27,6 +27,9 @@ _MANY: Final = 1_000
 _MOST: Final = 2**31
 """Bytes of weights and optimizer states that a resumed run copies at most, until it is where the save was taken."""
 
+_MARKS: Final = 4
+"""Weights of which one value is kept."""
+
 Undo = Callable[[], object]
 
 
@@ -149,6 +152,24 @@ class KeptStates(Beginning):
             for undo in reversed(self._undos):
                 undo()
         self.apply(run)
+
+
+class Marks:
+    """A few values of a model's weights, to see whether code has changed or exchanged them."""
+
+    def __init__(self, models: Iterable[torch.nn.Module]) -> None:
+        weights = [one for model in models for one in model.parameters() if type(one) is torch.nn.Parameter and one.numel()]
+        self._weights = weights[:: max(1, len(weights) // _MARKS)]
+        self._values = [self._mark(one) for one in self._weights]
+
+    @property
+    def hold(self) -> bool:
+        """True if the weights have these values."""
+        return all(torch.equal(self._mark(one), value) for one, value in zip(self._weights, self._values, strict=True))
+
+    @staticmethod
+    def _mark(weight: torch.Tensor) -> torch.Tensor:
+        return weight.detach()[(0,) * weight.dim()].clone()
 
 
 class Return:

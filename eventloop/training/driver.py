@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trainbus.eventloop import events as ev
 from trainbus.eventloop.checks import check_options
@@ -21,11 +22,12 @@ from trainbus.eventloop.training.data import Feed
 from trainbus.eventloop.training.distributed.shares import Share, check_divisible, check_even, forward_alone, size_of
 from trainbus.eventloop.training.machine import EPOCH, ITERATION, TRAIN, TURNS, Scope
 from trainbus.eventloop.training.metrics import Metrics, NamedMetrics
-from trainbus.eventloop.training.optimizers import enter_training_mode, in_training_mode, optimizers_in
+from trainbus.eventloop.training.optimizers import enter_training_mode, in_training_mode, optimizers_in, parameters_of
 from trainbus.eventloop.training.rng import get_rng_state, set_rng_state
 from trainbus.eventloop.training.saves.capture import Capture
 from trainbus.eventloop.training.saves.contents import SavedRun
 from trainbus.eventloop.training.session import Session
+from trainbus.eventloop.user_errors import add_note
 
 log = get_logger()
 
@@ -537,7 +539,11 @@ class Driver(Session):
         for module in (module for model in models for module in model.modules()):
             machine.defer(partial(setattr, module, "training", module.training))
         for model in models:
-            model.eval()
+            try:
+                model.eval()
+            except TypeError as error:  # its train() is another method
+                add_note(error, f"run.validate() calls eval() of {type(model).__name__}, and that calls train(False)")
+                raise
         for optimizer in self._run.optimizers.values():
             if in_training_mode(optimizer):
                 machine.defer(partial(enter_training_mode, optimizer))
@@ -601,6 +607,27 @@ def watch_steps(run: SavedRun, capture: Capture | None = None) -> None:
         for inner in optimizers_in(optimizer):  # a wrapper may step the one inside without its own step()
             run.state.machine.defer(inner.register_step_pre_hook(before_step).remove)
             run.state.machine.defer(inner.register_step_post_hook(after_step).remove)
+    if capture is not None:
+        _watch_others(run)
+
+
+def _watch_others(run: SavedRun) -> None:
+    """Tell once of each optimizer that steps weights of the run without being one of its optimizers."""
+    known = {id(inner) for one in run.optimizers.values() for inner in (one, *optimizers_in(one))}
+
+    def after_step(optimizer: torch.optim.Optimizer, *step: Any) -> None:
+        if id(optimizer) in known:
+            return
+        known.add(id(optimizer))
+        own = {id(weight) for model in run.models.values() for weight in model.parameters()}
+        if any(id(weight) in own for weight in parameters_of(optimizer)):
+            log.warning(
+                f"an optimizer that the run does not have ({type(optimizer).__name__}) has stepped its weights: its steps are "
+                "not counted, no hook sees them, and its state is in no checkpoint; give the run all optimizers, also those "
+                "that are used later: optimizer={...}"
+            )
+
+    run.state.machine.defer(register_optimizer_step_post_hook(after_step).remove)
 
 
 def outermost(before_step: Step, after_step: Step) -> tuple[Step, Step]:

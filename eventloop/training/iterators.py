@@ -10,12 +10,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from typing import Any, Self
+from typing import Any, Final, Self
 
 from trainbus.eventloop.errors import RunStopped, TrainingError, stopped
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.plain import numbers_in, plain
-from trainbus.eventloop.training.body import Beginning
+from trainbus.eventloop.training.body import Beginning, Marks
 from trainbus.eventloop.training.data import Feed
 from trainbus.eventloop.training.driver import Driver, EvaluationStage
 from trainbus.eventloop.training.machine import EPOCH, ITERATION
@@ -57,6 +57,9 @@ class OpenLoops:
         self.nests = False
         """True once a validation has run in the body of an iteration, before its step."""
         self.drive.returns.forget()
+        self._marks: Marks | None = None  # of the weights that the last pass of the training left
+        self.open_epochs = False
+        """True while ``run.epochs()`` has not ended."""
         self._large: set[str] = set()  # stateful objects that are too large to copy them in each epoch
         self._again = ""  # what was told of the epoch that was entered again
 
@@ -68,8 +71,17 @@ class OpenLoops:
         self.place = self.trainings = 0
         keeps = self.owned and self.run.saves.directories
         state.begin_body(Beginning.of(self.run, self._large) if keeps else None, own=self.owned)
+        self._mark()
         state.set_progress()
         return counters.epoch
+
+    def _mark(self) -> None:
+        self._marks = Marks(self.run.models.values()) if self.owned and self.run.saves.directories else None
+
+    @property
+    def stop_waits(self) -> bool:
+        """True if code of the body has changed the weights, perhaps for a validation: a stop waits until it has ended."""
+        return self._marks is not None and self.drive.state.holds and not self._marks.hold
 
     @property
     def in_body(self) -> bool:
@@ -156,6 +168,7 @@ class OpenLoops:
     def _arrive(self) -> None:
         self.goal = 0
         self.drive.returns.arrive(self.run)
+        self._mark()
 
     def begin_batch(self) -> None:
         """Note the random states at the beginning of a batch's body, if validations come in it."""
@@ -224,6 +237,7 @@ class OpenLoops:
             self.drive.end_epoch()
             self._warn_without_update()
             self.end_pass()
+            self._mark()
         self._no_epoch()
 
     def _warn_without_update(self) -> None:
@@ -260,6 +274,8 @@ class OpenLoops:
     def leave(self, *, cut: bool) -> None:
         """End all scopes where the block of the run ends: the user's code has left them, or a stop has ``cut`` them short."""
         if not cut:
+            if self.open_epochs:
+                self.run.info[LEFT] = True
             self.end_iteration()
         self.drive.drop_evaluation()
         self.abandon_epoch()
@@ -298,6 +314,10 @@ class _Steps:
         return step[0]
 
 
+LEFT: Final = "left_by_break"
+"""Key of ``run.info`` in a checkpoint: the loop over ``run.epochs()`` was left by ``break``."""
+
+
 class Epochs(_Steps):
     """Yield the indices of the remaining epochs. A run that was saved in the body of one begins with that one."""
 
@@ -316,7 +336,18 @@ class Epochs(_Steps):
         return self
 
     def _advance(self) -> tuple[int] | None:
+        epoch = self._next()
+        self._loops.open_epochs = epoch is not None
+        return epoch
+
+    def _next(self) -> tuple[int] | None:
         loops, state, counters = self._loops, self._state, self._state.counters
+        if loops.run.info.pop(LEFT, None) and self._first:
+            log.warning(
+                f"the saved run has left the loop over run.epochs() by `break` after epoch {counters.epoch}, and this run "
+                "trains on; if that was the end, keep it: kept = run.keep(done=False), set kept.done before `break`, and test "
+                "it first"
+            )
         loops.abandon_evaluation()
         loops.end_epoch()
         loops.end_body()
@@ -543,6 +574,7 @@ class EvaluationBatches(Batches):
         self._start = partial(loops.drive.begin_evaluation, stage, feed, metrics)
         self._begun = False
         self._over = False
+        self._stop_waits = False
         self.metrics: Mapping[str, Any] = {}
         """Values by name; empty until the iterator is exhausted."""
 
@@ -559,7 +591,7 @@ class EvaluationBatches(Batches):
         elif not self._begin():
             self._over = True
             return None
-        if state.interrupted is None and state.should_stop():
+        if state.interrupted is None and not self._stop_waits and state.should_stop():
             self._over = True
             loops.evaluating = None
             drive.drop_evaluation()
@@ -596,7 +628,8 @@ class EvaluationBatches(Batches):
             if self._validates and state.training:
                 state.validate_next()
             loops.arrive()
-        if not nested and state.should_stop():
+        self._stop_waits = not nested and loops.stop_waits
+        if not nested and not self._stop_waits and state.should_stop():
             loops.stop()
             return False
         self._begun, loops.evaluating = True, self

@@ -350,6 +350,65 @@ def test_a_variable_that_an_earlier_epoch_has_set_is_an_error_that_says_why_in_a
     assert any("this run was resumed" in note and "run.keep()" in note for note in caught.value.__notes__)
 
 
+@pytest.mark.parametrize("how", ["another tensor", "in place"])
+def test_a_stop_in_a_validation_of_weights_that_the_body_has_exchanged_waits_for_its_end(tmp_path, how):
+    def put(parameters, values):
+        for parameter, value in zip(parameters, values, strict=True):
+            if how == "in place":
+                parameter.data.copy_(value)
+            else:
+                parameter.data = value.clone()
+
+    def live(folder, stop=None):
+        scene = Scene(tmp_path / folder, CheckpointHook(interval=1))
+        if stop is not None:
+            act_at(scene.bus, "before_val_iter", stop, lambda event: event.run.stop())
+        with scene.run() as run:
+            for _ in run.epochs(3):
+                for batch in run.train(scene.loader):
+                    scene.learn(batch)
+                raw = [one.detach().clone() for one in run.model.parameters()]
+                put(run.model.parameters(), [one / 2 for one in raw])
+                scene.validate()
+                put(run.model.parameters(), raw)
+        return [one.detach().clone() for one in run.model.parameters()], run.progress.epoch
+
+    weights, _ = live("whole")
+    assert live("stopped", stop=2)[1] < 3
+    assert all(map(torch.equal, live("stopped")[0], weights))
+
+
+def test_an_optimizer_that_the_run_does_not_have_is_told_once(tmp_path, logs):
+    scene = Scene(tmp_path)
+    other = None
+    with scene.run() as run:
+        for epoch in run.epochs(3):
+            other = other or (torch.optim.Adam(run.model.parameters()) if epoch else None)
+            for batch in run.train(scene.loader):
+                scene.learn(batch)
+                if other is not None:
+                    other.step()
+    told = [one["event"] for one in logs if "that the run does not have (Adam)" in one["event"]]
+    assert len(told) == 1
+    torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1).step()  # after the run, and of other weights
+
+
+def test_a_loop_that_was_left_by_break_is_told_when_it_is_started_again(tmp_path, logs):
+    def live():
+        scene = Scene(tmp_path, CheckpointHook(interval=1))
+        with scene.run() as run:
+            for epoch in run.epochs(5):
+                for batch in run.train(scene.loader):
+                    scene.learn(batch)
+                if epoch == 1:
+                    break
+        return [one["event"] for one in logs if "`break` after epoch 2" in one["event"]]
+
+    assert live() == []
+    assert len(live()) == 1  # it trains on to the end
+    assert len(live()) == 1
+
+
 def test_a_stop_that_cuts_an_epoch_short_runs_no_further_line_of_its_body(parts, tmp_path):
     scene = Scene(tmp_path, CheckpointHook(interval=1))
     lines = []
