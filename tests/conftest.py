@@ -138,7 +138,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> Any:
 @pytest.fixture
 def no_blocking() -> Iterator[None]:
     """On asyncio, a call of the package that blocks an event loop raises BlockingError."""
-    with blockbuster_ctx("eventloop"):
+    with blockbuster_ctx("trainbus"):
         yield
 
 

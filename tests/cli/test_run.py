@@ -206,15 +206,6 @@ def test_a_configuration_error_exits_with_status_2_and_suggestions_and_no_traceb
     assert "Traceback" not in told
 
 
-def test_a_local_hooks_py_is_never_imported_as_the_package(here, project, trainbus):
-    (here / "configs/hooks.py").write_text("raise AssertionError")
-    trainbus("run", project, "--dry-run")
-    err = trainbus("run", project, "imports=['hooks']", status=2).err
-    package = f"{Path(eventloop.__file__).resolve().parent.parent}/hooks/__init__.py"
-    assert err.startswith(f"trainbus run: imports[0]: 'hooks' is imported from {package}, which hides")
-    assert err.endswith(f"which hides {here}/configs/hooks.py; rename your file\n")
-
-
 def test_an_error_of_the_users_own_code_keeps_its_traceback_also_within_torch(here, project, trainbus):
     source = "from torch.utils.data import Dataset\nclass Sized(Dataset):\n    def __len__(self): raise ValueError('mine')\n"
     (here / "configs/sized.py").write_text(source)

@@ -113,9 +113,10 @@ def copied(target: Path) -> None:
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, capture_output=True, check=True, text=True).stdout.split("\0")  # noqa: S603 - ours
     for name in filter(None, names):
-        if name.startswith(("eventloop/", "hooks/", "tests/", "trainbus.py", "pyproject.toml")) and (ROOT / name).is_file():
+        file = ROOT / name  # or a link to a folder
+        if name.startswith(("eventloop/", "hooks/", "tests/", "trainbus/", "pyproject.toml")) and file.exists():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, target / name)
+            shutil.copyfile(file, target / name, follow_symlinks=False)
 
 
 def mutated(mutation: Mutation) -> str:

@@ -27,7 +27,7 @@ def catalogue(base=Hook):
     """Yield the classes of hooks of trainbus that offload something."""
     for kind in base.__subclasses__():
         yield from catalogue(kind)
-        ours = kind.__module__.startswith(("hooks.", "eventloop.")) and not kind.__name__.startswith("_")
+        ours = kind.__module__.startswith("trainbus.") and not kind.__name__.startswith("_")
         if ours and not issubclass(kind, GuestHook) and offloads(kind):
             yield kind
 
