@@ -812,7 +812,8 @@ class Run:
             return False
         try:
             self._loops.leave(cut=cut)
-            self.kept.end_training()
+            if not cut and self.state.ran_whole:  # else it may not have come to their use
+                self.kept.tell_unused()
         except BaseException as failure:
             self._driver.fail(failure)
             raise

@@ -17,7 +17,8 @@ from trainbus.eventloop.errors import RunCancelled, TrainingError
 from trainbus.eventloop.events import Event, LearningRateSet, Progress, RunPaused, RunResumed, Stage
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.training.agree import Alone, Channel, Requests
-from trainbus.eventloop.training.body import Beginning, copied, copied_states
+from trainbus.eventloop.training.body import Beginning, copied_states
+from trainbus.eventloop.training.copies import copied
 from trainbus.eventloop.training.distributed.ranks import Ranks
 from trainbus.eventloop.training.machine import EPOCH, ITERATION, TRAIN, Counters, Machine
 from trainbus.eventloop.training.optimizers import set_learning_rate
@@ -126,6 +127,7 @@ class RunState:
         """True if the run is a training and locks its directories when it begins."""
         self.has_trained = False
         """True once ``before_train`` was published: only then do saves write files."""
+        self._first = 0  # iterations before this program's
         self.resumed = False
         """True if the run resumed from a checkpoint."""
         self.plan: ValidationPlan | None = None
@@ -403,8 +405,13 @@ class RunState:
 
     def begin_training(self) -> None:
         """Begin the training: from here on, saves write files."""
-        self.has_trained = True
+        self.has_trained, self._first = True, self.counters.iter
         self.set_progress()
+
+    @property
+    def ran_whole(self) -> bool:
+        """True if this program has trained, and nothing has stopped it."""
+        return self.has_trained and self.counters.iter > self._first and not self.stops
 
     @property
     def validated(self) -> bool:

@@ -330,3 +330,128 @@ def test_what_differs_between_processes_is_told(tmp_path, monkeypatch, logs):
     with begun(tmp_path) as run:
         run.keep(best=0.0, rngs=[random.Random(1)], env=Limit(Walk()))
     assert [entry["names"] for entry in logs if "rank 0" in entry["event"]] == [["rngs", "env"]]
+
+
+CONTAINERS = {
+    "list": lambda *tensors: [*tensors],
+    "tuple": lambda *tensors: tensors,
+    "deque": lambda *tensors: deque(tensors, maxlen=5),
+    "dict": lambda *tensors: dict(enumerate(tensors)),
+    "nested": lambda first, *others: [(first, [*others]), {"first": first}],
+}
+
+
+def saved_and_resumed(folder, make, change):
+    """Keep what ``make`` returns, change it by ``change(kept)`` and save; return what a resumed run has."""
+    with begun(folder) as run:
+        kept = run.keep(value=make())
+        change(kept)
+        kept.value = kept.value
+        step(run)
+    with begun(folder, resume="auto") as run:
+        live = make()
+        return live, run.keep(value=live).value
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_what_is_in_a_container_comes_back_in_place(tmp_path, container):
+    made = []
+
+    def make():
+        made.append((torch.zeros(2), np.zeros(3), {"best": 0}))
+        return CONTAINERS[container](*made[-1])
+
+    def change(kept):
+        tensor, array, best = made[-1]
+        tensor += 1
+        array += 2
+        best["best"] = 3
+
+    live, value = saved_and_resumed(tmp_path, make, change)
+    tensor, array, best = made[-1]
+    assert (tensor.tolist(), array.tolist(), best["best"]) == ([1, 1], [2, 2, 2], 3)
+    assert value is live or container == "tuple"
+
+
+def test_a_list_of_another_length_is_the_same_list_with_the_saved_values(tmp_path):
+    live, value = saved_and_resumed(tmp_path, lambda: [torch.zeros(1)], lambda kept: kept.value.append(torch.ones(2)))
+    assert value is live
+    assert [one.tolist() for one in live] == [[0], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    ("make", "new"),
+    [
+        (lambda: [torch.zeros(1)] * 4, lambda place: torch.full((1,), float(place))),
+        (lambda: [np.zeros(1)] * 4, lambda place: np.full(1, float(place))),
+        (lambda: [[0]] * 4, lambda place: [place]),
+        (lambda: [*torch.zeros(1).expand(4, 1)], lambda place: torch.full((1,), float(place))),
+        (lambda: dict.fromkeys(range(4), torch.zeros(1)), lambda place: torch.full((1,), float(place))),
+    ],
+    ids=["tensor", "array", "list", "expanded", "dict"],
+)
+def test_one_object_at_several_places_does_not_take_the_values_of_several(tmp_path, make, new):
+    def change(kept):
+        for place in range(4):
+            kept.value[place] = new(place)
+
+    _, value = saved_and_resumed(tmp_path, make, change)
+    assert [value[place][0] for place in range(4)] == [0, 1, 2, 3]
+
+
+def test_one_object_at_several_places_stays_one(tmp_path):
+    def change(kept):
+        kept.value[2] += 1
+
+    _, value = saved_and_resumed(tmp_path, lambda: [torch.zeros(1)] * 4, change)
+    assert value[0] is value[1] is value[3]
+    assert value[0].item() == 1
+
+
+def test_names_of_one_object_do_not_take_each_others_values(tmp_path):
+    def keep(folder, **options):
+        zeros = torch.zeros(1)
+        with begun(folder, **options) as run:
+            run.keep(first=zeros)
+            kept = run.keep(second=zeros)
+            if not options:
+                kept.second = torch.ones(1)
+                step(run)
+            return kept.first.item(), kept.second.item()
+
+    assert keep(tmp_path) == keep(tmp_path, resume="auto") == (0, 1)
+
+
+def test_a_tensor_with_less_memory_than_numbers_is_replaced(tmp_path):
+    def change(kept):
+        kept.value = torch.arange(4.0)
+
+    _, value = saved_and_resumed(tmp_path, lambda: torch.zeros(1).expand(4), change)
+    assert value.tolist() == [0, 1, 2, 3]
+
+
+def never_used(logs):
+    return [entry["names"] for entry in logs if "never read or set" in entry["event"]]
+
+
+def test_a_run_that_was_stopped_or_had_nothing_to_train_does_not_tell_of_unused_values(tmp_path, logs):
+    with begun(tmp_path) as run:
+        run.keep(best=0.0)
+        for _ in run.epochs(2):
+            for _ in run.train(range(2)):
+                run.optimizers["optimizer"].step()
+                run.stop()
+    with begun(tmp_path, resume="auto") as run:
+        run.keep(best=0.0).best = 1.0
+        step(run)
+    with begun(tmp_path, resume="auto") as run:
+        run.keep(best=0.0)
+        step(run)
+    assert not never_used(logs)
+
+
+def test_a_tuple_of_tensors_comes_back_in_place_and_may_have_other_names(tmp_path, logs):
+    with begun(tmp_path) as run:
+        run.keep(shadow=(torch.zeros(1), [1]), pair=(1, 2))
+        step(run)
+    assert never_used(logs) == [["pair"]]
