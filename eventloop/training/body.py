@@ -5,27 +5,24 @@ docs/internals/exactness.md has the rule.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from math import inf
 from typing import Any, Final, Self
 
-import numpy as np
 import torch
 
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.privates import tensors_of
+from trainbus.eventloop.training.copies import copied, is_large, size_of
+from trainbus.eventloop.training.keep import KEPT, KeptValues
 from trainbus.eventloop.training.optimizers import parameters_of
 from trainbus.eventloop.training.rng import get_rng_state, set_rng_state
 
 log = get_logger()
 
-_LARGE: Final = 2**20
-"""Bytes of a tensor or array in a ``stateful`` object that no epoch copies when it begins."""
-_MANY: Final = 1_000
-"""Values in the state of a ``stateful`` object that no epoch copies when it begins, such as a replay buffer."""
 _MOST: Final = 2**31
-"""Bytes of weights and optimizer states that a resumed run copies at most, until it is where the save was taken."""
+"""Bytes of states that a resumed run copies at most, and of weights, until it is where the save was taken."""
 
 _MARKS: Final = 4
 """Weights of which one value is kept."""
@@ -33,59 +30,71 @@ _MARKS: Final = 4
 Undo = Callable[[], object]
 
 
-def copied(value: Any, most: float = _LARGE) -> Any:
-    """Copy containers, and tensors and arrays of at most ``most`` bytes; larger ones stay the same objects."""
-    if isinstance(value, torch.Tensor):
-        try:
-            return value.detach().clone() if value.nbytes <= most else value
-        except (RuntimeError, NotImplementedError):  # some layouts of quantized tensors cannot be copied (pytorch#74540)
-            return value
-    if isinstance(value, np.ndarray):
-        return value.copy() if value.nbytes <= most else value
-    if isinstance(value, dict):
-        new = copy.copy(value)
-        new.update({key: copied(one, most) for key, one in value.items()})
-        return new
-    if type(value) in (list, tuple):
-        return type(value)(copied(one, most) for one in value)
-    return copy.copy(value) if isinstance(value, list | set) else value
+def copied_states(things: Mapping[str, Any], large: set[str]) -> dict[str, Any]:
+    """Return copies of the states of ``stateful`` objects, but for those that are too large to copy them in each epoch.
 
-
-def copied_states(things: Mapping[str, Any], large: set[str] | None) -> dict[str, Any]:
-    """Return copies of the states of ``stateful`` objects, but for those that are too large, whose names go into ``large``.
-
-    With None for ``large``, all are copied.
+    The names of these go into ``large``, and are not looked at again. Each kept value has a name of its own: ``kept.order``.
     """
-    states = {}
+    states: dict[str, Any] = {}
     for name, thing in things.items():
-        if large is not None and name in large:
-            continue
-        state = thing.state_dict()
-        if large is not None and _count(state, _MANY) >= _MANY:
-            large.add(name)
+        if isinstance(thing, KeptValues):
+            states[name] = _small({one: partial(thing.state_of, one) for one in dir(thing)}, large, f"{name}.")
         else:
-            states[name] = copied(state)
+            states |= _small({name: thing.state_dict}, large)
     return states
+
+
+def _small(states: Mapping[str, Callable[[], Any]], large: set[str], prefix: str = "") -> dict[str, Any]:
+    """Return copies of the states that are small; ``large`` gets the names of others."""
+    copies = {}
+    for name, state_of in states.items():
+        if prefix + name in large:
+            continue
+        state = state_of()
+        if is_large(state):
+            large.add(prefix + name)
+        else:
+            copies[name] = copied(state)
+    return copies
+
+
+def with_states(things: Mapping[str, Any], states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states of ``stateful`` objects: those in ``states``, and present ones of what has none there."""
+    whole: dict[str, Any] = {}
+    for name, thing in things.items():
+        if name in states and isinstance(thing, KeptValues):
+            whole[name] = {one: states[name][one] if one in states[name] else thing.state_of(one) for one in dir(thing)}
+        else:
+            whole[name] = states[name] if name in states else thing.state_dict()
+    return whole
+
+
+def names_without(saved: Mapping[str, Any], states: Mapping[str, Any]) -> list[str]:
+    """Return the names of saved states that ``states`` lacks: ``kept.order`` is what ``run.keep()`` keeps as ``order``."""
+    kept = [f"{KEPT}.{name}" for name in saved.get(KEPT, ()) if KEPT in states and name not in states[KEPT]]
+    return kept + [name for name in saved if name not in states]
 
 
 class Beginning:
     """The states at the beginning of an epoch's body, without weights: random numbers, ``stateful`` objects, learning rates."""
 
-    def __init__(self, rng: Any, stateful: dict[str, Any], options: dict[str, list[dict[str, Any]]]) -> None:
+    def __init__(
+        self, rng: Any, stateful: dict[str, Any], options: dict[str, list[dict[str, Any]]], left_out: Sequence[str] = ()
+    ) -> None:
         self.rng, self.stateful, self.options = rng, stateful, options
+        self.left_out = left_out
+        """Names of states that the saved run had, but not of this beginning: they are large."""
 
     @classmethod
-    def of(cls, run: Any, large: set[str] | None = None) -> Self:
-        """Copy the states of a run. ``large`` collects the names of objects with many values, which it leaves out."""
-        stateful = copied_states(run.stateful, large)
-        options = {name: copied([_options(group) for group in one.param_groups]) for name, one in run.optimizers.items()}
-        return cls(get_rng_state(), stateful, options)
+    def of(cls, run: Any, large: set[str]) -> Self:
+        """Copy the states of a run. ``large`` collects the names of those that are too large, which it leaves out."""
+        return cls(get_rng_state(), copied_states(run.stateful, large), copied_options(run.optimizers))
 
     def apply(self, run: Any) -> None:
         """Restore the states, as far as the run has such objects."""
         for name, thing in run.stateful.items():
             if name in self.stateful:
-                thing.load_state_dict(copied(self.stateful[name]))
+                thing.load_state_dict(copied(self.stateful[name], inf))
         for name, one in run.optimizers.items():
             for group, saved in zip(one.param_groups, self.options.get(name, ()), strict=False):
                 _set_options(group, saved)
@@ -93,17 +102,9 @@ class Beginning:
             set_rng_state(self.rng)
 
 
-def _count(tree: Any, most: int) -> int:
-    """Return the number of values in a tree, or ``most`` if there are more."""
-    inner = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list | tuple) else None
-    if inner is None:
-        return 1
-    found = 0
-    for one in inner:
-        found += _count(one, most - found)
-        if found >= most:
-            return most
-    return found
+def copied_options(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, list[dict[str, Any]]]:
+    """Return copies of the options of optimizers, such as learning rates."""
+    return {name: copied([_options(group) for group in one.param_groups]) for name, one in optimizers.items()}
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,9 +122,23 @@ def _set_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 class KeptStates(Beginning):
     """All states that the code of a body may change, weights and gradients included: :meth:`put_back` restores them."""
 
-    def __init__(self, *states: Any) -> None:
-        super().__init__(*states)
+    def __init__(self, run: Any) -> None:
+        super().__init__(get_rng_state(), {}, copied_options(run.optimizers))
         self._undos: list[Undo] = []
+        room, too_large = _MOST, []
+        for name, thing in run.stateful.items():
+            state = thing.state_dict()
+            if (size := size_of(state)) > room:
+                too_large.append(name)
+                continue
+            room -= size
+            self.stateful[name] = copied(state, inf)
+        if too_large:
+            log.warning(
+                "these states are too large to copy them: code before the batches of this epoch must not change them, or the "
+                "resumed run differs",
+                names=too_large,
+            )
 
     def with_weights(self, run: Any) -> Self:
         """Copy weights, optimizer states and gradients as well, if they take less than 2 GiB."""
@@ -191,12 +206,19 @@ class Return:
 
     def begin(self, run: Any) -> None:
         """Copy the states of a resumed run, and give user code those of the beginning of its body, if the save has them."""
-        self._kept, self.in_batch = KeptStates.of(run).with_weights(run), run.feeds.repeats
+        self._kept, self.in_batch = KeptStates(run).with_weights(run), run.feeds.repeats
         if run.state.gradients:
             for one in run.optimizers.values():
                 one.zero_grad(set_to_none=True)
         if run.state.beginning is not None:
             run.state.beginning.apply(run)
+            if run.state.beginning.left_out:
+                log.warning(
+                    "these values are too large to save how they were when this epoch began, so its code before the batches "
+                    "sees them as they were saved. If that code changes them, the resumed run differs: change them behind the "
+                    "batches, or keep them smaller",
+                    names=run.state.beginning.left_out,
+                )
 
     def arrive(self, run: Any) -> None:
         """Put the states back at the place of the save; if that is in the body of a batch, now and there."""

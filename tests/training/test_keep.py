@@ -1,5 +1,6 @@
 """``run.keep()``: values of the user's loop come back where a run was killed."""
 
+import copy
 import random
 from collections import deque
 from types import SimpleNamespace
@@ -330,6 +331,85 @@ def test_what_differs_between_processes_is_told(tmp_path, monkeypatch, logs):
     with begun(tmp_path) as run:
         run.keep(best=0.0, rngs=[random.Random(1)], env=Limit(Walk()))
     assert [entry["names"] for entry in logs if "rank 0" in entry["event"]] == [["rngs", "env"]]
+
+
+def train_in_heads(folder, order, *, kill=None, resume=None, ledger=None):
+    """Train batches of an order that each epoch's head shuffles, and with a weight that it makes smaller."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    rows = len(order) // 3
+    stateful = {} if ledger is None else {"ledger": ledger}
+    bus = Bus(CheckpointHook(interval=1, by_epoch=False))
+    with Run(bus, model=model, optimizer=optimizer, work_dir=folder, resume=resume, stateful=stateful) as run:
+        kept = run.keep(order=order, heads=0)
+        for epoch in run.epochs(3):
+            kept.heads += 1
+            (np.random if isinstance(order, np.ndarray) else random).shuffle(kept.order)
+            weight = 0.5**kept.heads
+            batches = [torch.as_tensor(kept.order[at : at + rows]) / len(order) for at in range(0, len(order), rows)]
+            for batch in run.train(batches):
+                if kill == (epoch, run.counters.batches):
+                    raise KeyboardInterrupt
+                loss = weight * (model(batch.float()[:, None]) - 1).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+    return kept.heads, model.weight.item()
+
+
+@pytest.mark.parametrize("order", [list(range(1_200)), list(range(50_000)), np.arange(300_000)], ids=["1200", "50000", "array"])
+def test_a_large_value_that_an_epoch_begins_by_changing_comes_back(tmp_path, order, logs):
+    whole = train_in_heads(tmp_path / "whole", copy.copy(order))
+    with pytest.raises(KeyboardInterrupt):
+        train_in_heads(tmp_path / "part", copy.copy(order), kill=(1, 2))
+    assert train_in_heads(tmp_path / "part", copy.copy(order), resume="auto") == whole
+    assert not left_out(logs)
+
+
+def left_out(logs):
+    return [entry["names"] for entry in logs if "when this epoch began" in entry["event"]]
+
+
+class Ledger:
+    """An object whose state has many rows."""
+
+    def state_dict(self):
+        return {"rows": [(number, None, torch.zeros(0)) for number in range(1_000)]}
+
+    def load_state_dict(self, state):
+        assert len(state["rows"]) == 1_000
+
+
+def test_what_is_too_large_to_copy_is_told_once_and_leaves_small_values_exact(tmp_path, logs):
+    order = [*range(200_000)]
+    with pytest.raises(KeyboardInterrupt):
+        train_in_heads(tmp_path, order.copy(), kill=(1, 2), ledger=Ledger())
+    heads, _ = train_in_heads(tmp_path, order.copy(), resume="auto", ledger=Ledger())
+    assert heads == 3
+    assert left_out(logs) == [["kept.order", "ledger"]]
+
+
+def test_a_validation_that_comes_again_has_kept_values_large_and_small(tmp_path):
+    def validate(kill=None, resume=None):
+        with begun(tmp_path, resume=resume) as run:
+            kept = run.keep(order=[*range(200_000)], seen=0)
+            for _ in run.epochs(1):
+                for _ in run.train(range(1)):
+                    run.optimizers["optimizer"].step()
+                for number in run.validate(range(4)):
+                    kept.seen += 1
+                    if number == kill:
+                        run.checkpoint_now()
+                    elif kill is not None and number > kill:
+                        raise KeyboardInterrupt
+        return kept.seen, len(kept.order)
+
+    with pytest.raises(KeyboardInterrupt):
+        validate(kill=1)
+    assert validate(resume="auto") == (4, 200_000)
 
 
 CONTAINERS = {

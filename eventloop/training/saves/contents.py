@@ -17,7 +17,7 @@ from trainbus.eventloop.errors import CheckpointError
 from trainbus.eventloop.events import RunView
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.privates import has_wrapper_names, metadata_of, with_metadata
-from trainbus.eventloop.training.body import Beginning, open_gradients, restore_gradients
+from trainbus.eventloop.training.body import Beginning, names_without, open_gradients, restore_gradients, with_states
 from trainbus.eventloop.training.data import Feeds
 from trainbus.eventloop.training.keep import KEPT, KeptValues
 from trainbus.eventloop.training.optimizers import forget_options, options_path, parameters_of, warn_of_overridden
@@ -102,7 +102,7 @@ def gather_state(run: SavedRun, rank: SavedRank, ranks: Sequence[SavedRank], lea
         data=rank.data,
         body_rng=rank.body_rng,
         batch_rng=rank.batch_rng,
-        stateful={name: thing.state_dict() for name, thing in run.stateful.items() if name not in rewound} | rewound,
+        stateful=with_states(run.stateful, rewound),
         options=dict(run.options),
         gradients=_open_gradients(run) if with_optimizer else {},
         body=_body(state),
@@ -263,7 +263,9 @@ def restore_state(run: SavedRun, tree: Mapping[str, Any], *, strict: bool) -> No
 def _restore_body(run: SavedRun, saved: SavedState) -> None:
     """Restore how the open body of an epoch began, and the gradients of an open window."""
     body = saved.body
-    beginning = None if body is None else Beginning(saved.body_rng, body.stateful, body.options)
+    beginning = None
+    if body is not None:
+        beginning = Beginning(saved.body_rng, body.stateful, body.options, names_without(saved.stateful, body.stateful))
     run.state.resume_body(beginning, [] if body is None else body.metrics, saved.batch_rng, saved.gradients)
     if not run.host.update_steps:
         restore_gradients(run.optimizers, saved.gradients)
