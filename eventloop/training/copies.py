@@ -34,7 +34,7 @@ def copied(value: Any, most: float = LARGE) -> Any:
     """Copy containers, and tensors and arrays of at most ``most`` bytes; larger ones stay the same objects."""
     if isinstance(value, torch.Tensor):
         try:
-            return _copied_tensor(value) if value.nbytes <= most else value
+            return _copied_tensor(value) if size_of(value) <= most else value
         except (RuntimeError, NotImplementedError):  # some layouts of quantized tensors cannot be copied (pytorch#74540)
             return value
     if isinstance(value, np.ndarray):
@@ -61,7 +61,7 @@ def copied(value: Any, most: float = LARGE) -> Any:
 def _copied_tensor(value: torch.Tensor) -> torch.Tensor:
     """Copy a tensor where it is; a large one into the memory of the CPU, which has room for it."""
     value = value.detach()
-    return value.clone() if value.nbytes <= LARGE or value.device.type == "cpu" else value.cpu()
+    return value.clone() if size_of(value) <= LARGE or value.device.type == "cpu" else value.cpu()
 
 
 def is_large(tree: Any) -> bool:
@@ -73,7 +73,7 @@ def is_large(tree: Any) -> bool:
         one = rest.pop()
         work += _OTHER
         if isinstance(one, torch.Tensor | np.ndarray):
-            size += one.nbytes
+            size += size_of(one)
         elif isinstance(one, dict | list | tuple | deque | set):
             inner = one.values() if isinstance(one, dict) else one
             work += len(inner)
@@ -83,8 +83,10 @@ def is_large(tree: Any) -> bool:
 
 
 def size_of(tree: Any) -> int:
-    """Return the bytes of the tensors and arrays in a tree."""
-    if isinstance(tree, torch.Tensor | np.ndarray):
+    """Return the bytes of the tensors and arrays in a tree; a sparse one counts as if it were dense."""
+    if isinstance(tree, torch.Tensor):
+        return tree.numel() * tree.element_size()  # sparse tensors have no nbytes
+    if isinstance(tree, np.ndarray):
         return tree.nbytes
     if not isinstance(tree, dict | list | tuple | deque):
         return 0

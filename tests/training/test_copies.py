@@ -45,7 +45,9 @@ def test_a_copy_has_the_same_classes_and_no_part_of_the_original(make):
     assert getattr(new, "maxlen", None) == getattr(tree, "maxlen", None)
 
 
-@pytest.mark.parametrize("value", [torch.zeros(2), np.zeros(2), bytearray(2), {1, 2}, deque([1, 2]), [1, 2]])
+@pytest.mark.parametrize(
+    "value", [torch.zeros(2), torch.eye(2).to_sparse(), np.zeros(2), bytearray(2), {1, 2}, deque([1, 2]), [1, 2]]
+)
 def test_a_copy_of_a_leaf_is_another_object(value):
     assert copied(value) is not value
     assert type(copied(value)) is type(value)

@@ -510,6 +510,16 @@ def test_a_tensor_with_less_memory_than_numbers_is_replaced(tmp_path):
     assert value.tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("sparse", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
+def test_sparse_tensors_with_other_entries_come_back(tmp_path, sparse):
+    def change(kept):
+        kept.value = [sparse(torch.ones(3, 3))]
+
+    _, value = saved_and_resumed(tmp_path, lambda: [sparse(torch.eye(3))], change)
+    assert value[0].to_dense().sum() == 9
+
+
 def never_used(logs):
     return [entry["names"] for entry in logs if "never read or set" in entry["event"]]
 
