@@ -51,7 +51,7 @@ def test_any_choice_of_a_hooks_defaults_round_trips_through_text(codec, data):
     defaults = written(signature)
     chosen = data.draw(st.sets(st.sampled_from(sorted(defaults))) if defaults else st.just(set()), label="options")
     read = decode(encode({name: defaults[name] for name in chosen}))
-    named = Maker(Imports(["hooks"])).decode(signature, read, "")
+    named = Maker(Imports(["trainbus.hooks"])).decode(signature, read, "")
     assert {name: plain(value) for name, value in named.items()} == {
         name: plain(signature.options[name].default) for name in chosen
     }
