@@ -102,7 +102,9 @@ def gather_state(run: SavedRun, rank: SavedRank, ranks: Sequence[SavedRank], lea
         data=rank.data,
         body_rng=rank.body_rng,
         batch_rng=rank.batch_rng,
-        stateful=with_states(run.stateful, rewound),
+        stateful=with_states(run.stateful, rewound)
+        if rewound
+        else {name: one.state_dict() for name, one in run.stateful.items()},
         options=dict(run.options),
         gradients=_open_gradients(run) if with_optimizer else {},
         body=_body(state),
