@@ -5,13 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from difflib import get_close_matches
-from typing import Any, TypeVar
-
-C = TypeVar("C", bound=type)
 
 _INTERVAL = ("interval", "every", "period", "val_interval")
-_PUBLISH, _ON, _OFF = ("publish",), ("on",), ("off",)
-_LOOP = ("run", "train")
 _EPOCHS, _ITERS = ("max_epochs",), ("max_iters",)
 
 _ELSEWHERE: dict[str, tuple[str, ...]] = {
@@ -41,20 +36,6 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("condition", "filter", "event_filter", "predicate"), ("when",)),
     **dict.fromkeys(("thread", "background", "blocking", "executor"), ("offload",)),
     **dict.fromkeys(("queue_size", "maxsize", "capacity", "buffer", "buffer_size"), ("queue",)),
-    # methods
-    **dict.fromkeys(("log", "log_dict", "log_metrics", "log_metric", "add_scalar", "log_scalar"), ("report",)),
-    **dict.fromkeys(("log_image", "add_image"), ("report_image",)),
-    **dict.fromkeys(("log_histogram", "add_histogram"), ("report_histogram",)),
-    **dict.fromkeys(("log_text", "add_text"), ("report_text",)),
-    **dict.fromkeys(("log_figure", "add_figure"), ("report_figure",)),
-    **dict.fromkeys(("fit", "train", "start", "launch"), _LOOP),
-    **dict.fromkeys(("evaluate", "eval", "val", "validate", "validation"), ("validate", "val")),
-    **dict.fromkeys(("save", "save_checkpoint"), ("checkpoint_now",)),
-    **dict.fromkeys(("terminate", "abort", "should_stop"), ("stop",)),
-    **dict.fromkeys(("emit", "fire", "fire_event", "send", "dispatch", "trigger", "notify"), _PUBLISH),
-    **dict.fromkeys(("subscribe", "listen", "add_listener", "add_event_handler", "add_handler", "connect", "once"), _ON),
-    **dict.fromkeys(("unsubscribe", "remove_listener", "remove_event_handler", "remove_handler", "disconnect"), _OFF),
-    **dict.fromkeys(("add_callback", "add_hook", "register_hook", "register"), ("add",)),
     # classes
     "trainer": ("TrainLoop",),
     **dict.fromkeys(("eventbus", "messagebus"), ("Bus",)),
@@ -110,31 +91,3 @@ def value_meant(option: str, value: object) -> str:
     """Return ``'did you mean rule="less"?'`` for the value ``"min"`` of the option ``rule``, or ""."""
     ours = _VALUES.get(option, {}).get(value) if isinstance(value, str) else None
     return "" if ours is None else f'did you mean {option}="{ours}"?'
-
-
-class _Elsewhere:
-    """An attribute that other libraries have. It is not there: reading it raises an AttributeError that names ours."""
-
-    def __init__(self, name: str, ours: str) -> None:
-        self._name, self._ours = name, ours
-
-    def __get__(self, instance: object, owner: type) -> Any:
-        message = f"{owner.__name__!r} has no attribute {self._name!r}; did you mean {self._ours!r}?"
-        raise AttributeError(message, name=self._name, obj=None)  # obj: Python would add a guess of its own
-
-
-def answers_names(cls: C) -> C:
-    """Decorate a class: a method's name in another library is an AttributeError that names the method.
-
-    A ``__getattr__`` would do the same, and slow down every access to an attribute.
-    """
-    there = set(dir(cls))
-    answered = {name for name in _ELSEWHERE.keys() - there if not there.isdisjoint(_ELSEWHERE[name])}
-    for name in answered:
-        setattr(cls, name, _Elsewhere(name, next(ours for ours in _ELSEWHERE[name] if ours in there)))
-
-    def names(self: object) -> list[str]:
-        return [name for name in object.__dir__(self) if name not in answered]
-
-    cls.__dir__ = names  # type: ignore[assignment]  # of a class, as mypy sees it
-    return cls

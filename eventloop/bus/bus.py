@@ -30,7 +30,6 @@ from trainbus.eventloop.errors import BusStateError, SubscribeError
 from trainbus.eventloop.events import Event
 from trainbus.eventloop.events.event import lineage, name_of, resolve
 from trainbus.eventloop.offload import Backend, Runtime
-from trainbus.eventloop.spelling import answers_names
 
 _joined = itertools.count(1)  # runs with other ranks; equal on all of them
 
@@ -57,7 +56,6 @@ def mark_ranges(on: bool) -> None:
     forget_routes()
 
 
-@answers_names
 class Bus(TypedOn, Streams):
     """An in-process event bus. Plain handlers run inline, in order of priority; async and blocking ones are offloaded.
 

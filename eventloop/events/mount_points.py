@@ -19,23 +19,6 @@ class RunEvent(Event, kw_only=True):
     progress: Progress
 
 
-def _elsewhere(name: str, path: str, hint: str = "") -> None:
-    """Give events a property ``name`` that raises an error, because the run or the progress has it."""
-
-    def touch(event: RunEvent) -> Any:
-        raise AttributeError(f"{event.mount_point} has no field {name!r}: write event.{path}{hint}", name=name, obj=event)
-
-    setattr(RunEvent, name, property(touch, doc=f"Raises AttributeError: it is ``event.{path}``."))
-
-
-_COPIED = "; for a copy in an offloaded handler, subscribe it with capture=lambda event: event.run.{}..."
-for _name, _member in [(name, member) for name, member in vars(RunView).items() if not name.startswith("_")]:
-    _elsewhere(_name, f"run.{_name}", _COPIED.format(_name) if isinstance(_member, property) else ", in an inline handler")
-for _name in Progress.__struct_fields__:
-    _elsewhere(_name, f"progress.{_name}")
-_elsewhere("optimizer", "run.optimizers", _COPIED.format("optimizers"))
-
-
 class BeforeEpoch(RunEvent, kw_only=True):
     """An epoch begins, in any stage."""
 

@@ -23,7 +23,6 @@ from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.notebook import Named, shorten
 from trainbus.eventloop.offload import in_thread
 from trainbus.eventloop.plain import numbers_in
-from trainbus.eventloop.spelling import answers_names
 from trainbus.eventloop.training.arguments import (
     Config,
     Data,
@@ -63,7 +62,6 @@ _REMEMBERED: Final = 10_000
 """Rows of :attr:`TrainLoop.history`."""
 
 
-@answers_names
 class TrainLoop:
     """Train, validate and test ``model``, and publish every mount point on ``bus``.
 

@@ -20,7 +20,6 @@ from trainbus.eventloop.events import Event, Progress, RunEvent
 from trainbus.eventloop.events.event import misfit
 from trainbus.eventloop.events.shared import Shared
 from trainbus.eventloop.log import get_logger
-from trainbus.eventloop.spelling import answers_names
 from trainbus.eventloop.training.arguments import (
     Config,
     Data,
@@ -59,7 +58,6 @@ from trainbus.eventloop.training.state import RunState
 log = get_logger()
 
 
-@answers_names
 class Run:
     """One run of a training, validation or test: a context manager that opens the bus if it is idle.
 
