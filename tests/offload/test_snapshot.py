@@ -145,25 +145,6 @@ def test_values_are_those_of_the_moment_of_detaching():
     assert arrived(other).metrics == {"acc": 0.5, "curve": [1, 2]}
 
 
-@pytest.mark.parametrize("made", [arrived, lambda event: event], ids=["detached", "live"])
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        ("model", r"event\.run\.model; .*capture=lambda event: event\.run\.model"),
-        ("optimizer", r"event\.run\.optimizers; .*capture="),
-        ("work_dir", r"event\.run\.work_dir"),
-        ("stop", r"event\.run\.stop, in an inline handler$"),
-        ("iter", r"event\.progress\.iter$"),
-        ("epoch", r"event\.progress\.epoch$"),
-    ],
-)
-def test_reading_run_attributes_from_an_event_is_an_error_with_advice(made, name, way):
-    event = made(AfterTrainIter(run=object(), progress=P, outputs={}))
-    with pytest.raises(AttributeError, match=rf"after_train_iter .*'{name}': .*{way}"):
-        getattr(event, name)
-    assert not hasattr(event, name)
-
-
 def test_an_event_may_have_fields_with_such_names(registry):
     class Moved(RunEvent):
         model: str
