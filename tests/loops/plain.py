@@ -212,8 +212,9 @@ class Batches:
 
     start = 0
 
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
+    def __init__(self, batches: Generator[Any]) -> None:
+        self._pass = batches
+        self._batches: Iterator[Any] = batches
 
     def __iter__(self) -> Iterator[Any]:
         batches, self._batches = self._batches, iter(())
@@ -222,7 +223,8 @@ class Batches:
     def __enter__(self) -> Iterator[Any]:
         return iter(self)
 
-    def __exit__(self, *error: object) -> None: ...
+    def __exit__(self, *error: object) -> None:
+        self._pass.close()
 
 
 class Drive:
