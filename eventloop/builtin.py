@@ -21,7 +21,11 @@ def load_builtin(part: str = "") -> None:
     with suppress(metadata.PackageNotFoundError):  # a checkout that is not installed
         for point in metadata.distribution("trainbus").entry_points.select(group="trainbus"):
             if part in ("", point.name):
-                point.load()
+                try:
+                    point.load()
+                except ModuleNotFoundError as error:
+                    if error.name != point.module:  # else this part is not there
+                        raise
 
 
 def load_object(path: str) -> Any:

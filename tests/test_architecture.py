@@ -294,6 +294,7 @@ def train(epochs, **options):
 
 print(train(2), train(3))
 print([name for name in sys.modules if name.startswith("trainbus.") and not name.startswith("trainbus.eventloop")])
+print(sys.modules["trainbus"].__file__)
 """
 
 
@@ -305,8 +306,9 @@ def test_the_engine_trains_saves_and_resumes_without_the_parts_around_it(tmp_pat
     found = subprocess.run(  # noqa: S603
         [sys.executable, "-c", ENGINE_ALONE, str(tmp_path / "run")],
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        cwd=tmp_path,
         capture_output=True,
         text=True,
         check=True,
     )
-    assert found.stdout == "[0, 1, 2, 3, 4, 5] [6, 7, 8]\n[]\n"
+    assert found.stdout == f"[0, 1, 2, 3, 4, 5] [6, 7, 8]\n[]\n{package / '__init__.py'}\n"

@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from trainbus.eventloop import notebook
+from trainbus.eventloop.builtin import load_builtin
 from trainbus.eventloop.bus.describe import BusStats, Description, describe
 from trainbus.eventloop.bus.guests import GuestHook, as_hook, check_distinct, is_same
 from trainbus.eventloop.bus.hook import Hook, subscriptions_of
@@ -85,6 +86,7 @@ class Bus(TypedOn, Streams):
         abort_timeout: Seconds = 5.0,
     ) -> None:
         super().__init__(backend=backend, drain_timeout=drain_timeout, abort_timeout=abort_timeout)
+        load_builtin("bridges")  # now, as an open bus may be on an event loop, which must not import
         self.hooks: tuple[Hook, ...] = ()
         """The hooks that were added, in order."""
         self._stateful: dict[str, Hook] = {}  # by label

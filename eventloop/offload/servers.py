@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trainbus.eventloop.builtin import load_builtin
-
 _ends: list[Callable[[], bool]] = []
 
 
@@ -16,5 +14,4 @@ def register_server(ends: Callable[[], bool]) -> None:
 
 def server_ends() -> bool:
     """Return True if a web server of this process is shutting down: the streams that it keeps open should end."""
-    load_builtin("bridges")
     return any(one() for one in _ends)

@@ -578,7 +578,7 @@ def around_step(
     stepped, own = state.stepped, capture is not None
 
     def before_step(*step: Any) -> None:
-        if own and ITERATION in state.machine:
+        if own:
             state.end_left()
         if capture is not None and capture.overlap is not None:
             capture.overlap.fence()  # first, because a handler may change weights
@@ -591,7 +591,7 @@ def around_step(
 
     def after_step(*step: Any) -> None:
         stepped[key] = stepped.get(key, 0) + 1
-        if own and ITERATION not in state.machine:
+        if own and state.machine.innermost is not ITERATION and ITERATION not in state.machine:
             state.tell_step_outside()
         if wants(ev.AfterOptimizerStep):
             publish(ev.AfterOptimizerStep, name=name, optimizer=optimizer)

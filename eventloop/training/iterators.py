@@ -221,7 +221,7 @@ class OpenLoops:
 
     def end_left_iteration(self) -> None:
         """End an open iteration if its ``for`` statement was left."""
-        if self.left:
+        if self.training is not None and self.training.left:  # before each step
             self.end_iteration()
 
     def end_iteration(self) -> None:

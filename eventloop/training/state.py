@@ -346,11 +346,10 @@ class RunState:
         """Count the iteration that ends here."""
         self._validated += self._validated_here and self._validated == self.version
         self.version += 1
-        plan, counters = self.plan, self.counters
         # The plan asks the counts of the iterations that are done.
-        counters.end_iteration(self.steps if self.stepped else 0)
-        if plan is not None and plan.follows:
-            counters.go_to_phase("val")
+        self.counters.end_iteration(max(self.stepped.values()) if self.stepped else 0)
+        if self.plan is not None and self.plan.follows:
+            self.counters.go_to_phase("val")
 
     @property
     def steps(self) -> int:
