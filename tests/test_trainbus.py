@@ -1,6 +1,7 @@
 """``trainbus``, the name that programs import."""
 
 import pydoc
+import shutil
 import subprocess
 import sys
 from importlib import metadata
@@ -69,6 +70,18 @@ def test_ctrl_c_while_the_command_is_being_imported_is_no_traceback(monkeypatch)
     monkeypatch.setattr(sys, "meta_path", [Struck, *sys.meta_path])
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert trainbus.main() == 130
+
+
+def test_a_checkout_without_links_says_so(tmp_path):
+    package = tmp_path / "trainbus"
+    package.mkdir()
+    shutil.copyfile(trainbus.__file__, package / "__init__.py")
+    for name in ("eventloop", "hooks"):  # as git on Windows writes a link, and a downloaded archive
+        (package / name).write_text(f"../{name}")
+    command = [sys.executable, "-c", "import trainbus"]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)  # noqa: S603
+    assert found.returncode == 1
+    assert f"{package / 'eventloop'} is no folder: this checkout was made without symbolic links" in found.stderr
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
     __version__: str
 
 _PARTS = ("eventloop", "hooks")
+for _part in _PARTS:
+    if not (_folder := Path(__file__).with_name(_part)).is_dir():
+        raise ImportError(
+            f"{_folder} is no folder: this checkout was made without symbolic links. Make it again with "
+            "`git -c core.symlinks=true clone`, or install the wheel"
+        )
 _PUBLIC = ("trainbus.eventloop", "trainbus.eventloop.events", "trainbus.hooks")
 _AROUND = {
     "TrainbusCheckpointIO": "trainbus.bridges",

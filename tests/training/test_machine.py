@@ -22,7 +22,7 @@ INSIDE = {
     "load_checkpoint",
     "checkpoint",
 }
-"""What comes before and after something that is no scope."""
+"""Other things than scopes that events come before and behind."""
 
 
 @given(st.data())
