@@ -15,8 +15,8 @@ HOSTS = {
     "accelerate": ["tests/bridges/test_accelerate.py", "tests/training/test_wrappers.py"],
     "ignite": ["tests/bridges"],
     "lightning": ["tests/bridges"],
-    "mmengine": ["tests/hooks/compat"],
-    "transformers": ["tests/bridges", "tests/hooks/compat"],
+    "mmengine": ["tests/compat"],
+    "transformers": ["tests/bridges", "tests/compat"],
 }
 """Extras of pyproject.toml, and the tests that need them."""
 ENGINES = {"nvrx": ["tests/hooks/test_heartbeat.py"], "ray": ["tests/bridges/ray"], "torchft": ["tests/bridges/torchft"]}

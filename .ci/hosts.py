@@ -31,7 +31,7 @@ HOSTS = {
     "pytorch-ignite": "Ignite",
     "mmengine": "MMEngine",
 }
-BRIDGES = ("tests/bridges", "tests/hooks/compat", "tests/training/test_wrappers.py", "tests/examples/test_bridges.py")
+BRIDGES = ("tests/bridges", "tests/compat", "tests/training/test_wrappers.py", "tests/examples/test_bridges.py")
 EVERYTHING = ("tests",)
 TORCH = "torch==2.13.0"
 """Of the README's commands; the torch of the environments in which something else varies."""

@@ -27,6 +27,7 @@ from trainbus.eventloop.events import Event, Live, Progress, Scalars
 from trainbus.eventloop.events.event import mount_points
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.offload import from_json, from_msgpack
+from trainbus.eventloop.registry import register
 from trainbus.eventloop.training import GlobalBatchSampler, Metric, Run, SeededDataset, TrainLoop, Update, load_weights
 
 __all__ = [
@@ -68,4 +69,5 @@ __all__ = [
     "load_weights",
     "mount",
     "mount_points",
+    "register",
 ]

@@ -24,7 +24,7 @@ def load_builtin(part: str = "") -> None:
                 try:
                     point.load()
                 except ModuleNotFoundError as error:
-                    if error.name != point.module:  # else this part is not there
+                    if not f"{point.module}.".startswith(f"{error.name}."):  # else this part is not there
                         raise
 
 

@@ -34,9 +34,9 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from pydantic import BaseModel, Field
 from rich.console import Console
 
+from trainbus.demo import make_loop
 from trainbus.eventloop import TrainLoop, get_logger
 from trainbus.eventloop.events import AfterRun, BeforeTrain, RunPaused, RunResumed
-from trainbus.hooks.demo import make_loop
 from trainbus.observe.dashboard import Watcher
 from trainbus.observe.dashboard import app as dashboard_of
 

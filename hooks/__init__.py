@@ -1,6 +1,5 @@
 """The built-in hooks. They use only public names of ``eventloop``."""
 
-from trainbus.hooks.alerts import Alert, AlertHook
 from trainbus.hooks.autograd import AutogradAnomalyDetectHook, AutogradProfilerHook
 from trainbus.hooks.averages import (
     ExponentialMovingAverage,
@@ -11,7 +10,6 @@ from trainbus.hooks.averages import (
 )
 from trainbus.hooks.check_loss import CheckInvalidLossHook
 from trainbus.hooks.checkpoint import CheckpointHook
-from trainbus.hooks.dashboard import Dashboard
 from trainbus.hooks.distributed import DistSamplerSeedHook, SyncBuffersHook
 from trainbus.hooks.early_stopping import EarlyStoppingHook
 from trainbus.hooks.ema import EMAEpochHook, EMAHook, EMAIterHook
@@ -24,12 +22,9 @@ from trainbus.hooks.optimizer import Fp16OptimizerHook, OptimizerHook
 from trainbus.hooks.preemption import PreemptionHook, SignalDoor
 from trainbus.hooks.profiler import ProfilerHook
 from trainbus.hooks.progress_bar import ProgressBar
-from trainbus.hooks.ray_train import RayTrainHook
-from trainbus.hooks.run_record import RunRecordHook
 from trainbus.hooks.runtime_info import RuntimeInfoHook
 from trainbus.hooks.schedule import ParamSchedulerHook
 from trainbus.hooks.timer import IterTimerHook
-from trainbus.hooks.trace import TraceHook
 from trainbus.hooks.writers import (
     ConsoleWriter,
     CSVWriter,
@@ -41,15 +36,12 @@ from trainbus.hooks.writers import (
 )
 
 __all__ = [
-    "Alert",
-    "AlertHook",
     "AutogradAnomalyDetectHook",
     "AutogradProfilerHook",
     "CSVWriter",
     "CheckInvalidLossHook",
     "CheckpointHook",
     "ConsoleWriter",
-    "Dashboard",
     "DistSamplerSeedHook",
     "EMAEpochHook",
     "EMAHook",
@@ -72,14 +64,11 @@ __all__ = [
     "PreemptionHook",
     "ProfilerHook",
     "ProgressBar",
-    "RayTrainHook",
-    "RunRecordHook",
     "RuntimeInfoHook",
     "SignalDoor",
     "StochasticWeightAverage",
     "SyncBuffersHook",
     "TensorBoardWriter",
-    "TraceHook",
     "WandbWriter",
     "WarmupEMA",
     "WeightAverage",

@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity
 
-from trainbus.config import register
 from trainbus.eventloop import ConfigurationError, Hook, Priority, check_options
 from trainbus.eventloop.device import devices
 from trainbus.eventloop.events import AfterTrainIter, BeforeTrain, BeforeTrainIter
+from trainbus.eventloop.registry import register
 from trainbus.hooks.options import Name
 from trainbus.hooks.profiler import ProfilerSession, in_work_dir
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-from trainbus.config import register, registrable
 from trainbus.eventloop import CheckpointError, TrainingError, check_options, get_logger
 from trainbus.eventloop.events import Progress, RunView
 from trainbus.eventloop.privates import foreach_copy_, foreach_lerp_
+from trainbus.eventloop.registry import register, registrable
 from trainbus.eventloop.training import optimizers_of
 from trainbus.hooks.options import PositiveInt, Share
 from trainbus.hooks.pairs import Pairs, Tensors

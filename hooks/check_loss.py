@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable
 from operator import attrgetter
 
-from trainbus.config import register
 from trainbus.eventloop import Hook, TrainingError, check_options, mount
 from trainbus.eventloop.events import AfterTrainIter
+from trainbus.eventloop.registry import register
 from trainbus.hooks.options import PositiveInt, one_or_more
 
 

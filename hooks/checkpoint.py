@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from trainbus.config import register
 from trainbus.eventloop import CheckpointError, ConfigurationError, Hook, Priority, check_options, events, get_logger, mount
 from trainbus.eventloop.checkpoint import (
     AnyPath,
@@ -23,6 +22,7 @@ from trainbus.eventloop.checkpoint import (
     sweep_shards,
 )
 from trainbus.eventloop.events import RunView
+from trainbus.eventloop.registry import register
 from trainbus.eventloop.training import Best, load_best_at_end
 from trainbus.eventloop.user_errors import contextmanager
 from trainbus.hooks.copies import CopiedAnew

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import distributed
 
-from trainbus.config import register
 from trainbus.eventloop import Hook
 from trainbus.eventloop.events import AfterTrainEpoch, BeforeTrainEpoch, BeforeTrainIter, BeforeVal, RunView
+from trainbus.eventloop.registry import register
 from trainbus.eventloop.training import set_sampler_epoch
 
 

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 from math import isfinite
 from typing import Any
 
-from trainbus.config import register
 from trainbus.eventloop import Hook, Priority, check_options, get_logger
 from trainbus.eventloop.events import AfterRun, AfterValEpoch, BeforeTrain, RunView
+from trainbus.eventloop.registry import register
 from trainbus.eventloop.training import missing_metric
 from trainbus.hooks.options import Distance, Finite, Name, PositiveInt
 from trainbus.hooks.rules import Rule, check_validated, find_rule, is_better, value_of, warn_unvalidated

@@ -12,12 +12,13 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch.nn.parameter import is_lazy
 
-from trainbus.config import OptionsOf, find, register
 from trainbus.eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, mount
+from trainbus.eventloop.annotations import OptionsOf
 from trainbus.eventloop.checkpoint import unwrapped
 from trainbus.eventloop.errors import UnknownNameError
 from trainbus.eventloop.events import Progress
 from trainbus.eventloop.privates import metadata_of, with_metadata
+from trainbus.eventloop.registry import find, register
 from trainbus.eventloop.training import checkpoint_names, load_weights
 from trainbus.hooks.averages import (
     ExponentialMovingAverage,

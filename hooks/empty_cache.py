@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from trainbus.config import register
 from trainbus.eventloop import ConfigurationError, Hook, check_options
 from trainbus.eventloop.device import empty_cache
 from trainbus.eventloop.events import AfterEpoch, AfterIter, BeforeEpoch
+from trainbus.eventloop.registry import register
 
 
 @register

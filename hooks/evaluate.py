@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import torch
 
-from trainbus.config import register
 from trainbus.eventloop import ConfigurationError, Hook, Priority, TrainingError, check_options, get_logger, mount
 from trainbus.eventloop.events import (
     AfterTrain,
@@ -22,6 +21,7 @@ from trainbus.eventloop.events import (
     RunEvent,
     RunView,
 )
+from trainbus.eventloop.registry import register
 from trainbus.eventloop.training import enter_training_mode, in_training_mode, missing_metric
 from trainbus.hooks.options import Name, NonNegativeInt, check_epochs
 from trainbus.hooks.rules import Rule, find_rule, is_better, score_of

@@ -14,10 +14,10 @@ from typing import Annotated, Any, ClassVar, Final
 from msgspec import Meta
 from torch import distributed
 
-from trainbus.config import register
 from trainbus.eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, mount
 from trainbus.eventloop.checkpoint import steps_awaited
 from trainbus.eventloop.errors import cannot_import
+from trainbus.eventloop.registry import register
 from trainbus.eventloop.training import Mailbox
 from trainbus.eventloop.user_errors import contextmanager
 from trainbus.hooks.copies import CopiedAnew

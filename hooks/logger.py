@@ -18,8 +18,6 @@ from typing import Annotated, Any, ClassVar, Literal, cast
 
 import msgspec
 
-from trainbus import observe
-from trainbus.config import register, registered
 from trainbus.eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, mount
 from trainbus.eventloop.events import (
     AfterRun,
@@ -32,6 +30,8 @@ from trainbus.eventloop.events import (
     Slot,
     TextReported,
 )
+from trainbus.eventloop.plain import encodable, plain_config, without_secrets
+from trainbus.eventloop.registry import register, registered
 from trainbus.hooks import log_state
 from trainbus.hooks.copies import CopiedAnew
 from trainbus.hooks.evaluate import Evaluated
@@ -195,7 +195,7 @@ class LoggerHook(CopiedAnew, Hook):
         opens, self._opens = self._opens, False
         if opens:
             work_dir = None if run.work_dir is None else str(run.work_dir)
-            config = observe.without_secrets(observe.plain_config(run.config))
+            config = without_secrets(plain_config(run.config))
             self._record(run, "open", begun=self._begun, name=run.name, work_dir=work_dir, seed=run.seed, config=config)
 
     def before_train_epoch(self, event: events.BeforeTrainEpoch) -> None:
@@ -307,7 +307,7 @@ class LoggerHook(CopiedAnew, Hook):
                 log.info(facts["line"], **facts["facts"])
             case "open":
                 work_dir = None if facts["work_dir"] is None else Path(facts["work_dir"])
-                name, config = observe.encodable([facts["name"], facts["config"]])
+                name, config = encodable([facts["name"], facts["config"]])
                 self._facts = RunFacts(name, work_dir, facts["seed"], config)
                 self._fanout.open(self._facts)
                 self._at = facts["begun"]

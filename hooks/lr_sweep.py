@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from trainbus.config import register
 from trainbus.eventloop import ConfigurationError, Hook, Priority, TrainingError, check_options, get_logger, mount
 from trainbus.eventloop.events import AfterTrain, AfterTrainIter, BeforeTrain, BeforeTrainIter, RunView
+from trainbus.eventloop.registry import register
 from trainbus.hooks.options import Name, PositiveFinite, Share
 from trainbus.hooks.schedule import ParamSchedulerHook
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from trainbus.config import register
 from trainbus.eventloop import Update, check_options
+from trainbus.eventloop.registry import register
 from trainbus.hooks.options import PositiveInt
 
 

@@ -14,7 +14,6 @@ from typing import Annotated, Any, ClassVar, Self
 
 from msgspec import Meta
 
-from trainbus.config import register
 from trainbus.eventloop import (
     CheckpointError,
     ConfigurationError,
@@ -35,6 +34,7 @@ from trainbus.eventloop.events import (
     CheckpointCommitted,
     RunView,
 )
+from trainbus.eventloop.registry import register
 from trainbus.eventloop.training import WorkerSignals
 from trainbus.hooks.copies import CopiedAnew
 from trainbus.hooks.retention import KEPT, SUFFIX

@@ -13,10 +13,10 @@ from torch.autograd.profiler_util import EventList, FunctionEventAvg
 from torch.profiler import ProfilerActivity, profile, supported_activities, tensorboard_trace_handler
 from torch.profiler import schedule as profiler_schedule
 
-from trainbus.config import register
 from trainbus.eventloop import ConfigurationError, Hook, Priority, check_options, get_logger
 from trainbus.eventloop.bus import mark_ranges
 from trainbus.eventloop.events import AfterTrainEpoch, AfterTrainIter, BeforeTrain, RunView
+from trainbus.eventloop.registry import register
 from trainbus.eventloop.user_errors import contextmanager
 from trainbus.hooks.options import PositiveInt
 

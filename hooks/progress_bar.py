@@ -15,10 +15,10 @@ from rich import get_console
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from trainbus.config import register
 from trainbus.eventloop import Hook, Priority, Scalars, check_options, get_logger, mount
 from trainbus.eventloop.events import AfterEpoch, AfterIter, AfterValEpoch, BeforeEpoch, BeforeRun, RunEvent
 from trainbus.eventloop.notebook import in_notebook
+from trainbus.eventloop.registry import register
 from trainbus.eventloop.terminal import printable
 from trainbus.hooks.copies import CopiedAnew
 from trainbus.hooks.progress_cell import ProgressCell

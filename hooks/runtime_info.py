@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainbus import observe
-from trainbus.config import register
 from trainbus.eventloop import Hook, Priority, events, mount
+from trainbus.eventloop.plain import plain_config
+from trainbus.eventloop.registry import register
 
 _NUMBERS = (int, float, np.generic)
 
@@ -45,7 +45,7 @@ class RuntimeInfoHook(Hook):
 
     @mount("before_run", "before_train")  # again, because a resume has restored the facts of the run that saved
     def identify(self, event: events.BeforeRun | events.BeforeTrain) -> None:
-        event.run.info.update(experiment=event.run.name, seed=event.run.seed, config=observe.plain_config(event.run.config))
+        event.run.info.update(experiment=event.run.name, seed=event.run.seed, config=plain_config(event.run.config))
 
     def before_train(self, event: events.BeforeTrain) -> None:
         run, progress = event.run, event.progress

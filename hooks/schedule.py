@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 import torch
 from msgspec import Meta
 
-from trainbus.config import register
 from trainbus.eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger
 from trainbus.eventloop.events import Slot
 from trainbus.eventloop.privates import schedulers_in
+from trainbus.eventloop.registry import register
 from trainbus.hooks.options import check_epochs
 from trainbus.hooks.rules import check_validated, value_of, warn_unvalidated
 

@@ -8,9 +8,9 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from trainbus.config import register
 from trainbus.eventloop import Hook, Priority, check_options, events, get_logger, mount
 from trainbus.eventloop.events import AfterTrainIter, BeforeTrainIter
+from trainbus.eventloop.registry import register
 from trainbus.hooks.logger import LOGGER
 from trainbus.hooks.options import NonNegativeInt
 

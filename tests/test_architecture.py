@@ -17,16 +17,13 @@ import pytest
 
 from trainbus import eventloop
 
+from . import inner_rings
+
 ROOT = Path(eventloop.__file__).resolve().parent.parent
 PUBLIC = (
     "trainbus.eventloop",
     *(f"trainbus.eventloop.{name}" for name in ("bus", "checkpoint", "errors", "events", "spelling", "training")),
-    "trainbus.config",
-    "trainbus.observe",
-    "trainbus.compat",
-    "trainbus.compat.transformers_guests",
-    "trainbus.bridges.ray",  # without Ray until a run begins
-    "trainbus.observe.dashboard",
+    *(f"trainbus.eventloop.{name}" for name in ("annotations", "bounds", "checks", "plain", "registry")),
     "trainbus.eventloop.terminal",
     "trainbus.eventloop.notebook",
     "trainbus.eventloop.device",  # the accelerator
@@ -131,9 +128,7 @@ def test_rooms_import_rooms_above_them_neither_late_nor_by_name():
             continue
         for target in by_name(name) | {one.target for one in house(name)}:
             there = floor_of(target)
-            assert there is None or there <= here or target.startswith("trainbus.hooks"), (
-                f"{name} names {target}, which stands above it"
-            )
+            assert there is None or there <= here, f"{name} names {target}, which stands above it"
 
 
 def test_entry_points_are_of_parts_around_the_engine():
@@ -168,14 +163,6 @@ def test_hooks_use_public_names_of_eventloop_only_and_no_private_attributes_of_o
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
             assert ast.unparse(node.value) in own, f"{name}:{node.lineno}: {ast.unparse(node)}"
-
-
-@pytest.mark.parametrize("name", sorted(under("trainbus.eventloop")))
-def test_only_the_command_line_imports_hooks_and_does_so_lazily(name):
-    for one in house(name):
-        if one.target in under("trainbus.hooks"):
-            assert name.startswith("trainbus.cli."), f"{name}: {one!r}"
-            assert one.lazy, f"{name}: {one!r} at the top of the module"
 
 
 def test_nothing_imports_names_of_trainbus_which_loads_the_packages_when_a_name_is_used():
@@ -312,3 +299,14 @@ def test_the_engine_trains_saves_and_resumes_without_the_parts_around_it(tmp_pat
         check=True,
     )
     assert found.stdout == f"[0, 1, 2, 3, 4, 5] [6, 7, 8]\n[]\n{package / '__init__.py'}\n"
+
+
+@pytest.mark.long
+def test_tests_of_the_engine_and_the_hooks_pass_without_the_parts_around_them(tmp_path):
+    """``python -m tests.inner_rings FOLDER`` runs all of them."""
+    some = ("events", "bus", "checkpoint/test_container.py", "training/test_machine.py", "hooks/test_ema.py")
+    found = inner_rings.run(tmp_path / "inner", "-n2", *(f"tests/{one}" for one in some))
+    passed, skipped = (int(re.search(rf"(\d+) {word}", found.stdout)[1]) for word in ("passed", "skipped"))
+    assert found.returncode == 0, found.stdout
+    assert passed > 500
+    assert skipped < passed / 10, found.stdout

@@ -145,7 +145,7 @@ def test_the_demo_writes_for_tensorboard_where_it_is_installed(demos):
 
 @one_worker
 def test_a_later_run_shows_its_hooks_overwrites_no_earlier_one_and_equals_one_of_the_same_seed(demos):
-    from trainbus.hooks.demo import network
+    from trainbus.demo import network
 
     assert all(word in demos.others for word in ("after_train_iter", "EMAHook", "thread"))
     assert {path: path.read_bytes() for path in demos.files} == demos.files
@@ -165,7 +165,7 @@ def test_resume_continues_from_the_last_checkpoint_and_tests_a_complete_run_agai
 
 
 def test_the_demo_needs_no_tensorboard(here, trainbus, monkeypatch):
-    from trainbus.hooks import demo
+    from trainbus import demo
 
     monkeypatch.setattr(demo, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # an import fails
@@ -174,7 +174,7 @@ def test_the_demo_needs_no_tensorboard(here, trainbus, monkeypatch):
 
 
 def test_the_filters_of_the_demos_hook_table_stay_in_one_line_in_80_columns():
-    from trainbus.hooks.demo import make_bus, network
+    from trainbus.demo import make_bus, network
 
     bus = make_bus(torch.optim.SGD(network().parameters()), 20, Console())
     for subscription in bus.subscriptions:
@@ -244,7 +244,7 @@ def test_output_is_limited_to_the_terminals_encoding(trainbus, here, monkeypatch
 
 @pytest.mark.parametrize(("struck_at", "hint"), [(1, "no checkpoint was written yet"), (2, "--resume --out mine")])
 def test_ctrl_c_prints_how_to_resume(here, trainbus, monkeypatch, struck_at, hint):
-    from trainbus.hooks import demo
+    from trainbus import demo
 
     make_bus = demo.make_bus
 

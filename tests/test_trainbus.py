@@ -12,7 +12,10 @@ import trainbus
 from trainbus import eventloop, hooks
 from trainbus.cli import main
 
-AROUND = {"TrainbusCheckpointIO", "TransformersHook", "add_hooks", "attach", "register"}
+AROUND = {
+    *("Alert", "AlertHook", "Dashboard", "RayTrainHook", "RunRecordHook", "TraceHook", "TrainbusCheckpointIO"),
+    *("TransformersHook", "add_hooks", "attach"),
+}
 PUBLIC = {*eventloop.__all__, *eventloop.events.__all__, *hooks.__all__, *AROUND}
 
 

@@ -15,13 +15,18 @@ if TYPE_CHECKING:
     from trainbus.bridges import TrainbusCheckpointIO as TrainbusCheckpointIO
     from trainbus.bridges import attach as attach
     from trainbus.bridges.ignite.saver import TrainbusSaver as TrainbusSaver
+    from trainbus.bridges.ray import RayTrainHook as RayTrainHook
     from trainbus.compat import TransformersHook as TransformersHook
     from trainbus.config import add_hooks as add_hooks
-    from trainbus.config import register as register
     from trainbus.eventloop import *  # noqa: F403
     from trainbus.eventloop.events import *  # noqa: F403
     from trainbus.eventloop.events.mount_points import *  # noqa: F403
     from trainbus.hooks import *  # noqa: F403
+    from trainbus.observe import Alert as Alert
+    from trainbus.observe import AlertHook as AlertHook
+    from trainbus.observe import Dashboard as Dashboard
+    from trainbus.observe import RunRecordHook as RunRecordHook
+    from trainbus.observe import TraceHook as TraceHook
 
     __version__: str
 
@@ -35,10 +40,15 @@ for _part in _PARTS:
 _PUBLIC = ("trainbus.eventloop", "trainbus.eventloop.events", "trainbus.hooks")
 _AROUND = {
     "TrainbusCheckpointIO": "trainbus.bridges",
+    "Alert": "trainbus.observe",
+    "AlertHook": "trainbus.observe",
+    "Dashboard": "trainbus.observe",
+    "RayTrainHook": "trainbus.bridges.ray",
+    "RunRecordHook": "trainbus.observe",
+    "TraceHook": "trainbus.observe",
     "TransformersHook": "trainbus.compat",
     "add_hooks": "trainbus.config",
     "attach": "trainbus.bridges",
-    "register": "trainbus.config",
 }
 """Names of the parts around the engine and the hooks, and their modules."""
 _OPTIONAL = {"TrainbusSaver": ("trainbus.bridges.ignite.saver", "ignite")}

@@ -36,11 +36,11 @@ from trainbus.hooks import (
     JSONLinesWriter,
     LoggerHook,
     ParamSchedulerHook,
-    RunRecordHook,
     RuntimeInfoHook,
     TensorBoardWriter,
     Writer,
 )
+from trainbus.observe import RunRecordHook
 
 CHECKPOINTS = "*.safetensors"
 SCALARS = "**/scalars.jsonl"

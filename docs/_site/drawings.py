@@ -307,9 +307,9 @@ def house() -> Canvas:
     c.text(20, 28, "An upper package may import a lower one, never the other way round.", size=14, bold=True)
     rows = (
         (("trainbus.cli", "the command"), ("trainbus.compat", "other hook systems")),
-        (("trainbus.hooks", "policy: one module per hook"),),
         (("trainbus.config", "a configuration to a loop"),),
         (("trainbus.bridges", "other trainers"), ("trainbus.observe", "costs, records")),
+        (("trainbus.hooks", "policy: one module per hook"),),
         (("eventloop.training", "the order of a run"),),
         (("eventloop.bus", "who hears what"),),
         (("eventloop.offload", "where it runs"),),
@@ -326,8 +326,8 @@ def house() -> Canvas:
                 width,
                 36,
                 7,
-                "green-fill" if number == 1 else "blue-fill",
-                "green" if number == 1 else "blue",
+                "green-fill" if name == "trainbus.hooks" else "blue-fill",
+                "green" if name == "trainbus.hooks" else "blue",
             )
             c.text(32 + column * (width + 12), y + 23, name, mono=True, bold=True)
             c.text(12 + (column + 1) * (width + 12) - 10, y + 23, words, anchor="end", kind="dim")

@@ -7,12 +7,13 @@ import re
 from descriptions import as_markdown, shown, summary, unit
 
 from trainbus import hooks  # registers them
-from trainbus.config import option_descriptions, registered
+from trainbus.config import option_descriptions
+from trainbus.config.defaults import DEFAULT_HOOKS
 from trainbus.eventloop.annotations import Signature, describe
 from trainbus.eventloop.bus import GuestHook
 from trainbus.eventloop.bus.hook import mount_points_of
 from trainbus.eventloop.bus.priority import Priority
-from trainbus.hooks.defaults import DEFAULT_HOOKS
+from trainbus.eventloop.registry import registered
 
 TITLES = {"hook": "Hooks", "writer": "Writers", "average": "Averages"}
 INTRODUCTIONS = {
@@ -25,11 +26,7 @@ ROW = "| `{name}` | {kind} | {default} | {unit} | {words} |"
 
 def classes(kind: str) -> list[tuple[str, type]]:
     """Return name and class of everything of a kind that comes with trainbus."""
-    found = [
-        (entry.name, entry.cls)
-        for entry in registered(kind)
-        if entry.cls.__module__.startswith(("trainbus.hooks.", "trainbus.compat."))
-    ]
+    found = [(entry.name, entry.cls) for entry in registered(kind) if entry.cls.__module__.startswith("trainbus.")]
     return sorted((name, cls) for name, cls in found if not issubclass(cls, GuestHook))
 
 

@@ -31,7 +31,7 @@ def page() -> str:
     """Return the page."""
     names = mount_points()
     single = [name for name in BUILTIN if name in names and not resolve(name).group]
-    further = [name for name in names if name not in BUILTIN and resolve(name).__module__.startswith("trainbus.hooks")]
+    further = [name for name in names if name not in BUILTIN and resolve(name).__module__.startswith("trainbus.")]
     groups = [name for name in BUILTIN if resolve(name).group]
     lines = [INTRODUCTION, "## In the order of a run", "", *HEAD, *map(row, single), ""]
     lines += ["## Groups", "", "Subscribing to a group hears all of its events.", "", "| group | hears |", "|---|---|"]

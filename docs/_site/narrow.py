@@ -256,10 +256,10 @@ def house() -> Canvas:
     rows = (
         ("trainbus.cli", "the command"),
         ("trainbus.compat", "other hook systems"),
-        ("trainbus.hooks", "one module per hook"),
         ("trainbus.config", "a file to a loop"),
         ("trainbus.bridges", "other trainers"),
         ("trainbus.observe", "costs, records"),
+        ("trainbus.hooks", "one module per hook"),
         ("eventloop.training", "the order of a run"),
         ("eventloop.bus", "who hears what"),
         ("eventloop.offload", "where it runs"),

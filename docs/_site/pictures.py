@@ -33,7 +33,7 @@ from trainbus import (
     TrainLoop,
 )
 from trainbus.cli import main as trainbus
-from trainbus.hooks.demo import Accuracy, loader, network, step
+from trainbus.demo import Accuracy, loader, network, step
 
 sys.path.insert(0, str(Path(__file__).parent))
 

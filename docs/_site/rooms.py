@@ -26,12 +26,13 @@ ROOMS = {
 """The public packages, with the titles of their pages."""
 FURTHER = {
     "trainbus.eventloop.errors": ("trainbus.eventloop.log", "trainbus.eventloop.checks", "trainbus.eventloop.terminal"),
-    "trainbus.bridges": ("trainbus.bridges.ignite.saver",),
+    "trainbus.bridges": ("trainbus.bridges.ignite.saver", "trainbus.bridges.ray"),
     "trainbus.hooks": ("trainbus.compat",),
+    "trainbus.config": ("trainbus.eventloop.registry",),
 }
 """Modules whose public names are on the page of a package."""
 TRAINBUS = "trainbus"
-PARTS = ("trainbus.eventloop", "trainbus.hooks", "trainbus.compat")
+PARTS = ("trainbus.eventloop", "trainbus.hooks", "trainbus.compat", "trainbus.bridges.ray")
 FIRST = ("Bus", "Event", "TrainLoop", "Run", "Hook", "AsyncSaver", "Writer", "attach", "Costs")
 """Names that come first on their pages."""
 

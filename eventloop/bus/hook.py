@@ -17,12 +17,14 @@ from trainbus.eventloop.events.event import name_of, registry, resolve, suggest
 from trainbus.eventloop.events.mount_points import BUILTIN
 from trainbus.eventloop.notebook import brief
 from trainbus.eventloop.plain import without_secrets
+from trainbus.eventloop.registry import registrable
 from trainbus.eventloop.spelling import is_misspelt
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 Ranks = Literal["all", "rank0"]
 
 
+@registrable("hook")
 class Hook:
     """A set of subscriptions with state. Methods named like mount points, also your own, are subscribed by ``bus.add(hook)``.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trainbus.eventloop.builtin import load_builtin, load_object
+from trainbus.eventloop.errors import ConfigurationError
 
 _recorder = ""
 
@@ -16,6 +17,8 @@ def register_recorder(path: str) -> None:
 
 
 def make_recorder(bus: Any) -> Any:
-    """Return a new recorder for a bus."""
+    """Return a new recorder for a bus; raise ConfigurationError if no part of this installation has one."""
     load_builtin("observe")
+    if not _recorder:
+        raise ConfigurationError("bus.timing needs a recorder, and trainbus.observe, which has one, is not installed here")
     return load_object(_recorder)(bus)

@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 import torch
 
-from trainbus.config import registrable
 from trainbus.eventloop import ConfigurationError, check_options
 from trainbus.eventloop.errors import cannot_import
+from trainbus.eventloop.registry import registrable
 from trainbus.hooks.copies import CopiedAnew
 from trainbus.hooks.options import PositiveInt
 from trainbus.hooks.writers.histogram import BinCounts

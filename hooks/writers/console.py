@@ -11,9 +11,9 @@ from rich import get_console
 from rich.console import Console
 from rich.text import Text
 
-from trainbus.config import register
 from trainbus.eventloop import check_options, get_logger
 from trainbus.eventloop.notebook import Output, in_notebook, text
+from trainbus.eventloop.registry import register
 from trainbus.eventloop.terminal import cell
 from trainbus.hooks.options import NonNegativeInt, PositiveInt
 from trainbus.hooks.writers.base import RunFacts, Where, Writer

@@ -7,9 +7,9 @@ import csv
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO, ClassVar
 
-from trainbus.config import register
 from trainbus.eventloop import check_options
 from trainbus.eventloop.checkpoint import TEMPORARY_PREFIX
+from trainbus.eventloop.registry import register
 from trainbus.hooks.options import Name, PositiveInt
 from trainbus.hooks.writers.base import Where
 from trainbus.hooks.writers.files import FileWriter

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from trainbus import observe
 from trainbus.eventloop import get_logger
+from trainbus.eventloop.plain import encodable
 from trainbus.hooks.copies import CopiedAnew
 from trainbus.hooks.log_state import Waiting
 from trainbus.hooks.smoothing import Smoother
@@ -123,7 +123,7 @@ class Fanout(CopiedAnew):
 
     def evaluated(self, scalars: Mapping[str, float], step: int, where: Where) -> None:
         self._open_late()
-        named = observe.encodable({f"{where.stage}/{name}": value for name, value in scalars.items()})
+        named = encodable({f"{where.stage}/{name}": value for name, value in scalars.items()})
         for target in self._targets if named else ():
             target.give("write_scalars", named, step, where)
 
@@ -132,12 +132,12 @@ class Fanout(CopiedAnew):
         if takers := self._takers("image", name):
             pixels = as_image(image)
             for target in takers:
-                target.give("write_reported", observe.encodable(f"{where.stage}/{name}"), pixels, step, where)
+                target.give("write_reported", encodable(f"{where.stage}/{name}"), pixels, step, where)
 
     def histogram(self, name: str, values: Any, bins: int, step: int, where: Where) -> None:
         self._open_late()
         if takers := self._takers("histogram", name):
-            made, full = as_histogram(values, bins), observe.encodable(f"{where.stage}/{name}")
+            made, full = as_histogram(values, bins), encodable(f"{where.stage}/{name}")
             if (made.nan or made.infinite) and full not in self._warned:
                 self._warned.add(full)
                 facts = {"nan": made.nan, "infinite": made.infinite, "finite": made.total, "step": step}
@@ -148,7 +148,7 @@ class Fanout(CopiedAnew):
     def text(self, name: str, text: str, step: int, where: Where) -> None:
         self._open_late()
         for target in self._takers("text", name):
-            target.give("write_reported", observe.encodable(f"{where.stage}/{name}"), observe.encodable(text), step, where)
+            target.give("write_reported", encodable(f"{where.stage}/{name}"), encodable(text), step, where)
 
     def _takers(self, kind: str, name: str) -> list[Target]:
         takers = [target for target in self._targets if target.takes("write_reported", f"write_{kind}")]
@@ -206,4 +206,4 @@ class Fanout(CopiedAnew):
 
 def _named(scalars: Mapping[str, Any]) -> dict[str, float]:
     named = {f"train/{name}": value for name, value in scalars.items() if isinstance(value, _NUMBERS)}
-    return named if "".join(named).isascii() else observe.encodable(named)
+    return named if "".join(named).isascii() else encodable(named)

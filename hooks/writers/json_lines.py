@@ -15,13 +15,13 @@ from zlib import crc32
 import msgspec
 import orjson
 
-from trainbus import observe
-from trainbus.config import register
 from trainbus.eventloop import check_options
+from trainbus.eventloop.registry import register
 from trainbus.hooks.options import Name, PositiveInt
 from trainbus.hooks.writers.base import Image, Row, RunFacts, Where
 from trainbus.hooks.writers.files import FileWriter, replace
 from trainbus.hooks.writers.histogram import BinCounts
+from trainbus.hooks.writers.media import MEDIA, PICTURES, SCALARS, AnyReported, ReportedHistogram, ReportedImage, ReportedText
 from trainbus.hooks.writers.png import png
 
 
@@ -46,9 +46,9 @@ class JSONLinesWriter(FileWriter):
     @check_options
     def __init__(self, filename: Name = "scalars.jsonl", *, interval: PositiveInt | None = None) -> None:
         super().__init__(filename, interval)
-        own = "" if filename == observe.SCALARS else f"{Path(filename).stem}_"
-        self._media = FileWriter(f"{own}{observe.MEDIA}", None)
-        self._pictures = f"{own}{observe.PICTURES}"
+        own = "" if filename == SCALARS else f"{Path(filename).stem}_"
+        self._media = FileWriter(f"{own}{MEDIA}", None)
+        self._pictures = f"{own}{PICTURES}"
 
     def files(self) -> Collection[str]:
         return (self.filename, self._media.filename, self._pictures)
@@ -71,17 +71,17 @@ class JSONLinesWriter(FileWriter):
 
     def write_reported(self, name: str, value: Image | BinCounts | str, step: int, where: Where) -> None:
         at: dict[str, Any] = {"name": name, "step": step, "epoch": where.epoch, "iter": where.iter, "time": _now()}
-        line: observe.AnyReported
+        line: AnyReported
         if isinstance(value, str):
-            line = observe.ReportedText(**at, text=value)
+            line = ReportedText(**at, text=value)
         elif isinstance(value, BinCounts):
-            shared = {field: getattr(value, field) for field in observe.ReportedHistogram.__struct_fields__ if field not in at}
-            line = observe.ReportedHistogram(**at, **shared)
+            shared = {field: getattr(value, field) for field in ReportedHistogram.__struct_fields__ if field not in at}
+            line = ReportedHistogram(**at, **shared)
         else:
             # Another name may look the same as a file name; a repeated iteration replaces its file.
             file = f"{re.sub(r'[^A-Za-z0-9=.-]', '_', name)[:100]}-{where.iter}-{crc32(at['name'].encode()):08x}.png"
             replace(self.directory / self._pictures / file, png(value))
-            line = observe.ReportedImage(**at, file=file, width=value.shape[1], height=value.shape[0])
+            line = ReportedImage(**at, file=file, width=value.shape[1], height=value.shape[0])
         self._media.append(msgspec.json.encode(line) + b"\n")
 
     def write_scalars(self, scalars: Mapping[str, float], step: int, where: Where) -> None:

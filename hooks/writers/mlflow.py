@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from trainbus.config import register
 from trainbus.eventloop import ConfigurationError, check_options, get_logger
+from trainbus.eventloop.registry import register
 from trainbus.hooks.options import Name, PositiveInt
 from trainbus.hooks.writers.base import Image, RunFacts, Where, Writer, load
 from trainbus.hooks.writers.files import run_id

@@ -6,8 +6,8 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-from trainbus.config import register
 from trainbus.eventloop import check_options
+from trainbus.eventloop.registry import register
 from trainbus.hooks.options import Name, PositiveInt
 from trainbus.hooks.writers.base import Image, RunFacts, Where, Writer, load
 from trainbus.hooks.writers.histogram import BinCounts

@@ -11,8 +11,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from trainbus.config import register
 from trainbus.eventloop import ConfigurationError, check_options
+from trainbus.eventloop.registry import register
 from trainbus.hooks.options import Name, PositiveInt, one_or_more
 from trainbus.hooks.writers.base import Image, RunFacts, Where, Writer, load
 from trainbus.hooks.writers.files import run_id

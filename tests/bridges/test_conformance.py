@@ -34,11 +34,10 @@ from trainbus.hooks import (
     ParamSchedulerHook,
     PreemptionHook,
     ProfilerHook,
-    RunRecordHook,
     RuntimeInfoHook,
 )
 from trainbus.hooks.writers import JSONLinesWriter
-from trainbus.observe import expensive
+from trainbus.observe import RunRecordHook, expensive
 from trainbus.observe.record import Validation
 from trainbus.observe.report.reported_run import ReportedRun
 

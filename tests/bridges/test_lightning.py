@@ -13,15 +13,8 @@ pl = pytest.importorskip("lightning.pytorch")
 from lightning.pytorch import callbacks  # noqa: E402
 
 from trainbus.eventloop import Bus, ConfigurationError, TrainingError  # noqa: E402
-from trainbus.hooks import (  # noqa: E402
-    CheckpointHook,
-    EarlyStoppingHook,
-    EMAHook,
-    LRSweepHook,
-    ParamSchedulerHook,
-    RunRecordHook,
-    RuntimeInfoHook,
-)
+from trainbus.hooks import CheckpointHook, EarlyStoppingHook, EMAHook, LRSweepHook, ParamSchedulerHook, RuntimeInfoHook  # noqa: E402
+from trainbus.observe import RunRecordHook  # noqa: E402
 from trainbus.observe.report.reported_run import ReportedRun  # noqa: E402
 
 from ..failing import fails  # noqa: E402

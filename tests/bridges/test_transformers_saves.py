@@ -16,7 +16,8 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import GPT2LMHeadModel  # noqa: E402
 
 from trainbus.eventloop import Bus, CheckpointDamagedError, CheckpointError, ConfigurationError  # noqa: E402
-from trainbus.hooks import CheckpointHook, EMAHook, RunRecordHook, RuntimeInfoHook  # noqa: E402
+from trainbus.hooks import CheckpointHook, EMAHook, RuntimeInfoHook  # noqa: E402
+from trainbus.observe import RunRecordHook  # noqa: E402
 from trainbus.observe.record import Validation  # noqa: E402
 from trainbus.observe.report.reported_run import ReportedRun  # noqa: E402
 

@@ -9,7 +9,7 @@ import anyio
 import pytest
 import torch
 
-from trainbus.eventloop import Bus, BusStateError, LiveFieldError, Progress, SubscribeError
+from trainbus.eventloop import BusStateError, LiveFieldError, Progress, SubscribeError
 from trainbus.eventloop.events import AfterTrainIter, CheckpointCommitted
 
 from ..failing import fails
@@ -36,22 +36,6 @@ async def test_a_stream_yields_filtered_events_of_each_mount_point_and_ends_when
             bus.publish(committed(i + 100))
     assert await iters(stream) == [1, 101, 3, 103]
     assert bus.subscriptions == ()
-
-
-async def test_it_ends_when_the_uvicorn_server_of_its_process_shuts_down():
-    uvicorn, bus = pytest.importorskip("uvicorn"), Bus()
-    server = uvicorn.Server(uvicorn.Config("no:app", log_config=None))  # its default is for the whole process
-    former = signal.signal(signal.SIGINT, server.handle_exit)  # as the server does while it serves
-    try:
-        async with bus:
-            stream = bus.stream("after_train_iter")
-            bus.publish(iteration(0))
-            with anyio.fail_after(30):
-                assert (await anext(stream)).batch_idx == 0
-                signal.raise_signal(signal.SIGINT)
-                assert [event async for event in stream] == []
-    finally:
-        signal.signal(signal.SIGINT, former)
 
 
 async def test_a_ctrl_c_handler_of_the_program_ends_no_stream_whatever_attributes_it_has(bus):

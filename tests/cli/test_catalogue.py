@@ -6,8 +6,9 @@ import re
 import pytest
 
 from trainbus import hooks  # noqa: F401 - registers what is offered
-from trainbus.config import option_descriptions, registered
+from trainbus.config import option_descriptions
 from trainbus.eventloop.annotations import Signature
+from trainbus.eventloop.registry import registered
 
 KINDS = ("hook", "writer", "average")
 OFFERED = [one for kind in KINDS for one in registered(kind) if one.cls.__module__.partition(".")[0] == "trainbus"]

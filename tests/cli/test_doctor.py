@@ -12,14 +12,14 @@ import pytest
 import torch
 
 from trainbus.cli import app, files, main
+from trainbus.config.defaults import DEFAULT_HOOKS
 from trainbus.eventloop.checkpoint import load, save
-from trainbus.hooks.defaults import DEFAULT_HOOKS
 
 jsonschema = pytest.importorskip("jsonschema")
 
 PARTS = """
 import torch
-from trainbus.config import register
+from trainbus.eventloop.registry import register
 from trainbus.eventloop import Hook
 
 def network():

@@ -13,9 +13,9 @@ from rich import get_console
 
 from trainbus import eventloop
 from trainbus.cli import main
-from trainbus.config import registered
 from trainbus.eventloop.checkpoint import load
 from trainbus.eventloop.events.event import registry
+from trainbus.eventloop.registry import registered
 
 from ..observe.traces import Picture
 
@@ -26,7 +26,7 @@ DIGITS = str(Path(eventloop.__file__).resolve().parent.parent / "examples" / "di
 PARTS = """
 import torch
 from torch import nn
-from trainbus.config import register
+from trainbus.eventloop.registry import register
 from trainbus.eventloop import Event, Hook
 from trainbus import eventloop
 from trainbus.hooks import Writer

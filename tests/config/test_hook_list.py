@@ -10,8 +10,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from trainbus.config import OptionsOf, add_hooks, register
+from trainbus.config import add_hooks
 from trainbus.eventloop import Bus, ConfigurationError, Hook, Priority, SubscribeError, mount
+from trainbus.eventloop.annotations import OptionsOf
+from trainbus.eventloop.registry import register
 from trainbus.hooks import (
     ConsoleWriter,
     EMAHook,

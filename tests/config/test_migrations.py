@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from trainbus import hooks
-from trainbus.config import Migration, OptionChange, add_hooks, register_migrations, registered
+from trainbus.config import Migration, OptionChange, add_hooks, register_migrations
+from trainbus.config.defaults import DEFAULT_HOOKS
 from trainbus.config.names import translated
 from trainbus.config.setup import merged
 from trainbus.eventloop import Bus, ConfigurationError
-from trainbus.hooks.defaults import DEFAULT_HOOKS
+from trainbus.eventloop.registry import registered
 
 from ..failing import said
 

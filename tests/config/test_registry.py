@@ -1,8 +1,8 @@
 import pytest
 
-from trainbus.config import find, register, registered, registrable
 from trainbus.eventloop import ConfigurationError, Hook
 from trainbus.eventloop.errors import RegistrationError, UnknownNameError
+from trainbus.eventloop.registry import find, register, registered, registrable
 from trainbus.hooks import EMAHook, ExponentialMovingAverage, Writer
 
 
@@ -64,7 +64,7 @@ def test_names_with_a_colon_and_classes_without_a_declared_base_are_refused(name
         ("hook", "EMAHok", "EMAHook"),
         ("average", "Momentum", "MomentumAnnealingEMA"),
         ("writer", "zzz", "JSONLinesWriter"),  # far from all: those that are registered
-        ("kind_of_these_tests", "x", "import hooks"),
+        ("kind_of_these_tests", "x", "import trainbus.hooks"),
         ("hooks", "EMAHook", "'hook'"),
     ],
 )

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainbus.config import Setup, register
+from trainbus.config import Setup
 from trainbus.eventloop import ConfigurationError, Hook, SubscribeError
+from trainbus.eventloop.registry import register
 from trainbus.hooks import CheckpointHook, EMAHook, LoggerHook, OptimizerHook
 
 from ..failing import said

@@ -12,11 +12,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainbus.config import registered
 from trainbus.config.make import Maker
 from trainbus.config.names import Imports
 from trainbus.eventloop import Hook
 from trainbus.eventloop.annotations import Signature
+from trainbus.eventloop.registry import registered
 
 if TYPE_CHECKING:
     from decimal import Decimal
@@ -25,7 +25,7 @@ BUILTIN = [
     entry.cls
     for kind in ("hook", "writer", "average")
     for entry in registered(kind)
-    if entry.cls.__module__.startswith("trainbus.hooks")
+    if entry.cls.__module__.startswith("trainbus.")
 ]
 
 

@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from trainbus.eventloop import Hook
+from trainbus.hooks import WeightAverage, Writer
+
 from .pages import DOCS, ROOT
 
 sys.path[:0] = [str(ROOT), str(DOCS / "_site")]
@@ -24,6 +27,7 @@ finally:
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ignite, when it is imported
 IGNITE = () if find_spec("ignite") else ("TrainbusSaver",)
 NAMES = [(room, name) for room in rooms.ROOMS for name in rooms.names(room) if name not in IGNITE]
+HANDLERS = Hook, Writer, WeightAverage
 CLASSES = [(name, cls) for kind in hook_options.TITLES for name, cls in hook_options.classes(kind)]
 
 
@@ -116,7 +120,11 @@ def _undocumented(value):
     for name, member in vars(value).items():
         function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
         inherited = any(hasattr(base, name) for base in value.__mro__[1:])
-        handler = value.__module__.startswith(("trainbus.hooks.", "trainbus.compat.")) and not name.startswith("_")
+        handler = (
+            issubclass(value, Hook | Writer | WeightAverage)
+            and value.__module__.startswith("trainbus.")
+            and not name.startswith("_")
+        )
         public = not name.startswith("_") and inspect.isfunction(function) and not inherited and not handler
         if public and not member.__doc__:
             yield name

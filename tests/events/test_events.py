@@ -3,14 +3,12 @@ import types
 import pytest
 import torch
 
-from trainbus.eventloop import Bus, Event, Live, Progress, Run, UnknownEventError, from_json, from_msgpack, mount_points
+from trainbus.eventloop import Event, Live, Progress, Run, UnknownEventError, mount_points
 from trainbus.eventloop.errors import EventDefinitionError
-from trainbus.eventloop.events import AfterIter, AfterTrainIter, AfterValEpoch, CostsMeasured, ModuleEvent
+from trainbus.eventloop.events import AfterIter, AfterTrainIter, AfterValEpoch, ModuleEvent
 from trainbus.eventloop.events.event import lineage, mount_name, resolve
 from trainbus.eventloop.events.event import registry as registered
 from trainbus.eventloop.events.mount_points import BUILTIN
-
-from ..waiting import on_threads
 
 
 def test_mount_points_are_listed_in_the_order_of_a_run():
@@ -156,29 +154,6 @@ def test_an_event_declared_in_a_script_may_have_live_fields(registry):
 
     module.Rendered = Rendered
     assert "tensor(2, 2)" in repr(Rendered(image=torch.zeros(2, 2)))
-
-
-def test_encoded_events_name_their_run(tmp_path):
-    heard, told = {}, ("after_train_iter", "checkpoint_committed", "costs_measured", "after_run")
-
-    def train(name: str) -> None:
-        bus = Bus(timing=True)
-        for mount_point in told:
-            bus.on(mount_point, lambda event: heard.setdefault(name, []).append(event.to_json()), offload="thread")
-        model = torch.nn.Linear(1, 1)
-        with Run(bus, model=model, optimizer=torch.optim.SGD(model.parameters()), name=name, work_dir=tmp_path / name) as run:
-            for _ in run.epochs(1):
-                for _ in run.train([0]):
-                    run.checkpoint_now()
-            bus.publish(CostsMeasured(progress=bus.progress, costs=bus.costs()))
-
-    on_threads(train, "one", "other")
-    for name, encoded in heard.items():
-        events = [from_json(one) for one in encoded]
-        assert {event.mount_point for event in events} == set(told)
-        assert {event.progress.run_name for event in events} == {name}
-        assert {from_msgpack(event.to_msgpack()).progress.run_name for event in events} == {name}
-    assert heard.keys() == {"one", "other"}
 
 
 def test_every_event_of_a_run_says_by_its_progress_which_run():

@@ -6,9 +6,10 @@ import pickle
 import pytest
 from torch import nn
 
-from trainbus.config import registered
 from trainbus.eventloop.bus import GuestHook
-from trainbus.hooks import AlertHook, EMAHook, ExponentialMovingAverage, JSONLinesWriter, LoggerHook, Writer
+from trainbus.eventloop.registry import registered
+from trainbus.hooks import EMAHook, ExponentialMovingAverage, JSONLinesWriter, LoggerHook, Writer
+from trainbus.observe import AlertHook
 
 from .conftest import batches, make_loop
 from .test_options import required_of
@@ -17,7 +18,7 @@ from .writers.conftest import NEEDS
 
 def catalogue():
     kinds = [entry.cls for kind in ("hook", "writer") for entry in registered(kind)]
-    return [kind for kind in kinds if kind.__module__.startswith("trainbus.hooks.") and not issubclass(kind, GuestHook)]
+    return [kind for kind in kinds if kind.__module__.startswith("trainbus.") and not issubclass(kind, GuestHook)]
 
 
 def made(kind):

@@ -18,10 +18,10 @@ from trainbus.hooks import (
     IterTimerHook,
     JSONLinesWriter,
     LoggerHook,
-    RunRecordHook,
     RuntimeInfoHook,
     Writer,
 )
+from trainbus.observe import RunRecordHook
 
 from ..failing import fails
 from . import conftest

@@ -9,17 +9,8 @@ from torch.optim import SGD
 
 from trainbus.eventloop import Bus
 from trainbus.eventloop.checkpoint import load
-from trainbus.hooks import (
-    CheckpointHook,
-    ConsoleWriter,
-    CSVWriter,
-    Dashboard,
-    JSONLinesWriter,
-    LoggerHook,
-    RunRecordHook,
-    TraceHook,
-)
-from trainbus.observe import RunFolder
+from trainbus.hooks import CheckpointHook, ConsoleWriter, CSVWriter, JSONLinesWriter, LoggerHook
+from trainbus.observe import Dashboard, RunFolder, RunRecordHook, TraceHook
 from trainbus.observe.dashboard import Server
 from trainbus.observe.trace.chrome import read_trace
 

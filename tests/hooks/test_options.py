@@ -13,10 +13,10 @@ from torch import nn
 from torch.optim.lr_scheduler import ExponentialLR, ReduceLROnPlateau, StepLR
 
 from trainbus import hooks
-from trainbus.config import registered
 from trainbus.eventloop import ConfigurationError
 from trainbus.eventloop.annotations import Signature, members
 from trainbus.eventloop.bus import GuestHook
+from trainbus.eventloop.registry import registered
 from trainbus.hooks.smoothing import Smoother
 
 SGD = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
@@ -37,7 +37,7 @@ def catalogue() -> Iterator[Any]:
     """Yield every class that comes with trainbus with each of its options and values that the option's annotation refuses."""
     for entry in (one for kind in ("hook", "writer", "average") for one in registered(kind)):
         # The options of an adapter are objects of another library; its own tests have them.
-        if entry.cls.__module__.startswith("trainbus.hooks.") and not issubclass(entry.cls, GuestHook):
+        if entry.cls.__module__.startswith("trainbus.") and not issubclass(entry.cls, GuestHook):
             for name, option in Signature(entry.cls).options.items():
                 for value in wrong(option.annotation):
                     yield pytest.param(entry.cls, name, value, id=f"{entry.name}-{name}-{value!r}")

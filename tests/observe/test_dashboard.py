@@ -13,7 +13,8 @@ import torch
 from trainbus.eventloop import Bus, ConfigurationError, Run
 from trainbus.eventloop.checkpoint import load
 from trainbus.eventloop.events import AfterRun, AfterTrainIter, BeforeRun, Progress
-from trainbus.hooks import CheckpointHook, Dashboard
+from trainbus.hooks import CheckpointHook
+from trainbus.observe import Dashboard
 from trainbus.observe.dashboard import Board, Server, Watcher
 from trainbus.observe.record import Checkpoint, Pause
 
@@ -378,7 +379,7 @@ def test_another_address_needs_a_token_and_a_token_cannot_be_guessed_and_can_be_
 
 ENDING = """
 from trainbus.eventloop import Bus
-from trainbus.hooks import Dashboard
+from trainbus.observe import Dashboard
 from tests.observe.dashboards import Job
 
 Job(Bus(Dashboard(port=0)), slow=True).loop.run()

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from trainbus.eventloop import Hook, mount
-from trainbus.hooks import CheckpointHook, RunRecordHook
-from trainbus.observe import Costs, Part, RunFolder, expensive
+from trainbus.hooks import CheckpointHook
+from trainbus.observe import Costs, Part, RunFolder, RunRecordHook, expensive
 from trainbus.observe.report import ReportedRun, verdict
 from trainbus.observe.verdict import held_up
 

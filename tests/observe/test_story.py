@@ -6,8 +6,8 @@ import pytest
 
 from trainbus import eventloop
 from trainbus.eventloop.events import BeforeBackward, Progress
-from trainbus.hooks import CheckpointHook, RunRecordHook
-from trainbus.observe import RunFolder, RunStatus
+from trainbus.hooks import CheckpointHook
+from trainbus.observe import RunFolder, RunRecordHook, RunStatus
 from trainbus.observe.latest import LatestHook
 from trainbus.observe.record import FailedCheckpoint, Validation, entry_of
 from trainbus.observe.states import ENDED

@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainbus.cli import main
-from trainbus.hooks import ProfilerHook, TraceHook
+from trainbus.hooks import ProfilerHook
+from trainbus.observe import TraceHook
 from trainbus.observe.trace import Slice, TraceError, Track, merge, nested, read_trace, write_trace
 from trainbus.observe.trace.tracks import Tracks, Window
 

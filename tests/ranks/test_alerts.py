@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainbus.hooks import AlertHook
+from trainbus.observe import AlertHook
 
 from ..waiting import until
 from . import jobs

@@ -13,8 +13,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from trainbus.hooks import AlertHook, RunRecordHook
-from trainbus.observe import RankCosts, RunFolder, exchange
+from trainbus.observe import AlertHook, RankCosts, RunFolder, RunRecordHook, exchange
 
 from ..webhooks import Server
 from . import jobs

@@ -11,17 +11,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainbus.eventloop import Bus, ConfigurationError, Event, Hook
 from trainbus.eventloop.training.rng import get_rng_state
-from trainbus.hooks import (
-    CheckpointHook,
-    Dashboard,
-    EarlyStoppingHook,
-    EMAHook,
-    LoggerHook,
-    ParamSchedulerHook,
-    ProgressBar,
-    RunRecordHook,
-)
+from trainbus.hooks import CheckpointHook, EarlyStoppingHook, EMAHook, LoggerHook, ParamSchedulerHook, ProgressBar
 from trainbus.hooks.writers import CSVWriter
+from trainbus.observe import Dashboard, RunRecordHook
 
 
 def loaders():

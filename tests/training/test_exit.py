@@ -2,7 +2,7 @@
 
 SCRIPT = """
 import sys, threading, time, torch
-from trainbus import Bus, Run, TrainLoop
+from trainbus.eventloop import Bus, Run, TrainLoop
 
 class Parts:
     def __init__(self):

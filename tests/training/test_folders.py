@@ -8,8 +8,9 @@ from structlog.testing import capture_logs
 
 from trainbus.eventloop import Bus, Hook, Run
 from trainbus.eventloop.checkpoint import load
-from trainbus.hooks import CheckpointHook, LoggerHook, TraceHook
+from trainbus.hooks import CheckpointHook, LoggerHook
 from trainbus.hooks.writers import CSVWriter, JSONLinesWriter, TensorBoardWriter
+from trainbus.observe import TraceHook
 
 from . import conftest as parts
 

@@ -11,7 +11,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler,
 
 from trainbus.eventloop import ConfigurationError, Run, TrainingError
 from trainbus.eventloop.training.metrics import Metrics
-from trainbus.hooks import CheckpointHook, EarlyStoppingHook, JSONLinesWriter, LoggerHook, RunRecordHook
+from trainbus.hooks import CheckpointHook, EarlyStoppingHook, JSONLinesWriter, LoggerHook
+from trainbus.observe import RunRecordHook
 
 
 class Accuracy:

@@ -14,13 +14,14 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from trainbus.cli.common import write_json
-from trainbus.config import find, option_descriptions, registered
-from trainbus.config.names import Imports, Registered
+from trainbus.config import option_descriptions
+from trainbus.config.names import Imports
 from trainbus.eventloop.annotations import Signature, describe
 from trainbus.eventloop.bus.hook import mount_points_of
 from trainbus.eventloop.bus.priority import Priority
 from trainbus.eventloop.events.event import hints_of, mount_name, mount_points, name_of, resolve
 from trainbus.eventloop.events.mount_points import BUILTIN
+from trainbus.eventloop.registry import Registered, find, registered
 from trainbus.eventloop.terminal import cell
 
 _TITLES = {"hook": "Hooks", "writer": "Writers (for the loggers' writers)", "average": "Averages (for EMAHook's ema_type)"}

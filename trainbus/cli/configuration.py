@@ -19,7 +19,7 @@ def schema(*, imports: Modules = None) -> None:
     Args:
         imports: a module of yours that registers hooks.
     """
-    from trainbus.hooks.defaults import DEFAULT_HOOKS
+    from trainbus.config.defaults import DEFAULT_HOOKS
 
     Imports(imports or (), [Path.cwd()])
     write_json(schema_of(DEFAULT_HOOKS))

@@ -158,7 +158,7 @@ def _too_old() -> Iterator[str]:
 
 
 def _of_config(config: Path) -> list[str]:
-    from trainbus.hooks.defaults import DEFAULT_HOOKS
+    from trainbus.config.defaults import DEFAULT_HOOKS
 
     try:
         Setup(read(config), default_hooks=DEFAULT_HOOKS, folders=(config.parent, Path.cwd()))

@@ -77,8 +77,8 @@ def run(
     """
     if (check and (resume is not None or dry_run)) or (json and not check):
         raise ConfigurationError("--check goes without --resume and --dry-run, and --json with --check only")
-    from trainbus.hooks.defaults import default_hooks
-    from trainbus.hooks.trace import TraceHook
+    from trainbus.config.defaults import default_hooks
+    from trainbus.observe.trace.hook import TraceHook
 
     folders = config.parent, Path.cwd()
     given = override(read(config), changes)
@@ -141,7 +141,7 @@ def demo(*, out: Path | None = None, epochs: Positive = 20, seed: Seed = 0, resu
         resume: resume from the last checkpoint in --out, or in the newest run.
         hooks: also print the table of hooks, with what each did.
     """
-    from trainbus.hooks.demo import run_demo
+    from trainbus.demo import run_demo
 
     default = RUNS / "digits"
     work_dir = _with_checkpoint(out or newest_run(default)) if resume else free_folder(out or default)
@@ -167,7 +167,7 @@ def _is_run(word: str) -> bool:
 
 
 def _add_dashboard(loop: TrainLoop, port: str) -> None:
-    from trainbus.hooks import Dashboard
+    from trainbus.observe import Dashboard
 
     if port != "auto" and not (port.isdecimal() and int(port) < 65536):
         raise ConfigurationError(f"--dashboard={shortened(port)}: give a port from 1 to 65535, 0 for any, or no value")

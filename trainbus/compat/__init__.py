@@ -6,9 +6,10 @@ from trainbus.compat.guests import GUESTS, find_in_mmengine
 from trainbus.compat.mmengine import names
 from trainbus.compat.mmengine.checkpoints import MMENGINE_CHECKPOINTS
 from trainbus.compat.transformers_guests import TransformersHook
-from trainbus.config import Migration, register_finder, register_migrations, register_priorities
+from trainbus.config import Migration, register_migrations, register_priorities
 from trainbus.eventloop.bus import register_guests
 from trainbus.eventloop.checkpoint import register_format
+from trainbus.eventloop.registry import register_finder
 
 __all__ = ["TABLE", "TransformersHook"]
 

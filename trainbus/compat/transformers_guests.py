@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from trainbus.config import register
 from trainbus.eventloop import Priority, SubscribeError, get_logger
 from trainbus.eventloop.bus import GuestHook
 from trainbus.eventloop.events import BeforeRun, Event, Slot
+from trainbus.eventloop.registry import register
 from trainbus.hooks.options import added_late
 
 if TYPE_CHECKING:  # it imports transformers

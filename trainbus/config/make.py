@@ -13,10 +13,11 @@ from typing import Any
 
 import msgspec
 
-from trainbus.config.names import Imports, find, is_reference, kind_of_base, registered, translated
+from trainbus.config.names import Imports, is_reference, translated
 from trainbus.config.read import FromText, check_keys, inside, kind_of, parsed, settle, wrong
 from trainbus.eventloop.annotations import Member, Signature, describe, members
 from trainbus.eventloop.errors import TrainbusError
+from trainbus.eventloop.registry import find, kind_of_base, registered
 from trainbus.eventloop.spelling import did_you_mean
 from trainbus.eventloop.user_errors import add_note
 

@@ -1,13 +1,4 @@
-"""Names in a configuration: registered classes, ``module:attribute``, and names of other systems.
-
-    @register
-    class Histograms(Hook): ...                  # {type = "Histograms"} in a configuration
-
-    @register(name="histograms", aliases=("HistogramHook",))
-    class Histograms(Hook): ...
-
-A registered class derives from a base that was declared with :func:`registrable`: ``Hook``, ``Writer`` or ``WeightAverage``.
-"""
+"""Names in a configuration: ``module:attribute``, and names of other systems."""
 
 from __future__ import annotations
 
@@ -16,115 +7,19 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar, overload
+from typing import Any
 
 import msgspec
 from docstring_parser import DocstringStyle, parse
 
 from trainbus.config.read import inside, kind_of, settle, wrong
-from trainbus.eventloop.builtin import load_builtin
-from trainbus.eventloop.errors import RegistrationError, UnknownNameError
+from trainbus.eventloop.errors import UnknownNameError
+from trainbus.eventloop.registry import add_aliases, register_finder
 from trainbus.eventloop.spelling import did_you_mean
 from trainbus.eventloop.user_errors import add_note
-
-C = TypeVar("C", bound=type)
-
-
-class Registered(msgspec.Struct, frozen=True):
-    """A class that configurations can name."""
-
-    name: str
-    cls: type
-    aliases: tuple[str, ...] = ()
-
-
-_bases: dict[str, type] = {}
-_found: dict[str, dict[str, Registered]] = defaultdict(dict)
-
-
-def registrable(kind: str) -> Callable[[C], C]:
-    """Declare a base class whose subclasses can be registered (a decorator); ``kind`` is a word such as ``"hook"``."""
-
-    def declare(base: C) -> C:
-        _bases[kind] = base
-        return base
-
-    return declare
-
-
-@overload
-def register(cls: C, /, *, name: str | None = None, aliases: Iterable[str] = ()) -> C: ...
-@overload
-def register(*, name: str | None = None, aliases: Iterable[str] = ()) -> Callable[[C], C]: ...
-def register(cls: C | None = None, /, *, name: str | None = None, aliases: Iterable[str] = ()) -> C | Callable[[C], C]:
-    """Register a hook, a writer or an average for configurations: ``@register``, or ``@register(name=...)``.
-
-    A class of the same module and name replaces the earlier one (a notebook cell that runs again).
-
-    Args:
-        cls: the class.
-        name: its name in configurations; by default the name of the class.
-        aliases: further names.
-
-    Raises:
-        RegistrationError: the class does not derive from a registrable base, or another class has the name.
-    """
-    if cls is None:
-        return lambda found: register(found, name=name, aliases=aliases)
-    kind = next((kind for kind, base in _bases.items() if isinstance(cls, type) and issubclass(cls, base)), None)
-    if kind is None:
-        bases = " or ".join(base.__name__ for base in _bases.values())
-        raise RegistrationError(f"@register takes classes derived from {bases}, not {cls!r}")
-    entry, named, full = Registered(name or cls.__name__, cls, tuple(aliases)), _found[kind], _full_name(cls)
-    for one in (entry.name, *entry.aliases):
-        if not isinstance(one, str) or not one or ":" in one:
-            raise RegistrationError(f"{cls.__qualname__} cannot be registered as {one!r}: give a name without a colon")
-        if one in named and (taken := _full_name(named[one].cls)) != full:
-            way_out = f'give {full} another name: @register(name="...")'
-            raise RegistrationError(f"the {kind} {one!r} is already registered by {taken}; {way_out}")
-    for one in [one for one, taken in named.items() if _full_name(taken.cls) == full]:
-        del named[one]
-    named.update(dict.fromkeys((entry.name, *entry.aliases), entry))
-    return cls
-
-
-def _full_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__name__}"
-
-
-def kind_of_base(base: type | None) -> str | None:
-    """Return the kind of a declared base, such as ``"writer"`` for ``Writer``; None for any other class."""
-    load_builtin()
-    return next((kind for kind, declared in _bases.items() if declared is base), None)
-
-
-def registered(kind: str) -> list[Registered]:
-    """Return the registered classes of a kind (``"hook"``, ``"writer"``, ``"average"``), in order of registration.
-
-    Raises:
-        UnknownNameError: the kind is unknown.
-    """
-    load_builtin()
-    if kind not in _bases:
-        raise UnknownNameError(f"{kind!r} is not a kind{did_you_mean(kind, _bases)}; the kinds are {', '.join(_bases)}")
-    return list({id(entry): entry for entry in _found[kind].values()}.values())
-
-
-def find(kind: str, name: str) -> type[Any]:
-    """Return the class registered under a name or alias; raise UnknownNameError with the nearest names."""
-    names = ", ".join(entry.name for entry in registered(kind))
-    if name in _found[kind]:
-        return _found[kind][name].cls
-    if name not in _migrations and (elsewhere := next(filter(None, (find(kind, name) for find in _finders)), None)):
-        return elsewhere
-    hint = did_you_mean(name, _found[kind])
-    known = "" if hint else f"; registered: {names or 'none (`import hooks` registers the built-in ones)'}"
-    absent = [f" ({entry.system}'s: {entry.note})" for entry in _migrations.get(name, ()) if not entry.ours]
-    raise UnknownNameError(f"{name!r} is not a registered {kind}{hint}{known}{''.join(absent[:1])}")
 
 
 def option_descriptions(cls: type) -> dict[str, str]:
@@ -272,15 +167,6 @@ class PriorityScale(msgspec.Struct, frozen=True):
 
 
 _migrations: dict[str, list[Migration]] = {}
-_finders: list[Callable[[str, str], type | None]] = []
-
-
-def register_finder(find: Callable[[str, str], type | None]) -> None:
-    """Call ``find(kind, name)`` for a name that is not registered: another system may have a class of that name."""
-    if find not in _finders:
-        _finders.append(find)
-
-
 priority_scales: dict[str, PriorityScale] = {}  # the scales of other systems by their keys
 
 
@@ -291,11 +177,16 @@ def register_migrations(table: Iterable[Migration]) -> None:
         for name in names:
             if entry not in (known := _migrations.setdefault(name, [])):
                 known.append(entry)
-        for named in [named for named in _found.values() if entry.ours and entry.ours[0] in named]:
-            ours = named[entry.ours[0]]
-            fresh = [one for one in names if one not in named]
-            longer = msgspec.structs.replace(ours, aliases=(*ours.aliases, *fresh))
-            named.update(dict.fromkeys((longer.name, *longer.aliases), longer))
+        if entry.ours:
+            add_aliases(entry.ours[0], names)
+
+
+def _absent(kind: str, name: str) -> str | None:
+    """Return why nothing here replaces a hook of another system."""
+    return next((f"{entry.system}'s: {entry.note}" for entry in _migrations.get(name, ()) if not entry.ours), None)
+
+
+register_finder(_absent)
 
 
 def register_priorities(scale: PriorityScale) -> None:

@@ -13,10 +13,11 @@ from typing import Any, Final
 
 import msgspec
 
-from trainbus.config.names import option_descriptions, priority_scales, registered
+from trainbus.config.names import option_descriptions, priority_scales
 from trainbus.config.setup import STAGES, Tables, loop_signature, merged
 from trainbus.eventloop.annotations import Member, Signature, members
 from trainbus.eventloop.bus.priority import Priority
+from trainbus.eventloop.registry import registered
 from trainbus.eventloop.training.loop import TrainLoop
 
 Schema = dict[str, Any]

@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from trainbus.config.make import Maker, derived
-from trainbus.config.names import Imports, checked_system, priority_scales, registrable
+from trainbus.config.names import Imports, checked_system, priority_scales
 from trainbus.config.read import check_keys, inside, kind_of, parsed, settle, wrong
 from trainbus.eventloop.annotations import Signature
 from trainbus.eventloop.builtin import load_builtin
@@ -30,8 +30,6 @@ from trainbus.eventloop.training.rng import checked_seed, seed_everything
 
 Tables = Mapping[str, Mapping[str, Any]]
 Chosen = tuple[Hook, PriorityLike | None]  # a hook and its priority from the configuration; None keeps the hook's own priority
-
-registrable("hook")(Hook)
 
 
 def add_hooks(

@@ -8,9 +8,9 @@ import msgspec
 from rich.console import Group, RenderableType
 
 from trainbus.eventloop import notebook
+from trainbus.eventloop.bounds import Change, Count, Number
 from trainbus.eventloop.bus.handler import title, without_method
 from trainbus.eventloop.terminal import Figures, plain
-from trainbus.observe.bounds import Change, Count, Number
 from trainbus.observe.ranks import RankCosts
 from trainbus.observe.totals import BINS, quantile
 

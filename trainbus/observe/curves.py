@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trainbus.observe.bounds import LATEST
+from trainbus.eventloop.bounds import LATEST
 from trainbus.observe.story import Cut
 
 Array = NDArray[np.float64]

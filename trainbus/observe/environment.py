@@ -18,9 +18,9 @@ from typing import Final
 import msgspec
 import torch
 
+from trainbus.eventloop.bounds import Count
 from trainbus.eventloop.device import device_names
 from trainbus.eventloop.plain import command_without_secrets
-from trainbus.observe.bounds import Count
 
 _LIBRARIES: Final = {
     **{name: name for name in ("numpy", "torchvision", "lightning", "transformers", "trl", "accelerate", "deepspeed", "ray")},

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 from rich.console import Group
 
 from trainbus.eventloop import notebook
+from trainbus.eventloop.bounds import Count, Number
 from trainbus.eventloop.terminal import Figures, cell, plain
 from trainbus.eventloop.training.distributed.ranks import WAITING_FOR_RANKS
-from trainbus.observe.bounds import Count, Number
 
 SIGNIFICANT: Final = 0.1
 """A rank is a straggler if the others wait this share of an iteration for it."""

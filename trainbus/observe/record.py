@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from trainbus.eventloop import events as ev
+from trainbus.eventloop.bounds import Count, Number, Time
 from trainbus.eventloop.plain import plain_config, without_secrets
-from trainbus.observe.bounds import Count, Number, Time
 from trainbus.observe.costs import Costs
 from trainbus.observe.ranks import RankCosts
 from trainbus.observe.states import RunStatus

@@ -20,13 +20,14 @@ from typing import Any, BinaryIO, Final, TypeVar
 import msgspec
 import orjson
 
+from trainbus.eventloop.bounds import LATEST
 from trainbus.eventloop.checkpoint import commit_bytes
 from trainbus.eventloop.errors import TrainbusError
 from trainbus.eventloop.plain import as_json, encodable
 from trainbus.eventloop.user_errors import contextmanager
-from trainbus.observe.bounds import LATEST
+from trainbus.hooks.writers.media import MEDIA, PICTURES, SCALARS, AnyReported
 from trainbus.observe.curves import PLACES, Curve, read_curves
-from trainbus.observe.media import MEDIA, PICTURES, AnyReported, read_reported
+from trainbus.observe.media import read_reported
 from trainbus.observe.record import AnyLine, read_line
 from trainbus.observe.story import RunManifest, RunSession, RunStory
 
@@ -34,8 +35,6 @@ MANIFEST: Final = "run.json"
 """Name of the file that describes a run."""
 RECORD: Final = "record.jsonl"
 """Name of the file with the events of a run, one JSON object a line."""
-SCALARS: Final = "scalars.jsonl"
-"""Name of the file with the scalars, one JSON object a line."""
 
 _MOST: Final = 16 << 20  # bytes of run.json, and of one line of the other files; what is longer is damaged
 _PNG: Final = b"\x89PNG\r\n\x1a\n"

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from trainbus.observe.bounds import Count, Time
+from trainbus.eventloop.bounds import Count, Time
 from trainbus.observe.environment import Environment
 from trainbus.observe.record import (
     AnyLine,

@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainbus.bridges.ray import RayReports, RayWorker
+from trainbus.bridges.ray import RayReports, RayTrainHook, RayWorker
+from trainbus.bridges.ray import hook as ray_hook
 from trainbus.bridges.ray.worker import ranked
 from trainbus.eventloop import Bus, ConfigurationError, Hook, Run, TrainLoop
 from trainbus.eventloop.checkpoint import load, save, scores_of
-from trainbus.hooks import CheckpointHook, RayTrainHook, ray_train
+from trainbus.hooks import CheckpointHook
 
 
 class Ray:
@@ -64,7 +65,7 @@ def train(tmp_path, monkeypatch):
     """Train four epochs of two iterations, with a validation each, in a worker of a stand-in for Ray."""
 
     def train(ray: Ray, *more, epochs: int = 4, resume: str | None = "auto", **options) -> TrainLoop:
-        monkeypatch.setattr(ray_train, "RayWorker", lambda: ray)
+        monkeypatch.setattr(ray_hook, "RayWorker", lambda: ray)
         torch.manual_seed(0)
         model = torch.nn.Linear(2, 1)
         loop = TrainLoop(
@@ -165,7 +166,7 @@ def test_a_failing_report_is_logged_once_and_ends_no_training(train, tmp_path, l
 
 
 def test_the_end_of_a_run_waits_for_ray_only_so_long(train, tmp_path, monkeypatch, logs):
-    monkeypatch.setattr(ray_train, "_END", 0.3)
+    monkeypatch.setattr(ray_hook, "_END", 0.3)
     loop = train(Ray(tmp_path, takes=5.0))
     assert loop.counters.epoch == 4
     assert any("Ray has not taken the last report" in one["event"] for one in logs)

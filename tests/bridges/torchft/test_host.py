@@ -25,10 +25,10 @@ from trainbus.hooks import (
     ParamSchedulerHook,
     PreemptionHook,
     ProgressBar,
-    RunRecordHook,
     RuntimeInfoHook,
 )
 from trainbus.hooks.writers import JSONLinesWriter
+from trainbus.observe import RunRecordHook
 
 from ...waiting import until
 from . import groups

@@ -12,8 +12,9 @@ import torch
 from trainbus.eventloop import Bus, Run
 from trainbus.hooks import CSVWriter, JSONLinesWriter, LoggerHook, MLflowWriter, TensorBoardWriter, WandbWriter, Writer
 from trainbus.hooks.writers.histogram import as_histogram
+from trainbus.hooks.writers.media import ReportedHistogram, ReportedImage, ReportedText
 from trainbus.hooks.writers.png import png
-from trainbus.observe import ReportedHistogram, ReportedImage, ReportedText, RunFolder
+from trainbus.observe import RunFolder
 
 from .conftest import logging_loop
 from .readers import column, files, rows, runs

@@ -1,6 +1,6 @@
 """A live dashboard: curves, costs, lanes, checkpoints and events of the runs in a process, and buttons that control them.
 
-- Beside a script: ``bus.add(Dashboard())`` with :class:`trainbus.hooks.Dashboard`, or ``trainbus run CONFIG --dashboard``.
+- Beside a script: ``bus.add(Dashboard())`` or ``trainbus run CONFIG --dashboard``.
 - In your own Starlette or FastAPI application: ``application.mount("/training", app(loop))``.
 """
 

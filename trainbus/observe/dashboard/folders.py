@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainbus.eventloop.log import get_logger
+from trainbus.hooks.writers.media import SCALARS
 from trainbus.observe.compared import settings_of
 from trainbus.observe.curves import PLACES
 from trainbus.observe.dashboard.page import Board, RunPage
 from trainbus.observe.dashboard.watcher import shortened
 from trainbus.observe.record import Begin, End, Measured
-from trainbus.observe.run_folder import MANIFEST, RECORD, SCALARS, RunFolder, RunFolderError, find_runs
+from trainbus.observe.run_folder import MANIFEST, RECORD, RunFolder, RunFolderError, find_runs
 from trainbus.observe.states import ENDED, RunStatus
 from trainbus.observe.story import Cut, RunSession, RunStory
 

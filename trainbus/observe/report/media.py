@@ -9,8 +9,8 @@ from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
+from trainbus.hooks.writers.media import Reported, ReportedHistogram, ReportedImage, ReportedText
 from trainbus.observe.curves import Array
-from trainbus.observe.media import Reported, ReportedHistogram, ReportedImage, ReportedText
 from trainbus.observe.report.facts import shortened
 from trainbus.observe.report.reported_run import ReportedRun
 

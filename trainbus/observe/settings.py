@@ -9,10 +9,11 @@ from typing import Any
 import torch
 
 from trainbus.eventloop import get_logger
+from trainbus.eventloop.checks import options_of
 from trainbus.eventloop.events import Progress, RunView
+from trainbus.eventloop.plain import plain, without_secrets
 from trainbus.eventloop.training import GlobalBatchSampler, Update
 from trainbus.hooks.schedule import ParamSchedulerHook
-from trainbus.observe import options_of, plain, without_secrets
 
 log = get_logger()
 

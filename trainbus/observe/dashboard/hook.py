@@ -9,12 +9,12 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from trainbus.config import register
 from trainbus.eventloop import Priority, check_options, events, get_logger, mount
+from trainbus.eventloop.registry import register
 from trainbus.hooks.copies import CopiedAnew
 from trainbus.hooks.options import Name
-from trainbus.hooks.settings import settings_of
 from trainbus.observe.dashboard import Board, HostNames, Server, Watcher, check_address
+from trainbus.observe.settings import settings_of
 
 log = get_logger()
 

@@ -32,9 +32,9 @@ from trainbus.config import add_hooks  # noqa: E402
 from trainbus.eventloop import Bus, ConfigurationError, Run, SubscribeError, TrainingError, TrainLoop  # noqa: E402
 from trainbus.hooks import CheckpointHook, OptimizerHook, ParamSchedulerHook  # noqa: E402
 
-from ...bridges.conformance.transformers import gpt2, tokens  # noqa: E402
-from ...failing import fails  # noqa: E402
-from ..conftest import Scores  # noqa: E402
+from ..bridges.conformance.transformers import gpt2, tokens  # noqa: E402
+from ..failing import fails  # noqa: E402
+from ..hooks.conftest import Scores  # noqa: E402
 
 MOMENTS = [name for name in vars(TrainerCallback) if name.startswith("on_")]
 

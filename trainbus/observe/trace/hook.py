@@ -7,12 +7,12 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar
 
-from trainbus.config import register
 from trainbus.eventloop import ConfigurationError, Hook, Priority, check_options, get_logger
 from trainbus.eventloop.events import BeforeTrain, BeforeTrainIter, OnException
+from trainbus.eventloop.registry import register
 from trainbus.hooks.copies import CopiedAnew
 from trainbus.hooks.options import NonNegativeInt, PositiveInt
-from trainbus.observe import Tracer
+from trainbus.observe.trace.record import Tracer
 
 _PATIENCE = 10.0  # seconds that the end of training waits for the handlers of the window's events
 

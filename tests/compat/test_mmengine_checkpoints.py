@@ -7,11 +7,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from trainbus.compat.mmengine.checkpoints import from_mmengine, is_mmengine
-from trainbus.eventloop import Bus, TrainLoop, load_weights
+from trainbus.eventloop import Bus, Run, TrainLoop, load_weights
 from trainbus.eventloop.checkpoint import load, load_pth, save
 from trainbus.hooks import EMAHook
 
-DATA = Path(__file__).parents[2] / "checkpoint" / "data"
+DATA = Path(__file__).parents[1] / "checkpoint" / "data"
 
 
 @pytest.fixture(scope="module")
@@ -151,3 +151,13 @@ def test_several_optimizers_keep_their_names_and_loss_scalers_are_kept_separatel
 def test_other_trees_are_not_recognised(other, tree):
     assert is_mmengine(tree)
     assert not is_mmengine(other)
+
+
+def test_a_run_takes_its_place_and_weights_over():
+    model = torch.nn.Module()
+    model.layers = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
+    tree = load_pth(DATA / "mmengine.pth")
+    with Run(model=model) as run:
+        run.apply_state(tree)
+        assert (run.progress.epoch, run.progress.iter) == (2, 4)
+    assert torch.equal(model.layers[0].weight, tree["state_dict"]["layers.0.weight"])

@@ -31,7 +31,7 @@ from trainbus.config import add_hooks
 from trainbus.eventloop import Bus, ConfigurationError, Run, TrainingError
 from trainbus.eventloop.checkpoint import load_pth
 
-from ...failing import fails
+from ..failing import fails
 from . import mmengine_jobs as jobs
 from .mmengine_jobs import checkpoint, checkpoint_hook, default_hooks, lines, names, ours, own_loop, same, scalars, theirs
 

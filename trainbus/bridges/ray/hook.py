@@ -12,10 +12,12 @@ from typing import Annotated, Any, ClassVar
 
 from msgspec import Meta
 
-from trainbus.bridges.ray import RayReports, RayWorker, searched_folders
-from trainbus.config import register
+from trainbus.bridges.ray.folders import searched_folders
+from trainbus.bridges.ray.reports import RayReports
+from trainbus.bridges.ray.worker import RayWorker
 from trainbus.eventloop import CheckpointError, ConfigurationError, Hook, Priority, check_options, events, get_logger, mount
 from trainbus.eventloop.checkpoint import AnyPath, RemotePath, remove_whole
+from trainbus.eventloop.registry import register
 from trainbus.hooks.copies import CopiedAnew
 from trainbus.hooks.options import added_late
 from trainbus.hooks.retention import KEPT, RetentionPolicy

@@ -7,7 +7,7 @@ import pytest
 
 from trainbus.eventloop import Bus, SubscribeError
 
-from ...failing import said
+from ..failing import said
 
 
 @pytest.mark.parametrize(

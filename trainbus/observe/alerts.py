@@ -15,14 +15,16 @@ from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 import msgspec
 import torch
 
-from trainbus import observe
-from trainbus.config import register
 from trainbus.eventloop import ConfigurationError, Hook, Priority, check_options, events, mount
+from trainbus.eventloop.registry import register
 from trainbus.eventloop.spelling import did_you_mean
 from trainbus.eventloop.training import failed_first
 from trainbus.hooks.copies import CopiedAnew
 from trainbus.hooks.options import Name, one_or_more
-from trainbus.hooks.webhook import Webhook, address
+from trainbus.observe.costs import Costs, LaneCosts
+from trainbus.observe.ranks import slow_at
+from trainbus.observe.run_folder import encode_line
+from trainbus.observe.webhook import Webhook, address
 
 Occasion = Literal["nan", "stall", "slow_rank", "full_lane", "finished", "preempted", "failed"]
 OCCASIONS: Final = get_args(Occasion)
@@ -74,9 +76,9 @@ class AlertHook(CopiedAnew, Hook):
       rank 0 tells the rest.
 
     Each alert is one POST of an :class:`Alert` as JSON, by a thread of its own. A webhook that fails or hangs costs the
-    training nothing, is logged once, and is tried again; see :class:`trainbus.hooks.webhook.Webhook`. At its end the run waits
-    for the last alert, at most ``end_timeout`` seconds. After an exception it waits for a second, and the program's exit for
-    the rest.
+    training nothing, is logged once, and is tried again; see :class:`trainbus.observe.webhook.Webhook`. At its end the run
+    waits for the last alert, at most ``end_timeout`` seconds. After an exception it waits for a second, and the program's
+    exit for the rest.
 
     Args:
         to: URL of the webhook, or ``"$NAME"`` for that in an environment variable. Logs and records show only its host.
@@ -124,7 +126,7 @@ class AlertHook(CopiedAnew, Hook):
         self._webhook: Webhook | None = None
         self._metrics: dict[str, Mapping[str, float]] = {}
         self._sent: dict[str, float] = {}
-        self._lanes: dict[str, observe.LaneCosts] = {}
+        self._lanes: dict[str, LaneCosts] = {}
         self._wall = 0.0
         self._held_back: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -208,7 +210,7 @@ class AlertHook(CopiedAnew, Hook):
                         self._alert("full_lane", message, now.epoch, now.iter)
                 case events.RanksMeasured(progress=now, ranks=ranks):
                     if (slow := ranks.straggler) is not None:
-                        message = f"the others wait for rank {slow.rank} ({slow.host}): {observe.slow_at(slow)}"
+                        message = f"the others wait for rank {slow.rank} ({slow.host}): {slow_at(slow)}"
                         self._alert("slow_rank", message, now.epoch, now.iter)
                 case events.AfterRun():
                     self._tell_end(event, wait=self.end_timeout)
@@ -222,7 +224,7 @@ class AlertHook(CopiedAnew, Hook):
         if bad:
             self._alert("nan", f"{', '.join(bad)} {where.format(*at)}", *at)
 
-    def _full_lanes(self, costs: observe.Costs) -> list[str]:
+    def _full_lanes(self, costs: Costs) -> list[str]:
         before, wall, found = self._lanes, costs.wall - self._wall, []
         self._lanes, self._wall = {lane.name: lane for lane in costs.lanes}, costs.wall
         for lane in costs.lanes:
@@ -263,7 +265,7 @@ class AlertHook(CopiedAnew, Hook):
             time=time(),
             held_back=held_back,
         )
-        webhook.post(observe.encode_line(msgspec.to_builtins(alert)))
+        webhook.post(encode_line(msgspec.to_builtins(alert)))
 
     def _moves(self) -> int | None:
         return None if self._paused else self._moved or None

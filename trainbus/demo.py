@@ -26,7 +26,7 @@ from trainbus import hooks
 from trainbus.eventloop import Bus, Hook, TrainLoop
 from trainbus.eventloop.errors import cannot_import
 from trainbus.eventloop.terminal import cell
-from trainbus.observe import last_lines
+from trainbus.observe import RunRecordHook, last_lines
 
 BATCH: Final = 32
 WRONG: Final = 0.2  # share of the training labels that are replaced by random ones
@@ -143,7 +143,7 @@ def make_bus(optimizer: torch.optim.Optimizer, epochs: int, console: Console) ->
         hooks.LoggerHook(interval=20, writers=writers),
         hooks.ProgressBar(console),
         hooks.CheckpointHook(interval=1, save_best="accuracy", max_keep_ckpts=2),
-        hooks.RunRecordHook(),
+        RunRecordHook(),
         Evidence(console, epochs),
     )
 

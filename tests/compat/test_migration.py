@@ -8,7 +8,8 @@ import pytest
 
 from trainbus import eventloop, hooks
 from trainbus.compat import TABLE
-from trainbus.config import OptionChange, find
+from trainbus.config import OptionChange
+from trainbus.eventloop.registry import find
 
 # Names and options of MMEngine 0.10 (mmengine.hooks.__all__ and its signatures), and CheckInvalidLossHook of its tutorial.
 MMENGINE_HOOKS = {

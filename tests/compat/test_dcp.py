@@ -15,7 +15,7 @@ from trainbus.compat.dcp import from_dcp, to_dcp
 from trainbus.eventloop import Bus, CheckpointError, TrainLoop
 from trainbus.eventloop.checkpoint import load
 
-from ...checkpoint.trees import canonical
+from ..checkpoint.trees import canonical
 
 
 def net() -> nn.Module:

@@ -8,11 +8,12 @@ import anyio
 import pytest
 
 from trainbus.eventloop import Bus, ConfigurationError, Event
-from trainbus.hooks import CheckpointHook, EMAHook, TraceHook
+from trainbus.hooks import CheckpointHook, EMAHook
+from trainbus.observe import TraceHook
 
 from ..failing import fails
+from ..hooks.conftest import batches, make_loop
 from ..observe.traces import Picture
-from .conftest import batches, make_loop
 
 FILE = "trace.json"
 
@@ -136,7 +137,7 @@ def test_a_killed_run_leaves_no_half_file(tmp_path, script):
         import os
         from tests.hooks.conftest import make_loop
         from trainbus.eventloop import Bus
-        from trainbus.hooks import TraceHook
+        from trainbus.observe import TraceHook
         bus = Bus()
         bus.on("after_train_iter", lambda event: os.kill(os.getpid(), 9), once=6)
         make_loop(TraceHook(first=1, iterations=100), bus=bus, work_dir={str(tmp_path / "run")!r}).run()

@@ -12,14 +12,13 @@ import torch
 
 from trainbus.eventloop import Bus, ConfigurationError, Run, RunPreempted
 from trainbus.eventloop.events import CostsMeasured, Progress, RanksMeasured
-from trainbus.eventloop.plain import command_without_secrets
-from trainbus.hooks import AlertHook
-from trainbus.hooks.webhook import Webhook
-from trainbus.observe import Costs, LaneCosts, RankCosts, Straggler, without_secrets
+from trainbus.eventloop.plain import command_without_secrets, without_secrets
+from trainbus.observe import AlertHook, Costs, LaneCosts, RankCosts, Straggler
+from trainbus.observe.webhook import Webhook
 
+from ..hooks.conftest import make_loop
 from ..waiting import until
 from ..webhooks import SECRET, Server
-from .conftest import make_loop
 
 
 @pytest.fixture
@@ -36,7 +35,7 @@ def server():
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("trainbus.hooks.webhook._FIRST_PAUSE", 0.05)
+    monkeypatch.setattr("trainbus.observe.webhook._FIRST_PAUSE", 0.05)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
 
@@ -109,7 +108,7 @@ def test_a_validation_loss_that_is_not_finite_is_told(server):
 
 def test_alerts_of_a_kind_are_held_back_and_counted(server, monkeypatch):
     hook, now = AlertHook(server.url, "nan"), [1000.0]
-    monkeypatch.setattr("trainbus.hooks.alerts.monotonic", lambda: now[0])
+    monkeypatch.setattr("trainbus.observe.alerts.monotonic", lambda: now[0])
 
     def later(run):
         if run.state.counters.iter == 3:

@@ -7,8 +7,8 @@ import pytest
 
 from trainbus import hooks
 from trainbus.compat.mmengine.names import TABLE
+from trainbus.config.defaults import DEFAULT_HOOKS
 from trainbus.eventloop import Priority
-from trainbus.hooks.defaults import DEFAULT_HOOKS
 from trainbus.hooks.smoothing import MEASURED
 
 OURS = {

@@ -10,11 +10,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from trainbus.eventloop import Bus, GlobalBatchSampler, Hook, check_options
 from trainbus.eventloop.plain import HIDDEN
-from trainbus.hooks import CheckpointHook, OptimizerHook, ParamSchedulerHook, RunRecordHook, run_record
-from trainbus.observe import RunFolder, environment
+from trainbus.hooks import CheckpointHook, OptimizerHook, ParamSchedulerHook
+from trainbus.observe import RunFolder, RunRecordHook, environment, run_record
 from trainbus.observe.environment import Process
 
-from .conftest import batches, make_loop, own_loop, small_model
+from ..hooks.conftest import batches, make_loop, own_loop, small_model
 
 
 def settings(folder) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def test_secrets_in_the_configuration_are_not_stored(tmp_path):
 def test_a_resumed_session_has_settings_of_its_own(tmp_path, monkeypatch):
     make_loop(RunRecordHook(), CheckpointHook(interval=1), work_dir=tmp_path, max_epochs=1).run()
     other = msgspec.structs.replace(environment(), process=Process(1, "elsewhere", "", ""))
-    monkeypatch.setattr(run_record.observe, "environment", lambda: other)
+    monkeypatch.setattr(run_record, "environment", lambda: other)
     make_loop(RunRecordHook(), work_dir=tmp_path, max_epochs=2, train_data=batches(2)).run(
         resume=tmp_path / "epoch_1.safetensors"
     )

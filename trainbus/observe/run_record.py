@@ -7,26 +7,29 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, ClassVar
 
-from trainbus import observe
-from trainbus.config import register
 from trainbus.eventloop import Hook, Priority, check_options, get_logger, mount
 from trainbus.eventloop import events as ev
 from trainbus.eventloop.checkpoint import keep_as_old
+from trainbus.eventloop.registry import register
 from trainbus.hooks.copies import CopiedAnew
-from trainbus.hooks.settings import data_settings, settings_of
 from trainbus.hooks.writers.base import RunFacts
 from trainbus.hooks.writers.files import FileWriter, claim
+from trainbus.observe.environment import environment
+from trainbus.observe.record import Begin, Compared, End, Entry, Measured, Resume, Stage, entry_of, fields_of
+from trainbus.observe.run_folder import MANIFEST, RECORD, RunFolderError, encode_line, read_manifest, write_manifest
+from trainbus.observe.settings import data_settings, settings_of
+from trainbus.observe.story import RunSession, RunStory
 
 log = get_logger()
 
 
-def _entry_of(event: Any) -> observe.Entry:
+def _entry_of(event: Any) -> Entry:
     """Return what an event says, at the beginning of a training with the settings of the run."""
     if isinstance(event, ev.BeforeTrainEpoch):
         at = event.progress
-        return observe.Stage(time=time.time(), epoch=at.epoch, iter=at.iter, name="train", settings=data_settings(event.run))
-    entry = observe.entry_of(event)
-    if isinstance(entry, observe.Stage) and (entry.name == "train" or not event.run.training):
+        return Stage(time=time.time(), epoch=at.epoch, iter=at.iter, name="train", settings=data_settings(event.run))
+    entry = entry_of(event)
+    if isinstance(entry, Stage) and (entry.name == "train" or not event.run.training):
         entry.settings = settings_of(event.run, event.progress)
     return entry
 
@@ -52,17 +55,17 @@ class RunRecordHook(CopiedAnew, Hook):
     priority = Priority.LOWEST
     observes = True
     ranks = "rank0"
-    of_run: ClassVar = {"_story": observe.RunStory, "_folder": NoneType, "_announced": NoneType}
+    of_run: ClassVar = {"_story": RunStory, "_folder": NoneType, "_announced": NoneType}
 
     @check_options
     def __init__(self, *, costs: bool = True) -> None:
         # All of it is used on the lane's thread only.
-        self._story = observe.RunStory()
+        self._story = RunStory()
         self._folder: Path | None = None
-        self._lines = FileWriter(observe.RECORD, None)
-        self._due: dict[type[observe.Entry], float] = {}
+        self._lines = FileWriter(RECORD, None)
+        self._due: dict[type[Entry], float] = {}
         self._straggler: tuple[int, str] | None = None
-        self._announced: observe.Begin | None = None  # the run that has begun, until its first stage
+        self._announced: Begin | None = None  # the run that has begun, until its first stage
         self.timing = costs
 
     @mount(
@@ -85,71 +88,71 @@ class RunRecordHook(CopiedAnew, Hook):
         capture=_entry_of,
         on_error="log",
     )
-    def write(self, entry: observe.Entry) -> None:
+    def write(self, entry: Entry) -> None:
         """Write what has happened."""
-        if isinstance(entry, observe.Begin):
+        if isinstance(entry, Begin):
             self._announce(entry)
-        elif self._announced is not None and not isinstance(entry, observe.Resume | observe.Measured | observe.Compared):
+        elif self._announced is not None and not isinstance(entry, Resume | Measured | Compared):
             self._begin(self._announced)  # the run knows now whether it resumes
-        if isinstance(entry, observe.Measured | observe.Compared) and not self._is_due(entry):
+        if isinstance(entry, Measured | Compared) and not self._is_due(entry):
             return
         lines = self._story.add(entry)
         if self._folder is None:
             return
         session = self._story.sessions[-1]
-        if isinstance(entry, observe.End) and (run := self._story.run()) is not None and (costs := run.costs()) is not None:
-            lines.insert(0, observe.Measured(time=entry.time, epoch=session.epoch, iter=session.iter, costs=costs))
+        if isinstance(entry, End) and (run := self._story.run()) is not None and (costs := run.costs()) is not None:
+            lines.insert(0, Measured(time=entry.time, epoch=session.epoch, iter=session.iter, costs=costs))
         for line in lines:
-            self._lines.append(observe.encode_line(observe.fields_of(line)))
+            self._lines.append(encode_line(fields_of(line)))
         if lines:
             self._lines.flush()
         if session.ended is not None:
             self._lines.close()  # the last checkpoint may still be written, and opens it again
         if self._story.changed:
             self._story.changed = False
-            observe.write_manifest(self._folder, self._story.manifest)
+            write_manifest(self._folder, self._story.manifest)
 
     @mount("before_run")
     def claim_files(self, event: ev.BeforeRun) -> None:
         """Raise ConfigurationError if another hook writes the same files."""
         if event.run.work_dir is not None:
-            claim(event.run, self.label, (observe.MANIFEST, observe.RECORD))
+            claim(event.run, self.label, (MANIFEST, RECORD))
 
-    def _announce(self, begin: observe.Begin) -> None:
+    def _announce(self, begin: Begin) -> None:
         self._folder = None
         self._announced = None if begin.work_dir is None else begin
         if self._announced is None:
             log.warning(f"RunRecordHook writes nothing, because the run has no work dir: {begin.advice}")
 
-    def _begin(self, begin: observe.Begin) -> None:
+    def _begin(self, begin: Begin) -> None:
         self._announced = None
         folder = Path(begin.work_dir or "")
-        self._due = {observe.Measured: begin.time + 10, observe.Compared: begin.time + 10}
+        self._due = {Measured: begin.time + 10, Compared: begin.time + 10}
         self._straggler = None
-        session = observe.RunSession(began=begin.time, environment=observe.environment(), world_size=begin.world_size)
+        session = RunSession(began=begin.time, environment=environment(), world_size=begin.world_size)
         self._story.open(session, self._earlier(folder))
-        observe.write_manifest(folder, self._story.manifest)
+        write_manifest(folder, self._story.manifest)
         self._lines.open(RunFacts(begin.name, folder, begin.seed, begin.config))
         self._folder = folder  # after a failure, nothing more is written
 
-    def _is_due(self, entry: observe.Measured | observe.Compared) -> bool:
+    def _is_due(self, entry: Measured | Compared) -> bool:
         """Return True once in a while, and for ranks also if another one holds up the others."""
         if self._folder is None or (session := self._story.sessions[-1]).ended is not None:
             return False
-        slow = entry.ranks.straggler if isinstance(entry, observe.Compared) else None
-        straggler = self._straggler if isinstance(entry, observe.Measured) else None if slow is None else (slow.rank, slow.name)
+        slow = entry.ranks.straggler if isinstance(entry, Compared) else None
+        straggler = self._straggler if isinstance(entry, Measured) else None if slow is None else (slow.rank, slow.name)
         if entry.time < self._due[type(entry)] and straggler == self._straggler:
             return False
         self._due[type(entry)] = entry.time + max(10, (entry.time - session.began) / 100)
         self._straggler = straggler
         return True
 
-    def _earlier(self, folder: Path) -> list[observe.RunSession]:
+    def _earlier(self, folder: Path) -> list[RunSession]:
         """Return the earlier sessions of a resumed run; keep an unreadable file under another name."""
         try:
-            manifest = observe.read_manifest(folder)
-        except observe.RunFolderError as error:
-            kept = keep_as_old(folder / observe.MANIFEST)
+            manifest = read_manifest(folder)
+        except RunFolderError as error:
+            kept = keep_as_old(folder / MANIFEST)
             log.warning("the record of earlier sessions cannot be read and is kept", file=str(kept), error=str(error))
             return []
         return [] if manifest is None else manifest.sessions
