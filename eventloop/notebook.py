@@ -1,4 +1,4 @@
-"""Show objects and progress in a notebook (Jupyter, VS Code, Colab): tables, cards and outputs that update.
+"""Show objects and progress in a notebook: tables, cards and outputs that update.
 
 HTML has its styles inline and inherits colours, so that it reads on light and dark pages. Elsewhere objects are plain text.
 """
@@ -104,7 +104,7 @@ class Output:
     def due(self) -> bool:
         """Return False within a fifth of a second after ``show``.
 
-        Call ``show`` more often only for what stays: Jupyter's server drops what a cell shows beyond 1 MB/s
+        Call ``show`` more often only for what stays: servers of notebooks drop what a cell shows beyond 1 MB/s
         (``iopub_data_rate_limit``).
         """
         return time.monotonic() - self._shown >= _EVERY

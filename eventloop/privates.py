@@ -76,7 +76,7 @@ TORCH: Final = {
     "torch.Tensor._values": ("likewise", _SEEN),
     "torch.Tensor._version": ("checkpoint/overlap.py, training/saves/capture.py: a tensor changed", _SEEN),
     "torch.utils._python_dispatch.TorchDispatchMode": ("offload/collectives.py: refuse collectives", _SEEN),
-    "torch.utils._pytree.tree_map": ("bridges/torchft/buffers.py: replace tensors", _SEEN),
+    "torch.utils._pytree.tree_map": ("bridges/: replace tensors", _SEEN),
     "torch.utils.data._utils.fetch._MapDatasetFetcher": ("training/data.py: errors of a dataset", _SEEN),
     "torch.utils.data._utils.fetch._IterableDatasetFetcher": ("training/data.py: errors of a dataset", _SEEN),
     "loader._get_iterator": ("training/loaders.py, training/worker_signals.py: workers start here", _SEEN),
@@ -101,10 +101,6 @@ SCALER: Final[Names] = {
     "scaler._per_optimizer_states": ("training/update.py: did the gradients overflow?", _SEEN),
 }
 """Looked up when a run begins that has a gradient scaler."""
-_ACCELERATOR: Final[Names] = {
-    "accelerator._custom_objects": ("training/accelerator.py: what register_for_checkpointing() was given", "1.10.0 to 1.15.0"),
-}
-"""Looked up when a run gets an accelerator: ``Run(accelerator=...)`` needs no bridge."""
 OPTIONAL: Final[Names] = {
     "torch._C._cuda_getCurrentRawStream": ("device.py: the stream that makes a scalar; with CUDA only", _SEEN),
     "module._join_config": ("training/distributed/shares.py: a module inside torch's Join", _SEEN),
@@ -112,8 +108,8 @@ OPTIONAL: Final[Names] = {
     "state._metadata": ("checkpoint/wrappers.py: the versions of modules in a state_dict", _SEEN),
     "scheduler._schedulers": ("hooks/schedule.py: SequentialLR and ChainedScheduler", _SEEN),
     "space._np_random": (
-        "training/keep.py: the generator of a space of gymnasium, None until it is used",
-        "gymnasium 1.0 to 1.4",
+        "training/keep.py: the generator of an environment's space, None until it is used",
+        "Gym's interface, 1.0 to 1.4",
     ),
     "lock._is_owned": ("locks.py: whether this thread holds a lock, as threading.Condition asks", "CPython 3.11 to 3.14"),
 }
@@ -147,7 +143,7 @@ READS_SAMPLES: Final[tuple[CodeType, ...]] = (
 READS_NEXT: Final[CodeType] = torch.utils.data._utils.fetch._IterableDatasetFetcher.fetch.__code__
 """Code that reads an iterable dataset."""
 SPACE_GENERATOR: Final = "_np_random"
-"""The attribute in which a space of gymnasium has its generator."""
+"""The attribute in which the space of an environment has its generator."""
 GET_ITERATOR: Final = "_get_iterator"
 """The method in which a DataLoader starts its workers."""
 
@@ -215,10 +211,9 @@ def checks_overflow(optimizer: torch.optim.Optimizer) -> bool:
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
-WRAPPED_AS: Final = {
+WRAPPED_AS: dict[str, str] = {
     "DataParallel": "module",
     "DistributedDataParallel": "module",
-    "DeepSpeedEngine": "module",
     "FullyShardedDataParallel": "_fsdp_wrapped_module",  # torch/distributed/fsdp/_common_utils.py
     "OptimizedModule": "_orig_mod",  # torch.compile's
     "ActivationWrapper": "_checkpoint_wrapped_module",  # torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py
@@ -227,6 +222,12 @@ WRAPPED_AS: Final = {
 
 
 _inner: WeakKeyDictionary[type, str | None] = WeakKeyDictionary()
+
+
+def register_wrapper(kind: str, inner: str) -> None:
+    """Register the name of the module inside a wrapper of another library, by the name of the wrapper's class."""
+    WRAPPED_AS[kind] = inner
+    _inner.clear()
 
 
 def inner_of(kind: type) -> str | None:
@@ -285,13 +286,6 @@ def check_scaler(scaler: torch.amp.GradScaler) -> None:
     """Raise ConfigurationError if :func:`is_overflown` cannot look into a scaler that is enabled."""
     if scaler.is_enabled():
         check_names("torch", "torch", SCALER, scaler=scaler)
-
-
-def custom_objects_of(accelerator: Any) -> list[Any]:
-    """Return the objects that an ``accelerate.Accelerator`` saves beside models and optimizers."""
-    check_names("accelerate", "accelerate", _ACCELERATOR, accelerator=accelerator)
-    found: list[Any] = accelerator._custom_objects
-    return found
 
 
 def default_store() -> Any:

@@ -10,7 +10,7 @@ _INTERVAL = ("interval", "every", "period", "val_interval")
 _EPOCHS, _ITERS = ("max_epochs",), ("max_iters",)
 
 _ELSEWHERE: dict[str, tuple[str, ...]] = {
-    # options: Lightning's, Hugging Face's, Ignite's, Keras's
+    # options
     **dict.fromkeys(("every", "interval", "period", "freq", "frequency", "n", "every_n"), _INTERVAL),
     **dict.fromkeys(("every_n_epochs", "every_n_steps", "every_n_iters", "every_n_train_steps", "save_every"), _INTERVAL),
     **dict.fromkeys(("save_freq", "save_steps", "log_every", "log_every_n_steps", "logging_steps", "log_interval"), _INTERVAL),

@@ -259,6 +259,21 @@ def test_no_module_changes_attributes_of_an_exception_that_may_be_the_users():
         assert "add_note" not in called, name
 
 
+OTHERS = re.compile(
+    r"\b(lightning|ignite|accelerate|hugging ?face|transformers|mmengine|imix|pointrix|ray|torchft|nvrx|nvidia_resiliency_ext"
+    r"|uvicorn|starlette|fastapi|deepspeed|gymnasium|matplotlib|seaborn|torchmetrics|torcheval|tensorboard|wandb|w&b|mlflow"
+    r"|jupyter|celery|keras)\b(?!\.co/docs/safetensors|\"\))",  # the source of the format; the name of a folder
+    re.IGNORECASE,
+)
+"""The libraries of bridges, guests, writers and pages. The engine's own stores are reached by fsspec and s3fs."""
+
+
+@pytest.mark.parametrize("name", sorted(under("trainbus.eventloop")))
+def test_the_engine_names_no_other_library_not_even_in_its_texts(name):
+    lines = MODULES[name].read_text().splitlines()
+    assert [f"{number}: {line}" for number, line in enumerate(lines, 1) if OTHERS.search(line)] == []
+
+
 ENGINE_ALONE = """
 import sys
 

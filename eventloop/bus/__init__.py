@@ -5,7 +5,7 @@ from trainbus.eventloop.bus.describe import BusStats, Description
 from trainbus.eventloop.bus.guests import GuestHook, GuestKind, register_guests
 from trainbus.eventloop.bus.handler import HandlerOptions, StreamOptions
 from trainbus.eventloop.bus.hook import Hook, mount
-from trainbus.eventloop.bus.hosts import HostKind, register_host
+from trainbus.eventloop.bus.hosts import HostKind, leader_of, register_host
 from trainbus.eventloop.bus.priority import Priority
 from trainbus.eventloop.bus.stream import Stream
 from trainbus.eventloop.bus.subscription import Stats, Subscription
@@ -26,6 +26,7 @@ __all__ = [
     "StreamOptions",
     "Subscription",
     "Watch",
+    "leader_of",
     "mark_ranges",
     "mount",
     "register_guests",

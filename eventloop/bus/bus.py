@@ -228,9 +228,8 @@ class Bus(TypedOn, Streams):
         steps the optimizers, and it saves and resumes, with the state of the bus in its own checkpoints.
 
         Args:
-            trainer: a ``lightning.Trainer``, a ``transformers.Trainer`` (or a subclass, such as TRL's), or an
-                ``ignite.engine.Engine``. For Accelerate, write your loop around ``Run(bus, accelerator=accelerator, ...)``.
-            **options: options of the bridge, such as those of :class:`trainbus.bridges.ignite.IgniteBridge`.
+            trainer: a trainer of a library with a bridge, see :mod:`trainbus.bridges`, or a trainer derived from it.
+            **options: options of the bridge.
 
         Returns:
             The bridge. ``bridge.detach()``, or the end of a block ``with bus.attach(trainer):``, restores the trainer.

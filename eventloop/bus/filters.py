@@ -14,8 +14,7 @@ validation and test as a whole     number of this validation (test) in the run
 all others                         publishes so far; saved with the run
 =================================  ==========================================================
 
-``every=n`` fires at n, 2n, 3n …; with ``after=a`` it counts from there: at a + n, a + 2n … (Ignite's ``every`` with ``after``
-begins at once: a + 1, a + 1 + n …)
+``every=n`` fires at n, 2n, 3n …; with ``after=a`` it counts from there: at a + n, a + 2n … (not at once: a + 1).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from trainbus.eventloop.spelling import did_you_mean
 
 
 class Priority(IntEnum):
-    """Named slots on the scale 0–100; the names and numbers are MMEngine's.
+    """Named slots on the scale 0–100.
 
     A ``priority=`` takes a member, its name in any case (``"above_normal"``), or an integer from 0 to 100.
     """

@@ -28,7 +28,7 @@ _LOOK: Final = 0.2
 class Stream(Generic[T_co]):
     """The events of a subscription, in the order in which they were published. Made by ``bus.stream(...)``.
 
-    It ends when the bus closes, or when a web server of this process (uvicorn) begins to shut down, after the events that were
+    It ends when the bus closes, or when a web server of this process begins to shut down, after the events that were
     published before. ``await stream.aclose()`` or ``async with stream:`` cancels the subscription at once; after a ``break``,
     garbage collection of the stream does.
     """

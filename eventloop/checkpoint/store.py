@@ -60,7 +60,7 @@ def as_path(location: AsPath) -> AnyPath:
     if isinstance(location, Path):
         return Path(os.path.expanduser(location))  # noqa: PTH111 - Path.expanduser() raises for an unknown user
     text = os.path.expanduser(os.fspath(location))  # noqa: PTH111
-    if re.match(r"file:/(?!/)", text, re.IGNORECASE):  # a URL that Lightning has normalised; it decodes nothing
+    if re.match(r"file:/(?!/)", text, re.IGNORECASE):  # a URL that another program has normalised; it decodes nothing
         return Path(text[len("file:") :])
     if not _URL.match(text):
         return Path(text)

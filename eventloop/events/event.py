@@ -44,7 +44,7 @@ Counter = Literal["iter", "epoch", "update", "batch", "validation", "publish"]
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """A snapshot of how far a run has come, made once per iteration. All counts are 0-based, like MMEngine's.
+    """A snapshot of how far a run has come, made once per iteration. All counts are 0-based.
 
     ``iter`` counts micro-batches, ``update`` optimizer steps (without those that the gradient scaler skipped; where several
     optimizers step, those of the one with the most steps in the iteration), ``batch_idx`` batches within the epoch or

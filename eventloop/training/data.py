@@ -474,7 +474,7 @@ class Feeds:
 
 
 def _passes_made(loader: Iterable[Any]) -> int | None:
-    """Return the number of passes that an Accelerate loader has counted, which sets its next order; None for others."""
+    """Return the number of passes that a wrapped loader has counted, which sets its next order; None for others."""
     return getattr(loader, "iteration", None) if hasattr(loader, "base_dataloader") else None
 
 
@@ -519,7 +519,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 @cache
 def _takes_non_blocking(kind: type) -> bool:
-    """Return True if the ``.to()`` of a class has ``non_blocking=``, as torch's and Transformers' have."""
+    """Return True if the ``.to()`` of a class has ``non_blocking=``, as torch's have."""
     try:
         parameters = inspect.signature(kind.to).parameters.values()  # type: ignore[attr-defined]  # or it is an instance's own
     except (AttributeError, TypeError, ValueError):

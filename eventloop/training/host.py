@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.log import get_logger
-from trainbus.eventloop.training.accelerator import register
 from trainbus.eventloop.training.agree import Agreement, Alone
 from trainbus.eventloop.training.distributed.ranks import join_ranks
 from trainbus.eventloop.training.driver import watch_steps
@@ -88,13 +87,32 @@ class Host(Protocol):
         """Prepare a training; inside, ``before_train`` is published."""
 
 
+class Accelerator(Protocol):
+    """What a run asks of the library that has prepared the loop around it: ``Run(accelerator=...)``."""
+
+    @property
+    def window_open(self) -> bool:
+        """True inside an accumulation window, before its step."""
+
+    @property
+    def accumulation(self) -> int:
+        """Iterations per optimizer step."""
+
+    @property
+    def precision(self) -> str | None:
+        """The mixed precision, if any."""
+
+    def join(self, run: Any, restore: Restore) -> None:
+        """Save the state of a run with the library's own checkpoints, and restore it from them."""
+
+
 class OwnLoop:
     """The host of a loop of one's own: its ranks agree by collectives, and trainbus writes its checkpoints.
 
     Args:
         resume: the checkpoint to resume from; see :class:`~trainbus.eventloop.Run`.
         strict: False loads only the matching part of a checkpoint of another model or optimizer.
-        accelerator: the ``accelerate.Accelerator``, if any. Its loop saves into the work dir itself.
+        accelerator: what speaks for the library that has prepared the loop, if any. That saves into the work dir itself.
         replicas: the replica groups that the run is one of, if any.
         update_steps: True if an update on the bus steps the optimizers.
         chooses_folder: True if a training that begins or resumes by ``"auto"`` chooses its folder.
@@ -110,7 +128,7 @@ class OwnLoop:
         *,
         resume: str | Path | None = None,
         strict: bool = True,
-        accelerator: Any = None,
+        accelerator: Accelerator | None = None,
         replicas: Replicas | None = None,
         update_steps: bool = False,
         chooses_folder: bool = True,
@@ -135,7 +153,7 @@ class OwnLoop:
         self.saver = Capture(run)
         self.restore = Restore(run, self._resume, strict=self._strict)
         if self.accelerator is not None:
-            register(self.accelerator, run, self.restore)
+            self.accelerator.join(run, self.restore)
 
     def stay(self) -> None:
         """Use the work dir as it is: somebody else has made it for this run, and finds its files there."""
@@ -193,7 +211,7 @@ class OwnLoop:
         """True inside an accumulation window of ``run.train(accumulate=)``, the accelerator or the bus's update."""
         if self._drive.window_open:
             return True
-        if self.accelerator is not None and not self.accelerator.sync_gradients:
+        if self.accelerator is not None and self.accelerator.window_open:
             return True
         return any(hook.window_open for hook in self._run.bus.hooks if isinstance(hook, Update))
 
@@ -203,7 +221,7 @@ class OwnLoop:
         if self._drive.accumulate > 1:
             return int(self._drive.accumulate)
         if self.accelerator is not None:
-            return int(self.accelerator.gradient_accumulation_steps)
+            return self.accelerator.accumulation
         return next((hook.accumulate for hook in self._run.bus.hooks if isinstance(hook, Update)), None)
 
     @property

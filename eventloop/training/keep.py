@@ -36,8 +36,8 @@ _NUMBERS: Final = "biufc"
 _Taken = dict[Hashable, tuple[Any, Any, Any]]
 """By place in memory: each value that was restored, its saved state, and what it has become."""
 _KINDS: Final = (
-    "plain values, tensors, arrays, lists and dicts of them, generators of random numbers, environments of gymnasium, and "
-    "objects with state_dict() and load_state_dict()"
+    "plain values, tensors, arrays, lists and dicts of them, generators of random numbers, environments with reset() and "
+    "step(), and objects with state_dict() and load_state_dict()"
 )
 
 
@@ -158,7 +158,7 @@ def _takes_state(value: Any) -> bool:
 
 
 def _is_environment(value: Any) -> bool:
-    """Return True for environments of gymnasium (and gym), their wrappers and vectors."""
+    """Return True for environments, their wrappers and vectors."""
     return all(hasattr(value, name) for name in ("reset", "step", "action_space"))
 
 
@@ -304,7 +304,7 @@ def _own(saved: Any) -> Any:
 
 
 class _Environment:
-    """An environment of gymnasium: the attributes of its wrappers and of itself that are values, and their generators."""
+    """An environment: the attributes of its wrappers and of itself that are values, and their generators."""
 
     def __init__(self, environment: Any, path: str) -> None:
         self._environment = environment

@@ -1,6 +1,6 @@
 """Loaders: restore state that ``state_dict`` lacks (generators, workers, number of passes), and skip batches after a resume.
 
-Accelerate's loaders hold a DataLoader as ``base_dataloader`` and fake its class.
+The loaders of libraries that prepare a loop hold a DataLoader as ``base_dataloader`` and fake its class.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def start_persistent_workers(loader: Iterable[Any]) -> None:
 
 
 def has_state(loader: Iterable[Any]) -> bool:
-    """Return True if the loader (inside Accelerate's wrapper, if any) has ``state_dict`` and ``load_state_dict``."""
+    """Return True if the loader (inside its wrapper, if any) has ``state_dict`` and ``load_state_dict``."""
     return all(callable(getattr(_held(loader), name, None)) for name in ("state_dict", "load_state_dict"))
 
 

@@ -75,7 +75,7 @@ class TrainLoop:
         val_step: ``val_step(model, batch)`` returns a mapping with the entries that the metrics need; its scalars are
             averaged. ``step`` by default.
         test_step: like ``val_step``, and ``val_step`` by default.
-        metrics: name → metric with ``update``, ``compute`` and ``reset``, like those of torchmetrics.
+        metrics: name → metric with ``update``, ``compute`` and ``reset``, such as those of many libraries.
         bus: the bus with the hooks. The loop adds an optimizer update (``trainbus.hooks.OptimizerHook``) if the bus has none.
         max_epochs: epochs to train, or else
         max_iters: iterations to train (iteration-based training: one long epoch).

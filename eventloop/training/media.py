@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
 import torch
 
+Pixels = np.ndarray[Any, Any]
+
 MOST_TEXT: Final = 65_536  # characters of a text; the rest is cut off
-_MOST_BINS: Final = 512  # W&B takes no more
+_MOST_BINS: Final = 512  # some services take no more
 
 
 def check_image(name: str, image: Any) -> None:
@@ -65,24 +66,20 @@ def checked_text(name: str, text: Any) -> str:
     return text if len(text) <= MOST_TEXT else f"{text[:MOST_TEXT]}… ({len(text) - MOST_TEXT:,} more characters)"
 
 
-def drawn(name: str, figure: Any) -> np.ndarray[Any, Any]:
-    """Return the pixels of a figure of matplotlib, height × width × RGBA; raise TypeError for another object."""
-    library: Any = sys.modules.get("matplotlib.figure")  # a figure's library is imported
-    found = figure
-    while library is not None and not isinstance(found, library.Figure):
-        inner = getattr(found, "figure", None)  # of axes, of a part of a figure, of a grid of seaborn
-        if inner is None or inner is found:
-            break
-        found = inner
-    if library is None or not isinstance(found, library.Figure):
+_figures: dict[str, Callable[[Any], Pixels | None]] = {}
+
+
+def register_figures(library: str, draw: Callable[[Any], Pixels | None]) -> None:
+    """Register what draws the figures of a library: it returns pixels (height × width × RGBA), or None for another object."""
+    _figures[library] = draw
+
+
+def drawn(name: str, figure: Any) -> Pixels:
+    """Return the pixels of a figure, height × width × RGBA; raise TypeError for an object that nothing here can draw."""
+    found = next((pixels for draw in _figures.values() if (pixels := draw(figure)) is not None), None)
+    if found is None:
         raise TypeError(
-            f"figure {name!r}: give a figure of matplotlib or its axes, not {figure!r}; report the picture of another library "
-            "with run.report_image(name, array)"
+            f"figure {name!r}: give a figure of {' or '.join(_figures)}, or its axes, not {figure!r}; report the picture of "
+            "another library with run.report_image(name, array)"
         )
-    shown = found.canvas  # perhaps of a window or a notebook
-    try:
-        canvas = import_module("matplotlib.backends.backend_agg").FigureCanvasAgg(found)
-        canvas.draw()
-        return np.array(canvas.buffer_rgba())
-    finally:
-        found.set_canvas(shown)
+    return found

@@ -1,4 +1,4 @@
-"""Compute the metrics of a validation: torchmetrics-like objects, and means of scalar outputs."""
+"""Compute the metrics of a validation: objects with ``update``, ``compute`` and ``reset``, and means of scalar outputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ log = get_logger()
 
 
 class Metric(Protocol):
-    """The protocol of a metric: the methods of torchmetrics."""
+    """The protocol of a metric."""
 
     @property
     def update(self) -> Any:
@@ -44,9 +44,7 @@ _Sums = tuple[dict[str, tuple[float, float]], set[str]]
 WEIGHT: Final = "batch_size"
 """The output with the weight of a batch in the means of a validation."""
 
-ONE_NUMBER: Final = (
-    "Give it an average, or let compute() return a mapping of names to numbers, as torchmetrics' ClasswiseWrapper does"
-)
+ONE_NUMBER: Final = "Give it an average, or let compute() return a mapping of names to numbers"
 """Advice for a metric whose value is not a single number."""
 
 NamedMetrics = Annotated[
@@ -62,8 +60,8 @@ class Metrics:
     metric (except ``loss``). A tensor with one element is a scalar, unless its name had another number of elements before: then
     it comes from the smaller last batch.
 
-    With several ranks, means cover the samples of all ranks, each once. A torchmetrics metric syncs itself. A metric with
-    ``merge_state(others)`` (torcheval's protocol) is merged from pickled copies. Any other metric covers rank 0 only, with a
+    With several ranks, means cover the samples of all ranks, each once. A metric with ``sync_on_compute``
+    syncs itself. One with ``merge_state(others)`` is merged from pickled copies. Any other metric covers rank 0 only, with a
     warning; all metrics of a run share the names already warned about (``warned``).
     """
 
@@ -89,7 +87,7 @@ class Metrics:
         """Reset all metrics, and move those with ``.to()`` to the device."""
         self._sums, self._empty, self._unsized = {}, True, 0
         for name, metric in self._metrics.items():
-            _call(name, getattr(metric, "increment", metric.reset))  # a tracker of torchmetrics keeps one state for each
+            _call(name, getattr(metric, "increment", metric.reset))  # a tracker keeps one state for each
             if self._device is not None and callable(move := getattr(metric, "to", None)):
                 move(self._device)
 
@@ -240,7 +238,7 @@ def missing_metric(subject: str, metric: str, metrics: Mapping[str, Any], what: 
 def _parameters(name: str, metric: Metric) -> tuple[dict[str, bool] | None, list[str]]:
     """Map the parameters of ``metric.update`` to whether each is required, and list those to give by position.
 
-    An ``update(*args, **kwargs)`` passes them on to the metrics that the metric holds, as the wrappers of torchmetrics do. They
+    An ``update(*args, **kwargs)`` passes them on to the metrics that the metric holds, as wrappers of metrics do. They
     are given by position if all of these agree on it, because some wrappers transform ``args`` only. None is any keyword.
     """
     lacking = [method for method in ("update", "compute", "reset") if not callable(getattr(metric, method, None))]

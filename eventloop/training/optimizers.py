@@ -21,7 +21,7 @@ _seen: WeakKeyDictionary[torch.optim.Optimizer, dict[str, Any]] = WeakKeyDiction
 def stepping(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return the optimizer that calls torch's step hooks: the inner one of a wrapper that skips ``Optimizer.__init__``.
 
-    Accelerate's ``AcceleratedOptimizer`` and torchft's ``OptimizerWrapper`` are such wrappers.
+    Libraries that prepare optimizers wrap them so.
     """
     inner: torch.optim.Optimizer | None = optimizer
     while inner is not None and not _has_step_hooks(inner):

@@ -1,4 +1,4 @@
-"""Replica groups: copies of one training that die and come back one by one, led by a manager such as torchft's.
+"""Replica groups: copies of one training that die and come back one by one, led by a manager.
 
 Each group is a run of its own. An iteration is one step of the manager: if the manager does not commit it, the same batch
 comes again, and nothing is published or counted. A group that comes back takes over the state of one that went on.
@@ -12,8 +12,6 @@ from typing import Any, Final, Protocol
 import numpy as np
 import torch
 
-from trainbus.eventloop.builtin import kind_of, load_object
-from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.training.loaders import start_persistent_workers
 from trainbus.eventloop.training.rng import own_generators, random_states, reseed
@@ -49,24 +47,6 @@ class Replicas(Protocol):
 
         ``complete`` is False if its body was left early.
         """
-
-
-_kinds: dict[str, str] = {}
-
-
-def register_replicas(base: str, bridge: str) -> None:
-    """Register the bridge (``module:attribute``) for managers whose class, or a base of it, has the full name ``base``."""
-    _kinds[base] = bridge
-
-
-def replicas_of(manager: object) -> Replicas:
-    """Return the bridge of a manager; ConfigurationError for an object of another kind."""
-    bridge = kind_of(type(manager), _kinds)
-    if bridge is None:
-        kind = type(manager)
-        raise ConfigurationError(f"replicas={kind.__module__}.{kind.__qualname__}: give a torchft.Manager")
-    found: Replicas = load_object(bridge).of(manager)
-    return found
 
 
 _PASS: Final = 0

@@ -263,7 +263,7 @@ def _seeded_in(data: Any) -> Iterator[SeededDataset]:
 def set_sampler_epoch(loader: Iterable[Any] | None, epoch: int) -> None:
     """Call ``set_epoch(epoch)`` on the first object that has it.
 
-    The order: the loader itself (Accelerate's), its ``sampler``, its ``batch_sampler``'s sampler, its ``batch_sampler``.
+    The order: the loader itself, its ``sampler``, its ``batch_sampler``'s sampler, its ``batch_sampler``.
     """
     batch_sampler = getattr(loader, "batch_sampler", None)
     for sampler in (loader, getattr(loader, "sampler", None), getattr(batch_sampler, "sampler", None), batch_sampler):

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from trainbus.eventloop import events as ev
-from trainbus.eventloop.bus import Bus
+from trainbus.eventloop.bus import Bus, leader_of
 from trainbus.eventloop.bus.routes import TimestampRoute
 from trainbus.eventloop.checkpoint import AnyPath, Busy, Staging, as_path, unwrapped
 from trainbus.eventloop.checks import check_options
@@ -40,14 +40,14 @@ from trainbus.eventloop.training.data import Feeds
 from trainbus.eventloop.training.distributed.ranks import this_rank, world_size
 from trainbus.eventloop.training.driver import Driver
 from trainbus.eventloop.training.facts import carded, described, facts
-from trainbus.eventloop.training.host import Host, OwnLoop
+from trainbus.eventloop.training.host import Accelerator, Host, OwnLoop
 from trainbus.eventloop.training.iterators import Epochs, EvaluationBatches, OpenLoops, TrainBatches
 from trainbus.eventloop.training.keep import KEPT, KeptValues
 from trainbus.eventloop.training.machine import ITERATION, Counters
 from trainbus.eventloop.training.media import check_image, check_values, checked_text, drawn
 from trainbus.eventloop.training.metrics import NamedMetrics
 from trainbus.eventloop.training.optimizers import by_path, options_given, selected, stepping
-from trainbus.eventloop.training.replicas import replicas_of
+from trainbus.eventloop.training.replicas import Replicas
 from trainbus.eventloop.training.rng import checked_seed
 from trainbus.eventloop.training.saves.best import Best, best_of
 from trainbus.eventloop.training.saves.requests import OnError, SaveRequest, Saves
@@ -94,11 +94,11 @@ class Run:
         name: name of the experiment; by default the name of the work dir.
         config: your configuration, for the record (see ``RuntimeInfoHook``).
         counters: counts of an earlier run to continue.
-        replicas: the ``torchft.Manager`` of the replica groups that train together; see the guide "torchft". Each iteration is
-            one step of the manager. It needs ``seed=``. A work dir is continued, as by ``resume="auto"``.
-        accelerator: the ``accelerate.Accelerator`` that prepared model, optimizer and loaders. Saves and stops wait for the
-            step of ``accelerator.accumulate()``. The checkpoints of ``accelerator.save_state()`` hold the run as well, and
-            ``accelerator.load_state()``, before training begins, continues it; do not skip batches yourself.
+        replicas: the manager of the replica groups that train together (see :mod:`trainbus.bridges`). Each iteration is one
+            step of the manager. It needs ``seed=``. A work dir is continued, as by ``resume="auto"``.
+        accelerator: the object of a library that prepared model, optimizer and loaders (see :mod:`trainbus.bridges`). Saves and
+            stops wait for the step of its ``accumulate()``. Its own checkpoints hold the run as well, and loading one, before
+            training begins, continues it; do not skip batches yourself.
         host: where the run lives (:class:`~trainbus.eventloop.training.Host`): a bridge gives the one of its trainer. By
             default your own loop, with the arguments ``resume``, ``strict``, ``accelerator`` and ``replicas``.
 
@@ -133,8 +133,8 @@ class Run:
             )
         if accelerator is not None and replicas is not None:
             raise ConfigurationError(
-                "accelerator= and replicas= do not go together: both the Accelerator and the manager would average gradients "
-                "and decide about steps; leave Accelerate out, and wrap the model in torchft's DistributedDataParallel"
+                "accelerator= and replicas= do not go together: both would average gradients and decide about steps; leave "
+                "the accelerator out, and wrap the model as the library of the manager says"
             )
         self.bus = bus if bus is not None else Bus()
         self.wants = self.bus.route_of
@@ -156,8 +156,9 @@ class Run:
         self.config = config or {}
         self.counters = counters or Counters()
         self.counters.rename(self.name)
-        groups = None if replicas is None else replicas_of(replicas)
-        self.host: Host = host or OwnLoop(resume=resume, strict=strict, accelerator=accelerator, replicas=groups)
+        groups: Replicas | None = None if replicas is None else leader_of("replicas", replicas)
+        prepared: Accelerator | None = None if accelerator is None else leader_of("accelerator", accelerator)
+        self.host: Host = host or OwnLoop(resume=resume, strict=strict, accelerator=prepared, replicas=groups)
         if assigned is not None and isinstance(self.host, OwnLoop):
             self.host.stay()
         self.state = RunState(self.counters, self.optimizers, self.stateful, self.bus, self.host)
@@ -176,8 +177,8 @@ class Run:
         """What :meth:`keep` keeps."""
         self.foreign_averages: Collection[str] = ()
         """Names of the parts of another trainer that average the weights, too; empty in your own loop."""
-        mixed = getattr(accelerator, "mixed_precision", "no")
-        self.foreign_settings: Mapping[str, Any] = {} if mixed in ("no", None) else {"precision": str(mixed)}
+        mixed = prepared and prepared.precision
+        self.foreign_settings: Mapping[str, Any] = {"precision": mixed} if mixed else {}
         """Settings that another trainer or the ``accelerator`` has, for the record: ``precision``, ``schedule``."""
         self.resumed_from: AnyPath | None = None
         self.options = options_given(self.optimizers, seed)
@@ -201,7 +202,7 @@ class Run:
 
     @property
     def unwrapped_model(self) -> torch.nn.Module:
-        """The model without the wrappers of DDP, FSDP, ``DataParallel``, ``torch.compile``, DeepSpeed and Accelerate."""
+        """The model without the wrappers of DDP, FSDP, ``DataParallel``, ``torch.compile`` and other libraries."""
         model: torch.nn.Module = unwrapped(self.model)
         return model
 
@@ -308,8 +309,9 @@ class Run:
 
         - generators of random numbers: ``torch.Generator``, NumPy's ``Generator`` and ``RandomState``, ``random.Random``;
         - objects with ``state_dict`` and ``load_state_dict``;
-        - environments of gymnasium, their wrappers and ``SyncVectorEnv``: the attributes that are values, in the middle of an
-          episode, too, and their generators. The log names attributes that are no values.
+        - environments (``reset``, ``step``, ``action_space``), their wrappers, and vectors of them in this process: the
+          attributes that are values, in the middle of an episode, too, and their generators. The log names attributes that are
+          no values.
 
         With several processes, a checkpoint holds the values of rank 0.
 
@@ -462,7 +464,7 @@ class Run:
 
         Args:
             name: a name such as ``"samples"``; writers prefix it with the stage.
-            text: plain text; TensorBoard reads it as Markdown.
+            text: plain text; some writers read it as Markdown.
 
         Raises:
             TypeError: ``text`` is not a text.
@@ -472,17 +474,17 @@ class Run:
             self.publish(ev.TextReported, name=name, text=checked_text(name, text))
 
     def report_figure(self, name: str, figure: Any) -> None:
-        """Draw a figure of matplotlib, and publish it as ``image_reported``. It is drawn if a writer takes images.
+        """Draw a figure, and publish it as ``image_reported``. It is drawn if a writer takes images.
 
-        The calling thread draws, because matplotlib is not thread-safe: 50 to 200 ms for one pair of axes, more for several.
-        The figure stays open and unchanged; ``plt.close(figure)`` frees its memory.
+        The calling thread draws, because plots are not thread-safe: 50 to 200 ms for one pair of axes, more for several. The
+        figure stays open and unchanged; closing it frees its memory.
 
         Args:
             name: a name such as ``"confusion"``; writers prefix it with the stage.
-            figure: a ``matplotlib.figure.Figure``, or an object with one, such as axes or a grid of seaborn.
+            figure: a figure of a library that :mod:`trainbus.bridges` draws, or an object with one, such as axes.
 
         Raises:
-            TypeError: ``figure`` is not a figure of matplotlib.
+            TypeError: nothing here can draw ``figure``.
         """
         self.state.check_open("run.report_figure()")
         if self.bus.wants(ev.ImageReported):

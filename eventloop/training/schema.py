@@ -79,7 +79,7 @@ class SavedLoader(Struct, kw_only=True):
     generators: list[Any]
     """states of the generators that the loader and its samplers own"""
     counted: int | None = None
-    """passes that an Accelerate loader has counted"""
+    """passes that a wrapped loader has counted"""
 
 
 class SavedPosition(SavedLoader, kw_only=True):

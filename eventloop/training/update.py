@@ -142,7 +142,7 @@ class Update(Hook):
             autocast.__exit__(None, None, None)
 
     def before_train_iter(self, event: ev.BeforeTrainIter) -> None:
-        """Zero the gradients when a window begins; torchft starts its quorum there, before the forward pass."""
+        """Zero the gradients when a window begins; managers of replicas begin their step there, before the forward pass."""
         if self._count:
             return
         if not self._begun:  # not before: a resumed run may begin with a validation

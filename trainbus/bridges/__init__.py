@@ -7,10 +7,12 @@ folder here, whose modules are imported when such a trainer is attached.
 from trainbus.bridges.bridge import Bridge, attach
 from trainbus.bridges.hosted import TrainerHost
 from trainbus.bridges.lightning.saver import TrainbusCheckpointIO
+from trainbus.bridges.matplotlib import draw
 from trainbus.bridges.uvicorn import shuts_down
 from trainbus.eventloop.bus import HostKind, register_host
 from trainbus.eventloop.offload import register_server
-from trainbus.eventloop.training.replicas import register_replicas
+from trainbus.eventloop.privates import register_wrapper
+from trainbus.eventloop.training.media import register_figures
 
 __all__ = ["Bridge", "TrainbusCheckpointIO", "TrainerHost", "attach"]
 
@@ -20,7 +22,20 @@ register_host(
     HostKind("pytorch_lightning.trainer.trainer.Trainer", _LIGHTNING, "lightning.Trainer"),
     HostKind("transformers.trainer.Trainer", "trainbus.bridges.transformers.host:TransformersBridge", "transformers.Trainer"),
     HostKind("ignite.engine.engine.Engine", "trainbus.bridges.ignite.host:IgniteBridge", "ignite.engine.Engine"),
-    HostKind("accelerate.accelerator.Accelerator", "trainbus.bridges.accelerate.host:AcceleratorSaves", loops=False),
+    HostKind(
+        "accelerate.accelerator.Accelerator",
+        "trainbus.bridges.accelerate.host:AcceleratorSaves",
+        "accelerate.Accelerator",
+        option="accelerator",
+        leads="trainbus.bridges.accelerate.entry:AcceleratedLoop",
+    ),
+    HostKind(
+        "torchft.manager.Manager",
+        name="torchft.Manager",
+        option="replicas",
+        leads="trainbus.bridges.torchft.host:ManagedReplicas",
+    ),
 )
-register_replicas("torchft.manager.Manager", "trainbus.bridges.torchft.host:ManagedReplicas")
 register_server(shuts_down)
+register_figures("matplotlib", draw)
+register_wrapper("DeepSpeedEngine", "module")

@@ -99,9 +99,8 @@ def check_even(ranks: Ranks, models: Iterable[torch.nn.Module], length: int | No
     unknown = None in lengths.values()
     if joined and (unknown or len(lengths) > 1):
         raise TrainingError(
-            "a run inside torch's Join (Accelerate's join_uneven_inputs) needs equal numbers of batches on all ranks, because "
-            f"they meet at the end of each epoch; they have {numbers}. Give the DataLoader a DistributedSampler (Accelerate: "
-            "even_batches=True), or Join enable=False"
+            "a run inside torch's Join needs equal numbers of batches on all ranks, because they meet at the end of each "
+            f"epoch; they have {numbers}. Give the DataLoader a DistributedSampler, or Join enable=False"
         )
     if len(lengths) > 1 and not unknown:
         log.warning(

@@ -1,4 +1,4 @@
-"""The undocumented names of Accelerate that this bridge uses. None of them begins with an underscore."""
+"""The undocumented names of Accelerate that this bridge uses."""
 
 from __future__ import annotations
 
@@ -18,3 +18,15 @@ NAMES: Final[Names] = {
 def check(accelerator: Any) -> None:
     """Raise ConfigurationError if the installed version lacks a name."""
     check_names("accelerate", "accelerate", NAMES, accelerator=accelerator)
+
+
+_ENTRY: Final[Names] = {
+    "accelerator._custom_objects": ("entry.py: what register_for_checkpointing() was given", "1.10.0 to 1.15.0"),
+}
+
+
+def custom_objects_of(accelerator: Any) -> list[Any]:
+    """Return the objects that an ``accelerate.Accelerator`` saves beside models and optimizers."""
+    check_names("accelerate", "accelerate", _ENTRY, accelerator=accelerator)
+    found: list[Any] = accelerator._custom_objects
+    return found

@@ -1,15 +1,15 @@
-"""Save the state of a run with ``accelerator.save_state()`` of Accelerate."""
+"""``Run(accelerator=...)``: the state of a run is saved with ``accelerator.save_state()``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from trainbus.eventloop.errors import CheckpointError, ConfigurationError
+from trainbus.bridges.accelerate.privates import custom_objects_of
+from trainbus.eventloop.errors import CheckpointError
 from trainbus.eventloop.log import get_logger
-from trainbus.eventloop.privates import custom_objects_of
 from trainbus.eventloop.training.machine import ITERATION
 from trainbus.eventloop.training.saves.contents import flat, gather_weights
 from trainbus.eventloop.training.saves.restore import HOSTED, Restore
@@ -18,20 +18,42 @@ from trainbus.eventloop.training.schema import how_far
 log = get_logger()
 
 
-def register(accelerator: Any, run: Any, restore: Restore) -> None:
-    """Add the state of a run to the checkpoints of an accelerator, replacing the state of its last run.
+class AcceleratedLoop:
+    """What a run asks of its ``accelerate.Accelerator``."""
 
-    Raises:
-        ConfigurationError: the object is not an ``accelerate.Accelerator``.
-    """
-    if not (callable(getattr(accelerator, "register_for_checkpointing", None)) and hasattr(accelerator, "sync_gradients")):
-        raise ConfigurationError(f"accelerator={accelerator!r}: give an accelerate.Accelerator")
-    # In the accelerator and not in a table of ours: a copy of it has a copy of the entry.
-    entry = next((one for one in custom_objects_of(accelerator) if isinstance(one, AcceleratorEntry)), None)
-    if entry is None:  # once, because Accelerate loads only folders with as many objects as are registered
-        entry = AcceleratorEntry()
-        accelerator.register_for_checkpointing(entry)
-    entry.run, entry.restore = run, restore
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    @classmethod
+    def of(cls, accelerator: Any) -> Self:
+        """Return it for an accelerator."""
+        return cls(accelerator)
+
+    @property
+    def window_open(self) -> bool:
+        """True inside a window of ``accelerator.accumulate()``, before its step."""
+        return not self._accelerator.sync_gradients
+
+    @property
+    def accumulation(self) -> int:
+        """Iterations per optimizer step."""
+        return int(self._accelerator.gradient_accumulation_steps)
+
+    @property
+    def precision(self) -> str | None:
+        """Its mixed precision, if any."""
+        mixed = self._accelerator.mixed_precision
+        return None if mixed in ("no", None) else str(mixed)
+
+    def join(self, run: Any, restore: Restore) -> None:
+        """Add the state of a run to the checkpoints of the accelerator, replacing the state of its last run."""
+        # In the accelerator and not in a table of ours: a copy of it has a copy of the entry.
+        known = custom_objects_of(self._accelerator)
+        entry = next((one for one in known if isinstance(one, AcceleratorEntry)), None)
+        if entry is None:  # once, because Accelerate loads only folders with as many objects as are registered
+            entry = AcceleratorEntry()
+            self._accelerator.register_for_checkpointing(entry)
+        entry.run, entry.restore = run, restore
 
 
 class AcceleratorEntry:
