@@ -47,8 +47,8 @@ from trainbus.eventloop.training.limits import limited, limited_to
 from trainbus.eventloop.training.loaders import has_one_pass
 from trainbus.eventloop.training.machine import Counters
 from trainbus.eventloop.training.metrics import Metrics, NamedMetrics
+from trainbus.eventloop.training.preflight import look
 from trainbus.eventloop.training.run import Run
-from trainbus.eventloop.training.sanity import check_needs, explained, look
 from trainbus.eventloop.training.saves.best import Best, best_of
 from trainbus.eventloop.training.state import ValidationPlan
 from trainbus.eventloop.training.update import Update
@@ -85,7 +85,7 @@ class TrainLoop:
         limit_val_batches: validate on that many batches, or on that fraction of them; 0 validates never.
         overfit_batches: like both limits, and not shuffled: the same batches in each epoch. Finds out if the model can learn.
         sanity: validation batches to look at before a training, so that an error in ``val_step`` or the name of a metric is
-            found at once; 0 for none. The look changes nothing. See :mod:`trainbus.eventloop.training.sanity`.
+            found at once; 0 for none. The look changes nothing. :meth:`check` tries more.
         work_dir, device, seed, stateful, name, config: see :class:`Run`.
 
     Raises:
@@ -328,7 +328,7 @@ class TrainLoop:
                 limits=self._limits,
                 metrics=self._metrics,
                 bus=self.bus,
-                options=self._options,
+                options=self._options | {"sanity": self.sanity},
                 max_epochs=self.max_epochs,
                 max_iters=self.max_iters,
                 validations=self._validations(),
@@ -410,25 +410,13 @@ class TrainLoop:
         """Save a checkpoint at the next safe mount point of the run; from any thread."""
         self._calls.ask("checkpoint_now")
 
-    def look(self) -> dict[str, Any] | None:
-        """Look at the first validation batches, as before a training; return the metrics, or None if there was no look."""
-        run = self._new_run()
-        for model in run.models.values():
-            model.to(run.device)
-        return self._look(run)
-
-    def _look(self, run: Run) -> dict[str, Any] | None:
+    def _look(self, run: Run) -> None:
         data = self._data["val"]
         if data is None or not self.sanity or run.state.stops:
-            return None
+            return
         name = "step" if self._val_step is self._step else "val_step"
-        step = partial(_called, name, self._val_step, self.model)
         count = min(self.sanity, limited_to(data, self._limits.get("val_data")) or self.sanity)
-        with explained(count, name):
-            found = look(run, data, step, self._metrics, count)
-        if found is not None:
-            check_needs(run.bus, found, "the look at the first batches of val_data")
-        return found
+        look(run, data, name, partial(_called, name, self._val_step, self.model), self._metrics, count)
 
     def _validate(self, run: Run) -> dict[str, Any]:
         return self._evaluate(run, run.validate(self._need("val"), self._metrics), self._val_step)
