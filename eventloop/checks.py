@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import types
@@ -171,28 +170,17 @@ def check_returned(value: object) -> bool:
     )
 
 
-def may_return(function: Callable[..., Any]) -> bool:
-    """Return False if a call certainly returns None, or is of a function in C, which makes no coroutine."""
-    called = next((one for one in _called(function) if hasattr(one, "__code__")), None)
-    if called is None:
+def returns_no_coroutine(function: Callable[..., Any]) -> bool:
+    """Return True for a function annotated with ``-> None`` and for one written in C; False where it is unknown."""
+    if isinstance(function, types.BuiltinFunctionType):
+        return True
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, types.FunctionType) or hasattr(function, "__wrapped__"):  # functools.wraps copies annotations
         return False
-    code, constants = called.__code__.co_code, called.__code__.co_consts
-    nothing = []  # where None is returned; as bytes, because dis.get_instructions takes a millisecond for a handler
-    for at in range(0, len(code), 2):
-        if code[at] == _RETURN_CONST and constants[code[at + 1]] is not None:
-            return True
-        if code[at] == _RETURN_VALUE:
-            loaded = at >= 2 and code[at - 2] == _LOAD_CONST and constants[code[at - 1]] is None
-            if not loaded or code[at - 4 : at - 3] == _EXTENDED_ARG:
-                return True
-            nothing.append(at)
-    # A jump brings another value: ``return this or None``.
-    return not set(nothing).isdisjoint(dis.findlabels(code))  # type: ignore[arg-type]  # it takes bytes, as its page says
-
-
-_RETURN_CONST = dis.opmap.get("RETURN_CONST")  # of Python 3.12 and 3.13
-_RETURN_VALUE, _LOAD_CONST = dis.opmap["RETURN_VALUE"], dis.opmap["LOAD_CONST"]
-_EXTENDED_ARG = bytes([dis.opmap["EXTENDED_ARG"]])
+    try:
+        return function.__annotations__.get("return", ...) in (None, "None")
+    except NameError:  # Python 3.14 evaluates all of them here, also names that are imported for type checkers only
+        return False
 
 
 def check_arity(function: Callable[..., Any], who: str, what: str) -> None:

@@ -97,7 +97,7 @@ class UnknownNameError(ConfigurationError, LookupError):
 
 
 class TrainingError(TrainbusError, RuntimeError):
-    """A training step broke its contract: no loss, a loss that is not a scalar, a missing metric input.
+    """A training step broke its contract (no loss, a missing metric input), or a call came when it cannot work.
 
     Args:
         message: what is wrong, and what to do.

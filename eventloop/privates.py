@@ -82,7 +82,7 @@ TORCH: Final = {
     "loader._get_iterator": ("training/loaders.py, training/worker_signals.py: workers start here", _SEEN),
     "loader._iterator": ("training/worker_signals.py: persistent workers", _SEEN),
     "module._parameters": ("training/saves/capture.py, hooks/pairs.py: all tensors, without a walk for each module", _SEEN),
-    "module._buffers": ("likewise; training/sanity.py: put buffers back", _SEEN),
+    "module._buffers": ("likewise; training/preflight.py: put buffers back", _SEEN),
     "module._modules": ("hooks/pairs.py: a part was replaced", _SEEN),
 }
 """Looked up when trainbus is imported."""

@@ -20,7 +20,7 @@ import secrets
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,8 +35,8 @@ from pydantic import BaseModel, Field
 from rich.console import Console
 
 from trainbus.demo import make_loop
-from trainbus.eventloop import TrainLoop, get_logger
-from trainbus.eventloop.events import AfterRun, BeforeTrain, RunPaused, RunResumed
+from trainbus.eventloop import TrainingError, TrainLoop, get_logger
+from trainbus.eventloop.events import AfterRun, BeforeRun, BeforeTrain, RunPaused, RunResumed
 from trainbus.observe.dashboard import Watcher
 from trainbus.observe.dashboard import app as dashboard_of
 
@@ -58,6 +58,7 @@ class Training:
 
     def __init__(self, request: Request) -> None:
         self.request, self.state, self.failure = request, "waiting", ""
+        self.reason = ""  # why it shall stop
         self.folder = Path(out) / request.name
         self.loop: TrainLoop | None = None
 
@@ -81,15 +82,15 @@ class Training:
         loop = make_loop(self.folder, self.request.epochs, seed=0, console=Console(stderr=True, quiet=True))
         loop.bus.drain_timeout = 10.0  # seconds; less than Kubernetes waits before it kills
         loop.bus.add(Watcher(pages.board))
-        loop.bus.on("before_train", "run_paused", "run_resumed", "after_run")(self.note)
+        loop.bus.on("before_run", "before_train", "run_paused", "run_resumed", "after_run")(self.note)
         self.loop = loop
-        if self.state == "stopped":  # meanwhile
-            loop.stop()
         return loop
 
     def note(self, event: Any) -> None:
         """Keep the state of the run; called on the thread that trains."""
         match event:
+            case BeforeRun() if self.reason:  # it was to stop before there was a run
+                event.run.stop(self.reason)
             case BeforeTrain() | RunResumed():
                 self.state = "running"
             case RunPaused():
@@ -98,11 +99,13 @@ class Training:
                 self.state = "stopped" if event.stopped else "finished"
 
     def stop(self, reason: str) -> None:
+        self.reason = reason  # first, for a run that begins meanwhile
         if self.loop is None:
             self.state = "stopped"
         else:
-            self.loop.checkpoint_now()
-            self.loop.stop(reason)
+            with suppress(TrainingError):  # the run has not begun, or has ended
+                self.loop.checkpoint_now()
+                self.loop.stop(reason)
 
     @property
     def file(self) -> Path:
@@ -221,7 +224,10 @@ async def stop(training: Known) -> None:
 @api.post("/{name}/{command}", status_code=202)
 async def command(loop: AtWork, command: Literal["pause", "resume", "save"]) -> None:
     """Ask for something; it happens at the next safe mount point of the run."""
-    {"pause": loop.pause, "resume": loop.resume, "save": loop.checkpoint_now}[command]()
+    try:
+        {"pause": loop.pause, "resume": loop.resume, "save": loop.checkpoint_now}[command]()
+    except TrainingError as error:  # the run has not begun, or has ended
+        raise HTTPException(409, str(error)) from error
 
 
 application = FastAPI(lifespan=lifespan)

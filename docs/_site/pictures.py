@@ -12,6 +12,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from threading import Thread
 
@@ -34,6 +35,7 @@ from trainbus import (
 )
 from trainbus.cli import main as trainbus
 from trainbus.demo import Accuracy, loader, network, step
+from trainbus.eventloop import TrainingError
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -75,7 +77,8 @@ def dashboard(browser: Browser) -> None:
         first.save(path, save_all=True, append_images=others, duration=PERIOD, loop=0, quality=40, method=6, minimize_size=True)
         keep(tab, "dashboard")
     finally:
-        loop.stop()
+        with suppress(TrainingError):  # it has ended
+            loop.stop()
         thread.join()
 
 

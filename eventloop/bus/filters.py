@@ -25,7 +25,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from trainbus.eventloop.checks import check_picks, check_value, may_return
+from trainbus.eventloop.checks import check_picks, check_value
 from trainbus.eventloop.errors import SubscribeError
 from trainbus.eventloop.events import Event
 from trainbus.eventloop.events.event import Counter
@@ -75,9 +75,7 @@ class Filter(msgspec.Struct, frozen=True, eq=False, kw_only=True):
             terms.append(f"v == {counts}" if len(self.once) == 1 else f"v in {{{counts}}}")
         if self.when is not None:
             bound[f"_when_{suffix}"] = self.when
-            asks = f"_when_{suffix}(event)"
-            # A coroutine is true, too.
-            terms.append(f"(got := {asks}) and (got is True or check(got))" if may_return(self.when) else asks)
+            terms.append(f"(got := _when_{suffix}(event)) and (got is True or check(got))")  # a coroutine is true, too
         if self.due is not None:
             # Last, because the call starts the next interval: call it only if all other terms hold.
             bound[f"_due_{suffix}"] = self.due

@@ -163,10 +163,9 @@ def _write_call(
     bound[f"{name}_{index}"] = one.call_for(event_type)
     # One line, because names of hooks and paths may contain newlines.
     comment = " ".join(f"{one.priority} {Priority.label(one.priority)}: {one.label}, {one.location}".split())
-    call = f"{name}_{index}(event)"
-    if one.may_return:  # the others return None, and pay nothing
-        call = f"if (got := {call}) is not None: check(got)"
-    block = [f"{call}  # {comment.encode('utf-8', 'backslashreplace').decode()}"]
+    call = f"{name}_{index}(event)  # {comment.encode('utf-8', 'backslashreplace').decode()}"
+    # Two lines: `got := ...` in the condition takes twice the time. A handler annotated with `-> None` pays nothing.
+    block = [call] if one.returns_no_coroutine else [f"got = {call}", "if got is not None: check(got)"]
     if ranges:
         block = [f"with record_function({title(one.label, name_of(event_type))!r}):", *_indent(block)]
     if timed:

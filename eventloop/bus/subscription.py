@@ -13,7 +13,7 @@ from trainbus.eventloop.bus.filters import make_filter
 from trainbus.eventloop.bus.handler import History, Mode, checked_options, label_of, location_of, make_lane, mode_of
 from trainbus.eventloop.bus.hook import Hook, Ranks
 from trainbus.eventloop.bus.priority import Priority
-from trainbus.eventloop.checks import check_arity, may_return
+from trainbus.eventloop.checks import check_arity, returns_no_coroutine
 from trainbus.eventloop.errors import HandlerTimeoutError, SubscribeError, WorkerDiedError, stopped
 from trainbus.eventloop.events import AfterRun, Event
 from trainbus.eventloop.events.event import describe_position, name_of
@@ -92,7 +92,7 @@ class Subscription:
             self.batch: int | None = given.get("batch")
             check_arity(handler, "a handler", "the event" if self.batch is None else "a list of events")
             self._target = importable_of(handler) if self.mode == "process" else None
-            self.may_return = self.mode == "inline" and may_return(handler)
+            self.returns_no_coroutine = self.mode != "inline" or returns_no_coroutine(handler)
             self.lane = make_lane(f"{self.label} ({self.mount_point})", self.mode, given)
         except SubscribeError as error:
             raise SubscribeError(f"cannot subscribe {self.label} to {self.mount_point}: {error}") from None

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from operator import methodcaller
 from typing import TYPE_CHECKING
 
 from trainbus.eventloop.errors import TrainingError
@@ -15,23 +18,33 @@ _NOW = "now"
 
 
 class LoopCall:
-    """One call: its run, once that is made, and whether its caller was cancelled."""
+    """One call: its run, once that is made, and what was asked of it before."""
 
     def __init__(self) -> None:
         self.run: Run | None = None
         self.cancelled = False
+        self._asked: deque[Callable[[Run], object]] = deque()
 
     def begin(self, run: Run) -> None:
-        """Note the run, and cancel it if the caller was cancelled before."""
-        self.run = run  # cancel() does the two in the other order, so one of them sees the other
-        if self.cancelled:
-            run.cancel()
+        """Note the run, and ask it what it was asked before it was made."""
+        self.run = run  # ask() does the two in the other order, so one of them sees the other
+        self._pass_on(run)
+
+    def ask(self, request: Callable[[Run], object]) -> None:
+        """Pass a request to the run, also one that is made later; from any thread and from signal handlers."""
+        self._asked.append(request)
+        if (run := self.run) is not None:
+            self._pass_on(run)
 
     def cancel(self) -> None:
         """Cancel the run, also one that is made later; from any thread."""
         self.cancelled = True
-        if (run := self.run) is not None:
-            run.cancel()
+        self.ask(methodcaller("cancel"))
+
+    def _pass_on(self, run: Run) -> None:
+        with suppress(IndexError):  # another thread, or a signal handler, may pass on the same ones meanwhile
+            while True:
+                self._asked.popleft()(run)
 
 
 class LoopCalls:
@@ -45,6 +58,16 @@ class LoopCalls:
         """The run of the call in progress."""
         call = self._calls.get(_NOW)
         return None if call is None else call.run
+
+    def ask(self, name: str, *arguments: object) -> None:
+        """Call a method of the run; raise TrainingError if no call is in progress."""
+        call = self._calls.get(_NOW)
+        if call is None:
+            raise TrainingError(
+                f"loop.{name}() needs a run, and this loop is not running: call it while loop.run() or loop.arun() is under "
+                f"way, or call event.run.{name}() in a handler of before_run"
+            )
+        call.ask(methodcaller(name, *arguments))
 
     @contextmanager
     def one(self) -> Iterator[LoopCall]:

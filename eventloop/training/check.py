@@ -32,9 +32,8 @@ from trainbus.eventloop.terminal import cell, plain, printable
 from trainbus.eventloop.training.distributed.ranks import world_size
 from trainbus.eventloop.training.limits import limited_to, shortest
 from trainbus.eventloop.training.loaders import length_of
-from trainbus.eventloop.training.metrics import missing_metric
+from trainbus.eventloop.training.preflight import copies_of, first_batches, unmet_needs
 from trainbus.eventloop.training.rng import random_states, set_random_states
-from trainbus.eventloop.training.sanity import first_batches
 from trainbus.eventloop.user_errors import contextmanager, notes_of
 
 _BATCHES: Final = 2
@@ -143,7 +142,7 @@ class _Check:
         self.job = job
         self.errors: list[str] = []
         self.warnings: list[str] = []
-        self.metrics: list[str] = []
+        self.metrics: dict[str, Any] = {}
         self.called = 0
         self.folder = Path()
         self.device = torch.device("cpu")
@@ -161,7 +160,7 @@ class _Check:
             first, bus = self._copy(batches, folder)
             runs: list[RunView] = []
             bus.on("before_train", lambda event: runs.append(event.run), priority=0)
-            bus.on("after_val_epoch", lambda event: self.metrics.extend(event.metrics), priority=0)
+            bus.on("after_val_epoch", lambda event: self.metrics.update(event.metrics), priority=0)
             try:
                 first.run()
             finally:
@@ -200,7 +199,7 @@ class _Check:
             memo.setdefault(id(dataset), dataset)
         model, optimizer = copy.deepcopy((job.model, job.optimizer), memo)
         options = {**job.options, "stateful": copy.deepcopy(job.options.get("stateful"), memo), "work_dir": folder}
-        metrics, steps = copy.deepcopy((dict(job.metrics), job.steps), memo)
+        metrics, steps = copies_of(job.metrics, memo), copy.deepcopy(job.steps, memo)
         chosen = []
         for hook in job.bus.hooks:
             try:
@@ -239,7 +238,6 @@ class _Check:
             val_data=copy.deepcopy(batches["val"]) if batches.get("val") else None,
             metrics=metrics,
             bus=bus,
-            sanity=_BATCHES,
             **steps,
             **lengths,
             **options,
@@ -282,10 +280,8 @@ class _Check:
             missed = [name for name in absent if not events & came or _is_of_user(name)]
             if missed and not self.errors and sys.exc_info()[0] is None:
                 self.warnings.append(f"{hook.label} was not called by {', '.join(missed)}, which never came")
-            for name in hook.needs_metrics():
-                if self.metrics and name not in self.metrics and sys.exc_info()[0] is None:
-                    found = dict.fromkeys(self.metrics)
-                    self.errors.append(str(missing_metric(f"{hook.label} needs", name, found, "the validation")))
+        if self.metrics and sys.exc_info()[0] is None:
+            self.errors += unmet_needs(bus, self.metrics, "the validation")
 
     def _compare(self, first: RunView, second: RunView) -> None:
         """Compare the state that the copy has resumed with that at the save."""
@@ -323,7 +319,7 @@ class _Check:
         return CheckResult(
             errors=self.errors,
             warnings=list(dict.fromkeys(self.warnings)),
-            metrics=self.metrics,
+            metrics=[*self.metrics],
             hooks=self.called,
             epoch_seconds=epoch,
             val_seconds=val,

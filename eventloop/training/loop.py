@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
 from copy import copy
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,6 @@ from trainbus.eventloop.checks import check_options
 from trainbus.eventloop.device import handed_over
 from trainbus.eventloop.errors import BusStateError, ConfigurationError, RunCancelled, TrainingError, stopped
 from trainbus.eventloop.events import AfterForward, BeforeForward
-from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.notebook import Named, shorten
 from trainbus.eventloop.offload import in_thread
 from trainbus.eventloop.plain import numbers_in
@@ -49,14 +47,12 @@ from trainbus.eventloop.training.limits import limited, limited_to
 from trainbus.eventloop.training.loaders import has_one_pass
 from trainbus.eventloop.training.machine import Counters
 from trainbus.eventloop.training.metrics import Metrics, NamedMetrics
+from trainbus.eventloop.training.preflight import look
 from trainbus.eventloop.training.run import Run
-from trainbus.eventloop.training.sanity import check_needs, explained, look
 from trainbus.eventloop.training.saves.best import Best, best_of
 from trainbus.eventloop.training.state import ValidationPlan
 from trainbus.eventloop.training.update import Update
 from trainbus.eventloop.user_errors import contextmanager
-
-log = get_logger()
 
 _REMEMBERED: Final = 10_000
 """Rows of :attr:`TrainLoop.history`."""
@@ -89,7 +85,7 @@ class TrainLoop:
         limit_val_batches: validate on that many batches, or on that fraction of them; 0 validates never.
         overfit_batches: like both limits, and not shuffled: the same batches in each epoch. Finds out if the model can learn.
         sanity: validation batches to look at before a training, so that an error in ``val_step`` or the name of a metric is
-            found at once; 0 for none. The look changes nothing. See :mod:`trainbus.eventloop.training.sanity`.
+            found at once; 0 for none. The look changes nothing. :meth:`check` tries more.
         work_dir, device, seed, stateful, name, config: see :class:`Run`.
 
     Raises:
@@ -158,7 +154,6 @@ class TrainLoop:
         self._metrics = dict(metrics or {})
         self._optimizer = optimizer
         self._calls = LoopCalls()
-        self._asked: deque[Callable[[Run], None]] = deque()  # requests for the next training
         self._options: dict[str, Any] = {"work_dir": work_dir, "device": device, "seed": seed}
         self._options |= {"stateful": stateful, "name": name, "config": config}
         self._folder: Path | None = None  # of the first run of this loop; later ones continue in it
@@ -333,7 +328,7 @@ class TrainLoop:
                 limits=self._limits,
                 metrics=self._metrics,
                 bus=self.bus,
-                options=self._options,
+                options=self._options | {"sanity": self.sanity},
                 max_epochs=self.max_epochs,
                 max_iters=self.max_iters,
                 validations=self._validations(),
@@ -390,63 +385,38 @@ class TrainLoop:
             return self._evaluate(run, run.test(self._need("test"), self._metrics), self._test_step)
 
     def stop(self, reason: str = "") -> None:
-        """End the current run at the next safe mount point; from any thread.
+        """End the run at its next safe mount point; from any thread and from signal handlers.
 
-        If no run is open, this and the requests below are for the next :meth:`run`, which then ends as it begins.
+        Raises:
+            TrainingError: the loop is not running. This holds for the requests below, too, and in a signal handler the error
+                is raised in whatever the main thread does. A run can be asked as it begins: ``event.run.stop()`` in a
+                handler of ``before_run``.
         """
-        self._ask(lambda run: run.stop(reason))
+        self._calls.ask("stop", reason)
 
     def pause(self) -> None:
         """Pause the run at its next safe mount point; see :meth:`Run.pause`."""
-        self._ask(Run.pause)
+        self._calls.ask("pause")
 
     def resume(self) -> None:
         """Resume the run if it is paused; from any thread."""
-        self._ask(Run.resume)
+        self._calls.ask("resume")
 
     def set_lr(self, lr: float, optimizer: str | int | None = None) -> None:
         """Set the learning rate of the run; see :meth:`Run.set_lr`."""
-        self._ask(lambda run: run.set_lr(lr, optimizer))
+        self._calls.ask("set_lr", lr, optimizer)
 
     def checkpoint_now(self) -> None:
         """Save a checkpoint at the next safe mount point of the run; from any thread."""
-        self._ask(Run.checkpoint_now)
+        self._calls.ask("checkpoint_now")
 
-    def _ask(self, request: Callable[[Run], None]) -> None:
-        """Pass a request to the current run, or keep it for the next training."""
-        if (run := self._running) is not None:
-            request(run)
-            return
-        request(self._new_run())  # checks it
-        self._asked.append(request)
-        if (run := self._running) is not None and run.state.trains:  # it has begun meanwhile
-            self._pass_on(run)
-
-    def _pass_on(self, run: Run) -> None:
-        """Pass the kept requests to a training. A signal handler or another thread may do the same meanwhile."""
-        with suppress(IndexError):
-            while True:
-                self._asked.popleft()(run)
-
-    def look(self) -> dict[str, Any] | None:
-        """Look at the first validation batches, as before a training; return the metrics, or None if there was no look."""
-        run = self._new_run()
-        for model in run.models.values():
-            model.to(run.device)
-        return self._look(run)
-
-    def _look(self, run: Run) -> dict[str, Any] | None:
+    def _look(self, run: Run) -> None:
         data = self._data["val"]
         if data is None or not self.sanity or run.state.stops:
-            return None
+            return
         name = "step" if self._val_step is self._step else "val_step"
-        step = partial(_called, name, self._val_step, self.model)
         count = min(self.sanity, limited_to(data, self._limits.get("val_data")) or self.sanity)
-        with explained(count, name):
-            found = look(run, data, step, self._metrics, count)
-        if found is not None:
-            check_needs(run.bus, found, "the look at the first batches of val_data")
-        return found
+        look(run, data, name, partial(_called, name, self._val_step, self.model), self._metrics, count)
 
     def _validate(self, run: Run) -> dict[str, Any]:
         return self._evaluate(run, run.validate(self._need("val"), self._metrics), self._val_step)
@@ -487,7 +457,7 @@ class TrainLoop:
                 self._folder = run.work_dir
                 yield run
         finally:
-            call.run, self.bus.steps = None, {}
+            self.bus.steps = {}
 
     def _expect(self, run: Run) -> None:
         run.validates = self._data["val"] is not None
@@ -495,9 +465,6 @@ class TrainLoop:
         if run.state.trains:
             run.feeds.expected = self._need("train")  # hooks may ask for it and the limits before the first epoch
             run.counters.limit(self.max_epochs, self.max_iters)
-            self._pass_on(run)
-            if run.state.own.stop:
-                log.warning("loop.stop() was called before this run began, so it ends at once", run=run.name)
 
     def _divide(self, global_batch: int) -> None:
         """Divide each global batch among the processes of this start, and into micro-batches."""

@@ -107,7 +107,7 @@ def test_an_error_is_noted_and_leads_to_the_users_line(options, timing, first):
     assert error.__context__ is None
     lines = [frame.line for frame in traceback.extract_tb(error.__traceback__)]
     assert lines[-1].endswith("# the user's line")
-    assert any(line.startswith("broken_1(event)  # 50 NORMAL: broken, bus/test_publish.py:") for line in lines)
+    assert any("broken_1(event)  # 50 NORMAL: broken, bus/test_publish.py:" in line for line in lines)
 
 
 def test_an_offloaded_failure_is_raised_by_the_next_publish_before_its_handlers(bus):

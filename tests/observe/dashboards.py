@@ -6,10 +6,10 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Self
 
-from trainbus.eventloop import Bus
+from trainbus.eventloop import Bus, TrainingError
 from trainbus.observe.dashboard import Server, Watcher
 
 from ..failing import fails
@@ -44,8 +44,9 @@ class Job:
         return self
 
     def __exit__(self, *error: object) -> None:
-        while self.thread.is_alive():  # a stop that comes before the run begins is lost
-            self.loop.stop()
+        while self.thread.is_alive():
+            with suppress(TrainingError):  # the run has not begun, or has ended
+                self.loop.stop()
             self.thread.join(0.1)
 
 

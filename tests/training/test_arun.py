@@ -227,7 +227,7 @@ async def test_a_refused_call_leaves_the_first_one_alone_from_its_first_step_to_
             scope.cancel()
     assert scope.cancelled_caught  # and no RunCancelled: the first call was cancelled, and knows it
     assert refused > 2
-    loop.stop()
+    loop.bus.on("before_run", lambda event: event.run.stop())
     await loop.arun()
 
 

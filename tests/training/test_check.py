@@ -2,6 +2,7 @@
 
 import random
 import tempfile
+import threading
 
 import numpy as np
 import pytest
@@ -120,6 +121,25 @@ def test_a_check_names_a_metric_that_no_validation_reports(parts, reports):
     assert "EarlyStoppingHook" in result.errors[0]
 
 
+def test_a_metric_that_cannot_be_copied_is_no_error(parts):
+    class Score:
+        def __init__(self):
+            self.lock = threading.Lock()
+
+        def update(self, loss):
+            pass
+
+        def compute(self):
+            return 0.5
+
+        def reset(self):
+            pass
+
+    found = parts.loop(metrics={"score": Score()}).check()
+    assert found.ok, str(found)
+    assert found.metrics == ["score", "loss"]
+
+
 def test_a_check_names_the_line_of_an_error_and_the_hook(parts):
     def step(model, batch):
         raise ZeroDivisionError("in step")
@@ -129,6 +149,7 @@ def test_a_check_names_the_line_of_an_error_and_the_hook(parts):
             raise ValueError("in a hook")
 
     assert "test_check.py" in parts.loop(step=step, sanity=0).check().errors[0]
+    assert "val_step() is called without gradients" in parts.loop(val_step=step).check().errors[0]  # the look is part of it
     assert "Failing.after_val" in parts.loop(Bus(Failing())).check().errors[0]
 
 

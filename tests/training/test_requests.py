@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as schedules
 
-from trainbus.eventloop import Bus, ConfigurationError, Run, TrainLoop
+from trainbus.eventloop import Bus, ConfigurationError, Hook, Run, TrainingError, TrainLoop
 from trainbus.eventloop.errors import RunCancelled
 from trainbus.hooks import CheckpointHook, ParamSchedulerHook
 
@@ -99,45 +99,67 @@ def test_the_log_advises_to_resume_a_stopped_run_only_if_it_would_go_on(parts, b
     assert re.fullmatch(f"the run was stopped; {advice}", logs[-1]["event"])
 
 
-def test_a_stop_before_the_run_ends_it_as_it_begins(parts, bus, trace, logs):
-    """A validation, it leaves alone."""
-    loop = parts.loop(bus)
-    loop.stop("enough")
-    assert loop.val()
-    trace.events.clear()
-    assert loop.run() == {}
-    assert trace.names == ["before_run", "after_run"]
-    assert trace.events[-1].run.info["stop_reason"] == "enough"
-    assert [entry["event"] for entry in logs] == ["loop.stop() was called before this run began, so it ends at once"]
-    loop.run()
+REQUESTS = {"stop": (), "pause": (), "resume": (), "set_lr": (0.5,), "checkpoint_now": ()}
+
+
+@pytest.mark.parametrize(("how", "arguments"), REQUESTS.items())
+def test_a_request_to_a_loop_that_is_not_running_is_an_error_that_names_it(parts, tmp_path, how, arguments):
+    loop = parts.loop(work_dir=tmp_path)
+    for _ in range(2):  # before the run, and after it
+        with pytest.raises(TrainingError, match=rf"loop\.{how}\(\)"):
+            getattr(loop, how)(*arguments)
+        loop.run()
     assert loop.counters.iter == 6
 
 
-@pytest.mark.anyio
-async def test_a_stop_before_arun_has_begun_holds(parts):
-    loop = parts.loop()
-    async with anyio.create_task_group() as group:
-        group.start_soon(loop.arun)
-        loop.stop()
+def test_a_stop_holds_from_the_beginning_of_the_call_on(parts, bus):
+    """Also while the run of this call is made."""
+
+    class Stops(Hook):
+        def default_checkpoint_dir(self):
+            loop.stop("enough")
+
+        def before_train(self, event):
+            pytest.fail("the run has begun")
+
+    loop = parts.loop(bus)
+    bus.add(Stops())
+    loop.run()
     assert loop.counters.iter == 0
+
+
+def test_a_stop_as_a_run_begins_ends_it_then(parts, bus, trace):
+    loop = parts.loop(bus)
+    cancel = bus.on("before_run", lambda event: event.run.stop("enough")).cancel
+    assert loop.run() == {}
+    assert trace.names == ["before_run", "after_run"]
+    assert trace.events[-1].run.info["stop_reason"] == "enough"
+    cancel()
+    loop.run()
+    assert loop.counters.iter == 6
 
 
 @pytest.mark.parametrize(
     ("kind", "how"), [*itertools.product([Run, TrainLoop], ["stop", "pause", "set_lr", "checkpoint_now"]), (Run, "cancel")]
 )
-def test_requests_to_a_run_or_a_loop_before_it_begins_hold(parts, bus, trace, tmp_path, kind, how):
+def test_requests_to_a_run_before_it_begins_or_as_it_begins_hold(parts, bus, trace, tmp_path, kind, how):
     model, data, rates = parts.model(), parts.batches(2), set()
     options = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "work_dir": tmp_path}
     options |= {} if kind is Run else {"step": parts.step, "train_data": data, "max_epochs": 1}
     asked = kind(model=model, bus=bus, **options)
-    asked.pause()
-    asked.resume()
-    getattr(asked, how)(*[0.5] * (how == "set_lr"))
+
+    def ask(run: Run) -> None:
+        run.pause()
+        run.resume()
+        getattr(run, how)(*REQUESTS.get(how, ()))
+
     bus.on("run_paused", lambda event: asked.resume())
     bus.on("before_train_iter", lambda event: rates.add(options["optimizer"].param_groups[0]["lr"]))
     if kind is TrainLoop:
+        bus.on("before_run", lambda event: ask(event.run))
         asked.run()
     else:
+        ask(asked)
         with pytest.raises(RunCancelled) if how == "cancel" else nullcontext(), asked:
             parts.train(asked, data)
     trained = 0 if how in ("stop", "cancel") else 2
@@ -292,16 +314,22 @@ def test_it_is_for_all_groups_of_all_optimizers_or_of_one_by_name_or_index(parts
 
 
 def test_what_cannot_be_is_an_error_of_the_call(parts):
-    loop = parts.loop()
-    with Run(model=loop.model, optimizer=loop._optimizer) as run:
+    loop, told = parts.loop(), []
+
+    @loop.bus.on("before_run")
+    def ask(event):
         for rate in (0, -0.1, math.nan, math.inf, True, "0.1", None):
-            for asked in (run, loop):
+            for asked in (event.run, loop):
                 with pytest.raises(ConfigurationError, match="lr="):
                     asked.set_lr(rate)
+        with pytest.raises(ConfigurationError, match="work_dir="):
+            loop.checkpoint_now()
+        told.append(event)
+
+    loop.run()
+    assert told
     with pytest.raises(ConfigurationError, match="optimizer"):
         Run(model=loop.model).set_lr(0.1)
-    with pytest.raises(ConfigurationError, match="work_dir="):
-        loop.checkpoint_now()
 
 
 SCHEDULES = {

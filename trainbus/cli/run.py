@@ -65,7 +65,7 @@ def run(
         costs: at the end, print where the time went: data, step, each hook, checkpoints.
         dashboard: serve a page with live curves, costs and buttons that control the run, on this machine only. Its address
             is printed. Without a port: 8000, or any if that is taken.
-        dry_run: create all objects, look at the first validation batches, and print the table of hooks, without training.
+        dry_run: create all objects and print the table of hooks, without training.
         json: with --check, print the result as JSON.
         print_config: print the configuration with the changes and all defaults, as JSON, and do nothing else. A run of what
             is printed is the same run.
@@ -106,9 +106,7 @@ def run(
         console.print(Text.assemble(("trainbus run", "bold"), cell(f" {config} → {work_dir}")))
         if dry_run:
             console.print(loop.bus.describe())
-            found = loop.look()
-            seen = "no look at val_data" if found is None else f"the first validation batches gave {', '.join(found)}"
-            console.print(f"{seen}; not trained (--dry-run)", style="dim", highlight=False)
+            console.print("not trained (--dry-run); --check tries the training", style="dim", highlight=False)
             return None
         with _resumable(work_dir, f"--resume {work_dir}"):
             try:

@@ -1,7 +1,8 @@
-"""A look at the first validation batches before a training: mistakes in names and steps are found after seconds, not an epoch.
+"""What finds mistakes before a training: a look at the first validation batches, and the metrics that hooks need.
 
-It publishes no mount point and changes nothing that the training could notice: weights, buffers, modes, random states, the
-loader with its samplers and workers, and the metrics are as before.
+The training takes the look by itself, and so does each of the copies that :mod:`check` trains. It publishes no mount point and
+changes nothing that the training could notice: weights, buffers, modes, random states, the loader with its samplers and
+workers, and the metrics are as before.
 """
 
 from __future__ import annotations
@@ -27,21 +28,63 @@ from trainbus.eventloop.training.machine import VAL_ITERATION
 from trainbus.eventloop.training.metrics import ONE_NUMBER, Metrics, NamedMetrics, missing_metric, not_a_number
 from trainbus.eventloop.training.rng import Generator, random_states, set_random_states
 from trainbus.eventloop.training.update import Update
-from trainbus.eventloop.user_errors import add_note, contextmanager
+from trainbus.eventloop.user_errors import add_note
 
 log = get_logger()
 
 
-def look(
-    run: Any, loader: Iterable[Any], step: Callable[[Any], Any], metrics: NamedMetrics, count: int
-) -> dict[str, Any] | None:
-    """Validate the first ``count`` batches; return the metrics, or None if nothing can be looked at.
+def look(run: Any, loader: Iterable[Any], name: str, step: Callable[[Any], Any], metrics: NamedMetrics, count: int) -> None:
+    """Validate the first ``count`` batches by ``step``, which errors call ``name``, and check that hooks find their metrics.
 
     A metric that cannot be computed is None, with a warning: these batches may be too few for it.
 
     A loader is not looked at if that would consume it: an iterator, a loader or dataset that holds one, or one with a
     ``state_dict``. All ranks must call it. They look at equal numbers of batches, so that collectives in a model meet.
     """
+    try:
+        found = _validated(run, loader, step, metrics, count)
+    except Exception as error:
+        called = f"{name}() is called without gradients, so it must not call backward(), and no mount points are published"
+        add_note(
+            error, f"in the look at the first {count} batches of val_data before the training: {called}; sanity=0 leaves it out"
+        )
+        raise
+    if found is not None:
+        check_needs(run.bus, found, "the look at the first batches of val_data")
+
+
+def check_needs(bus: Bus, metrics: Mapping[str, Any], what: str, *, sure: bool = True) -> None:
+    """Check that ``metrics``, of ``what`` for messages, has what hooks need.
+
+    Raises:
+        ConfigurationError: a name is missing, or its value is not a number. It is a log line instead if a handler may report
+            it in a validation, or not ``sure``.
+    """
+    # Hooks of other systems do not know run.report(), and get copies of the metrics, which those that need one only read.
+    readers: tuple[type[Hook], ...] = (GuestHook, *(type(hook) for hook in bus.hooks if hook.needs_metrics()))
+    reporting = any(bus.may_change_state(event, but=(GuestHook,)) for event in ("before_val_iter", "after_val_iter"))
+    sure = sure and not reporting and not bus.may_change_state("after_val_epoch", but=readers)
+    for text in unmet_needs(bus, metrics, what):
+        if sure:
+            raise ConfigurationError(text)
+        log.warning(f"{text}; it will fail unless the validation reports it")
+
+
+def unmet_needs(bus: Bus, metrics: Mapping[str, Any], what: str) -> Iterator[str]:
+    """Yield an error text for each metric that a hook needs (:meth:`Hook.needs_metrics`) and ``what`` did not return."""
+    for hook in bus.hooks:
+        for name in hook.needs_metrics():
+            if several := not_a_number(metrics.get(name)):
+                yield f"{hook.label} needs the metric {name!r}, whose value is {several}, not a single number. {ONE_NUMBER}"
+            # A metric that is None may have returned a mapping, whose values are `metric/key`.
+            elif name not in metrics and metrics.get(name.partition("/")[0], 0) is not None:
+                yield str(missing_metric(f"{hook.label} needs", name, metrics, what))
+
+
+def _validated(
+    run: Any, loader: Iterable[Any], step: Callable[[Any], Any], metrics: NamedMetrics, count: int
+) -> dict[str, Any] | None:
+    """Return the metrics of the first ``count`` batches, or None if the loader or the model cannot be looked at."""
     models = run.models.values()
     with ExitStack() as undo:
         undo.callback(set_random_states, loader, random_states(loader))
@@ -55,37 +98,11 @@ def look(
             _keep(model, undo)
             model.eval()
         undo.enter_context(torch.no_grad())
-        measured = Metrics(_copies(metrics), run.device)
+        measured = Metrics(copies_of(metrics, {}), run.device)
         measured.reset()
         for batch in batches[:together]:
             measured.update(_outputs(run, step, to_device(batch, run.device)))
         return measured.compute(ranks, early=True)
-
-
-def check_needs(bus: Bus, metrics: Mapping[str, Any], what: str, *, sure: bool = True) -> None:
-    """Check that ``metrics``, of ``what`` for messages, has the names that hooks need (:meth:`Hook.needs_metrics`).
-
-    Raises:
-        ConfigurationError: a name is missing, or its value is not a number. A missing one is a log line if a handler may report
-            it in a validation, or not ``sure``.
-    """
-    needs = [(hook, hook.needs_metrics()) for hook in bus.hooks]
-    # Hooks of other systems do not know run.report(), and get copies of the metrics, which those that need one only read.
-    readers: tuple[type[Hook], ...] = (GuestHook, *(type(hook) for hook, names in needs if names))
-    reporting = any(bus.may_change_state(event, but=(GuestHook,)) for event in ("before_val_iter", "after_val_iter"))
-    sure = sure and not reporting and not bus.may_change_state("after_val_epoch", but=readers)
-    for hook, names in needs:
-        for name in names:
-            if sure and (several := not_a_number(metrics.get(name))):
-                raise ConfigurationError(
-                    f"{hook.label} needs the metric {name!r}, whose value is {several}, not a single number. {ONE_NUMBER}"
-                )
-            # A metric that is None may have returned a mapping, whose values are `metric/key`.
-            if name not in metrics and metrics.get(name.partition("/")[0], 0) is not None:
-                error = missing_metric(f"{hook.label} needs", name, metrics, what)
-                if sure:
-                    raise ConfigurationError(str(error))
-                log.warning(f"{error}; it will fail unless the validation reports it")
 
 
 def _outputs(run: Any, step: Callable[[Any], Any], batch: Any) -> dict[str, Any]:
@@ -117,28 +134,15 @@ def _keep(model: torch.nn.Module, undo: ExitStack) -> None:
         undo.callback(one.data.copy_, value)  # `.data`: the version of the tensor stays
 
 
-def _copies(metrics: NamedMetrics) -> NamedMetrics:
+def copies_of(metrics: NamedMetrics, memo: dict[int, Any]) -> NamedMetrics:
     """Return copies of metrics. One that cannot be copied stays: each validation begins with its ``reset()``."""
     copies = {}
     for name, metric in metrics.items():
         try:
-            copies[name] = copy.deepcopy(metric)
+            copies[name] = copy.deepcopy(metric, memo)
         except (TypeError, RuntimeError):  # it holds a lock, a file, or a tensor within a graph
             copies[name] = metric
     return copies
-
-
-@contextmanager
-def explained(count: int, step: str) -> Iterator[None]:
-    """Add to an error of the look where it comes from, and how to do without the look."""
-    try:
-        yield
-    except Exception as error:
-        called = f"{step}() is called without gradients, so it must not call backward(), and no mount points are published"
-        add_note(
-            error, f"in the look at the first {count} batches of val_data before the training: {called}; sanity=0 leaves it out"
-        )
-        raise
 
 
 # ---------------------------------------------------- read the first batches of a loader without changing it

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset, TensorDataset
 
-from trainbus.eventloop import Bus, ConfigurationError, TrainingError, TrainLoop
-from trainbus.eventloop.training.sanity import first_batches
+from trainbus.eventloop import Bus, ConfigurationError, TrainingError
+from trainbus.eventloop.training.preflight import first_batches
 from trainbus.hooks import CheckpointHook, EarlyStoppingHook
 
 
@@ -103,10 +104,16 @@ class Score:
 
 
 def test_the_look_publishes_nothing_and_feeds_no_metric_of_the_user(parts, bus, trace):
-    score = Score()
-    assert parts.loop(bus, metrics={"score": score}).look() == {"score": 2, "loss": pytest.approx(1.1, abs=1)}
-    assert score.batches == 0
-    assert not trace.names
+    score, steps = Score(), []
+
+    @bus.on("before_train")
+    def look(event):
+        assert (score.batches, len(steps)) == (0, 2)
+        assert trace.names == ["before_run", "before_train"]
+        event.run.stop()
+
+    parts.loop(bus, metrics={"score": score}, val_step=lambda *one: steps.append(one) or {"loss": 1.0}).run()
+    assert len(steps) == 2
 
 
 class Stream(IterableDataset):
@@ -187,8 +194,10 @@ def test_what_a_metric_needs_and_errors_of_the_step_are_told_before_the_training
         assert any("sanity=0" in note for note in caught.value.__notes__)
 
 
-def test_a_model_that_is_not_built_yet_is_not_looked_at(parts):
-    model = nn.Sequential(nn.LazyLinear(3))
-    loop = TrainLoop(model, step=parts.step, val_data=parts.batches(2))
-    assert loop.look() is None
-    assert torch.nn.parameter.is_lazy(model[0].weight)
+def test_a_model_that_is_not_built_yet_is_not_looked_at(parts, bus):
+    model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    bus.on("before_train", lambda event: (built.append(not is_lazy(model[0].weight)), event.run.stop()))
+    built = []
+    parts.loop(bus, model=model, optimizer=optimizer).run()
+    assert built == [False]
