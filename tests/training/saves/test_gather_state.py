@@ -10,8 +10,8 @@ import torch
 from structlog.testing import capture_logs
 from torch.optim.lr_scheduler import MultiStepLR
 
+from trainbus.convert import load_pth
 from trainbus.eventloop import Bus, CheckpointError, ConfigurationError, Event, Run, TrainingError, Update
-from trainbus.eventloop.checkpoint import load_pth
 from trainbus.eventloop.errors import CheckpointValueError
 from trainbus.hooks import EMAHook, LoggerHook, ParamSchedulerHook
 
@@ -285,7 +285,7 @@ def test_a_state_that_is_not_plain_is_an_error_with_its_path(parts, tmp_path):
 def test_a_checkpoint_of_another_system_is_accepted(parts):
     model = torch.nn.Module()
     model.layers = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
-    tree = load_pth(Path(__file__).parents[2] / "checkpoint" / "data" / "mmengine.pth")
+    tree = load_pth(Path(__file__).parents[2] / "convert" / "data" / "mmengine.pth")
     with Run(model=model) as run:
         run.apply_state(tree)
         assert (run.progress.epoch, run.progress.iter) == (2, 4)
