@@ -29,6 +29,7 @@ from trainbus.eventloop.checkpoint.load import (
     verify,
 )
 from trainbus.eventloop.checkpoint.overlap import Overlap, Staging
+from trainbus.eventloop.checkpoint.plain_types import weights_only
 from trainbus.eventloop.checkpoint.remote import RemotePath
 from trainbus.eventloop.checkpoint.saver import AsyncSaver, Busy
 from trainbus.eventloop.checkpoint.scores import SCORES, note_scores, read_scores, scores_of
@@ -51,7 +52,6 @@ from trainbus.eventloop.checkpoint.store import (
 )
 from trainbus.eventloop.checkpoint.tree import packed
 from trainbus.eventloop.checkpoint.weights import is_weights, load_whole, pick_weights
-from trainbus.eventloop.checkpoint.weights_only import weights_only
 from trainbus.eventloop.checkpoint.wrappers import (
     WrapperNames,
     same_but_for_wrappers,

@@ -148,6 +148,15 @@ def test_code_in_the_index_is_refused_and_named(tmp_path, place):
     assert not (tmp_path / "ran").exists()
 
 
+def test_an_index_that_sets_attributes_of_its_classes_changes_none(tmp_path):
+    code = b"\x80\x02ctorch.distributed.checkpoint.metadata\nMetadata\n(N}X\x05\x00\x00\x00stateK\x01stb."
+    (tmp_path / ".metadata").write_bytes(code)
+    with pytest.raises(CheckpointDamagedError):
+        open_dcp(tmp_path)
+    assert not hasattr(Metadata, "state")
+    assert canonical(whole(open_dcp(saved(STATE, tmp_path / "a")))) == canonical(STATE)
+
+
 @pytest.mark.parametrize("name", ["w", "o"], ids=["tensor", "object"])
 def test_code_in_an_entry_is_refused_and_named(tmp_path, name):
     folder, evil = saved({"w": torch.ones(900), "o": "o" * 900}, tmp_path / "a"), io.BytesIO()

@@ -8,15 +8,13 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterator, Mapping
-from importlib import import_module
-from pathlib import PurePosixPath
 from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 import torch
 
 from trainbus.convert.contents import Contents, Place
-from trainbus.convert.pth import load_pickled
+from trainbus.convert.pth import Placeholder, load_pickled
 from trainbus.eventloop.checkpoint.container import DTYPES
 from trainbus.eventloop.checkpoint.load import LEGACY, ZIP, read_exactly
 from trainbus.eventloop.checkpoint.objects import ObjectParts
@@ -79,42 +77,43 @@ def _tree(contents: Contents, directory: AnyPath) -> Any:
 
 # ---------------------------------------------------------------------------------------------------------------- index
 
-_CLASSES: Final = frozenset(
+_DCP: Final = "torch.distributed.checkpoint"
+_SHARDED: Final = "torch.distributed._shard.sharded_tensor.metadata"
+_BYTES: Final = f"{_DCP}.metadata.BytesStorageMetadata"
+_RECORDS: Final = frozenset(
     {
-        *(
-            f"torch.distributed.checkpoint.metadata.{name}"
-            for name in (
-                *("Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
-                *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
-            )
-        ),
-        "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",  # before torch 2.3
-        "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
-        "torch.distributed.checkpoint.filesystem._StorageInfo",
-        "torch.serialization._get_layout",
-        "torch.Size",
-        "collections.OrderedDict",
+        *(f"{_DCP}.metadata.{name}StorageMetadata" for name in ("Tensor", "Bytes", "Chunk")),
+        *(f"{_DCP}.metadata.{name}" for name in ("Metadata", "MetadataIndex", "StorageMeta")),
+        *(f"{_DCP}.metadata.TensorProperties", f"{_DCP}.metadata._MEM_FORMAT_ENCODING"),
+        *(f"{_SHARDED}.TensorProperties", f"{_SHARDED}.MEM_FORMAT_ENCODING"),  # before torch 2.3
+        *(f"{_DCP}.filesystem._StorageInfo", "torch.serialization._get_layout"),
+        *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")),
     }
 )
-"""What DCP itself writes into ``.metadata``, beside dtypes and the path of the folder."""
+"""What DCP itself writes into ``.metadata``, beside shapes and dtypes."""
+_PLAIN: Final = {"torch.Size": tuple, "collections.OrderedDict": dict}
 
 
 class _Unpickler(pickle.Unpickler):
-    """Read ``.metadata``, a pickle, without any other code than these classes."""
+    """Read ``.metadata``, a pickle, with placeholders for DCP's records.
+
+    Each call makes new classes of them, because a pickle can set attributes of a class.
+    """
 
     def __init__(self, data: bytes, path: AnyPath) -> None:
         super().__init__(io.BytesIO(data))
         self._path = path
 
     def find_class(self, module: str, name: str) -> Any:
-        if f"{module}.{name}" in _CLASSES:
-            return getattr(import_module(module), name)
+        full = f"{module}.{name}"
+        if full in _RECORDS:
+            return Placeholder.kind(full)
         if module == "torch" and name in DTYPES:
             return DTYPES[name]
-        if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath"):  # of the machine that saved
-            return PurePosixPath
+        if full in _PLAIN:
+            return _PLAIN[full]
         raise CheckpointError(
-            f"{self._path} names code, which may do anything when it is run, so it is not: {module}.{name}; only what "
+            f"{self._path} names code, which may do anything when it is run, so it is not: {full}; only what "
             "torch.distributed.checkpoint itself writes there is read"
         )
 
@@ -134,33 +133,31 @@ def _read_index(directory: AnyPath) -> _Index:
     return index
 
 
-def _index(metadata: Any) -> _Index:
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata  # takes a second to import
-
-    places = {(index.fqn, index.offset): place for index, place in metadata.storage_data.items()}
+def _index(metadata: Placeholder) -> _Index:
+    fields = metadata.state
+    places = {(index.state["fqn"], index.state.get("offset")): place.state for index, place in fields["storage_data"].items()}
     tensors: dict[str, Any] = {}
     objects: dict[str, Any] = {}
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, BytesStorageMetadata):
+    for name, entry in fields["state_dict_metadata"].items():
+        if entry.name == _BYTES:
             objects[name] = _piece(name, (), (), places[name, None])
             continue
-        chunks = [(tuple(one.offsets), tuple(one.sizes)) for one in entry.chunks]
-        pieces = [_piece(name, begin, shape, places[name, begin]) for begin, shape in chunks if 0 not in shape]
-        dtype = str(entry.properties.dtype).removeprefix("torch.")
-        tensors[name] = {"dtype": dtype, "shape": tuple(entry.size), "pieces": pieces}
+        boxes = [(one.state["offsets"], one.state["sizes"]) for one in entry.state["chunks"]]
+        pieces = [_piece(name, begin, shape, places[name, begin]) for begin, shape in boxes if 0 not in shape]
+        dtype = str(entry.state["properties"].state[0]).removeprefix("torch.")
+        tensors[name] = {"dtype": dtype, "shape": entry.state["size"], "pieces": pieces}
     # A saver that does not flatten its tree leaves no paths; then the name is the path.
-    given = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
-    known = tensors | objects
-    paths = {name: path for name, path in given.items() if name in known}
+    given, known = fields.get("planner_data"), tensors | objects
+    paths = {name: path for name, path in given.items() if name in known} if isinstance(given, dict) else {}
     return msgspec.convert((tensors, objects, paths | {name: (name,) for name in known if name not in paths}), _Index)
 
 
-def _piece(name: str, begin: tuple[int, ...], shape: tuple[int, ...], place: Any) -> dict[str, Any]:
-    if getattr(place, "transform_descriptors", None):
+def _piece(name: str, begin: tuple[int, ...], shape: tuple[int, ...], place: Mapping[str, Any]) -> dict[str, Any]:
+    if place.get("transform_descriptors"):
         raise CheckpointError(f"{name}: it was written through an extension of DCP (compressed?); save it without extensions")
-    if not is_plain_name(place.relative_path):
-        raise ValueError(f"{place.relative_path!r} is not a file of that directory")
-    return {"offsets": begin, "shape": shape, "file": place.relative_path, "begin": place.offset, "bytes": place.length}
+    if not is_plain_name(file := place["relative_path"]):
+        raise ValueError(f"{file!r} is not a file of that directory")
+    return {"offsets": begin, "shape": shape, "file": file, "begin": place["offset"], "bytes": place["length"]}
 
 
 # --------------------------------------------------------------------------------------------------------------- values

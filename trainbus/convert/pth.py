@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, Self
 
@@ -57,7 +57,7 @@ def load_pth(path: str | os.PathLike[str]) -> Any:
 def load_pickled(source: Path | bytes | memoryview, name: object) -> Any:
     """Read a file of ``torch.save``, or its bytes, as :func:`load_pth` does; ``name`` names it in errors."""
     load_builtin("compat")  # registers the objects of other systems
-    placeholders: list[Any] = [(type("Placeholder", (_Inert,), {"name": one}), one) for one in (*_objects, *_PARTS)]
+    placeholders: list[Any] = [(_placeholder(one), one) for one in (*_objects, *_PARTS)]
     with torch.serialization.safe_globals(placeholders):
         tree = load_plain(source, name)
     try:
@@ -66,14 +66,15 @@ def load_pickled(source: Path | bytes | memoryview, name: object) -> Any:
         raise CheckpointError(f"{name}: {error}") from error
 
 
-class _Inert:
-    """A placeholder for an object in a pickle: the arguments of its construction, and its state."""
+class Placeholder:
+    """Stands for an object in a pickle: the arguments of its construction, and its state."""
 
     name: ClassVar[str]
+    """The full name of its class."""
     args: tuple[Any, ...]
     state: Any = None
 
-    def __new__(cls, *args: Any) -> Self:
+    def __new__(cls, *args: Any) -> Self:  # noqa: D102 - any arguments
         self = object.__new__(cls)
         self.args = args
         return self
@@ -81,15 +82,23 @@ class _Inert:
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
+    @staticmethod
+    def kind(name: str) -> type[Placeholder]:
+        """Return a new class of placeholders for a class with this full name."""
+        return type("Placeholder", (Placeholder,), {"name": name})
+
+
+_placeholder: Final = cache(Placeholder.kind)
+
 
 def _plain(value: Any, path: str, done: dict[int, tuple[Any, Any]], depth: int = 0) -> Any:
     """Copy a tree with plain data in place of placeholders; what it holds several times is one object in the copy, too."""
     kind, where = type(value), path or "the tree"
     if kind is bytearray:
         return bytes(value)
-    if isinstance(value, type) and issubclass(value, _Inert):
+    if isinstance(value, type) and issubclass(value, Placeholder):
         raise CheckpointError(f"{where}: a reference to {value.name}, which is code, not data")
-    if kind not in _CONTAINERS and not isinstance(value, _Inert):
+    if kind not in _CONTAINERS and not isinstance(value, Placeholder):
         return value
     if depth > MAX_DEPTH:
         raise CheckpointError(f"{where[:200]}: nested deeper than {MAX_DEPTH} levels")
@@ -114,9 +123,9 @@ def _array(args: tuple[Any, ...], state: Any) -> Any:
     return _numbers(dtype, data, tuple(shape), "F" if fortran else "C")
 
 
-def _numbers(dtype: _Inert, data: bytes | _Inert, shape: tuple[int, ...] = (), order: Literal["C", "F"] = "C") -> Any:
+def _numbers(dtype: Placeholder, data: bytes | Placeholder, shape: tuple[int, ...] = (), order: Literal["C", "F"] = "C") -> Any:
     (code, *_), (_, bytes_order, *_) = dtype.args, dtype.state
-    data = _bytes(data.args, data.state) if isinstance(data, _Inert) else data
+    data = _bytes(data.args, data.state) if isinstance(data, Placeholder) else data
     return number_array(f"{bytes_order}{code}", shape, data, order)
 
 
