@@ -28,7 +28,7 @@ from trainbus.eventloop.checkpoint import (
 )
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError, CheckpointValueError
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant)")  # torch says so once
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC|invariant)")  # torch says so once
 
 
 class Norm(enum.Enum):

@@ -10,7 +10,7 @@ from trainbus.eventloop.errors import CheckpointValueError
 
 from ..checkpoint.test_objects import SPARSE, SQUARE, VALUES, Moments, form
 
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse (CSR|invariant)")  # torch says so once
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC|invariant)")  # torch says so once
 
 
 def test_sparse_weights_come_from_files_of_torch_save_and_go_there(tmp_path):
