@@ -16,9 +16,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from benchmarks.harness import SUBJECT, Comparison, Sample, Settings, measure
-from trainbus.compat.dcp import converted, open_folder, to_dcp
-from trainbus.eventloop.checkpoint import copy_in, open_contents, save, save_contents
-from trainbus.eventloop.checkpoint.dcp_write import write_dcp
+from trainbus.convert import convert_folder, copy_in, open_contents, open_folder, save_contents, to_dcp
+from trainbus.convert.dcp_write import write_dcp
+from trainbus.eventloop.checkpoint import save
 from trainbus.eventloop.training import imported_state
 
 LAYERS, WIDTH = 100, 316
@@ -87,7 +87,7 @@ def export_theirs(folder: Path, out: Path) -> None:
 
 def import_ours(folder: Path, out: Path) -> None:
     contents = open_folder(folder / "theirs")
-    contents.tree, _ = converted(contents.tree)
+    contents.tree, _ = convert_folder(contents.tree)
     save_contents(contents, out / "new.safetensors")
 
 

@@ -303,13 +303,13 @@ def errors() -> Canvas:
 
 
 def house() -> Canvas:
-    c = Canvas(860, 470, "The packages and which may import which")
+    c = Canvas(860, 516, "The packages and which may import which")
     c.text(20, 28, "An upper package may import a lower one, never the other way round.", size=14, bold=True)
     rows = (
         (("trainbus.cli", "the command"), ("trainbus.compat", "other hook systems")),
         (("trainbus.config", "a configuration to a loop"),),
         (("trainbus.bridges", "other trainers"), ("trainbus.observe", "costs, records")),
-        (("trainbus.hooks", "policy: one module per hook"),),
+        (("trainbus.hooks", "one module per hook"), ("trainbus.convert", "others' files")),
         (("eventloop.training", "the order of a run"),),
         (("eventloop.bus", "who hears what"),),
         (("eventloop.offload", "where it runs"),),
@@ -331,12 +331,12 @@ def house() -> Canvas:
             )
             c.text(32 + column * (width + 12), y + 23, name, mono=True, bold=True)
             c.text(12 + (column + 1) * (width + 12) - 10, y + 23, words, anchor="end", kind="dim")
-    c.panel(650, 44, 190, 404, "Beside them")
-    c.box(664, 222, 162, 100, "eventloop.checkpoint", "files, copies, commits", "knows no bus", mono=True)
-    c.arrow((620, 246), (662, 262), kind="dim")
-    c.text(664, 346, "training imports it;", kind="dim")
-    c.text(664, 364, "it imports errors and", kind="dim")
-    c.text(664, 382, "log only", kind="dim")
+    c.panel(650, 44, 190, 450, "Beside them")
+    c.box(664, 268, 162, 100, "eventloop.checkpoint", "files, copies, commits", "knows no bus", mono=True)
+    c.arrow((620, 292), (662, 308), kind="dim")
+    c.text(664, 392, "training imports it;", kind="dim")
+    c.text(664, 410, "it imports errors and", kind="dim")
+    c.text(664, 428, "log only", kind="dim")
     return c
 
 

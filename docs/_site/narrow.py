@@ -251,7 +251,7 @@ def errors() -> Canvas:
 
 
 def house() -> Canvas:
-    c = Canvas(WIDTH, 600, "The packages and which may import which")
+    c = Canvas(WIDTH, 639, "The packages and which may import which")
     _lines(c, 8, 22, "An upper package may import a lower one,", "never the other way round.")
     rows = (
         ("trainbus.cli", "the command"),
@@ -260,6 +260,7 @@ def house() -> Canvas:
         ("trainbus.bridges", "other trainers"),
         ("trainbus.observe", "costs, records"),
         ("trainbus.hooks", "one module per hook"),
+        ("trainbus.convert", "others' files"),
         ("eventloop.training", "the order of a run"),
         ("eventloop.bus", "who hears what"),
         ("eventloop.offload", "where it runs"),
@@ -272,8 +273,8 @@ def house() -> Canvas:
         c.rect(8, y, 364, 32, 7, f"{kind}-fill", kind)
         c.text(18, y + 21, name, mono=True, bold=True, size=13)
         c.text(362, y + 21, words, anchor="end", kind="dim", size=13)
-    _lines(c, 8, 506, "cli and compat are side by side, and so are", "bridges and observe.")
-    c.box(8, 542, 364, 52, "eventloop.checkpoint", "files and commits; training imports it", mono=True)
+    _lines(c, 8, 545, "cli and compat are side by side, and so are", "bridges and observe.")
+    c.box(8, 581, 364, 52, "eventloop.checkpoint", "files and commits; training imports it", mono=True)
     return c
 
 

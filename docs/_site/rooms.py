@@ -17,6 +17,7 @@ ROOMS = {
     "trainbus.hooks": "Hooks",
     "trainbus.hooks.writers": "Writers",
     "trainbus.eventloop.checkpoint": "Checkpoints",
+    "trainbus.convert": "Files of other programs",
     "trainbus.bridges": "Bridges",
     "trainbus.config": "Configuration",
     "trainbus.observe": "Costs and records",

@@ -6,10 +6,6 @@ file that the safetensors package opens.
 
 from trainbus.eventloop.checkpoint.background import BackgroundWriter, PendingSaves, steps_awaited
 from trainbus.eventloop.checkpoint.commit import TEMPORARY_PREFIX
-from trainbus.eventloop.checkpoint.contents import Contents, open_contents
-from trainbus.eventloop.checkpoint.copy_in import save_contents
-from trainbus.eventloop.checkpoint.dcp import is_dcp, open_dcp
-from trainbus.eventloop.checkpoint.export import export_tree, export_weights, is_weights, load_whole, pick_weights, weights_only
 from trainbus.eventloop.checkpoint.folder import (
     FORMER_PREFIX,
     STATE_FILE,
@@ -22,7 +18,6 @@ from trainbus.eventloop.checkpoint.folder import (
     remove_leftover,
     sync_folder,
 )
-from trainbus.eventloop.checkpoint.folder_files import FolderFiles, verify_folder
 from trainbus.eventloop.checkpoint.load import (
     checkpoints_in,
     content_of,
@@ -34,9 +29,8 @@ from trainbus.eventloop.checkpoint.load import (
     verify,
 )
 from trainbus.eventloop.checkpoint.overlap import Overlap, Staging
-from trainbus.eventloop.checkpoint.pth import ForeignFormat, convert_foreign, load_pth, register_format
+from trainbus.eventloop.checkpoint.plain_types import weights_only
 from trainbus.eventloop.checkpoint.remote import RemotePath
-from trainbus.eventloop.checkpoint.safetensors_folder import open_safetensors, write_safetensors
 from trainbus.eventloop.checkpoint.saver import AsyncSaver, Busy
 from trainbus.eventloop.checkpoint.scores import SCORES, note_scores, read_scores, scores_of
 from trainbus.eventloop.checkpoint.shards import is_dtensor, is_sharded, remove_whole, sharded_in, sweep_shards, verify_shards
@@ -56,8 +50,8 @@ from trainbus.eventloop.checkpoint.store import (
     remove,
     symlink,
 )
-from trainbus.eventloop.checkpoint.torch_file import Pickled
 from trainbus.eventloop.checkpoint.tree import packed
+from trainbus.eventloop.checkpoint.weights import is_weights, load_whole, pick_weights
 from trainbus.eventloop.checkpoint.wrappers import (
     WrapperNames,
     same_but_for_wrappers,
@@ -76,12 +70,8 @@ __all__ = [
     "BackgroundWriter",
     "Busy",
     "CommitInfo",
-    "Contents",
-    "FolderFiles",
-    "ForeignFormat",
     "Overlap",
     "PendingSaves",
-    "Pickled",
     "RemotePath",
     "StageBuffer",
     "StagedTree",
@@ -94,16 +84,12 @@ __all__ = [
     "commit_bytes",
     "commit_folder",
     "content_of",
-    "convert_foreign",
     "discard_folder",
-    "export_tree",
-    "export_weights",
     "file_kind",
     "files_in",
     "free_name",
     "inspect",
     "is_checkpoint",
-    "is_dcp",
     "is_dtensor",
     "is_folder",
     "is_plain_name",
@@ -114,25 +100,19 @@ __all__ = [
     "list_directories",
     "list_files",
     "load",
-    "load_pth",
     "load_whole",
     "make_directory",
     "note_scores",
-    "open_contents",
-    "open_dcp",
     "open_file",
-    "open_safetensors",
     "outline",
     "packed",
     "pick_weights",
     "read_scores",
-    "register_format",
     "remove",
     "remove_leftover",
     "remove_whole",
     "same_but_for_wrappers",
     "save",
-    "save_contents",
     "scores_of",
     "sharded_in",
     "stage",
@@ -142,10 +122,8 @@ __all__ = [
     "sync_folder",
     "unwrapped",
     "verify",
-    "verify_folder",
     "verify_shards",
     "weights_only",
     "without_wrappers",
     "write",
-    "write_safetensors",
 ]

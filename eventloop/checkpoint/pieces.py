@@ -10,7 +10,7 @@ import torch
 
 from trainbus.eventloop.checkpoint.load import read_exactly
 from trainbus.eventloop.checkpoint.objects import ObjectParts
-from trainbus.eventloop.checkpoint.pth import load_pickled
+from trainbus.eventloop.checkpoint.pickled import load_pickled
 from trainbus.eventloop.checkpoint.rebuild import DTYPES
 from trainbus.eventloop.checkpoint.shards import OLD_PART, Indexed, Piece
 from trainbus.eventloop.checkpoint.store import AnyPath, open_file

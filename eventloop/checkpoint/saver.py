@@ -70,7 +70,7 @@ class AsyncSaver:
             tree: what ``stage`` takes.
             path: the file to write.
             write: called on the saver's thread with the copy and the path, for files of another format
-                (``Pickled.write`` for files of ``torch.save``). The copy is released afterwards.
+                (``trainbus.convert.Pickled.write`` for files of ``torch.save``). The copy is released afterwards.
             raises: if False, only the future has the error of this save.
 
         Returns:

@@ -15,6 +15,7 @@ from trainbus.eventloop.training.run import Run
 from trainbus.eventloop.training.saves.best import Best, load_best_at_end
 from trainbus.eventloop.training.saves.contents import imported_state
 from trainbus.eventloop.training.saves.discover import peek
+from trainbus.eventloop.training.saves.foreign import ForeignFormat, convert_foreign, register_format
 from trainbus.eventloop.training.saves.weights import checkpoint_keys, checkpoint_names, load_weights
 from trainbus.eventloop.training.update import Update
 from trainbus.eventloop.training.worker_signals import WorkerSignals
@@ -23,6 +24,7 @@ __all__ = [
     "ONE_NUMBER",
     "Best",
     "Driver",
+    "ForeignFormat",
     "GlobalBatchSampler",
     "Host",
     "Mailbox",
@@ -37,6 +39,7 @@ __all__ = [
     "check_needs",
     "checkpoint_keys",
     "checkpoint_names",
+    "convert_foreign",
     "enter_training_mode",
     "failed_first",
     "imported_state",
@@ -47,5 +50,6 @@ __all__ = [
     "not_a_number",
     "optimizers_of",
     "peek",
+    "register_format",
     "set_sampler_epoch",
 ]

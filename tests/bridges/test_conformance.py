@@ -18,8 +18,9 @@ import pytest
 import structlog
 import torch
 
+from trainbus.convert import torch_file
 from trainbus.eventloop import Bus, ConfigurationError, RunCancelled, SubscribeError, TrainingError
-from trainbus.eventloop.checkpoint import commit, torch_file
+from trainbus.eventloop.checkpoint import commit
 from trainbus.eventloop.errors import BusStateError, CheckpointError, CheckpointValueError
 from trainbus.eventloop.events import AfterTrainIter
 from trainbus.hooks import (

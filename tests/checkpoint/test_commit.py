@@ -9,9 +9,9 @@ import torch
 from trainbus.eventloop.checkpoint import TEMPORARY_PREFIX, commit_bytes, link, load, remove, save, stage, verify, write
 from trainbus.eventloop.errors import CheckpointError
 
+from ..convert.test_torch_file import write as write_torch_file
 from ..failing import fails
 from .faults import fill_up
-from .test_torch_file import write as write_torch_file
 
 
 def names(directory: Path) -> list[str]:

@@ -9,7 +9,8 @@ import threading
 import pytest
 import torch
 
-from trainbus.eventloop.checkpoint import AsyncSaver, Pickled, load, save
+from trainbus.convert import Pickled
+from trainbus.eventloop.checkpoint import AsyncSaver, load, save
 from trainbus.eventloop.checkpoint.background import PendingSaves
 
 from ..strikes import strikes_at

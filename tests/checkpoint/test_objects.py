@@ -17,21 +17,15 @@ from tests.checkpoint.trees import canonical
 from trainbus.eventloop.checkpoint import (
     Overlap,
     StageBuffer,
-    copy_in,
-    export_tree,
-    export_weights,
     load,
-    load_pth,
     load_whole,
-    open_contents,
-    open_dcp,
     outline,
+    pick_weights,
     save,
-    save_contents,
     stage,
+    weights_only,
     write,
 )
-from trainbus.eventloop.checkpoint.dcp_write import write_dcp
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError, CheckpointValueError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC|invariant)")  # torch says so once
@@ -141,19 +135,6 @@ def test_a_model_with_a_sparse_buffer_resumes_as_by_torch_save(tmp_path):
     resumed.load_state_dict(load(tmp_path / "a.safetensors")["model"])
     control.load_state_dict(torch.load(tmp_path / "a.pth", weights_only=True)["model"])
     assert form(resumed.graph) == form(control.graph)
-    save(load_pth(tmp_path / "a.pth"), tmp_path / "b.safetensors")
-    assert form(load(tmp_path / "b.safetensors")["model"]["graph"]) == form(trained.graph)
-    export_weights(tmp_path / "a.safetensors", tmp_path / "b.pth", key="model")
-    assert form(torch.load(tmp_path / "b.pth", weights_only=True)["graph"]) == form(trained.graph)
-
-
-def test_sparse_weights_are_refused_by_formats_without_them(tmp_path):
-    save({"state_dict": {"graph": SQUARE.to_sparse(), "w": torch.ones(2)}}, tmp_path / "a.safetensors")
-    with pytest.raises(CheckpointValueError, match=r"graph.*sparse_coo.*\.pth"):
-        export_weights(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
-    contents = open_contents(tmp_path / "a.safetensors")
-    with pytest.raises(CheckpointValueError, match=r"graph.*sparse_coo.*\.pth"):
-        write_dcp({"model": contents.tree["state_dict"]}, contents, tmp_path / "theirs")
 
 
 def local_enum() -> Any:
@@ -210,9 +191,9 @@ def test_a_class_that_is_not_imported_is_named_and_its_weights_can_be_had(elsewh
     assert not isinstance(raised.value, CheckpointDamagedError)
     norm = outline(path)["optimizer"]["norm"]
     assert (norm.type, norm.content) == ("norms_of_another_package:Norm", {"member": "SIGN"})
-    export_weights(path, tmp_path / "w.pth")
+    assert torch.equal(pick_weights(load_whole(path))["w"], torch.ones(2))
     with pytest.raises(CheckpointValueError, match=r"optimizer\.norm: .*Norm"):
-        export_tree(path, tmp_path / "all.pth")
+        weights_only(load_whole(path))
     save(load_whole(path), tmp_path / "b.safetensors")  # a copy keeps what it cannot make
     monkeypatch.setitem(sys.modules, module.__name__, module)
     loaded = load(tmp_path / "b.safetensors")["optimizer"]
@@ -260,17 +241,3 @@ def test_only_enums_and_named_tuples_are_found_by_name(tmp_path, name):
     (tmp_path / "a.safetensors").write_bytes(crafted(name, {"args": ["true"], "member": "true"}))
     with pytest.raises(CheckpointError, match="cannot be read here"):
         load(tmp_path / "a.safetensors")
-
-
-@pytest.mark.parametrize("most", [copy_in.ONE_FILE, 0], ids=["one file", "sharded"])
-def test_objects_go_through_folders_of_dcp(tmp_path, monkeypatch, most):
-    monkeypatch.setattr(copy_in, "ONE_FILE", most)
-    tree = {
-        "state_dict": {"w": torch.ones(3)},
-        "other": [*VALUES, *(make() for make in SPARSE.values()), Moments(torch.randn(200, 100), 2)],
-    }
-    save(tree, tmp_path / "a.safetensors")
-    contents = open_contents(tmp_path / "a.safetensors")
-    write_dcp({"model": contents.tree["state_dict"]}, contents, tmp_path / "theirs")
-    save_contents(open_dcp(tmp_path / "theirs"), tmp_path / "b.safetensors")
-    assert form(load_whole(tmp_path / "b.safetensors")["other"]) == form(tree["other"])

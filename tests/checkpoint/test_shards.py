@@ -21,7 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from trainbus.cli import main
-from trainbus.eventloop.checkpoint import RemotePath, as_path, export_tree, load, load_whole, save, sweep_shards
+from trainbus.convert import export_tree
+from trainbus.eventloop.checkpoint import RemotePath, as_path, load, load_whole, save, sweep_shards
 from trainbus.eventloop.checkpoint.sharded import ShardStage
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError
 from trainbus.eventloop.training.saves.discover import find_checkpoint

@@ -21,7 +21,7 @@ from trainbus.eventloop.checkpoint.objects import ObjectParts
 
 from ..failing import fails
 
-MMENGINE = Path(__file__).parent.parent / "checkpoint" / "data" / "mmengine.pth"
+MMENGINE = Path(__file__).parent.parent / "convert" / "data" / "mmengine.pth"
 
 
 @pytest.fixture
@@ -403,7 +403,7 @@ def test_import_runs_no_code_and_gives_advice(trainbus):
 
 
 def test_what_is_too_large_for_one_file_is_imported_sharded_and_exported_from_a_store(trainbus, memory, monkeypatch):
-    monkeypatch.setattr("trainbus.eventloop.checkpoint.copy_in.ONE_FILE", 0)
+    monkeypatch.setattr("trainbus.convert.copy_in.ONE_FILE", 0)
     Path("theirs").mkdir()
     save_file({"w": torch.arange(6.0)}, "theirs/model.safetensors")
     said = trainbus("import", "theirs", "memory://bucket/ours.safetensors").out

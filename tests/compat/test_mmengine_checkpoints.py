@@ -7,11 +7,12 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from trainbus.compat.mmengine.checkpoints import from_mmengine, is_mmengine
+from trainbus.convert import load_pth
 from trainbus.eventloop import Bus, Run, TrainLoop, load_weights
-from trainbus.eventloop.checkpoint import load, load_pth, save
+from trainbus.eventloop.checkpoint import load, save
 from trainbus.hooks import EMAHook
 
-DATA = Path(__file__).parents[1] / "checkpoint" / "data"
+DATA = Path(__file__).parents[1] / "convert" / "data"
 
 
 @pytest.fixture(scope="module")

@@ -28,8 +28,8 @@ from mmengine.runner import load_checkpoint
 
 from trainbus import hooks as own_hooks
 from trainbus.config import add_hooks
+from trainbus.convert import load_pth
 from trainbus.eventloop import Bus, ConfigurationError, Run, TrainingError
-from trainbus.eventloop.checkpoint import load_pth
 
 from ..failing import fails
 from . import mmengine_jobs as jobs

@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from trainbus.cli import main
+from trainbus.convert import copy_in
 from trainbus.eventloop import Bus, Hook, TrainLoop
-from trainbus.eventloop.checkpoint import copy_in, load, load_whole
+from trainbus.eventloop.checkpoint import load, load_whole
 from trainbus.hooks import CheckpointHook, EMAHook
 
 from ..checkpoint.trees import canonical

@@ -18,17 +18,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
+from trainbus.convert import export_weights
 from trainbus.eventloop import Bus, CheckpointDamagedError, CheckpointError, Hook, TrainLoop
-from trainbus.eventloop.checkpoint import (
-    RemotePath,
-    export_weights,
-    load,
-    load_whole,
-    sharded,
-    shards,
-    sweep_shards,
-    verify_shards,
-)
+from trainbus.eventloop.checkpoint import RemotePath, load, load_whole, sharded, shards, sweep_shards, verify_shards
 from trainbus.eventloop.training.saves.write import CheckpointWriter
 from trainbus.hooks import CheckpointHook, EMAHook, ExponentialMovingAverage
 

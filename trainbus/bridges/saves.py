@@ -11,9 +11,10 @@ from threading import get_ident
 from types import TracebackType
 from typing import Any, Final, Literal
 
+from trainbus.convert import Pickled
 from trainbus.eventloop import events as ev
 from trainbus.eventloop.bus import Bus
-from trainbus.eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, Pickled, StagedTree, link
+from trainbus.eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, StagedTree, link
 from trainbus.eventloop.errors import ConfigurationError, RunCancelled
 from trainbus.eventloop.events import Progress
 from trainbus.eventloop.log import get_logger

@@ -13,7 +13,7 @@ import msgspec
 import torch
 
 from trainbus.eventloop import events as ev
-from trainbus.eventloop.checkpoint import AnyPath, RemotePath, as_path, convert_foreign, load, sharded_in, verify_shards
+from trainbus.eventloop.checkpoint import AnyPath, RemotePath, as_path, load, sharded_in, verify_shards
 from trainbus.eventloop.checkpoint.pieces import mapped
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError, ConfigurationError, TrainingError
 from trainbus.eventloop.log import get_logger
@@ -24,6 +24,7 @@ from trainbus.eventloop.training.rng import other_rng_state
 from trainbus.eventloop.training.saves.agreed import agreed
 from trainbus.eventloop.training.saves.contents import SavedRun, as_tree, parameter_names, restore_state, unwrapped_state
 from trainbus.eventloop.training.saves.discover import Found, Read, find_checkpoint, newest_candidate, read_checkpoint
+from trainbus.eventloop.training.saves.foreign import convert_foreign
 from trainbus.eventloop.training.saves.kept_upload import upload_kept
 from trainbus.eventloop.training.schema import SavedCounts, SavedRank, SavedState, Tree, read, upgraded
 from trainbus.eventloop.user_errors import add_note, contextmanager

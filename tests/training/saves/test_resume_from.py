@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from trainbus.cli import main
+from trainbus.convert import export_tree, load_pth
 from trainbus.eventloop import (
     Bus,
     CheckpointDamagedError,
@@ -19,7 +20,7 @@ from trainbus.eventloop import (
     Update,
     load_weights,
 )
-from trainbus.eventloop.checkpoint import export_tree, load, load_pth, save
+from trainbus.eventloop.checkpoint import load, save
 from trainbus.eventloop.training import peek
 from trainbus.eventloop.training.folders import has_run
 from trainbus.hooks import CheckpointHook, EMAHook

@@ -12,17 +12,10 @@ from typing import Any, ClassVar, Final
 from trainbus.bridges.accelerate import privates
 from trainbus.bridges.bridge import Bridge
 from trainbus.bridges.saves import ReopenedSaver
+from trainbus.convert import FolderFiles, verify_folder
+from trainbus.convert.folder_files import DIGESTS_FILE
 from trainbus.eventloop.bus import Bus
-from trainbus.eventloop.checkpoint import (
-    TEMPORARY_PREFIX,
-    FolderFiles,
-    discard_folder,
-    files_in,
-    free_name,
-    remove_leftover,
-    verify_folder,
-)
-from trainbus.eventloop.checkpoint.folder_files import DIGESTS_FILE
+from trainbus.eventloop.checkpoint import TEMPORARY_PREFIX, discard_folder, files_in, free_name, remove_leftover
 from trainbus.eventloop.errors import CheckpointError, ConfigurationError
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.user_errors import contextmanager

@@ -13,7 +13,8 @@ from ignite.handlers import Checkpoint, DiskSaver
 
 from trainbus.bridges.ignite import privates
 from trainbus.bridges.ignite.saver import TrainbusSaver
-from trainbus.eventloop.checkpoint import Pickled, unwrapped
+from trainbus.convert import Pickled
+from trainbus.eventloop.checkpoint import unwrapped
 
 
 def pickled_states(trainer: Engine, objects: Mapping[str, Any]) -> Pickled | None:

@@ -14,7 +14,8 @@ from ignite.handlers import DiskSaver
 
 from trainbus.bridges.copies import replaced
 from trainbus.bridges.saves import ReopenedSaver, Writing, write_pickled
-from trainbus.eventloop.checkpoint import Pickled, remove, stage
+from trainbus.convert import Pickled
+from trainbus.eventloop.checkpoint import remove, stage
 from trainbus.eventloop.user_errors import add_note, text_of
 
 

@@ -24,17 +24,8 @@ from torch import distributed
 
 from trainbus.bridges.lightning import privates
 from trainbus.bridges.saves import ReopenedSaver
-from trainbus.eventloop.checkpoint import (
-    AnyPath,
-    CommitInfo,
-    Pickled,
-    StagedTree,
-    as_path,
-    link,
-    make_directory,
-    remove,
-    symlink,
-)
+from trainbus.convert import Pickled
+from trainbus.eventloop.checkpoint import AnyPath, CommitInfo, StagedTree, as_path, link, make_directory, remove, symlink
 from trainbus.eventloop.device import current_device
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.log import get_logger

@@ -12,6 +12,7 @@ import torch
 
 from trainbus.bridges.hosted import Weights
 from trainbus.bridges.transformers import privates
+from trainbus.convert import verify_folder
 from trainbus.eventloop.checkpoint import (
     FORMER_PREFIX,
     STATE_FILE,
@@ -22,7 +23,6 @@ from trainbus.eventloop.checkpoint import (
     is_folder,
     remove_leftover,
     sync_folder,
-    verify_folder,
 )
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError
 from trainbus.eventloop.log import get_logger

@@ -11,7 +11,8 @@ from typing import Any, Final
 
 from trainbus.bridges.transformers import privates
 from trainbus.bridges.transformers.folders import Folders
-from trainbus.eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, FolderFiles, StagedTree, discard_folder
+from trainbus.convert import FolderFiles
+from trainbus.eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, StagedTree, discard_folder
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.user_errors import add_note, contextmanager, text_of

@@ -8,10 +8,12 @@ from typing import Any
 
 from rich.filesize import decimal
 
+from trainbus import convert
 from trainbus.cli.common import FileOrURL, check_checkpoint, check_file, say, status_of
 from trainbus.eventloop import checkpoint
 from trainbus.eventloop.checkpoint import AnyPath, CommitInfo, RemotePath, outline
 from trainbus.eventloop.errors import CheckpointError
+from trainbus.eventloop.training import convert_foreign
 from trainbus.eventloop.training.schema import lacking
 
 
@@ -72,9 +74,9 @@ def export(
         say(("exported ", "bold"), f"{out}  {decimal(size)}, {how}")
         return
     if weights:
-        checkpoint.export_weights(file, out, key=key, strip=strip, model=model)
+        convert.export_weights(file, out, key=key, strip=strip, model=model)
     else:
-        checkpoint.export_tree(file, out)
+        convert.export_tree(file, out)
     what = "weights" if weights else "the whole checkpoint"
     how = "safetensors" if out.suffix == ".safetensors" else "torch.load(..., weights_only=True)"
     say(("exported ", "bold"), f"{out}  {decimal(status_of(out)[1])}, {what}, for {how}")
@@ -100,15 +102,14 @@ def _export_folder(
         raise CheckpointError(
             "--hf needs the model's configuration: --config FILE (model.config.save_pretrained(...) writes it)"
         )
-    contents, scores = checkpoint.open_contents(file), checkpoint.scores_of(file)
+    contents, scores = convert.open_contents(file), checkpoint.scores_of(file)
     if config is not None:
         weights = checkpoint.pick_weights(contents.tree, key=key, strip=strip, model=model)
-        checkpoint.write_safetensors(weights, contents, out, config, scores)
+        convert.write_safetensors(weights, contents, out, config, scores)
         return "weights, for from_pretrained"
-    from trainbus.compat.dcp import to_dcp
-    from trainbus.eventloop.checkpoint.dcp_write import write_dcp  # takes a second to import
+    from trainbus.convert.dcp_write import write_dcp  # takes a second to import
 
-    write_dcp(to_dcp(contents.tree, key=key, torchtitan=torchtitan), contents, out, scores)
+    write_dcp(convert.to_dcp(contents.tree, key=key, torchtitan=torchtitan), contents, out, scores)
     return "torchtitan's keys" if torchtitan else "model and optimizer, for torch.distributed.checkpoint.load"
 
 
@@ -128,12 +129,10 @@ def import_(file: Path, out: FileOrURL, /, *, force: bool = False) -> None:
     if not file.is_dir():
         check_file(file)
     _check_free(file, out, force=force)
-    from trainbus import hooks  # noqa: F401 - registers the formats of other systems
-
     if file.is_dir():
         written, notes = _import_folder(file, out)
     else:
-        state, notes = _converted(checkpoint.load_pth(file))
+        state, notes = _converted(convert.load_pth(file))
         written = checkpoint.save(state, out)
     say(("imported  ", "bold"), f"{out}  {decimal(written.bytes)}, {written.digest}")
     for name, text in notes.items():
@@ -141,11 +140,9 @@ def import_(file: Path, out: FileOrURL, /, *, force: bool = False) -> None:
 
 
 def _import_folder(folder: Path, out: AnyPath) -> tuple[CommitInfo, dict[str, str]]:
-    from trainbus.compat.dcp import converted, open_folder
-
-    contents = open_folder(folder)
-    contents.tree, notes = converted(contents.tree) if lacking(contents.tree) else _converted(contents.tree)
-    written = checkpoint.save_contents(contents, out)
+    contents = convert.open_folder(folder)
+    contents.tree, notes = convert.convert_folder(contents.tree) if lacking(contents.tree) else _converted(contents.tree)
+    written = convert.save_contents(contents, out)
     checkpoint.sweep_shards(out.parent)  # those of a checkpoint that this one has replaced
     if (shards := checkpoint.sharded_in(outline(out))) is not None:
         notes = {"sharded": f"the tensors are in {shards} beside it", **notes}
@@ -154,7 +151,7 @@ def _import_folder(folder: Path, out: AnyPath) -> tuple[CommitInfo, dict[str, st
 
 def _converted(tree: Any) -> tuple[Any, dict[str, str]]:
     """Convert a tree to a checkpoint; return it with notes to print."""
-    if (converted := checkpoint.convert_foreign(tree)) is not None:
+    if (converted := convert_foreign(tree)) is not None:
         return converted
     if checkpoint.is_weights(tree):
         return {"state_dict": dict(tree)}, {"from": "a state_dict, stored under that key", "resumes": "nothing but the weights"}

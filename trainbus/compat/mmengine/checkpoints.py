@@ -7,8 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from trainbus.eventloop.checkpoint import ForeignFormat
-from trainbus.eventloop.training import imported_state
+from trainbus.eventloop.training import ForeignFormat, imported_state
 from trainbus.hooks.ema import RAW_WEIGHTS, EMAHook
 
 
@@ -104,12 +103,10 @@ def _config(args: tuple[Any, ...], state: Any) -> dict[Any, Any]:
     return dict(mapping)
 
 
-MMENGINE_CHECKPOINTS: Final = ForeignFormat(
-    recognises=is_mmengine,
-    convert=_converted,
-    objects={
-        "mmengine.logging.history_buffer.HistoryBuffer": _history,
-        "mmengine.logging.message_hub.MessageHub": _message_hub,
-        "mmengine.config.config.ConfigDict": _config,
-    },
-)
+MMENGINE_CHECKPOINTS: Final = ForeignFormat(recognises=is_mmengine, convert=_converted)
+OBJECTS: Final = {
+    "mmengine.logging.history_buffer.HistoryBuffer": _history,
+    "mmengine.logging.message_hub.MessageHub": _message_hub,
+    "mmengine.config.config.ConfigDict": _config,
+}
+"""What plain data are made of the objects in its pickles."""

@@ -9,11 +9,12 @@ from safetensors.torch import load_file
 from safetensors.torch import save_file as safe_save_file
 from structlog.testing import capture_logs
 
-from trainbus.eventloop.checkpoint import AsyncSaver, FolderFiles, stage, verify_folder
+from trainbus.convert import FolderFiles, verify_folder
+from trainbus.eventloop.checkpoint import AsyncSaver, stage
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError
 
+from ..checkpoint.trees import canonical
 from ..waiting import on_threads
-from .trees import canonical
 
 WEIGHTS = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(5, dtype=torch.bfloat16), "c": torch.zeros(0)}
 

@@ -2,60 +2,29 @@
 
 from __future__ import annotations
 
-import io
 import warnings
-from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-import numpy as np
 import orjson
 import torch
 
+from trainbus.convert.torch_file import Pickled
 from trainbus.eventloop.checkpoint.commit import commit_file, crc32, write_all
 from trainbus.eventloop.checkpoint.container import LENGTH_BYTES, METADATA, SAFE_NAMES
 from trainbus.eventloop.checkpoint.layout import with_length
-from trainbus.eventloop.checkpoint.load import inspect, load
-from trainbus.eventloop.checkpoint.objects import ObjectParts, together_if_known
-from trainbus.eventloop.checkpoint.rebuild import convert_parts
+from trainbus.eventloop.checkpoint.objects import ObjectParts
+from trainbus.eventloop.checkpoint.plain_types import weights_only
 from trainbus.eventloop.checkpoint.scores import as_metadata, scores_of
-from trainbus.eventloop.checkpoint.shards import sharded_in, verify_shards
 from trainbus.eventloop.checkpoint.store import AnyPath, AsPath, as_path, link
-from trainbus.eventloop.checkpoint.tree import text_of
-from trainbus.eventloop.checkpoint.wrappers import without_wrappers
+from trainbus.eventloop.checkpoint.weights import WEIGHTS, load_whole, pick_weights
 from trainbus.eventloop.errors import CheckpointError, CheckpointValueError
-
-WEIGHTS: Final = "state_dict"
-"""The key under which a checkpoint has the weights of its model, or a mapping of names to weights."""
 
 _PTH: Final = (".pth", ".pt")
 _SAFETENSORS: Final = ".safetensors"
-_Fill = Callable[[int], object]
-_LONGEST_INT: Final = 255 * 8 - 1  # bits; weights_only knows the pickle of no longer one
-_AS_IT_IS: Final = frozenset(
-    {type(None), bool, float, complex, str, torch.Tensor, torch.nn.Parameter, torch.dtype, torch.device, torch.Size}
-)
-
-
-def load_whole(path: AsPath) -> Any:
-    """Read a checkpoint on one process, with whole tensors also where the run that wrote it had them sharded.
-
-    A value whose class is not imported is left in parts.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        CheckpointDamagedError: the file or a part beside it is damaged.
-    """
-    state = load(path, make=together_if_known)
-    if sharded_in(state) is None:
-        return state
-    verify_shards(state, path)
-    from trainbus.eventloop.checkpoint.sharded import put_shards  # takes a second to import
-
-    return put_shards(state, as_path(path), lambda keys, shape, dtype: torch.empty(shape, dtype=dtype))
 
 
 def export_tree(path: AsPath, out: AsPath) -> None:
@@ -97,52 +66,6 @@ def export_weights(path: AsPath, out: AsPath, *, key: str = WEIGHTS, strip: bool
     _write(pick_weights(load_whole(path), key=key, strip=strip, model=model), path, out)
 
 
-def pick_weights(tree: Any, *, key: str = WEIGHTS, strip: bool = False, model: str | None = None) -> dict[str, Any]:
-    """Return the weights in the tree of a checkpoint, a plain ``state_dict``; for the arguments see ``export_weights``.
-
-    Raises:
-        CheckpointError: the checkpoint lacks these weights.
-    """
-    weights = dict(_weights(tree, key, model))
-    return _strip_wrappers(weights) if strip else weights
-
-
-def is_weights(value: object) -> bool:
-    """Return whether it is a plain ``state_dict``: a mapping with tensors, and perhaps the extra state of modules."""
-    return isinstance(value, Mapping) and any(isinstance(each, torch.Tensor) for each in value.values())
-
-
-def _strip_wrappers(weights: Mapping[str, Any]) -> dict[str, Any]:
-    origin: dict[str, str] = {}
-    for name, short in without_wrappers(weights).items():
-        if (first := origin.setdefault(short, name)) != name:
-            raise CheckpointError(f"without the names of wrappers {first!r} and {name!r} would both be {short!r}")
-    return {short: weights[name] for short, name in origin.items()}
-
-
-def _weights(tree: Any, key: str, model: str | None) -> Any:
-    there = tree if isinstance(tree, Mapping) else {}
-    if key not in there:
-        raise CheckpointError(f"the checkpoint has no weights ({key}) but {', '.join(map(text_of, there)) or 'no keys'}")
-    weights = there[key]
-    if is_weights(weights):
-        if model is not None:
-            raise CheckpointError(f"model {model!r}: the checkpoint has one model, without a name")
-        return weights
-    models = {str(name): each for name, each in weights.items() if is_weights(each)} if isinstance(weights, Mapping) else {}
-    if model in models:
-        return models[model]
-    if not models:
-        raise CheckpointError(f"the checkpoint has no tensors under {key!r}")
-    names = ", ".join(map(repr, models))
-    problem = (
-        f"the checkpoint has several models, {names}; give the name of one"
-        if model is None
-        else f"{model!r} is not a model of the checkpoint; its models are {names}"
-    )
-    raise CheckpointError(problem)
-
-
 def _checked_out(out: AsPath, suffixes: tuple[str, ...]) -> AnyPath:
     path = as_path(out)
     if path.suffix not in suffixes:
@@ -152,11 +75,11 @@ def _checked_out(out: AsPath, suffixes: tuple[str, ...]) -> AnyPath:
 
 def _write(value: Any, path: AsPath, out: AnyPath) -> None:
     """Write a tree of the checkpoint ``path``, in the format that the suffix of ``out`` names."""
-    fill: _Fill
     if out.suffix == _SAFETENSORS:
         size, fill = safetensors_file(value, as_metadata(scores_of(path)))
     else:
-        size, fill = inspect(path).bytes, partial(_fill_pth, weights_only(value))
+        pickled = Pickled(weights_only(value))
+        size, fill = pickled.file(pickled.storages)
     if isinstance(out, Path):
         commit_file(out, size, fill)
         return
@@ -164,24 +87,6 @@ def _write(value: Any, path: AsPath, out: AnyPath) -> None:
         file = Path(directory) / out.name
         commit_file(file, size, fill)
         link(file, out)
-
-
-def _fill_pth(value: Any, descriptor: int) -> None:
-    try:
-        torch.save(value, _File(descriptor))  # type: ignore[arg-type]  # it calls write and flush only
-    except RuntimeError as error:  # torch closes its archive while the error of the system is on its way, and has another then
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise
-
-
-class _File(io.RawIOBase):
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-
-    def write(self, data: Any) -> int:
-        write_all(self._descriptor, memoryview(data))
-        return len(data)
 
 
 def safetensors_file(
@@ -246,38 +151,3 @@ def _check_storable(name: Any, tensor: Any) -> None:
         problem = "cannot name a tensor in a safetensors file"
     if problem:
         raise CheckpointValueError(f"{name!r} {problem}; export to a .pth file instead")
-
-
-def weights_only(value: Any, path: str = "") -> Any:
-    """Return a copy of a tree without the types that ``torch.load(weights_only=True)`` refuses. Tensors are not copied.
-
-    Tensors, numbers, text, bytes, lists, tuples, sets, dicts, ``OrderedDict``, ``Counter``, ``torch.Size``, dtypes and devices
-    stay what they are. Converted are numpy arrays (tensors, in this machine's byte order), numpy scalars (numbers),
-    ``defaultdict`` (dict), ``frozenset`` (set) and empty bytes (an empty ``bytearray``).
-
-    Raises:
-        CheckpointValueError: for a value that can be neither, with its path.
-    """
-    kind = type(value)
-    if kind in _AS_IT_IS:
-        return value
-    if kind is int and value.bit_length() <= _LONGEST_INT:
-        return value
-    if kind is bytes:
-        return value or bytearray()  # the pickle of b"" is a call of bytes(), which is not allowed
-    if kind in (dict, OrderedDict, Counter, defaultdict, list, tuple, set, frozenset):
-        return convert_parts(value, path, weights_only)
-    if isinstance(value, np.ndarray):
-        try:
-            return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
-        except TypeError as error:
-            raise CheckpointValueError(f"{path or 'the tree'}: an array of {value.dtype} cannot be a tensor") from error
-    if isinstance(value, np.generic):
-        if type(number := value.item()) in (bool, int, float, complex):
-            return number
-        what = f"a {value.dtype}: Python has no number of this type"
-    elif kind is int:
-        what = f"an integer of {value.bit_length():,} bits; the limit is {_LONGEST_INT:,}"
-    else:
-        what = f"a {value.type if isinstance(value, ObjectParts) else kind.__qualname__}"
-    raise CheckpointValueError(f"{path or 'the tree'}: torch.load(weights_only=True) refuses {what}")

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from trainbus.convert.contents import Contents, replace_tensors
+from trainbus.convert.dcp import OURS, TREE
 from trainbus.eventloop.checkpoint.commit import failing, temporary_name
-from trainbus.eventloop.checkpoint.contents import Contents, replace_tensors
-from trainbus.eventloop.checkpoint.dcp import OURS, TREE
 from trainbus.eventloop.checkpoint.folder import commit_folder, discard_folder
 from trainbus.eventloop.checkpoint.objects import ObjectParts
 from trainbus.eventloop.checkpoint.pieces import Box

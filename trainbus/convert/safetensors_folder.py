@@ -15,11 +15,11 @@ import msgspec
 import orjson
 import torch
 
+from trainbus.convert.contents import Contents, Place
+from trainbus.convert.export import safetensors_file
 from trainbus.eventloop.checkpoint import container
 from trainbus.eventloop.checkpoint.commit import commit_file, failing, temporary_name
 from trainbus.eventloop.checkpoint.container import LENGTH_BYTES, SAFE_DTYPES, TensorInfo
-from trainbus.eventloop.checkpoint.contents import Contents, Place
-from trainbus.eventloop.checkpoint.export import safetensors_file
 from trainbus.eventloop.checkpoint.folder import commit_folder, discard_folder
 from trainbus.eventloop.checkpoint.load import read_exactly
 from trainbus.eventloop.checkpoint.scores import Score, as_metadata

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 from trainbus.cli import main
-from trainbus.compat.dcp import from_dcp, to_dcp
+from trainbus.convert.layouts import from_dcp, to_dcp
 from trainbus.eventloop import Bus, CheckpointError, TrainLoop
 from trainbus.eventloop.checkpoint import load
 

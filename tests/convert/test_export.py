@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoint.faults import fill_up
 from tests.checkpoint.trees import DENSE, SAFE, canonical
 from tests.failing import fails
-from trainbus.eventloop.checkpoint import export_tree, export_weights, load, outline, save
+from trainbus.convert import export_tree, export_weights
+from trainbus.eventloop.checkpoint import load, outline, save
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError, CheckpointValueError
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch says so of any complex32 tensor

@@ -9,8 +9,8 @@ from typing import Any, Final
 import msgspec
 import torch
 
+from trainbus.convert.contents import Contents, replace_tensors
 from trainbus.eventloop.checkpoint import shards
-from trainbus.eventloop.checkpoint.contents import Contents, replace_tensors
 from trainbus.eventloop.checkpoint.objects import ObjectParts
 from trainbus.eventloop.checkpoint.pieces import Box, Keys, mapped
 from trainbus.eventloop.checkpoint.shards import SHARDS, Indexed, Piece

@@ -13,19 +13,13 @@ from typing import Any, Final
 
 import torch
 
+from trainbus.convert.contents import Contents
+from trainbus.convert.dcp import is_dcp, open_dcp
+from trainbus.convert.safetensors_folder import open_safetensors
 from trainbus.eventloop import get_logger
-from trainbus.eventloop.checkpoint import (
-    AnyPath,
-    Contents,
-    ForeignFormat,
-    is_dcp,
-    is_weights,
-    list_directories,
-    open_dcp,
-    open_safetensors,
-)
+from trainbus.eventloop.checkpoint import AnyPath, is_weights, list_directories
 from trainbus.eventloop.errors import CheckpointError
-from trainbus.eventloop.training import imported_state
+from trainbus.eventloop.training import ForeignFormat, imported_state
 
 log = get_logger()
 
@@ -94,7 +88,7 @@ def from_dcp(tree: Mapping[str, Any]) -> dict[str, Any]:
     return {**state, OTHERS: rest} if rest else state
 
 
-def converted(tree: Any) -> tuple[Any, dict[str, str]]:
+def convert_folder(tree: Any) -> tuple[Any, dict[str, str]]:
     """Convert what ``open_folder`` found; return it with notes for the user."""
     inner = _inner(tree)
     if not isinstance(inner, Mapping) or not (_entry(inner, _WEIGHTS) or is_weights(inner)):
@@ -301,4 +295,4 @@ def _dotted(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _dotted(f"{prefix}.{key}", inner)
 
 
-DCP_CHECKPOINTS: Final = ForeignFormat(recognises=is_by_name, convert=converted)
+DCP_CHECKPOINTS: Final = ForeignFormat(recognises=is_by_name, convert=convert_folder)
