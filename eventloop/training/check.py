@@ -218,7 +218,6 @@ class _Check:
                 self.warnings.append(f"{one.label} of {one.mount_point} was left out, because a function cannot be copied")
         bus.on("before_train", lambda event: setattr(self, "device", event.run.device), priority=0)
         self._time(bus)
-        bus.timing = True
         self._end(bus)
         total = None if job.max_epochs is None else self._length("train")
         # As many iterations as in the training, so that schedules and averages know its length; the check stops it.
