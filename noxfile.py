@@ -97,6 +97,13 @@ def types(session: nox.Session) -> None:
 
 
 @nox.session
+def changelog(session: nox.Session) -> None:
+    """What the changes that are not released yet will become in the CHANGELOG."""
+    session.install("towncrier")
+    session.run("towncrier", "build", "--draft", "--version", "next")
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """The site: pages, links, reference, and each block of code."""
     install(session, "docs")

@@ -14,7 +14,7 @@ GIVEN = [node for node in TREE.body if isinstance(node, ast.Assign) and isinstan
 NAMES = {node.targets[0].id: node.value for node in GIVEN}
 HOSTS, ENGINES, PYTHONS = (ast.literal_eval(NAMES[name]) for name in ("HOSTS", "ENGINES", "PYTHONS"))
 TASKS = {node.name for node in TREE.body if isinstance(node, ast.FunctionDef) and node.decorator_list}
-TASKS -= {"host", "engine", "tests"}
+TASKS -= {"host", "engine", "tests", "changelog"}
 TASKS |= {f"host({name})" for name in HOSTS} | {f"engine({name})" for name in ENGINES} | {f"tests-{one}" for one in PYTHONS}
 
 
@@ -30,3 +30,12 @@ def test_the_workflows_call_all_tasks():
     called = {task for job in jobs.values() for task in job["strategy"]["matrix"].get("task", ())}
     called |= {f"tests-{one}" for one in jobs["tests"]["strategy"]["matrix"]["python"]}
     assert called == TASKS
+
+
+def test_each_change_that_is_not_released_has_a_kind_and_at_most_three_lines():
+    kinds = {one["directory"] for one in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["towncrier"]["type"]}
+    for change in (ROOT / "changes").glob("*"):
+        if change.name != "README.md":
+            assert change.name.split(".")[1:] == [change.name.split(".")[1], "md"], change.name
+            assert change.name.split(".")[1] in kinds, change.name
+            assert 0 < len(change.read_text().splitlines()) <= 3, change.name
