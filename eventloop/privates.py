@@ -6,8 +6,13 @@ torch's are taken here, when trainbus is imported; the other rooms import them f
 
 from __future__ import annotations
 
+import concurrent.futures.process
+import multiprocessing.process
+import os
+import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from importlib import import_module
 from operator import attrgetter
@@ -79,8 +84,8 @@ TORCH: Final = {
     "torch.utils._pytree.tree_map": ("bridges/: replace tensors", _SEEN),
     "torch.utils.data._utils.fetch._MapDatasetFetcher": ("training/data.py: errors of a dataset", _SEEN),
     "torch.utils.data._utils.fetch._IterableDatasetFetcher": ("training/data.py: errors of a dataset", _SEEN),
-    "loader._get_iterator": ("training/loaders.py, training/worker_signals.py: workers start here", _SEEN),
-    "loader._iterator": ("training/worker_signals.py: persistent workers", _SEEN),
+    "loader._get_iterator": ("training/loaders.py: workers start here", _SEEN),
+    "loader._iterator": ("training/rng.py: persistent workers", _SEEN),
     "module._parameters": ("training/saves/capture.py, hooks/pairs.py: all tensors, without a walk for each module", _SEEN),
     "module._buffers": ("likewise; training/preflight.py: put buffers back", _SEEN),
     "module._modules": ("hooks/pairs.py: a part was replaced", _SEEN),
@@ -112,6 +117,10 @@ OPTIONAL: Final[Names] = {
         "Gym's interface, 1.0 to 1.4",
     ),
     "lock._is_owned": ("locks.py: whether this thread holds a lock, as threading.Condition asks", "CPython 3.11 to 3.14"),
+    "executor._processes": ("offload/process.py: the worker, to kill it and to see how it died", "CPython 3.11 to 3.14"),
+    "process._threads_wakeups": ("offload/process.py: executors, of which a fork has no process", "CPython 3.11 to 3.14"),
+    "process._children": ("offload/process.py: likewise; it would wait for them when it exits", "CPython 3.11 to 3.14"),
+    "threading._register_atexit": ("bus/lifecycle.py: close before executors end", "CPython 3.11 to 3.14"),
 }
 """Of some objects only, so that nothing can look them up beforehand."""
 
@@ -144,14 +153,29 @@ READS_NEXT: Final[CodeType] = torch.utils.data._utils.fetch._IterableDatasetFetc
 """Code that reads an iterable dataset."""
 SPACE_GENERATOR: Final = "_np_random"
 """The attribute in which the space of an environment has its generator."""
-GET_ITERATOR: Final = "_get_iterator"
-"""The method in which a DataLoader starts its workers."""
 
 
 def is_owned(lock: Any) -> bool:
     """Return True if this thread holds a ``threading.RLock``."""
     held: bool = lock._is_owned()
     return held
+
+
+def process_of(executor: ProcessPoolExecutor) -> Any:
+    """Return the process of an executor that has started one."""
+    (process,) = executor._processes.values()
+    return process
+
+
+def forget_processes() -> None:
+    """Leave executors and processes to the process that has started them, in a fork of it."""
+    concurrent.futures.process._threads_wakeups.clear()
+    multiprocessing.process._children.clear()  # type: ignore[attr-defined]
+
+
+os.register_at_fork(after_in_child=forget_processes)
+before_executors_end: Final[Callable[[Callable[[], object]], object]] = threading._register_atexit  # type: ignore[attr-defined]
+"""Registers what is called when the main thread has ended, before executors wait for their processes, and before ``atexit``."""
 
 
 def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -181,11 +205,6 @@ def starts_own_workers(kind: type[DataLoader[Any]]) -> bool:
 def workers_of(loader: Iterable[Any]) -> Any:
     """Return the iterator with a loader's persistent workers; None before they start, and for other iterables."""
     return getattr(loader, "_iterator", None)
-
-
-def forget_workers(loader: DataLoader[Any]) -> None:
-    """Make a loader start persistent workers anew."""
-    loader._iterator = None
 
 
 def address_of(storage: torch.UntypedStorage) -> int:

@@ -179,9 +179,10 @@ class PreemptionHook(CopiedAnew, Hook):
     On the main thread the hook installs its handlers, and the earlier ones come back when the run ends, also by an exception.
     A run on another thread (``await loop.arun()``) gets the signals through a :class:`SignalDoor`, which the application opens.
 
-    The workers of DataLoaders ignore these signals during the run, because a signal to the process group also reaches them.
-    Workers that started before the run need a ``worker_init_fn`` that ignores the signals. Other processes that are forked
-    during the run keep the handlers from before the run.
+    The workers of DataLoaders that the run iterates ignore these signals during the run, because a signal to the process group
+    also reaches them. Loaders that another trainer iterates, and persistent workers that started before the run, are not
+    covered: give them ``DataLoader(..., worker_init_fn=hook.worker_init_fn)``, or have the scheduler signal this process only.
+    Other processes that are forked during the run keep the handlers from before the run.
 
     Args:
         signals: signals to handle, such as ``(signal.SIGTERM, signal.SIGUSR1)``, or their names.
@@ -194,7 +195,7 @@ class PreemptionHook(CopiedAnew, Hook):
 
     priority = Priority.HIGHEST
     observes = True
-    of_run: ClassVar = {"_workers": None, "_door": None, "_former": None}
+    of_run: ClassVar = {"worker_init_fn": None, "_door": None, "_former": None}
 
     @check_options
     def __init__(
@@ -205,13 +206,14 @@ class PreemptionHook(CopiedAnew, Hook):
         self.received: signal.Signals | None = None
         """The signal that ended the present or last run, or None."""
         self._received_at = 0.0
-        self._workers = WorkerSignals(self.signals)
+        self.worker_init_fn = WorkerSignals(self.signals)
+        """For loaders that the run does not iterate: their workers ignore the signals during the run, too."""
         self._door: SignalDoor | None = None
         self._former: AnyPath | None = None
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
         super().__setstate__(state)
-        self._workers = WorkerSignals(self.signals)
+        self.worker_init_fn = WorkerSignals(self.signals)
 
     def before_run(self, event: BeforeRun) -> None:
         door = SignalDoor.current
@@ -220,8 +222,8 @@ class PreemptionHook(CopiedAnew, Hook):
         self.received = self._former = None
         self._process = os.getpid()
         # First: this also undoes a part of the installation if a signal cannot be handled.
-        event.run.defer(self._workers.restore)
-        self._workers.ignore()
+        event.run.defer(self.worker_init_fn.restore)
+        self.worker_init_fn.ignore()
         self._door = door
         event.run.defer(door.listen(partial(self._on_signal, event.run)))
 

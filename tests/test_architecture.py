@@ -91,7 +91,7 @@ def imports(name: str) -> list[Import]:
 
 
 DOTTED = re.compile(r"(eventloop|hooks|trainbus)(\.\w+)*(:\w+)?")
-BY_USERS = {"trainbus.config.names", "trainbus.eventloop.offload.importable"}
+BY_USERS = {"trainbus.config.names"}
 """Modules that import what a user's text names."""
 
 

@@ -24,6 +24,7 @@ from trainbus.eventloop.events import Progress
 from trainbus.eventloop.locks import is_held, may_wait, new_lock
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.offload import ENDED, Backend, Deadline, DrainReport, HookLanes, HostLoop, Runtime, in_thread
+from trainbus.eventloop.privates import before_executors_end
 
 _CLOSER_POLL = 0.01  # seconds between checks whether the other thread has closed the bus
 
@@ -501,8 +502,11 @@ def _stop_training(bus: Lifecycle) -> None:
             thread.join(deadline.left)
 
 
-def _close_at_exit() -> None:
+def _close_at_exit(*modes: str) -> None:
+    """Close buses that are open; with ``modes``, those with a handler in one of these."""
     for bus in list(_buses):
+        if modes and not any(one.mode in modes for one in bus._directory.copy()):
+            continue
         _stop_training(bus)
         if bus.state != "idle":
             log.warning("the interpreter exits while a bus is open; use `with bus:` so that nothing is lost")
@@ -515,4 +519,5 @@ def _inert_after_fork() -> None:
 
 
 atexit.register(_close_at_exit)
+before_executors_end(partial(_close_at_exit, "process"))
 os.register_at_fork(after_in_child=_inert_after_fork)

@@ -27,7 +27,7 @@ from trainbus.eventloop.offload import (
     Runtime,
     Sources,
     absent_entry,
-    importable_of,
+    check_importable,
     is_plain,
     unarrived,
 )
@@ -91,7 +91,8 @@ class Subscription:
             self.mode: Mode = mode_of(handler, given.get("offload"))
             self.batch: int | None = given.get("batch")
             check_arity(handler, "a handler", "the event" if self.batch is None else "a list of events")
-            self._target = importable_of(handler) if self.mode == "process" else None
+            if self.mode == "process":
+                check_importable(handler)
             self.returns_no_coroutine = self.mode != "inline" or returns_no_coroutine(handler)
             self.lane = make_lane(f"{self.label} ({self.mount_point})", self.mode, given)
         except SubscribeError as error:
@@ -185,7 +186,7 @@ class Subscription:
             loud=self.on_error == "raise",
             is_async=self.mode == "async",
             timeout=self.timeout,
-            target=self._target,
+            in_process=self.mode == "process",
         )
 
     def ended(self) -> None:

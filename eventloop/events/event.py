@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from datetime import datetime
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, dataclass_transform
 
@@ -120,12 +119,6 @@ class Event(msgspec.Struct, frozen=True, eq=False, kw_only=True, tag_field="even
     def to_msgpack(self) -> bytes:
         """Encode a detached event as a msgpack map; raises TypeError for live state."""
         return msgspec.msgpack.encode(self, enc_hook=_refuse_live)
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return a detached event as a mapping of plain values, in which integers may be of any size."""
-        kept = bytes, bytearray, memoryview, datetime
-        plain: dict[str, Any] = msgspec.to_builtins(self, builtin_types=kept, enc_hook=_refuse_live)
-        return plain
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in self.__rich_repr__())})"

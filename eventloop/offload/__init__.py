@@ -4,7 +4,7 @@ from trainbus.eventloop.offload.consumers import Reader, arrive_async
 from trainbus.eventloop.offload.delivery import Delivery, Sources
 from trainbus.eventloop.offload.detach import absent_entry, detacher, from_json, from_msgpack, is_plain, unarrived
 from trainbus.eventloop.offload.drain import Deadline, DrainReport
-from trainbus.eventloop.offload.importable import importable_of
+from trainbus.eventloop.offload.importable import check_importable
 from trainbus.eventloop.offload.lane import Full, Lane
 from trainbus.eventloop.offload.loops import Backend, HostLoop, in_thread, threadsafe_call
 from trainbus.eventloop.offload.meter import LaneMeter
@@ -33,10 +33,10 @@ __all__ = [
     "absent_entry",
     "arrive_async",
     "capture",
+    "check_importable",
     "detacher",
     "from_json",
     "from_msgpack",
-    "importable_of",
     "in_thread",
     "is_plain",
     "register_server",

@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from trainbus.eventloop.events import Event
-from trainbus.eventloop.offload.importable import Importable
 from trainbus.eventloop.offload.lane import Lane
 
 Sources = list[tuple[type[Event], Any]]
@@ -26,4 +25,4 @@ class Delivery(msgspec.Struct, frozen=True):
     loud: bool = True  # whether items left when the bus closes are an error; else they are logged
     is_async: bool = False
     timeout: float | None = None  # seconds per call
-    target: Importable | None = None  # finds the handler in a worker process; None: it is called in this process
+    in_process: bool = False  # whether it is called in a worker process

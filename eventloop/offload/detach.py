@@ -6,7 +6,7 @@ here waits for a device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import cache
 from typing import Any, get_args, get_origin
 
@@ -83,11 +83,6 @@ def from_msgpack(data: bytes) -> Event:
     return event
 
 
-def from_plain(data: Mapping[str, Any]) -> Event:
-    """Make an event of what :meth:`Event.to_plain` returned."""
-    return msgspec.convert(data, _tagged(data["event"]))
-
-
 @cache
 def detached_type(event_type: type[Event]) -> type[Event]:
     """Return the subclass of ``event_type`` whose live fields raise :class:`LiveFieldError` when touched.
@@ -107,11 +102,21 @@ def detached_type(event_type: type[Event]) -> type[Event]:
         annotations = {"__annotations__": {name: hints[name] for name in redone}}
         base = meta(event_type.__name__, (event_type,), common | annotations | redone, kw_only=True)
     properties = {name: _live_property(event_type, name) for name in live}
-    made: type[Event] = meta(event_type.__name__, (base,), common | properties)
+    made: type[Event] = meta(event_type.__name__, (base,), common | properties | {"__reduce__": _reduce})
     return made
 
 
 # ------------------------------------------------------------------------------------------------------ internals
+
+
+def _reduce(event: Event) -> tuple[Any, ...]:
+    """Pickle a detached event by its declared class: its own is made in each process, and not found by name."""
+    plain = {name: getattr(event, name) for name, plan in _plans(type(event)).items() if plan != "live"}
+    return _event, (registry[event.mount_point], plain)
+
+
+def _event(event_type: type[Event], plain: dict[str, Any]) -> Event:
+    return detached_type(event_type)(**plain)
 
 
 class _Tag(msgspec.Struct):

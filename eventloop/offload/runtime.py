@@ -70,7 +70,7 @@ class Runtime:
         if first.is_async:
             consumer = TaskConsumer(label, deliveries, lanes, self._loop, self._mark)
         else:
-            caller = Caller(label, deliveries, self) if first.target is None else ProcessCaller(label, deliveries)
+            caller = ProcessCaller(label, deliveries) if first.in_process else Caller(label, deliveries, self)
             consumer = ThreadConsumer(label, deliveries, lanes, caller, self)
         if len(self._consumers) >= self._forgets_at:
             self._forgets_at = 2 * len(self._serving()) + 16  # forgets consumers that have ended, at little cost for each
@@ -245,7 +245,7 @@ def _lanes(consumers: Iterable[Consumer]) -> list[Lane]:
 
 def _checked(delivery: Delivery) -> Delivery:
     """Return a delivery whose handler, in this process, refuses to take part in collectives."""
-    if delivery.target is not None:
+    if delivery.in_process:
         return delivery
     handler = refuses_collectives(delivery.handler, delivery.lane.label, is_async=delivery.is_async)
     return msgspec.structs.replace(delivery, handler=handler)

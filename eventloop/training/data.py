@@ -36,6 +36,7 @@ from trainbus.eventloop.training.rng import (
 )
 from trainbus.eventloop.training.samplers import SamplerWatch
 from trainbus.eventloop.training.schema import SavedData, SavedEvaluation, SavedPosition, SavedStart
+from trainbus.eventloop.training.worker_signals import starting_workers
 
 log = get_logger()
 
@@ -76,6 +77,7 @@ class Feed:
         self._device = device
         self._name = name
         self._iterator: Iterator[Any] | None = None
+        self._starts = False
         self._ahead: Any = _MISSING
         self._position: Any = _MISSING  # the loader's state before it yielded the batch ahead
         self.start: SavedStart | None = None
@@ -112,6 +114,11 @@ class Feed:
 
     def start_pass(self) -> None:
         """Make the iterator of a new pass, or of the interrupted pass of a resumed run."""
+        with starting_workers(self.loader):
+            self._start_pass()
+        self._starts = True
+
+    def _start_pass(self) -> None:
         self._ahead = self._position = _MISSING
         self._exhausted = False
         if self._endless is not None:  # after the hooks, which only know the epoch
@@ -323,6 +330,10 @@ class Feed:
     def _pull(self) -> Any:
         """Return the next batch of the loader, or ``_END``."""
         assert self._iterator is not None  # noqa: S101 - next() made it
+        if self._starts:  # a loader whose __iter__ is a generator starts its workers now
+            self._starts = False
+            with starting_workers(self.loader):
+                return self._pull()
         # Not before the first batch: a loader whose __iter__ is a generator does not know of its new pass until then.
         if self._has_state and self.limit is not None and 0 < self.used == self.limit - 1:
             self._left = self._stateful.state_dict()

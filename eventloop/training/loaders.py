@@ -30,6 +30,7 @@ from trainbus.eventloop.training.rng import (
 )
 from trainbus.eventloop.training.samplers import load_sampler, stateful_sampler
 from trainbus.eventloop.training.schema import SavedLoader, SavedPosition
+from trainbus.eventloop.training.worker_signals import starting_workers
 
 log = get_logger()
 
@@ -90,6 +91,11 @@ def sampler_epoch(loader: Any) -> int | None:
 
 def restore_loader(loader: Any, saved: SavedLoader, restored: set[Generator], *, workers: bool) -> None:
     """Make the next pass continue a saved run's, except for generators in ``restored`` (loaders may share one)."""
+    with starting_workers(loader):
+        _restore_loader(loader, saved, restored, workers=workers)
+
+
+def _restore_loader(loader: Any, saved: SavedLoader, restored: set[Generator], *, workers: bool) -> None:
     if workers:
         start_persistent_workers(loader)
     position = saved if isinstance(saved, SavedPosition) else None

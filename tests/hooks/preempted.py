@@ -59,7 +59,10 @@ def main(
     preemption._ONE_REQUEST = moment
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with SIGINT ignored
     signal.signal(signal.SIGUSR1, lambda number, frame: say("the handler from before"))
-    loop = make_loop(None if work_dir is None else Path(work_dir), PreemptionHook(signals), **(workers or {}))
+    hook = PreemptionHook(signals)
+    if early:
+        workers = {**(workers or {}), "worker_init_fn": hook.worker_init_fn}
+    loop = make_loop(None if work_dir is None else Path(work_dir), hook, **(workers or {}))
     if early:
         next(iter(loop._data["train"]))
 

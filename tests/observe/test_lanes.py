@@ -1,6 +1,5 @@
 """What bus.costs() tells of lanes, and the warning of a full one."""
 
-import multiprocessing
 import threading
 import time
 
@@ -40,7 +39,7 @@ async def slow_async(event) -> None:
     ids=["thread", "batch", "capture", "timeout", "async", "process"],
 )
 def test_a_lane_tells_its_time_depth_and_age(monkeypatch, backend, handler, options):
-    monkeypatch.setattr(process, "_spawn", multiprocessing.get_context("forkserver"))  # has imported torch already
+    monkeypatch.setattr(process, "_spawn", workers.quick())
     bus = Bus(timing=True, backend=backend)
     bus.on("after_train_iter", handler, **options)
     with bus:

@@ -1,6 +1,5 @@
 """published == delivered + failed + dropped + pending, at every moment, in every mode, whatever happens."""
 
-import multiprocessing
 import threading
 import time
 from unittest.mock import patch
@@ -74,7 +73,7 @@ def subscribe(bus: Bus, mode: str, released: threading.Event, options: dict):
     cancels_at=st.none() | st.integers(0, 20),
 )
 def test_the_counts_add_up_at_every_moment(mode, full, queue, batch, linger, deeds, hangs_at, disable_after, cancels_at):
-    context = multiprocessing.get_context("forkserver")
+    context = workers.quick()
     options = {"full": full, "queue": queue, "linger": linger, "on_error": "log"}
     options |= {"batch": batch} if batch else {}
     options |= {"disable_after": disable_after} if disable_after else {}

@@ -1,19 +1,17 @@
 """Workers of DataLoaders, which are forked from a run: they ignore signals that are meant for it, and publish nothing."""
 
-import gc
 import os
 import signal
 import sys
-import weakref
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from trainbus.eventloop import Bus, Event
+from trainbus.eventloop import Bus, Event, Run
 from trainbus.eventloop.events import AfterTrainIter
-from trainbus.eventloop.training import WorkerSignals
+from trainbus.hooks import PreemptionHook
 
 from ..scripts import run_script
 
@@ -40,140 +38,147 @@ class OwnLoader(DataLoader):
         return super()._get_iterator()
 
 
-@contextmanager
-def ignored(signals):
-    signals.ignore()
-    try:
-        yield
-    finally:
-        signals.restore()
+class LazyLoader(DataLoader):
+    """Starts its workers with the first batch, as Accelerate's does."""
 
-
-@pytest.fixture
-def signals():
-    return WorkerSignals([signal.SIGTERM])
+    def __iter__(self):
+        yield from super().__iter__()
 
 
 def loader(kind=DataLoader, **options):
     return kind(Numbers(), batch_size=1, num_workers=1, prefetch_factor=1, **options)
 
 
-def first(iterator):
-    """The process that read the first batch, and whether it has SIGTERM blocked."""
-    _, pid, blocked = next(iterator)
-    return int(pid), bool(blocked)
+@contextmanager
+def preemptible():
+    with Run(Bus(PreemptionHook()), model=torch.nn.Linear(1, 1)) as run:
+        yield run
 
 
-@pytest.mark.parametrize("kind", [DataLoader, OwnLoader])
-@pytest.mark.parametrize("context", ["fork", "forkserver"])
-def test_a_worker_survives_the_signal_and_its_children_do_not_block_it(signals, kind, context):
-    with ignored(signals):
-        batches = iter(loader(kind, multiprocessing_context=context))
-        pid, blocked = first(batches)
-        os.kill(pid, signal.SIGTERM)
-        assert [int(index) for index, _, _ in batches] == [1, 2, 3, 4, 5, 6, 7]
-    assert not blocked
+def strike(batches):
+    """Signal the worker that read the first batch; return its process, and the indices of all batches."""
+    indices = []
+    for index, pid, blocked in batches:
+        if not indices:
+            os.kill(int(pid), signal.SIGTERM)
+            assert not blocked  # the programs that a dataset starts would inherit it
+        indices.append(int(index))
+    return int(pid), indices
 
 
-def test_persistent_workers_react_to_the_signal_after_restore_and_ignore_it_again(signals):
+@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "context"),
+    [(DataLoader, "fork"), (DataLoader, "forkserver"), (DataLoader, "spawn"), (OwnLoader, "fork"), (LazyLoader, "fork")],
+)
+def test_workers_of_loaders_that_a_run_iterates_survive_the_signal(kind, context, persistent):
+    train, val = (loader(kind, multiprocessing_context=context, persistent_workers=persistent) for _ in range(2))
+    with preemptible() as run:
+        for _ in run.epochs(1):
+            assert strike(run.train(train))[1] == [*range(8)]
+            assert strike(run.validate(val))[1] == [*range(8)]
+
+
+def test_persistent_workers_react_to_the_signal_after_the_run_and_ignore_it_in_the_next_one_of_the_hook():
     data = loader(persistent_workers=True)
-    with ignored(signals):
-        pid, _ = first(iter(data))
-    with ignored(signals):
-        assert first(iter(data)) == (pid, False)
-        os.kill(pid, signal.SIGTERM)
-        assert len(list(data)) == 8
+    bus = Bus(PreemptionHook())
+    pids = set()
+    for _ in range(2):
+        with Run(bus, model=torch.nn.Linear(1, 1)) as run:
+            for _ in run.epochs(1):
+                pid, indices = strike(run.train(data))
+                assert indices == [*range(8)]
+                pids.add(pid)
+    assert len(pids) == 1
     (worker,) = data._iterator._workers
-    os.kill(pid, signal.SIGTERM)
+    os.kill(worker.pid, signal.SIGTERM)
     worker.join()
     assert worker.exitcode == 0
 
 
-def test_a_forked_process_leaves_the_workers_as_they_are(signals):
-    with ignored(signals):
-        batches = iter(loader())
-        pid, _ = first(batches)
-        if not (child := os.fork()):
-            status = 1
-            try:
-                own = iter(loader())
-                os.kill(first(own)[0], signal.SIGTERM)  # which obeys
-                own._workers[0].join(20)
-                status = int(own._workers[0].is_alive())
-                signals.restore()  # as a run does that ends in there
-                signals.ignore()  # and another one
-                signals.restore()
-            finally:
-                os._exit(status)
-        assert os.waitpid(child, 0)[1] == 0
-        os.kill(pid, signal.SIGTERM)
-        assert len(list(batches)) == 7
+def test_the_function_of_the_hook_covers_loaders_that_the_run_does_not_iterate():
+    hook = PreemptionHook()
+    data = loader(worker_init_fn=hook.worker_init_fn, persistent_workers=True)
+    next(iter(data))  # before the run
+    with Run(Bus(hook), model=torch.nn.Linear(1, 1)):
+        assert strike(data)[1] == [*range(8)]
 
 
-@pytest.mark.parametrize("end", ["signals.restore()", "raise SystemExit"], ids=["restored", "cut short"])
-def test_a_process_with_persistent_workers_ends_without_a_word(tmp_path, end):
+def test_a_forked_process_leaves_the_workers_as_they_are_and_its_own_obey():
+    with preemptible() as run:
+        for _ in run.epochs(1):
+            batches = iter(run.train(loader()))
+            _, pid, _ = next(batches)
+            if not (child := os.fork()):
+                status = 1
+                try:
+                    own = iter(loader())
+                    _, its, _ = next(own)
+                    os.kill(int(its), signal.SIGTERM)
+                    own._workers[0].join(20)
+                    status = int(own._workers[0].is_alive())
+                    hook = PreemptionHook()
+                    hook.worker_init_fn.ignore()  # as a run does in there
+                    hook.worker_init_fn.restore()
+                finally:
+                    os._exit(status)
+            assert os.waitpid(child, 0)[1] == 0
+            os.kill(int(pid), signal.SIGTERM)
+            assert len(list(batches)) == 7
+
+
+@pytest.mark.parametrize("end", ["", "sys.kept = True; raise SystemExit"], ids=["in order", "cut short"])
+@pytest.mark.parametrize("context", ["fork", "forkserver"])
+def test_a_process_with_persistent_workers_ends_without_a_word(tmp_path, context, end):
     """Python terminates them when it exits, and torch reports every worker that died of a signal.
 
-    A run that Ctrl-C strikes again and again has no time to restore them.
+    A run that Ctrl-C strikes again and again has no time to end.
     """
     done = run_script(
         f"""
-        import signal, sys
+        import signal, sys, torch
         from torch.utils.data import DataLoader
-        from trainbus.eventloop.training import WorkerSignals
+        from trainbus.eventloop import Bus, Run
+        from trainbus.hooks import PreemptionHook
 
-        data = sys.kept = DataLoader(range(8), num_workers=2, persistent_workers=True)  # as a script's global variable
-        signals = WorkerSignals([signal.SIGTERM])
-        signals.ignore()
-        print(len(list(data)))
-        {end}
+        data = sys.kept = DataLoader(range(8), num_workers=2, persistent_workers=True, multiprocessing_context="{context}")
+        run = Run(Bus(PreemptionHook()), model=torch.nn.Linear(1, 1))
+        run.__enter__()
+        for _ in run.epochs(1):
+            print(len(list(run.train(data))))
+            {end}
+        run.__exit__(None, None, None)
         """,
         tmp_path,
     )
-    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "8", "")
+    assert (done.returncode, done.stdout.strip()) == (0, "8"), done.stderr
+    assert "Traceback" not in done.stderr
+    assert "killed by signal" not in done.stderr
 
 
-def test_earlier_persistent_workers_are_replaced_without_drawing_random_numbers(signals):
-    def order(during):
-        torch.manual_seed(1)
-        data = loader(persistent_workers=True, shuffle=True)
-        before, _ = first(iter(data))
-        torch.manual_seed(2)
-        with during:
-            read = [(int(index), int(pid)) for index, pid, _ in data]
-        return [index for index, _ in read], torch.rand(()).item(), read[0][1] == before
-
-    *expected, kept = order(nullcontext())
-    assert kept
-    assert order(ignored(signals)) == (*expected, False)
+def test_the_worker_init_function_of_a_loader_is_called_last_and_stays():
+    data = loader(worker_init_fn=block)
+    with preemptible() as run:
+        for _ in run.epochs(1):
+            assert [bool(blocked) for _, _, blocked in run.train(data)] == [True] * 8
+    assert data.worker_init_fn is block
 
 
-def test_the_worker_init_function_can_override_the_handler(signals):
-    def own(worker):
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-
-    data = loader(worker_init_fn=own)
-    with ignored(signals):
-        assert first(iter(data))[1]
-    assert data.worker_init_fn is own
+def block(worker):
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
 
-def test_what_ends_with_the_run_is_not_kept_until_the_process_exits():
-    signals = WorkerSignals([signal.SIGTERM])
-    with ignored(signals):
-        assert len(list(loader())) == 8
-    gone = weakref.ref(signals)
-    del signals
-    gc.collect()
-    assert gone() is None
-
-
-def test_loaders_are_restored_afterwards(signals):
-    before = [dict(vars(kind)) for kind in (DataLoader, OwnLoader)]
-    with ignored(signals):
-        assert vars(DataLoader) != before[0]
-        assert len(list(DataLoader(range(3)))) == 3
-    assert [dict(vars(kind)) for kind in (DataLoader, OwnLoader)] == before
+def test_workers_of_a_run_without_the_hook_obey():
+    with Run(model=torch.nn.Linear(1, 1)) as run:
+        for _ in run.epochs(1):
+            batches = iter(run.train(data := loader(persistent_workers=True)))
+            _, pid, _ = next(batches)
+            (worker,) = data._iterator._workers
+            with pytest.raises(RuntimeError, match="DataLoader worker"):
+                os.kill(int(pid), signal.SIGTERM)
+                worker.join()
+                list(batches)
+            run.stop("its worker was killed")
 
 
 class Drawn(Event):
