@@ -42,7 +42,8 @@ multiprocessing.set_forkserver_preload(
         "torch.distributed.fsdp",
         "torch.nn.parallel",
         "trainbus.eventloop.offload.process",
-        "hooks",
+        "trainbus.hooks",
+        "trainbus.observe",
     ]
 )
 

@@ -63,7 +63,7 @@ class WorkerSignals:
 @contextmanager
 def starting_workers(loader: Iterable[Any]) -> Iterator[None]:
     """Have the workers that a loader starts meanwhile ignore the signals of runs that are open."""
-    held: Any = getattr(loader, "base_dataloader", loader)  # inside Accelerate's
+    held: Any = getattr(loader, "base_dataloader", loader)  # inside a wrapper
     if not _active or not getattr(held, "num_workers", 0) or not hasattr(held, "worker_init_fn"):
         yield
         return

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from trainbus.bridges.ray import RayReports, RayTrainHook, RayWorker
+from trainbus.bridges.ray import RayTrainHook
 from trainbus.bridges.ray import hook as ray_hook
-from trainbus.bridges.ray.worker import ranked
+from trainbus.bridges.ray.reports import RayReports
+from trainbus.bridges.ray.worker import RayWorker, ranked
 from trainbus.eventloop import Bus, ConfigurationError, Hook, Run, TrainLoop
 from trainbus.eventloop.checkpoint import load, save, scores_of
 from trainbus.hooks import CheckpointHook
