@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from tempfile import TemporaryFile
 from typing import Any
 
@@ -55,6 +55,8 @@ class ProcessCaller(Caller):
 
     def call(self, delivery: Delivery, what: Any) -> None:
         """Call the handler in the worker; start a worker if there is none."""
+        if self._process is not None and wait([self._process.sentinel], 0):
+            log.warning("a worker process ended between two events and is replaced", handler=self._label, how=_how(self._lose()))
         with self._lock:
             if self._refuses:
                 raise WorkerDiedError(f"{delivery.lane.label} was not called: the bus has closed")
@@ -116,8 +118,7 @@ class ProcessCaller(Caller):
             self._lose()
             raise HandlerTimeoutError(timed_out(delivery, "its worker process was killed")) from None
         except BrokenExecutor:
-            code = self._lose()
-            died = f"the worker process of {self._label} died ({signal.Signals(-code).name if code < 0 else f'status {code}'})"
+            died = f"the worker process of {self._label} died ({_how(self._lose())})"
             if number is None:
                 died += ", before it took any event: stderr says why. A script that uses worker processes is imported by them: "
                 died += 'it must start its work under `if __name__ == "__main__":`'
@@ -133,6 +134,10 @@ class ProcessCaller(Caller):
         timer.cancel()
         self._file.close()
         return int(process.exitcode)
+
+
+def _how(code: int) -> str:
+    return next((one.name for one in signal.Signals if one == -code), f"status {code}")
 
 
 def _described(error: BaseException) -> OffloadError:

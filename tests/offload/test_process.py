@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import types
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,19 @@ def test_a_worker_that_dies_or_hangs_is_reported_replaced_and_its_event_counted_
     assert type(found) is error
     assert "act" in str(found) + "".join(found.__notes__)
     assert named in str(found)
+
+
+def test_a_worker_that_is_killed_between_two_events_costs_none():
+    bus, subscription = acting(on_error="log")
+    with capture_logs() as logs, bus:
+        bus.publish(deed("nothing", 0))
+        bus.drain()
+        [worker] = multiprocessing.active_children()
+        worker.kill()
+        wait([worker.sentinel])
+        bus.publish(deed("nothing", 1))
+    assert subscription.stats.delivered == 2
+    assert [one["how"] for one in logs] == ["SIGKILL"]
 
 
 def test_an_exit_by_exception_kills_a_worker_at_work():
