@@ -182,6 +182,7 @@ class PreemptionHook(CopiedAnew, Hook):
     The workers of DataLoaders that the run iterates ignore these signals during the run, because a signal to the process group
     also reaches them. Loaders that another trainer iterates, and persistent workers that started before the run, are not
     covered: give them ``DataLoader(..., worker_init_fn=hook.worker_init_fn)``, or have the scheduler signal this process only.
+    Workers of a fork server (Python's default from 3.14 on) end with the server, which the log tells: use ``"spawn"``.
     Other processes that are forked during the run keep the handlers from before the run.
 
     Args:

@@ -56,7 +56,9 @@ class ProcessCaller(Caller):
     def call(self, delivery: Delivery, what: Any) -> None:
         """Call the handler in the worker; start a worker if there is none."""
         if self._process is not None and wait([self._process.sentinel], 0):
-            log.warning("a worker process ended between two events and is replaced", handler=self._label, how=_how(self._lose()))
+            log.warning(
+                "a worker process ended between two events and is replaced", handler=self._label, how=_how(self._lose())
+            )
         with self._lock:
             if self._refuses:
                 raise WorkerDiedError(f"{delivery.lane.label} was not called: the bus has closed")

@@ -7,6 +7,7 @@ killed by signal`` inside the iteration that the run wants to finish.
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import signal
 from collections.abc import Collection, Iterable, Iterator
@@ -15,7 +16,10 @@ from typing import Any
 
 import torch
 
+from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.user_errors import contextmanager
+
+log = get_logger()
 
 _active: list[WorkerSignals] = []
 os.register_at_fork(after_in_child=_active.clear)
@@ -29,6 +33,7 @@ class WorkerSignals:
 
     def __init__(self, signals: Collection[signal.Signals]) -> None:
         self._signals = tuple(signals)
+        self._told = False
         self._ignored = torch.zeros((), dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]  # torch
 
     def ignore(self) -> None:
@@ -43,6 +48,16 @@ class WorkerSignals:
         if self in _active:  # not in a fork, which shares the flag
             _active.remove(self)
             self._ignored.fill_(False)
+
+    def tell_of_fork_server(self) -> None:
+        """Warn once that workers of a fork server do not outlive a signal to the process group."""
+        # They end when their parent has ended (torch/utils/data/_utils/worker.py, ManagerWatchdog), which is the server.
+        if not self._told:
+            self._told = True
+            log.warning(
+                "a signal to the process group ends the fork server of the DataLoader's workers, and they end with it, before the "
+                'iteration does; give DataLoader(multiprocessing_context="spawn"), or have only this process signalled'
+            )
 
     def __call__(self, worker: int) -> None:
         """Handle the signals in a worker; torch has installed its own handlers before."""
@@ -69,6 +84,8 @@ def starting_workers(loader: Iterable[Any]) -> Iterator[None]:
         return
     own = held.worker_init_fn
     held.worker_init_fn = partial(_begin, [*_active], own)
+    if (held.multiprocessing_context or multiprocessing).get_start_method() == "forkserver":
+        _active[0].tell_of_fork_server()
     try:
         yield
     finally:

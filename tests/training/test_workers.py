@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from torch.utils.data import DataLoader, Dataset
 
 from trainbus.eventloop import Bus, Event, Run
@@ -77,6 +78,14 @@ def test_workers_of_loaders_that_a_run_iterates_survive_the_signal(kind, context
         for _ in run.epochs(1):
             assert strike(run.train(train))[1] == [*range(8)]
             assert strike(run.validate(val))[1] == [*range(8)]
+
+
+def test_a_fork_server_whose_end_would_end_the_workers_is_told_once():
+    with capture_logs() as logs, preemptible() as run:
+        for _ in run.epochs(2):
+            for _ in run.train(loader(multiprocessing_context="forkserver")):
+                pass
+    assert sum("fork server" in one["event"] for one in logs) == 1
 
 
 def test_persistent_workers_react_to_the_signal_after_the_run_and_ignore_it_in_the_next_one_of_the_hook():
