@@ -55,8 +55,8 @@ class WorkerSignals:
         if not self._told:
             self._told = True
             log.warning(
-                "a signal to the process group ends the fork server of the DataLoader's workers, and they end with it, before the "
-                'iteration does; give DataLoader(multiprocessing_context="spawn"), or have only this process signalled'
+                "a signal to the process group ends the fork server of the DataLoader's workers, and they end with it, before "
+                'the iteration does; give DataLoader(multiprocessing_context="spawn"), or have only this process signalled'
             )
 
     def __call__(self, worker: int) -> None:
