@@ -74,8 +74,16 @@ ALONE = (
 )
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long-every", type=int, default=1, help="of the long tests, each Nth")
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if (every := config.getoption("long_every")) > 1:
+        long = [item for item in items if item.get_closest_marker("long")]
+        left_out = {item for index, item in enumerate(long) if index % every}
+        items[:] = [item for item in items if item not in left_out]
     for item in items:
         if item.path.relative_to(Path(__file__).parent).as_posix().startswith(ALONE):
             item.add_marker(pytest.mark.xdist_group("alone"))
