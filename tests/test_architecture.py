@@ -230,6 +230,13 @@ def test_each_attribute_of_a_runs_state_is_assigned_by_the_module_of_the_state_a
     assert not found
 
 
+def test_the_outcome_of_a_save_is_told_in_one_place():
+    told = {"CheckpointCommitted", "CheckpointFailed", "CheckpointSkipped"}
+    calls = {name: [node for node in ast.walk(parsed(name)) if isinstance(node, ast.Call)] for name in MODULES}
+    made = {name for name in MODULES if any(ast.unparse(node.func).rpartition(".")[2] in told for node in calls[name])}
+    assert made == {"trainbus.eventloop.training.saves.outcome"}
+
+
 SPEAKS_TO_ACCELERATORS = re.compile(
     r"torch\.(accelerator|cuda|xpu|mps|mtia|hpu|npu|Stream|Event|get_device_module)\b"
     r"|\.(is_pinned|pin_memory|record_stream|current_stream)\b"

@@ -12,20 +12,17 @@ from types import TracebackType
 from typing import Any, Final, Literal
 
 from trainbus.convert import Pickled
-from trainbus.eventloop import events as ev
 from trainbus.eventloop.bus import Bus
 from trainbus.eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, StagedTree, link
 from trainbus.eventloop.errors import ConfigurationError, RunCancelled
 from trainbus.eventloop.events import Progress
-from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.training.distributed.ranks import world_size
 from trainbus.eventloop.training.run import Run
 from trainbus.eventloop.training.saves.capture import state_version
+from trainbus.eventloop.training.saves.outcome import Outcome
 from trainbus.eventloop.training.saves.requests import SaveRequest, merged
 from trainbus.eventloop.training.saves.restore import resume_line
 from trainbus.eventloop.user_errors import contextmanager
-
-log = get_logger()
 
 CHECKED: Final = str(Path())  # the path that stands for a check: the state is gathered, but not written
 
@@ -153,8 +150,7 @@ class TrainerSaver:
 
     @contextmanager
     def _report(self, path: AnyPath, others: list[AnyPath], progress: Progress, writing: Writing) -> Iterator[None]:
-        start, names = time.perf_counter(), [str(path), *map(str, others)]
-        payload: dict[str, Any] = {"progress": progress, "path": names[0], "names": names}
+        start, outcome = time.perf_counter(), Outcome(self._run.bus, [path, *others], progress)
         # After the run, the trainer may still save, but the bus may be closed.
         first, open_here = self._run.rank == 0, self._run.running
         try:
@@ -163,14 +159,12 @@ class TrainerSaver:
                 link(path, other)
         except Exception as error:
             if first and open_here:
-                log.exception("checkpoint not written", names=names)
-                self._run.bus.publish(ev.CheckpointFailed(**payload, error=str(error)))
+                outcome.failed(error)
             raise
         if first and open_here:
             self._committed.append(path)
             seconds = time.perf_counter() - start
-            stall = seconds if writing.here else writing.copied
-            self._run.bus.publish(ev.CheckpointCommitted(**payload, bytes=_size(path), seconds=seconds, stall=stall))
+            outcome.committed(size=_size(path), seconds=seconds, stall=seconds if writing.here else writing.copied)
 
 
 class ReopenedSaver:

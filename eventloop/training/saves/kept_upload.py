@@ -30,11 +30,11 @@ from trainbus.eventloop.checkpoint import (
 )
 from trainbus.eventloop.checkpoint.shards import INDEX, SUFFIX, check_parts
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError, TrainbusError
-from trainbus.eventloop.events import CheckpointCommitted
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.training.saves.contents import SavedRun
 from trainbus.eventloop.training.saves.discover import newest_candidate
 from trainbus.eventloop.training.saves.kept import KeptParts, sweep_kept_shards
+from trainbus.eventloop.training.saves.outcome import Outcome
 from trainbus.eventloop.training.schema import KEPT, LAST, how_far
 from trainbus.eventloop.user_errors import described
 
@@ -146,10 +146,8 @@ class _Upload:
         if landed:
             leads = places[kept.file].rank == self._rank
             self._together(lambda: self._point(landed) if leads else None)  # before any rank searches
-            names = [*map(str, landed)]
-            self._log(log.info, "uploaded a save that was kept for a store", names=names)
-            seconds = time.perf_counter() - start
-            self._run.bus.publish(CheckpointCommitted(progress=kept.progress, path=names[0], names=names, seconds=seconds))
+            self._log(log.info, "uploaded a save that was kept for a store", names=[*map(str, landed)])
+            Outcome(self._run.bus, landed, kept.progress).committed(seconds=time.perf_counter() - start)
         elif not self._merged(all(self._path(name, kept, file).exists() for file in places), and_):
             told = "; ".join(problems.values()) or "this run saves to no store"
             raise CheckpointError(

@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, get_args
 
 import msgspec
 
-from trainbus.eventloop.bus import Bus
 from trainbus.eventloop.checkpoint import AnyPath, Busy, RemotePath, StagedTree, Staging, as_path
 from trainbus.eventloop.checks import check_value
 from trainbus.eventloop.errors import ConfigurationError
-from trainbus.eventloop.events import CheckpointSkipped, Progress
+from trainbus.eventloop.events import Progress
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.training.agree import Agreement
 from trainbus.eventloop.training.distributed.ranks import Ranks
 from trainbus.eventloop.training.folders import free_folder
 from trainbus.eventloop.training.saves.contents import SavedRun
+from trainbus.eventloop.training.saves.outcome import Outcome
 
 if TYPE_CHECKING:  # half a second to import, and only sharded models need it
     from trainbus.eventloop.checkpoint.sharded import Parts
@@ -323,11 +323,4 @@ class Saves:
     def _skip(self, request: SaveRequest) -> None:
         state = self._run.state
         reason = f"only a training saves, and this run {'has ended' if state.has_trained else 'has not trained'}"
-        publish_skipped(self._run.bus, [request.path], state.counters.snapshot(), reason)
-
-
-def publish_skipped(bus: Bus, paths: list[AnyPath], progress: Progress, reason: str, **more: object) -> None:
-    """Log and publish the reason why a requested checkpoint is not made."""
-    names = [str(path) for path in paths]
-    log.warning("checkpoint not made", names=names, reason=reason, **more)
-    bus.publish(CheckpointSkipped(progress=progress, path=names[0], names=names, reason=reason))
+        Outcome(self._run.bus, [request.path], state.counters.snapshot()).skipped(reason)

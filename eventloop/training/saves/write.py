@@ -25,13 +25,14 @@ from trainbus.eventloop.checkpoint import (
     write,
 )
 from trainbus.eventloop.errors import CheckpointError
-from trainbus.eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointStaged, RunView
+from trainbus.eventloop.events import CheckpointStaged, RunView
 from trainbus.eventloop.events.event import name_of
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.offload import Deadline
 from trainbus.eventloop.training.saves.discover import peek
 from trainbus.eventloop.training.saves.kept import KeptSaves, KeptShards, series
-from trainbus.eventloop.training.saves.requests import SaveJob, SaveRequest, publish_skipped
+from trainbus.eventloop.training.saves.outcome import Outcome
+from trainbus.eventloop.training.saves.requests import SaveJob, SaveRequest
 from trainbus.eventloop.training.schema import LAST
 from trainbus.eventloop.user_errors import add_note
 
@@ -195,7 +196,7 @@ class CheckpointWriter:
     def skip(self, job: SaveJob) -> None:
         """Log and publish the reason why a job is not written."""
         self._skipped += 1
-        publish_skipped(self._bus, job.paths, job.progress, job.given_up, skipped=self._skipped)
+        Outcome(self._bus, job.paths, job.progress).skipped(job.given_up, skipped=self._skipped)
 
     # ------------------------------------------------------------------------------------------------ on the thread
 
@@ -275,10 +276,8 @@ class CheckpointWriter:
         raises = job.request.on_error == "raise"
         try:
             if done:
-                names = [str(path) for path in done]
-                payload: dict[str, Any] = {"progress": job.progress, "path": names[0], "names": names}
                 written = 0 if job.source is not None else size
-                self._bus.publish(CheckpointCommitted(**payload, bytes=written, seconds=seconds, stall=job.stall))
+                Outcome(self._bus, done, job.progress).committed(size=written, seconds=seconds, stall=job.stall)
         except Exception:
             log.exception("a handler of checkpoint_committed failed", path=str(done[0]))
             if raises:
@@ -288,9 +287,9 @@ class CheckpointWriter:
             if kept:
                 root = job.source or job
                 where = root.kept if root.parts is None else self._kept_shards.path
-                self._tell_failed(job, [*kept], failed[kept[0]], where)
+                Outcome(self._bus, kept, job.progress).failed(failed[kept[0]], where)
             if gone:
-                self._tell_failed(job, [*gone], next(iter(gone.values())), None)
+                Outcome(self._bus, [*gone], job.progress).failed(next(iter(gone.values())))
         for path in job.paths if (job.source or job).parts is not None else ():
             # A store that fails ends no run. If nothing keeps what it lacks of a sharded state, the next save must do.
             if path in done:
@@ -300,15 +299,6 @@ class CheckpointWriter:
                 self._unsaved[path.parent] = failed[path]
         if gone and raises:
             raise next(iter(gone.values()))
-
-    def _tell_failed(self, job: SaveJob, failed: list[AnyPath], error: Exception, kept: Path | None) -> None:
-        names = [str(path) for path in failed]
-        if kept is None:
-            log.error("checkpoint not written", names=names, exc_info=error)
-        else:
-            log.error("a store did not take a checkpoint; the work dir keeps it", names=names, kept=str(kept), error=str(error))
-        payload: dict[str, Any] = {"progress": job.progress, "path": names[0], "names": names, "error": str(error)}
-        self._bus.publish(CheckpointFailed(**payload, kept="" if kept is None else str(kept)))
 
     def _keep(self, root: SaveJob, failed: dict[AnyPath, Exception]) -> list[RemotePath]:
         """Keep a state in the work dir for the stores that did not take it; return the paths that it waits for."""
@@ -344,7 +334,7 @@ class CheckpointWriter:
 
     def _give_up(self, job: SaveJob, urls: list[RemotePath], reason: str) -> None:
         if urls:
-            publish_skipped(self._bus, [*urls], job.progress, reason)
+            Outcome(self._bus, urls, job.progress).skipped(reason)
             self._kept.drop(job, urls)
 
     def _enter_kept(self, jobs: Iterable[SaveJob]) -> None:

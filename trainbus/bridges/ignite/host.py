@@ -19,13 +19,13 @@ from trainbus.bridges.ignite import privates
 from trainbus.bridges.ignite.training import EvaluatorRuns, TrainerRuns
 from trainbus.bridges.saves import ReopenedSaver, Writing, write_pickled
 from trainbus.bridges.training_step import trained_by
-from trainbus.eventloop import events as ev
 from trainbus.eventloop.bus import Bus, Subscription
 from trainbus.eventloop.checkpoint import AnyPath, make_directory, unwrapped
 from trainbus.eventloop.checks import check_options
 from trainbus.eventloop.errors import CheckpointError, ConfigurationError, TrainingError
 from trainbus.eventloop.privates import metadata_of, with_metadata
 from trainbus.eventloop.training.arguments import Models, Optimizers, Stateful
+from trainbus.eventloop.training.saves.outcome import Outcome
 
 _INSIDE = "an Engine calls your training step as a whole; publish your own event in it"
 _NO_TEST = "an Engine has no tests; the runs of the attached evaluator are validations"
@@ -254,13 +254,6 @@ class IgniteBridge(Bridge):
         if run is None or run.rank or not since:
             return
         if (path := ignite_files.newest(self._engines(), self)) is not None:
-            names, seconds = [str(path)], time.perf_counter() - since
-            event = ev.CheckpointCommitted(
-                progress=run.counters.snapshot(),
-                path=names[0],
-                names=names,
-                bytes=path.stat().st_size,
-                seconds=seconds,
-                stall=seconds,
-            )
-            self.bus.publish(event)
+            seconds = time.perf_counter() - since
+            outcome = Outcome(self.bus, [path], run.counters.snapshot())
+            outcome.committed(size=path.stat().st_size, seconds=seconds, stall=seconds)
