@@ -225,7 +225,7 @@ async def stop(training: Known) -> None:
 async def command(loop: AtWork, command: Literal["pause", "resume", "save"]) -> None:
     """Ask for something; it happens at the next safe mount point of the run."""
     try:
-        {"pause": loop.pause, "resume": loop.resume, "save": loop.checkpoint_now}[command]()
+        {"pause": loop.pause, "resume": loop.unpause, "save": loop.checkpoint_now}[command]()
     except TrainingError as error:  # the run has not begun, or has ended
         raise HTTPException(409, str(error)) from error
 

@@ -229,7 +229,7 @@ class RunPaused(Event, kw_only=True):
 
 
 class RunResumed(Event, kw_only=True):
-    """The pause of a run has ended, by ``run.resume()`` or ``run.stop()``."""
+    """The pause of a run has ended, by ``run.unpause()`` or ``run.stop()``."""
 
     progress: Progress
 

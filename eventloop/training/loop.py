@@ -374,7 +374,7 @@ class TrainLoop:
                 await self.bus.aclose()
             return metrics
 
-    def val(self) -> dict[str, Any]:
+    def validate(self) -> dict[str, Any]:
         """Validate once, as a separate run; return the metrics."""
         with self._calls.one() as call, self._begun(call) as run:
             return self._validate(run)
@@ -398,9 +398,9 @@ class TrainLoop:
         """Pause the run at its next safe mount point; see :meth:`Run.pause`."""
         self._calls.ask("pause")
 
-    def resume(self) -> None:
-        """Resume the run if it is paused; from any thread."""
-        self._calls.ask("resume")
+    def unpause(self) -> None:
+        """Continue the run if it is paused; from any thread."""
+        self._calls.ask("unpause")
 
     def set_lr(self, lr: float, optimizer: str | int | None = None) -> None:
         """Set the learning rate of the run; see :meth:`Run.set_lr`."""

@@ -164,7 +164,7 @@ class Metrics:
             self._warned.add(f"{name} is several")
             log.info(
                 "loggers, the record and charts leave this metric out, because it is not a single number; event.metrics and "
-                f"loop.val() have it. {ONE_NUMBER}",
+                f"loop.validate() have it. {ONE_NUMBER}",
                 metric=name,
                 value=several[name],
             )

@@ -563,14 +563,14 @@ class Run:
         self.state.own.cancelled = True
 
     def pause(self) -> None:
-        """Pause the run until :meth:`resume`; offloaded handlers keep running.
+        """Pause the run until :meth:`unpause`; offloaded handlers keep running.
 
         :meth:`stop`, :meth:`cancel`, the cancellation of ``await loop.arun()`` and Ctrl-C end the pause at once. Only the rank
-        that paused a run can resume it.
+        that paused a run can end the pause.
         """
         self.state.own.paused = True
 
-    def resume(self) -> None:
+    def unpause(self) -> None:
         """Continue a paused run."""
         self.state.own.paused = False
 
@@ -641,7 +641,7 @@ class Run:
 
         All ranks must call it, at the same mount point; rank 0 writes the file, with the random states of all ranks. Inside
         an accumulation window the save waits for the window's step. Requests at one mount point become one write.
-        A run that only validates or tests (``loop.val()``) logs and skips the request.
+        A run that only validates or tests (``loop.validate()``) logs and skips the request.
 
         Args:
             name: file name.

@@ -134,7 +134,7 @@ class Session:
         machine.go(turn)
         open_runs.append(run)
         machine.defer(partial(open_runs.remove, run))
-        machine.defer(run.resume)  # so that a run entered again does not begin paused
+        machine.defer(run.unpause)  # so that a run entered again does not begin paused
         machine.defer(run.shared.clear)
         machine.defer(self._forget)
         with self._host.beginning():

@@ -109,7 +109,7 @@ def a_thread_pauses(folder):
             time.sleep(0.2)
             paused.append(run.counters.iter)
             run.set_lr(0.5)
-            run.resume()
+            run.unpause()
             while run.state.agreed.paused:
                 time.sleep(0.01)
             run.pause()

@@ -488,7 +488,7 @@ def test_pause_and_cancel_work_at_the_end_of_an_iteration(host, tmp_path):
         told.append(event.progress.iter)
         if event.progress.iter == 1:
             event.run.pause()
-            threading.Timer(0.1, lambda: (told.append("resumed"), event.run.resume())).start()
+            threading.Timer(0.1, lambda: (told.append("resumed"), event.run.unpause())).start()
         if event.progress.iter == 3:
             event.run.cancel()
 

@@ -172,7 +172,8 @@ def test_a_run_in_a_forked_process_warns_that_its_bus_is_inert(script):
             assert os.waitpid(pid, 0)[1] == 0
 
         loop, model = make_loop(val_data=batches(1)), small_model()
-        in_a_child(loop.bus.open, loop.run, loop.val, lambda: asyncio.run(loop.arun()), Run(loop.bus, model=model).__enter__)
+        run = Run(loop.bus, model=model)
+        in_a_child(loop.bus.open, loop.run, loop.validate, lambda: asyncio.run(loop.arun()), run.__enter__)
         assert loop.counters.iter == 0
 
         with Run(Bus(), model=model) as run:

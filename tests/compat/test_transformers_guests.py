@@ -534,7 +534,7 @@ def test_a_validation_and_a_test_alone_are_told(tmp_path):
     recorder = Recorder()
     job = Job(tmp_path, recorder)
     loop = job.loop(test_data=DataLoader(job.val, batch_size=2))
-    loop.val()
+    loop.validate()
     loop.test()
     names = [name for name, _ in recorder.moments]
     evaluated = ["on_init_end", "on_prediction_step", "on_prediction_step", "on_log", "on_evaluate"]

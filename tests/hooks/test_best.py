@@ -160,7 +160,7 @@ def test_the_best_weights_are_loaded_when_the_last_ones_are_saved(job, tmp_path,
     raw = "ema_state_dict" if hooks else "state_dict"
     assert job.same(job.weights(loop.model), best[raw])
     assert not job.same(best[raw], last[raw])
-    assert loop.val()["loss"] == loop.best.score == min(row["loss"] for row in loop.history if row["stage"] == "val")
+    assert loop.validate()["loss"] == loop.best.score == min(row["loss"] for row in loop.history if row["stage"] == "val")
     assert job.same(job.weights(loop.model), best[raw])
     (told,) = [entry for entry in logs if "best weights" in entry["event"]]
     assert (told["path"], told["metric"], told["score"]) == (str(loop.best.path), "loss", loop.best.score)

@@ -138,18 +138,18 @@ def test_auto_is_the_first_metric(job, tmp_path):
 def test_a_validation_alone_writes_no_best_file(job, tmp_path):
     """Neither with weights that are not trained yet, nor after training; so `resume="auto"` finds what was trained."""
     loop = scored(tmp_path, CheckpointHook(save_best="acc", save_last=False), 0.4, 0.5, 0.9, max_epochs=1)
-    loop.val()
+    loop.validate()
     assert not files(tmp_path)
     loop.run()
     newest = (tmp_path / "last_checkpoint").read_text()
-    loop.val()
+    loop.validate()
     assert files(tmp_path) == {"best_acc_epoch_1"}
     assert (tmp_path / "last_checkpoint").read_text() == newest
 
 
 def test_a_validation_alone_needs_no_place_for_files(job):
     loop = job.loop(CheckpointHook(1, save_best="loss"), val_data=job.batches(1), test_data=job.batches(1))
-    assert loop.val()
+    assert loop.validate()
     assert loop.test()
 
 

@@ -128,7 +128,7 @@ def test_a_new_training_resets_the_hook_and_validations_outside_of_one_do_not_co
         loop = training(job, hook, [0.5] * 9, max_epochs=max_epochs)
         loop.run()
         assert loop.counters.epoch == ends
-    loop.val()
+    loop.validate()
     assert hook.wait_count == 1
 
 

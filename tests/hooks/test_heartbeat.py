@@ -169,7 +169,7 @@ def test_a_paused_run_sends_heartbeats(launched):
 
     @loop.bus.on("run_paused")
     def wait(event):
-        waits.append(threading.Thread(target=lambda: (beats.append(goes_on(client)), loop.resume())))
+        waits.append(threading.Thread(target=lambda: (beats.append(goes_on(client)), loop.unpause())))
         waits[0].start()
 
     loop.run()

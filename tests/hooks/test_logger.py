@@ -532,7 +532,7 @@ def test_keep_local_false_deletes_files_of_writers_only_and_appends_later_lines_
     loop.run()
     for name in ("weights.safetensors", "train.py", "mine.jsonl"):
         (work_dir / name).write_text("mine")
-    loop.val()
+    loop.validate()
     assert {path.name for path in work_dir.iterdir()} == {"weights.safetensors", "train.py", "mine.jsonl"}
     assert (tmp_path / "archive" / "digits" / "mine.jsonl").read_text() == "mine"
     assert len((tmp_path / "archive" / "digits" / "scalars.jsonl").read_text().splitlines()) == 7 + 1 + 1

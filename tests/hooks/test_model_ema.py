@@ -59,7 +59,7 @@ def test_a_second_run_continues_the_average_of_the_same_model_only(job):
     model, other, hook = Averaging(), Averaging(), EMAEpochHook()
     loop = job.loop(hook, model=model, max_epochs=1, val_data=job.batches(1))
     loop.run()
-    loop.val()
+    loop.validate()
     job.loop(hook, model=other, max_epochs=1).run()
     assert model.calls == ["init", "update"]
     assert other.calls == ["init", "update"]

@@ -56,7 +56,7 @@ def test_by_metric_steps_with_it_after_validations_of_training_only(job):
     loop, rates = scheduled(job, "metric", make=plateau, monitor="error", max_epochs=3, **validation)
     loop.run()
     assert rates == [1] * 8 + [0.5] * 4
-    loop.val()
+    loop.validate()
     (optimizer,) = (hook.schedulers["ReduceLROnPlateau"].optimizer for hook in loop.bus.hooks[:1])
     assert optimizer.param_groups[0]["lr"] == 0.25  # of the third validation, none of the last
 

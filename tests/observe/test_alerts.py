@@ -178,7 +178,7 @@ def test_a_stall_is_told_once_and_again_after_the_training_has_moved(server):
 def test_a_pause_is_no_stall(server):
     def pause(run):
         run.pause()
-        threading.Timer(0.6, run.resume).start()
+        threading.Timer(0.6, run.unpause).start()
 
     train(AlertHook(server.url, ["stall", "finished"], stall_after=0.2), [1.0, 1.0], pause)
     assert server.kinds() == ["finished"]

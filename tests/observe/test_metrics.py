@@ -114,7 +114,7 @@ def test_a_run_that_waits_is_paused(bus, collector):
     @bus.on("run_paused", priority="LOWEST", offload="thread", capture=lambda event: None)
     def look(_):
         seen.append(scrape(collector).state())
-        loop.resume()
+        loop.unpause()
 
     loop = make_loop(bus=bus)
     loop.run()

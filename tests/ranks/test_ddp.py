@@ -105,7 +105,7 @@ def ask(work_dir: str) -> Any:
         until(lambda: "the run is paused" in [entry["event"] for entry in logs])
         run.checkpoint_now()
         until(lambda: list(Path(work_dir).glob("iter_*.safetensors")))
-        run.resume()
+        run.unpause()
 
     with capture_logs() as logs:
         loop = jobs.make_loop(work_dir)
@@ -167,7 +167,7 @@ class Syncing(Alone):
 
 def odd_metrics() -> Any:
     loop = jobs.make_loop(None, EarlyStoppingHook("alone", rule="greater"), metrics={"alone": Alone(), "synced": Syncing()})
-    return loop.val()
+    return loop.validate()
 
 
 def test_an_unmergeable_metric_is_taken_from_rank_0_with_a_warning(outcomes):
@@ -281,7 +281,7 @@ def end_with_the_best(work_dir: str, shard: bool) -> Any:
     loop.run()
     assert loop.best is not None
     whole = {name: one.full_tensor() if shard else one for name, one in jobs.weights(loop.model).items()}
-    return loop.best.path.name, loop.best.score, loop.val()["loss"], whole
+    return loop.best.path.name, loop.best.score, loop.validate()["loss"], whole
 
 
 @pytest.mark.parametrize("shard", [False, True])

@@ -55,7 +55,7 @@ def means() -> list[Any]:
     for values, size in (([0.0, 3.0, 6.0], 1), ([0.0, 1.0, 8.0], 2), ([3.0], 1)):
         model, data, metrics = normed(), padded(values, size), {"merged": Merged(), "alone": Seen()}
         loop = TrainLoop(model, step=value_of, val_data=data, test_data=data, metrics=metrics)
-        found += [loop.val(), loop.test()]
+        found += [loop.validate(), loop.test()]
         with Run(model=model) as run:
             batches = run.validate(data, metrics)
             for batch in batches:
@@ -130,7 +130,7 @@ def plain() -> list[tuple[str, str]]:
     model = normed()
     with capture_logs() as logs:
         loop = TrainLoop(model, step=value_of, val_data=data, test_data=mine)
-        loop.val()
+        loop.validate()
         loop.test()
         with Run(model=model) as run:
             for _ in run.epochs(2):

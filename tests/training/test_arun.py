@@ -197,7 +197,7 @@ async def test_one_loop_does_not_run_twice_at_the_same_time(parts):
         loop.stop()
 
 
-@pytest.mark.parametrize("call", ["arun", "run", "val"])
+@pytest.mark.parametrize("call", ["arun", "run", "validate"])
 async def test_a_refused_call_leaves_the_first_one_alone_from_its_first_step_to_its_last(parts, call):
     loop = parts.loop(max_epochs=100_000)
     trace, refused = parts.Trace(loop.bus), 0

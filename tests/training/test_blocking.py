@@ -15,7 +15,7 @@ def make_loop():
 
 async def blocks():
     make_loop().run()
-    make_loop().val()
+    make_loop().validate()
 
 async def does_not():
     await make_loop().arun()

@@ -230,7 +230,7 @@ def test_break_ends_an_iteration_that_has_stepped_and_abandons_a_validation(part
 
 def test_without_data_the_driver_counts_and_pauses_and_the_caller_marks_the_last_batch(parts, tmp_path):
     job = Job(parts, tmp_path)
-    job.bus.on("run_paused", lambda event: run.resume())
+    job.bus.on("run_paused", lambda event: run.unpause())
     with job.run() as run:
         drive = run.drive()
         drive.begin_train(max_epochs=1)

@@ -66,15 +66,15 @@ def test_other_files_in_the_folder_are_no_run(tmp_path):
 def test_later_runs_of_one_loop_and_an_explicit_resume_stay_in_its_folder(tmp_path):
     first = tmp_path / "first"
     loop = make_loop(first)
-    loop.val()
+    loop.validate()
     loop.run()
     loop.max_epochs = 3
     loop.run()
-    loop.val()
+    loop.validate()
     assert (first / "epoch_3.safetensors").exists()
     make_loop(first, 4).run(resume=first / "epoch_3.safetensors")
     assert (first / "epoch_4.safetensors").exists()
-    make_loop(first).val()
+    make_loop(first).validate()
     assert {path.name for path in tmp_path.iterdir()} == {"first"}
 
 

@@ -44,7 +44,7 @@ def test_a_second_training_in_a_work_dir_is_refused_while_the_first_one_lives(pa
     loop = parts.loop(work_dir=tmp_path, max_epochs=1)
     assert f"{tmp_path} is in use by process {other.pid} on {socket.gethostname()}, and" in said(loop.run)
     assert loop.counters.iter == 0
-    loop.val()
+    loop.validate()
     other.kill()  # its child lives on, and holds nothing
     loop.run()
     assert loop.counters.iter == 3
@@ -62,7 +62,7 @@ def test_trainings_of_any_kind_are_refused_before_a_hook_opens_a_file_and_evalua
         with capture_logs(), pytest.raises(ConfigurationError, match=str(tmp_path)), own:
             for _ in own.train([1]):
                 pytest.fail("an iteration")
-    loop.val()
+    loop.validate()
     loop.test()
     assert (tmp_path / NAME).exists()  # of the other, as it was
     lock.release()
@@ -87,7 +87,7 @@ def test_the_next_run_has_the_work_dir(parts, bus, tmp_path, ends):
     else:
         loop = parts.loop(bus, work_dir=tmp_path, max_epochs=1)
         loop.run()
-        loop.val()
+        loop.validate()
     assert not (tmp_path / NAME).exists()
     parts.loop(work_dir=tmp_path, max_epochs=1).run()
 

@@ -206,15 +206,15 @@ def test_training_needs_data_an_optimizer_and_a_model_val_and_test_only_data_and
     with pytest.raises(ConfigurationError, match="model"):
         TrainLoop({}, step=parts.step)
     loop = TrainLoop(parts.model(), step=parts.step, val_data=parts.batches(1), test_data=parts.batches(1))
-    assert loop.val().keys() == loop.test().keys() == {"loss"}
-    for name in ("val", "test"):
+    assert loop.validate().keys() == loop.test().keys() == {"loss"}
+    for name, call in (("val", TrainLoop.validate), ("test", TrainLoop.test)):
         with pytest.raises(ConfigurationError, match=f"{name}_data"):
-            getattr(TrainLoop(parts.model(), step=parts.step), name)()
+            call(TrainLoop(parts.model(), step=parts.step))
 
 
 def test_val_step_and_test_step_are_used_where_they_are_given(parts):
     loop = parts.loop(val_step=lambda m, b: {"v": 1.0}, test_step=lambda m, b: {"t": 2.0}, test_data=parts.batches(1))
-    assert loop.val() == {"v": 1.0}
+    assert loop.validate() == {"v": 1.0}
     assert loop.test() == {"t": 2.0}
 
 
@@ -363,7 +363,7 @@ def test_the_history_has_a_row_for_each_epoch_and_validation(parts):
     assert [row["loss"] for row in loop.history if row["stage"] == "train"] == [losses[2], losses[5]]
     assert loop.history[-1] == {"stage": "val", "epoch": 2, "iter": 6, **last}
     assert {type(value) for row in loop.history for value in row.values()} <= {str, int, float}
-    loop.val()
+    loop.validate()
     loop.history.clear()  # a copy
     assert len(loop.history) == 4
 

@@ -48,7 +48,7 @@ def val_step(model, batch):
 
 def test_a_metric_gets_the_entries_that_its_update_names(parts):
     model = parts.model().eval()
-    found = parts.loop(model=model, val_step=val_step, metrics={"accuracy": Accuracy()}).val()
+    found = parts.loop(model=model, val_step=val_step, metrics={"accuracy": Accuracy()}).validate()
     batches = parts.batches(2, seed=2)
     right = sum((model(inputs).argmax(1) == labels).sum().item() for inputs, labels in batches)
     losses = [parts.step(model, batch).item() for batch in batches]
@@ -57,26 +57,26 @@ def test_a_metric_gets_the_entries_that_its_update_names(parts):
 
 
 def test_a_metric_may_return_a_mapping_and_scalars_that_feed_one_are_no_separate_metrics(parts):
-    found = parts.loop(val_step=lambda m, b: {"loss": 3.0, "weight": 4.0, "other": 0.5}, metrics={"sums": Sums()}).val()
+    found = parts.loop(val_step=lambda m, b: {"loss": 3.0, "weight": 4.0, "other": 0.5}, metrics={"sums": Sums()}).validate()
     assert found == {"loss": 3.0, "sums/sum": 24.0, "sums/count": 2, "other": 0.5}
 
 
 @pytest.mark.parametrize("kind", [bool, torch.tensor, np.bool_], ids=["python", "torch", "numpy"])
 def test_the_mean_of_booleans_is_the_share_that_is_true(parts, kind):
     hits = iter([True, False])
-    assert parts.loop(val_step=lambda model, batch: {"hit": kind(next(hits))}).val() == {"hit": 0.5}
+    assert parts.loop(val_step=lambda model, batch: {"hit": kind(next(hits))}).validate() == {"hit": 0.5}
 
 
 def test_a_metric_that_takes_any_keyword_gets_all_outputs(parts):
     names = []
     metric = SimpleNamespace(update=lambda **outputs: names.append([*outputs]), compute=lambda: len(names), reset=lambda: None)
-    assert parts.loop(val_step=val_step, metrics={"n": metric}).val()["n"] == 2
+    assert parts.loop(val_step=val_step, metrics={"n": metric}).validate()["n"] == 2
     assert names == [["loss", "logits", "labels"]] * 2
 
 
 def test_a_missing_entry_is_an_error_at_the_first_batch(parts, bus, trace):
     with pytest.raises(TrainingError, match=r"'accuracy'.*'logits', 'labels'.*'loss'"):
-        parts.loop(bus, metrics={"accuracy": Accuracy()}).val()
+        parts.loop(bus, metrics={"accuracy": Accuracy()}).validate()
     assert len(trace.of("before_val_iter")) == 1
 
 
@@ -135,7 +135,7 @@ def mean_of(batch):
 
 @pytest.mark.parametrize("loader", LOADERS.values(), ids=LOADERS)
 def test_a_mean_is_one_of_samples_over_any_loader(parts, loader, logs):
-    assert parts.loop(val_step=lambda model, batch: mean_of(batch), val_data=loader).val() == {"loss": 4.5}
+    assert parts.loop(val_step=lambda model, batch: mean_of(batch), val_data=loader).validate() == {"loss": 4.5}
     assert not logs
 
 
@@ -151,7 +151,7 @@ def test_an_output_batch_size_is_the_weight_of_its_batch(parts, weight, logs):
     found = parts.loop(
         val_step=lambda model, batch: batch, val_data=[{"loss": 1.0, "batch_size": weight}, {"loss": 5.0, "batch_size": 1}]
     )
-    assert found.val() == {"loss": 2.0}
+    assert found.validate() == {"loss": 2.0}
     run = Run(model=parts.model())
     with run:
         for values in (batches := run.validate([(1.0, weight), (5.0, 1)])):
@@ -164,7 +164,7 @@ def test_an_output_batch_size_is_the_weight_of_its_batch(parts, weight, logs):
 def test_a_weight_that_is_not_a_positive_number_is_an_error(parts, weight):
     loop = parts.loop(val_step=lambda model, batch: {"loss": 1.0, "batch_size": weight})
     with pytest.raises(TrainingError, match="batch_size"):
-        loop.val()
+        loop.validate()
 
 
 class Counts(torch.nn.Module):
@@ -212,13 +212,13 @@ class Shifted(Wrapper):
 )
 def test_a_wrapper_gets_the_entries_that_the_metrics_in_it_name(parts, metric, expected):
     outputs = {"loss": torch.ones(()), "logits": torch.arange(3), "labels": torch.arange(3), "text": "abc"}
-    found = parts.loop(val_step=lambda model, batch: outputs, metrics={"m": metric}).val()
+    found = parts.loop(val_step=lambda model, batch: outputs, metrics={"m": metric}).validate()
     assert found["m/parts/0"] == expected
 
 
 def test_an_entry_that_a_wrapped_metric_lacks_is_an_error_that_names_it(parts):
     with pytest.raises(TrainingError, match="'logits', 'labels'"):
-        parts.loop(metrics={"m": Wrapper(Counts())}).val()
+        parts.loop(metrics={"m": Wrapper(Counts())}).validate()
 
 
 def wrappers_of_torchmetrics():
@@ -260,7 +260,7 @@ def test_every_wrapper_of_torchmetrics_is_a_metric(parts):
         given = columns if name == "MultioutputWrapper" else outputs
         loop = parts.loop(val_step=lambda model, batch, given=given: given, metrics={"m": make()})
         for _ in range(2):  # each validation begins anew
-            found = loop.val()
+            found = loop.validate()
             assert found["loss"] == 1.0
             if name != "BootStrapper":
                 assert found[expected.get(name, "m")] == values.get(name, 0.75), (name, found)

@@ -65,7 +65,7 @@ class Stalled:
     ],
 )
 def test_a_paused_run_says_so_and_waits_until_resumed_with_equal_results(parts, at, end, logs):
-    stalled = Stalled(parts, lambda run: run.resume(), at=at)
+    stalled = Stalled(parts, lambda run: run.unpause(), at=at)
     stalled.loop.run()
     assert stalled.still == [True]
     assert [entry["event"] for entry in logs].count("the run is paused") == 1
@@ -99,7 +99,7 @@ def test_the_log_advises_to_resume_a_stopped_run_only_if_it_would_go_on(parts, b
     assert re.fullmatch(f"the run was stopped; {advice}", logs[-1]["event"])
 
 
-REQUESTS = {"stop": (), "pause": (), "resume": (), "set_lr": (0.5,), "checkpoint_now": ()}
+REQUESTS = {"stop": (), "pause": (), "unpause": (), "set_lr": (0.5,), "checkpoint_now": ()}
 
 
 @pytest.mark.parametrize(("how", "arguments"), REQUESTS.items())
@@ -150,10 +150,10 @@ def test_requests_to_a_run_before_it_begins_or_as_it_begins_hold(parts, bus, tra
 
     def ask(run: Run) -> None:
         run.pause()
-        run.resume()
+        run.unpause()
         getattr(run, how)(*REQUESTS.get(how, ()))
 
-    bus.on("run_paused", lambda event: asked.resume())
+    bus.on("run_paused", lambda event: asked.unpause())
     bus.on("before_train_iter", lambda event: rates.add(options["optimizer"].param_groups[0]["lr"]))
     if kind is TrainLoop:
         bus.on("before_run", lambda event: ask(event.run))
@@ -176,7 +176,7 @@ def test_a_paused_run_writes_the_checkpoint_that_it_is_asked_for(parts, tmp_path
     def save(run: Run) -> None:
         run.checkpoint_now()
         until(lambda: stalled.trace.of("checkpoint_committed"))
-        run.resume()
+        run.unpause()
 
     stalled = Stalled(parts, save, at=at, work_dir=tmp_path / "whole")
     stalled.loop.run()
@@ -201,7 +201,7 @@ def test_a_paused_run_writes_the_checkpoint_that_it_is_asked_for(parts, tmp_path
 )
 def test_a_paused_run_that_is_stopped_cancelled_or_interrupted_ends_without_another_iteration(parts, act, error):
     stalled = Stalled(parts, act)
-    with released(lambda: stalled.loop.resume()), pytest.raises(error) if error else nullcontext():
+    with released(lambda: stalled.loop.unpause()), pytest.raises(error) if error else nullcontext():
         stalled.loop.run()
     assert stalled.still == [True]
     assert len(stalled.trace.of("after_train_iter")) == 2
@@ -222,7 +222,7 @@ def test_a_pause_ends_with_the_run(parts):
 
 
 def test_a_signal_handler_pauses_and_resumes(parts):
-    act = {signal.SIGUSR1: "pause", signal.SIGUSR2: "resume"}
+    act = {signal.SIGUSR1: "pause", signal.SIGUSR2: "unpause"}
     before = {number: signal.signal(number, lambda number, frame: getattr(stalled.loop, act[number])()) for number in act}
     resume = lambda run: signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR2)  # noqa: E731
     stalled = Stalled(parts, resume, pause=lambda run: signal.raise_signal(signal.SIGUSR1))
@@ -252,7 +252,7 @@ async def test_the_hosts_event_loop_runs_during_a_pause_and_resumes_or_cancels_t
                 await anyio.sleep(0.001)
                 ticks += 1
             assert len(trace.of("before_train_iter")) == 2
-            loop.resume() if end == "resumed" else scope.cancel()
+            loop.unpause() if end == "resumed" else scope.cancel()
     assert ticks == 50
     assert scope.cancelled_caught == (end == "cancelled")
     assert len(trace.of("before_train_iter")) == (6 if end == "resumed" else 2)

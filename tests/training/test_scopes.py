@@ -413,7 +413,7 @@ def test_a_stopped_loop_continues_with_the_next_run_which_a_failed_val_does_not_
     loop.run()
     errors.append(Boom())
     with pytest.raises(Boom):
-        loop.val()
+        loop.validate()
     trace.events.clear()
     loop.run()
     assert trace.names[:4] == ["before_run", "before_train", "before_train_epoch", "before_train_iter"]

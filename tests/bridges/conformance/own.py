@@ -33,7 +33,7 @@ class Job(job.Job):
                 self.look_at(self.val_data)
 
     def evaluate(self):
-        return self.loop().val()
+        return self.loop().validate()
 
     def loop(self):
         val = self.val_data if self.validate else None

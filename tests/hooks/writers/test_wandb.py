@@ -98,7 +98,7 @@ def test_a_resumed_run_keeps_its_id(wandb, tmp_path):
 def test_two_runs_within_a_second_have_separate_folders(wandb, tmp_path):
     loop = logging_loop(WandbWriter(), work_dir=tmp_path)
     loop.run()
-    loop.val()
+    loop.validate()
     first, second = files(tmp_path)
     assert len(column(rows(first), "train/loss")) == 6
     assert [value for _, value in column(rows(second), "val/accuracy")] == [1.25]

@@ -206,7 +206,7 @@ def test_a_loader_is_in_no_reference_cycle_after_its_run(parts):
     gone = weakref.ref(loader)
     loop = parts.loop(train_data=loader)
     loop.run()
-    loop.val()
+    loop.validate()
     gc.disable()
     try:
         del loop, loader

@@ -117,7 +117,7 @@ class RunPage:
                 self._ask(RunStatus.PAUSING)  # first, because the run may be paused at once
                 run.pause()
             case "resume":
-                run.resume()
+                run.unpause()
                 if self.story.state is RunStatus.PAUSING:  # it was not paused yet, so no run_resumed will come
                     self._ask(RunStatus.RUNNING)
             case "stop":
