@@ -16,7 +16,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainbus import BeforeTrainIter, Bus, CheckpointHook, HeartbeatHook, LoggerHook, TrainLoop
+from trainbus import Bus, CheckpointHook, HeartbeatHook, LoggerHook, TrainLoop
+from trainbus.events import BeforeTrainIter
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 

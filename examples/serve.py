@@ -36,7 +36,7 @@ from rich.console import Console
 
 from trainbus.demo import make_loop
 from trainbus.eventloop import TrainingError, TrainLoop, get_logger
-from trainbus.eventloop.events import AfterRun, BeforeRun, BeforeTrain, RunPaused, RunResumed
+from trainbus.events import AfterRun, BeforeRun, BeforeTrain, RunPaused, RunResumed
 from trainbus.observe.dashboard import Watcher
 from trainbus.observe.dashboard import app as dashboard_of
 

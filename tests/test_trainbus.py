@@ -9,22 +9,37 @@ from importlib import metadata
 import pytest
 
 import trainbus
-from trainbus import eventloop, hooks
+from trainbus import errors, eventloop, events, hooks
 from trainbus.cli import main
 
 AROUND = {
     *("Alert", "AlertHook", "Dashboard", "RayTrainHook", "RunRecordHook", "TraceHook", "TrainbusCheckpointIO"),
     *("TransformersHook", "add_hooks", "attach"),
 }
-PUBLIC = {*eventloop.__all__, *eventloop.events.__all__, *hooks.__all__, *AROUND}
+ELSEWHERE = {*events.__all__, *errors.__all__} - {"Event", "Progress"}
+PUBLIC = {*eventloop.__all__, *hooks.__all__, *AROUND} - ELSEWHERE
 
 
 def test_it_exports_the_public_names_of_both_packages_which_are_few_and_the_mount_points():
     assert sorted(trainbus.__all__) == sorted(PUBLIC)
     assert set(PUBLIC) < set(dir(trainbus))
-    for package in (eventloop, eventloop.events, hooks):
-        assert all(getattr(trainbus, name) is getattr(package, name) for name in package.__all__)
-    assert len(eventloop.__all__) <= 45
+    for package in (eventloop, hooks):
+        assert all(getattr(trainbus, name) is getattr(package, name) for name in package.__all__ if name in PUBLIC)
+    assert len(PUBLIC) <= 70
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("AfterTrainIter", "it is in trainbus.events"),
+        ("TrainingError", "it is in trainbus.errors"),
+        ("TrainLop", r"\(did you mean 'TrainLoop'"),
+        ("ConfigurationErorr", r"\(did you mean 'ConfigurationError'"),
+    ],
+)
+def test_a_name_that_is_elsewhere_or_misspelt_is_answered(name, said):
+    with pytest.raises(AttributeError, match=said):
+        getattr(trainbus, name)
 
 
 def test_names_can_be_imported_singly_and_with_star():

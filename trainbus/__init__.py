@@ -1,4 +1,6 @@
-"""The public names of trainbus, loaded on first use: those of the engine (``trainbus.eventloop``), mount points, and hooks.
+"""The public names of trainbus, loaded on first use: those of the engine (``trainbus.eventloop``) and hooks.
+
+The classes of mount points are in ``trainbus.events``, errors in ``trainbus.errors``.
 
 ``python -m trainbus`` runs the command ``trainbus``; ``torchrun -m trainbus run`` does so in several processes.
 """
@@ -18,9 +20,72 @@ if TYPE_CHECKING:
     from trainbus.bridges.ray import RayTrainHook as RayTrainHook
     from trainbus.compat import TransformersHook as TransformersHook
     from trainbus.config import add_hooks as add_hooks
-    from trainbus.eventloop import *  # noqa: F403
-    from trainbus.eventloop.events import *  # noqa: F403
-    from trainbus.eventloop.events.mount_points import *  # noqa: F403
+    from trainbus.eventloop import (
+        Bus as Bus,
+    )
+    from trainbus.eventloop import (
+        Event as Event,
+    )
+    from trainbus.eventloop import (
+        GlobalBatchSampler as GlobalBatchSampler,
+    )
+    from trainbus.eventloop import (
+        Hook as Hook,
+    )
+    from trainbus.eventloop import (
+        Metric as Metric,
+    )
+    from trainbus.eventloop import (
+        Priority as Priority,
+    )
+    from trainbus.eventloop import (
+        Progress as Progress,
+    )
+    from trainbus.eventloop import (
+        Run as Run,
+    )
+    from trainbus.eventloop import (
+        SeededDataset as SeededDataset,
+    )
+    from trainbus.eventloop import (
+        Stream as Stream,
+    )
+    from trainbus.eventloop import (
+        Subscription as Subscription,
+    )
+    from trainbus.eventloop import (
+        TrainLoop as TrainLoop,
+    )
+    from trainbus.eventloop import (
+        Update as Update,
+    )
+    from trainbus.eventloop import (
+        Watch as Watch,
+    )
+    from trainbus.eventloop import (
+        check_options as check_options,
+    )
+    from trainbus.eventloop import (
+        from_json as from_json,
+    )
+    from trainbus.eventloop import (
+        from_msgpack as from_msgpack,
+    )
+    from trainbus.eventloop import (
+        get_logger as get_logger,
+    )
+    from trainbus.eventloop import (
+        load_weights as load_weights,
+    )
+    from trainbus.eventloop import (
+        mount as mount,
+    )
+    from trainbus.eventloop import (
+        mount_points as mount_points,
+    )
+    from trainbus.eventloop import (
+        register as register,
+    )
     from trainbus.hooks import *  # noqa: F403
     from trainbus.observe import Alert as Alert
     from trainbus.observe import AlertHook as AlertHook
@@ -37,7 +102,9 @@ for _part in _PARTS:
             f"{_folder} is no folder: this checkout was made without symbolic links. Make it again with "
             "`git -c core.symlinks=true clone`, or install the wheel"
         )
-_PUBLIC = ("trainbus.eventloop", "trainbus.eventloop.events", "trainbus.hooks")
+_PUBLIC = ("trainbus.eventloop", "trainbus.hooks")
+_ELSEWHERE = ("trainbus.events", "trainbus.errors")
+"""Modules with public names of their own, which this one has not."""
 _AROUND = {
     "TrainbusCheckpointIO": "trainbus.bridges",
     "Alert": "trainbus.observe",
@@ -71,7 +138,7 @@ if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any name
 
     def __dir__() -> list[str]:
         there = [name for name, (_, library) in _OPTIONAL.items() if find_spec(library)]  # help() loads each name
-        return sorted(["__version__", *_PARTS, *there, *_public()])
+        return sorted(["__version__", "errors", "events", *_PARTS, *there, *_public()])
 
 
 def _find(name: str) -> Any:
@@ -82,20 +149,28 @@ def _find(name: str) -> Any:
             return "0+unknown"
     if name == "__all__":
         return _public()
-    if name in _PARTS:
+    if name in _PARTS or f"trainbus.{name}" in _ELSEWHERE:
         return importlib.import_module(f"trainbus.{name}")
     if name in _OPTIONAL:
         return getattr(importlib.import_module(_OPTIONAL[name][0]), name)
     if name in _AROUND:
         return getattr(importlib.import_module(_AROUND[name]), name)
-    if not name.startswith("_"):
-        for package in map(importlib.import_module, _PUBLIC):
-            if name in package.__all__:
-                return getattr(package, name)
-    hint = "" if name.startswith("_") else importlib.import_module("trainbus.eventloop.spelling").did_you_mean(name, _public())
+    if name in _public():
+        return next(getattr(one, name) for one in map(importlib.import_module, _PUBLIC) if name in one.__all__)
+    elsewhere = _elsewhere()
+    if name in elsewhere:
+        raise AttributeError(f"module 'trainbus' has no attribute {name!r}: it is in {elsewhere[name]}")
+    known = [] if name.startswith("_") else [*_public(), *elsewhere]
+    hint = importlib.import_module("trainbus.eventloop.spelling").did_you_mean(name, known)
     raise AttributeError(f"module 'trainbus' has no attribute {name!r}{hint}")
 
 
+def _elsewhere() -> dict[str, str]:
+    """Return the names that are public in another module, with its name; the bases of your own events are here, too."""
+    modules = map(importlib.import_module, _ELSEWHERE)
+    return {name: one.__name__ for one in modules for name in one.__all__ if name not in ("Event", "Progress")}
+
+
 def _public() -> list[str]:
-    packages = map(importlib.import_module, _PUBLIC)
-    return list(dict.fromkeys([*_AROUND, *(name for package in packages for name in package.__all__)]))
+    names = [name for package in map(importlib.import_module, _PUBLIC) for name in package.__all__]
+    return list(dict.fromkeys([*_AROUND, *(name for name in names if name not in _elsewhere())]))

@@ -33,6 +33,8 @@ FURTHER = {
 }
 """Modules whose public names are on the page of a package."""
 TRAINBUS = "trainbus"
+HOMES = {"trainbus.eventloop.events": "trainbus.events", "trainbus.eventloop.errors": "trainbus.errors"}
+"""Where users import what a room has."""
 PARTS = ("trainbus.eventloop", "trainbus.hooks", "trainbus.compat", "trainbus.bridges.ray")
 FIRST = ("Bus", "Event", "TrainLoop", "Run", "Hook", "AsyncSaver", "Writer", "attach", "Costs")
 """Names that come first on their pages."""
@@ -62,7 +64,8 @@ def names(room: str) -> dict[str, str]:
     trainbus = importlib.import_module(TRAINBUS)
     top = public(trainbus)
     module = importlib.import_module(room)
-    found = {name: TRAINBUS if name in top else room for name in public(module) if not _elsewhere(room, getattr(module, name))}
+    home = HOMES.get(room, room)
+    found = {name: TRAINBUS if name in top else home for name in public(module) if not _elsewhere(room, getattr(module, name))}
     if room == "trainbus.bridges":
         found["TrainbusSaver"] = TRAINBUS  # needs Ignite, so no list of names has it
     for package in PARTS:

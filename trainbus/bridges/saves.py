@@ -19,7 +19,7 @@ from trainbus.eventloop.events import Progress
 from trainbus.eventloop.training.distributed.ranks import world_size
 from trainbus.eventloop.training.run import Run
 from trainbus.eventloop.training.saves.capture import state_version
-from trainbus.eventloop.training.saves.outcome import Outcome
+from trainbus.eventloop.training.saves.outcome import SaveOutcome
 from trainbus.eventloop.training.saves.requests import SaveRequest, merged
 from trainbus.eventloop.training.saves.restore import resume_line
 from trainbus.eventloop.user_errors import contextmanager
@@ -150,7 +150,7 @@ class TrainerSaver:
 
     @contextmanager
     def _report(self, path: AnyPath, others: list[AnyPath], progress: Progress, writing: Writing) -> Iterator[None]:
-        start, outcome = time.perf_counter(), Outcome(self._run.bus, [path, *others], progress)
+        start, outcome = time.perf_counter(), SaveOutcome(self._run.bus, [path, *others], progress)
         # After the run, the trainer may still save, but the bus may be closed.
         first, open_here = self._run.rank == 0, self._run.running
         try:

@@ -30,7 +30,7 @@ from trainbus.eventloop.checkpoint.shards import SUFFIX
 from trainbus.eventloop.errors import CheckpointError
 from trainbus.eventloop.events import Progress
 from trainbus.eventloop.log import get_logger
-from trainbus.eventloop.training.saves.outcome import Outcome
+from trainbus.eventloop.training.saves.outcome import SaveOutcome
 from trainbus.eventloop.training.saves.requests import SaveJob
 from trainbus.eventloop.training.schema import KEPT
 
@@ -238,7 +238,7 @@ class KeptShards:
             return
         job.held = [one for one in job.held if one != path]
         if left := [url for url in job.waiting if url not in landed]:
-            Outcome(self._bus, [*left], job.progress).skipped("a later save has been made")
+            SaveOutcome(self._bus, [*left], job.progress).skipped("a later save has been made")
 
     def _sweep(self) -> None:
         if self._home is not None:

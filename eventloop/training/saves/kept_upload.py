@@ -34,7 +34,7 @@ from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.training.saves.contents import SavedRun
 from trainbus.eventloop.training.saves.discover import newest_candidate
 from trainbus.eventloop.training.saves.kept import KeptParts, sweep_kept_shards
-from trainbus.eventloop.training.saves.outcome import Outcome
+from trainbus.eventloop.training.saves.outcome import SaveOutcome
 from trainbus.eventloop.training.schema import KEPT, LAST, how_far
 from trainbus.eventloop.user_errors import described
 
@@ -147,7 +147,7 @@ class _Upload:
             leads = places[kept.file].rank == self._rank
             self._together(lambda: self._point(landed) if leads else None)  # before any rank searches
             self._log(log.info, "uploaded a save that was kept for a store", names=[*map(str, landed)])
-            Outcome(self._run.bus, landed, kept.progress).committed(seconds=time.perf_counter() - start)
+            SaveOutcome(self._run.bus, landed, kept.progress).committed(seconds=time.perf_counter() - start)
         elif not self._merged(all(self._path(name, kept, file).exists() for file in places), and_):
             told = "; ".join(problems.values()) or "this run saves to no store"
             raise CheckpointError(

@@ -13,7 +13,7 @@ from trainbus.eventloop.log import get_logger
 log = get_logger()
 
 
-class Outcome:
+class SaveOutcome:
     """The outcome of a save: the file is committed, or failed, or was skipped.
 
     Args:

@@ -22,7 +22,7 @@ from trainbus.eventloop.training.agree import Agreement
 from trainbus.eventloop.training.distributed.ranks import Ranks
 from trainbus.eventloop.training.folders import free_folder
 from trainbus.eventloop.training.saves.contents import SavedRun
-from trainbus.eventloop.training.saves.outcome import Outcome
+from trainbus.eventloop.training.saves.outcome import SaveOutcome
 
 if TYPE_CHECKING:  # half a second to import, and only sharded models need it
     from trainbus.eventloop.checkpoint.sharded import Parts
@@ -323,4 +323,4 @@ class Saves:
     def _skip(self, request: SaveRequest) -> None:
         state = self._run.state
         reason = f"only a training saves, and this run {'has ended' if state.has_trained else 'has not trained'}"
-        Outcome(self._run.bus, [request.path], state.counters.snapshot()).skipped(reason)
+        SaveOutcome(self._run.bus, [request.path], state.counters.snapshot()).skipped(reason)

@@ -31,7 +31,7 @@ from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.offload import Deadline
 from trainbus.eventloop.training.saves.discover import peek
 from trainbus.eventloop.training.saves.kept import KeptSaves, KeptShards, series
-from trainbus.eventloop.training.saves.outcome import Outcome
+from trainbus.eventloop.training.saves.outcome import SaveOutcome
 from trainbus.eventloop.training.saves.requests import SaveJob, SaveRequest
 from trainbus.eventloop.training.schema import LAST
 from trainbus.eventloop.user_errors import add_note
@@ -196,7 +196,7 @@ class CheckpointWriter:
     def skip(self, job: SaveJob) -> None:
         """Log and publish the reason why a job is not written."""
         self._skipped += 1
-        Outcome(self._bus, job.paths, job.progress).skipped(job.given_up, skipped=self._skipped)
+        SaveOutcome(self._bus, job.paths, job.progress).skipped(job.given_up, skipped=self._skipped)
 
     # ------------------------------------------------------------------------------------------------ on the thread
 
@@ -277,7 +277,7 @@ class CheckpointWriter:
         try:
             if done:
                 written = 0 if job.source is not None else size
-                Outcome(self._bus, done, job.progress).committed(size=written, seconds=seconds, stall=job.stall)
+                SaveOutcome(self._bus, done, job.progress).committed(size=written, seconds=seconds, stall=job.stall)
         except Exception:
             log.exception("a handler of checkpoint_committed failed", path=str(done[0]))
             if raises:
@@ -287,9 +287,9 @@ class CheckpointWriter:
             if kept:
                 root = job.source or job
                 where = root.kept if root.parts is None else self._kept_shards.path
-                Outcome(self._bus, kept, job.progress).failed(failed[kept[0]], where)
+                SaveOutcome(self._bus, kept, job.progress).failed(failed[kept[0]], where)
             if gone:
-                Outcome(self._bus, [*gone], job.progress).failed(next(iter(gone.values())))
+                SaveOutcome(self._bus, [*gone], job.progress).failed(next(iter(gone.values())))
         for path in job.paths if (job.source or job).parts is not None else ():
             # A store that fails ends no run. If nothing keeps what it lacks of a sharded state, the next save must do.
             if path in done:
@@ -334,7 +334,7 @@ class CheckpointWriter:
 
     def _give_up(self, job: SaveJob, urls: list[RemotePath], reason: str) -> None:
         if urls:
-            Outcome(self._bus, urls, job.progress).skipped(reason)
+            SaveOutcome(self._bus, urls, job.progress).skipped(reason)
             self._kept.drop(job, urls)
 
     def _enter_kept(self, jobs: Iterable[SaveJob]) -> None:

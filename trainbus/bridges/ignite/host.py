@@ -25,7 +25,7 @@ from trainbus.eventloop.checks import check_options
 from trainbus.eventloop.errors import CheckpointError, ConfigurationError, TrainingError
 from trainbus.eventloop.privates import metadata_of, with_metadata
 from trainbus.eventloop.training.arguments import Models, Optimizers, Stateful
-from trainbus.eventloop.training.saves.outcome import Outcome
+from trainbus.eventloop.training.saves.outcome import SaveOutcome
 
 _INSIDE = "an Engine calls your training step as a whole; publish your own event in it"
 _NO_TEST = "an Engine has no tests; the runs of the attached evaluator are validations"
@@ -255,5 +255,5 @@ class IgniteBridge(Bridge):
             return
         if (path := ignite_files.newest(self._engines(), self)) is not None:
             seconds = time.perf_counter() - since
-            outcome = Outcome(self.bus, [path], run.counters.snapshot())
+            outcome = SaveOutcome(self.bus, [path], run.counters.snapshot())
             outcome.committed(size=path.stat().st_size, seconds=seconds, stall=seconds)
