@@ -63,7 +63,7 @@ class TrainLoop:
 
     Args:
         model: a module, or several by name (``step`` then gets the mapping).
-        optimizer: an optimizer, or several by name; not needed for ``val()`` and ``test()`` alone.
+        optimizer: an optimizer, or several by name; not needed for ``validate()`` and ``test()`` alone.
         step: ``step(model, batch)`` returns the loss, or a mapping with ``"loss"`` (a scalar tensor) and more.
         train_data: training batches; an iterable that can be iterated again (a generator only for one epoch).
         val_data: validation batches.

@@ -86,7 +86,7 @@ def test_buffers_that_were_made_in_inference_mode_are_saved(parts, bus, tmp_path
 
 @pytest.mark.parametrize("stage", ["val", "test"])
 def test_only_a_training_saves(parts, bus, trace, tmp_path, stage, logs):
-    """What handlers or other threads ask for in `val()` and `test()` is told, published and not written."""
+    """What handlers or other threads ask for in `validate()` and `test()` is told, published and not written."""
     loop = parts.loop(bus, test_data=parts.batches(1), work_dir=tmp_path)
     bus.on(f"after_{stage}_epoch", lambda e: e.run.request_save("mine.safetensors"))
     bus.on(f"after_{stage}_iter", lambda e: loop.checkpoint_now(), once=1)
