@@ -234,7 +234,7 @@ def test_the_outcome_of_a_save_is_told_in_one_place():
     told = {"CheckpointCommitted", "CheckpointFailed", "CheckpointSkipped"}
     calls = {name: [node for node in ast.walk(parsed(name)) if isinstance(node, ast.Call)] for name in MODULES}
     made = {name for name in MODULES if any(ast.unparse(node.func).rpartition(".")[2] in told for node in calls[name])}
-    assert made == {"trainbus.eventloop.training.saves.outcome"}
+    assert made == {"trainbus.eventloop.training.saves.requests"}
 
 
 SPEAKS_TO_ACCELERATORS = re.compile(

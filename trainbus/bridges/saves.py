@@ -19,8 +19,7 @@ from trainbus.eventloop.events import Progress
 from trainbus.eventloop.training.distributed.ranks import world_size
 from trainbus.eventloop.training.run import Run
 from trainbus.eventloop.training.saves.capture import state_version
-from trainbus.eventloop.training.saves.outcome import SaveOutcome
-from trainbus.eventloop.training.saves.requests import SaveRequest, merged
+from trainbus.eventloop.training.saves.requests import SaveOutcome, SaveRequest, merged
 from trainbus.eventloop.training.saves.restore import resume_line
 from trainbus.eventloop.user_errors import contextmanager
 

@@ -30,8 +30,7 @@ from trainbus.eventloop.checkpoint.shards import SUFFIX
 from trainbus.eventloop.errors import CheckpointError
 from trainbus.eventloop.events import Progress
 from trainbus.eventloop.log import get_logger
-from trainbus.eventloop.training.saves.outcome import SaveOutcome
-from trainbus.eventloop.training.saves.requests import SaveJob
+from trainbus.eventloop.training.saves.requests import SaveJob, SaveOutcome
 from trainbus.eventloop.training.schema import KEPT
 
 _SHARDED: Final = "kept_sharded_"

@@ -34,7 +34,7 @@ from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.training.saves.contents import SavedRun
 from trainbus.eventloop.training.saves.discover import newest_candidate
 from trainbus.eventloop.training.saves.kept import KeptParts, sweep_kept_shards
-from trainbus.eventloop.training.saves.outcome import SaveOutcome
+from trainbus.eventloop.training.saves.requests import SaveOutcome
 from trainbus.eventloop.training.schema import KEPT, LAST, how_far
 from trainbus.eventloop.user_errors import described
 

@@ -7,22 +7,22 @@ under several names.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, get_args
 
 import msgspec
 
+from trainbus.eventloop.bus import Bus
 from trainbus.eventloop.checkpoint import AnyPath, Busy, RemotePath, StagedTree, Staging, as_path
 from trainbus.eventloop.checks import check_value
 from trainbus.eventloop.errors import ConfigurationError
-from trainbus.eventloop.events import Progress
+from trainbus.eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointSkipped, Progress
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.training.agree import Agreement
 from trainbus.eventloop.training.distributed.ranks import Ranks
 from trainbus.eventloop.training.folders import free_folder
 from trainbus.eventloop.training.saves.contents import SavedRun
-from trainbus.eventloop.training.saves.outcome import SaveOutcome
 
 if TYPE_CHECKING:  # half a second to import, and only sharded models need it
     from trainbus.eventloop.checkpoint.sharded import Parts
@@ -324,3 +324,39 @@ class Saves:
         state = self._run.state
         reason = f"only a training saves, and this run {'has ended' if state.has_trained else 'has not trained'}"
         SaveOutcome(self._run.bus, [request.path], state.counters.snapshot()).skipped(reason)
+
+
+class SaveOutcome:
+    """The outcome of a save: the file is committed, or failed, or was skipped.
+
+    Args:
+        bus: the bus that is told.
+        paths: the names of the file that the outcome is about, at least one.
+        progress: the progress that is in the file.
+    """
+
+    def __init__(self, bus: Bus, paths: Sequence[AnyPath], progress: Progress) -> None:
+        self._bus, self._progress = bus, progress
+        self._names = [str(path) for path in paths]
+
+    def committed(self, *, size: int = 0, seconds: float = 0.0, stall: float = 0.0) -> None:
+        """The file is durable; see :class:`~trainbus.eventloop.events.CheckpointCommitted` for the numbers."""
+        names = self._names
+        event = CheckpointCommitted(
+            progress=self._progress, path=names[0], names=names, bytes=size, seconds=seconds, stall=stall
+        )
+        self._bus.publish(event)
+
+    def failed(self, error: Exception, kept: Path | None = None) -> None:
+        """The file could not be written; ``kept`` is the one in the work dir that holds the save meanwhile."""
+        names, where = self._names, "" if kept is None else str(kept)
+        if kept is None:
+            log.error("checkpoint not written", names=names, exc_info=error)
+        else:
+            log.error("a store did not take a checkpoint; the work dir keeps it", names=names, kept=where, error=str(error))
+        self._bus.publish(CheckpointFailed(progress=self._progress, path=names[0], names=names, error=str(error), kept=where))
+
+    def skipped(self, reason: str, **more: object) -> None:
+        """The save that was asked for is not made."""
+        log.warning("checkpoint not made", names=self._names, reason=reason, **more)
+        self._bus.publish(CheckpointSkipped(progress=self._progress, path=self._names[0], names=self._names, reason=reason))

@@ -31,8 +31,7 @@ from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.offload import Deadline
 from trainbus.eventloop.training.saves.discover import peek
 from trainbus.eventloop.training.saves.kept import KeptSaves, KeptShards, series
-from trainbus.eventloop.training.saves.outcome import SaveOutcome
-from trainbus.eventloop.training.saves.requests import SaveJob, SaveRequest
+from trainbus.eventloop.training.saves.requests import SaveJob, SaveOutcome, SaveRequest
 from trainbus.eventloop.training.schema import LAST
 from trainbus.eventloop.user_errors import add_note
 

@@ -25,7 +25,7 @@ from trainbus.eventloop.checks import check_options
 from trainbus.eventloop.errors import CheckpointError, ConfigurationError, TrainingError
 from trainbus.eventloop.privates import metadata_of, with_metadata
 from trainbus.eventloop.training.arguments import Models, Optimizers, Stateful
-from trainbus.eventloop.training.saves.outcome import SaveOutcome
+from trainbus.eventloop.training.saves.requests import SaveOutcome
 
 _INSIDE = "an Engine calls your training step as a whole; publish your own event in it"
 _NO_TEST = "an Engine has no tests; the runs of the attached evaluator are validations"
