@@ -104,7 +104,7 @@ class Fanout(CopiedAnew):
 
     @property
     def _longest(self) -> int:
-        return max(self._smoother.window_size, *self._intervals)
+        return max([self._smoother.window_size, *self._intervals])
 
     def state_dict(self) -> tuple[dict[str, Any], int]:
         """Return what the next line depends on, and the number of iterations of the run that are in it."""

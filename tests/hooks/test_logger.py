@@ -548,7 +548,7 @@ def test_files_of_a_failed_run_are_not_copied(tmp_path):
     assert not (tmp_path / "archive").exists()
 
 
-def test_only_files_with_a_matching_suffix_are_copied(tmp_path):
+def test_a_logger_without_writers_copies_files_with_a_matching_suffix_only_and_fails_at_nothing(tmp_path, logs):
     bus = bus_with(out_dir=tmp_path / "archive", out_suffix=".txt")
     work_dir = tmp_path / "digits"
     (work_dir / "deep").mkdir(parents=True)
@@ -557,6 +557,7 @@ def test_only_files_with_a_matching_suffix_are_copied(tmp_path):
     make_loop(bus=bus, work_dir=work_dir, max_epochs=1).run()
     copy = tmp_path / "archive" / "digits"
     assert sorted(str(path.relative_to(copy)) for path in copy.rglob("*.*")) == ["a.txt", "deep/c.txt"]
+    assert [one["log_level"] for one in logs] == ["info"]
 
 
 def test_a_broken_pipe_does_not_end_the_run(script, tmp_path):
