@@ -118,7 +118,7 @@ def lived(train: Train, strike: Strikes, folder: Path) -> Life:
         warnings.simplefilter("always")
         try:
             left = train(trainbus, strike, folder / "run")
-        except (Killed, StruckError, trainbus.RunPreempted):
+        except (Killed, StruckError, trainbus.errors.RunPreempted):
             pass
         except Exception as error:  # noqa: BLE001 - told by the caller
             failure = error

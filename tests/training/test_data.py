@@ -61,7 +61,7 @@ def test_a_generator_is_good_for_one_pass_and_then_an_error(parts, bus, trace):
 
 @pytest.mark.parametrize("empty", [[], Unsized([]), DataLoader([1, 2], batch_size=4, drop_last=True)])
 def test_an_empty_loader_is_an_error_that_names_it(parts, bus, trace, empty):
-    for name, method in (("train_data", "run"), ("val_data", "val"), ("test_data", "test")):
+    for name, method in (("train_data", "run"), ("val_data", "validate"), ("test_data", "test")):
         with pytest.raises(TrainingError, match=name):
             getattr(parts.loop(bus, **{name: empty}), method)()
         assert trace.names[-1] == "on_exception"
