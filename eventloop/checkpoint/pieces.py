@@ -100,8 +100,11 @@ def shared_box(one: Box, other: Box) -> Box | None:
 def _read_old(file: BinaryIO, piece: Piece, dtype: torch.dtype) -> torch.Tensor:
     """Read a piece that ``torch.distributed.checkpoint`` wrote: a file of ``torch.save`` within the file."""
     file.seek(piece.begin)
+    data = file.read(piece.bytes)  # bytes, of which BytesIO makes no copy
+    if len(data) < piece.bytes:
+        raise CheckpointDamagedError("the file ended while it was being read")
     try:
-        tensor = load_pickled(read_exactly(file, piece.bytes), piece.file)
+        tensor = load_pickled(data, piece.file)
     except CheckpointDamagedError:
         raise
     except CheckpointError as error:  # it names code, which that never writes there
