@@ -28,12 +28,12 @@ from torch import distributed
 
 from benchmarks.harness import environment
 from trainbus.eventloop.checkpoint import packed, stage
-from trainbus.eventloop.training.agree import Requests
-from trainbus.eventloop.training.distributed import maximum, rounds
+from trainbus.eventloop.training.coordinator import Requests
+from trainbus.eventloop.training.distributed import collectives, rounds
 from trainbus.eventloop.training.distributed.blocks import Blocks
+from trainbus.eventloop.training.distributed.collectives import Collectives, Maximum
 from trainbus.eventloop.training.distributed.mailbox import Mailbox
-from trainbus.eventloop.training.distributed.maximum import Maximum
-from trainbus.eventloop.training.distributed.ranks import Ranks, own_group
+from trainbus.eventloop.training.distributed.ranks import own_group
 from trainbus.eventloop.training.rng import get_rng_state
 from trainbus.eventloop.training.saves.contents import as_tree
 from trainbus.eventloop.training.saves.rank_states import RankStates
@@ -85,12 +85,12 @@ def _rank(rank: int, size: int, port: int, count: int, results: Any) -> None:
     distributed.init_process_group(
         "gloo", store=distributed.TCPStore("localhost", port, is_master=False), rank=rank, world_size=size
     )
-    ranks = Ranks(own_group("control"))
+    ranks = Collectives(own_group("control"))
     figures = {"join": time.perf_counter() - start}
     flags = torch.zeros(8, dtype=torch.int32)
 
     def agree(ring: int) -> float:
-        maximum.RING = ring  # type: ignore[misc]
+        collectives.RING = ring  # type: ignore[misc]
         start = time.perf_counter()
         begun = Maximum(ranks, flags)
         begin = time.perf_counter() - start
@@ -211,7 +211,7 @@ def _round(others: Others) -> dict[str, float]:
         answering = thread.submit(answers)
         own.stop = True
         start = time.perf_counter()
-        agent.exchange()
+        agent.agree()
         seconds = time.perf_counter() - start
         answering.result()
     if not agent.agreed.stop:
@@ -260,7 +260,7 @@ def table(size: int, two: dict[str, float], store: dict[str, float]) -> list[dic
     """Return the rows for ``size`` ranks; ``two`` has the seconds of the operations between two."""
     deep = (size - 1).bit_length()
     message = two["merged"] / 4  # up and down, and each is a size and a content
-    ring = size <= maximum.RING
+    ring = size <= collectives.RING
     merged = {"messages": 4 * (size - 1), "bytes": 4 * (size - 1) * 60, "thread": 4 * deep * message}
 
     def row(what: str, messages: float, size_: float, thread: float, beside: float, how: str) -> dict[str, Any]:

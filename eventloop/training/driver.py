@@ -197,11 +197,12 @@ class Driver(Session):
             state.go_on()
             self._save_before_call()
         feed = self.feed = None if data is None else self._run.feeds.for_training(data)
-        if state.ranks is not None and feed is not None and feed.divided and not self._begun:
-            check_divisible(self._run.models, state.ranks.size)
-        if state.ranks is not None and not endless:
+        ranks = state.coordinator
+        if ranks.size > 1 and feed is not None and feed.divided and not self._begun:
+            check_divisible(self._run.models, ranks.size)
+        if not endless:
             length = None if feed is None else feed.length
-            check_even(state.ranks, self._run.models.values(), length, first=not self._begun)
+            check_even(ranks, self._run.models.values(), length, first=not self._begun)
         state.machine.go(turn)
         state.begin_epoch(resumes=(state.resumed and not self._begun) if feed is None else feed.resuming)
         self._begun, self._abandoned = True, False
@@ -283,9 +284,7 @@ class Driver(Session):
             event = ev.AfterTrainIter(run=self._run, progress=progress, batch_idx=index, batch=batch, outputs=state.outputs)
             self._bus.publish(event)
         state.count_iteration()
-        agreed = state.agreed
-        if not state.alone:
-            state.channel.exchange()
+        agreed = state.agreed if state.alone else state.coordinator.agree()
         if (self._saves.requests or agreed.save) and not (state.by_calls or (state.holds and self._ends_pass)):
             self.save_held()
         state.machine.leave(ITERATION)
@@ -372,7 +371,7 @@ class Driver(Session):
         self._repeats = True
         if self.feed is not None:
             self.feed.repeat()
-        state.channel.exchange()
+        state.coordinator.agree()
         state.machine.leave(ITERATION)
         state.handle_requests()
 
@@ -429,14 +428,14 @@ class Driver(Session):
             self._metrics = metrics if isinstance(metrics, Metrics) else self._run.feeds.metrics(metrics)
         self._share = None if feed is None else Share(feed.loader)
         length = None if feed is None else feed.length
-        lengths = {} if state.ranks is None else state.ranks.distinct(length)
+        lengths, several = state.coordinator.distinct(length), state.coordinator.size > 1
         # Ranks with equal numbers of batches can stop early together; others stop at the end.
-        self._in_step = len(lengths) == 1 and length is not None
+        self._in_step = several and len(lengths) == 1 and length is not None
         # Only a validation inside a training is a phase of it that a resumed run repeats.
         if stage == "val" and state.training and not nested:
             state.begin_validation()
         state.machine.go(turn)
-        if lengths and not self._in_step:
+        if several and not self._in_step:
             state.machine.defer(forward_alone(self._run.models.values(), lengths))
         state.set_progress(stage, 0)
         if self._host.evaluates:
@@ -474,7 +473,7 @@ class Driver(Session):
             share, batch = self._share, self._batch
             self._metrics.update(state.outputs, size_of(batch) if share is None else share.counts(self._index, batch))
         if self._in_step:
-            state.channel.exchange()
+            state.coordinator.agree()
         if not state.save_waits:
             self._saves.save_if_asked()
         state.machine.go(turn)
@@ -486,10 +485,10 @@ class Driver(Session):
         turn = state.machine.turn("end_evaluation")
         after_epoch, after = turn.events
         if feed is not None:
-            if state.ranks is not None and not state.ranks.merged(feed.used, max):
+            if state.coordinator.size > 1 and not state.coordinator.merged(feed.used, max):
                 feed.check_not_empty()
             feed.end()
-        results = {**({} if self._metrics is None else self._metrics.compute(state.ranks)), **(metrics or {})}
+        results = {**({} if self._metrics is None else self._metrics.compute(state.coordinator)), **(metrics or {})}
         if stage == "val":
             state.go_on()
         self._announce(after_epoch, metrics=dict(results))

@@ -14,7 +14,6 @@ from typing import Any, Protocol
 
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.log import get_logger
-from trainbus.eventloop.training.agree import Agreement, Alone
 from trainbus.eventloop.training.distributed.ranks import join_ranks
 from trainbus.eventloop.training.driver import watch_steps
 from trainbus.eventloop.training.folders import free_number, newest_number, numbered
@@ -177,10 +176,8 @@ class OwnLoop:
     def beginning(self) -> Iterator[None]:
         """Join the ranks, choose and lock the directories, seed, move the models, and watch the steps; then resume."""
         run, state = self._run, self._run.state
-        ranks = join_ranks(
-            run.bus, run.models, trains=bool(run.optimizers), group=None if self.replicas is None else self.replicas.size
-        )
-        state.join(Alone(state.own) if ranks is None else Agreement(ranks, state.own))
+        group = None if self.replicas is None else self.replicas.size
+        state.join(join_ranks(run.bus, run.models, state.own, trains=bool(run.optimizers), group=group))
         begins_anew = self._chooses_folder and state.trains and self._choose_folder()
         check_updates(run.bus.hooks, update_steps=self.update_steps)
         self._warn_of_others()
@@ -255,7 +252,7 @@ class OwnLoop:
                     self._drive.on_close.callback(self._locked.discard, directory)
                     self._drive.on_close.callback(release)
 
-        self._on_first(lock)
+        self._run.coordinator.from_first(lock)
 
     def _choose_folder(self) -> bool:
         """Choose the folder of a training that does not resume from a given checkpoint; the same number on all ranks.
@@ -271,17 +268,12 @@ class OwnLoop:
             return True
         find = partial(newest_number, wanted) if restore.automatic else partial(free_number, wanted, run.bus.hooks)
         # The highest, because a rank may have a disk of its own with a run that the others do not see.
-        folder = numbered(wanted, find() if state.ranks is None else max(state.ranks.from_all(find)))
+        folder = numbered(wanted, max(run.coordinator.from_all(find)))
         if folder != wanted:
             what = "going on with the newest run of this name" if restore.automatic else "this work dir has a run already, so"
             log.info(what if restore.automatic else f"{what} this one gets a folder of its own", work_dir=str(folder))
             run.move_to(folder)
         return False
-
-    def _on_first(self, find: Callable[[], Any]) -> Any:
-        """Return what ``find`` returns on rank 0, or raise its error on all ranks."""
-        ranks = self._run.state.ranks
-        return find() if ranks is None else ranks.from_first(find)
 
     def _warn_of_others(self) -> None:
         """Warn about another open run if one of the two has a seed: both draw from the same random state."""

@@ -597,7 +597,7 @@ class EvaluationBatches(Batches):
             drive.drop_evaluation()
             loops.stop()
             return None
-        batch = self._feed.next(may_be_empty=state.ranks is not None)
+        batch = self._feed.next(may_be_empty=state.coordinator.size > 1)
         if batch is None:
             self._over = True
             nested = state.interrupted is not None

@@ -17,9 +17,11 @@ from trainbus.eventloop.checks import check_options
 from trainbus.eventloop.errors import ConfigurationError, TrainingError, stopped
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.spelling import did_you_mean
-from trainbus.eventloop.training.distributed.ranks import Ranks
+from trainbus.eventloop.training.coordinator import Coordinator
 
 log = get_logger()
+
+_ALONE: Final = Coordinator()
 
 
 class Metric(Protocol):
@@ -117,11 +119,11 @@ class Metrics:
         self._unsized += samples is None
         return samples or 1
 
-    def compute(self, ranks: Ranks | None = None, *, early: bool = False) -> dict[str, Any]:
+    def compute(self, ranks: Coordinator = _ALONE, *, early: bool = False) -> dict[str, Any]:
         """Return all values by name, metrics first; a metric that returns a mapping gives ``name/key``.
 
         Args:
-            ranks: makes this a collective. The values cover the batches of all ranks and are equal on each, because
+            ranks: with several, this is a collective. The values cover the batches of all ranks and are equal on each, because
                 decisions (the best checkpoint, an early stop) depend on them.
             early: not all batches were seen. A metric that fails is None, with a warning.
         """
@@ -133,7 +135,7 @@ class Metrics:
                 f"samples as {WEIGHT!r} from val_step, or report it",
                 means=[*sums],
             )
-        if ranks is not None:
+        if ranks.size > 1:
             own = {name: (float(total), count) for name, (total, count) in sums.items()}
             sums, sized = ranks.merged((own, self._sized), _added)
             sums = {name: one for name, one in sums.items() if name not in sized}  # they are no scalars on some rank
@@ -147,7 +149,7 @@ class Metrics:
                     log.warning("this metric cannot be computed over the first batches", metric=name, error=repr(error))
                     values[name] = None
                 # Without batches a metric may fail; rank 0's value counts.
-                elif not self._empty or ranks is None or not ranks.rank or metric is not self._metrics[name]:
+                elif not self._empty or not ranks.rank or metric is not self._metrics[name]:
                     raise
                 continue
             values |= _flat(name, value)
@@ -155,7 +157,7 @@ class Metrics:
         if not early:
             self._tell(values)
         values |= {name: _number(total / count) for name, (total, count) in sums.items() if name not in values}
-        return values if ranks is None else dict(ranks.from_first(lambda: values))
+        return dict(ranks.from_first(lambda: values))
 
     def _tell(self, values: Mapping[str, Any]) -> None:
         """Log once which values are not one number."""
@@ -169,7 +171,7 @@ class Metrics:
                 value=several[name],
             )
 
-    def _merged(self, ranks: Ranks) -> dict[str, Metric]:
+    def _merged(self, ranks: Coordinator) -> dict[str, Metric]:
         """Merge the metrics that can be merged over all ranks; return all of them."""
         alone = {name: metric for name, metric in self._metrics.items() if not _syncs(metric)}
         able = {name: metric for name, metric in alone.items() if callable(getattr(metric, "merge_state", None))}

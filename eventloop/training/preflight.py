@@ -90,8 +90,7 @@ def _validated(
         undo.callback(set_random_states, loader, random_states(loader))
         is_built = not any(is_lazy(one) for model in models for one in (*model.parameters(), *model.buffers()))
         batches = (first_batches(loader, count) if is_built else None) or []
-        ranks = run.state.ranks
-        together = len(batches) if ranks is None else ranks.merged(len(batches), min)
+        together = run.coordinator.merged(len(batches), min)
         if not together:
             return None
         for model in models:
@@ -102,7 +101,7 @@ def _validated(
         measured.reset()
         for batch in batches[:together]:
             measured.update(_outputs(run, step, to_device(batch, run.device)))
-        return measured.compute(ranks, early=True)
+        return measured.compute(run.coordinator, early=True)
 
 
 def _outputs(run: Any, step: Callable[[Any], Any], batch: Any) -> dict[str, Any]:

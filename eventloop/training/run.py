@@ -36,6 +36,7 @@ from trainbus.eventloop.training.arguments import (
     named,
     no_scalar,
 )
+from trainbus.eventloop.training.coordinator import Coordinator
 from trainbus.eventloop.training.data import Feeds
 from trainbus.eventloop.training.distributed.ranks import this_rank, world_size
 from trainbus.eventloop.training.driver import Driver
@@ -205,6 +206,11 @@ class Run:
         """The model without the wrappers of DDP, FSDP, ``DataParallel``, ``torch.compile`` and other libraries."""
         model: torch.nn.Module = unwrapped(self.model)
         return model
+
+    @property
+    def coordinator(self) -> Coordinator:
+        """What the ranks of the run agree by."""
+        return self.state.coordinator
 
     @property
     def progress(self) -> Progress:

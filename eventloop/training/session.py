@@ -101,7 +101,7 @@ class Session:
             self._saves.wait()  # so that after_run comes behind the events of all checkpoints so far, whose files are there
             self._announce(*turn.events, stopped=bool(reason), reason=reason)
             self._saves.end()
-            if state.ranks is not None:  # no rank leaves before all files are written; all ranks see a failure
+            if state.coordinator.size > 1:  # no rank leaves before all files are written; all ranks see a failure
                 self._bus.raise_failures()
                 state.settle()
             state.machine.go(turn)
@@ -149,7 +149,7 @@ class Session:
             last.callback(self._close, abort=True)
             last.callback(self.state.machine.unwind)
             last.callback(lambda: self._saves.settle(patience.left))  # what was deferred comes behind the events of all saves
-            if self.state.ranks is not None and world_size() > 1:  # else the group was destroyed
+            if self.state.coordinator.size > 1 and world_size() > 1:  # else the group was destroyed
                 share_failure(error)
             record_failure(error)
             try:

@@ -16,10 +16,10 @@ from trainbus.eventloop.bus import Bus
 from trainbus.eventloop.errors import RunCancelled, TrainingError
 from trainbus.eventloop.events import Event, LearningRateSet, Progress, RunPaused, RunResumed, Stage
 from trainbus.eventloop.log import get_logger
-from trainbus.eventloop.training.agree import Alone, Channel, Requests
 from trainbus.eventloop.training.body import Beginning, copied_states
+from trainbus.eventloop.training.coordinator import Coordinator, Requests
 from trainbus.eventloop.training.copies import copied
-from trainbus.eventloop.training.distributed.ranks import Ranks
+from trainbus.eventloop.training.distributed.collectives import Collectives
 from trainbus.eventloop.training.machine import EPOCH, ITERATION, TRAIN, Counters, Machine
 from trainbus.eventloop.training.optimizers import set_learning_rate
 from trainbus.eventloop.training.rng import get_rng_state
@@ -135,7 +135,7 @@ class RunState:
         self._endings: list[Callable[[], object]] = []
         self.own = Requests()
         """The requests of this process, which other threads and signal handlers make."""
-        self.join(Alone(self.own))
+        self.join(Coordinator(self.own))
         self._save_if_asked: Callable[[], object]
         self._host = host
         self._optimizers, self._stateful = optimizers, stateful
@@ -165,9 +165,9 @@ class RunState:
         return is_open
 
     @property
-    def ranks(self) -> Ranks | None:
-        """All processes; None if there is only one, or another library's trainer."""
-        return self.channel.ranks
+    def ranks(self) -> Collectives | None:
+        """The coordinator, if several ranks exchange values."""
+        return self.coordinator if isinstance(self.coordinator, Collectives) else None
 
     def save_by(self, save_if_asked: Callable[[], object]) -> None:
         """Call ``save_if_asked`` in a pause, for a checkpoint that ``checkpoint_now`` asked for."""
@@ -204,12 +204,18 @@ class RunState:
         self.holds, self.interrupted, self.again, self.batch_rng = False, None, None, None
         self.beginning, self.finished, self.gradients = None, [], {}
 
-    def join(self, channel: Channel) -> None:
-        """Agree with other ranks by a channel."""
-        self.channel = channel
-        self.agreed = channel.agreed
+    def join(self, coordinator: Coordinator) -> None:
+        """Agree with other ranks by a coordinator."""
+        self.coordinator = coordinator
+        self.agreed = coordinator.agreed
         """The requests in force, on all ranks."""
-        self.alone = isinstance(channel, Alone)  # each iteration asks: a call costs it a microsecond
+        self.alone = self.agreed is self.own  # each iteration asks: a call costs it a microsecond
+
+    def leave(self) -> None:
+        """Agree with no other rank any longer."""
+        left = self.coordinator
+        self.join(Coordinator(self.own))
+        left.close()
 
     def check_open(self, methods: str) -> None:
         """Raise TrainingError if the run is not open."""
@@ -435,7 +441,7 @@ class RunState:
 
     def refuse(self, refusal: Callable[[], object]) -> None:
         """Call ``refusal``, which raises an error, at the next safe mount point."""
-        self.join(Alone(self.own))
+        self.join(Coordinator(self.own))
         self.own.cancelled, self._refusal = True, refusal
 
     def check_cancelled(self) -> None:
@@ -473,8 +479,8 @@ class RunState:
 
     def settle(self) -> None:
         """Collect the requests of all ranks."""
-        self.channel.settle()
-        if self.channel.pauses_at_once:
+        self.coordinator.agree(between=True)
+        if self.coordinator.pauses_at_once:
             self.handle_requests()
 
     def _wait(self) -> None:
@@ -484,7 +490,7 @@ class RunState:
             if agreed.save:
                 self._save_if_asked()
             time.sleep(_LOOK)
-            self.channel.settle()  # all ranks together, or some would time out in a collective of the training
+            self.coordinator.agree(between=True)  # all ranks together, or some would time out in a collective of the training
         self.check_cancelled()
         self._publish(RunResumed)
         log.info("the run continues", iter=self.counters.iter)

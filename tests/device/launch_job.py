@@ -9,8 +9,9 @@ from torch import distributed
 
 from tests.device import sim
 from tests.device.group import Group
+from trainbus.eventloop.training.distributed.collectives import Collectives
 from trainbus.eventloop.training.distributed.launch import own_device, process_group
-from trainbus.eventloop.training.distributed.ranks import Ranks, own_group
+from trainbus.eventloop.training.distributed.ranks import own_group
 
 if __name__ == "__main__":
     sim.module.available = True
@@ -18,5 +19,5 @@ if __name__ == "__main__":
     with process_group():
         device = torch.device(own_device(sim.NAME))
         assert type(distributed.group.WORLD) is Group
-        everyones = Ranks(own_group("control")).gather((str(device), str(torch.ones(1, device=sim.NAME).device)))
+        everyones = Collectives(own_group("control")).gather((str(device), str(torch.ones(1, device=sim.NAME).device)))
         Path(sys.argv[1], str(distributed.get_rank())).write_text(json.dumps(everyones))

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from trainbus.eventloop import Bus, Hook, Run, TrainingError, get_logger
 from trainbus.eventloop.checkpoint import load_whole
-from trainbus.eventloop.training import agree as agreements
+from trainbus.eventloop.training.distributed import collectives
 from trainbus.hooks import CheckpointHook, ConsoleWriter, EarlyStoppingHook, EMAHook, JSONLinesWriter, LoggerHook, ProgressBar
 
 from ..waiting import until
@@ -65,7 +65,7 @@ class StopsAt(Hook):
 
 
 def stop(work_dir: str, epochs: int, interval: float) -> Any:
-    agreements.INTERVAL = interval  # of this process
+    collectives.INTERVAL = interval  # of this process
     seen: list[Any] = []
     loop = jobs.make_loop(work_dir, StopsAt(3), epochs=epochs)
     loop.bus.on("after_train_iter", lambda event: seen.append(event.progress.iter))
@@ -74,7 +74,7 @@ def stop(work_dir: str, epochs: int, interval: float) -> Any:
     return seen
 
 
-@pytest.mark.parametrize(("epochs", "interval"), [(2, 0.0), (50, agreements.INTERVAL)], ids=["each", "periodically"])
+@pytest.mark.parametrize(("epochs", "interval"), [(2, 0.0), (50, collectives.INTERVAL)], ids=["each", "periodically"])
 def test_all_ranks_stop_and_save_after_the_same_iteration(ranks, tmp_path, epochs, interval):
     """Those with short iterations agree periodically."""
     first, second = ranks(stop, str(tmp_path), epochs, interval)
@@ -88,7 +88,7 @@ def test_all_ranks_stop_and_save_after_the_same_iteration(ranks, tmp_path, epoch
 
 def ask(work_dir: str) -> Any:
     """One rank pauses the run, which a thread of it resumes once it has a checkpoint, and sets a learning rate."""
-    agreements.INTERVAL = 0.0
+    collectives.INTERVAL = 0.0
     rates: list[float] = []
 
     def note(event: Any) -> None:
@@ -126,7 +126,7 @@ def test_all_ranks_pause_save_and_set_the_learning_rate_after_the_same_iteration
 
 
 def stop_in_validation() -> Any:
-    agreements.INTERVAL = 0.0
+    collectives.INTERVAL = 0.0
     rank, found = jobs.rank_and_size()[0], []
     for uneven in (False, True):
         data = jobs.loader(shuffle=False, rows=64 if not uneven or rank else 80)

@@ -15,8 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainbus.eventloop import Bus, ConfigurationError, GlobalBatchSampler, Run, TrainLoop, Update
-from trainbus.eventloop.training import agree as agreements
-from trainbus.eventloop.training.distributed import samples
+from trainbus.eventloop.training.distributed import collectives, samples
 from trainbus.hooks import CheckpointHook, OptimizerHook
 
 from .jobs import rank_and_size, weights
@@ -78,7 +77,7 @@ Trained = tuple[dict[str, torch.Tensor], list[tuple[int, list[int]]], int]
 
 def train(folder: Path, batches: int | None, options: dict[str, Any]) -> Trained:
     """Train for this number of batches; return the weights, the epoch and the samples of each batch, and the accumulation."""
-    agreements.INTERVAL = 0
+    collectives.INTERVAL = 0
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
     if rank_and_size()[1] > 1:

@@ -17,8 +17,9 @@ from structlog.testing import capture_logs
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
+from trainbus.eventloop.training.distributed.collectives import Collectives
 from trainbus.eventloop.training.distributed.launch import process_group, shared
-from trainbus.eventloop.training.distributed.ranks import Ranks, is_parallel, own_group
+from trainbus.eventloop.training.distributed.ranks import is_parallel, own_group
 
 DATA = TensorDataset(torch.arange(10))
 
@@ -88,7 +89,7 @@ def alone(tmp_path):
 
 
 def test_a_group_is_created_once_and_forgotten_when_torch_destroys_it(alone):
-    ranks = Ranks(own_group("control"))
+    ranks = Collectives(own_group("control"))
     group = weakref.ref(ranks.group)
     assert own_group("control") is group()
     gc.disable()

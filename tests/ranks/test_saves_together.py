@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainbus.eventloop import Bus, ConfigurationError, Run, TrainLoop
 from trainbus.eventloop.checkpoint import load, load_whole, packed
-from trainbus.eventloop.training import agree as agreements
+from trainbus.eventloop.training.distributed import collectives
 from trainbus.eventloop.training.distributed.mailbox import Mailbox
 from trainbus.eventloop.training.saves import capture, rank_states
 from trainbus.hooks import CheckpointHook, DistSamplerSeedHook, EMAHook, PreemptionHook
@@ -34,7 +34,7 @@ def asking(loop: TrainLoop, mount_point: str, rank: int) -> TrainLoop:
 
 
 def asks_alone(work_dir: str, mount_point: str, rank: int, shard: bool = False) -> None:
-    agreements.INTERVAL = 0.0  # as with iterations of 50 ms
+    collectives.INTERVAL = 0.0  # as with iterations of 50 ms
     asking(jobs.make_loop(work_dir, epochs=1, shard=shard), mount_point, rank).run()
 
 
@@ -61,8 +61,8 @@ def test_at_an_epochs_end_rank_0_decides_and_a_request_of_another_rank_alone_is_
 
 
 def asks_between_exchanges(work_dir: str) -> None:
-    agreements.PATIENCE = 0.2
-    agreements.INTERVAL = 60.0  # as with short iterations
+    collectives.PATIENCE = 0.2
+    collectives.INTERVAL = 60.0  # as with short iterations
     loop = asking(jobs.make_loop(work_dir, epochs=1), "after_train_iter", 0)
     assert isinstance(loop.model, DistributedDataParallel)
     loop.model = loop.model.module  # whose collective would be what the other waits in
@@ -83,7 +83,7 @@ def asks_for_one(folder: str) -> dict[tuple[str, float], list[str]]:
     found: dict[tuple[str, float], list[str]] = {}
     ways = {"rank 0": [3, None], "rank 1": [None, 3], "both": [3, 3], "one after the other": [3, 4], "signals": [3, 4]}
     for (way, iterations), interval in itertools.product(ways.items(), (0.0, 60.0)):
-        agreements.INTERVAL = interval  # as with iterations of 50 ms, and with short ones
+        collectives.INTERVAL = interval  # as with iterations of 50 ms, and with short ones
         loop = jobs.make_loop(f"{folder}/{len(found)}", *[PreemptionHook(exit_code=None)] * (way == "signals"), epochs=2)
         saved = found[way, interval] = []
         loop.bus.on("checkpoint_committed", lambda event, saved=saved: saved.append(Path(event.path).name))

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import distributed
 
-from trainbus.eventloop.training import agree as agreements
-from trainbus.eventloop.training.distributed import blocks, maximum
+from trainbus.eventloop.training.distributed import blocks, collectives
+from trainbus.eventloop.training.distributed.collectives import Collectives
 from trainbus.eventloop.training.distributed.mailbox import missing_of
-from trainbus.eventloop.training.distributed.ranks import Ranks, own_group
+from trainbus.eventloop.training.distributed.ranks import own_group
 from trainbus.hooks import CheckpointHook
 from trainbus.observe.exchange import Comparison
 
@@ -48,8 +48,8 @@ def count_operations() -> Counter[str]:
 
 def trains_and_resumes(folder: str, shard: bool, ring: int) -> dict[str, int]:
     """Train with validations and saves until rank 1 stops the run, and resume it; return the operations of this rank."""
-    agreements.INTERVAL = 0.0  # an exchange in every iteration: their number must not depend on the time
-    maximum.RING = ring  # type: ignore[misc]
+    collectives.INTERVAL = 0.0  # an exchange in every iteration: their number must not depend on the time
+    collectives.RING = ring  # type: ignore[misc]
     counts = count_operations()
     loop = jobs.make_loop(folder, CheckpointHook(interval=3, by_epoch=False), epochs=3, shard=shard)
     if jobs.rank_and_size()[0] == 1:
@@ -75,11 +75,11 @@ def test_with_four_times_the_ranks_a_training_thread_has_at_most_three_times_the
 
 
 def takes_the_maximum(ring: int) -> tuple[list[int], list[str], int]:
-    maximum.RING = ring  # type: ignore[misc]
-    ranks = Ranks(own_group("control"))
+    collectives.RING = ring  # type: ignore[misc]
+    ranks = Collectives(own_group("control"))
     values = torch.tensor([ranks.rank, -ranks.rank, 7])
     counts = count_operations()
-    for _ in maximum.Maximum(ranks, values).steps():
+    for _ in collectives.Maximum(ranks, values).steps():
         pass
     everyone = ranks.merged([f"of rank {ranks.rank}"], list.__add__)
     return values.tolist(), everyone, counts["isend"]
@@ -93,7 +93,7 @@ def test_values_of_any_number_of_ranks_are_merged_in_a_logarithmic_number_of_mes
 
 
 def asks_alone(folder: str, rank: int) -> None:
-    agreements.INTERVAL, maximum.RING = 0.0, 1  # type: ignore[misc]
+    collectives.INTERVAL, collectives.RING = 0.0, 1  # type: ignore[misc]
     loop = jobs.make_loop(folder, epochs=1)
     if jobs.rank_and_size()[0] == rank:
         loop.bus.on("after_train_iter", lambda event: event.run.request_save("mine.safetensors"))

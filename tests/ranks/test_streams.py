@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainbus.eventloop import Bus, GlobalBatchSampler, TrainLoop
-from trainbus.eventloop.training import agree as agreements
+from trainbus.eventloop.training.distributed import collectives
 from trainbus.hooks import CheckpointHook
 
 from .jobs import rank_and_size
@@ -45,7 +45,7 @@ def loader(kind: str) -> DataLoader[Any]:
 
 
 def train(folder: Path, batches: int | None, kind: str) -> list[int]:
-    agreements.INTERVAL = 0
+    collectives.INTERVAL = 0
     model = nn.Linear(1, 1)
     if rank_and_size()[1] > 1:
         model = DistributedDataParallel(model)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any, Final
 
 import torch
@@ -15,9 +14,8 @@ from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.privates import metadata_of, with_metadata
 from trainbus.eventloop.training import Driver, Run, Update, checkpoint_keys
-from trainbus.eventloop.training.agree import Alone
 from trainbus.eventloop.training.distributed.ranks import world_size
-from trainbus.eventloop.training.distributed.rounds import Rounds, join_rounds
+from trainbus.eventloop.training.distributed.rounds import join_rounds
 from trainbus.eventloop.training.driver import Step, around_step, watch_steps
 from trainbus.eventloop.training.machine import Counters
 from trainbus.eventloop.training.saves.contents import (
@@ -134,18 +132,9 @@ class TrainerHost:
         yield
         state = self.run.state
         if world_size() > 1:
-            rounds = join_rounds(state.own, lambda: state.counters.iter)
-            state.join(rounds)
-            state.machine.defer(partial(self._leave, rounds))
+            state.join(join_rounds(state.own, lambda: state.counters.iter))
+            state.machine.defer(state.leave)
             state.settle()
-
-    def _leave(self, rounds: Rounds) -> None:
-        """Remember on all ranks why they stopped, also after the training."""
-        own = self.run.state.own
-        self.run.state.join(Alone(own))
-        own.stop, own.reason = own.stop or rounds.agreed.stop, own.reason or rounds.agreed.reason
-        own.instead = own.instead or rounds.agreed.instead
-        rounds.close()
 
     # --------------------------------------------------------------------------------------------------------- steps
 

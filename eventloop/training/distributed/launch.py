@@ -12,7 +12,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from trainbus.eventloop.device import current_device, use_device
 from trainbus.eventloop.errors import ConfigurationError, RunPreempted, TrainbusError
 from trainbus.eventloop.log import get_logger
-from trainbus.eventloop.training.distributed.ranks import Ranks, T, record_failure, this_rank, wait_until_connected, world_size
+from trainbus.eventloop.training.coordinator import Coordinator, T
+from trainbus.eventloop.training.distributed.collectives import Collectives
+from trainbus.eventloop.training.distributed.ranks import record_failure, this_rank, wait_until_connected, world_size
 from trainbus.eventloop.training.distributed.samples import GlobalBatchSampler, global_sampler
 from trainbus.eventloop.training.loaders import rebuilt
 from trainbus.eventloop.user_errors import contextmanager
@@ -52,7 +54,7 @@ def from_ranks(find: Callable[[], T]) -> list[T]:
     except TrainbusError as error:
         found = error
     group = distributed.group.WORLD if world_size() > 1 else None
-    everyones = [found] if group is None else [*Ranks(group).distinct(found).values()]
+    everyones = [*(Coordinator() if group is None else Collectives(group)).distinct(found).values()]
     good = [one for one in everyones if not isinstance(one, TrainbusError)]
     if not good:
         raise everyones[0]

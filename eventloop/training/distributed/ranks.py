@@ -1,8 +1,4 @@
-"""Exchange values between ranks, and report the first failure on all of them.
-
-All messages use a separate gloo process group on the CPU, so they never wait for an accelerator or for collectives of the
-training.
-"""
+"""Join the ranks of a run, and report the first failure on all of them."""
 
 from __future__ import annotations
 
@@ -10,12 +6,12 @@ import os
 import re
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal
 
 import torch
 from torch import distributed
@@ -23,9 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainbus.eventloop.bus import Bus
 from trainbus.eventloop.checkpoint import is_sharded
-from trainbus.eventloop.errors import ConfigurationError, TrainbusError, TrainingError
+from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.privates import default_store, default_timeout
+from trainbus.eventloop.training.coordinator import Coordinator, Requests
+from trainbus.eventloop.training.distributed.collectives import Collectives
 from trainbus.eventloop.training.distributed.mailbox import missing_of
 from trainbus.eventloop.user_errors import add_note, described, notes_of
 
@@ -36,14 +34,10 @@ _ANSWER: Final = 2.0  # seconds within which ranks that waited for the same rank
 _TIMED_OUT: Final = re.compile(r"time(d |-)?out", re.IGNORECASE)
 WAITING_FOR_RANKS: Final = "waiting for the other ranks"
 """The part of the costs of a run in which a rank waits for messages of the others."""
-TOGETHER: Final = (
-    "All ranks must call run.request_save() at the same mount point: not under a condition on run.rank, nor in a handler with "
-    'ranks="rank0". Any rank may call run.checkpoint_now()'
-)
 
 log = get_logger()
 
-T = TypeVar("T")
+Ranks = Collectives
 
 
 def this_rank() -> int:
@@ -62,104 +56,12 @@ def is_parallel(model: torch.nn.Module) -> bool:
     return not trains or is_sharded(model) or isinstance(model, DistributedDataParallel)
 
 
-class Ranks:
-    """Exchange values between all processes of a run. Every method is a collective: all ranks must call it at one point.
+def join_ranks(
+    bus: Bus, models: Mapping[str, torch.nn.Module], own: Requests, *, trains: bool, group: int | None = None
+) -> Coordinator:
+    """Join a new run with the runs of the other ranks, and set the rank of the bus; return what they agree by. A collective.
 
-    The time and memory of :meth:`gather` are proportional to the number of ranks. The other methods take a logarithmic number
-    of messages one after the other. All of them take their time within ``waiting()``.
-    """
-
-    def __init__(
-        self, group: distributed.ProcessGroup, waiting: Callable[[], AbstractContextManager[None]] = nullcontext
-    ) -> None:
-        self.rank = distributed.get_rank(group)
-        self.size = distributed.get_world_size(group)
-        self.run = _runs
-        """The number of this run in the process; equal on all ranks."""
-        self._group = weakref.ref(group)  # see _groups
-        self.waiting = waiting
-
-    @property
-    def group(self) -> distributed.ProcessGroup:
-        """The process group; RuntimeError if it was destroyed."""
-        group = self._group()
-        if group is None:
-            raise RuntimeError("torch.distributed.destroy_process_group() was called during a run; call it after the run")
-        return group
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, by rank."""
-        values: list[Any] = [None] * self.size
-        with self.waiting():
-            distributed.all_gather_object(values, value, group=self.group)
-        return values
-
-    def from_first(self, find: Callable[[], T]) -> T:
-        """Return on all ranks what ``find`` returns on rank 0, or raise its TrainbusError."""
-        found: list[Any] = [None]
-        if not self.rank:
-            try:
-                found = [find()]
-            except TrainbusError as error:
-                found = [error]
-        with self.waiting():
-            distributed.broadcast_object_list(found, src=0, group=self.group)
-        if isinstance(found[0], TrainbusError):
-            raise found[0]
-        return found[0]  # type: ignore[no-any-return]
-
-    def merged(self, value: T, merge: Callable[[T, T], T]) -> T:
-        """Return on all ranks the values of all, merged: ``merge`` is associative, and gets the lower ranks first."""
-        whole = self.merged_on_first(value, merge)
-        return self.from_first(lambda: whole)
-
-    def merged_on_first(self, value: T, merge: Callable[[T, T], T]) -> T:
-        """Return the values of all ranks, merged, on rank 0, and those of some ranks on the others."""
-        distance = 1
-        while distance < self.size and not self.rank & distance:
-            if self.rank + distance < self.size:
-                other: list[Any] = [None]
-                with self.waiting():
-                    distributed.recv_object_list(other, self.rank + distance, group=self.group)
-                value = merge(value, other[0])
-            distance *= 2
-        if self.rank:
-            with self.waiting():
-                distributed.send_object_list([value], self.rank - distance, group=self.group)
-        return value
-
-    def distinct(self, value: T) -> dict[int, T]:
-        """Return each different value of the ranks once, by the lowest rank that has it, in the order of ranks."""
-        return self.merged({self.rank: value}, _united)
-
-    def from_all(self, find: Callable[[], T]) -> list[T]:
-        """Return each different result of ``find`` on the ranks, or raise the first TrainbusError of them on all ranks."""
-        try:
-            found: Any = find()
-        except TrainbusError as error:
-            found = error
-        everyones = [*self.distinct(found).values()]
-        for one in everyones:
-            if isinstance(one, TrainbusError):
-                raise one
-        return everyones
-
-    def check_first_has_all(self, names: Mapping[int, list[str]]) -> None:
-        """Raise TrainingError if a rank requests a file that rank 0 does not; ``names`` holds the file names by rank."""
-        for rank, wanted in names.items():
-            if more := [name for name in wanted if name not in names[0]]:
-                raise TrainingError(f"rank {rank} requests the checkpoint {', '.join(more)}, but rank 0 does not. {TOGETHER}")
-
-
-def _united(lower: dict[int, T], higher: dict[int, T]) -> dict[int, T]:
-    known = [*lower.values()]
-    return lower | {rank: value for rank, value in higher.items() if value not in known}
-
-
-def join_ranks(bus: Bus, models: Mapping[str, torch.nn.Module], *, trains: bool, group: int | None = None) -> Ranks | None:
-    """Join a new run with the runs of the other ranks, and set the rank of the bus. A collective.
-
-    Return None if there is only one process. ``trains`` is False for a run without an optimizer; else warn about models whose
+    ``own`` has the requests of this rank. ``trains`` is False for a run without an optimizer; else warn about models whose
     weights are not synchronised between ranks. ``group`` is the number of processes in this replica group, if there are such.
 
     Raises:
@@ -174,7 +76,7 @@ def join_ranks(bus: Bus, models: Mapping[str, torch.nn.Module], *, trains: bool,
         )
     if group == 1:
         bus.set_rank(0, 1)
-        return None
+        return Coordinator(own)
     if distributed.is_available() and distributed.is_torchelastic_launched() and not distributed.is_initialized():
         raise ConfigurationError(
             "torchrun started this process, but torch.distributed is not initialised, so every process would train alone and "
@@ -189,10 +91,10 @@ def join_ranks(bus: Bus, models: Mapping[str, torch.nn.Module], *, trains: bool,
             **restarts,
         )
     if world_size() == 1:
-        return None
+        return Coordinator(own)
     _runs += 1
     try:
-        ranks = Ranks(own_group("control"), partial(bus.span, WAITING_FOR_RANKS))
+        ranks = Collectives(own_group("control"), own, partial(bus.span, WAITING_FOR_RANKS), run=_runs)
     except BaseException as error:
         share_failure(error)  # the run shares the errors that come once it has its ranks
         raise

@@ -29,10 +29,10 @@ from typing import Final
 import msgspec
 
 from trainbus.eventloop.log import get_logger
-from trainbus.eventloop.training.agree import Rates, Requests, first
+from trainbus.eventloop.training.coordinator import Coordinator, Rates, Requests, first
 from trainbus.eventloop.training.distributed.blocks import Blocks
 from trainbus.eventloop.training.distributed.mailbox import Mailbox
-from trainbus.eventloop.training.distributed.ranks import Ranks, this_rank, world_size
+from trainbus.eventloop.training.distributed.ranks import this_rank, world_size
 
 _IDLE: Final = 0.1
 """Seconds between two polls for a round of another rank."""
@@ -74,10 +74,8 @@ class _Answer(msgspec.Struct):
     """The reason why a round has no result."""
 
 
-class Rounds:
-    """Make requests of any rank take effect on all ranks at the same safe point; see the module.
-
-    Used in place of :class:`trainbus.eventloop.training.agree.Agreement`.
+class Rounds(Coordinator):
+    """Make requests of any rank take effect on all ranks at the same safe point; see the module. Values are not exchanged.
 
     Args:
         name: the name of the mailboxes; equal on all ranks.
@@ -85,10 +83,10 @@ class Rounds:
         iterations: returns the number of finished iterations.
     """
 
-    ranks: Ranks | None = None
     pauses_at_once = True
 
     def __init__(self, name: str, own: Requests, iterations: Callable[[], int]) -> None:
+        super().__init__(own)
         self.agreed = Requests()
         self._name = name
         self._rank, self._size = this_rank(), world_size()
@@ -98,7 +96,6 @@ class Rounds:
         """Between the first ranks of all blocks."""
         self._near: Mailbox
         """Within this block."""
-        self._own = own
         self._iterations = iterations
         # Written by the training thread.
         self._point: Point = (iterations(), 0)
@@ -124,22 +121,24 @@ class Rounds:
 
     def close(self) -> None:
         """End the agent when the training ends. Drops requests that the ranks have not agreed on."""
+        own, agreed = self.own, self.agreed
+        own.stop, own.reason = own.stop or agreed.stop, own.reason or agreed.reason
+        own.instead = own.instead or agreed.instead
         self._ended = True
         self._wake.set()
         self._agent.join(_SKEW)  # at the exit of the interpreter, a thread in a call of the store could abort the process
 
     # ------------------------------------------------------------------------------------------- the training thread
 
-    def exchange(self) -> None:
-        """Enter the safe point at the end of an iteration; apply the requests that take effect there."""
-        self._arrive((self._iterations(), 0))
-
-    def settle(self) -> None:
-        """Enter another safe point between two iterations; apply the requests that take effect there."""
-        if self.agreed.paused:
+    def agree(self, *, between: bool = False) -> Requests:
+        """Enter the safe point at the end of an iteration, or another one between two; apply what takes effect there."""
+        if not between:
+            self._arrive((self._iterations(), 0))
+        elif self.agreed.paused:
             self._apply()
         else:
             self._arrive((self._point[0], self._point[1] + 1))
+        return self.agreed
 
     def _arrive(self, point: Point) -> None:
         # The order matters, because the agent may read at any moment. It must not see this point without the requests made
@@ -156,7 +155,7 @@ class Rounds:
         while self._agent.is_alive():
             waits = self._blocked_at is not None or self._is_past_limit(point)
             self._apply()  # after the line above: the agent hands a result over before it ends the wait
-            if self.agreed.paused:  # settle() continues
+            if self.agreed.paused:  # the next call goes on
                 return
             if waits:
                 self._wake.set()
@@ -181,7 +180,7 @@ class Rounds:
             result = self._results[0]
             agreed.stop, agreed.save = agreed.stop or result.stop, agreed.save or result.save
             if result.save:  # it holds what this rank has requested since its answer, too
-                self._own.save = False
+                self.own.save = False
             agreed.cancelled = agreed.cancelled or result.cancelled
             agreed.paused = result.paused and not (agreed.stop or agreed.cancelled)
             agreed.rates.extend(result.rates)
@@ -190,7 +189,7 @@ class Rounds:
             self._results.popleft()  # last: now the agent may answer again
 
     def _pending(self) -> bool:
-        own = self._own
+        own = self.own
         saves = own.save and not any(result.save for result in tuple(self._results))  # one that is agreed on will hold it
         return saves or bool(own.rates) or (own.stop, own.cancelled, own.paused) != self._announced
 
@@ -313,7 +312,7 @@ class Rounds:
 
     def _take(self, point: Point = (0, 0), *, stands: bool = True) -> _Answer:
         """Take the requests of this rank; they then count as announced."""
-        own = self._own
+        own = self.own
         self._announced = own.stop, own.cancelled, own.paused
         save, own.save = own.save, False
         stop, cancelled, paused = self._announced

@@ -17,7 +17,7 @@ from trainbus.eventloop.checkpoint import is_dtensor, is_sharded
 from trainbus.eventloop.errors import ConfigurationError, TrainingError
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.privates import is_joined
-from trainbus.eventloop.training.distributed.ranks import Ranks
+from trainbus.eventloop.training.coordinator import Coordinator
 from trainbus.eventloop.training.loaders import length_of
 
 log = get_logger()
@@ -78,7 +78,7 @@ def size_of(batch: Any) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def check_even(ranks: Ranks, models: Iterable[torch.nn.Module], length: int | None, *, first: bool) -> None:
+def check_even(ranks: Coordinator, models: Iterable[torch.nn.Module], length: int | None, *, first: bool) -> None:
     """Check, where an epoch begins, that all ranks train the same number of batches. A collective of some of these calls.
 
     Args:
@@ -91,6 +91,8 @@ def check_even(ranks: Ranks, models: Iterable[torch.nn.Module], length: int | No
         TrainingError: torch's ``Join`` is enabled for a model, and the numbers differ or are unknown. A rank without batches
             would stay in ``Join``, and could not meet the others where the run exchanges requests and saves.
     """
+    if ranks.size == 1:
+        return
     joined = any(is_joined(module) for model in models for module in model.modules())
     if not (joined or first):
         return

@@ -18,6 +18,7 @@ from trainbus.eventloop.events import RunView
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.privates import has_wrapper_names, metadata_of, with_metadata
 from trainbus.eventloop.training.body import Beginning, names_without, open_gradients, restore_gradients, with_states
+from trainbus.eventloop.training.coordinator import Coordinator
 from trainbus.eventloop.training.data import Feeds
 from trainbus.eventloop.training.keep import KEPT, KeptValues
 from trainbus.eventloop.training.optimizers import forget_options, options_path, parameters_of, warn_of_overridden
@@ -59,6 +60,9 @@ class SavedRun(RunView, Protocol):
     moves_models: bool
     resumed_from: AnyPath | None
     exit_code: int
+
+    @property
+    def coordinator(self) -> Coordinator: ...  # noqa: D102 - as in Run
 
 
 # -------------------------------------------------------------------------------------------------------------- gather

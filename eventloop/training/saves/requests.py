@@ -19,7 +19,6 @@ from trainbus.eventloop.checks import check_value
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointSkipped, Progress
 from trainbus.eventloop.log import get_logger
-from trainbus.eventloop.training.agree import Agreement
 from trainbus.eventloop.training.distributed.ranks import Ranks
 from trainbus.eventloop.training.folders import free_folder
 from trainbus.eventloop.training.saves.contents import SavedRun
@@ -317,8 +316,8 @@ class Saves:
             everyones = ranks.distinct(self.requests)
             ranks.check_first_has_all({rank: [one.path.name for one in requests] for rank, requests in everyones.items()})
             self.requests = everyones[0]
-        elif self.requests and isinstance(channel := self._run.state.channel, Agreement):
-            channel.confirm()
+        elif self.requests:
+            self._run.state.coordinator.confirm()
 
     def _skip(self, request: SaveRequest) -> None:
         state = self._run.state
