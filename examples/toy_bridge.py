@@ -9,10 +9,10 @@ from typing import ClassVar
 
 import torch
 
-from trainbus import Run, mount_points
+from trainbus import mount_points
 from trainbus.bridges import Bridge, TrainerHost
 from trainbus.eventloop.bus import HostKind, register_host
-from trainbus.eventloop.training import Scope
+from trainbus.eventloop.training import HostedRun, Scope
 
 sys.path.insert(0, str(Path(__file__).parent / "plain"))
 from toy_trainer import Trainer
@@ -66,7 +66,7 @@ class ToyBridge(Bridge):
 
     def on_fit_start(self, data):
         trainer, host = self.trainer, TrainerHost(".pt")
-        self.run = Run(self.bus, model=trainer.model, optimizer=trainer.optimizer, work_dir=self._work_dir, host=host)
+        self.run = HostedRun(self.bus, model=trainer.model, optimizer=trainer.optimizer, work_dir=self._work_dir, host=host)
         host.train_data, host.epoch_length, self.run.validates = data, len(data), False
         self._host, drive = host, host.drive
         drive.begin_run()

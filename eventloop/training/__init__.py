@@ -4,14 +4,14 @@ from trainbus.eventloop.training.distributed.mailbox import Mailbox
 from trainbus.eventloop.training.distributed.ranks import failed_first
 from trainbus.eventloop.training.distributed.samples import GlobalBatchSampler
 from trainbus.eventloop.training.driver import Driver
-from trainbus.eventloop.training.host import Host, OwnLoop
+from trainbus.eventloop.training.host import Host, HostFacts, OwnLoop
 from trainbus.eventloop.training.loop import TrainLoop
 from trainbus.eventloop.training.machine import Scope
 from trainbus.eventloop.training.metrics import ONE_NUMBER, Metric, missing_metric, not_a_number
 from trainbus.eventloop.training.optimizers import enter_training_mode, in_training_mode, optimizers_of
 from trainbus.eventloop.training.preflight import check_needs
 from trainbus.eventloop.training.rng import SeededDataset, set_sampler_epoch
-from trainbus.eventloop.training.run import Run
+from trainbus.eventloop.training.run import HostedRun, Run
 from trainbus.eventloop.training.saves.best import Best, load_best_at_end
 from trainbus.eventloop.training.saves.contents import imported_state
 from trainbus.eventloop.training.saves.discover import peek
@@ -27,6 +27,8 @@ __all__ = [
     "ForeignFormat",
     "GlobalBatchSampler",
     "Host",
+    "HostFacts",
+    "HostedRun",
     "Mailbox",
     "Metric",
     "OwnLoop",

@@ -68,6 +68,8 @@ class Driver(Session):
     """The data of the epoch."""
     asks = False
     """True once the loop has asked for a stop."""
+    epoch_ends: bool | None = None
+    """True if the open epoch must end after the current iteration; None if it cannot end early."""
     accumulate = 1
     """Batches of an accumulation window, as ``run.train(loader, accumulate=)`` gives it."""
     _begun = False  # an epoch, since the run began
@@ -256,7 +258,7 @@ class Driver(Session):
             if self.feed is None or self._drawn_ahead:
                 self._save_before_batch()
             self.returns.begin_batch(self._run)
-        if state.agreed.stop and not self.asks and not self._host.instead and not state.window_open:
+        if state.agreed.stop and not self.asks and self._host.facts.own_loop and not state.window_open:
             self._end_unasked()
         state.begin_train_iteration()
         self._batch, self._last = batch, last
@@ -424,7 +426,7 @@ class Driver(Session):
             state.interrupt_iteration(self._batch)
         feed = None if data is None else self._run.feeds.for_evaluation(data, f"{stage}_data")
         self._stage, self._evaluated, self._metrics, self._index = stage, feed, None, -1
-        if self._host.evaluates:
+        if self._host.facts.own_loop:
             self._metrics = metrics if isinstance(metrics, Metrics) else self._run.feeds.metrics(metrics)
         self._share = None if feed is None else Share(feed.loader)
         length = None if feed is None else feed.length
@@ -438,7 +440,7 @@ class Driver(Session):
         if several and not self._in_step:
             state.machine.defer(forward_alone(self._run.models.values(), lengths))
         state.set_progress(stage, 0)
-        if self._host.evaluates:
+        if self._host.facts.own_loop:
             self._enter_evaluation_mode()
         inner = state.machine.turn("begin_evaluation_iteration")
         within = (*inner.events, *TURNS[inner.to, "end_evaluation_iteration"].events)

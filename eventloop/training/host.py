@@ -6,11 +6,14 @@ and who owns directories, seeds and data.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.log import get_logger
@@ -32,25 +35,30 @@ from trainbus.eventloop.user_errors import contextmanager
 log = get_logger()
 
 
+class HostFacts(Struct, frozen=True):
+    """Who does what in a run: what is certain when it is made."""
+
+    own_loop: bool
+    """True in a loop of one's own: the run evaluates, and an exit code ends the process. False if another trainer does."""
+    suffix: str
+    """End of the names of checkpoints."""
+    update_steps: bool = False
+    """True if an update on the bus steps the optimizers; False if the body of the loop or the trainer does."""
+    clears_folder: bool = True
+    """True if a new training moves the files of an earlier run in its work dir aside."""
+
+
 class Host(Protocol):
     """Where a run lives. A ``Run`` gets one; a bridge gives it a :class:`~trainbus.bridges.TrainerHost`."""
 
-    instead: Mapping[str, str]
-    """What to do instead of the methods of a run that need a loop of one's own; empty in one."""
-    update_steps: bool
-    """True if an update on the bus steps the optimizers; False if the body of the loop or the trainer does."""
-    evaluates: bool
-    """True if the run sets the evaluation mode and computes metrics; False if the trainer does."""
-    clears_folder: bool
-    """True if a new training moves the files of an earlier run in its work dir aside."""
     around_rates: Callable[[Callable[[], None]], None] | None
     """Called with the function that sets learning rates, to scale the schedule of a trainer along."""
     replicas: Replicas | None
     """The replica groups that this run is one of; None for a run that is alone."""
 
     @property
-    def suffix(self) -> str:
-        """End of the names of checkpoints."""
+    def facts(self) -> HostFacts:
+        """Who does what."""
 
     @property
     def saver(self) -> Saver:
@@ -117,9 +125,6 @@ class OwnLoop:
         chooses_folder: True if a training that begins or resumes by ``"auto"`` chooses its folder.
     """
 
-    suffix = ".safetensors"
-    instead: Mapping[str, str] = {}
-    evaluates = True
     around_rates: Callable[[Callable[[], None]], None] | None = None
 
     def __init__(
@@ -134,8 +139,9 @@ class OwnLoop:
     ) -> None:
         self.accelerator = accelerator
         self.replicas = replicas
-        self.update_steps = update_steps
-        self.clears_folder = accelerator is not None
+        self.facts = HostFacts(
+            own_loop=True, suffix=".safetensors", update_steps=update_steps, clears_folder=accelerator is not None
+        )
         self._chooses_folder = chooses_folder and accelerator is None and replicas is None
         self._resume, self._strict = resume, strict
         self._locked: set[Path] = set()
@@ -156,7 +162,8 @@ class OwnLoop:
 
     def stay(self) -> None:
         """Use the work dir as it is: somebody else has made it for this run, and finds its files there."""
-        self._chooses_folder, self.clears_folder = False, self.replicas is None
+        self._chooses_folder = False
+        self.facts = replace(self.facts, clears_folder=self.replicas is None)
 
     def _join_replicas(self, replicas: Replicas) -> None:
         run: Any = self._run
@@ -179,7 +186,7 @@ class OwnLoop:
         group = None if self.replicas is None else self.replicas.size
         state.join(join_ranks(run.bus, run.models, state.own, trains=bool(run.optimizers), group=group))
         begins_anew = self._chooses_folder and state.trains and self._choose_folder()
-        check_updates(run.bus.hooks, update_steps=self.update_steps)
+        check_updates(run.bus.hooks, update_steps=self.facts.update_steps)
         self._warn_of_others()
         tell_of_loose(loose_parameters(run), run.models, run.optimizers, saved=True)
         if run.seed is not None:

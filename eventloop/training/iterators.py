@@ -39,7 +39,7 @@ class OpenLoops:
         self.drive = drive
         self.run = run
         self.machine = drive.state.machine
-        self.owned: bool = not run.host.update_steps
+        self.owned: bool = not run.host.facts.update_steps
         """True if the body of an epoch is the user's; False for that of a ``TrainLoop``."""
         drive.state.leave_by(self.end_left_iteration)
         self.forget()
@@ -49,8 +49,7 @@ class OpenLoops:
         self.training: TrainBatches | None = None
         """The iterator whose epoch is open."""
         self.evaluating: object | None = None
-        self.epoch_ends: bool | None = None
-        """True if the open epoch must end after the current iteration; None if it cannot end early."""
+        self.drive.epoch_ends = None
         self.place = self.goal = 0
         self.trainings = 0
         """Passes of the training in the present body."""
@@ -264,7 +263,7 @@ class OpenLoops:
             self.drive.abandon_epoch()
 
     def _no_epoch(self) -> None:
-        self.training, self.epoch_ends = None, None
+        self.training, self.drive.epoch_ends = None, None
 
     def end_train(self) -> None:
         """End the training if it has begun."""
@@ -500,7 +499,7 @@ class TrainBatches(Batches):
             plan.validate()
             ended = False
         complete = counters.max_iters is not None and counters.iter >= counters.max_iters
-        complete = complete or (loops.epoch_ends is True and not state.window_open)
+        complete = complete or (loops.drive.epoch_ends is True and not state.window_open)
         stops = (state.urgent or not ended) and state.should_stop()
         if stops and not (complete or self._feed.last):  # else it cuts nothing short
             self._over = True
@@ -554,7 +553,7 @@ class TrainBatches(Batches):
             state.counters.stay_in_body()
         self._feed = loops.run.feeds.for_training(self._loader, index)
         loops.training = self
-        loops.epoch_ends = None if self._endless else False
+        loops.drive.epoch_ends = None if self._endless else False
         drive.accumulate = self._accumulate or 1
         rng = get_rng_state() if reached and loops.owned and self._feed.resuming and self._feed.used else None
         drive.begin_epoch(self._feed, endless=self._endless)

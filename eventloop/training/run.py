@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import numpy as np
 import torch
@@ -58,50 +58,32 @@ from trainbus.eventloop.training.state import RunState
 
 log = get_logger()
 
+_TRAINS: Final = "the trainer's own fit(), train() or run() does this"
 
-class Run:
-    """One run of a training, validation or test: a context manager that opens the bus if it is idle.
+# A second loop would take the turns of the trainer, which could not continue.
+_INSTEAD: Final = {
+    "epochs": _TRAINS,
+    "train": _TRAINS,
+    "drive": _TRAINS,
+    "keep": "give the trainer's own checkpoints the state, or write a hook with state_dict()",
+    "validate": "let the trainer validate by its own settings, or evaluate in an EvaluateHook",
+    "test": "call the trainer's own test or prediction after the training, or evaluate in an EvaluateHook",
+    "gather_state": "the trainer's checkpoints have the state of the bus",
+    "apply_state": "the trainer's own resume restores the bus",
+}
+"""What to do instead of the methods that only :class:`Run` has."""
 
-        with Run(bus, model=model, optimizer=optimizer, work_dir="runs/mine") as run:
-            for epoch in run.epochs(20):
-                for batch in run.train(loader):
-                    ...                              # forward, backward, step: as in any training loop
-                    run.report(loss=loss)
 
-    :meth:`stop`, :meth:`cancel`, :meth:`pause`, :meth:`resume`, :meth:`set_lr` and :meth:`checkpoint_now` are safe from any
-    thread and from signal handlers. They take effect at the next safe mount point, after the current iteration.
+class HostedRun:
+    """A run by what every run has: its models, counts, hooks and requests, but for the methods of a loop.
 
-    With several ``torch.distributed`` processes, each has its own run, and the runs stay in step:
+        run = HostedRun(bus, model=model, optimizer=optimizer, host=TrainerHost(".pt"))
 
-    - A wrapper (``DistributedDataParallel``) keeps the model equal on all ranks. Validation metrics cover all ranks.
-    - If one rank requests a stop, pause, rate or checkpoint, all ranks act after the same iteration. Rank 0 writes the files.
-    - An exception on one rank ends all ranks. A rank waits for another for at most ``init_process_group(timeout=)``. Set a
-      timeout longer than anything one rank does alone, such as writing the last checkpoint.
+    Another trainer has the loop of such a run, and a bridge calls its driver. :class:`Run` is that of your own loop.
 
     Args:
-        bus: the bus with the hooks; a new one if None.
-        model: a module, or several by name.
-        optimizer: an optimizer, or several by name. The run counts and publishes every step, wherever it is made.
-        work_dir: directory for files; checkpoints need it. If it has a run already, a training that does not resume gets a
-            directory of its own: ``first-2`` for ``first``. Its first line of the log names it, and so does ``run.work_dir``.
-        device: device for models and batches; None keeps the model where it is and moves batches there.
-        seed: seed for Python, numpy and torch, set when the run begins. The model already has its weights by then: call
-            ``torch.manual_seed`` before you create it.
-        stateful: other objects to save in checkpoints, by name, with ``state_dict`` and ``load_state_dict``.
-        resume: path or URL of a checkpoint, or of a directory for its newest good checkpoint. ``"auto"`` goes on
-            with the newest run of this name (``first``, ``first-2`` …): it searches its directory and those of the hooks, and
-            begins a new run if it finds none.
-        strict: False loads only the matching part of a checkpoint of another model or optimizer.
-        name: name of the experiment; by default the name of the work dir.
-        config: your configuration, for the record (see ``RuntimeInfoHook``).
-        counters: counts of an earlier run to continue.
-        replicas: the manager of the replica groups that train together (see :mod:`trainbus.bridges`). Each iteration is one
-            step of the manager. It needs ``seed=``. A work dir is continued, as by ``resume="auto"``.
-        accelerator: the object of a library that prepared model, optimizer and loaders (see :mod:`trainbus.bridges`). Saves and
-            stops wait for the step of its ``accumulate()``. Its own checkpoints hold the run as well, and loading one, before
-            training begins, continues it; do not skip batches yourself.
-        host: where the run lives (:class:`~trainbus.eventloop.training.Host`): a bridge gives the one of its trainer. By
-            default your own loop, with the arguments ``resume``, ``strict``, ``accelerator`` and ``replicas``.
+        host: where the run lives (:class:`~trainbus.eventloop.training.Host`).
+        **options: as those of :class:`Run`.
 
     Raises:
         ConfigurationError: an argument does not fit; the error names it.
@@ -118,25 +100,11 @@ class Run:
         device: str | torch.device | None = None,
         seed: int | None = None,
         stateful: Stateful | None = None,
-        resume: Resume | None = None,
-        strict: bool = True,
         name: str | None = None,
         config: Config | None = None,
         counters: Counters | None = None,
-        accelerator: Any = None,
-        replicas: Any = None,
-        host: Any = None,
+        host: Any,
     ) -> None:
-        if host is not None and (resume is not None or accelerator is not None or replicas is not None or not strict):
-            raise ConfigurationError(
-                f"host={type(host).__name__} beside resume=, strict=, accelerator= or replicas=: give these to the host, which "
-                "decides"
-            )
-        if accelerator is not None and replicas is not None:
-            raise ConfigurationError(
-                "accelerator= and replicas= do not go together: both would average gradients and decide about steps; leave "
-                "the accelerator out, and wrap the model as the library of the manager says"
-            )
         self.bus = bus if bus is not None else Bus()
         self.wants = self.bus.route_of
         """``wants(AfterForward)`` is falsy if publishing the event does nothing; costs as little as a dictionary."""
@@ -157,11 +125,7 @@ class Run:
         self.config = config or {}
         self.counters = counters or Counters()
         self.counters.rename(self.name)
-        groups: Replicas | None = None if replicas is None else leader_of("replicas", replicas)
-        prepared: Accelerator | None = None if accelerator is None else leader_of("accelerator", accelerator)
-        self.host: Host = host or OwnLoop(resume=resume, strict=strict, accelerator=prepared, replicas=groups)
-        if assigned is not None and isinstance(self.host, OwnLoop):
-            self.host.stay()
+        self.host: Host = host
         self.state = RunState(self.counters, self.optimizers, self.stateful, self.bus, self.host)
         self.moves_models = device is not None
         self.info: dict[str, Any] = {}
@@ -175,23 +139,17 @@ class Run:
         self.work_dir_advice = "give the run work_dir="
         """What the user can do if the run has no work dir, for messages."""
         self.kept: KeptValues = KeptValues()
-        """What :meth:`keep` keeps."""
+        """What ``run.keep()`` keeps."""
         self.foreign_averages: Collection[str] = ()
         """Names of the parts of another trainer that average the weights, too; empty in your own loop."""
-        mixed = prepared and prepared.precision
-        self.foreign_settings: Mapping[str, Any] = {"precision": mixed} if mixed else {}
+        self.foreign_settings: Mapping[str, Any] = {}
         """Settings that another trainer or the ``accelerator`` has, for the record: ``precision``, ``schedule``."""
         self.resumed_from: AnyPath | None = None
         self.options = options_given(self.optimizers, seed)
         self.feeds = Feeds(self.device)
         self.saves = Saves(self)
-        if isinstance(self.host, OwnLoop):
-            elsewhere = next(filter(None, (one.default_checkpoint_dir() for one in self.bus.hooks)), None)
-            if elsewhere is not None:
-                self.saves.save_to(elsewhere)
         self.state.save_by(self.saves.save_if_asked)
         self._driver = Driver(self)
-        self._loops = OpenLoops(self._driver, self)
         self._reported: set[str] = set()  # names of entries that were looked at
         self._in_handlers = False  # while handlers of this run's events are called, but for those in an iteration
         self.host.join(self, self._driver)
@@ -238,7 +196,7 @@ class Run:
     @property
     def checkpoint_suffix(self) -> str:
         """Suffix of this run's checkpoints: ``.safetensors``, or the suffix of the trainer that writes them."""
-        return self.host.suffix
+        return self.host.facts.suffix
 
     @property
     def rank(self) -> int:
@@ -295,109 +253,6 @@ class Run:
     def update_due(self) -> bool:
         """True if the current batch ends an accumulation window of ``run.train(loader, accumulate=)``, or the epoch."""
         return (self.state.counters.batches + 1) % self._driver.accumulate == 0 or self.last_batch
-
-    def drive(self) -> Driver:
-        """Return the driver of this run, for control flow other than a ``for`` statement."""
-        self._own_loop("drive")
-        self.state.wait_for_calls(waits=True)
-        return self._driver
-
-    def keep(self, **values: Any) -> KeptValues:
-        """Keep values of your loop in checkpoints; return them as attributes, in a resumed run with their saved states.
-
-            kept = run.keep(best=0.0, generator=generator, envs=envs, buffer=buffer)
-            for epoch in run.epochs(20):
-                ...
-                kept.best = max(kept.best, score)
-
-        Call it before ``run.epochs()``. What each attribute is when a checkpoint is saved comes back: numbers and texts as the
-        attribute; tensors, arrays, lists and dicts in place, if their shape is the same; in place, too:
-
-        - generators of random numbers: ``torch.Generator``, NumPy's ``Generator`` and ``RandomState``, ``random.Random``;
-        - objects with ``state_dict`` and ``load_state_dict``;
-        - environments (``reset``, ``step``, ``action_space``), their wrappers, and vectors of them in this process: the
-          attributes that are values, in the middle of an episode, too, and their generators. The log names attributes that are
-          no values.
-
-        With several processes, a checkpoint holds the values of rank 0.
-
-        Raises:
-            ConfigurationError: a value cannot be kept, or something is kept under its name.
-            TrainingError: the run is not open, or its training has begun.
-        """
-        self._own_loop("keep")
-        self.state.check_open("run.keep()")
-        if self.state.has_trained:
-            raise TrainingError("run.keep() must come before training begins: call it right after `with Run(...) as run:`")
-        if self.stateful.setdefault(KEPT, self.kept) is not self.kept:
-            raise ConfigurationError(f"stateful={{{KEPT!r}: ...}} has the name of what run.keep() keeps: give it another one")
-        kept: KeptValues = self.kept
-        kept.add(values)
-        if self.world_size > 1 and (own := kept.of_process(values)):
-            log.warning(
-                "a checkpoint holds what rank 0 keeps, so that a resumed run has its generators and environments on all ranks; "
-                "keep what is equal on all ranks",
-                names=own,
-            )
-        return kept
-
-    @check_options
-    def epochs(self, max_epochs: Limit | None = None, *, max_iters: Limit | None = None) -> Epochs:
-        """Iterate over the indices of the remaining epochs, between ``before_train`` and ``after_train``.
-
-        Give the total number of epochs or of iterations; iterations are one long epoch (``run.train(loader, endless=True)``).
-
-        Raises:
-            ConfigurationError: both limits were given, or none.
-        """
-        self._own_loop("epochs")
-        if (max_epochs is None) == (max_iters is None):
-            raise ConfigurationError(f"max_epochs={max_epochs} and max_iters={max_iters}: give run.epochs() one of them")
-        self.counters.limit(max_epochs, max_iters)
-        return Epochs(self._loops)
-
-    @check_options
-    def train(self, loader: Data, *, endless: bool = False, accumulate: Limit | None = None) -> TrainBatches:
-        """Iterate over the batches of one epoch on the run's device, and publish its events around the loop body.
-
-        An iteration is the whole body, whatever it calls. After ``break``, the next call of the run (a validation, the next
-        epoch) ends the iteration, as any other if it has stepped, else without its ``after_train_iter``; and then the epoch.
-        The end of a block ``with run.train(loader) as batches:`` does the same. A second loop in the body of ``run.epochs()``
-        is a second pass of the same epoch.
-
-        ``batches.start`` is the number of batches of this epoch that were trained before a resume:
-        ``enumerate(batches, start=batches.start)``.
-
-        Args:
-            loader: an iterable of batches that can be iterated again.
-            endless: restart an exhausted loader within the same epoch (iteration-based training).
-            accumulate: batches for one optimizer step. Saves and a stop then wait for the end of such a window; step when
-                :attr:`update_due` is True.
-        """
-        self._own_loop("train")
-        return TrainBatches(self._loops, loader, endless=endless, accumulate=accumulate)
-
-    @check_options
-    def validate(self, loader: Data, metrics: NamedMetrics | None = None) -> EvaluationBatches:
-        """Iterate over validation batches in evaluation mode without gradients, and publish the events of a validation.
-
-        Reported outputs feed ``metrics``, and scalar ones are averaged; afterwards ``.metrics`` holds the result. Inside
-        ``run.train``, a validation is a part of the current iteration.
-
-        ``break`` ends the validation without its ``after_val`` and restores modes, gradients and weights. If you draw batches
-        without a ``for`` statement (``next``), use ``with run.validate(loader) as batches:``.
-        """
-        self._own_loop("validate")
-        self.validates = True
-        feed = self.feeds.for_evaluation(loader, "val_data")
-        return EvaluationBatches(self._loops, feed, self.feeds.metrics(metrics), "val")
-
-    @check_options
-    def test(self, loader: Data, metrics: NamedMetrics | None = None) -> EvaluationBatches:
-        """Iterate over test batches; like :meth:`validate`, with the events of a test."""
-        self._own_loop("test")
-        feed = self.feeds.for_evaluation(loader, "test_data")
-        return EvaluationBatches(self._loops, feed, self.feeds.metrics(metrics), "test")
 
     def report(self, *unnamed: Any, **entries: Any) -> None:
         """Add named entries to the outputs of the current iteration; tensors stay on their device.
@@ -611,12 +466,12 @@ class Run:
         Raises:
             TrainingError: no epoch of ``run.train(loader)`` is open, or it is the one epoch of an iteration-based training.
         """
-        if self._loops.epoch_ends is None:
+        if self._driver.epoch_ends is None:
             raise TrainingError(
                 "run.end_epoch() needs an epoch of run.train(loader) that can end early: an iteration-based "
                 "training is one epoch, and another trainer ends its epochs itself"
             )
-        self._loops.epoch_ends = True
+        self._driver.epoch_ends = True
 
     def validate_now(self) -> None:
         """Validate after the current iteration, epoch or validation of a training, even if no validation is due.
@@ -697,52 +552,6 @@ class Run:
         """Wait until no save is being written."""
         self.saves.wait()
 
-    def gather_state(self, into: MutableMapping[str, Any]) -> None:
-        """Add the whole state of the run, under ``"trainbus"``, to a checkpoint that another program writes.
-
-        The entry is a tree of tensors (by reference, as in a ``state_dict()``) and plain values, which
-        ``torch.load(weights_only=True)`` can load. :meth:`apply_state` of another run continues from it bit by bit.
-
-        Call it on all ranks, on the training thread and between iterations: after the ``for`` statement over
-        ``run.train(loader)``, between epochs, in and after validations. Handlers use :meth:`request_save`.
-
-        Raises:
-            TrainingError: the call is inside an iteration or a handler, or the run is not open.
-            ConfigurationError: a model is sharded.
-            CheckpointValueError: a value is neither a tensor nor a plain value; the error names its path.
-        """
-        capture = self._own_loop("gather_state").saver
-        self.state.check_open("run.gather_state()")
-        if not self._in_handlers:
-            self._loops.end_left_iteration()
-        if self._in_handlers or self.state.machine.innermost is ITERATION:
-            raise TrainingError(
-                "run.gather_state() was called within an iteration or a handler: call it in the training loop, after the `for` "
-                "statement over run.train(loader) or between two epochs; a handler calls run.request_save(), because later "
-                "handlers may still change the state"
-            )
-        into[HOSTED] = capture.gather()
-
-    @check_options
-    def apply_state(self, from_: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint that holds the entry of :meth:`gather_state`, or has a registered foreign format.
-
-        Call it right after ``with Run(...) as run:``, or in a handler of ``before_run``. As with ``resume=``, hooks get
-        ``after_load_checkpoint``, and ``strict=`` applies. Several runs can continue from the same ``from_``.
-
-        Raises:
-            TrainingError: the run has not begun, or its training has begun.
-            CheckpointError: the checkpoint has no state of a run, or belongs to another model or optimizer.
-        """
-        self._own_loop("apply_state").restore.apply_state(from_)
-
-    def _own_loop(self, call: str) -> OwnLoop:
-        """Return the host of a loop of one's own; raise TrainingError if another trainer has the loop."""
-        if isinstance(self.host, OwnLoop):
-            return self.host
-        instead = self.host.instead[call]
-        raise TrainingError(f"run.{call}() is for your own loop, and here another trainer has the loop: {instead}")
-
     @property
     def train_data(self) -> Iterable[Any] | None:
         """The loader of the training data; None before the first training epoch of your own loop."""
@@ -794,14 +603,127 @@ class Run:
             self.state.set_progress()
 
     def __repr__(self) -> str:
-        return described("Run", self._facts())
+        return described(type(self).__name__, self._facts())
 
     def _repr_html_(self) -> str:
-        return carded(f"Run {self.name}", self._facts(), self.bus)
+        return carded(f"{type(self).__name__} {self.name}", self._facts(), self.bus)
 
     def _facts(self) -> dict[str, Any]:
         state = "running" if self.running else "closed"
         return {"state": state, **facts(self.models, self.optimizers, self.counters.snapshot(), self.work_dir)}
+
+    if not TYPE_CHECKING:  # checkers know what a hosted run lacks
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError; that of a method of loops tells the way out."""
+            if name not in _INSTEAD:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            raise AttributeError(f"run.{name}() is for your own loop, and here another trainer has the loop: {_INSTEAD[name]}")
+
+
+class Run(HostedRun):
+    """One run of a training, validation or test: a context manager that opens the bus if it is idle.
+
+        with Run(bus, model=model, optimizer=optimizer, work_dir="runs/mine") as run:
+            for epoch in run.epochs(20):
+                for batch in run.train(loader):
+                    ...                              # forward, backward, step: as in any training loop
+                    run.report(loss=loss)
+
+    :meth:`stop`, :meth:`cancel`, :meth:`pause`, :meth:`resume`, :meth:`set_lr` and :meth:`checkpoint_now` are safe from any
+    thread and from signal handlers. They take effect at the next safe mount point, after the current iteration.
+
+    With several ``torch.distributed`` processes, each has its own run, and the runs stay in step:
+
+    - A wrapper (``DistributedDataParallel``) keeps the model equal on all ranks. Validation metrics cover all ranks.
+    - If one rank requests a stop, pause, rate or checkpoint, all ranks act after the same iteration. Rank 0 writes the files.
+    - An exception on one rank ends all ranks. A rank waits for another for at most ``init_process_group(timeout=)``. Set a
+      timeout longer than anything one rank does alone, such as writing the last checkpoint.
+
+    Args:
+        bus: the bus with the hooks; a new one if None.
+        model: a module, or several by name.
+        optimizer: an optimizer, or several by name. The run counts and publishes every step, wherever it is made.
+        work_dir: directory for files; checkpoints need it. If it has a run already, a training that does not resume gets a
+            directory of its own: ``first-2`` for ``first``. Its first line of the log names it, and so does ``run.work_dir``.
+        device: device for models and batches; None keeps the model where it is and moves batches there.
+        seed: seed for Python, numpy and torch, set when the run begins. The model already has its weights by then: call
+            ``torch.manual_seed`` before you create it.
+        stateful: other objects to save in checkpoints, by name, with ``state_dict`` and ``load_state_dict``.
+        resume: path or URL of a checkpoint, or of a directory for its newest good checkpoint. ``"auto"`` goes on
+            with the newest run of this name (``first``, ``first-2`` …): it searches its directory and those of the hooks, and
+            begins a new run if it finds none.
+        strict: False loads only the matching part of a checkpoint of another model or optimizer.
+        name: name of the experiment; by default the name of the work dir.
+        config: your configuration, for the record (see ``RuntimeInfoHook``).
+        counters: counts of an earlier run to continue.
+        replicas: the manager of the replica groups that train together (see :mod:`trainbus.bridges`). Each iteration is one
+            step of the manager. It needs ``seed=``. A work dir is continued, as by ``resume="auto"``.
+        accelerator: the object of a library that prepared model, optimizer and loaders (see :mod:`trainbus.bridges`). Saves and
+            stops wait for the step of its ``accumulate()``. Its own checkpoints hold the run as well, and loading one, before
+            training begins, continues it; do not skip batches yourself.
+        host: an :class:`~trainbus.eventloop.training.OwnLoop`, in place of ``resume``, ``strict``, ``accelerator`` and
+            ``replicas``. A run in another trainer is a :class:`HostedRun`.
+
+    Raises:
+        ConfigurationError: an argument does not fit; the error names it.
+    """
+
+    host: OwnLoop
+
+    @check_options
+    def __init__(
+        self,
+        bus: OnBus | None = None,
+        *,
+        model: Models,
+        optimizer: Optimizers | None = None,
+        work_dir: str | Path | None = None,
+        device: str | torch.device | None = None,
+        seed: int | None = None,
+        stateful: Stateful | None = None,
+        resume: Resume | None = None,
+        strict: bool = True,
+        name: str | None = None,
+        config: Config | None = None,
+        counters: Counters | None = None,
+        accelerator: Any = None,
+        replicas: Any = None,
+        host: OwnLoop | None = None,
+    ) -> None:
+        if host is not None and (resume is not None or accelerator is not None or replicas is not None or not strict):
+            raise ConfigurationError(
+                f"host={type(host).__name__} beside resume=, strict=, accelerator= or replicas=: give these to the host, which "
+                "decides"
+            )
+        if accelerator is not None and replicas is not None:
+            raise ConfigurationError(
+                "accelerator= and replicas= do not go together: both would average gradients and decide about steps; leave "
+                "the accelerator out, and wrap the model as the library of the manager says"
+            )
+        groups: Replicas | None = None if replicas is None else leader_of("replicas", replicas)
+        prepared: Accelerator | None = None if accelerator is None else leader_of("accelerator", accelerator)
+        super().__init__(
+            bus,
+            model=model,
+            optimizer=optimizer,
+            work_dir=work_dir,
+            device=device,
+            seed=seed,
+            stateful=stateful,
+            name=name,
+            config=config,
+            counters=counters,
+            host=host or OwnLoop(resume=resume, strict=strict, accelerator=prepared, replicas=groups),
+        )
+        if work_dir is None and self.work_dir is not None:  # that of a hook
+            self.host.stay()
+        if prepared is not None and (mixed := prepared.precision):
+            self.foreign_settings = {"precision": mixed}
+        self._loops = OpenLoops(self._driver, self)
+        elsewhere = next(filter(None, (one.default_checkpoint_dir() for one in self.bus.hooks)), None)
+        if elsewhere is not None:
+            self.saves.save_to(elsewhere)
 
     def __enter__(self) -> Self:
         self._driver.begin_run()
@@ -828,3 +750,138 @@ class Run:
         except RunPreempted as preempted:
             raise preempted from None
         return cut
+
+    def drive(self) -> Driver:
+        """Return the driver of this run, for control flow other than a ``for`` statement."""
+        self.state.wait_for_calls(waits=True)
+        return self._driver
+
+    def keep(self, **values: Any) -> KeptValues:
+        """Keep values of your loop in checkpoints; return them as attributes, in a resumed run with their saved states.
+
+            kept = run.keep(best=0.0, generator=generator, envs=envs, buffer=buffer)
+            for epoch in run.epochs(20):
+                ...
+                kept.best = max(kept.best, score)
+
+        Call it before ``run.epochs()``. What each attribute is when a checkpoint is saved comes back: numbers and texts as the
+        attribute; tensors, arrays, lists and dicts in place, if their shape is the same; in place, too:
+
+        - generators of random numbers: ``torch.Generator``, NumPy's ``Generator`` and ``RandomState``, ``random.Random``;
+        - objects with ``state_dict`` and ``load_state_dict``;
+        - environments (``reset``, ``step``, ``action_space``), their wrappers, and vectors of them in this process: the
+          attributes that are values, in the middle of an episode, too, and their generators. The log names attributes that are
+          no values.
+
+        With several processes, a checkpoint holds the values of rank 0.
+
+        Raises:
+            ConfigurationError: a value cannot be kept, or something is kept under its name.
+            TrainingError: the run is not open, or its training has begun.
+        """
+        self.state.check_open("run.keep()")
+        if self.state.has_trained:
+            raise TrainingError("run.keep() must come before training begins: call it right after `with Run(...) as run:`")
+        if self.stateful.setdefault(KEPT, self.kept) is not self.kept:
+            raise ConfigurationError(f"stateful={{{KEPT!r}: ...}} has the name of what run.keep() keeps: give it another one")
+        kept: KeptValues = self.kept
+        kept.add(values)
+        if self.world_size > 1 and (own := kept.of_process(values)):
+            log.warning(
+                "a checkpoint holds what rank 0 keeps, so that a resumed run has its generators and environments on all ranks; "
+                "keep what is equal on all ranks",
+                names=own,
+            )
+        return kept
+
+    @check_options
+    def epochs(self, max_epochs: Limit | None = None, *, max_iters: Limit | None = None) -> Epochs:
+        """Iterate over the indices of the remaining epochs, between ``before_train`` and ``after_train``.
+
+        Give the total number of epochs or of iterations; iterations are one long epoch (``run.train(loader, endless=True)``).
+
+        Raises:
+            ConfigurationError: both limits were given, or none.
+        """
+        if (max_epochs is None) == (max_iters is None):
+            raise ConfigurationError(f"max_epochs={max_epochs} and max_iters={max_iters}: give run.epochs() one of them")
+        self.counters.limit(max_epochs, max_iters)
+        return Epochs(self._loops)
+
+    @check_options
+    def train(self, loader: Data, *, endless: bool = False, accumulate: Limit | None = None) -> TrainBatches:
+        """Iterate over the batches of one epoch on the run's device, and publish its events around the loop body.
+
+        An iteration is the whole body, whatever it calls. After ``break``, the next call of the run (a validation, the next
+        epoch) ends the iteration, as any other if it has stepped, else without its ``after_train_iter``; and then the epoch.
+        The end of a block ``with run.train(loader) as batches:`` does the same. A second loop in the body of ``run.epochs()``
+        is a second pass of the same epoch.
+
+        ``batches.start`` is the number of batches of this epoch that were trained before a resume:
+        ``enumerate(batches, start=batches.start)``.
+
+        Args:
+            loader: an iterable of batches that can be iterated again.
+            endless: restart an exhausted loader within the same epoch (iteration-based training).
+            accumulate: batches for one optimizer step. Saves and a stop then wait for the end of such a window; step when
+                :attr:`update_due` is True.
+        """
+        return TrainBatches(self._loops, loader, endless=endless, accumulate=accumulate)
+
+    @check_options
+    def validate(self, loader: Data, metrics: NamedMetrics | None = None) -> EvaluationBatches:
+        """Iterate over validation batches in evaluation mode without gradients, and publish the events of a validation.
+
+        Reported outputs feed ``metrics``, and scalar ones are averaged; afterwards ``.metrics`` holds the result. Inside
+        ``run.train``, a validation is a part of the current iteration.
+
+        ``break`` ends the validation without its ``after_val`` and restores modes, gradients and weights. If you draw batches
+        without a ``for`` statement (``next``), use ``with run.validate(loader) as batches:``.
+        """
+        self.validates = True
+        feed = self.feeds.for_evaluation(loader, "val_data")
+        return EvaluationBatches(self._loops, feed, self.feeds.metrics(metrics), "val")
+
+    @check_options
+    def test(self, loader: Data, metrics: NamedMetrics | None = None) -> EvaluationBatches:
+        """Iterate over test batches; like :meth:`validate`, with the events of a test."""
+        feed = self.feeds.for_evaluation(loader, "test_data")
+        return EvaluationBatches(self._loops, feed, self.feeds.metrics(metrics), "test")
+
+    def gather_state(self, into: MutableMapping[str, Any]) -> None:
+        """Add the whole state of the run, under ``"trainbus"``, to a checkpoint that another program writes.
+
+        The entry is a tree of tensors (by reference, as in a ``state_dict()``) and plain values, which
+        ``torch.load(weights_only=True)`` can load. :meth:`apply_state` of another run continues from it bit by bit.
+
+        Call it on all ranks, on the training thread and between iterations: after the ``for`` statement over
+        ``run.train(loader)``, between epochs, in and after validations. Handlers use :meth:`request_save`.
+
+        Raises:
+            TrainingError: the call is inside an iteration or a handler, or the run is not open.
+            ConfigurationError: a model is sharded.
+            CheckpointValueError: a value is neither a tensor nor a plain value; the error names its path.
+        """
+        self.state.check_open("run.gather_state()")
+        if not self._in_handlers:
+            self._loops.end_left_iteration()
+        if self._in_handlers or self.state.machine.innermost is ITERATION:
+            raise TrainingError(
+                "run.gather_state() was called within an iteration or a handler: call it in the training loop, after the `for` "
+                "statement over run.train(loader) or between two epochs; a handler calls run.request_save(), because later "
+                "handlers may still change the state"
+            )
+        into[HOSTED] = self.host.saver.gather()
+
+    @check_options
+    def apply_state(self, from_: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint that holds the entry of :meth:`gather_state`, or has a registered foreign format.
+
+        Call it right after ``with Run(...) as run:``, or in a handler of ``before_run``. As with ``resume=``, hooks get
+        ``after_load_checkpoint``, and ``strict=`` applies. Several runs can continue from the same ``from_``.
+
+        Raises:
+            TrainingError: the run has not begun, or its training has begun.
+            CheckpointError: the checkpoint has no state of a run, or belongs to another model or optimizer.
+        """
+        self.host.restore.apply_state(from_)

@@ -43,7 +43,7 @@ class Session:
         self.on_close = ExitStack()
         """Called when the run has ended and its bus is closed, such as to release locks."""
         self._run, self._bus, self._host, self._saves = run, run.bus, run.host, run.saves
-        self._clears_folder: bool = run.host.clears_folder
+        self._looks_aside = True  # until the first stage begins
         self._replicas: Replicas | None = run.host.replicas
         self._opened = False
         self._failed_by = 0  # the id of what begin_run() or end_run() raised; the error itself would keep all its frames
@@ -91,7 +91,7 @@ class Session:
         state, run = self.state, self._run
         turn = state.machine.turn("end_run")
         # By a stop that came before the end. On another thread, and in a trainer, the program decides.
-        if state.stops and not self._host.instead and threading.current_thread() is threading.main_thread():
+        if state.stops and self._host.facts.own_loop and threading.current_thread() is threading.main_thread():
             run.exit_code = state.agreed.exit_code
         self._ending = Deadline(self._bus.drain_timeout)
         try:
@@ -217,7 +217,7 @@ class Session:
     def _begin_stage(self) -> None:
         """Before the first stage of a training that does not resume, move the files of an earlier run aside."""
         run, state = self._run, self.state
-        moves, self._clears_folder = self._clears_folder and state.trains, False
+        moves, self._looks_aside = self._looks_aside and self._host.facts.clears_folder and state.trains, False
         if not moves or state.resumed or state.counters.iter or state.counters.epoch or run.rank or run.work_dir is None:
             return
         if (aside := move_aside(run.work_dir, self._bus.hooks)) is not None:

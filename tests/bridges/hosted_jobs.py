@@ -10,7 +10,8 @@ from structlog.testing import capture_logs
 from torch import distributed
 
 from trainbus.bridges import TrainerHost
-from trainbus.eventloop import Bus, Run
+from trainbus.eventloop import Bus
+from trainbus.eventloop.training import HostedRun
 from trainbus.eventloop.training.distributed import blocks, rounds
 from trainbus.eventloop.training.distributed.mailbox import Mailbox
 from trainbus.hooks import PreemptionHook
@@ -26,7 +27,7 @@ def trainer(bus, folder, *, epochs=EPOCHS, slow=0.0, ends_together=True):
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     host = TrainerHost(".pt")
-    run = Run(bus, model=model, optimizer=optimizer, work_dir=folder, host=host)
+    run = HostedRun(bus, model=model, optimizer=optimizer, work_dir=folder, host=host)
     drive, done, saved = host.drive, 0, []
 
     def save(path):

@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler, SequentialSampler
 
 from trainbus.eventloop import ConfigurationError, Run, TrainingError
+from trainbus.eventloop.training.coordinator import Coordinator
 from trainbus.eventloop.training.metrics import Metrics
 from trainbus.hooks import CheckpointHook, EarlyStoppingHook, JSONLinesWriter, LoggerHook
 from trainbus.observe import RunRecordHook
@@ -87,14 +88,15 @@ def test_metrics_are_reset_for_every_validation(parts, bus, trace):
 
 def test_a_metric_that_cannot_be_merged_over_ranks_is_warned_of_once_in_a_run(parts, monkeypatch, logs):
     run, made = Run(model=parts.model()), []
-    alone = SimpleNamespace(merged=lambda value, merge: value, from_first=lambda find: find())  # ranks in one process
+    two = Coordinator()  # ranks in one process
+    two.size = 2
     monkeypatch.setattr(
         "trainbus.eventloop.training.data.Metrics", lambda *arguments: made.append(Metrics(*arguments)) or made[-1]
     )
     for _ in range(3):
         run.validate([1], {"accuracy": Accuracy()})
         made[-1].update({"logits": torch.zeros(1, 2), "labels": torch.zeros(1)})
-        made[-1].compute(alone)
+        made[-1].compute(two)
     assert [entry["metric"] for entry in logs] == ["accuracy"]
 
 

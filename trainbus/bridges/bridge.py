@@ -14,7 +14,7 @@ from trainbus.eventloop.bus import Bus, Subscription
 from trainbus.eventloop.bus.hosts import bridge_for
 from trainbus.eventloop.errors import ConfigurationError, SubscribeError, TrainingError
 from trainbus.eventloop.log import get_logger
-from trainbus.eventloop.training import Run
+from trainbus.eventloop.training import HostedRun
 
 log = get_logger()
 
@@ -40,7 +40,7 @@ class Bridge(ABC):
     def __init__(self, bus: Bus, trainer: Any) -> None:
         self.bus = bus
         self.trainer = trainer
-        self.run: Run | None = None
+        self.run: HostedRun | None = None
         """The run of the trainer's present or last training, validation or test."""
         self._undo = ExitStack()
 
@@ -87,7 +87,7 @@ class Bridge(ABC):
         """Make the trainer call this bridge."""
 
     @property
-    def running(self) -> Run | None:
+    def running(self) -> HostedRun | None:
         """The run, if it has begun and not ended."""
         return self.run if self.run is not None and self.run.running else None
 

@@ -14,13 +14,13 @@ from typing import Any, Final
 
 from trainbus.bridges.copies import replaced
 from trainbus.bridges.ignite.privates import HANDLERS
-from trainbus.eventloop.training import Run
+from trainbus.eventloop.training import HostedRun
 
 _CALLBACK: Final = "[Callback]"
 _MODULE: Final = "[LightningModule]"
 
 
-def time_lightning(trainer: Any, run: Run, own: Any) -> None:
+def time_lightning(trainer: Any, run: HostedRun, own: Any) -> None:
     """Time callbacks and ``on_`` methods of the module, whose calls Lightning reports to its profiler.
 
     ``own`` is our callback, whose handlers are timed by the bus. Without it, Lightning's tuner is running.
@@ -55,7 +55,7 @@ def _span(bus: Any, action: str, own: str) -> AbstractContextManager[None] | Non
     return bus.span(f"{name}.{method}", method=method)  # type: ignore[no-any-return]
 
 
-def time_transformers(trainer: Any, run: Run) -> None:
+def time_transformers(trainer: Any, run: HostedRun) -> None:
     """Time the methods of ``TrainerCallback`` that callbacks override."""
     if not run.bus.timing:
         return
@@ -66,7 +66,7 @@ def time_transformers(trainer: Any, run: Run) -> None:
                 run.defer(replaced(callback, name, _timed(run, callback, name)))
 
 
-def _timed(run: Run, callback: Any, name: str) -> Callable[..., Any]:
+def _timed(run: HostedRun, callback: Any, name: str) -> Callable[..., Any]:
     bus, inner, label = run.bus, getattr(callback, name), f"{type(callback).__name__}.{name}"
 
     @wraps(inner)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -13,7 +13,7 @@ from trainbus.eventloop.checkpoint import weights_only
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.privates import metadata_of, with_metadata
-from trainbus.eventloop.training import Driver, Run, Update, checkpoint_keys
+from trainbus.eventloop.training import Driver, HostedRun, HostFacts, Update, checkpoint_keys
 from trainbus.eventloop.training.distributed.ranks import world_size
 from trainbus.eventloop.training.distributed.rounds import join_rounds
 from trainbus.eventloop.training.driver import Step, around_step, watch_steps
@@ -36,15 +36,12 @@ log = get_logger()
 Weights = Mapping[str, Mapping[str, torch.Tensor]]
 """Tensors by the name of the model and their name in its ``state_dict()``."""
 
-_TRAINS: Final = "the trainer's own fit(), train() or run() does this"
-_ENTRY: Final = "the trainer's checkpoints have the state of the bus"
-
 
 class TrainerHost:
     """The host of a run inside another trainer, which its bridge makes and drives.
 
         host = TrainerHost(".pt")
-        run = Run(bus, model=..., optimizer=..., host=host)
+        run = HostedRun(bus, model=..., optimizer=..., host=host)
         drive = host.drive
 
     The trainer steps the optimizers, coordinates the processes, owns directories, seeds and the data, and writes and reads
@@ -71,20 +68,6 @@ class TrainerHost:
         resume_way: how a user resumes, with ``{}`` for the path of a checkpoint.
     """
 
-    # A second loop would take the turns of the trainer, which could not continue.
-    instead: Mapping[str, str] = {
-        "epochs": _TRAINS,
-        "train": _TRAINS,
-        "drive": _TRAINS,
-        "keep": "give the trainer's own checkpoints the state, or write a hook with state_dict()",
-        "validate": "let the trainer validate by its own settings, or evaluate in an EvaluateHook",
-        "test": "call the trainer's own test or prediction after the training, or evaluate in an EvaluateHook",
-        "gather_state": _ENTRY,
-        "apply_state": "the trainer's own resume restores the bus",
-    }
-    update_steps = False
-    evaluates = False
-    clears_folder = True
     replicas = None
 
     # The bridge sets these when they are known.
@@ -96,15 +79,15 @@ class TrainerHost:
     """True inside an accumulation window: set it before ``end_iteration``. Saves and a stop wait for its end."""
     around_rates: Callable[[Callable[[], None]], None] | None = None
 
-    run: Run
+    run: HostedRun
     drive: Driver
 
     def __init__(self, suffix: str = "", *, resume_way: str = "the trainer's own resume") -> None:
-        self.suffix = suffix
+        self.facts = HostFacts(own_loop=False, suffix=suffix)
         self.resume_way = resume_way
         self.saver: TrainerSaver
 
-    def join(self, run: Run, drive: Driver) -> None:
+    def join(self, run: HostedRun, drive: Driver) -> None:
         """Become the host of a run."""
         self.run, self.drive = run, drive
         self.saver = TrainerSaver(self)
@@ -205,7 +188,7 @@ class TrainerHost:
         counters = self.run.counters
         log.info("the bus has resumed", **({"path": path} if path else {}), epoch=counters.epoch, iter=counters.iter)
 
-    def continue_from(self, last: Run | None) -> None:
+    def continue_from(self, last: HostedRun | None) -> None:
         """Continue where the trainer's last run ended, if there is one: a further training, or an evaluation after it."""
         if last is not None:
             self.run.counters.restore(last.counters)

@@ -144,7 +144,7 @@ def _body(state: RunState) -> SavedBody | None:
 
 def _open_gradients(run: SavedRun) -> dict[str, list[Any]]:
     """Return the gradients of an accumulation window that the user's own loop has open."""
-    own = run.state.has_trained and not run.host.update_steps and run.host.replicas is None
+    own = run.state.has_trained and not run.host.facts.update_steps and run.host.replicas is None
     open_ones = {name: one for name, one in run.optimizers.items() if own and id(one) not in run.state.stepped}
     return open_gradients(open_ones) if open_ones else {}
 
@@ -273,7 +273,7 @@ def _restore_body(run: SavedRun, saved: SavedState) -> None:
     if body is not None:
         beginning = Beginning(saved.body_rng, body.stateful, body.options, names_without(saved.stateful, body.stateful))
     run.state.resume_body(beginning, [] if body is None else body.metrics, saved.batch_rng, saved.gradients)
-    if not run.host.update_steps:
+    if not run.host.facts.update_steps:
         restore_gradients(run.optimizers, saved.gradients)
 
 

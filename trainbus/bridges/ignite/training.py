@@ -11,7 +11,7 @@ from ignite.engine import Engine, State
 from trainbus.bridges.hosted import TrainerHost
 from trainbus.bridges.training_step import outputs_of
 from trainbus.eventloop.log import get_logger
-from trainbus.eventloop.training import Driver, Run
+from trainbus.eventloop.training import Driver, HostedRun
 from trainbus.eventloop.training.arguments import Models, Optimizers
 from trainbus.eventloop.training.machine import CLOSED, EPOCH, ITERATION, RUN, TRAIN, VAL, Counters, Scope
 from trainbus.eventloop.user_errors import add_note, text_of
@@ -87,7 +87,7 @@ class TrainerRuns:
     def open(self, optimizers: Optimizers | None) -> TrainerHost:
         """Make a run, and publish ``before_run``."""
         host = TrainerHost(".pt", resume_way='Checkpoint.load_objects(bridge.to_save, "{}")')
-        run = Run(self._bridge.bus, model=self._models, optimizer=optimizers, work_dir=self._work_dir, host=host)
+        run = HostedRun(self._bridge.bus, model=self._models, optimizer=optimizers, work_dir=self._work_dir, host=host)
         run.work_dir_advice = "give bus.attach() work_dir="
         if optimizers is None:
             host.continue_from(None if self.last is None else self.last.run)

@@ -23,7 +23,7 @@ from trainbus.bridges.lightning.saver import plugin_of
 from trainbus.eventloop.checkpoint import AnyPath, as_path
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.privates import metadata_of, with_metadata
-from trainbus.eventloop.training import Driver, Run, check_needs
+from trainbus.eventloop.training import Driver, HostedRun, check_needs
 from trainbus.eventloop.training.driver import EvaluationStage
 from trainbus.eventloop.training.machine import EPOCH, ITERATION, Counters
 
@@ -173,7 +173,7 @@ class LightningBridge(_Callback, Bridge):
         if self.running is not None:
             self._drive.end_run()
 
-    def _begin(self, optimizers: list[torch.optim.Optimizer]) -> Run:
+    def _begin(self, optimizers: list[torch.optim.Optimizer]) -> HostedRun:
         trainer = self.trainer
         given = {f"optimizer{index}" if len(optimizers) > 1 else "optimizer": one for index, one in enumerate(optimizers)}
         folder, name = trainer.log_dir, None
@@ -181,7 +181,7 @@ class LightningBridge(_Callback, Bridge):
             name = str(folder).rstrip("/").rpartition("/")[2]
         work_dir = None if remote else folder
         last, host = self.run, TrainerHost(".ckpt", resume_way='trainer.fit(..., ckpt_path="{}")')
-        run = Run(self.bus, model=trainer.lightning_module, optimizer=given, work_dir=work_dir, name=name, host=host)
+        run = HostedRun(self.bus, model=trainer.lightning_module, optimizer=given, work_dir=work_dir, name=name, host=host)
         reason = f" (trainer.log_dir is the URL {folder})" if remote else ""
         run.work_dir_advice = f"give the first logger, or Trainer(default_root_dir=), a local directory{reason}"
         run.config = dict(trainer.lightning_module.hparams)
@@ -191,7 +191,7 @@ class LightningBridge(_Callback, Bridge):
         self._drive.begin_run()
         return run
 
-    def _resume(self, run: Run) -> None:
+    def _resume(self, run: HostedRun) -> None:
         """Continue from the checkpoint that Lightning has loaded, if any."""
         trainer, entry, self._entry = self.trainer, self._entry, None
         if not trainer.ckpt_path:

@@ -28,7 +28,7 @@ from trainbus.bridges.transformers.saver import FolderSaver
 from trainbus.eventloop.checkpoint import AnyPath
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.log import get_logger
-from trainbus.eventloop.training import Driver, Run
+from trainbus.eventloop.training import Driver, HostedRun
 from trainbus.eventloop.training.driver import EvaluationStage
 from trainbus.eventloop.training.machine import EPOCH, ITERATION, Counters
 from trainbus.eventloop.user_errors import contextmanager
@@ -69,7 +69,7 @@ class TransformersBridge(Bridge):
         self._resume: str | None = None
         self._called = self._looping = False
         self._evaluations = Evaluations(trainer)
-        self._training: Run | None = None  # the run, from the beginning of its first epoch until it ends
+        self._training: HostedRun | None = None  # the run, from the beginning of its first epoch until it ends
         self._epoch = 0  # counted by the trainer's loop, also if it cuts an epoch short
         self._length: int | None = None
 
@@ -172,7 +172,7 @@ class TransformersBridge(Bridge):
     def _begin_run(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         trainer, args = self.trainer, self.trainer.args
         host = TrainerHost(resume_way='trainer.train(resume_from_checkpoint="{}")')
-        run = Run(self.bus, model=trainer.model, optimizer=optimizer, work_dir=Path(args.output_dir), host=host)
+        run = HostedRun(self.bus, model=trainer.model, optimizer=optimizer, work_dir=Path(args.output_dir), host=host)
         if optimizer is None:
             host.continue_from(self.run)
         self.run, self._host, self._drive = run, host, host.drive

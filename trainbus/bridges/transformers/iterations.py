@@ -18,7 +18,7 @@ from trainbus.bridges.hosted import TrainerHost
 from trainbus.bridges.transformers import privates
 from trainbus.eventloop import events as ev
 from trainbus.eventloop.log import get_logger
-from trainbus.eventloop.training import Run
+from trainbus.eventloop.training import HostedRun
 from trainbus.eventloop.training.machine import EPOCH
 from trainbus.eventloop.user_errors import contextmanager
 
@@ -91,7 +91,7 @@ def _around_training_step(trainer: Any, host: TrainerHost, steps: _Steps) -> tup
 
 
 @contextmanager
-def _publishing_passes(trainer: Any, run: Run, inputs: Any) -> Iterator[None]:
+def _publishing_passes(trainer: Any, run: HostedRun, inputs: Any) -> Iterator[None]:
     """Publish around the forward and the backward pass of a block."""
     # A search for hyper-parameters makes a new accelerator.
     forward, backward = trainer.compute_loss, trainer.accelerator.backward
