@@ -1,20 +1,26 @@
-"""The call of ``TrainLoop.run``, ``arun``, ``val`` or ``test`` that is in progress: one at a time, of all threads and tasks."""
+"""The calls of a ``TrainLoop``: one of ``run``, ``arun``, ``validate`` or ``test`` at a time, of all threads and tasks."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import cache
 from operator import methodcaller
 from typing import TYPE_CHECKING
 
 from trainbus.eventloop.errors import TrainingError
+from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.notebook import in_notebook
+from trainbus.eventloop.offload import threadsafe_call
 from trainbus.eventloop.user_errors import contextmanager
 
 if TYPE_CHECKING:
     from trainbus.eventloop.training.run import Run
 
 _NOW = "now"
+
+log = get_logger()
 
 
 class LoopCall:
@@ -82,3 +88,24 @@ class LoopCalls:
         finally:
             if self._calls.get(_NOW) is call:
                 del self._calls[_NOW]
+
+
+def tell_if_it_blocks() -> None:
+    """Log once in a process that a training blocks this thread's event loop.
+
+    Not in a notebook: its kernel runs each cell in an event loop, which has nothing else to do.
+    """
+    try:
+        threadsafe_call()
+    except RuntimeError:  # no event loop runs here
+        return
+    if not in_notebook():
+        _tell()
+
+
+@cache
+def _tell() -> None:
+    log.warning(
+        "loop.run() blocks the event loop of this thread, and its other tasks wait for the end; in async code, use "
+        "`await loop.arun()`"
+    )

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
-from trainbus.eventloop.errors import TrainbusError, TrainingError
+from trainbus.eventloop.errors import TrainingError
 
 TOGETHER: Final = (
     "All ranks must call run.request_save() at the same mount point: not under a condition on run.rank, nor in a handler with "
@@ -102,27 +102,14 @@ class Coordinator:
 
     def distinct(self, value: T) -> dict[int, T]:
         """Return each different value of the ranks once, by the lowest rank that has it, in the order of ranks."""
-        return self.merged({self.rank: value}, _united)
+        return {self.rank: value}
 
     def from_all(self, find: Callable[[], T]) -> list[T]:
         """Return each different result of ``find`` on the ranks, or raise the first TrainbusError of them on all ranks."""
-        try:
-            found: Any = find()
-        except TrainbusError as error:
-            found = error
-        everyones = [*self.distinct(found).values()]
-        for one in everyones:
-            if isinstance(one, TrainbusError):
-                raise one
-        return everyones
+        return [find()]
 
     def check_first_has_all(self, names: Mapping[int, list[str]]) -> None:
         """Raise TrainingError if a rank requests a file that rank 0 does not; ``names`` holds the file names by rank."""
         for rank, wanted in names.items():
             if more := [name for name in wanted if name not in names[0]]:
                 raise TrainingError(f"rank {rank} requests the checkpoint {', '.join(more)}, but rank 0 does not. {TOGETHER}")
-
-
-def _united(lower: dict[int, T], higher: dict[int, T]) -> dict[int, T]:
-    known = [*lower.values()]
-    return lower | {rank: value for rank, value in higher.items() if value not in known}

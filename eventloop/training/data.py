@@ -17,7 +17,14 @@ from trainbus.eventloop.privates import READS_NEXT, READS_SAMPLES
 from trainbus.eventloop.training.distributed.launch import warn_if_all
 from trainbus.eventloop.training.distributed.samples import global_sampler
 from trainbus.eventloop.training.limits import limited_to, shortest
-from trainbus.eventloop.training.loaders import length_of, restore_loader, sampler_epoch, skip_batches, stateful_part
+from trainbus.eventloop.training.loaders import (
+    SamplerWatch,
+    length_of,
+    restore_loader,
+    sampler_epoch,
+    skip_batches,
+    stateful_part,
+)
 from trainbus.eventloop.training.metrics import Metrics, NamedMetrics
 from trainbus.eventloop.training.replicas import Draws
 from trainbus.eventloop.training.rng import (
@@ -34,7 +41,6 @@ from trainbus.eventloop.training.rng import (
     set_rng_state,
     set_sampler_epoch,
 )
-from trainbus.eventloop.training.samplers import SamplerWatch
 from trainbus.eventloop.training.schema import SavedData, SavedEvaluation, SavedPosition, SavedStart
 from trainbus.eventloop.training.worker_signals import starting_workers
 

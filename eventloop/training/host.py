@@ -19,8 +19,7 @@ from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.training.distributed.ranks import join_ranks
 from trainbus.eventloop.training.driver import watch_steps
-from trainbus.eventloop.training.folders import free_number, newest_number, numbered
-from trainbus.eventloop.training.locks import DirectoryLock
+from trainbus.eventloop.training.folders import DirectoryLock, free_number, newest_number, numbered
 from trainbus.eventloop.training.replicas import Draws, Replicas
 from trainbus.eventloop.training.rng import seed_everything
 from trainbus.eventloop.training.saves.capture import Capture

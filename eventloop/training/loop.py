@@ -35,8 +35,7 @@ from trainbus.eventloop.training.arguments import (
     check_step,
     named,
 )
-from trainbus.eventloop.training.blocking import tell_if_it_blocks
-from trainbus.eventloop.training.calls import LoopCall, LoopCalls
+from trainbus.eventloop.training.calls import LoopCall, LoopCalls, tell_if_it_blocks
 from trainbus.eventloop.training.check import CheckResult, Job, check
 from trainbus.eventloop.training.distributed.launch import divided
 from trainbus.eventloop.training.distributed.samples import GlobalBatchSampler

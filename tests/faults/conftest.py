@@ -15,7 +15,7 @@ import torch
 
 from trainbus.eventloop import Bus, TrainLoop
 from trainbus.eventloop.checkpoint import TEMPORARY_PREFIX, load, verify
-from trainbus.eventloop.training.locks import NAME as LOCK
+from trainbus.eventloop.training.folders import LOCK
 from trainbus.eventloop.training.saves.discover import find_checkpoint
 from trainbus.hooks import CheckpointHook
 

@@ -12,7 +12,7 @@ from torch import distributed
 
 from trainbus.eventloop.checkpoint import load
 from trainbus.eventloop.training.distributed import ranks as agreements
-from trainbus.eventloop.training.locks import DirectoryLock
+from trainbus.eventloop.training.folders import DirectoryLock
 from trainbus.hooks import CheckpointHook
 
 from ..failing import fails

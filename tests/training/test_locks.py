@@ -12,7 +12,7 @@ import torch
 from structlog.testing import capture_logs
 
 from trainbus.eventloop import ConfigurationError, Run
-from trainbus.eventloop.training.locks import NAME, DirectoryLock
+from trainbus.eventloop.training.folders import LOCK, DirectoryLock
 from trainbus.hooks import CheckpointHook
 
 from ..failing import fails, said
@@ -22,7 +22,7 @@ from ..waiting import until
 HOLDS = """
 import os, sys, time
 from pathlib import Path
-from trainbus.eventloop.training.locks import DirectoryLock
+from trainbus.eventloop.training.folders import DirectoryLock
 os.setsid()
 lock = DirectoryLock(Path(sys.argv[1]))
 if os.fork():
@@ -64,7 +64,7 @@ def test_trainings_of_any_kind_are_refused_before_a_hook_opens_a_file_and_evalua
                 pytest.fail("an iteration")
     loop.validate()
     loop.test()
-    assert (tmp_path / NAME).exists()  # of the other, as it was
+    assert (tmp_path / LOCK).exists()  # of the other, as it was
     lock.release()
 
 
@@ -88,7 +88,7 @@ def test_the_next_run_has_the_work_dir(parts, bus, tmp_path, ends):
         loop = parts.loop(bus, work_dir=tmp_path, max_epochs=1)
         loop.run()
         loop.validate()
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / LOCK).exists()
     parts.loop(work_dir=tmp_path, max_epochs=1).run()
 
 
@@ -111,9 +111,9 @@ def test_a_run_can_use_a_directory_under_two_names(parts, bus, tmp_path, work_di
 
 
 def test_a_lock_file_left_by_a_killed_process_does_not_lock(parts, tmp_path):
-    (tmp_path / NAME).write_text("process 1 on mars")
+    (tmp_path / LOCK).write_text("process 1 on mars")
     parts.loop(work_dir=tmp_path, max_epochs=1).run()
-    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / LOCK).exists()
 
 
 def test_a_work_dir_that_cannot_be_made_is_an_error_before_the_first_iteration(parts, tmp_path):
@@ -129,7 +129,7 @@ def test_a_work_dir_that_cannot_be_written_is_an_error(parts, tmp_path, monkeypa
     real = os.open
 
     def refuse(path, *rest):
-        if Path(path).name == NAME:
+        if Path(path).name == LOCK:
             raise OSError(number, os.strerror(number))
         return real(path, *rest)
 

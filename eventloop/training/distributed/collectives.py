@@ -124,6 +124,22 @@ class Collectives(Coordinator):
                 distributed.send_object_list([value], self.rank - distance, group=self.group)
         return self.from_first(lambda: value)
 
+    def distinct(self, value: T) -> dict[int, T]:
+        """Return each different value of the ranks once, by the lowest rank that has it, in the order of ranks."""
+        return self.merged({self.rank: value}, _united)
+
+    def from_all(self, find: Callable[[], T]) -> list[T]:
+        """Return each different result of ``find`` on the ranks, or raise the first TrainbusError of them on all ranks."""
+        try:
+            found: Any = find()
+        except TrainbusError as error:
+            found = error
+        everyones = [*self.distinct(found).values()]
+        for one in everyones:
+            if isinstance(one, TrainbusError):
+                raise one
+        return everyones
+
     # -------------------------------------------------------------------------------------------------------- requests
 
     def agree(self, *, between: bool = False) -> Requests:
@@ -210,6 +226,11 @@ class Collectives(Coordinator):
         if digest != -negative:
             mine = f"rank {self.rank} requests {', '.join(self._sent) or 'none'}"
             raise TrainingError(f"the ranks request different checkpoints at the same time: {mine}. {TOGETHER}")
+
+
+def _united(lower: dict[int, T], higher: dict[int, T]) -> dict[int, T]:
+    known = [*lower.values()]
+    return lower | {rank: value for rank, value in higher.items() if value not in known}
 
 
 def waits(size: int) -> int:
