@@ -18,7 +18,7 @@ from msgspec.structs import replace
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.training.distributed.ranks import join_ranks
-from trainbus.eventloop.training.driver import watch_steps
+from trainbus.eventloop.training.driver import Driver, watch_steps
 from trainbus.eventloop.training.folders import DirectoryLock, free_number, newest_number, numbered
 from trainbus.eventloop.training.replicas import Draws, Replicas
 from trainbus.eventloop.training.rng import seed_everything
@@ -83,7 +83,7 @@ class Host(Protocol):
     def evaluation_length(self) -> int | None:
         """Batches in the current or last validation or test; None if unknown."""
 
-    def join(self, run: Any, drive: Any) -> None:
+    def join(self, run: Any, drive: Driver) -> None:
         """Become the host of a run, which ``drive`` drives."""
 
     def beginning(self) -> AbstractContextManager[None]:
@@ -145,11 +145,11 @@ class OwnLoop:
         self._resume, self._strict = resume, strict
         self._locked: set[Path] = set()
         self._run: SavedRun
-        self._drive: Any
+        self._drive: Driver
         self.saver: Capture
         self.restore: Restore
 
-    def join(self, run: Any, drive: Any) -> None:
+    def join(self, run: Any, drive: Driver) -> None:
         """Become the host of a run."""
         self._run, self._drive = run, drive
         if self.replicas is not None:
@@ -222,7 +222,7 @@ class OwnLoop:
     def accumulation(self) -> int | None:
         """Iterations per optimizer step, from ``run.train()``, the accelerator or the update; None if your code decides."""
         if self._drive.accumulate > 1:
-            return int(self._drive.accumulate)
+            return self._drive.accumulate
         if self.accelerator is not None:
             return self.accelerator.accumulation
         return next((hook.accumulate for hook in self._run.bus.hooks if isinstance(hook, Update)), None)
@@ -236,8 +236,7 @@ class OwnLoop:
     @property
     def epoch_length(self) -> int | None:
         """Training batches per epoch; None if unknown."""
-        length: int | None = self._run.feeds.epoch_length
-        return length
+        return self._run.feeds.epoch_length
 
     @property
     def evaluation_length(self) -> int | None:
