@@ -19,7 +19,6 @@ from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.training.body import Beginning, copied_states
 from trainbus.eventloop.training.coordinator import Coordinator, Requests
 from trainbus.eventloop.training.copies import copied
-from trainbus.eventloop.training.distributed.collectives import Collectives
 from trainbus.eventloop.training.machine import EPOCH, ITERATION, TRAIN, Counters, Machine
 from trainbus.eventloop.training.optimizers import set_learning_rate
 from trainbus.eventloop.training.rng import get_rng_state
@@ -163,11 +162,6 @@ class RunState:
         """True inside an accumulation window."""
         is_open: bool = self._host.window_open
         return is_open
-
-    @property
-    def ranks(self) -> Collectives | None:
-        """The coordinator, if several ranks exchange values."""
-        return self.coordinator if isinstance(self.coordinator, Collectives) else None
 
     def save_by(self, save_if_asked: Callable[[], object]) -> None:
         """Call ``save_if_asked`` in a pause, for a checkpoint that ``checkpoint_now`` asked for."""

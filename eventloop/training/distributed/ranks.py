@@ -37,8 +37,6 @@ WAITING_FOR_RANKS: Final = "waiting for the other ranks"
 
 log = get_logger()
 
-Ranks = Collectives
-
 
 def this_rank() -> int:
     """Return the rank of this process in the default process group; 0 without a group."""

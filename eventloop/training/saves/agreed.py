@@ -17,7 +17,8 @@ from torch import distributed
 from trainbus.eventloop.checkpoint import AnyPath, as_path, content_of, inspect, load, outline, sharded_in
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError, TrainbusError
 from trainbus.eventloop.log import get_logger
-from trainbus.eventloop.training.distributed.ranks import Ranks
+from trainbus.eventloop.training.coordinator import Coordinator
+from trainbus.eventloop.training.distributed.ranks import own_group
 from trainbus.eventloop.training.saves.discover import Found
 from trainbus.eventloop.training.schema import how_far
 from trainbus.eventloop.user_errors import add_note
@@ -41,7 +42,7 @@ class _View(msgspec.Struct):
     """The error of its search."""
 
 
-def agreed(ranks: Ranks, find: Callable[[], Found | None], look: Callable[[], AnyPath | None]) -> Found | None:
+def agreed(ranks: Coordinator, find: Callable[[], Found | None], look: Callable[[], AnyPath | None]) -> Found | None:
     """Return the newest good checkpoint that any rank finds, with its tree; None if there is none. A collective.
 
     Args:
@@ -53,6 +54,8 @@ def agreed(ranks: Ranks, find: Callable[[], Found | None], look: Callable[[], An
         CheckpointDamagedError: there are checkpoints, and none is good.
         CheckpointError: some ranks cannot read sharded tensors, or a store does not answer.
     """
+    if ranks.size == 1:
+        return find()
     found, view = _search(find) if not ranks.rank else (None, _seen(look))
     views = ranks.distinct(view)
     if all(one.key == views[0].key and one.error is None for one in views.values()):
@@ -67,7 +70,7 @@ def agreed(ranks: Ranks, find: Callable[[], Found | None], look: Callable[[], An
     return _exchanged(ranks, found, view, ranks.distinct(view))
 
 
-def _exchanged(ranks: Ranks, found: Found | None, own: _View, views: dict[int, _View]) -> Found | None:
+def _exchanged(ranks: Coordinator, found: Found | None, own: _View, views: dict[int, _View]) -> Found | None:
     for rank, one in views.items():
         if one.error is not None:
             add_note(one.error, f"on rank {rank}")
@@ -126,13 +129,14 @@ def _loaded(look: Callable[[], AnyPath | None]) -> Found | None:
         return None
 
 
-def _sent(ranks: Ranks, giver: int, path: AnyPath | None) -> memoryview:
+def _sent(ranks: Coordinator, giver: int, path: AnyPath | None) -> memoryview:
     """Send the file ``path`` of rank ``giver`` to all ranks; return its content."""
-    source = distributed.get_global_rank(ranks.group, giver)
+    group = own_group("control")
+    source = distributed.get_global_rank(group, giver)
     data = torch.frombuffer(content_of(path), dtype=torch.uint8) if path is not None and ranks.rank == giver else None
     size = torch.tensor([0 if data is None else len(data)])
-    distributed.broadcast(size, source, group=ranks.group)
+    distributed.broadcast(size, source, group=group)
     data = torch.empty(int(size), dtype=torch.uint8) if data is None else data
     for part in torch.split(data, _CHUNK):
-        distributed.broadcast(part, source, group=ranks.group)
+        distributed.broadcast(part, source, group=group)
     return data.numpy().data

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from trainbus.eventloop.checkpoint import is_dtensor, without_wrappers
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.privates import chunk_of
-from trainbus.eventloop.training.distributed.ranks import Ranks
+from trainbus.eventloop.training.coordinator import Coordinator
 from trainbus.eventloop.training.optimizers import stepping
 
 _MOST: Final = 4
@@ -48,7 +48,7 @@ _Parts = dict[tuple[str, Any], _Held]
 
 
 def check_alike(
-    ranks: Ranks,
+    ranks: Coordinator,
     models: Mapping[str, torch.nn.Module],
     optimizers: Mapping[str, torch.optim.Optimizer],
     loose: Mapping[str, Sequence[torch.Tensor]],

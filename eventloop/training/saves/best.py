@@ -66,12 +66,12 @@ def load_best_at_end(run: RunView, subject: str, best: Callable[[], Best | None]
 
 
 def _load_best(run: SavedRun, subject: str, best: Callable[[], Best | None]) -> None:
-    state, ranks = run.state, run.state.ranks
+    state = run.state
     if state.stops and state.agreed.exit_code:
         log.info(f"{subject}: the best weights are not loaded, because this training goes on in another process")
         return
     run.saves.wait()
-    found = best() if ranks is None else ranks.from_first(lambda: _portable(best()))
+    found = run.coordinator.from_first(lambda: _portable(best()))
     if found is None:
         log.warning(f"{subject}: there is no best checkpoint, so the model keeps its last weights")
         return
@@ -94,7 +94,7 @@ def _portable(best: Best | None) -> Best | None:
 
 def _read(run: SavedRun, path: AnyPath, subject: str) -> Tree:
     """Read a checkpoint without what the weights do not need. A collective: a rank that has the file sends it to the others."""
-    ranks = run.state.ranks
+    ranks = run.coordinator
 
     def digest() -> str:
         try:
@@ -108,15 +108,13 @@ def _read(run: SavedRun, path: AnyPath, subject: str) -> Tree:
     def here() -> AnyPath | None:
         return path if path.exists() and inspect(path).digest == first else None
 
-    first = digest() if ranks is None else ranks.from_first(digest)
-    if ranks is None:
-        tree: Any = load(path)
+    first = ranks.from_first(digest)
+    found = agreed(ranks, lambda: None if here() is None else (path, load(path)), here)
+    if found is None:
+        raise CheckpointError(f"{subject}: the best checkpoint {path} is gone")
+    tree: Any = found[1]
+    if ranks.size == 1:
         verify_shards(tree, path)
-    else:
-        found = agreed(ranks, lambda: None if here() is None else (path, load(path)), here)
-        if found is None:
-            raise CheckpointError(f"{subject}: the best checkpoint {path} is gone")
-        tree = found[1]
     state: Tree = {key: value for key, value in tree.items() if key not in _LEFT_OUT}
     if run.host.saver.sharded or sharded_in(state) is not None:
         return dict(run.host.restore.with_shards(state, path))

@@ -20,7 +20,8 @@ from trainbus.eventloop.errors import ConfigurationError, RunCancelled
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.plain import numbers_in, plain
 from trainbus.eventloop.privates import tensors_of, version_of
-from trainbus.eventloop.training.distributed.ranks import Ranks, own_group
+from trainbus.eventloop.training.coordinator import Coordinator
+from trainbus.eventloop.training.distributed.ranks import own_group
 from trainbus.eventloop.training.optimizers import forget_options, stepping
 from trainbus.eventloop.training.saves.alike import check_alike
 from trainbus.eventloop.training.saves.contents import SavedRun, gather_rank, gather_state, loose_parameters
@@ -65,7 +66,7 @@ class Capture:
         """Begin a run. A collective if a model is sharded."""
         run = self._run
         self.sharded = any(map(is_sharded, run.models.values()))
-        if self.sharded and run.state.ranks is not None:
+        if self.sharded and run.coordinator.size > 1:
             own_group("saves")  # a collective: all ranks are here
         self.writer = CheckpointWriter(run, run.bus)
         run.state.machine.defer(self._end_overlap)
@@ -118,15 +119,14 @@ class Capture:
 
     def gather(self) -> dict[str, Any]:
         """Return the state as a tree of tensors (by reference) and plain values. A collective."""
-        run, ranks = self._run, self._run.state.ranks
+        run, ranks = self._run, self._run.coordinator
         if self.sharded:
             raise ConfigurationError(
                 "run.gather_state() does not support sharded models: save with run.request_save() and resume from that "
                 "directory"
             )
-        if ranks is not None:
-            self._check_alike(ranks)
-        everyones = () if ranks is None else ranks.gather(gather_rank(run))
+        self._check_alike(ranks)
+        everyones = ranks.gather(gather_rank(run)) if ranks.size > 1 else ()
         plain: dict[str, Any] = weights_only(self._state("", ranks=everyones))
         return plain
 
@@ -144,13 +144,12 @@ class Capture:
             self._left = [request.path for request in requests]
             log.debug("another replica group saves", names=[*map(str, self._left)])
             return
-        ranks, writer, wanted, states = self._run.state.ranks, self._opened(), merged(requests), None
-        if ranks is not None:
-            self._check_alike(ranks, with_optimizer="optimizer" not in wanted.leave_out)
+        ranks, writer, wanted, states = self._run.coordinator, self._opened(), merged(requests), None
+        self._check_alike(ranks, with_optimizer="optimizer" not in wanted.leave_out)
         held, busy = self._standing(wanted)
         paths = list(dict.fromkeys(request.path for request in requests))
         failed = {number for number, path in enumerate(paths) if path in writer.failed}
-        if ranks is not None:
+        if ranks.size > 1:
             if self.sharded:
                 self._token, held, busy, failed = ranks.merged(
                     (secrets.token_hex(4), held, busy, failed),
@@ -195,9 +194,9 @@ class Capture:
             writer.hand_over(job)
             self._last, self._names = job, set(paths)  # last: after Ctrl-C above, no file may hold this state
 
-    def _check_alike(self, ranks: Ranks, *, with_optimizer: bool = True) -> None:
+    def _check_alike(self, ranks: Coordinator, *, with_optimizer: bool = True) -> None:
         """Compare the ranks before the first save: rank 0's file must have the state of all."""
-        if self._elsewhere is None or (with_optimizer and not self._compared):
+        if ranks.size > 1 and (self._elsewhere is None or (with_optimizer and not self._compared)):
             optimizers = self._run.optimizers if with_optimizer else {}
             self._elsewhere = check_alike(ranks, self._run.models, optimizers, loose_parameters(self._run))
             self._compared = with_optimizer
@@ -209,7 +208,7 @@ class Capture:
         if (last := self._last) is not None and last.version == version:
             self._opened().score(last, self._scores[1])
 
-    def _rank_states(self, ranks: Ranks) -> RankStates:
+    def _rank_states(self, ranks: Coordinator) -> RankStates:
         if self._states is None:
             self._states = RankStates(ranks, self._token)
         return self._states
@@ -247,8 +246,7 @@ class Capture:
 
     def _agree(self, can: bool) -> bool:
         """Return whether all ranks that write can."""
-        ranks = self._run.state.ranks
-        return ranks.merged(can, and_) if self.sharded and ranks is not None else can
+        return self._run.coordinator.merged(can, and_) if self.sharded else can
 
     def _take_shards(
         self, state: dict[str, Any], path: AnyPath, overlap: Overlap | None = None
@@ -258,7 +256,7 @@ class Capture:
 
             self._shard_stage = ShardStage()
         self._shard_stage.written_elsewhere = self._elsewhere or ()
-        group = None if self._run.state.ranks is None else own_group("saves")
+        group = None if self._run.coordinator.size == 1 else own_group("saves")
         return self._shard_stage.take(state, path, self._token or secrets.token_hex(4), group, overlap=overlap)
 
 

@@ -69,8 +69,8 @@ def upload_kept(run: SavedRun) -> dict[str, str]:
 class _Upload:
     def __init__(self, run: SavedRun, home: Path) -> None:
         self._run, self._home = run, home
-        self._ranks = run.state.ranks
-        self._rank, self._size = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
+        self._ranks = run.coordinator
+        self._rank, self._size = self._ranks.rank, self._ranks.size
         self.lost: dict[str, str] = {}
         # The stores are those of rank 0, as in a save: work dirs of other names would have others.
         stores = [str(one) for one in run.saves.directories if isinstance(one, RemotePath)]
@@ -111,7 +111,7 @@ class _Upload:
                 raise CheckpointError(f"{error}. A save is kept for it: {where}") from error
             return () if path is None else how_far(outline(path))[:3]
 
-        return find() if self._ranks is None else self._ranks.from_first(find)
+        return self._ranks.from_first(find)
 
     def _own(self, name: str, kept: KeptParts) -> Iterator[tuple[str, _Place]]:
         """Yield the files of a kept save that this rank sees."""
@@ -186,7 +186,7 @@ class _Upload:
         return str(self._merged(problem and f"rank {self._rank}: {problem}", lambda one, other: one or other))
 
     def _merged(self, value: Any, merge: Callable[[Any, Any], Any]) -> Any:
-        return value if self._ranks is None else self._ranks.merged(value, merge)
+        return self._ranks.merged(value, merge)
 
     def _log(self, tell: Callable[..., object], event: str, **more: object) -> None:
         if not self._rank:

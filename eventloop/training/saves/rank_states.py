@@ -13,8 +13,8 @@ from typing import Final
 
 from trainbus.eventloop.checkpoint import packed
 from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.training.coordinator import Coordinator
 from trainbus.eventloop.training.distributed.mailbox import Mailbox
-from trainbus.eventloop.training.distributed.ranks import Ranks
 from trainbus.eventloop.training.saves.contents import as_tree
 from trainbus.eventloop.training.schema import SavedRank
 
@@ -32,7 +32,7 @@ class RankStates:
     ``token`` is new in each run, and the same on all ranks: torchrun's store keeps the messages of processes before a restart.
     """
 
-    def __init__(self, ranks: Ranks, token: str) -> None:
+    def __init__(self, ranks: Coordinator, token: str) -> None:
         self._mailbox = Mailbox(f"saves/{ranks.run}/{token}")
         self._rank = ranks.rank
         self._size = ranks.size

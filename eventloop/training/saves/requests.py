@@ -19,7 +19,7 @@ from trainbus.eventloop.checks import check_value
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointSkipped, Progress
 from trainbus.eventloop.log import get_logger
-from trainbus.eventloop.training.distributed.ranks import Ranks
+from trainbus.eventloop.training.coordinator import Coordinator
 from trainbus.eventloop.training.folders import free_folder
 from trainbus.eventloop.training.saves.contents import SavedRun
 
@@ -195,8 +195,7 @@ class Saves:
         self._run.state.own.files = lambda: [request.path.name for request in self.requests]
         self._saver.open()
         if (writer := self._saver.writer) is not None:
-            own, ranks = writer.kept_urls, self._run.state.ranks
-            self.kept_uploads = frozenset(own if ranks is None else ranks.from_first(lambda: own))
+            self.kept_uploads = frozenset(self._run.coordinator.from_first(lambda: writer.kept_urls))
 
     def adopt(self) -> None:
         """Upload what an earlier run keeps in the work dir for stores; only rank 0 does."""
@@ -231,8 +230,7 @@ class Saves:
         """Add a directory of checkpoints: another one if ``wanted`` has a run, and nothing tells the two runs apart."""
         folder = wanted
         if self._begins_anew:
-            ranks = self._run.state.ranks
-            folder = free_folder(wanted) if ranks is None else ranks.from_first(lambda: free_folder(wanted))
+            folder = self._run.coordinator.from_first(lambda: free_folder(wanted))
             if folder != wanted:
                 log.info("this directory has a run already, so this one gets a directory of its own", directory=str(folder))
         self.directories.append(folder)
@@ -256,14 +254,13 @@ class Saves:
     def save_if_asked(self, *, force: bool = False) -> None:
         """Save if hooks or threads requested it; inside an accumulation window only with ``force``."""
         state = self._run.state
-        ranks = state.ranks
-        if not self.requests and not state.agreed.save and not (force and ranks is not None):
+        if not self.requests and not state.agreed.save and not (force and state.coordinator.size > 1):
             return  # the usual case
         if not state.has_trained or (not force and state.window_open):
             return
         self._add_asked_now()
-        if ranks is not None:
-            self._agree(ranks, force=force)
+        if state.coordinator.size > 1:
+            self._agree(state.coordinator, force=force)
         requests, self.requests = self.requests, []
         if requests:
             self._saver.save(requests)
@@ -311,13 +308,13 @@ class Saves:
         state.own.save = state.agreed.save = False
         self.requests.append(SaveRequest(self.directory() / f"iter_{state.counters.iter}{self._run.checkpoint_suffix}"))
 
-    def _agree(self, ranks: Ranks, *, force: bool) -> None:
+    def _agree(self, ranks: Coordinator, *, force: bool) -> None:
         if force:  # rank 0 alone sees a failed write, after which it may request another file
             everyones = ranks.distinct(self.requests)
             ranks.check_first_has_all({rank: [one.path.name for one in requests] for rank, requests in everyones.items()})
             self.requests = everyones[0]
         elif self.requests:
-            self._run.state.coordinator.confirm()
+            ranks.confirm()
 
     def _skip(self, request: SaveRequest) -> None:
         state = self._run.state

@@ -17,7 +17,7 @@ from trainbus.eventloop.checkpoint import AnyPath, RemotePath, as_path, load, sh
 from trainbus.eventloop.checkpoint.pieces import mapped
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError, ConfigurationError, TrainingError
 from trainbus.eventloop.log import get_logger
-from trainbus.eventloop.training.distributed.ranks import Ranks, this_rank, world_size
+from trainbus.eventloop.training.distributed.ranks import this_rank, world_size
 from trainbus.eventloop.training.machine import RUN
 from trainbus.eventloop.training.optimizers import parameters_of
 from trainbus.eventloop.training.rng import other_rng_state
@@ -143,7 +143,7 @@ class Restore:
     def _find(self) -> Found | None:
         """Load the checkpoint to resume from: of several ranks, the newest good one that any of them finds."""
         lost = upload_kept(self._run) if self.automatic else {}
-        found = self._newest(self._run.state.ranks, dict(lost))
+        found = self._newest(dict(lost))
         if found is None and lost:
             reason = "; ".join(lost.values())
             raise CheckpointError(
@@ -151,18 +151,19 @@ class Restore:
             )
         return found
 
-    def _newest(self, ranks: Ranks | None, damaged: dict[str, str]) -> Found | None:
+    def _newest(self, damaged: dict[str, str]) -> Found | None:
         """``damaged`` has sharded checkpoints that are not to be resumed from, by directory, each with the reason."""
+        ranks = self._run.coordinator
 
         def read_file(path: AnyPath) -> Any:
             state = load(path)
             if (name := sharded_in(state)) in damaged:
                 raise CheckpointDamagedError(damaged[name])
-            if ranks is None:
+            if ranks.size == 1:
                 verify_shards(state, path)
             return state
 
-        if ranks is None:
+        if ranks.size == 1:
             return self._find_here(read_file)
         while True:
             found = agreed(ranks, lambda: self._find_here(read_file), self._look_here)
@@ -206,8 +207,7 @@ class Restore:
             return spread(state, like)
         made = dict[str, Any]()
         problem = _caught(lambda: made.update(put_shards(state, path, like)))
-        ranks = self._run.state.ranks
-        for rank, one in ({0: problem} if ranks is None else ranks.distinct(problem)).items():
+        for rank, one in self._run.coordinator.distinct(problem).items():
             if one is not None:
                 add_note(one, f"on rank {rank}")
                 raise one
