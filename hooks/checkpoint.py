@@ -26,6 +26,7 @@ from trainbus.eventloop.registry import register
 from trainbus.eventloop.training import Best, load_best_at_end
 from trainbus.eventloop.user_errors import contextmanager
 from trainbus.hooks.copies import CopiedAnew
+from trainbus.hooks.mirror import mirror_of
 from trainbus.hooks.options import NonNegativeInt, check_epochs, one_or_more
 from trainbus.hooks.publishing import keys_to_publish, publish_checkpoint, remove_copies
 from trainbus.hooks.retention import KEPT, REGULAR, SUFFIX, RetentionPolicy, sweep
@@ -60,7 +61,10 @@ class CheckpointHook(CopiedAnew, Hook):
         save_param_scheduler: False leaves schedules out.
         out_dir: a directory, or a URL for fsspec such as ``"s3://bucket/runs"`` (``pip install "trainbus[remote]"`` and the
             package of the protocol); by default the work dir. Each run saves into a subfolder with the name of its work dir,
-            if it has one. ``resume="auto"`` looks in both.
+            if it has one. ``resume="auto"`` looks in both. What goes to a URL is saved on this machine first, and uploaded
+            beside the training.
+        local_dir: where files wait for a URL: at most those that the store does not have yet, and the newest; by default the
+            work dir, or without one a temporary directory. It may be in memory (``"/dev/shm/runs"``).
         max_keep_ckpts: number of regular files that stay, with those of ``run.checkpoint_now()`` and ``PreemptionHook``; -1 for
             all.
         save_last: also save when training ends or is stopped (in the middle of an epoch as ``iter_{n}``), but not after an
@@ -82,9 +86,8 @@ class CheckpointHook(CopiedAnew, Hook):
             Then the copies of files that the training removed go, too.
         save_begin: first epoch or iteration to save at.
         on_error: ``"raise"`` ends the run when a file cannot be written, published or removed; ``"log"`` continues it. A store
-            that does not take or remove a file ends no run with a work dir: the newest save, and the best ones of each
-            metric, are kept there until the store has them or better ones. If they are still there when the run ends,
-            ``"raise"`` has it fail then.
+            that does not take a file ends no run: the file waits on this machine. If some still wait at the end of the run,
+            ``"raise"`` has it fail then, and a run that resumes in this directory uploads them.
         staging: ``"block"`` copies the state while training waits. ``"overlap"`` copies the tensors that only optimizers change
             on a thread during the next forward and backward pass, and the rest at once; the next ``optimizer.step`` waits for
             that thread. In a validation or test it copies everything at once. The save fails if such a tensor changes in the
@@ -111,6 +114,7 @@ class CheckpointHook(CopiedAnew, Hook):
         save_optimizer: bool = True,
         save_param_scheduler: bool = True,
         out_dir: str | Path | None = None,
+        local_dir: str | Path | None = None,
         max_keep_ckpts: int = -1,
         save_last: bool = True,
         save_best: str | MetricNames | None = None,
@@ -145,6 +149,12 @@ class CheckpointHook(CopiedAnew, Hook):
         self.save_last = save_last
         self.on_error: Literal["raise", "log"] = on_error
         self._out_dir = None if out_dir is None else as_path(out_dir)
+        self._local_dir = None if local_dir is None else as_path(local_dir)
+        if local_dir is not None and (isinstance(self._local_dir, RemotePath) or not isinstance(self._out_dir, RemotePath)):
+            raise ConfigurationError(
+                f"local_dir={str(local_dir)!r} is where files wait on this machine for a URL: give it a directory, and the URL to "
+                "out_dir="
+            )
         parts = {"optimizer": save_optimizer, SCHEDULES: save_param_scheduler}
         self._options: dict[str, Any] = {
             "leave_out": [key for key, saved in parts.items() if not saved],
@@ -172,41 +182,47 @@ class CheckpointHook(CopiedAnew, Hook):
         self._began_at: int | None = None  # iterations at the beginning, if that state needs no save
 
     def in_check(self) -> Hook:
-        self._out_dir = None
+        self._out_dir = self._local_dir = None
         return self
 
     def files_of_run(self, work_dir: Path) -> Collection[AnyPath]:
-        directory = self._directory(work_dir)
-        return () if directory is None or directory == work_dir else [*checkpoints_in(directory)]
+        places = {self._place(self._local_dir, work_dir), self._place(self._out_dir, work_dir)} - {None, work_dir}
+        return [file for place in places if place is not None for file in checkpoints_in(place)]
 
-    def _directory(self, home: AnyPath | None) -> AnyPath | None:
-        out_dir = None if self._out_dir is None else self._out_dir.absolute()
-        if out_dir is None or home is None or out_dir == home:
-            return out_dir or home
-        return out_dir / (home.resolve() if isinstance(home, Path) else home).name  # each run has its own folder
+    def _place(self, given: AnyPath | None, home: AnyPath | None) -> AnyPath | None:
+        """Return the directory of a run: a folder in the given one, or its home."""
+        given = None if given is None else given.absolute()
+        if given is None or home is None or given == home:
+            return given or home
+        return given / (home.resolve() if isinstance(home, Path) else home).name  # each run has its own folder
 
     def best_checkpoint(self) -> Best | None:
         directory, top = self._kept.directory, self._kept.top
-        return None if directory is None or top is None else Best(directory / top[1].name, top[1].score or 0.0, top[0])
-
-    def keeps(self, path: str) -> bool:
-        return self._kept.wants(path)
+        return None if directory is None or top is None else Best(self._kept.path(top[1].name), top[1].score or 0.0, top[0])
 
     def needs_metrics(self) -> Collection[str]:
         return set(self._kept.best.names) - {"auto"}
 
     def before_run(self, event: events.BeforeRun) -> None:
-        home = event.run.checkpoint_dir
-        directory = self._directory(home)
-        if directory is not None and directory.exists() and not directory.is_dir():
-            raise ConfigurationError(f"{self.label} cannot save to {directory}: it is not a directory")
-        if directory is not None and directory != home:
-            directory = event.run.keeps_checkpoints_in(directory)
+        run, home, work_dir = event.run, event.run.checkpoint_dir, event.run.work_dir
+        place, mirror = self._place(self._out_dir, home), None
+        if place is not None and place.exists() and not place.is_dir():
+            raise ConfigurationError(f"{self.label} cannot save to {place}: it is not a directory")
+        if place is not None and place != home:
+            place = run.keeps_checkpoints_in(place)
+        directory = place if isinstance(place, Path) else None
+        if isinstance(place, RemotePath):
+            here = self._place(self._local_dir, work_dir)
+            mirror = mirror_of(run, here if isinstance(here, Path) else None, place, raises=self.on_error == "raise")
+            directory = mirror.directory
+            if directory != work_dir:
+                run.keeps_checkpoints_in(directory)
         event.run.shared[KEPT] = policies = event.run.shared.get(KEPT, [])
         self._suffix = event.run.checkpoint_suffix
         self._removes = event.run.rank == 0
-        self._kept.begin(directory, policies, self._suffix, event.run.kept_uploads, looks=self._removes)
-        self._asked.begin(None if directory == home else home, policies, self._suffix, looks=self._removes)
+        self._kept.begin(directory, policies, self._suffix, mirror, looks=self._removes)
+        asked = home if isinstance(home, Path) and directory != home else None
+        self._asked.begin(asked, policies, self._suffix, looks=self._removes)
         if self._publish is not None and self._suffix != SUFFIX:
             advice = "but here another trainer writes the checkpoints; remove the option"
             raise ConfigurationError(f"{self.label}(published_keys=...) copies parts of trainbus's own checkpoints, {advice}")
@@ -231,6 +247,8 @@ class CheckpointHook(CopiedAnew, Hook):
         if (at := event.progress).iter:
             self._kept.adopt_if_there(self._names_at(at))
             self._asked.adopt_if_there([self._asked_at(at)])
+            if self._removes:  # what the saved run was about to remove
+                self._remove([(kept, name) for kept in (self._kept, self._asked) for name in kept.committed(kept.durable())])
         self._began_at = event.progress.iter if self._loaded_here or not event.progress.iter else None
 
     def before_train_epoch(self, event: events.BeforeTrainEpoch) -> None:
@@ -253,14 +271,15 @@ class CheckpointHook(CopiedAnew, Hook):
         if self._publish is None or not self._finished or (directory := self._kept.directory) is None or event.run.rank:
             return
         durable, others = self._kept.newest(regular=self.save_last)
+        place = directory if self._kept.mirror is None else self._kept.mirror.store
         for name in others:
             log.error("not published: the checkpoint was not written", hook=self.label, path=str(directory / name))
         for name in durable:
-            with self._errors("cannot publish a checkpoint", directory / name):
-                publish_checkpoint(directory / name, self._publish)
+            with self._errors("cannot publish a checkpoint", place / name):
+                publish_checkpoint(self._kept.path(name), self._publish, place)
         if durable and not others:
-            with self._errors("cannot remove the published copies of old checkpoints", directory):
-                remove_copies(directory, self._removed)
+            with self._errors("cannot remove the published copies of old checkpoints", place):
+                remove_copies(place, self._removed)
 
     def after_train_iter(self, event: events.AfterTrainIter) -> None:
         """Save by iterations. At the first update, check that saving is possible."""
@@ -301,19 +320,28 @@ class CheckpointHook(CopiedAnew, Hook):
     def checkpoint_committed(self, event: events.CheckpointCommitted) -> None:
         asked, gone = self._asked_at(event.progress), list[tuple[RetentionPolicy, str]]()
         for kept in (self._kept, self._asked):
-            if asked in kept.own(event.names):
+            if asked in (own := kept.own(event.names)):
                 kept.adopt(asked)
-            gone += [(kept, name) for name in kept.committed(event.names)]
-        if not self._removes:
-            return
+            gone += [(kept, name) for name in kept.committed(own)]
+            if kept.mirror is not None and self._removes:
+                for name in filter(kept.has, own):
+                    kept.mirror.keep(name, event.progress, event.bytes)
+        if self._removes:
+            self._remove(gone)
+
+    def _remove(self, gone: Collection[tuple[RetentionPolicy, str]]) -> None:
+        """Remove files that no hook of the run wants any more."""
         gone, self._unremoved = [*(one for one in self._unremoved if not one[0].has(one[1])), *gone], []
         for kept, name in gone:
             assert kept.directory is not None  # noqa: S101 - it has files
             path = kept.directory / name
-            with self._errors("cannot remove an old checkpoint", path, then=partial(self._unremoved.append, (kept, name))):
-                remove(path)
-                self._removed.append(name)
-                log.debug("removed an old checkpoint", hook=self.label, path=str(path))
+            self._removed.append(name)
+            if kept.mirror is not None:
+                kept.mirror.drop(name)
+            elif not any(one.has(name) for one in kept.of_hooks if one.directory == kept.directory):
+                with self._errors("cannot remove an old checkpoint", path, then=partial(self._unremoved.append, (kept, name))):
+                    remove(path)
+                    log.debug("removed an old checkpoint", hook=self.label, path=str(path))
         for kept in (self._kept, self._asked):
             if self._sharded and kept.directory is not None:  # also when a newer file of the same name has replaced one
                 with self._errors("cannot remove parts of old checkpoints", kept.directory):
@@ -321,20 +349,20 @@ class CheckpointHook(CopiedAnew, Hook):
 
     @mount("checkpoint_failed", "checkpoint_skipped")
     def forget(self, event: events.CheckpointFailed | events.CheckpointSkipped) -> None:
-        """Forget files that were not written, unless a store gets them later. The files that they would have replaced stay."""
-        if isinstance(event, events.CheckpointSkipped) or not event.kept:
-            gone = self._kept.forget(event.names)
-            if isinstance(self._kept.directory, RemotePath):  # which may have them: an answer can be lost
-                self._unremoved += [(self._kept, name) for name in gone]
+        """Forget files that were not written. The files that they would have replaced stay."""
+        self._kept.forget(event.names)
 
     def state_dict(self) -> dict[str, Any]:
         asked = self._asked.state_dict()["files"]
-        return self._kept.state_dict() | ({"asked": asked} if asked else {})
+        replaced = [] if self._kept.mirror is None else self._kept.mirror.replaced
+        return self._kept.state_dict() | ({"asked": asked} if asked else {}) | ({"replaced": replaced} if replaced else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the kept files and best scores. A best score without its file is forgotten: the next score is the best."""
         self._kept.load_state_dict(state)
         self._asked.load_state_dict({"files": state.get("asked", ()), "best": {}, "metrics": None})
+        if self._kept.mirror is not None:
+            self._kept.mirror.replaced += filter(self._kept.knows, state.get("replaced", ()))
 
     def _asked_at(self, at: events.Progress) -> str:
         """Return the name by which ``checkpoint_now()`` saves here."""
@@ -356,16 +384,13 @@ class CheckpointHook(CopiedAnew, Hook):
 
     @contextmanager
     def _errors(self, what: str, path: AnyPath | str, then: Callable[[], object] | None = None) -> Iterator[None]:
-        """With ``on_error="log"``, log file system errors instead of raising them, and call ``then``.
-
-        So it does for a file in a store that is to be removed: it can be tried again.
-        """
+        """With ``on_error="log"``, log file system errors instead of raising them; call ``then`` in any case."""
         try:
             yield
         except (CheckpointError, OSError) as error:
             if then is not None:
                 then()
-            if self.on_error == "raise" and (then is None or not isinstance(path, RemotePath)):
+            if self.on_error == "raise":
                 raise
             log.warning(what, hook=self.label, path=str(path), error=str(error))
 

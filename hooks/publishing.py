@@ -14,8 +14,8 @@ log = get_logger()
 _COPY = re.compile(r"(.+)-[0-9a-f]{8}")
 
 
-def publish_checkpoint(path: AnyPath, keys: Iterable[str]) -> AnyPath:
-    """Write a copy of a checkpoint with only ``keys`` (such as ``"state_dict"``) beside it; return its path.
+def publish_checkpoint(path: AnyPath, keys: Iterable[str], directory: AnyPath) -> AnyPath:
+    """Write a copy of a checkpoint with only ``keys`` (such as ``"state_dict"``) into ``directory``; return its path.
 
     The copy's name is ``<name>-<first 8 hex digits of its SHA-256>``. It has the scores of the checkpoint.
 
@@ -25,7 +25,7 @@ def publish_checkpoint(path: AnyPath, keys: Iterable[str]) -> AnyPath:
     tree = load_whole(path) if isinstance(path, Path) else load(path)
     stripped = {key: tree[key] for key in keys_to_publish(keys, tree, str(path))}
     staged = stage(stripped)
-    published = path.with_name(f"{path.stem}-{staged.sha256()[:8]}{path.suffix}")
+    published = directory / f"{path.stem}-{staged.sha256()[:8]}{path.suffix}"
     digest = write(staged, published).digest
     if scores := scores_of(path):
         note_scores(published.parent, digest, [published.name], scores)

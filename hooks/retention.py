@@ -5,7 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any, ClassVar
+from pathlib import Path
+from types import NoneType
+from typing import Any, ClassVar, Protocol, TypeGuard
 
 import msgspec
 
@@ -13,6 +15,7 @@ from trainbus.eventloop import CheckpointError, get_logger
 from trainbus.eventloop.checkpoint import (
     TEMPORARY_PREFIX,
     AnyPath,
+    RemotePath,
     check_regular,
     is_folder,
     is_plain_name,
@@ -20,7 +23,7 @@ from trainbus.eventloop.checkpoint import (
     remove,
     sweep_shards,
 )
-from trainbus.eventloop.events import Slot
+from trainbus.eventloop.events import Progress, Slot
 from trainbus.hooks.copies import CopiedAnew
 from trainbus.hooks.rules import BestMetrics
 
@@ -34,6 +37,20 @@ KEPT = Slot("kept checkpoints", list)
 """The policies of all hooks of a run. A hook does not remove a file that another one keeps."""
 
 REGULAR = ""  # the kind of regular files. The kind of a best file is the name of its metric.
+
+
+class Store(Protocol):
+    """Where files go from their directory: :class:`trainbus.hooks.mirror.Mirror`."""
+
+    policies: list[RetentionPolicy]
+    store: RemotePath
+    replaced: list[str]
+
+    @property
+    def there(self) -> Mapping[str, int]: ...
+    def path(self, name: str) -> AnyPath: ...
+    def keep(self, name: str, progress: Progress, size: int = 0) -> None: ...
+    def drop(self, name: str) -> None: ...
 
 
 class KeptFile(msgspec.Struct):
@@ -53,10 +70,12 @@ class RetentionPolicy(CopiedAnew):
     The training thread requests files. The committing thread reports whether they are durable or have failed.
     """
 
-    of_run: ClassVar = {"_lock": threading.Lock, "_of_run": list}
+    of_run: ClassVar = {"_lock": threading.Lock, "of_hooks": list, "mirror": NoneType}
 
     def __init__(self, keep: int | None, best: BestMetrics, keep_best: int | None = 1) -> None:
-        self.directory: AnyPath | None = None
+        self.directory: Path | None = None
+        self.mirror: Store | None = None
+        """What brings the files to a store."""
         self._prefix: str | None = None  # of the paths in it, as text: pathlib would hold the GIL beside the training
         self._suffix = SUFFIX
         self.best = best
@@ -64,36 +83,48 @@ class RetentionPolicy(CopiedAnew):
         self._keep_best = keep_best
         self._files: dict[str, list[KeptFile]] = {REGULAR: []}  # by kind, oldest first
         self._lost: dict[str, str] = {}  # by kind, the newest file if it was not written
-        self._awaited: Collection[str] = ()
         self._looks = True
-        self._of_run: list[RetentionPolicy] = [self]
+        self.of_hooks: list[RetentionPolicy] = [self]
+        """The policies of all hooks of the run."""
         self._lock = threading.Lock()
 
     def begin(
         self,
-        directory: AnyPath | None,
-        of_run: list[RetentionPolicy],
+        directory: Path | None,
+        of_hooks: list[RetentionPolicy],
         suffix: str,
-        awaited: Collection[str] = (),
+        mirror: Store | None = None,
         *,
         looks: bool = True,
     ) -> None:
-        """Begin a run, whose files end in ``suffix``, and add this policy to those ``of_run``.
+        """Begin a run, whose files end in ``suffix``, and add this policy to those ``of_hooks``.
 
-        In a new directory, forget the files of the run before. ``awaited`` are paths of files that a store will get later.
-        Unless it ``looks``, all files in a restored state count as there: the disk may be another than that of rank 0.
+        In a new directory, forget the files of the run before. Unless it ``looks``, all files in a restored state count as
+        there: the disk may be another than that of rank 0.
         """
         self._looks = looks
         self._suffix = suffix
-        self._of_run = of_run
-        of_run.append(self)
+        self.of_hooks = of_hooks
+        of_hooks.append(self)
+        self.mirror = mirror
+        if mirror is not None:
+            mirror.policies.append(self)
         if directory != self.directory:
             self.directory = directory
             self._prefix = None if directory is None else str(directory / "x").removesuffix("x")
             self.best.reset()
             with self._lock:
                 self._files, self._lost = {REGULAR: []}, {}
-        self._awaited = self.own(awaited)
+
+    def path(self, name: str) -> AnyPath:
+        """Return the path of a file where it can be read."""
+        assert self.directory is not None  # noqa: S101 - it has files
+        return self.directory / name if self.mirror is None else self.mirror.path(name)
+
+    def durable(self) -> list[str]:
+        """Return the names of the files that are durable."""
+        with self._lock:
+            return [file.name for files in self._files.values() for file in files if file.durable]
 
     def improved(self, metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
         """Yield name and score of each metric whose file would be one of the best."""
@@ -112,12 +143,6 @@ class RetentionPolicy(CopiedAnew):
             files = self._ranked(metric) if metric != REGULAR else []
         found = next((file for file in files if file.durable or not self._looks), None)
         return None if found is None else (metric, found)
-
-    def wants(self, path: str) -> bool:
-        """Return True if a file is one of the best so far, whether it is durable or not."""
-        with self._lock:
-            best = {file.name for kind in self._files if kind != REGULAR for file in self._ranked(kind)[: self._keep_best]}
-        return not best.isdisjoint(self.own([path]))
 
     def _ranked(self, kind: str) -> list[KeptFile]:
         """Return the files of a kind: the newest regular one first, the best first."""
@@ -143,6 +168,17 @@ class RetentionPolicy(CopiedAnew):
                 files = self._files[REGULAR]
                 self._files[REGULAR] = [file for file in files if file.name != name or file is files[-1]]
 
+    def give_up(self, name: str) -> bool:
+        """Forget a regular file that is not the newest; return False if this policy wants it as one of the best, or newest."""
+        with self._lock:
+            regular = self._files[REGULAR]
+            if any(file.name == name for kind, files in self._files.items() if kind != REGULAR for file in files):
+                return False
+            if regular and regular[-1].name == name:
+                return False
+            self._files[REGULAR] = [file for file in regular if file.name != name]
+            return True
+
     def put(self, name: str, kind: str = REGULAR, score: float | None = None) -> None:
         with self._lock:
             files = self._files.setdefault(kind, [])
@@ -153,9 +189,9 @@ class RetentionPolicy(CopiedAnew):
     def adopt(self, name: str) -> None:
         """Count a durable file that the run saved by itself, as for ``checkpoint_now()``, among the regular ones.
 
-        Unless all regular files stay, or a hook of the run has it.
+        Unless all regular files stay here, or a hook of the run has it.
         """
-        if self._keep is None or self.directory is None or self._is_kept(name):
+        if (self._keep is None and self.mirror is None) or self.directory is None or self._is_kept(name):
             return
         with self._lock:
             files = self._files[REGULAR]
@@ -165,21 +201,23 @@ class RetentionPolicy(CopiedAnew):
     def adopt_if_there(self, names: Iterable[str]) -> None:
         """Adopt those of these names that have a file. A save in which they are not listed has these names, too."""
         for name in names:
-            if self._keep is not None and self._looks and not self._is_kept(name) and self._exists(name):
+            if self._looks and not self._is_kept(name) and self.knows(name):
                 self.adopt(name)
 
     def _is_kept(self, name: str) -> bool:
-        return any(policy.has(name) for policy in self._of_run if policy.directory == self.directory)
+        of_place = (one for one in self.of_hooks if one.directory == self.directory and one.mirror is self.mirror)
+        return any(policy.has(name) for policy in of_place)
 
     def own(self, paths: Iterable[str]) -> Collection[str]:
-        if (prefix := self._prefix) is None:
-            return ()
-        names = {path.removeprefix(prefix) for path in paths if path.startswith(prefix)}
+        prefixes = () if self._prefix is None else (self._prefix,)
+        if self.mirror is not None:
+            prefixes += (f"{self.mirror.store}/",)
+        names = {path.removeprefix(one) for path in paths for one in prefixes if path.startswith(one)}
         return {name for name in names if "/" not in name}
 
-    def committed(self, paths: Iterable[str]) -> list[str]:
+    def committed(self, own: Collection[str]) -> list[str]:
         """Mark files as durable; return the names of files that no hook of the run keeps any more."""
-        own, gone = self.own(paths), []
+        gone = list[str]()
         with self._lock:
             for kind, files in self._files.items() if own else ():
                 for file in files:
@@ -219,12 +257,12 @@ class RetentionPolicy(CopiedAnew):
         wanted = {kind: files for kind, files in state["best"].items() if kind in self.best.names}
         for kind, files in {REGULAR: state["files"], **wanted}.items():
             known = [one for one in files if kind == REGULAR or isinstance(one["score"], int | float)]
-            found = [KeptFile(one["name"], one["score"], durable=self._exists(one["name"])) for one in known]
-            there = [file for file in found if file.durable or any(file.name == name for name in self._awaited)]
+            found = [KeptFile(one["name"], one["score"], durable=self.knows(one["name"])) for one in known]
             with self._lock:
-                self._files[kind] = there
+                self._files[kind] = [file for file in found if file.durable]
 
-    def _exists(self, name: object) -> bool:
+    def knows(self, name: object) -> TypeGuard[str]:
+        """Return True if a file is there, and its name is one that the hook may have given."""
         problem = "not a name that the hook gives"
         if is_plain_name(name) and name.endswith(self._suffix) and not name.startswith("."):
             if self.directory is None or not self._looks:
@@ -237,7 +275,7 @@ class RetentionPolicy(CopiedAnew):
             except CheckpointError as error:
                 problem = str(error)
             except OSError:
-                return False
+                return self.mirror is not None and name in self.mirror.there
         log.warning("the checkpoint names a file that this hook did not write; the hook ignores it", name=name, error=problem)
         return False
 

@@ -92,10 +92,6 @@ class Hook:
         """Return the best checkpoint that this hook keeps, a ``Best`` of path, score and metric; None by default."""
         return None
 
-    def keeps(self, path: str) -> bool:
-        """Return True if this hook still wants the file of a best checkpoint that a store has not taken yet."""
-        return False
-
     def take_weights(self, checkpoint: dict[str, Any]) -> None:
         """Take over the averages in the best checkpoint, whose weights are loaded at the end of a training.
 

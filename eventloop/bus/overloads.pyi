@@ -408,6 +408,18 @@ class TypedOn:
         **options: Unpack[HandlerOptions],
     ) -> Subscription: ...
     @overload
+    def on(
+        self, event: Literal["checkpoint_uploaded"], /, **options: Unpack[HandlerOptions]
+    ) -> Listens[ev.CheckpointUploaded]: ...
+    @overload
+    def on(
+        self,
+        event: Literal["checkpoint_uploaded"],
+        handler: Callable[[ev.CheckpointUploaded], object],
+        /,
+        **options: Unpack[HandlerOptions],
+    ) -> Subscription: ...
+    @overload
     def on(self, event: Literal["checkpoint_failed"], /, **options: Unpack[HandlerOptions]) -> Listens[ev.CheckpointFailed]: ...
     @overload
     def on(
@@ -727,6 +739,10 @@ class TypedOn:
     def stream(
         self, event: Literal["checkpoint_committed"], /, **options: Unpack[StreamOptions]
     ) -> Stream[ev.CheckpointCommitted]: ...
+    @overload
+    def stream(
+        self, event: Literal["checkpoint_uploaded"], /, **options: Unpack[StreamOptions]
+    ) -> Stream[ev.CheckpointUploaded]: ...
     @overload
     def stream(
         self, event: Literal["checkpoint_failed"], /, **options: Unpack[StreamOptions]

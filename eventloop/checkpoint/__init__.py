@@ -32,8 +32,22 @@ from trainbus.eventloop.checkpoint.overlap import Overlap, Staging
 from trainbus.eventloop.checkpoint.plain_types import weights_only
 from trainbus.eventloop.checkpoint.remote import RemotePath
 from trainbus.eventloop.checkpoint.saver import AsyncSaver, Busy
-from trainbus.eventloop.checkpoint.scores import SCORES, note_scores, read_scores, scores_of
-from trainbus.eventloop.checkpoint.shards import is_dtensor, is_sharded, remove_whole, sharded_in, sweep_shards, verify_shards
+from trainbus.eventloop.checkpoint.scores import SCORES, FileScores, note_scores, read_scores, scores_of
+from trainbus.eventloop.checkpoint.shards import (
+    COMMITTED,
+    INDEX,
+    check_parts,
+    is_dtensor,
+    is_sharded,
+    own_parts,
+    part_files,
+    remove_parts,
+    remove_whole,
+    sharded_in,
+    sweep_shards,
+    verify_shards,
+)
+from trainbus.eventloop.checkpoint.shards import SUFFIX as SHARDS_SUFFIX
 from trainbus.eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, WriteFile, save, stage, write
 from trainbus.eventloop.checkpoint.store import (
     AnyPath,
@@ -50,6 +64,7 @@ from trainbus.eventloop.checkpoint.store import (
     remove,
     symlink,
 )
+from trainbus.eventloop.checkpoint.together import Together
 from trainbus.eventloop.checkpoint.tree import packed
 from trainbus.eventloop.checkpoint.weights import is_weights, load_whole, pick_weights
 from trainbus.eventloop.checkpoint.wrappers import (
@@ -60,8 +75,11 @@ from trainbus.eventloop.checkpoint.wrappers import (
 )
 
 __all__ = [
+    "COMMITTED",
     "FORMER_PREFIX",
+    "INDEX",
     "SCORES",
+    "SHARDS_SUFFIX",
     "STATE_FILE",
     "TEMPORARY_PREFIX",
     "AnyPath",
@@ -70,15 +88,18 @@ __all__ = [
     "BackgroundWriter",
     "Busy",
     "CommitInfo",
+    "FileScores",
     "Overlap",
     "PendingSaves",
     "RemotePath",
     "StageBuffer",
     "StagedTree",
     "Staging",
+    "Together",
     "WrapperNames",
     "WriteFile",
     "as_path",
+    "check_parts",
     "check_regular",
     "checkpoints_in",
     "commit_bytes",
@@ -105,11 +126,14 @@ __all__ = [
     "note_scores",
     "open_file",
     "outline",
+    "own_parts",
     "packed",
+    "part_files",
     "pick_weights",
     "read_scores",
     "remove",
     "remove_leftover",
+    "remove_parts",
     "remove_whole",
     "same_but_for_wrappers",
     "save",

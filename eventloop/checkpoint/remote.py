@@ -152,7 +152,7 @@ class RemotePath:
                 self._again(put)
             except (FileExistsError, FileNotFoundError) as error:
                 # A request whose answer is lost is sent again, and then finds that its work is done.
-                if not self._has(size, end):
+                if not self.has(size, end):
                     if isinstance(error, FileNotFoundError):
                         raise
                     raise CheckpointError(
@@ -165,7 +165,7 @@ class RemotePath:
         """Whether a file can be written here only if there is none of its name, by one step."""
         return type(self.fs).__module__.startswith(_CREATE)
 
-    def _has(self, size: int, end: bytes) -> bool:
+    def has(self, size: int, end: bytes) -> bool:
         """Return True if the file has this size and end, which is the digest of a checkpoint."""
         with suppress(Exception):
             return bool(end) and self._info()["size"] == size and self.fs.cat_file(str(self), start=size - len(end)) == end

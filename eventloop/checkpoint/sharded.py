@@ -30,12 +30,12 @@ from trainbus.eventloop.checkpoint.forms import strides_like, with_kind
 from trainbus.eventloop.checkpoint.overlap import Overlap
 from trainbus.eventloop.checkpoint.pieces import Box, Keys, ReadTarget, fill, mapped, shared_box
 from trainbus.eventloop.checkpoint.rebuild import DTYPES
-from trainbus.eventloop.checkpoint.shards import INDEX, MARK, Indexed, Piece
+from trainbus.eventloop.checkpoint.shards import COMMITTED, INDEX, MARK, Indexed, Piece
 from trainbus.eventloop.checkpoint.stage import StageBuffer, StagedTree, save, stage, write
-from trainbus.eventloop.checkpoint.store import AnyPath, link, make_directory, open_file
+from trainbus.eventloop.checkpoint.store import AnyPath, commit_bytes, link, make_directory, open_file
+from trainbus.eventloop.checkpoint.together import Together
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError, CheckpointValueError
 from trainbus.eventloop.privates import chunk_of
-from trainbus.eventloop.user_errors import described
 
 _WHOLE: Final = frozenset({"progress", "data", "rng", "ranks", "stateful", "info"})  # in a run's tree: no weights in them
 
@@ -145,56 +145,47 @@ class Parts:
         self._index: dict[str, Indexed] = {}
         self._files: set[str] = set()
         """The files of all parts, on rank 0."""
-        self._group = group
-        self._rank = 0 if group is None else distributed.get_rank(group)
-        self.first = self._rank == 0
-        """True on the process that writes the file."""
-
-    @property
-    def written(self) -> bool:
-        """True if a directory has all parts; the same on all processes."""
-        return bool(self._places)
+        self._all = Together(group)
 
     def release(self) -> None:
         """Give the memory back; in further directories the part is then linked or copied from one that has it."""
         self._staged.release()
 
-    def commit(self, beside: AnyPath, write: Callable[[], int], note: Callable[[set[str]], object] | None = None) -> int:
+    def commit(self, beside: AnyPath, write: Callable[[], int], *, apart: bool = False) -> int:
         """Write this process's part into the directory of ``beside``, unless that has it; wait for the others' parts.
 
         Then rank 0 writes the file, by ``write``. Return its result; 0 on others.
 
-        With ``note`` the directory may be another one for each process, of which no reader sees all. Each calls ``note`` with
-        the names of all parts, before rank 0 writes the file.
+        With ``apart`` the directory may be another one for each process, so that no reader sees all parts. Each then notes in
+        its own that the file exists.
 
         A collective. All processes raise CheckpointError if one of them fails.
         """
-        directory = beside.with_name(self.name)
+        directory, first = beside.with_name(self.name), self._all.first
+        what = f"cannot write {directory}"
         if directory not in self._places:
-            makes = self.first or note is not None
-            self._together(directory, lambda: make_directory(directory) if makes else None)  # all continue, or none
+            self._all.do(what, lambda: make_directory(directory) if first or (apart and self._own) else None)
             if self._places:
-                self._together(directory, lambda: self._link_part(directory))
+                self._all.do(what, lambda: self._link_part(directory))
             else:
-                pieces = self._gathered(self._together(directory, lambda: self._write_part(directory)))
+                pieces = self._all.gather(self._all.do(what, lambda: self._write_part(directory)))
                 self._files = {piece.file for one in pieces for _, piece in one}
-                self._together(directory, lambda: self._put_together(pieces))
-            if note is not None:
-                names = self._from_first(self._files)
-                self._together(directory, lambda: note(names))
-        size = self._together(directory, lambda: self._finish(directory, write) if self.first else 0)
+                self._all.do(what, lambda: self._put_together(pieces))
+        size = self._all.do(what, lambda: self._finish(directory, write) if first else 0)
+        if apart and self._own:
+            commit_bytes(directory / COMMITTED, b"")
         if directory not in self._places:
             self._places.append(directory)
         return int(size)
 
     def _link_part(self, directory: AnyPath) -> None:
         if self._own:
-            link(self._places[0] / (name := shards.part_name(self._rank)), directory / name)
+            link(self._places[0] / (name := shards.part_name(self._all.rank)), directory / name)
 
     def _write_part(self, directory: AnyPath) -> list[tuple[str, Piece]]:
         if self._staged.released:
             raise CheckpointError("the save that had its tensors could not be written")
-        name, begins = shards.part_name(self._rank), self._staged.offsets()
+        name, begins = shards.part_name(self._all.rank), self._staged.offsets()
         pieces = [
             (key, Piece(*box, name, begin, torch.Size(box.shape).numel() * self._sizes[key]))
             for (key, box), begin in zip(self._own.items(), begins, strict=True)
@@ -207,7 +198,7 @@ class Parts:
 
     def _put_together(self, pieces: list[list[tuple[str, Piece]]]) -> None:
         """Make the index on rank 0, and check what a reader would: that the pieces make up each tensor exactly."""
-        index = {key: Indexed(dtype, shape, []) for key, (dtype, shape) in self._tensors.items()} if self.first else {}
+        index = {key: Indexed(dtype, shape, []) for key, (dtype, shape) in self._tensors.items()} if self._all.first else {}
         for rank, of_rank in enumerate(pieces):
             for key, piece in of_rank:
                 if key not in index:
@@ -233,43 +224,6 @@ class Parts:
             save(shards.packed_index(self._index), directory / INDEX)
             make_directory(directory)  # syncs its name
         return write()
-
-    def _gathered(self, own: Any) -> list[Any]:
-        """Return what all processes have, on rank 0; an empty list on others."""
-        if self._group is None:
-            return [own]
-        everyones = [None] * distributed.get_world_size(self._group) if self.first else None
-        distributed.gather_object(own, everyones, group=self._group, group_dst=0)
-        return everyones or []
-
-    def _from_first(self, own: Any) -> Any:
-        """Return what rank 0 has."""
-        shared = [own]
-        if self._group is not None:
-            distributed.broadcast_object_list(shared, group=self._group, group_src=0)
-        return shared[0]
-
-    def _together(self, directory: AnyPath, do: Callable[[], Any]) -> Any:
-        """Call ``do``, and return its result; raise on all processes if it failed on one."""
-        result, problem, cause = None, "", None
-        try:
-            result = do()
-        except Exception as error:  # noqa: BLE001 - raised below, on all ranks
-            problem, cause = described(error), error
-        if problems := self._problems(problem):
-            raise CheckpointError(f"cannot write {directory}: {'; '.join(problems)}") from cause
-        return result
-
-    def _problems(self, own: str) -> list[str]:
-        everyones = [own]
-        if self._group is not None:
-            failed = torch.tensor(int(bool(own)))  # the usual case, with no message from each process to each
-            distributed.all_reduce(failed, group=self._group)
-            if not failed:
-                return []
-            everyones *= distributed.get_world_size(self._group)
-            distributed.all_gather_object(everyones, own, group=self._group)
-        return [f"rank {rank}: {problem}" for rank, problem in enumerate(everyones) if problem]
 
 
 def put_shards(state: Mapping[str, Any], path: AnyPath, like: Like) -> dict[str, Any]:

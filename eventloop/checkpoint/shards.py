@@ -47,6 +47,8 @@ MARK: Final = "__sharded__"
 """Key of the dict that stands in the tree for a sharded tensor, with its name."""
 SUFFIX: Final = ".shards"
 INDEX: Final = "index.safetensors"
+COMMITTED: Final = "committed"
+"""Empty file in the directory of a rank whose machine may not have the file that names it: that file exists, or did."""
 OLD_PART: Final = ".distcp"
 
 _OLD_INDEX: Final = "index.json"
@@ -57,7 +59,7 @@ _NAME: Final = re.compile(rf".+-[0-9a-f]{{8}}{re.escape(SUFFIX)}", re.DOTALL)
 """Names of directories: the name of the file, and a token."""
 _TENSORS: Final = re.compile(r"__\d+\.safetensors|__\d+_\d+\.distcp")
 _OTHERS: Final = re.compile(
-    rf"index\.safetensors|index\.json|(\d+|index)\.digests\.json|{re.escape(TEMPORARY_PREFIX)}.+\.tmp", re.DOTALL
+    rf"index\.safetensors|committed|index\.json|(\d+|index)\.digests\.json|{re.escape(TEMPORARY_PREFIX)}.+\.tmp", re.DOTALL
 )
 """Names of the files in them."""
 
@@ -154,6 +156,21 @@ def read_index(directory: AnyPath) -> dict[str, Indexed]:
             raise CheckpointDamagedError(f"{path} names {piece.file!r}, which is not a file of that directory")
     check_index(index, directory, path)
     return index
+
+
+def part_files(directory: AnyPath) -> set[str]:
+    """Return the names of the files with the parts, by the index; the files themselves may be elsewhere.
+
+    Raises:
+        FileNotFoundError: the index is not here.
+        CheckpointDamagedError: it is damaged.
+    """
+    path = directory / INDEX
+    try:
+        index = msgspec.json.decode(load(path)["index"], type=dict[str, Indexed])
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, KeyError) as error:
+        raise CheckpointDamagedError(f"{path} cannot be read: {error}") from error
+    return {piece.file for piece in all_pieces(index)}
 
 
 def check_index(
@@ -290,13 +307,13 @@ def sweep_shards(directory: AnyPath, *, still: float = 60.0) -> bool:
     A checkpoint counts under any name, also one such as ``epoch_1.bak``.
 
     Only a directory that ``sharded`` has named and filled, with nothing else in it, is one. One that has changed in the last
-    ``still`` seconds is being written, and stays. So do those that are older than a file that cannot be read. Each removal is
-    logged.
+    ``still`` seconds is being written, and stays. So do those that are older than a file that cannot be read, and those whose
+    file may be on another machine. Each removal is logged.
 
     Raises:
         CheckpointError: a directory cannot be removed.
     """
-    found = {one: parts for one in list_directories(directory) if (parts := _own_parts(one))}
+    found = {one: parts for one in list_directories(directory) if (parts := own_parts(one))}
     if not found:
         return False
     named, since = set(), -math.inf
@@ -314,10 +331,30 @@ def sweep_shards(directory: AnyPath, *, still: float = 60.0) -> bool:
         named.add(sharded_in(tree))
     for one, parts in found.items():
         older = any(changed is None or changed <= since for changed in parts.values())
-        if one.name not in named and not older and (not still or _unchanged(one, parts) >= still):
+        if (
+            one.name not in named
+            and not older
+            and one / COMMITTED not in parts
+            and (not still or _unchanged(one, parts) >= still)
+        ):
             remove_directory(one, list(parts))
             log.info("removed the sharded tensors of a checkpoint that does not exist", path=str(one))
     return True
+
+
+def stranded(directory: Path) -> list[Path]:
+    """Return the notes of parts that a file has named, which may be on another machine."""
+    return [*directory.glob(f"*{SUFFIX}/{COMMITTED}")]
+
+
+def remove_parts(directory: AnyPath) -> None:
+    """Remove a directory with parts, if it is there and has nothing else.
+
+    Raises:
+        CheckpointError: it cannot be removed.
+    """
+    if parts := own_parts(directory):
+        remove_directory(directory, list(parts))
 
 
 def remove_whole(path: AnyPath) -> None:
@@ -331,8 +368,8 @@ def remove_whole(path: AnyPath) -> None:
     except (CheckpointError, OSError):
         name = None
     remove(path)
-    if name is not None and (parts := _own_parts(directory := path.with_name(name))):
-        remove_directory(directory, list(parts))
+    if name is not None:
+        remove_parts(path.with_name(name))
 
 
 def _is_foreign(file: AnyPath) -> bool:
@@ -343,7 +380,7 @@ def _is_foreign(file: AnyPath) -> bool:
         return False
 
 
-def _own_parts(directory: AnyPath) -> dict[AnyPath, float | None]:
+def own_parts(directory: AnyPath) -> dict[AnyPath, float | None]:
     """Return the files in a directory, and when each has changed, if its name and all its files are of ``sharded``."""
     if not _NAME.fullmatch(directory.name) or list_directories(directory):
         return {}

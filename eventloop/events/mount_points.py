@@ -270,11 +270,25 @@ class CheckpointCommitted(Event, kw_only=True):
     stall: float = 0.0
 
 
-class CheckpointFailed(Event, kw_only=True):
-    """A checkpoint could not be written; earlier ones are untouched. Published on the writing thread.
+class CheckpointUploaded(Event, kw_only=True):
+    """A store has a checkpoint that was committed before. Published on the uploading thread.
 
-    ``kept`` is the file in the work dir that holds it until the store takes it or a later one; empty if there is none. Of a
-    sharded model it is the directory with this rank's part, where the work dir does not have the file.
+    ``path`` is its URL, ``file`` the file on this machine, which may be removed now. ``bytes`` is its size, and ``seconds`` the
+    time to upload it. Of a sharded model that is the part of this rank.
+    """
+
+    progress: Progress
+    path: str
+    file: str
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+class CheckpointFailed(Event, kw_only=True):
+    """A checkpoint could not be written or uploaded; earlier ones are untouched. Published on the writing or uploading thread.
+
+    ``kept`` is the file on this machine that a store did not take; empty if no file could be written. Of a sharded model it is
+    the directory with this rank's part, where this machine does not have the file.
     """
 
     progress: Progress

@@ -22,9 +22,16 @@ _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 def refuses_collectives(handler: Callable[[Any], Any], label: str, *, is_async: bool) -> Callable[[Any], Any]:
     """Return ``handler`` with collectives in it raising OffloadError; unchanged where there is one process.
 
+    So it is for a handler with the attribute ``has_own_group``: all ranks call it with the same events in one order, and it
+    has a process group that nobody else uses.
+
     Every operator that it calls then goes through Python code (some microseconds, off the training thread).
     """
-    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+    if (
+        getattr(handler, "has_own_group", False)
+        or not (distributed.is_available() and distributed.is_initialized())
+        or distributed.get_world_size() == 1
+    ):
         return handler
 
     def call(function: Callable[..., Any], *arguments: Any) -> Any:

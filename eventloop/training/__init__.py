@@ -1,7 +1,7 @@
 """The training loop: ``Run`` publishes the mount points in order, and ``TrainLoop`` is built on it."""
 
 from trainbus.eventloop.training.distributed.mailbox import Mailbox
-from trainbus.eventloop.training.distributed.ranks import failed_first
+from trainbus.eventloop.training.distributed.ranks import failed_first, own_group
 from trainbus.eventloop.training.distributed.samples import GlobalBatchSampler
 from trainbus.eventloop.training.driver import Driver
 from trainbus.eventloop.training.host import Host, HostFacts, OwnLoop
@@ -14,13 +14,16 @@ from trainbus.eventloop.training.rng import SeededDataset, set_sampler_epoch
 from trainbus.eventloop.training.run import HostedRun, Run
 from trainbus.eventloop.training.saves.best import Best, load_best_at_end
 from trainbus.eventloop.training.saves.contents import imported_state
-from trainbus.eventloop.training.saves.discover import peek
+from trainbus.eventloop.training.saves.discover import is_candidate, newest_candidate, peek, read_pointer
 from trainbus.eventloop.training.saves.foreign import ForeignFormat, convert_foreign, register_format
+from trainbus.eventloop.training.saves.requests import SaveOutcome
 from trainbus.eventloop.training.saves.weights import checkpoint_keys, checkpoint_names, load_weights
+from trainbus.eventloop.training.schema import LAST, how_far
 from trainbus.eventloop.training.update import Update
 from trainbus.eventloop.training.worker_signals import WorkerSignals
 
 __all__ = [
+    "LAST",
     "ONE_NUMBER",
     "Best",
     "Driver",
@@ -33,6 +36,7 @@ __all__ = [
     "Metric",
     "OwnLoop",
     "Run",
+    "SaveOutcome",
     "Scope",
     "SeededDataset",
     "TrainLoop",
@@ -44,14 +48,19 @@ __all__ = [
     "convert_foreign",
     "enter_training_mode",
     "failed_first",
+    "how_far",
     "imported_state",
     "in_training_mode",
+    "is_candidate",
     "load_best_at_end",
     "load_weights",
     "missing_metric",
+    "newest_candidate",
     "not_a_number",
     "optimizers_of",
+    "own_group",
     "peek",
+    "read_pointer",
     "register_format",
     "set_sampler_epoch",
 ]

@@ -174,7 +174,6 @@ class Driver(Session):
         self.state.set_progress()
         self._announce(*turn.events)
         self._saves.save_if_asked(force=True)
-        self._saves.retry()  # handlers of after_run may need the files
         self.state.end_training()
         self.state.machine.go(turn)
 

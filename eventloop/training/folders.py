@@ -18,11 +18,12 @@ from typing import Any, Final, TypeVar, cast
 
 from trainbus.eventloop.bus import Hook
 from trainbus.eventloop.checkpoint import SCORES, AnyPath, checkpoints_in, is_checkpoint
+from trainbus.eventloop.checkpoint.shards import stranded
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.log import get_logger
-from trainbus.eventloop.training.schema import KEPT, LAST
+from trainbus.eventloop.training.schema import LAST
 
-_FILES: Final = (LAST, KEPT, SCORES, "run.json", "record.jsonl", "scalars.jsonl", "scalars.csv", "tensorboard")
+_FILES: Final = (LAST, SCORES, "run.json", "record.jsonl", "scalars.jsonl", "scalars.csv", "tensorboard")
 """Files that hooks write into the work dir of a run, by default."""
 
 LOCK: Final = ".trainbus.lock"
@@ -46,14 +47,14 @@ def files_of_run(folder: AnyPath, hooks: Iterable[Hook] = ()) -> Iterator[AnyPat
 
 def has_run(folder: AnyPath, hooks: Iterable[Hook] = ()) -> bool:
     """Return True if a folder has files of a run. One that only has other files has none."""
-    keeps = isinstance(folder, Path) and any(folder.glob(f"*.shards/{KEPT}"))  # of a rank that writes nothing else
+    keeps = isinstance(folder, Path) and bool(stranded(folder))  # of a rank that writes nothing else
     return keeps or any(True for _ in files_of_run(folder, hooks))
 
 
 def move_aside(folder: Path, hooks: Iterable[Hook]) -> Path | None:
     """Move the files of an earlier run in ``folder`` to its subfolder ``earlier-1``, ``earlier-2`` …; return that."""
     found = [path for path in files_of_run(folder, hooks) if isinstance(path, Path) and path.is_relative_to(folder)]
-    if any(folder.glob("*.shards")):  # beside their checkpoints
+    if bool(stranded(folder)):  # beside their checkpoints
         found = [path for path in found if path.name != LAST and not is_checkpoint(path)]
     if not found:
         return None

@@ -506,7 +506,7 @@ class HostedRun:
 
         Args:
             name: file name.
-            directory: a directory or URL; the work dir by default.
+            directory: a directory on this machine; the work dir by default.
             leave_out: keys to leave out of the checkpoint, such as ``"optimizer"`` (then a resume is not exact) or keys of
                 hooks.
             on_error: if the file cannot be written, ``"raise"`` ends the run, ``"log"`` continues.
@@ -525,10 +525,9 @@ class HostedRun:
         """
         return self.saves.add_directory(as_path(directory))
 
-    @property
-    def kept_uploads(self) -> Collection[str]:
-        """The URLs of checkpoints that an earlier run with this work dir keeps there until their store takes them."""
-        return self.saves.kept_uploads
+    def mirrored_by(self, mirror: Any) -> None:
+        """Have a mirror upload what is saved to its directory. Call it before the run."""
+        self.saves.mirrors.append(mirror)
 
     def note_options(self, owner: str, options: Any) -> None:
         """Record options that a checkpoint overrides; a resume warns about options that the program changed.
@@ -549,8 +548,8 @@ class HostedRun:
         return self.saves.check(request, rehearse=not self.rank)
 
     def wait_for_saves(self) -> None:
-        """Wait until no save is being written."""
-        self.saves.wait()
+        """Wait until no save is being written, or uploaded to a store."""
+        self.saves.wait_for_all()
 
     @property
     def train_data(self) -> Iterable[Any] | None:

@@ -22,8 +22,6 @@ FORMAT: Final = 2
 
 LAST: Final = "last_checkpoint"
 """File with the relative path (or URL) of the newest committed checkpoint, in its directory and in the work dir."""
-KEPT: Final = "kept.json"
-"""File in the work dir with the names of files that are kept for a store, each with the URLs that it waits for."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Tree = dict[str, Any]

@@ -4,7 +4,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from structlog.testing import capture_logs
 
-from trainbus.eventloop import CheckpointError
+from trainbus.eventloop import CheckpointError, ConfigurationError
 from trainbus.eventloop.checkpoint import load, scores_of
 from trainbus.hooks import CheckpointHook
 
@@ -33,10 +33,10 @@ def test_each_file_in_a_store_has_the_score_of_its_own_validation(tmp_path):
 
 @pytest.mark.parametrize("resume", ["auto", f"{URL}/epoch_2.safetensors"])
 @pytest.mark.parametrize("place", ["the same", "a new machine"])
-def test_a_run_resumes_from_the_url_that_last_checkpoint_names_in_both_places(job, tmp_path, memory, resume, place):
+def test_a_run_resumes_from_the_newest_file_in_both_places(job, tmp_path, memory, resume, place):
     job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "the same" / "run").run()
     assert memory.cat_file("/bucket/run/last_checkpoint") == b"epoch_2.safetensors"
-    assert (tmp_path / "the same" / "run" / "last_checkpoint").read_text() == f"{URL}/epoch_2.safetensors"
+    assert (tmp_path / "the same" / "run" / "last_checkpoint").read_text() == "epoch_2.safetensors"
     job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / place / "run", max_epochs=3).run(resume=resume)
     straight = job.loop(CheckpointHook(1), work_dir=tmp_path / "straight" / "run", max_epochs=3)
     straight.run()
@@ -93,7 +93,7 @@ def test_two_hooks_save_locally_and_remotely_with_one_write_and_published_copies
 
 
 def test_a_store_is_asked_for_no_copy_and_no_checkpoint_is_read_back(job, tmp_path, monkeypatch, there):
-    """The best file of an epoch that was saved already, and the published copies, are uploaded from memory."""
+    """The best file of an epoch that was saved already, and the published copies, are uploaded from this machine."""
     read, real = [], MemoryFileSystem.open
 
     def record(self, path, mode="rb", **options):
@@ -114,7 +114,7 @@ def test_a_store_is_asked_for_no_copy_and_no_checkpoint_is_read_back(job, tmp_pa
 
 
 def test_of_two_runs_into_one_directory_the_second_adds_and_replaces_nothing(job, tmp_path, memory):
-    """Both begin before either has saved. What it could not save is kept in its work dir."""
+    """Both begin before either has saved. What it could not upload stays in its work dir."""
     first = job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "one/run", max_epochs=2)
     second = job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "two/run", max_epochs=3)
     contents: dict[str, bytes] = {}
@@ -127,7 +127,7 @@ def test_of_two_runs_into_one_directory_the_second_adds_and_replaces_nothing(job
     with pytest.raises(CheckpointError, match=f"{URL}/epoch_1.safetensors.*out_dir="):
         second.run()
     assert {name: memory.cat_file(name) for name in memory.store} == contents
-    assert (tmp_path / "two/run/kept_epoch_3.safetensors").exists()
+    assert (tmp_path / "two/run/epoch_3.safetensors").exists()
 
 
 def test_a_run_may_replace_its_own_files_and_those_that_it_resumed_among(job, tmp_path, memory):
@@ -135,7 +135,26 @@ def test_a_run_may_replace_its_own_files_and_those_that_it_resumed_among(job, tm
     before = memory.cat_file("/bucket/run/epoch_2.safetensors")
     again = job.loop(CheckpointHook(1, out_dir=OUT), work_dir=tmp_path / "run", max_epochs=2)
     again.bus.on("after_train_iter", lambda event: event.run.set_lr(0.5), once=1)
-    again.bus.on("after_train_epoch", lambda event: event.run.request_save("x.safetensors", directory=URL))
     again.run(resume=f"{URL}/epoch_1.safetensors")
     assert memory.cat_file("/bucket/run/epoch_2.safetensors") != before
-    assert load(f"{URL}/x.safetensors")["progress"]["epoch"] == 2
+
+
+def test_a_request_for_a_url_is_refused_with_the_way_to_it(job, tmp_path):
+    loop = job.loop(work_dir=tmp_path / "run")
+    loop.bus.on("after_train_epoch", lambda event: event.run.request_save("x.safetensors", directory=URL))
+    with pytest.raises(ConfigurationError, match=f"saved on this machine first. CheckpointHook.out_dir='{URL}'"):
+        loop.run()
+
+
+@pytest.mark.parametrize("options", [{}, {"out_dir": "elsewhere"}, {"out_dir": URL, "local_dir": URL}], ids=str)
+def test_a_local_directory_is_for_a_url(options):
+    with pytest.raises(ConfigurationError, match="local_dir="):
+        CheckpointHook(**{"local_dir": "here", **options})
+
+
+def test_files_wait_where_local_dir_says(job, tmp_path, there):
+    job.loop(CheckpointHook(1, out_dir=OUT, local_dir=tmp_path / "memory"), work_dir=tmp_path / "run").run()
+    assert {path.name for path in (tmp_path / "memory/run").glob("*.safetensors")} == {"epoch_2.safetensors"}
+    assert not list((tmp_path / "run").glob("*.safetensors"))
+    assert (tmp_path / "run/last_checkpoint").read_text() == "../memory/run/epoch_2.safetensors"
+    assert there() == {"epoch_1", "epoch_2", "last_checkpoint"}

@@ -218,63 +218,48 @@ def test_each_rank_verifies_some_parts_and_all_skip_a_checkpoint_with_a_damaged_
         assert found == (8, [f"__{rank}.safetensors"] * 2)
 
 
-def refused_at(out_dir: str, epoch: int) -> list[str]:
-    """Train with a store that does not take what rank 1 has after ``epoch``; return the failures that were told."""
-    loop = jobs.make_loop(None, CheckpointHook(interval=1, out_dir=out_dir), epochs=3, shard=True)
-    write, failed = sharded.Parts._write_part, []
-
-    def refuses(self: Any, directory: Any) -> Any:
-        if directory.name.startswith(f"epoch_{epoch}-") and jobs.rank_and_size()[0] == 1:
-            raise CheckpointError("the store does not answer")
-        return write(self, directory)
-
-    sharded.Parts._write_part = refuses
-    loop.bus.on("checkpoint_failed", lambda event: failed.append(event.error))
-    loop.run()
-    return failed
-
-
-def test_a_store_that_refuses_a_sharded_save_ends_no_run(ranks, tmp_path):
-    for failed in ranks(refused_at, f"local://{tmp_path}", 2):
-        assert len(failed) == 1
-        assert "rank 1: CheckpointError: the store does not answer" in failed[0]
-    assert {file.stem for file in tmp_path.glob("*.safetensors")} == {"epoch_1", "epoch_3"}
-    assert load_whole(tmp_path / "epoch_3.safetensors")["progress"]["epoch"] == 3
-
-
-def refused_best(out_dir: str) -> list[str]:
-    """Train with a store that does not take the best file of the first epoch, a second name of a save that it has."""
-    loop = jobs.make_loop(None, CheckpointHook(interval=1, out_dir=out_dir, save_best="loss"), epochs=2, shard=True)
-    upload, failed = RemotePath.upload, []
+def refuse(*texts: str, rank: int | None = None) -> None:
+    """Have stores refuse paths with one of these texts, on one rank or on all."""
+    upload = RemotePath.upload
 
     def refuses(self: RemotePath, *args: Any, **options: Any) -> None:
-        if self.name == "best_loss_epoch_1.safetensors":
+        if any(text in str(self) for text in texts) and rank in (None, jobs.rank_and_size()[0]):
             raise CheckpointError("the store does not answer")
         upload(self, *args, **options)
 
-    RemotePath.upload = refuses
-    loop.bus.on("checkpoint_failed", lambda event: failed.append(event.path))
+    RemotePath.upload = refuses  # type: ignore[method-assign]
+
+
+def told_of(out_dir: str, texts: tuple[str, ...], rank: int | None, options: dict[str, Any]) -> list[tuple[str, str]]:
+    """Train with a store that refuses something; return the outcomes that were told on this rank."""
+    refuse(*texts, rank=rank)
+    loop = jobs.make_loop(None, CheckpointHook(interval=1, out_dir=out_dir, **options), epochs=3, shard=True)
+    told: list[tuple[str, str]] = []
+    for name in ("uploaded", "failed", "skipped"):
+        loop.bus.on(f"checkpoint_{name}", lambda event, name=name: told.append((name, Path(event.path).stem)))
     loop.run()
-    return failed
+    return told
 
 
-def test_a_store_that_refuses_a_second_name_of_a_sharded_save_ends_no_run(ranks, tmp_path):
-    for failed in ranks(refused_best, f"local://{tmp_path}"):
-        assert failed == [f"local://{tmp_path}/best_loss_epoch_1.safetensors"]
-    assert {file.stem for file in tmp_path.glob("*.safetensors")} == {"epoch_1", "epoch_2", "best_loss_epoch_2"}
+def test_a_store_that_refuses_a_part_of_a_sharded_save_ends_no_run(ranks, tmp_path):
+    for told in ranks(told_of, f"local://{tmp_path}", ("/epoch_2-",), 1, {"max_keep_ckpts": 1}):
+        assert told[:2] == [("uploaded", "epoch_1"), ("failed", "epoch_2")]
+        assert told[-1] == ("uploaded", "epoch_3")
+    assert {file.stem for file in tmp_path.glob("*.safetensors")} == {"epoch_3"}
+    assert load_whole(tmp_path / "epoch_3.safetensors")["progress"]["epoch"] == 3
+
+
+def test_a_store_that_refuses_a_second_name_of_a_sharded_save_has_the_others(outcomes, tmp_path):
+    options = {"save_best": "loss"}
+    for one in outcomes(told_of, f"local://{tmp_path}", ("best_loss_epoch_3.",), None, options):
+        assert "best_loss_epoch_3.safetensors by the end of the run" in one.error
+    assert {f"epoch_{n}" for n in (1, 2, 3)} <= {file.stem for file in tmp_path.glob("*.safetensors")}
 
 
 def in_two_stores(one: str, other: str) -> None:
     """Train with a store that takes nothing, and another one that takes the last save."""
     first, second = CheckpointHook(interval=1, out_dir=f"local://{one}"), CheckpointHook(out_dir=f"local://{other}", name="b")
-    write = sharded.Parts._write_part
-
-    def refuses(self: Any, directory: Any) -> Any:
-        if str(directory).startswith(f"local://{one}"):
-            raise CheckpointError("the store does not answer")
-        return write(self, directory)
-
-    sharded.Parts._write_part = refuses
+    refuse(f"local://{one}")
     loop = jobs.make_loop(None, first, second, Changes(), epochs=1, shard=True)
     loop.run()
 
@@ -287,9 +272,9 @@ def test_a_store_that_has_the_last_sharded_save_does_not_hide_one_that_lacks_it(
 
 
 def test_a_run_whose_last_sharded_save_a_store_refuses_fails_at_its_end(outcomes, tmp_path):
-    for one in outcomes(refused_at, f"local://{tmp_path}", 3):
+    for one in outcomes(told_of, f"local://{tmp_path}", ("/epoch_3-",), 1, {}):
         assert one.exitcode == 1
-        assert one.error.startswith("CheckpointError: the store lacks the last save of a sharded model")
+        assert "rank 1: CheckpointError: the store does not answer" in one.error
     assert load_whole(tmp_path / "epoch_2.safetensors")["progress"]["epoch"] == 2
 
 
@@ -307,35 +292,21 @@ def test_each_directory_of_a_sharded_save_has_all_its_parts(ranks, tmp_path):
     assert all(torch.equal(value, there["state_dict"][key]) for key, value in here["state_dict"].items())
 
 
-def refused_in_the_store(here: str, store: str) -> list[list[str]]:
-    """Save to a store that does not take what rank 1 has after epoch 2, and then on disk; return the paths not written."""
+def refused_in_the_store(here: str, store: str) -> None:
+    """Save to a store that does not take what rank 1 has after epoch 2, and on disk."""
     first, second = (
-        CheckpointHook(interval=1, out_dir=f"local://{store}"),
+        CheckpointHook(interval=1, out_dir=f"local://{store}", max_keep_ckpts=1),
         CheckpointHook(interval=1, out_dir=here, name="disk"),
     )
-    loop = jobs.make_loop(None, first, second, epochs=3, shard=True)
-    failed: list[list[str]] = []
-
-    def refusing(do: Any) -> Any:
-        def refuses(self: Any, directory: Any) -> Any:
-            if isinstance(directory, RemotePath) and directory.name.startswith("epoch_2-") and jobs.rank_and_size()[0] == 1:
-                raise CheckpointError("the store does not answer")
-            return do(self, directory)
-
-        return refuses
-
-    for name in ("_write_part", "_link_part"):
-        setattr(sharded.Parts, name, refusing(getattr(sharded.Parts, name)))
-    loop.bus.on("checkpoint_failed", lambda event: failed.append(event.names))
-    loop.run()
-    return failed
+    refuse("/epoch_2-", rank=1)
+    jobs.make_loop(None, first, second, epochs=3, shard=True).run()
 
 
 def test_a_store_that_refuses_a_sharded_save_costs_no_file_on_disk(ranks, tmp_path):
     here, store = tmp_path / "here", tmp_path / "store"
-    for failed in ranks(refused_in_the_store, str(here), str(store)):
-        assert failed == [[f"local://{store}/epoch_2.safetensors"]]
+    ranks(refused_in_the_store, str(here), str(store))
     assert load_whole(here / "epoch_2.safetensors")["progress"]["epoch"] == 2
+    assert {file.stem for file in store.glob("*.safetensors")} == {"epoch_3"}
     assert load_whole(store / "epoch_3.safetensors")["progress"]["epoch"] == 3
 
 
@@ -431,9 +402,9 @@ def named_twice(one: str, other: str) -> None:
     names = Names(one, other)
     commit, write = sharded.Parts.commit, sharded.Parts._write_part
 
-    def commits(self: Any, beside: Any, write: Any) -> Any:
+    def commits(self: Any, beside: Any, write: Any, **options: Any) -> Any:
         names.reached[f"{beside.stem} begins"].set()
-        return commit(self, beside, write)
+        return commit(self, beside, write, **options)
 
     def writes(self: Any, directory: Any) -> Any:
         if directory.name.startswith("a0-"):
@@ -474,7 +445,7 @@ class Again(Hook):
 def failed_and_again(one: str, other: str, late: int) -> None:
     """Let the second directory fail once; rank ``late`` notes that after it has been asked for the file again."""
     loop = jobs.make_loop(None, Again(one, other, late), epochs=1, shard=True)
-    link, keep, tries, staged = sharded.Parts._link_part, CheckpointWriter._keep, [], []
+    link, report, tries, staged = sharded.Parts._link_part, CheckpointWriter._report, [], []
     again = Event()
 
     def fails(self: Any, directory: Any) -> Any:
@@ -483,17 +454,17 @@ def failed_and_again(one: str, other: str, late: int) -> None:
             raise CheckpointError("the disk is full")
         return link(self, directory)
 
-    def notes(self: Any, *args: Any) -> Any:
+    def notes(self: Any, *args: Any, **options: Any) -> Any:
         if jobs.rank_and_size()[0] == late:
             again.wait(10)
-        return keep(self, *args)
+        return report(self, *args, **options)
 
     def count(event: Any) -> None:
         staged.append(event.path)
         if len(staged) == 2:
             again.set()
 
-    sharded.Parts._link_part, CheckpointWriter._keep = fails, notes
+    sharded.Parts._link_part, CheckpointWriter._report = fails, notes
     loop.bus.on("checkpoint_staged", count)
     loop.run()
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 from torch import distributed
@@ -126,8 +126,8 @@ def _elastic() -> dict[str, str]:
     return ({"nnodes": given} if grows else {}) | ({"max_restarts": restarts} if restarts != "0" else {})
 
 
-def own_group(purpose: Literal["control", "saves"]) -> distributed.ProcessGroup:
-    """Return trainbus's process group for agreements, or for the thread that writes checkpoints. First call: a collective."""
+def own_group(purpose: str) -> distributed.ProcessGroup:
+    """Return trainbus's process group for a purpose, such as agreements, or a thread that writes. First call: a collective."""
     found = _groups.get((purpose, distributed.group.WORLD))
     if found is None:
         # With the timeout of init_process_group (None if the backend does not expose it): a longer one delays the exit of

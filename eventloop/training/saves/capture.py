@@ -51,8 +51,8 @@ class Capture:
         self.sharded = False
         """True if a model is sharded, so that every rank writes its part."""
         self._last: SaveJob | None = None
-        self._left: list[AnyPath] = []
-        self._names: set[AnyPath] = set()  # all paths of the last file, links included
+        self._left: list[Path] = []
+        self._names: set[Path] = set()  # all paths of the last file, links included
         self._buffer = StageBuffer()
         self._shard_stage: ShardStage | None = None
         self._states: RankStates | None = None
@@ -68,7 +68,7 @@ class Capture:
         self.sharded = any(map(is_sharded, run.models.values()))
         if self.sharded and run.coordinator.size > 1:
             own_group("saves")  # a collective: all ranks are here
-        self.writer = CheckpointWriter(run, run.bus)
+        self.writer = CheckpointWriter(run, run.bus, run.saves.apart)
         run.state.machine.defer(self._end_overlap)
 
     def left_to_others(self) -> list[str]:
@@ -93,8 +93,7 @@ class Capture:
         """Raise ConfigurationError for an option that does not work with this model, or a path that cannot be written."""
         request.check()
         directory = request.path.parent
-        # No store is asked: it may not answer for a while.
-        if isinstance(directory, Path) and directory not in self._opened().made and directory.is_file():
+        if directory not in self._opened().made and directory.is_file():
             raise ConfigurationError(f"cannot save to {request.path}: {directory} is not a directory")
 
     def rehearse(self, request: SaveRequest) -> list[str]:

@@ -7,7 +7,7 @@ under several names.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, get_args
 
@@ -16,8 +16,8 @@ import msgspec
 from trainbus.eventloop.bus import Bus
 from trainbus.eventloop.checkpoint import AnyPath, Busy, RemotePath, StagedTree, Staging, as_path
 from trainbus.eventloop.checks import check_value
-from trainbus.eventloop.errors import ConfigurationError
-from trainbus.eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointSkipped, Progress
+from trainbus.eventloop.errors import CheckpointError, ConfigurationError
+from trainbus.eventloop.events import CheckpointCommitted, CheckpointFailed, CheckpointSkipped, CheckpointUploaded, Progress
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.training.coordinator import Coordinator
 from trainbus.eventloop.training.folders import free_folder
@@ -39,7 +39,7 @@ _CHOICES: Final = {
 class SaveRequest(msgspec.Struct, frozen=True):
     """The path of a requested checkpoint, and the options to write it with."""
 
-    path: AnyPath
+    path: Path
     leave_out: frozenset[str] = frozenset()
     """Keys to leave out of the checkpoint."""
     on_error: OnError = "raise"
@@ -72,7 +72,7 @@ class SaveJob(msgspec.Struct, eq=False):
     """What becomes of requests: a staged state, or an earlier job with the same state, and the names of its file."""
 
     request: SaveRequest
-    paths: list[AnyPath]
+    paths: list[Path]
     progress: Progress
     version: tuple[int, ...] = ()
     """Version of the state."""
@@ -86,18 +86,10 @@ class SaveJob(msgspec.Struct, eq=False):
     """Returns the random states of all ranks, for rank 0; see ``RankStates``. None if there is one rank, and once taken."""
     parts: Parts | None = None
     """This process's part of a sharded state."""
-    retry: bool = False
-    """True to upload what ``source`` keeps for stores."""
     number: int = -1
     """The position among the written states; -1 for one that is not written yet, or of another training."""
-    held: list[AnyPath] = []
+    held: list[Path] = []
     """The durable files with this state, oldest first."""
-    kept: Path | None = None
-    """The file among them, in the work dir, that waits for stores;"""
-    waiting: list[RemotePath] = []
-    """what it waits for."""
-    refusal: Exception | None = None
-    """The last error of a store."""
     lost: bool = False
     """True if no file with this state could be written."""
     digest: str = ""
@@ -121,18 +113,29 @@ class RunningWriter(Protocol):
     def close(self, seconds: float) -> object:
         """Write what is queued, for at most ``seconds``, and end the thread."""
 
-    def adopt(self, directories: Collection[AnyPath], resumed_from: AnyPath | None, done: int) -> object:
-        """Upload what an earlier run keeps in the work dir for stores."""
 
-    def retry(self) -> object:
-        """Upload what is kept for stores, if there was another save since the last time."""
-
-    def check_kept(self, *, raises: bool = True) -> object:
-        """Log what stores have not taken by the end of the run; raise CheckpointError, if wanted."""
+class Mirrored(Protocol):
+    """Has a store hold what is saved to a directory: :class:`trainbus.hooks.mirror.Mirror`."""
 
     @property
-    def kept_urls(self) -> list[str]:
-        """The URLs that files in the work dir wait for."""
+    def directory(self) -> Path:
+        """The directory on this machine."""
+
+    @property
+    def apart(self) -> bool:
+        """True if the directory may be another one on each rank."""
+
+    def recover(self) -> dict[str, str]:
+        """Upload what an earlier run has left, if this run could not read it; return what is not whole, with the reason.
+
+        A collective.
+        """
+
+    def wait(self) -> None:
+        """Wait until the store has what was saved so far, or has refused it."""
+
+    def finish(self) -> CheckpointError | None:
+        """Upload what is left; return the error if the store does not take it, and the run is to fail then."""
 
 
 class Saver(Protocol):
@@ -176,8 +179,8 @@ class Saves:
         """The work dir, if any, and the directories of hooks."""
         self.home: AnyPath | None = run.work_dir
         """The directory of checkpoints without one of their own: the work dir, which replica groups share."""
-        self.kept_uploads: frozenset[str] = frozenset()
-        """The URLs that files in rank 0's work dir waited for when the run began."""
+        self.mirrors: list[Mirrored] = []
+        """What uploads the files of directories to stores."""
         self.before_step: Callable[[], object] | None = None
         """Called before the next optimizer step, if a request must not wait longer."""
         self._begins_anew = False
@@ -194,37 +197,27 @@ class Saves:
         self.before_step = None
         self._run.state.own.files = lambda: [request.path.name for request in self.requests]
         self._saver.open()
-        if (writer := self._saver.writer) is not None:
-            self.kept_uploads = frozenset(self._run.coordinator.from_first(lambda: writer.kept_urls))
 
-    def adopt(self) -> None:
-        """Upload what an earlier run keeps in the work dir for stores; only rank 0 does."""
-        run, writer = self._run, self._saver.writer
-        if writer is None or not run.state.trains:
-            return
-        if not run.rank:
-            writer.adopt(self.directories, run.resumed_from, run.state.counters.iter)
-        elif own := [url for url in writer.kept_urls if url not in self.kept_uploads]:
-            log.warning("this machine keeps files for a store, which only rank 0 uploads", rank=run.rank, names=own)
-
-    def retry(self) -> None:
-        """Wait for the saves so far, if some go to stores; then upload once more what the work dir keeps for these."""
-        if (writer := self._saver.writer) is not None and any(isinstance(one, RemotePath) for one in self.directories):
-            self.wait()
-            writer.retry()
+    def apart(self, directory: Path) -> bool:
+        """Return True if the directory may be another one on each rank: a store gets what is in all of them."""
+        return any(one.apart and one.directory == directory for one in self.mirrors)
 
     def save_to(self, directory: AnyPath) -> None:
         """Save there if no directory is given, and not into the work dir."""
         self.home = directory
         self.directories.append(directory)
 
-    def directory(self, directory: str | AnyPath | None = None) -> AnyPath:
-        """Return ``directory``, or the work dir if it is None; raise ConfigurationError if there is neither."""
-        if directory is not None:
-            return as_path(directory)
-        if self.home is None:
+    def directory(self, directory: str | Path | None = None) -> Path:
+        """Return ``directory``, or the work dir if it is None; raise ConfigurationError if there is neither, or for a URL."""
+        found = self.home if directory is None else as_path(directory)
+        if found is None:
             raise ConfigurationError(f"the run has no directory for checkpoints: {self._run.work_dir_advice}")
-        return self.home
+        if isinstance(found, RemotePath):
+            raise ConfigurationError(
+                f"cannot save to {found}: files are saved on this machine first. CheckpointHook(out_dir={str(found)!r}) uploads "
+                "what it saves"
+            )
+        return found
 
     def add_directory(self, wanted: AnyPath) -> AnyPath:
         """Add a directory of checkpoints: another one if ``wanted`` has a run, and nothing tells the two runs apart."""
@@ -274,10 +267,17 @@ class Saves:
         self._saver.due, self.requests = [], []
         for request in left:
             self._skip(request)
-        self.retry()
         self.wait()  # even if the bus stays open: the next run may resume from the file
-        if (writer := self._saver.writer) is not None:  # a stop with an exit code has told the scheduler what to do
-            writer.check_kept(raises=not (self._run.state.stops and self._run.state.agreed.exit_code))
+        state = self._run.state
+        failures = [error for mirror in self.mirrors if (error := mirror.finish()) is not None]
+        if failures and not (state.stops and state.agreed.exit_code):  # which has told the scheduler what to do
+            raise failures[0]
+
+    def wait_for_all(self) -> None:
+        """Wait until no save is being written or uploaded."""
+        self.wait()
+        for mirror in self.mirrors:
+            mirror.wait()
 
     def wait(self) -> None:
         """Wait until no save is being written."""
@@ -310,11 +310,23 @@ class Saves:
 
     def _agree(self, ranks: Coordinator, *, force: bool) -> None:
         if force:  # rank 0 alone sees a failed write, after which it may request another file
-            everyones = ranks.distinct(self.requests)
-            ranks.check_first_has_all({rank: [one.path.name for one in requests] for rank, requests in everyones.items()})
-            self.requests = everyones[0]
+            everyones = ranks.distinct([(self._number_of(one.path.parent), one) for one in self.requests])
+            ranks.check_first_has_all({rank: [one.path.name for _, one in asked] for rank, asked in everyones.items()})
+            self.requests = [
+                one if number < 0 else msgspec.structs.replace(one, path=self._here(number) / one.path.name)
+                for number, one in everyones[0]
+            ]
         elif self.requests:
             ranks.confirm()
+
+    def _number_of(self, directory: Path) -> int:
+        """Return the number of a directory of this run, which may have another name on another rank; -1 for another one."""
+        return next((number for number, one in enumerate(self.directories) if one == directory), -1)
+
+    def _here(self, number: int) -> Path:
+        directory = self.directories[number]
+        assert isinstance(directory, Path)  # noqa: S101 - a request has a path
+        return directory
 
     def _skip(self, request: SaveRequest) -> None:
         state = self._run.state
@@ -344,13 +356,18 @@ class SaveOutcome:
         self._bus.publish(event)
 
     def failed(self, error: Exception, kept: Path | None = None) -> None:
-        """The file could not be written; ``kept`` is the one in the work dir that holds the save meanwhile."""
+        """The file could not be written, or not uploaded: then ``kept`` is the file on this machine."""
         names, where = self._names, "" if kept is None else str(kept)
         if kept is None:
             log.error("checkpoint not written", names=names, exc_info=error)
         else:
-            log.error("a store did not take a checkpoint; the work dir keeps it", names=names, kept=where, error=str(error))
+            log.error("a store did not take a checkpoint; this machine keeps it", names=names, kept=where, error=str(error))
         self._bus.publish(CheckpointFailed(progress=self._progress, path=names[0], names=names, error=str(error), kept=where))
+
+    def uploaded(self, file: Path, *, size: int, seconds: float) -> None:
+        """A store has the ``file``."""
+        event = CheckpointUploaded(progress=self._progress, path=self._names[0], file=str(file), bytes=size, seconds=seconds)
+        self._bus.publish(event)
 
     def skipped(self, reason: str, **more: object) -> None:
         """The save that was asked for is not made."""

@@ -15,6 +15,7 @@ import torch
 from trainbus.eventloop import events as ev
 from trainbus.eventloop.checkpoint import AnyPath, RemotePath, as_path, load, sharded_in, verify_shards
 from trainbus.eventloop.checkpoint.pieces import mapped
+from trainbus.eventloop.checkpoint.shards import stranded
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError, ConfigurationError, TrainingError
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.training.distributed.ranks import this_rank, world_size
@@ -25,7 +26,6 @@ from trainbus.eventloop.training.saves.agreed import agreed
 from trainbus.eventloop.training.saves.contents import SavedRun, as_tree, parameter_names, restore_state, unwrapped_state
 from trainbus.eventloop.training.saves.discover import Found, Read, find_checkpoint, newest_candidate, read_checkpoint
 from trainbus.eventloop.training.saves.foreign import convert_foreign
-from trainbus.eventloop.training.saves.kept_upload import upload_kept
 from trainbus.eventloop.training.schema import SavedCounts, SavedRank, SavedState, Tree, read, upgraded
 from trainbus.eventloop.user_errors import add_note, contextmanager
 
@@ -83,7 +83,6 @@ class Restore:
             self._apply_given(given)
         elif self._source is not None:
             self._load_found(self._find())
-        self._run.saves.adopt()
 
     def _load_found(self, found: Found | None) -> None:
         if found is None:
@@ -142,14 +141,23 @@ class Restore:
 
     def _find(self) -> Found | None:
         """Load the checkpoint to resume from: of several ranks, the newest good one that any of them finds."""
-        lost = upload_kept(self._run) if self.automatic else {}
+        lost = dict[str, str]()
+        for mirror in self._run.saves.mirrors if self.automatic else ():
+            lost |= mirror.recover()
         found = self._newest(dict(lost))
-        if found is None and lost:
-            reason = "; ".join(lost.values())
+        if found is None and (lost or self.automatic) and (reason := "; ".join(lost.values()) or self._stranded()):
             raise CheckpointError(
                 f"{reason}. There is no other checkpoint: give what is missing, or remove it to begin a new run"
             )
         return found
+
+    def _stranded(self) -> str:
+        """Return which parts of a sharded save there are on any rank, whose file none has; empty if there are none."""
+        here = (one for one in self._run.saves.directories if isinstance(one, Path))
+        own = "".join(
+            [f"{one.parent} is a part of a save whose file no rank has" for place in here for one in stranded(place)][:1]
+        )
+        return next(filter(None, self._run.coordinator.distinct(own).values()), "")
 
     def _newest(self, damaged: dict[str, str]) -> Found | None:
         """``damaged`` has sharded checkpoints that are not to be resumed from, by directory, each with the reason."""
