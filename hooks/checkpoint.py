@@ -152,8 +152,8 @@ class CheckpointHook(CopiedAnew, Hook):
         self._local_dir = None if local_dir is None else as_path(local_dir)
         if local_dir is not None and (isinstance(self._local_dir, RemotePath) or not isinstance(self._out_dir, RemotePath)):
             raise ConfigurationError(
-                f"local_dir={str(local_dir)!r} is where files wait on this machine for a URL: give it a directory, and the URL to "
-                "out_dir="
+                f"local_dir={str(local_dir)!r} is where files wait on this machine for a URL: give it a directory, and "
+                "out_dir= the URL"
             )
         parts = {"optimizer": save_optimizer, SCHEDULES: save_param_scheduler}
         self._options: dict[str, Any] = {

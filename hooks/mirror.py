@@ -1,7 +1,7 @@
 """``Mirror``: have a store hold the checkpoints that a run keeps in a directory.
 
-Saves are local first: the run writes files on this machine, and a mirror uploads them beside the training. What a store does not
-take stays here and is tried again, at the next save, at the end of the run, and by the next run in this directory. So the
+Saves are local first: the run writes files on this machine, and a mirror uploads them beside the training. What a store does
+not take stays here and is tried again, at the next save, at the end of the run, and by the next run in this directory. So the
 files themselves are the list of what waits. On this machine stay at most what waits and the newest.
 
 A sharded model has its parts on the machines of its ranks. Each rank uploads what it has, and then one of them the file.
@@ -54,7 +54,6 @@ from trainbus.eventloop.checkpoint import (
     verify,
 )
 from trainbus.eventloop.events import Progress, RunView, Slot
-from trainbus.eventloop.offload import Deadline
 from trainbus.eventloop.training import (
     LAST,
     SaveOutcome,
@@ -116,7 +115,8 @@ class Mirror(Hook):
         """True if each rank has a part of a file, perhaps on a machine of its own."""
         number = len(run.shared[MIRRORS])  # each has a thread and a group of its own
         self._all = Together(own_group(f"uploads {number}") if sharded else None)
-        self._leads = sharded * self._all.first or (not sharded and run.rank == 0)
+        self.leads = self._all.first if sharded else run.rank == 0
+        """True on the rank that says what is uploaded."""
         self.store = RemotePath(self._all.from_first(str(store)), store.fs)
         self._temporary = directory is None
         self.directory = _temporary(self.store) if directory is None else directory
@@ -141,8 +141,8 @@ class Mirror(Hook):
         self._scores: dict[str, FileScores] = {}  # as the store has them
         self._thread: int | None = None
         self._begun = self._has_sent = self._sweeps = False
-        if (sharded or self._leads) and run.optimizers:
-            if self._leads:
+        if (sharded or self.leads) and run.optimizers:
+            if self.leads:
                 self._mine = set(self.there) if self.store.can_create else set()  # what appears later is another run's
             run.bus.add(self)
             run.defer(lambda: run.bus.off(self))
@@ -187,7 +187,9 @@ class Mirror(Hook):
         for name in self._waiting()[:-1]:
             if shutil.disk_usage(self.directory).free >= _ROOM * size:
                 return
-            if all([policy.give_up(name) for policy in self.policies]):
+            if not any(policy.needs(name) for policy in self.policies):
+                for policy in self.policies:
+                    policy.give_up(name)
                 self.drop(name, "the store does not take it, and there is no room for it here")
 
     def drop(self, name: str, reason: str = "a later save has been made") -> None:
@@ -214,8 +216,8 @@ class Mirror(Hook):
         """Wait until the store has all files so far, or has refused them."""
         if self._thread != threading.get_ident():
             for one in self._run.bus.subscriptions:
-                if one.hook is self and one.lane is not None:
-                    one.lane.join(Deadline(None))
+                if one.hook is self:
+                    one.join()
 
     def finish(self) -> CheckpointError | None:
         """Upload what is left, at the end of a run; return the error, if a hook with ``on_error="raise"`` lacks a file."""
@@ -225,7 +227,7 @@ class Mirror(Hook):
         self._pass(last=True)
         left, raises = self._all.from_first(([(name, self._files[name].error) for name in self._waiting()], self.raises))
         self._all.do("", lambda: None)  # no rank leaves before the others know
-        for name, error in left if self._leads else ():
+        for name, error in left if self.leads else ():
             log.error(
                 "a store lacks a save at the end of the run",
                 name=str(self.store / name),
@@ -249,7 +251,7 @@ class Mirror(Hook):
         """Find out which files of an earlier run wait."""
         self._begun = True
         self._earlier = {one.name for one in list_directories(self.directory) if one.suffix == SHARDS_SUFFIX}
-        if not self._leads:
+        if not self.leads:
             return
         self._scores = read_scores(self.store)
         sweep(self.store)
@@ -288,7 +290,7 @@ class Mirror(Hook):
         for number, name in enumerate(self._all.from_first(self._waiting()[::-1])):
             self._try(name, asks=last and not number)
         self._send_scores()
-        if self._leads and not self._waiting():
+        if self.leads and not self._waiting():
             self._remove_replaced()
         self._trim()
 
@@ -301,12 +303,8 @@ class Mirror(Hook):
             return
         start, outcome = time.monotonic(), self._outcome(name, file.progress)
         try:
-            if rests > _SHORT:
-                raise CheckpointError(
-                    f"cannot write {self.store / name}: its store has failed, and is asked again in {rests:.0f} s"
-                )
             self._uploading = name
-            size = self._send_file(name, file) if file.shards is None else self._send_shards(name, file.shards)
+            size = self._send(name, file, rests)
         except CheckpointError as error:
             if isinstance(error.__cause__, FileExistsError):
                 self._conflict = error
@@ -323,8 +321,15 @@ class Mirror(Hook):
             outcome.uploaded(self._kept(name, file), size=size, seconds=time.monotonic() - start)
         finally:
             self._uploading = ""
-            if self._leads and name not in self._files:  # dropped meanwhile
+            if self.leads and name not in self._files:  # dropped meanwhile
                 self._remove_here(name, file)
+
+    def _send(self, name: str, file: _File, rests: float) -> int:
+        if rests > _SHORT:
+            raise CheckpointError(
+                f"cannot write {self.store / name}: its store has failed, and is asked again in {rests:.0f} s"
+            )
+        return self._send_file(name, file) if file.shards is None else self._send_shards(name, file.shards)
 
     def _sent(self, name: str, file: _File) -> None:
         with self._lock:
@@ -367,7 +372,7 @@ class Mirror(Hook):
 
     def _send_scores(self) -> None:
         """Bring the record of scores in the store up to date; files stay without them if that fails."""
-        if not self._leads or self._rests_until > time.monotonic():
+        if not self.leads or self._rests_until > time.monotonic():
             return
         with suppress(OSError):
             for digest, one in read_scores(self.directory).items():
@@ -407,7 +412,7 @@ class Mirror(Hook):
 
     def _trim(self) -> None:
         """Remove the files here that the store has, but the newest, which ``last_checkpoint`` names."""
-        if self._leads:
+        if self.leads:
             with self._lock:
                 sent = [(name, file) for name, file in self._files.items() if file.sent]
             newest = read_pointer(self.directory) if sent else ""
@@ -422,7 +427,7 @@ class Mirror(Hook):
                 gone, self._earlier = [*gone, *self._earlier - needed], set()
             for one in gone:
                 with self._tells("cannot remove parts of an old checkpoint", one):
-                    if one in named and not self._leads:
+                    if one in named and not self.leads:
                         remove(named[one])
                     remove_parts(self.directory / one)
 
@@ -492,7 +497,7 @@ class Mirror(Hook):
             check_parts(url, {*left.files[:-1]})
             return self._send_file(name, self._files.get(name, _File(0, left.progress)))
 
-        self._all.do(what, lambda: make_directory(url) if self._leads else None)
+        self._all.do(what, lambda: make_directory(url) if self.leads else None)
         size += self._all.do(what, send_parts)
         return size + self._all.do(what, send_file)
 
@@ -532,7 +537,7 @@ class Mirror(Hook):
 
     def _newest_of(self, lefts: dict[str, _Left]) -> tuple[int, ...]:
         try:
-            return self._newest() if self._leads else ()
+            return self._newest() if self.leads else ()
         except CheckpointError as error:
             where = "; ".join(map(_told, lefts.values()))
             raise CheckpointError(f"{error}. A save waits for it: {where}") from error
@@ -586,7 +591,7 @@ class Mirror(Hook):
         return all(self._all.share(all(map(Path.exists, here))))
 
     def _tell(self, tell: Any, event: str, **more: object) -> None:
-        if self._leads:
+        if self.leads:
             tell(event, **more)
 
 

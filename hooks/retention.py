@@ -168,16 +168,16 @@ class RetentionPolicy(CopiedAnew):
                 files = self._files[REGULAR]
                 self._files[REGULAR] = [file for file in files if file.name != name or file is files[-1]]
 
-    def give_up(self, name: str) -> bool:
-        """Forget a regular file that is not the newest; return False if this policy wants it as one of the best, or newest."""
+    def needs(self, name: str) -> bool:
+        """Return True if a file is one of the best, or the newest regular one."""
         with self._lock:
-            regular = self._files[REGULAR]
-            if any(file.name == name for kind, files in self._files.items() if kind != REGULAR for file in files):
-                return False
-            if regular and regular[-1].name == name:
-                return False
-            self._files[REGULAR] = [file for file in regular if file.name != name]
-            return True
+            best = (file for kind, files in self._files.items() if kind != REGULAR for file in files)
+            return any(file.name == name for file in (*best, *self._files[REGULAR][-1:]))
+
+    def give_up(self, name: str) -> None:
+        """Forget a regular file."""
+        with self._lock:
+            self._files[REGULAR] = [file for file in self._files[REGULAR] if file.name != name]
 
     def put(self, name: str, kind: str = REGULAR, score: float | None = None) -> None:
         with self._lock:
@@ -209,7 +209,7 @@ class RetentionPolicy(CopiedAnew):
         return any(policy.has(name) for policy in of_place)
 
     def own(self, paths: Iterable[str]) -> Collection[str]:
-        prefixes = () if self._prefix is None else (self._prefix,)
+        prefixes: tuple[str, ...] = () if self._prefix is None else (self._prefix,)
         if self.mirror is not None:
             prefixes += (f"{self.mirror.store}/",)
         names = {path.removeprefix(one) for path in paths for one in prefixes if path.startswith(one)}

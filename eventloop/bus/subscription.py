@@ -117,6 +117,11 @@ class Subscription:
         """End the subscription before the next publish. Idempotent."""
         self._bus.remove(self)
 
+    def join(self) -> None:
+        """Wait until an offloaded handler is done with the events so far."""
+        if self.lane is not None:
+            self.lane.join(Deadline(None))
+
     def __enter__(self) -> Self:
         return self
 

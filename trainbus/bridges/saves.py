@@ -84,8 +84,8 @@ class TrainerSaver:
     def open(self) -> None:
         """Begin a run."""
         self.due: list[SaveRequest] = []
-        self._others: list[AnyPath] = []  # further names for the file that is being written
-        self._written: tuple[object, set[AnyPath]] | None = None
+        self._others: list[Path] = []  # further names for the file that is being written
+        self._written: tuple[object, set[Path]] | None = None
         """The version of the last state that was written, and its paths."""
 
     def check(self, request: SaveRequest) -> None:
@@ -148,7 +148,7 @@ class TrainerSaver:
         return writing
 
     @contextmanager
-    def _report(self, path: AnyPath, others: list[AnyPath], progress: Progress, writing: Writing) -> Iterator[None]:
+    def _report(self, path: AnyPath, others: list[Path], progress: Progress, writing: Writing) -> Iterator[None]:
         start, outcome = time.perf_counter(), SaveOutcome(self._run.bus, [path, *others], progress)
         # After the run, the trainer may still save, but the bus may be closed.
         first, open_here = self._run.rank == 0, self._run.running

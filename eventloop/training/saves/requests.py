@@ -207,15 +207,17 @@ class Saves:
         self.home = directory
         self.directories.append(directory)
 
-    def directory(self, directory: str | Path | None = None) -> Path:
+    def directory(self, directory: str | AnyPath | None = None) -> Path:
         """Return ``directory``, or the work dir if it is None; raise ConfigurationError if there is neither, or for a URL."""
         found = self.home if directory is None else as_path(directory)
+        if directory is None and isinstance(found, RemotePath):
+            found = self._run.work_dir
         if found is None:
             raise ConfigurationError(f"the run has no directory for checkpoints: {self._run.work_dir_advice}")
         if isinstance(found, RemotePath):
             raise ConfigurationError(
-                f"cannot save to {found}: files are saved on this machine first. CheckpointHook(out_dir={str(found)!r}) uploads "
-                "what it saves"
+                f"cannot save to {found}: files are saved on this machine first. CheckpointHook(out_dir={str(found)!r}) "
+                "uploads what it saves"
             )
         return found
 

@@ -156,7 +156,7 @@ class CheckpointWriter:
                 done.append(path)
             except Exception as error:  # noqa: BLE001 - raised below
                 failed[path] = error
-        if failed and not done and root.given_up:  # meanwhile
+        if failed and not done and _is_given_up(root):  # meanwhile
             self._skip_given_up(job, root)
             return
         seconds = time.perf_counter() - start
@@ -261,6 +261,10 @@ class CheckpointWriter:
             return
         make_directory(directory)
         self.made[directory] = directory / LAST
+
+
+def _is_given_up(job: SaveJob) -> bool:
+    return bool(job.given_up)
 
 
 def _keep_foreign(path: Path) -> None:

@@ -19,8 +19,10 @@ from trainbus.eventloop import CheckpointError, ConfigurationError, Hook, Priori
 from trainbus.eventloop.checkpoint import AnyPath, RemotePath, remove_whole
 from trainbus.eventloop.registry import register
 from trainbus.hooks.copies import CopiedAnew
+from trainbus.hooks.mirror import Mirror, mirror_of
 from trainbus.hooks.options import added_late
 from trainbus.hooks.retention import KEPT, RetentionPolicy
+from trainbus.hooks.rules import BestMetrics
 
 _END = 30.0  # seconds for Ray to take what is left at the end of a run; it takes a report each 2 s
 
@@ -38,8 +40,8 @@ class RayTrainHook(CopiedAnew, Hook):
     - Ray is told of each durable checkpoint: ``Result.checkpoint``, ``best_checkpoints`` and ``get_checkpoint()`` are folders
       ``checkpoint_iter_50`` with a hard link to the file. With ``CheckpointConfig(num_to_keep=...)`` a file goes when Ray
       deletes its folder, unless a ``CheckpointHook(max_keep_ckpts=...)`` keeps it, or ``save_best``.
-    - If the storage path is in a store (``s3://``), saves go there, and logs and records to a folder on this machine. The store
-      copies each save into Ray's folder; beside it, only the newest file stays.
+    - If the storage path is in a store (``s3://``), saves are uploaded from a folder on this machine, which also gets logs and
+      records. The store copies each save into Ray's folder; beside it, only the newest file stays.
     - The metrics of a checkpoint are the newest plain numbers of the training and of the validation of these weights. A name
       that both have gets ``val_`` before it for the validation.
     - When Ray is about to take a machine away, the run saves, and training goes on; it saves once more 5 s before.
@@ -57,13 +59,15 @@ class RayTrainHook(CopiedAnew, Hook):
 
     priority = Priority.LOWEST
     observes = True
-    of_run: ClassVar = {"_reports": NoneType, "_policies": list, "_begun": bool, "_trained": set}
+    of_run: ClassVar = {"_reports": NoneType, "_policies": list, "_mirror": NoneType, "_begun": bool, "_trained": set}
 
     @check_options
     def __init__(self, metrics_every: Seconds = 5.0) -> None:
         self.metrics_every = metrics_every
         self._reports: RayReports | None = None
         self._policies: list[RetentionPolicy] = []
+        self._mirror: Mirror | None = None
+        self._asked = _asked()
         self._begun = False
         self._trained: set[str] = set()  # names of numbers of the training
 
@@ -80,13 +84,18 @@ class RayTrainHook(CopiedAnew, Hook):
         run, worker = event.run, RayWorker()
         if sum(isinstance(hook, RayTrainHook) for hook in run.bus.hooks) > 1:
             raise ConfigurationError("there are two RayTrainHooks on the bus, and each would tell Ray everything: remove one")
+        self._policies = run.shared[KEPT] = run.shared.get(KEPT, [])
+        self._mirror, self._asked = None, _asked()
         if isinstance(worker.folder, RemotePath) and run.checkpoint_dir == worker.folder:
             log.info("Ray's storage path is a store; logs and records stay on this machine", work_dir=str(run.work_dir))
             for folder in searched_folders(worker.folder):
                 run.keeps_checkpoints_in(folder)
+            run.keeps_checkpoints_in(worker.folder)
+            self._mirror = mirror_of(run, run.work_dir, worker.folder, raises=True)
+            self._asked.begin(run.work_dir, self._policies, run.checkpoint_suffix, self._mirror, looks=not run.rank)
         self._reports = RayReports(worker, every=self.metrics_every, noticed=partial(self._save, run), pruned=self._forget)
-        self._policies = run.shared.get(KEPT, [])
-        self._policies.append(_Uncopied(run.checkpoint_dir, self._reports.uncopied))
+        if self._mirror is not None:
+            self._policies.append(_Uncopied(self._mirror, self._reports.uncopied))
         self._begun = False
         run.defer(partial(self._end, run))
 
@@ -105,6 +114,7 @@ class RayTrainHook(CopiedAnew, Hook):
         events.AfterValEpoch,
         events.CheckpointStaged,
         events.CheckpointCommitted,
+        events.CheckpointUploaded,
         events.CheckpointFailed,
         events.CheckpointSkipped,
         offload="thread",
@@ -126,16 +136,34 @@ class RayTrainHook(CopiedAnew, Hook):
                 named = {f"val_{name}" if name in self._trained else name: one for name, one in numbers.items()}
                 reports.measured(named, validated=True)
             case events.CheckpointStaged():
-                reports.staged(event.path)
-            case events.CheckpointCommitted():
+                reports.staged(self._told(event.path))
+            case events.CheckpointCommitted() if self._mirror is None:
                 reports.committed(event.names, event.progress.iter)
-            case events.CheckpointFailed() | events.CheckpointSkipped():
-                reports.dropped(event.names)
+            case events.CheckpointUploaded():
+                reports.committed([event.path], event.progress.iter)
+            case events.CheckpointSkipped() | events.CheckpointFailed(kept=""):
+                reports.dropped([self._told(name) for name in event.names])
 
     @mount(priority=Priority.NORMAL)
     def checkpoint_committed(self, event: events.CheckpointCommitted) -> None:
-        if self._reports is not None:
+        if self._reports is None:
+            return
+        if self._mirror is None:
             self._reports.keep(event.path, event.progress.iter)  # on the thread that wrote it, and before tell()
+            return
+        for name in self._asked.own(event.names):  # those of no other hook, as of checkpoint_now()
+            self._asked.adopt(name)
+            if self._asked.has(name) and self._mirror.leads:
+                self._mirror.keep(name, event.progress, event.bytes)
+
+    @mount(priority=Priority.NORMAL)
+    def checkpoint_uploaded(self, event: events.CheckpointUploaded) -> None:
+        if self._reports is not None:
+            self._reports.keep(event.path, event.progress.iter)
+
+    def _told(self, path: str) -> str:
+        """Return the path by which Ray knows a file."""
+        return path if self._mirror is None or "://" in path else str(self._mirror.store / Path(path).name)
 
     def on_exception(self, event: events.OnException) -> None:
         if self._reports is not None:
@@ -163,7 +191,12 @@ class RayTrainHook(CopiedAnew, Hook):
         """Remove a file that Ray keeps or has deleted, unless a hook of the run keeps it for a reason of its own."""
         for policy in self._policies:
             policy.release(file.name)
-        if not any(policy.has(file.name) for policy in self._policies):
+        self._asked.give_up(file.name)
+        if any(policy.has(file.name) for policy in self._policies):
+            return
+        if self._mirror is not None and file.parent == self._mirror.store:
+            self._mirror.drop(file.name)
+        else:
             with suppress(CheckpointError):  # the file system is busy or gone; nothing depends on it
                 remove_whole(file)
                 log.debug("removed a checkpoint that Ray keeps or has deleted", path=str(file))
@@ -172,8 +205,8 @@ class RayTrainHook(CopiedAnew, Hook):
 class _Uncopied(RetentionPolicy):
     """Keeps the files in a store that Ray's folders are still to be copied from."""
 
-    def __init__(self, directory: AnyPath | None, names: Collection[str]) -> None:
-        self.directory = directory
+    def __init__(self, mirror: Mirror, names: Collection[str]) -> None:
+        self.directory, self.mirror = mirror.directory, mirror
         self._names = names
 
     def has(self, name: str) -> bool:
@@ -181,6 +214,10 @@ class _Uncopied(RetentionPolicy):
 
     def release(self, name: str) -> None:
         """It is released when it is copied."""
+
+
+def _asked() -> RetentionPolicy:
+    return RetentionPolicy(None, BestMetrics(None, None, None, None))
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, Any]:
