@@ -10,15 +10,16 @@ chained from it.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from trainbus.eventloop.checkpoint import s3
 from trainbus.eventloop.checkpoint.commit import DIGEST_BYTES, TEMPORARY_PREFIX, discard, failing, note_step
 from trainbus.eventloop.errors import CheckpointError, ConfigurationError, cannot_import
 from trainbus.eventloop.log import get_logger
@@ -34,6 +35,13 @@ _RETRY_THEMSELVES: Final = _OBJECT_STORES - {"memory"}
 """Protocols whose libraries try again by themselves."""
 _PATIENCE: Final = 60
 """Seconds after which a small request is given up."""
+_SLOW: Final = 1 << 20
+"""Bytes per second of an upload that is not given up."""
+_PART: Final = 8 << 20
+"""Bytes per part of an upload to S3; more for files with more than ``_MOST_PARTS`` of them."""
+_MOST_PARTS: Final = 10_000
+_AT_ONCE: Final = 8
+"""Parts under way at a time."""
 _WAITS: Final = (0.5, 1.5, 4.0)
 """At most so many seconds before each further try, and at least half of them."""
 
@@ -123,28 +131,25 @@ class RemotePath:
         with failing(f"cannot write {self} ({len(data):,} bytes)", Exception):
             self._again(put)
 
-    def upload(self, size: int, parts: Callable[[], Iterable[memoryview | bytes]], *, create: bool = False) -> None:
-        """Create or replace a file of ``size`` bytes; ``parts`` begins anew with each call.
+    def upload(self, file: Path, *, create: bool = False) -> None:
+        """Create or replace a file with the content of a local one.
 
         Raises:
             CheckpointError: from the error of the step that failed; or, with ``create`` and where ``can_create``, it exists.
         """
-        end = b""
-
-        def noted() -> Iterator[memoryview | bytes]:
-            nonlocal end
-            for part in parts():
-                end = bytes(part[-DIGEST_BYTES:])
-                yield part
-                note_step()
+        size = file.stat().st_size
+        conditional = {"mode": "create"} if create and self.can_create else {}
 
         def put() -> None:
             if self._protocol not in _OBJECT_STORES:
-                self._put_aside(size, noted())
-            elif hasattr(self.fs, "call_s3"):
-                s3.upload(self.fs, str(self), size, noted(), create=create)
-            else:
-                self._put(noted(), "xb" if create and self.can_create else "wb")
+                self._put_aside(file, size)
+                return
+            try:
+                self._put(file, self, size, **conditional)
+            except OSError as error:
+                if not conditional or error.errno != errno.ENOSYS:
+                    raise
+                self._put(file, self, size)  # a server without conditional writes
             self._check_size(size)
 
         with failing(f"cannot write {self} ({size:,} bytes)", Exception):
@@ -152,7 +157,7 @@ class RemotePath:
                 self._again(put)
             except (FileExistsError, FileNotFoundError) as error:
                 # A request whose answer is lost is sent again, and then finds that its work is done.
-                if not self.has(size, end):
+                if not file.exists() or not self.has(size, _end(file)):
                     if isinstance(error, FileNotFoundError):
                         raise
                     raise CheckpointError(
@@ -192,26 +197,18 @@ class RemotePath:
                 return
         put()
 
-    def _put(self, parts: Iterable[memoryview | bytes], mode: str) -> None:
-        file = self.fs.open(str(self), mode, block_size=_BLOCK, autocommit=False)
-        self.fs.transaction.files.remove(file)  # else the next transaction of any user of this file system would commit it
-        try:
-            for part in parts:
-                file.write(part)
-            file.close()
-            file.commit()
-        except BaseException as error:
-            with suppress(AttributeError):
-                file.closed = True  # else its finalizer would upload the rest of its buffer, and end the upload
-            discard(str(self), lambda _: file.discard(), error)
-            raise
+    def _put(self, file: Path, to: RemotePath, size: int, **conditional: str) -> None:
+        options: dict[str, Any] = {**conditional, "callback": _steps()}
+        if getattr(self.fs, "async_impl", False):
+            options["timeout"] = _PATIENCE + size / _SLOW
+        if hasattr(self.fs, "call_s3"):
+            options |= {"chunksize": max(_PART, -(-size // _MOST_PARTS)), "max_concurrency": _AT_ONCE}
+        self.fs.put_file(str(file), str(to), **options)
 
-    def _put_aside(self, size: int, parts: Iterable[memoryview | bytes]) -> None:
+    def _put_aside(self, file: Path, size: int) -> None:
         temporary = self.with_name(f"{TEMPORARY_PREFIX}{os.urandom(8).hex()}.tmp")
         try:
-            with self.fs.open(str(temporary), "wb", block_size=_BLOCK) as file:
-                for part in parts:
-                    file.write(part)
+            self._put(file, temporary, size)
             temporary._check_size(size)
             self.fs.mv(str(temporary), str(self))
         except BaseException as error:
@@ -282,6 +279,20 @@ class RemotePath:
         found = self._info()["size"]
         if found != size:
             raise CheckpointError(f"{self} has {found:,} bytes in the store, but {size:,} were written")
+
+
+def _end(file: Path) -> bytes:
+    """Return the last bytes of a file, which are the digest of a checkpoint."""
+    with file.open("rb") as opened:
+        opened.seek(-min(DIGEST_BYTES, file.stat().st_size), os.SEEK_END)
+        return opened.read()
+
+
+def _steps() -> Any:
+    """Return a callback of fsspec that counts what is uploaded as steps of a writer."""
+    callback = importlib.import_module("fsspec.callbacks").Callback()
+    callback.hooks["step"] = lambda *_, **__: note_step()
+    return callback
 
 
 def _file_system(url: str) -> Any:

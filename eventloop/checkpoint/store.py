@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import stat
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -17,11 +18,8 @@ from urllib.parse import unquote, urlsplit
 
 from trainbus.eventloop.checkpoint.commit import (
     CHUNK,
-    DIGEST_BYTES,
     Pieces,
-    chunks,
     commit_file,
-    crc32,
     discard,
     failing,
     sync_directory,
@@ -72,17 +70,9 @@ def as_path(location: AsPath) -> AnyPath:
 def write_pieces(path: AnyPath, size: int, pieces: Pieces, *, create: bool = False) -> int:
     """Create or replace a checkpoint of ``size`` bytes, digest included; return the digest. For ``create`` see ``link``."""
     if isinstance(path, RemotePath):
-        crc = 0
-
-        def sealed() -> Iterator[memoryview | bytes]:  # the digest is made while earlier parts are on their way
-            nonlocal crc
-            crc = 0
-            for chunk in (chunk for piece in pieces for chunk in chunks(piece)):
-                crc = crc32((chunk,), crc)
-                yield chunk
-            yield crc.to_bytes(DIGEST_BYTES, "little")
-
-        path.upload(size, sealed, create=create)
+        with _aside() as file:
+            crc = commit_file(file, size, lambda descriptor: write_sealed(descriptor, pieces))
+            path.upload(file, create=create)
         return crc
     return commit_file(path, size, lambda descriptor: write_sealed(descriptor, pieces))
 
@@ -106,24 +96,40 @@ def link(existing: AsPath, new: AsPath, *, create: bool = False) -> None:
     if isinstance(existing, Path) and isinstance(new, Path) and existing.is_dir():
         link_folder(existing, new)
         return
-    if isinstance(new, Path) and isinstance(existing, Path):
-        with failing(f"cannot give {existing} the name {new}"):
-            if _link(existing, new):
-                return
-    with failing(f"cannot copy {existing}"), open_file(existing) as (source, size):
-
-        def parts() -> Iterator[bytes]:
-            source.seek(0)
-            return iter(lambda: source.read(CHUNK), b"")
-
-        def fill(descriptor: int) -> None:
-            for part in parts():
-                write_all(descriptor, part)
-
-        if isinstance(new, RemotePath):
-            new.upload(size, parts, create=create)
+    if isinstance(existing, RemotePath):
+        if isinstance(new, Path):
+            _download(existing, new)
         else:
-            commit_file(new, size, fill)
+            with _aside() as file:
+                _download(existing, file)
+                new.upload(file, create=create)
+    elif isinstance(new, RemotePath):
+        new.upload(existing, create=create)
+    else:
+        with failing(f"cannot give {existing} the name {new}"):
+            if not _link(existing, new):
+                with existing.open("rb", buffering=0) as source:
+                    _fill(new, source, existing.stat().st_size)
+
+
+def _download(existing: RemotePath, new: Path) -> None:
+    with failing(f"cannot copy {existing}"), existing.opened() as (source, size):
+        _fill(new, source, size)
+
+
+def _fill(new: Path, source: BinaryIO, size: int) -> None:
+    def fill(descriptor: int) -> None:
+        for part in iter(lambda: source.read(CHUNK), b""):
+            write_all(descriptor, part)
+
+    commit_file(new, size, fill)
+
+
+@contextmanager
+def _aside() -> Iterator[Path]:
+    """Yield a path in a new directory on this machine, which is removed in the end."""
+    with tempfile.TemporaryDirectory(prefix="trainbus-") as directory:
+        yield Path(directory, "file")
 
 
 def _link(existing: Path, new: Path) -> bool:

@@ -55,7 +55,7 @@ def test_a_checkpoint_is_uploaded_once_and_never_copied(server: S3Server) -> Non
 
 
 def test_a_large_file_has_larger_parts_and_no_more_of_them_than_s3_takes(server: S3Server, monkeypatch) -> None:
-    monkeypatch.setattr("trainbus.eventloop.checkpoint.s3._MOST_PARTS", 4)
+    monkeypatch.setattr("trainbus.eventloop.checkpoint.remote._MOST_PARTS", 4)
     server.requests.clear()
     save(tree(1.0), URL)
     assert sum("partNumber" in request for request in server.requests) == 4
@@ -76,8 +76,8 @@ def test_an_upload_that_fails_anywhere_keeps_the_earlier_file_and_leaves_no_part
 
 def test_a_server_that_never_answers_is_given_up(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if it stops to answer in the middle of an upload."""
-    for name in ("s3._PATIENCE", "s3._PATIENCE_AFTER_ERROR", "remote._PATIENCE"):
-        monkeypatch.setattr(f"trainbus.eventloop.checkpoint.{name}", 1)
+    for name in ("_PATIENCE", "_SLOW"):
+        monkeypatch.setattr(f"trainbus.eventloop.checkpoint.remote.{name}", 1 if name == "_PATIENCE" else 1 << 30)
     over = threading.Event()
     for silent in ("partNumber=3", "run/"):
         server.fault = lambda method, path, silent=silent: over.wait(60) and None if silent in path else None  # type: ignore[misc]
@@ -132,15 +132,15 @@ def test_an_upload_whose_last_answer_is_lost_is_done(server: S3Server, size: int
 def test_a_server_without_conditional_writes_gets_the_file_nevertheless(
     server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, refused = s3fs.S3FileSystem.call_s3, []
+    real, refused = s3fs.S3FileSystem._call_s3, []
 
-    def call(self: object, method: str, **options: object) -> object:
+    async def call(self: object, method: str, *arguments: object, **options: object) -> object:
         if "IfNoneMatch" in options:
             refused.append(method)
             raise OSError(errno.ENOSYS, "A header you provided implies functionality that is not implemented")
-        return real(self, method, **options)
+        return await real(self, method, *arguments, **options)
 
-    monkeypatch.setattr(s3fs.S3FileSystem, "call_s3", call)
+    monkeypatch.setattr(s3fs.S3FileSystem, "_call_s3", call)
     for size in (10, BYTES // 4):
         write(stage(tree(1.0, size)), URL, create=True)
         verify(URL)

@@ -124,6 +124,7 @@ def test_of_two_runs_into_one_directory_the_second_adds_and_replaces_nothing(job
         contents.update({name: memory.cat_file(name) for name in memory.store})
 
     second.bus.on("before_train", train_first)
+    second.bus.on("after_train_iter", lambda event: event.run.set_lr(0.5), once=1)
     with pytest.raises(CheckpointError, match=f"{URL}/epoch_1.safetensors.*out_dir="):
         second.run()
     assert {name: memory.cat_file(name) for name in memory.store} == contents

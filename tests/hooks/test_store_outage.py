@@ -201,7 +201,7 @@ def test_a_failure_of_one_of_two_places_costs_the_other_nothing(run, tmp_path, r
 def test_of_two_stores_each_gets_what_it_takes_and_a_local_hook_keeps_its_files(run, tmp_path, refuse, memory):
     refuse("bucket/run/epoch_2")
     hooks = [CheckpointHook(1, out_dir=out, name=name, max_keep_ckpts=1) for name, out in (("a", OUT), ("b", "memory://other"))]
-    _, _, error = run(*hooks, CheckpointHook(1, name="c"), max_epochs=2)
+    _, _, error = run(*hooks, CheckpointHook(1, name="c"), max_epochs=2, at=[("before_train_epoch", wait)])
     assert "bucket/run/epoch_2" in str(error)
     assert "other" not in str(error)
     assert {name for name in memory.store if "epoch" in name} == {
