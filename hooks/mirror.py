@@ -283,11 +283,20 @@ class Mirror(Hook):
         with self._lock:
             return [name for name, file in self._files.items() if not file.sent]
 
+    def _due(self) -> list[str]:
+        """Return what waits, the newest first, as this machine may vanish; before it, what may show that another run saves there."""
+        due = self._waiting()[::-1]
+        if len(due) < 2 or not self.store.can_create:
+            return due
+        with suppress(CheckpointError):  # the upload will tell
+            others = self.store.sizes().keys() - self._mine
+            due.sort(key=lambda name: name not in others)
+        return due
+
     def _pass(self, *, last: bool = False) -> None:
         """Try each file that waits, and remove what is replaced. All ranks that have parts do it together."""
         self._send_scores()
-        # The newest first: this machine may vanish before the store has all.
-        for number, name in enumerate(self._all.from_first(self._waiting()[::-1])):
+        for number, name in enumerate(self._all.from_first(self._due())):
             self._try(name, asks=last and not number)
         self._send_scores()
         if self.leads and not self._waiting():
