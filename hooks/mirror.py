@@ -284,7 +284,7 @@ class Mirror(Hook):
             return [name for name, file in self._files.items() if not file.sent]
 
     def _due(self) -> list[str]:
-        """Return what waits, the newest first, as this machine may vanish; before it, what may show that another run saves there."""
+        """Return what waits, the newest first, as this machine may vanish; before it, names that another run may have taken."""
         due = self._waiting()[::-1]
         if len(due) < 2 or not self.store.can_create:
             return due
