@@ -28,6 +28,7 @@ from trainbus.eventloop import CheckpointError, Hook, Priority, TrainbusError, e
 from trainbus.eventloop.checkpoint import (
     COMMITTED,
     INDEX,
+    SCORES,
     SHARDS_SUFFIX,
     AnyPath,
     FileScores,
@@ -118,7 +119,8 @@ class Mirror(Hook):
         self.leads = self._all.first if sharded else run.rank == 0
         """True on the rank that says what is uploaded."""
         self.store = RemotePath(self._all.from_first(str(store)), store.fs)
-        self._temporary = directory is None
+        self.clears = directory is None
+        """True to leave nothing here in the end: nobody would look for it."""
         self.directory = _temporary(self.store) if directory is None else directory
         """Where the files are on this machine."""
         self.raises = False
@@ -234,8 +236,8 @@ class Mirror(Hook):
                 kept=str(self.directory / name),
                 error=error,
             )
-        if self._temporary and not left:
-            shutil.rmtree(self.directory, ignore_errors=True)
+        if self.clears and not left:
+            self._clear()
         if not (left and raises):
             return None
         names = ", ".join(str(self.store / name) for name, _ in left)
@@ -244,6 +246,15 @@ class Mirror(Hook):
             f"the store did not take {names} by the end of the run: {left[0][1]}. It is kept as {kept}: once the store "
             'answers, run again with resume="auto", which uploads it'
         )
+
+    def _clear(self) -> None:
+        for one in (*self._files, LAST, SCORES):
+            with self._tells("cannot remove what a store has", one):
+                remove_whole(self.directory / one)
+        for shards in {file.shards for file in self._files.values()} - {None}:
+            remove_parts(self.directory / str(shards))
+        with suppress(OSError):
+            self.directory.rmdir()  # unless it has other files
 
     # --------------------------------------------------------------------------------------- on the uploading thread
 

@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Final, Generic, Literal, TypeVar
+from typing import Final, Generic, TypeVar
 
 from trainbus.eventloop.checkpoint.commit import steps_made
 
@@ -17,9 +17,6 @@ _POLL: Final = 0.2
 """Seconds after which a waiting thread checks again, in case Ctrl-C swallowed a notification."""
 
 Job = TypeVar("Job")
-
-Busy = Literal["wait", "skip", "replace"]
-"""The behaviour of a save that is due while another is being written."""
 
 _waiting: Final[set[int]] = set()  # the threads that wait for writers; each adds and removes only itself
 
@@ -168,42 +165,6 @@ class BackgroundWriter(PendingSaves[Job]):
             return super().wait(for_slot=for_slot, seconds=seconds)
         finally:
             _waiting.discard(thread)
-
-    def make_way(
-        self,
-        busy: Busy | Literal["queue"],
-        give_up: Callable[[Job], object],
-        agree: Callable[[bool], bool] = bool,
-    ) -> bool:
-        """Make way for another job; return False if that is to be skipped.
-
-        Args:
-            busy: ``"wait"`` waits until no job is under way, ``"queue"`` until none waits to begin. ``"skip"`` returns False if
-                one is under way. ``"replace"`` takes the waiting job back, with those behind it.
-            give_up: called with each job that is replaced, and will never begin: the waiting one, and what goes with it.
-            agree: called with True if this thread can replace a job, or has none to replace; returns whether it may. Otherwise
-                the jobs stay: all processes write in one order.
-        """
-        if busy == "skip":
-            return not self.busy
-        if busy != "replace":
-            self.wait(for_slot=busy == "queue")
-            return True
-        taken, agreed = self.take_back(), False
-        gone = [job for job in taken if self.goes_with(job, taken[0])]
-        try:
-            agreed = agree(bool(taken))
-        finally:
-            for job in taken:
-                if not agreed or job not in gone:
-                    self.enter(job, can_wait=job is taken[0])
-        for job in gone if agreed else ():
-            give_up(job)
-        return True
-
-    def goes_with(self, job: Job, other: Job) -> bool:
-        """Return True if a job is another one, or has no purpose without it."""
-        return job is other
 
     def close(self, seconds: float = math.inf) -> bool:
         """Do the jobs that wait, and end the thread; return False after ``seconds``. After Ctrl-C, call it again to finish."""

@@ -177,7 +177,9 @@ class Capture:
             state = self._state(wanted.path, wanted.leave_out)
             if state.get("ranks") != []:
                 job.states = None  # a hook has changed what the file has there, which may be tensors among the copied ones
-            writer.make_way(wanted, self._agree)
+            if wanted.busy == "wait":
+                self._run.saves.wait()
+            writer.replace(wanted.path, self._agree if wanted.busy == "replace" else bool)
             # In a validation hooks may have swapped in averaged weights, which only a copy made now holds.
             beside = wanted.staging == "overlap" and progress.stage == "train"
             if beside and self.overlap is None:

@@ -27,7 +27,7 @@ from trainbus.eventloop.events import CheckpointStaged, RunView
 from trainbus.eventloop.events.event import name_of
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.offload import Deadline
-from trainbus.eventloop.training.saves.requests import SaveJob, SaveOutcome, SaveRequest
+from trainbus.eventloop.training.saves.requests import SaveJob, SaveOutcome
 from trainbus.eventloop.training.schema import LAST
 from trainbus.eventloop.user_errors import add_note
 
@@ -54,7 +54,7 @@ class CheckpointWriter:
         self._named: dict[Path | None, tuple[int, Path]] = {}  # for each pointer, the number and path that it names
         self.failed: set[Path] = set()
         """Paths that could not be written."""
-        self._writer = _Writer(self._write_checkpoint, at_exit=lambda: self.close(bus.abort_timeout))
+        self._writer = BackgroundWriter[SaveJob](self._write_checkpoint, at_exit=lambda: self.close(bus.abort_timeout))
 
     # --------------------------------------------------------------------------------------- on the training thread
 
@@ -91,17 +91,24 @@ class CheckpointWriter:
         if not self._view.rank:
             self._writer.enter(SaveJob(job.request, [], job.progress, source=job), can_wait=False)
 
-    def make_way(self, request: SaveRequest, agree: Callable[[bool], bool]) -> None:
-        """Make way for a request, as it wants (``busy``); one that it replaces is skipped, with its further names."""
+    def replace(self, path: Path, agree: Callable[[bool], bool]) -> None:
+        """Skip the waiting job, if any, in favour of ``path``; not if ``agree`` tells that another rank has begun it.
 
-        def give_up(job: SaveJob) -> None:
-            job.given_up = f"replaced by {request.path}"
+        Further names of it go with it. If it stays, they stay behind it: all ranks write in one order.
+        """
+        taken, agreed = self._writer.take_back(), False
+        replaced = [job for job in taken if taken[0] in (job, job.source)]
+        try:
+            agreed = agree(bool(taken))
+        finally:
+            for job in taken:
+                if not agreed or job not in replaced:
+                    self._writer.enter(job, can_wait=job.staged is not None)
+        for job in replaced if agreed else ():
+            job.given_up = f"replaced by {path}"
             job.release()  # before the skip, so that its memory is free for the next save
             if job.paths:  # else only the scores of the one that was given up
                 self.skip(job)
-
-        with self._bus.span("waiting for checkpoints"):
-            self._writer.make_way(request.busy, give_up, agree)
 
     def close(self, seconds: float) -> None:
         """Write the queued jobs and end the thread; after ``seconds``, log the jobs that are left."""
@@ -254,12 +261,6 @@ class CheckpointWriter:
             return
         make_directory(directory)
         self.made[directory] = directory / LAST
-
-
-class _Writer(BackgroundWriter[SaveJob]):
-    def goes_with(self, job: SaveJob, other: SaveJob) -> bool:
-        """Return True if a job is another one, or has further names or scores of it."""
-        return other in (job, job.source)
 
 
 def _is_given_up(job: SaveJob) -> bool:

@@ -90,8 +90,8 @@ class RayTrainHook(CopiedAnew, Hook):
             log.info("Ray's storage path is a store; logs and records stay on this machine", work_dir=str(run.work_dir))
             for folder in searched_folders(worker.folder):
                 run.keeps_checkpoints_in(folder)
-            run.keeps_checkpoints_in(worker.folder)
             self._mirror = mirror_of(run, run.work_dir, worker.folder, raises=True)
+            self._mirror.clears = run.work_dir == worker.work_dir()
             self._asked.begin(run.work_dir, self._policies, run.checkpoint_suffix, self._mirror, looks=not run.rank)
         self._reports = RayReports(worker, every=self.metrics_every, noticed=partial(self._save, run), pruned=self._forget)
         if self._mirror is not None:
