@@ -10,7 +10,7 @@ import torch
 from trainbus.eventloop.checkpoint import load_whole
 
 from .test_sharded import assert_restored, restored, trained
-from .test_sharded_kept import assert_same, on, on_disks
+from .test_sharded_mirror import assert_same, on_disks, only
 
 pytest.importorskip("moto")
 s3fs = pytest.importorskip("s3fs")
@@ -71,10 +71,10 @@ def test_what_two_disks_keep_when_s3_is_out_is_uploaded_once_it_answers_by_other
     assert "kept as" in before.error
     for one in run("b", "a", epochs=3, refuses="epoch_2.safetensors"):  # the parts arrive, and the file does not
         assert one.began is None
-        assert f"rank 1 has {tmp_path}/a/run/kept_sharded_epoch_2.safetensors" in one.error
+        assert f"rank 1 has {tmp_path}/a/run/epoch_2.safetensors" in one.error
     for one in run("b", "new", "a", epochs=3):
         assert_same(one.began, before.ended)
-        assert one.told == [("committed", "epoch_2"), ("committed", "epoch_3")]
-    assert not on(tmp_path / "a") | on(tmp_path / "b")
+        assert one.told == [("uploaded", "epoch_2"), ("uploaded", "epoch_3")]
+    assert only(3, tmp_path / "a", tmp_path / "b")
     sent = load_whole(f"{URL}/epoch_2.safetensors")["state_dict"]
     assert all(torch.equal(sent[key], value) for key, value in before.ended[1].items())

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ class Flawed(RayTrainHook):
 
 def train(config: dict[str, Any]) -> None:
     os.environ.update(config.get("environment", {}))
+    tempfile.tempdir = None  # the environment may say another
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     if config.get("shard"):

@@ -39,10 +39,11 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def fit_in_store(fit: Callable[..., Any], s3: S3Server) -> Callable[..., Any]:
+def fit_in_store(fit: Callable[..., Any], s3: S3Server, tmp_path: Path) -> Callable[..., Any]:
     """Train with Ray's own file system for S3, and the environment that leads fsspec there."""
     store = S3FileSystem(**{f"{name}_key": "x" for name in ("access", "secret")}, scheme="http", endpoint_override=s3.url[7:])
     environment = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    environment["TMPDIR"] = str(tmp_path)  # where files wait
     return lambda *arguments, **options: fit(*arguments, **{"store": store, "environment": environment, **options})
 
 
