@@ -264,6 +264,7 @@ class Mirror(Hook):
         self._earlier = {one.name for one in list_directories(self.directory) if one.suffix == SHARDS_SUFFIX}
         if not self.leads:
             return
+        make_directory(self.store)
         self._scores = read_scores(self.store)
         sweep(self.store)
         found = dict[str, Progress]()

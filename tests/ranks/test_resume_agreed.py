@@ -115,6 +115,11 @@ class Store(LocalFileSystem):
             raise OSError(28, "quota")  # an error that is not tried again
         return super().open(*arguments, **options)
 
+    def put_file(self, *arguments: Any, **options: Any) -> None:
+        if Store.down:
+            raise OSError(28, "quota")
+        super().put_file(*arguments, **options)
+
 
 def train_to_store(folder: Path, disks: tuple[str, ...], epochs: int, down: bool) -> tuple[Any, list[int], list[str]]:
     """Like ``train``, with a store; return the weights, the epochs trained here, and the names of the kept files."""
