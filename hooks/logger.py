@@ -80,7 +80,7 @@ class LoggerHook(CopiedAnew, Hook):
       the iteration that reported it. One that each optimizer step reports, within an accumulation, leaves out none.
     - Checkpoints hold the windows, so the lines of a resumed run are those of an uninterrupted one.
     - Names begin with their stage: ``train/loss``, ``val/accuracy``, and ``eval/<name>`` for results of an ``EvaluateHook``.
-    - Images, figures, histograms and texts (``run.report_image`` and the like) go to the writers that take them.
+    - Images, figures, histograms and texts (:mod:`trainbus.media`) go to the writers that take them.
 
     One thread calls all writers. A failing writer is logged and tried again, and does not end the run; lost calls are counted
     and logged. A checkpoint is committed when the lines of its iterations are on disk. A resumed run therefore has no gap, but

@@ -1,6 +1,6 @@
 """The public names of trainbus, loaded on first use: those of the engine (``trainbus.eventloop``) and hooks.
 
-The classes of mount points are in ``trainbus.events``, errors in ``trainbus.errors``.
+The classes of mount points are in ``trainbus.events``, errors in ``trainbus.errors``, images and texts in ``trainbus.media``.
 
 ``python -m trainbus`` runs the command ``trainbus``; ``torchrun -m trainbus run`` does so in several processes.
 """
@@ -103,7 +103,7 @@ for _part in _PARTS:
             "`git -c core.symlinks=true clone`, or install the wheel"
         )
 _PUBLIC = ("trainbus.eventloop", "trainbus.hooks")
-_ELSEWHERE = ("trainbus.events", "trainbus.errors")
+_ELSEWHERE = ("trainbus.events", "trainbus.errors", "trainbus.media")
 """Modules with public names of their own, which this one has not."""
 _AROUND = {
     "TrainbusCheckpointIO": "trainbus.bridges",
@@ -138,7 +138,7 @@ if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any name
 
     def __dir__() -> list[str]:
         there = [name for name, (_, library) in _OPTIONAL.items() if find_spec(library)]  # help() loads each name
-        return sorted(["__version__", "errors", "events", *_PARTS, *there, *_public()])
+        return sorted(["__version__", "errors", "events", "media", *_PARTS, *there, *_public()])
 
 
 def _find(name: str) -> Any:

@@ -14,6 +14,7 @@ ROOMS = {
     "trainbus.eventloop.bus": "The bus",
     "trainbus.eventloop.events": "Events",
     "trainbus.eventloop.training": "Runs and loops",
+    "trainbus.eventloop.media": "Images, histograms, texts, figures",
     "trainbus.hooks": "Hooks",
     "trainbus.hooks.writers": "Writers",
     "trainbus.eventloop.checkpoint": "Checkpoints",
@@ -33,7 +34,7 @@ FURTHER = {
 }
 """Modules whose public names are on the page of a package."""
 TRAINBUS = "trainbus"
-HOMES = {"trainbus.eventloop.events": "trainbus.events", "trainbus.eventloop.errors": "trainbus.errors"}
+HOMES = {f"trainbus.eventloop.{name}": f"trainbus.{name}" for name in ("events", "errors", "media")}
 """Where users import what a room has."""
 PARTS = ("trainbus.eventloop", "trainbus.hooks", "trainbus.compat", "trainbus.bridges.ray")
 FIRST = ("Bus", "Event", "TrainLoop", "Run", "Hook", "AsyncSaver", "Writer", "attach", "Costs")

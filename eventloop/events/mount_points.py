@@ -167,7 +167,7 @@ class AfterVal(RunEvent, kw_only=True):
 
 
 class ImageReported(RunEvent, kw_only=True):
-    """``run.report_image`` or ``run.report_figure`` was called. An offloaded handler gets a copy of the image on the host."""
+    """An image or a figure was reported. An offloaded handler gets a copy of the image on the host."""
 
     counts: ClassVar[Counter] = "iter"
     name: str
@@ -175,7 +175,7 @@ class ImageReported(RunEvent, kw_only=True):
 
 
 class HistogramReported(RunEvent, kw_only=True):
-    """``run.report_histogram`` was called. An offloaded handler gets a copy of the values on the host."""
+    """A histogram was reported. An offloaded handler gets a copy of the values on the host."""
 
     counts: ClassVar[Counter] = "iter"
     name: str
@@ -184,7 +184,7 @@ class HistogramReported(RunEvent, kw_only=True):
 
 
 class TextReported(RunEvent, kw_only=True):
-    """``run.report_text`` was called."""
+    """A text was reported."""
 
     counts: ClassVar[Counter] = "iter"
     name: str

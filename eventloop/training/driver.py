@@ -16,11 +16,12 @@ from trainbus.eventloop import events as ev
 from trainbus.eventloop.checks import check_options
 from trainbus.eventloop.errors import ConfigurationError, RunStopped, TrainingError
 from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.media import without_media
 from trainbus.eventloop.training.arguments import Limit
 from trainbus.eventloop.training.body import Beginning, Return
 from trainbus.eventloop.training.data import Feed
 from trainbus.eventloop.training.distributed.shares import Share, check_divisible, check_even, forward_alone, size_of
-from trainbus.eventloop.training.machine import EPOCH, ITERATION, TRAIN, TURNS, Scope
+from trainbus.eventloop.training.machine import EPOCH, ITERATION, ITERATIONS, TRAIN, TURNS, Scope
 from trainbus.eventloop.training.metrics import Metrics, NamedMetrics
 from trainbus.eventloop.training.optimizers import enter_training_mode, in_training_mode, optimizers_in, parameters_of
 from trainbus.eventloop.training.rng import get_rng_state, set_rng_state
@@ -395,7 +396,7 @@ class Driver(Session):
     def drop_iteration(self) -> None:
         """End the current iteration, if there is one, uncounted and without its ``after_x``: it found no batch."""
         machine = self.state.machine
-        if machine.iterates:
+        if machine.innermost in ITERATIONS:
             machine.leave(machine.innermost)
 
     @check_options
@@ -531,7 +532,7 @@ class Driver(Session):
         """Return True if a metric of the open evaluation takes this entry of the outputs."""
         metrics = self._metrics
         machine = self.state.machine
-        return metrics is not None and machine.iterates and machine.evaluates and metrics.takes(name)
+        return metrics is not None and machine.innermost in ITERATIONS and machine.evaluates and metrics.takes(name)
 
     def _enter_evaluation_mode(self) -> None:
         machine, models = self.state.machine, self._run.models.values()
@@ -554,7 +555,7 @@ class Driver(Session):
         if not isinstance(outputs, Mapping):
             kind = type(outputs).__name__
             raise TrainingError(f"drive.{call}() takes outputs by name, such as {{'loss': loss}}, and was given a {kind}")
-        self.state.outputs.update(outputs)
+        self.state.outputs.update(without_media(self._run, outputs))
 
     def _forget(self) -> None:
         self._run.feeds.forget()

@@ -18,6 +18,7 @@ from trainbus.eventloop.checks import check_options
 from trainbus.eventloop.device import handed_over
 from trainbus.eventloop.errors import BusStateError, ConfigurationError, RunCancelled, TrainingError, stopped
 from trainbus.eventloop.events import AfterForward, BeforeForward
+from trainbus.eventloop.media import without_media
 from trainbus.eventloop.notebook import Named, shorten
 from trainbus.eventloop.offload import in_thread
 from trainbus.eventloop.plain import numbers_in
@@ -270,7 +271,7 @@ class TrainLoop:
                     outputs = _called("step", self._step, self.model, batch)
                     is_loss = type(outputs) is torch.Tensor and outputs.dim() == 0  # the usual case
                     reported = run.state.outputs
-                    reported.update({"loss": outputs} if is_loss else _checked_outputs(outputs))
+                    reported.update({"loss": outputs} if is_loss else without_media(run, _checked_outputs(outputs)))
                     if run.wants(AfterForward):
                         run.publish(AfterForward, outputs=run.outputs)
                 if run.counters.epoch > epoch:
@@ -424,7 +425,7 @@ class TrainLoop:
         body = iter(batches)  # an exception's frame keeps it alive, so on_exception precedes the validation's end
         for batch in body:
             outputs = _called(f"{run.progress.stage}_step", step, self.model, batch)
-            run.state.outputs.update(outputs if isinstance(outputs, Mapping) else {"loss": outputs})
+            run.state.outputs.update(without_media(run, outputs) if isinstance(outputs, Mapping) else {"loss": outputs})
         return Named(batches.metrics)
 
     def _validation_due(self, done: int | None = None) -> bool:

@@ -37,6 +37,9 @@ class Scope(StrEnum):
 
 CLOSED, RUN, TRAIN, EPOCH, ITERATION, VAL, VAL_ITERATION, TEST, TEST_ITERATION, AROUND = Scope
 
+ITERATIONS: Final = (ITERATION, VAL_ITERATION, TEST_ITERATION)
+"""In these a run has outputs."""
+
 EVALUATED_IN: Final = (RUN, TRAIN, EPOCH, ITERATION)
 """Where a validation or test may begin."""
 
@@ -182,11 +185,6 @@ class Machine:
     def is_open(self) -> bool:
         """True from ``begin_run`` to the end of the run."""
         return self.innermost is not CLOSED
-
-    @property
-    def iterates(self) -> bool:
-        """True in an iteration of any stage: there a run has outputs."""
-        return self.innermost in (ITERATION, VAL_ITERATION, TEST_ITERATION)
 
     @property
     def evaluates(self) -> bool:

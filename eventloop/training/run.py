@@ -7,10 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapp
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
-import numpy as np
 import torch
 
-from trainbus.eventloop import events as ev
 from trainbus.eventloop.bus import Bus, leader_of
 from trainbus.eventloop.bus.routes import TimestampRoute
 from trainbus.eventloop.checkpoint import AnyPath, Busy, Staging, as_path, unwrapped
@@ -20,6 +18,7 @@ from trainbus.eventloop.events import Event, Progress, RunEvent
 from trainbus.eventloop.events.event import misfit
 from trainbus.eventloop.events.shared import Shared
 from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.media import MEDIA, without_media
 from trainbus.eventloop.training.arguments import (
     Config,
     Data,
@@ -44,8 +43,7 @@ from trainbus.eventloop.training.facts import carded, described, facts
 from trainbus.eventloop.training.host import Accelerator, Host, OwnLoop
 from trainbus.eventloop.training.iterators import Epochs, EvaluationBatches, OpenLoops, TrainBatches
 from trainbus.eventloop.training.keep import KEPT, KeptValues
-from trainbus.eventloop.training.machine import ITERATION, Counters
-from trainbus.eventloop.training.media import check_image, check_values, checked_text, drawn
+from trainbus.eventloop.training.machine import ITERATION, ITERATIONS, Counters
 from trainbus.eventloop.training.metrics import NamedMetrics
 from trainbus.eventloop.training.optimizers import by_path, options_given, selected, stepping
 from trainbus.eventloop.training.replicas import Replicas
@@ -257,20 +255,33 @@ class HostedRun:
     def report(self, *unnamed: Any, **entries: Any) -> None:
         """Add named entries to the outputs of the current iteration; tensors stay on their device.
 
-        Loggers write numbers and tensors of one element. Any other entry is for hooks and metrics; one that no metric takes is
-        logged once. Between two iterations entries are lost, which is logged once; see ``EvaluateHook`` for values of an epoch.
+            run.report(loss=loss, samples=Image(array), weights=Histogram(tensor), answer=Text(text), curve=Figure(figure))
+
+        Loggers write numbers and tensors of one element. Values of :mod:`trainbus.media` go to the writers that take them, also
+        between two iterations; writers prefix their names with the stage. Any other entry is for hooks and metrics; one that no
+        metric takes is logged once.
+
+        Between two iterations, entries other than media are lost, which is logged once; see ``EvaluateHook`` for values of an
+        epoch.
 
         Raises:
             TrainingError: an entry has no name, or the run is not open.
+            TypeError, ValueError: an image, a histogram, a text or a figure cannot be written.
         """
         if unnamed:
             raise TrainingError("run.report() takes entries by name only, such as run.report(loss=loss)")
-        if not self.state.machine.iterates:
-            self.state.check_open("run.report()")
-            self.state.lose(entries)
+        state = self.state
+        for value in entries.values():
+            if value.__class__ in MEDIA:
+                state.check_open("run.report()")
+                entries = {**without_media(self, entries)}
+                break
+        if state.machine.innermost not in ITERATIONS and entries:
+            state.check_open("run.report()")
+            state.lose(entries)
         if not self._reported.issuperset(entries):
             self._look_at({name: value for name, value in entries.items() if name not in self._reported})
-        self.state.outputs.update(entries)
+        state.outputs.update(entries)
 
     def _look_at(self, entries: dict[str, Any]) -> None:
         """Warn of new entries that neither a logger nor a metric can use."""
@@ -279,77 +290,13 @@ class HostedRun:
             if (what := no_scalar(value)) and not self._driver.measures(name):
                 log.warning(
                     f"run.report({name}=...) got {what}, which loggers leave out; hooks find it in event.outputs. Report a "
-                    "number, such as a mean, or run.report_histogram() or run.report_image()",
+                    f"number, such as a mean, or {name}=Histogram(...) or {name}=Image(...) of trainbus.media",
                     entry=name,
                 )
 
     def costs(self) -> Any:
         """Return ``bus.costs()`` (:class:`trainbus.observe.Costs`); None if the bus does not measure."""
         return self.bus.costs() if self.bus.timing else None
-
-    def report_image(self, name: str, image: torch.Tensor | np.ndarray[Any, Any]) -> None:
-        """Publish ``image_reported`` for writers of images, if there are any. Offloaded handlers get a copy.
-
-        Args:
-            name: a name such as ``"samples"``; writers prefix it with the stage.
-            image: height × width, channels × height × width or height × width × channels (if ambiguous, channels first);
-                1, 3 or 4 channels; uint8, or booleans and floats from 0 to 1. Anything else is a ValueError.
-        """
-        self.state.check_open("run.report_image()")
-        if self.bus.wants(ev.ImageReported):
-            check_image(name, image)
-            self.publish(ev.ImageReported, name=name, image=image)
-
-    def report_histogram(self, name: str, values: torch.Tensor | np.ndarray[Any, Any], *, bins: int = 64) -> None:
-        """Publish ``histogram_reported`` for writers of histograms, if there are any.
-
-        The training thread only copies the values; the logger's thread counts them. NaN and infinite values are left out, and
-        their number is logged.
-
-        Args:
-            name: a name such as ``"weights/head"``; writers prefix it with the stage.
-            values: real numbers in any shape, on any device.
-            bins: number of bins of equal width from the least to the greatest value, at most 512.
-
-        Raises:
-            TypeError: ``values`` is not a tensor or a numpy array.
-            ValueError: ``values`` is empty, complex, sparse, distributed or without data, or ``bins`` is out of range.
-        """
-        self.state.check_open("run.report_histogram()")
-        if self.bus.wants(ev.HistogramReported):
-            check_values(name, values, bins)
-            self.publish(ev.HistogramReported, name=name, values=values, bins=bins)
-
-    def report_text(self, name: str, text: str) -> None:
-        """Publish ``text_reported`` for writers of texts, if there are any. Only the first 65,536 characters are kept.
-
-        Args:
-            name: a name such as ``"samples"``; writers prefix it with the stage.
-            text: plain text; some writers read it as Markdown.
-
-        Raises:
-            TypeError: ``text`` is not a text.
-        """
-        self.state.check_open("run.report_text()")
-        if self.bus.wants(ev.TextReported):
-            self.publish(ev.TextReported, name=name, text=checked_text(name, text))
-
-    def report_figure(self, name: str, figure: Any) -> None:
-        """Draw a figure, and publish it as ``image_reported``. It is drawn if a writer takes images.
-
-        The calling thread draws, because plots are not thread-safe: 50 to 200 ms for one pair of axes, more for several. The
-        figure stays open and unchanged; closing it frees its memory.
-
-        Args:
-            name: a name such as ``"confusion"``; writers prefix it with the stage.
-            figure: a figure of a library that :mod:`trainbus.bridges` draws, or an object with one, such as axes.
-
-        Raises:
-            TypeError: nothing here can draw ``figure``.
-        """
-        self.state.check_open("run.report_figure()")
-        if self.bus.wants(ev.ImageReported):
-            self.publish(ev.ImageReported, name=name, image=drawn(name, figure))
 
     def publish(self, event: type[Event], **payload: Any) -> None:
         """Make and publish an event of this class, if it has a subscriber. Its fields ``run`` and ``progress`` are filled in.

@@ -143,7 +143,7 @@ class Writer(CopiedAnew):
             self.write_image(name, value, step)
 
     def write_image(self, name: str, image: Image, step: int) -> None:
-        """Write an image that was reported with ``run.report_image``.
+        """Write an image that was reported (:class:`trainbus.media.Image`).
 
         Args:
             name: name with the stage, such as ``val/samples``.
@@ -152,7 +152,7 @@ class Writer(CopiedAnew):
         """
 
     def write_histogram(self, name: str, histogram: BinCounts, step: int) -> None:
-        """Write a histogram of values that were reported with ``run.report_histogram``.
+        """Write a histogram of values that were reported (:class:`trainbus.media.Histogram`).
 
         Args:
             name: name with the stage, such as ``train/weights``.
@@ -164,7 +164,7 @@ class Writer(CopiedAnew):
         """Write the run's configuration: nested mappings, lists, numbers, strings and None."""
 
     def write_text(self, name: str, text: str, where: Where) -> None:
-        """Write a text that was reported with ``run.report_text``, or the experiment's name.
+        """Write a text that was reported (:class:`trainbus.media.Text`), or the experiment's name.
 
         Args:
             name: name with the stage, such as ``val/samples``; ``experiment`` for the experiment's name.

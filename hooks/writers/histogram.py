@@ -1,4 +1,4 @@
-"""``BinCounts``: what writers get of ``run.report_histogram``; the logger's thread counts the values."""
+"""``BinCounts``: what writers get of a reported histogram; the logger's thread counts the values."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from torch.optim import SGD
 from trainbus.eventloop import Bus
 from trainbus.eventloop.checkpoint import load
 from trainbus.hooks import CheckpointHook, ConsoleWriter, CSVWriter, JSONLinesWriter, LoggerHook
+from trainbus.media import Text
 from trainbus.observe import Dashboard, RunFolder, RunRecordHook, TraceHook
 from trainbus.observe.dashboard import Server
 from trainbus.observe.trace.chrome import read_trace
@@ -29,7 +30,7 @@ def test_names_that_are_not_utf_8_cost_no_lines(tmp_path, logs, capsys, trainbus
     @bus.on("after_train_iter", "after_val_iter", priority=0)
     def report(event):
         event.run.report(**{NAME: 2.0})
-        event.run.report_text(NAME, NAME)
+        event.run.report(**{NAME: Text(NAME)})
 
     model = small_model()
     own_loop(bus, model, SGD(model.parameters(), lr=0.1), val=1, work_dir=folder, name=NAME, config={NAME: NAME})

@@ -8,8 +8,8 @@ import msgspec
 
 from trainbus.observe import (
     Costs,
+    Durations,
     Environment,
-    Histogram,
     LaneCosts,
     Part,
     RunManifest,
@@ -44,7 +44,7 @@ def some_costs(wall: float = 10.0, iterations: int = 100) -> Costs:
     hook = "Histograms.after_train_iter"
     parts.insert(2, Part("hook", hook, iterations, 0.11 * wall, 0.11, 0.22 * wall / iterations, "after_train_iter"))
     lanes = [LaneCosts("LoggerHook.write", ["after_train_iter"], iterations - 2, 0, 2, 0, 0.5, 0.0, 1.5, 7, 0.01, 0.2)]
-    return Costs(wall=wall, parts=parts, steps=Histogram({212: iterations - 10, 220: 10}, wall), lanes=lanes)
+    return Costs(wall=wall, parts=parts, steps=Durations({212: iterations - 10, 220: 10}, wall), lanes=lanes)
 
 
 def costs_line(time: float, costs: Costs, epoch: int = 1, iteration: int = 100) -> dict[str, Any]:

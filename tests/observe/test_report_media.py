@@ -10,6 +10,7 @@ import torch
 from trainbus.cli.runs import best_metric
 from trainbus.eventloop import Bus, Run
 from trainbus.hooks import JSONLinesWriter, LoggerHook
+from trainbus.media import Histogram, Image, Text
 from trainbus.observe import Damage
 from trainbus.observe.report import ReportedRun, build_report
 from trainbus.observe.report.overview import FEW
@@ -46,9 +47,9 @@ def text_line(text, iteration, after=0.0):
 
 def test_the_page_shows_images_histograms_and_texts_with_their_place(tmp_path):
     def report(run, iteration):
-        run.report_image("noise", torch.rand(3, 4, 5))
-        run.report_histogram("weights", torch.arange(10.0) * iteration)
-        run.report_text("answer", f"{iteration} {EVIL}")
+        run.report(noise=Image(torch.rand(3, 4, 5)))
+        run.report(weights=Histogram(torch.arange(10.0) * iteration))
+        run.report(answer=Text(f"{iteration} {EVIL}"))
 
     page = page_of(reported(tmp_path, report))
     assert 'id="media"' in page
@@ -67,8 +68,8 @@ def test_a_page_without_them_has_no_section(tmp_path):
 
 def test_values_that_are_not_finite_are_counted_on_the_page(tmp_path):
     def report(run, iteration):
-        run.report_histogram("broken", torch.tensor([math.nan, math.inf, 1.0, 2.0]))
-        run.report_histogram("gone", torch.tensor([math.nan]))
+        run.report(broken=Histogram(torch.tensor([math.nan, math.inf, 1.0, 2.0])))
+        run.report(gone=Histogram(torch.tensor([math.nan])))
 
     page = page_of(reported(tmp_path, report, iterations=1))
     assert page.count("left out: 1 NaN, 1 infinite") == 1
@@ -89,7 +90,7 @@ def test_what_was_abandoned_or_reported_again_is_left_out(tmp_path):
 
 
 def test_damaged_lines_and_missing_files_are_no_error(tmp_path):
-    folder = reported(tmp_path, lambda run, iteration: run.report_image("noise", torch.rand(4, 4)))
+    folder = reported(tmp_path, lambda run, iteration: run.report(noise=Image(torch.rand(4, 4))))
     for path in sorted((folder / "media").iterdir())[:2]:
         path.unlink()
     write_media(folder, "{", '{"kind": "image", "name": "a"}', '{"kind": "video", "name": "a"}', text_line("kept", 5))
@@ -106,9 +107,9 @@ def test_a_page_stays_below_its_limit_and_says_what_is_left_out(tmp_path, runs):
 
     def report(run, iteration):
         for name in range(40):
-            run.report_image(f"image {name}", noise.integers(0, 256, (90, 90, 3), np.uint8))
-            run.report_histogram(f"weights {name}", torch.randn(100))
-            run.report_text(f"text {name}", "word " * 5_000)
+            run.report(**{f"image {name}": Image(noise.integers(0, 256, (90, 90, 3), np.uint8))})
+            run.report(**{f"weights {name}": Histogram(torch.randn(100))})
+            run.report(**{f"text {name}": Text("word " * 5_000)})
 
     folder = reported(tmp_path, report, iterations=2)
     page = page_of(*[folder] * runs)
@@ -118,6 +119,6 @@ def test_a_page_stays_below_its_limit_and_says_what_is_left_out(tmp_path, runs):
 
 
 def test_a_million_histograms_need_the_memory_of_two(tmp_path):
-    folder = reported(tmp_path, lambda run, iteration: run.report_histogram("weights", torch.ones(3)), iterations=30)
+    folder = reported(tmp_path, lambda run, iteration: run.report(weights=Histogram(torch.ones(3))), iterations=30)
     ((_, kept),) = ReportedRun(folder).media.items()
     assert [line.iter for line in kept] == [1, 30]

@@ -2,10 +2,10 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from trainbus.observe import Costs, Growth, Histogram, LaneCosts, Part, RankCosts, Straggler
+from trainbus.observe import Costs, Durations, Growth, LaneCosts, Part, RankCosts, Straggler
 from trainbus.observe.verdict import duration, expensive, size
 
-STEPS = Histogram({160: 1000})
+STEPS = Durations({160: 1000})
 
 
 def part(name, share, *, group="hook", calls=1000, mount_point="after_train_iter"):

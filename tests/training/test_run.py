@@ -8,6 +8,7 @@ import torch
 
 from trainbus.eventloop import Bus, BusStateError, ConfigurationError, Event, Progress, Run, TrainingError, TrainLoop
 from trainbus.eventloop.training import OwnLoop
+from trainbus.media import Image
 
 from ..failing import fails
 from ..waiting import on_threads
@@ -240,8 +241,8 @@ def test_run_methods_outside_of_a_run_are_errors(parts, run, use, ended):
     with pytest.raises(TrainingError, match="write `with Run"):
         next(iter(run.epochs(1) if use == "epochs" else getattr(run, use)(parts.batches(1))))
     assert torch.is_grad_enabled()
-    for report in (lambda: run.report(loss=1.0), lambda: run.report_image("a", torch.zeros(2, 2))):
-        with pytest.raises(TrainingError, match=r"run\.report(_image)?\(\).* write `with Run"):
+    for report in (lambda: run.report(loss=1.0), lambda: run.report(a=Image(torch.zeros(2, 2)))):
+        with pytest.raises(TrainingError, match=r"run\.report\(\).* write `with Run"):
             report()
 
 

@@ -10,9 +10,9 @@ from trainbus.bridges.lightning.saver import TrainbusCheckpointIO
 from trainbus.bridges.matplotlib import draw
 from trainbus.bridges.uvicorn import shuts_down
 from trainbus.eventloop.bus import HostKind, register_host
+from trainbus.eventloop.media import register_figures
 from trainbus.eventloop.offload import register_server
 from trainbus.eventloop.privates import register_wrapper
-from trainbus.eventloop.training.media import register_figures
 
 __all__ = ["Bridge", "TrainbusCheckpointIO", "TrainerHost", "attach"]
 

@@ -1,4 +1,4 @@
-"""matplotlib: the figures of ``run.report_figure()``."""
+"""matplotlib: the figures that ``run.report`` takes."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from trainbus.eventloop.bus.recording import register_recorder
 from trainbus.observe.alerts import Alert, AlertHook
 from trainbus.observe.bus_recorder import BusRecorder, Call, LaneSpan
-from trainbus.observe.costs import Costs, Growth, Histogram, LaneCosts, Part
+from trainbus.observe.costs import Costs, Durations, Growth, LaneCosts, Part
 from trainbus.observe.dashboard.hook import Dashboard
 from trainbus.observe.environment import Environment, environment
 from trainbus.observe.ranks import RankCosts, RankTimes, Straggler, slow_at
@@ -41,11 +41,11 @@ __all__ = [
     "Costs",
     "Damage",
     "Dashboard",
+    "Durations",
     "End",
     "Entry",
     "Environment",
     "Growth",
-    "Histogram",
     "LaneCosts",
     "LaneSpan",
     "Measured",

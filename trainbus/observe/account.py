@@ -65,7 +65,7 @@ class Account:
 
     def __init__(self, id_of: Callable[[Hashable], int], beside: Callable[[], Sequence[int]]) -> None:
         self.wall = 0  # nanoseconds of all runs so far
-        self.steps: Counter[int] = Counter()  # durations of iterations, as :class:`trainbus.observe.Histogram` counts them
+        self.steps: Counter[int] = Counter()  # durations of iterations, as :class:`trainbus.observe.Durations` counts them
         self.stepped = 0  # the time of all iterations in ns
         self.calls = Totals()  # the calls in these runs, without the time of the spans within them
         self._beside = beside

@@ -18,7 +18,7 @@ from trainbus.eventloop.events.event import name_of, registry
 from trainbus.eventloop.measure.spans import BEGIN, END, NAME, THREAD, Recorder, Spans, Steps
 from trainbus.eventloop.offload import Lane, LaneMeter
 from trainbus.observe.account import NEEDED, Account, among
-from trainbus.observe.costs import Costs, Histogram, LaneCosts, Part
+from trainbus.observe.costs import Costs, Durations, LaneCosts, Part
 from trainbus.observe.exchange import RankExchange
 from trainbus.observe.memory import Memory
 from trainbus.observe.ranks import RankCosts, Spent, spent_here
@@ -119,7 +119,7 @@ class BusRecorder(Recorder):
         return Costs(
             wall=wall / 1e9,
             parts=[part for part in parts if part.seconds or part.calls],
-            steps=Histogram(dict(steps), stepped / 1e9),
+            steps=Durations(dict(steps), stepped / 1e9),
             lanes=[one for one in lanes if one.delivered or one.failed or one.dropped or one.pending],
             memory=self._memory.resident,
             growth=self._memory.growth(),

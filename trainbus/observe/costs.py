@@ -17,7 +17,7 @@ from trainbus.observe.totals import BINS, quantile
 Bin = Annotated[int, msgspec.Meta(ge=0, le=64 * BINS)]
 
 
-class Histogram(msgspec.Struct, frozen=True):
+class Durations(msgspec.Struct, frozen=True):
     """Counts of durations: ``counts[i]`` of those from ``2**(i / 8)`` ns on, below ``2**((i + 1) / 8)`` ns."""
 
     counts: dict[Bin, Count] = {}
@@ -33,10 +33,10 @@ class Histogram(msgspec.Struct, frozen=True):
         """Return the duration in seconds that ``share`` of them do not exceed, exact to 5 %; 0 if there are none."""
         return quantile(self.counts, share) / 1e9
 
-    def since(self, before: Histogram) -> Histogram:
+    def since(self, before: Durations) -> Durations:
         """Return the counts added since ``before``, an earlier state of this histogram."""
         more = {index: number - before.counts.get(index, 0) for index, number in self.counts.items()}
-        return Histogram({index: number for index, number in more.items() if number}, self.seconds - before.seconds)
+        return Durations({index: number for index, number in more.items() if number}, self.seconds - before.seconds)
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -101,7 +101,7 @@ class Costs(msgspec.Struct, frozen=True):
 
     wall: Number
     parts: list[Part]
-    steps: Histogram = Histogram()
+    steps: Durations = Durations()
     """Durations of iterations, from the end of one to the end of the next; waiting for data included."""
     lanes: list[LaneCosts] = []
     memory: Count = 0

@@ -27,7 +27,7 @@ from trainbus.eventloop.checks import check_value
 from trainbus.eventloop.device import memory_allocated
 from trainbus.eventloop.errors import ConfigurationError, cannot_import
 from trainbus.eventloop.plain import encodable
-from trainbus.observe.costs import Costs, Histogram
+from trainbus.observe.costs import Costs, Durations
 from trainbus.observe.environment import versions
 from trainbus.observe.latest import LatestHook
 from trainbus.observe.states import ENDED, RunStatus
@@ -273,7 +273,7 @@ def _collect_costs(families: _Families, costs: Costs) -> None:
         families.add("memory_bytes", costs.memory, labels=["host"])
 
 
-def _buckets(steps: Histogram) -> list[tuple[str, float]]:
+def _buckets(steps: Durations) -> list[tuple[str, float]]:
     """Return cumulative counts by upper bound in seconds, always with the same bounds."""
     counts = [
         (f"{2.0 ** (bound / 8) / 1e9:.4g}", sum(n for index, n in steps.counts.items() if index < bound)) for bound in _BOUNDS

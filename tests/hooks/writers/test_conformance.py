@@ -12,6 +12,7 @@ import torch
 
 from trainbus.eventloop import ConfigurationError
 from trainbus.hooks import CSVWriter, JSONLinesWriter, MLflowWriter, TensorBoardWriter, WandbWriter, Writer
+from trainbus.media import Image
 
 from ...failing import fails
 from .conftest import KEEPING, NEEDS, logging_loop, write
@@ -97,7 +98,7 @@ def test_without_a_work_dir_nothing_is_written_which_is_told(tmp_path, monkeypat
     if cls in NEEDS:
         pytest.importorskip(NEEDS[cls])
     monkeypatch.chdir(tmp_path)
-    report = lambda event: event.run.report_image("noise", torch.zeros(2, 2))  # noqa: E731
+    report = lambda event: event.run.report(noise=Image(torch.zeros(2, 2)))  # noqa: E731
     logging_loop(cls(), config={"lr": 0.1}, every=report).run()
     assert list(tmp_path.iterdir()) == []
     (told,) = [line for line in logs if "write nothing" in line["event"]]

@@ -7,6 +7,7 @@ import torch
 from trainbus.eventloop import Bus, Run
 from trainbus.hooks import CSVWriter, LoggerHook, Writer
 from trainbus.hooks.writers.base import as_image
+from trainbus.media import Image
 
 
 class Album(Writer):
@@ -25,9 +26,9 @@ def report(*writers, image=None):
     with Run(bus, model=torch.nn.Linear(1, 1)) as run:
         for _ in run.epochs(2):
             for _ in run.train(range(2)):
-                run.report_image("noise", torch.zeros(3, 4, 5) if image is None else image)
+                run.report(noise=Image(torch.zeros(3, 4, 5) if image is None else image))
             for _ in run.validate(range(1)):
-                run.report_image("digits", np.ones((4, 5)))
+                run.report(digits=Image(np.ones((4, 5))))
     return run
 
 
@@ -49,7 +50,7 @@ def test_a_handler_gets_a_reported_image_which_is_copied():
     with Run(bus, model=torch.nn.Linear(1, 1)) as run:
         for _ in run.epochs(1):
             for _ in run.train(range(1)):
-                run.report_image("noise", image)
+                run.report(noise=Image(image))
                 with torch.no_grad():
                     image.zero_()
     assert heard == [("noise", 0, (1, 2, 2))]

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from trainbus.eventloop import Bus, Run
+from trainbus.eventloop import Bus, Run, TrainLoop
 from trainbus.hooks import CSVWriter, JSONLinesWriter, LoggerHook, MLflowWriter, TensorBoardWriter, WandbWriter, Writer
 from trainbus.hooks.writers.histogram import as_histogram
 from trainbus.hooks.writers.media import ReportedHistogram, ReportedImage, ReportedText
 from trainbus.hooks.writers.png import png
+from trainbus.media import Figure, Histogram, Image, Text
 from trainbus.observe import RunFolder
 
 from .conftest import logging_loop
@@ -38,21 +39,20 @@ class Album(Writer):
         self.kept.append((name, text, where.iter))
 
 
-def report(*writers, work_dir=None, **calls):
-    """A run of one epoch of two iterations; in the second and in a validation it reports, by method and arguments."""
+def report(*writers, work_dir=None, **entries):
+    """A run of one epoch of two iterations; it reports the entries in the second and in a validation."""
     with Run(Bus(LoggerHook(writers=writers)), model=torch.nn.Linear(1, 1), work_dir=work_dir) as run:
         for _ in run.epochs(1):
             for batch in run.train(range(2)):
-                for method, arguments in calls.items() if batch else ():
-                    getattr(run, f"report_{method}")(*arguments)
+                if batch:
+                    run.report(**entries)
             for _ in run.validate(range(1)):
-                for method, arguments in calls.items():
-                    getattr(run, f"report_{method}")(*arguments)
+                run.report(**entries)
 
 
 def test_writers_get_histograms_and_texts_with_their_stage_and_step():
     album = Album()
-    report(album, histogram=("weights", VALUES), text=("samples", "a <b>\nc"))
+    report(album, weights=Histogram(VALUES), samples=Text("a <b>\nc"))
     weights, text = "weights", "samples"
     assert [(name, step) for name, _, step in album.kept] == [
         *((f"train/{weights}", 2), (f"train/{text}", 2), (f"val/{weights}", 1), (f"val/{text}", 2)),
@@ -68,7 +68,7 @@ def test_reported_values_are_copied_when_reported():
     with Run(Bus(LoggerHook(writers=[album])), model=torch.nn.Linear(1, 1)) as run:
         for _ in run.epochs(1):
             for _ in run.train(range(1)):
-                run.report_histogram("ones", values)
+                run.report(ones=Histogram(values))
                 with torch.no_grad():
                     values.zero_()
     assert album.kept[0][1].least == 1.0
@@ -103,7 +103,7 @@ def test_counts_are_those_of_numpy_over_many_parts(monkeypatch):
 
 def test_values_that_are_not_finite_are_left_out_and_said_once_for_a_name(logs):
     album, broken = Album(), torch.tensor([math.nan, math.inf, -math.inf, 1.0, 3.0])
-    report(album, histogram=("weights", broken))
+    report(album, weights=Histogram(broken))
     assert [(one.nan, one.infinite, one.total, one.least, one.greatest) for _, one, _ in album.kept] == [
         (1, 2, 2, 1.0, 3.0)
     ] * 2
@@ -128,39 +128,41 @@ def test_a_histogram_without_a_finite_value_has_empty_bins():
 
 
 @pytest.mark.parametrize(
-    ("method", "arguments", "kind", "value"),
+    ("value", "kind", "told"),
     [
-        ("histogram", ([1.0],), TypeError, r"'bad'.*\[1\.0\]"),
-        ("histogram", (torch.zeros(0, 3),), ValueError, r"'bad'.*\(0, 3\)"),
-        ("histogram", (torch.zeros(2, dtype=torch.complex64),), ValueError, r"complex64.*abs\(\)"),
-        ("histogram", (np.array(["a"]),), ValueError, "<U1"),
-        ("histogram", (torch.eye(2).to_sparse(),), ValueError, r"sparse_coo.*to_dense\(\)"),
-        ("histogram", (torch.zeros(2, device="meta"),), ValueError, "meta"),
-        ("text", (3,), TypeError, r"'bad'.*str\(value\).*3"),
-        ("figure", ("plot.png",), TypeError, r"'bad'.*'plot\.png'.*report_image"),
+        (Histogram([1.0]), TypeError, r"'bad'.*\[1\.0\]"),
+        (Histogram(torch.zeros(0, 3)), ValueError, r"'bad'.*\(0, 3\)"),
+        (Histogram(torch.zeros(2, dtype=torch.complex64)), ValueError, r"complex64.*abs\(\)"),
+        (Histogram(np.array(["a"])), ValueError, "<U1"),
+        (Histogram(torch.eye(2).to_sparse()), ValueError, r"sparse_coo.*to_dense\(\)"),
+        (Histogram(torch.zeros(2, device="meta")), ValueError, "meta"),
+        (Text(3), TypeError, r"'bad'.*str\(value\).*3"),
+        (Figure("plot.png"), TypeError, r"'bad'.*'plot\.png'.*bad=Image"),
     ],
 )
-def test_an_invalid_value_is_an_error_when_reported(method, arguments, kind, value):
-    with pytest.raises(kind, match=value):
-        report(Album(), **{method: ("bad", *arguments)})
+def test_an_invalid_value_is_an_error_when_reported(value, kind, told):
+    with pytest.raises(kind, match=told):
+        report(Album(), bad=value)
 
 
 @pytest.mark.parametrize("bins", [0, 513, 2.5])
 def test_an_invalid_number_of_bins_is_an_error(bins):
     run = Run(Bus(LoggerHook(writers=[Album()])), model=torch.nn.Linear(1, 1))
     with pytest.raises(ValueError, match=f"'bad'.*bins={bins}"), run:
-        run.report_histogram("bad", VALUES, bins=bins)
+        run.report(bad=Histogram(VALUES, bins=bins))
 
 
 def test_a_long_text_is_cut_and_says_so():
     album = Album()
-    report(album, text=("log", "x" * 70_000))
+    report(album, log=Text("x" * 70_000))
     assert album.kept[0][1] == "x" * 65_536 + "… (4,464 more characters)"
 
 
-@pytest.mark.parametrize(("kind", "value"), [("image", torch.zeros(2, 2)), ("histogram", VALUES), ("text", "a")])
+@pytest.mark.parametrize(
+    ("kind", "value"), [("image", Image(torch.zeros(2, 2))), ("histogram", Histogram(VALUES)), ("text", Text("a"))]
+)
 def test_a_missing_writer_is_warned_of_once(tmp_path, logs, kind, value):
-    report(CSVWriter(), work_dir=tmp_path, **{kind: ("mine", value)})
+    report(CSVWriter(), work_dir=tmp_path, mine=value)
     assert [line[kind] for line in logs if f"takes {kind}s" in line["event"]] == ["mine"]
 
 
@@ -175,7 +177,7 @@ def figure():
 @pytest.mark.parametrize("part", [lambda figure: figure, lambda figure: figure.axes[0]], ids=["figure", "axes"])
 def test_a_figure_is_drawn_as_an_image_and_stays_as_it_was(figure, part):
     album, canvas = Album(), figure.canvas
-    report(album, figure=("curve", part(figure)))
+    report(album, curve=Figure(part(figure)))
     name, image, step = album.kept[0]
     assert (name, step, image.shape, image[0, 0].tolist()) == ("train/curve", 2, (50, 100, 4), [255, 0, 0, 255])
     assert np.ptp(image[..., 2]) > 100  # the curve
@@ -185,7 +187,27 @@ def test_a_figure_is_drawn_as_an_image_and_stays_as_it_was(figure, part):
 def test_a_figure_is_not_drawn_without_a_writer(figure, monkeypatch):
     monkeypatch.setattr(type(figure), "draw", lambda self, renderer: pytest.fail("drawn"))
     with Run(model=torch.nn.Linear(1, 1)) as run:
-        run.report_figure("curve", figure)
+        run.report(curve=Figure(figure))
+
+
+def test_numbers_and_media_are_reported_together_and_media_are_no_outputs():
+    album, seen = Album(), []
+    bus = Bus(LoggerHook(writers=[album]))
+    bus.on("after_train_iter", lambda event: seen.append(event.outputs))
+    with Run(bus, model=torch.nn.Linear(1, 1)) as run:
+        for _ in run.epochs(1):
+            for batch in run.train(range(2)):
+                run.report(loss=batch, answer=Text("yes") if batch else 3.0)
+    assert seen == [{"loss": 0, "answer": 3.0}, {"loss": 1}]
+    assert album.kept == [("train/answer", "yes", 2)]
+
+
+def test_a_step_may_return_media_beside_its_loss():
+    album, model = Album(), torch.nn.Linear(1, 1)
+    step = lambda model, batch: {"loss": model(torch.ones(1, 1)).sum(), "answer": Text("yes")}  # noqa: E731
+    bus, optimizer = Bus(LoggerHook(writers=[album])), torch.optim.SGD(model.parameters(), lr=0.1)
+    TrainLoop(model, optimizer, step=step, train_data=[1], val_data=[1], bus=bus, max_epochs=1, sanity=0).run()
+    assert album.kept == [("train/answer", "yes", 1), ("val/answer", "yes", 1)]
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4])
@@ -204,9 +226,9 @@ def reported(writer, work_dir, **options):
 
     def report(event):
         if event.progress.stage == "val" or event.progress.iter == 1:
-            event.run.report_histogram("weights", VALUES, bins=4)
-            event.run.report_text("samples", "a <b>\nc")
-            event.run.report_image("noise", torch.ones(3, 2, 5))
+            event.run.report(weights=Histogram(VALUES, bins=4))
+            event.run.report(samples=Text("a <b>\nc"))
+            event.run.report(noise=Image(torch.ones(3, 2, 5)))
 
     loop = logging_loop(writer, work_dir=work_dir, **options)
     loop.bus.on("after_train_iter", report)
@@ -297,9 +319,7 @@ def test_mlflow_reads_histograms_and_texts(client, tmp_path):
 def test_a_histogram_without_a_finite_value_is_kept_by_all(events, tmp_path, offline):
     for needed in ("tensorboard", "wandb"):
         pytest.importorskip(needed)
-    report(
-        TensorBoardWriter(), WandbWriter(), JSONLinesWriter(), work_dir=tmp_path, histogram=("bad", torch.tensor([math.nan]))
-    )
+    report(TensorBoardWriter(), WandbWriter(), JSONLinesWriter(), work_dir=tmp_path, bad=Histogram(torch.tensor([math.nan])))
     (found,) = events(tmp_path / "tensorboard").Histograms("train/bad")
     assert (found.step, found.histogram_value.num) == (2, 0)
     assert [line.nan for line in RunFolder(tmp_path).media()] == [1, 1]

@@ -6,6 +6,7 @@ import torch
 from trainbus.eventloop import ConfigurationError
 from trainbus.hooks import MLflowWriter
 from trainbus.hooks.writers import RunFacts, Where
+from trainbus.media import Image
 
 from .conftest import logging_loop, write
 from .readers import history, runs
@@ -17,7 +18,7 @@ AT = Where("train", epoch=1, iter=3)
 
 def test_logged_data_is_readable_by_the_mlflow_client(client, tmp_path):
     config = {"lr": 0.1, "model": {"depth": 3, "names": ["a"]}}
-    report = lambda event: event.run.report_image("noise", torch.ones(3, 2, 5))  # noqa: E731
+    report = lambda event: event.run.report(noise=Image(torch.ones(3, 2, 5)))  # noqa: E731
     writer = MLflowWriter(experiment="digits")
     logging_loop(writer, work_dir=tmp_path, name="first", config=config, every=report).run()
     found = client(tmp_path)

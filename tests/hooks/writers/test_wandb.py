@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 
+from trainbus import media
 from trainbus.eventloop import ConfigurationError
 from trainbus.hooks import WandbWriter
 from trainbus.hooks.writers import RunFacts, Where
@@ -23,8 +24,8 @@ def test_logged_data_and_images_are_readable_from_the_wandb_file(wandb, tmp_path
 
     def report(event):
         if event.progress.iter == 1:
-            event.run.report_image("noise", torch.ones(3, 2, 5))
-            event.run.report_image("grey", torch.zeros(2, 5))
+            event.run.report(noise=media.Image(torch.ones(3, 2, 5)))
+            event.run.report(grey=media.Image(torch.zeros(2, 5)))
 
     config = {"lr": 0.1, "model": {"depth": 3}}
     logging_loop(WandbWriter("digits"), work_dir=tmp_path, name="first", config=config, every=report).run()

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from trainbus.observe.costs import Costs, Histogram, LaneCosts, Part
+from trainbus.observe.costs import Costs, Durations, LaneCosts, Part
 from trainbus.observe.curves import Array, Curve, read_curves
 from trainbus.observe.media import present
 from trainbus.observe.record import Measured
@@ -25,7 +25,7 @@ class StepTimes(NamedTuple):
     epoch: int
     iter: int
     time: float
-    steps: Histogram
+    steps: Durations
 
 
 class ReportedRun:
@@ -86,7 +86,7 @@ class ReportedRun:
         kept = {line.time for line in self.story.of(Measured)}
         found = []
         for stretch in self._stretches:
-            before = Histogram()
+            before = Durations()
             for line in stretch:
                 steps = line.costs.steps.since(before)
                 if steps.total and line.time in kept:
@@ -150,7 +150,7 @@ def _sum(all_costs: Sequence[Costs]) -> Costs | None:
         growth=grown.growth,
         wall=wall,
         parts=added,
-        steps=Histogram(dict(steps), sum(one.steps.seconds for one in all_costs)),
+        steps=Durations(dict(steps), sum(one.steps.seconds for one in all_costs)),
         lanes=[_add_lanes(own) for own in lanes.values()],
         dropped=sum(one.dropped for one in all_costs),
     )
