@@ -108,7 +108,7 @@ def event(*, is_async: bool = False, **options: Any) -> Way:
 
 
 def checkpoint() -> Way:
-    """Follow the second checkpoint of a run from ``run.request_save`` to its event, while training waits for it."""
+    """Follow the second checkpoint of a run from ``run.checkpoints.save`` to its event, while training waits for it."""
     way, bus, model, saved = Way(), Bus(), nn.Linear(4, 4), threading.Event()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     bus.add(CheckpointHook(interval=100))
@@ -132,7 +132,7 @@ def checkpoint() -> Way:
                 optimizer.step()
                 if i in (0, 2):
                     way.followed = i == 2
-                    run.request_save(f"asked_{i}")
+                    run.checkpoints.save(f"asked_{i}")
     return way
 
 
@@ -269,7 +269,7 @@ if __name__ == "__main__":
         report("an event, to an async handler", event(is_async=True), (7, 31), (7, 31)),
         report("an event with capture=", event(capture=lambda one: one.outputs["loss"]), (7, 30), (7, 30)),
         report("an iteration of a TrainLoop", iteration(), (10, 25), (12, 27)),
-        report("a checkpoint, from request_save to its event", checkpoint(), (23, 170), (12, 90)),
+        report("a checkpoint, from checkpoints.save to its event", checkpoint(), (23, 170), (12, 90)),
         report("a resume, to before_train", resume(), (72, 365), (25, 130)),
         *(
             [report("a step of an attached Lightning trainer", attached_step(), (12, 31), (12, 31))]

@@ -43,7 +43,7 @@ def train_func(config):
                 run.report(loss=loss)
             for images, labels in run.validate(val_loader):
                 run.report(accuracy=(model(images).argmax(1) == labels).float().mean())
-            if run.rank == 1 and epoch == 3 and not run.resumed_from:
+            if run.rank == 1 and epoch == 3 and not run.checkpoints.resumed_from:
                 os.kill(os.getpid(), signal.SIGKILL)  # as a machine that is lost
 
 

@@ -104,7 +104,7 @@ class Training:
             self.state = "stopped"
         else:
             with suppress(TrainingError):  # the run has not begun, or has ended
-                self.loop.checkpoint_now()
+                self.loop.save()
                 self.loop.stop(reason)
 
     @property
@@ -225,7 +225,7 @@ async def stop(training: Known) -> None:
 async def command(loop: AtWork, command: Literal["pause", "resume", "save"]) -> None:
     """Ask for something; it happens at the next safe mount point of the run."""
     try:
-        {"pause": loop.pause, "resume": loop.unpause, "save": loop.checkpoint_now}[command]()
+        {"pause": loop.pause, "resume": loop.unpause, "save": loop.save}[command]()
     except TrainingError as error:  # the run has not begun, or has ended
         raise HTTPException(409, str(error)) from error
 

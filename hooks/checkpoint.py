@@ -65,7 +65,7 @@ class CheckpointHook(CopiedAnew, Hook):
             beside the training.
         local_dir: where files wait for a URL: at most those that the store does not have yet, and the newest; by default the
             work dir, or without one a temporary directory. It may be in memory (``"/dev/shm/runs"``).
-        max_keep_ckpts: number of regular files that stay, with those of ``run.checkpoint_now()`` and ``PreemptionHook``; -1 for
+        max_keep_ckpts: number of regular files that stay, with those of ``run.checkpoints.save()`` and ``PreemptionHook``; -1 for
             all.
         save_last: also save when training ends or is stopped (in the middle of an epoch as ``iter_{n}``), but not after an
             exception.
@@ -204,21 +204,21 @@ class CheckpointHook(CopiedAnew, Hook):
         return set(self._kept.best.names) - {"auto"}
 
     def before_run(self, event: events.BeforeRun) -> None:
-        run, home, work_dir = event.run, event.run.checkpoint_dir, event.run.work_dir
+        run, home, work_dir = event.run, event.run.checkpoints.directory, event.run.work_dir
         place, mirror = self._place(self._out_dir, home), None
         if place is not None and place.exists() and not place.is_dir():
             raise ConfigurationError(f"{self.label} cannot save to {place}: it is not a directory")
         if place is not None and place != home:
-            place = run.keeps_checkpoints_in(place)
+            place = run.checkpoints.keeps_in(place)
         directory = place if isinstance(place, Path) else None
         if isinstance(place, RemotePath):
             here = self._place(self._local_dir, work_dir)
             mirror = mirror_of(run, here if isinstance(here, Path) else None, place, raises=self.on_error == "raise")
             directory = mirror.directory
             if directory != work_dir:
-                run.keeps_checkpoints_in(directory)
+                run.checkpoints.keeps_in(directory)
         event.run.shared[KEPT] = policies = event.run.shared.get(KEPT, [])
-        self._suffix = event.run.checkpoint_suffix
+        self._suffix = event.run.checkpoints.suffix
         self._removes = event.run.rank == 0
         self._kept.begin(directory, policies, self._suffix, mirror, looks=self._removes)
         asked = home if isinstance(home, Path) and directory != home else None
@@ -287,7 +287,7 @@ class CheckpointHook(CopiedAnew, Hook):
         if not self._checked and (run.updated or not run.optimizers):
             self._checked = True
             if self._saves:
-                there = run.check_savable(directory=self._kept.directory, **self._options)
+                there = run.checkpoints.check(directory=self._kept.directory, **self._options)
                 if self._publish is not None and not run.rank:
                     with self._errors("cannot publish checkpoints", str(self._kept.directory)):
                         keys_to_publish(self._publish, there, f"a checkpoint of {self.label}")
@@ -365,7 +365,7 @@ class CheckpointHook(CopiedAnew, Hook):
             self._kept.mirror.replaced += filter(self._kept.knows, state.get("replaced", ()))
 
     def _asked_at(self, at: events.Progress) -> str:
-        """Return the name by which ``checkpoint_now()`` saves here."""
+        """Return the name by which ``checkpoints.save()`` saves here."""
         return f"iter_{at.iter}{self._suffix}"
 
     def _names_at(self, at: events.Progress) -> list[str]:
@@ -380,7 +380,7 @@ class CheckpointHook(CopiedAnew, Hook):
     def _request(self, run: RunView, name: str, kind: str = REGULAR, score: float | None = None, **options: Any) -> None:
         name = name.removesuffix(SUFFIX) + self._suffix
         self._kept.put(name, kind, score)
-        run.request_save(name, directory=self._kept.directory, **(self._options | options))
+        run.checkpoints.save(name, directory=self._kept.directory, **(self._options | options))
 
     @contextmanager
     def _errors(self, what: str, path: AnyPath | str, then: Callable[[], object] | None = None) -> Iterator[None]:

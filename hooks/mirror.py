@@ -97,7 +97,7 @@ def mirror_of(run: RunView, directory: Path | None, store: RemotePath, *, raises
     found: Mirror | None = made.get((directory, str(store)))
     if found is None:
         found = made[directory, str(store)] = Mirror(run, directory, store)
-        run.mirrored_by(found)
+        run.checkpoints.mirrored_by(found)
     found.raises |= raises
     return found
 

@@ -161,7 +161,7 @@ class _Ending:
 class PreemptionHook(CopiedAnew, Hook):
     """End a run cleanly when the process gets a signal, as schedulers send before they take a machine away.
 
-    - The run finishes the present iteration (or accumulation window), and saves as by ``run.checkpoint_now()``. Training ends
+    - The run finishes the present iteration (or accumulation window), and saves as by ``run.checkpoints.save()``. Training ends
       with ``after_train`` and ``after_run``, and offloaded handlers finish.
     - Then ``loop.run()``, or the end of ``with Run(...)``, raises :class:`trainbus.eventloop.RunPreempted`, a ``SystemExit``.
     So the
@@ -251,9 +251,9 @@ class PreemptionHook(CopiedAnew, Hook):
 
     def after_load_checkpoint(self, event: AfterLoadCheckpoint) -> None:
         run = event.run
-        if event.checkpoint.pop(_SIGNAL, None) and event.path and not run.rank and run.checkpoint_suffix == SUFFIX:
+        if event.checkpoint.pop(_SIGNAL, None) and event.path and not run.rank and run.checkpoints.suffix == SUFFIX:
             path = as_path(event.path)
-            self._former = path if path.parent == run.checkpoint_dir else None
+            self._former = path if path.parent == run.checkpoints.directory else None
 
     def before_train(self, event: BeforeTrain) -> None:
         if event.run.shared.get(KEPT):
@@ -292,7 +292,7 @@ class PreemptionHook(CopiedAnew, Hook):
         self.received = number
         self._saved = run.training and run.work_dir is not None
         if self._saved:
-            run.checkpoint_now()
+            run.checkpoints.save()
         run.stop(f"signal {number.name}", exit_code=self.exit_code or 0)
         return True
 

@@ -64,8 +64,8 @@ class KeptFile(msgspec.Struct):
 class RetentionPolicy(CopiedAnew):
     """The files that one hook keeps: the newest ``keep`` durable ones, and the ``keep_best`` best by each metric (None: all).
 
-    A file that no hook requests, as that of ``checkpoint_now()``, counts among the regular files of the first hook with a limit
-    in its directory.
+    A file that no hook requests, as that of ``checkpoints.save()``, counts among the regular files of the first hook with a
+    limit in its directory.
 
     The training thread requests files. The committing thread reports whether they are durable or have failed.
     """
@@ -187,7 +187,7 @@ class RetentionPolicy(CopiedAnew):
             self._files[kind] = [*(file for file in files if file.name != name), KeptFile(name, score)]
 
     def adopt(self, name: str) -> None:
-        """Count a durable file that the run saved by itself, as for ``checkpoint_now()``, among the regular ones.
+        """Count a durable file that the run saved by itself, as for ``checkpoints.save()``, among the regular ones.
 
         Unless all regular files stay here, or a hook of the run has it.
         """

@@ -104,7 +104,7 @@ class ParamSchedulerHook(Hook):
 
     def before_run(self, event: events.BeforeRun) -> None:
         """Record the options of the schedules: a resume, whose checkpoint overrides them, warns about changed ones."""
-        event.run.note_options(KEY, self._given)
+        event.run.checkpoints.note_options(KEY, self._given)
 
     def before_train(self, event: events.BeforeTrain) -> None:
         run = event.run

@@ -294,7 +294,7 @@ data = [torch.ones(4, 2)] * 3
 def train(epochs, **options):
     seen, bus, model = [], Bus(Update()), torch.nn.Linear(2, 1)
     bus.on("after_train_iter", lambda event: seen.append(event.progress.iter), offload="thread")
-    bus.on("after_train_epoch", lambda event: event.run.request_save(f"{event.progress.epoch}.safetensors"))
+    bus.on("after_train_epoch", lambda event: event.run.checkpoints.save(f"{event.progress.epoch}.safetensors"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     options = {"step": lambda model, batch: model(batch).mean(), "train_data": data, "bus": bus, "work_dir": sys.argv[1]}
     TrainLoop(model, optimizer, max_epochs=epochs, **options).run(resume="auto")

@@ -194,8 +194,8 @@ class TextReported(RunEvent, kw_only=True):
 class BeforeSaveCheckpoint(RunEvent, kw_only=True):
     """The state was gathered and is about to be staged; hooks may change ``checkpoint`` in place.
 
-    ``run.check_savable`` also publishes it to check the state, and then writes no file: ``path`` is ``"."``. It is empty where
-    another library names the file later.
+    ``run.checkpoints.check`` also publishes it to check the state, and then writes no file: ``path`` is ``"."``. It is empty
+    where another library names the file later.
     """
 
     path: str = ""

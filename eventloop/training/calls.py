@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING
 
 from trainbus.eventloop.errors import TrainingError
@@ -66,14 +66,14 @@ class LoopCalls:
         return None if call is None else call.run
 
     def ask(self, name: str, *arguments: object) -> None:
-        """Call a method of the run; raise TrainingError if no call is in progress."""
+        """Call a method of the run or of a part of it; raise TrainingError if no call is in progress."""
         call = self._calls.get(_NOW)
         if call is None:
             raise TrainingError(
-                f"loop.{name}() needs a run, and this loop is not running: call it while loop.run() or loop.arun() is under "
-                f"way, or call event.run.{name}() in a handler of before_run"
+                f"loop.{name.rpartition('.')[2]}() needs a run, and this loop is not running: call it while loop.run() or "
+                f"loop.arun() is under way, or call event.run.{name}() in a handler of before_run"
             )
-        call.ask(methodcaller(name, *arguments))
+        call.ask(lambda run: attrgetter(name)(run)(*arguments))
 
     @contextmanager
     def one(self) -> Iterator[LoopCall]:

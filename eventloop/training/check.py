@@ -252,7 +252,7 @@ class _Check:
             bus.on("after_train_epoch", lambda event: event.run.stop("the check is done"), priority=0)
         else:
             bus.on("after_train_iter", lambda event: event.run.stop("the check is done"), every=_BATCHES, priority=0)
-        bus.on("after_train", lambda event: event.run.checkpoint_now(), priority=0)
+        bus.on("after_train", lambda event: event.run.checkpoints.save(), priority=0)
 
     def _time(self, bus: Bus) -> None:
         for stage, seconds in self.seconds.items():

@@ -19,8 +19,8 @@ from typing import Final, TypeVar
 from trainbus.eventloop.errors import TrainingError
 
 TOGETHER: Final = (
-    "All ranks must call run.request_save() at the same mount point: not under a condition on run.rank, nor in a handler with "
-    'ranks="rank0". Any rank may call run.checkpoint_now()'
+    "All ranks must call run.checkpoints.save(name) at the same mount point: not under a condition on run.rank, nor in a "
+    'handler with ranks="rank0". Any rank may call run.checkpoints.save() without a name'
 )
 
 Rates = list[tuple[float, tuple[str, ...]]]

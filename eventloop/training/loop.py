@@ -187,7 +187,7 @@ class TrainLoop:
 
     @property
     def best(self) -> Best | None:
-        """The best checkpoint so far: path, score and metric; see :attr:`Run.best`. It stays when the run has ended."""
+        """The best checkpoint so far: path, score and metric; see ``run.checkpoints.best``. It stays when the run has ended."""
         return best_of(self.bus)
 
     @property
@@ -406,9 +406,9 @@ class TrainLoop:
         """Set the learning rate of the run; see :meth:`Run.set_lr`."""
         self._calls.ask("set_lr", lr, optimizer)
 
-    def checkpoint_now(self) -> None:
+    def save(self) -> None:
         """Save a checkpoint at the next safe mount point of the run; from any thread."""
-        self._calls.ask("checkpoint_now")
+        self._calls.ask("checkpoints.save")
 
     def _look(self, run: Run) -> None:
         data = self._data["val"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -11,7 +11,7 @@ import torch
 
 from trainbus.eventloop.bus import Bus, leader_of
 from trainbus.eventloop.bus.routes import TimestampRoute
-from trainbus.eventloop.checkpoint import AnyPath, Busy, Staging, as_path, unwrapped
+from trainbus.eventloop.checkpoint import unwrapped
 from trainbus.eventloop.checks import check_options
 from trainbus.eventloop.errors import ConfigurationError, RunPreempted, RunStopped, TrainingError
 from trainbus.eventloop.events import Event, Progress, RunEvent
@@ -35,6 +35,7 @@ from trainbus.eventloop.training.arguments import (
     named,
     no_scalar,
 )
+from trainbus.eventloop.training.checkpoints import Checkpoints, LoopCheckpoints
 from trainbus.eventloop.training.coordinator import Coordinator
 from trainbus.eventloop.training.data import Feeds
 from trainbus.eventloop.training.distributed.ranks import this_rank, world_size
@@ -45,12 +46,10 @@ from trainbus.eventloop.training.iterators import Epochs, EvaluationBatches, Ope
 from trainbus.eventloop.training.keep import KEPT, KeptValues
 from trainbus.eventloop.training.machine import ITERATION, ITERATIONS, Counters
 from trainbus.eventloop.training.metrics import NamedMetrics
-from trainbus.eventloop.training.optimizers import by_path, options_given, selected, stepping
+from trainbus.eventloop.training.optimizers import options_given, selected, stepping
 from trainbus.eventloop.training.replicas import Replicas
 from trainbus.eventloop.training.rng import checked_seed
-from trainbus.eventloop.training.saves.best import Best, best_of
-from trainbus.eventloop.training.saves.requests import OnError, SaveRequest, Saves
-from trainbus.eventloop.training.saves.restore import HOSTED
+from trainbus.eventloop.training.saves.requests import Saves
 from trainbus.eventloop.training.session import DEFAULT_NAME
 from trainbus.eventloop.training.state import RunState
 
@@ -66,8 +65,6 @@ _INSTEAD: Final = {
     "keep": "give the trainer's own checkpoints the state, or write a hook with state_dict()",
     "validate": "let the trainer validate by its own settings, or evaluate in an EvaluateHook",
     "test": "call the trainer's own test or prediction after the training, or evaluate in an EvaluateHook",
-    "gather_state": "the trainer's checkpoints have the state of the bus",
-    "apply_state": "the trainer's own resume restores the bus",
 }
 """What to do instead of the methods that only :class:`Run` has."""
 
@@ -142,15 +139,18 @@ class HostedRun:
         """Names of the parts of another trainer that average the weights, too; empty in your own loop."""
         self.foreign_settings: Mapping[str, Any] = {}
         """Settings that another trainer or the ``accelerator`` has, for the record: ``precision``, ``schedule``."""
-        self.resumed_from: AnyPath | None = None
-        self.options = options_given(self.optimizers, seed)
         self.feeds = Feeds(self.device)
         self.saves = Saves(self)
+        self.checkpoints = self._make_checkpoints()
+        self.checkpoints.options |= options_given(self.optimizers, seed)
         self.state.save_by(self.saves.save_if_asked)
         self._driver = Driver(self)
         self._reported: set[str] = set()  # names of entries that were looked at
         self._in_handlers = False  # while handlers of this run's events are called, but for those in an iteration
         self.host.join(self, self._driver)
+
+    def _make_checkpoints(self) -> Checkpoints:
+        return Checkpoints(self, self.saves)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -174,27 +174,9 @@ class HostedRun:
         return self.state.progress
 
     @property
-    def checkpoint_dir(self) -> AnyPath | None:
-        """The directory of checkpoints without one of their own: the work dir, or that of replica groups or of a hook."""
-        return self.saves.home
-
-    @property
-    def best(self) -> Best | None:
-        """The best checkpoint so far: path, score and metric, by the first metric of ``CheckpointHook(save_best=)``.
-
-        Its file is durable: on rank 0, a new best one counts once it is written. None before the first, and without the option.
-        """
-        return best_of(self.bus)
-
-    @property
     def healed(self) -> bool:
         """True in an iteration in which this replica group took over the state of another one; it has no outputs."""
         return self.host.replicas is not None and self.host.replicas.healed
-
-    @property
-    def checkpoint_suffix(self) -> str:
-        """Suffix of this run's checkpoints: ``.safetensors``, or the suffix of the trainer that writes them."""
-        return self.host.facts.suffix
 
     @property
     def rank(self) -> int:
@@ -400,11 +382,6 @@ class HostedRun:
             raise ConfigurationError(f"lr={lr!r}: give a number above 0")
         self.state.own.rates.append((float(lr), selected(self.optimizers, optimizer)))
 
-    def checkpoint_now(self) -> None:
-        """Save ``iter_<n>.safetensors`` in the work dir."""
-        self.saves.directory()
-        self.state.own.save = True
-
     def end_epoch(self) -> None:
         """End the epoch after the current iteration, with its ``after_train_epoch``; the next one begins with new batches.
 
@@ -434,69 +411,6 @@ class HostedRun:
                 "run.validate(loader), and another trainer by its own settings"
             )
         self.state.plan.ask()
-
-    def request_save(
-        self,
-        name: str,
-        *,
-        directory: str | AnyPath | None = None,
-        leave_out: Collection[str] = (),
-        on_error: OnError = "raise",
-        staging: Staging = "block",
-        busy: Busy = "wait",
-    ) -> None:
-        """Save a checkpoint after the last subscriber of the current mount point.
-
-        All ranks must call it, at the same mount point; rank 0 writes the file, with the random states of all ranks. Inside
-        an accumulation window the save waits for the window's step. Requests at one mount point become one write.
-        A run that only validates or tests (``loop.validate()``) logs and skips the request.
-
-        Args:
-            name: file name.
-            directory: a directory on this machine; the work dir by default.
-            leave_out: keys to leave out of the checkpoint, such as ``"optimizer"`` (then a resume is not exact) or keys of
-                hooks.
-            on_error: if the file cannot be written, ``"raise"`` ends the run, ``"log"`` continues.
-            staging: ``"block"`` copies the state now. ``"overlap"`` copies tensors that only optimizers change during the
-                next forward and backward pass (not in a validation or test; see :mod:`trainbus.eventloop.checkpoint.overlap`).
-            busy: if another save is being written, ``"wait"`` for it, ``"skip"`` this one, or ``"replace"`` the waiting one.
-        """
-        path = self.saves.directory(directory) / name
-        with self.bus.span("requesting checkpoints"):
-            self.saves.request(SaveRequest(path, frozenset(leave_out), on_error, staging=staging, busy=busy))
-
-    def keeps_checkpoints_in(self, directory: str | AnyPath) -> AnyPath:
-        """Return the directory for a hook that saves elsewhere, and search it for ``resume="auto"``. Call it before the run.
-
-        It is another one (``out-2``) if a new run has no work dir and the directory has a run already.
-        """
-        return self.saves.add_directory(as_path(directory))
-
-    def mirrored_by(self, mirror: Any) -> None:
-        """Have a mirror upload what is saved to its directory. Call it before the run."""
-        self.saves.mirrors.append(mirror)
-
-    def note_options(self, owner: str, options: Any) -> None:
-        """Record options that a checkpoint overrides; a resume warns about options that the program changed.
-
-        Args:
-            owner: checkpoint key that holds them, such as ``"optimizer"``.
-            options: nested mappings, lists and plain values; other values are ignored.
-        """
-        self.options |= by_path(options, owner)
-
-    def check_savable(self, *, directory: str | AnyPath | None = None, **options: Any) -> list[str]:
-        """Raise the error that :meth:`request_save` with these options would raise; else return the keys of its checkpoint.
-
-        Ranks other than 0 return no keys. A :class:`CheckpointValueError` names the path of the value that does not fit.
-        """
-        options["leave_out"] = frozenset(options.get("leave_out", ()))
-        request = SaveRequest(self.saves.directory(directory), **options)
-        return self.saves.check(request, rehearse=not self.rank)
-
-    def wait_for_saves(self) -> None:
-        """Wait until no save is being written, or uploaded to a store."""
-        self.saves.wait_for_all()
 
     @property
     def train_data(self) -> Iterable[Any] | None:
@@ -576,7 +490,7 @@ class Run(HostedRun):
                     ...                              # forward, backward, step: as in any training loop
                     run.report(loss=loss)
 
-    :meth:`stop`, :meth:`cancel`, :meth:`pause`, :meth:`resume`, :meth:`set_lr` and :meth:`checkpoint_now` are safe from any
+    :meth:`stop`, :meth:`cancel`, :meth:`pause`, :meth:`unpause`, :meth:`set_lr` and ``checkpoints.save()`` are safe from any
     thread and from signal handlers. They take effect at the next safe mount point, after the current iteration.
 
     With several ``torch.distributed`` processes, each has its own run, and the runs stay in step:
@@ -616,6 +530,7 @@ class Run(HostedRun):
     """
 
     host: OwnLoop
+    checkpoints: LoopCheckpoints
 
     @check_options
     def __init__(
@@ -794,40 +709,16 @@ class Run(HostedRun):
         feed = self.feeds.for_evaluation(loader, "test_data")
         return EvaluationBatches(self._loops, feed, self.feeds.metrics(metrics), "test")
 
-    def gather_state(self, into: MutableMapping[str, Any]) -> None:
-        """Add the whole state of the run, under ``"trainbus"``, to a checkpoint that another program writes.
+    def _make_checkpoints(self) -> LoopCheckpoints:
+        return LoopCheckpoints(self, self.saves, self.host, self._leave_iteration)
 
-        The entry is a tree of tensors (by reference, as in a ``state_dict()``) and plain values, which
-        ``torch.load(weights_only=True)`` can load. :meth:`apply_state` of another run continues from it bit by bit.
-
-        Call it on all ranks, on the training thread and between iterations: after the ``for`` statement over
-        ``run.train(loader)``, between epochs, in and after validations. Handlers use :meth:`request_save`.
-
-        Raises:
-            TrainingError: the call is inside an iteration or a handler, or the run is not open.
-            ConfigurationError: a model is sharded.
-            CheckpointValueError: a value is neither a tensor nor a plain value; the error names its path.
-        """
-        self.state.check_open("run.gather_state()")
+    def _leave_iteration(self) -> None:
+        """End an iteration whose body was left; raise TrainingError if one is going on, or a handler."""
         if not self._in_handlers:
             self._loops.end_left_iteration()
         if self._in_handlers or self.state.machine.innermost is ITERATION:
             raise TrainingError(
-                "run.gather_state() was called within an iteration or a handler: call it in the training loop, after the `for` "
-                "statement over run.train(loader) or between two epochs; a handler calls run.request_save(), because later "
-                "handlers may still change the state"
+                "run.checkpoints.gather_state() was called within an iteration or a handler: call it in the training loop, "
+                "after the `for` statement over run.train(loader) or between two epochs; a handler calls "
+                "run.checkpoints.save(name), because later handlers may still change the state"
             )
-        into[HOSTED] = self.host.saver.gather()
-
-    @check_options
-    def apply_state(self, from_: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint that holds the entry of :meth:`gather_state`, or has a registered foreign format.
-
-        Call it right after ``with Run(...) as run:``, or in a handler of ``before_run``. As with ``resume=``, hooks get
-        ``after_load_checkpoint``, and ``strict=`` applies. Several runs can continue from the same ``from_``.
-
-        Raises:
-            TrainingError: the run has not begun, or its training has begun.
-            CheckpointError: the checkpoint has no state of a run, or belongs to another model or optimizer.
-        """
-        self.host.restore.apply_state(from_)

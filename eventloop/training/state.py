@@ -164,7 +164,7 @@ class RunState:
         return is_open
 
     def save_by(self, save_if_asked: Callable[[], object]) -> None:
-        """Call ``save_if_asked`` in a pause, for a checkpoint that ``checkpoint_now`` asked for."""
+        """Call ``save_if_asked`` in a pause, for a checkpoint that ``checkpoints.save()`` asked for."""
         self._save_if_asked = save_if_asked
 
     def leave_by(self, end_left: Callable[[], object]) -> None:

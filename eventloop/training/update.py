@@ -120,7 +120,7 @@ class Update(Hook):
         if self._scaler is not None:
             check_scaler(self._scaler)
             state = self._scaler.state_dict()
-            event.run.note_options("scaler", {name: state[name] for name in _SCALER_OPTIONS if name in state})
+            event.run.checkpoints.note_options("scaler", {name: state[name] for name in _SCALER_OPTIONS if name in state})
 
     def autocast(self, device: torch.device) -> torch.autocast:
         """Return the context for forward passes, which does nothing if ``amp`` is off."""

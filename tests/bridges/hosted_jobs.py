@@ -90,7 +90,7 @@ def all_ranks_stop(folder, mount_point):
     def ask(event):
         event.run.stop("enough")
         if mount_point != "before_train":
-            event.run.checkpoint_now()
+            event.run.checkpoints.save()
 
     bus.on(mount_point, ask)
     return trainer(bus, folder)
@@ -136,7 +136,7 @@ def ranks_ask_one_after_the_other(folder):
 
     def ask(event):
         if event.progress.iter == (4 if rank() == last else 3):
-            event.run.checkpoint_now()
+            event.run.checkpoints.save()
 
     bus.on("after_train_iter", ask)
     return trainer(bus, folder)

@@ -119,7 +119,7 @@ class AsksOnOne(Hook):
 
     def after_train_iter(self, event):
         if event.run.rank == self.rank and event.progress.iter == 5:
-            event.run.checkpoint_now()
+            event.run.checkpoints.save()
             event.run.stop("enough", instead="give more")
 
 

@@ -244,7 +244,7 @@ def test_two_requests_at_one_moment_are_one_save_that_is_committed_once_with_its
     paths = checkpoints(bus)
     bus.on("checkpoint_committed", lambda event: saved.append((event.progress.iter, event.bytes > 0, event.stall > 0)))
     for _ in range(2):
-        bus.on("after_train_iter", lambda event: event.run.checkpoint_now(), when=lambda event: event.progress.iter == 1)
+        bus.on("after_train_iter", lambda event: event.run.checkpoints.save(), when=lambda event: event.progress.iter == 1)
     host(tmp_path, bus).fit()
     assert paths == [tmp_path / f"iter_2{host.suffix}"]
     assert saved == [(2, True, True)]
@@ -263,7 +263,7 @@ def test_a_save_that_fails_is_told_and_ends_the_training_unless_it_is_to_be_logg
     else:
         path = path.with_stem("x" * 250)  # longer than a name may be
     told = noted(bus, "checkpoint_failed", "path")
-    bus.on("after_train_epoch", lambda event: event.run.request_save(path.name, on_error=on_error, **ask), once=1)
+    bus.on("after_train_epoch", lambda event: event.run.checkpoints.save(path.name, on_error=on_error, **ask), once=1)
     job = host(tmp_path, bus)
     with nullcontext() if on_error == "log" else pytest.raises((OSError, CheckpointError), match=r"file|x\."):
         job.fit()
@@ -335,7 +335,7 @@ def test_a_resumed_training_goes_on_exactly(host, tmp_path, wholes, by, at):
     @bus.on("after_train_iter", when=lambda event: event.progress.iter + 1 == at)
     def ask(event):
         if not every:
-            event.run.checkpoint_now()
+            event.run.checkpoints.save()
         if by == "stop":
             event.run.stop()
 
@@ -386,7 +386,7 @@ def test_a_stop_and_a_save_take_effect_after_the_step(host, tmp_path, accumulate
 
     @bus.on("after_train_iter", once=1)
     def ask(event):
-        event.run.checkpoint_now()
+        event.run.checkpoints.save()
         event.run.stop("enough")
 
     job = host(tmp_path, bus, accumulate=accumulate if host.accumulates else 1)

@@ -1,6 +1,7 @@
 """The run that a bridge drives, here in the toy trainer of "Write a bridge"; see ``test_conformance.py`` for the rest."""
 
 import signal
+from operator import attrgetter
 
 import pytest
 import torch
@@ -19,8 +20,8 @@ def test_two_names_at_one_moment_are_one_file(tmp_path):
 
     @bus.on("after_train_epoch")
     def ask(event):
-        event.run.request_save("one.pt")
-        event.run.request_save("two.pt")
+        event.run.checkpoints.save("one.pt")
+        event.run.checkpoints.save("two.pt")
 
     Job(tmp_path, bus, epochs=1).fit()
     assert (tmp_path / "one.pt").samefile(tmp_path / "two.pt")
@@ -50,14 +51,14 @@ def test_an_entry_of_another_program_is_refused(tmp_path, entry, named):
 
 
 def test_what_only_a_loop_of_ones_own_has_is_refused_and_the_host_continues(tmp_path):
-    calls = ("epochs", "train", "validate", "test", "drive", "keep", "gather_state", "apply_state")
+    calls = ("epochs", "train", "validate", "test", "drive", "keep", "checkpoints.gather_state", "checkpoints.apply_state")
     bus = Bus(counting := Counting())
 
     @bus.on("after_train_iter")
     def ask(event):
         for call in calls:
             with pytest.raises(AttributeError, match=rf"run.{call}\(\) .* another trainer has the loop: "):
-                getattr(event.run, call)
+                attrgetter(call)(event.run)
 
     Job(tmp_path, bus).fit()
     assert len(counting.iters) == 8

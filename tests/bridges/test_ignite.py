@@ -334,7 +334,7 @@ def test_the_best_checkpoint_of_ignite_has_the_averaged_weights(tmp_path):
 
 def test_a_requested_save_has_what_handlers_of_ignite_did_in_the_iteration(tmp_path):
     bus = Bus()
-    bus.on("after_train_iter", lambda event: event.run.checkpoint_now(), once=2)
+    bus.on("after_train_iter", lambda event: event.run.checkpoints.save(), once=2)
     job = Job(bus, folder=tmp_path)
     schedule = torch.optim.lr_scheduler.StepLR(job.optimizer, 1, gamma=0.5)
     job.bridge.to_save["schedule"] = schedule

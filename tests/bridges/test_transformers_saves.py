@@ -93,7 +93,7 @@ def test_a_resumed_training_goes_on_exactly(tmp_path, at, arguments):
         bus.on("after_run", lambda event: counts.append(event.run.counters.saved()))
         trainer = make(folder, bus, **arguments)
         if "save_strategy" not in arguments:
-            bus.on("after_train_iter", lambda event: event.progress.iter + 1 == at and event.run.checkpoint_now())
+            bus.on("after_train_iter", lambda event: event.progress.iter + 1 == at and event.run.checkpoints.save())
         if kill is not None:
             bus.on("before_train_iter", fails(KeyboardInterrupt), once=kill + 1, priority="LOWEST")
         with nullcontext() if kill is None else pytest.raises(KeyboardInterrupt):

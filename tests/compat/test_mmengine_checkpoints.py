@@ -159,6 +159,6 @@ def test_a_run_takes_its_place_and_weights_over():
     model.layers = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.ReLU(), torch.nn.Linear(3, 2))
     tree = load_pth(DATA / "mmengine.pth")
     with Run(model=model) as run:
-        run.apply_state(tree)
+        run.checkpoints.apply_state(tree)
         assert (run.progress.epoch, run.progress.iter) == (2, 4)
     assert torch.equal(model.layers[0].weight, tree["state_dict"]["layers.0.weight"])

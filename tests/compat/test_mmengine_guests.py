@@ -172,7 +172,7 @@ def test_mmengines_runner_resumes_our_file_and_we_resume_its(tmp_path):
     same(whole.model.state_dict(), resumed.model.state_dict())
     tree = load_pth(tmp_path / "theirs" / "epoch_2.pth")
     loop = jobs.loop_of(tmp_path / "b", all_hooks(), max_epochs=4, param_scheduler=SCHEDULE)
-    loop.bus.on("before_run", lambda event: event.run.apply_state(tree))
+    loop.bus.on("before_run", lambda event: event.run.checkpoints.apply_state(tree))
     loop.run()
     same(whole.model.state_dict(), loop.model.state_dict())
     left, right = (checkpoint(tmp_path / side / "epoch_4.pth") for side in ("whole", "b"))
@@ -447,7 +447,7 @@ def test_a_checkpoint_saved_within_a_validation_continues_exactly(tmp_path):
     def save(event):
         if not saved:
             saved.append(event.progress.iter)
-            event.run.checkpoint_now()
+            event.run.checkpoints.save()
 
     loop.run()
     (file,) = (tmp_path / "cut").glob("*.safetensors")

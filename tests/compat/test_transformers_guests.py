@@ -419,7 +419,7 @@ def test_news_of_a_durable_checkpoint_does_not_undo_the_wish_for_the_next(tmp_pa
     asks = lambda args, state, control: setattr(control, "should_save", True)  # noqa: E731
     always = callback(on_step_end=asks, on_save=lambda *_: saved.append(1))
     loop = Job(tmp_path, always, epochs=1).loop(work_dir=tmp_path / "run")
-    loop.bus.on("before_train_iter", lambda event: event.run.wait_for_saves())
+    loop.bus.on("before_train_iter", lambda event: event.run.checkpoints.wait())
     loop.run()
     assert len(list((tmp_path / "run").glob("iter_*.safetensors"))) == len(saved) == 5
 

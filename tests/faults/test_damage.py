@@ -85,7 +85,7 @@ def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one(job, run_dir, da
             read(path)
     loop = job.loop(work_dir)
     began = []
-    loop.bus.on("before_train", lambda event: began.append((event.progress.iter, event.run.resumed_from)))
+    loop.bus.on("before_train", lambda event: began.append((event.progress.iter, event.run.checkpoints.resumed_from)))
     with capture_logs() as logs:
         loop.run(resume="auto")
     assert began == [(5, work_dir / "iter_5.safetensors")]

@@ -192,7 +192,7 @@ def test_a_directory_removed_during_a_run_is_created_again(job, tmp_path):
 
     @loop.bus.on("after_train_iter", once=3, priority=0)
     def remove_it(event):
-        event.run.wait_for_saves()
+        event.run.checkpoints.wait()
         shutil.rmtree(tmp_path / "run")
 
     loop.run()

@@ -110,7 +110,12 @@ def test_wrong_options_of_the_best_are_refused_when_the_hook_is_made(options):
 
 def test_the_best_is_none_before_the_first_and_the_durable_one_then(tmp_path):
     loop, seen = scored(tmp_path, CheckpointHook(1, save_best="acc"), 0.5, 0.4, 0.6), []
-    loop.bus.on("after_val", lambda event: (event.run.wait_for_saves(), seen.append(event.run.best)), priority="LOWEST")
+
+    def see(event):
+        event.run.checkpoints.wait()
+        seen.append(event.run.checkpoints.best)
+
+    loop.bus.on("after_val", see, priority="LOWEST")
     assert loop.best is None
     loop.run()
     paths = [tmp_path / f"best_acc_epoch_{n}.safetensors" for n in (1, 1, 3)]
@@ -204,7 +209,7 @@ def test_the_best_weights_are_not_loaded_into_a_training_that_is_not_over(job, t
 
 def test_a_best_file_that_is_gone_is_an_error_with_the_way_out(tmp_path):
     loop = scored(tmp_path, CheckpointHook(save_best="acc", load_best_model_at_end=True), 0.5, 0.4)
-    loop.bus.on("after_train", lambda event: Path(event.run.best.path).unlink())
+    loop.bus.on("after_train", lambda event: Path(event.run.checkpoints.best.path).unlink())
     with pytest.raises(CheckpointError, match=r"best_acc_epoch_1.safetensors is gone.*load_weights"):
         loop.run()
     assert files(tmp_path) == {"epoch_2"}

@@ -326,7 +326,7 @@ def break_directory(directory):
 def break_for_a_save(bus, directory, of_this, waits):
     """Take the directory away from where a save is staged to where it fails; the run waits for it at a mount point."""
     bus.on("checkpoint_staged", lambda event: of_this(event) and break_directory(directory))
-    bus.on(waits, lambda event: event.run.wait_for_saves())
+    bus.on(waits, lambda event: event.run.checkpoints.wait())
     bus.on("checkpoint_failed", lambda event: (directory.unlink(), directory.with_name("away").rename(directory)))
 
 
@@ -426,7 +426,7 @@ def test_foreign_names_in_a_checkpoint_are_reported_and_not_removed(tmp_path, na
 
 @pytest.mark.parametrize("options", [{}, {"save_last": False}, {"by_epoch": False}, {"out_dir": "elsewhere"}], ids=str)
 @pytest.mark.parametrize("every", [3, 4], ids=["within epochs", "at their ends"])
-def test_files_of_checkpoint_now_do_not_pile_up_beside_a_limit(job, tmp_path, monkeypatch, options, every):
+def test_files_of_saves_without_a_name_do_not_pile_up_beside_a_limit(job, tmp_path, monkeypatch, options, every):
     """A job that is preempted again and again; each time it continues from what was saved."""
     monkeypatch.chdir(tmp_path)
     for iteration in range(every, 6 * every, every):
@@ -434,7 +434,7 @@ def test_files_of_checkpoint_now_do_not_pile_up_beside_a_limit(job, tmp_path, mo
 
         def preempt(event, at=iteration):
             if event.progress.iter + 1 == at:
-                event.run.checkpoint_now()
+                event.run.checkpoints.save()
                 event.run.stop("signal")
 
         loop.bus.on("after_train_iter", preempt)
@@ -446,9 +446,9 @@ def test_files_of_checkpoint_now_do_not_pile_up_beside_a_limit(job, tmp_path, mo
         assert len(files(tmp_path / "elsewhere" / "run")) == 1
 
 
-def test_files_of_checkpoint_now_stay_where_all_files_do(job, tmp_path):
+def test_files_of_saves_without_a_name_stay_where_all_files_do(job, tmp_path):
     loop = scored(tmp_path, CheckpointHook(1, save_last=False), 0.5, 0.5)
-    loop.bus.on("after_train_iter", lambda event: event.run.checkpoint_now(), every=3)
+    loop.bus.on("after_train_iter", lambda event: event.run.checkpoints.save(), every=3)
     loop.run()
     assert files(tmp_path) >= {"iter_3", "iter_6", "epoch_1", "epoch_2"}
 
@@ -488,7 +488,7 @@ def test_a_failed_publication_is_an_error_unless_it_is_to_be_logged(job, tmp_pat
     loop = job.loop(CheckpointHook(out_dir=out, published_keys="state_dict", on_error=on_error), work_dir=tmp_path)
     loop.bus.on("before_run", lambda event: event.run.defer(lambda: ended.append("run")))
     loop.bus.on("after_train", lambda event: ended.append("train"))
-    loop.bus.on("after_run", lambda event: (event.run.wait_for_saves(), break_directory(out)), priority=0)
+    loop.bus.on("after_run", lambda event: (event.run.checkpoints.wait(), break_directory(out)), priority=0)
     loop.bus.on("after_run", lambda event: ended.append("last"), priority=100)
     with pytest.raises((CheckpointError, OSError)) if on_error == "raise" else nullcontext():
         loop.run()

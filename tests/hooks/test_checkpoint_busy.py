@@ -49,7 +49,7 @@ class Disk(Hook):
             self._armed = True
         if event.progress.iter == self.until:
             self.go.set()
-            event.run.wait_for_saves()
+            event.run.checkpoints.wait()
 
     def checkpoint_staged(self, event):
         self.staged.append(Path(event.path).stem)
@@ -105,7 +105,7 @@ def test_a_skipped_save_evicts_no_file(job, tmp_path, monkeypatch, busy):
 
     def look(event):
         if event.progress.iter <= 2:
-            event.run.wait_for_saves()
+            event.run.checkpoints.wait()
         if event.progress.iter == 6:
             seen.append(files(tmp_path))
 
@@ -145,13 +145,13 @@ def test_the_events_of_every_save_add_up(job, tmp_path, monkeypatch, validation)
     assert files(tmp_path) == {Path(name).stem for event in disk.told["committed"] for name in event.names}
 
 
-def test_checkpoint_now_is_never_skipped(job, tmp_path, monkeypatch):
+def test_a_save_without_a_name_is_never_skipped(job, tmp_path, monkeypatch):
     disk = Disk(monkeypatch, until=99)
 
     def now(event):
         if event.progress.iter == 2:
             disk.go.set()
-            event.run.checkpoint_now()
+            event.run.checkpoints.save()
 
     options = {"interval": 2, "busy": "skip", "filename_tmpl": "n_{}.safetensors", "save_last": False}
     train(job, tmp_path, disk, iterations=5, first={"before_train_iter": now}, **options)

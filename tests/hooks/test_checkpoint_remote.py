@@ -106,7 +106,7 @@ def test_a_store_is_asked_for_no_copy_and_no_checkpoint_is_read_back(job, tmp_pa
     seen = []
     hook = CheckpointHook(1, out_dir=OUT, save_best="acc")
     loop = scored(tmp_path / "run", hook, 0.1, 0.5)
-    loop.bus.on("after_run", lambda event: (event.run.wait_for_saves(), seen.extend(read)), priority="HIGHEST")
+    loop.bus.on("after_run", lambda event: (event.run.checkpoints.wait(), seen.extend(read)), priority="HIGHEST")
     loop.run()
     assert there() == {"epoch_1", "epoch_2", "best_acc_epoch_2", "last_checkpoint"}
     assert not seen
@@ -142,7 +142,7 @@ def test_a_run_may_replace_its_own_files_and_those_that_it_resumed_among(job, tm
 
 def test_a_request_for_a_url_is_refused_with_the_way_to_it(job, tmp_path):
     loop = job.loop(work_dir=tmp_path / "run")
-    loop.bus.on("after_train_epoch", lambda event: event.run.request_save("x.safetensors", directory=URL))
+    loop.bus.on("after_train_epoch", lambda event: event.run.checkpoints.save("x.safetensors", directory=URL))
     with pytest.raises(ConfigurationError, match=f"saved on this machine first. CheckpointHook.out_dir='{URL}'"):
         loop.run()
 

@@ -95,8 +95,8 @@ def test_the_wait_count_is_in_the_checkpoint(job, tmp_path, point, waited, logs)
     assert straight.counters.epoch == 4
 
     first = training(job, EarlyStoppingHook("accuracy", patience=3), [0.5] * 9, work_dir=tmp_path)
-    first.bus.on(point, lambda event: event.run.checkpoint_now(), once=3)
-    first.bus.on("after_val", lambda event: (event.run.wait_for_saves(), 1 / 0), once=3)
+    first.bus.on(point, lambda event: event.run.checkpoints.save(), once=3)
+    first.bus.on("after_val", lambda event: (event.run.checkpoints.wait(), 1 / 0), once=3)
     with pytest.raises(ZeroDivisionError):
         first.run()
 

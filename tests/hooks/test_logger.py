@@ -505,7 +505,7 @@ def test_a_save_has_the_iterations_that_a_later_line_depends_on_and_no_other(tmp
     bus.on(
         "before_save_checkpoint", lambda event: saved.append(event.checkpoint["logger_windows"]["0"]["waiting"]), priority=100
     )
-    bus.on("after_train_iter", lambda event: event.run.checkpoint_now(), once=14)
+    bus.on("after_train_iter", lambda event: event.run.checkpoints.save(), once=14)
     bus.on("checkpoint_staged", lambda event: writer.free.set(), priority=100)
     make_loop(bus=bus, max_epochs=2, work_dir=tmp_path).run()
     assert [*map(len, saved)] == [kept]

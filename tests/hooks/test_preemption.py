@@ -254,7 +254,7 @@ def test_the_hook_serves_one_run_after_the_other(job, mine, tmp_path):
 def test_several_signals_leave_one_file_unless_a_hook_keeps_them(job, mine, tmp_path, hooks):
     def train():
         loop = job.loop(PreemptionHook([signal.SIGUSR1]), *hooks, work_dir=tmp_path, max_epochs=3)
-        loop.bus.on("after_train_iter", lambda e: e.progress.iter == 1 and e.run.checkpoint_now())
+        loop.bus.on("after_train_iter", lambda e: e.progress.iter == 1 and e.run.checkpoints.save())
         loop.bus.on("after_train_iter", lambda e: e.progress.iter in (4, 6, 8) and signal.raise_signal(signal.SIGUSR1))
         loop.run(resume="auto")
 
@@ -362,7 +362,7 @@ def test_a_signal_can_arrive_anywhere(job, tmp_path):
 
     def strike(number, frame):
         strikes.append(number)
-        loop.checkpoint_now()
+        loop.save()
         if len(strikes) > 200:
             loop.stop("enough")
 

@@ -64,7 +64,7 @@ def outcomes(told):
 
 
 def wait(event):
-    event.run.wait_for_saves()
+    event.run.checkpoints.wait()
 
 
 EACH = ("after_train_epoch", wait)
@@ -321,7 +321,7 @@ def test_a_stop_with_an_exit_code_keeps_it(run, tmp_path, refuse, exit_code):
 
 def test_a_save_that_is_asked_for_goes_to_the_store_too(run, there):
     """As one before the machine is taken away: the next one finds it there."""
-    ask = [("after_train_iter", lambda event: event.progress.iter == 1 and event.run.checkpoint_now())]
+    ask = [("after_train_iter", lambda event: event.progress.iter == 1 and event.run.checkpoints.save())]
     run(CheckpointHook(out_dir=OUT, save_last=False), max_epochs=1, at=ask)
     assert there() == {"iter_2", "last_checkpoint"}
 

@@ -88,7 +88,7 @@ def test_validation_and_test_have_separate_times_which_are_no_metrics(bus, stage
 
 def test_a_resumed_run_keeps_the_count_but_not_the_mean(bus, tmp_path):
     loop = make_loop(bus=bus, work_dir=tmp_path)
-    bus.on("after_train_iter", lambda _: loop.checkpoint_now(), once=4)
+    bus.on("after_train_iter", lambda _: loop.save(), once=4)
     loop.run()
 
     timer, before = IterTimerHook(), []

@@ -124,7 +124,7 @@ class Writer:
         return [Line(self.one(lines), "kept values")]
 
     def _checkpoint_now(self, scene: Scene) -> list[Line]:
-        return [Line("run.checkpoint_now()", "checkpoint now")]
+        return [Line("run.checkpoints.save()", "checkpoint now")]
 
     def _strike(self, scene: Scene) -> list[Line]:
         if len(self.strikes) >= 3:

@@ -111,7 +111,7 @@ def _terminate(run: Any) -> None:
 
 
 def _save_by_thread(run: Any) -> None:
-    thread = threading.Thread(target=run.checkpoint_now)
+    thread = threading.Thread(target=run.checkpoints.save)
     thread.start()
     thread.join()
 
@@ -145,7 +145,7 @@ class Said:
 
 def left(run: Any, said: Said, **parts: Any) -> dict[str, Any]:
     """Return what is left of a program: the states of its parts, the random states, the counts, the best file."""
-    best = run.best
+    best = run.checkpoints.best
     averages = [hook.average for hook in run.bus.hooks if getattr(hook, "average", None) is not None]
     return {
         "averages": [dict(one.tensors) for one in averages],

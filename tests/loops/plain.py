@@ -91,7 +91,7 @@ class Run:
         self.optimizers = optimizer if isinstance(optimizer, dict) else {"optimizer": optimizer}
         self.progress = SimpleNamespace(epoch=0, iter=0, update=0, batch_idx=0)
         self.lines: list[tuple[str, dict[str, float]]] = []
-        self.best = None
+        self.checkpoints = SimpleNamespace(save=lambda: None, best=None)
         self._max_iters: int | None = None
         self._outputs: dict[str, Any] = {}
         self._stepped = Counter[str]()
@@ -179,8 +179,6 @@ class Run:
 
     def report(self, **entries: Any) -> None:
         self._outputs.update(entries)
-
-    def checkpoint_now(self) -> None: ...
 
     def keep(self, **values: Any) -> SimpleNamespace:
         return SimpleNamespace(**values)

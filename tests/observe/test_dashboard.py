@@ -145,7 +145,7 @@ def test_a_learning_rate_takes_effect_and_is_told_and_an_invalid_one_is_refused(
         assert job.loop._optimizer.param_groups[0]["lr"] == 0.004
 
 
-def test_checkpoint_now_leaves_a_file_that_loads(server, visitor, tmp_path):
+def test_a_save_leaves_a_file_that_loads(server, visitor, tmp_path):
     with watched(server, slow=True, work_dir=tmp_path), visitor.told() as told:
         wait_for(told, "scalars")
         assert visitor.post("checkpoint").status_code == 202

@@ -19,7 +19,7 @@ def test_encoded_events_name_their_run(tmp_path):
         with Run(bus, model=model, optimizer=torch.optim.SGD(model.parameters()), name=name, work_dir=tmp_path / name) as run:
             for _ in run.epochs(1):
                 for _ in run.train([0]):
-                    run.checkpoint_now()
+                    run.checkpoints.save()
             bus.publish(CostsMeasured(progress=bus.progress, costs=bus.costs()))
 
     on_threads(train, "one", "other")

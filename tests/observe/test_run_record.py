@@ -36,7 +36,7 @@ def test_a_checkpoint_that_is_durable_only_after_the_end_of_the_run_has_its_line
 
     @loop.bus.on("after_run", priority="LOWEST")
     def save_once_more(event):
-        event.run.request_save("late")
+        event.run.checkpoints.save("late")
         disk.go.set()
 
     loop.run()

@@ -60,7 +60,7 @@ class StopsAt(Hook):
 
     def after_train_iter(self, event: Any) -> None:
         if event.run.rank == self.rank and event.progress.iter == self.at:
-            event.run.checkpoint_now()
+            event.run.checkpoints.save()
             event.run.stop("enough", instead="give more")
 
 
@@ -103,7 +103,7 @@ def ask(work_dir: str) -> Any:
 
     def resume(run: Run) -> None:
         until(lambda: "the run is paused" in [entry["event"] for entry in logs])
-        run.checkpoint_now()
+        run.checkpoints.save()
         until(lambda: list(Path(work_dir).glob("iter_*.safetensors")))
         run.unpause()
 

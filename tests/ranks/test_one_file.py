@@ -39,7 +39,7 @@ def saves(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer | Non
                     parameter.grad = torch.ones_like(parameter)
                 if optimizer is not None:
                     optimizer.step()
-                run.request_save("one.safetensors", leave_out=left_out)
+                run.checkpoints.save("one.safetensors", leave_out=left_out)
 
 
 class OfOneRank(torch.optim.SGD):
@@ -142,7 +142,7 @@ def appears_late(folder: str) -> None:
                 if index:
                     mesh = DeviceMesh("cpu", [distributed.get_rank()])
                     model.late = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]))
-                run.request_save(f"{index}.safetensors")
+                run.checkpoints.save(f"{index}.safetensors")
 
 
 def test_a_save_that_its_reader_would_refuse_is_not_committed(outcomes, tmp_path):

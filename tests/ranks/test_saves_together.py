@@ -27,7 +27,7 @@ def asking(loop: TrainLoop, mount_point: str, rank: int) -> TrainLoop:
 
     def ask(event: Any) -> None:
         if event.run.rank == rank and event.progress.iter >= 3:
-            event.run.request_save("mine.safetensors")
+            event.run.checkpoints.save("mine.safetensors")
 
     loop.bus.on(mount_point, ask)
     return loop
@@ -91,14 +91,14 @@ def asks_for_one(folder: str) -> dict[tuple[str, float], list[str]]:
 
         def ask(event: Any, own: int | None = own, way: str = way) -> None:
             if event.progress.iter == own:
-                os.kill(os.getpid(), signal.SIGTERM) if way == "signals" else event.run.checkpoint_now()
+                os.kill(os.getpid(), signal.SIGTERM) if way == "signals" else event.run.checkpoints.save()
 
         loop.bus.on("after_train_iter", ask)
         loop.run()
     return found
 
 
-def test_one_checkpoint_now_is_one_save_whichever_ranks_call_it(ranks, tmp_path):
+def test_a_save_without_a_name_is_one_save_whichever_ranks_call_it(ranks, tmp_path):
     saved, _ = ranks(asks_for_one, str(tmp_path))
     assert {way: len(names) for way, names in saved.items()} == dict.fromkeys(saved, 1)
 
@@ -193,7 +193,7 @@ def trains(folder: str, part: str, shard: bool = False) -> Any:
     with Run(bus, model=model, optimizer=optimizer, seed=5) as run:
         torch.rand(run.rank)  # the ranks draw different numbers from here on
         if part == "rest":
-            run.apply_state(torch.load(file, weights_only=True))
+            run.checkpoints.apply_state(torch.load(file, weights_only=True))
         for _ in run.epochs(2):
             for batch in run.train(data):
                 optimizer.zero_grad()
@@ -201,7 +201,7 @@ def trains(folder: str, part: str, shard: bool = False) -> Any:
                 optimizer.step()
             if part == "half":
                 checkpoint: dict[str, Any] = {}
-                run.gather_state(checkpoint)
+                run.checkpoints.gather_state(checkpoint)
                 if not run.rank:
                     torch.save(checkpoint, file)
                 break
@@ -226,4 +226,4 @@ def refused(folder: str) -> str:
 def test_a_sharded_model_is_an_error_with_advice(ranks, tmp_path):
     for message in ranks(refused, str(tmp_path)):
         assert "does not support sharded models" in message
-        assert "run.request_save()" in message
+        assert "run.checkpoints.save()" in message

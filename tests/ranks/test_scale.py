@@ -96,7 +96,7 @@ def asks_alone(folder: str, rank: int) -> None:
     collectives.INTERVAL, collectives.RING = 0.0, 1  # type: ignore[misc]
     loop = jobs.make_loop(folder, epochs=1)
     if jobs.rank_and_size()[0] == rank:
-        loop.bus.on("after_train_iter", lambda event: event.run.request_save("mine.safetensors"))
+        loop.bus.on("after_train_iter", lambda event: event.run.checkpoints.save("mine.safetensors"))
     loop.run()
 
 

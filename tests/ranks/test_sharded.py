@@ -383,11 +383,11 @@ class Names(Hook):
     def after_train_epoch(self, event: Any) -> None:
         if event.progress.epoch == 2 and event.run.rank == 1:
             self.reached["a1 begins"].wait(20)
-        event.run.request_save(f"a{event.progress.epoch}.safetensors", directory=self.one, busy="replace")
+        event.run.checkpoints.save(f"a{event.progress.epoch}.safetensors", directory=self.one, busy="replace")
 
     def after_val_epoch(self, event: Any) -> None:
         if event.progress.epoch == 2:
-            event.run.request_save("best.safetensors", directory=self.other, busy="replace")
+            event.run.checkpoints.save("best.safetensors", directory=self.other, busy="replace")
 
     def checkpoint_staged(self, event: Any) -> None:
         self.reached[Path(event.path).stem].set()
@@ -434,12 +434,12 @@ class Again(Hook):
 
     def after_val_epoch(self, event: Any) -> None:
         if event.run.rank != self.late:
-            event.run.wait_for_saves()
+            event.run.checkpoints.wait()
         self.save(event.run, self.places[1:])
 
     def save(self, run: Any, places: Any) -> None:
         for place in places:
-            run.request_save("a.safetensors", directory=place, on_error="log")
+            run.checkpoints.save("a.safetensors", directory=place, on_error="log")
 
 
 def failed_and_again(one: str, other: str, late: int) -> None:

@@ -51,11 +51,11 @@ def end_at(loop: TrainLoop, mount_point: str, count: int, how: str) -> None:
 
     def strike(event: Any) -> None:
         if how == "clean":
-            event.run.checkpoint_now()
+            event.run.checkpoints.save()
             event.run.stop()
         else:
             if how == "SIGKILL":
-                event.run.wait_for_saves()  # so that there is something to go on from
+                event.run.checkpoints.wait()  # so that there is something to go on from
             os.kill(os.getpid(), signal.Signals[how])
 
     act_at(loop.bus, mount_point, count, strike)

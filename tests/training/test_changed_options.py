@@ -104,7 +104,7 @@ def test_changed_options_are_reported_in_a_users_own_loop(parts, tmp_path):
 
 @pytest.mark.parametrize(("size", "told"), [(4, []), (2, [(3, 6)])])
 def test_another_batch_size_within_an_epoch_is_reported(parts, bus, tmp_path, size, told):
-    bus.on("after_train_iter", lambda event: (event.run.checkpoint_now(), event.run.stop()), once=2)
+    bus.on("after_train_iter", lambda event: (event.run.checkpoints.save(), event.run.stop()), once=2)
     data = torch.utils.data.TensorDataset(torch.randn(12, 4), torch.arange(12) % 3)
     loader = lambda size: torch.utils.data.DataLoader(data, batch_size=size)  # noqa: E731
     parts.loop(bus, train_data=loader(4), val_data=None, work_dir=tmp_path).run()

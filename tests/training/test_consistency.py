@@ -106,7 +106,7 @@ def test_with_an_average_that_is_lent_to_the_model_in_validations(parts, bus, mo
 
         @mount(once=1)
         def after_val_iter(self, event):
-            event.run.request_save(f"inside_{event.progress.epoch}.safetensors", staging=staging)
+            event.run.checkpoints.save(f"inside_{event.progress.epoch}.safetensors", staging=staging)
 
     bus.add(Inside())
     train(parts, bus, staging, tmp_path, val_data=parts.batches(2, seed=2), train_data=parts.batches(4))
@@ -117,7 +117,7 @@ def test_with_an_average_that_is_lent_to_the_model_in_validations(parts, bus, mo
 def test_the_weights_of_a_validation_are_the_averaged_ones(parts, bus, moments, staging, tmp_path):
     """In a file that is made while the model has them, and by itself: nothing else is saved after that iteration."""
     bus.add(EMAHook(momentum=0.3))
-    bus.on("after_val_iter", lambda e: e.run.request_save(f"in_{e.progress.epoch}.safetensors", staging=staging), every=2)
+    bus.on("after_val_iter", lambda e: e.run.checkpoints.save(f"in_{e.progress.epoch}.safetensors", staging=staging), every=2)
     parts.loop(bus, work_dir=tmp_path, train_data=parts.batches(4)).run()
     moments.check(files=2)
     state = load(tmp_path / "in_2.safetensors")
@@ -128,7 +128,7 @@ def test_weights_swapped_for_a_validation_can_change_before_the_next_step(parts,
     """The file has them as they were: what is lent is nothing that only the optimizer changes."""
     ema = EMAHook(momentum=0.3)
     bus.add(ema)
-    bus.on("after_val_epoch", lambda e: e.run.request_save(f"{e.progress.epoch}.safetensors", staging=staging))
+    bus.on("after_val_epoch", lambda e: e.run.checkpoints.save(f"{e.progress.epoch}.safetensors", staging=staging))
 
     @bus.on("before_train_epoch", after=1)
     def update_at_the_wrong_time(event):

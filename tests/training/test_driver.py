@@ -189,7 +189,7 @@ def test_an_exception_and_a_cancellation_end_all_three_in_the_same_way(parts, ki
 )
 def test_push_pull_and_train_loop_resume_equally(parts, tmp_path, mount_point, count, by_iter):
     first = Job(parts, work_dir=tmp_path / "first", by_iter=by_iter)
-    act = lambda event: (event.run.request_save("here.safetensors"), event.run.stop())  # noqa: E731
+    act = lambda event: (event.run.checkpoints.save("here.safetensors"), event.run.stop())  # noqa: E731
     parts.act_at(first.bus, mount_point, count, act)
     by_loop(first)
     (file,) = (tmp_path / "first").glob("here.safetensors")
@@ -241,7 +241,7 @@ def test_without_data_the_driver_counts_and_pauses_and_the_caller_marks_the_last
             run.pause()
             drive.end_iteration()
             assert job.trace.names[-2:] == ["run_paused", "run_resumed"]
-        run.checkpoint_now()
+        run.checkpoints.save()
         drive.begin_iteration()
         drive.end_iteration()
         drive.abandon_epoch()
@@ -266,7 +266,7 @@ def test_without_data_the_driver_counts_and_pauses_and_the_caller_marks_the_last
 @pytest.mark.parametrize("exit_code", [0, 75])
 def test_calls_that_never_ask_for_a_stop_are_ended_by_it_in_order_with_its_status(parts, tmp_path, exit_code, logs):
     job = Job(parts, tmp_path)
-    job.bus.on("after_train", lambda event: event.run.request_save("last.safetensors"))
+    job.bus.on("after_train", lambda event: event.run.checkpoints.save("last.safetensors"))
     drive = (run := job.run()).drive()
     drive.begin_run()
     drive.begin_train(max_epochs=1)

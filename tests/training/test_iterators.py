@@ -145,7 +145,7 @@ def test_an_iterable_dataset_still_ends_by_itself(parts, batch_size):
 
 def test_a_save_does_not_end_the_epochs(parts, bus, tmp_path):
     state = SimpleNamespace(state_dict=runs_dry, load_state_dict=print)
-    bus.on("after_train_iter", lambda event: event.run.request_save("x.safetensors"), once=1)
+    bus.on("after_train_iter", lambda event: event.run.checkpoints.save("x.safetensors"), once=1)
     with pytest.raises(StopIterationError) as caught:
         parts.loop(bus, stateful={"mine": state}, work_dir=tmp_path).run()
     assert isinstance(caught.value.__cause__, StopIteration)

@@ -402,7 +402,7 @@ def test_a_validation_that_comes_again_has_kept_values_large_and_small(tmp_path)
                 for number in run.validate(range(4)):
                     kept.seen += 1
                     if number == kill:
-                        run.checkpoint_now()
+                        run.checkpoints.save()
                     elif kill is not None and number > kill:
                         raise KeyboardInterrupt
         return kept.seen, len(kept.order)

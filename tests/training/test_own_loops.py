@@ -316,7 +316,7 @@ def test_an_epoch_that_is_entered_again_is_told_and_an_error_in_it_says_why(tmp_
     def live(kill=None):
         scene = Scene(tmp_path)
         if kill is None:
-            act_at(scene.bus, "before_val", 1, lambda event: (event.run.checkpoint_now(), event.run.stop()))
+            act_at(scene.bus, "before_val", 1, lambda event: (event.run.checkpoints.save(), event.run.stop()))
         with capture_logs() as logs, scene.run() as run:
             for _ in run.epochs(2):
                 losses = []

@@ -99,7 +99,7 @@ def test_the_log_advises_to_resume_a_stopped_run_only_if_it_would_go_on(parts, b
     assert re.fullmatch(f"the run was stopped; {advice}", logs[-1]["event"])
 
 
-REQUESTS = {"stop": (), "pause": (), "unpause": (), "set_lr": (0.5,), "checkpoint_now": ()}
+REQUESTS = {"stop": (), "pause": (), "unpause": (), "set_lr": (0.5,), "save": ()}
 
 
 @pytest.mark.parametrize(("how", "arguments"), REQUESTS.items())
@@ -140,7 +140,7 @@ def test_a_stop_as_a_run_begins_ends_it_then(parts, bus, trace):
 
 
 @pytest.mark.parametrize(
-    ("kind", "how"), [*itertools.product([Run, TrainLoop], ["stop", "pause", "set_lr", "checkpoint_now"]), (Run, "cancel")]
+    ("kind", "how"), [*itertools.product([Run, TrainLoop], ["stop", "pause", "set_lr", "save"]), (Run, "cancel")]
 )
 def test_requests_to_a_run_before_it_begins_or_as_it_begins_hold(parts, bus, trace, tmp_path, kind, how):
     model, data, rates = parts.model(), parts.batches(2), set()
@@ -151,7 +151,7 @@ def test_requests_to_a_run_before_it_begins_or_as_it_begins_hold(parts, bus, tra
     def ask(run: Run) -> None:
         run.pause()
         run.unpause()
-        getattr(run, how)(*REQUESTS.get(how, ()))
+        getattr(run.checkpoints if how == "save" else run, how)(*REQUESTS.get(how, ()))
 
     bus.on("run_paused", lambda event: asked.unpause())
     bus.on("before_train_iter", lambda event: rates.add(options["optimizer"].param_groups[0]["lr"]))
@@ -166,7 +166,7 @@ def test_requests_to_a_run_before_it_begins_or_as_it_begins_hold(parts, bus, tra
     assert len(trace.of("after_train_iter")) == trained
     assert rates == ({0.5 if how == "set_lr" else 0.1} if trained else set())
     assert len(trace.of("run_paused")) == (how == "pause")
-    assert [file.name for file in tmp_path.glob("iter_*")] == ["iter_1.safetensors"] * (how == "checkpoint_now")
+    assert [file.name for file in tmp_path.glob("iter_*")] == ["iter_1.safetensors"] * (how == "save")
 
 
 @pytest.mark.parametrize("at", ["after_train_iter", "after_val_iter", "after_train_epoch"])
@@ -174,7 +174,7 @@ def test_a_paused_run_writes_the_checkpoint_that_it_is_asked_for(parts, tmp_path
     """A run that resumes from it ends with the same weights."""
 
     def save(run: Run) -> None:
-        run.checkpoint_now()
+        run.checkpoints.save()
         until(lambda: stalled.trace.of("checkpoint_committed"))
         run.unpause()
 
@@ -323,7 +323,7 @@ def test_what_cannot_be_is_an_error_of_the_call(parts):
                 with pytest.raises(ConfigurationError, match="lr="):
                     asked.set_lr(rate)
         with pytest.raises(ConfigurationError, match="work_dir="):
-            loop.checkpoint_now()
+            loop.save()
         told.append(event)
 
     loop.run()

@@ -251,7 +251,7 @@ def test_after_an_exception_what_was_deferred_comes_behind_the_events_of_saves_i
     told, failed = [], threading.Event()
 
     def fails(event):
-        event.run.checkpoint_now()
+        event.run.checkpoints.save()
         event.run.defer(lambda: told.append("deferred"))
 
     @bus.on("checkpoint_committed")
@@ -488,7 +488,7 @@ def test_stop_from_another_thread(parts, bus, trace):
     assert trace.names[-2:] == ["after_train", "after_run"]
 
 
-def test_stop_and_checkpoint_now_hold_no_lock_that_a_signal_handler_would_wait_for(parts, bus, tmp_path):
+def test_stop_and_save_hold_no_lock_that_a_signal_handler_would_wait_for(parts, bus, tmp_path):
     """A signal handler runs on the training thread between any two of its instructions, the run's own included."""
     files = {module.__file__ for module in (run_module, saves_module, state_module, threading)}
 
@@ -498,7 +498,7 @@ def test_stop_and_checkpoint_now_hold_no_lock_that_a_signal_handler_would_wait_f
         if kind == "line":
             sys.settrace(None)  # as long as the handler runs
             run.stop()
-            run.checkpoint_now()
+            run.checkpoints.save()
             sys.settrace(interrupted)
         return interrupted
 
@@ -508,7 +508,7 @@ def test_stop_and_checkpoint_now_hold_no_lock_that_a_signal_handler_would_wait_f
         sys.settrace(interrupted)
         try:
             run.stop()
-            run.checkpoint_now()
+            run.checkpoints.save()
             run.saves.save_if_asked()
         finally:
             sys.settrace(before)

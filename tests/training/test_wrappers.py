@@ -141,7 +141,7 @@ def test_a_resume_keeps_the_order_of_accelerates_loaders(parts, tmp_path, seedab
         bus, seen = Bus(), []
         bus.on("before_iter", lambda e: seen.append((e.progress.stage, *e.batch[1].tolist())))
         if stop:
-            bus.on("after_train_iter", lambda e: (e.run.checkpoint_now(), e.run.stop()), once=stop)
+            bus.on("after_train_iter", lambda e: (e.run.checkpoints.save(), e.run.stop()), once=stop)
         step = lambda model, batch: parts.step(model, (batch[0], batch[1] % 3))  # noqa: E731
         options = {"train_data": data, "val_data": val, "max_epochs": 3, "work_dir": tmp_path / folder}
         parts.loop(bus, model=model, optimizer=optimizer, step=step, **options).run(resume="auto")
@@ -269,7 +269,7 @@ def test_a_schedule_free_optimizer_trains_and_validates_in_its_own_modes_and_res
         bus, seen = Bus(CheckpointHook(interval=1)), {"train": set(), "val": set()}
         bus.on("before_iter", lambda e: seen[e.progress.stage].add(optimizer.param_groups[0]["train_mode"]), priority=95)
         if stop and by == "validation":
-            bus.on("after_val_epoch", lambda e: (e.run.checkpoint_now(), e.run.stop()), once=1)
+            bus.on("after_val_epoch", lambda e: (e.run.checkpoints.save(), e.run.stop()), once=1)
         epochs = 1 if stop and by == "epoch" else 2
         parts.loop(bus, model=model, optimizer=optimizer, max_epochs=epochs, work_dir=tmp_path / folder).run(resume="auto")
         assert seen == modes

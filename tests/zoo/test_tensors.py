@@ -78,7 +78,7 @@ def through_a_run(value: torch.Tensor, folder: Any) -> Any:
             if box is boxes[0]:
                 for _ in run.epochs(1):
                     for _ in run.train([0]):
-                        run.checkpoint_now()
+                        run.checkpoints.save()
     return boxes[1].value
 
 

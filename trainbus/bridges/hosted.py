@@ -58,7 +58,7 @@ class TrainerHost:
 
     ``drive.end_evaluation`` publishes the metrics that it is given, and no means of outputs.
 
-    With several processes, a request of one rank (``run.stop()``, ``checkpoint_now()``, ``pause()``, ``set_lr()``,
+    With several processes, a request of one rank (``run.stop()``, ``checkpoints.save()``, ``pause()``, ``set_lr()``,
     ``cancel()``) takes effect on all ranks, which agree without a collective: see
     :mod:`trainbus.eventloop.training.distributed.rounds`. It is refused with an error in the log if a rank trains without a
     bus.

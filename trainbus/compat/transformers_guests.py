@@ -50,7 +50,7 @@ class TransformersHook(GuestHook):
       one that the run reports (``OptimizerHook(grad_clip=)``, ``run.report(grad_norm=)``), or that of the gradients after the
       step, if they are still there. ``state.log_history`` has the lines of the training if a callback overrides ``on_log``.
     - ``control.should_training_stop`` becomes ``run.stop()``, ``should_epoch_stop`` ``run.end_epoch()``, ``should_save``
-      ``run.checkpoint_now()``, ``should_evaluate`` ``run.validate_now()``, and ``should_log`` a call of ``on_log``. The loop
+      ``run.checkpoints.save()``, ``should_evaluate`` ``run.validate_now()``, and ``should_log`` a call of ``on_log``. The loop
       decides when to validate, and ``CheckpointHook`` when to save: ``args.eval_strategy`` and ``save_strategy`` decide only if
       a ``DefaultFlowCallback`` is on the bus as well.
     - ``on_save`` is called on the training thread, some iterations later, when the checkpoint is durable, with the ``state`` of

@@ -167,7 +167,7 @@ class TrainerFacade:
 
     def _call_on_save(self, *, wait: bool = False) -> None:
         if wait and self._saving:
-            self._run.wait_for_saves()
+            self._run.checkpoints.wait()
         while self._durable:
             state = self._durable.popleft()
             if state.global_step != self._reported:
@@ -271,7 +271,7 @@ class TrainerFacade:
 
     def _save(self) -> None:
         self._control.should_save = False
-        self._ask("should_save", self._run.checkpoint_now)
+        self._ask("should_save", self._run.checkpoints.save)
 
     def _ask(self, flag: str, request: Callable[[], object]) -> None:
         """Send a request to the run; an error names the callback."""

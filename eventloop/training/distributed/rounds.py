@@ -266,7 +266,7 @@ class Rounds(Coordinator):
         elif time.monotonic() > self._asks_until and (missing := self._missing()):
             self._refuse()
             log.error(
-                "run.stop(), checkpoint_now(), pause(), cancel() or set_lr() is ignored, because it would hang the training: "
+                "run.stop(), checkpoints.save(), pause(), cancel() or set_lr() is ignored, because it would hang the training: "
                 "these ranks train without a bus. Call bus.attach(trainer) on all ranks",
                 ranks=missing,
             )

@@ -112,7 +112,7 @@ class Capture:
         run, writer = self._run, self.writer
         if writer is None or run.rank or not run.state.has_trained:
             return ""
-        path = writer.newest or run.resumed_from
+        path = writer.newest or run.checkpoints.resumed_from
         found = path is not None and run.work_dir is not None and path.parent in run.saves.directories
         return resume_line(path, 'resume="auto"' if found else f'resume="{path}"')
 
@@ -121,8 +121,8 @@ class Capture:
         run, ranks = self._run, self._run.coordinator
         if self.sharded:
             raise ConfigurationError(
-                "run.gather_state() does not support sharded models: save with run.request_save() and resume from that "
-                "directory"
+                "run.checkpoints.gather_state() does not support sharded models: save with run.checkpoints.save() and resume "
+                "from that directory"
             )
         self._check_alike(ranks)
         everyones = ranks.gather(gather_rank(run)) if ranks.size > 1 else ()

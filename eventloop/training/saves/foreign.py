@@ -24,7 +24,7 @@ _formats: Final[list[ForeignFormat]] = []
 
 
 def register_format(foreign: ForeignFormat) -> None:
-    """Register a format for ``convert_foreign``, and thereby ``run.apply_state`` and ``trainbus checkpoint import``."""
+    """Register a format for ``convert_foreign``, ``run.checkpoints.apply_state`` and ``trainbus checkpoint import``."""
     _formats.append(foreign)
 
 

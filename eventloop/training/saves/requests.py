@@ -303,12 +303,12 @@ class Saves:
             raise ConfigurationError("checkpoints need an open run: use `with Run(...) as run:`, or TrainLoop")
 
     def _add_asked_now(self) -> None:
-        """Queue a request, once, if ``checkpoint_now`` was called on any rank."""
+        """Queue a request, once, if ``checkpoints.save()`` was called on any rank."""
         state = self._run.state
         if not state.agreed.save:
             return
         state.own.save = state.agreed.save = False
-        self.requests.append(SaveRequest(self.directory() / f"iter_{state.counters.iter}{self._run.checkpoint_suffix}"))
+        self.requests.append(SaveRequest(self.directory() / f"iter_{state.counters.iter}{self._run.checkpoints.suffix}"))
 
     def _agree(self, ranks: Coordinator, *, force: bool) -> None:
         if force:  # rank 0 alone sees a failed write, after which it may request another file

@@ -93,15 +93,15 @@ class Restore:
         if self._run.host.saver.sharded or sharded_in(state) is not None:
             state = self.with_shards(state, path)
         self._apply(state, str(path))
-        self._run.resumed_from = path
+        self._run.checkpoints.resumed_from = path
 
     def apply_state(self, from_: Mapping[str, Any]) -> None:
         """Restore the state in another program's checkpoint; during ``before_run``, do it after the last handler."""
         state = self._run.state
         if state.machine.innermost is not RUN or state.has_trained:
             raise TrainingError(
-                "run.apply_state() must come before training begins: call it right after `with Run(...) as run:`, before "
-                "run.epochs() and run.train(), or in a handler of before_run; or begin a new run"
+                "run.checkpoints.apply_state() must come before training begins: call it right after `with Run(...) as run:`, "
+                "before run.epochs() and run.train(), or in a handler of before_run; or begin a new run"
             )
         if self._may_load:
             self._apply_given(from_)
@@ -122,7 +122,7 @@ class Restore:
             if converted is None:
                 raise CheckpointError(
                     f"this checkpoint has no key {HOSTED!r} with the state of a run, only "
-                    f"{', '.join(map(repr, list(from_)[:8])) or 'nothing'}; run.gather_state(checkpoint) adds it"
+                    f"{', '.join(map(repr, list(from_)[:8])) or 'nothing'}; run.checkpoints.gather_state(checkpoint) adds it"
                 )
             state = converted[0]
         # Loading copies weights. Optimizers and hooks keep the given tensors, and training changes them in place.

@@ -458,7 +458,7 @@ def test_a_checkpoint_continues_with_and_without_replicas(manager, tmp_path):
     whole = Job(manager(), Bus(CheckpointHook(1)), work_dir=tmp_path / "whole").train(3)
     Job(manager(), Bus(CheckpointHook(1)), work_dir=tmp_path / "parts").train(1)
     rest = Job(manager(), Bus(CheckpointHook(1)), work_dir=tmp_path / "parts").train(3)
-    assert rest.run.resumed_from == tmp_path / "parts" / "epoch_1.safetensors"
+    assert rest.run.checkpoints.resumed_from == tmp_path / "parts" / "epoch_1.safetensors"
     assert torch.equal(weights(rest), weights(whole))
     assert rest.manager.current_step() == rest.manager.batches_committed() == 15
     plain = Job(manager(), Bus(CheckpointHook(1, by_epoch=False)), replicas=None, work_dir=tmp_path / "plain")

@@ -188,7 +188,7 @@ class Job:
         return self
 
     def save_at(self, mount_point: str, count: int) -> Self:
-        return self.at(mount_point, count, lambda run: run.request_save("here.safetensors"))
+        return self.at(mount_point, count, lambda run: run.checkpoints.save("here.safetensors"))
 
     def run(self, **options: Any) -> Self:
         self.loop.run(**options)
@@ -199,4 +199,4 @@ class Job:
 
     @property
     def resumed_from(self) -> Path | None:
-        return self.trace.of("before_run")[0].run.resumed_from
+        return self.trace.of("before_run")[0].run.checkpoints.resumed_from

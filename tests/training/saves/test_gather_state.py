@@ -36,7 +36,7 @@ class Job:
         """Three epochs and as many validations in a loop of the user's own; ``gather`` is called wherever it may be."""
         with self.run as run:
             if state is not None:
-                run.apply_state(state)
+                run.checkpoints.apply_state(state)
             gather("begun")
             for epoch in run.epochs(3):
                 for batch in run.train(self.data):
@@ -59,7 +59,7 @@ def drive(run: Run, data: Any, body: Any, *, epochs: int = 3, stop: int | None =
     """Train by push; after ``stop`` iterations it ends, and what is gathered there is returned."""
     with run:
         if state is not None:
-            run.apply_state(state)
+            run.checkpoints.apply_state(state)
         driver = run.drive()
         driver.begin_train(max_epochs=epochs)
         saved = None
@@ -81,7 +81,7 @@ def drive(run: Run, data: Any, body: Any, *, epochs: int = 3, stop: int | None =
 def state_of(run: Run, **others: Any) -> dict[str, Any]:
     """Put its state into a checkpoint of another program, beside ``others``."""
     checkpoint = dict(others)
-    run.gather_state(checkpoint)
+    run.checkpoints.gather_state(checkpoint)
     return checkpoint
 
 
@@ -151,8 +151,8 @@ def test_handlers_of_the_checkpoint_events_add_and_read_their_own_keys(tmp_path,
     other = Bus()
     other.on("after_load_checkpoint", lambda e: seen.append((e.path, e.checkpoint["mine"])))
     with Run(other, model=parts.model(), work_dir=tmp_path) as run:
-        run.apply_state(checkpoint)
-        assert run.resumed_from is None
+        run.checkpoints.apply_state(checkpoint)
+        assert run.checkpoints.resumed_from is None
     assert seen == [("", [1])]
     assert not list(tmp_path.glob("*.safetensors"))
 
@@ -166,7 +166,7 @@ def test_a_before_run_handler_can_apply_a_state_to_a_loop(parts, tmp_path):
     with loop(Bus())._new_run() as run:
         checkpoint = state_of(run)
     bus, order = Bus(), []
-    bus.on("before_run", lambda e: e.run.apply_state(checkpoint), priority=0)
+    bus.on("before_run", lambda e: e.run.checkpoints.apply_state(checkpoint), priority=0)
     bus.on("before_run", lambda e: order.append("before_run"), priority=100)
     bus.on("after_load_checkpoint", lambda e: order.append("loaded"))
     rest = loop(bus)
@@ -200,28 +200,28 @@ def test_moments_at_which_no_state_is_gathered_or_applied(parts, tmp_path):
     checkpoint: dict[str, Any] = {}
     run = Run(model=parts.model(), work_dir=tmp_path)
     for _ in range(2):  # before and after it
-        with pytest.raises(TrainingError, match=r"run\.gather_state\(\).*with Run"):
-            run.gather_state({})
+        with pytest.raises(TrainingError, match=r"run\.checkpoints\.gather_state\(\).*with Run"):
+            run.checkpoints.gather_state({})
         with pytest.raises(TrainingError, match="with Run"):
-            run.apply_state({})
+            run.checkpoints.apply_state({})
         with run:
-            run.gather_state(checkpoint)
+            run.checkpoints.gather_state(checkpoint)
             for _ in run.train([1, 2]):
                 with pytest.raises(TrainingError):
-                    run.gather_state({})
+                    run.checkpoints.gather_state({})
                 with pytest.raises(TrainingError):
-                    run.apply_state(checkpoint)
-            run.gather_state({})
+                    run.checkpoints.apply_state(checkpoint)
+            run.checkpoints.gather_state({})
             with pytest.raises(TrainingError):
-                run.apply_state(checkpoint)
+                run.checkpoints.apply_state(checkpoint)
 
 
 @pytest.mark.parametrize(
     "mount_point", ["before_train", "after_train_iter", "after_train_epoch", "after_val_epoch", "after_train"]
 )
 def test_gathering_state_in_a_handler_is_an_error_with_advice(parts, bus, tmp_path, mount_point):
-    bus.on(mount_point, lambda e: e.run.gather_state({}))
-    with pytest.raises(TrainingError, match=r"run\.request_save\(\)"):
+    bus.on(mount_point, lambda e: e.run.checkpoints.gather_state({}))
+    with pytest.raises(TrainingError, match=r"run\.checkpoints\.save\(name\)"):
         parts.loop(bus, work_dir=tmp_path).run()
 
 
@@ -253,16 +253,16 @@ def test_a_handler_of_the_programs_own_event_may_train_and_gather_state(parts, t
 )
 def test_what_is_no_state_of_a_run_is_an_error_naming_its_entries(parts, given, error, value):
     with Run(model=parts.model()) as run, pytest.raises(error, match=value):
-        run.apply_state(given)
+        run.checkpoints.apply_state(given)
 
 
 def test_a_state_of_another_model_is_an_error_unless_strict_is_false(parts):
     with Run(model=torch.nn.Linear(2, 2)) as run:
         checkpoint = state_of(run)
     with pytest.raises(CheckpointError, match="weight"), Run(model=torch.nn.Linear(2, 3)) as run:
-        run.apply_state(checkpoint)
+        run.checkpoints.apply_state(checkpoint)
     with capture_logs() as logs, Run(model=torch.nn.Linear(2, 3), strict=False) as run:
-        run.apply_state(checkpoint)
+        run.checkpoints.apply_state(checkpoint)
     assert any("only in part" in entry["event"] for entry in logs)
 
 
@@ -274,7 +274,7 @@ def test_a_state_that_is_not_plain_is_an_error_with_its_path(parts, tmp_path):
         def load_state_dict(self, state): ...
 
     checkpoint: dict[str, Any] = {}
-    for look in (lambda run: run.gather_state(checkpoint), Run.check_savable):
+    for look in (lambda run: run.checkpoints.gather_state(checkpoint), lambda run: run.checkpoints.check()):
         run = Run(model=parts.model(), stateful={"odd": Odd()}, work_dir=tmp_path)
         with pytest.raises(CheckpointValueError, match=r"stateful\.odd\.lock"), run:
             look(run)

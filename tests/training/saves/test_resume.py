@@ -303,7 +303,7 @@ def test_several_validation_loaders_in_a_users_own_loop(parts, tmp_path):
         first, second = VALIDATIONS["both"](None), VALIDATIONS["generator of its own"](None)
         model, bus, scores = parts.model(dropout=0.3), Bus(), []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
-        bus.on("after_train_iter", lambda e: e.run.request_save("here.safetensors"), once=4)
+        bus.on("after_train_iter", lambda e: e.run.checkpoints.save("here.safetensors"), once=4)
         with Run(bus, model=model, optimizer=optimizer, work_dir=tmp_path / name, seed=7, resume=resume) as run:
             for _ in run.epochs(3):
                 for batch in run.train(parts.batches(3)):
@@ -323,7 +323,7 @@ def own_loop(parts, tmp_path, *, resume=None, nested=False):
     bus = Bus()
     trace = parts.Trace(bus, inside=True)
     for mount_point, count in {"after_train_iter": 8, "after_train_epoch": 1, "after_val_iter": 4}.items():
-        parts.act_at(bus, mount_point, count, lambda e: e.run.request_save(f"{e.mount_point}.safetensors"))
+        parts.act_at(bus, mount_point, count, lambda e: e.run.checkpoints.save(f"{e.mount_point}.safetensors"))
     train, val = shuffled(), shuffled()
     indices, seen = [], {}
     options = {"work_dir": tmp_path, "seed": 7, "stateful": {"schedule": schedule}, "resume": resume}
@@ -369,7 +369,7 @@ def test_a_users_own_loop_validates_at_last_if_a_stop_in_its_last_iteration_cut_
                 parts.evaluate(run, run.validate(parts.batches(1)))
 
     bus.on("after_train_iter", lambda e: e.run.stop(), once=6)
-    bus.on("after_train", lambda e: e.run.request_save("here.safetensors"))
+    bus.on("after_train", lambda e: e.run.checkpoints.save("here.safetensors"))
     train(bus)
     again = Bus()
     trace = parts.Trace(again)
@@ -394,7 +394,7 @@ def test_a_save_in_a_validation_behind_the_step_of_a_body_is_one_of_the_whole_bo
 def test_a_body_that_validates_before_its_step_is_repeated_if_its_batch_can_be_read_again(parts, tmp_path):
     def train(loader, resume=None):
         bus, seen = Bus(), []
-        bus.on("before_val", lambda e: e.run.request_save("here.safetensors"), once=1)
+        bus.on("before_val", lambda e: e.run.checkpoints.save("here.safetensors"), once=1)
         with capture_logs() as logs, Run(bus, model=parts.model(), work_dir=tmp_path, resume=resume) as run:
             for _ in run.epochs(max_iters=4):
                 for _ in run.train(loader, endless=True):
@@ -414,7 +414,7 @@ def test_a_body_that_validates_before_its_step_is_repeated_if_its_batch_can_be_r
 @pytest.mark.parametrize("validates", [True, False])
 def test_a_save_behind_an_iteration_knows_the_validation_that_comes_next(parts, tmp_path, validates):
     bus = Bus()
-    bus.on("after_train_iter", lambda e: e.run.request_save("here.safetensors"))
+    bus.on("after_train_iter", lambda e: e.run.checkpoints.save("here.safetensors"))
     with Run(bus, model=parts.model(), work_dir=tmp_path) as run:
         drive = run.drive()
         drive.begin_train()
@@ -442,7 +442,7 @@ ENDS = {
 def test_a_run_that_ends_early_tells_last_how_to_continue_if_it_can(parts, bus, tmp_path, end, place, logs):
     work_dir, out_dir = (None, tmp_path) if place == "out_dir" else (tmp_path, None)
     if place != "nowhere":
-        bus.on("after_train_iter", lambda e: e.run.request_save("here.safetensors", directory=out_dir), once=2)
+        bus.on("after_train_iter", lambda e: e.run.checkpoints.save("here.safetensors", directory=out_dir), once=2)
     bus.on("after_train_iter", ENDS[end], when=lambda e: e.progress.iter == 2, priority=99)
     loop = parts.loop(bus, max_epochs=5, val_data=None, work_dir=work_dir)
     notes = []
@@ -485,7 +485,7 @@ def test_on_a_bus_that_stays_open_the_line_names_the_file_that_is_being_written(
             if end not in ENDS:
                 group.cancel_scope.cancel()
 
-    bus.on("after_train_iter", lambda e: e.run.request_save("here.safetensors"), once=2)
+    bus.on("after_train_iter", lambda e: e.run.checkpoints.save("here.safetensors"), once=2)
     bus.on("after_train_iter", end_it, when=lambda e: e.progress.iter == 2, priority=99)
     loop, backend = parts.loop(bus, max_epochs=5, val_data=None, work_dir=tmp_path), opened.rpartition(" ")[2]
     notes = []

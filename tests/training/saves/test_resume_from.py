@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("logs")  # what is wrong with a file is dra
 def saving(parts, work_dir, resume=None, bus=None, **options):
     """Three files, each an epoch further."""
     bus = bus or Bus()
-    bus.on("after_train_epoch", lambda e: e.run.request_save(f"epoch_{e.progress.epoch + 1}.safetensors"))
+    bus.on("after_train_epoch", lambda e: e.run.checkpoints.save(f"epoch_{e.progress.epoch + 1}.safetensors"))
     parts.loop(bus, work_dir=work_dir, **{"max_epochs": 3, "val_data": None} | options).run(resume=resume)
     return work_dir
 
@@ -42,8 +42,8 @@ def began(parts, resume, out_dir=None, **options):
     """Return how many iterations the run had when it went on, and from where."""
     bus, seen = Bus(), []
     if out_dir is not None:
-        bus.on("before_run", lambda e: e.run.keeps_checkpoints_in(out_dir))
-    bus.on("before_train", lambda e: seen.append((e.progress.iter, e.run.resumed_from)))
+        bus.on("before_run", lambda e: e.run.checkpoints.keeps_in(out_dir))
+    bus.on("before_train", lambda e: seen.append((e.progress.iter, e.run.checkpoints.resumed_from)))
     parts.loop(bus, val_data=None, **{"max_epochs": 3} | options).run(resume=resume)
     return seen[0]
 
@@ -255,7 +255,7 @@ def test_an_invalid_state_is_refused_and_changes_nothing(parts, tmp_path, key, v
 
 def test_a_run_resumes_without_the_keys_omitted_from_a_save(parts, bus, tmp_path):
     leave_out = ["data", "info", "stateful", "options"]
-    bus.on("after_train_epoch", lambda e: e.run.request_save("some.safetensors", leave_out=leave_out))
+    bus.on("after_train_epoch", lambda e: e.run.checkpoints.save("some.safetensors", leave_out=leave_out))
     parts.loop(bus, work_dir=tmp_path, val_data=None, max_epochs=1).run()
     assert not set(leave_out) & load(tmp_path / "some.safetensors").keys()
     assert began(parts, tmp_path) == (3, tmp_path / "some.safetensors")
@@ -310,7 +310,7 @@ def test_a_relative_path_is_one_from_the_directory_at_the_beginning(parts, bus, 
     monkeypatch.chdir(tmp_path)
     seen = []
     bus.on("before_run", lambda e: os.chdir(tmp_path / "elsewhere"))
-    bus.on("before_train", lambda e: seen.append(e.run.resumed_from))
+    bus.on("before_train", lambda e: seen.append(e.run.checkpoints.resumed_from))
     parts.loop(bus, max_epochs=1).run(resume=resume)
     assert seen == [tmp_path / "run" / "epoch_1.safetensors"]
 
@@ -428,7 +428,7 @@ def test_a_checkpoint_of_another_optimizer_changes_nothing_or_with_strict_false_
 @pytest.mark.parametrize("other", ["head", "optimizer"])
 def test_gradients_of_a_window_are_those_of_the_same_head_and_of_an_optimizer_of_the_same_name(parts, tmp_path, other, logs):
     bus = Bus(Update(accumulate=3))
-    bus.on("after_val_epoch", lambda e: e.run.request_save("window.safetensors"), when=lambda e: e.progress.iter == 2)
+    bus.on("after_val_epoch", lambda e: e.run.checkpoints.save("window.safetensors"), when=lambda e: e.progress.iter == 2)
     parts.loop(bus, work_dir=tmp_path, train_data=parts.batches(4), max_iters=4, val_interval=2).run()
     path = tmp_path / "window.safetensors"
     assert load(path)["bus"]["hooks"]["training.update"]["window"]["count"] == 2
@@ -448,7 +448,7 @@ def test_gradients_of_a_window_are_those_of_the_same_head_and_of_an_optimizer_of
 @pytest.fixture
 def saved(parts, bus, tmp_path):
     """A file after each of two epochs of three batches, and one within a validation."""
-    bus.on("after_val_iter", lambda e: e.run.request_save("within.safetensors"), when=lambda e: e.progress.iter == 6)
+    bus.on("after_val_iter", lambda e: e.run.checkpoints.save("within.safetensors"), when=lambda e: e.progress.iter == 6)
     return saving(parts, tmp_path / "run", bus=bus, max_epochs=2, val_data=parts.batches(2))
 
 

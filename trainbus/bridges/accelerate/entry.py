@@ -77,7 +77,7 @@ class AcceleratorEntry:
         if self.run.state.machine.innermost is ITERATION:
             self.run.drive().end_iteration()
         gathered: dict[str, Any] = {}
-        self.run.gather_state(gathered)
+        self.run.checkpoints.gather_state(gathered)
         state: dict[str, Any] = gathered[HOSTED]
         del state["optimizer"]
         if _same_storage(state["state_dict"], flat(gather_weights(self.run.models))):

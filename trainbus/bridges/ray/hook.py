@@ -86,13 +86,13 @@ class RayTrainHook(CopiedAnew, Hook):
             raise ConfigurationError("there are two RayTrainHooks on the bus, and each would tell Ray everything: remove one")
         self._policies = run.shared[KEPT] = run.shared.get(KEPT, [])
         self._mirror, self._asked = None, _asked()
-        if isinstance(worker.folder, RemotePath) and run.checkpoint_dir == worker.folder:
+        if isinstance(worker.folder, RemotePath) and run.checkpoints.directory == worker.folder:
             log.info("Ray's storage path is a store; logs and records stay on this machine", work_dir=str(run.work_dir))
             for folder in searched_folders(worker.folder):
-                run.keeps_checkpoints_in(folder)
+                run.checkpoints.keeps_in(folder)
             self._mirror = mirror_of(run, run.work_dir, worker.folder, raises=True)
             self._mirror.clears = run.work_dir == worker.work_dir()
-            self._asked.begin(run.work_dir, self._policies, run.checkpoint_suffix, self._mirror, looks=not run.rank)
+            self._asked.begin(run.work_dir, self._policies, run.checkpoints.suffix, self._mirror, looks=not run.rank)
         self._reports = RayReports(worker, every=self.metrics_every, noticed=partial(self._save, run), pruned=self._forget)
         if self._mirror is not None:
             self._policies.append(_Uncopied(self._mirror, self._reports.uncopied))
@@ -106,8 +106,8 @@ class RayTrainHook(CopiedAnew, Hook):
 
     def before_train(self, event: events.BeforeTrain) -> None:
         begun, self._begun = self._begun, True
-        if self._reports is not None and event.run.checkpoint_dir is not None and not begun:
-            self._reports.start(event.run.checkpoint_dir, event.progress.iter)
+        if self._reports is not None and event.run.checkpoints.directory is not None and not begun:
+            self._reports.start(event.run.checkpoints.directory, event.progress.iter)
 
     @mount(
         events.AfterTrainIter,
@@ -151,7 +151,7 @@ class RayTrainHook(CopiedAnew, Hook):
         if self._mirror is None:
             self._reports.keep(event.path, event.progress.iter)  # on the thread that wrote it, and before tell()
             return
-        for name in self._asked.own(event.names):  # those of no other hook, as of checkpoint_now()
+        for name in self._asked.own(event.names):  # those of no other hook, as of checkpoints.save()
             self._asked.adopt(name)
             if self._asked.has(name) and self._mirror.leads:
                 self._mirror.keep(name, event.progress, event.bytes)
@@ -185,7 +185,7 @@ class RayTrainHook(CopiedAnew, Hook):
     def _save(self, run: events.RunView, info: Any) -> None:
         log.warning("Ray is about to take machines away; saving", ranks=info.preempted_ranks, deadline_ms=info.deadline_ms)
         if run.training:
-            run.checkpoint_now()
+            run.checkpoints.save()
 
     def _forget(self, file: AnyPath) -> None:
         """Remove a file that Ray keeps or has deleted, unless a hook of the run keeps it for a reason of its own."""

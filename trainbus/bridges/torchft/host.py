@@ -182,7 +182,7 @@ class ManagedReplicas:
         saver: Any = self._run.host.saver
         if lost := saver.left_to_others():
             log.warning("files that another replica group was to write are not there; the state is saved once more", names=lost)
-            self._run.checkpoint_now()
+            self._run.checkpoints.save()
         # What the other group has saved is there, but the hooks of this one were not told.
         self._run.bus.load_state_dict(self._run.bus.state_dict())
 

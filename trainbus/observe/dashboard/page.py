@@ -124,7 +124,7 @@ class RunPage:
                 self._ask(RunStatus.STOPPING)
                 run.stop("stopped from the dashboard")
             case "checkpoint":
-                run.checkpoint_now()
+                run.checkpoints.save()
                 self.note("asked", what="a checkpoint")
             case "lr":
                 run.set_lr(lr)

@@ -53,7 +53,7 @@ def own_loop(work_dir: Path, *, save: bool = False, **options: Any) -> dict[str,
                 step(model, batch).backward()
                 optimizer.step()
                 if save and run.counters.iter == SAVED_AT - 1:
-                    run.checkpoint_now()
+                    run.checkpoints.save()
     return model.state_dict()
 
 

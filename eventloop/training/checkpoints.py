@@ -1,0 +1,183 @@
+"""``run.checkpoints``: save, wait, and what is known of a run's checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, Final
+
+from trainbus.eventloop.checkpoint import AnyPath, Busy, Staging, as_path
+from trainbus.eventloop.checks import check_options
+from trainbus.eventloop.errors import ConfigurationError
+from trainbus.eventloop.training.host import OwnLoop
+from trainbus.eventloop.training.optimizers import by_path
+from trainbus.eventloop.training.saves.best import Best, best_of
+from trainbus.eventloop.training.saves.contents import SavedRun
+from trainbus.eventloop.training.saves.requests import OnError, SaveRequest, Saves
+from trainbus.eventloop.training.saves.restore import HOSTED
+
+_INSTEAD: Final = {
+    "gather_state": "the trainer's checkpoints have the state of the bus",
+    "apply_state": "the trainer's own resume restores the bus",
+}
+"""What to do instead of the methods that only :class:`LoopCheckpoints` has."""
+
+
+class Checkpoints:
+    """The checkpoints of a run.
+
+    :meth:`save` without a name is safe from any thread and from signal handlers, the rest from the training thread.
+    """
+
+    def __init__(self, run: SavedRun, saves: Saves) -> None:
+        self._run, self._saves = run, saves
+        self.resumed_from: AnyPath | None = None
+        """The checkpoint that the run continues; None for a new run."""
+        self.options: dict[str, Any] = {}
+        """What :meth:`note_options` has recorded."""
+
+    @property
+    def directory(self) -> AnyPath | None:
+        """The directory of checkpoints without one of their own: the work dir, or that of replica groups or of a hook."""
+        return self._saves.home
+
+    @property
+    def suffix(self) -> str:
+        """Suffix of this run's checkpoints: ``.safetensors``, or the suffix of the trainer that writes them."""
+        suffix: str = self._run.host.facts.suffix
+        return suffix
+
+    @property
+    def best(self) -> Best | None:
+        """The best checkpoint so far: path, score and metric, by the first metric of ``CheckpointHook(save_best=)``.
+
+        Its file is durable: on rank 0, a new best one counts once it is written. None before the first, and without the option.
+        """
+        return best_of(self._run.bus)
+
+    def save(
+        self,
+        name: str = "",
+        *,
+        directory: str | AnyPath | None = None,
+        leave_out: Collection[str] = (),
+        on_error: OnError = "raise",
+        staging: Staging = "block",
+        busy: Busy = "wait",
+    ) -> None:
+        """Save a checkpoint.
+
+        Without a name, any thread of any rank may call it, and a signal handler, too: ``iter_<n>.safetensors`` is saved in
+        :attr:`directory` at the next safe mount point, after the current iteration.
+
+        With a name, all ranks must call it, at the same mount point: the checkpoint is saved after the last subscriber of that.
+        Rank 0 writes the file, with the random states of all ranks. Inside an accumulation window the save waits for the
+        window's step. Requests at one mount point become one write. A run that only validates or tests (``loop.validate()``)
+        logs and skips the request.
+
+        Args:
+            name: file name.
+            directory: a directory on this machine; the work dir by default.
+            leave_out: keys to leave out of the checkpoint, such as ``"optimizer"`` (then a resume is not exact) or keys of
+                hooks.
+            on_error: if the file cannot be written, ``"raise"`` ends the run, ``"log"`` continues.
+            staging: ``"block"`` copies the state now. ``"overlap"`` copies tensors that only optimizers change during the
+                next forward and backward pass (not in a validation or test; see :mod:`trainbus.eventloop.checkpoint.overlap`).
+            busy: if another save is being written, ``"wait"`` for it, ``"skip"`` this one, or ``"replace"`` the waiting one.
+
+        Raises:
+            ConfigurationError: the run has no directory or is not open, or an option does not fit or has no name beside it.
+        """
+        if not name:
+            if directory is not None or leave_out or (on_error, staging, busy) != ("raise", "block", "wait"):
+                raise ConfigurationError(
+                    "run.checkpoints.save() without a name takes no options: give a name, such as "
+                    f"run.checkpoints.save('mine{self.suffix}', ...), on all ranks at the same mount point"
+                )
+            self._saves.directory()
+            self._run.state.own.save = True
+            return
+        path = self._saves.directory(directory) / name
+        with self._run.bus.span("requesting checkpoints"):
+            self._saves.request(SaveRequest(path, frozenset(leave_out), on_error, staging=staging, busy=busy))
+
+    def check(self, *, directory: str | AnyPath | None = None, **options: Any) -> list[str]:
+        """Raise the error that :meth:`save` with these options would raise; else return the keys of its checkpoint.
+
+        Ranks other than 0 return no keys. A :class:`CheckpointValueError` names the path of the value that does not fit.
+        """
+        options["leave_out"] = frozenset(options.get("leave_out", ()))
+        request = SaveRequest(self._saves.directory(directory), **options)
+        return self._saves.check(request, rehearse=not self._run.rank)
+
+    def wait(self) -> None:
+        """Wait until no save is being written, or uploaded to a store."""
+        self._saves.wait_for_all()
+
+    def keeps_in(self, directory: str | AnyPath) -> AnyPath:
+        """Return the directory for a hook that saves elsewhere, and search it for ``resume="auto"``. Call it before the run.
+
+        It is another one (``out-2``) if a new run has no work dir and the directory has a run already.
+        """
+        return self._saves.add_directory(as_path(directory))
+
+    def mirrored_by(self, mirror: Any) -> None:
+        """Have a mirror upload what is saved to its directory. Call it before the run."""
+        self._saves.mirrors.append(mirror)
+
+    def note_options(self, owner: str, options: Any) -> None:
+        """Record options that a checkpoint overrides; a resume warns about options that the program changed.
+
+        Args:
+            owner: checkpoint key that holds them, such as ``"optimizer"``.
+            options: nested mappings, lists and plain values; other values are ignored.
+        """
+        self.options |= by_path(options, owner)
+
+    if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            """Raise AttributeError; that of a method of loops tells the way out."""
+            if name not in _INSTEAD:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+            raise AttributeError(
+                f"run.checkpoints.{name}() is for your own loop, and here another trainer has the loop: {_INSTEAD[name]}"
+            )
+
+
+class LoopCheckpoints(Checkpoints):
+    """The checkpoints of a run of your own loop, whose state may be in checkpoints of other programs."""
+
+    def __init__(self, run: SavedRun, saves: Saves, host: OwnLoop, leave_iteration: Callable[[], object]) -> None:
+        super().__init__(run, saves)
+        self._host, self._leave_iteration = host, leave_iteration
+
+    def gather_state(self, into: MutableMapping[str, Any]) -> None:
+        """Add the whole state of the run, under ``"trainbus"``, to a checkpoint that another program writes.
+
+        The entry is a tree of tensors (by reference, as in a ``state_dict()``) and plain values, which
+        ``torch.load(weights_only=True)`` can load. :meth:`apply_state` of another run continues from it bit by bit.
+
+        Call it on all ranks, on the training thread and between iterations: after the ``for`` statement over
+        ``run.train(loader)``, between epochs, in and after validations. Handlers use :meth:`~Checkpoints.save`.
+
+        Raises:
+            TrainingError: the call is inside an iteration or a handler, or the run is not open.
+            ConfigurationError: a model is sharded.
+            CheckpointValueError: a value is neither a tensor nor a plain value; the error names its path.
+        """
+        self._run.state.check_open("run.checkpoints.gather_state()")
+        self._leave_iteration()
+        into[HOSTED] = self._host.saver.gather()
+
+    @check_options
+    def apply_state(self, from_: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint that holds the entry of :meth:`gather_state`, or has a registered foreign format.
+
+        Call it right after ``with Run(...) as run:``, or in a handler of ``before_run``. As with ``resume=``, hooks get
+        ``after_load_checkpoint``, and ``strict=`` applies. Several runs can continue from the same ``from_``.
+
+        Raises:
+            TrainingError: the run has not begun, or its training has begun.
+            CheckpointError: the checkpoint has no state of a run, or belongs to another model or optimizer.
+        """
+        self._host.restore.apply_state(from_)
