@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -17,6 +16,7 @@ from trainbus.eventloop.bus.describe import BusStats, Description, describe
 from trainbus.eventloop.bus.guests import GuestHook, as_hook, check_distinct, is_same
 from trainbus.eventloop.bus.hook import Hook, subscriptions_of
 from trainbus.eventloop.bus.hosts import Attachment, bridge_for
+from trainbus.eventloop.bus.internal import Internal
 from trainbus.eventloop.bus.lifecycle import forget_routes, log
 from trainbus.eventloop.bus.overloads import TypedOn, decorates
 from trainbus.eventloop.bus.priority import PriorityLike
@@ -31,8 +31,6 @@ from trainbus.eventloop.errors import BusStateError, SubscribeError
 from trainbus.eventloop.events import Event
 from trainbus.eventloop.events.event import lineage, name_of, resolve
 from trainbus.eventloop.offload import Backend, Runtime
-
-_joined = itertools.count(1)  # runs with other ranks; equal on all of them
 
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
@@ -86,19 +84,18 @@ class Bus(TypedOn, Streams):
         abort_timeout: Seconds = 5.0,
     ) -> None:
         super().__init__(backend=backend, drain_timeout=drain_timeout, abort_timeout=abort_timeout)
+        self.internal = Internal(self, self._known.__getitem__)
+        """What the rest of trainbus uses; it may change in any version."""
         load_builtin("bridges")  # now, as an open bus may be on an event loop, which must not import
         self.hooks: tuple[Hook, ...] = ()
         """The hooks that were added, in order."""
         self._stateful: dict[str, Hook] = {}  # by label
-        self.steps: dict[str, Callable[..., Any]] = {}
-        """The step functions of the open run by name, such as ``{"step": train}``, where a loop calls them."""
         self._counts: dict[str, Count] = {}
         self._recorder: Any = None
         self._rank, self._world_size = 0, 1
         self._joined = 0
         self._watches: list[Watch] = []
         self._taps = Taps()
-        self._bridges: tuple[Attachment, ...] = ()
         self.timing = timing
         self.add(*hooks)
 
@@ -132,7 +129,7 @@ class Bus(TypedOn, Streams):
             if old := self._directory.redefined_by(handler):
                 line = "a handler was replaced, because it was defined again"
                 self._later.append(partial(log.info, line, handler=old[0].label))
-                self.remove(*old)
+                self._remove(*old)
             self._insert([subscription])
         self._started([subscription])
         return subscription
@@ -145,7 +142,7 @@ class Bus(TypedOn, Streams):
                 raise SubscribeError(f"{what!r} is not subscribed to this bus")
             if any(one.hook is not None for one in gone):
                 self._keep(hook for hook in self.hooks if not is_same(hook, what))
-            self.remove(*gone)
+            self._remove(*gone)
         self._unlocked()
 
     def add(self, *hooks: object, priority: PriorityLike | None = None) -> None:
@@ -158,33 +155,7 @@ class Bus(TypedOn, Streams):
 
         Hooks of another system are guests: the bus adds an adapter that calls them; see :mod:`trainbus.eventloop.bus.guests`.
         """
-        self.add_chosen([(hook, priority) for hook in hooks])
-
-    def add_chosen(self, chosen: Iterable[tuple[object, PriorityLike | None]]) -> None:
-        """Add hooks with a priority each (None for the hook's own): all hooks, or none if one is invalid."""
-        hooks: list[Hook] = []
-        subscriptions: list[Subscription] = []
-        for given, priority in chosen:
-            hook = as_hook(given)
-            hooks.append(hook)
-            if priority is not None and isinstance(hook, GuestHook):
-                hook.priority, priority = priority, None  # an adapter derives the priorities of its methods from it
-            changed = {} if priority is None else {"priority": priority}
-            own = [Subscription(self, on, method, hook, **options | changed) for on, method, options in subscriptions_of(hook)]
-            join_lanes(hook, own)
-            subscriptions += own
-        with self._lock:
-            replaced = redefined_hooks(hooks, self.hooks)
-            check_distinct([*(one for one in self.hooks if one not in replaced), *hooks])
-            for old in replaced:
-                line = "a hook was replaced, because its class was defined again"
-                self._later.append(partial(log.info, line, hook=old.label))
-                self.off(old)
-            self._insert(subscriptions)
-            self._keep((*self.hooks, *hooks))
-        self._started(subscriptions, hooks)
-        if any(hook.timing for hook in hooks):
-            self.timing = True
+        self._add([(hook, priority) for hook in hooks])
 
     def watch(self, model: torch.nn.Module, *patterns: str) -> Watch:
         """Publish the module events of submodules: ``before_`` and ``after_module_forward``, ``_module_backward``.
@@ -267,15 +238,7 @@ class Bus(TypedOn, Streams):
             return self._routes[event] is not None  # type: ignore[index]  # names are looked up below
         except KeyError:
             # Without a subscriber, publishing may still raise the error of an offloaded handler.
-            return self._find_route(resolve(event)) is not None or self._raises_here()
-
-    def may_change_state(self, event: type[Event] | str, *, but: tuple[type[Hook], ...] = ()) -> bool:
-        """Return True if an inline handler of ``event`` may change the state of a run (see :class:`Hook`'s ``observes``).
-
-        Hooks of the classes ``but`` do not count.
-        """
-        found = [one for one in self._subscribers_of(resolve(event)) if not isinstance(one.hook, but)]
-        return any(one.mode == "inline" and not (one.hook is not None and one.hook.observes) for one in found)
+            return self._find_route(resolve(event)) is not None or self.internal.raises_here()
 
     # ------------------------------------------------------------------------------------------------ looking in
 
@@ -308,17 +271,12 @@ class Bus(TypedOn, Streams):
             former, self._recorder = self._recorder, recorder
             for subscription in self.subscriptions:
                 self._measure(subscription)
-            self.forget_routes()
+            self._forget_routes()
             if self.state != "idle" and recorder is not None:
                 self._later += [self._record, self._join_ranks]
         self._unlocked()
         if former is not None:
             former.stop()
-
-    @property
-    def recorder(self) -> Any:
-        """The :class:`trainbus.observe.BusRecorder` while calls are measured, else None."""
-        return self._recorder
 
     def costs(self) -> Any:
         """Return where the time of the run went, to print or to read; see :class:`trainbus.observe.Costs`.
@@ -342,11 +300,6 @@ class Bus(TypedOn, Streams):
         span: AbstractContextManager[None] = self._recorder.call(name, method) if method else self._recorder.span(name)
         return span
 
-    def count_calls(self) -> None:
-        """Bring the counts of calls of all subscriptions up to date."""
-        if (recorder := self._recorder) is not None:
-            recorder.drain()
-
     # ---------------------------------------------------------------------------------------------- saved state
 
     def state_dict(self) -> dict[str, Any]:
@@ -367,32 +320,9 @@ class Bus(TypedOn, Streams):
         for name, value in state["publishes"].items():
             self._counts.setdefault(name, Count()).value = value
 
-    # --------------------------------------------------------------------------- for subscriptions and their lanes
+    # -------------------------------------------------------------------------------------------------- internals
 
-    def set_rank(self, rank: int, world_size: int) -> None:
-        """Set the rank of this process, as a run does. The bus does not call handlers for other ranks."""
-        with self._lock:
-            if (rank, world_size) != (self._rank, self._world_size):
-                self._rank, self._world_size = rank, world_size
-                self.forget_routes()
-            if world_size > 1:
-                self._joined = next(_joined)
-                self._later.append(self._join_ranks)
-        self._unlocked()
-
-    def add_bridge(self, bridge: Attachment) -> None:
-        """Pass all present and later subscriptions to a bridge."""
-        with self._lock:
-            self._bridges = (*self._bridges, bridge)
-            self._later.append(partial(bridge.warn_of_missing, self.subscriptions))
-        self._unlocked()
-
-    def remove_bridge(self, bridge: Attachment) -> None:
-        """Undo :meth:`add_bridge`."""
-        with self._lock:
-            self._bridges = tuple(one for one in self._bridges if one is not bridge)
-
-    def remove(self, *subscriptions: Subscription) -> None:
+    def _remove(self, *subscriptions: Subscription) -> None:
         """End subscriptions that are still active."""
         with self._lock:
             gone = [one for one in subscriptions if one.active]
@@ -403,7 +333,31 @@ class Bus(TypedOn, Streams):
                 subscription.ended()
         self._unlocked()
 
-    # -------------------------------------------------------------------------------------------------- internals
+    def _add(self, chosen: Iterable[tuple[object, PriorityLike | None]]) -> None:
+        """Add hooks with a priority each (None for the hook's own): all hooks, or none if one is invalid."""
+        hooks: list[Hook] = []
+        subscriptions: list[Subscription] = []
+        for given, priority in chosen:
+            hook = as_hook(given)
+            hooks.append(hook)
+            if priority is not None and isinstance(hook, GuestHook):
+                hook.priority, priority = priority, None  # an adapter derives the priorities of its methods from it
+            changed = {} if priority is None else {"priority": priority}
+            own = [Subscription(self, on, method, hook, **options | changed) for on, method, options in subscriptions_of(hook)]
+            join_lanes(hook, own)
+            subscriptions += own
+        with self._lock:
+            replaced = redefined_hooks(hooks, self.hooks)
+            check_distinct([*(one for one in self.hooks if one not in replaced), *hooks])
+            for old in replaced:
+                line = "a hook was replaced, because its class was defined again"
+                self._later.append(partial(log.info, line, hook=old.label))
+                self.off(old)
+            self._insert(subscriptions)
+            self._keep((*self.hooks, *hooks))
+        self._started(subscriptions, hooks)
+        if any(hook.timing for hook in hooks):
+            self.timing = True
 
     def _keep(self, hooks: Iterable[Hook]) -> None:
         self.hooks = tuple(hooks)
@@ -423,7 +377,7 @@ class Bus(TypedOn, Streams):
             for subscription in new:
                 self._directory.add(subscription)
             self._changed(new)
-            self._later += [partial(bridge.warn_of_missing, new) for bridge in self._bridges]
+            self._later += [partial(bridge.warn_of_missing, new) for bridge in self.internal.bridges]
 
     def _started(self, new: list[Subscription], hooks: Collection[Hook] = ()) -> None:
         """Start the consumers of subscriptions that were inserted, or remove them and their hooks."""
@@ -432,7 +386,7 @@ class Bus(TypedOn, Streams):
         except BaseException:
             with self._lock:
                 self._keep(one for one in self.hooks if one not in hooks)
-            self.remove(*new)
+            self._remove(*new)
             raise
 
     def _changed(self, changed: list[Subscription]) -> None:
@@ -483,11 +437,11 @@ class Bus(TypedOn, Streams):
             if self._recorder is not None:
                 self._recorder.stop()
 
-    def become_inert(self) -> None:
+    def _become_inert(self) -> None:
         """Disable this copy of a bus and its recorder in a forked child."""
         if self._recorder is not None:
             self._recorder.become_inert()
-        super().become_inert()
+        super()._become_inert()
 
     def _unwatch(self, watch: Watch) -> None:
         with self._lock:
@@ -508,7 +462,7 @@ class Bus(TypedOn, Streams):
             if isinstance(event, type):
                 what = f"a class: bus.publish({event.__name__}(...)), or run.publish({event.__name__}, ...), which makes one"
             raise TypeError(f"bus.publish takes an event, an instance of an Event class, not {what}")
-        self.raise_failures()
+        self.internal.raise_failures()
         route = self._find_route(event_type)
         if route is not None:
             route(event)
@@ -522,7 +476,7 @@ class Bus(TypedOn, Streams):
                 recorder = self._recorder
                 needed = bool(found) or (recorder is not None and recorder.needs(event_type))
                 route = compile_route(event_type, found, count, recorder, ranges=_ranges.on) if needed else None
-                if not self._failures:
+                if not self.internal.failures:
                     self._routes[event_type] = self._known[event_type] = route
                 if self._changes == changes:
                     return route

@@ -12,18 +12,17 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 from trainbus.eventloop.bus.directory import Directory
-from trainbus.eventloop.bus.last import Last, calling_hook, wait_for
+from trainbus.eventloop.bus.internal import Internal, raise_all
 from trainbus.eventloop.bus.routes import Route
 from trainbus.eventloop.bus.subscription import serve
 from trainbus.eventloop.checks import check_value
 from trainbus.eventloop.errors import BusStateError, OffloadError
-from trainbus.eventloop.events import Progress
 from trainbus.eventloop.locks import is_held, may_wait, new_lock
 from trainbus.eventloop.log import get_logger
-from trainbus.eventloop.offload import ENDED, Backend, Deadline, DrainReport, HookLanes, HostLoop, Runtime, in_thread
+from trainbus.eventloop.offload import ENDED, Backend, Deadline, DrainReport, HostLoop, Runtime, in_thread
 from trainbus.eventloop.privates import before_executors_end
 
 _CLOSER_POLL = 0.01  # seconds between checks whether the other thread has closed the bus
@@ -31,18 +30,6 @@ _CLOSER_POLL = 0.01  # seconds between checks whether the other thread has close
 State = Literal["idle", "open", "draining"]
 
 log = get_logger()
-
-
-class _TrainingThread(NamedTuple):
-    """A thread with an open run."""
-
-    ident: int
-    run: str
-    interrupt: Callable[[], object]
-    forked: Callable[[Callable[[], object]], object]
-    progress: Callable[[], Progress]
-    saved: Callable[[float], object]
-    patience: Callable[[], Deadline]
 
 
 class _Known(dict[type, Any]):
@@ -57,6 +44,7 @@ class Lifecycle:
 
     # Bus defines these; called under the lock.
     _end_streams: Callable[[], None]
+    internal: Internal
     _attach: Callable[[], None]  # attaches hooks to watched modules, or removes them, as the state requires
 
     def __init__(self, *, backend: Backend, drain_timeout: float, abort_timeout: float) -> None:
@@ -67,11 +55,7 @@ class Lifecycle:
         """``"idle"``, ``"open"`` or ``"draining"``."""
         self._routes: dict[type, Route | None] = {}  # publishing an event without an entry compiles its route
         self._known = _Known()  # the same routes, for callers that ask before they make an event
-        self.route_of = self._known.__getitem__
-        """``route_of(AfterForward)`` is falsy if a publish does nothing: :meth:`Bus.wants` at the cost of a dictionary."""
         self._changes = 0  # of subscriptions and routes
-        self._failures: dict[object, BaseException] = {}  # the first error that is not raised yet
-        self._training: _TrainingThread | None = None  # failures are raised on it
         self._backend: Backend = backend
         self._runtime: Runtime | None = None
         self._inert = False  # in a forked child
@@ -81,7 +65,7 @@ class Lifecycle:
         self.abort_timeout = abort_timeout
         _buses.add(self)
 
-    def forget_routes(self) -> None:
+    def _forget_routes(self) -> None:
         """Compile all routes anew; called under the lock."""
         self._changes += 1
         self._known.clear()
@@ -89,7 +73,7 @@ class Lifecycle:
 
     def open(self) -> None:
         """Start the consumers of offloaded handlers, as ``with bus:`` does; raises BusStateError if the bus is open already."""
-        self._open(Runtime(self._backend, self._interrupt))
+        self._open(Runtime(self._backend, self.internal.interrupt))
 
     def close(self, *, abort: bool = False) -> None:
         """Deliver pending events and end the consumers. Idempotent.
@@ -122,9 +106,9 @@ class Lifecycle:
             Exception: the error of an offloaded handler with ``on_error="raise"``; while a run is open, on its thread only.
         """
         runtime, deadline = self._drainable("drain", blocks=True), Deadline(timeout)
-        self.wait_for_saves(deadline)
+        self.internal.wait_for_saves(deadline)
         report = runtime.drain(deadline)
-        self.raise_failures()
+        self.internal.raise_failures()
         return report
 
     async def adrain(self, timeout: float | None = None) -> DrainReport:  # noqa: ASYNC109 - reports, and does not cancel
@@ -133,11 +117,11 @@ class Lifecycle:
         deadline = Deadline(timeout)
 
         def drain() -> DrainReport:
-            self.wait_for_saves(deadline)
+            self.internal.wait_for_saves(deadline)
             return runtime.drain(deadline)
 
         report = await in_thread(drain, "trainbus drains", cancelled=partial(deadline.shorten, 0))
-        self.raise_failures()
+        self.internal.raise_failures()
         return report
 
     def __enter__(self) -> Self:
@@ -154,116 +138,17 @@ class Lifecycle:
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         await self.aclose(abort=error is not None)
 
-    # ------------------------------------------------------------------------- for subscriptions, lanes and runs
-
-    def join(self) -> bool:
-        """Open the bus if it is idle, and return whether this call did."""
-        return self._open(Runtime(self._backend, self._interrupt), if_idle=True)
-
-    async def ajoin(self) -> bool:
-        """Open the bus in this event loop if it is idle, and return whether this call did."""
-        return await self._aopen(if_idle=True)
-
-    def adopt_thread(
-        self,
-        run: str,
-        interrupt: Callable[[], object],
-        forked: Callable[[Callable[[], object]], object],
-        progress: Callable[[], Progress],
-        saved: Callable[[float], object],
-        patience: Callable[[], Deadline],
-    ) -> None:
-        """Raise errors of offloaded handlers on this thread: a run is open on it.
-
-        Args:
-            run: name of the run, for the error.
-            interrupt: called when the thread is about to wait for a slot in a lane; may raise an error instead.
-            forked: called in a forked child, and as the program ends, where the run must not continue, with a function that
-                raises an error.
-            progress: returns the progress of the run; called on any thread.
-            saved: waits until the checkpoints of the run are written, for at most that many seconds.
-            patience: returns the deadline until which the run, as it ends, waits for the lanes of hooks.
-
-        Raises:
-            BusStateError: another run is open on this bus.
-        """
-        with self._lock:
-            if (other := self._training) is not None:
-                threads = {one.ident: one.name for one in threading.enumerate()}
-                raise BusStateError(
-                    f"run {run!r} cannot begin, because run {other.run!r} is open on the same bus (thread "
-                    f"{threads.get(other.ident, 'of the past')!r}), and each hook would hear both. Give each run its own Bus() "
-                    f"with its own hooks, or first end run {other.run!r}: leave its `with` block, or call its drive.end_run()"
-                )
-            self._training = _TrainingThread(threading.get_ident(), run, interrupt, forked, progress, saved, patience)
-
-    def release_thread(self, interrupt: Callable[[], object]) -> None:
-        """Undo :meth:`adopt_thread` with the same ``interrupt``."""
-        with self._lock:
-            if self._training is not None and self._training.interrupt == interrupt:
-                self._training = None
-
-    @property
-    def progress(self) -> Progress | None:
-        """The progress of the open run; None if no run is open."""
-        training = self._training
-        return None if training is None else training.progress()
-
-    def fail(self, source: object, error: BaseException) -> None:
-        """Raise ``error`` at the next publish or drain on the training thread, or at close.
-
-        The training thread is the thread with an open run; without a run, any thread but the bus's own. The first error of a
-        source (a subscription, the writer of checkpoints) is kept.
-        """
-        with self._lock:
-            self._failures.setdefault(source, error)
-            # Without routes, the next publish of any event calls raise_failures, so that a publish need not check.
-            self.forget_routes()
-
-    def raise_failures(self) -> None:
-        """Raise the errors of offloaded handlers, if this is the thread to raise them on; the next publish would, too."""
-        if self._raises_here():
-            _raise_all(self._take_failures())
-
-    def wait_for_saves(self, deadline: Deadline) -> None:
-        """Wait until the open run, if any, has written its checkpoints."""
-        training = self._training
-        if training is not None:
-            training.saved(deadline.left)
-
-    def patience(self) -> Deadline:
-        """Return the deadline until which the last calls of a hook wait for its lanes."""
-        training = self._training
-        return Deadline(self.drain_timeout) if training is None else training.patience()
-
-    def wait_for_lanes(self, lanes: HookLanes) -> None:
-        """Wait until the lanes of a hook are empty, on a thread that may wait."""
-        if (runtime := self._runtime) is not None:
-            wait_for(lanes, runtime, self.patience(), self._interrupt)
-
-    def behind_lanes(self, undo: Callable[[], object]) -> Callable[[], object]:
-        """Return a function that calls ``undo``, if a hook's method calls this, when the lanes of the hook are empty."""
-        found = calling_hook(self)
-        if found is None or found.siblings is None or not callable(undo):
-            return undo
-        return Last(partial(self.wait_for_lanes, found.siblings), undo)
-
-    @property
-    def hosted_here(self) -> bool:
-        """True on the thread whose event loop ``async with bus:`` uses, which must not block."""
-        return self._runtime is not None and self._runtime.in_host_loop
-
-    def become_inert(self) -> None:
+    def _become_inert(self) -> None:
         """Disable this copy of a bus in a forked child: it has no consumers, and its locks may be held for ever."""
         self._inert = self._over = True
         self._lock = new_lock()
         self._later.clear()
-        if self._training is not None:
-            self._training.forked(self._refuse_in_fork)
-        self._training, self._failures = None, {}
+        if (training := self.internal.training) is not None:
+            training.forked(self._refuse_in_fork)
+        self.internal.training, self.internal.failures = None, {}
         self._runtime = None
         self.state = "idle"
-        self.forget_routes()
+        self._forget_routes()
         for subscription in self._directory.ordered():
             subscription.become_inert()
 
@@ -319,7 +204,7 @@ class Lifecycle:
 
     async def _aopen(self, *, if_idle: bool = False) -> bool:
         host = HostLoop(self.abort_timeout)
-        runtime = Runtime(host, self._interrupt)
+        runtime = Runtime(host, self.internal.interrupt)
         opened = False
         try:
             await host.begun.wait()  # so that nothing waits for the host's loop while it holds the lock
@@ -343,7 +228,7 @@ class Lifecycle:
                     if if_idle:
                         return False
                     self._refuse_open(self._runtime)
-                self._failures = {}  # of an earlier session
+                self.internal.failures = {}  # of an earlier session
                 self._runtime = runtime  # first: what the handler of a signal subscribes in here starts its own consumer
                 serve(runtime, self._directory.ordered())
                 self.state = "open"
@@ -392,7 +277,7 @@ class Lifecycle:
             settled = runtime.settle(deadline)
         finally:
             left = self._shut(runtime, 5.0 if settled else 1.0, abandon=not settled)
-            failures = self._take_failures()
+            failures = self.internal.take_failures()
         if deadline.aborted:
             if left := {**left, **runtime.lost}:
                 log.warning("events were not delivered before the bus closed", events=left)
@@ -409,26 +294,7 @@ class Lifecycle:
                     "Give Bus a longer drain_timeout=, or reduce the work of these handlers"
                 )
             )
-        _raise_all(failures)
-
-    def _raises_here(self) -> bool:
-        """Return True if errors of offloaded handlers are to be raised on this thread."""
-        if not self._failures:
-            return False
-        if (training := self._training) is not None:
-            return threading.get_ident() == training.ident
-        return self._runtime is None or not self._runtime.inside
-
-    def _interrupt(self) -> None:
-        """Call the ``interrupt`` of the run that is open on this thread, if one is."""
-        training = self._training
-        if training is not None and training.ident == threading.get_ident():
-            training.interrupt()
-
-    def _take_failures(self) -> list[BaseException]:
-        with self._lock:
-            failures, self._failures = list(self._failures.values()), {}
-            return failures
+        raise_all(failures)
 
     def _shut(self, runtime: Runtime, grace: float, *, abandon: bool) -> dict[str, int]:
         reason = "the bus has closed: events are published inside `with bus:` (or `async with bus:`)"
@@ -465,14 +331,6 @@ def _counts(events: Mapping[str, int]) -> str:
     return ", ".join(f"{number} for {label}" for label, number in events.items())
 
 
-def _raise_all(failures: list[BaseException]) -> None:
-    """Raise one error as it is, several as a group; return if there is none."""
-    if len(failures) == 1:
-        raise failures[0]
-    if failures:
-        raise BaseExceptionGroup("several offloaded handlers failed", failures)
-
-
 _buses: weakref.WeakSet[Lifecycle] = weakref.WeakSet()
 
 
@@ -480,12 +338,12 @@ def forget_routes() -> None:
     """Have all buses compile their routes anew."""
     for bus in list(_buses):
         with bus._lock:
-            bus.forget_routes()
+            bus._forget_routes()
 
 
 def _stop_training(bus: Lifecycle) -> None:
     """End a run that a daemon thread still trains when the program ends, in order, instead of in the middle of torch's code."""
-    training = bus._training
+    training = bus.internal.training
     if training is None or training.ident == threading.get_ident():
         return
     log.warning(
@@ -495,7 +353,7 @@ def _stop_training(bus: Lifecycle) -> None:
     )
     training.forked(sys.exit)  # SystemExit ends a thread without a traceback
     deadline = Deadline(bus.abort_timeout)
-    while bus._training is training and deadline.left:
+    while bus.internal.training is training and deadline.left:
         time.sleep(_CLOSER_POLL)
     for thread in threading.enumerate():
         if thread.ident == training.ident:
@@ -515,7 +373,7 @@ def _close_at_exit(*modes: str) -> None:
 
 def _inert_after_fork() -> None:
     for bus in list(_buses):
-        bus.become_inert()
+        bus._become_inert()
 
 
 atexit.register(_close_at_exit)

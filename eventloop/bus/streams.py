@@ -30,7 +30,7 @@ class Streams(Lifecycle):
 
     # Bus defines these.
     _insert: Callable[[list[Subscription]], None]
-    remove: Callable[..., None]
+    _remove: Callable[..., None]
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -81,7 +81,7 @@ class Streams(Lifecycle):
             check_value("replay", replay, _EVENTS, SubscribeError)
         if replay:
             return self._replaying(types, replay, given)
-        subscription = Subscription(self, types, stream, **given)  # type: ignore[arg-type]  # of the bus, which this is a part of
+        subscription = Subscription(self, types, stream, **given)
         made = self._read(subscription)
         with self._lock:
             self._insert([subscription])
@@ -108,14 +108,14 @@ class Streams(Lifecycle):
 
     def _read(self, source: Any) -> Stream[Any]:
         try:
-            return Stream[Any](source, self._interrupt)
+            return Stream[Any](source, self.internal.interrupt)
         except RuntimeError as error:
             raise BusStateError(f"bus.stream() needs a running event loop; call it in async code: {error}") from None
 
     def _kept(self, events: tuple[type[Event], ...], picks: Any, filters: Any, last: int) -> _Kept:
         """Return the history of these events, a new one if there is none; called with the lock held."""
         history = History(checked_options({"capture": picks}).get("capture"), last)
-        made = _Kept(Subscription(self, events, history, **filters), history, picks)  # type: ignore[arg-type]  # as above
+        made = _Kept(Subscription(self, events, history, **filters), history, picks)
         self._histories = [one for one in self._histories if one.subscription.active]
         for one in self._histories:
             if one.key == made.key:
@@ -128,11 +128,11 @@ class Streams(Lifecycle):
     def _left(self, kept: _Kept) -> None:
         with self._lock:
             if not kept.history.streams and not kept.history.by_user:
-                self.remove(kept.subscription)
+                self._remove(kept.subscription)
         self._unlocked()
 
     def _end_streams(self) -> None:
-        self.remove(*(one for one in self._directory.ordered() if one.mode == "stream"))
+        self._remove(*(one for one in self._directory.ordered() if one.mode == "stream"))
         for kept in self._histories:
             kept.history.end_streams()
             self._left(kept)

@@ -39,12 +39,17 @@ OFFLOADED = "in the offloaded"  # begins the note on an error of an offloaded ha
 log = get_logger()
 
 
-class _Bus(Protocol):
+class _Internal(Protocol):
     def fail(self, subscription: Any, error: BaseException) -> None: ...
     def remove(self, *subscriptions: Any) -> None: ...
     def count_calls(self) -> None: ...
     def wait_for_lanes(self, lanes: HookLanes) -> object: ...
     def patience(self) -> Deadline: ...
+
+
+class _Bus(Protocol):
+    @property
+    def internal(self) -> _Internal: ...
 
 
 class Stats(DrainReport, frozen=True):
@@ -115,7 +120,7 @@ class Subscription:
 
     def cancel(self) -> None:
         """End the subscription before the next publish. Idempotent."""
-        self._bus.remove(self)
+        self._bus.internal.remove(self)
 
     def join(self) -> None:
         """Wait until an offloaded handler is done with the events so far."""
@@ -131,7 +136,7 @@ class Subscription:
     @property
     def stats(self) -> Stats:
         """The counts at this moment."""
-        self._bus.count_calls()
+        self._bus.internal.count_calls()
         with self._counting:
             calls, failed, seconds = self._calls, self._failed, self._nanoseconds / 1e9
         if self.lane is None:
@@ -212,13 +217,13 @@ class Subscription:
     def _call_last(self, event: Any) -> object:
         """Call the inline handler when the lanes of its hook are empty."""
         if self.siblings is not None:
-            self._bus.wait_for_lanes(self.siblings)
+            self._bus.internal.wait_for_lanes(self.siblings)
         return self.handler(event)
 
     def _put_last(self, event: Any) -> None:
         """Queue an event that is delivered when the lanes of the hook are empty, also those with other consumers."""
         if self.lane is not None and self.siblings is not None:
-            self.lane.put(event, self.siblings.marks(self.lane, self._bus.patience()))
+            self.lane.put(event, self.siblings.marks(self.lane, self._bus.internal.patience()))
 
     def _annotate(self, error: BaseException, event: Event) -> None:
         where = f"in {self.label} ({self.mode}, priority {self.priority}, {self.location}) at "
@@ -239,7 +244,7 @@ class Subscription:
             error = stopped(error, f"{self.label} of {self.mount_point}")
         self._note_offloaded(error, events)
         if self.on_error == "raise":
-            self._bus.fail(self, error)
+            self._bus.internal.fail(self, error)
         self._report(error)
         # A hanging thread cannot be killed, and a worker that fails to start would fail again.
         if (self.mode == "thread" and isinstance(error, HandlerTimeoutError)) or (
@@ -252,7 +257,7 @@ class Subscription:
     def _lane_broke(self, error: BaseException, events: Sources) -> None:
         # Not an Exception (SystemExit, say): never isolated, just as in an inline handler.
         self._note_offloaded(error, events)
-        self._bus.fail(self, error)
+        self._bus.internal.fail(self, error)
 
     def _report(self, error: Exception) -> None:
         with self._counting:

@@ -212,7 +212,7 @@ class _Check:
                 continue
             priorities = {one.priority for one in job.bus.subscriptions if one.hook is hook}
             chosen.append((own, priorities.pop() if len(priorities) == 1 else None))
-        bus.add_chosen(chosen)
+        bus.internal.add_chosen(chosen)
         for one in job.bus.subscriptions:
             if one.hook is None:
                 self.warnings.append(f"{one.label} of {one.mount_point} was left out, because a function cannot be copied")

@@ -444,7 +444,7 @@ class Driver(Session):
             self._enter_evaluation_mode()
         inner = state.machine.turn("begin_evaluation_iteration")
         within = (*inner.events, *TURNS[inner.to, "end_evaluation_iteration"].events)
-        self._evaluation_changes = any(map(self._bus.may_change_state, within))
+        self._evaluation_changes = any(map(self._bus.internal.may_change_state, within))
         for event in turn.events:
             self._announce(event)
         if self._share is not None:

@@ -361,7 +361,7 @@ class TrainLoop:
                 return {}  # in_thread() raises the host's own cancellation
 
         with self._calls.one() as call:
-            opened = await self.bus.ajoin()
+            opened = await self.bus.internal.ajoin()
             try:
                 metrics = await in_thread(train, "trainbus training", cancelled=call.cancel)
             except BaseException as error:
@@ -443,21 +443,21 @@ class TrainLoop:
 
     @contextmanager
     def _begun(self, call: LoopCall, *, trains: bool = False, **options: Any) -> Iterator[Run]:
-        if self.bus.hosted_here:
+        if self.bus.internal.hosted_here:
             raise BusStateError("loop.run() would block the event loop of this bus: use `await loop.arun()`")
         tell_if_it_blocks()
         run = self._new_run(**options)
         if not trains:
             run.state.only_evaluate()
         try:
-            self.bus.steps = {"step": self._step, "val_step": self._val_step, "test_step": self._test_step}
+            self.bus.internal.steps = {"step": self._step, "val_step": self._val_step, "test_step": self._test_step}
             call.begin(run)
             self._expect(run)
             with run:
                 self._folder = run.work_dir
                 yield run
         finally:
-            self.bus.steps = {}
+            self.bus.internal.steps = {}
 
     def _expect(self, run: Run) -> None:
         run.validates = self._data["val"] is not None

@@ -62,8 +62,8 @@ def check_needs(bus: Bus, metrics: Mapping[str, Any], what: str, *, sure: bool =
     """
     # Hooks of other systems do not know run.report(), and get copies of the metrics, which those that need one only read.
     readers: tuple[type[Hook], ...] = (GuestHook, *(type(hook) for hook in bus.hooks if hook.needs_metrics()))
-    reporting = any(bus.may_change_state(event, but=(GuestHook,)) for event in ("before_val_iter", "after_val_iter"))
-    sure = sure and not reporting and not bus.may_change_state("after_val_epoch", but=readers)
+    reporting = any(bus.internal.may_change_state(event, but=(GuestHook,)) for event in ("before_val_iter", "after_val_iter"))
+    sure = sure and not reporting and not bus.internal.may_change_state("after_val_epoch", but=readers)
     for text in unmet_needs(bus, metrics, what):
         if sure:
             raise ConfigurationError(text)

@@ -101,7 +101,7 @@ class HostedRun:
         host: Any,
     ) -> None:
         self.bus = bus if bus is not None else Bus()
-        self.wants = self.bus.route_of
+        self.wants = self.bus.internal.route_of
         """``wants(AfterForward)`` is falsy if publishing the event does nothing; costs as little as a dictionary."""
         self.models = named("model", model, torch.nn.Module)
         self.optimizers = named("optimizer", {} if optimizer is None else optimizer, torch.optim.Optimizer)
@@ -319,7 +319,7 @@ class HostedRun:
 
         What a hook's method defers is called when the lanes of the hook are empty.
         """
-        self.state.machine.defer(self.bus.behind_lanes(undo))
+        self.state.machine.defer(self.bus.internal.behind_lanes(undo))
 
     def stop(self, reason: str = "", *, exit_code: int = 0, instead: str = "") -> None:
         """End the run at the next safe mount point: after an iteration whose accumulation window is complete.

@@ -62,7 +62,7 @@ class Session:
         self._patience = self._ending = None
         self._number_name()
         try:
-            self._bus.adopt_thread(
+            self._bus.internal.adopt_thread(
                 self._run.name,
                 self._interrupt,
                 self.state.refuse,
@@ -70,7 +70,7 @@ class Session:
                 self._saves.settle,
                 self._patience_now,
             )
-            self._opened = self._bus.join()
+            self._opened = self._bus.internal.join()
         except BaseException as error:
             self._failed_by = id(error)
             self._close()
@@ -102,7 +102,7 @@ class Session:
             self._announce(*turn.events, stopped=bool(reason), reason=reason)
             self._saves.end()
             if state.coordinator.size > 1:  # no rank leaves before all files are written; all ranks see a failure
-                self._bus.raise_failures()
+                self._bus.internal.raise_failures()
                 state.settle()
             state.machine.go(turn)
         except BaseException as error:
@@ -153,7 +153,7 @@ class Session:
                 share_failure(error)
             record_failure(error)
             try:
-                self._bus.raise_failures()  # else the publish below raises them and reaches no handler
+                self._bus.internal.raise_failures()  # else the publish below raises them and reaches no handler
             except Exception as failure:
                 log.exception("an offloaded handler failed as well")
                 add_note(error, f"an offloaded handler failed at about the same time: {described(failure)}")
@@ -186,7 +186,7 @@ class Session:
         try:
             self._saves.close(math.inf if self._patience is None else self._patience.left)
         finally:
-            self._bus.release_thread(self._interrupt)
+            self._bus.internal.release_thread(self._interrupt)
             self._close_bus(abort=abort)
 
     def _close_bus(self, *, abort: bool) -> None:
@@ -212,7 +212,7 @@ class Session:
     def _announce(self, event: type[Event], **payload: Any) -> None:
         """Publish an event between iterations, and advance the version if a handler may have changed the state."""
         self._run.publish(event, **payload)
-        self.state.note_change(self._bus.may_change_state(event))
+        self.state.note_change(self._bus.internal.may_change_state(event))
 
     def _begin_stage(self) -> None:
         """Before the first stage of a training that does not resume, move the files of an earlier run aside."""

@@ -275,11 +275,11 @@ def test_a_hook_for_rank0_is_not_called_on_other_ranks(bus):
 
     bus.add(hook := Writes())
     assert "rank0" not in str(bus.describe())
-    bus.set_rank(1, 2)
+    bus.internal.set_rank(1, 2)
     assert not bus.wants("after_run")
     bus.publish(AfterRun(progress=P))
     assert hook.calls == []
-    bus.set_rank(0, 2)
+    bus.internal.set_rank(0, 2)
     bus.publish(AfterRun(progress=P))
     assert hook.calls == ["called"]
     assert "rank0" in str(bus.describe())

@@ -82,7 +82,7 @@ def test_nothing_is_logged_with_the_lock(lines, monkeypatch):
     module = {"__name__": "__main__"}
     exec("def handler(event): ...\nclass Mine:\n    def after_run(self, event): ...", module)  # noqa: S102 - a cell of a notebook
     hook = type("Mine", (Hook,), {"__module__": "__main__", "after_run": module["Mine"].after_run})
-    bus.add_bridge(Bridge())
+    bus.internal.add_bridge(Bridge())
     bus.on("after_run", module["handler"])
     bus.add(hook())
     exec("\n\ndef handler(event): ...\n", module)  # noqa: S102 - and once more
@@ -112,7 +112,7 @@ def test_threads_of_timing_start_and_end_without_the_lock(monkeypatch, no_thread
         bus.on("after_val_iter", print, offload="thread")
         bus.timing = False
         bus.timing = True
-        bus.set_rank(0, 1)
+        bus.internal.set_rank(0, 1)
         bus.on("after_module_forward", _nothing)
         bus.watch(model).detach()
 

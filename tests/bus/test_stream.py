@@ -289,7 +289,7 @@ async def test_to_cancel_what_is_kept_ends_its_streams(bus):
 
 async def test_what_is_kept_was_asked_for_and_holds_up_neither_a_checkpoint_nor_a_drain(bus):
     bus.keep("after_val")
-    assert not bus.may_change_state("after_val")
+    assert not bus.internal.may_change_state("after_val")
     async with bus:
         async with bus.stream("after_train_iter"), bus.stream("after_train_iter", replay=0):
             bus.publish(iteration(0))

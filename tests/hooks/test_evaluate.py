@@ -112,7 +112,7 @@ def test_results_are_lines_of_json_in_the_work_dir(job, tmp_path, file):
 @pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
 def test_of_several_processes_the_first_one_writes_the_file(tmp_path, rank, lines):
     bus, progress = Bus(EvaluateHook(4, Function())), Progress()
-    bus.set_rank(rank, 2)
+    bus.internal.set_rank(rank, 2)
     with bus:
         facts = {"hook": "EvaluateHook", "epoch": 1, "iter": 4, "metrics": {"acc": 0.5}, "work_dir": str(tmp_path)}
         bus.publish(Evaluated(progress=progress, **facts))

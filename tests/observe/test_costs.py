@@ -41,7 +41,7 @@ def test_subscriptions_that_come_and_go_leave_little_behind(bus):
         for _ in range(times):
             with bus.on("after_train_iter", lambda event: None):
                 bus.publish(AfterTrainIter(progress=None))
-        bus.recorder.drain()
+        bus.internal.recorder.drain()
 
     come_and_go(100)
     tracemalloc.start()

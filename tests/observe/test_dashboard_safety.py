@@ -286,7 +286,7 @@ async def test_mounted_under_a_prefix_it_shows_the_run(anyio_backend):
 async def test_the_applications_own_authentication_decides(anyio_backend):
     with Job(slow=True) as job:
         async with mounted(job.loop, may_change=lambda request: request.headers.get("x-user") == "admin") as client:
-            job.bus.count_calls()
+            job.bus.internal.count_calls()
             with anyio.fail_after(30):
                 while not (await client.get("/deep/training/runs.json")).json()["runs"]:
                     await anyio.sleep(0.01)

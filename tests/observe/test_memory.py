@@ -192,10 +192,10 @@ def test_losses_with_their_graphs_are_found_wherever_they_are_kept(machine, bus,
 
 def test_a_run_tells_its_bus_the_step_functions_while_it_is_open():
     seen, bus = [], Bus()
-    bus.on("after_train_iter", lambda event: seen.append(bus.steps["step"]))
+    bus.on("after_train_iter", lambda event: seen.append(bus.internal.steps["step"]))
 
     def train(model, batch):
         return loss_of(model, batch)
 
     make_loop(bus=bus, step=train, max_epochs=1).run()
-    assert (seen, bus.steps) == ([train] * 4, {})
+    assert (seen, bus.internal.steps) == ([train] * 4, {})

@@ -20,7 +20,7 @@ def test_encoded_events_name_their_run(tmp_path):
             for _ in run.epochs(1):
                 for _ in run.train([0]):
                     run.checkpoints.save()
-            bus.publish(CostsMeasured(progress=bus.progress, costs=bus.costs()))
+            bus.publish(CostsMeasured(progress=bus.internal.progress, costs=bus.costs()))
 
     on_threads(train, "one", "other")
     for name, encoded in heard.items():

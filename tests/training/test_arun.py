@@ -280,7 +280,7 @@ async def test_a_failure_is_raised_on_the_training_thread_only(parts, bus):
         heard.wait(30)  # the failure is there, and a publisher of the host does not take it
 
     async def publish_from_the_host() -> None:
-        await until(lambda: bus._failures)
+        await until(lambda: bus.internal.failures)
         bus.publish(AfterTest(progress=Progress()))
         await bus.adrain()
         assert not bus.wants("after_load_checkpoint")

@@ -289,7 +289,7 @@ def test_ctrl_c_while_a_deferred_function_waits_for_lanes_does_not_cost_the_func
 
     def strike():
         started.wait()
-        until(lambda: bus.progress is not None and "Mark.synchronize" in stack_of(threading.main_thread()))
+        until(lambda: bus.internal.progress is not None and "Mark.synchronize" in stack_of(threading.main_thread()))
         signal.raise_signal(signal.SIGINT) if at == "waiting" else release.set()
         if at == "waiting":
             until(lambda: calls)
@@ -322,7 +322,7 @@ def test_cancel_ends_the_wait_of_an_inline_after_run(parts, bus):
     def cancel():
         until(lambda: started.is_set() and "Mark.synchronize" in stack_of(threading.main_thread()))
         run.cancel()
-        until(lambda: bus.progress is None)
+        until(lambda: bus.internal.progress is None)
         release.set()
 
     bus.add(slow := Slow())
@@ -380,7 +380,7 @@ def test_the_users_exception_wins_over_one_of_an_offloaded_handler_and_is_publis
     bus.on("before_forward", fails(ValueError("offloaded")), offload="thread", capture=lambda e: None)
 
     def step(model, batch):
-        until(lambda: bus._failures)
+        until(lambda: bus.internal.failures)
         raise Boom("mine")
 
     with pytest.raises(Boom, match="mine") as caught:

@@ -62,11 +62,11 @@ class Bridge(ABC):
         bridge = cls(bus, trainer, **options)
         bridge.on_detach(partial(attached.discard, bridge))
         try:
-            bridge.on_detach(partial(bus.remove_bridge, bridge))
+            bridge.on_detach(partial(bus.internal.remove_bridge, bridge))
             bridge.install()
             if cls.trains:
                 announce_copies(trainer, cls.trains, cls.host)
-            bus.add_bridge(bridge)
+            bus.internal.add_bridge(bridge)
         except BaseException:
             bridge.detach()
             raise

@@ -100,7 +100,7 @@ class TrainerHost:
             ConfigurationError: the bus has an update, but the trainer steps the optimizers.
         """
         run = self.run
-        run.bus.set_rank(run.rank, run.world_size)
+        run.bus.internal.set_rank(run.rank, run.world_size)
         for hook in run.bus.hooks:
             if isinstance(hook, Update):
                 raise ConfigurationError(f"{hook.label} is on the bus, but the trainer steps the optimizers: remove the hook")

@@ -63,7 +63,7 @@ def add_hooks(
     """
     load_builtin()  # which registers the systems
     maker = Maker(Imports(imports), checked_system(system), model=model, optimizer=optimizer)
-    bus.add_chosen(hooks_in(hooks, maker, "hooks"))
+    bus.internal.add_chosen(hooks_in(hooks, maker, "hooks"))
 
 
 def hooks_in(entries: Any, maker: Maker, where: str) -> list[Chosen]:
@@ -297,7 +297,7 @@ class Setup:
         defaults = {name: hook_from(entry, maker, inside("default_hooks", name)) for name, entry in tables.items()}
         customs = hooks_in(self._config.get("custom_hooks") or [], maker, "custom_hooks")
         try:
-            bus.add_chosen([*defaults.values(), *customs])
+            bus.internal.add_chosen([*defaults.values(), *customs])
         except SubscribeError as error:
             kinds = {type(hook) for hook, _ in customs}
             twice = [f"default_hooks.{name}" for name, (hook, _) in defaults.items() if type(hook) in kinds]

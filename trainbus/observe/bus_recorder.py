@@ -136,7 +136,7 @@ class BusRecorder(Recorder):
             world_size,
             measure=self._spent,
             report=self._publish_ranks,
-            trains=lambda: self._bus.progress is not None,
+            trains=lambda: self._bus.internal.progress is not None,
         )
 
     def stop(self) -> None:
@@ -149,8 +149,8 @@ class BusRecorder(Recorder):
         with suppress(ReferenceError, LaneClosedError):  # the bus is gone, or closes
             accounts = list(self._accounts.values())
             bus, iterations = self._bus, sum(one.steps.total() for one in accounts)
-            self._memory.sample(iterations, bus.hooks, bus.subscriptions, bus.steps)
-            now, progress = time.monotonic(), self._bus.progress  # None while no run is open
+            self._memory.sample(iterations, bus.hooks, bus.subscriptions, bus.internal.steps)
+            now, progress = time.monotonic(), self._bus.internal.progress  # None while no run is open
             if progress is not None and now - self._published >= _PUBLISH_EVERY and self._bus.wants(CostsMeasured):
                 self._published = now
                 self._bus.publish(CostsMeasured(progress=progress, costs=self.costs()))
@@ -165,7 +165,7 @@ class BusRecorder(Recorder):
 
     def _publish_ranks(self, ranks: RankCosts) -> None:
         with suppress(ReferenceError, LaneClosedError):
-            progress = self._bus.progress  # None while no run is open
+            progress = self._bus.internal.progress  # None while no run is open
             if progress is not None and self._bus.wants(RanksMeasured):
                 self._bus.publish(RanksMeasured(progress=progress, ranks=ranks))
 

@@ -73,7 +73,7 @@ def join_ranks(
             "torch.distributed.init_process_group() before the run, for the processes of one group"
         )
     if group == 1:
-        bus.set_rank(0, 1)
+        bus.internal.set_rank(0, 1)
         return Coordinator(own)
     if distributed.is_available() and distributed.is_torchelastic_launched() and not distributed.is_initialized():
         raise ConfigurationError(
@@ -81,7 +81,7 @@ def join_ranks(
             "write the same files: call torch.distributed.init_process_group() before the run, and wrap the model in "
             "DistributedDataParallel (or fully_shard it)"
         )
-    bus.set_rank(this_rank(), world_size())
+    bus.internal.set_rank(this_rank(), world_size())
     if not this_rank() and (restarts := _elastic()):
         log.warning(
             "processes that torchrun starts again may hang, and a machine that joins later ends them all after 60 s. Set "

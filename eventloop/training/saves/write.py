@@ -132,7 +132,7 @@ class CheckpointWriter:
                 self._write_job(job)
         except BaseException as error:  # noqa: BLE001 - raised on the training thread
             add_note(error, f"{OFFLOADED} writing of {(job.paths or (job.source or job).paths)[0]}")
-            self._bus.fail(self, error)
+            self._bus.internal.fail(self, error)
 
     def _write_job(self, job: SaveJob) -> None:
         root = job.source or job

@@ -62,7 +62,7 @@ class TraceHook(CopiedAnew, Hook):
         run = event.run
         if run.work_dir is None:
             raise ConfigurationError(f"{self.label} writes to the work dir, but the run has none; {run.work_dir_advice}")
-        if run.bus.recorder is None:
+        if run.bus.internal.recorder is None:
             raise ConfigurationError(f"{self.label} needs bus.timing, but it was set to False; leave it on")
         self._count, self._patience = 0, _PATIENCE
         name = f"trace.rank{run.rank}.json" if run.world_size > 1 else "trace.json"

@@ -43,7 +43,7 @@ class Tracer:
 
     def __init__(self, bus: Bus, path: Path, process: tuple[int, str], iterations: int) -> None:
         self._bus = bus
-        self._recorder = bus.recorder
+        self._recorder = bus.internal.recorder
         self._path = path
         self._process = process
         self._iterations = iterations
@@ -140,7 +140,7 @@ class Tracer:
 
     def _await_deliveries(self) -> None:
         self._deadline.shorten(_PATIENCE)
-        self._bus.wait_for_saves(self._deadline)
+        self._bus.internal.wait_for_saves(self._deadline)
         for one in self._bus.subscriptions:
             if one.lane is not None and one.mode != "stream":
                 one.lane.join(self._deadline)
