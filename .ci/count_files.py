@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 import trainbus
-from trainbus import Bus, CheckpointHook, EMAHook, LoggerHook, OptimizerHook, Progress, Run, TrainLoop
+from trainbus import Bus, CheckpointHook, EMAHook, LoggerHook, OptimizerHook, Progress, Run, TrainLoop, attach
 from trainbus.eventloop.events import AfterTrainIter, CheckpointCommitted
 
 ROOT = Path(trainbus.__file__).resolve().parent.parent
@@ -219,7 +219,7 @@ def attached_step() -> Way:
     silent: Any = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
     with tempfile.TemporaryDirectory() as folder:
         trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", default_root_dir=folder, **silent)
-        with way.watching(threads=False), bus.attach(trainer):
+        with way.watching(threads=False), attach(bus, trainer):
             trainer.callbacks = [Begins(), *trainer.callbacks, Ends()]
             trainer.fit(Module(), torch.utils.data.DataLoader([torch.ones(2, 4)] * 4, batch_size=None))
     return way

@@ -6,7 +6,7 @@ import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from trainbus import Bus, CheckpointHook, EMAHook, LoggerHook
+from trainbus import Bus, CheckpointHook, EMAHook, LoggerHook, attach
 
 
 def sentences(count, seed):
@@ -41,7 +41,7 @@ if __name__ == "__main__":
         model, args, train_dataset=sentences(2048, seed=0), eval_dataset=sentences(512, seed=1), compute_metrics=accuracy
     )
     bus = Bus(EMAHook(momentum=0.01), LoggerHook(interval=32), CheckpointHook(save_best="accuracy", save_last=False))
-    bus.attach(trainer, checkpoints=True)  # a folder has its name only when it is complete
+    attach(bus, trainer, checkpoints=True)  # a folder has its name only when it is complete
     trainer.train(resume_from_checkpoint=get_last_checkpoint("runs/hf"))
     print(f"accuracy {trainer.evaluate()['eval_accuracy']:.1%}")
     print("runs/hf:", *sorted(path.name for path in Path("runs/hf").iterdir()))

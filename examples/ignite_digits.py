@@ -11,7 +11,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from trainbus import Bus, CheckpointHook, EMAHook, LoggerHook
+from trainbus import Bus, CheckpointHook, EMAHook, LoggerHook, attach
 
 EPOCHS = 10
 FOLDER = Path("runs/ignite")
@@ -34,7 +34,7 @@ if __name__ == "__main__":
 
     to_save = {"model": model, "optimizer": optimizer, "trainer": trainer}
     bus = Bus(EMAHook(momentum=0.01), LoggerHook(interval=40), CheckpointHook(save_best="accuracy", save_last=False))
-    to_save["bus"] = bus.attach(trainer, evaluator=evaluator, work_dir=FOLDER)
+    to_save["bus"] = attach(bus, trainer, evaluator=evaluator, work_dir=FOLDER)
     saver = Checkpoint(to_save, DiskSaver(FOLDER, require_empty=False), n_saved=1)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, saver)
     if saved := sorted(FOLDER.glob("checkpoint_*.pt"), key=lambda path: path.stat().st_mtime):

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from trainbus import Bus, CheckpointHook, EMAHook, LoggerHook
+from trainbus import Bus, CheckpointHook, EMAHook, LoggerHook, attach
 
 
 class Digits(lightning.LightningModule):
@@ -44,7 +44,7 @@ if __name__ == "__main__":
         logger=False,
     )
     bus = Bus(EMAHook(momentum=0.01), LoggerHook(interval=40), CheckpointHook(save_best="accuracy", save_last=False))
-    bus.attach(trainer)
+    attach(bus, trainer)
     trainer.fit(model, train_loader, val_loader, ckpt_path="last")
     (metrics,) = trainer.validate(model, val_loader, verbose=False)
     print(f"accuracy {metrics['accuracy']:.1%}")

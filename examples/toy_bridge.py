@@ -1,4 +1,4 @@
-"""A bridge: ``bus.attach(trainer)`` for the ``Trainer`` in ``plain/toy_trainer.py``.
+"""A bridge: ``attach(bus, trainer)`` for the ``Trainer`` in ``plain/toy_trainer.py``.
 
 python examples/toy_bridge.py
 """
@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from trainbus import mount_points
+from trainbus import attach, mount_points
 from trainbus.bridges import Bridge, TrainerHost
 from trainbus.eventloop.bus import HostKind, register_host
 from trainbus.eventloop.training import HostedRun, Scope
@@ -135,7 +135,7 @@ def main():
         epochs=2,
     )
     bus = Bus(EMAHook(), LoggerHook(interval=4), CheckpointHook(interval=1))
-    bus.attach(trainer, work_dir="runs/toy")
+    attach(bus, trainer, work_dir="runs/toy")
     trainer.fit([torch.randn(8, 4) for _ in range(8)])
 
 

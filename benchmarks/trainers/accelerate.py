@@ -45,7 +45,7 @@ def save(job: SaveJob, *, beside: bool = False) -> None:
     naming = ProjectConfiguration(str(job.directory), automatic_checkpoint_naming=True, total_limit=2)
     accelerator = Accelerator(cpu=True, project_config=naming)
     if beside:
-        attach(accelerator, checkpoints=True)
+        attach(Bus(), accelerator, checkpoints=True)
     model, optimizer, loader = accelerator.prepare(job.model, job.optimizer, job.loader())
     for step, batch in enumerate(loader, 1):
         accelerator.backward(model(**batch)["loss"])

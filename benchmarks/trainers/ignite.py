@@ -14,6 +14,7 @@ from benchmarks.harness import SUBJECT
 from benchmarks.save_job import SaveJob
 from benchmarks.trainers import Way
 from benchmarks.trainers.job import Batch, Job
+from trainbus import attach
 from trainbus.bridges.ignite.saver import TrainbusSaver
 from trainbus.eventloop import Bus
 
@@ -38,7 +39,7 @@ def train_with(job: Job, *, callback: bool = False, bus: Bus | None = None) -> N
         for event in (Events.ITERATION_STARTED, Events.ITERATION_COMPLETED):
             trainer.add_event_handler(event, lambda engine: None)
     if bus is not None:
-        bus.attach(trainer, work_dir=job.directory)
+        attach(bus, trainer, work_dir=job.directory)
     trainer.run(job.loader())
 
 

@@ -15,6 +15,7 @@ from benchmarks.peers.lightning import QUIET, hushed
 from benchmarks.save_job import SaveJob
 from benchmarks.trainers import Way
 from benchmarks.trainers.job import Batch, Job
+from trainbus import attach
 from trainbus.bridges.lightning.saver import TrainbusCheckpointIO
 from trainbus.eventloop import Bus
 
@@ -39,7 +40,7 @@ def train_with(job: Job, *, callback: bool = False, bus: Bus | None = None, **op
         options = {"enable_checkpointing": False, "callbacks": callbacks, **options, **QUIET}
         trainer = Trainer(max_steps=job.steps, accelerator="cpu", logger=False, default_root_dir=job.directory, **options)
         if bus is not None:
-            bus.attach(trainer)
+            attach(bus, trainer)
         trainer.fit(Module(job), job.loader())
 
 

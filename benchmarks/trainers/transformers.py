@@ -21,7 +21,7 @@ def train_with(job: Job, *, callback: bool = False, bus: Bus | None = None, **op
     """Train with an empty callback, with a bus, or with neither."""
     trainer = make_trainer(job, [TrainerCallback()] if callback else [], **options)
     if bus is not None:
-        bus.attach(trainer)
+        attach(bus, trainer)
     trainer.train()
 
 
@@ -46,7 +46,7 @@ def make_trainer(job: Job, callbacks: Sequence[TrainerCallback] = (), **options:
 def save(job: SaveJob, *, beside: bool = False) -> None:
     trainer = make_trainer(job, save_strategy="steps", save_steps=job.interval, save_total_limit=1)
     if beside:
-        attach(trainer, checkpoints=True)
+        attach(Bus(), trainer, checkpoints=True)
     trainer.train()
 
 

@@ -15,7 +15,6 @@ from trainbus.eventloop.builtin import load_builtin
 from trainbus.eventloop.bus.describe import BusStats, Description, describe
 from trainbus.eventloop.bus.guests import GuestHook, as_hook, check_distinct, is_same
 from trainbus.eventloop.bus.hook import Hook, subscriptions_of
-from trainbus.eventloop.bus.hosts import Attachment, bridge_for
 from trainbus.eventloop.bus.internal import Internal
 from trainbus.eventloop.bus.lifecycle import forget_routes, log
 from trainbus.eventloop.bus.overloads import TypedOn, decorates
@@ -187,31 +186,6 @@ class Bus(TypedOn, Streams):
             self._attach()
         self._unlocked()
         return watch
-
-    def attach(self, trainer: object, **options: Any) -> Attachment:
-        """Publish the mount points of another library's trainer on this bus, while it trains, validates or tests.
-
-            bus = Bus()
-            bus.add(EMAHook(), LoggerHook())
-            bus.attach(trainer)                         # before trainer.fit(), train() or run()
-
-        The bus publishes, and its hooks may stop the training and request checkpoints. The trainer does everything else: it
-        steps the optimizers, and it saves and resumes, with the state of the bus in its own checkpoints.
-
-        Args:
-            trainer: a trainer of a library with a bridge, see :mod:`trainbus.bridges`, or a trainer derived from it.
-            **options: options of the bridge.
-
-        Returns:
-            The bridge. ``bridge.detach()``, or the end of a block ``with bus.attach(trainer):``, restores the trainer.
-            ``bridge.missing`` has the mount points that the trainer cannot publish. Subscribing to one logs a warning.
-
-        Raises:
-            SubscribeError: another kind of object, or a trainer with a bus.
-            ConfigurationError: an unknown or invalid option.
-        """
-        made: Attachment = bridge_for(trainer).attach(self, trainer, **options)
-        return made
 
     # ------------------------------------------------------------------------------------------------ publishing
 

@@ -3,7 +3,7 @@
     class MyBridge(Bridge): ...                      # in my_module: publishes when the trainer calls it
 
     register_host(HostKind("their_library.Trainer", bridge="my_module:MyBridge"))
-    bus.attach(their_trainer)
+    attach(bus, their_trainer)
 
 The kind of an object is found by the full names of its class and base classes, so that other libraries need not be imported. A
 bridge is imported with the first object of its kind.
@@ -32,7 +32,7 @@ class HostKind(msgspec.Struct, frozen=True):
 
 
 class Attachment(Protocol):
-    """The interface of the :class:`trainbus.bridges.Bridge` that :meth:`trainbus.eventloop.Bus.attach` returns."""
+    """The interface of the :class:`trainbus.bridges.Bridge` that :func:`trainbus.attach` returns."""
 
     @property
     def missing(self) -> Mapping[str, str]:
@@ -69,7 +69,7 @@ def bridge_for(trainer: object) -> Any:
             f"; with {_name(one)}, write your loop around Run(bus, {one.option}=...)" for one in _kinds.values() if one.option
         )
         raise SubscribeError(
-            f"bus.attach() knows {', '.join(known)}, not {_shown(trainer)}{loops}; for another trainer, write a bridge and "
+            f"attach() knows {', '.join(known)}, not {_shown(trainer)}{loops}; for another trainer, write a bridge and "
             "register_host() it"
         )
     return load_object(kind.bridge)

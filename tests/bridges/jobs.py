@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import distributed, nn
 
+from trainbus import attach
 from trainbus.bridges import TrainbusCheckpointIO
 from trainbus.eventloop import Bus, Event, Hook
 from trainbus.hooks import CheckpointHook, EMAHook, LoggerHook
@@ -155,7 +156,7 @@ def in_lightning(folder: Path):
         logs, saves = LoggerHook(interval=1, writers=[JSONLinesWriter()]), CheckpointHook(interval=1, save_best="val_loss")
         rank = Rank(*hooks, logs, saves)
         if attached:
-            rank.bus.attach(trainer)
+            attach(rank.bus, trainer)
         trainer.fit(module, loader(8), loader(8))
         if "plugins" in options:  # every rank reads what the first one has written
             saved = torch.load(folder / name / "epoch_2.ckpt", weights_only=False)
@@ -185,7 +186,7 @@ def in_transformers(folder: Path):
         trainer = make(folder / name, model=model, data=plain_data(32), options={"eval_dataset": plain_data(8)}, **options)
         rank = Rank(*hooks, CheckpointHook(interval=6, by_epoch=False, save_last=False))
         if attached:
-            rank.bus.attach(trainer, checkpoints=beside)
+            attach(rank.bus, trainer, checkpoints=beside)
         trainer.train(resume_from_checkpoint=resume)
         return rank.seen(trainer.model) | {"best": trainer.state.best_model_checkpoint}
 

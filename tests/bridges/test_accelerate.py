@@ -98,7 +98,7 @@ def folders(directory):
 def test_a_folder_has_the_files_of_accelerate_which_loads_it_without_trainbus(tmp_path):
     plain, job = Job(tmp_path), Job(tmp_path)
     plain.trainer.save_state(tmp_path / "plain")
-    with attach(job.trainer, checkpoints=True):
+    with attach(Bus(), job.trainer, checkpoints=True):
         returned = job.trainer.save_state(tmp_path / "ours")
         learn(job)
     assert returned == tmp_path / "ours"
@@ -194,7 +194,7 @@ def test_the_newest_named_folder_is_checked_and_missing_files_are_told(tmp_path)
 def test_what_cannot_be_written_beside_the_training_is_refused(tmp_path, monkeypatch):
     job = Job(tmp_path)
     with pytest.raises(ConfigurationError, match="around Run"):
-        attach(job.trainer)
+        attach(Bus(), job.trainer)
     monkeypatch.setattr(job.trainer.state, "distributed_type", DistributedType.FSDP)
     with pytest.raises(ConfigurationError, match="FSDP"):
-        attach(job.trainer, checkpoints=True)
+        attach(Bus(), job.trainer, checkpoints=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from trainbus import attach
 from trainbus.eventloop import Bus, SubscribeError
 from trainbus.eventloop.errors import CheckpointError
 from trainbus.hooks import CheckpointHook, EMAHook
@@ -67,4 +68,4 @@ def test_what_only_a_loop_of_ones_own_has_is_refused_and_the_host_continues(tmp_
 @pytest.mark.parametrize("what", [object(), nn.Linear(1, 1), signal])
 def test_an_unknown_trainer_is_an_error_that_names_the_known_ones(what):
     with pytest.raises(SubscribeError, match=r"lightning.Trainer, transformers.Trainer, ignite.*accelerator="):
-        Bus().attach(what)
+        attach(Bus(), what)

@@ -15,6 +15,7 @@ pytest.importorskip("ignite")
 from ignite.engine import Engine, Events
 from ignite.handlers import Checkpoint, DiskSaver, EarlyStopping, FastaiLRFinder
 
+from trainbus import attach
 from trainbus.eventloop import Bus, ConfigurationError, SubscribeError, TrainingError
 from trainbus.eventloop.errors import CheckpointError
 from trainbus.hooks import EMAHook, RuntimeInfoHook
@@ -34,7 +35,7 @@ class Job(ignite.Job):
         super().__init__(folder, bus, deterministic=False, **options)
 
     def attach(self, bus):
-        self.bridge = bus.attach(self.trainer, evaluator=self.evaluator, work_dir=self.folder)
+        self.bridge = attach(bus, self.trainer, evaluator=self.evaluator, work_dir=self.folder)
 
 
 def test_a_step_that_the_scaler_skips_is_none():
@@ -54,7 +55,7 @@ def test_a_step_that_the_scaler_skips_is_none():
     bus.on("after_train_iter", lambda event: updated.append(event.run.updated))
     bus.on("before_optimizer_step", lambda event: updated.append(float(model.bias.grad)))
     trainer = Engine(step)
-    bridge = bus.attach(trainer)
+    bridge = attach(bus, trainer)
     assert bridge.to_save["scaler"] is scaler
     trainer.run([torch.ones(1, 2), torch.full((1, 2), float("inf")), torch.ones(1, 2)])
     assert updated == [1.0, True, False, 1.0, True]
@@ -72,7 +73,7 @@ def test_output_transform_names_what_a_step_returns():
 
     for transform in (None, lambda output: output[1], lambda output: {"mine": output[1]}):
         trainer = Engine(step)
-        with bus.attach(trainer, output_transform=transform):
+        with attach(bus, trainer, output_transform=transform):
             trainer.run([torch.ones(1)])
     assert list(seen[0]) == ["output"]
     assert seen[1:] == [{"loss": 0.5}, {"mine": 0.5}]
@@ -103,7 +104,7 @@ def test_several_models_and_optimizers_are_found_by_name_and_frozen_ones_are_not
     for make in (lambda steps: steps, lambda steps: steps.step):
         stepped, steps = noted(bus := Bus(), "after_optimizer_step", "name"), Steps()
         trainer = Engine(make(steps))
-        bridge = bus.attach(trainer)
+        bridge = attach(bus, trainer)
         trainer.run([torch.ones(1)] * 2)
         assert bridge.run.models == {"generator": steps.generator, "critic": steps.critic}
         assert bridge.run.optimizers == {"one": steps.one, "two": steps.two}
@@ -115,7 +116,7 @@ def test_the_model_is_found_in_a_partial_and_given_ones_win():
     optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
     trainer = Engine(partial(step_with, model, optimizer))
     for options, found in (({}, model), ({"model": other}, other)):
-        with Bus().attach(trainer, **options) as bridge:
+        with attach(Bus(), trainer, **options) as bridge:
             trainer.run([torch.ones(1)])
             assert bridge.run.models == {"model": found}
 
@@ -132,12 +133,12 @@ def test_wrong_options_and_a_second_bus_are_errors():
         (SubscribeError, "Engine", job.trainer, {}),
     ):
         with pytest.raises(error, match=named):
-            Bus().attach(trainer, **options)
+            attach(Bus(), trainer, **options)
 
 
 def test_hooks_of_validations_are_not_warned_about_without_an_evaluator():
     with structlog.testing.capture_logs() as logs:
-        Bus(EMAHook(), RuntimeInfoHook()).attach(Job().trainer)
+        attach(Bus(EMAHook(), RuntimeInfoHook()), Job().trainer)
     assert logs == []
 
 

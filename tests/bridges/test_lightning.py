@@ -1,4 +1,4 @@
-"""``bus.attach`` for a ``lightning.Trainer``, with Lightning itself."""
+"""``attach`` for a ``lightning.Trainer``, with Lightning itself."""
 
 from contextlib import nullcontext
 
@@ -12,6 +12,7 @@ pl = pytest.importorskip("lightning.pytorch")
 
 from lightning.pytorch import callbacks  # noqa: E402
 
+from trainbus import attach  # noqa: E402
 from trainbus.eventloop import Bus, ConfigurationError, TrainingError  # noqa: E402
 from trainbus.hooks import CheckpointHook, EarlyStoppingHook, EMAHook, LRSweepHook, ParamSchedulerHook, RuntimeInfoHook  # noqa: E402
 from trainbus.observe import RunRecordHook  # noqa: E402
@@ -59,7 +60,7 @@ def trainer_of(folder=None, **options):
 
 def test_the_sanity_check_warns_of_a_metric_that_the_module_does_not_log():
     bus = Bus(EarlyStoppingHook("val_los", rule="less", strict=True))
-    with bus.attach(trainer := trainer_of(max_epochs=1, num_sanity_val_steps=1)):
+    with attach(bus, trainer := trainer_of(max_epochs=1, num_sanity_val_steps=1)):
         with structlog.testing.capture_logs() as logs, pytest.raises(TrainingError, match="'val_los'"):
             trainer.fit(Module(), loader(1), loader(1))
     (first, *_) = [entry["event"] for entry in logs if entry["log_level"] == "warning" and "val_los" in entry["event"]]
@@ -69,7 +70,7 @@ def test_the_sanity_check_warns_of_a_metric_that_the_module_does_not_log():
 
 def test_a_validation_in_the_middle_of_an_epoch_comes_there_and_the_sanity_check_is_not_told():
     names = heard(bus := Bus())
-    bus.attach(trainer := trainer_of(max_epochs=1, val_check_interval=1, num_sanity_val_steps=2))
+    attach(bus, trainer := trainer_of(max_epochs=1, val_check_interval=1, num_sanity_val_steps=2))
     trainer.fit(Module(), loader(2), loader(1))
     forward = ["before_forward", "after_forward", "before_backward", "after_backward"]
     iteration = ["before_train_iter", *forward, *STEP, "after_train_iter"]
@@ -93,7 +94,7 @@ def test_mixed_precision_counts_no_step_that_the_scaler_skips(precision):
 
     updates = noted(bus := Bus(), "after_train_iter", "run.updated")
     names = heard(bus)
-    bus.attach(trainer := trainer_of(max_epochs=1, plugins=[MixedPrecision(precision, "cpu", scaler)]))
+    attach(bus, trainer := trainer_of(max_epochs=1, plugins=[MixedPrecision(precision, "cpu", scaler)]))
     trainer.fit(Overflowing(), loader(3))
     assert updates == [True, scaler is None, True]
     assert names.count("before_optimizer_step") == names.count("after_optimizer_step") == sum(updates)
@@ -104,7 +105,7 @@ def test_manual_optimization_with_several_optimizers():
     for name in STEP:
         bus.on(name, lambda event: steps.append(event.name))
     bus.on("after_train_iter", lambda e: seen.append((set(e.outputs), e.run.stepped(e.run.optimizers["optimizer1"]))))
-    bridge = bus.attach(trainer := trainer_of(max_epochs=1))
+    bridge = attach(bus, trainer := trainer_of(max_epochs=1))
     trainer.fit(Manual(), loader(2))
     assert steps == ["optimizer0"] * 2 + ["optimizer1"] * 2 + ["optimizer0"] * 2
     names = {"loss", "twice", "optimizer0/lr", "optimizer1/lr"}
@@ -115,7 +116,7 @@ def test_manual_optimization_with_several_optimizers():
 def test_max_steps_is_a_limit_in_iterations():
     names = heard(bus := Bus())
     limits = noted(bus, "before_train", "progress.max_epochs", "progress.max_iters", "run.total_iters")
-    bridge = bus.attach(trainer := trainer_of(max_epochs=-1, max_steps=5, accumulate_grad_batches=2))
+    bridge = attach(bus, trainer := trainer_of(max_epochs=-1, max_steps=5, accumulate_grad_batches=2))
     trainer.fit(Module(), loader(3))  # two steps an epoch
     assert limits == [(None, 8, 8)]
     assert bridge.run.counters.iter == 8
@@ -127,7 +128,7 @@ def test_validate_and_test_alone():
     names = heard(bus := Bus())
     metrics = noted(bus, "after_epoch", "metrics")
     outputs = noted(bus, "after_val_iter", "outputs")
-    bus.attach(trainer := trainer_of())
+    attach(bus, trainer := trainer_of())
     module = Module()
     (val,) = trainer.validate(module, loader(1), verbose=False)
     (test,) = trainer.test(module, loader(1), verbose=False)
@@ -142,7 +143,7 @@ def test_a_stop_of_the_trainer_is_one_of_the_run():
             self.trainer.should_stop = True
 
     names = heard(bus := Bus())
-    bridge = bus.attach(trainer := trainer_of())
+    bridge = attach(bus, trainer := trainer_of())
     trainer.fit(Stopping(), loader())
     assert names.count("after_train_iter") == 1
     assert names[-2:] == ["after_train", "after_run"]
@@ -155,7 +156,7 @@ def test_the_rest_of_an_epoch_that_the_module_skips():
             return -1 if batch_idx == 1 else None
 
     names = heard(bus := Bus())
-    bus.attach(trainer := trainer_of())
+    attach(bus, trainer := trainer_of())
     trainer.fit(Skipping(), loader())
     assert names.count("after_train_iter") == names.count("after_train_epoch") == 2
 
@@ -172,7 +173,7 @@ def test_an_exception_in_another_callback_ends_the_run_once(name, before):
     names = heard(bus := Bus())
     other = type("Other", (pl.Callback,), {name: fails(ValueError(name))})()
     trainer = trainer_of(callbacks=[other] if before else [])
-    bridge = bus.attach(trainer)
+    bridge = attach(bus, trainer)
     if not before:
         trainer.callbacks.append(other)
     with pytest.raises(ValueError, match=name):
@@ -194,7 +195,7 @@ def test_a_batch_that_is_none_is_counted_and_left_out(names):
     bus = Bus()
     for name in names:
         bus.on(name, lambda event: seen.append(event.progress.iter))
-    bridge = bus.attach(trainer := trainer_of(max_epochs=1))
+    bridge = attach(bus, trainer := trainer_of(max_epochs=1))
     trainer.fit(Module(), DataLoader(loader().dataset, 2, collate_fn=collate), loader(1))
     assert seen == {"after_train_iter": [1], "before_train_epoch": [0]}.get("".join(names), [])
     counters = bridge.run.counters
@@ -225,7 +226,7 @@ def test_steps_that_fetch_their_batches_themselves(data):
     names = heard(bus := Bus())
     before = noted(bus, "before_train_iter", "batch")
     seen = noted(bus, "after_train_iter", "progress.epoch", "progress.iter", "batch")
-    bridge = bus.attach(trainer := trainer_of(limit_val_batches=0))
+    bridge = attach(bus, trainer := trainer_of(limit_val_batches=0))
     trainer.fit(module := Fetching(), data, data)
     assert [(epoch, index) for epoch, index, _ in seen] == [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4), (1, 5)]
     assert all(torch.equal(batch[0], own[0]) for (_, _, batch), own in zip(seen, [*loader(3), *loader(3)], strict=True))
@@ -254,7 +255,7 @@ def test_averages_are_validated_and_saved_also_in_the_best_checkpoint_of_lightni
     bus.on("after_val_epoch", lambda event: after.append(ema.average.swapped))
     best = callbacks.ModelCheckpoint(tmp_path, monitor="val_loss", save_weights_only=weights_only, save_top_k=1)
     trainer = trainer_of(tmp_path, callbacks=[best], enable_checkpointing=True)
-    bus.attach(trainer)
+    attach(bus, trainer)
     trainer.fit(module := Looking(), loader(), loader(1))
     saved = torch.load(best.best_model_path, weights_only=False)["state_dict"]["net.layers.0.weight"]
     assert any(torch.equal(saved, one) for one in validated)
@@ -269,7 +270,7 @@ def test_averages_are_validated_and_saved_also_in_the_best_checkpoint_of_lightni
 
 def test_a_checkpoint_after_the_fit_has_the_state_of_the_bus_too(tmp_path):
     bus = Bus(ema := EMAHook(momentum=0.1), CheckpointHook(interval=3, by_epoch=False, max_keep_ckpts=1))
-    bus.attach(trainer := trainer_of(tmp_path))
+    attach(bus, trainer := trainer_of(tmp_path))
     trainer.fit(Module(), loader())
     trainer.save_checkpoint(tmp_path / "final.ckpt")
     saved = torch.load(tmp_path / "final.ckpt", weights_only=False)
@@ -297,7 +298,7 @@ class Frozen(Module):
 def test_what_the_module_takes_out_of_a_checkpoint_stays_out(tmp_path):
     def trained(*hooks, epochs=2, ckpt_path=None):
         bus = Bus(*hooks)
-        bus.attach(trainer := trainer_of(tmp_path, max_epochs=epochs))
+        attach(bus, trainer := trainer_of(tmp_path, max_epochs=epochs))
         trainer.fit(module := Frozen(), loader(), ckpt_path=ckpt_path)
         trainer.save_checkpoint(tmp_path / "last.ckpt")
         return module, torch.load(tmp_path / "last.ckpt", weights_only=False)
@@ -320,7 +321,7 @@ def test_averages_that_cannot_be_in_a_checkpoint_are_warned_of(tmp_path):
             checkpoint["state_dict"] = {name: tensor.half() for name, tensor in checkpoint["state_dict"].items()}
 
     bus = Bus(ema := EMAHook(momentum=0.1))
-    bus.attach(trainer := trainer_of(tmp_path))
+    attach(bus, trainer := trainer_of(tmp_path))
     trainer.fit(module := Half(), loader())
     with structlog.testing.capture_logs() as logs:
         trainer.save_checkpoint(tmp_path / "a.ckpt")
@@ -335,7 +336,7 @@ def test_a_checkpoint_of_a_pruned_model_has_the_keys_that_it_has_without_average
     for bus in (None, Bus(EMAHook())):
         trainer = trainer_of(tmp_path, callbacks=[callbacks.ModelPruning("l1_unstructured", amount=0.5)])
         if bus is not None:
-            bus.attach(trainer)
+            attach(bus, trainer)
         trainer.fit(Module(), loader())
         trainer.save_checkpoint(tmp_path / "last.ckpt")
         saved = torch.load(tmp_path / "last.ckpt", weights_only=False)["state_dict"]
@@ -350,7 +351,7 @@ def test_averages_beside_those_of_lightning_are_refused(name):
         pytest.skip(f"{name} came with Lightning 2.6")
     options = {"swa_lrs": 0.1} if name.startswith("Stochastic") else {}
     bus = Bus(EMAHook(momentum=0.1))
-    bus.attach(trainer := trainer_of(callbacks=[getattr(callbacks, name)(**options)]))
+    attach(bus, trainer := trainer_of(callbacks=[getattr(callbacks, name)(**options)]))
     with pytest.raises(ConfigurationError, match=name):
         trainer.fit(Module(), loader())
 
@@ -364,7 +365,7 @@ def test_a_schedule_of_ours_steps_and_is_refused_beside_one_that_lightning_steps
             bus.add(ParamSchedulerHook(ours, by="iter"))
             return [optimizer], [{"scheduler": other, "interval": "step"}] if theirs else []
 
-    (bus := Bus()).attach(trainer := trainer_of(max_epochs=1))
+    attach(bus := Bus(), trainer := trainer_of(max_epochs=1))
     with pytest.raises(ConfigurationError, match="ParamSchedulerHook") if theirs else nullcontext():
         trainer.fit(Scheduled(), loader(4))
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 if theirs else 0.1 / 4)
@@ -376,13 +377,13 @@ def test_a_schedule_of_ours_steps_and_is_refused_beside_one_that_lightning_steps
 def test_checkpoint_callbacks_of_lightning_save_after_our_callback_has_counted():
     trainer = trainer_of(callbacks=[callbacks.ModelSummary()], enable_checkpointing=True)
     listed = list(trainer.callbacks)
-    with Bus().attach(trainer):
+    with attach(Bus(), trainer):
         assert isinstance(trainer.callbacks[-1], callbacks.Checkpoint)
     assert trainer.callbacks == listed
 
 
 def test_a_second_fit_of_a_trainer_that_goes_on_is_the_same_run(tmp_path):
-    Bus(RunRecordHook()).attach(trainer := trainer_of(tmp_path, max_epochs=1))
+    attach(Bus(RunRecordHook()), trainer := trainer_of(tmp_path, max_epochs=1))
     for epochs in (1, 2):
         trainer.fit_loop.max_epochs = epochs
         trainer.fit(Module(), loader(4))
@@ -393,7 +394,7 @@ def test_a_second_fit_of_a_trainer_that_goes_on_is_the_same_run(tmp_path):
 def test_processes_that_start_from_this_one_are_refused():
     trainer = trainer_of(strategy="ddp_spawn", devices=2)
     with pytest.raises(ConfigurationError, match='strategy="ddp"'):
-        Bus().attach(trainer)
+        attach(Bus(), trainer)
     assert trainer.callbacks == trainer_of(strategy="ddp_spawn", devices=2).callbacks
 
 
@@ -417,7 +418,7 @@ def test_a_finder_before_or_inside_a_training_does_not_disturb_the_run(kind, fir
         trainer = trainer_of(callbacks=[finder] if first else [])
         if bus is not None:
             bus.timing = True
-            bridge = bus.attach(trainer)
+            bridge = attach(bus, trainer)
             bus.add(*hooks)
         if not first:
             trainer.callbacks.append(finder)
@@ -449,7 +450,7 @@ def test_a_tuner_after_a_fit_leaves_the_raw_weights(search):
         val_dataloader = train_dataloader
 
     bus = Bus(EMAHook(momentum=0.1))
-    bus.attach(trainer := trainer_of())
+    attach(bus, trainer := trainer_of())
     trainer.fit(module := Sized())
     raw = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     options = {"lr_find": {"num_training": 3}, "scale_batch_size": {"max_trials": 1}}[search]
@@ -460,13 +461,13 @@ def test_a_tuner_after_a_fit_leaves_the_raw_weights(search):
 def test_a_remote_root_trains_without_a_work_dir(tmp_path):
     told = noted(bus := Bus(), "checkpoint_committed", "path")
     uploaded = noted(bus, "checkpoint_uploaded", "path")
-    bridge = bus.attach(trainer := trainer_of("memory://bucket/run", enable_checkpointing=True, max_epochs=1))
+    bridge = attach(bus, trainer := trainer_of("memory://bucket/run", enable_checkpointing=True, max_epochs=1))
     bus.add(CheckpointHook(out_dir="memory://bucket/ours", interval=1), EMAHook(momentum=0.5))
     trainer.fit(Module(), loader())
     assert (bridge.run.work_dir, bridge.run.name) == (None, "run")
     assert "memory://bucket/run/checkpoints" in {path.rpartition("/")[0] for path in told}
     assert {path.rpartition("/")[0] for path in uploaded} == {"memory://bucket/ours"}
-    bus.attach(trainer := trainer_of("memory://bucket/run"))
+    attach(bus, trainer := trainer_of("memory://bucket/run"))
     bus.add(CheckpointHook(name="local", interval=1))
     with pytest.raises(ConfigurationError, match=r"or give .*default_root_dir=.*memory://bucket/run"):
         trainer.fit(Module(), loader())
@@ -475,13 +476,13 @@ def test_a_remote_root_trains_without_a_work_dir(tmp_path):
 def test_a_root_that_is_a_url_of_a_local_folder_is_the_work_dir(tmp_path):
     told = checkpoints(bus := Bus(CheckpointHook(interval=1)))
     resumed = noted(bus, "after_load_checkpoint", "path")
-    bridge = bus.attach(trainer := trainer_of(f"file://{tmp_path}/run", enable_checkpointing=True, max_epochs=1))
+    bridge = attach(bus, trainer := trainer_of(f"file://{tmp_path}/run", enable_checkpointing=True, max_epochs=1))
     trainer.fit(Module(), loader())
     assert bridge.run.work_dir == tmp_path / "run"
     assert {path.parent for path in told} == {tmp_path / "run", tmp_path / "run/checkpoints"}
     assert all(path.is_file() for path in told)
     assert not (tmp_path / "file:").exists()
-    bus.attach(trainer := trainer_of(f"file://{tmp_path}/run", max_epochs=2))
+    attach(bus, trainer := trainer_of(f"file://{tmp_path}/run", max_epochs=2))
     trainer.fit(Module(), loader(), ckpt_path=told[0].as_uri())
     assert resumed == [str(told[0])]
 
@@ -492,7 +493,7 @@ def test_the_old_name_of_the_package(tmp_path):
     best = old.callbacks.ModelCheckpoint(tmp_path / "theirs", monitor="val_loss")
     names = heard(bus := Bus(CheckpointHook(interval=1)))
     trainer = old.Trainer(accelerator="cpu", max_epochs=1, callbacks=[best], default_root_dir=tmp_path, **QUIET)
-    bridge = bus.attach(trainer)
+    bridge = attach(bus, trainer)
     assert trainer.callbacks.index(bridge) < trainer.callbacks.index(best)
     trainer.fit(module_of(old)(), loader(2), loader(1))
     assert names.count("after_train_iter") == 2
@@ -514,7 +515,7 @@ def test_handlers_that_come_and_go_during_a_training():
                     one.cancel()
             return super().training_step(batch, batch_idx)
 
-    bridge = bus.attach(trainer := trainer_of(max_epochs=1))
+    bridge = attach(bus, trainer := trainer_of(max_epochs=1))
     trainer.fit(Module2(), loader(6))
     whole = [(name, index) for index in (2, 3) for name in ("after_backward", "before_optimizer_step", "after_train_iter")]
     assert seen == whole
@@ -524,7 +525,7 @@ def test_handlers_that_come_and_go_during_a_training():
 @pytest.mark.parametrize(("option", "way_out"), [("checkpoints", "TrainbusCheckpointIO"), ("work_dir", "default_root_dir=")])
 def test_an_option_of_other_bridges_is_an_error_with_lightnings_way(option, way_out):
     with pytest.raises(ConfigurationError, match=rf"{option}=.*lightning.*{way_out}"):
-        Bus().attach(trainer_of(max_epochs=1), **{option: True})
+        attach(Bus(), trainer_of(max_epochs=1), **{option: True})
 
 
 class Line(pl.LightningModule):
@@ -548,13 +549,13 @@ def test_a_learning_rate_sweep_puts_the_weights_back_and_refuses_a_schedule_of_l
     before = {name: value.clone() for name, value in module.state_dict().items()}
     bus.add(sweep)
     trainer = trainer_of(max_epochs=9)
-    bus.attach(trainer)
+    attach(bus, trainer)
     trainer.fit(module, data)
     assert 20 < len(sweep.curve) < 100
     assert trainer.global_step == len(sweep.curve) + 1
     assert sweep.suggestion > 1e-4
     assert_same(dict(module.state_dict()), before)
     bus, trainer = Bus(LRSweepHook()), trainer_of()
-    bus.attach(trainer)
+    attach(bus, trainer)
     with pytest.raises(ConfigurationError, match="schedule"):
         trainer.fit(Line(scheduled=True), data)

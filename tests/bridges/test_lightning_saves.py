@@ -17,6 +17,7 @@ import structlog
 import torch
 from torch import nn
 
+from trainbus import attach
 from trainbus.bridges import TrainbusCheckpointIO
 from trainbus.bridges.lightning import saver as lightning_saver
 from trainbus.eventloop import Bus, CheckpointError
@@ -107,7 +108,7 @@ def test_the_versions_of_modules_are_in_a_checkpoint_with_a_bus(tmp_path):
     trainer = trainer_of(tmp_path, callbacks.ModelCheckpoint(tmp_path, filename="one"))
     module = Module()
     module.net = nn.Sequential(Versioned(4, 1), nn.Flatten(0))
-    with Bus().attach(trainer):
+    with attach(Bus(), trainer):
         trainer.fit(module, loader())
     saved = torch.load(tmp_path / "one.ckpt", weights_only=False)["state_dict"]
     assert saved._metadata == module.state_dict()._metadata
@@ -250,7 +251,7 @@ def test_beside_a_bus_a_failed_save_is_told(tmp_path, disk, on_error):
     bus, told = Bus(), []
     bus.on("checkpoint_failed", lambda event: told.append(Path(event.path).name))
     bus.add(CheckpointHook(interval=3, by_epoch=False, save_last=False, on_error=on_error))
-    bus.attach(trainer := trainer_of(tmp_path, max_epochs=1))
+    attach(bus, trainer := trainer_of(tmp_path, max_epochs=1))
     with nullcontext() if on_error == "log" else pytest.raises(CheckpointError, match="the disk is full"):
         trainer.fit(Module(), loader())
     assert told == ["iter_3.ckpt"]

@@ -7,6 +7,7 @@ from contextlib import suppress
 import pytest
 import torch
 
+import trainbus
 from trainbus.bridges import TrainbusCheckpointIO
 from trainbus.eventloop import Bus, ConfigurationError, Run
 from trainbus.eventloop.privates import check_names
@@ -22,7 +23,7 @@ def attach(host, folder):
     """Return the trainer of a host, and a function that attaches a bus to it."""
     pytest.importorskip("lightning.pytorch" if host == "lightning" else host)
     trainer = importlib.import_module(f"tests.bridges.conformance.{host}").Job(folder, every=4).trainer
-    return trainer, lambda: Bus().attach(trainer, **{"checkpoints": True} if host == "accelerate" else {})
+    return trainer, lambda: trainbus.attach(Bus(), trainer, **{"checkpoints": True} if host == "accelerate" else {})
 
 
 def take_away(monkeypatch, path, **roots):

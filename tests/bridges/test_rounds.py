@@ -79,7 +79,7 @@ def test_a_request_is_refused_when_a_rank_has_no_bus(everyone, which):
         assert done == jobs.BATCHES * jobs.EPOCHS
         assert without in told[0]["ranks"]
         assert 0 not in told[0]["ranks"] or not without
-        assert "bus.attach(trainer) on all ranks" in told[0]["event"]
+        assert "attach(bus, trainer) on all ranks" in told[0]["event"]
 
 
 def test_a_request_in_a_training_that_has_ended_elsewhere_ends(everyone):

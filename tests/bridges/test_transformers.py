@@ -12,6 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback  # noqa: E402
 
+from trainbus import attach  # noqa: E402
 from trainbus.eventloop import Bus, ConfigurationError  # noqa: E402
 from trainbus.hooks import ParamSchedulerHook, PreemptionHook  # noqa: E402
 
@@ -254,7 +255,7 @@ def test_a_hook_that_steps_what_the_trainer_steps_is_refused(tmp_path):
     trainer.create_optimizer()
     scheduler = torch.optim.lr_scheduler.ConstantLR(trainer.optimizer)
     bus.add(ParamSchedulerHook(scheduler, by="iter"))
-    bus.attach(trainer)
+    attach(bus, trainer)
     with pytest.raises(ConfigurationError, match="schedule"):
         trainer.train()
 
@@ -272,7 +273,7 @@ def test_two_handlers_of_one_signal_are_refused(tmp_path):
 def test_after_a_timed_training_callbacks_and_a_method_that_was_replaced_before_are_as_they_were(tmp_path):
     trainer = make(tmp_path, num_train_epochs=1)
     trainer.compute_loss = own = trainer.compute_loss
-    with Bus(timing=True).attach(trainer):
+    with attach(Bus(timing=True), trainer):
         trainer.train()
         assert not [name for one in trainer.callback_handler.callbacks for name in vars(one) if name.startswith("on_")]
     assert trainer.compute_loss is own

@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 from safetensors.torch import load_file  # noqa: E402
 from transformers import GPT2LMHeadModel  # noqa: E402
 
+from trainbus import attach  # noqa: E402
 from trainbus.eventloop import Bus, CheckpointDamagedError, CheckpointError, ConfigurationError  # noqa: E402
 from trainbus.hooks import CheckpointHook, EMAHook, RuntimeInfoHook  # noqa: E402
 from trainbus.observe import RunRecordHook  # noqa: E402
@@ -32,7 +33,7 @@ BEST = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_
 def saving(folder, bus=None, **options):
     """A trainer whose checkpoints are written beside the training."""
     trainer = make(folder, **options)
-    (Bus() if bus is None else bus).attach(trainer, checkpoints=True)
+    attach(Bus() if bus is None else bus, trainer, checkpoints=True)
     return trainer
 
 
@@ -169,7 +170,7 @@ def test_evaluations_beyond_a_resume_are_abandoned_and_no_others(tmp_path):
     assert [one.iter for one in now.story.of(Validation)] == [4, 8, 8]
 
 
-# Checkpoints beside the training: ``attach(trainer, checkpoints=True)``.
+# Checkpoints beside the training: ``attach(bus, trainer, checkpoints=True)``.
 
 
 @pytest.mark.parametrize("model", [Plain, gpt2])
@@ -212,7 +213,7 @@ def test_the_best_folder_is_that_of_the_trainer_alone_and_named_when_it_is_durab
         best = {"metric_for_best_model": "score", "greater_is_better": False, "save_total_limit": limit}
         trainer = make(folder, options={"compute_metrics": lambda _: {"score": next(scores)}}, **BEST, **best)
         if bus is not None:
-            bus.attach(trainer, checkpoints=True)
+            attach(bus, trainer, checkpoints=True)
             bus.on("after_train_iter", lambda event: seen.append(durable(trainer.state.best_model_checkpoint)))
         trainer.train()
         assert all(seen)
@@ -335,5 +336,5 @@ def test_what_cannot_be_written_beside_the_training_is_refused(tmp_path, change,
     trainer = make(tmp_path)
     change(trainer)
     with pytest.raises(ConfigurationError, match=message):
-        Bus().attach(trainer, checkpoints=True)
-    Bus().attach(trainer).detach()
+        attach(Bus(), trainer, checkpoints=True)
+    attach(Bus(), trainer).detach()

@@ -11,6 +11,7 @@ import trl  # noqa: E402
 from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast  # noqa: E402
 
+from trainbus import attach  # noqa: E402
 from trainbus.eventloop import Bus  # noqa: E402
 from trainbus.hooks import EMAHook  # noqa: E402
 
@@ -59,7 +60,7 @@ def test_a_trainer_of_trl_publishes_saves_beside_the_training_and_keeps_its_weig
     bus.on("after_train_iter", lambda event: losses.append(float(event.outputs["loss"])))
     told = noted(bus, "checkpoint_committed", "path")
     trainer = make(tmp_path / "bus")
-    bus.attach(trainer, checkpoints=True)
+    attach(bus, trainer, checkpoints=True)
     trainer.train()
     assert_same(weights_of(trainer.model), weights_of(alone.model))
     assert len(losses) == names.count("after_forward") == names.count("after_optimizer_step") == 4

@@ -28,7 +28,7 @@ def test_a_callback_of_lightning_is_refused_with_the_reason_and_ours_for_it(name
     message = said(Bus().add, kind(**options), error=SubscribeError)
     assert message.startswith(f"{name} is a lightning.pytorch.Callback")
     assert ours in message
-    assert message.endswith("bus.attach(trainer)")
+    assert message.endswith("attach(bus, trainer)")
 
 
 def test_a_callback_of_the_older_package_is_refused_too_and_of_others_the_guests_are_named():

@@ -27,6 +27,7 @@ from transformers import (  # noqa: E402
 from transformers.integrations import TensorBoardCallback  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
 
+from trainbus import attach  # noqa: E402
 from trainbus.compat import TransformersHook  # noqa: E402
 from trainbus.config import add_hooks  # noqa: E402
 from trainbus.eventloop import Bus, ConfigurationError, Run, SubscribeError, TrainingError, TrainLoop  # noqa: E402
@@ -565,7 +566,7 @@ def test_callbacks_work_on_a_bus_in_another_trainer(tmp_path):
     job = Job(tmp_path, theirs)
     bus = Bus(TransformersHook(ours, args=job.args))
     trainer = job.trainer()
-    bus.attach(trainer)
+    attach(bus, trainer)
     trainer.train()
     own = [one for one in moments(theirs, *MOMENTS) if one[0] != "on_init_end"]
     assert [one for one in moments(ours, *MOMENTS) if one[0] != "on_init_end"] == own

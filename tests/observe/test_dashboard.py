@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from trainbus import attach
 from trainbus.eventloop import Bus, ConfigurationError, Run
 from trainbus.eventloop.checkpoint import load
 from trainbus.eventloop.events import AfterRun, AfterTrainIter, BeforeRun, Progress
@@ -270,7 +271,7 @@ def test_a_trainer_of_another_library_is_shown_and_controlled(server, visitor):
     ignite = pytest.importorskip("ignite.engine")
     model, optimizer, update = parts()
     engine, bus, asked = ignite.Engine(update), Bus(Watcher(server.board)), []
-    bus.attach(engine, model=model, optimizer=optimizer)
+    attach(bus, engine, model=model, optimizer=optimizer)
 
     @bus.on("after_train_iter", once=3)
     def ask(event):

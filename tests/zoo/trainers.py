@@ -67,7 +67,7 @@ def lightning(make: Make, folder: Path, *, bus: bool, die: bool, resume: bool) -
         accelerator="cpu", max_epochs=EPOCHS, default_root_dir=folder, callbacks=[saves], plugins=plugins, **QUIET
     )  # fmt: skip
     if bus:
-        Bus().attach(trainer)
+        attach(Bus(), trainer)
     file = folder / f"step={SAVE}.ckpt" if resume else None
     data = Rest(parts.data, SAVE % BATCHES if resume else 0)  # a list would be several loaders
     trainer.fit(Module(), data, ckpt_path=file, **({"weights_only": False} if resume else {}))
@@ -98,7 +98,7 @@ def transformers(make: Make, folder: Path, *, bus: bool, die: bool, resume: bool
         per_device_train_batch_size=1, num_train_epochs=EPOCHS, save_strategy="steps", save_steps=SAVE, max_grad_norm=0,
     )  # fmt: skip
     if bus:
-        Bus().attach(trainer, checkpoints=True)
+        attach(Bus(), trainer, checkpoints=True)
     trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{SAVE}") if resume else None)
     return parts
 
@@ -133,7 +133,7 @@ def accelerate(make: Make, folder: Path, *, bus: bool, die: bool, resume: bool) 
             learn(iteration, parts.data[iteration % BATCHES])
         return parts
     with (
-        attach(accelerator, checkpoints=True),
+        attach(Bus(), accelerator, checkpoints=True),
         Run(Bus(), model=model, optimizer=optimizer, accelerator=accelerator, work_dir=folder) as run,
     ):
         if resume:
@@ -170,7 +170,7 @@ def ignite(make: Make, folder: Path, *, bus: bool, die: bool, resume: bool) -> P
         when = Events.ITERATION_COMPLETED if parts.by == "iter" else Events.EPOCH_COMPLETED
         trainer.add_event_handler(when, lambda: parts.schedule.step())
     if bus:
-        to_save["bus"] = Bus().attach(trainer, model=parts.model, optimizer=parts.optimizer, work_dir=folder)
+        to_save["bus"] = attach(Bus(), trainer, model=parts.model, optimizer=parts.optimizer, work_dir=folder)
     if not resume:
         saver = TrainbusSaver(folder / "own", trainer) if bus else DiskSaver(folder / "own")
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=SAVE), Checkpoint(to_save, saver))

@@ -1,4 +1,4 @@
-"""The same bus in another library's trainer: ``bus.attach(trainer)`` returns a :class:`Bridge`.
+"""The same bus in another library's trainer: ``attach(bus, trainer)`` returns a :class:`Bridge`.
 
 A bridge gives a run a :class:`TrainerHost`, and publishes its mount points when the trainer passes them. Each library has a
 folder here, whose modules are imported when such a trainer is attached.

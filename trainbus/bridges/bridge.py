@@ -20,11 +20,11 @@ log = get_logger()
 
 
 class Bridge(ABC):
-    """A bus in another library's trainer, from ``bus.attach(trainer)`` to :meth:`detach`.
+    """A bus in another library's trainer, from ``attach(bus, trainer)`` to :meth:`detach`.
 
     A subclass installs itself in :meth:`install`, makes a run with a :class:`TrainerHost` when the trainer begins, and drives
     it. It changes the trainer with :meth:`replace` and :meth:`on_detach` only, so that :meth:`detach` undoes everything.
-    Keyword-only arguments of its constructor are options of :meth:`trainbus.eventloop.Bus.attach`. First of all it refuses
+    Keyword-only arguments of its constructor are options of :func:`attach`. First of all it refuses
     a library that lacks a name of its ``privates.py``.
     """
 
@@ -46,7 +46,7 @@ class Bridge(ABC):
 
     @classmethod
     def attach(cls, bus: Bus, trainer: Any, **options: Any) -> Self:
-        """Return the bridge between a bus and a trainer; :meth:`trainbus.eventloop.Bus.attach` calls this.
+        """Return the bridge between a bus and a trainer; :func:`attach` calls this.
 
         Raises:
             SubscribeError: a bus is attached to this trainer already.
@@ -80,7 +80,7 @@ class Bridge(ABC):
         for name in options:
             if name not in known:
                 way_out = cls.instead.get(name) or f"the options are: {', '.join(known) or 'none'}"
-                raise ConfigurationError(f"bus.attach({name}=...) is not an option for {cls.host}; {way_out}")
+                raise ConfigurationError(f"attach(bus, trainer, {name}=...) is not an option for {cls.host}; {way_out}")
 
     @abstractmethod
     def install(self) -> None:
@@ -133,12 +133,30 @@ class Bridge(ABC):
         self.on_detach(replaced(owner, name, value))
 
 
-def attach(trainer: object, **options: Any) -> Bridge:
-    """Attach a new bus to another library's trainer, for an option that needs no hooks.
+def attach(bus: Bus, trainer: object, **options: Any) -> Bridge:
+    """Publish the mount points of another library's trainer on a bus, while it trains, validates or tests.
 
-        trainbus.attach(trainer, checkpoints=True)      # checkpoints are written beside the training
+        bus = Bus(EMAHook(), LoggerHook())
+        attach(bus, trainer)                        # before trainer.fit(), train() or run()
+        attach(Bus(), trainer, checkpoints=True)    # no hooks: checkpoints are written beside the training
 
-    ``bridge.bus`` is the bus. For your own bus, arguments and errors, see :meth:`trainbus.eventloop.Bus.attach`.
+    The bus publishes, and its hooks may stop the training and request checkpoints. The trainer does everything else: it
+    steps the optimizers, and it saves and resumes, with the state of the bus in its own checkpoints.
+
+    Args:
+        bus: the bus with the hooks.
+        trainer: a trainer of a library with a bridge, see :mod:`trainbus.bridges`, or a trainer derived from it.
+        **options: options of the bridge.
+
+    Returns:
+        The bridge. ``bridge.detach()``, or the end of a block ``with attach(bus, trainer):``, restores the trainer.
+        ``bridge.missing`` has the mount points that the trainer cannot publish. Subscribing to one logs a warning.
+
+    Raises:
+        SubscribeError: another kind of object, or a trainer with a bus.
+        ConfigurationError: an unknown or invalid option.
     """
-    bridge: Bridge = bridge_for(trainer).attach(Bus(), trainer, **options)
+    if not isinstance(bus, Bus):
+        raise SubscribeError(f"attach() takes a bus and a trainer, attach(Bus(), trainer), and was given {bus!r} as the bus")
+    bridge: Bridge = bridge_for(trainer).attach(bus, trainer, **options)
     return bridge

@@ -26,8 +26,8 @@ def trained_by(step: Callable[..., Any], models: Any, optimizers: Any) -> tuple[
     lacking = [kind for kind, found in (("optimizer", optimizers), ("model", models)) if found == {}]
     if lacking:
         raise ConfigurationError(
-            f"bus.attach() found no {lacking[0]} in the training step "
-            f"{getattr(step, '__qualname__', step)}; give bus.attach(trainer, model=..., optimizer=...)"
+            f"attach() found no {lacking[0]} in the training step "
+            f"{getattr(step, '__qualname__', step)}; give attach(bus, trainer, model=..., optimizer=...)"
         )
     stateful = {**_distinct(used, torch.optim.lr_scheduler.LRScheduler), **_distinct(used, torch.amp.GradScaler)}
     return models, optimizers, stateful

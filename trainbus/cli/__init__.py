@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 from torch.distributed import is_torchelastic_launched
 
-from trainbus.cli import catalogue, configuration, dashboard, doctor, init, report, run, runs, trace
+from trainbus.cli import catalogue, configuration, dashboard, doctor, init, migrate, report, run, runs, trace
 from trainbus.cli.checkpoint import exchange, listing, show
 from trainbus.config.read import shortened
 from trainbus.eventloop.errors import CheckpointDamagedError, TrainbusError
@@ -48,6 +48,7 @@ traces = App(name="trace", help="Merge traces of TraceHook and of torch's profil
 traces.command(trace.merge_files, name="merge")
 app.command(traces)
 app.command(doctor.doctor)
+app.command(migrate.migrate)
 configurations = App(name="config", help="Say what a configuration may contain.")
 configurations.command(configuration.schema)
 app.command(configurations)

@@ -25,7 +25,7 @@ _LIGHTNING: Final = tuple(
         name=f"{package}.Callback",
         refusal=(
             "callbacks of Lightning use about 45 attributes of its Trainer, private ones too, which a run does not have; "
-            f"add {ours} instead, or give the callback to a Lightning Trainer, and attach the bus to it: bus.attach(trainer)"
+            f"add {ours} instead, or give the callback to a Lightning Trainer, and attach the bus to it: attach(bus, trainer)"
         ),
     )
     for package in ("lightning.pytorch", "pytorch_lightning")

@@ -267,7 +267,7 @@ class Rounds(Coordinator):
             self._refuse()
             log.error(
                 "run.stop(), checkpoints.save(), pause(), cancel() or set_lr() is ignored, because it would hang the training: "
-                "these ranks train without a bus. Call bus.attach(trainer) on all ranks",
+                "these ranks train without a bus. Call attach(bus, trainer) on all ranks",
                 ranks=missing,
             )
 

@@ -12,7 +12,7 @@ from accelerate.utils import ProjectConfiguration
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 
-from trainbus import attach
+from trainbus import Bus, attach
 from trainbus.eventloop import Run
 
 from . import body, job
@@ -42,7 +42,7 @@ class Job(body.Job):
         return loss
 
     def attach_saver(self):
-        attach(self.trainer, checkpoints=True)
+        attach(Bus(), self.trainer, checkpoints=True)
 
     def fit(self, resume=None):
         self.step = 0

@@ -14,7 +14,7 @@ from ignite.handlers import Checkpoint, DiskSaver
 from ignite.metrics import Loss
 from torch import nn
 
-from trainbus import TrainbusSaver
+from trainbus import TrainbusSaver, attach
 from trainbus.bridges.ignite.host import IgniteBridge
 
 from . import job
@@ -40,7 +40,7 @@ class Job(job.Job):
             self.trainer.add_event_handler(Events.EPOCH_COMPLETED, self.evaluate)
 
     def attach(self, bus):
-        self.bridge = bus.attach(self.trainer, evaluator=self.evaluator if self.validate else None, work_dir=self.folder)
+        self.bridge = attach(bus, self.trainer, evaluator=self.evaluator if self.validate else None, work_dir=self.folder)
         self.to_save = self.bridge.to_save
         return self.bridge
 

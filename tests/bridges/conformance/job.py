@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from trainbus import attach
 from trainbus.eventloop import Bus
 
 SIZE = 2
@@ -82,7 +83,7 @@ class Job:
     """A metric of its validations."""
     missing: ClassVar[Mapping[str, str]] = {}
     attaches: ClassVar[bool] = True
-    """By ``bus.attach(trainer)``; else the bus is an argument of ``Run`` or ``TrainLoop``."""
+    """By ``attach(bus, trainer)``; else the bus is an argument of ``Run`` or ``TrainLoop``."""
     validates: ClassVar[bool] = True
     knows_validations: ClassVar[bool] = True
     """Whether it knows at the beginning that no validation will come."""
@@ -130,7 +131,7 @@ class Job:
 
     def attach(self, bus: Bus) -> Any:
         """Attach a bus, and return the bridge."""
-        self.bridge = bus.attach(self.trainer)
+        self.bridge = attach(bus, self.trainer)
         return self.bridge
 
     def attach_saver(self) -> None:

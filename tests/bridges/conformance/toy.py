@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
+from trainbus import attach
 from trainbus.eventloop import Bus
 
 from . import job
@@ -38,7 +39,7 @@ class Job(job.Job):
         self.trainer = TRAINER.Trainer(self.net, self.optimizer, job.Net.loss, epochs=self.epochs)
 
     def attach(self, bus: Bus):
-        self.bridge = bus.attach(self.trainer, work_dir=self.folder)
+        self.bridge = attach(bus, self.trainer, work_dir=self.folder)
         return self.bridge
 
     def fit(self, resume=None):

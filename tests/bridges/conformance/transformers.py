@@ -15,7 +15,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from trainbus import attach
+from trainbus import Bus, attach
 from trainbus.bridges.transformers.host import TransformersBridge
 
 from . import job
@@ -71,7 +71,7 @@ def make(folder, bus=None, *, model=Plain, data=None, kind=Trainer, options=None
     )
     trainer.remove_callback(transformers.PrinterCallback)
     if bus is not None:
-        bus.attach(trainer)
+        attach(bus, trainer)
     return trainer
 
 
@@ -94,11 +94,11 @@ class Job(job.Job):
         self.trainer = make(self.folder, model=lambda: self.model, data=data, options={"eval_dataset": val}, **options)
 
     def attach(self, bus):
-        self.bridge = bus.attach(self.trainer, checkpoints=self.beside)
+        self.bridge = attach(bus, self.trainer, checkpoints=self.beside)
         return self.bridge
 
     def attach_saver(self):
-        attach(self.trainer, checkpoints=True)
+        attach(Bus(), self.trainer, checkpoints=True)
 
     def fit(self, resume=None):
         self.trainer.train(resume_from_checkpoint=None if resume is None else str(resume))

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainbus import Bus, CheckpointHook, Hook, RayTrainHook, Run
+from trainbus import Bus, CheckpointHook, Hook, RayTrainHook, Run, attach
 from trainbus.eventloop import events
 
 ROOT = Path(__file__).parents[3]
@@ -168,7 +168,7 @@ def train_with_lightning(config: dict[str, Any]) -> None:
     )
     trainer = prepare_trainer(trainer)
     bus = Bus(CheckpointHook(1), RayTrainHook(), Witness(config))
-    bus.attach(trainer)
+    attach(bus, trainer)
     trainer.fit(Tiny(), loader, loader, ckpt_path=newest_known())
 
 
@@ -204,5 +204,5 @@ def train_with_transformers(config: dict[str, Any]) -> None:
 
     trainer = prepare_trainer(make_transformers_trainer(folder_of_run(), config["epochs"], save_strategy="epoch"))
     bus = Bus(RayTrainHook(), Witness(config))
-    bus.attach(trainer)
+    attach(bus, trainer)
     trainer.train(resume_from_checkpoint=newest_known())

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainbus import attach
 from trainbus.bridges.ray import privates
 from trainbus.eventloop import ConfigurationError
 from trainbus.eventloop.checkpoint import load, verify
@@ -276,7 +277,7 @@ def test_ray_tune_searches_with_copies_of_a_trainer_that_has_a_bus(cluster: Any,
             self.trainings += 1
 
     counter, trainer = Counter(), jobs.make_transformers_trainer(tmp_path / "out", 1, save_strategy="no")
-    Bus(counter).attach(trainer)
+    attach(Bus(counter), trainer)
     best = trainer.hyperparameter_search(
         direction="minimize",
         backend="ray",

@@ -1,4 +1,4 @@
-"""``attach(accelerator, checkpoints=True)``: the folders of ``accelerator.save_state()``, written beside the training."""
+"""``attach(bus, accelerator, checkpoints=True)``: the folders of ``accelerator.save_state()``, written beside the training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _REFUSED: Final = {
 class AcceleratorSaves(Bridge):
     """Make ``save_state()`` copy, and write on a thread; ``load_state()`` reads the folder, also without trainbus.
 
-        trainbus.attach(accelerator, checkpoints=True)
+        attach(Bus(), accelerator, checkpoints=True)
 
     - A folder gets its name when it is complete and durable, and replaces a folder of that name.
     - With ``automatic_checkpoint_naming``, folders beyond ``total_limit`` are removed when their successor is durable.

@@ -35,7 +35,7 @@ class IgniteBridge(Bridge):
     """A bus in an ``ignite.engine.Engine``.
 
         trainer, evaluator = create_supervised_trainer(model, optimizer, loss), create_supervised_evaluator(model, metrics)
-        bridge = bus.attach(trainer, evaluator=evaluator, work_dir="runs/digits")
+        bridge = attach(bus, trainer, evaluator=evaluator, work_dir="runs/digits")
 
     The model and the optimizer are found in the training step. The bridge has ``state_dict()`` and ``load_state_dict()``: add
     it to the ``to_save`` of Ignite's ``Checkpoint``, and to ``load_objects`` before ``trainer.run()``. Checkpoints that hooks

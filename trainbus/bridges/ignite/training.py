@@ -88,7 +88,7 @@ class TrainerRuns:
         """Make a run, and publish ``before_run``."""
         host = TrainerHost(".pt", resume_way='Checkpoint.load_objects(bridge.to_save, "{}")')
         run = HostedRun(self._bridge.bus, model=self._models, optimizer=optimizers, work_dir=self._work_dir, host=host)
-        run.work_dir_advice = "give bus.attach() work_dir="
+        run.work_dir_advice = "give attach() work_dir="
         if optimizers is None:
             host.continue_from(None if self.last is None else self.last.run)
         state, self.host, self._bridge.run = self._trainer.state, host, run

@@ -1,4 +1,4 @@
-"""The bus in a ``transformers.Trainer``: ``bus.attach(trainer)`` before ``trainer.train()``.
+"""The bus in a ``transformers.Trainer``: ``attach(bus, trainer)`` before ``trainer.train()``.
 
 Callbacks see neither batches, losses, exceptions nor the beginning of an evaluation, and the trainer's calls of one callback
 take 10 µs per step. The bridge therefore wraps methods of this one trainer and of its callback handler.

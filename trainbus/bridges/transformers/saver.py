@@ -1,4 +1,4 @@
-"""``attach(trainer, checkpoints=True)``: the checkpoints of a ``transformers.Trainer``, written beside its training."""
+"""``attach(bus, trainer, checkpoints=True)``: the checkpoints of a ``transformers.Trainer``, written beside its training."""
 
 from __future__ import annotations
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from trainbus import attach
 from trainbus.eventloop import Bus, Run, TrainLoop
 from trainbus.hooks import CheckpointHook, EMAHook, ExponentialMovingAverage, ParamSchedulerHook
 
@@ -96,7 +97,7 @@ def lightning(work_dir: Path, *, save: bool = False, resume: Path | None = None)
     bus.add(average)
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
     trainer = pl.Trainer(max_epochs=2, callbacks=[Saver()], accelerator="cpu", **quiet)
-    bus.attach(trainer)
+    attach(bus, trainer)
     module = Module()
     trainer.fit(module, data(shuffle=False), ckpt_path=resume)
     averages = {f"average.{name}": value for name, value in average.average.tensors.items()}
