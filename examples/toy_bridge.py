@@ -80,7 +80,7 @@ class ToyBridge(Bridge):
         self._host.drive.begin_epoch()
 
     def on_batch_start(self, batch):
-        self._host.drive.begin_iteration(batch, last=self.trainer.batch_index + 1 == self.run.epoch_length)
+        self._host.drive.begin_iteration(batch, last=self.trainer.batch_index + 1 == self.run.data.epoch_length)
 
     def on_batch_end(self, loss):
         self._host.drive.end_iteration({"loss": loss})

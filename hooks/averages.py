@@ -232,20 +232,20 @@ class ModelUpdates:
         """The steps of each optimizer in an iteration that were averaged before its end."""
         self._iteration = 0
         """That iteration."""
-        run.between_steps(self._before_step)
+        run.steps.between(self._before_step)
 
     def end(self, progress: Progress) -> bool:
         """Return True if the iteration that ends has an update that was not averaged yet, or the run has no optimizer."""
         if not self._averaged:  # the usual case
-            return not self._optimizers or any(map(self._run.stepped, self._optimizers))
+            return not self._optimizers or any(map(self._run.steps.of, self._optimizers))
         return any(self._is_new(one, progress) for one in self._optimizers)
 
     def _before_step(self, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
         if optimizer in self._optimizers and self._is_new(optimizer, progress):
-            self._averaged, self._iteration = {id(one): self._run.steps(one) for one in self._optimizers}, progress.iter
+            self._averaged, self._iteration = {id(one): self._run.steps.of(one) for one in self._optimizers}, progress.iter
             self._average(progress)
 
     def _is_new(self, optimizer: torch.optim.Optimizer, progress: Progress) -> bool:
         """Return True if the optimizer has stepped since the last average."""
         averaged = self._averaged if self._iteration == progress.iter else {}
-        return self._run.steps(optimizer) > averaged.get(id(optimizer), 0)
+        return self._run.steps.of(optimizer) > averaged.get(id(optimizer), 0)

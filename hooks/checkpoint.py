@@ -291,12 +291,12 @@ class CheckpointHook(CopiedAnew, Hook):
                 if self._publish is not None and not run.rank:
                     with self._errors("cannot publish checkpoints", str(self._kept.directory)):
                         keys_to_publish(self._publish, there, f"a checkpoint of {self.label}")
-            last = (event.progress.max_epochs or 1) if self.by_epoch else run.total_iters
+            last = (event.progress.max_epochs or 1) if self.by_epoch else run.data.total_iters
             if self.interval > 0 and last is not None and self.save_begin > last:
                 end = f"{'epoch' if self.by_epoch else 'iteration'} {last}, before its first regular save"
                 log.warning(f"{self.label}(save_begin={self.save_begin}): this training ends with {end}")
         if not self.by_epoch:
-            self._last = self._last or run.total_iters
+            self._last = self._last or run.data.total_iters
             if self._due(done := event.progress.iter + 1, self._last):
                 self._request(run, self._template.format(done))
 

@@ -23,7 +23,7 @@ class DistSamplerSeedHook(Hook):
     """
 
     def before_train_epoch(self, event: BeforeTrainEpoch) -> None:
-        set_sampler_epoch(event.run.train_data, event.progress.epoch)
+        set_sampler_epoch(event.run.data.train, event.progress.epoch)
 
 
 @register

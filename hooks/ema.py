@@ -126,7 +126,7 @@ class EMAHook(CopiedAnew, Hook):
         check_averages_alone(self.label, event.run)
         for option, begin, last in (
             ("begin_epoch", self.begin_epoch, event.progress.max_epochs or 1),
-            ("begin_iter", self.begin_iter, event.run.total_iters),
+            ("begin_iter", self.begin_iter, event.run.data.total_iters),
         ):
             if last is not None and begin > last:
                 hint = "; iteration-based training is one epoch: give begin_iter=" if event.progress.max_epochs is None else ""
@@ -235,11 +235,12 @@ class EMAHook(CopiedAnew, Hook):
         options.apply_defaults()
         given = options.arguments
         bounded = issubclass(self._type, ExponentialMovingAverage) and {"momentum", "interval"} <= given.keys()
-        if run.total_iters is None or not bounded:
+        if run.data.total_iters is None or not bounded:
             return
         momentum, interval = given["momentum"], given["interval"]
-        before = max(self.begin_iter - 1, (self.begin_epoch - 1) * (run.epoch_length or 0), 0)
-        updates, horizon = math.ceil((run.total_iters - before) / (run.accumulation or 1)), round(interval / momentum)
+        before = max(self.begin_iter - 1, (self.begin_epoch - 1) * (run.data.epoch_length or 0), 0)
+        updates = math.ceil((run.data.total_iters - before) / (run.steps.accumulation or 1))
+        horizon = round(interval / momentum)
         if horizon > updates:
             advice = f"set momentum={min(10 * interval / updates, 0.5):.2g} to average its last tenth"
             long = f"momentum={momentum} averages {horizon} updates, more than the {updates} of this training"

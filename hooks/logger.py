@@ -201,7 +201,7 @@ class LoggerHook(CopiedAnew, Hook):
     def before_train_epoch(self, event: events.BeforeTrainEpoch) -> None:
         state, self._restored = self._restored, None
         self._begun += state is not None
-        self._record(event.run, "begin_epoch", begun=self._begun, epoch_length=event.run.epoch_length, state=state)
+        self._record(event.run, "begin_epoch", begun=self._begun, epoch_length=event.run.data.epoch_length, state=state)
 
     def before_save_checkpoint(self, event: events.BeforeSaveCheckpoint) -> None:
         own = next((one for one in event.run.bus.subscriptions if one.hook is self and one.lane is not None), None)

@@ -156,7 +156,7 @@ class LRSweepHook(Hook):
 
     def _check(self, run: RunView) -> None:
         schedules = [one for one in run.bus.hooks if isinstance(one, ParamSchedulerHook) and one.schedulers]
-        if schedules or run.foreign_schedulers:
+        if schedules or run.foreign.schedulers:
             whose = schedules[0].label if schedules else "the trainer"
             raise ConfigurationError(f"{self.label} sets the learning rate, and so does the schedule of {whose}: leave it out")
         if run.world_size > 1:

@@ -49,7 +49,7 @@ def check_epochs(event: BeforeTrainEpoch, subject: str, instead: str) -> None:
         subject: the hook and its option, for the message.
         instead: what to write instead.
     """
-    if event.run.one_epoch:
+    if event.run.data.one_epoch:
         raise ConfigurationError(
             f"{subject} counts epochs, and this training has one: it counts iterations (max_iters={event.progress.max_iters}). "
             f"{instead}"
@@ -58,6 +58,6 @@ def check_epochs(event: BeforeTrainEpoch, subject: str, instead: str) -> None:
 
 def check_averages_alone(label: str, run: RunView) -> None:
     """Raise ConfigurationError if the trainer around a run averages the weights, too: a validation has one average."""
-    if run.foreign_averages:
-        others = ", ".join(run.foreign_averages)
+    if run.foreign.averages:
+        others = ", ".join(run.foreign.averages)
         raise ConfigurationError(f"{label} averages the weights, and so does the trainer's {others}: remove one of them")

@@ -103,9 +103,9 @@ class ProgressBar(CopiedAnew, Hook):
     ) -> None:
         if self._shown:
             run, max_iters = event.run, event.progress.max_iters
-            total = run.epoch_length if max_iters is None else max_iters
-            total = total if event.progress.stage == "train" else run.evaluation_length
-            run.publish(BarMoved, done=done, total=total, total_iters=run.total_iters, outputs=outputs, metrics=metrics)
+            total = run.data.epoch_length if max_iters is None else max_iters
+            total = total if event.progress.stage == "train" else run.data.evaluation_length
+            run.publish(BarMoved, done=done, total=total, total_iters=run.data.total_iters, outputs=outputs, metrics=metrics)
 
     def _stop(self) -> None:
         self._shown = False

@@ -147,7 +147,7 @@ def check_validated(event: BeforeTrain, subject: str) -> None:
 def warn_unvalidated(event: AfterTrain | AfterRun, subject: str) -> None:
     """Warn if a complete training had no validation. In the user's own loop this is known only at the end."""
     done = event.progress
-    if event.run.train_data is None:  # nothing was left to train
+    if event.run.data.train is None:  # nothing was left to train
         return
     if event.run.validates is None and not done.validation and (done.epoch == done.max_epochs or done.iter == done.max_iters):
         log.warning(f"{subject} needs a metric of validations, but this training had none; call run.validate(...) in your loop")

@@ -110,7 +110,7 @@ class ParamSchedulerHook(Hook):
         run = event.run
         if self.by == "metric":
             check_validated(event, f'{self.label}(by="metric")')
-        for one in map(_optimizer_in, run.foreign_schedulers if self.schedulers else ()):
+        for one in map(_optimizer_in, run.foreign.schedulers if self.schedulers else ()):
             if one is None or any(one is other for other in map(_optimizer_in, self.schedulers.values())):
                 advice = "whose schedule the trainer steps already: remove one of the two"
                 raise ConfigurationError(f"{self.label} would step a schedule of an optimizer {advice}")
@@ -130,7 +130,7 @@ class ParamSchedulerHook(Hook):
         run = event.run
         for name, scheduler in self.schedulers.items():
             optimizer = self._optimizers.get(name)  # if it is unknown, any optimizer's step counts
-            if run.updated or not run.optimizers if optimizer is None else run.stepped(optimizer):
+            if run.updated or not run.optimizers if optimizer is None else run.steps.of(optimizer):
                 self._rescale(name, scheduler)
                 scheduler.step()
 

@@ -67,7 +67,7 @@ class IterTimerHook(Hook):
         self._training = _Training(self.warmup_iter)  # a resumed run may be on another machine
 
     def before_train_epoch(self, event: events.BeforeTrainEpoch) -> None:
-        self._total = event.run.total_iters
+        self._total = event.run.data.total_iters
         self._training.gap_ends()
 
     def before_train_iter(self, event: BeforeTrainIter) -> None:
@@ -125,7 +125,7 @@ class IterTimerHook(Hook):
 
     @mount("before_val_epoch", "before_test_epoch")
     def pass_begins(self, event: events.BeforeValEpoch | events.BeforeTestEpoch) -> None:
-        self._length = event.run.evaluation_length
+        self._length = event.run.data.evaluation_length
         self._began = self._last = perf_counter()
         self._data_seconds = 0.0
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -11,7 +11,6 @@ import torch
 
 from trainbus.eventloop.bus import Bus, leader_of
 from trainbus.eventloop.bus.routes import TimestampRoute
-from trainbus.eventloop.checkpoint import unwrapped
 from trainbus.eventloop.checks import check_options
 from trainbus.eventloop.errors import ConfigurationError, RunPreempted, RunStopped, TrainingError
 from trainbus.eventloop.events import Event, Progress, RunEvent
@@ -49,6 +48,7 @@ from trainbus.eventloop.training.metrics import NamedMetrics
 from trainbus.eventloop.training.optimizers import options_given, selected, stepping
 from trainbus.eventloop.training.replicas import Replicas
 from trainbus.eventloop.training.rng import checked_seed
+from trainbus.eventloop.training.run_data import Foreign, RunData, RunSteps
 from trainbus.eventloop.training.saves.requests import Saves
 from trainbus.eventloop.training.session import DEFAULT_NAME
 from trainbus.eventloop.training.state import RunState
@@ -129,22 +129,19 @@ class HostedRun:
         self.shared = Shared()
         self.validates: bool | None = None
         """Whether the training has validations; None before the first one in the user's own loop."""
-        self.foreign_schedulers: Collection[object] = ()
-        """Learning-rate schedulers that another trainer steps; empty in your own loop."""
         self.work_dir_advice = "give the run work_dir="
         """What the user can do if the run has no work dir, for messages."""
         self.kept: KeptValues = KeptValues()
         """What ``run.keep()`` keeps."""
-        self.foreign_averages: Collection[str] = ()
-        """Names of the parts of another trainer that average the weights, too; empty in your own loop."""
-        self.foreign_settings: Mapping[str, Any] = {}
-        """Settings that another trainer or the ``accelerator`` has, for the record: ``precision``, ``schedule``."""
+        self.foreign = Foreign()
         self.feeds = Feeds(self.device)
         self.saves = Saves(self)
         self.checkpoints = self._make_checkpoints()
         self.checkpoints.options |= options_given(self.optimizers, seed)
         self.state.save_by(self.saves.save_if_asked)
         self._driver = Driver(self)
+        self.data = RunData(self, self._driver)
+        self.steps = RunSteps(self)
         self._reported: set[str] = set()  # names of entries that were looked at
         self._in_handlers = False  # while handlers of this run's events are called, but for those in an iteration
         self.host.join(self, self._driver)
@@ -156,12 +153,6 @@ class HostedRun:
     def model(self) -> torch.nn.Module:
         """The model, or the first of several."""
         return next(iter(self.models.values()))
-
-    @property
-    def unwrapped_model(self) -> torch.nn.Module:
-        """The model without the wrappers of DDP, FSDP, ``DataParallel``, ``torch.compile`` and other libraries."""
-        model: torch.nn.Module = unwrapped(self.model)
-        return model
 
     @property
     def coordinator(self) -> Coordinator:
@@ -208,31 +199,10 @@ class HostedRun:
         """True if an optimizer has stepped in the current iteration."""
         return bool(self.state.stepped)
 
-    def stepped(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if this optimizer of the run has stepped in the current iteration."""
-        return id(optimizer) in self.state.stepped
-
-    def steps(self, optimizer: torch.optim.Optimizer) -> int:
-        """Return how often this optimizer of the run has stepped in the current iteration."""
-        return self.state.stepped.get(id(optimizer), 0)
-
-    def between_steps(self, call: Callable[[torch.optim.Optimizer, Progress], object]) -> None:
-        """Call ``call(optimizer, progress)`` before an optimizer steps again in the same iteration, until the run ends.
-
-        With ``after_train_iter`` a hook then sees the weights after each step, of a body that makes several steps, too.
-        """
-        if call not in self.state.between_steps:
-            self.state.between_steps.append(call)
-
-    @property
-    def last_batch(self) -> bool:
-        """True if the current training batch is the last one of its epoch (or of an iteration-based run)."""
-        return self._driver.last_batch
-
     @property
     def update_due(self) -> bool:
         """True if the current batch ends an accumulation window of ``run.train(loader, accumulate=)``, or the epoch."""
-        return (self.state.counters.batches + 1) % self._driver.accumulate == 0 or self.last_batch
+        return (self.state.counters.batches + 1) % self._driver.accumulate == 0 or self._driver.last_batch
 
     def report(self, *unnamed: Any, **entries: Any) -> None:
         """Add named entries to the outputs of the current iteration; tensors stay on their device.
@@ -275,10 +245,6 @@ class HostedRun:
                     f"number, such as a mean, or {name}=Histogram(...) or {name}=Image(...) of trainbus.media",
                     entry=name,
                 )
-
-    def costs(self) -> Any:
-        """Return ``bus.costs()`` (:class:`trainbus.observe.Costs`); None if the bus does not measure."""
-        return self.bus.costs() if self.bus.timing else None
 
     def publish(self, event: type[Event], **payload: Any) -> None:
         """Make and publish an event of this class, if it has a subscriber. Its fields ``run`` and ``progress`` are filled in.
@@ -412,44 +378,6 @@ class HostedRun:
             )
         self.state.plan.ask()
 
-    @property
-    def train_data(self) -> Iterable[Any] | None:
-        """The loader of the training data; None before the first training epoch of your own loop."""
-        return self.host.train_data
-
-    @property
-    def epoch_length(self) -> int | None:
-        """Training batches per epoch; None if unknown."""
-        return self.host.epoch_length
-
-    @property
-    def one_epoch(self) -> bool:
-        """True if the training is one long epoch (``max_iters``, and data that begins again); known once the epoch begins."""
-        feed = self._driver.feed
-        return self.counters.max_iters is not None and feed is not None and feed.endless
-
-    @property
-    def evaluation_length(self) -> int | None:
-        """Batches in the current or last validation or test; None if unknown."""
-        return self.host.evaluation_length
-
-    @property
-    def evaluation_data(self) -> Iterable[Any] | None:
-        """The loader of the current or last validation or test; None before the first, and in another trainer."""
-        feed = self.feeds.evaluated
-        return None if feed is None else feed.loader
-
-    @property
-    def accumulation(self) -> int | None:
-        """Iterations per optimizer step, from the update on the bus or the accelerator; None if your code decides."""
-        return self.host.accumulation
-
-    @property
-    def total_iters(self) -> int | None:
-        """Total iterations of this run; None if unknown."""
-        if self.counters.max_epochs is None or self.epoch_length is None:
-            return self.counters.max_iters
-        return self.counters.max_epochs * self.epoch_length
 
     def move_to(self, work_dir: Path) -> None:
         """Use another work dir. It comes before the first handler."""
@@ -580,7 +508,7 @@ class Run(HostedRun):
         if work_dir is None and self.work_dir is not None:  # that of a hook
             self.host.stay()
         if prepared is not None and (mixed := prepared.precision):
-            self.foreign_settings = {"precision": mixed}
+            self.foreign.settings = {"precision": mixed}
         self._loops = OpenLoops(self._driver, self)
         elsewhere = next(filter(None, (one.default_checkpoint_dir() for one in self.bus.hooks)), None)
         if elsewhere is not None:

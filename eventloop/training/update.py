@@ -176,7 +176,7 @@ class Update(Hook):
         (loss if self._scaler is None else self._scaler.scale(loss)).backward()
         if run.wants(ev.AfterBackward):
             run.publish(ev.AfterBackward)
-        if self._count >= self.accumulate or run.last_batch:
+        if self._count >= self.accumulate or run.data.last_batch:
             if self._count < self.accumulate and (gradients := _gradients(run.optimizers.values())):
                 foreach_mul_(gradients, self.accumulate / self._count)
             self._step(run)

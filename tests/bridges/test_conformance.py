@@ -87,9 +87,9 @@ FORWARD = ["before_forward", "after_forward", "before_backward", "after_backward
 @hosts()
 def test_events_come_in_the_order_of_a_run_all_but_the_missing_ones_with_the_counts_of_the_host(host, tmp_path):
     names = heard(bus := Bus())
-    limits = noted(bus, "before_train_epoch", "progress.max_epochs", "run.total_iters")
-    starts = noted(bus, "before_train_iter", "progress.epoch", "batch_idx", "progress.iter", "run.epoch_length")
-    ends = noted(bus, "after_train_iter", "batch", "run.last_batch")
+    limits = noted(bus, "before_train_epoch", "progress.max_epochs", "run.data.total_iters")
+    starts = noted(bus, "before_train_iter", "progress.epoch", "batch_idx", "progress.iter", "run.data.epoch_length")
+    ends = noted(bus, "after_train_iter", "batch", "run.data.last_batch")
     forward = noted(bus, "after_forward", "outputs")
     host(tmp_path, bus, epochs=2, batches=2, validate=host.validates).fit()
     epoch = ["before_train_epoch", *["before_train_iter", *FORWARD, *STEP, "after_train_iter"] * 2, "after_train_epoch"]
@@ -121,7 +121,7 @@ def test_a_handler_of_a_mount_point_that_never_comes_is_told_when_it_attaches(ho
 @hosts("body", "toy", "ignite")  # an engine of Ignite has windows across epochs
 def test_micro_batches_are_iterations_and_steps_are_updates(host, tmp_path):
     names = heard(bus := Bus())
-    seen = noted(bus, "after_train_iter", "progress.iter", "progress.update", "run.updated", "run.last_batch")
+    seen = noted(bus, "after_train_iter", "progress.iter", "progress.update", "run.updated", "run.data.last_batch")
     host(tmp_path, bus, epochs=1, batches=5, accumulate=2, validate=True).fit()
     updates = [0, 0, 1, 1, 2]  # the last window has one batch
     assert seen == [(index, updates[index], index in (1, 3, 4), index == 4) for index in range(5)]

@@ -144,7 +144,9 @@ def test_hooks_of_validations_are_not_warned_about_without_an_evaluator():
 
 def test_a_validation_is_the_run_of_the_evaluator_with_its_metrics():
     bus, seen = Bus(), []
-    bus.on("after_val_epoch", lambda e: seen.append((e.progress.epoch, e.progress.iter, e.metrics, e.run.evaluation_length)))
+    bus.on(
+        "after_val_epoch", lambda e: seen.append((e.progress.epoch, e.progress.iter, e.metrics, e.run.data.evaluation_length))
+    )
     bus.on("before_val", lambda event: seen.append(event.run.training))
     job = Job(bus)
     metrics = []
@@ -206,7 +208,7 @@ def test_an_epoch_that_the_engine_ends_early_ends_if_ignite_says_so():
 
 @pytest.mark.filterwarnings("ignore:Run completed without loss diverging")
 def test_a_learning_rate_finder_may_make_the_run_longer():
-    seen = noted(bus := Bus(), "before_train_epoch", "progress.max_epochs", "run.total_iters")
+    seen = noted(bus := Bus(), "before_train_epoch", "progress.max_epochs", "run.data.total_iters")
     job, finder = Job(bus), FastaiLRFinder()
     with finder.attach(job.trainer, {"model": job.model, "optimizer": job.optimizer}, num_iter=5, diverge_th=1e9) as trainer:
         trainer.run(loader(4))
@@ -216,7 +218,7 @@ def test_a_learning_rate_finder_may_make_the_run_longer():
 
 
 def test_a_limit_and_data_that_handlers_change_are_those_of_the_next_epoch():
-    seen = noted(bus := Bus(), "before_train_epoch", "progress.max_epochs", "run.train_data")
+    seen = noted(bus := Bus(), "before_train_epoch", "progress.max_epochs", "run.data.train")
     job, first, other = Job(bus), loader(4), loader(4)
 
     @job.trainer.on(Events.EPOCH_COMPLETED(once=1))
@@ -250,7 +252,7 @@ def test_max_iters_is_a_limit_in_iterations_and_a_later_run_has_both_limits():
 
 
 def test_epoch_length_and_iterators_of_unknown_length():
-    lengths = "progress.epoch", "batch_idx", "run.epoch_length"
+    lengths = "progress.epoch", "batch_idx", "run.data.epoch_length"
     seen = noted(bus := Bus(), "before_train_iter", *lengths)
     Job(bus).trainer.run(loader(2), max_epochs=2, epoch_length=3)
     assert seen == [(epoch, index, 3) for epoch in range(2) for index in range(3)]

@@ -104,7 +104,7 @@ def test_manual_optimization_with_several_optimizers():
     bus, steps, seen = Bus(RuntimeInfoHook()), [], []
     for name in STEP:
         bus.on(name, lambda event: steps.append(event.name))
-    bus.on("after_train_iter", lambda e: seen.append((set(e.outputs), e.run.stepped(e.run.optimizers["optimizer1"]))))
+    bus.on("after_train_iter", lambda e: seen.append((set(e.outputs), e.run.steps.of(e.run.optimizers["optimizer1"]))))
     bridge = attach(bus, trainer := trainer_of(max_epochs=1))
     trainer.fit(Manual(), loader(2))
     assert steps == ["optimizer0"] * 2 + ["optimizer1"] * 2 + ["optimizer0"] * 2
@@ -115,7 +115,7 @@ def test_manual_optimization_with_several_optimizers():
 
 def test_max_steps_is_a_limit_in_iterations():
     names = heard(bus := Bus())
-    limits = noted(bus, "before_train", "progress.max_epochs", "progress.max_iters", "run.total_iters")
+    limits = noted(bus, "before_train", "progress.max_epochs", "progress.max_iters", "run.data.total_iters")
     bridge = attach(bus, trainer := trainer_of(max_epochs=-1, max_steps=5, accumulate_grad_batches=2))
     trainer.fit(Module(), loader(3))  # two steps an epoch
     assert limits == [(None, 8, 8)]

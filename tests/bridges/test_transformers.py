@@ -60,8 +60,8 @@ def test_a_step_that_the_gradient_scaler_skips_is_no_update(tmp_path, optim):
 @pytest.mark.parametrize(("options", "steps"), [({"max_steps": 11}, 11), ({"num_train_epochs": 1.5}, 12)])
 def test_a_training_that_ends_in_the_middle_of_an_epoch_has_a_limit_in_iterations(tmp_path, options, steps):
     names = heard(bus := Bus())
-    limits = noted(bus, "before_train", "progress.max_epochs", "progress.max_iters", "run.total_iters")
-    last = noted(bus, "after_train_iter", "run.last_batch")
+    limits = noted(bus, "before_train", "progress.max_epochs", "progress.max_iters", "run.data.total_iters")
+    last = noted(bus, "after_train_iter", "run.data.last_batch")
     ended = noted(bus, "after_run", "progress.epoch", "progress.iter")
     make(tmp_path, bus, **options).train()
     assert (limits, ended) == ([(None, steps, steps)], [(2, steps)])
@@ -75,7 +75,7 @@ def test_an_iterable_dataset_has_epochs_of_unknown_length(tmp_path):
         def __iter__(self):
             return iter(plain_data(6))
 
-    epochs = noted(bus := Bus(), "after_train_iter", "progress.epoch", "batch_idx", "run.epoch_length")
+    epochs = noted(bus := Bus(), "after_train_iter", "progress.epoch", "batch_idx", "run.data.epoch_length")
     make(tmp_path, bus, data=Stream(), max_steps=5).train()
     assert epochs == [(0, 0, None), (0, 1, None), (0, 2, None), (1, 0, None), (1, 1, None)]
 
@@ -129,7 +129,7 @@ def test_an_evaluation_within_an_epoch_is_a_validation_with_the_metrics_of_the_t
 
     names = heard(bus := Bus())
     metrics = noted(bus, "after_val_epoch", "progress.iter", "metrics")
-    outputs = noted(bus, "after_val_iter", "run.evaluation_length", "outputs", "run.model.training")
+    outputs = noted(bus, "after_val_iter", "run.data.evaluation_length", "outputs", "run.model.training")
     steps = {"eval_strategy": "steps", "eval_steps": 3, "options": {"compute_metrics": accuracy}}
     trainer = make(tmp_path, bus, num_train_epochs=1, **steps)
     trainer.train()

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from trainbus.eventloop import Bus, Hook, Run, TrainingError, get_logger
-from trainbus.eventloop.checkpoint import load_whole
+from trainbus.eventloop.checkpoint import load_whole, unwrapped
 from trainbus.eventloop.training.distributed import collectives
 from trainbus.hooks import CheckpointHook, ConsoleWriter, EarlyStoppingHook, EMAHook, JSONLinesWriter, LoggerHook, ProgressBar
 
@@ -92,7 +92,7 @@ def ask(work_dir: str) -> Any:
     rates: list[float] = []
 
     def note(event: Any) -> None:
-        assert not isinstance(event.run.unwrapped_model, DistributedDataParallel)
+        assert not isinstance(unwrapped(event.run.model), DistributedDataParallel)
         rates.append(event.run.optimizers["optimizer"].param_groups[0]["lr"])
 
     def pause(event: Any) -> None:

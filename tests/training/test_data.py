@@ -103,7 +103,7 @@ def test_the_length_of_an_iterable_dataset_is_not_trusted(parts, bus, trace):
             return 100
 
     seen = []
-    bus.on("after_train_iter", lambda e: seen.append(e.run.last_batch))
+    bus.on("after_train_iter", lambda e: seen.append(e.run.data.last_batch))
     parts.loop(bus, train_data=DataLoader(Stream(), batch_size=3), val_data=None, max_epochs=1).run()
     assert seen == [False, True]
 

@@ -237,7 +237,7 @@ def test_without_data_the_driver_counts_and_pauses_and_the_caller_marks_the_last
         assert list(drive.begin_epoch()) == []
         for index in range(2):
             drive.begin_iteration(index, last=index == 1)
-            assert run.last_batch == (index == 1)
+            assert run.data.last_batch == (index == 1)
             run.pause()
             drive.end_iteration()
             assert job.trace.names[-2:] == ["run_paused", "run_resumed"]

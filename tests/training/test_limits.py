@@ -217,9 +217,9 @@ def test_overfit_batches_keeps_the_samples_of_a_sampler(parts, tmp_path, sampler
 
 def test_schedules_and_progress_bars_see_the_limited_number(parts, bus):
     lengths = []
-    bus.on("before_train", lambda event: lengths.append((event.run.epoch_length, event.run.total_iters)))
-    bus.on("before_train_iter", lambda event: lengths.append((event.run.epoch_length, event.run.last_batch)))
-    bus.on("after_val_iter", lambda event: lengths.append(event.run.evaluation_length))
+    bus.on("before_train", lambda event: lengths.append((event.run.data.epoch_length, event.run.data.total_iters)))
+    bus.on("before_train_iter", lambda event: lengths.append((event.run.data.epoch_length, event.run.data.last_batch)))
+    bus.on("after_val_iter", lambda event: lengths.append(event.run.data.evaluation_length))
     parts.loop(bus, train_data=parts.batches(10), limit_train_batches=2, limit_val_batches=0.5, max_epochs=1).run()
     assert lengths == [(2, 2), (2, False), (2, True), 1]
 

@@ -127,8 +127,8 @@ def test_the_model_trains_in_training_mode_validates_without_gradients_and_keeps
 
 def test_a_run_knows_its_lengths_from_the_loader_and_the_last_batch_of_an_epoch_with_and_without_a_length(parts, bus):
     lengths, last = [], []
-    bus.on("before_train_epoch", lambda e: lengths.append((e.run.epoch_length, e.run.total_iters)))
-    bus.on("after_train_iter", lambda e: last.append(e.run.last_batch))
+    bus.on("before_train_epoch", lambda e: lengths.append((e.run.data.epoch_length, e.run.data.total_iters)))
+    bus.on("after_train_iter", lambda e: last.append(e.run.data.last_batch))
     parts.loop(bus, max_epochs=2, val_data=None).run()
     parts.loop(bus, max_iters=4, val_data=None).run()
     parts.loop(bus, max_epochs=1, val_data=None, train_data=(b for b in parts.batches(3))).run()
@@ -340,8 +340,8 @@ def test_a_checkpoint_before_a_validation_that_was_asked_for_resumes_with_it(par
 def test_a_run_knows_the_accumulation_of_its_update_and_the_loader_of_its_validation(parts):
     for hooks, accumulation in (([], 1), ([OptimizerHook(accumulate=4)], 4)):
         bus, seen, data = Bus(*hooks), [], parts.batches(2)
-        bus.on("before_train", lambda event: seen.append(event.run.accumulation))  # noqa: B023 - called in this pass
-        bus.on("before_val", lambda event: seen.append(event.run.evaluation_data))  # noqa: B023
+        bus.on("before_train", lambda event: seen.append(event.run.steps.accumulation))  # noqa: B023 - called in this pass
+        bus.on("before_val", lambda event: seen.append(event.run.data.evaluation))  # noqa: B023
         parts.loop(bus, max_epochs=1, val_data=data).run()
         assert seen[0] == accumulation
         assert seen[1] is data

@@ -83,7 +83,7 @@ def test_a_train_loop_counts_saves_and_resumes_the_steps_of_a_wrapped_optimizer(
         bus = Bus()
         bus.add(EMAHook(), CheckpointHook(1, staging=staging))
         stepped = []
-        bus.on("after_optimizer_step", lambda e: stepped.append((e.optimizer, e.run.stepped(e.optimizer))))
+        bus.on("after_optimizer_step", lambda e: stepped.append((e.optimizer, e.run.steps.of(e.optimizer))))
         model = parts.model()
         optimizer = make(model)
         loop = parts.loop(bus, model=model, optimizer=optimizer, work_dir=tmp_path / folder, **how)

@@ -11,6 +11,7 @@ from transformers.trainer_callback import CallbackHandler, ExportableState, Trai
 from transformers.training_args import TrainingArguments
 
 from trainbus.eventloop import ConfigurationError, TrainingError
+from trainbus.eventloop.checkpoint import unwrapped
 from trainbus.eventloop.events import Progress, RunView
 from trainbus.eventloop.training import missing_metric
 from trainbus.eventloop.user_errors import add_note
@@ -42,7 +43,7 @@ class State(TrainerState):  # type: ignore[misc]  # transformers is not followed
 
     def measure(self, run: RunView, progress: Progress, args: Any, *, resumed: bool) -> None:
         """Take the lengths of a training, as far as they are known."""
-        length, window = run.epoch_length, run.accumulation or args.gradient_accumulation_steps
+        length, window = run.data.epoch_length, run.steps.accumulation or args.gradient_accumulation_steps
         if progress.max_iters is not None:
             self.max_steps = math.ceil(progress.max_iters / window)
             self.num_train_epochs = math.ceil(progress.max_iters / length) if length else 1
@@ -57,7 +58,7 @@ class State(TrainerState):  # type: ignore[misc]  # transformers is not followed
         steps = self.known().get("max_steps")
         if steps is not None or args.logging_steps >= 1:
             self.compute_steps(args, steps)
-        self.train_batch_size = getattr(run.train_data, "batch_size", None)
+        self.train_batch_size = getattr(run.data.train, "batch_size", None)
 
     def take_best(self, metrics: Mapping[str, Any], args: Any, *, named: bool) -> None:
         """Take the metric of the best model. Its absence is an error if the user has ``named`` it."""
@@ -82,7 +83,7 @@ class Callbacks(CallbackHandler):  # type: ignore[misc]
     def __init__(self, callbacks: Sequence[Any], run: RunView, processing_class: Any) -> None:
         # Not the inherited __init__: it warns of a missing DefaultFlowCallback, and of two callbacks of a class.
         self.callbacks = list(callbacks)
-        self.model = run.unwrapped_model
+        self.model = unwrapped(run.model)
         self.optimizer = next(iter(run.optimizers.values()), None)
         self.processing_class = processing_class
         self.lr_scheduler: Any = None
@@ -165,7 +166,7 @@ def _of_the_run(run: RunView, progress: Progress, options: Mapping[str, Any]) ->
         "report_to": "none",
         "save_strategy": "no",
         "eval_strategy": "no" if run.validates is False else "steps" if by_iter else "epoch",
-        "gradient_accumulation_steps": run.accumulation or 1,
+        "gradient_accumulation_steps": run.steps.accumulation or 1,
         "metric_for_best_model": "loss",
     }
     metric = str(options.get("metric_for_best_model", "loss"))

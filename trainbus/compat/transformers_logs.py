@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.trainer_utils import denumpify_detensorize, speed_metrics
 
+from trainbus.eventloop.checkpoint import unwrapped
 from trainbus.eventloop.events import Progress, RunView
 
 
@@ -80,8 +81,8 @@ class LogLines:
 
     def summary(self, progress: Progress, total_flos: float) -> dict[str, Any]:
         run, (step, iteration) = self._run, self._begun_at
-        samples = number_of_samples(run.train_data)
-        seen = samples * (progress.iter - iteration) / run.epoch_length if samples and run.epoch_length else None
+        samples = number_of_samples(run.data.train)
+        seen = samples * (progress.iter - iteration) / run.data.epoch_length if samples and run.data.epoch_length else None
         logs = speeds("train", self._begun, seen, progress.update - step)
         self._before += 0.0 if self._loss is None else float(self._loss)
         self._loss = None
@@ -107,7 +108,7 @@ class LogLines:
 
     def _operations(self, batch: Any) -> float:
         # As the Trainer's floating_point_ops; the number of parameters is counted once.
-        model: Any = self._run.unwrapped_model
+        model: Any = unwrapped(self._run.model)
         name = getattr(model, "main_input_name", "input_ids")
         if not isinstance(batch, Mapping) or name not in batch or not hasattr(model, "num_parameters"):
             return 0.0

@@ -91,7 +91,7 @@ class TrainerFacade:
         self._call("on_step_end")
         self._decide()
         self._stop_if_asked()
-        length = event.run.epoch_length
+        length = event.run.data.epoch_length
         if event.progress.max_iters is not None and length and (event.progress.iter + 1) % length == 0:
             self._end_epoch()
 
@@ -116,7 +116,7 @@ class TrainerFacade:
         if event.run.training:
             self._begin(event)
         self._count(event.progress.update, event.progress.iter)
-        self._callbacks.eval_dataloader = event.run.evaluation_data
+        self._callbacks.eval_dataloader = event.run.data.evaluation
         self._validated_from = time.time()
 
     before_test = before_val
@@ -217,7 +217,7 @@ class TrainerFacade:
     def _begin(self, event: events.RunEvent) -> None:
         """Take the lengths of the training, as far as they are known; begin it with its first epoch."""
         self._state.measure(event.run, event.progress, self._args, resumed=self._restored is not None)
-        self._callbacks.train_dataloader, self._callbacks.lr_scheduler = event.run.train_data, schedule_of(event.run)
+        self._callbacks.train_dataloader, self._callbacks.lr_scheduler = event.run.data.train, schedule_of(event.run)
         if self._begun:
             return
         self._begun = True
@@ -228,7 +228,7 @@ class TrainerFacade:
     def _count(self, step: int, iterations: int) -> None:
         """Set the steps and the epochs so far."""
         epoch, begin = self._epoch
-        length = self._run.epoch_length
+        length = self._run.data.epoch_length
         whole, rest = divmod(iterations - begin, length) if length else (0, 0)
         self._state.global_step = step
         if self._begun:
@@ -290,8 +290,8 @@ class TrainerFacade:
         self._lines.flos = 0.0
 
     def _metrics(self, prefix: str, event: events.AfterValEpoch | events.AfterTestEpoch) -> dict[str, Any]:
-        samples = number_of_samples(event.run.evaluation_data)
-        speed = speeds(prefix, self._validated_from, samples, event.run.evaluation_length)
+        samples = number_of_samples(event.run.data.evaluation)
+        speed = speeds(prefix, self._validated_from, samples, event.run.data.evaluation_length)
         return named(prefix, event.metrics) | speed
 
 

@@ -100,8 +100,8 @@ class RunRecordHook(CopiedAnew, Hook):
         if self._folder is None:
             return
         session = self._story.sessions[-1]
-        if isinstance(entry, End) and (run := self._story.run()) is not None and (costs := run.costs()) is not None:
-            lines.insert(0, Measured(time=entry.time, epoch=session.epoch, iter=session.iter, costs=costs))
+        if isinstance(entry, End) and (run := self._story.run()) is not None and run.bus.timing:
+            lines.insert(0, Measured(time=entry.time, epoch=session.epoch, iter=session.iter, costs=run.bus.costs()))
         for line in lines:
             self._lines.append(encode_line(fields_of(line)))
         if lines:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from trainbus.eventloop import get_logger
+from trainbus.eventloop.checkpoint import unwrapped
 from trainbus.eventloop.checks import options_of
 from trainbus.eventloop.events import Progress, RunView
 from trainbus.eventloop.plain import plain, without_secrets
@@ -28,7 +29,7 @@ def settings_of(run: RunView, progress: Progress) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for part in (_optimizers, _data, _schedules, _model, _hooks):
         found |= _read(part.__name__.strip("_"), partial(part, run))
-    found |= _limits(run, progress) | dict(run.foreign_settings)
+    found |= _limits(run, progress) | dict(run.foreign.settings)
     return {name: without_secrets(plain(value), name.rpartition(".")[2]) for name, value in list(found.items())[:_MOST]}
 
 
@@ -80,7 +81,7 @@ def _number(value: Any) -> Any:
 
 
 def _data(run: RunView) -> dict[str, Any]:
-    loader: Any = run.train_data
+    loader: Any = run.data.train
     if loader is None:
         return {}
     sampler = getattr(loader, "batch_sampler", None)
@@ -106,7 +107,7 @@ def _limits(run: RunView, progress: Progress) -> dict[str, Any]:
     limits = {
         "max_epochs": progress.max_epochs,
         "max_iters": progress.max_iters,
-        "accumulate": run.accumulation,
+        "accumulate": run.steps.accumulation,
         "seed": run.seed,
     }
     return {name: value for name, value in limits.items() if value is not None}
@@ -118,7 +119,7 @@ def _model(run: RunView) -> dict[str, Any]:
     total = trained = 0
     dtypes: dict[torch.dtype, int] = {}
     for name, model in run.models.items():
-        settings[f"model.{name}" if several else "model"] = type(model if several else run.unwrapped_model).__name__
+        settings[f"model.{name}" if several else "model"] = type(model if several else unwrapped(run.model)).__name__
         for one in model.parameters():
             if isinstance(one, torch.nn.UninitializedParameter):
                 continue
@@ -134,7 +135,7 @@ def _model(run: RunView) -> dict[str, Any]:
 
 def _schedules(run: RunView) -> dict[str, Any]:
     own = [one for hook in run.bus.hooks if isinstance(hook, ParamSchedulerHook) for one in hook.schedulers.values()]
-    schedules = [*own, *(one for one in run.foreign_schedulers if hasattr(one, "step"))]
+    schedules = [*own, *(one for one in run.foreign.schedulers if hasattr(one, "step"))]
     settings: dict[str, Any] = {"schedule": ", ".join(type(one).__name__ for one in schedules)} if schedules else {}
     for index, one in enumerate(schedules):
         path = f"schedule.{index}" if index else "schedule"

@@ -135,9 +135,9 @@ class LightningBridge(_Callback, Bridge):
         host.train_data = trainer.train_dataloader
         host.accumulation = trainer.accumulate_grad_batches if module.automatic_optimization else None
         run.validates = bool(trainer.enable_validation)
-        run.foreign_settings = {"precision": str(trainer.precision)}
-        run.foreign_schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
-        run.foreign_averages = [
+        run.foreign.settings = {"precision": str(trainer.precision)}
+        run.foreign.schedulers = [one.scheduler for one in trainer.lr_scheduler_configs]
+        run.foreign.averages = [
             type(one).__name__ for one in trainer.callbacks if any(_has_base(one, kind) for kind in _AVERAGES)
         ]
         time_lightning(trainer, run, self)

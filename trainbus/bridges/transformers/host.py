@@ -153,7 +153,7 @@ class TransformersBridge(Bridge):
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # Accelerate's wrapper has no step hooks
         self._begin_run(optimizer)
         host, run, drive = self._host, self._host.run, self._drive
-        run.foreign_schedulers = [SimpleNamespace(optimizer=one) for one in (optimizer, trainer.optimizer)]
+        run.foreign.schedulers = [SimpleNamespace(optimizer=one) for one in (optimizer, trainer.optimizer)]
         host.around_rates = partial(set_rates, trainer, optimizer)
         host.train_data, host.accumulation = data, trainer.args.gradient_accumulation_steps
         self._length = host.epoch_length = len(data) if has_length(data) else None
@@ -178,7 +178,7 @@ class TransformersBridge(Bridge):
         self.run, self._host, self._drive = run, host, host.drive
         mixed = {"precision": "bf16" if args.bf16 else "fp16"} if args.bf16 or args.fp16 else {}
         schedule = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
-        run.foreign_settings = mixed | {"schedule": schedule, "schedule.warmup_steps": args.warmup_steps}
+        run.foreign.settings = mixed | {"schedule": schedule, "schedule.warmup_steps": args.warmup_steps}
         run.validates = True if args.eval_strategy != "no" or args.eval_on_start else None
         handler = signal.getsignal(signal.SIGTERM)
         self._drive.begin_run()

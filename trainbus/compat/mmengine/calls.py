@@ -62,7 +62,7 @@ class GuestCalls(GuestRunner):
 
     def begin(self, *, trains: bool, now: bool = False) -> None:
         """Call ``before_run`` of all guests, and ``before_train`` in a training: once the data is known, or ``now``."""
-        trains = trains and not self.trains and (now or self.run.train_data is not None)
+        trains = trains and not self.trains and (now or self.run.data.train is not None)
         if self.trains or not (trains or now or not self.run.training):
             return
         if trains:
@@ -132,7 +132,7 @@ class GuestCalls(GuestRunner):
             self.param_schedulers = parts.param_schedulers(
                 described,
                 self.optim_wrapper,
-                epoch_length=self.run.epoch_length,
+                epoch_length=self.run.data.epoch_length,
                 max_epochs=self.max_epochs,
                 max_iters=self.max_iters,
             )

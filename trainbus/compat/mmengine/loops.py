@@ -52,7 +52,7 @@ class _TrainLoop(_Loop):
 
     @property
     def dataloader(self) -> Any:
-        data = self._runner.run.train_data
+        data = self._runner.run.data.train
         return self._runner.absent("train_dataloader") if data is None else as_loader(data)
 
     max_epochs, max_iters, epoch, iter = (
@@ -90,5 +90,5 @@ class EvaluationLoop(_Loop, BaseLoop):  # type: ignore[misc]
 
     @property
     def dataloader(self) -> Any:
-        data = self._runner.run.evaluation_data
+        data = self._runner.run.data.evaluation
         return self._runner.absent(self._label.replace("loop", "dataloader")) if data is None else as_loader(data)

@@ -14,6 +14,7 @@ from mmengine.runner import Runner
 from trainbus.compat.mmengine import parts
 from trainbus.compat.mmengine.loops import EpochLoop, EvaluationLoop, IterLoop
 from trainbus.eventloop import TrainingError
+from trainbus.eventloop.checkpoint import unwrapped
 
 _UNKNOWN_DATA: Final = "the training data is unknown before the first epoch"
 _REASONS: Final[Mapping[str, str]] = {
@@ -54,7 +55,7 @@ class GuestRunner:
     call_hook = Runner.call_hook
 
     hooks = _hooks = property(lambda self: [adapter.guest for adapter in self._adapters])
-    model_name = property(lambda self: type(self.run.unwrapped_model).__name__)
+    model_name = property(lambda self: type(unwrapped(self.run.model)).__name__)
     by_iter = property(lambda self: self.run.counters.max_iters is not None)
     iter = property(attrgetter("run.counters.iter"))
     train_loop = property(lambda self: self._loops[self.by_iter])
@@ -96,7 +97,7 @@ class GuestRunner:
 
     @property
     def max_iters(self) -> int:
-        limit = self.run.total_iters
+        limit = self.run.data.total_iters
         return self.absent("max_iters") if limit is None else int(limit)
 
     @cached_property
@@ -128,7 +129,7 @@ class GuestRunner:
     def visualizer(self) -> Any:
         """MMEngine's visualizer; by default it writes into the log dir."""
         made = parts.visualizer(self.run.config.get("visualizer"), self.experiment_name, self.log_dir)
-        metainfo = getattr(getattr(self.run.train_data, "dataset", None), "metainfo", None)
+        metainfo = getattr(getattr(self.run.data.train, "dataset", None), "metainfo", None)
         if metainfo is not None:
             made.dataset_meta = metainfo
         if self.run.config:

@@ -137,7 +137,7 @@ class Watcher(Hook):
 
 def _leave(run: Any, page: RunPage) -> None:
     """Close the page of a run that has ended and whose checkpoints are written."""
-    page.last_costs = run.costs()
+    page.last_costs = run.bus.costs() if run.bus.timing else None
     if page.last_costs is None:
         page.close()
     else:
