@@ -346,7 +346,7 @@ def test_a_run_knows_the_accumulation_of_its_update_and_the_loader_of_its_valida
         assert seen[0] == accumulation
         assert seen[1] is data
     model = parts.model()
-    assert Run(Bus(), model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).accumulation is None  # unknown
+    assert Run(Bus(), model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)).steps.accumulation is None  # unknown
 
 
 # --------------------------------------------------------------------------------------------- history, work_dir
