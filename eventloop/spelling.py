@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-_INTERVAL = ("interval", "every", "period", "val_interval")
+_INTERVAL = ("interval", "every", "val_interval")
 _EPOCHS, _ITERS = ("max_epochs",), ("max_iters",)
 
 _ELSEWHERE: dict[str, tuple[str, ...]] = {
@@ -15,6 +15,8 @@ _ELSEWHERE: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("every_n_epochs", "every_n_steps", "every_n_iters", "every_n_train_steps", "save_every"), _INTERVAL),
     **dict.fromkeys(("save_freq", "save_steps", "log_every", "log_every_n_steps", "logging_steps", "log_interval"), _INTERVAL),
     **dict.fromkeys(("check_val_every_n_epoch", "val_check_interval", "eval_steps", "eval_interval"), ("val_interval",)),
+    **dict.fromkeys(("save_begin", "begin_iter", "begin_epoch", "start", "start_epoch", "start_iter"), ("begin",)),
+    "metrics_every": ("interval",),
     "mode": ("rule",),
     **dict.fromkeys(("metric", "metric_name", "metric_for_best_model", "monitor", "save_best"), ("monitor", "save_best")),
     **dict.fromkeys(("save_total_limit", "n_saved", "max_to_keep", "keep"), ("max_keep_ckpts", "save_top_k")),

@@ -42,8 +42,8 @@ MetricNames = Annotated[Sequence[str], Meta(description='a list of names (with t
 class CheckpointHook(CopiedAnew, Hook):
     """Save checkpoints every ``interval`` epochs or iterations, at the end, and when a metric is the best so far.
 
-    With n = epoch + 1 (or iteration + 1), the hook saves when n ≥ ``save_begin`` and (n − ``save_begin``) % ``interval`` == 0.
-    With ``save_begin=5, interval=2`` that is at 5, 7, 9 … A save within an accumulation window waits for the window's step.
+    With n = epoch + 1 (or iteration + 1), the hook saves when n ≥ ``begin`` and (n − ``begin``) % ``interval`` == 0.
+    With ``begin=5, interval=2`` that is at 5, 7, 9 … A save within an accumulation window waits for the window's step.
 
     Files are ``epoch_{n}.safetensors`` or ``iter_{n}.safetensors``, and ``best_{metric}_{epoch|iter}_{n}.safetensors`` (with
     ``_`` for ``/`` in the metric's name). A run can resume from any of them. ``last_checkpoint``, in the directory and in the
@@ -65,8 +65,8 @@ class CheckpointHook(CopiedAnew, Hook):
             beside the training.
         local_dir: where files wait for a URL: at most those that the store does not have yet, and the newest; by default the
             work dir, or without one a temporary directory. It may be in memory (``"/dev/shm/runs"``).
-        max_keep_ckpts: number of regular files that stay, with those of ``run.checkpoints.save()`` and ``PreemptionHook``; -1 for
-            all.
+        max_keep_ckpts: number of regular files that stay, with those of ``run.checkpoints.save()`` and ``PreemptionHook``; -1
+            for all.
         save_last: also save when training ends or is stopped (in the middle of an epoch as ``iter_{n}``), but not after an
             exception.
         save_best: keep the best checkpoint by this metric, or by each of these. ``"auto"`` is the first metric of the first
@@ -84,7 +84,7 @@ class CheckpointHook(CopiedAnew, Hook):
         published_keys: keys of the checkpoint (``"state_dict"``) to copy into a smaller file after training. Its name ends in
             the first 8 hex digits of its SHA-256. The best file is copied if ``save_best``, the last one if ``save_last``.
             Then the copies of files that the training removed go, too.
-        save_begin: first epoch or iteration to save at.
+        begin: first epoch or iteration to save at.
         on_error: ``"raise"`` ends the run when a file cannot be written, published or removed; ``"log"`` continues it. A store
             that does not take a file ends no run: the file waits on this machine. If some still wait at the end of the run,
             ``"raise"`` has it fail then, and a run that resumes in this directory uploads them.
@@ -125,7 +125,7 @@ class CheckpointHook(CopiedAnew, Hook):
         less_keys: str | Iterable[str] | None = None,
         filename_tmpl: str | None = None,
         published_keys: str | Iterable[str] | None = None,
-        save_begin: NonNegativeInt = 0,
+        begin: NonNegativeInt = 0,
         on_error: Literal["raise", "log"] = "raise",
         staging: Staging = "block",
         busy: Busy = "wait",
@@ -145,7 +145,7 @@ class CheckpointHook(CopiedAnew, Hook):
         self.name = name
         self.interval = interval
         self.by_epoch = by_epoch
-        self.save_begin = save_begin
+        self.begin = begin
         self.save_last = save_last
         self.on_error: Literal["raise", "log"] = on_error
         self._out_dir = None if out_dir is None else as_path(out_dir)
@@ -292,9 +292,9 @@ class CheckpointHook(CopiedAnew, Hook):
                     with self._errors("cannot publish checkpoints", str(self._kept.directory)):
                         keys_to_publish(self._publish, there, f"a checkpoint of {self.label}")
             last = (event.progress.max_epochs or 1) if self.by_epoch else run.data.total_iters
-            if self.interval > 0 and last is not None and self.save_begin > last:
+            if self.interval > 0 and last is not None and self.begin > last:
                 end = f"{'epoch' if self.by_epoch else 'iteration'} {last}, before its first regular save"
-                log.warning(f"{self.label}(save_begin={self.save_begin}): this training ends with {end}")
+                log.warning(f"{self.label}(begin={self.begin}): this training ends with {end}")
         if not self.by_epoch:
             self._last = self._last or run.data.total_iters
             if self._due(done := event.progress.iter + 1, self._last):
@@ -374,7 +374,7 @@ class CheckpointHook(CopiedAnew, Hook):
         return [self._asked_at(at), f"{name}{self._suffix}"]
 
     def _due(self, done: int, last: int | None) -> bool:
-        regular = self.interval > 0 and done >= self.save_begin and (done - self.save_begin) % self.interval == 0
+        regular = self.interval > 0 and done >= self.begin and (done - self.begin) % self.interval == 0
         return regular or (self.save_last and done == last)
 
     def _request(self, run: RunView, name: str, kind: str = REGULAR, score: float | None = None, **options: Any) -> None:

@@ -51,20 +51,20 @@ class EMAHook(CopiedAnew, Hook):
     raw weights, and resuming swaps them back. A checkpoint that was saved without this hook gives a warning, and the average
     begins with its weights.
 
-    Until ``begin_iter`` or ``begin_epoch`` the average equals the weights. From there on the default average warms up, so that
+    Until ``begin`` the average equals the weights. From there on the default average warms up, so that
     it follows a short training, too. ``ema_type="ExponentialMovingAverage"``, MMEngine's default, has no warm-up.
 
     Args:
         ema_type: a class derived from :class:`WeightAverage`, or the registered name of one.
         strict_load: an average in a checkpoint that does not fit is an error; False loads the tensors that fit, and logs.
-        begin_iter: first iteration (from 1) whose update is averaged. Give this or ``begin_epoch``.
-        begin_epoch: first epoch (from 1) whose updates are averaged.
+        begin: first iteration, or epoch, whose updates are averaged, 1-based.
+        by_epoch: True counts epochs for ``begin``, False iterations.
         model: name of the model, needed if the run has several.
         name: key of this hook in checkpoints, needed if there are several of its kind.
         **options: options of ``ema_type``: ``momentum``, ``interval``, ``update_buffers``, ``gamma``, or those of your class.
 
     Raises:
-        ConfigurationError: later: training ends before ``begin_iter`` or ``begin_epoch``.
+        ConfigurationError: later: training ends before ``begin``.
     """
 
     priority = Priority.NORMAL
@@ -83,18 +83,16 @@ class EMAHook(CopiedAnew, Hook):
         ema_type: type[WeightAverage] | str = WarmupEMA,
         *,
         strict_load: bool = False,
-        begin_iter: NonNegativeInt = 0,
-        begin_epoch: NonNegativeInt = 0,
+        begin: NonNegativeInt = 0,
+        by_epoch: bool = False,
         model: str | None = None,
         name: str = "",
         **options: Annotated[Any, OptionsOf("ema_type")],
     ) -> None:
-        if begin_iter and begin_epoch:
-            raise ConfigurationError(f"begin_iter={begin_iter} and begin_epoch={begin_epoch}: give one of them")
         self.name = name
         self.strict_load = strict_load
-        self.begin_iter = begin_iter
-        self.begin_epoch = begin_epoch
+        self.begin = begin
+        self.by_epoch = by_epoch
         self._type = _average_type(ema_type, options)
         self._options = options
         self._model_option = model
@@ -124,14 +122,12 @@ class EMAHook(CopiedAnew, Hook):
     def before_train_epoch(self, event: events.BeforeTrainEpoch) -> None:
         """Check options against the length of the training, which is known from here on."""
         check_averages_alone(self.label, event.run)
-        for option, begin, last in (
-            ("begin_epoch", self.begin_epoch, event.progress.max_epochs or 1),
-            ("begin_iter", self.begin_iter, event.run.data.total_iters),
-        ):
-            if last is not None and begin > last:
-                hint = "; iteration-based training is one epoch: give begin_iter=" if event.progress.max_epochs is None else ""
-                end = f"this training ends with {option.removeprefix('begin_')} {last}; give {last} at most{hint}"
-                raise ConfigurationError(f"{self.label}({option}={begin}): nothing would be averaged, as {end}")
+        last = (event.progress.max_epochs or 1) if self.by_epoch else event.run.data.total_iters
+        if last is not None and self.begin > last:
+            hint = "; iteration-based training is one epoch: count iterations, by_epoch=False"
+            end = f"this training ends with {'epoch' if self.by_epoch else 'iteration'} {last}; give {last} at most"
+            end += hint if self.by_epoch and event.progress.max_epochs is None else ""
+            raise ConfigurationError(f"{self.label}(begin={self.begin}): nothing would be averaged, as {end}")
         if not self._horizon_checked:
             self._horizon_checked = True
             self._check_horizon(event)
@@ -146,7 +142,7 @@ class EMAHook(CopiedAnew, Hook):
         self._updates = None
 
     def _average(self, progress: Progress) -> None:
-        if progress.iter + 1 >= self.begin_iter and progress.epoch + 1 >= self.begin_epoch:
+        if (progress.epoch if self.by_epoch else progress.iter) + 1 >= self.begin:
             average = self.average or self._make_average()
             average.update_parameters(self._model)
 
@@ -238,7 +234,7 @@ class EMAHook(CopiedAnew, Hook):
         if run.data.total_iters is None or not bounded:
             return
         momentum, interval = given["momentum"], given["interval"]
-        before = max(self.begin_iter - 1, (self.begin_epoch - 1) * (run.data.epoch_length or 0), 0)
+        before = max(self.begin - 1, 0) * ((run.data.epoch_length or 0) if self.by_epoch else 1)
         updates = math.ceil((run.data.total_iters - before) / (run.steps.accumulation or 1))
         horizon = round(interval / momentum)
         if horizon > updates:

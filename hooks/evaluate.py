@@ -53,7 +53,7 @@ class EvaluationResult(msgspec.Struct, frozen=True):
 
 @register
 class EvaluateHook(Hook):
-    """Call ``function()`` every ``period`` iterations (or epochs), and when training ends or is stopped.
+    """Call ``function()`` every ``interval`` iterations (or epochs), and when training ends or is stopped.
 
     The function has its own access to model and data. It returns metrics: numbers or tensors with one value, in mappings of
     any depth (``{"coco": {"AP": 0.3}}`` is ``coco/AP``), or None for no result. During the call models are in evaluation mode
@@ -64,7 +64,7 @@ class EvaluateHook(Hook):
     the work dir. The best result is in :attr:`best` and in checkpoints; it is logged at the end of training.
 
     Args:
-        period: iterations or epochs between calls; 0 calls the function only at the end.
+        interval: iterations or epochs between calls; 0 calls the function only at the end.
         function: a function without arguments.
         by_epoch: count epochs; False counts iterations.
         monitor: name of the metric that decides which result is best; by default the first metric of the first result.
@@ -82,7 +82,7 @@ class EvaluateHook(Hook):
     @check_options
     def __init__(
         self,
-        period: NonNegativeInt,
+        interval: NonNegativeInt,
         function: Callable[[], Mapping[str, Any] | None],
         *,
         by_epoch: bool = False,
@@ -92,7 +92,7 @@ class EvaluateHook(Hook):
         name: str = "",
     ) -> None:
         self.name = name
-        self.period = period
+        self.interval = interval
         self.by_epoch = by_epoch
         self.monitor = monitor
         self.rule = rule or (None if monitor is None else find_rule(monitor))
@@ -117,19 +117,19 @@ class EvaluateHook(Hook):
             self.best = None
 
     def before_train_epoch(self, event: BeforeTrainEpoch) -> None:
-        if self.by_epoch and self.period:
-            check_epochs(event, f"{self.label}(by_epoch=True)", "Give by_epoch=False, and a period in iterations")
+        if self.by_epoch and self.interval:
+            check_epochs(event, f"{self.label}(by_epoch=True)", "Give by_epoch=False, and an interval in iterations")
 
     def unused(self) -> Collection[str]:
-        """Return the mount point that this hook does not count; with ``period=0``, both."""
+        """Return the mount point that this hook does not count; with ``interval=0``, both."""
         counted = "after_train_epoch" if self.by_epoch else "after_train_iter"
-        return {"after_train_iter", "after_train_epoch"} - ({counted} if self.period else set())
+        return {"after_train_iter", "after_train_epoch"} - ({counted} if self.interval else set())
 
-    @mount(every=attrgetter("period"))
+    @mount(every=attrgetter("interval"))
     def after_train_iter(self, event: AfterTrainIter) -> None:
         self._evaluate(event.run, event.progress.epoch + 1, event.progress.iter + 1)
 
-    @mount(every=attrgetter("period"))
+    @mount(every=attrgetter("interval"))
     def after_train_epoch(self, event: AfterTrainEpoch) -> None:
         self._evaluate(event.run, event.progress.epoch + 1, event.progress.iter + 1)
 

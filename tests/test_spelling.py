@@ -13,7 +13,7 @@ from trainbus.hooks import CheckpointHook, EarlyStoppingHook, EvaluateHook, Logg
     ("make", "meant"),
     [
         (lambda: LoggerHook(every=5), "interval="),
-        (lambda: EvaluateHook(every=5, function=print), "period="),
+        (lambda: EvaluateHook(every=5, function=print), "interval="),
         (lambda: EarlyStoppingHook("speed", mode="min"), 'rule="less"'),
         (lambda: EarlyStoppingHook("speed", rule="min"), 'rule="less"'),
         (lambda: CheckpointHook(rule="max"), 'rule="greater"'),

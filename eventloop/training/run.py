@@ -378,7 +378,6 @@ class HostedRun:
             )
         self.state.plan.ask()
 
-
     def move_to(self, work_dir: Path) -> None:
         """Use another work dir. It comes before the first handler."""
         self.saves.directories[:1] = [work_dir]

@@ -154,7 +154,7 @@ def test_imixs_hooks_are_accepted_with_imixs_options():
     assert type(profiler) is hooks.AutogradProfilerHook
     assert (type(timer), timer.warmup_iter) == (hooks.IterTimerHook, 3)
     assert (type(checkpoint), checkpoint.interval, checkpoint.by_epoch) == (hooks.CheckpointHook, 1, True)
-    assert (type(evaluation), evaluation.period, evaluation._function) == (hooks.EvaluateHook, 500, evaluate)
+    assert (type(evaluation), evaluation.interval, evaluation._function) == (hooks.EvaluateHook, 500, evaluate)
     assert type(logger) is hooks.LoggerHook
     console, lines, board = writers(logger)
     assert logger._fanout._interval == 5
@@ -213,7 +213,7 @@ def test_an_option_without_an_equivalent_is_accepted_with_our_behaviour(entry):
             *("hooks[0].config: ", ["iMIX's EMAIterHook", "EMAHook(momentum=)", "1 - ema_decay_ratio"]),
         ),
         ({"type": "CheckPointHook", "iter_period": 5, "epoch_period": 1}, "hooks[0].epoch_period: ", ["called interval in"]),
-        ({"type": "EvaluateHook", "eval_period": 5, "period": 5}, "hooks[0].eval_period: ", ["called period in trainbus"]),
+        ({"type": "EvaluateHook", "eval_period": 5, "interval": 5}, "hooks[0].eval_period: ", ["called interval in trainbus"]),
         (dict(type="CheckPointHook", max_num_checkpoints="x"), "hooks[0].max_keep_ckpts: ", ["expected int, got str 'x'"]),
         (dict(type="ParamSchedulerHook", by="iter"), "hooks[0] (ParamSchedulerHook): ", ["by='iter'", "scheduler"]),
         (dict(type="PrepareTTAHook", tta_cfg={}), "hooks[0].type: 'PrepareTTAHook'", ["MMEngine's: none", "test_step"]),

@@ -154,8 +154,8 @@ def test_default_hooks_are_replaced_switched_off_and_added(changes, kinds):
 
 
 def test_a_table_without_type_changes_options_and_keeps_the_others():
-    hooks = hooks_with({"checkpoint": {"save_begin": 2}})
-    assert (hooks[2].interval, hooks[2].save_begin) == (1, 2)
+    hooks = hooks_with({"checkpoint": {"begin": 2}})
+    assert (hooks[2].interval, hooks[2].begin) == (1, 2)
     assert hooks_with({"checkpoint": {"type": "CheckpointHook"}})[2].interval == -1
 
 
@@ -198,7 +198,7 @@ def test_an_unknown_default_hook_names_the_nearest(change):
         ({"loop": {}}, "loop: the training has no length: "),
         ({"loop": {"max_epochs": 1, "device": "cdua"}}, "loop: torch cannot use device='cdua' here"),
         ({"loop": {"model": 1}}, "loop.model: loop has no option 'model'"),
-        ({"custom_hooks": [{"type": "EMAHook", "begin_iter": "x"}]}, "custom_hooks[0].begin_iter: expected int, got str 'x'"),
+        ({"custom_hooks": [{"type": "EMAHook", "begin": "x"}]}, "custom_hooks[0].begin: expected int, got str 'x'"),
         ({"custom_hooks": {"type": "EMAHook"}}, "custom_hooks: expected a list of hooks, got a table"),
         (
             {"default_hooks": {"ema": "EMAHook"}, "custom_hooks": ["EMAHook"]},

@@ -23,13 +23,13 @@ from .conftest import files, scored
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"interval": 2, "save_begin": 5, "save_last": False}, {5, 7, 9}),
-        ({"interval": 2, "save_begin": 5}, {5, 7, 9, 10}),
+        ({"interval": 2, "begin": 5, "save_last": False}, {5, 7, 9}),
+        ({"interval": 2, "begin": 5}, {5, 7, 9, 10}),
         ({"interval": 3}, {3, 6, 9, 10}),
         ({"interval": 4, "max_keep_ckpts": 2}, {8, 10}),
         ({}, {10}),
         ({"save_last": False}, set()),
-        ({"interval": 3, "by_epoch": False, "filename_tmpl": "model_{}.safetensors", "save_begin": 2}, {2, 5, 8, 10}),
+        ({"interval": 3, "by_epoch": False, "filename_tmpl": "model_{}.safetensors", "begin": 2}, {2, 5, 8, 10}),
     ],
 )
 @pytest.mark.parametrize("length", [{"max_epochs": 10}, {"max_iters": 10}], ids=["epochs", "iterations"])
@@ -93,11 +93,11 @@ def test_without_a_place_for_files_training_does_not_begin(job, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "last"), [({"save_begin": 3}, "epoch 2"), ({"by_epoch": False, "save_begin": 9}, "iteration 8"), ({}, None)]
+    ("options", "last"), [({"begin": 3}, "epoch 2"), ({"by_epoch": False, "begin": 9}, "iteration 8"), ({}, None)]
 )
-def test_a_save_begin_beyond_the_training_is_a_warning(job, tmp_path, options, last, logs):
+def test_a_begin_beyond_the_training_is_a_warning(job, tmp_path, options, last, logs):
     job.loop(CheckpointHook(1, **options), work_dir=tmp_path).run()
-    told = [entry["event"] for entry in logs if "save_begin" in entry["event"]]
+    told = [entry["event"] for entry in logs if "(begin=" in entry["event"]]
     assert [f"ends with {last}," in one for one in told] == ([True] if last else [])
 
 

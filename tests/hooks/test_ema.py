@@ -245,7 +245,7 @@ def test_the_average_of_a_short_training_is_as_good_as_its_weights(job):
     assert found[1] == pytest.approx(found[0], abs=0.08)
 
 
-@pytest.mark.parametrize(("options", "first"), [({"begin_iter": 6}, 6), ({"begin_epoch": 2}, 5)])
+@pytest.mark.parametrize(("options", "first"), [({"begin": 6}, 6), ({"begin": 2, "by_epoch": True}, 5)])
 def test_until_it_begins_the_average_is_the_weights(job, options, first):
     reference, watch = Reference(0.3, begin=first), Watch()
     loop = job.loop(EMAHook(momentum=0.3, **options), reference, watch, val_data=job.batches(1))
@@ -260,19 +260,18 @@ def test_until_it_begins_the_average_is_the_weights(job, options, first):
 @pytest.mark.parametrize(
     ("options", "length", "last"),
     [
-        ({"begin_epoch": 3}, {"max_epochs": 2}, "epoch 2"),
-        ({"begin_iter": 9}, {"max_epochs": 2}, "iter 8"),
-        ({"begin_iter": 4}, {"max_iters": 3}, "iter 3"),
-        ({"begin_epoch": 2}, {"max_iters": 8}, "epoch 1.*begin_iter="),
+        ({"begin": 3, "by_epoch": True}, {"max_epochs": 2}, "epoch 2"),
+        ({"begin": 9}, {"max_epochs": 2}, "iteration 8"),
+        ({"begin": 4}, {"max_iters": 3}, "iteration 3"),
+        ({"begin": 2, "by_epoch": True}, {"max_iters": 8}, "epoch 1.*by_epoch=False"),
     ],
 )
 def test_a_begin_beyond_the_training_is_an_error(job, options, length, last, logs):
-    ((option, begin),) = options.items()
     loop = job.loop(EMAHook(**options), **length)
-    with pytest.raises(ConfigurationError, match=rf"EMAHook\({option}={begin}\).*{last}"):
+    with pytest.raises(ConfigurationError, match=rf"EMAHook\(begin={options['begin']}\).*{last}"):
         loop.run()
     assert loop.counters.iter == 0
-    job.loop(EMAHook(**{option: begin if "begin_epoch=" in last else 1}), **length).run()
+    job.loop(EMAHook(**options | {"begin": 1}), **length).run()
 
 
 @pytest.mark.parametrize(
@@ -280,8 +279,8 @@ def test_a_begin_beyond_the_training_is_an_error(job, options, length, last, log
     [
         ({"momentum": 0.05}, 1, ("momentum=0.05", "20 updates", "the 8 of", "momentum=0.5 ")),
         ({"momentum": 0.5, "interval": 2}, 3, ("4 updates", "the 3 of")),
-        ({"momentum": 0.3, "begin_epoch": 2}, 1, None),
-        ({"momentum": 0.2, "begin_epoch": 2}, 1, ("5 updates", "the 4 of")),
+        ({"momentum": 0.3, "begin": 2, "by_epoch": True}, 1, None),
+        ({"momentum": 0.2, "begin": 2, "by_epoch": True}, 1, ("5 updates", "the 4 of")),
         ({"momentum": 0.125}, 1, None),
         ({"ema_type": StochasticWeightAverage}, 1, None),
     ],
@@ -367,7 +366,7 @@ def test_one_of_several_models_is_named(job, tmp_path):
 @pytest.mark.parametrize("stop", [3, 4, 6])
 def test_a_resumed_run_ends_with_the_same_bits(job, tmp_path, kind, stop):
     def run(directory, *more, resume=None):
-        hook = EMAHook(kind, begin_iter=2, update_buffers=True)
+        hook = EMAHook(kind, begin=2, update_buffers=True)
         loop = job.loop(hook, CheckpointHook(interval=1), *more, work_dir=directory, val_data=job.batches(1))
         loop.run(resume=resume)
         return job.weights(loop.model), dict(hook.average.tensors) if hook.average is not None else {}
@@ -429,7 +428,7 @@ def test_wrapper_prefixes_are_not_in_checkpoints(job, tmp_path):
 
 
 def test_a_run_saved_before_its_first_average_resumes_without_one(job, tmp_path):
-    options = {"begin_iter": 7, "momentum": 0.3}
+    options = {"begin": 7, "momentum": 0.3}
     job.loop(EMAHook(**options), CheckpointHook(interval=1), job.StopAfter(4), work_dir=tmp_path).run()
     resumed = job.loop(hook := EMAHook(**options), work_dir=tmp_path)
     seen = []

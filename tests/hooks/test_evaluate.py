@@ -37,13 +37,13 @@ def evaluated(job, hook, *more, **options):
 @pytest.mark.parametrize(
     ("options", "iterations"),
     [
-        ({"period": 3}, [3, 6, 8]),
-        ({"period": 4}, [4, 8]),
-        ({"period": 0}, [8]),
-        ({"period": 99}, [8]),
-        ({"period": 1, "by_epoch": True}, [4, 8]),
-        ({"period": 2, "by_epoch": True}, [8]),
-        ({"period": 3, "by_epoch": True}, [8]),
+        ({"interval": 3}, [3, 6, 8]),
+        ({"interval": 4}, [4, 8]),
+        ({"interval": 0}, [8]),
+        ({"interval": 99}, [8]),
+        ({"interval": 1, "by_epoch": True}, [4, 8]),
+        ({"interval": 2, "by_epoch": True}, [8]),
+        ({"interval": 3, "by_epoch": True}, [8]),
     ],
 )
 def test_it_is_called_every_period_and_at_the_end(job, options, iterations):

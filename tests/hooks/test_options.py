@@ -20,7 +20,7 @@ from trainbus.eventloop.registry import registered
 from trainbus.hooks.smoothing import Smoother
 
 SGD = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0)
-GIVEN = {"enable_predicate": len, "function": dict, "model": nn.Linear(1, 1), "monitor": "loss", "period": 1}
+GIVEN = {"enable_predicate": len, "function": dict, "model": nn.Linear(1, 1), "monitor": "loss", "interval": 1}
 GIVEN |= {"scheduler": StepLR(SGD, 1), "by": "iter", "to": "http://127.0.0.1:9/hook"}
 """Options without a default."""
 AMBIGUOUS = ("val/topk_loss", "accumulated_loss", "auc_loss", "LossAcc")
@@ -92,7 +92,7 @@ WRONG: dict[Any, list[tuple[dict[str, Any], str]]] = {
         ({"out_dir": "nowhere://bucket"}, "nowhere://bucket"),
     ],
     hooks.EMAHook: [
-        ({"begin_iter": 3, "begin_epoch": 2}, "begin_iter"),
+        ({"begin_iter": 3}, "begin_iter=.*begin="),
         ({"ema_type": hooks.MomentumAnnealingEMA, "gamma": 0}, "gamma"),  # an option of the average
         ({"ema_type": "EMA"}, "ema_type"),
         ({"gamma": 3}, "gamma"),
@@ -100,7 +100,7 @@ WRONG: dict[Any, list[tuple[dict[str, Any], str]]] = {
         ({"zeta": 0.999}, "zeta=.*ema_type, .*, momentum, interval"),
     ],
     hooks.EmptyCacheHook: [({"after_epoch": False}, "after_epoch")],
-    hooks.EvaluateHook: [({"period": 1, "function": dict, "monitor": "speed"}, "'speed'")],
+    hooks.EvaluateHook: [({"interval": 1, "function": dict, "monitor": "speed"}, "'speed'")],
     hooks.Fp16OptimizerHook: [({"grad_scaler_config": {name: 0.5}}, "scaler") for name in ("scale", "growth_factor")],
     hooks.LoggerHook: [
         ({"keep_local": False}, "out_dir="),

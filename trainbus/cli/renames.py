@@ -84,5 +84,10 @@ MEDIA: Final[Mapping[str, str]] = {
 FUNCTIONS: Final[Mapping[str, str]] = {"attach": "trainbus"}
 """``bus.attach(trainer)`` is ``attach(bus, trainer)``: methods of a bus that are functions, and their module."""
 
-OPTIONS: Final[Mapping[str, Mapping[str, str]]] = {}
-"""Options of hooks and functions."""
+OPTIONS: Final[Mapping[str, Mapping[str, str]]] = {
+    "CheckpointHook": {"save_begin": "begin"},
+    "EMAHook": {"begin_iter": "begin", "begin_epoch": "by_epoch=True, begin"},
+    "EvaluateHook": {"period": "interval"},
+    "RayTrainHook": {"metrics_every": "interval"},
+}
+"""Options of hooks."""

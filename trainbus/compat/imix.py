@@ -81,7 +81,7 @@ TABLE = (
     _hook(
         "EvaluateHook",
         ("EvaluateHook",),
-        {"eval_period": "period", "eval_function": "function", "eval_json_file": "json_file"},
+        {"eval_period": "interval", "eval_function": "function", "eval_json_file": "json_file"},
         note="the best checkpoint is `CheckpointHook(save_best=)`'s",
     ),
     _hook("AutogradAnomalyDetectHook", ("AutogradAnomalyDetectHook",), same("mode"), note="on by default here"),

@@ -83,7 +83,7 @@ def train(config: dict[str, Any]) -> None:
     size = 8 * BATCHES
     data = TensorDataset(torch.randn(size, 4), torch.randn(size, 1))
     loader = DataLoader(data, batch_size=8, sampler=torch.utils.data.SequentialSampler(data))
-    hook = (Flawed if config.get("flawed") else RayTrainHook)(metrics_every=config.get("metrics_every", 0.5))
+    hook = (Flawed if config.get("flawed") else RayTrainHook)(interval=config.get("interval", 0.5))
     saves = CheckpointHook(**({"interval": INTERVAL, "by_epoch": False} | config.get("saves", {})))
     witness = Witness(config)
     with Run(Bus(saves, hook, witness), model=model, optimizer=optimizer, resume=config.get("resume", "auto"), seed=0) as run:

@@ -50,7 +50,7 @@ class RayTrainHook(CopiedAnew, Hook):
     in one order on all ranks: do not call ``ray.train.report()`` beside this hook, but ``run.report()``.
 
     Args:
-        metrics_every: seconds between reports of metrics without a checkpoint. Ray takes a report each 2 s.
+        interval: seconds between reports of metrics without a checkpoint. Ray takes a report each 2 s.
 
     Raises:
         ConfigurationError: when a run is made: this process is no worker of Ray Train, or the storage path is in a store that
@@ -62,8 +62,8 @@ class RayTrainHook(CopiedAnew, Hook):
     of_run: ClassVar = {"_reports": NoneType, "_policies": list, "_mirror": NoneType, "_begun": bool, "_trained": set}
 
     @check_options
-    def __init__(self, metrics_every: Seconds = 5.0) -> None:
-        self.metrics_every = metrics_every
+    def __init__(self, interval: Seconds = 5.0) -> None:
+        self.interval = interval
         self._reports: RayReports | None = None
         self._policies: list[RetentionPolicy] = []
         self._mirror: Mirror | None = None
@@ -93,7 +93,7 @@ class RayTrainHook(CopiedAnew, Hook):
             self._mirror = mirror_of(run, run.work_dir, worker.folder, raises=True)
             self._mirror.clears = run.work_dir == worker.work_dir()
             self._asked.begin(run.work_dir, self._policies, run.checkpoints.suffix, self._mirror, looks=not run.rank)
-        self._reports = RayReports(worker, every=self.metrics_every, noticed=partial(self._save, run), pruned=self._forget)
+        self._reports = RayReports(worker, every=self.interval, noticed=partial(self._save, run), pruned=self._forget)
         if self._mirror is not None:
             self._policies.append(_Uncopied(self._mirror, self._reports.uncopied))
         self._begun = False

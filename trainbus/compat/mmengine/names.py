@@ -41,15 +41,16 @@ TABLE = (
         ("CheckpointHook",),
         same(
             "interval by_epoch save_optimizer save_param_scheduler out_dir max_keep_ckpts save_last save_best rule "
-            "greater_keys less_keys filename_tmpl published_keys save_begin"
+            "greater_keys less_keys filename_tmpl published_keys"
         )
-        | {"file_client_args": _FILES, "backend_args": _FILES},
+        | {"save_begin": "begin", "file_client_args": _FILES, "backend_args": _FILES},
         note="files are `.safetensors`; a metric whose name has keys of both rules needs `rule=`",
     ),
     _hook(
         "EMAHook",
         ("EMAHook", "ExponentialMovingAverage", "MomentumAnnealingEMA", "StochasticWeightAverage"),
-        same("ema_type strict_load begin_iter begin_epoch momentum interval update_buffers gamma"),
+        same("ema_type strict_load momentum interval update_buffers gamma")
+        | {"begin_iter": "begin", "begin_epoch": OptionChange("begin", also={"by_epoch": True}, says_nothing=(None, 0))},
         defaults={"ema_type": "ExponentialMovingAverage"},
         note='the default average warms up; `ema_type="ExponentialMovingAverage"` is its default. Averages after each '
         "optimizer step; there after each iteration, within an accumulation window, too",
