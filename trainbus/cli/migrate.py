@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import json
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,14 +14,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final, NamedTuple
 
-import orjson
-
 from trainbus.cli.common import say
-from trainbus.cli.renames import CLASSES, FUNCTIONS, HOMES, MEDIA, MEMBERS, MODULES, OPTIONS
+from trainbus.cli.renames import CLASSES, COMMON, FUNCTIONS, HOMES, MEDIA, MEMBERS, MODULES, OPTIONS
 from trainbus.eventloop.errors import ConfigurationError
 
-_UNIQUE: Final = {name for names in MEMBERS.values() for name in names if "_" in name} | {*MEDIA}
-"""Names that no other library has: an unknown object's are told."""
+_UNIQUE: Final = {name for names in MEMBERS.values() for name in names if "_" in name} - COMMON | {*MEDIA}
+"""Names that no other library has: those of an unknown object are told."""
 _FENCE: Final = re.compile(r"^(?P<indent> *)```(?:python|py)\b[^\n]*\n(?P<code>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
 
 
@@ -111,36 +110,25 @@ def _blocks(text: bytes, own: frozenset[str]) -> tuple[bytes, list[Undecided]]:
 
 def _notebook(text: bytes, own: frozenset[str]) -> tuple[bytes, list[Undecided]]:
     """Move the cells of a notebook."""
-    undecided, kinds = list[Undecided](), dict[str, str]()
-    for cell in orjson.loads(text)["cells"]:
-        if cell["cell_type"] != "code":
-            continue
-        source = cell["source"] if isinstance(cell["source"], list) else cell["source"].splitlines(keepends=True)
+    content, undecided, kinds = json.loads(text), list[Undecided](), dict[str, str]()
+    indent = next((indent for indent in (1, 2, 4, None) if _written(content, indent) == text.rstrip()), 1)
+    for cell in (one for one in content["cells"] if one["cell_type"] == "code"):
+        source = "".join(cell["source"])
         try:
-            after, left = _code("".join(source).encode(), own, kinds)
+            after, left = _code(source.encode(), own, kinds)
         except SyntaxError:  # a magic command
             continue
-        at = text.count(b"\n", 0, max(text.find(orjson.dumps(source[0])), 0)) if source else 0
-        undecided += [one._replace(line=one.line + at) for one in left]
-        for old, new in zip(source, _aligned(source, after.decode()), strict=True):
-            if old != new:
-                lines = (json for json in (b",\n    ".join(map(orjson.dumps, new.splitlines(keepends=True))),))
-                text = text.replace(orjson.dumps(old), next(lines), 1)
-    return text, undecided
+        for one in left:
+            line = json.dumps(source.splitlines(keepends=True)[one.line - 1], ensure_ascii=False)
+            undecided.append(one._replace(line=text.count(b"\n", 0, max(text.find(line.encode()), 0)) + 1))
+        if after.decode() != source:
+            cell["source"] = after.decode().splitlines(keepends=True)
+    end = text[len(text.rstrip()) :]
+    return _written(content, indent) + end, undecided
 
 
-def _aligned(before: list[str], after: str) -> list[str]:
-    """Return the new text of each old line; several lines where one became more."""
-    out = [""] * len(before)
-    lines = after.splitlines(keepends=True)
-    for _, low, high, new_low, new_high in difflib.SequenceMatcher(None, before, lines, autojunk=False).get_opcodes():
-        if low == high:
-            out[max(low - 1, 0)] += "".join(lines[new_low:new_high])
-        else:
-            for at in range(low, high):
-                last = at == high - 1
-                out[at] += "".join(lines[new_low + at - low : new_high if last else new_low + at - low + 1])
-    return out
+def _written(notebook: object, indent: int | None) -> bytes:
+    return json.dumps(notebook, indent=indent, ensure_ascii=False).encode()
 
 
 def _code(text: bytes, own: frozenset[str], kinds: dict[str, str] | None = None) -> tuple[bytes, list[Undecided]]:
@@ -170,7 +158,7 @@ class _Mover(ast.NodeVisitor):
         self._needed: dict[str, set[str]] = {}  # names to import, by module; none for the module itself
         self._bound: set[str] = set()  # names of the module that are not trainbus's
         self._imports: list[ast.ImportFrom | ast.Import] = []
-        self._renamed: dict[str, str] = {}  # modules that are used by their full names
+        self._roots: set[str] = set()  # old modules that are used by their full names
         self._starts = [0]
         for line in text.splitlines(keepends=True):
             self._starts.append(self._starts[-1] + len(line))
@@ -190,6 +178,9 @@ class _Mover(ast.NodeVisitor):
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 self._bound.add(node.name)
+            case ast.Import() if any(alias.name in MODULES for alias in node.names):
+                whole = [alias.name for alias in node.names if not alias.asname]
+                self._roots |= {name.partition(".")[0] for name in whole if self._module(name, None) != name}
             case ast.Import() | ast.ImportFrom() if not _is_ours(getattr(node, "module", None) or ""):
                 self._bound |= {alias.asname or alias.name for alias in node.names}
         pairs: list[tuple[ast.expr | None, ast.expr | None]] = []
@@ -222,16 +213,25 @@ class _Mover(ast.NodeVisitor):
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         """Rename a member."""
-        self.generic_visit(node)
-        full = _name(node)
-        if full in self._renamed:
-            self._replace(node, self._renamed[full])
+        if self._rename_module(node):
             return
+        self.generic_visit(node)
         kind = self._kind(node.value)
         if new := MEMBERS.get(kind, {}).get(node.attr):
             self._replace_attribute(node, new)
         elif node.attr in _UNIQUE and not _name(node.value).endswith(".checkpoints"):
             self._tell(node, f".{node.attr} of an object that may be a run or a loop: rename it by hand")
+
+    def visit_Name(self, node: ast.Name) -> None:
+        """Rename a module."""
+        self._rename_module(node)
+
+    def _rename_module(self, node: ast.Attribute | ast.Name) -> bool:
+        name = _name(node)
+        new = MODULES.get(name) if name.partition(".")[0] in self._roots else None
+        if new is not None:
+            self.edits.append(Edit(self._at(*_start(node)), self._end(node), new))
+        return new is not None
 
     def visit_Constant(self, node: ast.Constant) -> None:
         """Tell of a name in a text, as for ``getattr``."""
@@ -252,7 +252,8 @@ class _Mover(ast.NodeVisitor):
         is_attach = _name(function) == "trainbus.attach" or (_name(function) == "attach" and "attach" in self._known())
         if is_attach and len(node.args) == 1 and not isinstance(node.args[0], ast.Starred):
             at = self._at(*_start(node.args[0]))
-            self.edits.append(Edit(at, at, f"{self._import('trainbus', 'Bus')}(), "))
+            made = self._import("trainbus", "Bus") if isinstance(function, ast.Name) else "trainbus.Bus"
+            self.edits.append(Edit(at, at, f"{made}(), "))
         for keyword in node.keywords:
             called = _name(function).rpartition(".")[2]
             if keyword.arg and (new := OPTIONS.get(called, {}).get(keyword.arg)):
@@ -297,8 +298,6 @@ class _Mover(ast.NodeVisitor):
             if new != alias.name:
                 start = self._at(*_start(alias))
                 self.edits.append(Edit(start, start + len(alias.name), new))
-                if alias.asname is None:
-                    self._renamed[alias.name] = new
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         """Import each name from the module that has it now."""
@@ -326,11 +325,12 @@ class _Mover(ast.NodeVisitor):
         indent = "\n" + " " * node.col_offset
         self.edits.append(Edit(start, end, indent.join(_imported(moved, " " * node.col_offset))))
 
-    def _module(self, old: str, node: ast.AST) -> str:
+    def _module(self, old: str, node: ast.AST | None) -> str:
         for name, new in MODULES.items():
             if old == name or old.startswith(f"{name}."):
                 if name.partition(".")[0] in self.own:
-                    self._tell(node, f"{name} may be your own module, which stands beside this file, or {new}")
+                    if node is not None:
+                        self._tell(node, f"{name} may be your own module, which stands beside this file, or {new}")
                     return old
                 return new + old.removeprefix(name)
         return old
@@ -390,9 +390,6 @@ class _Mover(ast.NodeVisitor):
 
     def _bytes(self, node: ast.stmt) -> bytes:
         return self.text[self._at(*_start(node)) : self._end(node)]
-
-    def _replace(self, node: ast.expr, new: str) -> None:
-        self.edits.append(Edit(self._at(*_start(node)), self._end(node), new))
 
     def _replace_attribute(self, node: ast.Attribute, new: str) -> None:
         self.edits.append(Edit(self._end(node) - len(node.attr.encode()), self._end(node), new))

@@ -73,6 +73,9 @@ MEMBERS: Final[Mapping[str, Mapping[str, str]]] = {
 }
 """Members of a run, a loop and a bus."""
 
+COMMON: Final = {"epoch_length", "evaluation_data", "last_batch", "one_epoch", "total_iters", "train_data"}
+"""Those that objects of users may have, too."""
+
 MEDIA: Final[Mapping[str, str]] = {
     "report_figure": "Figure",
     "report_histogram": "Histogram",
