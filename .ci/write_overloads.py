@@ -24,6 +24,7 @@ from trainbus.eventloop import events as ev
 from trainbus.eventloop.bus.handler import HandlerOptions, StreamOptions
 from trainbus.eventloop.bus.stream import Stream
 from trainbus.eventloop.bus.subscription import Subscription
+from trainbus.observe import Costs
 
 _E = TypeVar("_E", bound=ev.Event)
 _T = TypeVar("_T")
@@ -37,6 +38,10 @@ class Listens(Protocol[_Heard]):
 def decorates(event: Any) -> None: ...
 
 class TypedOn:
+    _recorder: Any
+
+    def costs(self) -> Costs: ...
+
     # What capture= returns, or a list of that or of events, is what the handler takes.
     @overload
     def on(

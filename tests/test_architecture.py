@@ -201,8 +201,9 @@ def test_the_overloads_of_on_are_those_of_the_events():
 
 def test_stubs_are_installed_with_the_package():
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    installed = {file for glob in data["*"] for file in (ROOT / "eventloop" / "bus").glob(glob)}
-    assert {ROOT / "eventloop" / "bus" / "overloads.pyi"} == set((ROOT / "eventloop").glob("**/*.pyi")) <= installed
+    stubs = {ROOT / "eventloop" / "bus" / "overloads.pyi", ROOT / "eventloop" / "events" / "run_view.pyi"}
+    installed = {file for stub in stubs for glob in data["*"] for file in stub.parent.glob(glob)}
+    assert stubs == set((ROOT / "eventloop").glob("**/*.pyi")) <= installed
 
 
 def test_each_attribute_of_a_runs_state_is_assigned_by_the_module_of_the_state_alone():

@@ -26,7 +26,7 @@ from trainbus.eventloop.bus.streams import Streams
 from trainbus.eventloop.bus.subscription import Subscription, join_lanes, serve
 from trainbus.eventloop.bus.watch import KINDS, Taps, Watch
 from trainbus.eventloop.checks import check_options, check_value
-from trainbus.eventloop.errors import BusStateError, SubscribeError
+from trainbus.eventloop.errors import SubscribeError
 from trainbus.eventloop.events import Event
 from trainbus.eventloop.events.event import lineage, name_of, resolve
 from trainbus.eventloop.offload import Backend, Runtime
@@ -251,18 +251,6 @@ class Bus(TypedOn, Streams):
         self._unlocked()
         if former is not None:
             former.stop()
-
-    def costs(self) -> Any:
-        """Return where the time of the run went, to print or to read; see :class:`trainbus.observe.Costs`.
-
-        Raises:
-            BusStateError: nothing was measured; create the bus with ``Bus(timing=True)``.
-        """
-        if self._recorder is None:
-            raise BusStateError(
-                "bus.costs() measured nothing: create the bus with Bus(timing=True), or set bus.timing = True before the run"
-            )
-        return self._recorder.costs()
 
     def span(self, name: str, method: str = "") -> AbstractContextManager[None]:
         """Return a context manager that measures a block as a part ``name`` of :meth:`costs`, if ``timing`` is on.

@@ -1,10 +1,11 @@
-"""``Bus.on`` and ``Bus.stream``. Their overloads by mount-point name are in ``overloads.pyi``, which is generated."""
+"""``Bus.on``, ``Bus.stream`` and ``Bus.costs``. Their types are in ``overloads.pyi``, which is generated."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from trainbus.eventloop.errors import BusStateError
 from trainbus.eventloop.events import Event
 
 
@@ -13,10 +14,14 @@ def decorates(event: Any) -> None:
 
 
 class TypedOn:
-    """Declare ``on`` and ``stream`` for type checkers, so that a handler of another event is a type error."""
+    """Declare ``on`` and ``stream`` for type checkers, so that a handler of another event is a type error.
+
+    ``costs`` returns what a room above the bus declares.
+    """
 
     _on: Callable[..., Any]
     _stream: Callable[..., Any]
+    _recorder: Any
 
     def on(self, event: type[Event] | str, /, *more: Any, **options: Any) -> Any:
         """Subscribe a handler to an event class or mount-point name, or to several: ``bus.on(event, *more, handler)``.
@@ -62,3 +67,15 @@ class TypedOn:
             SubscribeError: as for :meth:`on`, or ``replay`` is larger than ``queue``.
         """
         return self._stream((event, *more), options)
+
+    def costs(self) -> Any:
+        """Return where the time of the run went, to print or to read; see :class:`trainbus.observe.Costs`.
+
+        Raises:
+            BusStateError: nothing was measured; create the bus with ``Bus(timing=True)``.
+        """
+        if self._recorder is None:
+            raise BusStateError(
+                "bus.costs() measured nothing: create the bus with Bus(timing=True), or set bus.timing = True before the run"
+            )
+        return self._recorder.costs()

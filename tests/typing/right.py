@@ -11,6 +11,7 @@ from trainbus import EMAHook, __version__
 from trainbus.eventloop import Bus, Event, Hook, Stream, Subscription, TrainLoop, mount
 from trainbus.eventloop.events import AfterIter, AfterModuleForward, AfterTrainIter, AfterValIter
 from trainbus.eventloop.training import Best
+from trainbus.observe import Costs
 
 bus = Bus()
 assert_type(TheBus(), Bus)
@@ -121,3 +122,11 @@ loop = TrainLoop(torch.nn.Linear(1, 1), step=lambda model, batch: batch)
 assert_type(loop.best, Best | None)
 assert_type(loop.history, list[dict[str, Any]])
 assert_type(loop.work_dir, Path | None)
+
+
+# What a hook is told of a run.
+def heard(event: AfterTrainIter) -> None:
+    assert_type(event.run.bus, Bus)
+    assert_type(event.run.bus.costs(), Costs)
+    assert_type(event.run.checkpoints.best, Best | None)
+    assert_type(event.run.data.total_iters, int | None)
