@@ -9,8 +9,7 @@ import torch
 from trainbus.eventloop.bus import Bus
 from trainbus.eventloop.events.event import Event
 from trainbus.eventloop.events.shared import Shared
-from trainbus.eventloop.training.checkpoints import Checkpoints
-from trainbus.eventloop.training.run_data import Foreign, RunData, RunSteps
+from trainbus.eventloop.training.parts import Checkpoints, Foreign, RunData, RunSteps
 
 class RunView(Protocol):
     @property

@@ -34,7 +34,6 @@ from trainbus.eventloop.training.arguments import (
     named,
     no_scalar,
 )
-from trainbus.eventloop.training.checkpoints import Checkpoints, LoopCheckpoints
 from trainbus.eventloop.training.coordinator import Coordinator
 from trainbus.eventloop.training.data import Feeds
 from trainbus.eventloop.training.distributed.ranks import this_rank, world_size
@@ -43,12 +42,12 @@ from trainbus.eventloop.training.facts import carded, described, facts
 from trainbus.eventloop.training.host import Accelerator, Host, OwnLoop
 from trainbus.eventloop.training.iterators import Epochs, EvaluationBatches, OpenLoops, TrainBatches
 from trainbus.eventloop.training.keep import KEPT, KeptValues
-from trainbus.eventloop.training.machine import ITERATION, ITERATIONS, Counters
+from trainbus.eventloop.training.machine import ITERATIONS, Counters
 from trainbus.eventloop.training.metrics import NamedMetrics
 from trainbus.eventloop.training.optimizers import options_given, selected, stepping
+from trainbus.eventloop.training.parts import Checkpoints, Foreign, LoopCheckpoints, RunData, RunSteps
 from trainbus.eventloop.training.replicas import Replicas
 from trainbus.eventloop.training.rng import checked_seed
-from trainbus.eventloop.training.run_data import Foreign, RunData, RunSteps
 from trainbus.eventloop.training.saves.requests import Saves
 from trainbus.eventloop.training.session import DEFAULT_NAME
 from trainbus.eventloop.training.state import RunState
@@ -83,6 +82,8 @@ class HostedRun:
     Raises:
         ConfigurationError: an argument does not fit; the error names it.
     """
+
+    _checkpoints_kind: type[Checkpoints] = Checkpoints
 
     @check_options
     def __init__(
@@ -136,18 +137,14 @@ class HostedRun:
         self.foreign = Foreign()
         self.feeds = Feeds(self.device)
         self.saves = Saves(self)
-        self.checkpoints = self._make_checkpoints()
-        self.checkpoints.options |= options_given(self.optimizers, seed)
+        self.options = options_given(self.optimizers, seed)
         self.state.save_by(self.saves.save_if_asked)
         self._driver = Driver(self)
+        self.checkpoints = self._checkpoints_kind(self, self._driver)
         self.data = RunData(self, self._driver)
-        self.steps = RunSteps(self)
+        self.steps = RunSteps(self, self._driver)
         self._reported: set[str] = set()  # names of entries that were looked at
-        self._in_handlers = False  # while handlers of this run's events are called, but for those in an iteration
         self.host.join(self, self._driver)
-
-    def _make_checkpoints(self) -> Checkpoints:
-        return Checkpoints(self, self.saves)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -274,11 +271,12 @@ class HostedRun:
             if told := misfit(kind, payload):
                 raise TrainingError(told) from error
             raise
-        before, self._in_handlers = self._in_handlers, True
+        state = self.state
+        before, state.in_handlers = state.in_handlers, True
         try:
             self.bus.publish(made)
         finally:
-            self._in_handlers = before
+            state.in_handlers = before
 
     def defer(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` when the innermost open scope ends, even by an exception; last registered, first called.
@@ -458,6 +456,7 @@ class Run(HostedRun):
 
     host: OwnLoop
     checkpoints: LoopCheckpoints
+    _checkpoints_kind = LoopCheckpoints
 
     @check_options
     def __init__(
@@ -635,17 +634,3 @@ class Run(HostedRun):
         """Iterate over test batches; like :meth:`validate`, with the events of a test."""
         feed = self.feeds.for_evaluation(loader, "test_data")
         return EvaluationBatches(self._loops, feed, self.feeds.metrics(metrics), "test")
-
-    def _make_checkpoints(self) -> LoopCheckpoints:
-        return LoopCheckpoints(self, self.saves, self.host, self._leave_iteration)
-
-    def _leave_iteration(self) -> None:
-        """End an iteration whose body was left; raise TrainingError if one is going on, or a handler."""
-        if not self._in_handlers:
-            self._loops.end_left_iteration()
-        if self._in_handlers or self.state.machine.innermost is ITERATION:
-            raise TrainingError(
-                "run.checkpoints.gather_state() was called within an iteration or a handler: call it in the training loop, "
-                "after the `for` statement over run.train(loader) or between two epochs; a handler calls "
-                "run.checkpoints.save(name), because later handlers may still change the state"
-            )

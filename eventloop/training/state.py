@@ -101,6 +101,8 @@ class RunState:
         """How often each optimizer, by ``id``, has stepped in the current iteration."""
         self.between_steps: list[Callable[[torch.optim.Optimizer, Progress], object]] = []
         """Called before an optimizer steps again in an iteration."""
+        self.in_handlers = False
+        """True while handlers of the run's events are called, but for those in an iteration."""
         self.holds = False
         """True while the body of an epoch of the user's own loop is open: a save behind its batches waits for its end."""
         self.by_calls = False

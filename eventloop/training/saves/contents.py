@@ -56,6 +56,7 @@ class SavedRun(RunView, Protocol):
     host: Any
     stateful: dict[str, Any]
     kept: KeptValues
+    options: dict[str, Any]
     moves_models: bool
     exit_code: int
 
@@ -107,7 +108,7 @@ def gather_state(run: SavedRun, rank: SavedRank, ranks: Sequence[SavedRank], lea
         stateful=with_states(run.stateful, rewound)
         if rewound
         else {name: one.state_dict() for name, one in run.stateful.items()},
-        options=dict(run.checkpoints.options),
+        options=dict(run.options),
         gradients=_open_gradients(run) if with_optimizer else {},
         body=_body(state),
         ranks=[*ranks],
@@ -258,8 +259,8 @@ def restore_state(run: SavedRun, tree: Mapping[str, Any], *, strict: bool) -> No
     restore_entry(run, saved)
     run.feeds.restore(saved.data)
     _restore_body(run, saved)
-    warn_of_overridden(saved.options, run.checkpoints.options)
-    run.checkpoints.options.update(saved.options)  # later checkpoints keep the options that the run began with
+    warn_of_overridden(saved.options, run.options)
+    run.options.update(saved.options)  # later checkpoints keep the options that the run began with
     if saved.rng is not None:  # None in an imported checkpoint
         set_rng_state(saved.rng)
 

@@ -1,14 +1,19 @@
-"""``run.checkpoints``: save, wait, and what is known of a run's checkpoints."""
+"""The parts of a run: ``run.checkpoints``, ``run.data`` and ``run.steps``; ``run.foreign`` is what another trainer has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
+import torch
 
 from trainbus.eventloop.checkpoint import AnyPath, Busy, Staging, as_path
 from trainbus.eventloop.checks import check_options
-from trainbus.eventloop.errors import ConfigurationError
-from trainbus.eventloop.training.host import OwnLoop
+from trainbus.eventloop.errors import ConfigurationError, TrainingError
+from trainbus.eventloop.events import Progress
+from trainbus.eventloop.training.driver import Driver
+from trainbus.eventloop.training.machine import ITERATION
 from trainbus.eventloop.training.optimizers import by_path
 from trainbus.eventloop.training.saves.best import Best, best_of
 from trainbus.eventloop.training.saves.contents import SavedRun
@@ -22,18 +27,26 @@ _INSTEAD: Final = {
 """What to do instead of the methods that only :class:`LoopCheckpoints` has."""
 
 
-class Checkpoints:
+class Part:
+    """A part of a run; base class."""
+
+    def __init__(self, run: SavedRun, driver: Driver) -> None:
+        self._run, self._driver = run, driver
+
+
+class Checkpoints(Part):
     """The checkpoints of a run.
 
     :meth:`save` without a name is safe from any thread and from signal handlers, the rest from the training thread.
     """
 
-    def __init__(self, run: SavedRun, saves: Saves) -> None:
-        self._run, self._saves = run, saves
-        self.resumed_from: AnyPath | None = None
-        """The checkpoint that the run continues; None for a new run."""
-        self.options: dict[str, Any] = {}
-        """What :meth:`note_options` has recorded."""
+    resumed_from: AnyPath | None = None
+    """The checkpoint that the run continues; None for a new run."""
+
+    @property
+    def _saves(self) -> Saves:
+        saves: Saves = self._run.saves
+        return saves
 
     @property
     def directory(self) -> AnyPath | None:
@@ -131,7 +144,7 @@ class Checkpoints:
             owner: checkpoint key that holds them, such as ``"optimizer"``.
             options: nested mappings, lists and plain values; other values are ignored.
         """
-        self.options |= by_path(options, owner)
+        self._run.options |= by_path(options, owner)
 
     if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any name
 
@@ -147,10 +160,6 @@ class Checkpoints:
 class LoopCheckpoints(Checkpoints):
     """The checkpoints of a run of your own loop, whose state may be in checkpoints of other programs."""
 
-    def __init__(self, run: SavedRun, saves: Saves, host: OwnLoop, leave_iteration: Callable[[], object]) -> None:
-        super().__init__(run, saves)
-        self._host, self._leave_iteration = host, leave_iteration
-
     def gather_state(self, into: MutableMapping[str, Any]) -> None:
         """Add the whole state of the run, under ``"trainbus"``, to a checkpoint that another program writes.
 
@@ -165,9 +174,17 @@ class LoopCheckpoints(Checkpoints):
             ConfigurationError: a model is sharded.
             CheckpointValueError: a value is neither a tensor nor a plain value; the error names its path.
         """
-        self._run.state.check_open("run.checkpoints.gather_state()")
-        self._leave_iteration()
-        into[HOSTED] = self._host.saver.gather()
+        state = self._run.state
+        state.check_open("run.checkpoints.gather_state()")
+        if not state.in_handlers:
+            state.end_left()
+        if state.in_handlers or state.machine.innermost is ITERATION:
+            raise TrainingError(
+                "run.checkpoints.gather_state() was called within an iteration or a handler: call it in the training loop, "
+                "after the `for` statement over run.train(loader) or between two epochs; a handler calls "
+                "run.checkpoints.save(name), because later handlers may still change the state"
+            )
+        into[HOSTED] = self._run.host.saver.gather()
 
     @check_options
     def apply_state(self, from_: Mapping[str, Any]) -> None:
@@ -180,4 +197,84 @@ class LoopCheckpoints(Checkpoints):
             TrainingError: the run has not begun, or its training has begun.
             CheckpointError: the checkpoint has no state of a run, or belongs to another model or optimizer.
         """
-        self._host.restore.apply_state(from_)
+        self._run.host.restore.apply_state(from_)
+
+
+class RunData(Part):
+    """The data of a run: its loaders and their lengths."""
+
+    @property
+    def train(self) -> Iterable[Any] | None:
+        """The loader of the training; None before the first training epoch of your own loop."""
+        loader: Iterable[Any] | None = self._run.host.train_data
+        return loader
+
+    @property
+    def evaluation(self) -> Iterable[Any] | None:
+        """The loader of the current or last validation or test; None before the first, and in another trainer."""
+        feed = self._run.feeds.evaluated
+        return None if feed is None else feed.loader
+
+    @property
+    def epoch_length(self) -> int | None:
+        """Training batches per epoch; None if unknown."""
+        length: int | None = self._run.host.epoch_length
+        return length
+
+    @property
+    def evaluation_length(self) -> int | None:
+        """Batches in the current or last validation or test; None if unknown."""
+        length: int | None = self._run.host.evaluation_length
+        return length
+
+    @property
+    def total_iters(self) -> int | None:
+        """Total iterations of the run; None if unknown."""
+        counters = self._run.state.counters
+        if counters.max_epochs is None or self.epoch_length is None:
+            return counters.max_iters
+        return counters.max_epochs * self.epoch_length
+
+    @property
+    def one_epoch(self) -> bool:
+        """True if the training is one long epoch (``max_iters``, and data that begins again); known once the epoch begins."""
+        feed = self._driver.feed
+        return self._run.state.counters.max_iters is not None and feed is not None and feed.endless
+
+    @property
+    def last_batch(self) -> bool:
+        """True if the current training batch is the last one of its epoch (or of an iteration-based run)."""
+        return self._driver.last_batch
+
+
+class RunSteps(Part):
+    """The steps of a run's optimizers in the current iteration."""
+
+    def of(self, optimizer: torch.optim.Optimizer) -> int:
+        """Return how often an optimizer of the run has stepped in the current iteration."""
+        return self._run.state.stepped.get(id(optimizer), 0)
+
+    def between(self, call: Callable[[torch.optim.Optimizer, Progress], object]) -> None:
+        """Call ``call(optimizer, progress)`` before an optimizer steps again in the same iteration, until the run ends.
+
+        With ``after_train_iter`` a hook then sees the weights after each step, of a body that makes several steps, too.
+        """
+        if call not in self._run.state.between_steps:
+            self._run.state.between_steps.append(call)
+
+    @property
+    def accumulation(self) -> int | None:
+        """Iterations per step, from the update on the bus or the accelerator; None if your code decides."""
+        accumulation: int | None = self._run.host.accumulation
+        return accumulation
+
+
+class Foreign(msgspec.Struct):
+    """What another trainer, or the ``accelerator``, has; empty in your own loop."""
+
+    schedulers: Collection[object] = ()
+    """Learning-rate schedulers that it steps."""
+    averages: Collection[str] = ()
+    """Names of its parts that average the weights, too."""
+    settings: Mapping[str, Any] = {}
+    """Settings for the record: ``precision``, ``schedule``."""
