@@ -92,11 +92,8 @@ def import_ours(folder: Path, out: Path) -> None:
 
 
 def sharded(folder: Path, out: Path) -> None:
-    before, copy_in.ONE_FILE = copy_in.ONE_FILE, 0  # as for a larger one
-    try:
+    with copy_in.ONE_FILE.replaced(0):  # as for a larger one
         import_ours(folder, out)
-    finally:
-        copy_in.ONE_FILE = before
 
 
 def import_theirs(folder: Path, out: Path) -> None:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from typing import Any
+from typing import Any, Final
 
 from trainbus.eventloop.privates import is_owned
+from trainbus.eventloop.seams import Seam
 
-_checked = bool(os.environ.get("TRAINBUS_CHECK_LOCKS"))
+CHECKED: Final = Seam(bool(os.environ.get("TRAINBUS_CHECK_LOCKS")))
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -27,7 +28,7 @@ def new_lock() -> threading.RLock:
     the lock.
     """
     lock = threading.RLock()
-    if _checked:
+    if CHECKED.value:
         _locks.add(lock)
     return lock
 
@@ -43,5 +44,5 @@ def may_wait(what: str) -> None:
     Raises:
         WaitWithLockError: it holds one.
     """
-    if _checked and any(map(is_held, list(_locks))):
+    if CHECKED.value and any(map(is_held, list(_locks))):
         raise WaitWithLockError(f"waiting for {what}, this thread holds the lock of a bus or a lane: docs/internals/locks.md")

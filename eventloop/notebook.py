@@ -8,12 +8,12 @@ from __future__ import annotations
 import importlib
 import math
 import sys
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import Context
 from html import escape
 from typing import Any, Final
 
+from trainbus.eventloop.seams import CLOCK
 from trainbus.eventloop.terminal import Figures, printable
 
 _EVERY: Final = 0.2  # seconds
@@ -107,7 +107,7 @@ class Output:
         Call ``show`` more often only for what stays: servers of notebooks drop what a cell shows beyond 1 MB/s
         (``iopub_data_rate_limit``).
         """
-        return time.monotonic() - self._shown >= _EVERY
+        return CLOCK.value() - self._shown >= _EVERY
 
     def show(self, html: str, plain: str) -> None:
         """Show HTML in place of what was shown before; ``plain`` is for pages without HTML."""
@@ -118,7 +118,7 @@ class Output:
             self._handle = Context().run(display, bundle, raw=True, display_id=True)
         else:
             Context().run(self._handle.update, bundle, raw=True)
-        self._shown = time.monotonic()
+        self._shown = CLOCK.value()
 
 
 class Named(dict[str, Any]):

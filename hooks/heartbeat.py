@@ -18,6 +18,7 @@ from trainbus.eventloop import ConfigurationError, Hook, Priority, check_options
 from trainbus.eventloop.checkpoint import steps_awaited
 from trainbus.eventloop.errors import cannot_import
 from trainbus.eventloop.registry import register
+from trainbus.eventloop.seams import Seam
 from trainbus.eventloop.training import Mailbox
 from trainbus.eventloop.user_errors import contextmanager
 from trainbus.hooks.copies import CopiedAnew
@@ -25,7 +26,7 @@ from trainbus.hooks.options import added_late
 
 _SOCKET: Final = "FT_RANK_MONITOR_IPC_SOCKET"
 """The variable by which ``ft_launcher`` names its monitor (nvidia_resiliency_ext/fault_tolerance/data.py, seen in 0.4.1)."""
-_INTERVAL: Final = 1.0
+INTERVAL: Final = Seam(1.0)
 """Seconds between two looks at the training, and so the shortest time between two heartbeats."""
 _PATIENCE: Final = 5.0
 """Seconds that the end of a run waits for the thread, which may wait for a monitor that hangs."""
@@ -196,7 +197,7 @@ class _Heartbeats(threading.Thread):
             self._sent = True
 
     def run(self) -> None:
-        while not self._ended.wait(_INTERVAL):
+        while not self._ended.wait(INTERVAL.value):
             if (section := self._look()) and not self._send(section):
                 return
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from datetime import timedelta
 from functools import partial
-from time import perf_counter
 from typing import Any
 
 from trainbus.eventloop import Hook, Priority, check_options, events, get_logger, mount
 from trainbus.eventloop.events import AfterTrainIter, BeforeTrainIter
 from trainbus.eventloop.registry import register
+from trainbus.eventloop.seams import CLOCK
 from trainbus.hooks.logger import LOGGER
 from trainbus.hooks.options import NonNegativeInt
 
@@ -71,15 +71,15 @@ class IterTimerHook(Hook):
         self._training.gap_ends()
 
     def before_train_iter(self, event: BeforeTrainIter) -> None:
-        self._training.batch = perf_counter()
+        self._training.batch = CLOCK.value()
 
     @mount("before_train_iter", priority=Priority.LOWEST)
     def step_begins(self, event: BeforeTrainIter) -> None:
-        self._training.step = perf_counter()
+        self._training.step = CLOCK.value()
 
     @mount("after_train_iter", priority=_AFTER_UPDATE)
     def step_ends(self, event: AfterTrainIter) -> None:
-        self._training.updated = perf_counter()
+        self._training.updated = CLOCK.value()
 
     def after_train_iter(self, event: AfterTrainIter) -> None:
         training, info = self._training, event.run.info
@@ -97,7 +97,7 @@ class IterTimerHook(Hook):
 
     @mount("after_train_iter", priority=Priority.LOWEST)
     def hooks_end(self, event: AfterTrainIter) -> None:
-        self._training.hooks_done = perf_counter()
+        self._training.hooks_done = CLOCK.value()
 
     def after_train(self, event: events.AfterTrain) -> None:
         training, info = self._training, event.run.info
@@ -126,16 +126,16 @@ class IterTimerHook(Hook):
     @mount("before_val_epoch", "before_test_epoch")
     def pass_begins(self, event: events.BeforeValEpoch | events.BeforeTestEpoch) -> None:
         self._length = event.run.data.evaluation_length
-        self._began = self._last = perf_counter()
+        self._began = self._last = CLOCK.value()
         self._data_seconds = 0.0
 
     @mount("before_val_iter", "before_test_iter")
     def batch_arrives(self, event: events.BeforeValIter | events.BeforeTestIter) -> None:
-        self._data_seconds += perf_counter() - self._last
+        self._data_seconds += CLOCK.value() - self._last
 
     @mount("after_val_iter", "after_test_iter")
     def iteration_ends(self, event: events.AfterValIter | events.AfterTestIter) -> None:
-        done, self._last = event.batch_idx + 1, perf_counter()
+        done, self._last = event.batch_idx + 1, CLOCK.value()
         mean = (self._last - self._began) / done
         info, stage = event.run.info, event.progress.stage
         info[f"{stage}/time"] = mean
@@ -150,7 +150,7 @@ class _Training:
     def __init__(self, warmup: int) -> None:
         self._warmup = warmup
         # Times of the present iteration.
-        self.began = self.last = self.hooks_done = self.batch = self.step = self.updated = perf_counter()
+        self.began = self.last = self.hooks_done = self.batch = self.step = self.updated = CLOCK.value()
         self.iters, self.seconds, self.validations = 0, 0.0, 0.0
         # Sums over the iterations that count, and over the gaps between iterations.
         self.counted = 0
@@ -158,7 +158,7 @@ class _Training:
 
     def iteration_ends(self) -> float:
         """Return the seconds since the last iteration, validation or gap ended."""
-        now = perf_counter()
+        now = CLOCK.value()
         time, self.last = now - self.last, now
         if self.iters >= self._warmup:
             self.counted += 1
@@ -171,7 +171,7 @@ class _Training:
 
     def gap_ends(self, *, validation: bool = False) -> None:
         """Count the time since the last iteration or gap as the time of hooks or of a validation, not of an iteration."""
-        now = perf_counter()
+        now = CLOCK.value()
         if validation:
             self.validations += now - self.last
         elif self.iters >= self._warmup:

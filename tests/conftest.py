@@ -4,8 +4,10 @@ import multiprocessing
 import os
 import signal
 import stat
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -22,6 +24,7 @@ from structlog.testing import capture_logs
 
 from trainbus.eventloop import Bus, Event
 from trainbus.eventloop.events.event import registry as registered
+from trainbus.eventloop.seams import Seam
 
 from .scripts import run_script
 
@@ -120,6 +123,13 @@ def memory() -> Iterator[MemoryFileSystem]:
 
 
 @pytest.fixture
+def change() -> Iterator[Callable[[Seam[Any], Any], None]]:
+    """``change(INTERVAL, 0.02)`` replaces a limit, a pause or a clock of a module for the test."""
+    with ExitStack() as stack:
+        yield lambda seam, value: stack.enter_context(seam.replaced(value))
+
+
+@pytest.fixture
 def bus() -> Bus:
     return Bus()
 
@@ -128,7 +138,7 @@ def bus() -> Bus:
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The event loop that a bus runs on a thread of its own, of all kinds."""
     if request.param == "asyncio":
-        monkeypatch.setattr("trainbus.eventloop.offload.loops.find_spec", lambda name: None)
+        monkeypatch.setitem(sys.modules, "uvloop", None)
     return "trio" if request.param == "trio" else "asyncio"
 
 

@@ -5,6 +5,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from trainbus.hooks import heartbeat
+
 
 class MonitorError(Exception):
     """As NVRx's RankMonitorClientError."""
@@ -65,5 +67,5 @@ def launch(monkeypatch: pytest.MonkeyPatch, **limits: object) -> Client:
     nvrx.RankMonitorClient, nvrx.RankMonitorClientError = lambda: client, MonitorError  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, nvrx.__name__, nvrx)
     monkeypatch.setenv("FT_RANK_MONITOR_IPC_SOCKET", "/nowhere")
-    monkeypatch.setattr("trainbus.hooks.heartbeat._INTERVAL", 0.02)
+    monkeypatch.setattr(heartbeat.INTERVAL, "value", 0.02)
     return client

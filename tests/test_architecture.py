@@ -28,6 +28,7 @@ PUBLIC = (
     "trainbus.eventloop.notebook",
     "trainbus.eventloop.device",  # the accelerator
     "trainbus.eventloop.privates",  # undocumented names of torch that hooks use, too
+    "trainbus.eventloop.seams",  # limits and clocks
     "trainbus.eventloop.user_errors",  # context managers and notes that any exception passes
 )
 FILES = sorted(file for package in ("eventloop", "hooks", "trainbus") for file in (ROOT / package).rglob("*.py"))

@@ -11,6 +11,7 @@ import torch
 
 from trainbus.eventloop import Bus, ConfigurationError, Hook, Run, TrainingError, TrainLoop, check_options
 from trainbus.eventloop.notebook import Named, card, table
+from trainbus.eventloop.seams import CLOCK
 from trainbus.hooks import CheckpointHook
 from trainbus.hooks.progress_cell import ProgressCell
 
@@ -208,13 +209,13 @@ class Mine(Hook):
 
 
 @pytest.fixture
-def page(monkeypatch):
+def page(monkeypatch, change):
     """What a page was told to show, and the clock."""
     found = SimpleNamespace(shown=[], time=0.0)
     handle = SimpleNamespace(update=lambda bundle, **_: found.shown.append(bundle))
     pages = SimpleNamespace(display=lambda bundle, **_: handle.update(bundle) or handle)
     monkeypatch.setitem(sys.modules, "IPython.display", pages)
-    monkeypatch.setattr("trainbus.eventloop.notebook.time", SimpleNamespace(monotonic=lambda: found.time))
+    change(CLOCK, lambda: found.time)
     return found
 
 

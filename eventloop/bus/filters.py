@@ -19,7 +19,6 @@ all others                         publishes so far; saved with the run
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any
 
@@ -29,6 +28,7 @@ from trainbus.eventloop.checks import check_picks, check_value
 from trainbus.eventloop.errors import SubscribeError
 from trainbus.eventloop.events import Event
 from trainbus.eventloop.events.event import Counter
+from trainbus.eventloop.seams import CLOCK
 
 COUNTS: dict[Counter, str] = {
     "iter": "event.progress.iter + 1",
@@ -130,11 +130,11 @@ def _counts(once: int | Iterable[int]) -> frozenset[int]:
 
 def _interval(seconds: float) -> Callable[[], bool]:
     """Return a function that returns True at most once per ``seconds``, and at its first call."""
-    due = float("-inf")
+    due, clock = float("-inf"), CLOCK.value
 
     def ask() -> bool:
         nonlocal due
-        now = time.monotonic()
+        now = clock()
         if now < due:
             return False
         due = now + seconds

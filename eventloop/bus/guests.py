@@ -13,7 +13,7 @@ adapter is imported with the first guest of its kind.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -21,6 +21,7 @@ from trainbus.eventloop.builtin import kind_of, load_object
 from trainbus.eventloop.bus.hook import Hook, check_single
 from trainbus.eventloop.checks import is_async
 from trainbus.eventloop.errors import SubscribeError
+from trainbus.eventloop.seams import Seam
 
 
 class GuestKind(msgspec.Struct, frozen=True):
@@ -51,17 +52,17 @@ class GuestHook(Hook):
         return self.name or type(self.guest).__name__
 
 
-_kinds: dict[str, GuestKind] = {}
+KINDS: Final[Seam[dict[str, GuestKind]]] = Seam({})
 
 
 def register_guests(*kinds: GuestKind) -> None:
     """Register a kind of hooks that buses accept. A kind with the same base replaces the earlier one."""
-    _kinds.update({kind.base: kind for kind in kinds})
+    KINDS.value.update({kind.base: kind for kind in kinds})
 
 
 def guest_kind(cls: type) -> GuestKind | None:
     """Return the kind of guests that a class belongs to; None for a :class:`Hook` and for unknown classes."""
-    return None if issubclass(cls, Hook) else kind_of(cls, _kinds)
+    return None if issubclass(cls, Hook) else kind_of(cls, KINDS.value)
 
 
 def as_hook(given: object) -> Hook:
@@ -75,7 +76,7 @@ def as_hook(given: object) -> Hook:
         return given
     kind = guest_kind(type(given))
     if kind is None:
-        guests = ", ".join(one.name or one.base for one in _kinds.values() if one.adapter)
+        guests = ", ".join(one.name or one.base for one in KINDS.value.values() if one.adapter)
         raise SubscribeError(
             f"bus.add takes Hook objects and guests ({guests}), not {type(given).__name__}; derive the class from "
             "trainbus.eventloop.Hook, or subscribe a function with bus.on"

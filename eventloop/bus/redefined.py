@@ -12,13 +12,14 @@ import builtins
 import sys
 from collections.abc import Iterable
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from trainbus.eventloop.bus.guests import GuestHook
 from trainbus.eventloop.bus.handler import unwrapped
 from trainbus.eventloop.bus.hook import Hook
+from trainbus.eventloop.seams import Seam
 
-_PROMPTS = ("<stdin>", "<console>")  # each input has this file name, and begins at line 1
+PROMPTS: Final = Seam(("<stdin>", "<console>"))  # each input has this file name, and begins at line 1
 
 
 def redefines(new: Any, old: Any) -> bool:
@@ -41,7 +42,7 @@ def redefines(new: Any, old: Any) -> bool:
     elsewhere = later.co_filename != earlier.co_filename
     if later.co_name == "<lambda>":
         return later == earlier and not elsewhere  # the same cell again
-    return elsewhere or later.co_firstlineno == earlier.co_firstlineno or later.co_filename in _PROMPTS
+    return elsewhere or later.co_firstlineno == earlier.co_firstlineno or later.co_filename in PROMPTS.value
 
 
 def redefined_hooks(new: Iterable[Hook], old: Iterable[Hook]) -> list[Hook]:

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 from trainbus.eventloop.locks import is_held
 from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.seams import Seam
 from trainbus.eventloop.user_errors import contextmanager
 
 FIELDS: Final = 5
@@ -37,7 +38,7 @@ Spans = NDArray[np.int64]
 """Spans in rows, with the columns ``NUMBER, NAME, THREAD, BEGIN, END``."""
 
 CAPACITY: Final = 1 << 16  # records that may wait for the reader: about 10 MB, or 1.6 s at one per 25 µs
-_PERIOD: Final = 1.0  # seconds after which the reader drains the ring
+PERIOD: Final = Seam(1.0)  # seconds after which the reader drains the ring
 _LOOK: Final = 0.1  # seconds between two checks of the ring's length
 _CHUNK: Final = 1024  # records taken at once, for which the reader holds the GIL (0.1 ms)
 _BATCH: Final = 32  # chunks in one call of the readers
@@ -222,7 +223,7 @@ class Recorder:
         while not stopped.wait(_LOOK):
             waited += _LOOK
             # Rarely, because each read takes the GIL from the training, hardly longer for many spans than for few.
-            if waited >= _PERIOD or len(self._ring) > self._capacity // 4:
+            if waited >= PERIOD.value or len(self._ring) > self._capacity // 4:
                 waited = 0.0
                 with self._reading:
                     self._pass_on(yields=True)

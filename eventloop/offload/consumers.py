@@ -200,7 +200,7 @@ class ThreadConsumer(_Consumer):
             elif self._lanes.disarm():
                 if self._finish():
                     return
-                lingered = not self._bell.acquire(timeout=LOOK)
+                lingered = not self._bell.acquire(timeout=LOOK.value)
         self._drop_held()
         self._caller.stop()
 
@@ -375,7 +375,7 @@ class Reader:
             elif self._lane.disarm():
                 if self._lane.finished():
                     return []
-                with anyio.move_on_after(LOOK) as slept:
+                with anyio.move_on_after(LOOK.value) as slept:
                     await self._bell.wait()
                 lingered = slept.cancelled_caught
 

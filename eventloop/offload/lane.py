@@ -38,16 +38,17 @@ from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.offload.drain import Deadline, DrainReport
 from trainbus.eventloop.offload.meter import LaneMeter
 from trainbus.eventloop.offload.snapshot import delayed
+from trainbus.eventloop.seams import Seam
 
 Full = Literal["block", "drop_old", "drop_new", "latest", "raise"]
 
-PATIENCE = 10.0
+PATIENCE: Final = Seam(10.0)
 """Seconds that a publisher waits for a slot without progress before it logs which handler it waits for."""
 
-POLL = 0.2
+POLL: Final = Seam(0.2)
 """Seconds after which a waiting publisher or drain checks again, in case Ctrl-C swallowed a notification."""
 
-LOOK = 1.0
+LOOK: Final = Seam(1.0)
 """Seconds after which a sleeping consumer looks into the queue, in case it missed a wake-up."""
 
 log = get_logger()
@@ -87,7 +88,7 @@ class Mark:
                 return False
             interrupt()
             # It looks again, too, as the deadline may have been moved nearer.
-            self._lane.wait_for_change(self._number, min(POLL, left))
+            self._lane.wait_for_change(self._number, min(POLL.value, left))
         return True
 
 
@@ -311,15 +312,15 @@ class Lane:
         """Wait until something changes, or for a moment; log once which handler keeps its publishers waiting."""
         may_wait("room in a lane")
         self.wake()  # the consumer may be lingering, and that saves nothing now
-        if bell.acquire(timeout=POLL):
+        if bell.acquire(timeout=POLL.value):
             self._stuck_since = None
             return
         now = time.monotonic()
         self._stuck_since = self._stuck_since or now
-        if now - self._stuck_since >= PATIENCE and not self._warned:
+        if now - self._stuck_since >= PATIENCE.value and not self._warned:
             self._warned = True
             log.warning(
-                f"publishing waits for a handler: its lane is full, and nothing has left it for {PATIENCE:g} s. Find out "
+                f"publishing waits for a handler: its lane is full, and nothing has left it for {PATIENCE.value:g} s. Find out "
                 "where it hangs; timeout= ends such calls, and another full= policy does not wait for them",
                 handler=self.label,
             )

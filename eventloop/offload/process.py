@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from contextlib import suppress
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import BaseContext
 from tempfile import TemporaryFile
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -29,10 +30,12 @@ from trainbus.eventloop.offload.delivery import Delivery
 from trainbus.eventloop.offload.importable import check_not_daemonic
 from trainbus.eventloop.offload.snapshot import Pickler
 from trainbus.eventloop.privates import process_of
+from trainbus.eventloop.seams import Seam
 from trainbus.eventloop.user_errors import add_note, text_of
 
 _END = 3.0  # seconds for an idle worker to end in order (its atexit functions, its open files), before it is killed
-_spawn = multiprocessing.get_context("spawn")
+CONTEXT: Final[Seam[BaseContext]] = Seam(multiprocessing.get_context("spawn"))
+"""How worker processes are started."""
 # Signals to the program, which its children get too (Ctrl-C, a scheduler's SIGTERM): the program decides when workers end.
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 _no_fork = threading.RLock()  # while a worker starts: a fork would hold the pipe whose end tells the executor of its death
@@ -100,7 +103,7 @@ class ProcessCaller(Caller):
         handlers = pickle.dumps([*self._handlers.values()])  # first: fails where a name leads nowhere
         self._file = TemporaryFile()  # noqa: SIM115 - until the worker ends
         inherited = Connection(os.dup(self._file.fileno()))  # only as that does multiprocessing pass a descriptor on
-        self._executor = ProcessPoolExecutor(1, _spawn, _begin, (inherited, handlers))
+        self._executor = ProcessPoolExecutor(1, CONTEXT.value, _begin, (inherited, handlers))
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # in the worker, until _begin
         try:
             with _no_fork:

@@ -9,7 +9,9 @@ import msgspec
 import numpy as np
 import torch
 
-_PART: Final = 1 << 22  # values that are counted at a time, in double precision
+from trainbus.eventloop.seams import Seam
+
+PART: Final = Seam(1 << 22)  # values that are counted at a time, in double precision
 _MOST: Final = 1e300  # larger values count as infinite: the width of the bins would overflow
 
 
@@ -56,7 +58,7 @@ def as_histogram(values: torch.Tensor | np.ndarray[Any, Any], bins: int) -> BinC
     """Count the values of a tensor or array of real numbers, on the CPU."""
     # By torch, which lets other threads run while it counts.
     flat = torch.from_numpy(_native(values)).flatten() if isinstance(values, np.ndarray) else values.flatten()
-    parts = torch.split(flat, _PART)
+    parts = torch.split(flat, PART.value)
     least, greatest, nan, infinite = math.inf, -math.inf, 0, 0
     for part in map(torch.Tensor.double, parts):
         finite = part.abs() <= _MOST

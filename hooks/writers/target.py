@@ -7,11 +7,12 @@ from time import monotonic
 from typing import Any, Final
 
 from trainbus.eventloop import get_logger
+from trainbus.eventloop.seams import Seam
 from trainbus.hooks.writers.base import Row, RunFacts, Writer
 
 log = get_logger()
 
-MOST_KEPT: Final = 10_000  # largest number of calls that wait for a failing writer; beyond it the oldest are dropped
+MOST_KEPT: Final = Seam(10_000)  # largest number of calls that wait for a failing writer; beyond it the oldest are dropped
 MOST_LARGE: Final = 100  # largest number of images, histograms and texts among them; later ones are dropped
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 60.0  # seconds before another try
@@ -141,7 +142,7 @@ class Target:
             self._lost += 1
             return
         self._calls.append(call)
-        if len(self._calls) > MOST_KEPT:
+        if len(self._calls) > MOST_KEPT.value:
             oldest = int(self._calls[0][0] == "write_config")  # a reopened writer gets it again, so it is not lost
             del self._calls[oldest]
             self._done -= self._done > oldest

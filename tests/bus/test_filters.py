@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from trainbus.eventloop import Bus, Event, Progress, SubscribeError
 from trainbus.eventloop.events import AfterRun, AfterTrainIter, BeforeRun
 from trainbus.eventloop.events.event import resolve
+from trainbus.eventloop.seams import CLOCK
 
 
 def heard(filters: dict, counts: range = range(1, 31)) -> list[int]:
@@ -91,9 +92,9 @@ def test_other_events_count_their_publishes_and_the_bus_saves_the_count():
     assert publish(second, 6) == [2, 5]
 
 
-def test_every_seconds_fires_first_and_then_after_its_interval_which_new_subscriptions_do_not_restart(bus, monkeypatch):
+def test_every_seconds_fires_first_and_then_after_its_interval_which_new_subscriptions_do_not_restart(bus, change):
     now = 100.0
-    monkeypatch.setattr("trainbus.eventloop.bus.filters.time.monotonic", lambda: now)
+    change(CLOCK, lambda: now)
     calls: list[tuple[float, str]] = []
     bus.on(Event, lambda event: calls.append((now, event.mount_point)), every_seconds=10)
     for now, event in (  # noqa: B007

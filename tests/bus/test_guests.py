@@ -45,12 +45,12 @@ class Adapter(GuestHook):
 
 
 @pytest.fixture(autouse=True)
-def theirs(monkeypatch):
+def theirs(monkeypatch, change):
     """A module of the other system, with an adapter for its hooks."""
     module = types.ModuleType("theirs")
     module.Theirs, module.Refused, module.Adapter = Theirs, Refused, Adapter
     monkeypatch.setitem(sys.modules, "theirs", module)
-    monkeypatch.setattr(guests, "_kinds", {})
+    change(guests.KINDS, {})
     register_guests(
         *GUESTS,
         GuestKind(f"{Theirs.__module__}.Theirs", adapter="theirs:Adapter", name="theirs.Hook"),

@@ -99,7 +99,7 @@ def test_add_takes_all_hooks_or_none_on_an_open_bus_whose_loop_does_not_start(bu
         def after_train_iter(self, event): ...
 
     with bus:
-        monkeypatch.setattr("trainbus.eventloop.offload.loops.anyio.run", fails(LookupError("No such backend: trio")))
+        monkeypatch.setattr("anyio.run", fails(LookupError("No such backend: trio")))
         with pytest.raises(RuntimeError):
             bus.add(Offloaded())
         assert (bus.subscriptions, bus.hooks) == ((), ())

@@ -11,6 +11,7 @@ import structlog
 import torch
 
 from trainbus.eventloop import Bus, Event, Hook, locks
+from trainbus.eventloop.bus import redefined
 
 from ..handlers import iteration
 from ..interleaver.points import Lines
@@ -21,9 +22,9 @@ class Line(Event):
 
 
 @pytest.fixture(autouse=True)
-def _checked(monkeypatch):
+def _checked(change):
     """The switch of ``TRAINBUS_CHECK_LOCKS=1``, for what is made from now on."""
-    monkeypatch.setattr(locks, "_checked", True)
+    change(locks.CHECKED, True)
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def test_a_log_that_publishes_on_the_bus_that_logs(lines):
 async def _nothing(event): ...
 
 
-def test_nothing_is_logged_with_the_lock(lines, monkeypatch):
+def test_nothing_is_logged_with_the_lock(lines, change):
     bus, found = lines
 
     class Bridge:
@@ -86,7 +87,7 @@ def test_nothing_is_logged_with_the_lock(lines, monkeypatch):
     bus.on("after_run", module["handler"])
     bus.add(hook())
     exec("\n\ndef handler(event): ...\n", module)  # noqa: S102 - and once more
-    monkeypatch.setattr("trainbus.eventloop.bus.redefined._PROMPTS", ("<string>",))
+    change(redefined.PROMPTS, ("<string>",))
     bus.on("after_run", module["handler"])
     assert found.count("missing") == 4
     assert any("defined again" in line for line in found)
@@ -121,7 +122,7 @@ def test_a_loop_that_does_not_start_is_told_and_leaves_nothing(monkeypatch, bus,
     def fails(*arguments, **options):
         raise OSError("too many open files")
 
-    monkeypatch.setattr("trainbus.eventloop.offload.loops.anyio.run", fails)
+    monkeypatch.setattr("anyio.run", fails)
     bus.on("after_train_iter", _nothing)
     with pytest.raises(RuntimeError, match="too many open files"):
         bus.open()

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from trainbus.convert import copy_in
 from trainbus.eventloop.checkpoint import inspect, link, load, note_scores, save
 from trainbus.eventloop.checkpoint.objects import ObjectParts
 
@@ -402,8 +403,8 @@ def test_import_runs_no_code_and_gives_advice(trainbus):
     assert [path.name for path in Path().iterdir()] == ["a.pth"]
 
 
-def test_what_is_too_large_for_one_file_is_imported_sharded_and_exported_from_a_store(trainbus, memory, monkeypatch):
-    monkeypatch.setattr("trainbus.convert.copy_in.ONE_FILE", 0)
+def test_what_is_too_large_for_one_file_is_imported_sharded_and_exported_from_a_store(trainbus, memory, change):
+    change(copy_in.ONE_FILE, 0)
     Path("theirs").mkdir()
     save_file({"w": torch.arange(6.0)}, "theirs/model.safetensors")
     said = trainbus("import", "theirs", "memory://bucket/ours.safetensors").out

@@ -16,6 +16,7 @@ from trainbus.cli import main
 from trainbus.eventloop.checkpoint import load
 from trainbus.eventloop.events.event import registry
 from trainbus.eventloop.registry import registered
+from trainbus.observe.dashboard.server import SERVERS
 
 from ..observe.traces import Picture
 
@@ -167,11 +168,11 @@ def test_the_dashboard_is_added_with_a_port_and_without_before_and_after_overrid
     assert "Dashboard.post" in trainbus("run", *option, project, "model.width=5", "--dry-run", "loop.max_epochs=2").out
 
 
-def test_a_run_with_a_dashboard_prints_where_it_is(here, project, capfd, monkeypatch):
+def test_a_run_with_a_dashboard_prints_where_it_is(here, project, capfd, change):
     pytest.importorskip("starlette")
     pytest.importorskip("uvicorn")
     servers: dict = {}
-    monkeypatch.setattr("trainbus.observe.dashboard.server._servers", servers)
+    change(SERVERS, servers)
     assert main(["run", project, "--dashboard", "0"]) == 0
     (server,) = servers.values()
     server.close()

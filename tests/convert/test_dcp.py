@@ -92,10 +92,10 @@ def test_nothing_but_the_wanted_tensor_is_read_and_a_box_of_it_too(tmp_path):
     assert torch.equal(contents.read(weight, box._replace(offsets=(1, 0), shape=(2, 6))), WEIGHTS["layer.weight"][1:3])
 
 
-@pytest.mark.parametrize("most", [copy_in.ONE_FILE, 0], ids=["one file", "sharded"])
-def test_it_becomes_a_checkpoint_of_ours(tmp_path, monkeypatch, most):
-    monkeypatch.setattr(copy_in, "ONE_FILE", most)
-    monkeypatch.setattr(copy_in, "_PART", 100)
+@pytest.mark.parametrize("most", [copy_in.ONE_FILE.value, 0], ids=["one file", "sharded"])
+def test_it_becomes_a_checkpoint_of_ours(tmp_path, change, most):
+    change(copy_in.ONE_FILE, most)
+    change(copy_in.PART, 100)
     tree = STATE | {"dtypes": of_each_dtype()}
     path = tmp_path / "ours.safetensors"
     info = save_contents(open_dcp(saved(tree, tmp_path / "a")), path)
@@ -106,8 +106,8 @@ def test_it_becomes_a_checkpoint_of_ours(tmp_path, monkeypatch, most):
     assert most or len([*shards[0].glob("__*")]) > 3
 
 
-def test_a_checkpoint_that_cannot_be_written_leaves_no_shards(tmp_path, monkeypatch):
-    monkeypatch.setattr(copy_in, "ONE_FILE", 0)
+def test_a_checkpoint_that_cannot_be_written_leaves_no_shards(tmp_path, change):
+    change(copy_in.ONE_FILE, 0)
     contents = open_dcp(saved(STATE, tmp_path / "a"))
     (tmp_path / "a" / "__0_0.distcp").write_bytes(b"")
     with pytest.raises(CheckpointDamagedError):
@@ -277,10 +277,10 @@ OURS = {
 }
 
 
-@pytest.mark.parametrize("most", [copy_in.ONE_FILE, 0], ids=["one file", "sharded"])
-def test_all_of_a_checkpoint_comes_back_from_a_folder(tmp_path, monkeypatch, most):
-    monkeypatch.setattr(copy_in, "ONE_FILE", most)
-    monkeypatch.setattr(dcp_write, "_GROUP", 100)
+@pytest.mark.parametrize("most", [copy_in.ONE_FILE.value, 0], ids=["one file", "sharded"])
+def test_all_of_a_checkpoint_comes_back_from_a_folder(tmp_path, change, most):
+    change(copy_in.ONE_FILE, most)
+    change(dcp_write.GROUP, 100)
     save(OURS, tmp_path / "ours.safetensors")
     contents = open_contents(tmp_path / "ours.safetensors")
     write_dcp({"model": contents.tree["state_dict"], "opt": contents.tree["optimizer"]}, contents, tmp_path / "theirs")
@@ -347,7 +347,7 @@ MEMORY = """
     folder = Path(sys.argv[1])
     save({"state_dict": {f"w{n}": torch.full((4 << 20,), float(n)) for n in range(12)}}, folder / "ours.safetensors")
     (folder / "config.json").write_text("{}")
-    copy_in.ONE_FILE = 0
+    copy_in.ONE_FILE.value = 0
 
     def peak():
         return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) >> 10
@@ -434,8 +434,8 @@ def test_a_folder_without_tensors_is_an_error(tmp_path):
         open_safetensors(tmp_path)
 
 
-def test_weights_go_into_files_of_a_bounded_size_with_the_files_of_the_configuration(tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors_folder, "_FILE", 60)
+def test_weights_go_into_files_of_a_bounded_size_with_the_files_of_the_configuration(tmp_path, change):
+    change(safetensors_folder.FILE, 60)
     save(OURS, tmp_path / "ours.safetensors")
     contents = open_contents(tmp_path / "ours.safetensors")
     weights = {name: contents.tree["state_dict"][name] for name in ("w", "tied", "none", "torch.bfloat16")}

@@ -30,9 +30,9 @@ def test_sparse_weights_are_refused_by_formats_without_them(tmp_path):
         write_dcp({"model": contents.tree["state_dict"]}, contents, tmp_path / "theirs")
 
 
-@pytest.mark.parametrize("most", [copy_in.ONE_FILE, 0], ids=["one file", "sharded"])
-def test_objects_go_through_folders_of_dcp(tmp_path, monkeypatch, most):
-    monkeypatch.setattr(copy_in, "ONE_FILE", most)
+@pytest.mark.parametrize("most", [copy_in.ONE_FILE.value, 0], ids=["one file", "sharded"])
+def test_objects_go_through_folders_of_dcp(tmp_path, change, most):
+    change(copy_in.ONE_FILE, most)
     tree = {
         "state_dict": {"w": torch.ones(3)},
         "other": [*VALUES, *(make() for make in SPARSE.values()), Moments(torch.randn(200, 100), 2)],

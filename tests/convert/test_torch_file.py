@@ -109,8 +109,8 @@ def test_what_torch_save_refuses_is_refused_at_once_and_a_url_by_the_next_call()
         write({}, "memory://bucket/c.pt")
 
 
-def test_sizes_and_offsets_that_need_64_bits_are_given_in_64(tmp_path, monkeypatch):
-    monkeypatch.setattr(zip_file, "_LARGE", 500)
+def test_sizes_and_offsets_that_need_64_bits_are_given_in_64(tmp_path, change):
+    change(zip_file.LARGE, 500)
     layout = zip_file.ZipLayout([("small", b"a" * 100), ("large", b"b" * 5000), ("behind", b"c" * 10), ("none", b"")])
     with (tmp_path / "z").open("wb") as file:
         file.writelines(layout.parts())

@@ -19,7 +19,7 @@ from torch import distributed
 
 from trainbus.eventloop import Bus, ConfigurationError, Run
 from trainbus.eventloop.checkpoint import commit, load
-from trainbus.hooks import CheckpointHook, HeartbeatHook
+from trainbus.hooks import CheckpointHook, HeartbeatHook, heartbeat
 
 from ..failing import said
 from ..heartbeats import launch
@@ -79,9 +79,9 @@ def test_a_training_sends_heartbeats_from_its_first_iteration_to_its_end(launche
     assert client.calls[-1] == "leave"
 
 
-def test_heartbeats_come_at_most_once_in_an_interval(launched, monkeypatch):
+def test_heartbeats_come_at_most_once_in_an_interval(launched, change):
     client = launched()
-    monkeypatch.setattr("trainbus.hooks.heartbeat._INTERVAL", 0.1)
+    change(heartbeat.INTERVAL, 0.1)
     loop = make_loop(HeartbeatHook(), train_data=batches(200), max_epochs=1)
     begin = time.monotonic()
     loop.run()
@@ -289,7 +289,7 @@ def test_limits_for_other_sections_than_those_of_the_configuration_are_not_set(l
 
 
 @pytest.fixture
-def monitor(monkeypatch):
+def monitor(monkeypatch, change):
     """NVRx's own monitor of this process, with limits."""
     nvrx = pytest.importorskip("nvidia_resiliency_ext.fault_tolerance")
     sections = {"setup": 60.0, "step": 30.0, "checkpointing": 30.0}
@@ -297,7 +297,7 @@ def monitor(monkeypatch):
     with tempfile.TemporaryDirectory() as folder:  # the path of a socket must be short
         process = nvrx.RankMonitorServer.run_in_subprocess(limits, f"{folder}/s", mp_ctx=multiprocessing.get_context("spawn"))
         monkeypatch.setenv("FT_RANK_MONITOR_IPC_SOCKET", f"{folder}/s")
-        monkeypatch.setattr("trainbus.hooks.heartbeat._INTERVAL", 0.02)
+        change(heartbeat.INTERVAL, 0.02)
         yield process
         process.kill()
         process.join()

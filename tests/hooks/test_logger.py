@@ -21,6 +21,7 @@ from trainbus.hooks import (
     RuntimeInfoHook,
     Writer,
 )
+from trainbus.hooks.writers import target
 from trainbus.observe import RunRecordHook
 
 from ..failing import fails
@@ -291,9 +292,9 @@ def test_a_failing_writer_is_retried_and_loses_nothing(broken, logs):
     assert all(entry["lost"] == 0 for entry in logs)
 
 
-def test_a_writer_that_does_not_recover_ends_neither_the_run_nor_other_writers(monkeypatch, logs):
+def test_a_writer_that_does_not_recover_ends_neither_the_run_nor_other_writers(change, logs):
     """It tells its losses, and keeps a bounded number."""
-    monkeypatch.setattr("trainbus.hooks.writers.target.MOST_KEPT", 20)
+    change(target.MOST_KEPT, 20)
     writer, other = OutOfOrder(lambda call, step: call == "write"), Notes(interval=1)
     make_loop(bus=bus_with(writer, other), max_epochs=20, step=counting()).run()
     assert writer.steps() == []

@@ -5,6 +5,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from trainbus.eventloop import Bus
+from trainbus.eventloop.seams import CLOCK
 from trainbus.hooks import IterTimerHook, LoggerHook, Writer
 
 from . import conftest
@@ -104,14 +105,14 @@ def test_a_resumed_run_keeps_the_count_but_not_the_mean(bus, tmp_path):
 
 
 @pytest.fixture
-def passes(monkeypatch):
+def passes(change):
     """A function that lets so many seconds pass, on a clock that stands still otherwise."""
     now = [100.0]
 
     def let_pass(seconds):
         now[0] += seconds
 
-    monkeypatch.setattr("trainbus.hooks.timer.perf_counter", lambda: now[0])
+    change(CLOCK, lambda: now[0])
     return let_pass
 
 

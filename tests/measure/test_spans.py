@@ -67,8 +67,8 @@ def test_no_span_of_many_threads_is_lost_or_read_twice():
 
 
 @pytest.mark.usefixtures("no_thread_is_left")
-def test_the_thread_survives_an_error_of_a_reader_and_logs_it_once(monkeypatch):
-    monkeypatch.setattr(spans, "_PERIOD", 0.0)  # seconds between two looks
+def test_the_thread_survives_an_error_of_a_reader_and_logs_it_once(change):
+    change(spans.PERIOD, 0.0)  # seconds between two looks
     recorder = Recorder()
     calls = []
 

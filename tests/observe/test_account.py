@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainbus.eventloop.measure.spans import BEGIN, END, FIELDS, NAME
-from trainbus.observe.account import Account, exclusive
+from trainbus.observe.account import MOST_BETWEEN, MOST_PENDING, Account, exclusive
 
 
 def tree(draw, begin: int, end: int, depth: int) -> list[tuple[int, int, int]]:
@@ -152,9 +152,9 @@ def test_the_account_is_that_of_a_run_however_its_spans_come_in_batches(data):
     assert account.steps.total() == len(made.steps)
 
 
-def test_pending_spans_are_bounded(monkeypatch):
-    monkeypatch.setattr("trainbus.observe.account._MOST_PENDING", 100)
-    monkeypatch.setattr("trainbus.observe.account._MOST_BETWEEN", 100)
+def test_pending_spans_are_bounded(change):
+    change(MOST_PENDING, 100)
+    change(MOST_BETWEEN, 100)
     names: dict[str, int] = {}
     account = Account(lambda name: names.setdefault(name, len(names)), list)
     numbers = {name: names.setdefault(name, len(names)) for name in ("before_run", "before_train_iter", "busy", "after_run")}

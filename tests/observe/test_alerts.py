@@ -13,7 +13,8 @@ import torch
 from trainbus.eventloop import Bus, ConfigurationError, Run, RunPreempted
 from trainbus.eventloop.events import CostsMeasured, Progress, RanksMeasured
 from trainbus.eventloop.plain import command_without_secrets, without_secrets
-from trainbus.observe import AlertHook, Costs, LaneCosts, RankCosts, Straggler
+from trainbus.eventloop.seams import CLOCK
+from trainbus.observe import AlertHook, Costs, LaneCosts, RankCosts, Straggler, webhook
 from trainbus.observe.webhook import Webhook
 
 from ..hooks.conftest import make_loop
@@ -34,8 +35,8 @@ def server():
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr("trainbus.observe.webhook._FIRST_PAUSE", 0.05)
+def quick(monkeypatch, change):
+    change(webhook.FIRST_PAUSE, 0.05)
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
 
@@ -106,9 +107,9 @@ def test_a_validation_loss_that_is_not_finite_is_told(server):
     assert "val/loss is inf in the validation after iteration 2" in alert["message"]
 
 
-def test_alerts_of_a_kind_are_held_back_and_counted(server, monkeypatch):
+def test_alerts_of_a_kind_are_held_back_and_counted(server, change):
     hook, now = AlertHook(server.url, "nan"), [1000.0]
-    monkeypatch.setattr("trainbus.observe.alerts.monotonic", lambda: now[0])
+    change(CLOCK, lambda: now[0])
 
     def later(run):
         if run.state.counters.iter == 3:

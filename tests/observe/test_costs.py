@@ -259,9 +259,9 @@ def test_a_block_of_yours_is_a_part(bus):
         pass
 
 
-def test_costs_measured_tells_them_while_the_run_goes_on_also_after_an_error_of_a_handler(bus, monkeypatch):
-    monkeypatch.setattr(spans, "_PERIOD", 0.0)
-    monkeypatch.setattr(bus_recorder, "_PUBLISH_EVERY", 0.0)
+def test_costs_measured_tells_them_while_the_run_goes_on_also_after_an_error_of_a_handler(bus, change):
+    change(spans.PERIOD, 0.0)
+    change(bus_recorder.PUBLISH_EVERY, 0.0)
     heard = []
 
     @bus.on("costs_measured")

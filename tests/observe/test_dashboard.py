@@ -17,6 +17,7 @@ from trainbus.eventloop.events import AfterRun, AfterTrainIter, BeforeRun, Progr
 from trainbus.hooks import CheckpointHook
 from trainbus.observe import Dashboard
 from trainbus.observe.dashboard import Board, Server, Watcher
+from trainbus.observe.dashboard.server import DEFAULT_PORT, SERVERS
 from trainbus.observe.record import Checkpoint, Pause
 
 from ..hooks.conftest import loss_of, small_model
@@ -327,10 +328,10 @@ def test_metrics_for_prometheus_are_served_beside_the_pages(server, visitor):
 
 
 @pytest.fixture
-def no_servers(monkeypatch):
+def no_servers(change):
     """No server of another test; those of this one are closed."""
     servers: dict = {}
-    monkeypatch.setattr("trainbus.observe.dashboard.server._servers", servers)
+    change(SERVERS, servers)
     yield servers
     for one in servers.values():
         one.close()
@@ -357,9 +358,9 @@ def test_hooks_take_the_names_of_a_proxy_and_those_with_one_port_take_the_same(n
         Job(Bus(Dashboard(port=0, hosts=["*"])), epochs=1).loop.run()
 
 
-def test_a_port_that_is_taken_is_an_error_and_the_default_one_gives_way(no_servers, monkeypatch):
+def test_a_port_that_is_taken_is_an_error_and_the_default_one_gives_way(no_servers, change):
     with serving() as other:
-        monkeypatch.setattr("trainbus.observe.dashboard.server.DEFAULT_PORT", other.port)
+        change(DEFAULT_PORT, other.port)
         with pytest.raises(ConfigurationError, match=f":{other.port}"):
             Job(Bus(Dashboard(port=other.port))).loop.run()
         assert Server.at().port != other.port

@@ -177,8 +177,8 @@ async def test_a_stream_ends_when_its_reader_leaves_or_its_server_ends(anyio_bac
 
 
 @pytest.mark.anyio
-async def test_a_stuck_stream_is_cut_off_by_the_address_of_its_reader(anyio_backend, monkeypatch):
-    monkeypatch.setattr(event_stream, "PATIENCE", 0.05)
+async def test_a_stuck_stream_is_cut_off_by_the_address_of_its_reader(anyio_backend, change):
+    change(event_stream.PATIENCE, 0.05)
     one, cut = MessageLog(), []
     one.post("note", {})
     await stream(one, Reader(stuck_after=1), cut_off=cut.append)
@@ -186,8 +186,8 @@ async def test_a_stuck_stream_is_cut_off_by_the_address_of_its_reader(anyio_back
 
 
 @pytest.mark.anyio
-async def test_a_quiet_stream_gives_a_sign_of_life(anyio_backend, monkeypatch):
-    monkeypatch.setattr(event_stream, "QUIET", 0.1)
+async def test_a_quiet_stream_gives_a_sign_of_life(anyio_backend, change):
+    change(event_stream.QUIET, 0.1)
     one, reader = MessageLog(), Reader()
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(stream, one, reader)

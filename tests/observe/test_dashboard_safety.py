@@ -217,8 +217,8 @@ def test_200_readers_give_the_training_thread_nothing_to_do(server, visitor):
     assert alone["post"] <= 2
 
 
-def test_a_reader_that_does_not_read_is_cut_off_and_holds_up_nobody(server, visitor, monkeypatch):
-    monkeypatch.setattr(event_stream, "PATIENCE", 0.5)
+def test_a_reader_that_does_not_read_is_cut_off_and_holds_up_nobody(server, visitor, change):
+    change(event_stream.PATIENCE, 0.5)
     with watched(server, slow=True) as job:
         page = server.board.get(1)
         for _ in range(100):

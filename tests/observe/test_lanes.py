@@ -38,8 +38,8 @@ async def slow_async(event) -> None:
     ],
     ids=["thread", "batch", "capture", "timeout", "async", "process"],
 )
-def test_a_lane_tells_its_time_depth_and_age(monkeypatch, backend, handler, options):
-    monkeypatch.setattr(process, "_spawn", workers.quick())
+def test_a_lane_tells_its_time_depth_and_age(change, backend, handler, options):
+    change(process.CONTEXT, workers.quick())
     bus = Bus(timing=True, backend=backend)
     bus.on("after_train_iter", handler, **options)
     with bus:

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from trainbus.eventloop import Bus, Hook
+from trainbus.eventloop.seams import CLOCK
 from trainbus.observe import memory
 from trainbus.observe.memory import Memory, kept_by, resident
 
@@ -20,12 +21,11 @@ class Keeps(Hook):
     def after_train_iter(self, event): ...
 
 
-def test_the_resident_memory_is_that_of_this_process(monkeypatch, tmp_path):
+def test_the_resident_memory_is_that_of_this_process(tmp_path):
     before = resident()
     array = np.ones(8 << 20)
     assert resident() - before > array.nbytes // 2
-    monkeypatch.setattr(memory, "_STATM", tmp_path / "none")
-    assert resident() > 1 << 20  # without /proc, the most so far
+    assert resident(tmp_path / "none") > 1 << 20  # without /proc, the most so far
 
 
 def test_the_objects_of_a_hook_are_its_own_with_tensors_and_arrays():
@@ -49,26 +49,25 @@ def test_a_shared_object_counts_once():
     assert kept["one"].bytes > shared.nbytes > kept["other"].bytes
 
 
-def test_a_cycle_and_a_very_large_hook_end(monkeypatch):
-    monkeypatch.setattr(memory, "_MOST_OBJECTS", 100)
+def test_a_cycle_and_a_very_large_hook_end(change):
+    change(memory.MOST_OBJECTS, 100)
     hook = Keeps()
     hook.kept += [hook.kept, *([number] for number in range(1000))]
     assert 0 < kept_by([("Keeps", [vars(hook)])])["Keeps"].bytes < 50_000
 
 
 @pytest.fixture
-def machine(monkeypatch):
-    return Machine(monkeypatch)
+def machine(change):
+    return Machine(change)
 
 
 class Machine:
     """A process with a memory and a clock of its own."""
 
-    def __init__(self, monkeypatch) -> None:
+    def __init__(self, change) -> None:
         self.bytes, self.now, self.iterations = 100 << 20, 0.0, 0
-        monkeypatch.setattr(memory, "resident", lambda: self.bytes)
-        monkeypatch.setattr(memory.time, "monotonic", lambda: self.now)
-        self.memory = Memory()
+        change(CLOCK, lambda: self.now)
+        self.memory = Memory(lambda: self.bytes)
 
     def go(self, seconds: int, *, grows: int = 0, hooks=(), subscriptions=(), steps=None, each=lambda: None) -> list:
         for _ in range(seconds):
@@ -129,9 +128,11 @@ def test_a_function_that_keeps_more_and_more_has_a_name_too(bus, machine):
     assert [one.name for one in found] == ["process", "leak"]
 
 
-def test_hooks_are_not_looked_at_while_the_process_does_not_grow(machine, monkeypatch):
-    leaks = Keeps()
-    monkeypatch.setattr(memory, "kept_by", lambda owners: pytest.fail("looked"))
+def test_hooks_are_not_looked_at_while_the_process_does_not_grow(machine):
+    class Unseen(Keeps):
+        label = property(lambda self: pytest.fail("looked"))
+
+    leaks = Unseen()
     [process] = machine.go(60, hooks=[leaks], each=lambda: leaks.kept.append(torch.zeros(1000)))
     assert process.bytes == 0
 

@@ -8,9 +8,19 @@ import numpy as np
 import pytest
 
 from trainbus.cli.runs import best_metric
-from trainbus.observe import Costs, Damage, LaneCosts, Part, RankCosts, RankTimes, RunManifest, Straggler, write_manifest
+from trainbus.observe import (
+    Costs,
+    Damage,
+    LaneCosts,
+    Part,
+    RankCosts,
+    RankTimes,
+    RunManifest,
+    Straggler,
+    write_manifest,
+)
 from trainbus.observe.costs import Growth
-from trainbus.observe.curves import Curve, read_curves
+from trainbus.observe.curves import BATCH, Curve, read_curves
 from trainbus.observe.record import Checkpoint
 from trainbus.observe.report import ReportedRun, build_report, verdict
 from trainbus.observe.report.bars import cost_bars
@@ -274,8 +284,8 @@ def test_curves_are_read_from_the_lines_of_scalars():
     assert curves({"a": 5}, {"a": 6}, {"a": 7, "step": None}) == {"a": ([1, 2, 3], [5, 6, 7])}  # without a step
 
 
-def test_more_lines_than_are_read_at_once_keep_their_order(monkeypatch):
-    monkeypatch.setattr("trainbus.observe.curves._BATCH", 7)
+def test_more_lines_than_are_read_at_once_keep_their_order(change):
+    change(BATCH, 7)
     lines = [{"step": i, "a": i} | ({"b": -i} if i % 3 == 0 else {}) for i in range(1, 101)]
     curves = read_curves(lines)
     assert curves["a"].values.tolist() == list(range(1, 101))

@@ -1,16 +1,16 @@
 import errno
 import json
+import os
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 
 from trainbus.eventloop import Bus, Run
 from trainbus.hooks import CheckpointHook, JSONLinesWriter, LoggerHook
-from trainbus.observe import RunFolder, RunRecordHook, environment, run_record
-from trainbus.observe.environment import Process
+from trainbus.observe import RunFolder, RunRecordHook
 from trainbus.observe.report import ReportedRun
 
 from ..failing import fails
@@ -24,6 +24,18 @@ def record(folder, *kinds):
 
 def kinds(folder):
     return [line["kind"] for line in RunFolder(folder).record()]
+
+
+def full_for(monkeypatch, name):
+    """The disk takes no file of this name."""
+    replace = os.replace
+
+    def refuse(source, target, **options):
+        if Path(target).name == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(source, target, **options)
+
+    monkeypatch.setattr(os, "replace", refuse)
 
 
 def session(folder):
@@ -71,8 +83,7 @@ def test_the_save_of_a_stop_has_the_place_that_its_file_has_and_the_session_the_
 
 def test_a_resumed_run_has_two_sessions_and_a_line_with_the_place_of_the_checkpoint(tmp_path, monkeypatch):
     make_loop(CheckpointHook(interval=1), RunRecordHook(), work_dir=tmp_path, max_epochs=3).run()
-    other = msgspec.structs.replace(environment(), process=Process(1, "elsewhere", "", ""))
-    monkeypatch.setattr(run_record, "environment", lambda: other)
+    monkeypatch.setattr("socket.gethostname", lambda: "elsewhere")
     loop = make_loop(CheckpointHook(interval=1), RunRecordHook(), work_dir=tmp_path, max_epochs=4)
     loop.run(resume=tmp_path / "epoch_2.safetensors")
     first, second = RunFolder(tmp_path).manifest().sessions
@@ -139,13 +150,14 @@ def test_a_loop_that_is_left_before_its_last_epoch_is_recorded_as_stopped(tmp_pa
 
 def test_the_end_in_the_record_counts_where_run_json_could_not_be_rewritten(tmp_path, monkeypatch):
     """The disk is full when the run ends."""
-    write = run_record.write_manifest
-    full = fails(OSError(errno.ENOSPC, "full"))
-    monkeypatch.setattr(
-        "trainbus.observe.run_record.write_manifest",
-        lambda folder, manifest: (full if manifest.sessions[-1].ended else write)(folder, manifest),
-    )
-    make_loop(RunRecordHook(), work_dir=tmp_path).run()
+    loop = make_loop(RunRecordHook(), work_dir=tmp_path)
+
+    @loop.bus.on("after_train", priority=0)
+    def fill(event):
+        loop.bus.drain()
+        full_for(monkeypatch, "run.json")
+
+    loop.run()
     assert session(tmp_path).state == "running"
     story = RunFolder(tmp_path).story()
     assert (story.state, story.came_to, story.sessions[-1].ended) == ("finished", (2, 8), record(tmp_path, "end")[0]["time"])
@@ -169,7 +181,7 @@ def test_a_value_of_the_configuration_that_no_file_can_hold_costs_no_file(tmp_pa
 
 
 def test_a_folder_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch, logs):
-    monkeypatch.setattr("trainbus.observe.run_record.write_manifest", fails(OSError(errno.ENOSPC, "full")))
+    full_for(monkeypatch, "run.json")
     loop, epochs = make_loop(RunRecordHook(), work_dir=tmp_path), []
     loop.bus.on("after_train_epoch", lambda event: epochs.append(event.progress.epoch))
     loop.run()

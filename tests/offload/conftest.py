@@ -8,8 +8,8 @@ from . import workers
 
 
 @pytest.fixture
-def quick_workers(monkeypatch):
-    monkeypatch.setattr(process, "_spawn", workers.quick())
+def quick_workers(change):
+    change(process.CONTEXT, workers.quick())
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from unittest.mock import patch
 
 import anyio
 import pytest
@@ -93,7 +92,7 @@ def test_the_counts_add_up_at_every_moment(mode, full, queue, batch, linger, dee
         time.sleep(0.0005)
 
     published = 0
-    with patch.object(process, "_spawn", context), capture_logs() as logs:
+    with process.CONTEXT.replaced(context), capture_logs() as logs:
         try:
             with meanwhile(watch), bus:
                 for i, deed in enumerate(deeds):

@@ -10,7 +10,8 @@ import pytest
 from trainbus.eventloop import LaneFullError, Progress
 from trainbus.eventloop.errors import LaneClosedError
 from trainbus.eventloop.events import AfterRun
-from trainbus.eventloop.offload import Deadline, DrainReport, Lane, SizedLane, consumers
+from trainbus.eventloop.offload import Deadline, DrainReport, Lane, SizedLane
+from trainbus.eventloop.offload.lane import LOOK
 
 from ..handlers import offload
 from ..strikes import strikes_at
@@ -182,9 +183,9 @@ def test_an_interrupt_at_any_line_of_the_consumer_loses_no_event_from_the_counts
 
 
 @pytest.mark.parametrize("mode", ["thread", "async"])
-def test_a_sleeping_consumer_delivers_an_event_whose_wake_up_was_missed(bus, mode, monkeypatch):
+def test_a_sleeping_consumer_delivers_an_event_whose_wake_up_was_missed(bus, mode, change):
     """As after a Ctrl-C between the append and the wake-up."""
-    monkeypatch.setattr(consumers, "LOOK", 0.02)
+    change(LOOK, 0.02)
     heard: list[object] = []
     subscription = offload(bus, heard.append, mode, event="after_run", linger=0)
     with bus:

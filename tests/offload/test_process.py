@@ -248,7 +248,7 @@ from trainbus.eventloop.offload import process
 from tests.offload.test_process import acting, deed
 from tests.waiting import until
 
-process._spawn = multiprocessing.get_context("fork")  # which is quick
+process.CONTEXT.value = multiprocessing.get_context("fork")  # which is quick
 bus, subscription = acting(on_error="log")
 bus.abort_timeout = 0.1
 bus.open()
@@ -350,7 +350,7 @@ def test_a_program_ends_after_ctrl_c_in_the_close_of_its_bus_and_may_close_it_ag
         from trainbus.eventloop.offload import Runtime, process
         from tests.offload.test_process import acting, deed
 
-        process._spawn = multiprocessing.get_context("fork")  # which is quick
+        process.CONTEXT.value = multiprocessing.get_context("fork")  # which is quick
 
         def strike_again(frame, what, _):
             if what == "call" and "eventloop" in frame.f_code.co_filename:

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 from trainbus.eventloop import Bus, BusStateError, Event, LaneFullError, OffloadError, Progress
 from trainbus.eventloop.errors import LaneClosedError
 from trainbus.eventloop.events import AfterRun, AfterTrainIter, BeforeRun
-from trainbus.eventloop.offload import DrainReport
+from trainbus.eventloop.offload import DrainReport, lane
 from trainbus.eventloop.offload.lane import Lane
 
 from ..conftest import UVLOOP
@@ -44,7 +44,7 @@ EVERYWHERE = pytest.mark.parametrize(
 def where(request, monkeypatch) -> str:
     """Where the handlers of a test run: on threads, or in one of the event loops."""
     if request.param == "asyncio":
-        monkeypatch.setattr("trainbus.eventloop.offload.loops.find_spec", lambda name: None)
+        monkeypatch.setitem(sys.modules, "uvloop", None)
     return request.param
 
 
@@ -232,9 +232,9 @@ FULL_WITH_ONE = pytest.mark.parametrize(
 
 
 @FULL_WITH_ONE
-def test_a_hanging_handler_that_blocks_its_publisher_is_named_once(monkeypatch, options):
-    monkeypatch.setattr("trainbus.eventloop.offload.lane.PATIENCE", 0.002)
-    monkeypatch.setattr("trainbus.eventloop.offload.lane.POLL", 0.001)
+def test_a_hanging_handler_that_blocks_its_publisher_is_named_once(change, options):
+    change(lane.PATIENCE, 0.002)
+    change(lane.POLL, 0.001)
     bus, release = Bus(), threading.Event()
 
     @bus.on("after_train_iter", offload="thread", **options)
@@ -319,7 +319,7 @@ def test_a_bus_whose_loop_does_not_start_remains_idle_and_usable(monkeypatch, ba
     offload(bus, lambda event: heard.append(1), "thread")
     offload(bus, lambda event: heard.append(2), "async")
     with monkeypatch.context() as patched:
-        patched.setattr("trainbus.eventloop.offload.loops.anyio.run", fails(LookupError("No such backend: trio")))
+        patched.setattr("anyio.run", fails(LookupError("No such backend: trio")))
         with pytest.raises(BusStateError, match="backend"):
             bus.open()
     assert bus.state == "idle"

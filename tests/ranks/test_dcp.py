@@ -89,9 +89,9 @@ def command(*words: object) -> None:
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flat"])
-@pytest.mark.parametrize("most", [copy_in.ONE_FILE, 0], ids=["one file", "sharded"])
-def test_from_an_engine_to_us_and_back_on_2_1_and_4_processes(ranks, tmp_path, monkeypatch, flat, most):
-    monkeypatch.setattr(copy_in, "ONE_FILE", most)
+@pytest.mark.parametrize("most", [copy_in.ONE_FILE.value, 0], ids=["one file", "sharded"])
+def test_from_an_engine_to_us_and_back_on_2_1_and_4_processes(ranks, tmp_path, change, flat, most):
+    change(copy_in.ONE_FILE, most)
     (theirs, *others) = ranks(engine_saves, str(tmp_path / "theirs"), flat)
     assert others == [theirs]
     ours = tmp_path / "ours.safetensors"

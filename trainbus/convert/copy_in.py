@@ -17,11 +17,12 @@ from trainbus.eventloop.checkpoint.shards import SHARDS, Indexed, Piece
 from trainbus.eventloop.checkpoint.stage import CommitInfo, StageBuffer, save, stage, write
 from trainbus.eventloop.checkpoint.store import AnyPath, AsPath, as_path, list_files, make_directory, remove_directory
 from trainbus.eventloop.errors import CheckpointValueError
+from trainbus.eventloop.seams import Seam
 
-ONE_FILE: Final = 1 << 30
+ONE_FILE: Final = Seam(1 << 30)
 """Bytes of tensors up to which a checkpoint is one file. A larger one is sharded: it never is in memory as a whole, and each
 process of a run reads its own part of it."""
-_PART: Final = 64 << 20
+PART: Final = Seam(64 << 20)
 """Bytes of a part, unless a tensor's piece is larger."""
 
 
@@ -38,7 +39,7 @@ def save_contents(contents: Contents, path: AsPath) -> CommitInfo:
     path = as_path(path)
     tensors: dict[int, torch.Tensor] = {}
     replace_tensors(contents.tree, lambda _, tensor: tensors.setdefault(id(tensor), tensor))
-    if sum(tensor.nbytes for tensor in tensors.values()) <= ONE_FILE:
+    if sum(tensor.nbytes for tensor in tensors.values()) <= ONE_FILE.value:
         read = {key: contents.read(tensor) for key, tensor in tensors.items()}
         return save(replace_tensors(contents.tree, lambda _, tensor: read[id(tensor)]), path)
     if not isinstance(contents.tree, dict):
@@ -94,7 +95,7 @@ def _parts(contents: Contents, wanted: list[tuple[torch.Tensor, Indexed]]) -> It
     for tensor, indexed in wanted:
         for box in contents.boxes(tensor):
             size = torch.Size(box.shape).numel() * tensor.itemsize
-            if part and held + size > _PART:
+            if part and held + size > PART.value:
                 yield part
                 part, held = [], 0
             part.append((tensor, indexed, box))

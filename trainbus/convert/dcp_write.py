@@ -26,8 +26,9 @@ from trainbus.eventloop.checkpoint.pieces import Box
 from trainbus.eventloop.checkpoint.scores import Score
 from trainbus.eventloop.checkpoint.tree import packed
 from trainbus.eventloop.errors import CheckpointError, CheckpointValueError
+from trainbus.eventloop.seams import Seam
 
-_GROUP: Final = 16 << 20
+GROUP: Final = Seam(16 << 20)
 """Bytes of a group, unless a tensor's piece is larger: else 20,000 small tensors would be as many files."""
 _INLINE: Final = 64 << 10
 """Bytes of a tensor up to which it stays in the packed tree, if it is in no other entry."""
@@ -150,7 +151,7 @@ def _groups(items: list[WriteItem]) -> Iterator[list[WriteItem]]:
     for item in items:
         data = item.tensor_data
         size = 0 if data is None else data.chunk.sizes.numel() * data.properties.dtype.itemsize
-        if group and held + size > _GROUP:
+        if group and held + size > GROUP.value:
             yield group
             group, held = [], 0
         group.append(item)

@@ -26,6 +26,7 @@ from trainbus.eventloop.checkpoint.scores import Score, as_metadata
 from trainbus.eventloop.checkpoint.shards import Indexed, Piece, is_sound, naming_damage
 from trainbus.eventloop.checkpoint.store import AnyPath, commit_bytes, is_plain_name, list_files, open_file
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError
+from trainbus.eventloop.seams import Seam
 
 INDEX: Final = "model.safetensors.index.json"
 CONFIG: Final = "config.json"
@@ -33,7 +34,7 @@ _WITH_CONFIG: Final = ("generation_config.json", "tokenizer*", "special_tokens_m
 _SUFFIX: Final = ".safetensors"
 _OFFSETS: Final = "DCP_SHARDING_INFO"
 _MAX_BYTES: Final = 1 << 30
-_FILE: Final = 5 << 30
+FILE: Final = Seam(5 << 30)
 """Bytes of a file, unless a tensor is larger."""
 
 
@@ -144,7 +145,7 @@ def _write_files(weights: Mapping[str, torch.Tensor], contents: Contents, folder
     files: list[dict[str, torch.Tensor]] = [{}]
     size = 0
     for name, tensor in weights.items():
-        if files[-1] and size + tensor.nbytes > _FILE:
+        if files[-1] and size + tensor.nbytes > FILE.value:
             files.append({})
             size = 0
         files[-1][name] = tensor

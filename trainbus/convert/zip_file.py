@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from trainbus.eventloop.checkpoint.commit import crc32
+from trainbus.eventloop.seams import Seam
 
 Part = bytes | memoryview
 
@@ -21,7 +22,7 @@ _FLAGS: Final = 0x0800
 """Names are UTF-8."""
 _CHECKED: Final = 0x0008
 """The checksum follows the record. An empty one has none."""
-_LARGE: Final = 0xFFFFFFFF
+LARGE: Final = Seam(0xFFFFFFFF)
 _MANY: Final = 0xFFFF
 _VERSION: Final = (0x031E, 45)
 """Made by, and needed to read: 4.5 has sizes of 64 bits."""
@@ -62,7 +63,7 @@ class ZipLayout:
             if size:
                 yield content
                 yield (_CHECK_64 if extra else _CHECK).pack(b"PK\7\x08", crc, size, size)
-            fits, offset = min(size, _LARGE), min(at, _LARGE)
+            fits, offset = min(size, LARGE.value), min(at, LARGE.value)
             entry = (b"PK\1\2", 0, 0, _flags(size), 0, 0, 0, crc, fits, fits, len(name), len(extra), 0, 0, 0, 0, offset)
             directory += (_CENTRAL.pack(*entry), name, extra)
         joined = b"".join(directory)
@@ -72,7 +73,7 @@ class ZipLayout:
 
 def _wide(size: int, at: int) -> bytes:
     """Return the extra field with what 32 bits cannot hold."""
-    numbers = (size, size) * (size >= _LARGE) + (at,) * (at >= _LARGE)
+    numbers = (size, size) * (size >= LARGE.value) + (at,) * (at >= LARGE.value)
     return struct.pack(f"<2H{len(numbers)}Q", 1, 8 * len(numbers), *numbers) if numbers else b""
 
 
@@ -92,5 +93,5 @@ def _end(count: int, size: int, at: int) -> bytes:
     return (
         _END_64.pack(b"PK\6\6", _END_64.size - 12, *_VERSION, 0, 0, count, count, size, at)
         + _LOCATOR.pack(b"PK\6\7", 0, at + size, 1)
-        + _END.pack(b"PK\5\6", 0, 0, few, few, min(size, _LARGE), min(at, _LARGE), 0)
+        + _END.pack(b"PK\5\6", 0, 0, few, few, min(size, LARGE.value), min(at, LARGE.value), 0)
     )

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainbus.eventloop.measure.spans import BEGIN, END, FIELDS, NAME, Spans
+from trainbus.eventloop.seams import Seam
 from trainbus.observe.totals import BINS, Totals, at
 
 Ints = NDArray[np.int64]
@@ -53,8 +54,8 @@ NEEDED: Final = _MARKS | {name for first, following, _ in WITHIN for name in (fi
 _ALSO_MARKS: Final = ("before_val_iter", "after_val_iter", "before_test_iter", "after_test_iter")
 _STEP_BEGINS: Final = ("before_train_epoch", "after_train_iter", "after_val")
 """An iteration begins at the end of the last one of these."""
-_MOST_PENDING: Final = 1 << 18  # spans without a mark, about 10 MB
-_MOST_BETWEEN: Final = 1 << 12  # spans while no run is open, which may lie in the before_run of the next
+MOST_PENDING: Final = Seam(1 << 18)  # spans without a mark, about 10 MB
+MOST_BETWEEN: Final = Seam(1 << 12)  # spans while no run is open, which may lie in the before_run of the next
 
 
 class Account:
@@ -101,7 +102,7 @@ class Account:
             self._until, self._ended, self._last_step = int(begin), False, int(begin)
             self._open.clear()
         pending = self._count(pending)
-        self._pending = pending if self._until is not None and not self._ended else pending[-_MOST_BETWEEN:]
+        self._pending = pending if self._until is not None and not self._ended else pending[-MOST_BETWEEN.value :]
 
     def _count(self, pending: Spans) -> Spans:
         """Count spans up to the last mark, and return the others."""
@@ -134,7 +135,7 @@ class Account:
         until = int(marks[-1]) if len(marks) else 0
         if self._ended:
             until = max([until, *pending[pending[:, NAME] == self._waiting, END].tolist()])
-        elif not len(marks) and len(pending) > _MOST_PENDING:  # a step that publishes very many events
+        elif not len(marks) and len(pending) > MOST_PENDING.value:  # a step that publishes very many events
             until = int(pending[:, END].max())
         return until
 

@@ -8,7 +8,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
-from time import monotonic, time
+from time import time
 from types import NoneType
 from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 
@@ -17,6 +17,7 @@ import torch
 
 from trainbus.eventloop import ConfigurationError, Hook, Priority, check_options, events, mount
 from trainbus.eventloop.registry import register
+from trainbus.eventloop.seams import CLOCK
 from trainbus.eventloop.spelling import did_you_mean
 from trainbus.eventloop.training import failed_first
 from trainbus.hooks.copies import CopiedAnew
@@ -245,7 +246,7 @@ class AlertHook(CopiedAnew, Hook):
         if kind not in self.when or webhook is None:
             return
         with self._lock:
-            now = monotonic()
+            now = CLOCK.value()
             if kind not in _ENDS and now - self._sent.get(kind, -math.inf) < self.repeat_after:
                 self._held_back[kind] += 1
                 return
@@ -289,9 +290,9 @@ class _Watch(threading.Thread):
         self._moves, self._after, self._tell = moves, after, tell
 
     def run(self) -> None:
-        last, since, told = self._moves(), monotonic(), False
+        last, since, told = self._moves(), CLOCK.value(), False
         while not self.ended.wait(min(_LOOK, self._after / 4)):
-            moves, now = self._moves(), monotonic()
+            moves, now = self._moves(), CLOCK.value()
             if moves != last or moves is None:
                 last, since, told = moves, now, False
             elif not told and now - since >= self._after:

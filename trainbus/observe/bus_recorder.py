@@ -17,6 +17,7 @@ from trainbus.eventloop.events import CostsMeasured, Event, RanksMeasured
 from trainbus.eventloop.events.event import name_of, registry
 from trainbus.eventloop.measure.spans import BEGIN, END, NAME, THREAD, Recorder, Spans, Steps
 from trainbus.eventloop.offload import Lane, LaneMeter
+from trainbus.eventloop.seams import Seam
 from trainbus.observe.account import NEEDED, Account, among
 from trainbus.observe.costs import Costs, Durations, LaneCosts, Part
 from trainbus.observe.exchange import RankExchange
@@ -24,7 +25,7 @@ from trainbus.observe.memory import Memory
 from trainbus.observe.ranks import RankCosts, Spent, spent_here
 from trainbus.observe.totals import Totals, at
 
-_PUBLISH_EVERY: Final = 2.0  # seconds
+PUBLISH_EVERY: Final = Seam(2.0)  # seconds
 
 
 class Call(NamedTuple):
@@ -151,7 +152,7 @@ class BusRecorder(Recorder):
             bus, iterations = self._bus, sum(one.steps.total() for one in accounts)
             self._memory.sample(iterations, bus.hooks, bus.subscriptions, bus.internal.steps)
             now, progress = time.monotonic(), self._bus.internal.progress  # None while no run is open
-            if progress is not None and now - self._published >= _PUBLISH_EVERY and self._bus.wants(CostsMeasured):
+            if progress is not None and now - self._published >= PUBLISH_EVERY.value and self._bus.wants(CostsMeasured):
                 self._published = now
                 self._bus.publish(CostsMeasured(progress=progress, costs=self.costs()))
 

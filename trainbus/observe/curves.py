@@ -10,13 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainbus.eventloop.bounds import LATEST
+from trainbus.eventloop.seams import Seam
 from trainbus.observe.story import Cut
 
 Array = NDArray[np.float64]
 
 PLACES: Final = ("step", "epoch", "iter", "time")
 _MOST: Final = 2.0**53  # of epochs and iterations: larger ones are damaged
-_BATCH: Final = 50_000  # lines read before they become arrays
+BATCH: Final = Seam(50_000)  # lines read before they become arrays
 
 
 _STAGE: Final = re.compile(r"(train(?:ing)?|val(?:id(?:ation)?)?|eval|test)[/_.-](.+)")  # as in assets/curves.js
@@ -83,7 +84,7 @@ def read_curves(lines: Iterable[Mapping[str, Any]], cuts: Iterable[Cut] = ()) ->
             waiting[names].append(row)
         else:
             waiting[names] = [row]
-        if number % _BATCH == 0:
+        if number % BATCH.value == 0:
             tables.extend(_tables(waiting))
             waiting.clear()
     tables.extend(_tables(waiting))

@@ -20,24 +20,24 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from trainbus.eventloop.seams import CLOCK, Seam
 from trainbus.observe.costs import Growth
 
-_STATM: Final = Path("/proc/self/statm")
 _MOST_SAMPLES: Final = 240
 _WARM_UP: Final = 0.25  # of the time so far is left out
 _FEWEST: Final = 6  # samples behind the warm-up
 _STEADY: Final = 4 << 20  # bytes of growth above which the objects of hooks are counted
 _SOON, _APART = 2.0, 10.0  # least seconds from the first count of hooks to the second, and then from each to the next
-_MOST_OBJECTS: Final = 200_000  # of one hook
+MOST_OBJECTS: Final = Seam(200_000)  # of one hook
 _PAUSE_EVERY: Final = 500  # objects, about 0.5 ms
 _LEAST: Final = 16  # bytes that a hook must keep per iteration to be reported
 _FEW_GRAPHS: Final = 0.01  # per iteration: each may be far larger than its tensor
 
 
-def resident() -> int:
+def resident(statm: Path = Path("/proc/self/statm")) -> int:
     """Return the resident bytes of this process; without /proc, the peak so far."""
     with suppress(OSError):
-        return int(_STATM.read_text().split()[1]) * resource.getpagesize()
+        return int(statm.read_text().split()[1]) * resource.getpagesize()
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most * 1024
 
@@ -64,8 +64,9 @@ class _Look(NamedTuple):
 class Memory:
     """Samples of the memory of the process, in bounded space."""
 
-    def __init__(self) -> None:
-        self.resident = resident()  # resident bytes at the last sample
+    def __init__(self, read: Callable[[], int] = resident) -> None:
+        self._read = read
+        self.resident = read()  # resident bytes at the last sample
         self._samples: list[_Sample] = []
         self._every, self._skipped = 1, 0  # of the samples offered, this one is kept
         self._looks: list[_Look] = []  # the first, and the newest
@@ -78,19 +79,19 @@ class Memory:
         steps: Mapping[str, Callable[..., Any]] = types.MappingProxyType({}),
     ) -> None:
         """Take a sample; while the process grows, also count the objects of hooks, handlers and step functions."""
-        self.resident = resident()
+        self.resident = self._read()
         self._skipped += 1
         if iterations and self._skipped >= self._every:
             self._skipped = 0
-            self._samples.append(_Sample(time.monotonic(), iterations, self.resident))
+            self._samples.append(_Sample(CLOCK.value(), iterations, self.resident))
             if len(self._samples) > _MOST_SAMPLES:
                 self._samples, self._every = self._samples[::2], 2 * self._every
         grown = self._process_growth()
         if grown is None or grown.bytes < _STEADY:
             self._looks.clear()
-        elif not self._looks or time.monotonic() - self._looks[-1].time >= (_SOON if len(self._looks) == 1 else _APART):
+        elif not self._looks or CLOCK.value() - self._looks[-1].time >= (_SOON if len(self._looks) == 1 else _APART):
             kept = kept_by(_owners(hooks, subscriptions, steps))
-            self._looks = [*self._looks[:1], _Look(time.monotonic(), iterations, kept)]
+            self._looks = [*self._looks[:1], _Look(CLOCK.value(), iterations, kept)]
 
     def growth(self) -> list[Growth]:
         """Return the growth of the process and of the hooks that keep more and more objects, the largest first."""
@@ -155,7 +156,7 @@ def kept_by(owners: Iterable[tuple[str, Sequence[Any]]]) -> dict[str, Kept]:
 def _kept(roots: Sequence[Any], seen: set[int]) -> Kept:
     total = graphs = looked = 0
     stack = list(roots)
-    while stack and looked < _MOST_OBJECTS:
+    while stack and looked < MOST_OBJECTS.value:
         one = stack.pop()
         if id(one) in seen or _is_foreign(one):
             continue

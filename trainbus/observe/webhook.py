@@ -15,12 +15,14 @@ from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from trainbus.eventloop import ConfigurationError, get_logger
+from trainbus.eventloop.seams import Seam
 
 log = get_logger()
 
 _MOST: Final = 100  # messages that wait; beyond it the oldest are dropped
 _TIMEOUT: Final = 10.0  # seconds that an answer may take
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds between tries
+FIRST_PAUSE: Final = Seam(1.0)  # seconds between tries, at the beginning
+_LONGEST_PAUSE = 60.0
 _LONGEST: Final = 3600.0  # seconds for which a message is tried
 _GRACE: Final = 0.5  # seconds for the thread to end
 _AGAIN: Final = (408, 425, 429)  # statuses below 500 after which another try may succeed
@@ -137,7 +139,7 @@ class Webhook:
     def _next(self, failures: int) -> _Message | None:
         """Wait for the next message, or for the pause after a failure; return None at the end."""
         with self._changed:
-            due = monotonic() + (min(_FIRST_PAUSE * 2 ** min(failures - 1, 10), _LONGEST_PAUSE) if failures else 0.0)
+            due = monotonic() + (min(FIRST_PAUSE.value * 2 ** min(failures - 1, 10), _LONGEST_PAUSE) if failures else 0.0)
             while True:
                 now = monotonic()
                 if self._until is not None:
@@ -146,7 +148,7 @@ class Webhook:
                         self._waiting.clear()
                         self._thread = None  # the next message begins another one
                         return None
-                    due = min(due, now + _FIRST_PAUSE)
+                    due = min(due, now + FIRST_PAUSE.value)
                 if self._waiting and now >= due:
                     return self._waiting[-1 if self._until is not None else 0]
                 wakes = [due] if self._waiting else []

@@ -62,11 +62,11 @@ class Ray:
 
 
 @pytest.fixture
-def train(tmp_path, monkeypatch):
+def train(tmp_path, change):
     """Train four epochs of two iterations, with a validation each, in a worker of a stand-in for Ray."""
 
     def train(ray: Ray, *more, epochs: int = 4, resume: str | None = "auto", **options) -> TrainLoop:
-        monkeypatch.setattr(ray_hook, "RayWorker", lambda: ray)
+        change(ray_hook.WORKER, lambda: ray)
         torch.manual_seed(0)
         model = torch.nn.Linear(2, 1)
         loop = TrainLoop(
@@ -166,8 +166,8 @@ def test_a_failing_report_is_logged_once_and_ends_no_training(train, tmp_path, l
     assert "the controller is gone" in line["error"]
 
 
-def test_the_end_of_a_run_waits_for_ray_only_so_long(train, tmp_path, monkeypatch, logs):
-    monkeypatch.setattr(ray_hook, "_END", 0.3)
+def test_the_end_of_a_run_waits_for_ray_only_so_long(train, tmp_path, change, logs):
+    change(ray_hook.END, 0.3)
     loop = train(Ray(tmp_path, takes=5.0))
     assert loop.counters.epoch == 4
     assert any("Ray has not taken the last report" in one["event"] for one in logs)

@@ -504,9 +504,9 @@ def test_what_does_not_take_a_step_in_each_iteration_is_an_error_that_says_so(ma
                     inner.step()
 
 
-def test_a_lighthouse_that_does_not_answer_is_said(manager, monkeypatch):
-    monkeypatch.setattr(lookout, "_LOOK", 0.02)
-    monkeypatch.setattr(lookout, "_PATIENCE", 0.1)
+def test_a_lighthouse_that_does_not_answer_is_said(manager, monkeypatch, change):
+    change(lookout.LOOK, 0.02)
+    change(lookout.PATIENCE, 0.1)
     monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "http://somewhere:1")
     managed = manager()
     job = Job(managed)

@@ -11,6 +11,7 @@ import torch
 
 from trainbus.eventloop import Bus, Run, TrainLoop
 from trainbus.hooks import CSVWriter, JSONLinesWriter, LoggerHook, MLflowWriter, TensorBoardWriter, WandbWriter, Writer
+from trainbus.hooks.writers import histogram
 from trainbus.hooks.writers.histogram import as_histogram
 from trainbus.hooks.writers.media import ReportedHistogram, ReportedImage, ReportedText
 from trainbus.hooks.writers.png import png
@@ -90,8 +91,8 @@ def test_all_types_of_real_numbers_are_counted(values):
     assert (made.sum, made.sum_of_squares) == (6.0, 18.0)
 
 
-def test_counts_are_those_of_numpy_over_many_parts(monkeypatch):
-    monkeypatch.setattr("trainbus.hooks.writers.histogram._PART", 1000)
+def test_counts_are_those_of_numpy_over_many_parts(change):
+    change(histogram.PART, 1000)
     values = torch.randn(5432, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     made = as_histogram(values, 50)
     counts, edges = np.histogram(values.numpy(), 50)

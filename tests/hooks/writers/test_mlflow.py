@@ -1,4 +1,5 @@
 import re
+import sys
 
 import pytest
 import torch
@@ -99,7 +100,8 @@ def test_several_runs_can_share_a_store(client, tmp_path):
 
 
 def test_without_packages_for_local_stores_the_error_names_them(client, monkeypatch):
-    monkeypatch.setattr("trainbus.hooks.writers.mlflow.find_spec", lambda name: None)
+    for name in ("sqlalchemy", "alembic"):
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigurationError, match=r"sqlalchemy.*alembic"):
         MLflowWriter()
     MLflowWriter("http://localhost:5000")

@@ -134,8 +134,8 @@ def test_a_text_that_the_writer_does_not_take_is_no_sign_that_it_works(writer, l
     assert lost(target, logs) == 0
 
 
-def test_the_configuration_that_a_reopened_writer_gets_again_is_no_lost_call(writer, monkeypatch, logs):
-    monkeypatch.setattr("trainbus.hooks.writers.target.MOST_KEPT", 3)
+def test_the_configuration_that_a_reopened_writer_gets_again_is_no_lost_call(writer, change, logs):
+    change(MOST_KEPT, 3)
     target = opened(writer)
     play(target, writer, {1, 2, 3, 4, 5}, 1, 2, "sync", "sync", 3, 4, 5)
     assert lost(target, logs) == 5
@@ -153,8 +153,8 @@ def test_a_failing_writer_keeps_a_bounded_number_of_images(writer, logs):
 
 def test_a_failing_writer_keeps_a_bounded_number_of_rows(logs):
     target = opened(writer := RowRecorder())
-    play(target, writer, {"flush", 0}, [0, 1], [*range(2, MOST_KEPT + 5)], set(), "sync")
-    assert writer.calls == [[0, 1], *range(5, MOST_KEPT + 5), "flush"]
+    play(target, writer, {"flush", 0}, [0, 1], [*range(2, MOST_KEPT.value + 5)], set(), "sync")
+    assert writer.calls == [[0, 1], *range(5, MOST_KEPT.value + 5), "flush"]
     assert lost(target, logs) == 5
 
 

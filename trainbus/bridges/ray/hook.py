@@ -8,7 +8,7 @@ from functools import partial
 from numbers import Number
 from pathlib import Path
 from types import NoneType
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Final
 
 from msgspec import Meta
 
@@ -18,13 +18,15 @@ from trainbus.bridges.ray.worker import RayWorker
 from trainbus.eventloop import CheckpointError, ConfigurationError, Hook, Priority, check_options, events, get_logger, mount
 from trainbus.eventloop.checkpoint import AnyPath, RemotePath, remove_whole
 from trainbus.eventloop.registry import register
+from trainbus.eventloop.seams import Seam
 from trainbus.hooks.copies import CopiedAnew
 from trainbus.hooks.mirror import Mirror, mirror_of
 from trainbus.hooks.options import added_late
 from trainbus.hooks.retention import KEPT, RetentionPolicy
 from trainbus.hooks.rules import BestMetrics
 
-_END = 30.0  # seconds for Ray to take what is left at the end of a run; it takes a report each 2 s
+WORKER: Final = Seam(RayWorker)
+END: Final = Seam(30.0)  # seconds for Ray to take what is left at the end of a run; it takes a report each 2 s
 
 log = get_logger()
 
@@ -75,13 +77,13 @@ class RayTrainHook(CopiedAnew, Hook):
         return None  # it reports to Ray
 
     def default_work_dir(self) -> Path:
-        return RayWorker().work_dir()
+        return WORKER.value().work_dir()
 
     def default_checkpoint_dir(self) -> RemotePath | None:
-        return folder if isinstance(folder := RayWorker().folder, RemotePath) else None
+        return folder if isinstance(folder := WORKER.value().folder, RemotePath) else None
 
     def before_run(self, event: events.BeforeRun) -> None:
-        run, worker = event.run, RayWorker()
+        run, worker = event.run, WORKER.value()
         if sum(isinstance(hook, RayTrainHook) for hook in run.bus.hooks) > 1:
             raise ConfigurationError("there are two RayTrainHooks on the bus, and each would tell Ray everything: remove one")
         self._policies = run.shared[KEPT] = run.shared.get(KEPT, [])
@@ -177,10 +179,10 @@ class RayTrainHook(CopiedAnew, Hook):
         try:
             if not reports.aborted:
                 self._reports = reports  # for the events that are on their way
-                run.bus.drain(_END)
+                run.bus.drain(END.value)
         finally:
             self._reports = None
-            reports.end(_END)
+            reports.end(END.value)
 
     def _save(self, run: events.RunView, info: Any) -> None:
         log.warning("Ray is about to take machines away; saving", ranks=info.preempted_ranks, deadline_ms=info.deadline_ms)

@@ -8,10 +8,11 @@ from typing import Any, Final
 
 from trainbus.bridges.torchft import privates
 from trainbus.eventloop.log import get_logger
+from trainbus.eventloop.seams import Seam
 
-_LOOK: Final = 1.0
+LOOK: Final = Seam(1.0)
 """Seconds between two looks."""
-_PATIENCE: Final = 15.0
+PATIENCE: Final = Seam(15.0)
 """Seconds without a quorum after which that is said."""
 
 log = get_logger()
@@ -33,14 +34,14 @@ class Lookout:
 
     def _look(self) -> None:
         waited, told = 0.0, False
-        while not self._over.wait(_LOOK):
+        while not self._over.wait(LOOK.value):
             if not privates.waits_for_quorum(self._manager):
                 if told:
                     log.info("the lighthouse answers again")
                 waited, told = 0.0, False
                 continue
-            waited += _LOOK
-            if waited >= _PATIENCE and not told:
+            waited += LOOK.value
+            if waited >= PATIENCE.value and not told:
                 told = True
                 log.warning(
                     "torchft has found no quorum of replica groups, and training waits for it: is the lighthouse running, and "

@@ -10,13 +10,14 @@ import anyio.lowlevel
 from starlette.types import Receive, Scope, Send
 
 from trainbus.eventloop.offload import server_ends
+from trainbus.eventloop.seams import Seam
 from trainbus.observe.dashboard.message_log import MessageLog
 
 PACE: Final = 0.2  # seconds between two polls of the log with one reader
 PACE_PER_READER: Final = 0.01
 """Seconds that each further reader adds, so that 200 readers load the interpreter no more than a few."""
-QUIET: Final = 10.0  # seconds without a message after which a keep-alive is sent
-PATIENCE: float = 20.0  # seconds that a reader may take for one message before its connection is closed
+QUIET: Final = Seam(10.0)  # seconds without a message after which a keep-alive is sent
+PATIENCE: Final = Seam(20.0)  # seconds that a reader may take for one message before its connection is closed
 _CHUNK: Final = 65536
 
 _HEADERS: Final = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-store"), (b"x-accel-buffering", b"no")]
@@ -70,7 +71,7 @@ class EventStream:
         while True:
             ends = self._readers.is_closed() or server_ends()  # before the last read, which must see all earlier messages
             messages, self._seen, is_last = self._messages.read(self._seen)
-            if not messages and quiet >= QUIET:
+            if not messages and quiet >= QUIET.value:
                 messages = [b": still here\n\n"]
             for body in _chunks(messages):
                 if not await self._sent(send, {"type": "http.response.body", "body": body, "more_body": True}):
@@ -83,7 +84,7 @@ class EventStream:
         return await self._sent(send, {"type": "http.response.body", "body": b""})
 
     async def _sent(self, send: Send, message: dict[str, Any]) -> bool:
-        with anyio.move_on_after(PATIENCE) as patience:
+        with anyio.move_on_after(PATIENCE.value) as patience:
             await send(message)
         return not patience.cancelled_caught
 

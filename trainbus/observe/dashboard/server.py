@@ -11,13 +11,14 @@ from contextlib import suppress
 from typing import Any, Final
 
 from trainbus.eventloop.errors import ConfigurationError, cannot_import
+from trainbus.eventloop.seams import Seam
 from trainbus.observe.dashboard.addresses import ANY_NAME, LOOPBACK, OWN_NAMES, check_address
 from trainbus.observe.dashboard.page import Board
 
-DEFAULT_PORT: Final = 8000
+DEFAULT_PORT: Final = Seam(8000)
 _GRACE: Final = 1  # seconds that pages have to receive the last messages when the program ends
 
-_servers: dict[tuple[str, int | None], Server] = {}
+SERVERS: Final[Seam[dict[tuple[str, int | None], Server]]] = Seam({})
 """The servers of this process, by host and requested port: hooks with the same values share one server."""
 _lock = threading.Lock()
 
@@ -45,7 +46,7 @@ class Server:
         """
         check_address(host, token)
         with _lock:
-            living = {asked: one for asked, one in _servers.items() if one.lives}
+            living = {asked: one for asked, one in SERVERS.value.items() if one.lives}
             by_port = {(asked[0], one.port): one for asked, one in living.items()}
             if (running := living.get((host, port)) or by_port.get((host, port or 0))) is not None:
                 if token is not None and token != running.token:
@@ -57,7 +58,7 @@ class Server:
                         f"a dashboard at port {running.port} was started with hosts={sorted(running.hosts)}; give both the same"
                     )
                 return running
-            _servers[host, port] = server = cls(host, port, token, hosts=hosts)
+            SERVERS.value[host, port] = server = cls(host, port, token, hosts=hosts)
             return server
 
     def __init__(
@@ -138,7 +139,7 @@ def missing_web(error: ImportError) -> ConfigurationError:
 def _bound(host: str, port: int | None) -> socket.socket:
     """Return a socket that listens at an address."""
     try:
-        return _listening(host, DEFAULT_PORT if port is None else port)
+        return _listening(host, DEFAULT_PORT.value if port is None else port)
     except OSError as error:
         if port is None:
             with suppress(OSError):
