@@ -20,10 +20,15 @@ import torch
 
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.privates import raw_stream
+from trainbus.eventloop.seams import Seam
 
 log = get_logger()
 
 _NEEDED: Final = ("Stream", "Event", "stream", "current_stream")
+NEW_PINNED: Final[Seam[Callable[[Sequence[int], torch.dtype], torch.Tensor]]] = Seam(
+    lambda shape, dtype: torch.empty(shape, dtype=dtype, pin_memory=True)
+)
+IS_PINNED: Final[Seam[Callable[[torch.Tensor], bool]]] = Seam(torch.Tensor.is_pinned)
 _on_cpu: Final = attrgetter("is_cpu")  # the devices themselves take longer: they are looked at where a tensor is not
 
 
@@ -91,12 +96,12 @@ def any_asynchronous(tensors: Iterable[torch.Tensor]) -> bool:
 
 def empty_pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return an uninitialised tensor in pinned host memory, which torch's allocator keeps until the copies to it are done."""
-    return torch.empty(shape, dtype=dtype, pin_memory=True)
+    return NEW_PINNED.value(shape, dtype)
 
 
 def is_pinned(tensor: torch.Tensor) -> bool:
     """Return True if a tensor is in pinned host memory."""
-    return tensor.is_pinned()
+    return IS_PINNED.value(tensor)
 
 
 def pinned_bytes(size: int) -> torch.Tensor:

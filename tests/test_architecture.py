@@ -249,11 +249,12 @@ SPEAKS_TO_ACCELERATORS = re.compile(
 def test_one_module_speaks_to_accelerators():
     assert SPEAKS_TO_ACCELERATORS.search("torch.empty(3, pin_memory=True)")
     found = {name for name in MODULES if SPEAKS_TO_ACCELERATORS.search(ast.unparse(parsed(name)))}
-    assert found == {"trainbus.eventloop.device"}
+    assert found - {*under("trainbus.testing")} == {"trainbus.eventloop.device"}
 
 
 def test_no_two_public_classes_share_a_name():
-    nodes = [node for name in MODULES for node in parsed(name).body]
+    simulated = {*under("trainbus.testing.sim")}  # it has the names of torch
+    nodes = [node for name in MODULES.keys() - simulated for node in parsed(name).body]
     names = [node.name for node in nodes if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
     assert sorted({name for name in names if names.count(name) > 1}) == []
 

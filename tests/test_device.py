@@ -56,12 +56,12 @@ class Module(SimpleNamespace):
 
 
 @pytest.fixture
-def hpu(monkeypatch):
+def hpu(monkeypatch, change):
     """The accelerator of this process."""
     module = Module()
     monkeypatch.setattr(torch, "hpu", module, raising=False)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("hpu"))
-    monkeypatch.setattr(door, "empty_pinned", lambda shape, dtype: torch.empty(shape, dtype=dtype))
+    change(door.NEW_PINNED, lambda shape, dtype: torch.empty(shape, dtype=dtype))
     cached = torch.get_device_module, door.is_asynchronous, door._has_streams
     for function in cached:
         function.cache_clear()
@@ -77,14 +77,14 @@ def test_a_type_with_streams_events_and_pinned_memory_is_asynchronous(hpu):
 
 
 @pytest.mark.parametrize("lacking", ["streams", "memory"])
-def test_any_other_type_is_not_which_is_logged_once(hpu, monkeypatch, capsys, lacking):
+def test_any_other_type_is_not_which_is_logged_once(hpu, change, capsys, lacking):
     def no_memory(shape, dtype):
         raise NotImplementedError("no pinned memory here\nat line 3")
 
     if lacking == "streams":
         del hpu.Stream
     else:
-        monkeypatch.setattr(door, "empty_pinned", no_memory)
+        change(door.NEW_PINNED, no_memory)
     assert not any(door.is_asynchronous(torch.device("hpu", index % 2)) for index in range(4))
     assert capsys.readouterr().err.count("hpu") == 1
 

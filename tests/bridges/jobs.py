@@ -2,7 +2,6 @@
 
 import os
 import warnings
-from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -10,37 +9,10 @@ from torch import distributed, nn
 
 from trainbus import attach
 from trainbus.bridges import TrainbusCheckpointIO
-from trainbus.eventloop import Bus, Event, Hook
+from trainbus.eventloop import Bus, Hook
 from trainbus.hooks import CheckpointHook, EMAHook, LoggerHook
 from trainbus.hooks.writers import JSONLinesWriter
-
-from ..failing import fails
-
-STEP = ["before_optimizer_step", "after_optimizer_step"]
-VAL = ["before_val", "before_val_epoch", "before_val_iter", "after_val_iter", "after_val_epoch", "after_val"]
-
-
-class Counting(Hook):
-    """Keeps epoch, iteration and batch of what it hears, by mount point; a checkpoint has it."""
-
-    def __init__(self):
-        self.seen = {}
-
-    def count(self, event):
-        where = (event.progress.epoch, event.progress.iter, event.progress.batch_idx)
-        self.seen.setdefault(event.mount_point, []).append(where)
-
-    after_train_iter = after_train_epoch = after_val_epoch = after_optimizer_step = count
-
-    @property
-    def iters(self):
-        return self.seen.get("after_train_iter", [])
-
-    def state_dict(self):
-        return {"seen": {name: list(events) for name, events in self.seen.items()}}
-
-    def load_state_dict(self, state):
-        self.seen = {name: list(events) for name, events in state["seen"].items()}
+from trainbus.testing.host_job import Counting
 
 
 class OnFirst(Counting):
@@ -49,59 +21,8 @@ class OnFirst(Counting):
     ranks = "rank0"
 
 
-def heard(bus):
-    """The names of all events, as they come."""
-    return noted(bus, Event, "mount_point")
-
-
-def noted(bus, mount_point, *attributes):
-    """Return a list that gets attributes of each event, as ``operator.attrgetter`` reads them."""
-    values, read = [], attrgetter(*attributes)
-    bus.on(mount_point, lambda event: values.append(read(event)))
-    return values
-
-
-def checkpoints(bus):
-    """Return a list that gets the path of each checkpoint when it is committed; it is there."""
-    paths = []
-
-    @bus.on("checkpoint_committed")
-    def note(event):
-        assert all(Path(name).exists() for name in event.names)
-        paths.append(Path(event.path))
-
-    return paths
-
-
-class Killed(BaseException):
-    """Ends a training as if its process were killed."""
-
-
-def at_steps(calls):
-    """Return a look into the model that calls functions in training steps, counted from 1: ``at_steps({5: function})``."""
-
-    def look(net):
-        net.passes = getattr(net, "passes", 0) + net.training
-        if net.training and net.passes in calls:
-            calls[net.passes](net)
-
-    return look
-
-
-def killing(at):
-    """Return a look into the model that ends the training in iteration ``at``."""
-    return at_steps({at + 1: fails(Killed)})
-
-
 def weights_of(model):
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def assert_same(one, other):
-    """Not one bit of the tensors differs."""
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
 
 
 def _as_torchrun():
@@ -146,7 +67,8 @@ def in_lightning(folder: Path):
     """Train by DDP in Lightning: without a bus, with one, with checkpoints beside the training, until rank 1 stops it."""
     import lightning.pytorch as pl
 
-    from .conformance.job import loader
+    from trainbus.testing.host_job import loader
+
     from .conformance.lightning import QUIET, Module
 
     def train(name, *hooks, attached=True, **options):

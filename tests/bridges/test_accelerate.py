@@ -15,10 +15,10 @@ from trainbus.bridges import attach
 from trainbus.eventloop import Bus, ConfigurationError, Run, TrainingError
 from trainbus.eventloop.errors import CheckpointError
 from trainbus.hooks import EMAHook, ParamSchedulerHook
+from trainbus.testing.host_job import assert_same
 
 from ..waiting import until
 from .conformance import accelerate
-from .jobs import assert_same
 
 
 class Job(accelerate.Job):

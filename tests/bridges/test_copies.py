@@ -13,9 +13,9 @@ from torch import nn
 from trainbus.eventloop import Bus, Run
 from trainbus.hooks import CheckpointHook, EMAHook, LoggerHook
 from trainbus.hooks.writers import JSONLinesWriter
+from trainbus.testing.host_job import Counting, Net
 
-from .conformance.job import WARNINGS, Net
-from .jobs import Counting
+from .conformance import WARNINGS
 
 pytestmark = WARNINGS
 STEPS = 2  # per training

@@ -9,8 +9,7 @@ import pytest
 
 from trainbus.eventloop import Bus
 from trainbus.eventloop.events.event import registry
-
-from .jobs import heard
+from trainbus.testing.host_job import heard
 
 ROOT = Path(__file__).parent.parent.parent
 PAGE = (ROOT / "docs" / "bridges.md").read_text()

@@ -11,9 +11,9 @@ from trainbus import attach
 from trainbus.eventloop import Bus, SubscribeError
 from trainbus.eventloop.errors import CheckpointError
 from trainbus.hooks import CheckpointHook, EMAHook
+from trainbus.testing.host_job import Counting, assert_same
 
 from .conformance.toy import Job
-from .jobs import Counting, assert_same
 
 
 def test_two_names_at_one_moment_are_one_file(tmp_path):

@@ -19,11 +19,10 @@ from trainbus import attach
 from trainbus.eventloop import Bus, ConfigurationError, SubscribeError, TrainingError
 from trainbus.eventloop.errors import CheckpointError
 from trainbus.hooks import EMAHook, RuntimeInfoHook
+from trainbus.testing.host_job import VAL, Counting, Killed, assert_same, heard, killing, loader, noted, samples
 
 from ..failing import fails
 from .conformance import ignite
-from .conformance.job import loader, samples
-from .jobs import VAL, Counting, Killed, assert_same, heard, killing, noted
 
 HAS_MAX_ITERS = "max_iters" in inspect.signature(Engine.run).parameters
 

@@ -11,11 +11,10 @@ from ignite.handlers import Checkpoint
 
 from trainbus import TrainbusSaver
 from trainbus.eventloop import Bus
+from trainbus.testing.host_job import assert_same, loader, noted
 
 from ..scripts import run_script
 from .conformance import ignite
-from .conformance.job import loader
-from .jobs import assert_same, noted
 
 
 class Job(ignite.Job):

@@ -17,11 +17,19 @@ from trainbus.eventloop import Bus, ConfigurationError, TrainingError  # noqa: E
 from trainbus.hooks import CheckpointHook, EarlyStoppingHook, EMAHook, LRSweepHook, ParamSchedulerHook, RuntimeInfoHook  # noqa: E402
 from trainbus.observe import RunRecordHook  # noqa: E402
 from trainbus.observe.report.reported_run import ReportedRun  # noqa: E402
+from trainbus.testing.host_job import (  # noqa: E402
+    STEP,
+    VAL,
+    assert_same,
+    checkpoints,
+    heard,
+    loader,
+    noted,
+)
 
 from ..failing import fails  # noqa: E402
-from .conformance.job import WARNINGS, loader  # noqa: E402
+from .conformance import WARNINGS  # noqa: E402
 from .conformance.lightning import QUIET, Module, module_of  # noqa: E402
-from .jobs import STEP, VAL, assert_same, checkpoints, heard, noted  # noqa: E402
 
 pytestmark = WARNINGS
 

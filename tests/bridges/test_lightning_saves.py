@@ -24,9 +24,9 @@ from trainbus.eventloop import Bus, CheckpointError
 from trainbus.eventloop.checkpoint import symlink
 from trainbus.eventloop.errors import CheckpointValueError
 from trainbus.hooks import CheckpointHook
+from trainbus.testing.host_job import assert_same, loader
 
-from .conformance.job import WARNINGS, loader
-from .jobs import assert_same
+from .conformance import WARNINGS
 
 pl = pytest.importorskip("lightning.pytorch")
 callbacks = pytest.importorskip("lightning.pytorch.callbacks")

@@ -8,18 +8,20 @@ from structlog.testing import capture_logs
 
 from trainbus.eventloop import Bus, CheckpointError
 from trainbus.hooks import CheckpointHook, EMAHook
+from trainbus.testing.host_job import Counting, assert_same, at_steps, checkpoints, noted
 
 from ..failing import fails
 from ..waiting import until
-from .jobs import Counting, assert_same, at_steps, checkpoints, noted
-from .test_conformance import host, hosts, pytestmark  # noqa: F401 - for pytest
+from .conformance import WARNINGS, hosts
+
+pytestmark = WARNINGS
 
 savers = hosts("own", "body", "toy")
 
 
 @savers
 @pytest.mark.usefixtures("no_thread_is_left")
-def test_training_goes_on_while_a_file_is_written_and_its_end_waits(host, tmp_path, disk):  # noqa: F811
+def test_training_goes_on_while_a_file_is_written_and_its_end_waits(host, tmp_path, disk):
     seen = []
 
     def look(net):
@@ -39,7 +41,7 @@ def test_training_goes_on_while_a_file_is_written_and_its_end_waits(host, tmp_pa
 
 
 @savers
-def test_the_file_before_is_removed_behind_the_commit_of_its_successor(host, tmp_path, disk):  # noqa: F811
+def test_the_file_before_is_removed_behind_the_commit_of_its_successor(host, tmp_path, disk):
     seen = []
 
     def first(net):
@@ -60,7 +62,7 @@ def test_the_file_before_is_removed_behind_the_commit_of_its_successor(host, tmp
 
 @savers
 @pytest.mark.parametrize("every", [3, 8])
-def test_a_save_that_fails_is_raised_and_the_file_before_stays(host, tmp_path, disk, every):  # noqa: F811
+def test_a_save_that_fails_is_raised_and_the_file_before_stays(host, tmp_path, disk, every):
     disk.go.set()
     told = noted(bus := Bus(), "checkpoint_failed", "error")
 
@@ -77,7 +79,7 @@ def test_a_save_that_fails_is_raised_and_the_file_before_stays(host, tmp_path, d
 
 @savers
 @pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()], ids=repr)
-def test_after_an_exception_the_save_that_is_under_way_is_complete(host, tmp_path, disk, error):  # noqa: F811
+def test_after_an_exception_the_save_that_is_under_way_is_complete(host, tmp_path, disk, error):
     threading.Timer(0.3, disk.go.set).start()
     job = host(tmp_path, every=3, beside=True, look=at_steps({5: fails(error)}))
     with pytest.raises((type(error), *host.interrupts)):
@@ -86,7 +88,7 @@ def test_after_an_exception_the_save_that_is_under_way_is_complete(host, tmp_pat
 
 
 @hosts("own", "body", "toy", "accelerate", "transformers")
-def test_the_own_error_of_a_training_is_raised_with_a_note_about_the_save(host, tmp_path, disk):  # noqa: F811
+def test_the_own_error_of_a_training_is_raised_with_a_note_about_the_save(host, tmp_path, disk):
     disk.go.set()
     disk.error = OSError("the disk is full")
     job = host(tmp_path, every=3, beside=True, look=at_steps({5: fails(ValueError("broken"))}))
@@ -97,7 +99,7 @@ def test_the_own_error_of_a_training_is_raised_with_a_note_about_the_save(host, 
 
 @savers
 @pytest.mark.parametrize("with_bus", [False, True])
-def test_a_training_resumed_from_a_file_goes_on_exactly(host, tmp_path, with_bus):  # noqa: F811
+def test_a_training_resumed_from_a_file_goes_on_exactly(host, tmp_path, with_bus):
     def make(folder, **options):
         bus = Bus(ema := EMAHook(momentum=0.1), counting := Counting())
         return host(tmp_path / folder, bus if with_bus else None, **options), ema, counting
@@ -116,7 +118,7 @@ def test_a_training_resumed_from_a_file_goes_on_exactly(host, tmp_path, with_bus
 
 
 @hosts("own", "body", "toy", "accelerate")
-def test_a_bus_hears_of_each_file_of_host_and_hooks_when_it_is_durable(host, tmp_path, disk):  # noqa: F811
+def test_a_bus_hears_of_each_file_of_host_and_hooks_when_it_is_durable(host, tmp_path, disk):
     bus = Bus(CheckpointHook(interval=3, by_epoch=False, max_keep_ckpts=1, save_last=False))
     paths, threads, before = checkpoints(bus), set(), []
     bus.on("checkpoint_committed", lambda event: threads.add(threading.current_thread().name))
@@ -137,7 +139,7 @@ def test_a_bus_hears_of_each_file_of_host_and_hooks_when_it_is_durable(host, tmp
 
 
 @hosts("own", "body", "toy", "accelerate")
-def test_ctrl_c_waits_for_the_file_that_is_being_written_and_names_it(host, tmp_path, disk):  # noqa: F811
+def test_ctrl_c_waits_for_the_file_that_is_being_written_and_names_it(host, tmp_path, disk):
     bus = Bus(CheckpointHook(interval=2, by_epoch=False))
     threading.Timer(0.3, disk.go.set).start()
     job = host(tmp_path, bus, beside=True, look=at_steps({3: fails(KeyboardInterrupt())}))

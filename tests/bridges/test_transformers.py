@@ -15,10 +15,10 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerCallback  # noqa
 from trainbus import attach  # noqa: E402
 from trainbus.eventloop import Bus, ConfigurationError  # noqa: E402
 from trainbus.hooks import ParamSchedulerHook, PreemptionHook  # noqa: E402
+from trainbus.testing.host_job import STEP, heard, noted  # noqa: E402
 
 from ..failing import fails  # noqa: E402
 from .conformance.transformers import Plain, gpt2, make, plain_data  # noqa: E402
-from .jobs import STEP, heard, noted  # noqa: E402
 
 FORWARD = ["before_forward", "after_forward", "before_backward", "after_backward"]
 ITER = ["before_train_iter", *FORWARD, *STEP, "after_train_iter"]

@@ -21,10 +21,11 @@ from trainbus.hooks import CheckpointHook, EMAHook, RuntimeInfoHook  # noqa: E40
 from trainbus.observe import RunRecordHook  # noqa: E402
 from trainbus.observe.record import Validation  # noqa: E402
 from trainbus.observe.report.reported_run import ReportedRun  # noqa: E402
+from trainbus.testing.host_job import Counting, assert_same, checkpoints, noted  # noqa: E402
 
 from ..failing import fails  # noqa: E402
 from .conformance.transformers import Plain, gpt2, make, plain_data, tokens  # noqa: E402
-from .jobs import Counting, assert_same, checkpoints, noted, weights_of  # noqa: E402
+from .jobs import weights_of  # noqa: E402
 
 EVERY_FIVE = {"save_strategy": "steps", "save_steps": 5}
 BEST = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True, "num_train_epochs": 4}

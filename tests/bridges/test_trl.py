@@ -14,8 +14,9 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast  #
 from trainbus import attach  # noqa: E402
 from trainbus.eventloop import Bus  # noqa: E402
 from trainbus.hooks import EMAHook  # noqa: E402
+from trainbus.testing.host_job import assert_same, heard, noted  # noqa: E402
 
-from .jobs import assert_same, heard, noted, weights_of  # noqa: E402
+from .jobs import weights_of  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 WORDS = [f"w{index}" for index in range(30)]

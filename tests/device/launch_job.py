@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from tests.device import sim
 from tests.device.group import Group
 from trainbus.eventloop.training.distributed.collectives import Collectives
 from trainbus.eventloop.training.distributed.launch import own_device, process_group
 from trainbus.eventloop.training.distributed.ranks import own_group
+from trainbus.testing import sim
 
 if __name__ == "__main__":
     sim.module.available = True

@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from trainbus.eventloop import device as door
 from trainbus.eventloop.training.data import to_device
 
-from .conftest import Accelerator
+from .conftest import DeviceUnderTest
 
 
 class Tokens(dict[str, torch.Tensor]):
@@ -41,7 +41,7 @@ BATCHES: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize("kind", BATCHES)
-def test_a_pinned_batch_is_moved_without_a_wait(accelerator: Accelerator, stream: str, kind: str):
+def test_a_pinned_batch_is_moved_without_a_wait(accelerator: DeviceUnderTest, stream: str, kind: str):
     make, numbers = BATCHES[kind]
     batch = make()
     with accelerator.no_waits():
@@ -52,7 +52,7 @@ def test_a_pinned_batch_is_moved_without_a_wait(accelerator: Accelerator, stream
     del others
 
 
-def test_an_object_whose_method_takes_no_option_moves_itself(accelerator: Accelerator):
+def test_an_object_whose_method_takes_no_option_moves_itself(accelerator: DeviceUnderTest):
     moved = to_device(Plain(ids=pinned(1, 2)), accelerator.device)
     assert moved["ids"].device == accelerator.device
     assert moved["ids"].tolist() == [1, 2]

@@ -23,12 +23,13 @@ pytestmark = TAKEN
 
 def train(folder: str) -> list[list[Any]]:
     """Train on the CPU and on the device of this rank, in both ways of staging; return what each has given."""
-    from . import sim
+    from trainbus.testing import sim
+
     from .group import Group
 
     rank, size = jobs.rank_and_size()
     sim.module.available = True
-    door.empty_pinned, door.is_pinned = sim.pinned, sim.is_pinned  # type: ignore[assignment]  # of this process
+    door.NEW_PINNED.value, door.IS_PINNED.value = sim.pinned, sim.is_pinned  # of this process
     sim.reset("rivals")
     store = distributed.PrefixStore("simulated", distributed.FileStore(f"{folder}/store", size))
     group = Group(store, rank, size, timedelta(seconds=60))

@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from .conftest import TAKEN, Accelerator
+from .conftest import TAKEN, DeviceUnderTest
 
 pytestmark = TAKEN
 
 
 @pytest.fixture
-def sim(accelerator: Accelerator) -> Any:
+def sim(accelerator: DeviceUnderTest) -> Any:
     if accelerator.kind != "sim" or not accelerator.has_streams:
         pytest.skip("not the simulated device with streams")
-    from . import sim
+    from trainbus.testing import sim
 
     return sim
 

@@ -8,7 +8,7 @@ import torch
 
 from trainbus.eventloop.checkpoint import Overlap, StageBuffer, load, stage, write
 
-from .conftest import CUDA, Accelerator
+from .conftest import CUDA, DeviceUnderTest
 
 SIZE = 3000 if not CUDA else 1 << 24
 """Elements of a tensor: on a card enough for copies that take a while; the simulated device is as late with few."""
@@ -26,7 +26,7 @@ def all_equal(tensor: torch.Tensor, value: float) -> bool:
     return tensor.device.type == "cpu" and bool((tensor == value).all())
 
 
-def test_a_staged_tree_holds_the_values_of_its_moment(accelerator: Accelerator, stream: str, written: Any):
+def test_a_staged_tree_holds_the_values_of_its_moment(accelerator: DeviceUnderTest, stream: str, written: Any):
     buffer, weight, number = StageBuffer(), torch.zeros(SIZE, device=accelerator.device), torch.zeros(4)
     for n in range(3):
         staged = stage({"weight": weight, "strided": weight.view(2, -1).t(), "number": number}, buffer)
@@ -36,7 +36,7 @@ def test_a_staged_tree_holds_the_values_of_its_moment(accelerator: Accelerator, 
         assert all(all_equal(loaded[name], n) for name in ("weight", "strided", "number"))
 
 
-def test_staging_does_not_wait_for_the_device(accelerator: Accelerator, stream: str, written: Any):
+def test_staging_does_not_wait_for_the_device(accelerator: DeviceUnderTest, stream: str, written: Any):
     buffer, weight = StageBuffer(), torch.ones(SIZE, device=accelerator.device)
     optimizer = torch.optim.SGD([weight], lr=1.0)
     overlap = Overlap([optimizer])
@@ -48,7 +48,9 @@ def test_staging_does_not_wait_for_the_device(accelerator: Accelerator, stream: 
     overlap.close()
 
 
-def test_a_temporary_tensor_is_staged_before_its_memory_has_another_owner(accelerator: Accelerator, stream: str, written: Any):
+def test_a_temporary_tensor_is_staged_before_its_memory_has_another_owner(
+    accelerator: DeviceUnderTest, stream: str, written: Any
+):
     weight = torch.ones(SIZE, device=accelerator.device)
     staged = stage({"twice": weight * 2})
     others = [torch.zeros(SIZE, device=accelerator.device) for _ in range(3)]
@@ -56,7 +58,7 @@ def test_a_temporary_tensor_is_staged_before_its_memory_has_another_owner(accele
     del others
 
 
-def test_memory_of_a_tree_that_was_not_written_is_used_again_behind_its_copies(accelerator: Accelerator, written: Any):
+def test_memory_of_a_tree_that_was_not_written_is_used_again_behind_its_copies(accelerator: DeviceUnderTest, written: Any):
     buffer = StageBuffer()
     with accelerator.side() as first:
         stage({"weight": torch.full((SIZE,), 1.0, device=accelerator.device)}, buffer).release()
@@ -67,7 +69,7 @@ def test_memory_of_a_tree_that_was_not_written_is_used_again_behind_its_copies(a
     assert all_equal(written(staged)["weight"], 2)
 
 
-def test_tensors_of_two_devices_and_the_cpu_are_staged_together(accelerator: Accelerator, written: Any):
+def test_tensors_of_two_devices_and_the_cpu_are_staged_together(accelerator: DeviceUnderTest, written: Any):
     devices = [torch.device(accelerator.kind, index) for index in range(accelerator.module.device_count())]
     tensors = {str(device): torch.full((SIZE,), 5.0, device=device) for device in [*devices, torch.device("cpu")]}
     staged = stage(tensors)
@@ -80,7 +82,7 @@ def test_tensors_of_two_devices_and_the_cpu_are_staged_together(accelerator: Acc
 
 @pytest.mark.parametrize("size", [3, SIZE], ids=["small", "large"])
 def test_an_overlapped_copy_holds_the_weights_before_the_next_step(
-    accelerator: Accelerator, stream: str, written: Any, size: int
+    accelerator: DeviceUnderTest, stream: str, written: Any, size: int
 ):
     weight = torch.nn.Parameter(torch.zeros(size, device=accelerator.device))
     optimizer = torch.optim.SGD([weight], lr=1.0, momentum=0.5)

@@ -12,7 +12,7 @@ from trainbus.eventloop import Bus
 from trainbus.eventloop import device as door
 
 from ..training.conftest import assert_same, batches, model, step
-from .conftest import KINDS, Accelerator
+from .conftest import KINDS, DeviceUnderTest
 from .training_job import job, logged, on_cpu, saved
 
 late = pytest.mark.parametrize("accelerator", KINDS[1:], indirect=True)
@@ -26,7 +26,7 @@ counted = pytest.mark.parametrize("accelerator", [*KINDS[1:3], KINDS[-1]], indir
 @pytest.mark.parametrize("staging", ["block", "overlap"])
 @pytest.mark.parametrize("amp", [None, "fp16", "bf16"])
 def test_weights_logs_and_checkpoints_are_those_of_the_cpu(
-    accelerator: Accelerator, stream: str, tmp_path: Path, amp: Any, staging: Any
+    accelerator: DeviceUnderTest, stream: str, tmp_path: Path, amp: Any, staging: Any
 ):
     found = []
     for device in ("cpu", accelerator.device):
@@ -41,7 +41,7 @@ def test_weights_logs_and_checkpoints_are_those_of_the_cpu(
 
 
 @late
-def test_a_resumed_training_continues_the_random_numbers_of_the_device(accelerator: Accelerator, tmp_path: Path):
+def test_a_resumed_training_continues_the_random_numbers_of_the_device(accelerator: DeviceUnderTest, tmp_path: Path):
     whole = job(accelerator.device, tmp_path / "whole")
     whole.run()
     first, bus = tmp_path / "first", Bus()
@@ -59,7 +59,7 @@ def test_a_resumed_training_continues_the_random_numbers_of_the_device(accelerat
 
 @pytest.mark.anyio
 @late
-async def test_arun_trains_on_the_device_of_its_caller(accelerator: Accelerator, tmp_path: Path):
+async def test_arun_trains_on_the_device_of_its_caller(accelerator: DeviceUnderTest, tmp_path: Path):
     accelerator.module.set_device(accelerator.device)
     devices, threads, bus = set[int](), set[int](), Bus()
 
@@ -80,7 +80,7 @@ def pinned(data: list[Any]) -> list[Any]:
 @counted
 @pytest.mark.parametrize("staging", ["block", "overlap"])
 def test_the_training_thread_waits_for_the_device_at_most_once(
-    accelerator: Accelerator, stream: str, tmp_path: Path, staging: Any
+    accelerator: DeviceUnderTest, stream: str, tmp_path: Path, staging: Any
 ):
     """Eight hooks, a capture and an asynchronous subscriber, over three epochs."""
     bus, seen = Bus(), list[Any]()
@@ -127,7 +127,7 @@ def by_hand(device: Any, amp: Any) -> tuple[list[float], dict[str, Any]]:
 
 @late
 @pytest.mark.parametrize("amp", [None, "fp16", "bf16"])
-def test_training_gives_the_losses_and_weights_of_a_loop_by_hand(accelerator: Accelerator, tmp_path: Path, amp: Any):
+def test_training_gives_the_losses_and_weights_of_a_loop_by_hand(accelerator: DeviceUnderTest, tmp_path: Path, amp: Any):
     losses, weights = by_hand(accelerator.device, amp)
     loop = job(accelerator.device, tmp_path, amp=amp, data=batches(4))
     loop.run()

@@ -12,14 +12,14 @@ from trainbus.eventloop.events import AfterTrainIter
 from trainbus.eventloop.offload.scalars import ScalarTaker
 from trainbus.eventloop.offload.snapshot import capture
 
-from .conftest import Accelerator
+from .conftest import DeviceUnderTest
 
 
 def publish(bus: Bus, **outputs: Any) -> None:
     bus.publish(AfterTrainIter(progress=Progress(), outputs=outputs))
 
 
-def test_scalars_have_the_values_at_publishing(accelerator: Accelerator, stream: str):
+def test_scalars_have_the_values_at_publishing(accelerator: DeviceUnderTest, stream: str):
     seen, bus, loss = list[Any](), Bus(), torch.zeros((), device=accelerator.device)
     bus.on("after_train_iter", seen.extend, offload="thread", batch=16)
     with bus:
@@ -30,7 +30,7 @@ def test_scalars_have_the_values_at_publishing(accelerator: Accelerator, stream:
     assert [event.outputs for event in seen] == [{"loss": n + 1.0, "double": n + 1.0, "n": n} for n in range(40)]
 
 
-def test_scalars_of_several_dtypes_and_numbers_keep_their_values(accelerator: Accelerator, stream: str):
+def test_scalars_of_several_dtypes_and_numbers_keep_their_values(accelerator: DeviceUnderTest, stream: str):
     values = {"loss": 0.1, "seen": 2**53 + 1, "right": True, "share": 1 / 3}
     dtypes = {"loss": torch.float32, "seen": torch.int64, "right": torch.bool, "share": torch.float64}
     taker, taken = ScalarTaker(), []
@@ -48,7 +48,7 @@ def test_scalars_of_several_dtypes_and_numbers_keep_their_values(accelerator: Ac
     assert taken[4][1][0][1].tolist() == [1, 0]
 
 
-def test_scalars_of_several_streams_arrive_by_one_copy(accelerator: Accelerator):
+def test_scalars_of_several_streams_arrive_by_one_copy(accelerator: DeviceUnderTest):
     taker, taken = ScalarTaker(), []
     for n in range(6):
         with accelerator.side():
@@ -72,7 +72,7 @@ def _handlers(seen: list[Any]) -> dict[str, Callable[..., Any]]:
 
 
 @pytest.mark.parametrize("kind", ["thread", "async"])
-def test_captures_have_the_values_at_publishing(accelerator: Accelerator, stream: str, kind: str):
+def test_captures_have_the_values_at_publishing(accelerator: DeviceUnderTest, stream: str, kind: str):
     seen, bus, logits = list[Any](), Bus(), torch.zeros(5, 3, device=accelerator.device)
     options = {"offload": "thread"} if kind == "thread" else {}
     bus.on("after_train_iter", _handlers(seen)[kind], capture=_capture_all, **options)
@@ -87,7 +87,7 @@ def test_captures_have_the_values_at_publishing(accelerator: Accelerator, stream
         assert (got["nested"][0][0] == 2 * n).all() and got["nested"][0][1] == 3
 
 
-def test_a_capture_keeps_its_value_while_its_source_goes_out_of_use(accelerator: Accelerator, stream: str):
+def test_a_capture_keeps_its_value_while_its_source_goes_out_of_use(accelerator: DeviceUnderTest, stream: str):
     taken = [capture([torch.full((100,), float(n), device=accelerator.device)]) for n in range(8)]
     del stream
     found: list[Any] = []

@@ -11,8 +11,9 @@ from trainbus.eventloop import Bus, Progress
 from trainbus.eventloop.events import AfterTrainIter
 from trainbus.eventloop.offload import scalars
 from trainbus.eventloop.offload.scalars import DeviceStack, ScalarTaker
+from trainbus.testing import simulated_device
 
-from ..device.conftest import PLAIN, TAKEN, simulated
+from ..device.conftest import PLAIN, TAKEN
 from ..waiting import on_threads
 
 
@@ -22,7 +23,7 @@ def place(request) -> Iterator[torch.device]:
     if request.param == "cpu":
         yield torch.device("cpu")
         return
-    with simulated(request.param) as accelerator:
+    with simulated_device(request.param) as accelerator:
         yield accelerator.device
 
 
@@ -82,7 +83,7 @@ def fetches(monkeypatch):
         fetch(stacks)
 
     monkeypatch.setattr(scalars, "_fetch", counted)
-    with simulated("needed") as accelerator:
+    with simulated_device("needed") as accelerator:
         made, device = scalars._Fetches(accelerator.device), accelerator.device
         yield lambda *numbers: made.wrap(torch.tensor(numbers, device=device)), copies
 

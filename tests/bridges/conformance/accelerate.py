@@ -14,12 +14,13 @@ from torch.utils.data import DataLoader
 
 from trainbus import Bus, attach
 from trainbus.eventloop import Run
+from trainbus.testing import host_job as job
 
-from . import body, job
+from . import body
 
 
 class Job(body.Job):
-    accumulates = saves = True
+    accumulates = saves = moves_files = window_ends_with_epoch = True
 
     def make(self):
         super().make()

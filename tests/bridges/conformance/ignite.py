@@ -16,13 +16,13 @@ from torch import nn
 
 from trainbus import TrainbusSaver, attach
 from trainbus.bridges.ignite.host import IgniteBridge
-
-from . import job
+from trainbus.testing import host_job as job
 
 logging.getLogger("ignite").setLevel(logging.CRITICAL)
 
 
-class Job(job.Job):
+class Job(job.HostJob):
+    passes_stop_iteration = resumes_at_end = window_ends_with_epoch = False
     missing = IgniteBridge.missing
     repeats_epoch_end = empty_epochs = False
     continues = 'Checkpoint.load_objects(bridge.to_save, "{}")'

@@ -12,8 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from trainbus.bridges import TrainbusCheckpointIO
 from trainbus.bridges.lightning.host import LightningBridge
-
-from . import job
+from trainbus.testing import host_job as job
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
 
@@ -69,7 +68,8 @@ class Rest:
         pass
 
 
-class Job(job.Job):
+class Job(job.HostJob):
+    passes_stop_iteration = takes_schedules = False
     suffix = ".ckpt"
     metric = "val_loss"
     repeats_epoch_end = empty_epochs = False

@@ -9,8 +9,7 @@ from unittest.mock import patch
 
 from trainbus import attach
 from trainbus.eventloop import Bus
-
-from . import job
+from trainbus.testing import host_job as job
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 with patch.object(sys, "path", [str(EXAMPLES), str(EXAMPLES / "plain"), *sys.path]):
@@ -29,7 +28,8 @@ class Saves:
             self.trainer.save(self.path)
 
 
-class Job(job.Job):
+class Job(job.HostJob):
+    resumes_without_bus = stops_itself = evaluates = times_callbacks = window_ends_with_epoch = False
     missing = BRIDGE.ToyBridge.missing
     validates = accumulates = False
 

@@ -17,8 +17,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from trainbus import Bus, attach
 from trainbus.bridges.transformers.host import TransformersBridge
-
-from . import job
+from trainbus.testing import host_job as job
 
 
 class WithLoss(nn.Module):
@@ -75,7 +74,8 @@ def make(folder, bus=None, *, model=Plain, data=None, kind=Trainer, options=None
     return trainer
 
 
-class Job(job.Job):
+class Job(job.HostJob):
+    stops_at_begin = keeps_rate = takes_schedules = False
     suffix = ""
     repeats_epoch_end = knows_validations = False
     missing = TransformersBridge.missing

@@ -8,11 +8,10 @@ import pytest
 import torch
 
 from trainbus.eventloop import TrainLoop
-from trainbus.hooks import CSVWriter, JSONLinesWriter, LoggerHook, MLflowWriter, TensorBoardWriter, WandbWriter, Writer
+from trainbus.hooks import LoggerHook, MLflowWriter, TensorBoardWriter, WandbWriter, Writer
 from trainbus.hooks.writers import RunFacts, Where
 
 from ..conftest import Scores, make_loop
-from .readers import column, files, history, rows, runs, scalars, text
 
 
 def logging_loop(*writers: Writer, every: Any = None, **options: Any) -> TrainLoop:
@@ -86,24 +85,3 @@ def client(empty_store, tmp_path):
 
 
 NEEDS = {TensorBoardWriter: "tensorboard", WandbWriter: "wandb", MLflowWriter: "mlflow"}
-KEEPING = [
-    *(JSONLinesWriter, CSVWriter, TensorBoardWriter, WandbWriter),
-    pytest.param(MLflowWriter, marks=pytest.mark.filterwarnings("ignore")),
-]
-
-
-@pytest.fixture(params=KEEPING)
-def kept(request, offline):
-    """A writer's class, and a function that reads the values of a name in a work dir, with their steps."""
-    cls = request.param
-    if cls in NEEDS:
-        pytest.importorskip(NEEDS[cls])
-    if cls is WandbWriter:
-        return cls, lambda work_dir, name: [one for path in files(work_dir) for one in column(rows(path), name)]
-    if cls is TensorBoardWriter:
-        events = request.getfixturevalue("events")
-        return cls, lambda work_dir, name: scalars(events(work_dir / "tensorboard"), name)
-    if cls is MLflowWriter:
-        client = request.getfixturevalue("client")
-        return cls, lambda work_dir, name: history(client(work_dir), *runs(client(work_dir)), name)
-    return cls, text

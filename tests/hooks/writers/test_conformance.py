@@ -1,22 +1,19 @@
 """What every writer that keeps its data promises, and what their base does."""
 
 import errno
-import math
 import os
-import shutil
 import sys
 import threading
 
 import pytest
-import torch
 
 from trainbus.eventloop import ConfigurationError
 from trainbus.hooks import CSVWriter, JSONLinesWriter, MLflowWriter, TensorBoardWriter, WandbWriter, Writer
-from trainbus.media import Image
+from trainbus.testing import WriterChecks
 
 from ...failing import fails
-from .conftest import KEEPING, NEEDS, logging_loop, write
-from .readers import exits, files, runs, text
+from .conftest import NEEDS, logging_loop
+from .readers import column, exits, files, history, rows, runs, scalars, text
 
 
 class OneByOne(Writer):
@@ -29,60 +26,74 @@ class OneByOne(Writer):
         self.scalars.append((name, value, step))
 
 
-def test_its_own_tool_reads_the_scalars_of_a_run(kept, tmp_path):
-    cls, read = kept
-    logging_loop(cls(), work_dir=tmp_path).run()
-    assert read(tmp_path, "train/loss") == [(step, float(step)) for step in range(1, 7)]
-    validations = (3, 6) if cls is WandbWriter else (1, 2)  # W&B has one count of steps, that of iterations
-    assert read(tmp_path, "val/accuracy") == [*zip(validations, (0.75, 1.0), strict=True)]
+class TestJSONLines(WriterChecks):
+    largest = 10**18  # its integers have 64 bits
+    read = staticmethod(text)
+
+    def make(self):
+        return JSONLinesWriter()
 
 
-def test_nan_infinities_and_all_digits_are_kept(kept, tmp_path):
-    cls, read = kept
-    large = 10**18 if cls is JSONLinesWriter else 10**20  # its integers have 64 bits
-    values = [math.nan, math.inf, -math.inf, 1 / 3, large, True]
-    write(cls(), tmp_path, *((step, {"train/loss": value}) for step, value in enumerate(values, 1)))
-    found = [float(value) for _, value in read(tmp_path, "train/loss")]
-    assert math.isnan(found[0])
-    most = sys.float_info.max if cls is MLflowWriter else math.inf  # which it stores so
-    digits = 1e-7 if cls is TensorBoardWriter else 0.0  # of float32
-    assert found[1:] == pytest.approx([most, -most, *map(float, values[3:])], rel=digits, abs=0.0)
+class TestCSV(WriterChecks):
+    read = staticmethod(text)
 
-
-def test_a_resumed_run_continues_what_was_kept(kept, tmp_path):
-    cls, read = kept
-    for step in (1, 2):
-        write(cls(), tmp_path, (step, {"train/loss": step / 2, f"train/new{step}": 1.0}))
-    assert read(tmp_path, "train/loss") == [(1, 0.5), (2, 1.0)]
-    assert read(tmp_path, "train/new2") == [(2, 1.0)]
+    def make(self):
+        return CSVWriter()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
-def test_a_folder_that_is_emptied_gets_later_data(kept, tmp_path, logs):
-    cls, read = kept
-    if cls is MLflowWriter:
-        pytest.skip("its store is a data base")
+class TestTensorBoard(WriterChecks):
+    digits = 1e-7  # of float32
 
-    def remove(event):
-        if event.progress.iter == 3:
-            loop.bus.drain()
-            for path in tmp_path.iterdir():
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+    @pytest.fixture(autouse=True)
+    def tool(self, events):
+        self.events, before = events, set(threading.enumerate())
+        yield
+        for thread in set(threading.enumerate()) - before:
+            thread.join(30)  # or its exception would be seen by a later test
 
-    before = set(threading.enumerate())
-    loop = logging_loop(cls(), work_dir=tmp_path, every=remove)
-    loop.run()
-    for thread in set(threading.enumerate()) - before if cls is TensorBoardWriter else ():
-        thread.join(30)  # or its exception would be seen by a later test
-    assert sorted(set(read(tmp_path, "train/loss")))[-3:] == [(step, float(step)) for step in (4, 5, 6)]
-    told = {line["event"] for line in logs if line["log_level"] != "debug"}
-    assert told == {"a writer failed and will be tried again", "a writer works again"}
+    def make(self):
+        return TensorBoardWriter()
+
+    def read(self, work_dir, name):
+        return scalars(self.events(work_dir / "tensorboard"), name)
 
 
-def test_an_aborted_run_is_marked_as_failed(kept, tmp_path, request):
-    cls, _ = kept
-    if cls not in (WandbWriter, MLflowWriter):
-        pytest.skip("it keeps no state of a run")
+@pytest.mark.usefixtures("offline")
+class TestWandb(WriterChecks):
+    validation_steps = 3, 6  # W&B has one count of steps, that of iterations
+
+    def make(self):
+        pytest.importorskip("wandb")
+        return WandbWriter()
+
+    def read(self, work_dir, name):
+        return [one for path in files(work_dir) for one in column(rows(path), name)]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("offline")
+class TestMLflow(WriterChecks):
+    infinity = sys.float_info.max  # which it stores so
+    restores_folder = False  # its store is a data base
+
+    @pytest.fixture(autouse=True)
+    def tool(self, request, client):
+        self.client = client
+
+    def make(self):
+        return MLflowWriter()
+
+    def read(self, work_dir, name):
+        return history(self.client(work_dir), *runs(self.client(work_dir)), name)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("offline")
+@pytest.mark.parametrize("cls", [WandbWriter, MLflowWriter])
+def test_an_aborted_run_is_marked_as_failed(cls, tmp_path, request):
+    pytest.importorskip(NEEDS[cls])
+    client = request.getfixturevalue("client") if cls is MLflowWriter else None
     loop = logging_loop(cls(), work_dir=tmp_path, every=fails(ValueError("no")))
     loop.bus.abort_timeout = 25.0  # on a busy machine it takes longer than the default to begin
     with pytest.raises(ValueError, match="no"):
@@ -90,20 +101,7 @@ def test_an_aborted_run_is_marked_as_failed(kept, tmp_path, request):
     if cls is WandbWriter:
         assert exits(*files(tmp_path)) == [1]
     else:
-        assert [run.info.status for run in runs(request.getfixturevalue("client")(tmp_path))] == ["FAILED"]
-
-
-@pytest.mark.parametrize("cls", KEEPING)
-def test_without_a_work_dir_nothing_is_written_which_is_told(tmp_path, monkeypatch, cls, logs):
-    if cls in NEEDS:
-        pytest.importorskip(NEEDS[cls])
-    monkeypatch.chdir(tmp_path)
-    report = lambda event: event.run.report(noise=Image(torch.zeros(2, 2)))  # noqa: E731
-    logging_loop(cls(), config={"lr": 0.1}, every=report).run()
-    assert list(tmp_path.iterdir()) == []
-    (told,) = [line for line in logs if "write nothing" in line["event"]]
-    assert told["writers"] == cls.__name__
-    assert {line["event"].partition(";")[0] for line in logs if line is not told} <= {"none of the writers takes images"}
+        assert [run.info.status for run in runs(client(tmp_path))] == ["FAILED"]
 
 
 def test_a_writer_can_define_write_scalar_only_and_must_define_a_method_for_scalars():

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from . import streams
-from .memory import DEVICE, HOST, Block, Spec, allocate, block_of, extent, spec_of
+from trainbus.testing.sim import streams
+from trainbus.testing.sim.memory import DEVICE, HOST, Block, Spec, allocate, block_of, extent, spec_of
 
 NAME = "sim"
 aten = torch.ops.aten

@@ -1,8 +1,8 @@
 """A simulated accelerator: two devices ``sim:0`` and ``sim:1``, in pure Python, whose streams run late."""
 
-from .kernels import NAME, is_pinned, pinned
-from .module import module
-from .streams import ORDERS, Event, HostWait, Order, Stream, no_waits, reset, waits
+from trainbus.testing.sim.kernels import NAME, is_pinned, pinned
+from trainbus.testing.sim.module import module
+from trainbus.testing.sim.streams import ORDERS, Event, HostWait, Order, Stream, no_waits, reset, waits
 
 __all__ = [
     "NAME",

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from . import kernels, memory, streams
-from .kernels import NAME, generators
+from trainbus.testing.sim import kernels, memory, streams
+from trainbus.testing.sim.kernels import NAME, generators
 
 
 class Module:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from itertools import count
 from typing import Any, Literal, NamedTuple, Self
 from weakref import WeakValueDictionary
 
 import torch
 
-from .memory import HOST, Block, lock, reclaim
+from trainbus.eventloop.user_errors import contextmanager
+from trainbus.testing.sim.memory import HOST, Block, lock, reclaim
 
 Order = Literal["eager", "needed", "rivals"]
 ORDERS: tuple[Order, ...] = ("eager", "needed", "rivals")

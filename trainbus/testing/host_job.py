@@ -1,35 +1,22 @@
-"""What a host says about itself: how it trains, resumes and saves, and what it cannot publish."""
+"""``HostJob``: what a trainer says about itself: how it trains, resumes and saves, and what it cannot publish."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
-import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainbus import attach
-from trainbus.eventloop import Bus
+from trainbus.bridges import attach
+from trainbus.eventloop import Bus, Event, Hook
+from trainbus.testing.events import capture_events
 
 SIZE = 2
 """Samples in a batch."""
-
-
-WARNINGS = [
-    pytest.mark.filterwarnings(f"ignore:{message}")
-    for message in (
-        ".*does not have many workers",
-        "You defined a `validation_step` but have no",
-        ".*treespec",
-        ".*You're resuming from a checkpoint that ended before the epoch ended",
-        "Checkpoint directory .* exists and is not empty",
-        ".*callbacks used to create the checkpoint need to be provided",
-    )
-]
-"""Those of Lightning about jobs as small as these."""
 
 
 class Net(nn.Module):
@@ -39,14 +26,15 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
-        self.look = look
+        self.look, self.passes = look, 0
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.look is not None:
             self.look(self)
-        return self.layers(x).squeeze(-1)
+        outputs: torch.Tensor = self.layers(x).squeeze(-1)
+        return outputs
 
-    def loss(self, batch):
+    def loss(self, batch: Any) -> torch.Tensor:
         x, y = batch
         return nn.functional.mse_loss(self(x), y)
 
@@ -60,8 +48,10 @@ def loader(batches: int = 4, seed: int = 1) -> DataLoader[Any]:
     return DataLoader(samples(batches, seed), SIZE)
 
 
-class Job:
-    """A training of a few batches in one host, with a bus or without.
+class HostJob:
+    """A training of a few batches in one trainer (the host), with a bus or without; :class:`HostChecks` makes many.
+
+    Override :meth:`make`, :meth:`fit` and :meth:`own`, and what else your trainer can; say what it cannot in the attributes.
 
     Args:
         folder: where the files of hooks and of the host go.
@@ -94,6 +84,30 @@ class Job:
     """Whether a resume from the last batch of an epoch passes the end of that epoch."""
     empty_epochs: ClassVar[bool] = True
     """Whether a resume from there may pass that epoch without a batch."""
+    window_ends_with_epoch: ClassVar[bool] = True
+    """Whether a window of accumulation that is open at the end of an epoch steps there."""
+    resumes_without_bus: ClassVar[bool] = True
+    """Whether it resumes a checkpoint that it has made without a bus."""
+    resumes_at_end: ClassVar[bool] = True
+    """Whether a resume from the end of the training trains nothing, instead of anew."""
+    moves_files: ClassVar[bool] = True
+    """Whether the files of an earlier run in the folder are moved; not where each new run has a folder of its own."""
+    stops_itself: ClassVar[bool] = True
+    """Whether callbacks of the trainer can stop it: :meth:`stop_itself`."""
+    stops_at_begin: ClassVar[bool] = True
+    """Whether a stop before the first iteration trains nothing."""
+    keeps_rate: ClassVar[bool] = True
+    """Whether the trainer leaves a learning rate as it was set."""
+    takes_schedules: ClassVar[bool] = True
+    """Whether schedules of ours may step its optimizer."""
+    steps_itself: ClassVar[bool] = True
+    """Whether the host steps the optimizer, so that no hook may."""
+    passes_stop_iteration: ClassVar[bool] = True
+    """Whether a StopIteration of the model leaves the trainer as it was raised."""
+    evaluates: ClassVar[bool] = True
+    """Whether :meth:`evaluate` after a training is part of that run."""
+    times_callbacks: ClassVar[bool] = True
+    """Whether callbacks of the trainer are timed by name: :meth:`call`."""
     interrupts: ClassVar[tuple[type[BaseException], ...]] = (KeyboardInterrupt,)
     """What a user sees after Ctrl-C."""
     continues: ClassVar[str] = ""
@@ -189,3 +203,86 @@ class Job:
     def weights(self) -> dict[str, torch.Tensor]:
         """Return a copy of parameters and buffers."""
         return {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+
+
+STEP = ["before_optimizer_step", "after_optimizer_step"]
+VAL = ["before_val", "before_val_epoch", "before_val_iter", "after_val_iter", "after_val_epoch", "after_val"]
+
+
+class Counting(Hook):
+    """Keeps epoch, iteration and batch of each event by mount point; checkpoints hold them."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, list[tuple[int, int, int]]] = {}
+
+    def count(self, event: Any) -> None:
+        where = (event.progress.epoch, event.progress.iter, event.progress.batch_idx)
+        self.seen.setdefault(event.mount_point, []).append(where)
+
+    after_train_iter = after_train_epoch = after_val_epoch = after_optimizer_step = count
+
+    @property
+    def iters(self) -> list[tuple[int, int, int]]:
+        return self.seen.get("after_train_iter", [])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": {name: list(events) for name, events in self.seen.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.seen = {name: list(events) for name, events in state["seen"].items()}
+
+
+def heard(bus: Bus) -> list[str]:
+    """Return a list that gets the mount point of each event."""
+    return noted(bus, Event, "mount_point")
+
+
+def noted(bus: Bus, mount_point: str | type[Event], *attributes: str) -> list[Any]:
+    """Return a list that gets attributes of each event, as ``operator.attrgetter`` reads them."""
+    return capture_events(bus, mount_point, read=attrgetter(*attributes))
+
+
+def checkpoints(bus: Bus) -> list[Path]:
+    """Return a list that gets the path of each checkpoint when it is committed; the file is there."""
+
+    def path(event: Any) -> Path:
+        assert all(Path(name).exists() for name in event.names)
+        return Path(event.path)
+
+    return capture_events(bus, "checkpoint_committed", read=path)
+
+
+class Killed(BaseException):
+    """Ends a training as if its process were killed."""
+
+
+def fails(error: BaseException | type[BaseException]) -> Callable[..., Any]:
+    """Return a function that raises an error, whatever it is given."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    return fail
+
+
+def at_steps(calls: Mapping[int, Callable[[Net], object]]) -> Callable[[Net], None]:
+    """Return a look into the model that calls functions in training steps, counted from 1: ``at_steps({5: function})``."""
+
+    def look(net: Net) -> None:
+        net.passes += net.training
+        if net.training and net.passes in calls:
+            calls[net.passes](net)
+
+    return look
+
+
+def killing(at: int) -> Callable[[Net], None]:
+    """Return a look into the model that ends the training in iteration ``at``."""
+    return at_steps({at + 1: fails(Killed)})
+
+
+def assert_same(one: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> None:
+    """Check that not one bit of the tensors differs."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
