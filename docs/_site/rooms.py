@@ -24,6 +24,7 @@ ROOMS = {
     "trainbus.observe": "Costs and records",
     "trainbus.eventloop.offload": "Offloading",
     "trainbus.eventloop.errors": "Errors and logs",
+    "trainbus.testing": "Testing",
 }
 """The public packages, with the titles of their pages."""
 FURTHER = {

@@ -87,12 +87,16 @@ def _unnamed_errors(value):
     """Each public function of a value with the errors that its own body raises and no docstring names."""
     functions = {"": value} if inspect.isfunction(value) else {}
     if inspect.isclass(value) and not getattr(value, "_is_protocol", False):
-        own = {f".{name}": member for name, member in vars(value).items() if name == "__init__" or not name.startswith("_")}
+        own = {
+            f".{name}": member
+            for name, member in vars(value).items()
+            if name == "__init__" or not name.startswith(("_", "test_"))
+        }
         own = {name: getattr(member, "fget", None) or getattr(member, "__func__", member) for name, member in own.items()}
         functions = {name: member for name, member in own.items() if inspect.isfunction(member)}
     for name, function in functions.items():
-        if function.__name__ == "touch" or not hasattr(function, "__code__"):
-            continue  # fields that an event does not have, each of which says so
+        if function.__name__ == "touch" or not hasattr(function, "__code__") or function.__code__.co_filename == "<string>":
+            continue  # fields that an event does not have, each of which says so; what a dataclass has written
         source = textwrap.dedent(inspect.getsource(function))
         raised = {_error(one) for one in ast.walk(ast.parse(source)) if isinstance(one, ast.Raise) and one.exc is not None}
         docs = f"{function.__doc__} {value.__doc__}"
@@ -114,7 +118,7 @@ def test_public_methods_have_docstrings():
 
 
 def _undocumented(value):
-    """The public methods and properties of a class without a docstring, but for handlers and overridden methods."""
+    """The public methods and properties of a class without a docstring, but for handlers, checks and overridden methods."""
     if not inspect.isclass(value) or getattr(value, "_is_protocol", False):
         return
     for name, member in vars(value).items():
@@ -125,6 +129,6 @@ def _undocumented(value):
             and value.__module__.startswith("trainbus.")
             and not name.startswith("_")
         )
-        public = not name.startswith("_") and inspect.isfunction(function) and not inherited and not handler
+        public = not name.startswith(("_", "test_")) and inspect.isfunction(function) and not inherited and not handler
         if public and not member.__doc__:
             yield name
