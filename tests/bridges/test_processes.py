@@ -6,6 +6,8 @@ from functools import cache
 import pytest
 import torch
 
+from trainbus.testing.host_job import assert_same
+
 from ..ranks.conftest import on_ranks
 from . import jobs
 
@@ -38,8 +40,8 @@ def test_a_stop_and_a_save_of_one_rank_take_effect_on_all(trained, library):
 def test_lightning_ddp(trained):
     folder, ranks = trained("lightning")
     for rank, (plain, bus, beside, _) in enumerate(ranks):
-        jobs.assert_same(bus["weights"], plain["weights"])
-        jobs.assert_same(beside["weights"], plain["weights"])
+        assert_same(bus["weights"], plain["weights"])
+        assert_same(beside["weights"], plain["weights"])
         assert bus["first"] == (8 if rank == 0 else 0)
         assert bool(bus["committed"]) == bool(beside["committed"]) == (rank == 0)
     assert len((folder / "bus" / "scalars.jsonl").read_text().splitlines()) == 2 * 4 + 2
@@ -55,8 +57,8 @@ def test_transformers_ddp(trained, beside):
     folder, ranks = trained("transformers")
     whole = [rank["whole", beside] for rank in ranks]
     for one, rank in zip(whole, ranks, strict=True):
-        jobs.assert_same(one["weights"], rank["alone"]["weights"])
-        jobs.assert_same(one["weights"], whole[0]["weights"])
+        assert_same(one["weights"], rank["alone"]["weights"])
+        assert_same(one["weights"], whole[0]["weights"])
     assert [one["first"] for one in whole] == [12, 0]  # the hook of rank 0
     names = ["checkpoint-6", "iter_6", "checkpoint-12", "iter_12"] if beside else ["iter_6", "iter_12"]
     assert [one["committed"] for one in whole] == [names, []]
@@ -79,4 +81,4 @@ def test_transformers_ddp_goes_on_exactly(trained, beside):
     assert rest[0]["first"] == 12
     for one in rest:
         for name in ("weights", "average"):
-            jobs.assert_same(one[name], whole[0][name])
+            assert_same(one[name], whole[0][name])
