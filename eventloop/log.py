@@ -3,6 +3,9 @@
 structlog's own default prints to stdout and, where rich is installed, draws tracebacks with all local variables: seconds
 beside a training thread, and a screenful of tensors. Where several processes train together, all but the first log only
 warnings and errors, with their rank.
+
+Each warning and error has an ``id`` that stays the same when its text is improved, by which to filter and to test. Lines on a
+terminal leave it out.
 """
 
 from __future__ import annotations
@@ -42,7 +45,7 @@ def collected() -> Iterator[list[str]]:
 
 def _collect(level: str, text: str, **facts: Any) -> None:
     if level in ("warning", "error", "exception", "critical"):
-        named = ", ".join(f"{name}={value}" for name, value in facts.items() if name != "exc_info")
+        named = ", ".join(f"{name}={value}" for name, value in facts.items() if name not in ("exc_info", "id"))
         _collections[-1].append(f"{text} ({named})" if named else text)
 
 
@@ -63,7 +66,7 @@ def _plain() -> Any:
             *([lambda _, __, event: {**event, "rank": rank}] if rank else []),
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="%Y-%m-%d %H:%M:%S", utc=False),
-            lambda _, __, event: {name: _escaped(value) for name, value in event.items()},
+            lambda _, __, event: {name: _escaped(value) for name, value in event.items() if name != "id"},
             structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=_traceback),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING if rank else logging.INFO),

@@ -125,7 +125,9 @@ class WeightAverage:
             lacking = sorted(held.keys() - set(fitting))
             if strict:
                 raise CheckpointError(f"the saved average lacks these tensors, or their shapes differ: {', '.join(lacking)}")
-            log.warning("the saved average lacks some tensors, or their shapes differ", lacking=lacking)
+            log.warning(
+                "the saved average lacks some tensors, or their shapes differ", id="average-incomplete", lacking=lacking
+            )
         with torch.no_grad():
             for key in fitting:
                 held[key].copy_(tensors[key])
@@ -151,7 +153,11 @@ class ExponentialMovingAverage(WeightAverage):
     ) -> None:
         super().__init__(model, interval=interval, update_buffers=update_buffers)
         if momentum > 0.5:
-            log.warning("momentum is the share of the new weights in an average, and usually small", momentum=momentum)
+            log.warning(
+                "momentum is the share of the new weights in an average, and usually small",
+                id="momentum-large",
+                momentum=momentum,
+            )
         self.momentum = float(momentum)
 
     def blend(self, averages: Tensors, weights: Tensors) -> None:

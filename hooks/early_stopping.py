@@ -97,7 +97,7 @@ class EarlyStoppingHook(Hook):
             return
         watches = f"{self.label} watches"
         if self.monitor not in event.metrics and not self.strict:
-            log.warning(str(missing_metric(watches, self.monitor, event.metrics)))
+            log.warning(str(missing_metric(watches, self.monitor, event.metrics)), id="monitored-metric-missing")
             return
         score, best = value_of(watches, self.monitor, event.metrics), self.best_score
         if score is None:

@@ -176,6 +176,7 @@ class EMAHook(CopiedAnew, Hook):
             self._lacking_logged = True
             log.warning(
                 "code of the trainer leaves these weights out of its checkpoint or changes them, so their average is not in it",
+                id="average-not-in-checkpoint",
                 weights=others,
             )
 
@@ -193,7 +194,10 @@ class EMAHook(CopiedAnew, Hook):
         if self.average is not None:  # else it begins with its first update
             self.average.steps = 0
         if not self._in_checkpoint:
-            log.warning(f"the checkpoint has no averaged weights ({RAW_WEIGHTS}); the average begins with the loaded weights")
+            log.warning(
+                f"the checkpoint has no averaged weights ({RAW_WEIGHTS}); the average begins with the loaded weights",
+                id="no-averaged-weights",
+            )
             return
         self._load_average(self._weights_in(checkpoint["state_dict"]))
         self._put(checkpoint, "state_dict", self._weights_in(saved))
@@ -240,7 +244,7 @@ class EMAHook(CopiedAnew, Hook):
         if horizon > updates:
             advice = f"set momentum={min(10 * interval / updates, 0.5):.2g} to average its last tenth"
             long = f"momentum={momentum} averages {horizon} updates, more than the {updates} of this training"
-            log.warning(f"{self.label}: {long}; {advice}")
+            log.warning(f"{self.label}: {long}; {advice}", id="momentum-too-small")
 
     def _weights_in(self, entry: Any) -> Mapping[str, Any]:
         """Return the model's part of ``state_dict`` or ``ema_state_dict``."""

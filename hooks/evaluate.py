@@ -187,7 +187,7 @@ class EvaluateHook(Hook):
         try:
             self.rule = self.rule or (None if monitor is None else find_rule(monitor))
         except ConfigurationError as error:
-            log.warning("the best evaluation is not kept", hook=self.label, reason=str(error))
+            log.warning("the best evaluation is not kept", id="best-evaluation-lost", hook=self.label, reason=str(error))
 
 
 def _flat(label: str, metrics: Any, prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -191,7 +191,10 @@ class _Heartbeats(threading.Thread):
         self._sections = {*limits.section}
         self._has_sections = bool(limits.section) or limits.out_of_section is not None
         if not (self._beats or self._has_sections):
-            log.warning("the configuration of ft_launcher has no limits, so it does not notice when this rank hangs")
+            log.warning(
+                "the configuration of ft_launcher has no limits, so it does not notice when this rank hangs",
+                id="heartbeat-without-limits",
+            )
         if _SETUP in self._sections:
             self._client.start_section(_SETUP)
             self._sent = True
@@ -257,7 +260,9 @@ class _Heartbeats(threading.Thread):
                 yield
         except (self._error, OSError) as error:
             self._failed = True
-            log.warning("the monitor of ft_launcher does not answer, so heartbeats end", error=str(error))
+            log.warning(
+                "the monitor of ft_launcher does not answer, so heartbeats end", id="heartbeats-ended", error=str(error)
+            )
 
     def calculate(self) -> dict[str, Any]:
         """Have NVRx calculate and set its limits, where it has measured enough; return its state. A collective."""
@@ -276,6 +281,7 @@ class _Heartbeats(threading.Thread):
             del timeouts["section"]  # the monitor would fail at a section without a limit, and watch no more
             log.warning(
                 "the limits of the checkpoint are for other sections than those of ft_launcher's configuration, which holds",
+                id="heartbeat-sections-differ",
                 checkpoint=sorted(sections),
                 configuration=sorted(self._sections),
             )
@@ -288,7 +294,7 @@ class _Heartbeats(threading.Thread):
         if self.ident is not None:
             self.join(_PATIENCE)
         if self.is_alive():
-            log.warning("the monitor of ft_launcher does not answer", seconds=_PATIENCE)
+            log.warning("the monitor of ft_launcher does not answer", id="heartbeat-monitor-slow", seconds=_PATIENCE)
             return
         # A monitor that hears nothing between two connections takes the second one for a restart that failed.
         if self._failed or not (self._sent or self._send("")):

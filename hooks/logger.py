@@ -168,7 +168,7 @@ class LoggerHook(CopiedAnew, Hook):
         self._out_dir, self._keep_local = None, True
         kept = [writer for writer in self._fanout.writers if writer.in_check() is not None]
         if out := [type(one).__name__ for one in self._fanout.writers if one not in kept]:
-            log.warning(f"{', '.join(out)} was left out, because it writes outside of the work dir")
+            log.warning(f"{', '.join(out)} was left out, because it writes outside of the work dir", id="writer-left-out")
         self._fanout.writers = kept
         return self
 
@@ -184,7 +184,11 @@ class LoggerHook(CopiedAnew, Hook):
             claim(run, f"{type(writer).__name__} of {self.label}", writer.files())
         if run.work_dir is None and self._idle_without_work_dir:
             writers = ", ".join(self._idle_without_work_dir)
-            log.warning(f"these writers write nothing, as the run has no work dir: {run.work_dir_advice}", writers=writers)
+            log.warning(
+                f"these writers write nothing, as the run has no work dir: {run.work_dir_advice}",
+                id="writers-without-work-dir",
+                writers=writers,
+            )
         self._begun, self._restored = self._begun + 1, None
         self._opens = True
 

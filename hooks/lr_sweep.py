@@ -143,7 +143,11 @@ class LRSweepHook(Hook):
         self._restore(run)
         self.suggestion = steepest(self.curve)
         if self.suggestion is None:
-            log.warning("the learning-rate sweep has no suggestion: the loss did not fall", iterations=len(self.curve))
+            log.warning(
+                "the learning-rate sweep has no suggestion: the loss did not fall",
+                id="lr-sweep-without-suggestion",
+                iterations=len(self.curve),
+            )
         else:
             log.info("learning-rate sweep", suggestion=float(f"{self.suggestion:.3g}"), iterations=len(self.curve))
         if run.work_dir is not None:

@@ -268,13 +268,25 @@ class PreemptionHook(CopiedAnew, Hook):
             remove_whole(former)
             log.info("removed the checkpoint of an earlier signal", path=str(former))
         except CheckpointError as error:
-            log.warning("cannot remove the checkpoint of an earlier signal", path=str(former), error=str(error))
+            log.warning(
+                "cannot remove the checkpoint of an earlier signal",
+                id="signal-checkpoint-left",
+                path=str(former),
+                error=str(error),
+            )
 
     @mount(priority=Priority.LOWEST)
     def after_run(self, event: AfterRun) -> None:
         if self.received is not None:
             why = {"reason": "the run has no work_dir"} if event.run.work_dir is None else {}
-            log.warning("a signal ended the run", signal=self.received.name, saved=self._saved, iter=event.progress.iter, **why)
+            log.warning(
+                "a signal ended the run",
+                id="run-ended-by-signal",
+                signal=self.received.name,
+                saved=self._saved,
+                iter=event.progress.iter,
+                **why,
+            )
 
     def _on_signal(self, run: RunView, number: signal.Signals) -> bool:
         # Python calls this between any two instructions of the main thread, which may hold any lock: never lock, log or

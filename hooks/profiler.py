@@ -31,7 +31,7 @@ def survived(owner: str) -> Iterator[None]:
     try:
         yield
     except Exception:
-        log.exception("torch's profiler failed; training continues without this profile", hook=owner)
+        log.exception("torch's profiler failed; training continues without this profile", id="profiler-failed", hook=owner)
 
 
 def in_work_dir(path: str | Path, run: RunView) -> Path:
@@ -80,7 +80,12 @@ class ProfilerSession:
         with survived(self._owner):
             self._profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]  # torch does not annotate it
             if write and self._json_path is not None and self._profiler.profiler is None:
-                log.warning("the profiler recorded nothing; no trace is written", hook=self._owner, path=str(self._json_path))
+                log.warning(
+                    "the profiler recorded nothing; no trace is written",
+                    id="profile-empty",
+                    hook=self._owner,
+                    path=str(self._json_path),
+                )
             elif write and self._json_path is not None:
                 self._json_path.parent.mkdir(parents=True, exist_ok=True)
                 self._profiler.export_chrome_trace(str(self._json_path))
@@ -238,7 +243,12 @@ class ProfilerHook(Hook):
             path = in_work_dir(f"profile-step{profiler.step_num}.json", run)
             path.parent.mkdir(parents=True, exist_ok=True)
             profiler.export_chrome_trace(str(path))  # this works, because it does not decode the names
-            log.exception("torch cannot make a table of the profile; the trace is in a file", hook=self.label, path=str(path))
+            log.exception(
+                "torch cannot make a table of the profile; the trace is in a file",
+                id="profile-without-table",
+                hook=self.label,
+                path=str(path),
+            )
         else:
             log.info("profile\n" + table)
 

@@ -116,7 +116,7 @@ class ProgressBar(CopiedAnew, Hook):
                 else:
                     self._progress.stop()
             except Exception:  # a lost terminal must not fail the run
-                log.exception("cannot remove the progress bar")
+                log.exception("cannot remove the progress bar", id="progress-bar-left")
 
     # A blocked terminal (Ctrl-S, a slow connection) must not stop training, so the queue drops old positions.
     @mount(BarMoved, offload="thread", batch=64, queue=64, full="drop_old", disable_after=3)

@@ -54,5 +54,7 @@ def keys_to_publish(keys: Iterable[str], there: Iterable[str], checkpoint: str) 
     if len(missing) == len(wanted):
         raise CheckpointError(f"{checkpoint} has no key {', '.join(missing)} to publish; its keys are {', '.join(there)}")
     if missing:
-        log.warning("the checkpoint lacks some of published_keys", path=checkpoint, missing=missing)
+        log.warning(
+            "the checkpoint lacks some of published_keys", id="published-keys-missing", path=checkpoint, missing=missing
+        )
     return [key for key in wanted if key not in missing]

@@ -74,7 +74,9 @@ def value_of(subject: str, metric: str, metrics: Mapping[str, Any]) -> float | N
     if metric not in metrics:
         raise missing_metric(subject, metric, metrics)
     if metrics[metric] is None:
-        log.warning(f"{subject} the metric {metric!r}, which is None in this validation; the hook skips it")
+        log.warning(
+            f"{subject} the metric {metric!r}, which is None in this validation; the hook skips it", id="metric-is-none"
+        )
         return None
     return score_of(f"{subject} the metric {metric!r}, whose value", metrics[metric])
 
@@ -150,4 +152,7 @@ def warn_unvalidated(event: AfterTrain | AfterRun, subject: str) -> None:
     if event.run.data.train is None:  # nothing was left to train
         return
     if event.run.validates is None and not done.validation and (done.epoch == done.max_epochs or done.iter == done.max_iters):
-        log.warning(f"{subject} needs a metric of validations, but this training had none; call run.validate(...) in your loop")
+        log.warning(
+            f"{subject} needs a metric of validations, but this training had none; call run.validate(...) in your loop",
+            id="no-validation",
+        )

@@ -162,7 +162,11 @@ class ParamSchedulerHook(Hook):
             if name in saved:
                 scheduler.load_state_dict(saved[name])
             else:
-                log.warning("the checkpoint has no state for this scheduler; it starts anew", scheduler=name)
+                log.warning(
+                    "the checkpoint has no state for this scheduler; it starts anew",
+                    id="no-state-for-scheduler",
+                    scheduler=name,
+                )
 
     def after_run(self, event: events.AfterRun) -> None:
         warn_unvalidated(event, f'{self.label}(by="metric")')

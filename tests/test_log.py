@@ -1,8 +1,11 @@
 import sys
 
 import pytest
+import structlog
+from structlog.testing import capture_logs
 
 from trainbus.eventloop import get_logger
+from trainbus.eventloop.log import collected
 
 
 @pytest.fixture(autouse=True)
@@ -52,3 +55,17 @@ def test_control_characters_in_values_and_tracebacks_do_not_reach_the_terminal(c
     assert "\x1b" not in text
     assert "\r" not in text
     assert "ValueError: a\\x1b[31m" in text
+
+
+def test_the_id_of_a_warning_is_not_part_of_the_line_on_a_terminal_nor_of_what_is_collected(capsys):
+    log = get_logger()
+    log.warning("slow disk", id="slow-disk", seconds=3)
+    line = capsys.readouterr().err
+    assert "slow disk" in line
+    assert "slow-disk" not in line
+    with collected() as lines:
+        log.warning("slow disk", id="slow-disk", seconds=3)
+    assert lines == ["slow disk (seconds=3)"]
+    with capture_logs() as entries:
+        structlog.get_logger().warning("slow disk", id="slow-disk")
+    assert [entry["id"] for entry in entries] == ["slow-disk"]

@@ -8,6 +8,7 @@ import canvas
 import command_line
 import figures
 import hook_options
+import log_ids
 import migration_table
 import moments
 import rooms
@@ -23,6 +24,7 @@ def pages() -> dict[str, str]:
         "reference/hooks.md": hook_options.page(),
         "reference/mount-points.md": moments.page(),
         "reference/command-line.md": command_line.page(),
+        "reference/log-ids.md": log_ids.page(),
         "migrate/hooks.md": migration_table.page(),
         "benchmarks.md": figures.page(),
         "changelog.md": (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"),

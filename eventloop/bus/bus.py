@@ -276,9 +276,11 @@ class Bus(TypedOn, Streams):
             if label in saved:
                 hook.load_state_dict(saved.pop(label))
             else:
-                log.warning("the checkpoint has no state for this hook; it starts anew", hook=label)
+                log.warning("the checkpoint has no state for this hook; it starts anew", id="no-state-for-hook", hook=label)
         if saved:
-            log.warning("the checkpoint has state of hooks that are not on the bus", hooks=sorted(saved))
+            log.warning(
+                "the checkpoint has state of hooks that are not on the bus", id="state-of-unknown-hooks", hooks=sorted(saved)
+            )
         for name, value in state["publishes"].items():
             self._counts.setdefault(name, Count()).value = value
 

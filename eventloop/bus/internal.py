@@ -303,6 +303,7 @@ def wait_for(lanes: HookLanes, runtime: Runtime, deadline: Deadline, interrupt: 
     if left := lanes.pending():
         log.warning(
             f"a hook ends before its offloaded methods have handled all events, because {why}",
+            id="hook-ends-early",
             handler=lanes.label,
             events=dict(left),
         )

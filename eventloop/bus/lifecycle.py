@@ -280,7 +280,7 @@ class Lifecycle:
             failures = self.internal.take_failures()
         if deadline.aborted:
             if left := {**left, **runtime.lost}:
-                log.warning("events were not delivered before the bus closed", events=left)
+                log.warning("events were not delivered before the bus closed", id="events-left-by-bus", events=left)
             return
         if runtime.lost:
             missed = _counts(runtime.lost)
@@ -348,6 +348,7 @@ def _stop_training(bus: Lifecycle) -> None:
         return
     log.warning(
         "the program ends while a daemon thread trains: this run is stopped; join() the thread to wait for it",
+        id="daemon-thread-trains",
         run=training.run,
         iter=training.progress().iter,
     )
@@ -367,7 +368,9 @@ def _close_at_exit(*modes: str) -> None:
             continue
         _stop_training(bus)
         if bus.state != "idle":
-            log.warning("the interpreter exits while a bus is open; use `with bus:` so that nothing is lost")
+            log.warning(
+                "the interpreter exits while a bus is open; use `with bus:` so that nothing is lost", id="bus-open-at-exit"
+            )
             bus._close(_CloseDeadline(bus, abort=True))
 
 

@@ -265,6 +265,7 @@ class Subscription:
             failures = self._failed
         log.error(
             "a handler failed",
+            id="handler-failed",
             handler=self.label,
             mount_point=self.mount_point,
             mode=self.mode,
@@ -276,7 +277,9 @@ class Subscription:
 
     def _retire(self) -> None:
         if self.active:
-            log.error("handler retired", handler=self.label, mount_point=self.mount_point, failures=self._failed)
+            log.error(
+                "handler retired", id="handler-retired", handler=self.label, mount_point=self.mount_point, failures=self._failed
+            )
             if self.lane is not None:
                 self.lane.give_up("its handler was retired, because it failed too often")
             self.cancel()

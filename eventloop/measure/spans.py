@@ -216,7 +216,10 @@ class Recorder:
         except Exception:
             if call not in self._failed:
                 self._failed.add(call)
-                log.exception("a reader of spans failed; training continues, but its costs or traces are incomplete")
+                log.exception(
+                    "a reader of spans failed; training continues, but its costs or traces are incomplete",
+                    id="span-reader-failed",
+                )
 
     def _drain_regularly(self, stopped: threading.Event) -> None:
         waited = 0.0

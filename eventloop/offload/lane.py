@@ -305,6 +305,7 @@ class Lane:
             f"a lane is full ({what}): its handler {takes}, and an event comes each {seconds / max(came, 1) * 1e3:.3g} ms, so "
             f"{loss}. Call it less often (every=, or the interval of the hook) or reduce its work; a larger lane only "
             "helps against bursts",
+            id="lane-full",
             handler=self.label,
         )
 
@@ -322,6 +323,7 @@ class Lane:
             log.warning(
                 f"publishing waits for a handler: its lane is full, and nothing has left it for {PATIENCE.value:g} s. Find out "
                 "where it hangs; timeout= ends such calls, and another full= policy does not wait for them",
+                id="publisher-waits",
                 handler=self.label,
             )
 

@@ -60,7 +60,10 @@ class ProcessCaller(Caller):
         """Call the handler in the worker; start a worker if there is none."""
         if self._process is not None and wait([self._process.sentinel], 0):
             log.warning(
-                "a worker process ended between two events and is replaced", handler=self._label, how=_how(self._lose())
+                "a worker process ended between two events and is replaced",
+                id="worker-replaced",
+                handler=self._label,
+                how=_how(self._lose()),
             )
         with self._lock:
             if self._refuses:
@@ -97,7 +100,7 @@ class ProcessCaller(Caller):
     def stop(self) -> None:
         """End the worker, in order if it does so within a few seconds."""
         if self._process is not None and self._lose() == -signal.SIGKILL and self._grace:
-            log.warning("a worker process did not end in time and was killed", handler=self._label)
+            log.warning("a worker process did not end in time and was killed", id="worker-killed", handler=self._label)
 
     def _start(self) -> None:
         handlers = pickle.dumps([*self._handlers.values()])  # first: fails where a name leads nowhere

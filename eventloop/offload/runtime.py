@@ -176,7 +176,9 @@ class Runtime:
         )
         if quiet:
             advice = "give Bus a longer drain_timeout=, or reduce the work of these handlers"
-            log.error("events were not delivered before the bus closed", events=quiet, advice=advice)
+            log.error(
+                "events were not delivered before the bus closed", id="events-left-by-handlers", events=quiet, advice=advice
+            )
         for consumer in consumers:
             consumer.abandon(now=abandon)
         behind = [one.label for one in consumers if isinstance(one, ThreadConsumer) and not one.ended(deadline.left)]
@@ -187,7 +189,7 @@ class Runtime:
         for lane in _lanes({*consumers, *self._serving()}):
             lane.detach()
         if behind:
-            log.warning("offloaded handlers did not end and were abandoned", handlers=behind)
+            log.warning("offloaded handlers did not end and were abandoned", id="handlers-abandoned", handlers=behind)
         return left
 
     def _wake(self, consumer: Consumer) -> None:

@@ -137,6 +137,7 @@ class KeptStates(Beginning):
             log.warning(
                 "these states are too large to copy them: code before the batches of this epoch must not change them, or the "
                 "resumed run differs",
+                id="states-too-large",
                 names=too_large,
             )
 
@@ -150,7 +151,8 @@ class KeptStates(Beginning):
         if sum(one.nbytes for one in plain) > _MOST:
             log.warning(
                 "the weights are too large to copy them: code before the batches of this epoch must not change them, or the "
-                "resumed run differs"
+                "resumed run differs",
+                id="weights-too-large",
             )
             return self
         self._undos += [partial(_copy_back, one.detach(), _aside(one)) for one in dict.fromkeys(plain)]
@@ -217,6 +219,7 @@ class Return:
                     "these values are too large to save how they were when this epoch began, so its code before the batches "
                     "sees them as they were saved. If that code changes them, the resumed run differs: change them behind the "
                     "batches, or keep them smaller",
+                    id="values-too-large",
                     names=run.state.beginning.left_out,
                 )
 
@@ -269,7 +272,11 @@ def open_gradients(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str,
         if all(gradient is None for gradient in gradients):
             continue
         if any(gradient is not None and gradient.layout is not torch.strided for gradient in gradients):
-            log.warning("sparse gradients of an open accumulation window are not saved: save behind the step", optimizer=name)
+            log.warning(
+                "sparse gradients of an open accumulation window are not saved: save behind the step",
+                id="sparse-gradients-not-saved",
+                optimizer=name,
+            )
             continue
         found[name] = gradients
     return found
@@ -281,7 +288,11 @@ def restore_gradients(optimizers: Mapping[str, torch.optim.Optimizer], saved: Ma
         parameters = parameters_of(optimizers[name]) if name in optimizers else []
         pairs = [*zip(parameters, gradients, strict=False)]
         if any(gradient is not None and gradient.shape != parameter.shape for parameter, gradient in pairs):
-            log.warning("the saved gradients of an open accumulation window do not fit; the window starts over", optimizer=name)
+            log.warning(
+                "the saved gradients of an open accumulation window do not fit; the window starts over",
+                id="gradients-do-not-fit",
+                optimizer=name,
+            )
             continue
         for parameter, gradient in pairs:
             parameter.grad = None if gradient is None else gradient.to(parameter.device)

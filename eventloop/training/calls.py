@@ -107,5 +107,6 @@ def tell_if_it_blocks() -> None:
 def _tell() -> None:
     log.warning(
         "loop.run() blocks the event loop of this thread, and its other tasks wait for the end; in async code, use "
-        "`await loop.arun()`"
+        "`await loop.arun()`",
+        id="event-loop-blocked",
     )

@@ -201,6 +201,7 @@ class Feed:
             log.warning(
                 "this replica group has another number of batches in an epoch than the one whose place it takes over, so their "
                 "epochs differ",
+                id="replica-lengths-differ",
                 batches=self._own_length,
                 other=length,
             )
@@ -313,7 +314,8 @@ class Feed:
         if saved.repeats and (self._has_state or self._sampler is not None):
             log.warning(
                 "the checkpoint was saved in a validation before the step of its body, and this loader cannot read the batch "
-                "of that body again, so the resumed run leaves its update out; validate behind the step, or before run.train()"
+                "of that body again, so the resumed run leaves its update out; validate behind the step, or before run.train()",
+                id="batch-not-read-again",
             )
         workers = self.start is not None
         if self.start is not None and not self.used and saved.begun:
@@ -323,6 +325,7 @@ class Feed:
             log.warning(
                 "resuming inside an epoch whose number of batches has changed, so the position in the data is wrong; resume "
                 "with the old batch size and data, or from the end of an epoch",
+                id="epoch-length-changed",
                 before=before,
                 now=self._own_length,
                 used=self.used,
@@ -367,6 +370,7 @@ class Feed:
             self._warned = True
             log.warning(
                 "the loader ended before its length: one of its next() calls raised StopIteration, or its __len__ is wrong",
+                id="loader-ended-early",
                 data=self._name,
                 batches=self.used,
                 length=self.length,

@@ -143,6 +143,7 @@ class DirectoryLock:
                 ) from error
             log.warning(
                 "this directory cannot be locked, so a second training in it would go unnoticed",
+                id="directory-not-locked",
                 directory=str(directory),
                 error=str(error),
             )
@@ -159,7 +160,12 @@ class DirectoryLock:
             finally:
                 self.forget()
         except OSError as error:  # from close(), too
-            log.warning("a lock file cannot be removed; it no longer locks anything", path=str(self._file), error=str(error))
+            log.warning(
+                "a lock file cannot be removed; it no longer locks anything",
+                id="lock-file-left",
+                path=str(self._file),
+                error=str(error),
+            )
 
     def forget(self) -> None:
         """Close the file; in a forked child this leaves the lock to the parent."""

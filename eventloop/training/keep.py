@@ -97,7 +97,11 @@ class KeptValues:
             if name in self._saved:
                 self._values[name] = _restored(value, self._saved[name], self._taken)
             else:
-                log.warning("the checkpoint has no value that was kept under this name; it stays as it is given", name=name)
+                log.warning(
+                    "the checkpoint has no value that was kept under this name; it stays as it is given",
+                    id="kept-value-missing",
+                    name=name,
+                )
 
     def of_process(self, names: Iterable[str]) -> list[str]:
         """Return the names of generators and environments, which differ between processes."""
@@ -109,7 +113,11 @@ class KeptValues:
         if self._rng is not None:
             set_rng_state(self._rng)
         if self._saved and (left := [name for name in self._saved if name not in self._values]):
-            log.warning("the checkpoint has kept values that this program does not keep; they are lost", names=left)
+            log.warning(
+                "the checkpoint has kept values that this program does not keep; they are lost",
+                id="kept-values-lost",
+                names=left,
+            )
         vars(self).update(_saved=None, _rng=None, _taken={})
 
     def tell_unused(self) -> None:
@@ -118,6 +126,7 @@ class KeptValues:
             log.warning(
                 "these kept values were never read or set, so checkpoints hold what they began with; write `kept = "
                 "run.keep(...)`, and use kept.NAME instead of a variable",
+                id="kept-values-unused",
                 names=unused,
             )
 
@@ -356,6 +365,7 @@ def _tell_of_lost(name: str, value: Any) -> None:
         log.warning(
             "these attributes of an environment are no values, so checkpoints do not hold them; if they change in an episode, "
             "give the environment state_dict() and load_state_dict()",
+            id="attributes-not-kept",
             kept=name,
             attributes=[*dict.fromkeys(lost)][:8],
         )

@@ -276,6 +276,7 @@ class SamplerWatch:
                     "the order of this sampler depends on attributes that checkpoints do not hold, so a resumed run gets other "
                     "data from its second epoch on; give it set_epoch(epoch), or let the order come from an attribute that is "
                     "a generator, or, in a loader without workers, give it state_dict() and load_state_dict()",
+                    id="sampler-order-lost",
                     sampler=type(sampler).__name__,
                 )
 

@@ -254,7 +254,7 @@ class Machine:
                 try:
                     undos[-1]()
                 except Exception as error:
-                    log.exception("a deferred function failed", scope=inner.name.lower())
+                    log.exception("a deferred function failed", id="deferred-function-failed", scope=inner.name.lower())
                     if isinstance(error, StopIteration):  # the iterators of the run end scopes
                         error = stopped(error, f"the deferred function {getattr(undos[-1], '__qualname__', undos[-1])!s}")
                     first = first or error

@@ -133,6 +133,7 @@ class Metrics:
             log.warning(
                 "the means of this validation weigh all batches alike, because their sizes are unknown; return the number of "
                 f"samples as {WEIGHT!r} from val_step, or report it",
+                id="means-unweighted",
                 means=[*sums],
             )
         if ranks.size > 1:
@@ -146,7 +147,12 @@ class Metrics:
                 value = _call(name, metric.compute)
             except Exception as error:
                 if early:
-                    log.warning("this metric cannot be computed over the first batches", metric=name, error=repr(error))
+                    log.warning(
+                        "this metric cannot be computed over the first batches",
+                        id="metric-not-computed",
+                        metric=name,
+                        error=repr(error),
+                    )
                     values[name] = None
                 # Without batches a metric may fail; rank 0's value counts.
                 elif not self._empty or not ranks.rank or metric is not self._metrics[name]:
@@ -181,6 +187,7 @@ class Metrics:
                 self._warned.add(name)
                 log.warning(
                     "this metric covers only the batches of rank 0; give it merge_state(others) to cover all ranks",
+                    id="metric-of-rank-0",
                     metric=name,
                     type=type(metric).__name__,
                 )

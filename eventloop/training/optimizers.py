@@ -131,7 +131,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         before = float(group["lr"])
         if "initial_lr" in group and before == 0:
-            log.warning("the schedule's learning rate is 0 now and cannot be scaled; the schedule is unchanged", wanted=rate)
+            log.warning(
+                "the schedule's learning rate is 0 now and cannot be scaled; the schedule is unchanged",
+                id="rate-not-scaled",
+                wanted=rate,
+            )
         for key in ("initial_lr", "max_lr", "min_lr"):
             if key in group and before > 0:
                 group[key] = group[key] * (rate / before)  # a new object, by which a schedule notices it
@@ -184,6 +188,7 @@ def warn_of_overridden(saved: Mapping[str, Any], given: Mapping[str, Any]) -> No
         log.warning(
             "your options differ from the checkpoint, and a resumed run uses the checkpoint's; "
             "start a new run, or set them in a handler of before_train",
+            id="options-differ",
             options="; ".join(changed),
         )
 

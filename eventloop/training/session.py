@@ -155,12 +155,12 @@ class Session:
             try:
                 self._bus.internal.raise_failures()  # else the publish below raises them and reaches no handler
             except Exception as failure:
-                log.exception("an offloaded handler failed as well")
+                log.exception("an offloaded handler failed as well", id="second-handler-failed")
                 add_note(error, f"an offloaded handler failed at about the same time: {described(failure)}")
             try:
                 self._run.publish(ev.OnException, error=described(error), exception=error)
             except Exception as failure:
-                log.exception("a handler of on_exception failed")
+                log.exception("a handler of on_exception failed", id="exception-handler-failed")
                 add_note(error, f"then a handler of on_exception failed: {described(failure)}")
 
     def _tell_resume(self, error: BaseException) -> None:
@@ -222,7 +222,9 @@ class Session:
             return
         if (aside := move_aside(run.work_dir, self._bus.hooks)) is not None:
             log.warning(
-                "this folder has an earlier run, and this training does not resume it; its files were moved", to=str(aside)
+                "this folder has an earlier run, and this training does not resume it; its files were moved",
+                id="earlier-run-moved",
+                to=str(aside),
             )
 
     def _number_name(self) -> None:

@@ -88,7 +88,9 @@ class Update(Hook):
         if scaler and self._scaler is not None:
             self._scaler.load_state_dict(dict(scaler))
         elif scaler or (self._scaler is not None and self._scaler.is_enabled()):
-            log.warning("only one of checkpoint and update has a gradient scaler; its state is not loaded")
+            log.warning(
+                "only one of checkpoint and update has a gradient scaler; its state is not loaded", id="scaler-not-loaded"
+            )
         if window is None:
             return
         saved, own = window["gradients"], {name: parameters_of(one) for name, one in self._optimizers.items()}
@@ -101,7 +103,8 @@ class Update(Hook):
         else:
             log.warning(
                 "the checkpoint was saved inside an accumulation window, but its gradients do not fit these parameters; the "
-                "window starts over"
+                "window starts over",
+                id="window-starts-over",
             )
 
     def unused(self) -> Collection[str]:

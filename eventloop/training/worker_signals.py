@@ -56,7 +56,8 @@ class WorkerSignals:
             self._told = True
             log.warning(
                 "a signal to the process group ends the fork server of the DataLoader's workers, and they end with it, before "
-                'the iteration does; give DataLoader(multiprocessing_context="spawn"), or have only this process signalled'
+                'the iteration does; give DataLoader(multiprocessing_context="spawn"), or have only this process signalled',
+                id="fork-server-ended",
             )
 
     def __call__(self, worker: int) -> None:

@@ -141,7 +141,12 @@ class Fanout(CopiedAnew):
             if (made.nan or made.infinite) and full not in self._warned:
                 self._warned.add(full)
                 facts = {"nan": made.nan, "infinite": made.infinite, "finite": made.total, "step": step}
-                log.warning("a histogram leaves out values that are not finite; said once", histogram=full, **facts)
+                log.warning(
+                    "a histogram leaves out values that are not finite; said once",
+                    id="histogram-not-finite",
+                    histogram=full,
+                    **facts,
+                )
             for target in takers:
                 target.give("write_reported", full, made, step, where)
 
@@ -154,7 +159,11 @@ class Fanout(CopiedAnew):
         takers = [target for target in self._targets if target.takes("write_reported", f"write_{kind}")]
         if not takers and kind not in self._warned:
             self._warned.add(kind)
-            log.warning(f"none of the writers takes {kind}s; add a JSONLinesWriter, which needs a work dir", **{kind: name})
+            log.warning(
+                f"none of the writers takes {kind}s; add a JSONLinesWriter, which needs a work dir",
+                id="no-writer-for-kind",
+                **{kind: name},
+            )
         return takers
 
     def flush(self, *, durable: bool = False) -> None:

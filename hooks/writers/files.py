@@ -83,7 +83,13 @@ class FileWriter(Writer):
             if error.errno not in _UNUSABLE:
                 raise
             kept = keep_as_old(self.path)
-            log.warning("a file cannot be continued, and is kept", path=str(self.path), to=str(kept), error=str(error))
+            log.warning(
+                "a file cannot be continued, and is kept",
+                id="writer-file-set-aside",
+                path=str(self.path),
+                to=str(kept),
+                error=str(error),
+            )
             return self.open_to_append()
 
     def open_to_append(self) -> BinaryIO:
@@ -168,7 +174,12 @@ def run_id(work_dir: Path | None, filename: str, make: Callable[[], str], exists
     try:
         known = path.read_text(encoding="utf-8").strip() if path is not None and path.is_file() else ""
     except (OSError, UnicodeDecodeError) as error:
-        log.warning("the id of the run at its tracker cannot be read; a new one begins", path=str(path), error=str(error))
+        log.warning(
+            "the id of the run at its tracker cannot be read; a new one begins",
+            id="tracker-id-unreadable",
+            path=str(path),
+            error=str(error),
+        )
     if known and exists(known):
         return known
     made = make()
@@ -209,5 +220,10 @@ def _cut_incomplete_line(descriptor: int, path: Path) -> None:
         end = begin
     if end < size:
         lost = os.pread(descriptor, min(size - end, 200), end).decode(errors="replace")
-        log.warning("removed an incomplete last line, which a killed process left", path=str(path), line=lost)
+        log.warning(
+            "removed an incomplete last line, which a killed process left",
+            id="incomplete-line-removed",
+            path=str(path),
+            line=lost,
+        )
         os.ftruncate(descriptor, end)

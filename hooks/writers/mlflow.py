@@ -123,7 +123,11 @@ class MLflowWriter(Writer):
         known = self._client.get_run(self._id).data.params
         changed = sorted(name for name in params.keys() & known.keys() if params[name] != known[name])
         if changed:
-            log.warning("MLflow cannot change the parameters of a run and keeps the first values", parameters=changed)
+            log.warning(
+                "MLflow cannot change the parameters of a run and keeps the first values",
+                id="mlflow-parameters-changed",
+                parameters=changed,
+            )
         new = [self._entities.Param(name, value) for name, value in params.items() if name not in known]
         for first in range(0, len(new), _MOST_PARAMS):
             self._client.log_batch(self._id, params=new[first : first + _MOST_PARAMS])

@@ -82,10 +82,10 @@ class Target:
             if self._opened:
                 self._writer.close()
         except Exception:
-            log.exception("cannot close a writer", writer=self._name)
+            log.exception("cannot close a writer", id="writer-not-closed", writer=self._name)
         lost = self._lost + sum(call[0] != "write_config" for call in self._calls)
         if lost:
-            log.error("a writer has lost data", writer=self._name, lost=lost)
+            log.error("a writer has lost data", id="writer-lost-data", writer=self._name, lost=lost)
 
     def _try(self, *, durable: bool = False) -> None:
         try:
@@ -101,7 +101,9 @@ class Target:
             self._failed()
             return
         if self._failures:
-            log.warning("a writer works again", writer=self._name, failures=self._failures, lost=self._lost)
+            log.warning(
+                "a writer works again", id="writer-works-again", writer=self._name, failures=self._failures, lost=self._lost
+            )
         self._flushed = True
         self._failures = self._done = 0
         self._calls.clear()
@@ -131,7 +133,12 @@ class Target:
                 del self._calls[self._done - 1]
                 self._lost += 1
                 if self._lost.bit_count() == 1:
-                    log.exception("a writer failed on a call; the call is dropped", writer=self._name, exc_info=error)
+                    log.exception(
+                        "a writer failed on a call; the call is dropped",
+                        id="writer-call-dropped",
+                        writer=self._name,
+                        exc_info=error,
+                    )
 
     def _make(self, call: tuple[Any, ...]) -> None:
         getattr(self._writer, call[0])(*call[1:])
@@ -158,7 +165,9 @@ class Target:
         self._next_try = monotonic() + pause
         if self._failures.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ... time, because a failure may last for days
             facts = {"failures": self._failures, "kept": len(self._calls), "lost": self._lost}
-            log.exception("a writer failed and will be tried again", writer=self._name, seconds=pause, **facts)
+            log.exception(
+                "a writer failed and will be tried again", id="writer-failed", writer=self._name, seconds=pause, **facts
+            )
 
 
 def _takes_rows(kind: type[Writer]) -> bool:

@@ -117,6 +117,7 @@ class Bridge(ABC):
             handlers = list(dict.fromkeys(label for other, label in heard if other == name))
             log.warning(
                 f"{self.host} cannot publish this mount point, so its handlers are never called",
+                id="mount-point-missing",
                 mount_point=name,
                 reason=self.missing[name],
                 handlers=handlers,

@@ -105,7 +105,10 @@ class Unattached:
         """Log once that a trainer has no bus, unless one is attached to it."""
         if not self._warned and not any(one.trainer is trainer for one in attached):
             self._warned = True
-            log.warning(f"this is a copy of {self._host}, and copies have no bus; attach one to the copy if it needs it")
+            log.warning(
+                f"this is a copy of {self._host}, and copies have no bus; attach one to the copy if it needs it",
+                id="trainer-is-copy",
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing."""

@@ -122,5 +122,10 @@ def _overridden(callback: Any) -> frozenset[str]:
     if not own - {"on_push_begin"}:
         raise SubscribeError(f"{shown} overrides no method that a run calls, such as on_step_end or on_log")
     if "on_push_begin" in own:
-        log.warning("a run does not push to the hub, so this method is never called", hook=shown, method="on_push_begin")
+        log.warning(
+            "a run does not push to the hub, so this method is never called",
+            id="transformers-push-never-comes",
+            hook=shown,
+            method="on_push_begin",
+        )
     return frozenset(own)

@@ -151,7 +151,9 @@ class TrainerFacade:
     def after_load_checkpoint(self, event: events.AfterLoadCheckpoint) -> None:
         self._restored = event.checkpoint.get(KEY)
         if self._restored is None:
-            log.warning("the checkpoint has no state of callbacks; they start anew", path=event.path)
+            log.warning(
+                "the checkpoint has no state of callbacks; they start anew", id="no-state-for-callbacks", path=event.path
+            )
 
     def checkpoint_staged(self, event: events.CheckpointStaged) -> None:
         self._saving[event.path] = copy(self._state)
@@ -212,7 +214,11 @@ class TrainerFacade:
                 setattr(self._state, name, value)
         self._lines.load_state_dict(saved["meter"])
         if unknown := callbacks.restore(saved["state"].get("stateful_callbacks", {})):
-            log.warning("the checkpoint has state of callbacks that are not on the bus", callbacks=unknown)
+            log.warning(
+                "the checkpoint has state of callbacks that are not on the bus",
+                id="state-of-unknown-callbacks",
+                callbacks=unknown,
+            )
 
     def _begin(self, event: events.RunEvent) -> None:
         """Take the lengths of the training, as far as they are known; begin it with its first epoch."""

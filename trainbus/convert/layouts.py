@@ -267,7 +267,10 @@ def _names_of(saved: Mapping[str, Any], known: str, weights: Mapping[str, Any]) 
             "the checkpoint has no names of the optimizer's parameters, because trainbus 0.2 or another program wrote it, and "
             "they do not follow from their shapes; --weights exports the weights, and a save of a resumed run has the names"
         )
-    log.warning("the checkpoint has no names of the optimizer's parameters; they are taken to be in the order of the weights")
+    log.warning(
+        "the checkpoint has no names of the optimizer's parameters; they are taken to be in the order of the weights",
+        id="optimizer-names-missing",
+    )
     return names
 
 

@@ -126,7 +126,7 @@ class RankExchange:
             try:
                 self._report(result.recent)
             except Exception:
-                log.exception("a handler of ranks_measured failed")
+                log.exception("a handler of ranks_measured failed", id="ranks-handler-failed")
 
 
 class Comparison:
@@ -155,7 +155,8 @@ class Comparison:
             if one.periods == _SILENT:
                 log.warning(
                     f"rank {rank} on {one.report.spent.host} has not reported its times for {_SILENT * self.period:g} s: it "
-                    "ended, was stopped, or is busy in a single call; see its own log"
+                    "ended, was stopped, or is busy in a single call; see its own log",
+                    id="silent-rank",
                 )
 
     def result(self) -> ComparedRanks | None:
@@ -197,7 +198,8 @@ class Comparison:
             self._named.add((now.rank, now.name))
             log.warning(
                 f"the other ranks wait for rank {now.rank} on {now.host}, "
-                f"{now.waited * 1e3:.3g} ms of each iteration of {found.seconds * 1e3:.3g} ms: {slow_at(now)}"
+                f"{now.waited * 1e3:.3g} ms of each iteration of {found.seconds * 1e3:.3g} ms: {slow_at(now)}",
+                id="slow-rank",
             )
         return now
 

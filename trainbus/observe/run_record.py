@@ -122,7 +122,9 @@ class RunRecordHook(CopiedAnew, Hook):
         self._folder = None
         self._announced = None if begin.work_dir is None else begin
         if self._announced is None:
-            log.warning(f"RunRecordHook writes nothing, because the run has no work dir: {begin.advice}")
+            log.warning(
+                f"RunRecordHook writes nothing, because the run has no work dir: {begin.advice}", id="record-without-work-dir"
+            )
 
     def _begin(self, begin: Begin) -> None:
         self._announced = None
@@ -153,6 +155,11 @@ class RunRecordHook(CopiedAnew, Hook):
             manifest = read_manifest(folder)
         except RunFolderError as error:
             kept = keep_as_old(folder / MANIFEST)
-            log.warning("the record of earlier sessions cannot be read and is kept", file=str(kept), error=str(error))
+            log.warning(
+                "the record of earlier sessions cannot be read and is kept",
+                id="record-set-aside",
+                file=str(kept),
+                error=str(error),
+            )
             return []
         return [] if manifest is None else manifest.sessions

@@ -43,7 +43,7 @@ def _read(part: str, read: Callable[[], Mapping[str, Any]], *, warns: bool = Tru
         return dict(read())
     except Exception as error:  # noqa: BLE001 - the objects are the user's; no run ends because of its record
         if warns:
-            log.warning("some settings of the run cannot be recorded", part=part, error=repr(error))
+            log.warning("some settings of the run cannot be recorded", id="settings-not-recorded", part=part, error=repr(error))
         return {}
 
 

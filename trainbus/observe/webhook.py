@@ -118,7 +118,7 @@ class Webhook:
         self._post_all()
         atexit.unregister(self._join)
         if self._lost:
-            log.warning("alerts were not delivered", host=self._host, alerts=self._lost)
+            log.warning("alerts were not delivered", id="alerts-not-delivered", host=self._host, alerts=self._lost)
             self._lost = 0
 
     def _post_all(self) -> None:
@@ -129,7 +129,12 @@ class Webhook:
             failures = 0 if final else failures + 1
             if error is not None and not self._failing:
                 what = "is not delivered" if final else "will be tried again"
-                log.warning(f"the webhook fails; an alert {what}, and training goes on", host=self._host, error=_words(error))
+                log.warning(
+                    f"the webhook fails; an alert {what}, and training goes on",
+                    id="webhook-failed",
+                    host=self._host,
+                    error=_words(error),
+                )
             self._failing = error is not None
             with self._changed:
                 if final and message in self._waiting:

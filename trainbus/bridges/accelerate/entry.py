@@ -87,7 +87,10 @@ class AcceleratorEntry:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the state, now or when the run begins. Accelerate has loaded models and optimizers already."""
         if self.run is None:
-            log.warning("this is a copy of an accelerator, and has no run: call Run(accelerator=...) before load_state()")
+            log.warning(
+                "this is a copy of an accelerator, and has no run: call Run(accelerator=...) before load_state()",
+                id="accelerator-is-copy",
+            )
             return
         if not how_far(state):
             raise CheckpointError("accelerator.load_state(): the folder has no state of a trainbus run")

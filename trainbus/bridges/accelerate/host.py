@@ -109,7 +109,7 @@ class AcceleratorSaves(Bridge):
         self._settle()
         folder = self._newest() if input_dir is None else Path(input_dir).expanduser()
         if folder is not None and (missing := verify_folder(folder).missing):
-            log.warning("files of the checkpoint are missing", path=str(folder), files=missing)
+            log.warning("files of the checkpoint are missing", id="accelerate-files-missing", path=str(folder), files=missing)
         return original(input_dir, *args, **options)
 
     def _end(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:

@@ -106,7 +106,7 @@ class TrainerRuns:
         if entry is not None:
             host.restore_entry(entry["entry"], weights=entry["weights"])
             if run.counters.iter != state.iteration:
-                log.warning(_COUNTS_DIFFER, bus=run.counters.iter, engine=state.iteration)
+                log.warning(_COUNTS_DIFFER, id="ignite-counts-differ", bus=run.counters.iter, engine=state.iteration)
         elif last is not None and (self._left_off or last.counters.iter == state.iteration != 0):
             host.continue_from(last)
         elif state.iteration:

@@ -119,7 +119,7 @@ class TrainbusCheckpointIO:
         except Exception as failure:
             if error is None:
                 raise
-            log.exception("checkpoint not written")
+            log.exception("checkpoint not written", id="lightning-save-failed")
             add_note(error, f"and a checkpoint could not be written: {text_of(failure)}")
         if trainer is not None and error is None:
             _wait_for_ranks()
@@ -240,6 +240,7 @@ def _around_save(original: Callable[..., None]) -> Callable[..., None]:
         if plugin.saves == saves and self.is_global_zero:
             log.warning(
                 "this strategy writes checkpoints itself, so TrainbusCheckpointIO has no effect: remove the plugin",
+                id="lightning-strategy-saves",
                 strategy=type(self.strategy).__name__,
                 path=str(filepath),
             )

@@ -185,7 +185,12 @@ class RayTrainHook(CopiedAnew, Hook):
             reports.end(END.value)
 
     def _save(self, run: events.RunView, info: Any) -> None:
-        log.warning("Ray is about to take machines away; saving", ranks=info.preempted_ranks, deadline_ms=info.deadline_ms)
+        log.warning(
+            "Ray is about to take machines away; saving",
+            id="ray-takes-machines",
+            ranks=info.preempted_ranks,
+            deadline_ms=info.deadline_ms,
+        )
         if run.training:
             run.checkpoints.save()
 

@@ -149,7 +149,12 @@ class RayReports:
             try:
                 folder = self._folders.place(self._worker.at(path))
             except (CheckpointError, OSError) as error:
-                log.warning("Ray is not told of a checkpoint; resume='auto' finds it", path=path, error=str(error))
+                log.warning(
+                    "Ray is not told of a checkpoint; resume='auto' finds it",
+                    id="ray-checkpoint-refused",
+                    path=path,
+                    error=str(error),
+                )
         if isinstance(folder, RemotePath):
             self.uncopied.add(path.rpartition("/")[2])
         self._made[done] = folder
@@ -191,6 +196,7 @@ class RayReports:
         if self._thread.is_alive() and not self.aborted:
             log.warning(
                 "Ray has not taken the last report in time; the saves are in the work dir, and resume='auto' finds them",
+                id="ray-report-late",
                 seconds=seconds,
                 saves=[one.path for one in self._saves],
             )
@@ -206,6 +212,7 @@ class RayReports:
                 log.warning(
                     "Ray took no report, and gets no more from this start. Training goes on, its saves are in the work dir, "
                     "and resume='auto' finds them; Ray's Result lacks them. Is ray.train.report() called elsewhere, too?",
+                    id="ray-reports-ended",
                     error=described(error),
                 )
             if self._mail is not None:
@@ -300,7 +307,9 @@ class RayReports:
             for one in (*late, *ready[:1]):
                 self._saves.remove(one)
         for one in late:
-            log.warning("Ray takes a report each 2 s; it is not told of a checkpoint that waits", path=one.path)
+            log.warning(
+                "Ray takes a report each 2 s; it is not told of a checkpoint that waits", id="ray-report-waits", path=one.path
+            )
             if self._folders is not None and (folder := self._made.pop(one.done, None)) is not None:
                 self._folders.discard(folder)
             self.uncopied.discard(one.path.rpartition("/")[2])
@@ -318,7 +327,12 @@ class RayReports:
         try:
             self._folders.fill(folder, file)
         except (CheckpointError, OSError) as error:
-            log.warning("Ray is not told of a checkpoint; resume='auto' finds it", path=save.path, error=str(error))
+            log.warning(
+                "Ray is not told of a checkpoint; resume='auto' finds it",
+                id="ray-checkpoint-not-told",
+                path=save.path,
+                error=str(error),
+            )
             return None
         finally:
             self.uncopied.discard(file.name)
@@ -333,7 +347,7 @@ class RayReports:
         try:
             commit_bytes(self._worker.folder / _TOLD, msgspec.json.encode(self._told))
         except CheckpointError as error:
-            log.warning("the metrics of a checkpoint are not kept for Ray", error=str(error))
+            log.warning("the metrics of a checkpoint are not kept for Ray", id="ray-metrics-not-kept", error=str(error))
 
     def _recall(self) -> dict[int, _Told]:
         try:
@@ -342,7 +356,11 @@ class RayReports:
         except FileNotFoundError:
             return {}
         except (CheckpointError, OSError, msgspec.DecodeError) as error:
-            log.warning("the metrics of checkpoints that Ray has forgotten cannot be read", error=str(error))
+            log.warning(
+                "the metrics of checkpoints that Ray has forgotten cannot be read",
+                id="ray-metrics-unreadable",
+                error=str(error),
+            )
             return {}
 
     def _adopt(self, directory: AnyPath, resumed_at: int) -> None:

@@ -114,6 +114,7 @@ class ManagedReplicas:
             log.warning(
                 "the DistributedDataParallel of this torchft ends a replica group when another one dies during its backward "
                 "pass: install torchft-nightly, or average the gradients after the backward pass by manager.allreduce()",
+                id="torchft-ddp-ends-group",
                 models=", ".join(failing),
             )
         self.first = self.healed = self.committed = self._asked = False
@@ -181,7 +182,11 @@ class ManagedReplicas:
         """Save from here on. The group that did so until now is gone, or another one begins to be the first."""
         saver: Any = self._run.host.saver
         if lost := saver.left_to_others():
-            log.warning("files that another replica group was to write are not there; the state is saved once more", names=lost)
+            log.warning(
+                "files that another replica group was to write are not there; the state is saved once more",
+                id="torchft-files-missing",
+                names=lost,
+            )
             self._run.checkpoints.save()
         # What the other group has saved is there, but the hooks of this one were not told.
         self._run.bus.load_state_dict(self._run.bus.state_dict())
@@ -236,7 +241,11 @@ class ManagedReplicas:
             last=run.counters.iter,
         )
         if self._starting:  # use_async_quorum=False
-            log.warning("the body trains the batch that it has, which belongs to another iteration", iter=before)
+            log.warning(
+                "the body trains the batch that it has, which belongs to another iteration",
+                id="torchft-batch-of-another-iteration",
+                iter=before,
+            )
 
     def _take_state(self, state: dict[str, Any], counts: SavedCounts) -> None:
         publish_loaded(self._run, "", state, counts)

@@ -46,6 +46,7 @@ class Lookout:
                 log.warning(
                     "torchft has found no quorum of replica groups, and training waits for it: is the lighthouse running, and "
                     "are as many groups as its --min_replicas? After the manager's quorum_timeout this is an error",
+                    id="torchft-no-quorum",
                     lighthouse=os.environ.get("TORCHFT_LIGHTHOUSE", "lighthouse_addr of the Manager"),
                     seconds=round(waited),
                 )

@@ -70,7 +70,12 @@ class Folders:
             try:
                 steps = int(json.loads(state.read_bytes())["global_step"])
             except (OSError, ValueError, LookupError, TypeError) as error:  # such as after a kill during the save
-                log.warning(f"a checkpoint without a readable {_STATE} is skipped", path=str(folder), error=repr(error))
+                log.warning(
+                    f"a checkpoint without a readable {_STATE} is skipped",
+                    id="transformers-checkpoint-unreadable",
+                    path=str(folder),
+                    error=repr(error),
+                )
                 continue
             found.append((steps, state.stat().st_mtime, folder))
         damage: list[str] = []
@@ -78,11 +83,18 @@ class Folders:
             try:
                 check_folder(folder)
             except CheckpointDamagedError as error:
-                log.warning("a damaged checkpoint is skipped; trying the previous one", path=str(folder), error=str(error))
+                log.warning(
+                    "a damaged checkpoint is skipped; trying the previous one",
+                    id="transformers-checkpoint-damaged",
+                    path=str(folder),
+                    error=str(error),
+                )
                 damage.append(str(error))
                 continue
             if damage:
-                log.warning("the training resumes from an earlier checkpoint", path=str(folder))
+                log.warning(
+                    "the training resumes from an earlier checkpoint", id="transformers-earlier-checkpoint", path=str(folder)
+                )
             return str(folder)
         if damage:
             raise CheckpointDamagedError(f"no good checkpoint in {self._trainer.args.output_dir}: {'; '.join(damage)}")
@@ -181,9 +193,19 @@ def check_folder(folder: Path) -> None:
     if missing and not any(any(folder.rglob(pattern)) for pattern in _WEIGHTS):
         raise CheckpointDamagedError(f"{folder} is damaged: {', '.join(missing)} is missing; resume from another checkpoint")
     if missing:
-        log.warning("files of the checkpoint are missing; the trainer resumes without them", path=str(folder), files=missing)
+        log.warning(
+            "files of the checkpoint are missing; the trainer resumes without them",
+            id="transformers-files-missing",
+            path=str(folder),
+            files=missing,
+        )
     if changed:
-        log.warning("files of the checkpoint have changed; a resume does not read them", path=str(folder), files=changed)
+        log.warning(
+            "files of the checkpoint have changed; a resume does not read them",
+            id="transformers-files-changed",
+            path=str(folder),
+            files=changed,
+        )
 
 
 def read_entry(folder: Path) -> Mapping[str, Any] | None:

@@ -144,7 +144,10 @@ class TransformersBridge(Bridge):
         if self._looping:
             self._begin_train(state, self.trainer.callback_handler.train_dataloader)
         elif self._called:  # else by a shallow copy of the trainer, which shares the callbacks
-            log.warning(f"{type(self.trainer).__name__} overrides the training loop, so no mount points are published")
+            log.warning(
+                f"{type(self.trainer).__name__} overrides the training loop, so no mount points are published",
+                id="transformers-loop-overridden",
+            )
         return original(args, state, control, **kwargs)
 
     def _begin_train(self, state: Any, data: Any) -> None:

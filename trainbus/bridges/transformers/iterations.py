@@ -162,6 +162,10 @@ def set_rates(trainer: Any, optimizer: torch.optim.Optimizer, set_new: Callable[
     if before == after or not hasattr(scheduler, "base_lrs"):
         return
     if 0.0 in before:
-        log.warning("the schedule's rate is 0 now, so run.set_lr() cannot scale its later rates", lr=after)
+        log.warning(
+            "the schedule's rate is 0 now, so run.set_lr() cannot scale its later rates",
+            id="transformers-rate-not-scaled",
+            lr=after,
+        )
     bases = zip(scheduler.base_lrs, before, after, strict=True)
     scheduler.base_lrs = [base * new / old if old else base for base, old, new in bases]

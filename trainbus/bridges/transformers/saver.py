@@ -129,6 +129,7 @@ class FolderSaver:
         if readers := self._readers():
             log.warning(
                 "these callbacks handle on_save and may read the folder, so the training waits for each checkpoint",
+                id="transformers-callbacks-wait",
                 callbacks=readers,
             )
 

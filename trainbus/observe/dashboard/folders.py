@@ -109,7 +109,7 @@ class FolderWatcher:
             except RunFolderError as error:  # a damaged run, or one that was removed meanwhile
                 if str(error) not in self._damaged:
                     self._damaged.add(str(error))
-                    log.warning("a run cannot be shown", error=str(error))
+                    log.warning("a run cannot be shown", id="run-not-shown", error=str(error))
         return sum(one.page is not None for one in self._runs.values())
 
     def follow(self) -> None:

@@ -88,6 +88,7 @@ class TraceHook(CopiedAnew, Hook):
         if not self._tracer.begun:
             log.warning(
                 "no trace was made: training ended before its first iteration; give a smaller first=",
+                id="no-trace",
                 hook=self.label,
                 first=self.first,
                 iterations=self._count,

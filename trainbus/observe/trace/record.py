@@ -105,7 +105,7 @@ class Tracer:
             if self._began:
                 self._record()
         except Exception:
-            log.exception("the trace could not be written; training continues", path=str(self._path))
+            log.exception("the trace could not be written; training continues", id="trace-not-written", path=str(self._path))
         finally:
             self._recorder.remove_reader(self._read)
             self._batches.clear()
