@@ -183,7 +183,7 @@ def test_the_newest_named_folder_is_checked_and_missing_files_are_told(tmp_path)
     (newest / "random_states_0.pkl").unlink()
     with structlog.testing.capture_logs() as logs:
         job.trainer.load_state()
-    assert [(one["path"], one["files"]) for one in logs if "missing" in one["event"]] == [
+    assert [(one["path"], one["files"]) for one in logs if one.get("id") == "accelerate-files-missing"] == [
         (str(newest), ["random_states_0.pkl"])
     ]
     (newest / "optimizer.bin").write_bytes(b"?")

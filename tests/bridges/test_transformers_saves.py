@@ -311,7 +311,7 @@ def test_callbacks_that_handle_on_save_find_the_folder(tmp_path):
     with structlog.testing.capture_logs() as logs:
         trainer.train()
     assert found == [True] * 4
-    assert [one["callbacks"] for one in logs if "on_save" in one["event"]] == [["Uploads"]]
+    assert [one["callbacks"] for one in logs if one.get("id") == "transformers-callbacks-wait"] == [["Uploads"]]
 
 
 def test_an_older_folder_of_the_same_step_is_replaced_and_outside_of_a_training_the_trainer_writes_at_once(tmp_path):

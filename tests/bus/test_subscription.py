@@ -160,13 +160,13 @@ def test_log_isolates_a_handler_and_counts_its_errors_and_disable_after_retires_
             bus.publish(EVENT)
     assert len(heard) == 10
     assert subscription.stats.failed == calls
-    failures = [entry for entry in logs if entry["event"] == "a handler failed"]
+    failures = [entry for entry in logs if entry.get("id") == "handler-failed"]
     assert [entry["handler"] for entry in failures] == ["flaky"] * calls
     assert isinstance(failures[0]["exc_info"], ValueError)
     assert "in flaky (inline" in failures[0]["exc_info"].__notes__[0]
     assert subscription.active == (calls == 10)
     assert bus.subscriptions == ((subscription, other) if calls == 10 else (other,))
-    assert (logs[-1]["event"] == "handler retired") == (calls == 3)
+    assert (logs[-1].get("id") == "handler-retired") == (calls == 3)
 
 
 def test_only_exceptions_are_isolated(bus):

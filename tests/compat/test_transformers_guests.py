@@ -400,7 +400,7 @@ def test_a_checkpoint_without_state_of_callbacks_or_with_that_of_others_is_told(
     Job(tmp_path, Exported(), epochs=1).ours(CheckpointHook(1), work_dir=tmp_path / "one")
     with capture_logs() as logs:
         Job(tmp_path).loop().run(resume=tmp_path / "one")
-    (line,) = [line for line in logs if line["event"] == "the checkpoint has state of callbacks that are not on the bus"]
+    (line,) = [line for line in logs if line.get("id") == "state-of-unknown-callbacks"]
     assert line["callbacks"] == ["Exported"]
 
 

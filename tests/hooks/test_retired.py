@@ -90,4 +90,4 @@ def test_a_logger_that_hangs_three_times_does_not_end_the_run_at_the_next_checkp
         release.set()
     assert loop.counters.iter == 8
     assert (tmp_path / "iter_8.safetensors").exists()
-    assert [log["handler"] for log in logs if log["event"] == "handler retired"] == ["LoggerHook.write"]
+    assert [log["handler"] for log in logs if log.get("id") == "handler-retired"] == ["LoggerHook.write"]

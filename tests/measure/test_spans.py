@@ -86,7 +86,7 @@ def test_the_thread_survives_an_error_of_a_reader_and_logs_it_once(change):
         recorder.stop()
     assert len(calls) == 2
     assert len(logs) == 1
-    assert "reader of spans failed" in logs[0]["event"]
+    assert logs[0].get("id") == "span-reader-failed"
 
 
 @pytest.mark.usefixtures("no_thread_is_left")

@@ -246,7 +246,7 @@ def test_failures_are_tried_again_and_said_once(server, logs):
     server.answers += [500, 503, 429, lambda: None]  # the last one closes the connection
     train(AlertHook(server.url, "finished"))
     assert server.kinds() == ["finished"]
-    [line] = [line for line in logs if "webhook" in line["event"]]
+    [line] = [line for line in logs if line.get("id") == "webhook-failed"]
     assert (line["host"], line["error"]) == ("127.0.0.1", "status 500")
 
 
@@ -269,8 +269,8 @@ def test_a_webhook_that_does_not_answer_costs_the_run_its_end_timeout_only(serve
     run = train(AlertHook(url, end_timeout=0.5), [math.nan] * 3)
     assert run.state.counters.iter == 3
     until(lambda: "trainbus-webhook" not in {thread.name for thread in threading.enumerate()})
-    until(lambda: any("not delivered" in line["event"] for line in logs))
-    assert len([line for line in logs if "webhook fails" in line["event"]]) == 1
+    until(lambda: any(line.get("id") == "alerts-not-delivered" for line in logs))
+    assert len([line for line in logs if line.get("id") == "webhook-failed"]) == 1
     assert SECRET not in str(logs)
     assert url not in str(logs)
 
@@ -310,8 +310,8 @@ def test_messages_that_wait_are_bounded(dead, logs, monkeypatch):
         webhook.post(b"{}")
     assert len(webhook._waiting) == 100
     webhook.settle(0.3, wait=5)
-    until(lambda: any("not delivered" in line["event"] for line in logs))
-    assert [line["alerts"] for line in logs if "not delivered" in line["event"]] == [250]
+    until(lambda: any(line.get("id") == "alerts-not-delivered" for line in logs))
+    assert [line["alerts"] for line in logs if line.get("id") == "alerts-not-delivered"] == [250]
 
 
 def test_it_goes_through_the_proxy_of_the_environment(server, monkeypatch):

@@ -278,7 +278,7 @@ def test_costs_measured_tells_them_while_the_run_goes_on_also_after_an_error_of_
     with capture_logs() as logs:
         make_loop(bus=bus, max_iters=100_000).run()
     assert check(heard[0].costs)["forward"].seconds > 0
-    assert len([line for line in logs if "reader of spans failed" in line["event"]]) == 1
+    assert len([line for line in logs if line.get("id") == "span-reader-failed"]) == 1
 
 
 def test_the_table_fits_80_columns_and_sums_up_what_is_small():

@@ -117,7 +117,7 @@ def test_the_counts_add_up_at_every_moment(mode, full, queue, batch, linger, dee
         assert stats.failed >= -(-bad // (batch or 1))
         assert stats.failed <= bad * (batch or 1) or not timely  # a batch fails as a whole
     if disable_after and batch is None and (cancels_at is None or cancels_at >= len(deeds)):
-        retired = sum(line["event"] == "handler retired" for line in logs)
+        retired = sum(line.get("id") == "handler-retired" for line in logs)
         assert retired == (stats.failed == disable_after)
         assert stats.failed <= disable_after
         assert not (retired and subscription.active)

@@ -242,7 +242,7 @@ def test_a_hanging_handler_that_blocks_its_publisher_is_named_once(change, optio
         release.wait()
 
     def named():
-        return [line["handler"] for line in logs if "publishing waits for a handler" in line["event"]]
+        return [line["handler"] for line in logs if line.get("id") == "publisher-waits"]
 
     publisher = threading.Thread(target=publish_all, args=(bus, range(4)))
     with capture_logs() as logs, bus:

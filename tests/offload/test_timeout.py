@@ -120,7 +120,7 @@ def test_after_three_abandoned_threads_the_handler_is_retired_and_pending_events
     assert finished == []
     stats = subscription.stats
     assert (stats.published, stats.failed, stats.dropped, stats.pending) == (10, 3, 7, 0)
-    assert logs[-1]["event"] == "handler retired"
+    assert logs[-1].get("id") == "handler-retired"
 
 
 def test_an_async_handler_is_not_retired_for_timeouts(bus, release):

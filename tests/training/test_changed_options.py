@@ -24,7 +24,7 @@ def session(parts, tmp_path):
         loop = parts.loop(bus, model=model, optimizer=made, val_data=None, max_epochs=epochs, work_dir=tmp_path, seed=seed)
         with capture_logs() as logs:
             loop.run(resume="auto", strict=strict)
-        return loop, [line["options"] for line in logs if line["event"].startswith("your options differ")]
+        return loop, [line["options"] for line in logs if line.get("id") == "options-differ"]
 
     return run
 
@@ -110,4 +110,4 @@ def test_another_batch_size_within_an_epoch_is_reported(parts, bus, tmp_path, si
     parts.loop(bus, train_data=loader(4), val_data=None, work_dir=tmp_path).run()
     with capture_logs() as logs:
         parts.loop(train_data=loader(size), val_data=None, work_dir=tmp_path).run(resume="auto")
-    assert [(line["before"], line["now"]) for line in logs if "inside an epoch" in line["event"]] == told
+    assert [(line["before"], line["now"]) for line in logs if line.get("id") == "epoch-length-changed"] == told

@@ -158,5 +158,5 @@ def test_a_loader_that_ends_before_its_length_is_warned_of_once(parts, logs):
 
     parts.loop(train_data=Short(parts.batches(3)), val_data=None, max_epochs=3).run()
     (line,) = [line for line in logs if line["log_level"] == "warning"]
-    assert "ended before its length" in line["event"]
+    assert line.get("id") == "loader-ended-early"
     assert (line["data"], line["batches"], line["length"]) == ("train_data", 3, 5)

@@ -148,7 +148,7 @@ def test_training_works_on_file_systems_without_locks(parts, tmp_path, monkeypat
     loop = parts.loop(work_dir=tmp_path, max_epochs=1)
     loop.run()
     assert loop.counters.iter == 3
-    (told,) = [entry for entry in logs if "cannot be locked" in entry["event"]]
+    (told,) = [entry for entry in logs if entry.get("id") == "directory-not-locked"]
     assert number is None or told["error"] == str(OSError(number, os.strerror(number)))
 
 

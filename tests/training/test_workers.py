@@ -85,7 +85,7 @@ def test_a_fork_server_whose_end_would_end_the_workers_is_told_once():
         for _ in run.epochs(2):
             for _ in run.train(loader(multiprocessing_context="forkserver")):
                 pass
-    assert sum("fork server" in one["event"] for one in logs) == 1
+    assert sum(one.get("id") == "fork-server-ended" for one in logs) == 1
 
 
 def test_persistent_workers_react_to_the_signal_after_the_run_and_ignore_it_in_the_next_one_of_the_hook():

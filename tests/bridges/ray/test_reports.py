@@ -162,7 +162,7 @@ def test_a_best_checkpoint_is_a_second_name_that_ray_is_not_told(train, tmp_path
 def test_a_failing_report_is_logged_once_and_ends_no_training(train, tmp_path, logs):
     loop = train(Ray(tmp_path, fails=True))
     assert loop.counters.epoch == 4
-    (line,) = [one for one in logs if "Ray took no report" in one["event"]]
+    (line,) = [one for one in logs if one.get("id") == "ray-reports-ended"]
     assert "the controller is gone" in line["error"]
 
 
@@ -170,7 +170,7 @@ def test_the_end_of_a_run_waits_for_ray_only_so_long(train, tmp_path, change, lo
     change(ray_hook.END, 0.3)
     loop = train(Ray(tmp_path, takes=5.0))
     assert loop.counters.epoch == 4
-    assert any("Ray has not taken the last report" in one["event"] for one in logs)
+    assert any(one.get("id") == "ray-report-late" for one in logs)
 
 
 def test_a_notice_saves_and_training_goes_on(train, tmp_path):

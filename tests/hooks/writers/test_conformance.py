@@ -158,7 +158,7 @@ def test_symbolic_links_are_not_followed(tmp_path, cls, file, logs):
     logging_loop(cls(), work_dir=tmp_path / "out").run(resume="auto")
     assert (tmp_path / "precious").read_text() == "mine"
     assert (tmp_path / "out" / f"{file}.tmp").read_text() == "mine, too"
-    assert logs[-1]["event"] == "a writer has lost data"
+    assert logs[-1].get("id") == "writer-lost-data"
 
 
 @FILES

@@ -108,7 +108,7 @@ def test_values_that_are_not_finite_are_left_out_and_said_once_for_a_name(logs):
     assert [(one.nan, one.infinite, one.total, one.least, one.greatest) for _, one, _ in album.kept] == [
         (1, 2, 2, 1.0, 3.0)
     ] * 2
-    told = [line for line in logs if "not finite" in line["event"]]
+    told = [line for line in logs if line.get("id") == "histogram-not-finite"]
     assert [(line["histogram"], line["nan"], line["infinite"]) for line in told] == [
         ("train/weights", 1, 2),
         ("val/weights", 1, 2),

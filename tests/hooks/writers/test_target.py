@@ -85,7 +85,7 @@ def play(target, writer, *acts):
 def lost(target, logs):
     """Close the target, and return the number of lost calls that it logs."""
     target.close(finished=True)
-    return sum(entry["lost"] for entry in logs if entry["event"] == "a writer has lost data")
+    return sum(entry["lost"] for entry in logs if entry.get("id") == "writer-lost-data")
 
 
 RETRIES = {

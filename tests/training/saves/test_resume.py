@@ -402,7 +402,7 @@ def test_a_body_that_validates_before_its_step_is_repeated_if_its_batch_can_be_r
                     if run.progress.iter == 1:
                         parts.evaluate(run, run.validate(parts.batches(1)))
         assert run.progress.iter == 4
-        return seen, [one["event"] for one in logs if "read the batch of that body again" in one["event"]]
+        return seen, [one["event"] for one in logs if one.get("id") == "batch-not-read-again"]
 
     for loader, warnings in ((parts.batches(3), 0), (SizedStatefulLoader(parts.batches(3)), 1)):
         assert train(loader) == ([0, 1, 2, 3], [])
