@@ -50,8 +50,8 @@ multiprocessing.set_forkserver_preload(
     ]
 )
 
-# Tests of signals and of programs with several processes run one after the other, on one of pytest's two workers: two such
-# tests at once need more cores than there are, and some would come near their time limit.
+# Tests whose programs train in several processes at once run one after the other, on one of pytest's two workers: two such
+# tests at once need more cores than there are, and some would come near their time limit. None needs it to pass.
 ALONE = (
     "bridges/test_processes.py",
     "bridges/test_rounds.py",
@@ -60,20 +60,11 @@ ALONE = (
     "ranks/",
     "test_alone.py",
     "device/test_ddp.py",
-    "device/test_launch.py",
-    "observe/test_five_faults.py",
-    "faults/",
     "examples/",
     "cli/test_torchrun.py",
-    "hooks/test_preemption.py",
     "observe/test_dashboard_browser.py",
     "observe/test_dashboard_proxies.py",
     "hooks/test_sync_buffers.py",
-    "offload/test_interrupts.py",
-    "offload/test_process.py",
-    "training/test_locks.py",
-    "training/test_stopped.py",
-    "training/test_workers.py",
 )
 
 
