@@ -84,6 +84,12 @@ def _has_streams(kind: str) -> bool:
     return False
 
 
+def forget_types() -> None:
+    """Look anew which types of devices are asynchronous."""
+    is_asynchronous.cache_clear()
+    _has_streams.cache_clear()
+
+
 def any_elsewhere(tensors: Iterable[torch.Tensor]) -> bool:
     """Return True if a tensor is not on the CPU."""
     return not all(map(_on_cpu, tensors))

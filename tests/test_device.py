@@ -62,12 +62,11 @@ def hpu(monkeypatch, change):
     monkeypatch.setattr(torch, "hpu", module, raising=False)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("hpu"))
     change(door.NEW_PINNED, lambda shape, dtype: torch.empty(shape, dtype=dtype))
-    cached = torch.get_device_module, door.is_asynchronous, door._has_streams
-    for function in cached:
-        function.cache_clear()
+    torch.get_device_module.cache_clear()
+    door.forget_types()
     yield module
-    for function in cached:
-        function.cache_clear()
+    torch.get_device_module.cache_clear()
+    door.forget_types()
 
 
 def test_a_type_with_streams_events_and_pinned_memory_is_asynchronous(hpu):

@@ -73,8 +73,8 @@ def simulated_device(order: Order = "needed") -> Iterator[DeviceUnderTest]:
 
     module: Any = sim.module
     with ExitStack() as undo:
-        undo.callback(forget_devices)
-        forget_devices()
+        undo.callback(door.forget_types)
+        door.forget_types()
         undo.callback(sim.reset, "eager")
         undo.enter_context(door.NEW_PINNED.replaced(sim.pinned))
         undo.enter_context(door.IS_PINNED.replaced(sim.is_pinned))
@@ -90,9 +90,3 @@ def simulated_device(order: Order = "needed") -> Iterator[DeviceUnderTest]:
         else:
             sim.reset(order)
             yield DeviceUnderTest(sim.NAME, device, module, sim.no_waits, sim.waits)
-
-
-def forget_devices() -> None:
-    """Forget what is known of the types of devices: which of them have streams."""
-    door.is_asynchronous.cache_clear()
-    door._has_streams.cache_clear()

@@ -7,14 +7,14 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
-from trainbus.testing.sim import streams
+from trainbus.testing.sim import privates, streams
 from trainbus.testing.sim.memory import DEVICE, HOST, Block, Spec, allocate, block_of, extent, spec_of
+from trainbus.testing.sim.privates import tree_leaves, tree_map
 
 NAME = "sim"
 aten = torch.ops.aten
-_ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+_ON_CPU = privates.DispatchKeySet(privates.DispatchKey.CPU)
 
 generators = [torch.Generator() for _ in range(streams.DEVICES)]
 
@@ -60,18 +60,19 @@ class _Facts(NamedTuple):
 
 @cache
 def _facts(op: Any) -> _Facts:
-    arguments = op._schema.arguments
+    schema = privates.schema_of(op)
+    arguments = schema.arguments
     written = tuple((n, one.name) for n, one in enumerate(arguments) if one.alias_info and one.alias_info.is_write)
     view = any(one.alias_info and not one.alias_info.is_write for one in arguments)
     takes = any(one.name == "generator" for one in arguments)
     tensors = tuple(n for n, one in enumerate(arguments) if str(one.type) == "Tensor")
-    return _Facts(view, written, len(op._schema.returns), tensors, torch.Tag.nondeterministic_seeded in op.tags, takes)
+    return _Facts(view, written, len(schema.returns), tensors, torch.Tag.nondeterministic_seeded in op.tags, takes)
 
 
 def dispatch(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Run an operation that has no kernel of its own here: torch's fallback for the backend."""
     # The engine has one thread for each device that a C++ guard counts, and counts one; on the caller's thread it needs none.
-    torch._C._set_multithreading_enabled(False)
+    privates.set_multithreading_enabled(False)
     if (own := _own.get(op)) is not None:
         return own(*args, **kwargs)
     facts = _facts(op)
@@ -86,7 +87,7 @@ def dispatch(op: Any, *args: Any, **kwargs: Any) -> Any:
     if facts.written:
         outputs = [kwargs[name] if name in kwargs else args[n] for n, name in facts.written]
         for one in outputs:
-            if "out" in op._overloadname and is_ours(one) and not one.numel():
+            if "out" in privates.overload_of(op) and is_ours(one) and not one.numel():
                 _give_size(op, args, kwargs, outputs)
                 break
         args, kwargs = tree_map(_argument, (args, kwargs))
@@ -260,10 +261,10 @@ _own: dict[Any, Callable[..., Any]] = {
     aten.set_.source_Tensor: lambda tensor, other: _set(
         tensor, other.untyped_storage(), other.storage_offset(), other.shape, other.stride()
     ),
-    aten._local_scalar_dense.default: _item,
+    privates.local_scalar_dense: _item,
     aten.equal.default: _equal,
     aten.record_stream.default: _record_stream,
-    aten._copy_from.default: _copy,
-    aten._copy_from_and_resize.default: lambda source, target: _copy(source, _resize(target, source.shape)),
+    privates.copy_from: _copy,
+    privates.copy_from_and_resize: lambda source, target: _copy(source, _resize(target, source.shape)),
     aten.native_dropout.default: _dropout,
 }

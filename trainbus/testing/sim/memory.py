@@ -117,9 +117,14 @@ def block_of(tensor: torch.Tensor) -> Block | None:
     return None if found is None else found[0]
 
 
+def block_at(address: int) -> Block:
+    """Return the block at an address of the device."""
+    return _live[address][0]
+
+
 def spec_of(tensor: torch.Tensor) -> Spec:
     """Return where the elements of a tensor on the device are."""
-    block, _ = _live[tensor.untyped_storage().data_ptr()]
+    block = block_at(tensor.untyped_storage().data_ptr())
     return Spec(block, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride())
 
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from trainbus.testing.sim import kernels, memory, streams
+from trainbus.testing.sim import kernels, memory, privates, streams
 from trainbus.testing.sim.kernels import NAME, generators
 
 
@@ -71,7 +70,7 @@ class Module:
         return False
 
 
-class _Hooks(torch._C._acc.PrivateUse1Hooks):
+class _Hooks(privates.PrivateUse1Hooks):
     def is_available(self) -> bool:
         return module.available
 
@@ -85,7 +84,7 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
 def _clone_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     if storage.device.type != NAME:
         return _clone_of_torch(storage)
-    block, _ = memory._live[storage.data_ptr()]
+    block = memory.block_at(storage.data_ptr())
     flat = memory.Spec(block, torch.uint8, 0, (block.nbytes,), (1,))
     copied = kernels.empty((block.nbytes,), (1,), torch.uint8, storage.device)
     target = memory.spec_of(copied)
@@ -99,14 +98,14 @@ def _cast(op: Any, dtype: torch.dtype | None) -> Any:
     def run(*args: Any, **kwargs: Any) -> Any:
         to = dtype or torch.get_autocast_dtype(NAME)
         args = tuple(one.to(to) if isinstance(one, torch.Tensor) and one.is_floating_point() else one for one in args)
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)):
+        with privates.ExcludeDispatchKeyGuard(privates.DispatchKeySet(privates.DispatchKey.AutocastPrivateUse1)):
             return op(*args, **kwargs)
 
     return run
 
 
 module = Module()
-_setup_privateuseone_for_python_backend(NAME, backend_module=module, hook=_Hooks())
+privates.setup_backend(NAME, backend_module=module, hook=_Hooks())
 _library = torch.library.Library("_", "IMPL")  # kept: its end would take the kernels back
 _library.fallback(kernels.dispatch, "PrivateUse1")
 _library.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")

@@ -16,6 +16,7 @@ import torch
 
 from trainbus.eventloop.user_errors import contextmanager
 from trainbus.testing.sim.memory import HOST, Block, lock, reclaim
+from trainbus.testing.sim.privates import DeviceType
 
 Order = Literal["eager", "needed", "rivals"]
 ORDERS: tuple[Order, ...] = ("eager", "needed", "rivals")
@@ -27,7 +28,7 @@ ORDERS: tuple[Order, ...] = ("eager", "needed", "rivals")
 """
 
 DEVICES = 2
-TYPE = int(torch._C._autograd.DeviceType.PrivateUse1)
+TYPE = int(DeviceType.PrivateUse1)
 
 
 class HostWait(AssertionError):  # noqa: N818 - it says what happened
