@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent / "plain"))
 from toy_bridge import ToyBridge
 from toy_trainer import Trainer
 
+import trainbus
 from trainbus.testing import HostChecks, HostJob
 from trainbus.testing.host_job import Net, loader
 
@@ -26,7 +27,7 @@ class ToyJob(HostJob):
         self.trainer = Trainer(self.net, self.optimizer, Net.loss, epochs=self.epochs)
 
     def attach(self, bus):
-        self.bridge = bus.attach(self.trainer, work_dir=self.folder)
+        self.bridge = trainbus.attach(bus, self.trainer, work_dir=self.folder)
         return self.bridge
 
     def fit(self, resume=None):

@@ -36,6 +36,7 @@ from trainbus.eventloop.checkpoint.scores import SCORES, FileScores, note_scores
 from trainbus.eventloop.checkpoint.shards import (
     COMMITTED,
     INDEX,
+    SHARDS_SUFFIX,
     check_parts,
     is_dtensor,
     is_sharded,
@@ -47,7 +48,6 @@ from trainbus.eventloop.checkpoint.shards import (
     sweep_shards,
     verify_shards,
 )
-from trainbus.eventloop.checkpoint.shards import SUFFIX as SHARDS_SUFFIX
 from trainbus.eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, WriteFile, save, stage, write
 from trainbus.eventloop.checkpoint.store import (
     AnyPath,

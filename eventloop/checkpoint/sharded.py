@@ -97,7 +97,7 @@ class ShardStage:
         }
         with torch.no_grad():
             staged = stage({key: parts[key] for key in own}, self._buffer, overlap=overlap)
-        name_of_all = f"{path.stem}-{token}{shards.SUFFIX}"
+        name_of_all = f"{path.stem}-{token}{shards.SHARDS_SUFFIX}"
         return {**tree, shards.SHARDS: name_of_all}, Parts(tensors, own, staged, name_of_all, group, self._checked)
 
     def _box(self, key: str, value: DTensor) -> Box:

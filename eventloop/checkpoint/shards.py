@@ -45,7 +45,8 @@ SHARDS: Final = "shards"
 """Key of the tree under which the directory is named."""
 MARK: Final = "__sharded__"
 """Key of the dict that stands in the tree for a sharded tensor, with its name."""
-SUFFIX: Final = ".shards"
+SHARDS_SUFFIX: Final = ".shards"
+"""End of the names of directories with parts."""
 INDEX: Final = "index.safetensors"
 COMMITTED: Final = "committed"
 """Empty file in the directory of a rank whose machine may not have the file that names it: that file exists, or did."""
@@ -55,7 +56,7 @@ _OLD_INDEX: Final = "index.json"
 _OLD_DIGESTS: Final = "digests.json"
 _MAX_INDEX_BYTES: Final = 1 << 30
 
-_NAME: Final = re.compile(rf".+-[0-9a-f]{{8}}{re.escape(SUFFIX)}", re.DOTALL)
+_NAME: Final = re.compile(rf".+-[0-9a-f]{{8}}{re.escape(SHARDS_SUFFIX)}", re.DOTALL)
 """Names of directories: the name of the file, and a token."""
 _TENSORS: Final = re.compile(r"__\d+\.safetensors|__\d+_\d+\.distcp")
 _OTHERS: Final = re.compile(
@@ -124,7 +125,7 @@ def sharded_in(state: object) -> str | None:
 def shards_of(state: Mapping[str, Any], path: AnyPath) -> AnyPath:
     """Return the directory with the sharded tensors of the checkpoint ``path``, which must be beside it."""
     name = state[SHARDS]
-    if not (is_plain_name(name) and name.endswith(SUFFIX)):
+    if not (is_plain_name(name) and name.endswith(SHARDS_SUFFIX)):
         raise CheckpointDamagedError(f"{name!r} does not name a directory with sharded tensors beside it")
     directory = path.with_name(name)
     if isinstance(directory, Path) and directory.is_symlink():
@@ -344,7 +345,7 @@ def sweep_shards(directory: AnyPath, *, still: float = 60.0) -> bool:
 
 def stranded(directory: Path) -> list[Path]:
     """Return the notes of parts that a file has named, which may be on another machine."""
-    return [*directory.glob(f"*{SUFFIX}/{COMMITTED}")]
+    return [*directory.glob(f"*{SHARDS_SUFFIX}/{COMMITTED}")]
 
 
 def remove_parts(directory: AnyPath) -> None:

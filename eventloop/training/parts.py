@@ -27,14 +27,14 @@ _INSTEAD: Final = {
 """What to do instead of the methods that only :class:`LoopCheckpoints` has."""
 
 
-class Part:
+class RunPart:
     """A part of a run; base class."""
 
     def __init__(self, run: SavedRun, driver: Driver) -> None:
         self._run, self._driver = run, driver
 
 
-class Checkpoints(Part):
+class Checkpoints(RunPart):
     """The checkpoints of a run.
 
     :meth:`save` without a name is safe from any thread and from signal handlers, the rest from the training thread.
@@ -200,7 +200,7 @@ class LoopCheckpoints(Checkpoints):
         self._run.host.restore.apply_state(from_)
 
 
-class RunData(Part):
+class RunData(RunPart):
     """The data of a run: its loaders and their lengths."""
 
     @property
@@ -247,7 +247,7 @@ class RunData(Part):
         return self._driver.last_batch
 
 
-class RunSteps(Part):
+class RunSteps(RunPart):
     """The steps of a run's optimizers in the current iteration."""
 
     def of(self, optimizer: torch.optim.Optimizer) -> int:

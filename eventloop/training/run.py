@@ -272,11 +272,11 @@ class HostedRun:
                 raise TrainingError(told) from error
             raise
         state = self.state
-        before, state.in_handlers = state.in_handlers, True
+        before = state.enter_handlers()
         try:
             self.bus.publish(made)
         finally:
-            state.in_handlers = before
+            state.leave_handlers(before)
 
     def defer(self, undo: Callable[[], object]) -> None:
         """Call ``undo`` when the innermost open scope ends, even by an exception; last registered, first called.

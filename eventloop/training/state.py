@@ -200,6 +200,15 @@ class RunState:
         self.holds, self.interrupted, self.again, self.batch_rng = False, None, None, None
         self.beginning, self.finished, self.gradients = None, [], {}
 
+    def enter_handlers(self) -> bool:
+        """Note that handlers of the run's events are called; return what was noted before."""
+        before, self.in_handlers = self.in_handlers, True
+        return before
+
+    def leave_handlers(self, before: bool) -> None:
+        """Note what was noted before."""
+        self.in_handlers = before
+
     def join(self, coordinator: Coordinator) -> None:
         """Agree with other ranks by a coordinator."""
         self.coordinator = coordinator

@@ -44,7 +44,7 @@ def save_contents(contents: Contents, path: AsPath) -> CommitInfo:
         return save(replace_tensors(contents.tree, lambda _, tensor: read[id(tensor)]), path)
     if not isinstance(contents.tree, dict):
         raise CheckpointValueError(f"the tree is a {type(contents.tree).__name__}; a sharded checkpoint is a dict")
-    directory = path.with_name(f"{path.stem}-{secrets.token_hex(4)}{shards.SUFFIX}")
+    directory = path.with_name(f"{path.stem}-{secrets.token_hex(4)}{shards.SHARDS_SUFFIX}")
     try:
         return _save_sharded(contents, path, directory)
     except BaseException:

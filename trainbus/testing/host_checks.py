@@ -128,9 +128,9 @@ class HostChecks:
 
     def test_events_come_in_the_order_of_a_run_all_but_the_missing_ones_with_the_counts_of_the_host(self, host, tmp_path):
         names = heard(bus := Bus())
-        limits = noted(bus, "before_train_epoch", "progress.max_epochs", "run.total_iters")
-        starts = noted(bus, "before_train_iter", "progress.epoch", "batch_idx", "progress.iter", "run.epoch_length")
-        ends = noted(bus, "after_train_iter", "batch", "run.last_batch")
+        limits = noted(bus, "before_train_epoch", "progress.max_epochs", "run.data.total_iters")
+        starts = noted(bus, "before_train_iter", "progress.epoch", "batch_idx", "progress.iter", "run.data.epoch_length")
+        ends = noted(bus, "after_train_iter", "batch", "run.data.last_batch")
         forward = noted(bus, "after_forward", "outputs")
         host(tmp_path, bus, epochs=2, batches=2, validate=host.validates).fit()
         epoch = ["before_train_epoch", *["before_train_iter", *FORWARD, *STEP, "after_train_iter"] * 2, "after_train_epoch"]
@@ -160,7 +160,7 @@ class HostChecks:
     @needs("accumulates", "window_ends_with_epoch")
     def test_micro_batches_are_iterations_and_steps_are_updates(self, host, tmp_path):
         names = heard(bus := Bus())
-        seen = noted(bus, "after_train_iter", "progress.iter", "progress.update", "run.updated", "run.last_batch")
+        seen = noted(bus, "after_train_iter", "progress.iter", "progress.update", "run.updated", "run.data.last_batch")
         host(tmp_path, bus, epochs=1, batches=5, accumulate=2, validate=True).fit()
         updates = [0, 0, 1, 1, 2]  # the last window has one batch
         assert seen == [(index, updates[index], index in (1, 3, 4), index == 4) for index in range(5)]
@@ -269,7 +269,7 @@ class HostChecks:
         paths = checkpoints(bus)
         bus.on("checkpoint_committed", lambda event: saved.append((event.progress.iter, event.bytes > 0, event.stall > 0)))
         for _ in range(2):
-            bus.on("after_train_iter", lambda event: event.run.checkpoint_now(), when=lambda event: event.progress.iter == 1)
+            bus.on("after_train_iter", lambda event: event.run.checkpoints.save(), when=lambda event: event.progress.iter == 1)
         host(tmp_path, bus).fit()
         assert paths == [tmp_path / f"iter_2{host.suffix}"]
         assert saved == [(2, True, True)]
@@ -286,7 +286,7 @@ class HostChecks:
         else:
             path = path.with_stem("x" * 250)  # longer than a name may be
         told = noted(bus, "checkpoint_failed", "path")
-        bus.on("after_train_epoch", lambda event: event.run.request_save(path.name, on_error=on_error, **ask), once=1)
+        bus.on("after_train_epoch", lambda event: event.run.checkpoints.save(path.name, on_error=on_error, **ask), once=1)
         job = host(tmp_path, bus)
         with nullcontext() if on_error == "log" else pytest.raises((OSError, CheckpointError), match=r"file|x\."):
             job.fit()
@@ -339,7 +339,7 @@ class HostChecks:
         @bus.on("after_train_iter", when=lambda event: event.progress.iter + 1 == at)
         def ask(event):
             if not every:
-                event.run.checkpoint_now()
+                event.run.checkpoints.save()
             if by == "stop":
                 event.run.stop()
 
@@ -385,7 +385,7 @@ class HostChecks:
 
         @bus.on("after_train_iter", once=1)
         def ask(event):
-            event.run.checkpoint_now()
+            event.run.checkpoints.save()
             event.run.stop("enough")
 
         job = host(tmp_path, bus, accumulate=accumulate if host.accumulates else 1)
