@@ -117,7 +117,9 @@ class RemotePath:
             return ""
 
     def make_directory(self) -> None:
-        """Make it a directory, where the store has directories."""
+        """Make it a directory, where the store has directories; an object store might try to make a bucket."""
+        if self._protocol in _OBJECT_STORES:
+            return
         with failing(f"cannot make the directory {self}", Exception):
             self.fs.makedirs(str(self), exist_ok=True)
 

@@ -10,7 +10,7 @@ import fsspec
 import pytest
 import torch
 
-from trainbus.eventloop.checkpoint import RemotePath, as_path, commit_bytes, load, save, stage, verify, write
+from trainbus.eventloop.checkpoint import RemotePath, as_path, commit_bytes, load, make_directory, save, stage, verify, write
 from trainbus.eventloop.errors import CheckpointError
 
 pytest.importorskip("moto")
@@ -52,6 +52,17 @@ def test_a_checkpoint_is_uploaded_once_and_never_copied(server: S3Server) -> Non
     assert sum("PUT" in request for request in server.requests) == 1
     verify(URL)
     assert torch.equal(load(URL)["weight"], tree(1.0)["weight"])
+
+
+def test_no_bucket_is_made(server: S3Server) -> None:
+    """A client that may not list the bucket would try to make it, in another region perhaps (marin-community/marin#9213)."""
+    server.requests.clear()
+    server.fault = lambda method, path: (
+        "403 Forbidden" if method in ("GET", "HEAD") and path.startswith(f"/{BUCKET}?") else None
+    )
+    make_directory(f"s3://{BUCKET}/run")
+    save(tree(1.0, 10), URL)
+    assert not [request for request in server.requests if request in (f"PUT /{BUCKET}", f"PUT /{BUCKET}/")]
 
 
 def test_a_large_file_has_larger_parts_and_no_more_of_them_than_s3_takes(server: S3Server, monkeypatch) -> None:
