@@ -273,7 +273,12 @@ class CheckpointHook(CopiedAnew, Hook):
         durable, others = self._kept.newest(regular=self.save_last)
         place = directory if self._kept.mirror is None else self._kept.mirror.store
         for name in others:
-            log.error("not published: the checkpoint was not written", hook=self.label, path=str(directory / name))
+            log.error(
+                "not published: the checkpoint was not written",
+                id="checkpoint-not-published",
+                hook=self.label,
+                path=str(directory / name),
+            )
         for name in durable:
             with self._errors("cannot publish a checkpoint", place / name):
                 publish_checkpoint(self._kept.path(name), self._publish, place)
@@ -294,7 +299,7 @@ class CheckpointHook(CopiedAnew, Hook):
             last = (event.progress.max_epochs or 1) if self.by_epoch else run.data.total_iters
             if self.interval > 0 and last is not None and self.begin > last:
                 end = f"{'epoch' if self.by_epoch else 'iteration'} {last}, before its first regular save"
-                log.warning(f"{self.label}(begin={self.begin}): this training ends with {end}")
+                log.warning(f"{self.label}(begin={self.begin}): this training ends with {end}", id="no-regular-save")
         if not self.by_epoch:
             self._last = self._last or run.data.total_iters
             if self._due(done := event.progress.iter + 1, self._last):
@@ -309,7 +314,7 @@ class CheckpointHook(CopiedAnew, Hook):
         if not self._kept.best.names or not event.run.training:
             return
         if not event.metrics and self._kept.best.names == ("auto",):
-            log.warning("this validation has no metrics; the best checkpoint stays", hook=self.label)
+            log.warning("this validation has no metrics; the best checkpoint stays", id="no-metrics-for-best", hook=self.label)
             return
         by_epoch = self.by_epoch and event.progress.max_iters is None
         when = self._template.format(event.progress.epoch) if by_epoch else self._best_by_iter.format(event.progress.iter)
@@ -392,7 +397,7 @@ class CheckpointHook(CopiedAnew, Hook):
                 then()
             if self.on_error == "raise":
                 raise
-            log.warning(what, hook=self.label, path=str(path), error=str(error))
+            log.warning(what, id="checkpoint-hook-failed", hook=self.label, path=str(path), error=str(error))
 
 
 def _checked_template(template: str) -> str:

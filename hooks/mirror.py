@@ -184,6 +184,7 @@ class Mirror(Hook):
             log.warning(
                 f"there is little room for checkpoints: {free / 1e9:.3g} GB are free, and each needs {size / 1e9:.3g} GB. They "
                 "wait here while the store does not answer: CheckpointHook(local_dir=) names another place",
+                id="little-room-for-checkpoints",
                 directory=str(self.directory),
             )
         for name in self._waiting()[:-1]:
@@ -232,6 +233,7 @@ class Mirror(Hook):
         for name, error in left if self.leads else ():
             log.error(
                 "a store lacks a save at the end of the run",
+                id="store-lacks-save",
                 name=str(self.store / name),
                 kept=str(self.directory / name),
                 error=error,
@@ -275,7 +277,12 @@ class Mirror(Hook):
             try:
                 found[name] = peek(here)
             except (CheckpointError, OSError) as error:
-                log.warning("a file that waits for a store cannot be read", path=str(here), error=str(error))
+                log.warning(
+                    "a file that waits for a store cannot be read",
+                    id="waiting-file-unreadable",
+                    path=str(here),
+                    error=str(error),
+                )
         for name in sorted(found, key=lambda name: _far(found[name])):
             self.keep(name, found[name])
             self._files[name].earlier, self._files[name].sent = True, self._store_has(name)
@@ -388,7 +395,12 @@ class Mirror(Hook):
             # A bucket in which nothing can be replaced. A resume finds the newest file without the pointer.
             if not isinstance(error.__cause__, PermissionError):
                 raise
-            log.warning("the store refuses last_checkpoint", path=str(self.store / LAST), error=str(error))
+            log.warning(
+                "the store refuses last_checkpoint",
+                id="store-refuses-last-checkpoint",
+                path=str(self.store / LAST),
+                error=str(error),
+            )
         self._pointed = file.number
 
     def _send_scores(self) -> None:
@@ -405,7 +417,10 @@ class Mirror(Hook):
                     note_scores(self.store, digest, names, one.metrics)
                 except CheckpointError as error:
                     log.warning(
-                        "the scores of a checkpoint are not recorded", path=str(self.store / names[0]), error=str(error)
+                        "the scores of a checkpoint are not recorded",
+                        id="store-scores-not-recorded",
+                        path=str(self.store / names[0]),
+                        error=str(error),
                     )
                     return
                 self._scores[digest] = FileScores([*(known.names if known else ()), *names], one.metrics)
@@ -422,14 +437,16 @@ class Mirror(Hook):
                 remove(url)
                 log.debug("removed an old checkpoint", path=str(url))
             except CheckpointError as error:
-                log.warning("cannot remove an old checkpoint", path=str(url), error=str(error))
+                log.warning("cannot remove an old checkpoint", id="stored-checkpoint-left", path=str(url), error=str(error))
                 self.replaced.append(name)  # with the next one
         if self.apart and (due or self._sweeps):
             self._sweeps = False
             try:
                 sweep_shards(self.store, still=0)  # nobody else uploads there
             except CheckpointError as error:
-                log.warning("cannot remove parts of old checkpoints", path=str(self.store), error=str(error))
+                log.warning(
+                    "cannot remove parts of old checkpoints", id="stored-parts-left", path=str(self.store), error=str(error)
+                )
 
     def _trim(self) -> None:
         """Remove the files here that the store has, but the newest, which ``last_checkpoint`` names."""
@@ -469,7 +486,7 @@ class Mirror(Hook):
         try:
             yield
         except (CheckpointError, OSError) as error:
-            log.warning(what, path=str(self.directory / name), error=str(error))
+            log.warning(what, id="local-files-left", path=str(self.directory / name), error=str(error))
 
     def _outcome(self, name: str, progress: Progress) -> SaveOutcome:
         return SaveOutcome(self._run.bus, [self.store / name], progress)
@@ -548,7 +565,13 @@ class Mirror(Hook):
                 continue
             if missing := self._missing(name, left):
                 lost[name] = f"{self.directory / name}, which waits for {self.store}, lacks {missing}"
-                self._tell(log.warning, "a save that waits for a store is not complete", name=name, lacks=missing)
+                self._tell(
+                    log.warning,
+                    "a save that waits for a store is not complete",
+                    id="waiting-save-incomplete",
+                    name=name,
+                    lacks=missing,
+                )
             elif newest := self._recovered(name, left):
                 self._forget_copy(left, name)
             else:
@@ -593,7 +616,11 @@ class Mirror(Hook):
                     "store as out_dir="
                 ) from error
             self._tell(
-                log.error, "a store did not take a save that waits for it", name=str(self.store / left.file), error=str(error)
+                log.error,
+                "a store did not take a save that waits for it",
+                id="waiting-save-not-uploaded",
+                name=str(self.store / left.file),
+                error=str(error),
             )
             return ()
         self._tell(log.info, "uploaded a save that waited for a store", name=str(self.store / left.file))

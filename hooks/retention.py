@@ -276,7 +276,12 @@ class RetentionPolicy(CopiedAnew):
                 problem = str(error)
             except OSError:
                 return self.mirror is not None and name in self.mirror.there
-        log.warning("the checkpoint names a file that this hook did not write; the hook ignores it", name=name, error=problem)
+        log.warning(
+            "the checkpoint names a file that this hook did not write; the hook ignores it",
+            id="file-of-another-hook",
+            name=name,
+            error=problem,
+        )
         return False
 
 
@@ -294,9 +299,11 @@ def sweep(directory: AnyPath) -> bool:
             remove(path)
             log.info("removed a file that a killed process left behind", path=str(path))
         except CheckpointError as error:
-            log.warning("cannot remove a temporary file", path=str(path), error=str(error))
+            log.warning("cannot remove a temporary file", id="temporary-file-left", path=str(path), error=str(error))
     try:
         return sweep_shards(directory, still=_STILL)
     except CheckpointError as error:
-        log.warning("cannot remove the sharded tensors of a checkpoint that does not exist", error=str(error))
+        log.warning(
+            "cannot remove the sharded tensors of a checkpoint that does not exist", id="old-parts-left", error=str(error)
+        )
         return True

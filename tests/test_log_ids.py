@@ -13,30 +13,14 @@ finally:
     del sys.path[0]
 
 LINES = list(log_ids.lines())
-NOT_YET = (
-    "eventloop/checkpoint/",
-    "eventloop/training/distributed/",
-    *(f"eventloop/training/{name}.py" for name in ("driver", "host", "iterators", "run", "state")),
-    "eventloop/training/saves/",
-    "hooks/checkpoint.py",
-    "hooks/mirror.py",
-    "hooks/retention.py",
-    "trainbus/bridges/hosted.py",
-)
-"""Modules whose warnings have no ids yet."""
 
 
 def test_each_warning_has_an_id():
-    without = [f"{one.module}:{one.number}" for one in LINES if not one.id and not one.module.startswith(NOT_YET)]
+    without = [f"{one.module}:{one.number}" for one in LINES if not one.id]
     assert not without
     assert len(LINES) > 150
 
 
 def test_ids_are_unique_and_in_kebab_case():
-    counts = Counter(one.id for one in LINES if one.id)
+    counts = Counter(one.id for one in LINES)
     assert [name for name, count in counts.items() if count > 1 or not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name)] == []
-
-
-def test_a_module_whose_warnings_have_ids_is_not_listed():
-    waiting = {one.module for one in LINES if not one.id}
-    assert [name for name in NOT_YET if not any(module.startswith(name) for module in waiting)] == []

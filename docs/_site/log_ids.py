@@ -25,13 +25,13 @@ def lines() -> Iterator[Line]:
     """Yield all places of the packages, also those that pass such a method on."""
     for path in sorted(path for package in ("eventloop", "hooks", "trainbus") for path in (ROOT / package).rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        calls = {node.func: node for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        calls = {one: node for node in ast.walk(tree) if isinstance(node, ast.Call) for one in (node.func, *node.args)}
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and node.attr in LEVELS and ast.unparse(node.value) == "log":
                 call = calls.get(node)
                 given = {one.arg: one.value for one in call.keywords} if call else {}
                 name = ast.literal_eval(given["id"]) if "id" in given else ""
-                text = _text(call.args[0]) if call else ""
+                text = _text(call.args[call.args.index(node) + 1 if node in call.args else 0]) if call else ""
                 yield Line(name, LEVELS[node.attr], text, path.relative_to(ROOT).as_posix(), node.lineno)
 
 

@@ -62,7 +62,12 @@ def commit_folder(written: Path, folder: Path, *, replace: bool = False, known: 
         kept = free_name(folder.with_name(f"{FORMER_PREFIX}{folder.name}"))
         with failing(f"cannot keep the former {folder}"):
             former.rename(kept)
-        log.warning("the former folder has other files than the checkpoint, so it is kept", path=str(kept), files=unknown[:8])
+        log.warning(
+            "the former folder has other files than the checkpoint, so it is kept",
+            id="former-folder-kept",
+            path=str(kept),
+            files=unknown[:8],
+        )
     elif former is not None:
         discard_folder(former)
 
@@ -102,7 +107,7 @@ def discard_folder(folder: Path) -> None:
     except FileNotFoundError:
         pass
     except OSError as error:
-        log.warning("cannot remove a temporary folder", path=str(folder), error=str(error))
+        log.warning("cannot remove a temporary folder", id="temporary-folder-left", path=str(folder), error=str(error))
 
 
 def files_in(folder: Path) -> set[str]:

@@ -51,7 +51,12 @@ def read_scores(directory: AnyPath) -> dict[str, FileScores]:
     except FileNotFoundError:
         return {}
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        log.warning("the scores of these checkpoints cannot be read", path=str(directory / SCORES), error=str(error))
+        log.warning(
+            "the scores of these checkpoints cannot be read",
+            id="scores-unreadable",
+            path=str(directory / SCORES),
+            error=str(error),
+        )
         return {}
 
 

@@ -326,7 +326,12 @@ def sweep_shards(directory: AnyPath, *, still: float = 60.0) -> bool:
         except (CheckpointError, OSError) as error:
             if _is_foreign(file):
                 continue
-            log.warning("sharded tensors of old checkpoints stay: a file cannot be read", path=str(file), error=str(error))
+            log.warning(
+                "sharded tensors of old checkpoints stay: a file cannot be read",
+                id="old-shards-kept",
+                path=str(file),
+                error=str(error),
+            )
             since = math.inf if changed is None else max(since, changed)  # it may name any that were there before it
             continue
         named.add(sharded_in(tree))

@@ -114,6 +114,7 @@ class Driver(Session):
         log.warning(
             "the run was stopped, and these calls of run.drive() never ask for it: the run ends here, in order, by an "
             "exception; after each drive.end_iteration(), ask drive.should_stop(), and leave the loops if it is True",
+            id="stop-not-asked-for",
             reason=reason,
         )
         self.abandon_epoch()
@@ -321,7 +322,8 @@ class Driver(Session):
                 self._drawn_ahead = True
                 log.warning(
                     "a batch was drawn before the iteration of the last one has ended, so a run that resumes from a save "
-                    "between the two leaves it out: draw it behind drive.end_iteration()"
+                    "between the two leaves it out: draw it behind drive.end_iteration()",
+                    id="batch-drawn-early",
                 )
         elif self._saves.requests or self.state.agreed.save:
             self.save_held()
@@ -330,7 +332,8 @@ class Driver(Session):
         if self.state.counters.phase == "val":
             log.warning(
                 "the saved run was about to validate, and this one trains first, so it leaves that validation out: validate "
-                "behind drive.begin_train() if drive.validation_comes_first"
+                "behind drive.begin_train() if drive.validation_comes_first",
+                id="saved-validation-left-out",
             )
 
     def save_held(self, *, force: bool = False) -> None:
@@ -349,6 +352,7 @@ class Driver(Session):
         log.warning(
             "a save was requested in a validation between two optimizer steps of one body, so a run that resumes from it "
             "leaves out the rest of that body: validate behind the last step",
+            id="save-between-steps",
             iter=before.iter,
         )
         try:
@@ -625,7 +629,8 @@ def _watch_others(run: SavedRun) -> None:
             log.warning(
                 f"an optimizer that the run does not have ({type(optimizer).__name__}) has stepped its weights: its steps are "
                 "not counted, no hook sees them, and its state is in no checkpoint; give the run all optimizers, also those "
-                "that are used later: optimizer={...}"
+                "that are used later: optimizer={...}",
+                id="unknown-optimizer-stepped",
             )
 
     run.state.machine.defer(register_optimizer_step_post_hook(after_step).remove)

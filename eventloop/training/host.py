@@ -288,6 +288,7 @@ class OwnLoop:
                 log.warning(
                     "two open runs in one process draw from the same random state, so seeds and resumes do not reproduce their "
                     "numbers; run one after the other, or each in its own process",
+                    id="two-runs-share-random-state",
                     run=run.name,
                     other=other.name,
                 )

@@ -113,7 +113,7 @@ class OpenLoops:
         )
         if self.drive.returns.in_batch and self.drive.state.batch_rng is None:
             self._again += "; random numbers that its first body draws before its validation are others"
-        log.warning(self._again, epoch=epoch, batches=counters.batches)
+        log.warning(self._again, id="epoch-entered-again", epoch=epoch, batches=counters.batches)
 
     def note(self, error: BaseException) -> None:
         """Add to an error in the body of an epoch that was entered again, or of a name without a value, why it may be there."""
@@ -244,7 +244,8 @@ class OpenLoops:
         if state.trains and state.counters.epoch == 1 and not state.counters.update:
             log.warning(
                 "no optimizer has stepped in the first epoch, so averages and schedules did nothing: call optimizer.step(), "
-                "and give the run the optimizer that steps"
+                "and give the run the optimizer that steps",
+                id="no-optimizer-step",
             )
 
     def abandon_evaluation(self) -> None:
@@ -345,7 +346,8 @@ class Epochs(_Steps):
             log.warning(
                 f"the saved run has left the loop over run.epochs() by `break` after epoch {counters.epoch}, and this run "
                 "trains on; if that was the end, keep it: kept = run.keep(done=False), set kept.done before `break`, and test "
-                "it first"
+                "it first",
+                id="saved-run-left-by-break",
             )
         loops.abandon_evaluation()
         loops.end_epoch()
@@ -394,6 +396,7 @@ class Epochs(_Steps):
             log.warning(
                 f"nothing is left to train: {limit} was reached before; to train on, give a larger limit, such as "
                 f"run({self._further()}); to start over, make a new loop, with a new model, that does not resume",
+                id="nothing-left-to-train",
                 epochs=counters.epoch,
                 iters=counters.iter,
             )

@@ -240,6 +240,7 @@ class HostedRun:
                 log.warning(
                     f"run.report({name}=...) got {what}, which loggers leave out; hooks find it in event.outputs. Report a "
                     f"number, such as a mean, or {name}=Histogram(...) or {name}=Image(...) of trainbus.media",
+                    id="reported-value-not-logged",
                     entry=name,
                 )
 
@@ -577,6 +578,7 @@ class Run(HostedRun):
             log.warning(
                 "a checkpoint holds what rank 0 keeps, so that a resumed run has its generators and environments on all ranks; "
                 "keep what is equal on all ranks",
+                id="kept-values-of-rank-0",
                 names=own,
             )
         return kept

@@ -237,6 +237,7 @@ class RunState:
             log.warning(
                 "run.report() was called between two iterations, so these entries are lost: call it in the body of run.train() "
                 "or run.validate(), or in a hook's method of an iteration; EvaluateHook logs values of an epoch",
+                id="reported-between-iterations",
                 entries=", ".join(entries),
             )
 
@@ -248,6 +249,7 @@ class RunState:
                 "an optimizer has stepped outside of the body of run.train(): no hook sees this update, and it is not counted. "
                 "A run that resumes in this epoch may repeat it or leave it out. Step in that body, or in that of a second "
                 "run.train(loader)",
+                id="step-outside-iteration",
                 epoch=self.counters.epoch,
             )
 

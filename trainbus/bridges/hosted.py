@@ -199,7 +199,12 @@ class TrainerHost:
         publish_loaded(self.run, path, {"state_dict": flat(gather_weights(self.run.models))}, counters)
         hooks = [hook.label for hook in self.run.bus.hooks if hook.stateful]
         if hooks:
-            log.warning("the checkpoint was saved without this bus; its hooks start anew", path=path, hooks=hooks)
+            log.warning(
+                "the checkpoint was saved without this bus; its hooks start anew",
+                id="saved-without-bus",
+                path=path,
+                hooks=hooks,
+            )
         self.run.counters.restore(counters)
         self.run.state.resume()
 

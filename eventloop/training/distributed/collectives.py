@@ -210,7 +210,7 @@ class Collectives(Coordinator):
         impatient: Timer | None = None
         if self._sent and not maximum.is_completed():
             told = f"waiting for the other ranks to request this checkpoint. {TOGETHER}"
-            impatient = Timer(PATIENCE, partial(log.warning, told, names=self._sent))
+            impatient = Timer(PATIENCE, partial(log.warning, told, id="save-waits-for-ranks", names=self._sent))
             impatient.daemon = True
             impatient.start()
         try:

@@ -76,7 +76,11 @@ def shared(loader: Iterable[Any], name: str, seed: int) -> Iterable[Any]:
         return loader
     if not _is_plain(loader):
         if this_rank() == 0:
-            log.warning("this is not a plain DataLoader, so it must give each process its own batches", data=name)
+            log.warning(
+                "this is not a plain DataLoader, so it must give each process its own batches",
+                id="loader-without-sampler",
+                data=name,
+            )
         return loader
     sampler: DistributedSampler[Any] = DistributedSampler(
         loader.dataset, shuffle=isinstance(loader.sampler, RandomSampler), seed=seed, drop_last=loader.drop_last
@@ -116,6 +120,7 @@ def warn_if_all(loader: Iterable[Any], name: str) -> None:
         log.warning(
             "every process iterates over all of this data; give its DataLoader a DistributedSampler, unless each process has "
             "its own dataset",
+            id="data-not-distributed",
             data=name,
         )
 

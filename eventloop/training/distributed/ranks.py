@@ -86,6 +86,7 @@ def join_ranks(
         log.warning(
             "processes that torchrun starts again may hang, and a machine that joins later ends them all after 60 s. Set "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all machines",
+            id="restarts-may-hang",
             **restarts,
         )
     if world_size() == 1:
@@ -101,6 +102,7 @@ def join_ranks(
             log.warning(
                 "each process trains its own copy of this model: wrap it in DistributedDataParallel or shard it, unless you "
                 "average gradients yourself",
+                id="model-not-parallel",
                 model=name,
             )
     return ranks
@@ -180,7 +182,7 @@ def share_failure(error: BaseException) -> None:
             f"{silent} did not answer: it ended, was stopped, or is busy; see its own log. If it only needs more time, give "
             "init_process_group() a longer timeout=",
         )
-    log.error("a process failed and ends the others", first=first)
+    log.error("a process failed and ends the others", id="rank-failed", first=first)
 
 
 def failed_first(error: BaseException) -> bool:
@@ -199,7 +201,9 @@ def record_failure(error: BaseException) -> None:
         try:
             get_error_handler().record_exception(error)
         except OSError as failure:  # it must not take the place of the error
-            log.warning("the error could not be written to the error file of torchrun", error=str(failure))
+            log.warning(
+                "the error could not be written to the error file of torchrun", id="error-file-not-written", error=str(failure)
+            )
 
 
 def _silent(store: Any) -> str:

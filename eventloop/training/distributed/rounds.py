@@ -219,7 +219,9 @@ class Rounds(Coordinator):
                 self._far.put("left")
         except (RuntimeError, OSError) as error:  # the process with the store has ended
             if not self._ended:
-                log.warning("requests such as run.stop() no longer reach the other ranks", error=str(error))
+                log.warning(
+                    "requests such as run.stop() no longer reach the other ranks", id="requests-not-sent", error=str(error)
+                )
         finally:
             self._release()
 
@@ -262,12 +264,13 @@ class Rounds(Coordinator):
         self._asks_until = self._asks_until or time.monotonic() + 5 * _SKEW
         if self._others_left():  # before rank 0 knew that all had joined, so it never will
             self._refuse()
-            log.warning(_ON_NO_RANK, reason=_ENDED)
+            log.warning(_ON_NO_RANK, id="requests-after-end", reason=_ENDED)
         elif time.monotonic() > self._asks_until and (missing := self._missing()):
             self._refuse()
             log.error(
                 "run.stop(), checkpoints.save(), pause(), cancel() or set_lr() is ignored, because it would hang the training: "
                 "these ranks train without a bus. Call attach(bus, trainer) on all ranks",
+                id="requests-ignored",
                 ranks=missing,
             )
 
@@ -286,7 +289,7 @@ class Rounds(Coordinator):
         self._near.put(self._key("answer", self._rank), self._answer(opened.point))
         result = self._result()
         if result.failed:
-            log.warning(_ON_NO_RANK, reason=result.failed)
+            log.warning(_ON_NO_RANK, id="requests-without-effect", reason=result.failed)
         else:
             self._results.append(result)
         self._number += 1

@@ -88,7 +88,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
         if samples < self._size:
             self._before = -(-samples // self.global_batch) * self.accumulate
         if 0 < (left := self._size - samples) < self._world:
-            log.warning("the last samples of this epoch are left out: there are fewer than processes", samples=left)
+            log.warning(
+                "the last samples of this epoch are left out: there are fewer than processes",
+                id="last-samples-left-out",
+                samples=left,
+            )
         return self._before
 
     def samples_before(self, batches: int) -> int:

@@ -108,6 +108,7 @@ def check_even(ranks: Coordinator, models: Iterable[torch.nn.Module], length: in
         log.warning(
             "the ranks have different numbers of training batches, and those with more would wait for the others: give the "
             "DataLoader a DistributedSampler, or leave the loop on all ranks after the smallest number",
+            id="rank-lengths-differ",
             batches=numbers,
         )
 

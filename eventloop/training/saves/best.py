@@ -73,7 +73,7 @@ def _load_best(run: SavedRun, subject: str, best: Callable[[], Best | None]) -> 
     run.saves.wait()
     found = run.coordinator.from_first(lambda: _portable(best()))
     if found is None:
-        log.warning(f"{subject}: there is no best checkpoint, so the model keeps its last weights")
+        log.warning(f"{subject}: there is no best checkpoint, so the model keeps its last weights", id="no-best-checkpoint")
         return
     path = as_path(found.path)
     tree = _read(run, path, subject)

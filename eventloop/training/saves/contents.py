@@ -301,7 +301,7 @@ def _restore_trained(run: SavedRun, saved: SavedState, weights: Mapping[str, Any
             if saved.optimizer is not UNSET:
                 return True, loaded
     if run.optimizers:
-        log.warning("the checkpoint has no matching state; it starts fresh", what="optimizer")
+        log.warning("the checkpoint has no matching state; it starts fresh", id="no-state-for-optimizer", what="optimizer")
     return complete, 0
 
 
@@ -327,6 +327,10 @@ def _with_state(kind: str, things: Mapping[str, Any], saved: Mapping[str, Any]) 
     for name in things:
         if name not in saved:
             log.warning(
-                "the checkpoint has no state for this object; it starts fresh", what=kind, name=name, saved=sorted(saved)
+                "the checkpoint has no state for this object; it starts fresh",
+                id="no-state-for-object",
+                what=kind,
+                name=name,
+                saved=sorted(saved),
             )
     return [(name, thing, saved[name]) for name, thing in things.items() if name in saved]

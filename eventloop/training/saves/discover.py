@@ -89,9 +89,14 @@ def find_checkpoint(*directories: AnyPath, known: Iterable[AnyPath] = (), read: 
             check_regular(path)
             state = read(path)
         except FileNotFoundError:
-            log.warning("a checkpoint was removed; trying the previous one", path=str(path))
+            log.warning("a checkpoint was removed; trying the previous one", id="checkpoint-removed", path=str(path))
         except (CheckpointDamagedError, OSError) as error:
-            log.warning("a checkpoint is damaged or cannot be read; trying the previous one", path=str(path), error=str(error))
+            log.warning(
+                "a checkpoint is damaged or cannot be read; trying the previous one",
+                id="checkpoint-damaged",
+                path=str(path),
+                error=str(error),
+            )
             damage.append(str(error))
         else:
             if not lacking(state):
@@ -172,7 +177,12 @@ def read_pointer(directory: AnyPath) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, CheckpointDamagedError) as error:
-        log.warning("last_checkpoint cannot be read; searching its directory", path=str(pointer), error=str(error))
+        log.warning(
+            "last_checkpoint cannot be read; searching its directory",
+            id="last-checkpoint-unreadable",
+            path=str(pointer),
+            error=str(error),
+        )
         return None
 
 
@@ -205,6 +215,7 @@ def _pointed_to(directory: AnyPath, known: Iterable[AnyPath], damage: list[str])
         return named
     log.warning(
         "last_checkpoint does not name a file in a directory of this run; searching its directory",
+        id="last-checkpoint-names-no-file",
         path=str(directory / LAST),
         names=text,
     )

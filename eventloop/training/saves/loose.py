@@ -33,6 +33,7 @@ def tell_of_loose(
             log.warning(
                 "this optimizer has no parameter of the models, so its steps train none of them; make it from the parameters "
                 "of the model that you give to the run, or give the run its model, too",
+                id="optimizer-without-model",
                 **facts,
             )
         elif saved:
@@ -45,6 +46,7 @@ def tell_of_loose(
             log.warning(
                 "this optimizer trains parameters that are in no model of the run, so the trainer's checkpoints do not hold "
                 "them: make them a part of the model",
+                id="loose-parameters-not-saved",
                 **facts,
             )
 
@@ -70,7 +72,7 @@ class SavedLoose:
             )
             if strict and saved:
                 raise CheckpointError(f"{problem}; strict=False keeps those of this program")
-            log.warning(f"{problem}; those of this program stay as they are", optimizer=name)
+            log.warning(f"{problem}; those of this program stay as they are", id="loose-parameters-not-loaded", optimizer=name)
 
     def load(self) -> None:
         """Give the parameters their saved values."""

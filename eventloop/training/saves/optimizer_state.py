@@ -73,7 +73,12 @@ class SavedOptimizer:
                 f"the checkpoint belongs to another optimizer than the {type(optimizer).__name__} {self._name!r}: {problem}; "
                 "strict=False starts the optimizer fresh"
             ) from cause
-        log.warning("the checkpoint belongs to another optimizer; this one starts fresh", name=self._name, problem=problem)
+        log.warning(
+            "the checkpoint belongs to another optimizer; this one starts fresh",
+            id="optimizer-starts-fresh",
+            name=self._name,
+            problem=problem,
+        )
         return False
 
     def _lacks(self, needed: Collection[str]) -> str:

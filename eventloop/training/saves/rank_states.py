@@ -62,7 +62,11 @@ class RankStates:
             self._mailbox.remove(f"{one}/{rank}" for one in earlier for rank in range(1, self._size))
             self._removed = number
         except (OSError, RuntimeError) as error:  # the process with the store has ended
-            log.warning("the store of the process group does not answer", error=str(error))
+            log.warning("the store of the process group does not answer", id="process-group-store-silent", error=str(error))
         if late := [key.rpartition("/")[2] for key in keys if key not in found]:
-            log.warning("ranks that sent no random states resume from a checkpoint with new ones", ranks=", ".join(late[:20]))
+            log.warning(
+                "ranks that sent no random states resume from a checkpoint with new ones",
+                id="random-states-missing",
+                ranks=", ".join(late[:20]),
+            )
         return [state, *(found.get(key) or packed(as_tree(SavedRank(None, own.data))) for key in keys)]

@@ -361,9 +361,15 @@ class SaveOutcome:
         """The file could not be written, or not uploaded: then ``kept`` is the file on this machine."""
         names, where = self._names, "" if kept is None else str(kept)
         if kept is None:
-            log.error("checkpoint not written", names=names, exc_info=error)
+            log.error("checkpoint not written", id="checkpoint-not-written", names=names, exc_info=error)
         else:
-            log.error("a store did not take a checkpoint; this machine keeps it", names=names, kept=where, error=str(error))
+            log.error(
+                "a store did not take a checkpoint; this machine keeps it",
+                id="checkpoint-not-uploaded",
+                names=names,
+                kept=where,
+                error=str(error),
+            )
         self._bus.publish(CheckpointFailed(progress=self._progress, path=names[0], names=names, error=str(error), kept=where))
 
     def uploaded(self, file: Path, *, size: int, seconds: float) -> None:
@@ -373,5 +379,5 @@ class SaveOutcome:
 
     def skipped(self, reason: str, **more: object) -> None:
         """The save that was asked for is not made."""
-        log.warning("checkpoint not made", names=self._names, reason=reason, **more)
+        log.warning("checkpoint not made", id="checkpoint-skipped", names=self._names, reason=reason, **more)
         self._bus.publish(CheckpointSkipped(progress=self._progress, path=self._names[0], names=self._names, reason=reason))

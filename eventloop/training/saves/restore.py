@@ -286,7 +286,9 @@ def state_of_rank(tree: Mapping[str, Any], rank: int, world_size: int) -> Tree:
     ranks = saved.ranks or [SavedRank(saved.rng, saved.data, saved.body_rng, saved.batch_rng)]
     position = None if saved.data is None else saved.data.train
     if len(ranks) != world_size and position is not None and position.used and position.samples is None:
-        log.warning(_IN_A_STREAM if position.length is None else _IN_BATCHES, saved=len(ranks), now=world_size)
+        log.warning(
+            _IN_A_STREAM if position.length is None else _IN_BATCHES, id="world-size-changed", saved=len(ranks), now=world_size
+        )
     own = ranks[rank] if rank < len(ranks) else SavedRank(None, ranks[0].data)
     if own.rng is None:
         own = SavedRank(other_rng_state(ranks[0].rng, rank), own.data)

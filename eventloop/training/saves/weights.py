@@ -143,7 +143,7 @@ class SavedWeights:
         )
         found = {"missing": missing, "unexpected": unexpected, "of another shape": [*refused.values()]}
         if any(found.values()):
-            log.warning("the checkpoint fits the model only in part", model=self._name, **found)
+            log.warning("the checkpoint fits the model only in part", id="weights-fit-in-part", model=self._name, **found)
         return not any(found.values())
 
     def _explained(self, problems: Mapping[str, Mapping[str, str]], error: Exception) -> CheckpointError:

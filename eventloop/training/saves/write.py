@@ -117,7 +117,11 @@ class CheckpointWriter:
         left = self._writer.under_way
         for waiting in self._writer.take_back():
             waiting.release()
-        log.warning("checkpoints were not written before the run ended", names=[str(job.paths[0]) for job in left if job.paths])
+        log.warning(
+            "checkpoints were not written before the run ended",
+            id="checkpoints-left-at-end",
+            names=[str(job.paths[0]) for job in left if job.paths],
+        )
 
     def skip(self, job: SaveJob) -> None:
         """Log and publish the reason why a job is not written."""
@@ -173,7 +177,12 @@ class CheckpointWriter:
             try:
                 note_scores(directory, root.digest, names, root.scores)
             except CheckpointError as error:
-                log.warning("the scores of a checkpoint are not recorded", path=str(directory / names[0]), error=str(error))
+                log.warning(
+                    "the scores of a checkpoint are not recorded",
+                    id="scores-not-recorded",
+                    path=str(directory / names[0]),
+                    error=str(error),
+                )
 
     def _skip_given_up(self, job: SaveJob, root: SaveJob) -> None:
         job.given_up, root.lost = root.given_up, True
@@ -188,7 +197,7 @@ class CheckpointWriter:
                 written = 0 if job.source is not None else size
                 SaveOutcome(self._bus, done, job.progress).committed(size=written, seconds=seconds, stall=job.stall)
         except Exception:
-            log.exception("a handler of checkpoint_committed failed", path=str(done[0]))
+            log.exception("a handler of checkpoint_committed failed", id="committed-handler-failed", path=str(done[0]))
             if raises:
                 raise
         finally:
@@ -207,7 +216,11 @@ class CheckpointWriter:
                 self._late.discard(one)
             elif one not in self._late:
                 self._late.add(one)
-                log.warning("a checkpoint no longer waits for a slow handler of checkpoint_staged", handler=one.label)
+                log.warning(
+                    "a checkpoint no longer waits for a slow handler of checkpoint_staged",
+                    id="staged-handler-slow",
+                    handler=one.label,
+                )
 
     def _write(self, root: SaveJob, path: Path) -> int:
         """Write a state, with this rank's part of a sharded one, or give its file a further name; return the bytes."""
@@ -251,7 +264,11 @@ class CheckpointWriter:
         """Have ``last_checkpoint`` in ``directory`` name a file."""
         pointer = self.made[directory]
         if os.path.isdir(pointer) and not pointer.is_symlink():  # noqa: PTH112 - at each save
-            log.warning("a directory had the name of last_checkpoint, and is kept", to=str(keep_as_old(pointer)))
+            log.warning(
+                "a directory had the name of last_checkpoint, and is kept",
+                id="directory-at-last-checkpoint",
+                to=str(keep_as_old(pointer)),
+            )
         relative = path.name if path.parent == directory else os.path.relpath(path, directory)
         commit_bytes(pointer, os.fsencode(relative))
 
@@ -279,6 +296,7 @@ def _keep_foreign(path: Path) -> None:
         why = {"error": str(error)}
     log.warning(
         f"what had the name of a checkpoint {'cannot be read' if why else 'is of another program'}, and is kept",
+        id="file-at-checkpoint-kept",
         path=str(path),
         to=str(keep_as_old(path)),
         **why,
