@@ -272,11 +272,11 @@ class Lifecycle:
                 self._closer = 0  # no call, which another Ctrl-C could skip
 
     def _end(self, runtime: Runtime, deadline: _CloseDeadline) -> None:
-        settled = False
+        quiet = False
         try:
-            settled = runtime.settle(deadline)
+            quiet = runtime.drain_until_quiet(deadline)
         finally:
-            left = self._shut(runtime, 5.0 if settled else 1.0, abandon=not settled)
+            left = self._shut(runtime, 5.0 if quiet else 1.0, abandon=not quiet)
             failures = self.internal.take_failures()
         if deadline.aborted:
             if left := {**left, **runtime.lost}:

@@ -102,11 +102,11 @@ _Call = tuple[Future[object], Callable[[], object]]
 
 def _make_calls(calls: SimpleQueue[_Call | None]) -> None:
     while (call := calls.get()) is not None:
-        settle(*call)
+        note_outcome(*call)
         del call  # nothing of it is kept until the next
 
 
-def settle(outcome: Future[T], call: Callable[[], T]) -> None:
+def note_outcome(outcome: Future[T], call: Callable[[], T]) -> None:
     """Make a call, and note its result or its exception."""
     try:
         outcome.set_result(call())

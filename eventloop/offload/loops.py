@@ -20,7 +20,7 @@ import anyio
 from trainbus.eventloop.errors import BusStateError
 from trainbus.eventloop.locks import is_held, may_wait
 from trainbus.eventloop.notebook import in_notebook
-from trainbus.eventloop.offload.callers import OwnedThread, settle
+from trainbus.eventloop.offload.callers import OwnedThread, note_outcome
 
 T = TypeVar("T")
 
@@ -409,7 +409,7 @@ async def _wait(over: anyio.Event) -> None:
 
 
 def _work(function: Callable[[], T], outcome: Future[T], call_soon: CallSoon, over: anyio.Event) -> None:
-    settle(outcome, function)
+    note_outcome(outcome, function)
     with suppress(RuntimeError):  # the loop has ended and with it the task
         call_soon(over.set)
 

@@ -128,7 +128,7 @@ class Runtime:
             lane.join(deadline)
         return self.report()
 
-    def settle(self, deadline: Deadline) -> bool:
+    def drain_until_quiet(self, deadline: Deadline) -> bool:
         """Drain until no event was published meanwhile, so that events of the last handlers are delivered, too."""
         before = None
         if self.ended:
@@ -157,7 +157,7 @@ class Runtime:
         Args:
             grace: seconds to wait for consumers; consumers that do not end are abandoned.
             reason: the error text for publishers that come too late.
-            abandon: drop all pending events; else events since :meth:`settle` are delivered first.
+            abandon: drop all pending events; else events since :meth:`drain_until_quiet` are delivered first.
         """
         if self.ended:
             self._lose_tasks()

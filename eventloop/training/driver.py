@@ -229,7 +229,7 @@ class Driver(Session):
         state.count_epoch()
         if self.feed is not None:
             self.feed.end()
-        state.settle()
+        state.collect_requests()
         if not (state.holds or state.by_calls):
             self._saves.save_if_asked(force=True)
         state.machine.go(turn)
@@ -279,7 +279,7 @@ class Driver(Session):
             state.machine.turn("end_iteration")
         if outputs is not None:
             self._take_outputs("end_iteration", outputs)
-        if self._replicas is not None and not self._replicas.settles():
+        if self._replicas is not None and not self._replicas.iteration_counts():
             self._repeat_iteration()
             return
         if not silent and self._run.wants(ev.AfterTrainIter):
@@ -387,7 +387,7 @@ class Driver(Session):
         With replica groups, an iteration without a committed step does not count, and its batch comes again.
         """
         turn = self.state.machine.turn("abandon_iteration")
-        if self._replicas is not None and not self._replicas.settles(complete=False):
+        if self._replicas is not None and not self._replicas.iteration_counts(complete=False):
             self._repeat_iteration()
             return
         self.state.count_iteration()
@@ -505,7 +505,7 @@ class Driver(Session):
             self._scores = results if state.save_waits else None
         if state.interrupted is not None and self._saves.requests and state.stepped:
             self._saves.before_step = self._save_before_step
-        state.settle()
+        state.collect_requests()
         # force: save the validated weights even within an accumulation window, whose gradients are saved too.
         if not state.save_waits:
             self._saves.save_if_asked(force=True)

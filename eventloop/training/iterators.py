@@ -356,7 +356,7 @@ class Epochs(_Steps):
         if first and not counters.batches and loops.in_body:  # even if it stops: it begins the training
             loops.begin_train()
             return self._yield(loops.enter_again())
-        state.settle()
+        state.collect_requests()
         if state.should_stop():  # keep the phase, so that a resume repeats an interrupted validation
             loops.end_train()
             return None

@@ -42,7 +42,7 @@ class Replicas(Protocol):
     def begin(self) -> None:
         """Begin the run: it has its ranks, and the state of its checkpoint."""
 
-    def settles(self, *, complete: bool = True) -> bool:
+    def iteration_counts(self, *, complete: bool = True) -> bool:
         """Return True if the iteration that ends here counts; False if its batch must come again.
 
         ``complete`` is False if its body was left early.

@@ -67,7 +67,7 @@ class Session:
                 self._interrupt,
                 self.state.refuse,
                 lambda: self.state.progress,
-                self._saves.settle,
+                self._saves.wait_for_files,
                 self._patience_now,
             )
             self._opened = self._bus.internal.join()
@@ -103,7 +103,7 @@ class Session:
             self._saves.end()
             if state.coordinator.size > 1:  # no rank leaves before all files are written; all ranks see a failure
                 self._bus.internal.raise_failures()
-                state.settle()
+                state.collect_requests()
             state.machine.go(turn)
         except BaseException as error:
             self._failed_by = id(error)
@@ -148,7 +148,8 @@ class Session:
             last.push(lambda _, second, __: self._tell_resume(second if isinstance(second, KeyboardInterrupt) else error))
             last.callback(self._close, abort=True)
             last.callback(self.state.machine.unwind)
-            last.callback(lambda: self._saves.settle(patience.left))  # what was deferred comes behind the events of all saves
+            # what was deferred comes behind the events of all saves
+            last.callback(lambda: self._saves.wait_for_files(patience.left))
             if self.state.coordinator.size > 1 and world_size() > 1:  # else the group was destroyed
                 share_failure(error)
             record_failure(error)

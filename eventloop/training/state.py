@@ -484,7 +484,7 @@ class RunState:
         self.handle_requests()
         return self.agreed.stop and not self.window_open
 
-    def settle(self) -> None:
+    def collect_requests(self) -> None:
         """Collect the requests of all ranks."""
         self.coordinator.agree(between=True)
         if self.coordinator.pauses_at_once:

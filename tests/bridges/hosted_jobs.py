@@ -147,9 +147,9 @@ def one_rank_evaluates(folder):
 
     def ask(event):
         if rank() == 0 and event.progress.iter == 3:
-            event.run.state.settle()  # a safe point that the other rank does not have
+            event.run.state.collect_requests()  # a safe point that the other rank does not have
             event.run.stop()
-            event.run.state.settle()
+            event.run.state.collect_requests()
 
     bus.on("before_train_iter", ask)
     return trainer(bus, folder)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trainbus.config import override, read
 from trainbus.config.make import Maker
 from trainbus.config.names import Imports
-from trainbus.config.read import settle
+from trainbus.config.read import all_parsed
 from trainbus.eventloop.annotations import Signature
 
 from ..failing import said
@@ -220,7 +220,7 @@ def test_an_override_of_the_wrong_type_is_an_error_with_its_position(annotation,
 @given(st.recursive(st.booleans() | st.integers() | st.text("abc", max_size=3), lambda inner: st.lists(inner, max_size=3)))
 def test_a_json_value_is_accepted_without_an_annotation(value):
     text = json.dumps(value)
-    assert settle(override({}, [f"a={text}"])) == {"a": value}
+    assert all_parsed(override({}, [f"a={text}"])) == {"a": value}
 
 
 def without_annotations(shuffle=False, size=3, rate=0.1, name="a", other=None, needed=()):

@@ -299,7 +299,7 @@ def test_the_end_posts_the_newest_message_first(server):
     for number in range(3):
         webhook.post(json.dumps({"kind": number}).encode())
     until(lambda: not server.answers)
-    webhook.settle(10, wait=10)
+    webhook.post_rest(10, wait=10)
     assert sorted(server.kinds()) == [0, 1, 2]
     assert server.kinds()[-1] != 2
 
@@ -309,7 +309,7 @@ def test_messages_that_wait_are_bounded(dead, logs, monkeypatch):
     for _ in range(250):
         webhook.post(b"{}")
     assert len(webhook._waiting) == 100
-    webhook.settle(0.3, wait=5)
+    webhook.post_rest(0.3, wait=5)
     until(lambda: any(line.get("id") == "alerts-not-delivered" for line in logs))
     assert [line["alerts"] for line in logs if line.get("id") == "alerts-not-delivered"] == [250]
 

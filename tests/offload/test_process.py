@@ -341,7 +341,7 @@ def test_a_value_that_cannot_be_pickled_fails_its_event_and_no_other(bus, logs):
 
 
 @pytest.mark.parametrize("closes_again", [False, True])
-@pytest.mark.parametrize("where", ["settle", "close"])
+@pytest.mark.parametrize("where", ["drain_until_quiet", "close"])
 def test_a_program_ends_after_ctrl_c_in_the_close_of_its_bus_and_may_close_it_again(script, where, closes_again):
     """Two of them: the second strikes in the first function that is called to clean up after the first."""
     done = script(

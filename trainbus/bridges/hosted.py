@@ -117,7 +117,7 @@ class TrainerHost:
         if world_size() > 1:
             state.join(join_rounds(state.own, lambda: state.counters.iter))
             state.machine.defer(state.leave)
-            state.settle()
+            state.collect_requests()
 
     # --------------------------------------------------------------------------------------------------------- steps
 

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from trainbus.cli.common import RUNS, Positive, Seed, check_checkpoint, write_json
 from trainbus.config import Setup, override, read
-from trainbus.config.read import SUFFIXES, settle, shortened
+from trainbus.config.read import SUFFIXES, all_parsed, shortened
 from trainbus.config.schema import with_defaults
 from trainbus.eventloop.checkpoint import as_path
 from trainbus.eventloop.errors import ConfigurationError
@@ -82,11 +82,11 @@ def run(
 
     folders = config.parent, Path.cwd()
     given = override(read(config), changes)
-    settled = settle(given)
-    defaults = default_hooks(loop if isinstance(loop := settled.get("loop"), dict) else {})
+    parsed = all_parsed(given)
+    defaults = default_hooks(loop if isinstance(loop := parsed.get("loop"), dict) else {})
     setup = Setup(given, default_hooks=defaults, folders=folders)
     if print_config:
-        write_json(with_defaults(settled, defaults))
+        write_json(with_defaults(parsed, defaults))
         return None
     with process_group():
         console = Console(quiet=this_rank() > 0)

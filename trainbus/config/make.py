@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from trainbus.config.names import Imports, is_reference, translated
-from trainbus.config.read import FromText, check_keys, inside, kind_of, parsed, settle, wrong
+from trainbus.config.read import FromText, all_parsed, check_keys, inside, kind_of, parsed, wrong
 from trainbus.eventloop.annotations import Member, Signature, describe, members
 from trainbus.eventloop.errors import TrainbusError
 from trainbus.eventloop.registry import find, kind_of_base, registered
@@ -172,7 +172,7 @@ class Maker:
         kinds = members(annotation)
         forms = {one.form for one in kinds}
         if "any" in forms:
-            return self._untyped(settle(value), where)
+            return self._untyped(all_parsed(value), where)
         typed = isinstance(value, FromText)
         if typed and value in ("None", "null") and type(None) in [one.annotation for one in kinds]:
             return None

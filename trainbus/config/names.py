@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from docstring_parser import DocstringStyle, parse
 
-from trainbus.config.read import inside, kind_of, settle, wrong
+from trainbus.config.read import all_parsed, inside, kind_of, wrong
 from trainbus.eventloop.errors import UnknownNameError
 from trainbus.eventloop.registry import add_aliases, register_finder
 from trainbus.eventloop.spelling import did_you_mean
@@ -227,7 +227,7 @@ def translated(name: str | None, options: Mapping[str, Any], where: str, system:
         if change.ours:
             ours[change.ours] = value
             also |= change.also
-        elif change.says_nothing is not None and (settled := settle(value)) not in change.says_nothing:
+        elif change.says_nothing is not None and (value_given := all_parsed(value)) not in change.says_nothing:
             way_out = f"leave it out; {change.instead}"
-            raise wrong(inside(where, option), f"{theirs} is not supported, given as {kind_of(settled)}: {way_out}")
+            raise wrong(inside(where, option), f"{theirs} is not supported, given as {kind_of(value_given)}: {way_out}")
     return (entry.defaults if system else {}) | entry.preset | also | ours

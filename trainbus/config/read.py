@@ -216,11 +216,11 @@ def _python(text: str) -> Any:
         raise ValueError from error
 
 
-def settle(value: Any) -> Any:
+def all_parsed(value: Any) -> Any:
     """Parse all text from the command line in a value."""
     if isinstance(value, dict):
-        return {key: settle(entry) for key, entry in value.items()}
-    return [settle(entry) for entry in value] if isinstance(value, list) else parsed(value)
+        return {key: all_parsed(entry) for key, entry in value.items()}
+    return [all_parsed(entry) for entry in value] if isinstance(value, list) else parsed(value)
 
 
 def _steps(key: str) -> list[str | int]:

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainbus.config.make import Maker, derived
 from trainbus.config.names import Imports, checked_system, priority_scales
-from trainbus.config.read import check_keys, inside, kind_of, parsed, settle, wrong
+from trainbus.config.read import all_parsed, check_keys, inside, kind_of, parsed, wrong
 from trainbus.eventloop.annotations import Signature
 from trainbus.eventloop.builtin import load_builtin
 from trainbus.eventloop.bus import Bus
@@ -135,7 +135,7 @@ def _priority(table: Mapping[str, Any], where: str) -> int | None:
             if "priority" in table:
                 advice = f"{key} is {scale.system}'s name for it, on {scale.system}'s scale"
                 raise wrong(inside(where, key), f"priority is given, too; give one of them: {advice}")
-    value = settle(table.get(key))
+    value = all_parsed(table.get(key))
     if isinstance(value, Enum) and not isinstance(value, int):
         value = value.name  # a member of a foreign enumeration
     try:
@@ -192,7 +192,7 @@ class Setup:
     def __init__(self, config: Mapping[str, Any], *, default_hooks: Tables | None = None, folders: Sequence[Path] = ()) -> None:
         signature = loop_signature()
         self._defaults = default_hooks or {}
-        self._config = {name: _settled(value, deep=name != "loop") for name, value in config.items()}
+        self._config = {name: _parsed_object(value, deep=name != "loop") for name, value in config.items()}
         inner = [*(f"loop.{name}" for name in signature.options), *(f"default_hooks.{name}" for name in self._defaults)]
         check_keys(self._config, _KEYS, "", "a configuration", further=inner)
         check_keys(data := self._table("data"), STAGES, "data", "data")
@@ -225,7 +225,7 @@ class Setup:
         }
         try:
             return TrainLoop(
-                model, optimizer, metrics=metrics, bus=bus, config=settle(dict(self._config)), **parts, **self.loop
+                model, optimizer, metrics=metrics, bus=bus, config=all_parsed(dict(self._config)), **parts, **self.loop
             )
         except ConfigurationError as error:
             raise wrong("loop", str(error)) from error
@@ -306,7 +306,7 @@ class Setup:
             raise wrong("custom_hooks", f"{error}; or change the default hook {', '.join(twice)} instead") from error
 
 
-def _settled(value: Any, *, deep: bool) -> Any:
+def _parsed_object(value: Any, *, deep: bool) -> Any:
     """Parse text of the command line that describes a whole object. Options are parsed later, by their types."""
     if deep and isinstance(value, Mapping) and "type" not in value:
         return {name: parsed(one) for name, one in value.items()}

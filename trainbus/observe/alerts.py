@@ -180,7 +180,7 @@ class AlertHook(CopiedAnew, Hook):
         if self._how is not None:
             self._alert(*self._how, event.progress.epoch, event.progress.iter)
         if self._webhook is not None:
-            self._webhook.settle(self.end_timeout, wait)
+            self._webhook.post_rest(self.end_timeout, wait)
 
     # -------------------------------------------------------------------------------------- on the thread of the lane
 

@@ -98,7 +98,7 @@ class Webhook:
                 self._thread.start()
             self._changed.notify_all()
 
-    def settle(self, timeout: float, wait: float) -> None:
+    def post_rest(self, timeout: float, wait: float) -> None:
         """Post what waits, the newest first, for at most ``timeout`` seconds; then log how many messages were lost.
 
         Returns after ``wait`` seconds at most. For the rest of the time, the interpreter's exit waits.

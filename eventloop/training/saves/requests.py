@@ -288,7 +288,7 @@ class Saves:
             with self._run.bus.span("waiting for checkpoints"):
                 writer.wait()
 
-    def settle(self, seconds: float) -> None:
+    def wait_for_files(self, seconds: float) -> None:
         """Wait for the files that are being written, for at most ``seconds``."""
         if (writer := self._saver.writer) is not None:
             writer.wait(seconds)

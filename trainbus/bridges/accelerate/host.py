@@ -78,7 +78,7 @@ class AcceleratorSaves(Bridge):
             self.replace(self.trainer, name, partial(method, getattr(self.trainer, name)))
 
     def _save(self, original: Callable[..., Any], output_dir: Any = None, *args: Any, **options: Any) -> Path:
-        self._settle()
+        self._wait_for_files()
         accelerator = self.trainer
         automatic = accelerator.project_configuration.automatic_checkpoint_naming
         final = self._next() if automatic else Path(output_dir).expanduser()
@@ -106,7 +106,7 @@ class AcceleratorSaves(Bridge):
         return final
 
     def _load(self, original: Callable[..., Any], input_dir: Any = None, *args: Any, **options: Any) -> Any:
-        self._settle()
+        self._wait_for_files()
         folder = self._newest() if input_dir is None else Path(input_dir).expanduser()
         if folder is not None and (missing := verify_folder(folder).missing):
             log.warning("files of the checkpoint are missing", id="accelerate-files-missing", path=str(folder), files=missing)
@@ -157,7 +157,7 @@ class AcceleratorSaves(Bridge):
             discard_folder(aside)
             log.debug("removed an old checkpoint", path=str(path))
 
-    def _settle(self) -> None:
+    def _wait_for_files(self) -> None:
         """Wait on all ranks until every folder is durable; raise the error of a save that failed."""
         try:
             self._saver.wait()

@@ -113,8 +113,8 @@ class IgniteBridge(Bridge):
         }
         after: dict[Any, Callable[[], None]] = {
             Events.STARTED: training.begin,
-            Events.ITERATION_COMPLETED: training.settle_iteration,
-            Events.EPOCH_COMPLETED: training.settle_epoch,
+            Events.ITERATION_COMPLETED: training.save_or_stop_after_iteration,
+            Events.EPOCH_COMPLETED: training.save_or_stop_after_epoch,
             Events.INTERRUPT: training.note_interrupt,
             CheckpointEvents.SAVED_CHECKPOINT: self._publish_saved,
         }
@@ -241,7 +241,7 @@ class IgniteBridge(Bridge):
             make_directory(path.parent)
             self._saver.save(pickled.storages, path, partial(write_pickled, pickled, writing), raises=host.saver.raises)
 
-    def settle_files(self) -> None:
+    def wait_for_files(self) -> None:
         """Wait until all files are durable and reported on the bus; raise the CheckpointError of a failed one."""
         self._saver.close()
         for saver in ignite_files.savers(self._engines(), self):

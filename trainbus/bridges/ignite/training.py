@@ -129,7 +129,7 @@ class TrainerRuns:
         self.leave_epoch()
         drive.end_train()
         host.saver.write_due(self._bridge.save)
-        self._bridge.settle_files()
+        self._bridge.wait_for_files()
         drive.end_run()
         self.driver = None
 
@@ -139,7 +139,7 @@ class TrainerRuns:
         if driver is None or self._bridge.running is None:
             return
         try:
-            self._bridge.settle_files()
+            self._bridge.wait_for_files()
         except Exception as failure:  # noqa: BLE001 - the first error is the one to raise
             if failure is not error:
                 add_note(error, f"and a checkpoint could not be written: {text_of(failure)}")
@@ -175,14 +175,14 @@ class TrainerRuns:
         driver.end_iteration(outputs_of(output if self._transform is None else self._transform(output)))
         return output
 
-    def settle_iteration(self) -> None:
+    def save_or_stop_after_iteration(self) -> None:
         """Save and stop after an iteration and Ignite's handlers, which step schedules and run evaluators."""
         if self.driver is None:
             return
         host, drive = self.running()
         if drive.state.stepped:  # perhaps in a handler
             host.window_open = False
-        self._settle()
+        self._save_or_stop()
 
     def end_epoch(self) -> None:
         """End the epoch, before Ignite's handlers."""
@@ -196,13 +196,13 @@ class TrainerRuns:
         if EPOCH in machine:
             drive.end_epoch()
 
-    def settle_epoch(self) -> None:
+    def save_or_stop_after_epoch(self) -> None:
         """Save and stop after an epoch and Ignite's handlers."""
         if self.driver is not None:
             self.running()[0].window_open = False  # else a stop would wait for a step of the next epoch
-            self._settle()
+            self._save_or_stop()
 
-    def _settle(self) -> None:
+    def _save_or_stop(self) -> None:
         host, drive = self.running()
         self.leave_validation()
         host.saver.write_due(self._bridge.save)

@@ -141,7 +141,7 @@ class LightningBridge(_Callback, Bridge):
             type(one).__name__ for one in trainer.callbacks if any(_has_base(one, kind) for kind in _AVERAGES)
         ]
         time_lightning(trainer, run, self)
-        self._iterations = Iterations(self, trainer, host, self._begin_epoch, self._settle)
+        self._iterations = Iterations(self, trainer, host, self._begin_epoch, self._save_or_stop)
         self._resume(run)
         if not trainer.ckpt_path and trainer.global_step:  # the trainer goes on after its last fit()
             host.continue_from(None if last is None else last.run)
@@ -235,7 +235,7 @@ class LightningBridge(_Callback, Bridge):
         self._iterations.length, self._iterations.last = self.trainer.num_training_batches, False
         self._drive.begin_epoch()
 
-    def _settle(self) -> None:
+    def _save_or_stop(self) -> None:
         """Save and stop after an iteration, if a hook has asked for it."""
         self._host.saver.write_due(self._write)
         if self._drive.state.stops:

@@ -42,17 +42,22 @@ _EVENTS: Final[tuple[type[ev.Event], ...]] = (
 class Iterations:
     """Publish and count the iterations of one training, until its run ends.
 
-    ``begin_epoch`` is called with the number of the next batch if Lightning resumes in the middle of an epoch, ``settle``
+    ``begin_epoch`` is called with the number of the next batch if Lightning resumes in the middle of an epoch, ``save_or_stop``
     after an iteration if a save or a stop may be due.
     """
 
     def __init__(
-        self, callback: Any, trainer: Any, host: TrainerHost, begin_epoch: Callable[[int], object], settle: Callable[[], object]
+        self,
+        callback: Any,
+        trainer: Any,
+        host: TrainerHost,
+        begin_epoch: Callable[[int], object],
+        save_or_stop: Callable[[], object],
     ) -> None:
         self._callback = callback
         self._trainer = trainer
         self._host, self._run, self._drive = host, host.run, host.drive
-        self._begin_epoch, self._settle = begin_epoch, settle
+        self._begin_epoch, self._save_or_stop = begin_epoch, save_or_stop
         run, self._saver = host.run, host.saver
         self._wants, self._state, self._machine = run.wants, run.state, run.state.machine
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
@@ -118,7 +123,7 @@ class Iterations:
         else:
             drive.end_iteration(silent=True)
         if state.urgent or self._saver.due:
-            self._settle()
+            self._save_or_stop()
 
     def _catch_up(self, batch: Any, batch_idx: int) -> None:
         """Tell the run what is known only now: a batch that a step has fetched itself, or one that is None.

@@ -124,7 +124,7 @@ class ManagedReplicas:
             run.defer(replaced(manager, name, partial(call, getattr(manager, name))))
         run.defer(Lookout(manager).close)
 
-    def settles(self, *, complete: bool = True) -> bool:
+    def iteration_counts(self, *, complete: bool = True) -> bool:
         """Return True if the iteration that ends here counts. Unless it is ``complete``, its body was left early.
 
         Raises:

@@ -160,7 +160,7 @@ class TransformersBridge(Bridge):
         host.around_rates = partial(set_rates, trainer, optimizer)
         host.train_data, host.accumulation = data, trainer.args.gradient_accumulation_steps
         self._length = host.epoch_length = len(data) if has_length(data) else None
-        publish_iterations(trainer, host, optimizer, self._settle)
+        publish_iterations(trainer, host, optimizer, self._save_or_stop)
         time_transformers(trainer, run)
         epoch, batches = self._position(state)
         unfinished = self._resume is not None and self._restore(state, self._resume, epoch, batches)
@@ -255,7 +255,7 @@ class TransformersBridge(Bridge):
 
     def _load_best_model(self, original: Method) -> None:
         if self._saver is not None:
-            self._saver.settle()
+            self._saver.wait_for_files()
         self._end_train()
         original()
 
@@ -264,7 +264,7 @@ class TransformersBridge(Bridge):
         if self._folders.writing is not None:
             return str(self._folders.writing)
         if self._saver is not None and self._saver.is_open:
-            self._saver.settle()
+            self._saver.wait_for_files()
         return original(*args, **kwargs)
 
     def _evaluate(self, stage: EvaluationStage, original: Method, *args: Any, **kwargs: Any) -> Any:
@@ -279,7 +279,7 @@ class TransformersBridge(Bridge):
 
     # -------------------------------------------------------------------------------------------------- the checkpoints
 
-    def _settle(self) -> None:
+    def _save_or_stop(self) -> None:
         """Save or stop after the trainer has logged, evaluated and saved: a resumed run does not repeat these."""
         run, saver = self._host.run, self._host.saver
         # After the last step of an epoch the end of the epoch follows at once, and a run resumes better from there.

@@ -27,16 +27,18 @@ log = get_logger()
 Method = Callable[..., Any]
 
 
-def publish_iterations(trainer: Any, host: TrainerHost, optimizer: torch.optim.Optimizer, settle: Callable[[], object]) -> None:
+def publish_iterations(
+    trainer: Any, host: TrainerHost, optimizer: torch.optim.Optimizer, save_or_stop: Callable[[], object]
+) -> None:
     """Publish the iterations of a training until its run ends.
 
-    ``settle`` is called after the trainer has logged, evaluated and saved, if a hook waits for a save or a stop.
+    ``save_or_stop`` is called after the trainer has logged, evaluated and saved, if a hook waits for a save or a stop.
     """
     handler, run, steps = trainer.callback_handler, host.run, _Steps(trainer, host, optimizer)
     training_step, loss = _around_training_step(trainer, host, steps)
     on_substep_end = _around_end(handler.on_substep_end, host, loss, None)
     on_step_end = _around_end(handler.on_step_end, host, loss, steps)
-    log_save_evaluate = _around_log_save_evaluate(trainer, host, settle)
+    log_save_evaluate = _around_log_save_evaluate(trainer, host, save_or_stop)
     run.defer(replaced(trainer, "training_step", training_step))
     run.defer(replaced(handler, "on_substep_end", on_substep_end))
     run.defer(replaced(handler, "on_step_end", on_step_end))
@@ -130,14 +132,14 @@ def _around_end(original: Method, host: TrainerHost, loss: Method, steps: _Steps
     return on_end
 
 
-def _around_log_save_evaluate(trainer: Any, host: TrainerHost, settle: Callable[[], object]) -> Method:
+def _around_log_save_evaluate(trainer: Any, host: TrainerHost, save_or_stop: Callable[[], object]) -> Method:
     original, state, saver = getattr(trainer, privates.LOG_SAVE_EVALUATE), host.run.state, host.saver
 
     @wraps(original)
     def log_save_evaluate(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
         if state.agreed.stop or saver.due:
-            settle()
+            save_or_stop()
 
     return log_save_evaluate
 

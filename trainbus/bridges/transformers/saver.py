@@ -59,12 +59,12 @@ class FolderSaver:
                 self._saver = stack.enter_context(AsyncSaver())
             self._warn_of_callbacks()
             yield
-            self.settle()
+            self.wait_for_files()
 
     def _forget(self) -> None:
         self.is_open, self._saver = False, None
 
-    def settle(self) -> None:
+    def wait_for_files(self) -> None:
         """Wait on all ranks until everything is durable; raise the error of a save that failed."""
         try:
             if self._saver is not None:
@@ -89,7 +89,7 @@ class FolderSaver:
         A folder of the trainer's ``own`` counts for its limit, and may be its best one. Unless it ``raises``, an error of
         writing is logged only.
         """
-        self.settle()
+        self.wait_for_files()
         saver = self._saver
         try:
             with self._folders.redirected(path, best=path if own else None) as written:
@@ -117,7 +117,7 @@ class FolderSaver:
     def around_on_save(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Replace ``on_save`` of the callbacks: wait until the folder is complete, because callbacks may read it."""
         if self.is_open and self._readers():
-            self.settle()
+            self.wait_for_files()
         return original(*args, **kwargs)
 
     def _readers(self) -> list[str]:
