@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from trainbus.eventloop import Bus, BusStateError, ConfigurationError, Event, Progress, Run, TrainingError, TrainLoop
+from trainbus.eventloop.checkpoint import unwrapped
 from trainbus.eventloop.training import OwnLoop
 from trainbus.media import Image
 
@@ -387,7 +388,7 @@ def test_a_second_run_on_a_bus_with_an_open_run_is_an_error_that_names_both(part
 
 def test_a_bus_that_cannot_be_opened_takes_the_next_run(parts, bus, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(bus, "join", lambda: 1 / 0)
+        patched.setattr(bus.internal, "join", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             Run(bus, model=parts.model(), name="first").drive().begin_run()
     with Run(bus, model=parts.model(), name="second"):
@@ -405,12 +406,12 @@ def test_open_runs_without_a_name_are_told_apart(parts):
     assert [trace.of("after_run")[0].progress.run_name for trace in traces] == names
 
 
-def test_the_unwrapped_model_is_the_one_inside_its_wrappers(parts):
+def test_an_unwrapped_model_is_the_one_inside_its_wrappers(parts):
     model = parts.model()
-    assert Run(model=model).unwrapped_model is model
+    assert unwrapped(model) is model
     parallel = torch.nn.DataParallel(model)
     for wrapped in (parallel, torch.compile(model, backend="eager"), torch.compile(parallel, backend="eager")):
-        assert Run(model=wrapped).unwrapped_model is model
+        assert unwrapped(wrapped) is model
     no_wrapper = torch.nn.Module()
     no_wrapper.module = torch.nn.Linear(1, 1)
-    assert Run(model=no_wrapper).unwrapped_model is no_wrapper
+    assert unwrapped(no_wrapper) is no_wrapper

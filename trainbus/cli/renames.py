@@ -47,7 +47,6 @@ MEMBERS: Final[Mapping[str, Mapping[str, str]]] = {
         "gather_state": "checkpoints.gather_state",
         "heard": "wants",
         "keeps_checkpoints_in": "checkpoints.keeps_in",
-        "kept_uploads": "checkpoints.kept_uploads",
         "note_options": "checkpoints.note_options",
         "request_save": "checkpoints.save",
         "resume": "unpause",
