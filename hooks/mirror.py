@@ -13,6 +13,7 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -34,6 +35,7 @@ from trainbus.eventloop.checkpoint import (
     FileScores,
     RemotePath,
     Together,
+    awaiting_steps,
     check_parts,
     check_regular,
     commit_bytes,
@@ -218,16 +220,18 @@ class Mirror(Hook):
     def wait(self) -> None:
         """Wait until the store has all files so far, or has refused them."""
         if self._thread != threading.get_ident():
-            for one in self._run.bus.subscriptions:
-                if one.hook is self:
-                    one.join()
+            with awaiting_steps():
+                for one in self._run.bus.subscriptions:
+                    if one.hook is self:
+                        one.join()
 
     def finish(self) -> CheckpointError | None:
         """Upload what is left, at the end of a run; return the error, if a hook with ``on_error="raise"`` lacks a file."""
-        if not self._begun:
-            return None
         self.wait()
-        self._pass(last=True)
+        if not self._begun:  # nothing was trained
+            return None
+        with awaiting_steps():
+            self._pass(last=True)
         left, raises = self._all.from_first(([(name, self._files[name].error) for name in self._waiting()], self.raises))
         self._all.do("", lambda: None)  # no rank leaves before the others know
         for name, error in left if self.leads else ():
@@ -264,11 +268,14 @@ class Mirror(Hook):
         """Find out which files of an earlier run wait."""
         self._begun = True
         self._earlier = {one.name for one in list_directories(self.directory) if one.suffix == SHARDS_SUFFIX}
-        if not self.leads:
-            return
-        make_directory(self.store)
-        self._scores = read_scores(self.store)
-        sweep(self.store)
+        if self.leads:
+            self._keep_earlier()
+            with self._tells("cannot look at a store", ""):
+                make_directory(self.store)
+                self._scores = read_scores(self.store)
+                sweep(self.store)
+
+    def _keep_earlier(self) -> None:
         found = dict[str, Progress]()
         for name in dict.fromkeys(name for policy in self.policies for name in policy.durable()):
             here = self.directory / name
@@ -287,7 +294,9 @@ class Mirror(Hook):
             self.keep(name, found[name])
             self._files[name].earlier, self._files[name].sent = True, self._store_has(name)
         if self._waiting() and not self._newest_there:
-            self._newest_there = self._newest()
+            self._newest_there = (sys.maxsize,)  # an earlier file is not the newest there unless the store says so
+            with self._tells("cannot look at a store", ""):
+                self._newest_there = self._newest()
 
     def _store_has(self, name: str) -> bool:
         """Return True if the store has the same file, by its size and its digest."""

@@ -4,7 +4,7 @@ Knows nothing of the bus. A checkpoint is a tree (dicts, lists, tuples … of nu
 file that the safetensors package opens.
 """
 
-from trainbus.eventloop.checkpoint.background import BackgroundWriter, PendingSaves, steps_awaited
+from trainbus.eventloop.checkpoint.background import BackgroundWriter, PendingSaves, awaiting_steps, steps_awaited
 from trainbus.eventloop.checkpoint.commit import TEMPORARY_PREFIX
 from trainbus.eventloop.checkpoint.folder import (
     FORMER_PREFIX,
@@ -99,6 +99,7 @@ __all__ = [
     "WrapperNames",
     "WriteFile",
     "as_path",
+    "awaiting_steps",
     "check_parts",
     "check_regular",
     "checkpoints_in",

@@ -8,10 +8,11 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, Generic, TypeVar
 
 from trainbus.eventloop.checkpoint.commit import steps_made
+from trainbus.eventloop.user_errors import contextmanager
 
 _POLL: Final = 0.2
 """Seconds after which a waiting thread checks again, in case Ctrl-C swallowed a notification."""
@@ -31,6 +32,17 @@ def steps_awaited(thread: int) -> int | None:
         thread: its ``threading.get_ident()``.
     """
     return steps_made() if thread in _waiting else None
+
+
+@contextmanager
+def awaiting_steps() -> Iterator[None]:
+    """Note that this thread waits for a writer; see :func:`steps_awaited`."""
+    thread = threading.get_ident()
+    try:
+        _waiting.add(thread)
+        yield
+    finally:
+        _waiting.discard(thread)
 
 
 class PendingSaves(Generic[Job]):
@@ -159,12 +171,8 @@ class BackgroundWriter(PendingSaves[Job]):
         self._bell.put(None)  # see busy
         if not self.here or threading.current_thread() is self._thread:  # which would wait for itself
             return True
-        thread = threading.get_ident()
-        try:
-            _waiting.add(thread)
+        with awaiting_steps():
             return super().wait(for_slot=for_slot, seconds=seconds)
-        finally:
-            _waiting.discard(thread)
 
     def close(self, seconds: float = math.inf) -> bool:
         """Do the jobs that wait, and end the thread; return False after ``seconds``. After Ctrl-C, call it again to finish."""

@@ -4,6 +4,8 @@ import errno
 import os
 import shutil
 import tempfile
+import threading
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 from structlog.testing import capture_logs
 
 from trainbus.eventloop import CheckpointError
-from trainbus.eventloop.checkpoint import verify
+from trainbus.eventloop.checkpoint import steps_awaited, verify
 from trainbus.hooks import CheckpointHook
 
 from ..failing import fails
@@ -317,6 +319,20 @@ def test_a_stop_with_an_exit_code_keeps_it(run, tmp_path, refuse, exit_code):
         _, _, error = run(CheckpointHook(1, out_dir=OUT, max_keep_ckpts=1), max_epochs=3, at=stop)
         assert error is not None
     assert files(tmp_path / "run") == {"iter_6"}
+
+
+def test_a_wait_for_a_store_is_no_hang(job, tmp_path, memory, monkeypatch):
+    """What watches a training sees the thread wait for uploads (``HeartbeatHook``)."""
+    real, seen, thread = MemoryFile.commit, [], threading.get_ident()
+
+    def commit(self):
+        time.sleep(0.05)  # until the training has ended
+        seen.append(steps_awaited(thread))
+        real(self)
+
+    monkeypatch.setattr(MemoryFile, "commit", commit)
+    job.loop(CheckpointHook(out_dir=OUT), max_epochs=1, work_dir=tmp_path / "run").run()
+    assert None not in seen[-2:]
 
 
 def test_a_save_that_is_asked_for_goes_to_the_store_too(run, there):
