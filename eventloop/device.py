@@ -178,7 +178,8 @@ def _accelerator(*, started: bool = False) -> tuple[str, Any]:
     module: Any = None if device is None else getattr(torch, device.type, None)  # DirectML has none
     if device is None or module is None:
         return "", None
-    # Not is_available(), which initialises CUDA's driver: forked workers could not use it then. MPS has no is_initialized().
+    # Not is_available(), which initialises CUDA's driver: forked workers could not use it then (torch.cuda.is_available: it
+    # poisons forks). MPS has no is_initialized().
     is_there = getattr(module, "is_initialized", module.device_count) if started else module.device_count
     return (device.type, module) if is_there() else ("", None)
 

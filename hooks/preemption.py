@@ -145,7 +145,8 @@ class _Ending:
         atexit.register(self._ignore, mine)
 
     def _ignore(self, signals: Iterable[signal.Signals]) -> None:
-        # The interpreter takes its handlers away before it has ended, which takes torch a second; SIG_IGN stays.
+        # The interpreter takes its handlers away before it has ended (_PySignal_Fini), which takes torch a
+        # second; SIG_IGN stays.
         for number in signals:
             if signal.getsignal(number) is self:
                 signal.signal(number, signal.SIG_IGN)

@@ -269,7 +269,9 @@ class Lifecycle:
                 time.sleep(min(_CLOSER_POLL, deadline.left))
         finally:
             if closes:
-                self._closer = 0  # no call, which another Ctrl-C could skip
+                # No call, which another Ctrl-C could skip
+                # (https://docs.python.org/3/library/signal.html#note-on-signal-handlers-and-exceptions).
+                self._closer = 0
 
     def _end(self, runtime: Runtime, deadline: _CloseDeadline) -> None:
         quiet = False

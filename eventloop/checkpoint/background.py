@@ -55,7 +55,8 @@ class PendingSaves(Generic[Job]):
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._jobs: tuple[tuple[Job, ...], Job | None] = (), None
-        # One taken lock for each thread in ``wait``. An Event would lose track of its own lock when Ctrl-C strikes in it.
+        # One taken lock for each thread in ``wait``. An Event would lose track of its own lock when Ctrl-C strikes in it: it
+        # enters the lock in Python code (see python/cpython#74174).
         self._bells: list[threading.Lock] = []
 
     @property
@@ -133,7 +134,8 @@ class BackgroundWriter(PendingSaves[Job]):
         super().__init__()
         self._write = write
         self._at_exit = at_exit
-        # Wakes the thread; in C, so that Ctrl-C cannot corrupt it.
+        # Wakes the thread; in C, so that Ctrl-C cannot corrupt it: handlers of signals run between two instructions of Python
+        # (https://docs.python.org/3/library/signal.html#execution-of-python-signal-handlers).
         self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.closed = False
         self._process = os.getpid()
@@ -179,7 +181,7 @@ class BackgroundWriter(PendingSaves[Job]):
         self.closed = True
         done = self.wait(seconds=seconds)
         if self.here and done:
-            self._thread.join()  # everything is done by now, should Ctrl-C have it return too soon
+            self._thread.join()  # all is done, should Ctrl-C have it return too soon (python/cpython#90882)
         atexit.unregister(self._at_exit)
         return done
 

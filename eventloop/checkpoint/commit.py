@@ -141,7 +141,7 @@ def _digest_during_sync(descriptor: int, pieces: Pieces) -> int:
     thread = threading.Thread(target=lambda: made.append(crc32(pieces)), name="trainbus-digest", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # the interpreter is shutting down, and the last checkpoint matters most
+    except RuntimeError:  # the interpreter is shutting down (python/cpython#104690), and the last checkpoint matters most
         return crc32(pieces)
     # Of the data so far; the caller syncs the rest, once the file is complete.
     (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(descriptor)

@@ -27,7 +27,7 @@ def allocate(size: int) -> torch.Tensor:
     """Return ``size`` uninitialised bytes on the CPU, as ``torch.empty`` does."""
     flat = torch.empty(size, dtype=torch.uint8)
     if size >= _FROM and sys.platform == "linux":
-        with suppress(RuntimeError):  # the interpreter is shutting down
+        with suppress(RuntimeError):  # the interpreter is shutting down (python/cpython#104690)
             threading.Thread(target=_map, args=(flat,), name="trainbus-memory", daemon=True).start()
     return flat
 

@@ -75,7 +75,7 @@ class Overlap:
         """Run ``work`` on the thread; the caller cancels it or waits for it."""
         try:
             return self._own_thread().submit(work)
-        except RuntimeError:  # the interpreter is shutting down
+        except RuntimeError:  # "cannot schedule new futures after interpreter shutdown"
             return Future()
 
     @property

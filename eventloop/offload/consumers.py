@@ -173,7 +173,9 @@ class ThreadConsumer(_Consumer):
     def _start(self) -> None:
         thread = OwnedThread(self._owner, self._run, f"trainbus {self.label}")
         thread.start()
-        self._thread = thread  # after start(): where Ctrl-C strikes in there, the thread may run all the same, but not as ours
+        # After start(), which waits in Python code until the thread runs: where Ctrl-C strikes in there, the thread may run all
+        # the same, but not as ours.
+        self._thread = thread
 
     def _run(self) -> None:
         with self._starting:

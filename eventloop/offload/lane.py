@@ -137,7 +137,8 @@ class Lane:
         """Records the events of the lane from the next one on."""
         self._queue: deque[Any] = deque()
         self._lock = new_lock()
-        # Locks, all taken, of threads that wait for a change. A Condition would lose track of its own lock at a Ctrl-C in it.
+        # Locks, all taken, of threads that wait for a change. A Condition would lose track of its own lock at a Ctrl-C in it:
+        # its __enter__ is Python code (see python/cpython#74174).
         self._waiting: deque[threading.Lock] = deque()
         self._lingers = False  # until an item is taken, or the consumer was woken
         self._bound = 0  # the length of the queue up to which an event needs no lock

@@ -40,7 +40,9 @@ class WorkerSignals:
         """Make workers ignore the signals from now on, until the process exits at most."""
         self._ignored.fill_(True)
         _active.append(self)
-        atexit.register(self.restore)  # where Ctrl-C keeps a run from it: Python's exit ends workers by SIGTERM, and waits
+        # Where Ctrl-C keeps a run from it: at the exit, multiprocessing ends daemonic children by SIGTERM, and waits for them
+        # (https://docs.python.org/3/library/multiprocessing.html#multiprocessing.Process.daemon).
+        atexit.register(self.restore)
 
     def restore(self) -> None:
         """Let the signals end workers again."""

@@ -150,7 +150,7 @@ def wait_until_connected(group: distributed.ProcessGroup | None = None) -> None:
 
 
 # Weak: only torch may keep the groups, so that destroy_process_group() ends their threads. A thread that needs the GIL while
-# the interpreter exits would abort the process ("terminate called without an active exception").
+# the interpreter exits would abort the process ("terminate called without an active exception", python/cpython#87135).
 _groups: weakref.WeakValueDictionary[tuple[str, Any], distributed.ProcessGroup] = weakref.WeakValueDictionary()
 _runs = 0  # number of runs that this process has joined; equal on all ranks
 

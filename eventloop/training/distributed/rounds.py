@@ -126,7 +126,8 @@ class Rounds(Coordinator):
         own.instead = own.instead or agreed.instead
         self._ended = True
         self._wake.set()
-        self._agent.join(_SKEW)  # at the exit of the interpreter, a thread in a call of the store could abort the process
+        # At the exit of the interpreter, a thread in a call of the store could abort the process (python/cpython#87135).
+        self._agent.join(_SKEW)
 
     # ------------------------------------------------------------------------------------------- the training thread
 
