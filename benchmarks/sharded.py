@@ -138,7 +138,7 @@ def contenders(tree: dict[str, Any], optimizer: torch.optim.Optimizer) -> Iterat
     def ours(stage: ShardStage, overlap: Overlap | None) -> Save:
         def save_it(path: Path) -> Callable[[], object]:
             with torch.no_grad():
-                rest, parts = stage.take(tree, path, TOKEN, distributed.group.WORLD, overlap=overlap)
+                rest, parts = stage.copy_parts(tree, path, TOKEN, distributed.group.WORLD, overlap=overlap)
             return lambda: parts.commit(path, lambda: save(rest, path).bytes)
 
         return save_it

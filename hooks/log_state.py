@@ -34,12 +34,12 @@ class Waiting(NamedTuple):
 
 
 class Unwritten:
-    """Take what the lines of a logger depend on."""
+    """Pack what the lines of a logger depend on."""
 
     def __init__(self) -> None:
         self._sizes: dict[Group, int] = {}
 
-    def take(
+    def pack(
         self, windows: Mapping[str, Any] | None, skipped: int, waiting: Sequence[Waiting], reach: int | None
     ) -> dict[str, Any]:
         """Return a tree for a checkpoint: the state of a ``Fanout``, the iterations since, and how many of them were skipped.
@@ -74,7 +74,7 @@ class Unwritten:
 
 
 def read(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state of :meth:`Unwritten.take` from a checkpoint with numbers in place of its tensors."""
+    """Return a state of :meth:`Unwritten.pack` from a checkpoint with numbers in place of its tensors."""
     late = [iter(values.tolist()) for values in state["late"]]
     rows = []
     for numbers, where, names in state["waiting"]:

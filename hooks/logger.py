@@ -229,7 +229,7 @@ class LoggerHook(CopiedAnew, Hook):
                     (windows, skipped, restored), done, later = log_state.parts(one.facts.get("state")), 0, []
         needed = later if reach is None else later[-reach:]
         new = [log_state.Waiting(one.outputs, _where(one.progress, one.batch_idx + 1, of), late) for one, late, of in needed]
-        state = self._unwritten.take(windows, skipped + len(later) - len(needed), [*restored, *new], reach)
+        state = self._unwritten.pack(windows, skipped + len(later) - len(needed), [*restored, *new], reach)
         event.checkpoint.setdefault(_WINDOWS, {})[self._place(event.run)] = state
 
     def after_load_checkpoint(self, event: events.AfterLoadCheckpoint) -> None:

@@ -58,7 +58,7 @@ class ShardStage:
         self.written_elsewhere: Collection[DeviceMesh] = ()
         """Meshes that have copies of parts which processes of another mesh write."""
 
-    def take(
+    def copy_parts(
         self,
         state: dict[str, Any],
         path: AnyPath,

@@ -76,7 +76,7 @@ class LoopCalls:
         call.ask(lambda run: attrgetter(name)(run)(*arguments))
 
     @contextmanager
-    def one(self) -> Iterator[LoopCall]:
+    def exclusive(self) -> Iterator[LoopCall]:
         """Make a call; raise TrainingError if another one is in progress."""
         call = LoopCall()
         try:

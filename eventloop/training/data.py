@@ -183,11 +183,11 @@ class Feed:
         return self._sampler is not None
 
     def place(self) -> dict[str, int | None]:
-        """Return where the current batch is, for :meth:`take` in another replica group."""
+        """Return where the current batch is, for :meth:`go_to_place` in another replica group."""
         epoch = sampler_epoch(self.loader)
         return {"used": self.used - 1, "passes": self.passes, "length": self._own_length, "sampler_epoch": epoch}
 
-    def take(self, place: Mapping[str, Any]) -> None:
+    def go_to_place(self, place: Mapping[str, Any]) -> None:
         """Make the next :meth:`start_pass` begin at the batch that another replica group is at."""
         self.go_to(place["used"], place["passes"], place["length"])
         if place["sampler_epoch"] is not None:

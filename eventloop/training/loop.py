@@ -47,7 +47,7 @@ from trainbus.eventloop.training.limits import limited, limited_to
 from trainbus.eventloop.training.loaders import has_one_pass
 from trainbus.eventloop.training.machine import Counters
 from trainbus.eventloop.training.metrics import Metrics, NamedMetrics
-from trainbus.eventloop.training.preflight import look
+from trainbus.eventloop.training.preflight import check_first_batches
 from trainbus.eventloop.training.run import Run
 from trainbus.eventloop.training.saves.best import Best, best_of
 from trainbus.eventloop.training.state import ValidationPlan
@@ -234,7 +234,7 @@ class TrainLoop:
             ConfigurationError: the loop has no ``train_data`` or no optimizer, or its length is of the other kind.
             Exception: the unchanged error of a step, a loader or a hook.
         """
-        with self._calls.one() as call:
+        with self._calls.exclusive() as call:
             return self._train(call, resume, strict, max_epochs, max_iters)
 
     def _train(
@@ -360,7 +360,7 @@ class TrainLoop:
                     raise  # by run.cancel(), not by the host
                 return {}  # in_thread() raises the host's own cancellation
 
-        with self._calls.one() as call:
+        with self._calls.exclusive() as call:
             opened = await self.bus.internal.ajoin()
             try:
                 metrics = await in_thread(train, "trainbus training", cancelled=call.cancel)
@@ -376,12 +376,12 @@ class TrainLoop:
 
     def validate(self) -> dict[str, Any]:
         """Validate once, as a separate run; return the metrics."""
-        with self._calls.one() as call, self._begun(call) as run:
+        with self._calls.exclusive() as call, self._begun(call) as run:
             return self._validate(run)
 
     def test(self) -> dict[str, Any]:
         """Test once, as a separate run; return the metrics."""
-        with self._calls.one() as call, self._begun(call) as run:
+        with self._calls.exclusive() as call, self._begun(call) as run:
             return self._evaluate(run, run.test(self._need("test"), self._metrics), self._test_step)
 
     def stop(self, reason: str = "") -> None:
@@ -416,7 +416,7 @@ class TrainLoop:
             return
         name = "step" if self._val_step is self._step else "val_step"
         count = min(self.sanity, limited_to(data, self._limits.get("val_data")) or self.sanity)
-        look(run, data, name, partial(_called, name, self._val_step, self.model), self._metrics, count)
+        check_first_batches(run, data, name, partial(_called, name, self._val_step, self.model), self._metrics, count)
 
     def _validate(self, run: Run) -> dict[str, Any]:
         return self._evaluate(run, run.validate(self._need("val"), self._metrics), self._val_step)

@@ -33,7 +33,9 @@ from trainbus.eventloop.user_errors import add_note
 log = get_logger()
 
 
-def look(run: Any, loader: Iterable[Any], name: str, step: Callable[[Any], Any], metrics: NamedMetrics, count: int) -> None:
+def check_first_batches(
+    run: Any, loader: Iterable[Any], name: str, step: Callable[[Any], Any], metrics: NamedMetrics, count: int
+) -> None:
     """Validate the first ``count`` batches by ``step``, which errors call ``name``, and check that hooks find their metrics.
 
     A metric that cannot be computed is None, with a warning: these batches may be too few for it.

@@ -54,7 +54,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     try:
         mesh = init_device_mesh("cpu", (1,))
         tensors = {name: distribute_tensor(value, mesh, [Shard(0)]) for name, value in WEIGHTS.items()}
-        tree, parts = ShardStage().take({"state_dict": tensors}, path, TOKEN, distributed.group.WORLD)
+        tree, parts = ShardStage().copy_parts({"state_dict": tensors}, path, TOKEN, distributed.group.WORLD)
         parts.commit(path, lambda: save(tree, path).bytes)
     finally:
         distributed.destroy_process_group()

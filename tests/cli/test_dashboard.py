@@ -21,7 +21,7 @@ def visits(monkeypatch, capsys):
     found = []
 
     def visit(watcher):
-        watcher.look()
+        watcher.read_new()
         address, token = re.search(r"(http://127\.0\.0\.1:\d+/)(?:#token=(\S+))?", capsys.readouterr().out).groups()
         headers = {"Host": "hub.example", "Authorization": f"Bearer {token}"} if token else {}
         for path in ("runs.json", "curves.json?runs=1:0"):

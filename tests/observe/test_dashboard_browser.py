@@ -277,7 +277,7 @@ def labels(tab):
 def test_several_runs_share_the_charts_and_the_list_chooses_them(server, tab, tmp_path):
     for name, lr in (("a", 0.1), ("b", 0.2)):
         write_run(tmp_path / name, session(epoch=10, iter=100, settings={"optimizer.lr": lr, "seed": 3}))
-    FolderWatcher(server.board, [tmp_path]).look()
+    FolderWatcher(server.board, [tmp_path]).read_new()
     tab.goto(server.url)
     tab.wait_for_selector("figure canvas")
     assert [one.strip() for one in tab.locator("#heads th").all_text_contents()][4:6] == ["lr", "began"]
@@ -304,7 +304,7 @@ def test_the_page_of_several_runs_is_accessible_and_not_wider_than_the_screen(se
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
     for number in range(12):
         write_run(tmp_path / f"run-{number}", session(settings={"lr": number / 10, "optimizer": "AdamW" if number else "SGD"}))
-    FolderWatcher(server.board, [tmp_path]).look()
+    FolderWatcher(server.board, [tmp_path]).read_new()
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, bypass_csp=True)
     tab = context.new_page()
     tab.goto(server.url)

@@ -33,7 +33,7 @@ def curves(page) -> dict[tuple[str, str], list[tuple[float, float]]]:
 def test_an_ended_run_is_shown_with_its_curves_events_costs_and_end(tmp_path):
     write_run(tmp_path / "runs/a", session(epoch=10, iter=100, settings={"lr": 0.1}))
     board, watcher = watch(tmp_path / "runs")
-    assert watcher.look() == 1
+    assert watcher.read_new() == 1
     [page] = board
     assert page.summary() == {"number": 1, "name": "a", "state": "finished", "began": BEGAN, "iter": 100, "epoch": 10}
     assert page.settings["lr"] == 0.1
@@ -54,21 +54,21 @@ def test_a_run_that_goes_on_is_followed_and_one_that_comes_later_is_found(tmp_pa
     write_manifest(tmp_path / "a", RunManifest(name="a", sessions=[session(lasted=None)]))
     write_scalars(tmp_path / "a", *loss_lines(3))
     board, watcher = watch(tmp_path)
-    watcher.look()
+    watcher.read_new()
     [page] = board
     assert (page.over, page.iter) == (False, 3)
     write_scalars(tmp_path / "a", *loss_lines(2, begin=4))
     write_record(tmp_path / "a", entry(5, "validation", 1, 5, metrics={"loss": 0.5}))
     write_run(tmp_path / "b")
-    assert watcher.look() == 2
+    assert watcher.read_new() == 2
     assert [one.summary()["name"] for one in board] == ["a", "b"]
     assert [at for at, _ in curves(page)["loss", "train"]] == [1, 2, 3, 4, 5]
     assert curves(page)["loss", "val"] == [(5, 0.5)]
     number = page.messages.number
-    watcher.look()
+    watcher.read_new()
     assert page.messages.number == number  # nothing new, nothing told
     write_manifest(tmp_path / "a", RunManifest(name="a", sessions=[session(lasted=20.0, epoch=1, iter=5)]))
-    watcher.look()
+    watcher.read_new()
     assert page.over
     assert page.summary()["state"] == "finished"
 
@@ -78,13 +78,13 @@ def test_a_resumed_run_begins_anew_without_what_it_abandoned(tmp_path, monkeypat
     write_manifest(folder, RunManifest(name="a", sessions=[session(lasted=10.0, epoch=1, iter=8)]))
     write_scalars(folder, *loss_lines(8))
     board, watcher = watch(folder)
-    watcher.look()
+    watcher.read_new()
     monkeypatch.setattr(type(GONE), "lives", lambda process: True)
     sessions = [session(lasted=10.0, epoch=1, iter=8), session(BEGAN + 100, lasted=None, epoch=1, iter=6)]
     write_manifest(folder, RunManifest(name="a", sessions=sessions))
     write_record(folder, entry(101, "resume", 0, 5, path="/a/iter_5.safetensors"))
     write_scalars(folder, *loss_lines(1, begin=6, began=BEGAN + 100))
-    watcher.look()
+    watcher.read_new()
     [page] = board
     assert (page.number, page.over) == (2, False)
     assert [at for at, _ in curves(page)["loss", "train"]] == [1, 2, 3, 4, 5, 6]
@@ -97,7 +97,7 @@ def test_the_list_of_checkpoints_has_the_files_that_are_there(tmp_path):
     for at, path in ((60, gone), (70, kept)):
         write_record(tmp_path / "a", entry(at, "checkpoint", at // 10, at, names=[path], bytes=1000))
     board, watcher = watch(tmp_path)
-    watcher.look()
+    watcher.read_new()
     [page] = board
     [files] = [data["files"] for kind, data in told(page) if kind == "files"]
     # The folder of the first is of another machine.
@@ -108,7 +108,7 @@ def test_a_killed_run_is_over(tmp_path, monkeypatch):
     monkeypatch.setattr(type(GONE), "lives", lambda process: False)
     write_run(tmp_path, session(lasted=None, epoch=10, iter=100))
     board, watcher = watch(tmp_path)
-    watcher.look()
+    watcher.read_new()
     [page] = board
     assert (page.over, told(page)[-1][1]["state"]) == (True, "killed")
 
@@ -119,7 +119,7 @@ def test_lines_without_a_scalar_are_no_lines_with_a_nan(tmp_path):
     rows = [{"train/loss": 1.0}, {"val/loss": 2.0}, {"train/lr": 0.1}, {"train/loss": float("nan")}]
     write_scalars(tmp_path, *({"step": i, "iter": i, **at, **row} for i, row in enumerate(rows, 1)))
     board, watcher = watch(tmp_path)
-    watcher.look()
+    watcher.read_new()
     [page] = board
     columns = [(data["iter"], data["values"], data["at"]) for kind, data in told(page) if kind == "scalars"]
     assert columns == [([1, 3, 4], {"loss": [1.0, None], "lr": [0.1]}, {"loss": [0, 2], "lr": [1]})]
@@ -132,7 +132,7 @@ def test_damaged_numbers_are_left_out(tmp_path):
         tmp_path, *({"iter": i, "epoch": 1, "time": BEGAN, "train/loss": i} | one for i, one in enumerate(damaged, 1))
     )
     board, watcher = watch(tmp_path)
-    watcher.look()
+    watcher.read_new()
     [page] = board
     assert curves(page)["loss", "train"] == [(3, 3), (4, 4), (6, 6)]
 
@@ -142,14 +142,14 @@ def test_a_damaged_run_is_told_once_and_the_others_are_shown(tmp_path, logs):
     (tmp_path / "a").mkdir()
     (tmp_path / "a/run.json").write_text("{")
     _, watcher = watch(tmp_path)
-    assert [watcher.look(), watcher.look()] == [1, 1]
+    assert [watcher.read_new(), watcher.read_new()] == [1, 1]
     assert sum(line["log_level"] == "warning" for line in logs) == 1
 
 
 def test_curves_of_chosen_runs_come_once_and_again_when_there_are_more(tmp_path, server, visitor):
     for name in "ab":
         write_run(tmp_path / name, session(settings={"lr": {"a": 0.1, "b": 0.2}[name], "seed": 3}))
-    FolderWatcher(server.board, [tmp_path]).look()
+    FolderWatcher(server.board, [tmp_path]).read_new()
     found = visitor.client.get("/runs.json").json()
     assert found["settings"] == {"lr": {"1": 0.1, "2": 0.2}}
     both = visitor.client.get("/curves.json", params={"runs": "1:0,2:0,9:0,x"}).json()
@@ -164,7 +164,7 @@ def test_a_long_curve_is_thinned_and_keeps_its_extremes(tmp_path):
     lines[1234]["train/loss"] = 99.0
     write_scalars(tmp_path, *lines)
     board, watcher = watch(tmp_path)
-    watcher.look()
+    watcher.read_new()
     [page] = board
     found = curves(page)["loss", "train"]
     assert len(found) <= 300

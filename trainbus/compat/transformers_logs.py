@@ -46,7 +46,7 @@ class LogLines:
         rate = None if optimizer is None else optimizer.param_groups[0].get("lr")
         self._rate = rate.clone() if isinstance(rate, torch.Tensor) else rate
 
-    def take(self, outputs: Mapping[str, Any], batch: Any) -> None:
+    def add_iteration(self, outputs: Mapping[str, Any], batch: Any) -> None:
         loss = outputs.get("loss")
         if loss is not None:
             self._window.append(loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss)))

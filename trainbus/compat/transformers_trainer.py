@@ -75,7 +75,7 @@ class TrainerFacade:
         self._call("on_optimizer_step")
 
     def after_train_iter(self, event: events.AfterTrainIter) -> None:
-        self._lines.take(event.outputs, event.batch)
+        self._lines.add_iteration(event.outputs, event.batch)
         if not event.run.updated:
             self._call("on_substep_end")
             self._stop_if_asked()

@@ -198,7 +198,7 @@ class AlertHook(CopiedAnew, Hook):
         on_error="log",
         ranks="rank0",
     )
-    def look(self, batch: list[events.Event]) -> None:
+    def check_events(self, batch: list[events.Event]) -> None:
         for event in batch:
             match event:
                 case events.AfterTrainIter(progress=now, outputs=outputs):

@@ -98,7 +98,7 @@ class LatestHook(Hook):
             self._follow(event.run)
 
     @mount(ev.AfterTrainIter, every_seconds=1.0, capture=_sample, offload="thread", queue=2, full="drop_old", on_error="log")
-    def take(self, sample: Sample) -> None:
+    def keep_sample(self, sample: Sample) -> None:
         """Keep the sample of an iteration, on the thread of the lane."""
         run = sample.run()
         if run is None:

@@ -256,7 +256,7 @@ class Capture:
             self._shard_stage = ShardStage()
         self._shard_stage.written_elsewhere = self._elsewhere or ()
         group = None if self._run.coordinator.size == 1 else own_group("saves")
-        return self._shard_stage.take(state, path, self._token or secrets.token_hex(4), group, overlap=overlap)
+        return self._shard_stage.copy_parts(state, path, self._token or secrets.token_hex(4), group, overlap=overlap)
 
 
 def state_version(run: SavedRun) -> tuple[int, int]:

@@ -23,7 +23,7 @@ class Buffers:
         self._copies: list[torch.Tensor] = []
 
     @torch.no_grad()
-    def take(self) -> None:
+    def keep_copies(self) -> None:
         """Copy the buffers."""
         before, self._buffers = self._buffers, [getattr(module, name) for module, name in self._places]
         if [*map(id, before)] != [*map(id, self._buffers)]:
@@ -33,7 +33,7 @@ class Buffers:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Undo the changes since :meth:`take`."""
+        """Undo the changes since :meth:`keep_copies`."""
         if self._buffers:
             foreach_copy_(self._buffers, self._copies)
 

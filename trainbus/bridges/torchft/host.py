@@ -161,7 +161,7 @@ class ManagedReplicas:
             )
         self.healed = False
         self._counts = self._run.counters.saved()
-        self._buffers.take()
+        self._buffers.keep_copies()
         self._starting = True
         try:
             start(*args, **options)
@@ -233,7 +233,7 @@ class ManagedReplicas:
             self._jump(state, counts)
         self._counts = run.counters.saved()
         self._buffers = Buffers(run.models.values())
-        self._buffers.take()
+        self._buffers.keep_copies()
         self.healed = True
         log.info(
             "this replica group has taken over the state of another; it does not train its own data of these iterations",
@@ -259,7 +259,7 @@ class ManagedReplicas:
         self._take_state(state, counts)
         drive.begin_train(max_epochs=epochs, max_iters=iters)
         if feed is not None:
-            feed.take(place)
+            feed.go_to_place(place)
         drive.begin_epoch(feed, endless=endless)
         batch = None if feed is None else feed.next()
         drive.begin_iteration(None if batch is None else batch[0])

@@ -128,7 +128,7 @@ class Application(Starlette):
             return Response(status_code=204)  # 204 tells a browser's EventSource not to reconnect
         if self._readers.number >= _MOST_READERS:
             return refused(503, f"{_MOST_READERS} pages are open, which is the limit; close some")
-        await anyio.to_thread.run_sync(page.files.look)  # in a thread, because it waits for the disk
+        await anyio.to_thread.run_sync(page.files.refresh)  # in a thread, because it waits for the disk
         return EventStream(page.messages, seen, self._readers, self._cut_off)
 
     async def _command(self, request: Request) -> Response:

@@ -45,9 +45,9 @@ class CheckpointFiles:
                 self._files.append(_File(saved, [*saved.names]))
             self._written += saved.bytes > 0
             self._stall += saved.stall
-        self.look()
+        self.refresh()
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         """Post the list without the files that are gone; nothing if it is as before."""
         with self._lock:
             for file in self._files:

@@ -38,7 +38,7 @@ class _Followed:
         self._lines = self._scalars = self._cuts = 0
         self._last: RunSession | None = None
 
-    def look(self) -> None:
+    def read_new(self) -> None:
         """Read what has come; begin the page anew when the run has gone back, or on after its end."""
         marks = tuple(_mark(self._path / name) for name in (MANIFEST, RECORD, SCALARS))
         if marks == self._marks and (self.page is None or self.page.over or self._goes_on()):
@@ -98,14 +98,14 @@ class FolderWatcher:
         self._damaged: set[str] = set()
         self._ended = threading.Event()
 
-    def look(self) -> int:
+    def read_new(self) -> int:
         """Read what the runs have written since the last look; return the number of runs."""
         for folder, path in ((above, path) for above in self._folders for path in find_runs(above)):
             if path not in self._runs:
                 name = str(path if path == folder else path.relative_to(folder))
                 self._runs[path] = _Followed(self._board, path, name)
             try:
-                self._runs[path].look()
+                self._runs[path].read_new()
             except RunFolderError as error:  # a damaged run, or one that was removed meanwhile
                 if str(error) not in self._damaged:
                     self._damaged.add(str(error))
@@ -117,7 +117,7 @@ class FolderWatcher:
         wait = 0.0
         while not self._ended.wait(wait):
             began = time.monotonic()
-            self.look()
+            self.read_new()
             wait = max(PACE, _SHARE * (time.monotonic() - began))
 
     def end(self) -> None:

@@ -88,7 +88,7 @@ class RunPage:
     def close(self) -> None:
         """Post the end of the run as the last message."""
         self.last_costs = None
-        self.files.look()
+        self.files.refresh()
         self.add(self.end)
 
     def note(self, kind: str, **facts: Any) -> None:
@@ -98,7 +98,7 @@ class RunPage:
     def costs(self, costs: Mapping[str, Any]) -> None:
         """Post the run's costs so far, in place of the previous ones."""
         self.messages.post("costs", {**costs, "lr": learning_rate(self.story.run())}, replace=True)
-        self.files.look()  # a hook may have removed some since the last save
+        self.files.refresh()  # a hook may have removed some since the last save
 
     def command(self, name: Command, lr: float = 0.0) -> None:
         """Send a command to the run.
