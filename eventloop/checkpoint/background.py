@@ -173,8 +173,12 @@ class BackgroundWriter(PendingSaves[Job]):
         self._bell.put(None)  # see busy
         if not self.here or threading.current_thread() is self._thread:  # which would wait for itself
             return True
-        with awaiting_steps():
+        thread = threading.get_ident()  # as awaiting_steps() does, with fewer calls beside the training
+        try:
+            _waiting.add(thread)
             return super().wait(for_slot=for_slot, seconds=seconds)
+        finally:
+            _waiting.discard(thread)
 
     def close(self, seconds: float = math.inf) -> bool:
         """Do the jobs that wait, and end the thread; return False after ``seconds``. After Ctrl-C, call it again to finish."""
