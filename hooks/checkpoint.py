@@ -213,10 +213,10 @@ class CheckpointHook(CopiedAnew, Hook):
         directory = place if isinstance(place, Path) else None
         if isinstance(place, RemotePath):
             here = self._place(self._local_dir, work_dir)
+            if here is not None and here != work_dir:
+                here = run.checkpoints.keeps_in(here)
             mirror = mirror_of(run, here if isinstance(here, Path) else None, place, raises=self.on_error == "raise")
             directory = mirror.directory
-            if directory != work_dir:
-                run.checkpoints.keeps_in(directory)
         event.run.shared[KEPT] = policies = event.run.shared.get(KEPT, [])
         self._suffix = event.run.checkpoints.suffix
         self._removes = event.run.rank == 0

@@ -9,23 +9,21 @@ A sharded model has its parts on the machines of its ranks. Each rank uploads wh
 
 from __future__ import annotations
 
-import hashlib
-import os
 import re
 import shutil
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import msgspec
 
-from trainbus.eventloop import CheckpointError, Hook, Priority, TrainbusError, events, get_logger, mount
+from trainbus.eventloop import CheckpointError, ConfigurationError, Hook, Priority, TrainbusError, events, get_logger, mount
 from trainbus.eventloop.checkpoint import (
     COMMITTED,
     INDEX,
@@ -68,7 +66,7 @@ from trainbus.eventloop.training import (
     read_pointer,
 )
 from trainbus.eventloop.user_errors import contextmanager, described
-from trainbus.hooks.retention import RetentionPolicy, sweep
+from trainbus.hooks.retention import SUFFIX, RetentionPolicy, sweep
 
 log = get_logger()
 
@@ -94,9 +92,14 @@ def mirror_of(run: RunView, directory: Path | None, store: RemotePath, *, raises
         directory: where the files are on this machine; None for a temporary one.
         store: where they go.
         raises: True to fail the run if the store lacks a file in the end.
+
+    Raises:
+        ConfigurationError: another hook has them wait elsewhere.
     """
     made = run.shared[MIRRORS] = run.shared.get(MIRRORS, {})
     found: Mirror | None = made.get((directory, str(store)))
+    if found is None and any(url == str(store) for _, url in made):
+        raise ConfigurationError(f"hooks save to {store} with several local_dir=: give all of them the same")
     if found is None:
         found = made[directory, str(store)] = Mirror(run, directory, store)
         run.checkpoints.mirrored_by(found)
@@ -123,7 +126,7 @@ class Mirror(Hook):
         self.store = RemotePath(self._all.from_first(str(store)), store.fs)
         self.clears = directory is None
         """True to leave nothing here in the end: nobody would look for it."""
-        self.directory = _temporary(self.store) if directory is None else directory
+        self.directory = Path(tempfile.mkdtemp(prefix=f"trainbus-{store.name or 'store'}-")) if directory is None else directory
         """Where the files are on this machine."""
         self.raises = False
         self.policies: list[RetentionPolicy] = []
@@ -134,6 +137,8 @@ class Mirror(Hook):
         self._number = 0
         self.replaced: list[str] = []
         """Files to remove from the store, once that has what replaces them."""
+        self._numbers: dict[str, int] = {}  # those of the replaced ones
+        self._newest_sent: dict[str, int] = {}  # by series, the number of the newest file that the store has
         self._parts_gone: list[str] = []  # directories with parts that are to be removed here, on all ranks
         self._earlier: set[str] = set()  # those that were there when the run began
         self._mine: set[str] = set()  # names that this run may replace in the store
@@ -156,7 +161,7 @@ class Mirror(Hook):
     @cached_property
     def there(self) -> dict[str, int]:
         """The files that the store had when this run began, with their sizes in bytes."""
-        return self.store.sizes()
+        return {one.name: 0 for one in self.store.directories()} | self.store.sizes()
 
     def has(self, name: str) -> bool:
         """Return True if a file is in the directory, or was in the store when the run began."""
@@ -173,11 +178,16 @@ class Mirror(Hook):
             self._number += 1
             former = self._files.pop(name, None)
             self._files[name] = _File(self._number, progress, shards)
-        if former is not None and former.shards is not None:
-            self._parts_gone.append(former.shards)
-            self._sweeps = True
+            if former is not None and former.shards is not None:
+                self._parts_gone.append(former.shards)
+                self._sweeps = True
         if size and shutil.disk_usage(self.directory).free < _ROOM * size:
             self._make_room(size)
+
+    def waits_for(self, name: str) -> bool:
+        """Return True if the store lacks a file of the policies."""
+        with self._lock:
+            return (file := self._files.get(name)) is None or not file.sent
 
     def _make_room(self, size: int) -> None:
         """Give up files that wait, the oldest first, but none of the best and not the newest."""
@@ -202,17 +212,19 @@ class Mirror(Hook):
         with self._lock:
             file = self._files.pop(name, None)
             self.replaced.append(name)
-        if name != self._uploading:
+            self._numbers[name] = -1 if file is None else file.number
+            mine = name != self._uploading  # else the other thread removes it when it is done
+        if mine:
             self._remove_here(name, file)
-        if file is not None and not file.sent:
-            self._outcome(name, file.progress).skipped(reason)
+            if file is not None and not file.sent:
+                self._outcome(name, file.progress).skipped(reason)
 
     @mount(events.BeforeTrain, events.CheckpointCommitted, offload="thread", queue=8, on_error="log")
-    def upload(self, event: events.Event) -> None:
+    def upload(self, event: events.BeforeTrain | events.CheckpointCommitted) -> None:
         """Upload what waits, and remove what is replaced."""
         self._thread = threading.get_ident()
         if not self._begun:
-            self._all.do(f"cannot look at {self.store}", self._begin)
+            self._all.do(f"cannot look at {self.store}", partial(self._begin, event.progress))
         self._pass()
 
     upload.has_own_group = True  # type: ignore[attr-defined]  # see eventloop/offload/collectives.py
@@ -232,7 +244,10 @@ class Mirror(Hook):
             return None
         with awaiting_steps():
             self._pass(last=True)
-        left, raises = self._all.from_first(([(name, self._files[name].error) for name in self._waiting()], self.raises))
+        with self._lock:
+            files = {name: file for name, file in self._files.items() if self.leads}
+        files, raises = self._all.from_first((files, self.raises))
+        left = [(name, file.error) for name, file in files.items() if not file.sent]
         self._all.do("", lambda: None)  # no rank leaves before the others know
         for name, error in left if self.leads else ():
             log.error(
@@ -243,46 +258,56 @@ class Mirror(Hook):
                 error=error,
             )
         if self.clears and not left:
-            self._clear()
+            self._clear(files)
         if not (left and raises):
             return None
         names = ", ".join(str(self.store / name) for name, _ in left)
         kept = ", ".join(str(self.directory / name) for name, _ in left)
+        way = 'run again with resume="auto", which uploads it' if self._run.work_dir is not None else "copy it there"
         return CheckpointError(
             f"the store did not take {names} by the end of the run: {left[0][1]}. It is kept as {kept}: once the store "
-            'answers, run again with resume="auto", which uploads it'
+            f"answers, {way}"
         )
 
-    def _clear(self) -> None:
-        for one in (*self._files, LAST, SCORES):
+    def tell_waiting(self) -> None:
+        """Log what waits, when the run ends by an error."""
+        if self.leads and (waiting := self._waiting()):
+            names = [str(self.directory / name) for name in waiting]
+            log.warning("files wait for a store", id="files-wait-for-store", names=names, store=str(self.store))
+
+    def _clear(self, files: Mapping[str, _File]) -> None:
+        for one in (*files, LAST, SCORES):
             with self._tells("cannot remove what a store has", one):
                 remove_whole(self.directory / one)
-        for shards in {file.shards for file in self._files.values()} - {None}:
+        for shards in {file.shards for file in files.values()} - {None}:
             remove_parts(self.directory / str(shards))
         with suppress(OSError):
             self.directory.rmdir()  # unless it has other files
 
     # --------------------------------------------------------------------------------------- on the uploading thread
 
-    def _begin(self) -> None:
+    def _begin(self, now: Progress) -> None:
         """Find out which files of an earlier run wait."""
         self._begun = True
         self._earlier = {one.name for one in list_directories(self.directory) if one.suffix == SHARDS_SUFFIX}
         if self.leads:
-            self._keep_earlier()
+            self._keep_earlier(now)
             with self._tells("cannot look at a store", ""):
                 make_directory(self.store)
                 self._scores = read_scores(self.store)
                 sweep(self.store)
 
-    def _keep_earlier(self) -> None:
-        found = dict[str, Progress]()
+    def _keep_earlier(self, now: Progress) -> None:
+        found = dict[str, tuple[tuple[int, ...], float, Progress]]()
         for name in dict.fromkeys(name for policy in self.policies for name in policy.durable()):
             here = self.directory / name
-            if name in self._files or not here.is_file():
+            if name in self._files or not here.exists():
+                if name in self.there:
+                    self._newest_sent.setdefault(_series(name), 0)
                 continue
             try:
-                found[name] = peek(here)
+                progress = peek(here) if here.suffix == SUFFIX else now  # of another trainer
+                found[name] = _far(progress), here.stat().st_mtime, progress
             except (CheckpointError, OSError) as error:
                 log.warning(
                     "a file that waits for a store cannot be read",
@@ -290,22 +315,17 @@ class Mirror(Hook):
                     path=str(here),
                     error=str(error),
                 )
-        for name in sorted(found, key=lambda name: _far(found[name])):
-            self.keep(name, found[name])
-            self._files[name].earlier, self._files[name].sent = True, self._store_has(name)
+        for name in sorted(found, key=lambda name: found[name][:2]):
+            self.keep(name, found[name][2])
+            file = self._files[name]
+            file.earlier = True
+            here = self.directory / name
+            if name in self.there and here.suffix == SUFFIX and (self.store / name).same_as(here):
+                self._sent(name, file)
         if self._waiting() and not self._newest_there:
             self._newest_there = (sys.maxsize,)  # an earlier file is not the newest there unless the store says so
             with self._tells("cannot look at a store", ""):
                 self._newest_there = self._newest()
-
-    def _store_has(self, name: str) -> bool:
-        """Return True if the store has the same file, by its size and its digest."""
-        if name not in self.there:
-            return False
-        with (self.directory / name).open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(-4, os.SEEK_END)
-            return (self.store / name).has(size, file.read())
 
     def _waiting(self) -> list[str]:
         with self._lock:
@@ -327,35 +347,43 @@ class Mirror(Hook):
         for number, name in enumerate(self._all.from_first(self._due())):
             self._try(name, asks=last and not number)
         self._send_scores()
-        if self.leads and not self._waiting():
+        if self.leads:
             self._remove_replaced()
         self._trim()
 
     def _try(self, name: str, *, asks: bool) -> None:
         """Upload a file, unless its store has failed a moment ago; ``asks`` the store in any case."""
-        file = self._files.get(name)
+        with self._lock:
+            file = self._files.get(name)
+            self._uploading = name if file is not None else ""
         rests = 0.0 if asks else max(0.0, self._rests_until - time.monotonic())
         file, rests = self._all.from_first((file, rests))
         if file is None or (rests > _SHORT and file.error):
+            self._uploading = ""
             return
         start, outcome = time.monotonic(), self._outcome(name, file.progress)
         try:
-            self._uploading = name
             size = self._send(name, file, rests)
-        except CheckpointError as error:
-            if isinstance(error.__cause__, FileExistsError):
+        except (CheckpointError, OSError) as error:
+            if isinstance(error, CheckpointError) and isinstance(error.__cause__, FileExistsError):
                 self._conflict = error
+            gone = file.shards is None and not (self.directory / name).exists()  # somebody else has removed it
             if self._all.from_first(name in self._files):  # else it was dropped meanwhile
                 told, self._files.get(name, file).error = bool(file.error), str(error)
                 if rests <= _SHORT:
                     now = time.monotonic()
                     self._rests_until = now + _REST * (now - start)
                 if not told:
-                    outcome.failed(error, self._kept(name, file))
+                    kept = None if gone else self._kept(name, file)
+                    self._publish(partial(outcome.failed, error, kept))
+            if gone:
+                with self._lock:
+                    self._files.pop(name, None)
         else:
             self._has_sent = True
             self._sent(name, file)
-            outcome.uploaded(self._kept(name, file), size=size, seconds=time.monotonic() - start)
+            kept, seconds = self._kept(name, file), time.monotonic() - start
+            self._publish(partial(outcome.uploaded, kept, size=size, seconds=seconds))
         finally:
             self._uploading = ""
             if self.leads and name not in self._files:  # dropped meanwhile
@@ -370,8 +398,16 @@ class Mirror(Hook):
 
     def _sent(self, name: str, file: _File) -> None:
         with self._lock:
+            self._newest_sent[_series(name)] = max(self._newest_sent.get(_series(name), -1), file.number)
             if (now := self._files.get(name)) is not None and now.number == file.number:  # else it was saved anew meanwhile
                 now.sent, now.error = True, ""
+
+    def _publish(self, publish: Callable[[], object]) -> None:
+        """Tell an outcome. An error of a handler must not end a pass, which other ranks go on with."""
+        try:
+            publish()
+        except Exception:
+            log.exception("a handler of an upload's outcome failed", id="handler-of-upload-failed")
 
     def _kept(self, name: str, file: _File) -> Path:
         here = self.directory / name
@@ -383,10 +419,12 @@ class Mirror(Hook):
             raise self._conflict
         here, url = self.directory / name, self.store / name
         size = 0
+        creates = self._creates(name)
         inner = sorted(one for one in here.rglob("*") if one.is_file()) if here.is_dir() else [here]
-        for one in inner:
+        for number, one in enumerate(inner):
             target = url if one is here else url / one.relative_to(here).as_posix()
-            link(one, target, create=self._creates(name))
+            link(one, target, create=creates and not number)  # of a folder the first file tells whether it is another run's
+            self._mine.add(name)
             size += one.stat().st_size
         self._mine.add(name)
         self._point(name, file)
@@ -436,8 +474,11 @@ class Mirror(Hook):
 
     def _remove_replaced(self) -> None:
         """Remove files from the store that are replaced, now that it has what replaces them."""
+        all_sent = not self._waiting()
         with self._lock:
-            due, self.replaced = [name for name in self.replaced if name not in self._files], []
+            gone = [name for name in self.replaced if name not in self._files]
+            due = [name for name in gone if all_sent or self._newest_sent.get(_series(name), -1) > self._numbers.get(name, -1)]
+            self.replaced = [name for name in gone if name not in due]
         for name in due:
             url = self.store / name
             try:
@@ -468,8 +509,9 @@ class Mirror(Hook):
                     self._remove_here(name, file)
         if self.apart:
             named = {_shards_in(one): one for one in _mains(self.directory)}
-            gone, needed, replaces = self._all.from_first((self._parts_gone, {*named}, self._has_sent))
-            self._parts_gone = []
+            with self._lock:
+                gone, self._parts_gone = self._parts_gone, []
+            gone, needed, replaces = self._all.from_first((gone, {*named}, self._has_sent))
             if replaces:  # what an earlier run has left here, too
                 gone, self._earlier = [*gone, *self._earlier - needed], set()
             for one in gone:
@@ -479,12 +521,15 @@ class Mirror(Hook):
                     remove_parts(self.directory / one)
 
     def _remove_here(self, name: str, file: _File | None) -> None:
-        if any(one.mirror is not self and one.has(name) for one in self._policies_here()):
-            return  # another hook keeps it on this machine
+        for one in self._policies_here():
+            other = one.mirror
+            if other is not self and one.has(name) and (other is None or other.waits_for(name)):
+                return  # another hook keeps it on this machine, or its store lacks it
         with self._tells("cannot remove a checkpoint that a store has", name):
             remove_whole(self.directory / name)
         if file is not None and file.shards is not None:
-            self._parts_gone.append(file.shards)
+            with self._lock:
+                self._parts_gone.append(file.shards)
 
     def _policies_here(self) -> Iterator[RetentionPolicy]:
         for policy in self.policies[:1]:
@@ -570,7 +615,8 @@ class Mirror(Hook):
             if not left.file and COMMITTED not in left.places:  # its writing was interrupted
                 continue
             if left.file and left.far <= newest:
-                self._forget_copy(left, name)
+                if self._all.from_first(self.leads and left.file in self.there):
+                    self._forget_copy(left, name)
                 continue
             if missing := self._missing(name, left):
                 lost[name] = f"{self.directory / name}, which waits for {self.store}, lacks {missing}"
@@ -738,7 +784,6 @@ def _remove_tree(url: RemotePath) -> None:
     url.remove_directory(files)
 
 
-def _temporary(store: RemotePath) -> Path:
-    """Return the directory on this machine for a run without a work dir; the same one for a run that is started again."""
-    place = hashlib.sha256(str(store).encode()).hexdigest()[:12]
-    return Path(tempfile.gettempdir()) / f"trainbus-{os.getuid()}" / f"{store.name or 'store'}-{place}"
+def _series(name: str) -> str:
+    """Return the name of a file without its counts: files of one series replace one another."""
+    return re.sub(r"\d+", "", name)

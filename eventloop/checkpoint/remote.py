@@ -139,7 +139,8 @@ class RemotePath:
         Raises:
             CheckpointError: from the error of the step that failed; or, with ``create`` and where ``can_create``, it exists.
         """
-        size = file.stat().st_size
+        with failing(f"cannot write {self}"):
+            size = file.stat().st_size
         conditional = {"mode": "create"} if create and self.can_create else {}
 
         def put() -> None:
@@ -159,7 +160,7 @@ class RemotePath:
                 self._again(put)
             except (FileExistsError, FileNotFoundError) as error:
                 # A request whose answer is lost is sent again, and then finds that its work is done.
-                if not file.exists() or not self.has(size, _end(file)):
+                if not self.same_as(file):
                     if isinstance(error, FileNotFoundError):
                         raise
                     raise CheckpointError(
@@ -172,10 +173,18 @@ class RemotePath:
         """Whether a file can be written here only if there is none of its name, by one step."""
         return type(self.fs).__module__.startswith(_CREATE)
 
-    def has(self, size: int, end: bytes) -> bool:
-        """Return True if the file has this size and end, which is the digest of a checkpoint."""
-        with suppress(Exception):
-            return bool(end) and self._info()["size"] == size and self.fs.cat_file(str(self), start=size - len(end)) == end
+    def same_as(self, file: Path) -> bool:
+        """Return True if the file has the content of a local one; of our own format, its size and digest tell that."""
+        with suppress(Exception), file.open("rb") as own:
+            size = own.seek(0, os.SEEK_END)
+            if self._info()["size"] != size:
+                return False
+            if file.suffix == ".safetensors" and size:
+                own.seek(-DIGEST_BYTES, os.SEEK_END)
+                return bool(self.fs.cat_file(str(self), start=size - DIGEST_BYTES) == own.read())
+            own.seek(0)
+            with self.opened() as (there, _):
+                return all(there.read(_BLOCK) == part for part in iter(lambda: own.read(_BLOCK), b""))
         return False
 
     @property
@@ -281,13 +290,6 @@ class RemotePath:
         found = self._info()["size"]
         if found != size:
             raise CheckpointError(f"{self} has {found:,} bytes in the store, but {size:,} were written")
-
-
-def _end(file: Path) -> bytes:
-    """Return the last bytes of a file, which are the digest of a checkpoint."""
-    with file.open("rb") as opened:
-        opened.seek(-min(DIGEST_BYTES, file.stat().st_size), os.SEEK_END)
-        return opened.read()
 
 
 def _steps() -> Any:

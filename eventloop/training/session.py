@@ -148,6 +148,7 @@ class Session:
             last.push(lambda _, second, __: self._tell_resume(second if isinstance(second, KeyboardInterrupt) else error))
             last.callback(self._close, abort=True)
             last.callback(self.state.machine.unwind)
+            last.callback(self._saves.tell_waiting)
             # what was deferred comes behind the events of all saves
             last.callback(lambda: self._saves.wait_for_files(patience.left))
             if self.state.coordinator.size > 1 and world_size() > 1:  # else the group was destroyed

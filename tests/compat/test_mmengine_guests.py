@@ -114,7 +114,7 @@ def test_all_hooks_leave_the_files_that_they_leave_in_mmengines_runner(tmp_path,
 def test_iteration_based_training_leaves_the_same_files(tmp_path):
     def some():
         best = checkpoint_hook(by_epoch=False, interval=4, save_best="accuracy", published_keys=["meta", "state_dict"])
-        return [*default_hooks()[:3], LoggerHook(interval=3, log_metric_by_epoch=False), best, EMAHook(begin=3)]
+        return [*default_hooks()[:3], LoggerHook(interval=3, log_metric_by_epoch=False), best, EMAHook(begin_iter=3)]
 
     job = {"max_iters": 12, "val_interval": 5}
     theirs(tmp_path / "theirs", some(), **job)

@@ -134,6 +134,9 @@ class Mirrored(Protocol):
     def wait(self) -> None:
         """Wait until the store has what was saved so far, or has refused it."""
 
+    def tell_waiting(self) -> None:
+        """Log what waits, when the run ends by an error."""
+
     def finish(self) -> CheckpointError | None:
         """Upload what is left; return the error if the store does not take it, and the run is to fail then."""
 
@@ -274,6 +277,11 @@ class Saves:
         failures = [error for mirror in self.mirrors if (error := mirror.finish()) is not None]
         if failures and not (state.stops and state.agreed.exit_code):  # which has told the scheduler what to do
             raise failures[0]
+
+    def tell_waiting(self) -> None:
+        """Log what waits for stores, when the run ends by an error."""
+        for mirror in self.mirrors:
+            mirror.tell_waiting()
 
     def wait_for_all(self) -> None:
         """Wait until no save is being written or uploaded."""
