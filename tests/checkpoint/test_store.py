@@ -242,3 +242,16 @@ def test_a_folder_that_cannot_be_replaced_keeps_its_name(tmp_path, monkeypatch):
         commit_folder(written, old)
     assert (old / STATE_FILE).read_bytes() == b"old"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-1", "written"]
+
+
+def test_a_file_without_our_digest_is_compared_whole(tmp_path, memory):
+    """Files of torch.save have equal ends: what another process has written is not taken for our own."""
+    one, other = tmp_path / "one.ckpt", tmp_path / "other.ckpt"
+    one.write_bytes(b"a" * 100 + b"end."), other.write_bytes(b"b" * 100 + b"end.")
+    path = as_path("memory://bucket/x.ckpt")
+    assert isinstance(path, RemotePath)
+    path.upload(one, create=True)
+    path.upload(one, create=True)  # as after an answer that was lost
+    with pytest.raises(CheckpointError, match="it exists"):
+        path.upload(other, create=True)
+    assert memory.cat_file("/bucket/x.ckpt") == one.read_bytes()

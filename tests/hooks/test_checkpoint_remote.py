@@ -159,3 +159,17 @@ def test_files_wait_where_local_dir_says(job, tmp_path, there):
     assert not list((tmp_path / "run").glob("*.safetensors"))
     assert (tmp_path / "run/last_checkpoint").read_text() == "../memory/run/epoch_2.safetensors"
     assert there() == {"epoch_1", "epoch_2", "last_checkpoint"}
+
+
+def test_hooks_of_one_store_wait_in_one_place(job, tmp_path):
+    hooks = [CheckpointHook(1, out_dir=OUT, name="a"), CheckpointHook(1, out_dir=OUT, local_dir=tmp_path / "b", name="b")]
+    with pytest.raises(ConfigurationError, match="several local_dir="):
+        job.loop(*hooks, work_dir=tmp_path / "run").run()
+
+
+def test_a_new_run_without_a_work_dir_leaves_the_files_of_another_one_that_wait(job, tmp_path, monkeypatch):
+    monkeypatch.setattr(MemoryFileSystem, "put_file", fails(OSError(28, "quota")))
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="quota"):
+            job.loop(CheckpointHook(1, out_dir=URL, local_dir=tmp_path / "here"), max_epochs=1).run()
+    assert [path.parent.name for path in sorted(tmp_path.rglob("epoch_1.safetensors"))] == ["here", "here-2"]

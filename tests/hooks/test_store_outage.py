@@ -321,6 +321,64 @@ def test_a_stop_with_an_exit_code_keeps_it(run, tmp_path, refuse, exit_code):
     assert files(tmp_path / "run") == {"iter_6"}
 
 
+def test_of_two_stores_both_have_all_before_a_file_goes_here(run, tmp_path, memory):
+    hooks = [CheckpointHook(1, out_dir=out, name=name) for name, out in (("a", OUT), ("b", "memory://other"))]
+    run(*hooks, max_epochs=4, at=[EACH])
+    assert files(tmp_path / "run") <= {"epoch_3", "epoch_4"}
+    assert sum("epoch_" in name for name in memory.store) == 8
+
+
+def test_a_file_that_somebody_else_removes_here_costs_no_other_one(run, tmp_path, refuse, there):
+    refuse("epoch_1", "epoch_2")
+
+    def remove(event):
+        wait(event)
+        if event.progress.epoch == 2:
+            (tmp_path / "run/epoch_1.safetensors").unlink()
+            refuse()
+
+    with capture_logs() as logs:
+        _, _, error = run(CheckpointHook(1, out_dir=OUT), max_epochs=3, at=[("before_train_epoch", remove)])
+    assert error is None
+    assert there() == {"epoch_2", "epoch_3", "last_checkpoint"}
+    assert any("epoch_1" in str(one) and one["log_level"] == "error" for one in logs)
+
+
+def test_an_error_of_a_handler_of_an_upload_is_told_and_the_uploads_go_on(run, tmp_path, there):
+    with capture_logs() as logs:
+        _, _, error = run(CheckpointHook(1, out_dir=OUT), max_epochs=2, at=[("checkpoint_uploaded", lambda event: 1 / 0)])
+    assert error is None
+    assert there() == {"epoch_1", "epoch_2", "last_checkpoint"}
+    assert [one["log_level"] for one in logs if one.get("id") == "handler-of-upload-failed"] == ["error", "error"]
+
+
+def test_while_uploads_are_slower_than_saves_the_store_does_not_grow(run, memory, monkeypatch, there):
+    real, most = MemoryFile.commit, []
+
+    def commit(self):
+        time.sleep(0.03)
+        real(self)
+        most.append(len([name for name in memory.store if "epoch_" in name]))
+
+    monkeypatch.setattr(MemoryFile, "commit", commit)
+    run(CheckpointHook(1, out_dir=OUT, max_keep_ckpts=1), max_epochs=20)
+    assert max(most) <= 3
+    assert there() == {"epoch_20", "last_checkpoint"}
+
+
+def test_an_exception_tells_what_waits(run, tmp_path, refuse):
+    refuse("epoch_1")
+
+    def crash(event):
+        wait(event)
+        assert event.progress.epoch == 0
+
+    with capture_logs() as logs, pytest.raises(AssertionError):
+        run(CheckpointHook(1, out_dir=OUT), max_epochs=2, at=[("before_train_epoch", crash)])
+    (told,) = [one for one in logs if one.get("id") == "files-wait-for-store"]
+    assert told["names"] == [str(tmp_path / "run/epoch_1.safetensors")]
+
+
 def test_a_wait_for_a_store_is_no_hang(job, tmp_path, memory, monkeypatch):
     """What watches a training sees the thread wait for uploads (``HeartbeatHook``)."""
     real, seen, thread = MemoryFile.commit, [], threading.get_ident()
