@@ -126,7 +126,9 @@ class Mirror(Hook):
         self.store = RemotePath(self._all.from_first(str(store)), store.fs)
         self.clears = directory is None
         """True to leave nothing here in the end: nobody would look for it."""
-        self.directory = Path(tempfile.mkdtemp(prefix=f"trainbus-{store.name or 'store'}-")) if directory is None else directory
+        if directory is None:
+            directory = self._temporary()
+        self.directory = directory
         """Where the files are on this machine."""
         self.raises = False
         self.policies: list[RetentionPolicy] = []
@@ -155,6 +157,15 @@ class Mirror(Hook):
                 self._mine = set(self.there) if self.store.can_create else set()  # what appears later is another run's
             run.bus.add(self)
             run.defer(lambda: run.bus.off(self))
+
+    def _temporary(self) -> Path:
+        """Make a directory that no other run has; of the same name on all machines, as saves have the paths of rank 0."""
+        prefix = f"trainbus-{self.store.name or 'store'}-"
+        made = tempfile.mkdtemp(prefix=prefix) if self.leads else f"{tempfile.gettempdir()}/{prefix}none"
+        directory = Path(self._all.from_first(made))
+        if self.apart:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return directory
 
     # ------------------------------------------------------------------------------------- what the run and hooks ask
 
@@ -320,8 +331,13 @@ class Mirror(Hook):
             file = self._files[name]
             file.earlier = True
             here = self.directory / name
-            if name in self.there and here.suffix == SUFFIX and (self.store / name).same_as(here):
+            if name not in self.there or here.suffix != SUFFIX:
+                continue
+            if (self.store / name).same_as(here):
                 self._sent(name, file)
+            elif here != self._run.checkpoints.resumed_from:  # this training has saved it anew on another machine
+                self._files.pop(name)
+                self._remove_here(name, file)
         if self._waiting() and not self._newest_there:
             self._newest_there = (sys.maxsize,)  # an earlier file is not the newest there unless the store says so
             with self._tells("cannot look at a store", ""):
@@ -614,9 +630,12 @@ class Mirror(Hook):
         for name, left in sorted(lefts.items(), key=lambda one: one[1].far, reverse=True):
             if not left.file and COMMITTED not in left.places:  # its writing was interrupted
                 continue
-            if left.file and left.far <= newest:
-                if self._all.from_first(self.leads and left.file in self.there):
-                    self._forget_copy(left, name)
+            replaced = bool(left.file) and left.far <= newest
+            there = self.leads and (self._is_whole_there(name) or (replaced and left.file in self.there))
+            if self._all.from_first(there):
+                self._forget_copy(left, name)
+                continue
+            if replaced:  # it may be a best one that the store lacks
                 continue
             if missing := self._missing(name, left):
                 lost[name] = f"{self.directory / name}, which waits for {self.store}, lacks {missing}"
@@ -628,11 +647,17 @@ class Mirror(Hook):
                     lacks=missing,
                 )
             elif newest := self._recovered(name, left):
+                self.there[left.file] = 0
                 self._forget_copy(left, name)
             else:
                 break  # all ranks can read it here
         self._newest_there = newest
         return lost
+
+    def _is_whole_there(self, name: str) -> bool:
+        """Return True if the store has the file that names a directory of parts, which was uploaded last."""
+        main = f"{name.rpartition('-')[0]}{SUFFIX}"
+        return main in self.there and _shards_in(self.store / main) == name
 
     def _newest_of(self, lefts: dict[str, _Left]) -> tuple[int, ...]:
         try:
@@ -686,7 +711,8 @@ class Mirror(Hook):
         """Where not all ranks see a save that the store has, remove it: the run is to resume from the store."""
         if not self._all_see(left, name):
             with self._tells("cannot remove a checkpoint that a store has", left.file):
-                remove(self.directory / left.file)
+                if left.file:
+                    remove(self.directory / left.file)
                 remove_parts(self.directory / name)
 
     def _all_see(self, left: _Left, name: str) -> bool:
