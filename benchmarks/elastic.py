@@ -172,7 +172,7 @@ class Story:
                 mine.first = mine.first or line["at"]
                 mine.longest = max(mine.longest, line["at"] - (mine.last or line["at"]))
                 mine.last = max(mine.last, line["at"])
-            case {"staged": path} if path.startswith(URL):
+            case {"staged": path}:
                 self.staged.append((line["at"], elastic_job.iteration(path)))
             case {"committed": path} if path.startswith(URL):
                 self.committed.append((line["at"], elastic_job.iteration(path)))

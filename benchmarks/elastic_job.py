@@ -73,8 +73,8 @@ class Teller(Hook):
     def checkpoint_staged(self, event: Any) -> None:
         self._tell(staged=event.path)
 
-    def checkpoint_committed(self, event: Any) -> None:
-        self._tell(committed=event.path)
+    def checkpoint_uploaded(self, event: Any) -> None:
+        self._tell(committed=event.path)  # where another machine finds it
 
     def checkpoint_failed(self, event: Any) -> None:
         self._tell(kept=event.kept, error=event.error)
