@@ -29,6 +29,7 @@ def test_a_store_gets_what_the_trainer_writes_and_the_weights_are_those_without_
     ours = job(tmp_path / "run", bus, epochs=2)
     ours.fit()
     assert all(torch.equal(*pair) for pair in zip(alone.net.parameters(), ours.net.parameters(), strict=True))
-    assert [path.rpartition("/")[2].partition(".")[0] for path in told] == ["epoch_1", "epoch_2"]
+    names = [path.rpartition("/")[2].partition(".")[0] for path in told]
+    assert names in (["epoch_1", "epoch_2"], ["epoch_2"])  # an epoch may be over before the upload of the last one begins
     assert any("/bucket/run/epoch_2" in name for name in memory.store)
     assert not any("epoch_1" in name for name in memory.store)
