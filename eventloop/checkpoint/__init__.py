@@ -4,7 +4,7 @@ Knows nothing of the bus. A checkpoint is a tree (dicts, lists, tuples … of nu
 file that the safetensors package opens.
 """
 
-from trainbus.eventloop.checkpoint.background import BackgroundWriter, PendingSaves, awaiting_steps, steps_awaited
+from trainbus.eventloop.checkpoint.background import BackgroundWriter, Busy, PendingSaves, awaiting_steps, steps_awaited
 from trainbus.eventloop.checkpoint.commit import TEMPORARY_PREFIX
 from trainbus.eventloop.checkpoint.folder import (
     FORMER_PREFIX,
@@ -31,7 +31,7 @@ from trainbus.eventloop.checkpoint.load import (
 from trainbus.eventloop.checkpoint.overlap import Overlap, Staging
 from trainbus.eventloop.checkpoint.plain_types import weights_only
 from trainbus.eventloop.checkpoint.remote import RemotePath
-from trainbus.eventloop.checkpoint.saver import AsyncSaver, Busy
+from trainbus.eventloop.checkpoint.saver import AsyncSaver
 from trainbus.eventloop.checkpoint.scores import SCORES, FileScores, note_scores, read_scores, scores_of
 from trainbus.eventloop.checkpoint.shards import (
     COMMITTED,

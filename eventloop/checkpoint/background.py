@@ -1,4 +1,4 @@
-"""The background writer: saves in order on one thread, of which the last one can be taken back until it begins."""
+"""The background writer: saves in order on one thread, of which the last one can be replaced until it begins."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Final, Generic, TypeVar
+from typing import Final, Generic, Literal, TypeVar
 
 from trainbus.eventloop.checkpoint.commit import steps_made
 from trainbus.eventloop.user_errors import contextmanager
 
 _POLL: Final = 0.2
 """Seconds after which a waiting thread checks again, in case Ctrl-C swallowed a notification."""
+
+Busy = Literal["wait", "skip", "replace"]
+"""The behaviour of a save that is due while another is being written."""
 
 Job = TypeVar("Job")
 
@@ -48,13 +51,14 @@ def awaiting_steps() -> Iterator[None]:
 class PendingSaves(Generic[Job]):
     """Tracks the jobs under way and the one that waits. Jobs come from one thread and are done by another, in order.
 
-    A job is entered, begun and ended, or it is entered and taken back before it has begun. Each of these is one assignment, so
+    A job is entered, begun and ended, or it is entered and dropped before it has begun. Each of these is one assignment, so
     that Ctrl-C does not leave half of it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._jobs: tuple[tuple[Job, ...], Job | None] = (), None
+        self._held = False
         # One taken lock for each thread in ``wait``. An Event would lose track of its own lock when Ctrl-C strikes in it: it
         # enters the lock in Python code (see python/cpython#74174).
         self._bells: list[threading.Lock] = []
@@ -66,7 +70,7 @@ class PendingSaves(Generic[Job]):
 
     @property
     def waiting(self) -> Job | None:
-        """The job that can be taken back."""
+        """The job that can be dropped."""
         return self._jobs[1]
 
     def wait(self, *, for_slot: bool = False, seconds: float = math.inf) -> bool:
@@ -84,24 +88,36 @@ class PendingSaves(Generic[Job]):
             bell.acquire(timeout=min(_POLL, left))
 
     def enter(self, job: Job, *, can_wait: bool = True) -> None:
-        """Note a job. Unless it ``can_wait``, it cannot be taken back."""
+        """Note a job. Unless it ``can_wait``, it cannot be dropped."""
         with self._lock:
             self._jobs = (*self.under_way, job), job if can_wait else self.waiting
 
-    def take_back(self) -> tuple[Job, ...]:
-        """Take back the waiting job, if there is one, and those entered after it: they will never begin."""
+    def hold(self) -> Job | None:
+        """Return the waiting job, if there is one, and keep it from beginning until :meth:`let_go`."""
+        with self._lock:
+            self._held = True
+            return self.waiting
+
+    def let_go(self) -> None:
+        """Let the job that is held begin."""
+        self._held = False
+
+    def drop(self, drops: Callable[[Job], bool] = lambda job: True) -> tuple[Job, ...]:
+        """Drop the waiting job, and those entered after it, as far as ``drops`` says so: they will never begin."""
         with self._lock:
             first = next((at for at, job in enumerate(self.under_way) if job is self.waiting), len(self.under_way))
-            taken = self.under_way[first:]
-            self._keep(self.under_way[:first])
-            return taken
+            dropped = tuple(job for job in self.under_way[first:] if drops(job))
+            self._keep(tuple(job for job in self.under_way if not any(job is one for one in dropped)))
+            return dropped
 
     def begin(self) -> Job | None:
-        """Begin the first job and return it; None if there is none."""
+        """Begin the first job and return it; None if there is none, or if it is held."""
         with self._lock:
             if not self.under_way:
                 return None
             job = self.under_way[0]
+            if self._held and self.waiting is job:
+                return None
             if self.waiting is job:
                 self._jobs = self.under_way, None
                 self._ring()
@@ -156,21 +172,45 @@ class BackgroundWriter(PendingSaves[Job]):
     @property
     def busy(self) -> bool:
         """True while a job is under way."""
-        self._bell.put(None)  # Ctrl-C may have struck between entering a job and ringing
+        self._wake()
         return bool(self.under_way)
+
+    def make_way(
+        self, busy: Busy | Literal["queue"], give_up: Callable[[Job], bool], agree: Callable[[bool], bool] = bool
+    ) -> Job | None:
+        """Make way for another job, as ``busy`` says; return the job that it replaces, if any.
+
+        Args:
+            busy: ``"wait"`` waits for the jobs that are under way, ``"queue"`` only if another one waits already. ``"replace"``
+                replaces the one that waits. ``"skip"`` does nothing: ask :attr:`busy` first.
+            give_up: marks a job, for those who wait for it and for ``write``, and returns False if it cannot be given up.
+            agree: called with whether there is a job to replace; returns whether it is replaced.
+        """
+        if busy in ("wait", "queue"):
+            self.wait(for_slot=busy == "queue")
+        elif busy == "replace":
+            try:
+                waiting = self.hold()
+                # Marked before it is dropped: after Ctrl-C between the two, the thread finds it, with nothing to do.
+                if agree(waiting is not None) and waiting is not None and give_up(waiting):
+                    self.drop(lambda job: job is waiting)
+                    return waiting
+            finally:
+                self._wake()
+        return None
 
     def has(self, job: Job) -> bool:
         """Return True if a job is under way."""
         return any(other is job for other in self.under_way)
 
     def enter(self, job: Job, *, can_wait: bool = True) -> None:
-        """Queue a job. Unless it ``can_wait``, it cannot be taken back."""
-        super().enter(job, can_wait=can_wait)  # from here on it is done or taken back, even after Ctrl-C
-        self._bell.put(None)
+        """Queue a job. Unless it ``can_wait``, it cannot be dropped."""
+        super().enter(job, can_wait=can_wait)  # from here on it is done or dropped, even after Ctrl-C
+        self._wake()
 
     def wait(self, *, for_slot: bool = False, seconds: float = math.inf) -> bool:
         """Wait until no job is under way; ``for_slot``: until none waits to begin. Return False after ``seconds``."""
-        self._bell.put(None)  # see busy
+        self._wake()
         if not self.here or threading.current_thread() is self._thread:  # which would wait for itself
             return True
         thread = threading.get_ident()  # as awaiting_steps() does, with fewer calls beside the training
@@ -188,6 +228,11 @@ class BackgroundWriter(PendingSaves[Job]):
             self._thread.join()  # all is done, should Ctrl-C have it return too soon (python/cpython#90882)
         atexit.unregister(self._at_exit)
         return done
+
+    def _wake(self) -> None:
+        """Have the thread look for jobs. Each call does so: Ctrl-C may have struck between entering or holding one and this."""
+        self.let_go()
+        self._bell.put(None)
 
     def _write_all(self) -> None:
         while True:

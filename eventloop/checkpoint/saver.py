@@ -9,16 +9,13 @@ from typing import Literal, NamedTuple, Self
 
 import torch
 
-from trainbus.eventloop.checkpoint.background import BackgroundWriter
+from trainbus.eventloop.checkpoint.background import BackgroundWriter, Busy
 from trainbus.eventloop.checkpoint.overlap import Overlap
 from trainbus.eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, WriteFile, stage, write
 from trainbus.eventloop.checkpoint.store import AnyPath, AsPath, as_path
 from trainbus.eventloop.checks import check_value
 from trainbus.eventloop.errors import CheckpointError
 from trainbus.eventloop.user_errors import add_note, text_of
-
-Busy = Literal["wait", "skip", "replace"]
-"""The behaviour of a save that is due while another is being written."""
 
 
 class _Job(NamedTuple):
@@ -87,17 +84,15 @@ class AsyncSaver:
         self._raise_failures()
         path = as_path(path)
         future: Future[CommitInfo] = Future()
-        if self._busy == "wait":
-            self.wait()
-        elif self._busy == "skip" and self._writer.busy:
+        if self._busy == "skip" and self._writer.busy:
             future.cancel()
             future.set_running_or_notify_cancel()  # else concurrent.futures.wait() would wait for it
             return future
-        elif self._busy == "queue":
-            self._writer.wait(for_slot=True)
-            self._raise_failures()
-        else:
-            self._give_up_waiting()
+        if (replaced := self._writer.make_way(self._busy, _give_up)) is not None:
+            replaced.future.set_running_or_notify_cancel()
+        if self._busy == "wait":
+            self._finish()
+        self._raise_failures()
         staged = stage(tree, self._buffer, overlap=self._overlap)
         self._entered += 1
         job = _Job(staged, path, self._entered, write, raises, future)
@@ -145,13 +140,6 @@ class AsyncSaver:
                 self._act(self._entered)  # what was asked for while the last save was ending
             self._raise_failures()
 
-    def _give_up_waiting(self) -> None:
-        waiting = self._writer.waiting
-        if waiting is not None and waiting.future.cancel():  # first of all, so that every thread that waits for it goes on
-            waiting.staged.release()  # so that its memory can be used again
-            if self._writer.take_back():  # else the thread has it, and sees that it is cancelled
-                waiting.future.set_running_or_notify_cancel()
-
     def _write(self, job: _Job) -> None:
         if not job.future.set_running_or_notify_cancel():  # replaced, or the caller has cancelled it
             job.staged.release()
@@ -189,3 +177,10 @@ class AsyncSaver:
             raise first
         finally:
             del self._failures[: 1 + len(others)]  # after it was raised, so that Ctrl-C loses none
+
+
+def _give_up(job: _Job) -> bool:
+    if not job.future.cancel():  # first of all, so that every thread that waits for it goes on
+        return False
+    job.staged.release()  # so that its memory can be used again
+    return True

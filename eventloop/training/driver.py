@@ -175,7 +175,7 @@ class Driver(Session):
             self._save_before_call()
         self.state.set_progress()
         self._announce(*turn.events)
-        self._saves.save_if_asked(force=True)
+        self._checkpointer.save_if_asked(force=True)
         self.state.end_training()
         self.state.machine.go(turn)
 
@@ -231,7 +231,7 @@ class Driver(Session):
             self.feed.end()
         state.collect_requests()
         if not (state.holds or state.by_calls):
-            self._saves.save_if_asked(force=True)
+            self._checkpointer.save_if_asked(force=True)
         state.machine.go(turn)
         self._note_beginning()
 
@@ -288,7 +288,7 @@ class Driver(Session):
             self._bus.publish(event)
         state.count_iteration()
         agreed = state.agreed if state.alone else state.coordinator.agree()
-        if (self._saves.requests or agreed.save) and not (state.by_calls or (state.holds and self._ends_pass)):
+        if (self._checkpointer.requests or agreed.save) and not (state.by_calls or (state.holds and self._ends_pass)):
             self.save_held()
         state.machine.leave(ITERATION)
         if agreed.cancelled or agreed.paused or agreed.rates:
@@ -307,12 +307,12 @@ class Driver(Session):
     def _note_beginning(self) -> None:
         """Note the states with which the code before the next epoch begins, in a loop of calls."""
         state = self.state
-        if state.by_calls and state.machine.innermost is TRAIN and self._saves.directories and not self.returns.pending:
+        if state.by_calls and state.machine.innermost is TRAIN and self._checkpointer.directories and not self.returns.pending:
             state.begin_with(Beginning.of(self._run, self._large))
 
     def _save_before_call(self) -> None:
         """Save what was requested before this call: the code behind the last one has run now."""
-        if self._saves.requests or self.state.agreed.save:
+        if self._checkpointer.requests or self.state.agreed.save:
             self.save_held(force=True)
 
     def _save_before_batch(self) -> None:
@@ -325,7 +325,7 @@ class Driver(Session):
                     "between the two leaves it out: draw it behind drive.end_iteration()",
                     id="batch-drawn-early",
                 )
-        elif self._saves.requests or self.state.agreed.save:
+        elif self._checkpointer.requests or self.state.agreed.save:
             self.save_held()
 
     def _warn_of_validation(self) -> None:
@@ -338,11 +338,11 @@ class Driver(Session):
 
     def save_held(self, *, force: bool = False) -> None:
         """Save what was requested in a validation, or behind one, and has waited; with its scores, if it is the same state."""
-        self._saves.before_step = None
+        self._checkpointer.before_step = None
         scores, self._scores = self._scores, None
         if scores is not None and self.state.validated:
-            self._host.saver.note_scores(scores)
-        self._saves.save_if_asked(force=force)
+            self._checkpointer.note_scores(scores)
+        self._checkpointer.save_if_asked(force=force)
 
     def _save_before_step(self) -> None:
         """Save what was requested in a validation between two steps of one body: the next one changes the weights."""
@@ -481,7 +481,7 @@ class Driver(Session):
         if self._in_step:
             state.coordinator.agree()
         if not state.save_waits:
-            self._saves.save_if_asked()
+            self._checkpointer.save_if_asked()
         state.machine.go(turn)
         state.handle_requests()
 
@@ -501,18 +501,18 @@ class Driver(Session):
         state.count_evaluation(stage)
         if stage == "val" and state.training:
             state.note_validated()
-            self._host.saver.note_scores(results)
+            self._checkpointer.note_scores(results)
             self._scores = results if state.save_waits else None
-        if state.interrupted is not None and self._saves.requests and state.stepped:
-            self._saves.before_step = self._save_before_step
+        if state.interrupted is not None and self._checkpointer.requests and state.stepped:
+            self._checkpointer.before_step = self._save_before_step
         state.collect_requests()
         # force: save the validated weights even within an accumulation window, whose gradients are saved too.
         if not state.save_waits:
-            self._saves.save_if_asked(force=True)
+            self._checkpointer.save_if_asked(force=True)
         state.machine.go(turn)
         self._announce(after)
         if not state.save_waits:
-            self._saves.save_if_asked()
+            self._checkpointer.save_if_asked()
         self._batch = state.continue_iteration()
         state.handle_requests()
         self._note_beginning()
@@ -579,7 +579,7 @@ def around_step(
 
     ``capture`` waits before a step for the copies that it makes beside the training.
     """
-    publish, wants, state, saves, key = run.publish, run.wants, run.state, run.saves, id(optimizer)
+    publish, wants, state, saves, key = run.publish, run.wants, run.state, run.checkpointer, id(optimizer)
     stepped, own = state.stepped, capture is not None
 
     def before_step(*step: Any) -> None:

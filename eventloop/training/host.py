@@ -23,9 +23,9 @@ from trainbus.eventloop.training.folders import DirectoryLock, free_number, newe
 from trainbus.eventloop.training.replicas import Draws, Replicas
 from trainbus.eventloop.training.rng import seed_everything
 from trainbus.eventloop.training.saves.capture import Capture
+from trainbus.eventloop.training.saves.checkpointer import Saver
 from trainbus.eventloop.training.saves.contents import SavedRun, loose_parameters
 from trainbus.eventloop.training.saves.loose import tell_of_loose
-from trainbus.eventloop.training.saves.requests import Saver
 from trainbus.eventloop.training.saves.restore import Restore
 from trainbus.eventloop.training.session import open_runs
 from trainbus.eventloop.training.update import Update, check_updates
@@ -61,7 +61,7 @@ class Host(Protocol):
 
     @property
     def saver(self) -> Saver:
-        """Writes the checkpoints that hooks request."""
+        """Makes the files of checkpoints that hooks request."""
 
     @property
     def window_open(self) -> bool:
@@ -147,7 +147,6 @@ class OwnLoop:
         self._run: SavedRun
         self._drive: Driver
         self.saver: Capture
-        self.restore: Restore
 
     def join(self, run: Any, drive: Driver) -> None:
         """Become the host of a run."""
@@ -155,9 +154,9 @@ class OwnLoop:
         if self.replicas is not None:
             self._join_replicas(self.replicas)
         self.saver = Capture(run)
-        self.restore = Restore(run, self._resume, strict=self._strict)
+        run.checkpointer.restore = restore = Restore(run, self._resume, strict=self._strict)
         if self.accelerator is not None:
-            self.accelerator.join(run, self.restore)
+            self.accelerator.join(run, restore)
 
     def stay(self) -> None:
         """Use the work dir as it is: somebody else has made it for this run, and finds its files there."""
@@ -192,14 +191,14 @@ class OwnLoop:
             seed_everything(run.seed)
         for model in run.models.values() if run.moves_models else ():
             model.to(run.device)
-        run.saves.open(begins_anew=begins_anew)
+        run.checkpointer.open(begins_anew=begins_anew)
         watch_steps(run, self.saver)
         if state.trains:
             self._lock()  # before a handler opens a file in them
         yield
         if state.trains:
             self._lock()  # the directories that hooks added in before_run
-        self.restore.load()
+        run.checkpointer.load()
         if self.replicas is not None:
             self.replicas.begin()
 
@@ -249,7 +248,7 @@ class OwnLoop:
 
         def lock() -> None:
             shared = self.replicas is not None  # then each group locks the folder for its own files
-            for path in [self._run.work_dir] if shared else self._run.saves.directories:
+            for path in [self._run.work_dir] if shared else self._run.checkpointer.directories:
                 # resolve(): links and ".." give one directory several names.
                 if isinstance(path, Path) and (directory := path.resolve()) not in self._locked:
                     release = DirectoryLock(directory).release
@@ -266,7 +265,7 @@ class OwnLoop:
         """
         run: Any = self._run
         self._chooses_folder = False  # a run that is entered again stays there
-        restore, wanted, state = self.restore, run.work_dir, run.state
+        restore, wanted, state = run.checkpointer.restore, run.work_dir, run.state
         if restore.given or state.counters.iter or state.counters.epoch:
             return False
         if wanted is None:

@@ -68,14 +68,14 @@ class OpenLoops:
         """Begin the body of the next epoch; return its index."""
         state, counters = self.drive.state, self.drive.state.counters
         self.place = self.trainings = 0
-        keeps = self.owned and self.run.saves.directories
+        keeps = self.owned and self.run.checkpointer.directories
         state.begin_body(Beginning.of(self.run, self._large) if keeps else None, own=self.owned)
         self._mark()
         state.set_progress()
         return counters.epoch
 
     def _mark(self) -> None:
-        self._marks = Marks(self.run.models.values()) if self.owned and self.run.saves.directories else None
+        self._marks = Marks(self.run.models.values()) if self.owned and self.run.checkpointer.directories else None
 
     @property
     def stop_waits(self) -> bool:
@@ -175,7 +175,7 @@ class OpenLoops:
         if self.drive.returns.in_batch:
             self.drive.returns.begin_batch(self.run)
         elif self.nests or not state.counters.batches:
-            state.draw_batch_from(get_rng_state() if self.owned and self.run.saves.directories else None)
+            state.draw_batch_from(get_rng_state() if self.owned and self.run.checkpointer.directories else None)
         else:
             state.draw_batch_from(None)
 

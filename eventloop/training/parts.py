@@ -16,8 +16,9 @@ from trainbus.eventloop.training.driver import Driver
 from trainbus.eventloop.training.machine import ITERATION
 from trainbus.eventloop.training.optimizers import by_path
 from trainbus.eventloop.training.saves.best import Best, best_of
+from trainbus.eventloop.training.saves.checkpointer import Checkpointer
 from trainbus.eventloop.training.saves.contents import SavedRun
-from trainbus.eventloop.training.saves.requests import OnError, SaveRequest, Saves
+from trainbus.eventloop.training.saves.requests import OnError, SaveRequest
 from trainbus.eventloop.training.saves.restore import HOSTED
 
 _INSTEAD: Final = {
@@ -44,14 +45,14 @@ class Checkpoints(RunPart):
     """The checkpoint that the run continues; None for a new run."""
 
     @property
-    def _saves(self) -> Saves:
-        saves: Saves = self._run.saves
-        return saves
+    def _checkpointer(self) -> Checkpointer:
+        checkpointer: Checkpointer = self._run.checkpointer
+        return checkpointer
 
     @property
     def directory(self) -> AnyPath | None:
         """The directory of checkpoints without one of their own: the work dir, or that of replica groups or of a hook."""
-        return self._saves.home
+        return self._checkpointer.home
 
     @property
     def suffix(self) -> str:
@@ -106,12 +107,12 @@ class Checkpoints(RunPart):
                     "run.checkpoints.save() without a name takes no options: give a name, such as "
                     f"run.checkpoints.save('mine{self.suffix}', ...), on all ranks at the same mount point"
                 )
-            self._saves.directory()
+            self._checkpointer.directory()
             self._run.state.own.save = True
             return
-        path = self._saves.directory(directory) / name
+        path = self._checkpointer.directory(directory) / name
         with self._run.bus.span("requesting checkpoints"):
-            self._saves.request(SaveRequest(path, frozenset(leave_out), on_error, staging=staging, busy=busy))
+            self._checkpointer.request(SaveRequest(path, frozenset(leave_out), on_error, staging=staging, busy=busy))
 
     def check(self, *, directory: str | AnyPath | None = None, **options: Any) -> list[str]:
         """Raise the error that :meth:`save` with these options would raise; else return the keys of its checkpoint.
@@ -119,23 +120,23 @@ class Checkpoints(RunPart):
         Ranks other than 0 return no keys. A :class:`CheckpointValueError` names the path of the value that does not fit.
         """
         options["leave_out"] = frozenset(options.get("leave_out", ()))
-        request = SaveRequest(self._saves.directory(directory), **options)
-        return self._saves.check(request, rehearse=not self._run.rank)
+        request = SaveRequest(self._checkpointer.directory(directory), **options)
+        return self._checkpointer.check(request, rehearse=not self._run.rank)
 
     def wait(self) -> None:
         """Wait until no save is being written, or uploaded to a store."""
-        self._saves.wait_for_all()
+        self._checkpointer.wait_for_all()
 
     def keeps_in(self, directory: str | AnyPath) -> AnyPath:
         """Return the directory for a hook that saves elsewhere, and search it for ``resume="auto"``. Call it before the run.
 
         It is another one (``out-2``) if a new run has no work dir and the directory has a run already.
         """
-        return self._saves.add_directory(as_path(directory))
+        return self._checkpointer.add_directory(as_path(directory))
 
     def mirrored_by(self, mirror: Any) -> None:
         """Have a mirror upload what is saved to its directory. Call it before the run."""
-        self._saves.mirrors.append(mirror)
+        self._checkpointer.mirrors.append(mirror)
 
     def note_options(self, owner: str, options: Any) -> None:
         """Record options that a checkpoint overrides; a resume warns about options that the program changed.
@@ -197,7 +198,7 @@ class LoopCheckpoints(Checkpoints):
             TrainingError: the run has not begun, or its training has begun.
             CheckpointError: the checkpoint has no state of a run, or belongs to another model or optimizer.
         """
-        self._run.host.restore.apply_state(from_)
+        self._checkpointer.restore.apply_state(from_)
 
 
 class RunData(RunPart):

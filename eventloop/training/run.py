@@ -48,7 +48,7 @@ from trainbus.eventloop.training.optimizers import options_given, selected, step
 from trainbus.eventloop.training.parts import Checkpoints, Foreign, LoopCheckpoints, RunData, RunSteps
 from trainbus.eventloop.training.replicas import Replicas
 from trainbus.eventloop.training.rng import checked_seed
-from trainbus.eventloop.training.saves.requests import Saves
+from trainbus.eventloop.training.saves.checkpointer import Checkpointer
 from trainbus.eventloop.training.session import DEFAULT_NAME
 from trainbus.eventloop.training.state import RunState
 
@@ -136,9 +136,9 @@ class HostedRun:
         """What ``run.keep()`` keeps."""
         self.foreign = Foreign()
         self.feeds = Feeds(self.device)
-        self.saves = Saves(self)
+        self.checkpointer = Checkpointer(self)
         self.options = options_given(self.optimizers, seed)
-        self.state.save_by(self.saves.save_if_asked)
+        self.state.save_by(self.checkpointer.save_if_asked)
         self._driver = Driver(self)
         self.checkpoints = self._checkpoints_kind(self, self._driver)
         self.data = RunData(self, self._driver)
@@ -379,9 +379,7 @@ class HostedRun:
 
     def move_to(self, work_dir: Path) -> None:
         """Use another work dir. It comes before the first handler."""
-        self.saves.directories[:1] = [work_dir]
-        if self.saves.home == self.work_dir:
-            self.saves.home = work_dir
+        self.checkpointer.move_to(work_dir)
         self.work_dir = work_dir
         if not self._named:
             self.name = work_dir.name
@@ -511,7 +509,7 @@ class Run(HostedRun):
         self._loops = OpenLoops(self._driver, self)
         elsewhere = next(filter(None, (one.default_checkpoint_dir() for one in self.bus.hooks)), None)
         if elsewhere is not None:
-            self.saves.save_to(elsewhere)
+            self.checkpointer.save_to(elsewhere)
 
     def __enter__(self) -> Self:
         self._driver.begin_run()

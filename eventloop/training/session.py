@@ -42,7 +42,7 @@ class Session:
         self.state = run.state
         self.on_close = ExitStack()
         """Called when the run has ended and its bus is closed, such as to release locks."""
-        self._run, self._bus, self._host, self._saves = run, run.bus, run.host, run.saves
+        self._run, self._bus, self._host, self._checkpointer = run, run.bus, run.host, run.checkpointer
         self._looks_aside = True  # until the first stage begins
         self._replicas: Replicas | None = run.host.replicas
         self._opened = False
@@ -67,7 +67,7 @@ class Session:
                 self._interrupt,
                 self.state.refuse,
                 lambda: self.state.progress,
-                self._saves.wait_for_files,
+                self._checkpointer.wait_for_files,
                 self._patience_now,
             )
             self._opened = self._bus.internal.join()
@@ -98,9 +98,9 @@ class Session:
             state.set_progress()
             if reason := state.why_stopped():
                 self._run.info["stop_reason"] = reason
-            self._saves.wait()  # so that after_run comes behind the events of all checkpoints so far, whose files are there
+            self._checkpointer.wait()  # after_run comes behind the events of all checkpoints so far
             self._announce(*turn.events, stopped=bool(reason), reason=reason)
-            self._saves.end()
+            self._checkpointer.end()
             if state.coordinator.size > 1:  # no rank leaves before all files are written; all ranks see a failure
                 self._bus.internal.raise_failures()
                 state.collect_requests()
@@ -148,9 +148,9 @@ class Session:
             last.push(lambda _, second, __: self._tell_resume(second if isinstance(second, KeyboardInterrupt) else error))
             last.callback(self._close, abort=True)
             last.callback(self.state.machine.unwind)
-            last.callback(self._saves.tell_waiting)
+            last.callback(self._checkpointer.tell_waiting)
             # what was deferred comes behind the events of all saves
-            last.callback(lambda: self._saves.wait_for_files(patience.left))
+            last.callback(lambda: self._checkpointer.wait_for_files(patience.left))
             if self.state.coordinator.size > 1 and world_size() > 1:  # else the group was destroyed
                 share_failure(error)
             record_failure(error)
@@ -181,12 +181,12 @@ class Session:
 
     def _resume_line(self, instead: object) -> str:
         """Return the line that tells how to go on; empty if no checkpoint can be resumed from."""
-        line = self._host.saver.resume_line()
+        line = self._checkpointer.resume_line()
         return f"resumed as it is, it would stop again: {instead}" if line and instead else line
 
     def _close(self, *, abort: bool = False) -> None:
         try:
-            self._saves.close(math.inf if self._patience is None else self._patience.left)
+            self._checkpointer.close(math.inf if self._patience is None else self._patience.left)
         finally:
             self._bus.internal.release_thread(self._interrupt)
             self._close_bus(abort=abort)

@@ -11,7 +11,7 @@ import torch
 
 from trainbus.convert import Pickled
 from trainbus.eventloop.checkpoint import AsyncSaver, load, save
-from trainbus.eventloop.checkpoint.background import PendingSaves
+from trainbus.eventloop.checkpoint.background import BackgroundWriter, PendingSaves
 
 from ..strikes import strikes_at
 
@@ -67,12 +67,12 @@ def test_thousands_of_interrupts_of_saves_lose_no_file_and_do_not_hang(busy, sav
 
 def lines_of(*methods):
     """Where the n-th line of these methods of AsyncSaver (from 0) is reached, Ctrl-C strikes; tells if there are as many."""
-    codes = {getattr(AsyncSaver, name).__code__ for name in methods}
+    codes = {getattr(AsyncSaver, name).__code__ for name in methods} | {BackgroundWriter.make_way.__code__}
     return lambda at, call: strikes_at(at, call, lambda frame: frame.f_code in codes)
 
 
 def test_a_saver_works_after_an_interrupt_at_any_line_of_a_save(tmp_path, no_thread_is_left):
-    strike = lines_of("save", "wait", "_finish", "_give_up_waiting", "_raise_failures")
+    strike = lines_of("save", "wait", "_finish", "_raise_failures")
     for busy in ("wait", "skip", "replace"):
         for at in itertools.count():
             with AsyncSaver(busy=busy) as one:
@@ -165,7 +165,9 @@ def test_thousands_of_interrupts_leave_pending_saves_consistent(ctrl_c):
     def work():
         while True:
             pending.enter(one := object())
-            pending.take_back()
+            pending.hold()
+            pending.drop()
+            pending.let_go()
             pending.enter(two := object(), can_wait=False)
             pending.enter(one)
             pending.begin()
@@ -178,7 +180,8 @@ def test_thousands_of_interrupts_leave_pending_saves_consistent(ctrl_c):
         ctrl_c.call(work)
         ctrl_c.every(0)
         assert pending.under_way or pending.waiting is None
-        pending.take_back()
+        pending.let_go()
+        pending.drop()
         for job in pending.under_way:
             pending.end(job)
         pending.wait()

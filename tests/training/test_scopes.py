@@ -509,7 +509,7 @@ def test_stop_and_save_hold_no_lock_that_a_signal_handler_would_wait_for(parts, 
         try:
             run.stop()
             run.checkpoints.save()
-            run.saves.save_if_asked()
+            run.checkpointer.save_if_asked()
         finally:
             sys.settrace(before)
     assert (tmp_path / "iter_0.safetensors").exists()

@@ -106,7 +106,7 @@ class TrainerHost:
                 raise ConfigurationError(f"{hook.label} is on the bus, but the trainer steps the optimizers: remove the hook")
         if run.optimizers:
             tell_of_loose(loose_parameters(run), run.models, run.optimizers, saved=False)
-        run.saves.open()
+        run.checkpointer.open()
         yield
 
     @contextmanager

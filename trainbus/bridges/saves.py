@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -17,10 +17,9 @@ from trainbus.eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, Stage
 from trainbus.eventloop.errors import ConfigurationError, RunCancelled
 from trainbus.eventloop.events import Progress
 from trainbus.eventloop.training.distributed.ranks import world_size
-from trainbus.eventloop.training.run import Run
+from trainbus.eventloop.training.run import HostedRun
 from trainbus.eventloop.training.saves.capture import state_version
-from trainbus.eventloop.training.saves.requests import SaveOutcome, SaveRequest, merged
-from trainbus.eventloop.training.saves.restore import resume_line
+from trainbus.eventloop.training.saves.requests import SaveJob, SaveOutcome, SaveRequest
 from trainbus.eventloop.user_errors import contextmanager
 
 CHECKED: Final = str(Path())  # the path that stands for a check: the state is gathered, but not written
@@ -66,27 +65,23 @@ class Writing(AbstractContextManager[None]):
 
 
 class TrainerSaver:
-    """Collect the requests of hooks, and make the trainer write them.
+    """The saver of a run in another trainer, which writes the files.
 
     At a save point of the run, requests become due. At its next safe moment the bridge calls :meth:`write_due`.
     """
 
     hidden = RunCancelled, KeyboardInterrupt  # Lightning exits instead of raising it
-    writer = None
+    sharded = False
+    save = None
 
     def __init__(self, host: Any) -> None:
         self._host = host
-        self._run: Run = host.run
+        self._run: HostedRun = host.run
         self.raises = True  # True if a failure of the current save ends the training; False if a hook asked for a log line only
-        self._committed: list[AnyPath] = []
-        self.open()
+        self._others: list[Path] = []  # further names for the file that is being written
 
     def open(self) -> None:
         """Begin a run."""
-        self.due: list[SaveRequest] = []
-        self._others: list[Path] = []  # further names for the file that is being written
-        self._written: tuple[object, set[Path]] | None = None
-        """The version of the last state that was written, and its paths."""
 
     def check(self, request: SaveRequest) -> None:
         """Raise ConfigurationError for an option that needs trainbus's own format."""
@@ -103,38 +98,31 @@ class TrainerSaver:
         self._host.gather_entry(CHECKED)
         return []
 
-    def save(self, requests: list[SaveRequest]) -> None:
-        """Make the requests due."""
-        self.due += requests
+    def version(self) -> tuple[int, ...] | None:
+        """Return numbers that change with the state."""
+        # Of several ranks each has handlers of its own, which count as changes of the state, and all must write or none.
+        return state_version(self._run) if world_size() == 1 else None
 
-    def note_scores(self, metrics: Mapping[str, Any]) -> None:
-        """Do nothing: the trainer has its own place for the scores of its files."""
-
-    def resume_line(self) -> str:
-        """Return the line that tells how to continue from the newest checkpoint of this run, in the trainer's own words."""
-        lines = (resume_line(path, self._host.resume_way.format(path)) for path in reversed(self._committed))
-        return next(filter(None, lines), "")  # the trainer may have removed the newest
+    def way_to_resume(self, path: AnyPath) -> str:
+        """Return how a user resumes, in the trainer's own words."""
+        return str(self._host.resume_way).format(path)
 
     def write_due(self, write: Callable[[AnyPath], object]) -> None:
         """Call ``write`` with the path of the file, if one is due. It makes the trainer save, within :meth:`writing`."""
-        if not self.due:
-            return
-        requests, self.due = self.due, []
-        asked, version = {request.path for request in requests}, state_version(self._run)
-        # Of several ranks each has handlers of its own, which count as changes of the state, and all must write or none.
-        known = self._written if world_size() == 1 else None
-        if known is not None and known[0] == version and asked <= known[1]:
-            return  # the end of training asks for the state of its last epoch again
-        path, *self._others = dict.fromkeys(request.path for request in requests)
-        self.raises = merged(requests).on_error == "raise"
-        try:
-            write(path)
-            self._written = version, asked
-        except Exception:
-            if self.raises:
-                raise
-        finally:
-            self._others, self.raises = [], True
+
+        def save(job: SaveJob) -> None:
+            path, *self._others = job.paths
+            self.raises = job.request.on_error == "raise"
+            try:
+                write(path)
+            except Exception:
+                job.lost = True
+                if self.raises:
+                    raise
+            finally:
+                self._others, self.raises = [], True
+
+        self._run.checkpointer.save_due(save)
 
     def writing(self, path: AnyPath) -> Writing:
         """Return a context that publishes ``checkpoint_committed`` or ``checkpoint_failed`` when it ends.
@@ -161,7 +149,7 @@ class TrainerSaver:
                 outcome.failed(error)
             raise
         if first and open_here:
-            self._committed.append(path)
+            self._run.checkpointer.committed.append(path)
             seconds = time.perf_counter() - start
             outcome.committed(size=_size(path), seconds=seconds, stall=seconds if writing.here else writing.copied)
 

@@ -70,7 +70,7 @@ def _load_best(run: SavedRun, subject: str, best: Callable[[], Best | None]) -> 
     if state.stops and state.agreed.exit_code:
         log.info(f"{subject}: the best weights are not loaded, because this training goes on in another process")
         return
-    run.saves.wait()
+    run.checkpointer.wait()
     found = run.coordinator.from_first(lambda: _portable(best()))
     if found is None:
         log.warning(f"{subject}: there is no best checkpoint, so the model keeps its last weights", id="no-best-checkpoint")
@@ -117,5 +117,5 @@ def _read(run: SavedRun, path: AnyPath, subject: str) -> Tree:
         verify_shards(tree, path)
     state: Tree = {key: value for key, value in tree.items() if key not in _LEFT_OUT}
     if run.host.saver.sharded or sharded_in(state) is not None:
-        return dict(run.host.restore.with_shards(state, path))
+        return dict(run.checkpointer.restore.with_shards(state, path))
     return state

@@ -52,7 +52,7 @@ class SavedRun(RunView, Protocol):
     bus: Bus
     state: RunState
     feeds: Feeds
-    saves: Any
+    checkpointer: Any
     host: Any
     stateful: dict[str, Any]
     kept: KeptValues

@@ -142,7 +142,7 @@ class Restore:
     def _find(self) -> Found | None:
         """Load the checkpoint to resume from: of several ranks, the newest good one that any of them finds."""
         lost = dict[str, str]()
-        for mirror in self._run.saves.mirrors if self.automatic else ():
+        for mirror in self._run.checkpointer.mirrors if self.automatic else ():
             lost |= mirror.recover()
         found = self._newest(dict(lost))
         if found is None and (lost or self.automatic) and (reason := "; ".join(lost.values()) or self._stranded()):
@@ -153,7 +153,7 @@ class Restore:
 
     def _stranded(self) -> str:
         """Return which parts of a sharded save there are on any rank, whose file none has; empty if there are none."""
-        here = (one for one in self._run.saves.directories if isinstance(one, Path))
+        here = (one for one in self._run.checkpointer.directories if isinstance(one, Path))
         own = "".join(
             [f"{one.parent} is a part of a save whose file no rank has" for place in here for one in stranded(place)][:1]
         )
@@ -189,7 +189,7 @@ class Restore:
                 return found
 
     def _look_here(self) -> AnyPath | None:
-        known = self._run.saves.directories
+        known = self._run.checkpointer.directories
         if self._source == "auto":
             return newest_candidate(*known)
         path = as_path(self._source or "")
@@ -199,12 +199,12 @@ class Restore:
 
     def _find_here(self, read: Read) -> Found | None:
         if self._source == "auto":
-            return find_checkpoint(*self._run.saves.directories, read=read)
+            return find_checkpoint(*self._run.checkpointer.directories, read=read)
         way_out = (
             'give the path or URL of a checkpoint, or of a directory with some; resume="auto" takes the newest one in the work '
             "dir, and begins a new run if it finds none"
         )
-        return read_checkpoint(as_path(self._source or ""), read, way_out, known=self._run.saves.directories)
+        return read_checkpoint(as_path(self._source or ""), read, way_out, known=self._run.checkpointer.directories)
 
     def with_shards(self, state: Mapping[str, Any], path: Any) -> dict[str, Any]:
         """Return a tree with sharded tensors, of which this process has its part: those of the file ``path``, or whole ones."""

@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from trainbus.eventloop.bus import Bus
 from trainbus.eventloop.bus.subscription import OFFLOADED, Subscription
 from trainbus.eventloop.checkpoint import (
     BackgroundWriter,
@@ -23,10 +22,11 @@ from trainbus.eventloop.checkpoint import (
     write,
 )
 from trainbus.eventloop.errors import CheckpointError
-from trainbus.eventloop.events import CheckpointStaged, RunView
+from trainbus.eventloop.events import CheckpointStaged
 from trainbus.eventloop.events.event import name_of
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.offload import Deadline
+from trainbus.eventloop.training.saves.contents import SavedRun
 from trainbus.eventloop.training.saves.requests import SaveJob, SaveOutcome
 from trainbus.eventloop.training.schema import LAST
 from trainbus.eventloop.user_errors import add_note
@@ -39,14 +39,12 @@ log = get_logger()
 class CheckpointWriter:
     """Write jobs in order on a separate thread. A later job may replace one that has not begun.
 
-    The work dir gets a pointer to the newest checkpoint in any directory. ``apart`` tells whether a directory may be another
-    one on each rank.
+    The work dir gets a pointer to the newest checkpoint in any directory.
     """
 
-    def __init__(self, run: RunView, bus: Bus, apart: Callable[[Path], bool]) -> None:
-        self._view = run
-        self._bus = bus
-        self._apart = apart
+    def __init__(self, run: SavedRun) -> None:
+        self._run = run
+        self._bus = bus = run.bus
         self.made: dict[Path, Path] = {}
         """Directories that exist durably (a power cut cannot remove them), each with the path of its ``last_checkpoint``."""
         self._late: set[Subscription] = set()  # slow handlers of checkpoint_staged
@@ -63,12 +61,6 @@ class CheckpointWriter:
         """True while a file is being written, or waits for it."""
         return self._writer.busy and any(job.paths for job in self._writer.under_way)
 
-    @property
-    def newest(self) -> Path | None:
-        """The path of the newest durable checkpoint."""
-        _, path = self._named.get(self._view.work_dir, (0, None))
-        return path
-
     def wait(self, seconds: float = math.inf) -> None:
         """Wait until no job is under way, for at most ``seconds``."""
         self._writer.wait(seconds=seconds)
@@ -76,11 +68,10 @@ class CheckpointWriter:
     def hand_over(self, job: SaveJob) -> None:
         """Publish ``checkpoint_staged`` and queue a job; drop it after an error, unless the thread has begun it."""
         try:
-            self._view.publish(CheckpointStaged, path=str(job.paths[0]))
+            self._run.publish(CheckpointStaged, path=str(job.paths[0]))
             self._writer.enter(job, can_wait=job.staged is not None)
         except BaseException:
-            if self._writer.waiting is job:
-                self._writer.take_back()
+            self._writer.drop(lambda one: one is job)
             if not self._writer.has(job):
                 job.release()
             raise
@@ -88,34 +79,27 @@ class CheckpointWriter:
     def score(self, job: SaveJob, metrics: Mapping[str, Any]) -> None:
         """Note the metrics of the validation of a state, once its file is written."""
         job.scores = metrics
-        if not self._view.rank:
+        if not self._run.rank:
             self._writer.enter(SaveJob(job.request, [], job.progress, source=job), can_wait=False)
 
-    def replace(self, path: Path, agree: Callable[[bool], bool]) -> None:
-        """Skip the waiting job, if any, in favour of ``path``; not if ``agree`` tells that another rank has begun it.
+    def make_way(self, job: SaveJob, agree: Callable[[bool], bool]) -> None:
+        """Wait for earlier jobs, or replace the waiting one if all ranks ``agree``, as the request of a new job says.
 
-        Further names of it go with it. If it stays, they stay behind it: all ranks write in one order.
+        Further names of a job that is replaced stay behind it: all ranks write in one order.
         """
-        taken, agreed = self._writer.take_back(), False
-        replaced = [job for job in taken if taken[0] in (job, job.source)]
-        try:
-            agreed = agree(bool(taken))
-        finally:
-            for job in taken:
-                if not agreed or job not in replaced:
-                    self._writer.enter(job, can_wait=job.staged is not None)
-        for job in replaced if agreed else ():
-            job.given_up = f"replaced by {path}"
-            job.release()  # before the skip, so that its memory is free for the next save
-            if job.paths:  # else only the scores of the one that was given up
-                self.skip(job)
+        with self._bus.span("waiting for checkpoints"):
+            replaced = self._writer.make_way(
+                job.request.busy, lambda waiting: waiting.give_up(f"replaced by {job.paths[0]}"), agree
+            )
+        if replaced is not None:
+            self.skip(replaced)
 
     def close(self, seconds: float) -> None:
         """Write the queued jobs and end the thread; after ``seconds``, log the jobs that are left."""
         if self._writer.close(seconds):
             return
         left = self._writer.under_way
-        for waiting in self._writer.take_back():
+        for waiting in self._writer.drop():
             waiting.release()
         log.warning(
             "checkpoints were not written before the run ended",
@@ -194,6 +178,7 @@ class CheckpointWriter:
         raises = job.request.on_error == "raise"
         try:
             if done:
+                self._run.checkpointer.committed.append(done[0])
                 written = 0 if job.source is not None else size
                 SaveOutcome(self._bus, done, job.progress).committed(size=written, seconds=seconds, stall=job.stall)
         except Exception:
@@ -226,7 +211,7 @@ class CheckpointWriter:
         """Write a state, with this rank's part of a sharded one, or give its file a further name; return the bytes."""
         if root.parts is None:
             return self._write_file(root, path)
-        return root.parts.commit(path, partial(self._write_file, root, path), apart=self._apart(path.parent))
+        return root.parts.commit(path, partial(self._write_file, root, path), apart=self._run.checkpointer.apart(path.parent))
 
     def _write_file(self, root: SaveJob, path: Path) -> int:
         self._make(path.parent)
@@ -249,7 +234,7 @@ class CheckpointWriter:
 
     def _landed(self, root: SaveJob, path: Path) -> None:
         """Note a durable file; have ``last_checkpoint`` in its directory and in the work dir name it, if it is the newest."""
-        home = self._view.work_dir
+        home = self._run.work_dir
         for directory in dict.fromkeys((path.parent, home)):
             number, _ = self._named.get(directory, (-1, None))
             if root.number > number:

@@ -58,7 +58,7 @@ class Iterations:
         self._trainer = trainer
         self._host, self._run, self._drive = host, host.run, host.drive
         self._begin_epoch, self._save_or_stop = begin_epoch, save_or_stop
-        run, self._saver = host.run, host.saver
+        run, self._checkpointer = host.run, host.run.checkpointer
         self._wants, self._state, self._machine = run.wants, run.state, run.state.machine
         self._progress = trainer.fit_loop.epoch_loop.batch_progress
         self.step_fetches = privates.step_fetches(trainer)
@@ -122,7 +122,7 @@ class Iterations:
             self._batch = None
         else:
             drive.end_iteration(silent=True)
-        if state.urgent or self._saver.due:
+        if state.urgent or self._checkpointer.due:
             self._save_or_stop()
 
     def _catch_up(self, batch: Any, batch_idx: int) -> None:

@@ -180,8 +180,7 @@ class ManagedReplicas:
 
     def _take_over(self) -> None:
         """Save from here on. The group that did so until now is gone, or another one begins to be the first."""
-        saver: Any = self._run.host.saver
-        if lost := saver.left_to_others():
+        if lost := self._run.checkpointer.left_to_others():
             log.warning(
                 "files that another replica group was to write are not there; the state is saved once more",
                 id="torchft-files-missing",

@@ -283,7 +283,7 @@ class TransformersBridge(Bridge):
         """Save or stop after the trainer has logged, evaluated and saved: a resumed run does not repeat these."""
         run, saver = self._host.run, self._host.saver
         # After the last step of an epoch the end of the epoch follows at once, and a run resumes better from there.
-        if saver.due and (EPOCH not in run.state.machine or run.counters.batches != self._length):
+        if run.checkpointer.due and (EPOCH not in run.state.machine or run.counters.batches != self._length):
             saver.write_due(self._write)
         if run.state.stops and self._drive.should_stop():
             self.trainer.control.should_training_stop = True

@@ -133,12 +133,12 @@ def _around_end(original: Method, host: TrainerHost, loss: Method, steps: _Steps
 
 
 def _around_log_save_evaluate(trainer: Any, host: TrainerHost, save_or_stop: Callable[[], object]) -> Method:
-    original, state, saver = getattr(trainer, privates.LOG_SAVE_EVALUATE), host.run.state, host.saver
+    original, state, checkpointer = getattr(trainer, privates.LOG_SAVE_EVALUATE), host.run.state, host.run.checkpointer
 
     @wraps(original)
     def log_save_evaluate(*args: Any, **kwargs: Any) -> None:
         original(*args, **kwargs)
-        if state.agreed.stop or saver.due:
+        if state.agreed.stop or checkpointer.due:
             save_or_stop()
 
     return log_save_evaluate
