@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import inf
-from typing import Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 import torch
 
@@ -18,6 +18,9 @@ from trainbus.eventloop.training.copies import copied, is_large, size_of
 from trainbus.eventloop.training.keep import KEPT, KeptValues
 from trainbus.eventloop.training.optimizers import parameters_of
 from trainbus.eventloop.training.rng import get_rng_state, set_rng_state
+
+if TYPE_CHECKING:  # it needs this module
+    from trainbus.eventloop.training.saves.contents import SavedRun
 
 log = get_logger()
 
@@ -86,11 +89,11 @@ class Beginning:
         """Names of states that the saved run had, but not of this beginning: they are large."""
 
     @classmethod
-    def of(cls, run: Any, large: set[str]) -> Self:
+    def of(cls, run: SavedRun, large: set[str]) -> Self:
         """Copy the states of a run. ``large`` collects the names of those that are too large, which it leaves out."""
         return cls(get_rng_state(), copied_states(run.stateful, large), copied_options(run.optimizers))
 
-    def apply(self, run: Any) -> None:
+    def apply(self, run: SavedRun) -> None:
         """Restore the states, as far as the run has such objects."""
         for name, thing in run.stateful.items():
             if name in self.stateful:
@@ -122,7 +125,7 @@ def _set_options(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 class KeptStates(Beginning):
     """All states that the code of a body may change, weights and gradients included: :meth:`put_back` restores them."""
 
-    def __init__(self, run: Any) -> None:
+    def __init__(self, run: SavedRun) -> None:
         super().__init__(get_rng_state(), {}, copied_options(run.optimizers))
         self._undos: list[Undo] = []
         room, too_large = _MOST, []
@@ -141,7 +144,7 @@ class KeptStates(Beginning):
                 names=too_large,
             )
 
-    def with_weights(self, run: Any) -> Self:
+    def with_weights(self, run: SavedRun) -> Self:
         """Copy weights, optimizer states and gradients as well, if they take less than 2 GiB."""
         modules = [module for model in run.models.values() for module in model.modules()]
         tensors: list[Any] = [*tensors_of(modules)]
@@ -163,7 +166,7 @@ class KeptStates(Beginning):
                     self._undos.append(partial(_set_gradient, parameter, parameter.grad.detach().clone()))
         return self
 
-    def put_back(self, run: Any) -> None:
+    def put_back(self, run: SavedRun) -> None:
         """Restore all states."""
         with torch.no_grad():
             for undo in reversed(self._undos):
@@ -206,7 +209,7 @@ class Return:
         """Put nothing back."""
         self._kept, self.in_batch = None, False
 
-    def begin(self, run: Any) -> None:
+    def begin(self, run: SavedRun) -> None:
         """Copy the states of a resumed run, and give user code those of the beginning of its body, if the save has them."""
         self._kept, self.in_batch = KeptStates(run).with_weights(run), run.feeds.repeats
         if run.state.gradients:
@@ -223,7 +226,7 @@ class Return:
                     names=run.state.beginning.left_out,
                 )
 
-    def arrive(self, run: Any) -> None:
+    def arrive(self, run: SavedRun) -> None:
         """Put the states back at the place of the save; if that is in the body of a batch, now and there."""
         kept = self._kept
         if not self.in_batch:
@@ -232,12 +235,12 @@ class Return:
             kept.put_back(run)
             restore_gradients(run.optimizers, run.state.gradients)
 
-    def begin_batch(self, run: Any) -> None:
+    def begin_batch(self, run: SavedRun) -> None:
         """Put back the random states with which the batch of the save began."""
         if self.in_batch and run.state.batch_rng is not None:
             set_rng_state(run.state.batch_rng)
 
-    def reach_batch(self, run: Any) -> None:
+    def reach_batch(self, run: SavedRun) -> None:
         """Put the states back in the body of a batch, where the saved run had validated."""
         if self.in_batch:
             self.in_batch = False

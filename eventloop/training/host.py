@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -30,6 +30,9 @@ from trainbus.eventloop.training.saves.restore import Restore
 from trainbus.eventloop.training.session import open_runs
 from trainbus.eventloop.training.update import Update, check_updates
 from trainbus.eventloop.user_errors import contextmanager
+
+if TYPE_CHECKING:  # it needs this module
+    from trainbus.eventloop.training.run import HostedRun
 
 log = get_logger()
 
@@ -83,7 +86,7 @@ class Host(Protocol):
     def evaluation_length(self) -> int | None:
         """Batches in the current or last validation or test; None if unknown."""
 
-    def join(self, run: Any, drive: Driver) -> None:
+    def join(self, run: HostedRun, drive: Driver) -> None:
         """Become the host of a run, which ``drive`` drives."""
 
     def beginning(self) -> AbstractContextManager[None]:
@@ -108,7 +111,7 @@ class Accelerator(Protocol):
     def precision(self) -> str | None:
         """The mixed precision, if any."""
 
-    def join(self, run: Any, restore: Restore) -> None:
+    def join(self, run: SavedRun, restore: Restore) -> None:
         """Save the state of a run with the library's own checkpoints, and restore it from them."""
 
 
@@ -148,7 +151,7 @@ class OwnLoop:
         self._drive: Driver
         self.saver: Capture
 
-    def join(self, run: Any, drive: Driver) -> None:
+    def join(self, run: SavedRun, drive: Driver) -> None:
         """Become the host of a run."""
         self._run, self._drive = run, drive
         if self.replicas is not None:
@@ -164,13 +167,13 @@ class OwnLoop:
         self.facts = replace(self.facts, clears_folder=self.replicas is None)
 
     def _join_replicas(self, replicas: Replicas) -> None:
-        run: Any = self._run
+        run = self._run
         if run.seed is None:
             raise ConfigurationError(
                 "replicas= needs seed=: the random numbers of an iteration are made from it, so that a replica group that "
                 "comes back goes on like one that did not stop"
             )
-        run.feeds.draws = Draws(run.seed, lambda: run.counters.iter)
+        run.feeds.draws = Draws(run.seed, lambda: run.state.counters.iter)
         if run.work_dir is not None:
             # A group that comes back starts like one of a new training.
             self._resume = self._resume or "auto"
@@ -263,7 +266,7 @@ class OwnLoop:
 
         Return True for a training without a work dir that begins anew.
         """
-        run: Any = self._run
+        run = self._run
         self._chooses_folder = False  # a run that is entered again stays there
         restore, wanted, state = run.checkpointer.restore, run.work_dir, run.state
         if restore.given or state.counters.iter or state.counters.epoch:

@@ -16,6 +16,7 @@ from trainbus.eventloop.training.driver import Driver
 from trainbus.eventloop.training.machine import ITERATION
 from trainbus.eventloop.training.optimizers import by_path
 from trainbus.eventloop.training.saves.best import Best, best_of
+from trainbus.eventloop.training.saves.capture import Capture
 from trainbus.eventloop.training.saves.checkpointer import Checkpointer
 from trainbus.eventloop.training.saves.contents import SavedRun
 from trainbus.eventloop.training.saves.requests import OnError, SaveRequest
@@ -46,8 +47,7 @@ class Checkpoints(RunPart):
 
     @property
     def _checkpointer(self) -> Checkpointer:
-        checkpointer: Checkpointer = self._run.checkpointer
-        return checkpointer
+        return self._run.checkpointer
 
     @property
     def directory(self) -> AnyPath | None:
@@ -57,8 +57,7 @@ class Checkpoints(RunPart):
     @property
     def suffix(self) -> str:
         """Suffix of this run's checkpoints: ``.safetensors``, or the suffix of the trainer that writes them."""
-        suffix: str = self._run.host.facts.suffix
-        return suffix
+        return self._run.host.facts.suffix
 
     @property
     def best(self) -> Best | None:
@@ -185,7 +184,9 @@ class LoopCheckpoints(Checkpoints):
                 "after the `for` statement over run.train(loader) or between two epochs; a handler calls "
                 "run.checkpoints.save(name), because later handlers may still change the state"
             )
-        into[HOSTED] = self._run.host.saver.gather()
+        saver = self._run.host.saver
+        assert isinstance(saver, Capture)  # noqa: S101 - a loop of one's own has it
+        into[HOSTED] = saver.gather()
 
     @check_options
     def apply_state(self, from_: Mapping[str, Any]) -> None:
@@ -207,8 +208,7 @@ class RunData(RunPart):
     @property
     def train(self) -> Iterable[Any] | None:
         """The loader of the training; None before the first training epoch of your own loop."""
-        loader: Iterable[Any] | None = self._run.host.train_data
-        return loader
+        return self._run.host.train_data
 
     @property
     def evaluation(self) -> Iterable[Any] | None:
@@ -219,14 +219,12 @@ class RunData(RunPart):
     @property
     def epoch_length(self) -> int | None:
         """Training batches per epoch; None if unknown."""
-        length: int | None = self._run.host.epoch_length
-        return length
+        return self._run.host.epoch_length
 
     @property
     def evaluation_length(self) -> int | None:
         """Batches in the current or last validation or test; None if unknown."""
-        length: int | None = self._run.host.evaluation_length
-        return length
+        return self._run.host.evaluation_length
 
     @property
     def total_iters(self) -> int | None:
@@ -266,8 +264,7 @@ class RunSteps(RunPart):
     @property
     def accumulation(self) -> int | None:
         """Iterations per step, from the update on the bus or the accelerator; None if your code decides."""
-        accumulation: int | None = self._run.host.accumulation
-        return accumulation
+        return self._run.host.accumulation
 
 
 class Foreign(msgspec.Struct):

@@ -27,6 +27,7 @@ from trainbus.eventloop.training.loaders import has_state, is_plain, rebuilt
 from trainbus.eventloop.training.machine import VAL_ITERATION
 from trainbus.eventloop.training.metrics import ONE_NUMBER, Metrics, NamedMetrics, missing_metric, not_a_number
 from trainbus.eventloop.training.rng import Generator, random_states, set_random_states
+from trainbus.eventloop.training.saves.contents import SavedRun
 from trainbus.eventloop.training.update import Update
 from trainbus.eventloop.user_errors import add_note
 
@@ -34,7 +35,7 @@ log = get_logger()
 
 
 def check_first_batches(
-    run: Any, loader: Iterable[Any], name: str, step: Callable[[Any], Any], metrics: NamedMetrics, count: int
+    run: SavedRun, loader: Iterable[Any], name: str, step: Callable[[Any], Any], metrics: NamedMetrics, count: int
 ) -> None:
     """Validate the first ``count`` batches by ``step``, which errors call ``name``, and check that hooks find their metrics.
 
@@ -84,7 +85,7 @@ def unmet_needs(bus: Bus, metrics: Mapping[str, Any], what: str) -> Iterator[str
 
 
 def _validated(
-    run: Any, loader: Iterable[Any], step: Callable[[Any], Any], metrics: NamedMetrics, count: int
+    run: SavedRun, loader: Iterable[Any], step: Callable[[Any], Any], metrics: NamedMetrics, count: int
 ) -> dict[str, Any] | None:
     """Return the metrics of the first ``count`` batches, or None if the loader or the model cannot be looked at."""
     models = run.models.values()
@@ -106,7 +107,7 @@ def _validated(
         return measured.compute(run.coordinator, early=True)
 
 
-def _outputs(run: Any, step: Callable[[Any], Any], batch: Any) -> dict[str, Any]:
+def _outputs(run: SavedRun, step: Callable[[Any], Any], batch: Any) -> dict[str, Any]:
     """Return the outputs of one step, with those that it reports to the run."""
     state = run.state
     update = next((hook for hook in run.bus.hooks if isinstance(hook, Update)), None)

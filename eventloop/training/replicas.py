@@ -1,5 +1,8 @@
 """Replica groups: copies of one training that die and come back one by one, led by a manager.
 
+if TYPE_CHECKING:  # it needs this module
+    from trainbus.eventloop.training.saves.contents import SavedRun
+
 Each group is a run of its own. An iteration is one step of the manager: if the manager does not commit it, the same batch
 comes again, and nothing is published or counted. A group that comes back takes over the state of one that went on.
 """
@@ -7,7 +10,7 @@ comes again, and nothing is published or counted. A group that comes back takes 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -16,6 +19,9 @@ from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.training.loaders import start_persistent_workers
 from trainbus.eventloop.training.rng import own_generators, random_states, reseed
 from trainbus.eventloop.training.schema import SavedStart
+
+if TYPE_CHECKING:  # it needs this module
+    from trainbus.eventloop.training.saves.contents import SavedRun
 
 log = get_logger()
 
@@ -36,7 +42,7 @@ class Replicas(Protocol):
     def size(self) -> int:
         """Number of processes in this group."""
 
-    def join(self, run: Any, drive: Any) -> None:
+    def join(self, run: SavedRun, drive: Any) -> None:
         """Lead a run, which ``drive`` drives."""
 
     def begin(self) -> None:

@@ -99,7 +99,7 @@ class HostedRun:
         name: str | None = None,
         config: Config | None = None,
         counters: Counters | None = None,
-        host: Any,
+        host: Host,
     ) -> None:
         self.bus = bus if bus is not None else Bus()
         self.wants = self.bus.internal.route_of
@@ -121,7 +121,7 @@ class HostedRun:
         self.config = config or {}
         self.counters = counters or Counters()
         self.counters.rename(self.name)
-        self.host: Host = host
+        self.host = host
         self.state = RunState(self.counters, self.optimizers, self.stateful, self.bus, self.host)
         self.moves_models = device is not None
         self.info: dict[str, Any] = {}

@@ -231,7 +231,7 @@ class Session:
 
     def _number_name(self) -> None:
         """Tell a run without a name and a work dir from the other open ones, for dashboards and streams."""
-        run: Any = self._run
+        run = self._run
         taken = {other.name for other in open_runs}
         if run.work_dir is None and run.name == DEFAULT_NAME and run.name in taken:
             run.name = next(name for number in count(2) if (name := f"{DEFAULT_NAME}-{number}") not in taken)

@@ -18,6 +18,7 @@ from trainbus.eventloop.training.distributed.ranks import world_size
 from trainbus.eventloop.training.distributed.rounds import join_rounds
 from trainbus.eventloop.training.driver import Step, around_step, watch_steps
 from trainbus.eventloop.training.machine import Counters
+from trainbus.eventloop.training.replicas import Replicas
 from trainbus.eventloop.training.saves.contents import (
     by_model,
     flat,
@@ -68,7 +69,7 @@ class TrainerHost:
         resume_way: how a user resumes, with ``{}`` for the path of a checkpoint.
     """
 
-    replicas = None
+    replicas: Replicas | None = None
 
     # The bridge sets these when they are known.
     train_data: Iterable[Any] | None = None

@@ -123,8 +123,7 @@ class Checkpointer:
 
     @property
     def _saver(self) -> Saver:
-        saver: Saver = self._run.host.saver
-        return saver
+        return self._run.host.saver
 
     def open(self, *, begins_anew: bool = False) -> None:
         """Begin a run. ``begins_anew`` tells that it has no work dir, and gets free directories for its hooks."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 import msgspec
@@ -39,6 +40,10 @@ from trainbus.eventloop.training.schema import (
 )
 from trainbus.eventloop.training.state import RunState
 
+if TYPE_CHECKING:  # they need this module
+    from trainbus.eventloop.training.host import Host
+    from trainbus.eventloop.training.saves.checkpointer import Checkpointer
+
 log = get_logger()
 
 
@@ -49,11 +54,16 @@ _named: WeakKeyDictionary[Any, tuple[list[int | str], str]] = WeakKeyDictionary(
 class SavedRun(RunView, Protocol):
     """The part of a run that saving and restoring use."""
 
+    name: str
+    work_dir: Path | None
     bus: Bus
     state: RunState
     feeds: Feeds
-    checkpointer: Any
-    host: Any
+    checkpointer: Checkpointer
+
+    @property
+    def host(self) -> Host: ...  # noqa: D102 - as in Run
+
     stateful: dict[str, Any]
     kept: KeptValues
     options: dict[str, Any]
@@ -62,6 +72,8 @@ class SavedRun(RunView, Protocol):
 
     @property
     def coordinator(self) -> Coordinator: ...  # noqa: D102 - as in Run
+
+    def move_to(self, work_dir: Path) -> None: ...  # noqa: D102 - as in Run
 
 
 # -------------------------------------------------------------------------------------------------------------- gather
