@@ -32,7 +32,9 @@ class Asks(Hook):
         self._file.write(json.dumps(facts) + "\n")
         self._file.flush()
         alone = self._manager.num_participants() == 1
-        time.sleep(0.5 if alone and at.iter < 25 and int(os.environ["WORLD_SIZE"]) > 1 else 0.02)
+        # Alone, group a is slow before the iterations of these requests: the other one may take half a minute to come.
+        waits = alone and at.iter < 25 and int(os.environ["WORLD_SIZE"]) > 1
+        time.sleep((0.3 if at.iter < 5 else 2.0) if waits else 0.02)
         if self._asks and at.iter == 30:
             event.run.set_lr(0.005)
         if self._asks and at.iter == 50:
