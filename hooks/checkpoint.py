@@ -17,7 +17,6 @@ from trainbus.eventloop.checkpoint import (
     Staging,
     as_path,
     checkpoints_in,
-    is_sharded,
     remove,
     sweep_shards,
 )
@@ -228,7 +227,7 @@ class CheckpointHook(CopiedAnew, Hook):
             raise ConfigurationError(f"{self.label}(published_keys=...) copies parts of trainbus's own checkpoints, {advice}")
         self._loaded_here = self._checked = self._finished = False
         self._last, self._removed = None, []
-        self._sharded = any(map(is_sharded, event.run.models.values()))  # a forward pass may put parameters together
+        self._sharded = run.checkpoints.in_parts  # before a forward pass puts parameters together
 
     def after_load_checkpoint(self, event: events.AfterLoadCheckpoint) -> None:
         # Rank 0 decides what is saved; the disk of another rank may have another name.

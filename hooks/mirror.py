@@ -37,7 +37,6 @@ from trainbus.eventloop.checkpoint import (
     check_parts,
     check_regular,
     commit_bytes,
-    is_sharded,
     link,
     list_directories,
     list_files,
@@ -116,7 +115,7 @@ class Mirror(Hook):
     priority = Priority.LOWEST  # behind the hooks that say which files stay
 
     def __init__(self, run: RunView, directory: Path | None, store: RemotePath) -> None:
-        sharded = run.world_size > 1 and any(map(is_sharded, run.models.values()))
+        sharded = run.world_size > 1 and run.checkpoints.in_parts
         self.apart = sharded
         """True if each rank has a part of a file, perhaps on a machine of its own."""
         number = len(run.shared[MIRRORS])  # each has a thread and a group of its own

@@ -1,10 +1,13 @@
 """Checkpoints of state that is spread over processes (FSDP2's ``fully_shard``): each one writes its own part.
 
-The tree is one file, as in other checkpoints, with a name in place of each sharded tensor (``DTensor``). The tensors are in
-a directory beside it, one file from each process and an index (see ``shards``). Every process stages and writes its part as
-any other checkpoint, on disk or in a store; when all have done so, rank 0 writes the index, and then the file that names the
-directory. So a checkpoint exists when every part of it is durable, and a directory that no file names can be removed
-(``shards.sweep_shards``).
+The tree is one file, as in other checkpoints, with a name in place of each sharded tensor (``DTensor``), and of each tensor
+that rank 0 lacks. These are in a directory beside it, one file from each process and an index (see ``shards``). Every process
+stages and writes its part as any other checkpoint, on disk or in a store; when all have done so, rank 0 writes the index, and
+then the file that names the directory. So a checkpoint exists when every part of it is durable, and a directory that no file
+names can be removed (``shards.sweep_shards``).
+
+A tensor may be on several meshes, each of which has all of it: copies of FSDP2 on one dimension of a mesh. That of the lowest
+rank writes it. ``Places`` tells which rank that is, so that no other one copies its part; the index decides in any case.
 
 Tensors are read back with the placement of the reading run: any number of processes, or one that shards nothing. Each process
 reads the bytes that it needs, and no more. In memory, the dimensions of its part have the order that they had on rank 0.
@@ -15,20 +18,22 @@ memory each time, pickles each tensor, and needs a store in which files can be r
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import distributed
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainbus.eventloop.checkpoint import shards
 from trainbus.eventloop.checkpoint.forms import strides_like, with_kind
 from trainbus.eventloop.checkpoint.overlap import Overlap
 from trainbus.eventloop.checkpoint.pieces import Box, Keys, ReadTarget, fill, mapped, shared_box
+from trainbus.eventloop.checkpoint.places import Places
 from trainbus.eventloop.checkpoint.rebuild import DTYPES
 from trainbus.eventloop.checkpoint.shards import COMMITTED, INDEX, MARK, Indexed, Piece
 from trainbus.eventloop.checkpoint.stage import StageBuffer, StagedTree, save, stage, write
@@ -39,13 +44,36 @@ from trainbus.eventloop.privates import chunk_of
 
 _WHOLE: Final = frozenset({"progress", "data", "rng", "ranks", "stateful", "info"})  # in a run's tree: no weights in them
 
-_LAYOUTS: Final = (
-    "A checkpoint holds each tensor whole, from meshes with rank 0 among them: pipeline stages and experts that only some "
-    "processes know need torch.distributed.checkpoint"
-)
-
 Like = Callable[[Keys, torch.Size, torch.dtype], torch.Tensor]
 """Makes an empty tensor for a value in the tree, a whole shape and a dtype, with the placement that it has in this run."""
+
+
+class _Part(NamedTuple):
+    """What this process writes of a tensor."""
+
+    box: Box
+    origin: int
+    """The first process that holds the tensor: of several meshes that have it, the index takes the pieces of one."""
+    compared: bool
+    """Whether all that hold it are known to have the same."""
+
+
+class _Written(NamedTuple):
+    """A piece in the file of a process."""
+
+    key: str
+    origin: int
+    piece: Piece
+    crc: int | None
+    """Of what was not compared."""
+
+
+class _Share(NamedTuple):
+    """What process 0 gets to know of the part of another one."""
+
+    pieces: list[_Written]
+    graft: dict[str, Any] | None
+    """See ``Places``."""
 
 
 class ShardStage:
@@ -53,10 +81,8 @@ class ShardStage:
 
     def __init__(self) -> None:
         self._buffer = StageBuffer()
-        self._boxes: dict[Any, Box] = {}
+        self._parts: dict[Any, _Part | None] = {}
         self._checked: dict[str, Indexed] = {}
-        self.written_elsewhere: Collection[DeviceMesh] = ()
-        """Meshes that have copies of parts which processes of another mesh write."""
 
     def copy_parts(
         self,
@@ -64,6 +90,7 @@ class ShardStage:
         path: AnyPath,
         token: str,
         group: distributed.ProcessGroup | None,
+        places: Places | None = None,
         *,
         overlap: Overlap | None = None,
     ) -> tuple[dict[str, Any], Parts]:
@@ -74,78 +101,111 @@ class ShardStage:
             path: the file that the tree will be written to.
             token: 8 hexadecimal digits that no earlier checkpoint had, the same on all processes.
             group: all the processes, used for nothing else at the same time; None where there is one without any group.
+            places: where the tensors of the tree are; None if all processes have the same paths.
             overlap: copies the tensors of its optimizers later, while the caller continues.
 
         Raises:
             CheckpointValueError: a tensor whose parts are still to be added up.
         """
-        tensors: dict[str, DTensor] = {}
-        parts: dict[str, torch.Tensor] = {}
+        places, rank = places or Places(), 0 if group is None else distributed.get_rank(group)
+        meshes: dict[str, object] = {}
+        marks: dict[str, dict[str, Any]] = {}
+        tensors: dict[str, torch.Tensor] = {}
+        own: dict[str, _Part] = {}
 
-        def name(keys: Keys, value: DTensor) -> dict[str, Any]:
-            key = ".".join(map(str, keys))
-            tensors[key] = value
-            with torch.no_grad():
-                parts[key] = value.to_local()
-            return shards.mark(key, value, parts[key])
+        def name(keys: Keys, value: torch.Tensor) -> object:
+            spread, owner = isinstance(value, DTensor), places.owner(keys)
+            if not spread and not owner:
+                return value  # rank 0 has it
+            key = ".".join(map(str, places.named(keys)))
+            if value.layout is not torch.strided:
+                raise CheckpointValueError(f"{key}: of ranks with different weights, only rank 0 can save a sparse tensor")
+            while key in marks:  # the same dots in another way
+                key += "'"
+            if isinstance(value, DTensor):
+                part, meshes[key] = self._part(key, value, owner), value.device_mesh
+                with torch.no_grad():
+                    tensor = value.to_local()
+                if part is not None and part.box.shape != tuple(tensor.shape):
+                    raise CheckpointValueError(
+                        f"{key}: by its placement the part of rank {rank} has the shape {part.box.shape}, and it has "
+                        f"{tuple(tensor.shape)}: give DTensor.from_local() the shape and stride of the whole"
+                    )
+            else:
+                whole = _Part(Box((0,) * value.dim(), tuple(value.shape)), rank, compared=True)
+                part, tensor = whole if owner == rank else None, value
+            marks[key] = shards.mark(key, value, tensor)
+            if part is not None and 0 not in part.box.shape:
+                own[key], tensors[key] = part, tensor
+            return marks[key]
 
-        tree = mapped(state, lambda value: isinstance(value, DTensor), name)
-        own = {
-            key: box
-            for number, (key, value) in enumerate(tensors.items())
-            if self._is_writer(value, number) and 0 not in (box := self._box(key, value)).shape
-        }
+        tree = mapped(state, lambda value: isinstance(value, torch.Tensor), name)
         with torch.no_grad():
-            staged = stage({key: parts[key] for key in own}, self._buffer, overlap=overlap)
+            staged = stage(tensors, self._buffer, overlap=overlap)
         name_of_all = f"{path.stem}-{token}{shards.SHARDS_SUFFIX}"
-        return {**tree, shards.SHARDS: name_of_all}, Parts(tensors, own, staged, name_of_all, group, self._checked)
+        # What another tree may lack is known to the first process of each mesh, or to that alone.
+        graft = places.graft(tree) if rank in {part.origin for part in own.values()} - {0} else None
+        parts = Parts(marks, meshes, own, graft, staged, name_of_all, group, places, self._checked)
+        return {**tree, shards.SHARDS: name_of_all}, parts
 
-    def _box(self, key: str, value: DTensor) -> Box:
+    def _part(self, key: str, value: DTensor, owner: int | None) -> _Part | None:
+        """Return what this process writes of a sharded tensor; None if another one does."""
         # torch takes 0.1 ms to find it, and the same tensors come at each save.
-        known = (key, value.shape, value.device_mesh, value.placements)
-        found = self._boxes.get(known)
-        if found is None:
+        known = (key, value.shape, value.device_mesh, value.placements, owner)
+        if known not in self._parts:
             try:
-                found = self._boxes[known] = Box(*chunk_of(value))
+                box = Box(*chunk_of(value))
             except ValueError as error:
                 raise CheckpointValueError(f"{key}: cannot store a tensor whose parts are still to be added up") from error
-        return found
+            first, all_here = int(value.device_mesh.mesh.min()), value.device_mesh.size() == distributed.get_world_size()
+            found = _Part(box, first if owner is None else owner, compared=owner is not None or all_here)
+            self._parts[known] = found if _is_writer(key, value, owner) else None
+        return self._parts[known]
 
-    def _is_writer(self, value: DTensor, number: int) -> bool:
-        """Return True on the process that writes its part of a tensor; of processes that hold the same part, one does."""
-        at, mesh = value.device_mesh.get_coordinate(), value.device_mesh
-        if at is None or mesh in self.written_elsewhere:  # this process has none of it, or a copy
-            return False
-        copies = (dim for dim, placement in enumerate(value.placements) if placement.is_replicate())
-        return all(at[dim] == number % mesh.size(dim) for dim in copies)
+
+def _is_writer(key: str, value: DTensor, owner: int | None) -> bool:
+    """Return True on the process that writes its part of a tensor; of processes that hold the same part, one does."""
+    at, mesh = value.device_mesh.get_coordinate(), value.device_mesh
+    if at is None or not (owner is None or bool((mesh.mesh == owner).any())):  # this process has none of it, or a copy
+        return False
+    copies = (dim for dim, placement in enumerate(value.placements) if placement.is_replicate())
+    # By its name, as another process of the mesh may have more tensors before it.
+    return all(at[dim] == zlib.crc32(key.encode()) % mesh.size(dim) for dim in copies)
 
 
 class Parts:
     """This process's part of one checkpoint, on its way into new directories."""
 
+    file: StagedTree | None = None
+    """The tree, on rank 0, which gets what only others know of it."""
+
     def __init__(
         self,
-        tensors: Mapping[str, DTensor],
-        own: dict[str, Box],
+        marks: Mapping[str, dict[str, Any]],
+        meshes: Mapping[str, object],
+        own: dict[str, _Part],
+        graft: dict[str, Any] | None,
         staged: StagedTree,
         name: str,
         group: distributed.ProcessGroup | None,
+        places: Places,
         checked: dict[str, Indexed],
     ) -> None:
         self._checked = checked  # the last index that was read as a reader would; layouts rarely change
-        self._meshes = {key: one.device_mesh for key, one in tensors.items()}
-        self._tensors = {key: (str(one.dtype).removeprefix("torch."), tuple(one.shape)) for key, one in tensors.items()}
-        self._sizes = {key: one.element_size() for key, one in tensors.items()}
+        self._marks = marks
+        self._meshes = meshes
         self._own = own
+        self._graft = graft
         self._staged = staged
         self.name = name
         """The name of the directories."""
-        self._places: list[AnyPath] = []
-        """The directories that have all parts."""
+        self._directories: list[AnyPath] = []
+        """Those that have all parts."""
         self._index: dict[str, Indexed] = {}
         self._files: set[str] = set()
         """The files of all parts, on rank 0."""
         self._all = Together(group)
+        self._places = places
 
     def release(self) -> None:
         """Give the memory back; in further directories the part is then linked or copied from one that has it."""
@@ -163,65 +223,82 @@ class Parts:
         """
         directory, first = beside.with_name(self.name), self._all.first
         what = f"cannot write {directory}"
-        if directory not in self._places:
+        if directory not in self._directories:
             self._all.do(what, lambda: make_directory(directory) if first or (apart and self._own) else None)
-            if self._places:
+            if self._directories:
                 self._all.do(what, lambda: self._link_part(directory))
             else:
-                pieces = self._all.gather(self._all.do(what, lambda: self._write_part(directory)))
-                self._files = {piece.file for one in pieces for _, piece in one}
-                self._all.do(what, lambda: self._put_together(pieces))
-        size = self._all.do(what, lambda: self._finish(directory, write) if first else 0)
+                shares = self._all.gather(self._all.do(what, lambda: self._write_part(directory)))
+                self._files = {one.piece.file for share in shares for one in share.pieces}
+                self._all.do(what, lambda: self._put_together(shares) if first else None)
+        size = self._all.do(what, lambda: self._finish(directory, write, apart=apart) if first else 0)
         if apart and self._own:
             commit_bytes(directory / COMMITTED, b"")
-        if directory not in self._places:
-            self._places.append(directory)
+        if directory not in self._directories:
+            self._directories.append(directory)
         return int(size)
 
     def _link_part(self, directory: AnyPath) -> None:
         if self._own:
-            link(self._places[0] / (name := shards.part_name(self._all.rank)), directory / name)
+            link(self._directories[0] / (name := shards.part_name(self._all.rank)), directory / name)
 
-    def _write_part(self, directory: AnyPath) -> list[tuple[str, Piece]]:
+    def _write_part(self, directory: AnyPath) -> _Share:
         if self._staged.released:
             raise CheckpointError("the save that had its tensors could not be written")
         name, begins = shards.part_name(self._all.rank), self._staged.offsets()
-        pieces = [
-            (key, Piece(*box, name, begin, torch.Size(box.shape).numel() * self._sizes[key]))
-            for (key, box), begin in zip(self._own.items(), begins, strict=True)
-        ]
+        pieces: list[_Written] = []
+        for (key, part), begin in zip(self._own.items(), begins, strict=True):
+            size = torch.Size(part.box.shape).numel() * DTYPES[self._marks[key]["dtype"]].itemsize
+            crc = None if part.compared else self._staged.crc32(begin, size)
+            pieces.append(_Written(key, part.origin, Piece(*part.box, name, begin, size), crc))
         if isinstance(directory, Path) and not directory.is_dir():
             raise CheckpointError("it does not see the directory that rank 0 has made; give one that all share, or a URL")
         if pieces:
             write(self._staged, directory / name, release=False)  # another directory may need it, if this one fails
-        return pieces
+        return _Share(pieces, self._graft)
 
-    def _put_together(self, pieces: list[list[tuple[str, Piece]]]) -> None:
-        """Make the index on rank 0, and check what a reader would: that the pieces make up each tensor exactly."""
-        index = {key: Indexed(dtype, shape, []) for key, (dtype, shape) in self._tensors.items()} if self._all.first else {}
-        for rank, of_rank in enumerate(pieces):
-            for key, piece in of_rank:
-                if key not in index:
-                    raise CheckpointError(f"rank {rank} has a part of {key}, which rank 0 does not know. {_LAYOUTS}")
-                index[key].pieces.append(piece)
+    def _put_together(self, shares: list[_Share]) -> None:
+        """Make the tree and the index on rank 0, and check that the pieces make up each tensor exactly."""
+        grafts, marks = [one.graft for one in shares if one.graft is not None], dict(self._marks)
+        if grafts and self.file is not None:
+            joined = self.file.rewrite(set().union(*grafts), lambda tree: self._places.joined(tree, grafts))
+            marks = {found[MARK]: found for found in shards.marks_in(joined)} | marks
+        index = {key: Indexed(mark["dtype"], tuple(mark["shape"]), []) for key, mark in marks.items()}
+        written = [*chain.from_iterable(one.pieces for one in shares)]
+        origins: dict[str, int] = {}
+        for one in written:
+            origins[one.key] = min(one.origin, origins.get(one.key, one.origin))
+        first: dict[tuple[str, Any], _Written] = {}
+        for one in written:
+            if one.key not in index:
+                raise CheckpointError(f"{one.piece.file} has a part of {one.key}, and the tree of rank {one.origin} does not")
+            if one.origin == origins[one.key]:
+                index[one.key].pieces.append(one.piece)
+            there = first.setdefault((one.key, (one.piece.offsets, one.piece.shape)), one)
+            if there.crc != one.crc:
+                raise CheckpointError(
+                    f"{one.key} has other values on rank {one.origin} than on rank {there.origin}, and a checkpoint holds one "
+                    "of them: give the tensors names of their own, or keep them equal"
+                )
         if index != self._checked:
             sizes: dict[str, int] = {}
             for piece in shards.all_pieces(index):
                 sizes[piece.file] = max(sizes.get(piece.file, 0), piece.begin + piece.bytes)
             for key, tensor in index.items():
                 if not shards.is_sound(tensor, sizes):
-                    raise CheckpointError(
-                        f"the parts of {key} do not make up the whole of {tensor.shape}: rank 0 has it on {self._meshes[key]}. "
-                        f"{_LAYOUTS}"
-                    )
-            self._checked.clear()
-            self._checked.update(index)
+                    where = f": rank 0 has it on {self._meshes[key]}" if key in self._meshes else ""
+                    raise CheckpointError(f"the parts of {key} do not make up the whole of {tensor.shape}{where}")
         self._index = index
 
-    def _finish(self, directory: AnyPath, write: Callable[[], int]) -> int:
-        if directory not in self._places:
+    def _finish(self, directory: AnyPath, write: Callable[[], int], *, apart: bool) -> int:
+        if directory not in self._directories:
             shards.check_parts(directory, self._files)
             save(shards.packed_index(self._index), directory / INDEX)
+            if self._index != self._checked:
+                if not apart:  # else no process sees all files
+                    shards.read_index(directory)  # as a reader will
+                self._checked.clear()
+                self._checked.update(self._index)
             make_directory(directory)  # syncs its name
         return write()
 
@@ -285,7 +362,7 @@ def _read(directory: AnyPath, index: Mapping[str, Indexed], tensors: Mapping[str
 
 
 def spread(state: Mapping[str, Any], like: Like) -> dict[str, Any]:
-    """Return the tree of a checkpoint that one process wrote alone, with each tensor sharded as ``like`` makes it."""
+    """Return the tree of a checkpoint with each whole tensor sharded as ``like`` makes it."""
 
     def shard(keys: Keys, value: torch.Tensor) -> torch.Tensor:
         target = like(keys, value.shape, value.dtype)
@@ -294,6 +371,7 @@ def spread(state: Mapping[str, Any], like: Like) -> dict[str, Any]:
         return distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)  # all have read it
 
     def may_be(value: Any) -> bool:
-        return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
+        plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        return plain and value.is_floating_point() and value.dim() > 0
 
     return {key: value if key in _WHOLE else mapped(value, may_be, shard, (key,)) for key, value in state.items()}

@@ -24,6 +24,7 @@ from trainbus.eventloop.checkpoint.commit import CHUNK, TEMPORARY_PREFIX, crc32,
 from trainbus.eventloop.checkpoint.container import elements
 from trainbus.eventloop.checkpoint.forms import contiguous_strides, kind_of, strides_like
 from trainbus.eventloop.checkpoint.load import file_kind, load, outline, verify
+from trainbus.eventloop.checkpoint.objects import ObjectParts
 from trainbus.eventloop.checkpoint.rebuild import DTYPES
 from trainbus.eventloop.checkpoint.remote import RemotePath
 from trainbus.eventloop.checkpoint.store import (
@@ -102,6 +103,18 @@ def mark(name: str, tensor: torch.Tensor, part: torch.Tensor | None = None) -> d
     if kind := kind_of(tensor):
         made["kind"] = kind
     return made
+
+
+def marks_in(tree: Any) -> Iterator[dict[str, Any]]:
+    """Yield what stands in a tree for tensors in the directory."""
+    if isinstance(tree, Mapping) and MARK in tree:
+        yield dict(tree)
+    elif isinstance(tree, Mapping):
+        yield from chain.from_iterable(map(marks_in, tree.values()))
+    elif isinstance(tree, list | tuple):
+        yield from chain.from_iterable(map(marks_in, tree))
+    elif isinstance(tree, ObjectParts):
+        yield from marks_in(tree.content)
 
 
 def is_dtensor(value: object) -> bool:

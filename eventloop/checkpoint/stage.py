@@ -6,7 +6,7 @@ import hashlib
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import Future, wait
 from typing import Any, Final
 
@@ -16,10 +16,11 @@ import torch
 from trainbus.eventloop.checkpoint.commit import DIGEST_BYTES, Pieces, crc32, readable
 from trainbus.eventloop.checkpoint.layout import Batch, Changed, Layout, Pair, Tensors, by_device, copy
 from trainbus.eventloop.checkpoint.memory import allocate
+from trainbus.eventloop.checkpoint.objects import ObjectParts
 from trainbus.eventloop.checkpoint.overlap import Overlap
 from trainbus.eventloop.checkpoint.rebuild import unflatten
 from trainbus.eventloop.checkpoint.store import AnyPath, AsPath, as_path, write_pieces
-from trainbus.eventloop.checkpoint.tree import FlatTree, with_list
+from trainbus.eventloop.checkpoint.tree import FlatTree, entries_of, with_entries, with_list
 from trainbus.eventloop.device import DeviceEvent, end_of_queue, is_asynchronous, pinned_bytes
 from trainbus.eventloop.errors import CheckpointError
 
@@ -195,6 +196,27 @@ class StagedTree:
         """Put a list of values, each as :func:`packed` made it, into the tree, a dict that is not written yet."""
         self._describe(with_list(self._rest, key, values))
 
+    def rewrite(self, keys: Collection[str], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
+        """Let ``change`` make others of the values under some ASCII keys of a dict that is not written yet; return these.
+
+        Its tensors, for which empty ones stand, must stay in their order.
+        """
+        stand_ins: list[torch.Tensor] = []
+
+        def tensors() -> Iterator[torch.Tensor]:
+            while True:
+                stand_ins.append(torch.empty(0, device="meta"))
+                yield stand_ins[-1]
+
+        found = {key: unflatten(packed, tensors(), ObjectParts) for key, packed in entries_of(self._rest, keys).items()}
+        changed = change(found)
+        flat = {key: FlatTree(value) for key, value in changed.items()}
+        kept = [id(tensor) for one in flat.values() for tensor in one.tensors]
+        if kept != [*map(id, stand_ins)]:
+            raise CheckpointError("the tensors of a staged tree cannot be moved")
+        self._describe(with_entries(self._rest, {key: one.rest for key, one in flat.items()}))
+        return changed
+
     @property
     def released(self) -> bool:
         """Whether the memory was given back."""
@@ -210,6 +232,11 @@ class StagedTree:
             return []
         begin = len(self._header) - memory.flat.data_ptr()
         return [begin + memory.views[slot].data_ptr() for slot in self._slots]
+
+    def crc32(self, begin: int, size: int) -> int:
+        """Return the CRC-32 of bytes of its tensors, from the byte ``begin`` of the file on. See ``pieces``."""
+        first = begin - len(self._header)
+        return crc32((self._copied().flat[first : first + size].numpy().data,))
 
     def pieces(self) -> Pieces:
         """Return the file without its digest: header, tensors, tree. Wait for copies that are still under way.

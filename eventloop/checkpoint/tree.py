@@ -188,14 +188,34 @@ def packed(tree: object) -> bytes:
 
 def with_list(rest: msgspec.Raw, key: str, values: Iterable[bytes]) -> msgspec.Raw:
     """Return the ``rest`` of a dict with a list of packed values under an ASCII key."""
-    new = msgspec.Raw(_pack([msgspec.Raw(value) for value in values]))
+    return with_entries(rest, {key: msgspec.Raw(_pack([msgspec.Raw(value) for value in values]))})
+
+
+def with_entries(rest: msgspec.Raw, new: Mapping[str, msgspec.Raw]) -> msgspec.Raw:
+    """Return the ``rest`` of a dict with packed values under ASCII keys."""
     try:
-        return msgspec.Raw(_pack({**msgspec.msgpack.decode(rest, type=dict[str, msgspec.Raw]), key: new}))
-    except msgspec.ValidationError:  # a dict whose keys are not all ASCII
-        unpack = msgspec.msgpack.Decoder(tuple[list[msgspec.Raw], list[msgspec.Raw]]).decode
-        pairs = zip(*msgspec.msgpack.decode(rest, ext_hook=lambda code, payload: unpack(payload)), strict=True)
-        entries = {bytes(name): value for name, value in pairs} | {_pack(key): new}
+        return msgspec.Raw(_pack({**msgspec.msgpack.decode(rest, type=dict[str, msgspec.Raw]), **new}))
+    except msgspec.ValidationError:
+        entries = _entries(rest) | {_pack(key): value for key, value in new.items()}
         return msgspec.Raw(_pack(Ext(Code.DICT, _pack(([msgspec.Raw(name) for name in entries], [*entries.values()])))))
+
+
+def entries_of(rest: msgspec.Raw, keys: Iterable[str]) -> dict[str, msgspec.Raw]:
+    """Return the packed values under those of the ASCII ``keys`` that are in the ``rest`` of a dict, in its order."""
+    try:
+        found = msgspec.msgpack.decode(rest, type=dict[str, msgspec.Raw])
+    except msgspec.ValidationError:
+        entries, packed_keys = _entries(rest), {_pack(key): key for key in keys}
+        return {packed_keys[name]: value for name, value in entries.items() if name in packed_keys}
+    wanted = set(keys)
+    return {key: value for key, value in found.items() if key in wanted}
+
+
+def _entries(rest: msgspec.Raw) -> dict[bytes, msgspec.Raw]:
+    """Return the values of a dict whose keys are not all ASCII, by packed key."""
+    unpack = msgspec.msgpack.Decoder(tuple[list[msgspec.Raw], list[msgspec.Raw]]).decode
+    pairs = zip(*msgspec.msgpack.decode(rest, ext_hook=lambda code, payload: unpack(payload)), strict=True)
+    return {bytes(name): value for name, value in pairs}
 
 
 def _inline(path: str, tensor: torch.Tensor) -> object:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Final, TypeVar
 
 from trainbus.eventloop.errors import TrainingError
+from trainbus.eventloop.training.distributed.layout import RankLayout
 
 TOGETHER: Final = (
     "All ranks must call run.checkpoints.save(name) at the same mount point: not under a condition on run.rank, nor in a "
@@ -77,6 +78,8 @@ class Coordinator:
         self.own = own or Requests()
         self.agreed = self.own
         """The requests that take effect on all ranks."""
+        self.layout = RankLayout()
+        """Which ranks hold which weights."""
 
     def agree(self, *, between: bool = False) -> Requests:
         """Return the requests that take effect at the end of this iteration, or ``between`` two of them."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 import msgspec
 import torch
 
-from trainbus.eventloop.checkpoint import AnyPath, Busy, Staging, as_path
+from trainbus.eventloop.checkpoint import AnyPath, Busy, Staging, as_path, is_sharded
 from trainbus.eventloop.checks import check_options
 from trainbus.eventloop.errors import ConfigurationError, TrainingError
 from trainbus.eventloop.events import Progress
@@ -53,6 +53,11 @@ class Checkpoints(RunPart):
     def directory(self) -> AnyPath | None:
         """The directory of checkpoints without one of their own: the work dir, or that of replica groups or of a hook."""
         return self._checkpointer.home
+
+    @property
+    def in_parts(self) -> bool:
+        """True if each rank writes a part: weights are sharded, or ranks hold different ones."""
+        return self._run.coordinator.layout.in_parts or any(map(is_sharded, self._run.models.values()))
 
     @property
     def suffix(self) -> str:

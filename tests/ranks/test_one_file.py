@@ -10,7 +10,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
@@ -83,8 +83,8 @@ def test_models_that_differ_between_ranks_are_an_error_at_the_first_save_that_na
     first, second = ranks(other_states, str(tmp_path))
     assert first == second
     named = {
-        "a stage has more": ("only rank 1", "'1.bias', '1.weight'"),
-        "a stage has fewer": ("only rank 0", "'1.bias', '1.weight'"),
+        "a stage has more": ("other values on rank 1 than on rank 0", "'0."),
+        "a stage has fewer": ("other values on rank 1 than on rank 0", "'0."),
         "stages of equal names": ("other values on rank 1 than on rank 0", "'0."),
         "a part without a wrapper": ("other values on rank 1 than on rank 0", "'own.0."),
         "a buffer of another size": ("rank 1", "'queue'", "(1,)", "(2,)"),
@@ -112,44 +112,59 @@ def test_buffers_may_differ_and_those_of_rank_0_are_saved(ranks, tmp_path):
     assert load_file(tmp_path / "one.safetensors")["state_dict"]["0.running_mean"].tolist() == own
 
 
-def on_own_meshes(folder: str) -> list[str]:
-    """Save tensors that live on meshes of one process each; return the errors."""
+def on_own_meshes(folder: str) -> str:
+    """Save tensors that live on meshes of one process each, under two names and under one; return the error of that."""
     rank = distributed.get_rank()
     mesh = [init_device_mesh("cpu", (2, 1), mesh_dim_names=("stage", "shard"))["shard"], DeviceMesh("cpu", [rank])]
-    errors = []
-    for number, (one, name) in enumerate([(mesh[0], "weight"), (mesh[1], f"stage_{rank}")]):
-        model = nn.Module()
+    models = [nn.Module(), nn.Module()]
+    for model, one, name in zip(models, mesh, (f"stage_{rank}", "weight"), strict=True):
         model.register_parameter(name, nn.Parameter(distribute_tensor(torch.full((2, 2), float(rank)), one, [Shard(0)])))
-        errors.append(raised(partial(saves, Path(folder, str(number)), model)))
-    return errors
+    saves(Path(folder, "names"), models[0])
+    return raised(partial(saves, Path(folder, "values"), models[1]))
 
 
-def test_stages_on_meshes_of_their_own_are_an_error(ranks, tmp_path):
-    (values, names), others = ranks(on_own_meshes, str(tmp_path))
-    assert others == [values, names]
+def test_tensors_on_meshes_of_their_own_are_saved_by_their_names(ranks, tmp_path):
+    values, other = ranks(on_own_meshes, str(tmp_path))
+    assert other == values
     assert "'weight' has other values on rank 1" in values
-    assert "only rank 1 has 'stage_1'" in names
-    assert not list(tmp_path.rglob("*.safetensors"))
+    assert list(tmp_path.rglob("one.safetensors")) == [tmp_path / "names" / "one.safetensors"]
+    saved = load_whole(tmp_path / "names" / "one.safetensors")["state_dict"]
+    assert {name: value.tolist() for name, value in saved.items()} == {f"stage_{n}": [[n, n], [n, n]] for n in range(2)}
 
 
-def appears_late(folder: str) -> None:
-    """Save twice; before the second save each rank gets a tensor on a mesh of its own, which all of them write."""
-    model = nn.Module()
-    model.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), init_device_mesh("cpu", (2,)), [Shard(0)]))
+def appears_late(folder: str, kind: str) -> None:
+    """Save twice; before the second save each rank gets a tensor that was not compared."""
+    model, everyone, rank = nn.Module(), init_device_mesh("cpu", (2,)), distributed.get_rank()
+    model.weight = nn.Parameter(distribute_tensor(torch.ones(2, 2), everyone, [Shard(0)]))
+    late = {
+        "parts of other tensors": lambda: DTensor.from_local(torch.ones(2 + rank, 2), everyone, [Shard(0)], run_check=False),
+        "other values": lambda: distribute_tensor(torch.full((2, 2), float(rank)), DeviceMesh("cpu", [rank]), [Shard(0)]),
+        "copies": lambda: distribute_tensor(torch.ones(2, 2), DeviceMesh("cpu", [rank]), [Shard(0)]),
+    }
     with Run(Bus(), model=model, work_dir=folder) as run:
         for _ in run.epochs(1):
             for index in run.train([0, 1]):
                 if index:
-                    mesh = DeviceMesh("cpu", [distributed.get_rank()])
-                    model.late = nn.Parameter(distribute_tensor(torch.ones(2, 2), mesh, [Shard(0)]))
+                    model.late = nn.Parameter(late[kind]())
                 run.checkpoints.save(f"{index}.safetensors")
 
 
-def test_a_save_that_its_reader_would_refuse_is_not_committed(outcomes, tmp_path):
-    ended = outcomes(appears_late, str(tmp_path / "run"))
-    assert [one.exitcode for one in ended] == [1, 1]
-    assert any("late do not make up the whole" in one.error for one in ended)
-    assert [file.name for file in (tmp_path / "run").glob("*.safetensors")] == ["0.safetensors"]
+@pytest.mark.parametrize(
+    ("kind", "told"),
+    [
+        ("parts of other tensors", "late do not make up the whole"),
+        ("other values", "late has other values on rank 1"),
+        ("copies", ""),
+    ],
+)
+def test_a_save_that_its_reader_would_refuse_is_not_committed(outcomes, tmp_path, kind, told):
+    ended = outcomes(appears_late, str(tmp_path / "run"), kind)
+    assert [one.exitcode for one in ended] == [int(bool(told))] * 2
+    assert any(told in one.error for one in ended)
+    files = sorted(file.name for file in (tmp_path / "run").glob("*.safetensors"))
+    assert files == (["0.safetensors"] if told else ["0.safetensors", "1.safetensors"])
+    if not told:
+        assert torch.equal(load_whole(tmp_path / "run/1.safetensors")["state_dict"]["late"], torch.ones(2, 2))
 
 
 def replicas(kind: str) -> nn.Module:

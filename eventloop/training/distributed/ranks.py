@@ -24,6 +24,7 @@ from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.privates import default_store, default_timeout
 from trainbus.eventloop.training.coordinator import Coordinator, Requests
 from trainbus.eventloop.training.distributed.collectives import Collectives
+from trainbus.eventloop.training.distributed.layout import find_layout
 from trainbus.eventloop.training.distributed.mailbox import missing_of
 from trainbus.eventloop.user_errors import add_note, described, notes_of
 
@@ -60,7 +61,8 @@ def join_ranks(
     """Join a new run with the runs of the other ranks, and set the rank of the bus; return what they agree by. A collective.
 
     ``own`` has the requests of this rank. ``trains`` is False for a run without an optimizer; else warn about models whose
-    weights are not synchronised between ranks. ``group`` is the number of processes in this replica group, if there are such.
+    weights are not synchronised between ranks, unless ranks hold different ones. ``group`` is the number of processes in this
+    replica group, if there are such.
 
     Raises:
         ConfigurationError: ``torchrun`` started this process, but ``torch.distributed`` is not initialised. In a replica group
@@ -94,10 +96,11 @@ def join_ranks(
     _runs += 1
     try:
         ranks = Collectives(own_group("control"), own, partial(bus.span, WAITING_FOR_RANKS), run=_runs)
+        ranks.layout = find_layout(models, ranks.distinct)
     except BaseException as error:
         share_failure(error)  # the run shares the errors that come once it has its ranks
         raise
-    for name, model in models.items():
+    for name, model in () if ranks.layout.apart else models.items():
         if trains and not (is_parallel(model) or any(isinstance(part, DistributedDataParallel) for part in model.modules())):
             log.warning(
                 "each process trains its own copy of this model: wrap it in DistributedDataParallel or shard it, unless you "

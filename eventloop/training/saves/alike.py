@@ -1,8 +1,9 @@
-"""Check that the file that rank 0 writes has the state of all ranks; find out who writes tensors that several meshes hold.
+"""Check that a checkpoint has the state of all ranks; find out who writes tensors that several meshes hold.
 
-Pipeline stages, local experts and models that no wrapper keeps equal are plain tensors of each process. A file of rank 0
-would silently lose those of the others, and a resume would load rank 0's in their place. The same holds for tensors that are
-sharded over some of the processes. So this compares all ranks once in a run, before its first save.
+A checkpoint holds each tensor once, by its name. Copies that no wrapper keeps equal, and pipeline stages that number their
+layers from 0, have different tensors of one name: a file would silently lose those of all ranks but one, and a resume would
+load these in their place. The same holds for tensors that are sharded over some of the processes. So this compares all ranks
+once in a run, before its first save.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from trainbus.eventloop.checkpoint import is_dtensor, without_wrappers
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.privates import chunk_of
 from trainbus.eventloop.training.coordinator import Coordinator
+from trainbus.eventloop.training.distributed.layout import find_layout
 from trainbus.eventloop.training.optimizers import stepping
+from trainbus.eventloop.training.saves.parameters import has_torch_layout
 
 _MOST: Final = 4
 """Names in an error."""
 _ADVICE: Final = (
     "Keep the model equal on all ranks (DistributedDataParallel, or average or broadcast it yourself) or shard it "
-    "(fully_shard, parallelize_module). Pipeline stages and local experts cannot be saved yet: remove CheckpointHook, and save "
-    "them by torch.distributed.checkpoint, under a name for each stage"
+    "(fully_shard, parallelize_module). Pipeline stages and local experts are saved by their names: give each tensor its name "
+    "in the whole model, as torch.distributed.pipelining does, or build the whole model and delete the modules of other ranks"
 )
 _ADVICE_OPTIMIZER: Final = (
     "An optimizer that keeps a part of its state on each rank must gather it on all ranks before a save, as by its own "
@@ -43,6 +46,16 @@ class _Held(NamedTuple):
     """The first rank that has other values."""
 
 
+class _Shape(NamedTuple):
+    """The form of a value, as text."""
+
+    text: str
+    of: str
+    """The weight that it belongs to; empty for a weight, and ``_EVERY`` for what all ranks must have."""
+
+
+_EVERY: Final = "every rank"
+
 _Parts = dict[tuple[str, Any], _Held]
 """By the name of the tensor, and the place of the part in it; None for a plain tensor."""
 
@@ -52,27 +65,32 @@ def check_alike(
     models: Mapping[str, torch.nn.Module],
     optimizers: Mapping[str, torch.optim.Optimizer],
     loose: Mapping[str, Sequence[torch.Tensor]],
-) -> frozenset[Any]:
-    """Compare the models and optimizers of all ranks; return the meshes of this rank whose tensors other meshes write.
+) -> None:
+    """Compare the models and optimizers of all ranks; note in their layout which rank holds a sharded tensor first.
 
     ``loose`` has the parameters of each optimizer that are in no model.
 
-    All ranks must have the same names and shapes, and equal parameters. Buffers may differ, as in DistributedDataParallel,
-    which keeps those of rank 0. A collective.
+    All ranks with a tensor of one name must have the same shape, and equal parameters. Buffers may differ, as in
+    DistributedDataParallel, which keeps those of rank 0. A collective.
 
     Raises:
-        ConfigurationError: a tensor of some ranks would not be in the file.
+        ConfigurationError: a tensor of some ranks would not be in the checkpoint.
     """
+    if ranks.layout.apart:  # since the run began the models may have got more
+        ranks.layout = find_layout(models, ranks.distinct)
     values = {(name, key): value for name, model in models.items() for key, value in model.state_dict().items()}
     labels = {key: _label(*key, models) for key in values}
     compared = {(name, key) for name, model in models.items() for key in _not_kept_equal(model, ranks.size)}
+    shapes = {labels[key]: _Shape(_shape(value), "") for key, value in values.items()}
     for name, some in loose.items():
         for number, parameter in enumerate(some, start=1):
             key = name, f"parameter {number} of no model, in optimizer {name}"
             values[key], labels[key] = parameter, key[1]
             compared.add(key)
-    shapes = {labels[key]: _shape(value) for key, value in values.items()}
-    _check_shapes(ranks.distinct(shapes | _optimizer_shapes(models, optimizers)))
+            shapes[key[1]] = _Shape(_shape(parameter), _EVERY)
+    _check_shapes(ranks.distinct(shapes | _optimizer_shapes(models, optimizers)), apart=ranks.layout.apart)
+    if ranks.layout.apart:
+        _check_numbered(optimizers, loose)
     held = {labels[key]: value for key, value in values.items() if key in compared}
     parts = {(label, place): _Held(_digest(part), ranks.rank) for label, place, part in _parts(held, ranks.size)}
     whole = ranks.merged(parts, _merged)
@@ -83,8 +101,24 @@ def check_alike(
             f"{label!r} has other values on rank {part.others[0]} than on rank {part.first}{more}, and a checkpoint would hold "
             f"those of rank {part.first} alone. {_ADVICE}"
         )
-    meshes = {key: held[key[0]].device_mesh for key in parts if key[1] is not None}
-    return frozenset(mesh for key, mesh in meshes.items() if not bool((mesh.mesh == whole[key].first).any()))
+    if not ranks.layout.apart:  # else the names have told
+        holders: dict[str, int] = {}
+        for (label, place), part in whole.items():
+            if place is not None:
+                holders[label] = min(part.first, holders.get(label, part.first))
+        ranks.layout.holders.update(holders)
+
+
+def _check_numbered(optimizers: Mapping[str, torch.optim.Optimizer], loose: Collection[str]) -> None:
+    """Raise ConfigurationError if the states of ranks with different weights cannot be put together by names."""
+    for name, optimizer in optimizers.items():
+        if name in loose:
+            problem = "has parameters that are in no model, so that no name tells them apart: give the run their model"
+        elif not has_torch_layout(optimizer.state_dict()):
+            problem = "has no state_dict() as torch's: leave its state out, CheckpointHook(save_optimizer=False)"
+        else:
+            continue
+        raise ConfigurationError(f"ranks hold different weights, and the {type(optimizer).__name__} {name!r} {problem}")
 
 
 def _label(name: str, key: str, models: Collection[str]) -> str:
@@ -98,11 +132,13 @@ def _shape(value: object) -> str:
     return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}{', sharded' * is_dtensor(value)}"
 
 
-def _optimizer_shapes(models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, str]:
+def _optimizer_shapes(
+    models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer]
+) -> dict[str, _Shape]:
     """Return the shapes in the states of optimizers; not of those that gather their state themselves."""
     names = {id(value): _label(name, key, models) for name, model in models.items() for key, value in model.named_parameters()}
     return {
-        f"{name}: {key} of {names.get(id(parameter), 'a parameter')}": _shape(value)
+        f"{name}: {key} of {names.get(id(parameter), 'a parameter')}": _Shape(_shape(value), names.get(id(parameter), _EVERY))
         for name, optimizer in optimizers.items()
         if type(stepping(optimizer)).state_dict is torch.optim.Optimizer.state_dict
         for parameter, state in stepping(optimizer).state.items()
@@ -111,23 +147,33 @@ def _optimizer_shapes(models: Mapping[str, torch.nn.Module], optimizers: Mapping
     }
 
 
-def _check_shapes(everyones: Mapping[int, Mapping[str, str]]) -> None:
-    first = everyones[0]
+def _check_shapes(everyones: Mapping[int, Mapping[str, _Shape]], *, apart: bool) -> None:
+    """Raise ConfigurationError for a shape that differs, and for what only some of the ranks have that should.
+
+    These are all ranks; or, if they hold different weights, those with the parameter that it belongs to.
+    """
+    first: dict[str, tuple[int, _Shape]] = {}
     for rank, own in everyones.items():
-        for where, names in ((f"rank {rank}", own.keys() - first.keys()), ("rank 0", first.keys() - own.keys())):
-            if names:
-                ordered = sorted(names, key=lambda name: (": " in name, name))  # first of models, then of optimizers
-                shown = ", ".join([*map(repr, ordered[:_MOST]), *["…"] * (len(ordered) > _MOST)])
-                raise ConfigurationError(
-                    f"of rank 0 and rank {rank}, only {where} has {shown}, and a checkpoint would hold the state of rank 0 "
-                    f"alone. {_advice(ordered[0])}"
-                )
         for name, shape in own.items():
-            if shape != first[name]:
+            lowest, there = first.setdefault(name, (rank, shape))
+            if there != shape:
                 raise ConfigurationError(
-                    f"{name!r} is {first[name] or 'no tensor'} on rank 0 and {shape or 'no tensor'} on rank {rank}, and a "
-                    f"checkpoint would hold that of rank 0 alone. {_advice(name)}"
+                    f"{name!r} is {there.text or 'no tensor'} on rank {lowest} and {shape.text or 'no tensor'} on rank {rank}, "
+                    f"and a checkpoint would hold that of rank {lowest} alone. {_advice(name)}"
                 )
+    lacking: dict[tuple[int, int], list[str]] = {}
+    for name, (rank, shape) in first.items():
+        for other, own in everyones.items():
+            if name not in own and (not apart or shape.of == _EVERY or shape.of in own):
+                lacking.setdefault((other, rank), []).append(name)
+    if lacking:
+        (other, rank), names = min(lacking.items())
+        names.sort(key=lambda name: (": " in name, name))  # first of models, then of optimizers
+        shown = ", ".join([*map(repr, names[:_MOST]), *["…"] * (len(names) > _MOST)])
+        raise ConfigurationError(
+            f"of rank {min(other, rank)} and rank {max(other, rank)}, only rank {rank} has {shown}, and a checkpoint holds "
+            f"what all ranks have. {_advice(names[0])}"
+        )
 
 
 def _advice(name: str) -> str:

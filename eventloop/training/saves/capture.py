@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainbus.eventloop import events as ev
-from trainbus.eventloop.checkpoint import AnyPath, Overlap, StageBuffer, is_sharded, stage, weights_only
+from trainbus.eventloop.checkpoint import AnyPath, Overlap, StageBuffer, stage, weights_only
 from trainbus.eventloop.errors import ConfigurationError, RunCancelled
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.privates import tensors_of, version_of
@@ -19,6 +19,7 @@ from trainbus.eventloop.training.coordinator import Coordinator
 from trainbus.eventloop.training.distributed.ranks import own_group
 from trainbus.eventloop.training.optimizers import forget_options, stepping
 from trainbus.eventloop.training.saves.alike import check_alike
+from trainbus.eventloop.training.saves.apart import TreePlaces
 from trainbus.eventloop.training.saves.contents import SavedRun, gather_rank, gather_state, loose_parameters
 from trainbus.eventloop.training.saves.rank_states import RankStates
 from trainbus.eventloop.training.saves.requests import SaveJob, SaveRequest
@@ -47,13 +48,12 @@ class Capture:
         self._buffer = StageBuffer()
         self._shard_stage: ShardStage | None = None
         self._states: RankStates | None = None
-        self._elsewhere: frozenset[Any] | None = None  # see ShardStage; None before the ranks were compared
-        self._compared = False  # the optimizers, too
+        self._compared: bool | None = None  # the ranks; True: their optimizers, too
 
     def open(self) -> CheckpointWriter:
         """Begin a run, and return its writer. A collective if a model is sharded."""
         run = self._run
-        self.sharded = any(map(is_sharded, run.models.values()))
+        self.sharded = run.checkpoints.in_parts
         if self.sharded and run.coordinator.size > 1:
             own_group("saves")  # a collective: all ranks are here
         self.writer = CheckpointWriter(run)
@@ -135,6 +135,8 @@ class Capture:
         if self.sharded:
             state, job.parts = self._take_shards(state, wanted.path, job.token, overlap)
         job.staged = stage(state, self._buffer, overlap=overlap)
+        if job.parts is not None:
+            job.parts.file = job.staged
         job.stall = time.perf_counter() - start
         writer.hand_over(job)
 
@@ -150,9 +152,9 @@ class Capture:
 
     def _check_alike(self, ranks: Coordinator, *, with_optimizer: bool = True) -> None:
         """Compare the ranks before the first save: rank 0's file must have the state of all."""
-        if ranks.size > 1 and (self._elsewhere is None or (with_optimizer and not self._compared)):
+        if ranks.size > 1 and (self._compared is None or (with_optimizer and not self._compared)):
             optimizers = self._run.optimizers if with_optimizer else {}
-            self._elsewhere = check_alike(ranks, self._run.models, optimizers, loose_parameters(self._run))
+            check_alike(ranks, self._run.models, optimizers, loose_parameters(self._run))
             self._compared = with_optimizer
 
     def _rank_states(self, ranks: Coordinator, token: str) -> RankStates:
@@ -181,9 +183,9 @@ class Capture:
             from trainbus.eventloop.checkpoint.sharded import ShardStage  # takes half a second; only for sharded models
 
             self._shard_stage = ShardStage()
-        self._shard_stage.written_elsewhere = self._elsewhere or ()
         group = None if self._run.coordinator.size == 1 else own_group("saves")
-        return self._shard_stage.copy_parts(state, path, token, group, overlap=overlap)
+        places = TreePlaces(self._run.coordinator.layout, state)
+        return self._shard_stage.copy_parts(state, path, token, group, places, overlap=overlap)
 
 
 def state_version(run: SavedRun) -> tuple[int, int]:

@@ -23,6 +23,7 @@ from trainbus.eventloop.training.machine import RUN
 from trainbus.eventloop.training.optimizers import parameters_of
 from trainbus.eventloop.training.rng import other_rng_state
 from trainbus.eventloop.training.saves.agreed import agreed
+from trainbus.eventloop.training.saves.apart import own_part
 from trainbus.eventloop.training.saves.contents import SavedRun, as_tree, parameter_names, restore_state, unwrapped_state
 from trainbus.eventloop.training.saves.discover import Found, Read, find_checkpoint, newest_candidate, read_checkpoint
 from trainbus.eventloop.training.saves.foreign import convert_foreign
@@ -130,7 +131,8 @@ class Restore:
         own = mapped(
             kept, lambda one: not isinstance(one, dict) and type(one) not in (list, tuple), lambda _, leaf: _copy(leaf)
         )
-        self._apply(state_of_rank({**state, **own}, this_rank(), world_size()), "")
+        given = own_part({**state, **own}, self._run.coordinator.layout)
+        self._apply(state_of_rank(given, this_rank(), world_size()), "")
 
     def _apply(self, state: Mapping[str, Any], path: str) -> None:
         run, state = self._run, dict(state)
@@ -210,11 +212,13 @@ class Restore:
         """Return a tree with sharded tensors, of which this process has its part: those of the file ``path``, or whole ones."""
         from trainbus.eventloop.checkpoint.sharded import put_shards, spread  # takes a second; only for sharded models
 
+        state = own_part(dict(state), self._run.coordinator.layout)
         like = placement(self._run.models, self._run.optimizers, state.get("parameters", {}))
         if sharded_in(state) is None:
             return spread(state, like)
+        there = partial(like, by_name=True)  # what was whole among sharded tensors, and no weight, is so for a reason
         made = dict[str, Any]()
-        problem = _caught(lambda: made.update(put_shards(state, path, like)))
+        problem = _caught(lambda: made.update(spread(put_shards(state, path, like), there)))
         for rank, one in self._run.coordinator.distinct(problem).items():
             if one is not None:
                 add_note(one, f"on rank {rank}")
@@ -237,12 +241,12 @@ def _caught(do: Callable[[], object]) -> CheckpointError | OSError | None:
 
 def placement(
     models: Mapping[str, torch.nn.Module], optimizers: Mapping[str, torch.optim.Optimizer], saved: Mapping[str, str]
-) -> Callable[[tuple[str | int, ...], torch.Size, torch.dtype], torch.Tensor]:
+) -> Callable[..., torch.Tensor]:
     """Return a function that makes an empty tensor for each path in a sharded checkpoint, sharded as in this run.
 
     Weights, and averages of them under other keys, are sharded like the model's, optimizer state like its parameter, another
-    tensor like weights of its shape. Anything else is not sharded. ``saved`` has the names of each optimizer's parameters, in
-    the order of the checkpoint.
+    tensor like weights of its shape, unless ``by_name``. Anything else is not sharded. ``saved`` has the names of each
+    optimizer's parameters, in the order of the checkpoint.
     """
     known: dict[tuple[str | int, ...], torch.Tensor] = {}
     for name, model in models.items():
@@ -257,10 +261,10 @@ def placement(
         order = [parameters[key] for key in there] if sorted(there) == sorted(parameters) else parameters_of(optimizers[name])
         known |= {("optimizer", name, "state", index): parameter for index, parameter in enumerate(order)}
 
-    def like(path: tuple[str | int, ...], shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    def like(path: tuple[str | int, ...], shape: torch.Size, dtype: torch.dtype, *, by_name: bool = False) -> torch.Tensor:
         found = known.get(("state_dict", *path[1:]), known.get(path[:4]))
         if found is None or found.shape != shape:
-            found = by_shape.get(shape)
+            found = None if by_name else by_shape.get(shape)
         return torch.empty(shape, dtype=dtype) if found is None else torch.empty_like(found.detach(), dtype=dtype)
 
     return like
