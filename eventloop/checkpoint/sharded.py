@@ -311,13 +311,10 @@ def put_shards(state: Mapping[str, Any], path: AnyPath, like: Like) -> dict[str,
     tensors: dict[str, torch.Tensor] = {}
     tied: dict[Any, torch.Tensor] = {}
     with shards.naming_damage(path):
-        directory = shards.shards_of(state, path)
-        index = shards.read_index(directory)
+        directory, index = shards.read_shards(state, path)
 
         def empty(keys: Keys, mark: Mapping[str, Any]) -> torch.Tensor:
             name, shape, dtype = mark[MARK], mark["shape"], mark["dtype"]
-            if name in tensors or (list(index[name].shape), index[name].dtype) != (shape, dtype):
-                raise ValueError(f"the file and the index do not agree on {name!r}")
             made = _in_order(like(keys, torch.Size(shape), DTYPES[dtype]), mark.get("strides"))
             kind = mark.get("kind", 0)
             placement = (made.device_mesh, made.placements) if isinstance(made, DTensor) else made.device

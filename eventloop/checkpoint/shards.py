@@ -172,6 +172,24 @@ def read_index(directory: AnyPath) -> dict[str, Indexed]:
     return index
 
 
+def read_shards(state: Mapping[str, Any], path: AnyPath) -> tuple[AnyPath, dict[str, Indexed]]:
+    """Return the directory with the sharded tensors of the checkpoint ``path``, and its index, checked against the tree.
+
+    Raises:
+        CheckpointDamagedError: the tree, the index and the files do not agree.
+    """
+    with naming_damage(path):
+        directory = shards_of(state, path)
+        index, seen = read_index(directory), set[str]()
+        for found in marks_in(state):
+            name = found[MARK]
+            one = index.get(name)
+            if one is None or name in seen or (list(one.shape), one.dtype) != (found["shape"], found["dtype"]):
+                raise CheckpointDamagedError(f"the file and the index do not agree on {name!r}")
+            seen.add(name)
+    return directory, index
+
+
 def part_files(directory: AnyPath) -> set[str]:
     """Return the names of the files with the parts, by the index; the files themselves may be elsewhere.
 
@@ -288,8 +306,8 @@ def verify_shards(state: Any, path: object, *, share: tuple[int, int] = (0, 1)) 
         return
     file = as_path(str(path))
     with naming_damage(file):
-        directory = shards_of(state, file)
-        parts = {piece.file for piece in all_pieces(read_index(directory))}
+        directory, index = read_shards(state, file)
+        parts = {piece.file for piece in all_pieces(index)}
         old = {part for part in parts if part.endswith(OLD_PART)}
         if old or (isinstance(directory, Path) and (directory / _OLD_INDEX).exists()):
             _verify_old(Path(str(directory)), old, share)

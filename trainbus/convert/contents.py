@@ -19,9 +19,8 @@ from trainbus.eventloop.checkpoint.shards import (
     Piece,
     mark,
     naming_damage,
-    read_index,
+    read_shards,
     sharded_in,
-    shards_of,
     verify_shards,
 )
 from trainbus.eventloop.checkpoint.store import AnyPath, AsPath, as_path
@@ -127,9 +126,8 @@ def open_contents(path: AsPath) -> Contents:
     if sharded_in(tree) is not None:
         verify_shards(tree, path)
         with naming_damage(path):
-            directory = shards_of(tree, path)
-            rest = {key: value for key, value in tree.items() if key != SHARDS}
-            tree = contents.resolve(rest, directory, read_index(directory))
+            directory, index = read_shards(tree, path)
+            tree = contents.resolve({key: value for key, value in tree.items() if key != SHARDS}, directory, index)
     contents.tree = tree
     return contents
 

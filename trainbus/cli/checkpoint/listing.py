@@ -22,6 +22,8 @@ from trainbus.eventloop.checkpoint import (
     list_files,
     outline,
     read_scores,
+    read_shards,
+    sharded_in,
     verify,
     verify_shards,
 )
@@ -163,6 +165,8 @@ def _examined(found: Found, *, every_byte: bool) -> Found:
             verify(path)
             verify_shards(tree, path)
             found.state = "verified"
+        elif sharded_in(tree) is not None:
+            read_shards(tree, path)
     except CheckpointDamagedError as error:
         if file_kind(path) == "plain safetensors":
             found.state = "weights"
