@@ -403,3 +403,29 @@ def test_verify_reads_the_sharded_tensors_too(place, capsys):
     part.write_bytes(data)
     assert main(["checkpoint", "verify", str(place / "a.safetensors")]) == 1
     assert part.name in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("lost", ["a tensor in the index", "a part", "the index"])
+def test_ls_and_verify_look_into_the_index(place, lost, capsys):
+    assert main(["checkpoint", "ls", str(place)]) == 0
+    if lost == "a tensor in the index":
+        change_index(place, lambda index: index.pop("state_dict.w"))
+    else:
+        for file in shards(place).glob("index.[js]*" if lost == "the index" else "__*"):
+            file.unlink()
+    for command in ("ls", "verify"):
+        assert main(["checkpoint", command, str(place)]) == 1
+        assert "damaged" in capsys.readouterr().out
+
+
+def test_paths_that_differ_by_their_dots_alone_are_two_tensors(tmp_path):
+    path = tmp_path / "a.safetensors"
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        one, two = (distribute_tensor(torch.full((2,), at), init_device_mesh("cpu", (1,)), [Shard(0)]) for at in (1.0, 2.0))
+        tree, parts = ShardStage().copy_parts({"a.b": one, "a": {"b": two}}, path, TOKEN, distributed.group.WORLD)
+        parts.commit(path, lambda: save(tree, path).bytes)
+    finally:
+        distributed.destroy_process_group()
+    whole = load_whole(path)
+    assert (whole["a.b"].tolist(), whole["a"]["b"].tolist()) == ([1.0, 1.0], [2.0, 2.0])
