@@ -122,9 +122,9 @@ class Session:
         The caller raises ``error``. Errors in here are logged and added to it as notes. An error of :meth:`begin_run` or
         :meth:`end_run` has ended the run already; then this does nothing.
         """
-        if self._failed_by == id(error):
-            return
         if not self.state.machine.is_open:
+            if self._failed_by == id(error):
+                return
             raise TrainingError("drive.fail() is out of turn: the run has not begun, or has ended; expected drive.begin_run()")
         self._abort(error)
 

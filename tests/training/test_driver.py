@@ -1,5 +1,6 @@
 """The push driver: the same run in three ways (calls, iterators, ``TrainLoop``), and calls out of turn."""
 
+import gc
 import inspect
 import re
 import textwrap
@@ -447,3 +448,20 @@ def play(run: Run, trace: Any, data: Any) -> list[str]:
         assert verb == "abandon" or len(trace.events) > before[0]
         assert verb == "abandon" or "evaluation" not in name or f"_{stage}" in trace.names[-1]
     return scopes
+
+
+def test_fail_ends_an_open_run_although_the_error_has_the_place_in_memory_of_an_earlier_one(parts, bus):
+    refuse = bus.on("before_run", fails(ZeroDivisionError))
+    drive = Run(bus, model=parts.model()).drive()
+    with pytest.raises(ZeroDivisionError) as caught:
+        drive.begin_run()
+    refuse.cancel()
+    place = id(caught.value)
+    del caught
+    gc.collect()
+    drive.begin_run()
+    others = []
+    while id(error := ZeroDivisionError()) != place and len(others) < 10_000:
+        others.append(error)
+    drive.fail(error)
+    assert bus.state == "idle"
