@@ -582,22 +582,26 @@ def around_step(
     publish, wants, state, saves, key = run.publish, run.wants, run.state, run.checkpointer, id(optimizer)
     stepped, own = state.stepped, capture is not None
 
+    def outside() -> bool:
+        return own and state.machine.innermost is not ITERATION and ITERATION not in state.machine
+
     def before_step(*step: Any) -> None:
         if own:
             state.end_left()
         if capture is not None and capture.overlap is not None:
             capture.overlap.fence()  # first, because a handler may change weights
-        if own and saves.before_step is not None:
+        if own and saves.before_step is not None and not outside():
             saves.before_step()
-        if key in stepped:
+        if key in stepped and not outside():
             state.step_again(optimizer)
         if wants(ev.BeforeOptimizerStep):
             publish(ev.BeforeOptimizerStep, name=name, optimizer=optimizer)
 
     def after_step(*step: Any) -> None:
-        stepped[key] = stepped.get(key, 0) + 1
-        if own and state.machine.innermost is not ITERATION and ITERATION not in state.machine:
+        if outside():
             state.tell_step_outside()
+        else:
+            stepped[key] = stepped.get(key, 0) + 1
         if wants(ev.AfterOptimizerStep):
             publish(ev.AfterOptimizerStep, name=name, optimizer=optimizer)
 

@@ -465,3 +465,22 @@ def test_fail_ends_an_open_run_although_the_error_has_the_place_in_memory_of_an_
         others.append(error)
     drive.fail(error)
     assert bus.state == "idle"
+
+
+def test_a_step_outside_of_an_iteration_changes_no_count(parts, bus, trace):
+    model = parts.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Run(bus, model=model, optimizer=optimizer) as run:
+        drive = run.drive()
+        drive.begin_train()
+        drive.begin_epoch()
+        for _ in range(2):
+            drive.begin_iteration()
+            optimizer.step()
+            drive.end_iteration()
+            optimizer.step()
+        drive.end_epoch()
+        drive.end_train()
+    assert [event.progress.update for event in trace.of("after_train_iter")] == [0, 1]
+    assert trace.of("after_train_epoch")[0].progress.update == 1
+    assert run.progress.update == 2
