@@ -410,9 +410,13 @@ class RunState:
     def show_last_iteration(self) -> None:
         """Give the end of an epoch the progress of its last iteration, also if the run has resumed or validated behind it."""
         counters = self.counters
-        if counters.batches and self.progress.iter == counters.iter:
-            last = replace(counters.snapshot(), iter=counters.iter - 1, batch_idx=counters.batches - 1)
-            self.progress = replace(last, update=counters.update - self.steps)
+        if self.progress.iter != counters.iter:
+            return
+        self.set_progress()
+        if counters.batches:
+            # Before its last step, as the iteration itself shows it.
+            update = counters.update - (self.steps > 0)
+            self.progress = replace(self.progress, iter=counters.iter - 1, batch_idx=counters.batches - 1, update=update)
 
     def count_epoch(self) -> None:
         """Count the epoch that ends here; without a plan, a validation follows it."""

@@ -484,3 +484,26 @@ def test_a_step_outside_of_an_iteration_changes_no_count(parts, bus, trace):
     assert [event.progress.update for event in trace.of("after_train_iter")] == [0, 1]
     assert trace.of("after_train_epoch")[0].progress.update == 1
     assert run.progress.update == 2
+
+
+@pytest.mark.parametrize("iterations", [0, 2])
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_the_end_of_an_epoch_has_the_counts_of_its_last_iteration(parts, bus, trace, iterations, evaluates):
+    model = parts.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Run(bus, model=model, optimizer=optimizer) as run:
+        drive = run.drive()
+        drive.begin_train()
+        drive.begin_epoch()
+        for _ in range(iterations):
+            drive.begin_iteration()
+            optimizer.step()
+            optimizer.step()
+            drive.end_iteration()
+        if evaluates:
+            drive.begin_evaluation("test")
+            drive.end_evaluation()
+        drive.end_epoch()
+        drive.end_train()
+    last = (trace.of("after_train_iter") or trace.of("before_train_epoch"))[-1]
+    assert trace.of("after_train_epoch")[0].progress == last.progress
