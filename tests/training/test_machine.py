@@ -4,6 +4,7 @@ Calls (push) and ``for`` statements (pull) are steps of state machines of hypoth
 """
 
 import ast
+import os
 import re
 import signal
 from collections.abc import Callable
@@ -155,6 +156,8 @@ class Sides(RuleBasedStateMachine):
         super().__init__()
         self.ends = ExitStack()
         self.ends.enter_context(capture_logs())
+        patch = self.ends.enter_context(pytest.MonkeyPatch.context())
+        patch.setattr(os, "fsync", lambda descriptor: None)  # to wait for the disk takes most of the time
         self.labels = 0
         self.errors: list[BaseException] = []
         self.agree = True
