@@ -540,7 +540,7 @@ SETTINGS = settings(derandomize=True, database=None, stateful_step_count=50, pha
 
 TestCalls = Calls.TestCase
 TestPulls = Pulls.TestCase
-TestCalls.settings = TestPulls.settings = settings(SETTINGS, max_examples=50)
+TestCalls.settings = TestPulls.settings = settings(SETTINGS, max_examples=75)
 
 
 @pytest.mark.long
