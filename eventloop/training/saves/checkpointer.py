@@ -294,7 +294,6 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait until no save is being written."""
-        self._check_open()
         with self._run.bus.span("waiting for checkpoints"):
             self.wait_for_files()
 
@@ -305,6 +304,7 @@ class Checkpointer:
 
     def close(self, seconds: float) -> None:
         """Accept no more requests, and wait for the files that are being written, for at most ``seconds``."""
+        self._is_open = False
         if self.writer is not None:
             self.writer.close(seconds)
 

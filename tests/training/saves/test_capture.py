@@ -55,6 +55,14 @@ def test_a_save_outside_of_a_run_is_an_error(parts, bus, tmp_path):
         Run(bus, model=parts.model(), work_dir=tmp_path).checkpoints.save("x.safetensors")
 
 
+def test_a_save_after_the_end_of_a_run_is_an_error(parts, bus, tmp_path):
+    with Run(bus, model=parts.model(), work_dir=tmp_path) as run:
+        pass
+    with pytest.raises(ConfigurationError, match="open run"):
+        run.checkpoints.save("x.safetensors")
+    run.checkpoints.wait()  # there is nothing to wait for
+
+
 @pytest.mark.parametrize("options", [{"busy": "skip"}, {"leave_out": ["optimizer"]}, {"directory": "elsewhere"}])
 def test_options_of_a_save_without_a_name_are_an_error(parts, bus, tmp_path, options):
     with Run(bus, model=parts.model(), work_dir=tmp_path) as run, pytest.raises(ConfigurationError, match="name"):
