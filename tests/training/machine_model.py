@@ -116,7 +116,7 @@ class Model:
         self.stage, self.index = "val", 0
         self.interrupted: At | None = None
         self.exit_code = 0
-        self.asks = self.has_begun = self.has_trained = self.saves_before_step = False
+        self.asks = self.has_trained = self.saves_before_step = False
 
     # --------------------------------------------------------------------------------------------------- what it looks at
 
@@ -164,7 +164,7 @@ class Model:
         self.asked.rates.append(rate)
 
     def save(self, name: str = "") -> None:
-        if not self.saves or (name and not self.has_begun):
+        if not self.saves or (name and not self.scopes):
             raise Refused
         if not name:
             self.asked.save = True
@@ -263,7 +263,7 @@ class Model:
 
     def begin_run(self) -> None:
         self.turn("begin_run")
-        self.asked.names, self.has_begun = [], True
+        self.asked.names = []
         self.saves_before_step = False
         self.enter("run")
         self.emit("before_run")
