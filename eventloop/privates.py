@@ -301,6 +301,18 @@ def chunk_of(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(chunk.offsets), tuple(chunk.sizes)
 
 
+def fsdp_mesh(module: torch.nn.Module) -> Any:
+    """Return the mesh of the copies and parts that ``fully_shard`` makes of a module; None if it has no parameters of its own.
+
+    Other dimensions, of tensor parallelism, are not in it (torch/distributed/fsdp/_fully_shard/_fsdp_common.py).
+    """
+    get: Any = getattr(module, "_get_fsdp_state", None)
+    state: Any = None if get is None else get()
+    # One before torch 2.12.
+    groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+    return getattr(getattr(groups[0], "mesh_info", None), "mesh", None)
+
+
 def check_scaler(scaler: torch.amp.GradScaler) -> None:
     """Raise ConfigurationError if :func:`is_overflown` cannot look into a scaler that is enabled."""
     if scaler.is_enabled():

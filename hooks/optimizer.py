@@ -42,7 +42,7 @@ class Fp16OptimizerHook(OptimizerHook):
     @check_options
     def __init__(
         self,
-        grad_clip: float | Mapping[str, Any] | None = None,
+        grad_clip: float | Mapping[str, Any] | Callable[..., Any] | None = None,
         grad_scaler_config: Mapping[str, Any] | None = None,
         *,
         accumulate: PositiveInt = 1,

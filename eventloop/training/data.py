@@ -14,7 +14,8 @@ from trainbus.eventloop.device import is_asynchronous, moved_to
 from trainbus.eventloop.errors import TrainingError, stopped
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.privates import READS_NEXT, READS_SAMPLES
-from trainbus.eventloop.training.distributed.launch import warn_if_all
+from trainbus.eventloop.training.distributed.launch import check_sampler
+from trainbus.eventloop.training.distributed.layout import RankLayout
 from trainbus.eventloop.training.distributed.samples import global_sampler
 from trainbus.eventloop.training.limits import limited_to, shortest
 from trainbus.eventloop.training.loaders import (
@@ -176,11 +177,6 @@ class Feed:
     def endless(self) -> bool:
         """True if an exhausted loader is restarted within the same epoch."""
         return self._endless is not None
-
-    @property
-    def divided(self) -> bool:
-        """True if each process gets its share of global batches."""
-        return self._sampler is not None
 
     def place(self) -> dict[str, int | None]:
         """Return where the current batch is, for :meth:`go_to_place` in another replica group."""
@@ -389,6 +385,8 @@ class Feeds:
         """Where the random numbers of training come from, if the run is one of several replica groups."""
         self.limits: Mapping[str, int | float] = {}
         """The most batches of a pass, or a fraction of them, of ``"train_data"`` and ``"val_data"``."""
+        self.layout = RankLayout()
+        """Which processes need the same batches."""
         self._device = device
         self._warned: set[str] = set()  # metrics already warned about
         self._evaluated: list[Iterable[Any]] = []  # loaders of validations and tests, in order of first use
@@ -407,7 +405,7 @@ class Feeds:
             self.pass_over(loader, index)
         if self.train is None or (self.train is not loader and self.train.loader is not loader):
             self.train = Feed(loader, self._device, draws=self.draws, limit=self.limits.get("train_data"))
-            warn_if_all(loader, "train_data")
+            check_sampler(loader, "train_data", self.layout)
             if self._saved.train is not None:
                 self.train.restore(self._saved.train, self._restored)
                 self._saved.train = None
@@ -430,7 +428,7 @@ class Feeds:
         if not any(known is loader for known in self._evaluated):
             index = len(self._evaluated)
             self._evaluated.append(loader)
-            warn_if_all(loader, name)
+            check_sampler(loader, name, self.layout)
             if index < len(self._saved.evaluated):
                 saved = self._saved.evaluated[index]
                 restore_loader(loader, saved, self._restored, workers=saved.workers)
@@ -450,7 +448,9 @@ class Feeds:
 
     def metrics(self, metrics: NamedMetrics | None) -> Metrics:
         """Return metrics on the device of the run; they share its warnings."""
-        return Metrics(metrics, self._device, self._warned)
+        made = Metrics(metrics, self._device, self._warned)
+        made.may_lack = self.layout.data.shares
+        return made
 
     def saved(self, *, validating: bool, repeats: bool = False) -> SavedData | None:
         """Return the position in the data; with ``validating``, that at the start of the current validation.

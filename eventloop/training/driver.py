@@ -20,7 +20,7 @@ from trainbus.eventloop.media import without_media
 from trainbus.eventloop.training.arguments import Limit
 from trainbus.eventloop.training.body import Beginning, Return
 from trainbus.eventloop.training.data import Feed
-from trainbus.eventloop.training.distributed.shares import Share, check_divisible, check_even, forward_alone, size_of
+from trainbus.eventloop.training.distributed.shares import Share, check_even, forward_alone, size_of
 from trainbus.eventloop.training.machine import EPOCH, ITERATION, ITERATIONS, TRAIN, TURNS, Scope
 from trainbus.eventloop.training.metrics import Metrics, NamedMetrics
 from trainbus.eventloop.training.optimizers import enter_training_mode, in_training_mode, optimizers_in, parameters_of
@@ -201,8 +201,6 @@ class Driver(Session):
             self._save_before_call()
         feed = self.feed = None if data is None else self._run.feeds.for_training(data)
         ranks = state.coordinator
-        if ranks.size > 1 and feed is not None and feed.divided and not self._begun:
-            check_divisible(self._run.models, ranks.size)
         if not endless:
             length = None if feed is None else feed.length
             check_even(ranks, self._run.models.values(), length, first=not self._begun)

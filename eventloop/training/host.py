@@ -123,6 +123,7 @@ class OwnLoop:
         strict: False loads only the matching part of a checkpoint of another model or optimizer.
         accelerator: what speaks for the library that has prepared the loop, if any. That saves into the work dir itself.
         replicas: the replica groups that the run is one of, if any.
+        data_mesh: the mesh of the processes that train on different batches; found from the models by default.
         update_steps: True if an update on the bus steps the optimizers.
         chooses_folder: True if a training that begins or resumes by ``"auto"`` chooses its folder.
     """
@@ -136,11 +137,13 @@ class OwnLoop:
         strict: bool = True,
         accelerator: Accelerator | None = None,
         replicas: Replicas | None = None,
+        data_mesh: Any = None,
         update_steps: bool = False,
         chooses_folder: bool = True,
     ) -> None:
         self.accelerator = accelerator
         self.replicas = replicas
+        self._data_mesh = data_mesh
         self.facts = HostFacts(
             own_loop=True, suffix=".safetensors", update_steps=update_steps, clears_folder=accelerator is not None
         )
@@ -185,7 +188,9 @@ class OwnLoop:
         """Join the ranks, choose and lock the directories, seed, move the models, and watch the steps; then resume."""
         run, state = self._run, self._run.state
         group = None if self.replicas is None else self.replicas.size
-        state.join(join_ranks(run.bus, run.models, state.own, trains=bool(run.optimizers), group=group))
+        trains, mesh = bool(run.optimizers), self._data_mesh
+        state.join(join_ranks(run.bus, run.models, state.own, trains=trains, group=group, data_mesh=mesh))
+        run.feeds.layout = state.coordinator.layout
         begins_anew = self._chooses_folder and state.trains and self._choose_folder()
         check_updates(run.bus.hooks, update_steps=self.facts.update_steps)
         self._warn_of_others()

@@ -39,6 +39,7 @@ from trainbus.eventloop.training.arguments import (
 from trainbus.eventloop.training.calls import LoopCall, LoopCalls, tell_if_it_blocks
 from trainbus.eventloop.training.check import CheckResult, Job, check
 from trainbus.eventloop.training.distributed.launch import divided
+from trainbus.eventloop.training.distributed.layout import data_rank
 from trainbus.eventloop.training.distributed.samples import GlobalBatchSampler
 from trainbus.eventloop.training.facts import carded, described, facts
 from trainbus.eventloop.training.host import OwnLoop
@@ -86,7 +87,7 @@ class TrainLoop:
         overfit_batches: like both limits, and not shuffled: the same batches in each epoch. Finds out if the model can learn.
         sanity: validation batches to look at before a training, so that an error in ``val_step`` or the name of a metric is
             found at once; 0 for none. The look changes nothing. :meth:`check` tries more.
-        work_dir, device, seed, stateful, name, config: see :class:`Run`.
+        work_dir, device, seed, stateful, name, config, data_mesh: see :class:`Run`.
 
     Raises:
         ConfigurationError: an argument is missing or does not fit, with the way out.
@@ -121,6 +122,7 @@ class TrainLoop:
         stateful: Stateful | None = None,
         name: str | None = None,
         config: Config | None = None,
+        data_mesh: Any = None,
     ) -> None:
         if max_epochs is not None and max_iters is not None:
             raise ConfigurationError(
@@ -156,6 +158,7 @@ class TrainLoop:
         self._calls = LoopCalls()
         self._options: dict[str, Any] = {"work_dir": work_dir, "device": device, "seed": seed}
         self._options |= {"stateful": stateful, "name": name, "config": config}
+        self._data_mesh = data_mesh
         self._folder: Path | None = None  # of the first run of this loop; later ones continue in it
         self._history: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
         self._given = self._new_run().work_dir  # checks the options
@@ -438,7 +441,7 @@ class TrainLoop:
 
     def _new_run(self, **resume: Any) -> Run:
         options = self._options | ({} if self._folder is None else {"work_dir": self._folder})
-        host = OwnLoop(**resume, update_steps=True, chooses_folder=self._folder is None)
+        host = OwnLoop(**resume, data_mesh=self._data_mesh, update_steps=True, chooses_folder=self._folder is None)
         return Run(self.bus, model=self.model, optimizer=self._optimizer, counters=self.counters, host=host, **options)
 
     @contextmanager
@@ -468,7 +471,8 @@ class TrainLoop:
 
     def _divide(self, global_batch: int) -> None:
         """Divide each global batch among the processes of this start, and into micro-batches."""
-        data = self._data["train"] = divided(self._need("train"), global_batch, self._options["seed"] or 0)
+        place = data_rank(named("model", self.model, torch.nn.Module), self._data_mesh)
+        data = self._data["train"] = divided(self._need("train"), global_batch, self._options["seed"] or 0, place)
         wanted = cast("GlobalBatchSampler", data.batch_sampler).accumulate
         update = next(hook for hook in self.bus.hooks if isinstance(hook, Update))
         if update.accumulate not in (1, wanted):

@@ -79,6 +79,8 @@ class Metrics:
             self._wanted[name], self._positions[name] = _parameters(name, metric)
         self._sums: dict[str, tuple[Any, float]] = {}  # of the scalar entries, with the number of samples
         self._unsized = 0  # batches of unknown size
+        self.may_lack = False
+        """True to pass over batches without outputs: of a pipeline, only its last stage has some."""
         self._empty = True
         self._warned = set() if warned is None else warned
         # Entries that feed a metric. The loss is averaged all the same.
@@ -95,7 +97,7 @@ class Metrics:
 
     def update(self, outputs: Mapping[str, Any], samples: int | None = 1) -> None:
         """Accumulate the outputs of one batch of ``samples`` samples; 0 skips it, None is an unknown number."""
-        if samples == 0:
+        if samples == 0 or (self.may_lack and not outputs):
             return
         self._empty = False
         weight = self._weight(outputs, samples)
@@ -127,7 +129,7 @@ class Metrics:
                 decisions (the best checkpoint, an early stop) depend on them.
             early: not all batches were seen. A metric that fails is None, with a warning.
         """
-        sums, metrics = self._sums, self._metrics
+        sums, metrics, speaks = self._sums, self._metrics, True
         if self._unsized > 1 and sums and WEIGHT not in self._warned:
             self._warned.add(WEIGHT)
             log.warning(
@@ -137,10 +139,11 @@ class Metrics:
                 means=[*sums],
             )
         if ranks.size > 1:
-            own = {name: (float(total), count) for name, (total, count) in sums.items()}
+            speaks = self._speaks(ranks)
+            own = {name: (float(total), count) for name, (total, count) in sums.items() if speaks}
             sums, sized = ranks.merged((own, self._sized), _added)
             sums = {name: one for name, one in sums.items() if name not in sized}  # they are no scalars on some rank
-            metrics = self._merged(ranks)
+            metrics = self._merged(ranks, speaks=speaks)
         values: dict[str, Any] = {}
         for name, metric in metrics.items():
             try:
@@ -155,7 +158,7 @@ class Metrics:
                     )
                     values[name] = None
                 # Without batches a metric may fail; rank 0's value counts.
-                elif not self._empty or not ranks.rank or metric is not self._metrics[name]:
+                elif speaks and (not self._empty or not ranks.rank or metric is not self._metrics[name]):
                     raise
                 continue
             values |= _flat(name, value)
@@ -163,7 +166,17 @@ class Metrics:
         if not early:
             self._tell(values)
         values |= {name: _number(total / count) for name, (total, count) in sums.items() if name not in values}
+        if ranks.layout.data.shares:  # rank 0 may have seen no outputs
+            return dict(ranks.merged(values if speaks else {}, lambda lower, higher: lower or higher))
         return dict(ranks.from_first(lambda: values))
+
+    def _speaks(self, ranks: Coordinator) -> bool:
+        """Return True if this rank's batches count. Of ranks with the same batches, the first that has outputs speaks."""
+        data = ranks.layout.data
+        if not data.shares:
+            return True
+        own = {} if self._empty else {data.rank: ranks.rank}
+        return ranks.merged(own, lambda lower, higher: higher | lower).get(data.rank) == ranks.rank
 
     def _tell(self, values: Mapping[str, Any]) -> None:
         """Log once which values are not one number."""
@@ -177,11 +190,11 @@ class Metrics:
                 value=several[name],
             )
 
-    def _merged(self, ranks: Coordinator) -> dict[str, Metric]:
-        """Merge the metrics that can be merged over all ranks; return all of them."""
+    def _merged(self, ranks: Coordinator, *, speaks: bool) -> dict[str, Metric]:
+        """Merge the metrics that can be merged over all ranks that speak; return all of them."""
         alone = {name: metric for name, metric in self._metrics.items() if not _syncs(metric)}
         able = {name: metric for name, metric in alone.items() if callable(getattr(metric, "merge_state", None))}
-        merged = self._metrics | ranks.merged(copy.deepcopy(able), _merge)
+        merged = self._metrics | ranks.merged(copy.deepcopy(able) if speaks else {}, _merge)
         for name, metric in alone.items():
             if name not in able and name not in self._warned:
                 self._warned.add(name)
@@ -304,6 +317,8 @@ def _number(value: Any) -> Any:
 
 
 def _merge(metrics: dict[str, Metric], others: dict[str, Metric]) -> dict[str, Metric]:
+    if not (metrics and others):
+        return metrics or others
     for name, metric in metrics.items():
         _call(name, metric.merge_state, [others[name]])  # type: ignore[attr-defined]  # looked at by the caller
     return metrics

@@ -12,6 +12,7 @@ from trainbus.eventloop.checkpoint import AnyPath, Busy, Staging, as_path, is_sh
 from trainbus.eventloop.checks import check_options
 from trainbus.eventloop.errors import ConfigurationError, TrainingError
 from trainbus.eventloop.events import Progress
+from trainbus.eventloop.training.clipping import clip_gradients
 from trainbus.eventloop.training.driver import Driver
 from trainbus.eventloop.training.machine import ITERATION
 from trainbus.eventloop.training.optimizers import by_path
@@ -265,6 +266,36 @@ class RunSteps(RunPart):
         """
         if call not in self._run.state.between_steps:
             self._run.state.between_steps.append(call)
+
+    def clip_grad_norm(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        *,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+        optimizers: Collection[torch.optim.Optimizer] | None = None,
+    ) -> torch.Tensor:
+        """Clip all gradients in place by their norm over the whole model, and return the norm, for a loop of your own.
+
+        As ``torch.nn.utils.clip_grad_norm_``, but the norm is a plain tensor, and also right where gradients are on several
+        meshes, or where only some ranks hold them: pipeline stages, local experts. Then all ranks must call it.
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: the order of the norm; it may be ``inf``.
+            error_if_nonfinite: raise RuntimeError for a norm that is not finite.
+            foreach: whether to use the faster kernels; by default where there are some.
+            optimizers: those whose parameters are meant; all by default.
+        """
+        wanted = {
+            name: one
+            for name, one in self._run.optimizers.items()
+            if optimizers is None or any(one is other for other in optimizers)
+        }
+        return clip_gradients(
+            self._run, wanted, max_norm=max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite, foreach=foreach
+        )
 
     @property
     def accumulation(self) -> int | None:

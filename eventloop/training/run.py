@@ -446,8 +446,11 @@ class Run(HostedRun):
         accelerator: the object of a library that prepared model, optimizer and loaders (see :mod:`trainbus.bridges`). Saves and
             stops wait for the step of its ``accumulate()``. Its own checkpoints hold the run as well, and loading one, before
             training begins, continues it; do not skip batches yourself.
-        host: an :class:`~trainbus.eventloop.training.OwnLoop`, in place of ``resume``, ``strict``, ``accelerator`` and
-            ``replicas``. A run in another trainer is a :class:`HostedRun`.
+        data_mesh: the ``DeviceMesh`` of the processes that train on different batches, such as ``mesh["dp"]``, for a model
+            that several processes hold together. By default it is found from ``fully_shard`` or ``DistributedDataParallel``;
+            tensor parallelism without them, pipelines and context parallelism need it.
+        host: an :class:`~trainbus.eventloop.training.OwnLoop`, in place of ``resume``, ``strict``, ``accelerator``,
+            ``replicas`` and ``data_mesh``. A run in another trainer is a :class:`HostedRun`.
 
     Raises:
         ConfigurationError: an argument does not fit; the error names it.
@@ -475,12 +478,13 @@ class Run(HostedRun):
         counters: Counters | None = None,
         accelerator: Any = None,
         replicas: Any = None,
+        data_mesh: Any = None,
         host: OwnLoop | None = None,
     ) -> None:
-        if host is not None and (resume is not None or accelerator is not None or replicas is not None or not strict):
+        if host is not None and (not strict or any(one is not None for one in (resume, accelerator, replicas, data_mesh))):
             raise ConfigurationError(
-                f"host={type(host).__name__} beside resume=, strict=, accelerator= or replicas=: give these to the host, which "
-                "decides"
+                f"host={type(host).__name__} beside resume=, strict=, accelerator=, replicas= or data_mesh=: give these to the "
+                "host, which decides"
             )
         if accelerator is not None and replicas is not None:
             raise ConfigurationError(
@@ -500,7 +504,7 @@ class Run(HostedRun):
             name=name,
             config=config,
             counters=counters,
-            host=host or OwnLoop(resume=resume, strict=strict, accelerator=prepared, replicas=groups),
+            host=host or OwnLoop(resume=resume, strict=strict, accelerator=prepared, replicas=groups, data_mesh=data_mesh),
         )
         if work_dir is None and self.work_dir is not None:  # that of a hook
             self.host.stay()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 import torch
@@ -35,7 +35,8 @@ class Update(Hook):
         accumulate: micro-batches per step; each loss is divided by it. A partial window at the end of an epoch also steps,
             with its gradients rescaled to the mean over its micro-batches.
         grad_clip: maximum norm of all gradients together, or the arguments of ``torch.nn.utils.clip_grad_norm_`` as a
-            mapping (``{"max_norm": 1.0, "norm_type": 2}``). The norm before clipping is reported as ``grad_norm``.
+            mapping (``{"max_norm": 1.0, "norm_type": 2}``), or a function that clips the gradients of a list of parameters in
+            place. The norm before clipping is reported as ``grad_norm``; a function may return it.
         amp: ``"bf16"`` or ``"fp16"`` runs all forward passes under ``torch.autocast``; ``"fp16"`` adds a gradient scaler.
         scaler: a ``torch.amp.GradScaler``, or the arguments of the fp16 scaler as a mapping. Checkpoints hold its state. A
             step that it skips does not count as an update. The scaler itself syncs with the device once per step.
@@ -55,7 +56,7 @@ class Update(Hook):
         self,
         *,
         accumulate: Annotated[int, Meta(ge=1)] = 1,
-        grad_clip: float | Mapping[str, Any] | None = None,
+        grad_clip: float | Mapping[str, Any] | Callable[[list[torch.nn.Parameter]], Any] | None = None,
         amp: Precision | None = None,
         scaler: torch.amp.GradScaler | Mapping[str, Any] | None = None,
     ) -> None:
@@ -209,9 +210,12 @@ class Update(Hook):
             for optimizer in optimizers:
                 self._scaler.unscale_(optimizer)
         if self._clip is not None:
-            parameters = [parameter for optimizer in optimizers for parameter in parameters_of(optimizer)]
-            norm = torch.nn.utils.clip_grad_norm_(parameters, **self._clip)
-            run.report(grad_norm=norm.full_tensor() if hasattr(norm, "full_tensor") else norm)  # sharded: sum over ranks
+            if callable(self._clip):
+                norm = self._clip([parameter for optimizer in optimizers for parameter in parameters_of(optimizer)])
+            else:
+                norm = run.steps.clip_grad_norm(optimizers=optimizers, **self._clip)
+            if norm is not None:
+                run.report(grad_norm=norm)
         for optimizer in optimizers:
             if self._scaler is None:
                 optimizer.step()
@@ -222,15 +226,16 @@ class Update(Hook):
             self._scaler.update()
 
 
-def _clip_options(grad_clip: float | Mapping[str, Any] | None) -> dict[str, Any] | None:
-    if grad_clip is None:
-        return None
+def _clip_options(grad_clip: Any) -> Any:
+    if grad_clip is None or callable(grad_clip):
+        return grad_clip
     options = {"max_norm": grad_clip} if isinstance(grad_clip, int | float) else dict(grad_clip)
     unknown = options.keys() - {"max_norm", "norm_type", "error_if_nonfinite", "foreach"}
     largest = options.get("max_norm")
     if unknown or isinstance(largest, bool) or not isinstance(largest, int | float) or not largest > 0:
         raise ConfigurationError(
-            f'grad_clip={grad_clip!r}: give the maximum norm, such as 1.0, or {{"max_norm": 1.0, "norm_type": 2}}'
+            f'grad_clip={grad_clip!r}: give the maximum norm, such as 1.0, or {{"max_norm": 1.0, "norm_type": 2}}, or a '
+            "function that clips the gradients of a list of parameters"
         )
     return options
 

@@ -14,6 +14,7 @@ from trainbus.eventloop.errors import ConfigurationError, RunPreempted, Trainbus
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.training.coordinator import Coordinator, T
 from trainbus.eventloop.training.distributed.collectives import Collectives
+from trainbus.eventloop.training.distributed.layout import DataRank, RankLayout
 from trainbus.eventloop.training.distributed.ranks import record_failure, this_rank, wait_until_connected, world_size
 from trainbus.eventloop.training.distributed.samples import GlobalBatchSampler, global_sampler
 from trainbus.eventloop.training.loaders import rebuilt
@@ -89,7 +90,7 @@ def shared(loader: Iterable[Any], name: str, seed: int) -> Iterable[Any]:
     return rebuilt(loader, sampler=sampler, **kept)
 
 
-def divided(loader: Iterable[Any], global_batch: int, seed: int) -> DataLoader[Any]:
+def divided(loader: Iterable[Any], global_batch: int, seed: int, place: DataRank) -> DataLoader[Any]:
     """Return a loader of this rank's share of global batches, each at most ``loader``'s batch size, in an order from ``seed``.
 
     Raises:
@@ -110,18 +111,39 @@ def divided(loader: Iterable[Any], global_batch: int, seed: int) -> DataLoader[A
         shuffle=isinstance(loader.sampler, RandomSampler),
         seed=seed,
         drop_last=loader.drop_last,
+        num_replicas=place.size,
+        rank=place.rank,
     )
     return rebuilt(loader, batch_sampler=sampler, persistent_workers=loader.persistent_workers)
 
 
-def warn_if_all(loader: Iterable[Any], name: str) -> None:
-    """Warn about a ``DataLoader`` that gives all of the data to every process."""
-    if world_size() > 1 and not this_rank() and (_is_plain(loader) or _is_plain_of_torchdata(loader)):
+def check_sampler(loader: Iterable[Any], name: str, layout: RankLayout) -> None:
+    """Warn about a ``DataLoader`` that gives all of the data to every process; check which ranks its sampler divides it among.
+
+    Raises:
+        ConfigurationError: processes that hold one copy of the model together would get different samples, or others the same.
+    """
+    data = layout.data
+    sampler: Any = global_sampler(loader) or getattr(loader, "sampler", None)
+    divides = isinstance(sampler, GlobalBatchSampler | DistributedSampler)
+    if layout.problem and isinstance(sampler, GlobalBatchSampler):
+        raise ConfigurationError(f"{name} has a GlobalBatchSampler, and {layout.problem}")
+    if layout.problem:
+        return  # it is told when the run begins
+    if divides and data.shares and (sampler.num_replicas, sampler.rank) != (data.size, data.rank):
+        raise ConfigurationError(
+            f"the sampler of {name} divides the samples among {sampler.num_replicas} processes (this one is number "
+            f"{sampler.rank}), but the models have {data.size} copies (this process is a part of number {data.rank}), and "
+            'processes of one copy need the same samples: give the sampler num_replicas=mesh["dp"].size() and '
+            'rank=mesh["dp"].get_local_rank(), where "dp" is the dimension of the copies'
+        )
+    if data.size > 1 and not this_rank() and (_is_plain(loader) or _is_plain_of_torchdata(loader)):
         log.warning(
             "every process iterates over all of this data; give its DataLoader a DistributedSampler, unless each process has "
             "its own dataset",
             id="data-not-distributed",
             data=name,
+            **({"num_replicas": data.size} if data.shares else {}),
         )
 
 

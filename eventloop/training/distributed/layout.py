@@ -1,30 +1,120 @@
-"""``RankLayout``: which ranks hold which weights of the models.
+"""``RankLayout``: which ranks hold which weights of the models, and which of them need the same batches.
 
 Most often each rank has all names: it holds whole weights, or a part of each. Pipeline stages and local experts are *apart*:
 ranks hold tensors that others lack, each under the name that it has in the whole model. Such names tell what is the same.
+
+Ranks that hold one copy of a model together (by tensor, context or pipeline parallelism) train on the same batches: to the
+data they are one. Who they are is found from the meshes of ``fully_shard``, from ``DistributedDataParallel``, or given as
+``data_mesh=``.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import Any
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
 
 from trainbus.eventloop.checkpoint import WrapperNames, is_dtensor, is_sharded
+from trainbus.eventloop.errors import ConfigurationError
+from trainbus.eventloop.privates import fsdp_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class DataRank(NamedTuple):
+    """Where this process is among those that train on different batches. Ranks of one copy of the model have the same."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def shares(self) -> bool:
+        """True if several ranks train on the same batches."""
+        return self.size < (distributed.get_world_size() if distributed.is_initialized() else 1)
+
+
+UNKNOWN = (
+    'the processes of model {label!r} that need the same batches cannot be told from {what}: give data_mesh=mesh["dp"], '
+    'where "dp" is the dimension of a DeviceMesh along which batches differ'
+)
+
+
+def data_rank(models: Mapping[str, torch.nn.Module], mesh: DeviceMesh | None = None) -> DataRank:
+    """Return the place of this process among those that train on different batches.
+
+    Args:
+        models: the models.
+        mesh: the mesh of these processes, of one or more dimensions, if the user has given it.
+
+    Raises:
+        ConfigurationError: it cannot be told: a model is spread over some of the processes, by no ``fully_shard`` or
+            ``DistributedDataParallel``, or over a mesh that has a dimension of context parallelism.
+    """
+    if mesh is not None:
+        return _place_in(mesh)
+    world = distributed.get_world_size() if distributed.is_initialized() else 1
+    if world == 1:
+        return DataRank()
+    places = [DataRank(distributed.get_rank(), world)]
+    for label, model in models.items():
+        found = [*_places(model, label)]
+        if found:
+            places.append(max(found, key=lambda one: one.size))
+        elif spread := [(name, one) for name, one in model.named_parameters() if is_dtensor(one)]:
+            name, tensor = max(spread, key=lambda one: one[1].device_mesh.size())  # type: ignore[attr-defined]  # a DTensor
+            if tensor.device_mesh.size() < world:  # type: ignore[attr-defined]
+                raise ConfigurationError(UNKNOWN.format(label=label, what=name))
+            places.append(DataRank())
+    return min(places, key=lambda one: one.size)
+
+
+def _places(model: torch.nn.Module, label: str) -> Iterator[DataRank]:
+    for name, module in model.named_modules():
+        if isinstance(module, DistributedDataParallel):
+            group = module.process_group
+            yield DataRank(distributed.get_rank(group), group.size())
+        elif (mesh := fsdp_mesh(module)) is not None and mesh.get_coordinate() is not None:
+            if any("cp" in str(dimension).split("_") for dimension in mesh.mesh_dim_names or ()):
+                raise ConfigurationError(UNKNOWN.format(label=label, what=f"the mesh of {name or 'it'}, {mesh.mesh_dim_names}"))
+            yield _place_in(mesh)
+
+
+def _place_in(mesh: DeviceMesh) -> DataRank:
+    place = mesh.get_coordinate()
+    if place is None:
+        raise ConfigurationError(f"data_mesh={mesh}: this process (rank {distributed.get_rank()}) is not in it")
+    shape = tuple(mesh.mesh.shape)
+    return DataRank(sum(at * prod(shape[number + 1 :]) for number, at in enumerate(place)), prod(shape))
 
 
 class RankLayout:
     """What the ranks of a run hold; by default, all hold the same whole weights.
 
     Args:
+        data: the place of this rank among those that train on different batches.
+        problem: why that cannot be told, if so.
         sharded: whether weights of any rank are spread over processes.
         own: the names of this rank's weights, if ranks have different ones.
         holders: the first rank that holds each name of any rank, likewise.
     """
 
-    def __init__(self, *, sharded: bool = False, own: Collection[str] = (), holders: Mapping[str, int] | None = None) -> None:
+    def __init__(
+        self,
+        data: DataRank | None = None,
+        problem: str = "",
+        *,
+        sharded: bool = False,
+        own: Collection[str] = (),
+        holders: Mapping[str, int] | None = None,
+    ) -> None:
+        self.data = data or DataRank()
+        self.problem = problem
         self.apart = holders is not None
         """True if ranks hold weights that others lack."""
         self.in_parts = sharded or self.apart
@@ -38,22 +128,33 @@ class RankLayout:
         return self.apart and name in self.holders and name not in self.own
 
 
-def find_layout(models: Mapping[str, torch.nn.Module], distinct: Callable[[Any], Mapping[int, Any]]) -> RankLayout:
+def find_layout(
+    models: Mapping[str, torch.nn.Module], distinct: Callable[[Any], Mapping[int, Any]], mesh: DeviceMesh | None = None
+) -> RankLayout:
     """Compare the names of the models' weights on all ranks, by ``Coordinator.distinct``. A collective.
 
-    The usual case takes one exchange of a few bytes, and no look at a ``state_dict``.
+    The usual case takes one exchange of a few bytes, and no look at a ``state_dict``. ``mesh`` is that of :func:`data_rank`.
     """
+    data, problem = DataRank(distributed.get_rank(), distributed.get_world_size()), ""
+    try:
+        data = data_rank(models, mesh)
+    except ConfigurationError as error:
+        if mesh is not None:
+            raise
+        problem = str(error)
     found = distinct((_digest(models), any(map(is_sharded, models.values()))))
     sharded = any(one for _, one in found.values())
     if len({digest for digest, _ in found.values()}) == 1:
-        return RankLayout(sharded=sharded)
+        return RankLayout(data, problem, sharded=sharded)
     weights = dict(named_weights(models))
     own = [name for name, value in weights.items() if not (is_dtensor(value) and value.device_mesh.get_coordinate() is None)]
     holders: dict[str, int] = {}
     for rank, names in distinct(own).items():
         for name in names:
             holders.setdefault(name, rank)
-    return RankLayout(sharded=sharded, own=weights, holders=holders)
+    if mesh is None and not problem and not any(any(_places(model, label)) for label, model in models.items()):
+        problem = UNKNOWN.format(label=next(iter(models)), what="its weights, of which ranks have different ones")
+    return RankLayout(data, problem, sharded=sharded, own=weights, holders=holders)
 
 
 def named_weights(models: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, Any]]:

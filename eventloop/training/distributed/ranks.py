@@ -56,13 +56,19 @@ def is_parallel(model: torch.nn.Module) -> bool:
 
 
 def join_ranks(
-    bus: Bus, models: Mapping[str, torch.nn.Module], own: Requests, *, trains: bool, group: int | None = None
+    bus: Bus,
+    models: Mapping[str, torch.nn.Module],
+    own: Requests,
+    *,
+    trains: bool,
+    group: int | None = None,
+    data_mesh: Any = None,
 ) -> Coordinator:
     """Join a new run with the runs of the other ranks, and set the rank of the bus; return what they agree by. A collective.
 
     ``own`` has the requests of this rank. ``trains`` is False for a run without an optimizer; else warn about models whose
     weights are not synchronised between ranks, unless ranks hold different ones. ``group`` is the number of processes in this
-    replica group, if there are such.
+    replica group, if there are such. ``data_mesh`` is that of :func:`~.layout.data_rank`.
 
     Raises:
         ConfigurationError: ``torchrun`` started this process, but ``torch.distributed`` is not initialised. In a replica group
@@ -96,10 +102,16 @@ def join_ranks(
     _runs += 1
     try:
         ranks = Collectives(own_group("control"), own, partial(bus.span, WAITING_FOR_RANKS), run=_runs)
-        ranks.layout = find_layout(models, ranks.distinct)
+        ranks.layout = find_layout(models, ranks.distinct, data_mesh)
     except BaseException as error:
         share_failure(error)  # the run shares the errors that come once it has its ranks
         raise
+    if ranks.layout.problem and not ranks.rank:
+        log.warning(
+            f"samplers are not checked, and each process counts as another one in the means of validations: "
+            f"{ranks.layout.problem}",
+            id="data-ranks-unknown",
+        )
     for name, model in () if ranks.layout.apart else models.items():
         if trains and not (is_parallel(model) or any(isinstance(part, DistributedDataParallel) for part in model.modules())):
             log.warning(

@@ -35,6 +35,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
         shuffle: whether each epoch has an order of its own.
         seed: determines the orders; it must be equal on all processes and in all starts.
         drop_last: leave out the last samples of an epoch if they make no whole global batch.
+        num_replicas: how many processes get different samples; all by default. Of a model that several processes hold
+            together, these need the same samples: ``mesh["dp"].size()``.
+        rank: the number of this process among them: ``mesh["dp"].get_local_rank()``.
 
     Raises:
         ConfigurationError: an option has the wrong type or range; or there are fewer samples, or a smaller global batch, than
@@ -51,15 +54,23 @@ class GlobalBatchSampler(Sampler[list[int]]):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        num_replicas: Annotated[int, Meta(ge=1)] | None = None,
+        rank: Annotated[int, Meta(ge=0)] | None = None,
     ) -> None:
+        if (num_replicas is None) != (rank is None) or (rank is not None and rank >= (num_replicas or 0)):
+            raise ConfigurationError(f"num_replicas={num_replicas}, rank={rank}: give both, and rank less than num_replicas")
         self._size, self._most = len(dataset), batch_size
         self.global_batch = global_batch
         """Samples per optimizer step, of all processes together."""
         self._shuffle, self._seed, self._drop_last = shuffle, seed, drop_last
-        self._rank, self._world = this_rank(), world_size()
-        if min(self._size, global_batch) < self._world:
+        self.rank = this_rank() if rank is None else rank
+        """The number of this process among those that get different samples."""
+        self.num_replicas = num_replicas or world_size()
+        """How many processes get different samples."""
+        if min(self._size, global_batch) < self.num_replicas:
             raise ConfigurationError(
-                f"global_batch={global_batch} of {self._size} samples leaves a process without any: there are {self._world}"
+                f"global_batch={global_batch} of {self._size} samples leaves a process without any: they are divided among "
+                f"{self.num_replicas}"
             )
         if drop_last and self._size < global_batch:
             raise ConfigurationError(f"global_batch={global_batch} with drop_last=True: there are only {self._size} samples")
@@ -87,7 +98,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self._start, self._skipped = samples, 0
         if samples < self._size:
             self._before = -(-samples // self.global_batch) * self.accumulate
-        if 0 < (left := self._size - samples) < self._world:
+        if 0 < (left := self._size - samples) < self.num_replicas:
             log.warning(
                 "the last samples of this epoch are left out: there are fewer than processes",
                 id="last-samples-left-out",
@@ -117,9 +128,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
             order = list(range(self._size))
         at, skipped = self._start, self._skipped
         for size in self._sizes():
-            parts = self._world * self._micro_batches(size)
+            parts = self.num_replicas * self._micro_batches(size)
             # In this order, so that all processes together have used the first samples after each micro-batch, too.
-            for part in range(self._rank + skipped * self._world, parts, self._world):
+            for part in range(self.rank + skipped * self.num_replicas, parts, self.num_replicas):
                 yield order[at + part * size // parts : at + (part + 1) * size // parts]
             at, skipped = at + size, 0
 
@@ -128,7 +139,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         whole, left = divmod(self._size - self._start, self.global_batch)
         sizes = [self.global_batch] * whole
         if left and not self._drop_last:
-            if left >= self._world:
+            if left >= self.num_replicas:
                 sizes.append(left)
             elif sizes:
                 sizes[-1] += left
@@ -137,8 +148,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     def _micro_batches(self, size: int) -> int:
         size = min(size, self.global_batch)  # also of one that the rest was added to
-        most = size if self._most is None else self._most * self._world
-        return max(1, min(-(-size // most), size // self._world))  # each part has a sample
+        most = size if self._most is None else self._most * self.num_replicas
+        return max(1, min(-(-size // most), size // self.num_replicas))  # each part has a sample
 
 
 def global_sampler(loader: object) -> GlobalBatchSampler | None:

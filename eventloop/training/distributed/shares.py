@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,8 +12,8 @@ from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 
-from trainbus.eventloop.checkpoint import is_dtensor, is_sharded
-from trainbus.eventloop.errors import ConfigurationError, TrainingError
+from trainbus.eventloop.checkpoint import is_sharded
+from trainbus.eventloop.errors import TrainingError
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.privates import is_joined
 from trainbus.eventloop.training.coordinator import Coordinator
@@ -111,41 +110,6 @@ def check_even(ranks: Coordinator, models: Iterable[torch.nn.Module], length: in
             id="rank-lengths-differ",
             batches=numbers,
         )
-
-
-def check_divisible(models: Mapping[str, torch.nn.Module], size: int) -> None:
-    """Check that each process is a replica of its own, because a :class:`GlobalBatchSampler` gives each other samples.
-
-    Raises:
-        ConfigurationError: several processes hold one replica (tensor, context or pipeline parallelism), which needs the same
-            samples on all of them.
-    """
-    for label, model in models.items():
-        for what in _within_replicas(model, size):
-            raise ConfigurationError(
-                f"a GlobalBatchSampler (global_batch=) gives each of the {size} processes other samples, but {what} of model "
-                f"{label!r} lies within one replica, whose processes need the same ones. Leave out global_batch=, and give "
-                'train_data a DataLoader with DistributedSampler(dataset, mesh["dp"].size(), mesh["dp"].get_local_rank()), '
-                'where "dp" is the dimension of the replicas'
-            )
-
-
-def _within_replicas(model: torch.nn.Module, size: int) -> Iterator[str]:
-    """Yield the parts of a model that are spread or kept equal in another way than over all processes, as data parallel."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    wrapped = [module for module in model.modules() if fsdp is not None and isinstance(module, fsdp.FSDPModule)]
-    by_fsdp = {id(parameter) for module in wrapped for parameter in module.parameters()}
-    for name, parameter in model.named_parameters():
-        if not is_dtensor(parameter):
-            continue
-        tensor: Any = parameter
-        # fully_shard divides along the last dimension of a mesh; another one has copies.
-        whole = tensor.device_mesh.size() == size and all(one.is_replicate() for one in tensor.placements[:-1])
-        if not (whole and id(parameter) in by_fsdp):
-            yield f"{name} (on {tensor.device_mesh})"
-    for name, module in model.named_modules():
-        if isinstance(module, DistributedDataParallel) and (ours := module.process_group.size()) != size:
-            yield f"DistributedDataParallel {name or 'around it'} (with {ours} processes)"
 
 
 def forward_alone(models: Iterable[torch.nn.Module], lengths: Mapping[int, int | None]) -> Callable[[], object]:

@@ -1,0 +1,74 @@
+"""Clip gradients by their norm over the whole model, of which this process may hold a part."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import distributed
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
+
+from trainbus.eventloop.checkpoint import is_dtensor
+from trainbus.eventloop.training.optimizers import parameters_of
+from trainbus.eventloop.training.saves.contents import parameter_names
+
+if TYPE_CHECKING:  # it needs this module
+    from trainbus.eventloop.training.saves.contents import SavedRun
+
+
+def clip_gradients(run: SavedRun, optimizers: Mapping[str, torch.optim.Optimizer], **options: Any) -> torch.Tensor:
+    """Clip the gradients of optimizers together, in place; return their norm before, as a plain tensor.
+
+    The norm is that of the whole model: of sharded gradients over all parts, on each of their meshes, and over pipeline stages
+    and local experts, which only some ranks hold. Then it is a collective. ``options`` are those of ``clip_grad_norm_``.
+    """
+    parameters = [one for optimizer in optimizers.values() for one in parameters_of(optimizer) if one.grad is not None]
+    meshes = {_mesh(one.grad) for one in parameters}
+    if len(meshes) < 2 and not run.coordinator.layout.apart:
+        return _whole(clip_grad_norm_(parameters, **options))
+    order = float(options.get("norm_type", 2.0))
+    norms = _norms(run, optimizers, order, options.get("foreach"))
+    # torch.linalg.vector_norm of norms is the norm of all, as in get_total_norm().
+    total = get_total_norm(norms, order) if norms else torch.zeros((), device=run.device)
+    if run.coordinator.layout.apart:
+        if order == torch.inf:
+            distributed.all_reduce(total, op=distributed.ReduceOp.MAX)
+        else:
+            distributed.all_reduce(total := total**order)
+            total = total ** (1 / order)
+    if options.get("error_if_nonfinite") and not bool(total.isfinite()):
+        raise RuntimeError(f"the norm of order {order:g} of all gradients is {total.item()}, so they cannot be clipped")
+    for mesh in meshes:  # the kernels take tensors of one mesh
+        some = [one for one in parameters if _mesh(one.grad) == mesh]
+        clip_grads_with_norm_(some, options["max_norm"], total, options.get("foreach"))
+    return total
+
+
+def _norms(
+    run: SavedRun, optimizers: Mapping[str, torch.optim.Optimizer], order: float, foreach: bool | None
+) -> list[torch.Tensor]:
+    """Return the norms of the gradients by mesh, of those that this rank counts: each gradient counts on one of its ranks.
+
+    All ranks of a mesh take part in its norms.
+    """
+    layout, rank = run.coordinator.layout, run.coordinator.rank
+    groups: dict[tuple[Any, int], list[torch.Tensor]] = {}
+    names = parameter_names(run.models, optimizers)
+    for name, optimizer in optimizers.items():
+        for parameter, key in zip(parameters_of(optimizer), names[name].split("\n"), strict=True):
+            if parameter.grad is not None:
+                counts = layout.holders.get(key, 0) if layout.apart else rank
+                groups.setdefault((_mesh(parameter.grad), counts), []).append(parameter.grad)
+    norms = {key: _whole(get_total_norm(some, order, foreach=foreach)) for key, some in groups.items()}
+    return [norm.to(run.device) for (_, counts), norm in norms.items() if counts == rank]
+
+
+def _mesh(gradient: Any) -> Any:
+    return gradient.device_mesh if is_dtensor(gradient) else None
+
+
+def _whole(norm: torch.Tensor) -> torch.Tensor:
+    """Return a norm over all parts; that of sharded gradients is the sum of parts until somebody looks."""
+    whole: Any = getattr(norm, "full_tensor", None)
+    return norm if whole is None else whole()
