@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from math import inf
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import Any, Final, Self
 
 import torch
 
@@ -18,9 +18,7 @@ from trainbus.eventloop.training.copies import copied, is_large, size_of
 from trainbus.eventloop.training.keep import KEPT, KeptValues
 from trainbus.eventloop.training.optimizers import parameters_of
 from trainbus.eventloop.training.rng import get_rng_state, set_rng_state
-
-if TYPE_CHECKING:  # it needs this module
-    from trainbus.eventloop.training.saves.contents import SavedRun
+from trainbus.eventloop.training.saved_run import SavedRun
 
 log = get_logger()
 

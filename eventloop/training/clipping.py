@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import distributed
@@ -11,10 +11,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 
 from trainbus.eventloop.checkpoint import is_dtensor
 from trainbus.eventloop.training.optimizers import parameters_of
+from trainbus.eventloop.training.saved_run import SavedRun
 from trainbus.eventloop.training.saves.contents import parameter_names
-
-if TYPE_CHECKING:  # it needs this module
-    from trainbus.eventloop.training.saves.contents import SavedRun
 
 
 def clip_gradients(run: SavedRun, optimizers: Mapping[str, torch.optim.Optimizer], **options: Any) -> torch.Tensor:

@@ -25,8 +25,8 @@ from trainbus.eventloop.training.machine import EPOCH, ITERATION, ITERATIONS, TR
 from trainbus.eventloop.training.metrics import Metrics, NamedMetrics
 from trainbus.eventloop.training.optimizers import enter_training_mode, in_training_mode, optimizers_in, parameters_of
 from trainbus.eventloop.training.rng import get_rng_state, set_rng_state
+from trainbus.eventloop.training.saved_run import SavedRun
 from trainbus.eventloop.training.saves.capture import Capture
-from trainbus.eventloop.training.saves.contents import SavedRun
 from trainbus.eventloop.training.session import Session
 from trainbus.eventloop.user_errors import add_note
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -22,17 +22,15 @@ from trainbus.eventloop.training.driver import Driver, watch_steps
 from trainbus.eventloop.training.folders import DirectoryLock, free_number, newest_number, numbered
 from trainbus.eventloop.training.replicas import Draws, Replicas
 from trainbus.eventloop.training.rng import seed_everything
+from trainbus.eventloop.training.saved_run import SavedRun
 from trainbus.eventloop.training.saves.capture import Capture
 from trainbus.eventloop.training.saves.checkpointer import Saver
-from trainbus.eventloop.training.saves.contents import SavedRun, loose_parameters
+from trainbus.eventloop.training.saves.contents import loose_parameters
 from trainbus.eventloop.training.saves.loose import tell_of_loose
 from trainbus.eventloop.training.saves.restore import Restore
 from trainbus.eventloop.training.session import open_runs
 from trainbus.eventloop.training.update import Update, check_updates
 from trainbus.eventloop.user_errors import contextmanager
-
-if TYPE_CHECKING:  # it needs this module
-    from trainbus.eventloop.training.run import HostedRun
 
 log = get_logger()
 
@@ -86,7 +84,7 @@ class Host(Protocol):
     def evaluation_length(self) -> int | None:
         """Batches in the current or last validation or test; None if unknown."""
 
-    def join(self, run: HostedRun, drive: Driver) -> None:
+    def join(self, run: SavedRun, drive: Driver) -> None:
         """Become the host of a run, which ``drive`` drives."""
 
     def beginning(self) -> AbstractContextManager[None]:

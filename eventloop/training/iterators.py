@@ -21,7 +21,7 @@ from trainbus.eventloop.training.driver import Driver, EvaluationStage
 from trainbus.eventloop.training.machine import EPOCH, ITERATION
 from trainbus.eventloop.training.metrics import Metrics
 from trainbus.eventloop.training.rng import get_rng_state, set_rng_state
-from trainbus.eventloop.training.saves.contents import SavedRun
+from trainbus.eventloop.training.saved_run import SavedRun
 from trainbus.eventloop.user_errors import add_note
 
 log = get_logger()

@@ -16,10 +16,10 @@ from trainbus.eventloop.training.clipping import clip_gradients
 from trainbus.eventloop.training.driver import Driver
 from trainbus.eventloop.training.machine import ITERATION
 from trainbus.eventloop.training.optimizers import by_path
+from trainbus.eventloop.training.saved_run import SavedRun
 from trainbus.eventloop.training.saves.best import Best, best_of
 from trainbus.eventloop.training.saves.capture import Capture
 from trainbus.eventloop.training.saves.checkpointer import Checkpointer
-from trainbus.eventloop.training.saves.contents import SavedRun
 from trainbus.eventloop.training.saves.requests import OnError, SaveRequest
 from trainbus.eventloop.training.saves.restore import HOSTED
 

@@ -27,7 +27,7 @@ from trainbus.eventloop.training.loaders import has_state, is_plain, rebuilt
 from trainbus.eventloop.training.machine import VAL_ITERATION
 from trainbus.eventloop.training.metrics import ONE_NUMBER, Metrics, NamedMetrics, missing_metric, not_a_number
 from trainbus.eventloop.training.rng import Generator, random_states, set_random_states
-from trainbus.eventloop.training.saves.contents import SavedRun
+from trainbus.eventloop.training.saved_run import SavedRun
 from trainbus.eventloop.training.update import Update
 from trainbus.eventloop.user_errors import add_note
 

@@ -1,7 +1,6 @@
 """Replica groups: copies of one training that die and come back one by one, led by a manager.
 
-if TYPE_CHECKING:  # it needs this module
-    from trainbus.eventloop.training.saves.contents import SavedRun
+from trainbus.eventloop.training.saved_run import SavedRun
 
 Each group is a run of its own. An iteration is one step of the manager: if the manager does not commit it, the same batch
 comes again, and nothing is published or counted. A group that comes back takes over the state of one that went on.
@@ -10,7 +9,7 @@ comes again, and nothing is published or counted. A group that comes back takes 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
@@ -18,10 +17,8 @@ import torch
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.training.loaders import start_persistent_workers
 from trainbus.eventloop.training.rng import own_generators, random_states, reseed
+from trainbus.eventloop.training.saved_run import SavedRun
 from trainbus.eventloop.training.schema import SavedStart
-
-if TYPE_CHECKING:  # it needs this module
-    from trainbus.eventloop.training.saves.contents import SavedRun
 
 log = get_logger()
 

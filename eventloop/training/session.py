@@ -21,7 +21,7 @@ from trainbus.eventloop.training.distributed.ranks import record_failure, share_
 from trainbus.eventloop.training.folders import move_aside
 from trainbus.eventloop.training.machine import Turn
 from trainbus.eventloop.training.replicas import Replicas
-from trainbus.eventloop.training.saves.contents import SavedRun
+from trainbus.eventloop.training.saved_run import SavedRun
 from trainbus.eventloop.user_errors import add_note, described
 
 log = get_logger()

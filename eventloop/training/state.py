@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from msgspec.structs import replace
@@ -22,9 +22,6 @@ from trainbus.eventloop.training.copies import copied
 from trainbus.eventloop.training.machine import EPOCH, ITERATION, TRAIN, Counters, Machine
 from trainbus.eventloop.training.optimizers import set_learning_rate
 from trainbus.eventloop.training.rng import get_rng_state
-
-if TYPE_CHECKING:  # it needs this module
-    from trainbus.eventloop.training.host import Host
 
 log = get_logger()
 
@@ -88,7 +85,7 @@ class RunState:
         optimizers: Mapping[str, torch.optim.Optimizer],
         stateful: Mapping[str, Any],
         bus: Bus,
-        host: Host,
+        host: Any,
     ) -> None:
         self.counters = counters
         self.progress: Progress = counters.snapshot()

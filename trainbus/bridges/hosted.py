@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -19,6 +19,7 @@ from trainbus.eventloop.training.distributed.rounds import join_rounds
 from trainbus.eventloop.training.driver import Step, around_step, watch_steps
 from trainbus.eventloop.training.machine import Counters
 from trainbus.eventloop.training.replicas import Replicas
+from trainbus.eventloop.training.saved_run import SavedRun
 from trainbus.eventloop.training.saves.contents import (
     by_model,
     flat,
@@ -88,9 +89,9 @@ class TrainerHost:
         self.resume_way = resume_way
         self.saver: TrainerSaver
 
-    def join(self, run: HostedRun, drive: Driver) -> None:
+    def join(self, run: SavedRun, drive: Driver) -> None:
         """Become the host of a run."""
-        self.run, self.drive = run, drive
+        self.run, self.drive = cast("HostedRun", run), drive
         self.saver = TrainerSaver(self)
 
     @contextmanager

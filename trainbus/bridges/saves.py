@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from threading import get_ident
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Literal
+from typing import Any, Final, Literal
 
 from trainbus.convert import Pickled
 from trainbus.eventloop.bus import Bus
@@ -17,12 +17,10 @@ from trainbus.eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, Stage
 from trainbus.eventloop.errors import ConfigurationError, RunCancelled
 from trainbus.eventloop.events import Progress
 from trainbus.eventloop.training.distributed.ranks import world_size
+from trainbus.eventloop.training.run import HostedRun
 from trainbus.eventloop.training.saves.capture import state_version
 from trainbus.eventloop.training.saves.requests import SaveJob, SaveOutcome, SaveRequest
 from trainbus.eventloop.user_errors import contextmanager
-
-if TYPE_CHECKING:  # it needs this module
-    from trainbus.bridges.hosted import TrainerHost
 
 CHECKED: Final = str(Path())  # the path that stands for a check: the state is gathered, but not written
 
@@ -76,8 +74,9 @@ class TrainerSaver:
     sharded = False
     save = None
 
-    def __init__(self, host: TrainerHost) -> None:
-        self._host, self._run = host, host.run
+    def __init__(self, host: Any) -> None:
+        self._host = host
+        self._run: HostedRun = host.run
         self.raises = True  # True if a failure of the current save ends the training; False if a hook asked for a log line only
         self._others: list[Path] = []  # further names for the file that is being written
 
@@ -106,7 +105,7 @@ class TrainerSaver:
 
     def way_to_resume(self, path: AnyPath) -> str:
         """Return how a user resumes, in the trainer's own words."""
-        return self._host.resume_way.format(path)
+        return str(self._host.resume_way).format(path)
 
     def write_due(self, write: Callable[[AnyPath], object]) -> None:
         """Call ``write`` with the path of the file, if one is due. It makes the trainer save, within :meth:`writing`."""

@@ -12,8 +12,9 @@ from trainbus.eventloop.errors import CheckpointError, ConfigurationError
 from trainbus.eventloop.events import RunView
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.training.host import OwnLoop
+from trainbus.eventloop.training.saved_run import SavedRun
 from trainbus.eventloop.training.saves.agreed import agreed
-from trainbus.eventloop.training.saves.contents import SavedRun, by_model, loose_parameters
+from trainbus.eventloop.training.saves.contents import by_model, loose_parameters
 from trainbus.eventloop.training.saves.loose import SavedLoose
 from trainbus.eventloop.training.saves.weights import load_weights
 from trainbus.eventloop.training.schema import Tree

@@ -18,9 +18,10 @@ from trainbus.eventloop.privates import tensors_of, version_of
 from trainbus.eventloop.training.coordinator import Coordinator
 from trainbus.eventloop.training.distributed.ranks import own_group
 from trainbus.eventloop.training.optimizers import forget_options, stepping
+from trainbus.eventloop.training.saved_run import SavedRun
 from trainbus.eventloop.training.saves.alike import check_alike
 from trainbus.eventloop.training.saves.apart import TreePlaces
-from trainbus.eventloop.training.saves.contents import SavedRun, gather_rank, gather_state, loose_parameters
+from trainbus.eventloop.training.saves.contents import gather_rank, gather_state, loose_parameters
 from trainbus.eventloop.training.saves.rank_states import RankStates
 from trainbus.eventloop.training.saves.requests import SaveJob, SaveRequest
 from trainbus.eventloop.training.saves.write import CheckpointWriter

@@ -22,7 +22,7 @@ from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.plain import numbers_in, plain
 from trainbus.eventloop.training.coordinator import Coordinator
 from trainbus.eventloop.training.folders import free_folder
-from trainbus.eventloop.training.saves.contents import SavedRun
+from trainbus.eventloop.training.saved_run import SavedRun
 from trainbus.eventloop.training.saves.requests import SaveJob, SaveOutcome, SaveRequest, merged
 from trainbus.eventloop.training.saves.restore import Restore, resume_line
 from trainbus.eventloop.training.saves.write import CheckpointWriter

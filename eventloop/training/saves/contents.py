@@ -4,26 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import msgspec
 import torch
 from msgspec import UNSET, Struct
 
-from trainbus.eventloop.bus import Bus
 from trainbus.eventloop.checkpoint import WrapperNames, is_dtensor
 from trainbus.eventloop.errors import CheckpointError
-from trainbus.eventloop.events import RunView
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.privates import has_wrapper_names, metadata_of, with_metadata
 from trainbus.eventloop.training.body import Beginning, names_without, open_gradients, restore_gradients, with_states
-from trainbus.eventloop.training.coordinator import Coordinator
-from trainbus.eventloop.training.data import Feeds
-from trainbus.eventloop.training.keep import KEPT, KeptValues
+from trainbus.eventloop.training.keep import KEPT
 from trainbus.eventloop.training.optimizers import forget_options, options_path, parameters_of, warn_of_overridden
 from trainbus.eventloop.training.rng import get_rng_state, set_rng_state
+from trainbus.eventloop.training.saved_run import SavedRun
 from trainbus.eventloop.training.saves.loose import Loose, SavedLoose
 from trainbus.eventloop.training.saves.optimizer_state import SavedOptimizer
 from trainbus.eventloop.training.saves.weights import SavedWeights
@@ -40,40 +36,11 @@ from trainbus.eventloop.training.schema import (
 )
 from trainbus.eventloop.training.state import RunState
 
-if TYPE_CHECKING:  # they need this module
-    from trainbus.eventloop.training.host import Host
-    from trainbus.eventloop.training.saves.checkpointer import Checkpointer
-
 log = get_logger()
 
 
 _named: WeakKeyDictionary[Any, tuple[list[int | str], str]] = WeakKeyDictionary()
 """What the names of an optimizer's parameters depend on, and these: to look for 20,000 of them takes 40 ms."""
-
-
-class SavedRun(RunView, Protocol):
-    """The part of a run that saving and restoring use."""
-
-    name: str
-    work_dir: Path | None
-    bus: Bus
-    state: RunState
-    feeds: Feeds
-    checkpointer: Checkpointer
-
-    @property
-    def host(self) -> Host: ...  # noqa: D102 - as in Run
-
-    stateful: dict[str, Any]
-    kept: KeptValues
-    options: dict[str, Any]
-    moves_models: bool
-    exit_code: int
-
-    @property
-    def coordinator(self) -> Coordinator: ...  # noqa: D102 - as in Run
-
-    def move_to(self, work_dir: Path) -> None: ...  # noqa: D102 - as in Run
 
 
 # -------------------------------------------------------------------------------------------------------------- gather

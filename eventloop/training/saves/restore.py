@@ -22,9 +22,10 @@ from trainbus.eventloop.training.distributed.ranks import this_rank, world_size
 from trainbus.eventloop.training.machine import RUN
 from trainbus.eventloop.training.optimizers import parameters_of
 from trainbus.eventloop.training.rng import other_rng_state
+from trainbus.eventloop.training.saved_run import SavedRun
 from trainbus.eventloop.training.saves.agreed import agreed
 from trainbus.eventloop.training.saves.apart import own_part
-from trainbus.eventloop.training.saves.contents import SavedRun, as_tree, parameter_names, restore_state, unwrapped_state
+from trainbus.eventloop.training.saves.contents import as_tree, parameter_names, restore_state, unwrapped_state
 from trainbus.eventloop.training.saves.discover import Found, Read, find_checkpoint, newest_candidate, read_checkpoint
 from trainbus.eventloop.training.saves.foreign import convert_foreign
 from trainbus.eventloop.training.schema import SavedCounts, SavedRank, SavedState, Tree, read, upgraded

@@ -26,7 +26,7 @@ from trainbus.eventloop.events import CheckpointStaged
 from trainbus.eventloop.events.event import name_of
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.offload import Deadline
-from trainbus.eventloop.training.saves.contents import SavedRun
+from trainbus.eventloop.training.saved_run import SavedRun
 from trainbus.eventloop.training.saves.requests import SaveJob, SaveOutcome
 from trainbus.eventloop.training.schema import LAST
 from trainbus.eventloop.user_errors import add_note
