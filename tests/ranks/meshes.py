@@ -174,9 +174,11 @@ def build(kind: str) -> tuple[nn.Module, Step]:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    groups = [{"params": [one for name, one in model.named_parameters() if ("bias" in name) == bias]} for bias in (True, False)]
-    groups[0]["weight_decay"] = 0.0
-    return torch.optim.AdamW(groups, lr=0.01)
+    options = {"head": {"lr": 0.02}, "bias": {"weight_decay": 0.0}, "": {}}  # of which a stage may lack some
+    groups: dict[str, list[Any]] = {part: [] for part in options}
+    for name, parameter in model.named_parameters():
+        groups[next(part for part in options if part in name)].append(parameter)
+    return torch.optim.AdamW([{"params": some, **options[part]} for part, some in groups.items() if some], lr=0.01)
 
 
 def whole(value: Any) -> Any:
@@ -189,6 +191,8 @@ def facts(model: nn.Module, optimizer: torch.optim.Optimizer, ema: EMAHook | Non
     found = {name: whole(value) for name, value in model.state_dict().items()}
     for parameter, state in optimizer.state.items():
         found |= {f"{names[id(parameter)]}: {key}": whole(value) for key, value in state.items()}
+    for group in optimizer.param_groups:
+        found |= {f"{names[id(one)]}: lr": torch.tensor(group["lr"]) for one in group["params"]}
     averages = {} if ema is None or ema.average is None else ema.average.tensors
     return found | {f"average of {name}": whole(value) for name, value in averages.items()}
 

@@ -47,6 +47,8 @@ def in_file(path: Path) -> dict[str, torch.Tensor]:
     found = dict(tree["ema_state_dict"])
     for number, one in state.items():
         found |= {f"{names[number]}: {key}": value for key, value in one.items()}
+    for group in tree["optimizer"]["optimizer"]["param_groups"]:
+        found |= {f"{names[number]}: lr": torch.tensor(group["lr"]) for number in group["params"]}
     return found | {f"average of {name}": tree["state_dict"][name] for name in names}
 
 

@@ -91,7 +91,9 @@ def check_alike(
     _check_shapes(ranks.distinct(shapes | _optimizer_shapes(models, optimizers)), apart=ranks.layout.apart)
     if ranks.layout.apart:
         _check_numbered(optimizers, loose)
-    held = {labels[key]: value for key, value in values.items() if key in compared}
+    held: dict[str, Any] = {labels[key]: value for key, value in values.items() if key in compared}
+    if ranks.layout.apart:
+        held |= _options(optimizers)
     parts = {(label, place): _Held(_digest(part), ranks.rank) for label, place, part in _parts(held, ranks.size)}
     whole = ranks.merged(parts, _merged)
     if differing := [(label, part) for (label, _), part in whole.items() if part.others]:
@@ -107,6 +109,17 @@ def check_alike(
             if place is not None:
                 holders[label] = min(part.first, holders.get(label, part.first))
         ranks.layout.holders.update(holders)
+
+
+def _options(optimizers: Mapping[str, torch.optim.Optimizer]) -> dict[str, torch.Tensor]:
+    """Return the options of groups that are tensors."""
+    return {
+        f"{name}: {option} of group {number}": value
+        for name, optimizer in optimizers.items()
+        for number, group in enumerate(optimizer.param_groups)
+        for option, value in group.items()
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def _check_numbered(optimizers: Mapping[str, torch.optim.Optimizer], loose: Collection[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, zip_longest
+from itertools import chain
 from typing import Any, Final
 
 import torch
@@ -17,10 +17,10 @@ import torch
 from trainbus.eventloop.checkpoint.pieces import Keys, mapped
 from trainbus.eventloop.checkpoint.places import Places
 from trainbus.eventloop.checkpoint.shards import MARK, marks_in
-from trainbus.eventloop.errors import CheckpointValueError
+from trainbus.eventloop.errors import CheckpointError, CheckpointValueError
 from trainbus.eventloop.privates import metadata_of, with_metadata
 from trainbus.eventloop.training.distributed.layout import RankLayout
-from trainbus.eventloop.training.saves.parameters import has_torch_layout
+from trainbus.eventloop.training.saves.parameters import has_torch_layout, options_of
 from trainbus.eventloop.training.schema import Tree
 
 _NUMBERED: Final = ("optimizer", "parameters", "gradients")
@@ -94,7 +94,7 @@ def own_part(tree: Tree, layout: RankLayout) -> Tree:
         state = tree.get("optimizer", {}).get(name)
         if kept != names and _counts_up(state, names):
             groups = [[one for one in group if one in {*kept}] for group in _grouped(state, names)]
-            made["optimizer"] = {**made["optimizer"], name: _numbered(groups, [(state, names)])}
+            made["optimizer"] = {**made["optimizer"], name: _numbered(groups, state["param_groups"], [(state, names)])}
             made["parameters"] = {**made["parameters"], name: "\n".join(chain.from_iterable(groups))}
             if name in tree.get("gradients", {}):
                 found = dict(zip(names, tree["gradients"][name], strict=False))
@@ -122,11 +122,17 @@ def _numbered_together(tree: Tree, graft: Tree) -> Tree:
     ours, theirs = _names_in(tree), _names_in(graft)
     states, lines, gradients = (dict(tree.get(key, {})) for key in _NUMBERED)
     for name in ours.keys() & theirs.keys() & states.keys():
-        both = [(states[name], ours[name]), (graft["optimizer"][name], theirs[name])]
-        pairs = zip_longest(*(_grouped(*one) for one in both), fillvalue=[])
-        known = {*ours[name]}
-        groups = [[*own, *(one for one in others if one not in known)] for own, others in pairs]
-        states[name], lines[name] = _numbered(groups, both), "\n".join(order := [*chain.from_iterable(groups)])
+        own, other = states[name], graft["optimizer"][name]
+        groups, options, known = _grouped(own, ours[name]), [*own["param_groups"]], {*ours[name]}
+        for at, members in enumerate(_grouped(other, theirs[name])):
+            if more := [one for one in members if one not in known]:
+                place = _place(other["param_groups"][at], at, options)
+                if place == len(options):
+                    options.append(other["param_groups"][at])
+                    groups.append([])
+                groups[place] += more
+        states[name] = _numbered(groups, options, [(own, ours[name]), (other, theirs[name])])
+        lines[name] = "\n".join(order := [*chain.from_iterable(groups)])
         if name in gradients or name in graft.get("gradients", {}):
             found = dict(zip(theirs[name], graft["gradients"].get(name, ()), strict=False))
             found |= zip(ours[name], gradients.get(name, ()), strict=False)
@@ -134,31 +140,47 @@ def _numbered_together(tree: Tree, graft: Tree) -> Tree:
     return {key: value for key, value in zip(_NUMBERED, (states, lines, gradients), strict=True) if key in tree}
 
 
-def _numbered(groups: Sequence[Sequence[str]], parts: Sequence[tuple[Any, Sequence[str]]]) -> dict[str, Any]:
+def _place(group: Mapping[str, Any], at: int, options: Sequence[Mapping[str, Any]]) -> int:
+    """Return the place of a group among others with its options, at best ``at``; their number if none has these."""
+    own, others = _numbers(group), [*map(_numbers, options)]
+    if at < len(others) and own == others[at]:
+        return at
+    return others.index(own) if own in others else len(others)
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group without tensors, which ``check_alike`` has compared."""
+    compared = (torch.Tensor, type(_LEFT))
+    return {key: None if isinstance(value, compared) else value for key, value in options_of(group).items()}
+
+
+def _numbered(
+    groups: Sequence[Sequence[str]], options: Sequence[Mapping[str, Any]], parts: Sequence[tuple[Any, Sequence[str]]]
+) -> dict[str, Any]:
     """Return the state of an optimizer for parameters in ``groups``, from states with the names of theirs; the first counts."""
     number = {name: index for index, name in enumerate(chain.from_iterable(groups))}
     state: dict[Any, Any] = {}
-    options: list[dict[str, Any]] = []
+    raw: dict[str, str] = {}
     for one, names in parts:
         for key, value in one["state"].items():
             where = key if not isinstance(key, int) else number.get(names[key]) if key < len(names) else None
             if where is not None:
                 state.setdefault(where, value)
-        options += one["param_groups"][len(options) :]
-    raw = {
-        name: title
-        for one, names in reversed(parts)
-        for group in one["param_groups"]
-        for name, title in zip((names[index] for index in group["params"]), group.get("param_names", ()), strict=False)
-    }
+        for group in one["param_groups"]:
+            raw |= zip((names[index] for index in group["params"]), group.get("param_names", ()), strict=False)
     made = [_group(group, members, number, raw) for group, members in zip(options, groups, strict=True)]
     return {**parts[0][0], "state": state, "param_groups": made}
 
 
 def _group(
-    options: dict[str, Any], members: Sequence[str], number: Mapping[str, int], raw: Mapping[str, str]
+    options: Mapping[str, Any], members: Sequence[str], number: Mapping[str, int], raw: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return a group with these members; some optimizers keep their names in the model, ``raw``, in it, too."""
+    if left := [key for key, value in options.items() if value is _LEFT]:
+        raise CheckpointError(
+            f"a group of parameters has a tensor as {', '.join(left)}, and rank 0 has no group with its other options: make it "
+            "a number, or give rank 0 such a group"
+        )
     named = {"param_names": [raw[name] for name in members if name in raw]} if "param_names" in options else {}
     return {**options, **named, "params": [number[name] for name in members]}
 

@@ -52,7 +52,7 @@ def arranged(state: Any, saved: str, own: str, sizes: Sequence[int]) -> Any:
     for size in sizes:
         begin = sum(len(group["params"]) for group in groups)
         members = range(begin, begin + size)
-        theirs = [_options(options[number[after[member]]]) for member in members]
+        theirs = [options_of(options[number[after[member]]]) for member in members]
         if any(one != theirs[0] for one in theirs):
             return state
         groups.append({**(theirs[0] if theirs else {}), "params": [*members]})
@@ -62,5 +62,6 @@ def arranged(state: Any, saved: str, own: str, sizes: Sequence[int]) -> Any:
     return {**state, "state": moved | rest, "param_groups": groups}
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group of parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -260,7 +260,8 @@ def placement(
         there = saved[name].split("\n") if name in saved else own
         # By number where names do not tell: of 0.2, or of parameters in no model.
         order = [parameters[key] for key in there] if sorted(there) == sorted(parameters) else parameters_of(optimizers[name])
-        known |= {("optimizer", name, "state", index): parameter for index, parameter in enumerate(order)}
+        for index, parameter in enumerate(order):
+            known["optimizer", name, "state", index] = known["gradients", name, index] = parameter
 
     def like(path: tuple[str | int, ...], shape: torch.Size, dtype: torch.dtype, *, by_name: bool = False) -> torch.Tensor:
         found = known.get(("state_dict", *path[1:]), known.get(path[:4]))
