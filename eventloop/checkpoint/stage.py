@@ -199,7 +199,10 @@ class StagedTree:
     def rewrite(self, keys: Collection[str], change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Any]:
         """Let ``change`` make others of the values under some ASCII keys of a dict that is not written yet; return these.
 
-        Its tensors, for which empty ones stand, must stay in their order.
+        Empty tensors stand for its own.
+
+        Raises:
+            CheckpointError: these are no longer in their order.
         """
         stand_ins: list[torch.Tensor] = []
 
