@@ -22,24 +22,29 @@ def clip_gradients(run: SavedRun, optimizers: Mapping[str, torch.optim.Optimizer
     and local experts, which only some ranks hold. Then it is a collective. ``options`` are those of ``clip_grad_norm_``.
     """
     parameters = [one for optimizer in optimizers.values() for one in parameters_of(optimizer) if one.grad is not None]
-    meshes = {_mesh(one.grad) for one in parameters}
-    if len(meshes) < 2 and not run.coordinator.layout.apart:
+    meshes, apart = {_mesh(one.grad) for one in parameters}, run.coordinator.layout.apart
+    order, foreach = float(options.get("norm_type", 2.0)), options.get("foreach")
+    largest = order == torch.inf and (apart or meshes != {None})
+    if len(meshes) < 2 and not apart and not largest:
         return _whole(clip_grad_norm_(parameters, **options))
-    order = float(options.get("norm_type", 2.0))
-    norms = _norms(run, optimizers, order, options.get("foreach"))
-    # torch.linalg.vector_norm of norms is the norm of all, as in get_total_norm().
-    total = get_total_norm(norms, order) if norms else torch.zeros((), device=run.device)
-    if run.coordinator.layout.apart:
-        if order == torch.inf:
-            distributed.all_reduce(total, op=distributed.ReduceOp.MAX)
-        else:
+    if largest:  # torch's kernel fails for a rank whose part of a gradient is empty
+        total = torch.stack(
+            [torch.zeros((), device=run.device), *(_largest_here(one).to(run.device) for one in parameters)]
+        ).max()
+        distributed.all_reduce(total, op=distributed.ReduceOp.MAX)
+    else:
+        norms = _norms(run, optimizers, order, foreach)
+        total = (
+            get_total_norm(norms, order) if norms else torch.zeros((), device=run.device)
+        )  # the norm of norms is that of all
+        if apart:
             distributed.all_reduce(total := total**order)
             total = total ** (1 / order)
     if options.get("error_if_nonfinite") and not bool(total.isfinite()):
         raise RuntimeError(f"the norm of order {order:g} of all gradients is {total.item()}, so they cannot be clipped")
     for mesh in meshes:  # the kernels take tensors of one mesh
         some = [one for one in parameters if _mesh(one.grad) == mesh]
-        clip_grads_with_norm_(some, options["max_norm"], total, options.get("foreach"))
+        clip_grads_with_norm_(some, options["max_norm"], total, foreach)
     return total
 
 
@@ -60,6 +65,12 @@ def _norms(
                 groups.setdefault((_mesh(parameter.grad), counts), []).append(parameter.grad)
     norms = {key: _whole(get_total_norm(some, order, foreach=foreach)) for key, some in groups.items()}
     return [norm.to(run.device) for (_, counts), norm in norms.items() if counts == rank]
+
+
+def _largest_here(parameter: torch.nn.Parameter) -> torch.Tensor:
+    gradient: Any = parameter.grad
+    here: torch.Tensor = gradient.to_local() if is_dtensor(gradient) else gradient
+    return here.abs().max().float() if here.numel() else torch.zeros((), device=here.device)
 
 
 def _mesh(gradient: Any) -> Any:

@@ -223,6 +223,20 @@ class RunData(RunPart):
         return None if feed is None else feed.loader
 
     @property
+    def num_replicas(self) -> int:
+        """How many ranks, or groups of ranks that hold one copy of the model together, train on different batches.
+
+        For samplers, with :attr:`rank`: ``DistributedSampler(dataset, run.data.num_replicas, run.data.rank)``. If that cannot
+        be told, each rank counts, and a warning says so when the run begins.
+        """
+        return self._run.coordinator.layout.data.size
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank, or of its group, among those that train on different batches."""
+        return self._run.coordinator.layout.data.rank
+
+    @property
     def epoch_length(self) -> int | None:
         """Training batches per epoch; None if unknown."""
         return self._run.host.epoch_length

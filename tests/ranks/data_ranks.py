@@ -1,0 +1,125 @@
+"""What processes that hold one copy of a model together do with data, metrics and gradients."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from trainbus.eventloop import Bus, ConfigurationError, Run, TrainLoop
+from trainbus.hooks import OptimizerHook
+
+from . import meshes
+
+ROWS = 32
+
+
+class Seen:
+    """Counts samples, and adds up what is in them."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def update(self, inputs: torch.Tensor) -> None:
+        self.count += len(inputs)
+        self.total += float(inputs.double().sum())
+
+    def compute(self) -> dict[str, float]:
+        return {"count": self.count, "total": self.total}
+
+    def merge_state(self, others: list["Seen"]) -> None:
+        self.count += sum(one.count for one in others)
+        self.total += sum(one.total for one in others)
+
+    def reset(self) -> None:
+        self.count, self.total = 0, 0.0
+
+
+def rows() -> TensorDataset:
+    inputs = torch.randn(ROWS, 4, 4, generator=torch.Generator().manual_seed(7))
+    return TensorDataset(inputs, inputs.sum(-1, keepdim=True).sin())
+
+
+def plain_value(value: Any) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def places(kind: str, given: bool) -> tuple[int, int]:
+    """Return the number of this process among those with different data, and how many these are."""
+    model, _ = meshes.build(kind)
+    mesh = meshes.square("data", "other")["data"] if given else None
+    with Run(Bus(), model=model, data_mesh=mesh) as run:
+        return run.data.rank, run.data.num_replicas
+
+
+def validated(kind: str) -> dict[str, Any]:
+    """Return the metrics of a validation; of a pipeline, only the last stage has outputs."""
+    model, step = meshes.build(kind)
+    with Run(Bus(), model=model) as run:
+        sampler = DistributedSampler(rows(), run.data.num_replicas, run.data.rank, shuffle=False)
+        batches = run.validate(DataLoader(rows(), 4, sampler=sampler), metrics={"seen": Seen()})
+        for inputs, targets in batches:
+            with torch.enable_grad():  # a schedule goes backward, too
+                loss = step(model, inputs, targets)
+            if hasattr(model, "head"):
+                run.report(loss=plain_value(loss), inputs=inputs)
+        return dict(batches.metrics)
+
+
+def clipped(kind: str, norm_type: float) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return the norm of the gradients, and the gradients after clipping."""
+    model, step = meshes.build(kind)
+    found: dict[str, torch.Tensor] = {}
+    with Run(Bus(), model=model, optimizer=meshes.make_optimizer(model)) as run:
+        for _ in run.epochs(1):
+            for _ in run.train([0]):
+                step(model, *rows()[:8])
+                norm = run.steps.clip_grad_norm(0.1, norm_type)
+                found = {name: meshes.whole(one.grad) for name, one in model.named_parameters() if one.grad is not None}
+    return float(norm), found
+
+
+def refused(kind: str, make: Callable[[], Any]) -> str:
+    """Return why a loader is refused."""
+    model, _ = meshes.build(kind)
+    try:
+        with Run(Bus(), model=model, optimizer=meshes.make_optimizer(model)) as run:
+            for _ in run.epochs(1):
+                for _ in run.train(make()):
+                    return "trained"
+    except ConfigurationError as error:
+        return str(error)
+    return ""
+
+
+def all_ranks_divide() -> DataLoader[Any]:
+    return DataLoader(rows(), 4, sampler=DistributedSampler(rows()))
+
+
+def trained(kind: str, clip: float | Callable[..., Any] | None) -> tuple[list[list[float]], list[float], list[float]]:
+    """Train by a global batch of 8; return the batches that this process had, the losses, and the norms of gradients."""
+    batches: list[list[float]] = []
+    model, _ = meshes.build(kind)
+
+    def step(model: nn.Module, batch: list[torch.Tensor]) -> torch.Tensor:
+        batches.append(batch[0][:, 0, 0].tolist())
+        return plain_value(nn.functional.mse_loss(plain_value(model(batch[0])), batch[1]))
+
+    bus = Bus(OptimizerHook(grad_clip=clip))
+    norms: list[float] = []
+    bus.on("after_train_iter", lambda event: norms.append(float(event.outputs.get("grad_norm", -1))), priority=60)
+    optimizer = meshes.make_optimizer(model)
+    loader = DataLoader(rows(), 8, shuffle=True)
+    loop = TrainLoop(model, optimizer, step=step, train_data=loader, bus=bus, max_epochs=1, global_batch=8, seed=1)
+    losses: list[float] = []
+    bus.on("after_train_iter", lambda event: losses.append(float(event.outputs["loss"])))
+    loop.run()
+    return batches, losses, norms
+
+
+def halve(parameters: list[nn.Parameter]) -> None:
+    for one in parameters:
+        if one.grad is not None:
+            one.grad /= 2

@@ -1,0 +1,93 @@
+"""Processes that hold one copy of a model together are one to the data: samplers, validations and norms of gradients."""
+
+from itertools import chain
+
+import pytest
+import torch
+
+from . import data_ranks
+
+PLACES = {
+    "FSDP2": [(0, 4), (1, 4), (2, 4), (3, 4)],
+    "HSDP": [(0, 4), (1, 4), (2, 4), (3, 4)],
+    "TP": [(0, 1)] * 4,
+    "TP x FSDP2": [(0, 2), (0, 2), (1, 2), (1, 2)],
+    "CP x FSDP2": [(0, 2), (0, 2), (1, 2), (1, 2)],
+    "PP x FSDP2": [(0, 2), (1, 2), (0, 2), (1, 2)],
+}
+CANNOT_BE_TOLD = ["PP", "experts", "experts on meshes"]
+WHOLE = [*PLACES, *CANNOT_BE_TOLD]
+
+
+def places_of_all(kinds, given):
+    return [data_ranks.places(kind, given) for kind in kinds]
+
+
+def test_who_trains_on_different_batches_is_found_from_the_model_or_told(outcomes, ranks):
+    assert [*zip(*ranks(places_of_all, [*PLACES], False, size=4), strict=True)] == [*map(tuple, PLACES.values())]
+    ended = outcomes(places_of_all, [*CANNOT_BE_TOLD, *PLACES], False, size=4)
+    assert [outcome.value[: len(CANNOT_BE_TOLD)] for outcome in ended] == [[(rank, 4)] * 3 for rank in range(4)]
+    assert ended[0].output.count("cannot be told from") == 3
+    assert 'data_mesh=mesh["dp"]' in ended[0].output
+    assert ranks(places_of_all, ["PP", "TP"], True, size=4) == [[(rank // 2, 2)] * 2 for rank in range(4)]
+
+
+def validated_by_all(kinds):
+    return [data_ranks.validated(kind) for kind in kinds]
+
+
+def test_a_validation_counts_each_sample_once_whoever_has_the_outputs(ranks):
+    ((whole,),) = ranks(validated_by_all, [""], size=1)
+    assert whole["seen/count"] == data_ranks.ROWS
+    kinds = ["FSDP2", "TP", "TP x FSDP2", "PP x FSDP2"]
+    for found in ranks(validated_by_all, kinds, size=4):
+        assert found == [pytest.approx(whole, rel=1e-5)] * len(kinds)
+
+
+def clipped_by_all(kinds, norm_type):
+    return [data_ranks.clipped(kind, norm_type) for kind in kinds]
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_gradients_are_clipped_by_the_norm_of_the_whole_model(ranks, norm_type):
+    (((norm, expected),),) = ranks(clipped_by_all, [""], norm_type, size=1)
+    assert norm > 0.1
+    for everyone in ranks(clipped_by_all, WHOLE, norm_type, size=4):
+        for kind, (own, found) in zip(WHOLE, everyone, strict=True):
+            assert own == pytest.approx(norm, rel=1e-4), kind
+            for name, gradient in found.items():
+                torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5)
+
+
+def refused_by_all(kinds):
+    return [data_ranks.refused(kind, data_ranks.all_ranks_divide) for kind in kinds]
+
+
+def test_a_sampler_that_divides_the_data_within_a_copy_of_the_model_is_refused(ranks):
+    for rank, (sharded, parallel) in enumerate(ranks(refused_by_all, ["FSDP2", "TP x FSDP2"], size=4)):
+        assert sharded == "trained"
+        assert f"among 4 processes (this one is number {rank})" in parallel
+        assert f"2 copies (this process is a part of number {rank // 2})" in parallel
+        assert 'num_replicas=mesh["dp"].size()' in parallel
+
+
+def trained_by_all(kinds, clip):
+    return [data_ranks.trained(kind, clip) for kind in kinds]
+
+
+def test_a_global_batch_is_divided_among_the_copies_of_the_model(ranks):
+    ((batches, losses, norms),) = ranks(trained_by_all, [""], 0.1, size=1)[0]
+    everyones = ranks(trained_by_all, ["FSDP2", "TP x FSDP2", "TP"], 0.1, size=4)
+    for kind, copies in enumerate([4, 2, 1]):
+        own = [one[kind] for one in everyones]
+        firsts = own[:: 4 // copies]
+        assert [[*chain(*some)] for some in zip(*[one[0] for one in firsts], strict=True)] == batches
+        assert all(one[0] == firsts[rank * copies // 4][0] for rank, one in enumerate(own))
+        assert all(one[2] == pytest.approx(norms, rel=1e-3) for one in own)
+        means = [sum(some) / copies for some in zip(*[one[1] for one in firsts], strict=True)]
+        assert means == pytest.approx(losses, rel=1e-3)
+
+
+def test_a_function_clips_gradients(ranks):
+    ((_, _, norms),) = ranks(trained_by_all, [""], data_ranks.halve, size=1)[0]
+    assert norms == [-1] * 4
