@@ -132,6 +132,8 @@ class SavedRank(Struct):
     """random states at the beginning of the epoch's body; null outside of one"""
     batch_rng: Any = None
     """random states at the beginning of the batch's body that begins once more; null if unknown"""
+    data_rank: Count | UnsetType = UNSET
+    """number of the copy of the model, among those that train on different batches, if several processes hold one together"""
 
 
 class SavedBody(Struct):

@@ -123,3 +123,22 @@ def halve(parameters: list[nn.Parameter]) -> None:
     for one in parameters:
         if one.grad is not None:
             one.grad /= 2
+
+
+def trained_from(kind: str, folder: str, resume: str | None, *, stops: bool) -> list[list[float]]:
+    """Return the batches that this process had, up to the second one, at which it saves, if it ``stops``."""
+    batches: list[list[float]] = []
+    model, step = meshes.build(kind)
+    optimizer = meshes.make_optimizer(model)
+    with Run(Bus(), model=model, optimizer=optimizer, work_dir=folder, resume=resume, seed=3) as run:
+        sampler = DistributedSampler(rows(), run.data.num_replicas, run.data.rank)
+        for _ in run.epochs(2):
+            for inputs, targets in run.train(DataLoader(rows(), 4, sampler=sampler)):
+                batches.append(inputs[:, 0, 0].tolist())
+                step(model, inputs, targets)
+                optimizer.step()
+                optimizer.zero_grad()
+                if stops and len(batches) == 2:
+                    run.checkpoints.save("second.safetensors")
+                    run.stop()
+    return batches

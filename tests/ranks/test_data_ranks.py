@@ -91,3 +91,18 @@ def test_a_global_batch_is_divided_among_the_copies_of_the_model(ranks):
 def test_a_function_clips_gradients(ranks):
     ((_, _, norms),) = ranks(trained_by_all, [""], data_ranks.halve, size=1)[0]
     assert norms == [-1] * 4
+
+
+def trained_from_all(kind, folder, resume, stops):
+    return data_ranks.trained_from(kind, folder, resume, stops=stops)
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("TP x FSDP2", "FSDP2"), ("FSDP2", "TP x FSDP2")])
+def test_the_position_in_the_data_is_that_of_the_copy_of_the_model(outcomes, ranks, tmp_path, saved, resumed):
+    sizes = {"TP x FSDP2": 4, "FSDP2": 2}
+    whole = ranks(trained_from_all, saved, str(tmp_path / "whole"), None, False, size=sizes[saved])[:: sizes[saved] // 2]
+    begun = ranks(trained_from_all, saved, str(tmp_path / "run"), None, True, size=sizes[saved])[:: sizes[saved] // 2]
+    file = str(tmp_path / "run" / "second.safetensors")
+    rest = outcomes(trained_from_all, resumed, str(tmp_path / "rest"), file, False, size=sizes[resumed])
+    assert [one + two.value for one, two in zip(begun, rest[:: sizes[resumed] // 2], strict=True)] == whole
+    assert "another number of processes" not in rest[0].output

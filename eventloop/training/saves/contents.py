@@ -110,7 +110,9 @@ def gather_rank(run: SavedRun) -> SavedRank:
     rng = state.validation_rng if again is None else again.rng
     data = run.feeds.saved(validating=state.validation_rng is not None, repeats=again is not None)
     body_rng = None if state.beginning is None else state.beginning.rng
-    return SavedRank(rng or get_rng_state(), data, body_rng, None if again is None else state.batch_rng)
+    place = run.coordinator.layout.data
+    number = place.rank if place.shares else UNSET
+    return SavedRank(rng or get_rng_state(), data, body_rng, None if again is None else state.batch_rng, number)
 
 
 def _body(state: RunState) -> SavedBody | None:

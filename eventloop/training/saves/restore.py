@@ -11,6 +11,8 @@ from typing import Any, Final
 
 import msgspec
 import torch
+from msgspec import UNSET
+from msgspec.structs import replace
 
 from trainbus.eventloop import events as ev
 from trainbus.eventloop.checkpoint import AnyPath, RemotePath, as_path, load, sharded_in, verify_shards
@@ -18,7 +20,8 @@ from trainbus.eventloop.checkpoint.pieces import mapped
 from trainbus.eventloop.checkpoint.shards import stranded
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError, ConfigurationError, TrainingError
 from trainbus.eventloop.log import get_logger
-from trainbus.eventloop.training.distributed.ranks import this_rank, world_size
+from trainbus.eventloop.training.distributed.layout import DataRank
+from trainbus.eventloop.training.distributed.ranks import this_rank
 from trainbus.eventloop.training.machine import RUN
 from trainbus.eventloop.training.optimizers import parameters_of
 from trainbus.eventloop.training.rng import other_rng_state
@@ -91,7 +94,7 @@ class Restore:
             log.info("no checkpoint to resume from; a new run begins", work_dir=str(self._run.work_dir))
             return
         path, state = found
-        state = state_of_rank(state, this_rank(), world_size())
+        state = state_of_rank(state, this_rank(), self._run.coordinator.layout.data)
         if self._run.host.saver.sharded or sharded_in(state) is not None:
             state = self.with_shards(state, path)
         self._apply(state, str(path))
@@ -133,7 +136,7 @@ class Restore:
             kept, lambda one: not isinstance(one, dict) and type(one) not in (list, tuple), lambda _, leaf: _copy(leaf)
         )
         given = own_part({**state, **own}, self._run.coordinator.layout)
-        self._apply(state_of_rank(given, this_rank(), world_size()), "")
+        self._apply(state_of_rank(given, this_rank(), self._run.coordinator.layout.data), "")
 
     def _apply(self, state: Mapping[str, Any], path: str) -> None:
         run, state = self._run, dict(state)
@@ -282,22 +285,26 @@ _IN_A_STREAM: Final = (
 )
 
 
-def state_of_rank(tree: Mapping[str, Any], rank: int, world_size: int) -> Tree:
-    """Upgrade and check the state of a run; return it with the random states and the position in the data of rank ``rank``.
+def state_of_rank(tree: Mapping[str, Any], rank: int, place: DataRank) -> Tree:
+    """Upgrade and check the state of a run; return it with the random states of rank ``rank``, and its position in the data.
 
-    A rank that the saved run did not have gets random states derived from rank 0's.
+    A rank that the saved run did not have gets random states derived from rank 0's. Positions go by ``place``, which ranks of
+    one copy of the model share.
     """
     tree = upgraded(tree, SavedState)
     saved = read(tree, SavedState)
     ranks = saved.ranks or [SavedRank(saved.rng, saved.data, saved.body_rng, saved.batch_rng)]
     position = None if saved.data is None else saved.data.train
-    if len(ranks) != world_size and position is not None and position.used and position.samples is None:
+    numbers = [rank if one.data_rank is UNSET else one.data_rank for rank, one in enumerate(ranks)]
+    count = len({*numbers})
+    if count != place.size and position is not None and position.used and position.samples is None:
         log.warning(
-            _IN_A_STREAM if position.length is None else _IN_BATCHES, id="world-size-changed", saved=len(ranks), now=world_size
+            _IN_A_STREAM if position.length is None else _IN_BATCHES, id="world-size-changed", saved=count, now=place.size
         )
-    own = ranks[rank] if rank < len(ranks) else SavedRank(None, ranks[0].data)
+    data = ranks[numbers.index(place.rank) if place.rank in numbers else 0].data
+    own = replace(ranks[rank] if rank < len(ranks) else SavedRank(None, data), data=data, data_rank=UNSET)
     if own.rng is None:
-        own = SavedRank(other_rng_state(ranks[0].rng, rank), own.data)
+        own = SavedRank(other_rng_state(ranks[0].rng, rank), data)
     return {**tree, **as_tree(own)}
 
 
