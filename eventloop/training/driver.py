@@ -19,6 +19,7 @@ from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.media import without_media
 from trainbus.eventloop.training.arguments import Limit
 from trainbus.eventloop.training.body import Beginning, Return
+from trainbus.eventloop.training.coordinator import Requests
 from trainbus.eventloop.training.data import Feed
 from trainbus.eventloop.training.distributed.shares import Share, check_even, forward_alone, size_of
 from trainbus.eventloop.training.machine import EPOCH, ITERATION, ITERATIONS, TRAIN, TURNS, Scope
@@ -97,6 +98,7 @@ class Driver(Session):
     def __init__(self, run: SavedRun) -> None:
         super().__init__(run)
         self.returns = Return()
+        self._tells_of_outputs = True  # in the first iteration of a run
         self._drawn_ahead = False  # a batch, before the end of the iteration of the last one
         self._large: set[str] = set()  # stateful objects that are too large to copy them in each epoch
 
@@ -285,12 +287,25 @@ class Driver(Session):
             event = ev.AfterTrainIter(run=self._run, progress=progress, batch_idx=index, batch=batch, outputs=state.outputs)
             self._bus.publish(event)
         state.count_iteration()
-        agreed = state.agreed if state.alone else state.coordinator.agree()
+        agreed = state.agreed if state.alone else self._agree()
         if (self._checkpointer.requests or agreed.save) and not (state.by_calls or (state.holds and self._ends_pass)):
             self.save_held()
         state.machine.leave(ITERATION)
         if agreed.cancelled or agreed.paused or agreed.rates:
             state.handle_requests()
+
+    def _agree(self) -> Requests:
+        ranks, tells = self.state.coordinator, self._tells_of_outputs
+        self._tells_of_outputs = False
+        if tells and not ranks.rank and not self.state.outputs and self._run.wants(ev.AfterTrainIter):
+            layout = ranks.layout
+            if layout.apart or layout.data.shares:  # else the user reports nothing
+                log.warning(
+                    "rank 0 has reported nothing in the first iteration, and loggers, records and alerts have what rank 0 "
+                    "reports: if its stage of the model has no loss, send it there (see the guide Beyond one node)",
+                    id="rank-0-reports-nothing",
+                )
+        return ranks.agree()
 
     @property
     def _ends_pass(self) -> bool:
@@ -564,6 +579,7 @@ class Driver(Session):
         self.state.forget()
         self.feed = self._evaluated = self._share = self._batch = self._scores = None
         self._begun = self._repeats = self.asks = False
+        self._tells_of_outputs = True
 
 
 Step = Callable[..., None]

@@ -142,3 +142,16 @@ def trained_from(kind: str, folder: str, resume: str | None, *, stops: bool) -> 
                     run.checkpoints.save("second.safetensors")
                     run.stop()
     return batches
+
+
+def reports(kind: str) -> None:
+    """Report the loss where it is, in two iterations."""
+    model, step = meshes.build(kind)
+    bus = Bus()
+    bus.on("after_train_iter", lambda event: None)
+    with Run(bus, model=model, optimizer=meshes.make_optimizer(model)) as run:
+        for _ in run.epochs(1):
+            for _ in run.train([0, 1]):
+                loss = step(model, *rows()[:8])
+                if hasattr(model, "head"):
+                    run.report(loss=plain_value(loss))

@@ -106,3 +106,10 @@ def test_the_position_in_the_data_is_that_of_the_copy_of_the_model(outcomes, ran
     rest = outcomes(trained_from_all, resumed, str(tmp_path / "rest"), file, False, size=sizes[resumed])
     assert [one + two.value for one, two in zip(begun, rest[:: sizes[resumed] // 2], strict=True)] == whole
     assert "another number of processes" not in rest[0].output
+
+
+def test_a_pipeline_whose_loss_is_not_on_rank_0_is_told_so_once(outcomes):
+    ended = outcomes(data_ranks.reports, "PP x FSDP2", size=4)
+    assert [one.output.count("rank 0 has reported nothing in the first iteration") for one in ended] == [1, 0, 0, 0]
+    ended = outcomes(data_ranks.reports, "TP", size=4)
+    assert not any("has reported nothing" in one.output for one in ended)
