@@ -158,6 +158,8 @@ def build(kind: str) -> tuple[nn.Module, Step]:
         return model, plain
     if kind in ("PP", "PP x FSDP2"):
         return pipeline(model, shard="FSDP2" in kind)
+    if kind == "TP, copied":
+        return tensor_parallel(model, square("data", "tensor")["tensor"]), plain
     if kind in ("TP", "TP x FSDP2"):
         mesh = square("data", "tensor") if "FSDP2" in kind else None
         tensor_parallel(model, line() if mesh is None else mesh["tensor"])

@@ -11,6 +11,7 @@ PLACES = {
     "FSDP2": [(0, 4), (1, 4), (2, 4), (3, 4)],
     "HSDP": [(0, 4), (1, 4), (2, 4), (3, 4)],
     "TP": [(0, 1)] * 4,
+    "TP, copied": [(0, 2), (0, 2), (1, 2), (1, 2)],
     "TP x FSDP2": [(0, 2), (0, 2), (1, 2), (1, 2)],
     "CP x FSDP2": [(0, 2), (0, 2), (1, 2), (1, 2)],
     "PP x FSDP2": [(0, 2), (1, 2), (0, 2), (1, 2)],
@@ -39,7 +40,7 @@ def validated_by_all(kinds):
 def test_a_validation_counts_each_sample_once_whoever_has_the_outputs(ranks):
     ((whole,),) = ranks(validated_by_all, [""], size=1)
     assert whole["seen/count"] == data_ranks.ROWS
-    kinds = ["FSDP2", "TP", "TP x FSDP2", "PP x FSDP2"]
+    kinds = ["FSDP2", "TP", "TP, copied", "TP x FSDP2", "PP x FSDP2"]
     for found in ranks(validated_by_all, kinds, size=4):
         assert found == [pytest.approx(whole, rel=1e-5)] * len(kinds)
 

@@ -142,9 +142,13 @@ def find_layout(
         if mesh is not None:
             raise
         problem = str(error)
-    found = distinct((_digest(models), any(map(is_sharded, models.values()))))
-    sharded = any(one for _, one in found.values())
-    if len({digest for digest, _ in found.values()}) == 1:
+    copy = _copy_of_model(models) if problem else ()
+    found = distinct((_digest(models), any(map(is_sharded, models.values())), copy))
+    sharded = any(one for _, one, _ in found.values())
+    if len({digest for digest, *_ in found.values()}) == 1:
+        copies = sorted({one for *_, one in found.values()})
+        if all(copies) and sum(map(len, copies)) == distributed.get_world_size():
+            data, problem = DataRank(copies.index(copy), len(copies)), ""
         return RankLayout(data, problem, sharded=sharded)
     weights = dict(named_weights(models))
     own = [name for name, value in weights.items() if not (is_dtensor(value) and value.device_mesh.get_coordinate() is None)]
@@ -155,6 +159,15 @@ def find_layout(
     if mesh is None and not problem and not any(any(_places(model, label)) for label, model in models.items()):
         problem = UNKNOWN.format(label=next(iter(models)), what="its weights, of which ranks have different ones")
     return RankLayout(data, problem, sharded=sharded, own=weights, holders=holders)
+
+
+def _copy_of_model(models: Mapping[str, torch.nn.Module]) -> tuple[int, ...]:
+    """Return the ranks that hold a copy of the models with this one, by tensor parallelism; () if that cannot be told."""
+    if any(fsdp_mesh(module) is not None for model in models.values() for module in model.modules()):
+        return ()
+    meshes: list[Any] = [one.device_mesh for model in models.values() for one in model.parameters() if is_dtensor(one)]  # type: ignore[attr-defined]
+    found = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in meshes}
+    return found.pop() if len(found) == 1 else ()
 
 
 def named_weights(models: Mapping[str, torch.nn.Module]) -> Iterator[tuple[str, Any]]:
