@@ -205,7 +205,8 @@ class Driver(Session):
         ranks = state.coordinator
         if not endless:
             length = None if feed is None else feed.length
-            check_even(ranks, self._run.models.values(), length, first=not self._begun)
+            loader = None if feed is None else feed.loader
+            check_even(ranks, self._run.models.values(), length, loader, first=not self._begun)
         state.machine.go(turn)
         state.begin_epoch(resumes=(state.resumed and not self._begun) if feed is None else feed.resuming)
         self._begun, self._abandoned = True, False

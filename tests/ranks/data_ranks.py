@@ -155,3 +155,13 @@ def reports(kind: str) -> None:
                 loss = step(model, *rows()[:8])
                 if hasattr(model, "head"):
                     run.report(loss=plain_value(loss))
+
+
+def trained_with_seeds(seeds: list[int]) -> None:
+    """Train with a sampler whose seed is that of this rank."""
+    model, _ = meshes.build("FSDP2")
+    with Run(Bus(), model=model, optimizer=meshes.make_optimizer(model)) as run:
+        sampler = DistributedSampler(rows(), seed=seeds[run.rank])
+        for _ in run.epochs(2):
+            for _ in run.train(DataLoader(rows(), 4, sampler=sampler)):
+                pass

@@ -114,3 +114,9 @@ def test_a_pipeline_whose_loss_is_not_on_rank_0_is_told_so_once(outcomes):
     assert [one.output.count("rank 0 has reported nothing in the first iteration") for one in ended] == [1, 0, 0, 0]
     ended = outcomes(data_ranks.reports, "TP", size=4)
     assert not any("has reported nothing" in one.output for one in ended)
+
+
+def test_samplers_that_shuffle_by_different_seeds_are_told_once(outcomes):
+    for seeds, told in (([1, 1], 0), ([1, 2], 1)):
+        ended = outcomes(data_ranks.trained_with_seeds, seeds, size=2)
+        assert sum(one.output.count("the samplers of the ranks have different seeds") for one in ended) == told

@@ -77,13 +77,16 @@ def size_of(batch: Any) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
-def check_even(ranks: Coordinator, models: Iterable[torch.nn.Module], length: int | None, *, first: bool) -> None:
+def check_even(ranks: Coordinator, models: Iterable[torch.nn.Module], length: int | None, loader: Any, *, first: bool) -> None:
     """Check, where an epoch begins, that all ranks train the same number of batches. A collective of some of these calls.
+
+    In the first epoch it also checks that their samplers divide one order of the samples.
 
     Args:
         ranks: all processes.
         models: the models to train.
         length: batches of this rank in the epoch; None if unknown.
+        loader: the loader of this rank, if there is one.
         first: True for the first epoch of a run; later ones are only checked inside ``Join``.
 
     Raises:
@@ -95,21 +98,35 @@ def check_even(ranks: Coordinator, models: Iterable[torch.nn.Module], length: in
     joined = any(is_joined(module) for model in models for module in model.modules())
     if not (joined or first):
         return
-    lengths = ranks.distinct(length)
+    found = ranks.distinct((length, _seed(loader)))
+    lengths, seeds = ({rank: one[at] for rank, one in found.items()} for at in (0, 1))
+    if len({*seeds.values()}) > 1 and not ranks.rank:
+        log.warning(
+            "the samplers of the ranks have different seeds, so they divide different orders of the samples, of which some come "
+            "twice and others never: give all ranks the same seed",
+            id="sampler-seeds-differ",
+            seeds=seeds,
+        )
     numbers = ", ".join(f"rank {rank}: {'unknown' if one is None else one}" for rank, one in lengths.items())
-    unknown = None in lengths.values()
-    if joined and (unknown or len(lengths) > 1):
+    unknown, differ = None in lengths.values(), len({*lengths.values()}) > 1
+    if joined and (unknown or differ):
         raise TrainingError(
             "a run inside torch's Join needs equal numbers of batches on all ranks, because they meet at the end of each "
             f"epoch; they have {numbers}. Give the DataLoader a DistributedSampler, or Join enable=False"
         )
-    if len(lengths) > 1 and not unknown:
+    if differ and not unknown:
         log.warning(
             "the ranks have different numbers of training batches, and those with more would wait for the others: give the "
             "DataLoader a DistributedSampler, or leave the loop on all ranks after the smallest number",
             id="rank-lengths-differ",
             batches=numbers,
         )
+
+
+def _seed(loader: Any) -> int | None:
+    """Return the seed of a sampler that divides one order of the samples among ranks, if it shuffles."""
+    sampler: Any = getattr(loader, "sampler", None)
+    return sampler.seed if isinstance(sampler, DistributedSampler) and sampler.shuffle else None
 
 
 def forward_alone(models: Iterable[torch.nn.Module], lengths: Mapping[int, int | None]) -> Callable[[], object]:
