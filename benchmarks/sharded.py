@@ -1,8 +1,10 @@
-"""Saves of state that FSDP2 spreads over two processes: stall, time until durable, and reading it back, beside DCP.
+"""Saves of state that is spread over processes: stall, time until durable, and reading it back, beside DCP.
 
-Both processes save at once; times are those of rank 0, from a barrier on. Files are in the folder of temporary files.
+By FSDP2 over two processes, and by tensor parallelism and FSDP2 over four. All processes save at once; times are those of
+rank 0, from a barrier on. Files are in the folder of temporary files.
 """
 
+import math
 import os
 import shutil
 import tempfile
@@ -20,12 +22,14 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from benchmarks.harness import Budget, Comparison, Samples, Settings, paused_gc
 from trainbus.eventloop.checkpoint import Overlap, load, save
 from trainbus.eventloop.checkpoint.sharded import ShardStage, put_shards
 
-PROCESSES = 2
+LAYOUTS = {"FSDP2": (2,), "tensor parallelism and FSDP2": (2, 2)}
+"""The shapes of the meshes: copies or parts of data, and parts of a layer."""
 TOKEN = "00000000"  # noqa: S105 - no secret
 COPY, WRITTEN = "one foreach copy", "written and synced"
 STALL, DURABLE, READ = "stall", "durable", "read"
@@ -36,26 +40,30 @@ Read = Callable[[Path], object]
 
 
 def run(settings: Settings) -> list[Comparison]:
-    with tempfile.TemporaryDirectory(prefix="trainbus-sharded-") as folder:
-        results = multiprocessing.get_context("spawn").SimpleQueue()
-        multiprocessing.spawn(_process, (folder, settings.quick, results), nprocs=PROCESSES)
-        parameters, samples = results.get()
-    what = f"{parameters / 1e6:.0f} M parameters with AdamW, {PROCESSES} processes with FSDP2"
-    del samples[STALL][WRITTEN]  # which has the same copy as the other floor
-    settings.tick(1, 1)
-    return [
-        Comparison(f"Stall of a sharded save, {what}", "ms", COPY, samples[STALL], budget=Budget(6, 1.3)),
-        Comparison(f"Until a sharded save is durable, {what}", "ms", WRITTEN, samples[DURABLE]),
-        Comparison(f"Reading a sharded save, {what}", "ms", "trainbus", samples[READ]),
-    ]
+    comparisons = []
+    for number, (layout, shape) in enumerate(LAYOUTS.items(), start=1):
+        with tempfile.TemporaryDirectory(prefix="trainbus-sharded-") as folder:
+            results = multiprocessing.get_context("spawn").SimpleQueue()
+            multiprocessing.spawn(_process, (folder, shape, settings.quick, results), nprocs=math.prod(shape))
+            parameters, samples = results.get()
+        what = f"{parameters / 1e6:.0f} M parameters with AdamW, {math.prod(shape)} processes with {layout}"
+        del samples[STALL][WRITTEN]  # which has the same copy as the other floor
+        settings.tick(number, len(LAYOUTS))
+        budget = Budget(6, 1.3) if len(shape) == 1 else None
+        comparisons += [
+            Comparison(f"Stall of a sharded save, {what}", "ms", COPY, samples[STALL], budget=budget),
+            Comparison(f"Until a sharded save is durable, {what}", "ms", WRITTEN, samples[DURABLE]),
+            Comparison(f"Reading a sharded save, {what}", "ms", "trainbus", samples[READ]),
+        ]
+    return comparisons
 
 
-def _process(rank: int, folder: str, quick: bool, results: Any) -> None:
+def _process(rank: int, folder: str, shape: tuple[int, ...], quick: bool, results: Any) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     store = f"file://{folder}/rendezvous"
-    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=PROCESSES)
-    model, optimizer = make_job(width=64 if quick else 700)
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=math.prod(shape))
+    model, optimizer = make_job(64 if quick else 700, shape)
     samples: dict[str, Samples] = {STALL: {}, DURABLE: {}, READ: {}}
     tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     with contenders(tree, optimizer) as saves:
@@ -69,10 +77,14 @@ def _process(rank: int, folder: str, quick: bool, results: Any) -> None:
     distributed.destroy_process_group()
 
 
-def make_job(width: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+def make_job(width: int, shape: tuple[int, ...]) -> tuple[nn.Module, torch.optim.Optimizer]:
     """Return a model of 60 layers and its optimizer, which has made a step."""
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(60)))
-    fully_shard(model, mesh=init_device_mesh("cpu", (PROCESSES,)))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "tensor")[: len(shape)])
+    if len(shape) > 1:
+        plan = {str(layer): RowwiseParallel() if layer % 2 else ColwiseParallel() for layer in range(60)}
+        parallelize_module(model, mesh["tensor"], plan)
+    fully_shard(model, mesh=mesh["data"])
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, width)).sum().backward()
     optimizer.step()

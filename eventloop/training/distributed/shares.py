@@ -102,8 +102,8 @@ def check_even(ranks: Coordinator, models: Iterable[torch.nn.Module], length: in
     lengths, seeds = ({rank: one[at] for rank, one in found.items()} for at in (0, 1))
     if len({*seeds.values()}) > 1 and not ranks.rank:
         log.warning(
-            "the samplers of the ranks have different seeds, so they divide different orders of the samples, of which some come "
-            "twice and others never: give all ranks the same seed",
+            "the samplers of the ranks have different seeds, so they divide different orders of the samples, some of which "
+            "come twice and others never: give all ranks the same seed",
             id="sampler-seeds-differ",
             seeds=seeds,
         )
