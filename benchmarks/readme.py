@@ -73,7 +73,7 @@ ROWS: Sequence[tuple[str, str, str, Sequence[str]]] = (
         "29 M parameters with AdamW's state under FSDP2, two processes: training stands still",
         "ms",
         "sharded",
-        ["Stall of a sharded"],
+        ["Stall of a sharded.* 2 processes"],
     ),
     (
         "weights of 30 M; 100 M parameters saved to an S3 server (moto): until durable",
@@ -131,7 +131,7 @@ def engines_table() -> str:
     document = commits["sharded"] = orjson.loads((RESULTS / "sharded.json").read_bytes())
     stalls, reads = (
         {each["name"]: each["median_seconds"] for each in the_one(document["comparisons"], title, "sharded")["contenders"]}
-        for title in ("Stall of a sharded", "Reading a sharded")
+        for title in ("Stall of a sharded.* 2 processes", "Reading a sharded.* 2 processes")
     )
     for way in DCP_WAYS:
         after = f"{reads[way]:.2f} to read" if way in reads else ""
