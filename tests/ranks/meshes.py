@@ -74,6 +74,20 @@ class Experts(nn.Module):
         return nn.functional.linear(inputs.tanh(), weight, bias)
 
 
+class GroupedExperts(nn.Module):
+    """Adds up experts whose weights are one parameter, as torchtitan has them: on a mesh each process has some rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stacked = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH) / WIDTH)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        stacked: Any = self.stacked
+        if isinstance(stacked, DTensor):
+            stacked = stacked.full_tensor(grad_placements=[Replicate()] * stacked.device_mesh.ndim)
+        return torch.einsum("...i,eij->...j", inputs.tanh(), stacked)
+
+
 class Network(nn.Module):
     """Layers of which a pipeline stage has some."""
 
@@ -154,10 +168,20 @@ def build(kind: str) -> tuple[nn.Module, Step]:
     """Return this process's part of the model, and what takes a step's gradients."""
     torch.manual_seed(1)
     model: nn.Module = Network()
+    if "grouped" in kind:
+        model.experts = GroupedExperts()
     if rank_and_size()[1] == 1:
         return model, plain
+    if kind == "grouped experts x FSDP2":
+        mesh = square("data", "expert")
+        model.experts.stacked = nn.Parameter(distribute_tensor(model.experts.stacked.detach(), mesh["expert"], [Shard(0)]))
+        fully_shard(model.experts, mesh=mesh["data"])
+        return fully_shard(model, mesh=line()), plain
     if kind in ("PP", "PP x FSDP2"):
         return pipeline(model, shard="FSDP2" in kind)
+    if kind == "HSDP x TP":
+        cube = init_device_mesh("cpu", (rank_and_size()[1] // 4, 2, 2), mesh_dim_names=("copy", "shard", "tensor"))
+        return fully_shard(tensor_parallel(model, cube["tensor"]), mesh=cube["copy", "shard"]), plain
     if kind == "TP, copied":
         return tensor_parallel(model, square("data", "tensor")["tensor"]), plain
     if kind in ("TP", "TP x FSDP2"):

@@ -15,6 +15,7 @@ PLACES = {
     "TP x FSDP2": [(0, 2), (0, 2), (1, 2), (1, 2)],
     "CP x FSDP2": [(0, 2), (0, 2), (1, 2), (1, 2)],
     "PP x FSDP2": [(0, 2), (1, 2), (0, 2), (1, 2)],
+    "grouped experts x FSDP2": [(0, 4), (1, 4), (2, 4), (3, 4)],
 }
 CANNOT_BE_TOLD = ["PP", "experts", "experts on meshes"]
 WHOLE = [*PLACES, *CANNOT_BE_TOLD]
@@ -51,10 +52,11 @@ def clipped_by_all(kinds, norm_type):
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_gradients_are_clipped_by_the_norm_of_the_whole_model(ranks, norm_type):
-    (((norm, expected),),) = ranks(clipped_by_all, [""], norm_type, size=1)
-    assert norm > 0.1
+    singles = [kind if "grouped" in kind else "" for kind in WHOLE]
+    (single,) = ranks(clipped_by_all, singles, norm_type, size=1)
     for everyone in ranks(clipped_by_all, WHOLE, norm_type, size=4):
-        for kind, (own, found) in zip(WHOLE, everyone, strict=True):
+        for kind, (norm, expected), (own, found) in zip(WHOLE, single, everyone, strict=True):
+            assert norm > 0.1
             assert own == pytest.approx(norm, rel=1e-4), kind
             for name, gradient in found.items():
                 torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5)

@@ -86,3 +86,21 @@ def test_a_layout_is_saved_as_one_process_and_resumed_on_others(ranks, tmp_path,
     assert main(["checkpoint", "export", str(file), str(tmp_path / "dcp"), "--dcp", "--raw"]) == 0
     (again,) = ranks(meshes.engine_reads, str(tmp_path / "dcp"), size=1)
     equal(again, {name: value for name, value in expected.items() if not name.startswith("average")})
+
+
+@pytest.mark.long
+def test_a_mesh_of_three_dimensions_is_saved_as_one_process_and_resumed_on_others(ranks, tmp_path):
+    saved = ranks(meshes.train, "HSDP x TP", str(tmp_path), 2, None, size=8)
+    equal(in_file(tmp_path / "epoch_2.safetensors"), expected := together([end for _, end, _ in saved]))
+    (single,) = ranks(meshes.train, "", str(tmp_path / "single"), 3, str(tmp_path / "epoch_2.safetensors"), size=1)
+    places = [("HSDP x TP", 8), ("HSDP x TP", 4), ("TP x FSDP2", 4)]
+    resumes(ranks, tmp_path / "epoch_2.safetensors", places, expected, single[2])
+
+
+@pytest.mark.long
+def test_experts_that_are_one_parameter_on_a_mesh_of_their_own_are_saved_as_one_process(ranks, tmp_path):
+    kind = "grouped experts x FSDP2"
+    saved = ranks(meshes.train, kind, str(tmp_path), 2, None, size=4)
+    equal(in_file(tmp_path / "epoch_2.safetensors"), expected := together([end for _, end, _ in saved]))
+    (single,) = ranks(meshes.train, kind, str(tmp_path / "single"), 3, str(tmp_path / "epoch_2.safetensors"), size=1)
+    resumes(ranks, tmp_path / "epoch_2.safetensors", [(kind, 4), (kind, 2)], expected, single[2])
