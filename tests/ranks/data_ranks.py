@@ -81,11 +81,12 @@ def clipped(kind: str, norm_type: float) -> tuple[float, dict[str, torch.Tensor]
     return float(norm), found
 
 
-def refused(kind: str, make: Callable[[], Any]) -> str:
-    """Return why a loader is refused."""
+def refused(kind: str, make: Callable[[], Any], *, given: bool) -> str:
+    """Return why a loader is refused; with all processes ``given`` as such with different data, or not."""
     model, _ = meshes.build(kind)
+    mesh = meshes.line() if given else None
     try:
-        with Run(Bus(), model=model, optimizer=meshes.make_optimizer(model)) as run:
+        with Run(Bus(), model=model, optimizer=meshes.make_optimizer(model), data_mesh=mesh) as run:
             for _ in run.epochs(1):
                 for _ in run.train(make()):
                     return "trained"

@@ -62,16 +62,17 @@ def test_gradients_are_clipped_by_the_norm_of_the_whole_model(ranks, norm_type):
                 torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-5)
 
 
-def refused_by_all(kinds):
-    return [data_ranks.refused(kind, data_ranks.all_ranks_divide) for kind in kinds]
+def refused_by_all(kinds, given):
+    return [data_ranks.refused(kind, data_ranks.all_ranks_divide, given=given) for kind in kinds]
 
 
 def test_a_sampler_that_divides_the_data_within_a_copy_of_the_model_is_refused(ranks):
-    for rank, (sharded, parallel) in enumerate(ranks(refused_by_all, ["FSDP2", "TP x FSDP2"], size=4)):
+    for rank, (sharded, parallel) in enumerate(ranks(refused_by_all, ["FSDP2", "TP x FSDP2"], False, size=4)):
         assert sharded == "trained"
         assert f"among 4 processes (this one is number {rank})" in parallel
         assert f"2 copies (this process is a part of number {rank // 2})" in parallel
         assert 'num_replicas=mesh["dp"].size()' in parallel
+    assert ranks(refused_by_all, ["CP x FSDP2"], True, size=4) == [["trained"]] * 4
 
 
 def trained_by_all(kinds, clip):

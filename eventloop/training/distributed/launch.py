@@ -135,7 +135,8 @@ def check_sampler(loader: Iterable[Any], name: str, layout: RankLayout) -> None:
             f"the sampler of {name} divides the samples among {sampler.num_replicas} processes (this one is number "
             f"{sampler.rank}), but the models have {data.size} copies (this process is a part of number {data.rank}), and "
             'processes of one copy need the same samples: give the sampler num_replicas=mesh["dp"].size() and '
-            'rank=mesh["dp"].get_local_rank(), where "dp" is the dimension of the copies'
+            'rank=mesh["dp"].get_local_rank(), where "dp" is the dimension of the copies. If each of them trains on batches of '
+            "its own, say so to the run: data_mesh= with all processes"
         )
     if data.size > 1 and not this_rank() and (_is_plain(loader) or _is_plain_of_torchdata(loader)):
         log.warning(
