@@ -274,7 +274,7 @@ if __name__ == "__main__":
         report("an event, to an async handler", event(is_async=True), (7, 31), (7, 31)),
         report("an event with capture=", event(capture=lambda one: one.outputs["loss"]), (7, 30), (7, 30)),
         report("an iteration of a TrainLoop", iteration(), (10, 25), (12, 27)),
-        report("a checkpoint, from checkpoints.save to its event", checkpoint(), (25, 170), (12, 90)),
+        report("a checkpoint, from checkpoints.save to its event", checkpoint(), (26, 170), (12, 90)),
         report("a resume, to before_train", resume(), (73, 365), (25, 130)),
         *(
             [report("a step of an attached Lightning trainer", fewest(attached_step), (12, 31), (12, 31))]

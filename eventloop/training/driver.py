@@ -613,7 +613,7 @@ def around_step(
             publish(ev.BeforeOptimizerStep, name=name, optimizer=optimizer)
 
     def after_step(*step: Any) -> None:
-        if outside():
+        if own and state.machine.innermost is not ITERATION and ITERATION not in state.machine:  # as outside(), without a call
             state.tell_step_outside()
         else:
             stepped[key] = stepped.get(key, 0) + 1
