@@ -17,6 +17,7 @@ from trainbus.eventloop.privates import register_wrapper
 __all__ = ["Bridge", "TrainbusCheckpointIO", "TrainerHost", "attach"]
 
 _LIGHTNING = "trainbus.bridges.lightning.host:LightningBridge"
+_TORCHTITAN = "trainbus.bridges.torchtitan.host:TorchtitanBridge"
 register_host(
     HostKind("lightning.pytorch.trainer.trainer.Trainer", _LIGHTNING, "lightning.Trainer"),
     HostKind("pytorch_lightning.trainer.trainer.Trainer", _LIGHTNING, "lightning.Trainer"),
@@ -29,6 +30,8 @@ register_host(
         option="accelerator",
         leads="trainbus.bridges.accelerate.entry:AcceleratedLoop",
     ),
+    HostKind("torchtitan.trainer.Trainer", _TORCHTITAN, "torchtitan.trainer.Trainer"),
+    HostKind("torchtitan.train.Trainer", _TORCHTITAN, "torchtitan.trainer.Trainer"),  # of 0.2, which the bridge refuses
     HostKind(
         "torchft.manager.Manager",
         name="torchft.Manager",

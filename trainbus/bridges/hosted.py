@@ -137,7 +137,9 @@ class TrainerHost:
 
     # --------------------------------------------------------------------------------------------------- checkpoints
 
-    def gather_entry(self, path: str, stored: Mapping[str, Any] | None = None) -> tuple[dict[str, Any], Weights]:
+    def gather_entry(
+        self, path: str, stored: Mapping[str, Any] | None = None, plain: Callable[[Any], Any] = weights_only
+    ) -> tuple[dict[str, Any], Weights]:
         """Return the state of the bus for the trainer's checkpoint ``path``, and the weights to store in the checkpoint.
 
         The entry holds plain values and tensors by reference. The weights are only those that hooks replace (``EMAHook`` gives
@@ -147,6 +149,7 @@ class TrainerHost:
             path: the file; empty where the trainer names it later, and `CHECKED` where none is written.
             stored: the tensors that the checkpoint will hold, of the only model. Hooks get those that are the model's own, and
                 none that the user's code has left out or replaced. By default they get all.
+            plain: converts the entry to what the trainer's format can hold.
 
         Raises:
             CheckpointValueError: a value is neither a tensor nor a plain value; the error names its path.
@@ -162,8 +165,7 @@ class TrainerHost:
         changed = self._changed(own, entry.pop("state_dict"))
         if path not in ("", CHECKED) and self.run.running:
             self.run.publish(ev.CheckpointStaged, path=path)
-        plain: dict[str, Any] = weights_only(entry)
-        return plain, changed
+        return plain(entry), changed
 
     def restore_entry(self, entry: Mapping[str, Any], path: str = "", weights: Weights | None = None) -> None:
         """Restore what :meth:`gather_entry` returned, between ``begin_run`` and ``begin_train``; hooks keep the tensors.

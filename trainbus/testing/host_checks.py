@@ -69,11 +69,6 @@ def ends(names):
     return [name for name in names if name in ("on_exception", "after_train", "after_run")]
 
 
-def tensors(batch):
-    """Return inputs and labels of a batch."""
-    return (batch["x"], batch["labels"]) if isinstance(batch, dict) else tuple(batch)
-
-
 FORWARD = ["before_forward", "after_forward", "before_backward", "after_backward"]
 
 
@@ -139,7 +134,7 @@ class HostChecks:
         assert names == [name for name in expected if name not in host.missing]
         assert limits == [(2, 4)] * 2
         assert starts == [(0, 0, 0, 2), (0, 1, 1, 2), (1, 0, 2, 2), (1, 1, 3, 2)]
-        assert [(tensors(batch)[0].shape, last) for batch, last in ends] == [((2, 4), False), ((2, 4), True)] * 2
+        assert [(host.tensors(batch)[0].shape, last) for batch, last in ends] == [((2, 4), False), ((2, 4), True)] * 2
         assert len(forward) == (0 if "after_forward" in host.missing else 4)
         assert all(outputs["loss"].requires_grad for outputs in forward)
 
@@ -172,7 +167,7 @@ class HostChecks:
         seen = noted(bus := Bus(), "after_train_iter", "batch", "outputs")
         host(tmp_path, bus, accumulate=4).fit()
         batch, outputs = seen[0]
-        assert torch.as_tensor(outputs["loss"]).item() == pytest.approx(Net().loss(tensors(batch)).item())
+        assert torch.as_tensor(outputs["loss"]).item() == pytest.approx(Net().loss(host.tensors(batch)).item())
 
     def test_module_events_traces_and_complete_gradients_before_a_step(self, host, tmp_path):
         bus = Bus(ProfilerHook(by_epoch=False, profile_times=2, activities="cpu", json_trace_path="trace.json"))

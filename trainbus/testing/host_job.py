@@ -184,6 +184,11 @@ class HostJob:
         saved: Mapping[str, torch.Tensor] = torch.load(path, weights_only=False)["model"]
         return saved
 
+    @staticmethod
+    def tensors(batch: Any) -> tuple[Any, ...]:
+        """Return inputs and labels of a batch, as events have it."""
+        return (batch["x"], batch["labels"]) if isinstance(batch, dict) else tuple(batch)
+
     def files(self) -> list[str]:
         """Return the names of the checkpoints in the folder."""
         return sorted(path.name for path in self.folder.glob(f"*{self.suffix}"))

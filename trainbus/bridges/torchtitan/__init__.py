@@ -1,0 +1,1 @@
+"""The bridge to torchtitan: its modules are imported when it is used."""

@@ -1,0 +1,185 @@
+"""The checkpoints of torchtitan's ``CheckpointManager``, with the state of a bus in them, and others with names of hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
+
+from trainbus.bridges.hosted import TrainerHost
+from trainbus.bridges.saves import TrainerSaver, Writing
+from trainbus.bridges.torchtitan import privates
+from trainbus.bridges.torchtitan.rates import Rates
+from trainbus.bridges.torchtitan.state import KEY, SplitEntry, restored, wanted
+from trainbus.eventloop.checkpoint import (
+    FORMER_PREFIX,
+    STATE_FILE,
+    TEMPORARY_PREFIX,
+    AnyPath,
+    as_path,
+    commit_folder,
+    discard_folder,
+    remove_leftover,
+)
+from trainbus.eventloop.errors import CheckpointError, ConfigurationError
+from trainbus.eventloop.training.saves.requests import SaveRequest
+
+Method = Callable[..., Any]
+
+_METADATA = ".metadata"
+"""The file that DCP writes last into a checkpoint."""
+
+
+class Checkpoints:
+    """Add the state of a run to what a ``CheckpointManager`` saves, and take it back from what it loads."""
+
+    def __init__(self, manager: CheckpointManager, rates: Rates) -> None:
+        self._manager: Any = manager
+        self._rates = rates
+        self._save: Method = self._manager.dcp_save
+        self._load: Method = self._manager.dcp_load
+        self._loaded: tuple[str, Any] | None = None
+
+    # -------------------------------------------------------------------------------------------------------- save
+
+    def save(self, host: TrainerHost, state: dict[str, Any], path: str, mode: Any, *args: Any, **options: Any) -> Any:
+        """Replace ``dcp_save`` of the manager: one of its own saves."""
+        filled = self._filled(host, state, path)[0]
+        return self._written(host.saver.writing(as_path(path)), lambda: self._save(filled, path, mode, *args, **options))
+
+    def write(self, host: TrainerHost, path: AnyPath) -> None:
+        """Save a checkpoint that hooks have requested. It gets its name when it is complete and durable."""
+        if not isinstance(path, Path):
+            raise CheckpointError(f"cannot write {path}: in torchtitan, hooks save to local directories only")
+        manager, first = self._manager, host.run.rank == 0
+        temporary = path.parent / f"{TEMPORARY_PREFIX}{path.name}"
+        manager.maybe_wait_for_saving()
+        filled, rest = self._filled(host, privates.states(manager), str(path))
+        writing = host.saver.writing(path)
+
+        def prepare() -> None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            remove_leftover(temporary)
+            temporary.mkdir()
+            torch.save(rest, temporary / STATE_FILE)  # also tells that the folder is ours
+
+        def commit() -> None:
+            if first:
+                commit_folder(temporary, path)
+
+        mode = AsyncMode.DISABLED if manager.async_mode is AsyncMode.DISABLED else AsyncMode.ASYNC
+        try:
+            host.run.coordinator.from_first(prepare)
+            result = self._written(writing, lambda: self._save(filled, str(temporary), mode), commit)
+        except BaseException:
+            if first:
+                discard_folder(temporary)
+            raise
+        if result is not None:
+            manager.save_future = result
+
+    def _filled(self, host: TrainerHost, state: Mapping[str, Any], path: str) -> tuple[dict[str, Any], Any]:
+        """Return what is saved, with the state of the bus and weights that hooks replace, and the plain part of that state."""
+        split = SplitEntry()
+        entry, weights = host.gather_entry(path, plain=split)
+        rest = {"entry": entry, "rates": self._rates.factors}
+        replaced = {name: tensor for tensors in weights.values() for name, tensor in tensors.items() if name in state}
+        filled = {**state, **{name: tensor.to(state[name].dtype) for name, tensor in replaced.items()}}
+        if privates.TRAIN_STATE in state:  # else it is the model alone, at the end of a training
+            filled[KEY] = split.stored(rest, host.run.rank)
+        return filled, rest
+
+    def _written(self, writing: Writing, save: Callable[[], Any], commit: Callable[[], object] = bool) -> Any:
+        """Make a save, and report it when it is complete; return what ``dcp_save`` returns."""
+        if self._manager.async_mode is AsyncMode.DISABLED:
+            with writing:
+                result = save()
+                commit()
+            return result
+        try:
+            with writing.copying():
+                result = save()
+        except Exception:
+            with writing:
+                raise
+        pending = getattr(result, "upload_completion", result)
+        if pending is None:  # the last save of a training, which is never beside it
+            with writing:
+                commit()
+            return result
+        ended: Future[Any] = Future()
+
+        def end(done: Future[Any]) -> None:
+            try:
+                with writing:
+                    done.result()
+                    commit()
+            except Exception as error:  # noqa: BLE001 - raised where the manager waits for the save
+                ended.set_exception(error)
+            else:
+                ended.set_result(None)
+
+        pending.add_done_callback(end)
+        if pending is result:
+            return ended
+        result.upload_completion = ended
+        return result
+
+    # -------------------------------------------------------------------------------------------------------- load
+
+    def load(self, host: TrainerHost, original: Method, step: int = -1) -> tuple[bool, tuple[str, Any] | None]:
+        """Replace ``load`` of the manager: also find checkpoints that hooks have requested.
+
+        Return whether one was loaded, and its path and the state of the bus in it, if it is not one of the model alone.
+        """
+        self._loaded = None
+        newest = host.run.coordinator.from_first(lambda: self._newest(host) if step == -1 else None)
+        if newest is None:
+            return original(step), self._loaded
+        with torch.no_grad():
+            self.dcp_load(host, privates.states_to_load(self._manager), newest, from_hf=False, from_quantized=False)
+        return True, self._loaded
+
+    def dcp_load(self, host: TrainerHost, state: dict[str, Any], path: str, from_hf: bool, from_quantized: bool) -> None:
+        """Replace ``dcp_load`` of the manager."""
+        whole = privates.TRAIN_STATE in state
+        if whole and not from_hf:
+            own = SplitEntry()
+            host.gather_entry("", plain=own)
+            entry = wanted(privates.saved_in(path), host.run.rank, own.sharded)
+            if entry is not None:
+                state[KEY] = entry
+        self._load(state, path, from_hf, from_quantized)
+        if whole:
+            filled = state.pop(KEY, None)
+            saved = None if filled is None else restored(filled)
+            if saved is not None:
+                self._rates.restore(saved["rates"])
+            self._loaded = path, None if saved is None else saved["entry"]
+
+    def _newest(self, host: TrainerHost) -> str | None:
+        """Return the newest checkpoint, if it is one of hooks; None if it is one of the manager."""
+        folders = {Path(one) for one in host.run.checkpointer.directories if isinstance(one, Path)}
+        found = [one for folder in folders for one in folder.glob(f"*/{_METADATA}") if _is_checkpoint(one.parent)]
+        own = [*Path(self._manager.folder).glob(f"step-*/{_METADATA}")] if "://" not in str(self._manager.folder) else []
+        newest = max([*own, *found], key=lambda path: path.stat().st_mtime_ns, default=None)
+        return str(newest.parent) if newest in found and newest is not None else None
+
+
+def _is_checkpoint(folder: Path) -> bool:
+    return (folder / STATE_FILE).is_file() and not folder.name.startswith((TEMPORARY_PREFIX, FORMER_PREFIX))
+
+
+class NoSaver(TrainerSaver):
+    """Refuses the saves of hooks in a trainer whose ``CheckpointManager`` is switched off."""
+
+    def check(self, request: SaveRequest) -> None:
+        """Raise ConfigurationError."""
+        raise ConfigurationError(
+            "torchtitan saves nothing with checkpoint.enable=False, so no hook can save: set checkpoint.enable=True "
+            "(with checkpoint.load_only=True, only hooks save)"
+        )
