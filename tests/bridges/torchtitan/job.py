@@ -7,6 +7,7 @@ from typing import Any
 
 from .standins import trainer as titan  # first
 
+import pytest
 import torch
 from torch.distributed import checkpoint as dcp
 from torchtitan.components.checkpoint import CheckpointManager
@@ -23,6 +24,15 @@ from torchtitan.protocols.model_spec import ModelSpec
 from trainbus import attach
 from trainbus.bridges.torchtitan.host import TorchtitanBridge
 from trainbus.testing import host_job as job
+
+
+WARNINGS = [
+    pytest.mark.filterwarnings(f"ignore:{message}")
+    for message in (
+        "To get the last learning rate computed by the scheduler",  # torchtitan asks for it when it loads
+        "torch.distributed is disabled, unavailable or uninitialized",  # `Job.stored` reads alone
+    )
+]
 
 
 class Tokenizer(BaseTokenizer):
@@ -167,7 +177,7 @@ class Job(job.HostJob):
             dataloader=Samples.Config(batches=self.batches),
             loss=SquaredError.Config(),
             optimizer=default_adamw(lr=0.01, fused=False, foreach=False),
-            lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0),
+            lr_scheduler=LRSchedulersContainer.Config(warmup_steps=0, decay_ratio=0.0, total_steps=10**6),
             training=TrainingConfig(
                 local_batch_size=job.SIZE,
                 global_batch_size=job.SIZE * self.accumulate,
@@ -175,7 +185,7 @@ class Job(job.HostJob):
                 disable_cuda_graphs=True,
                 mixed_precision_param="float32",
             ),
-            metrics=MetricsProcessor.Config(log_freq=1),
+            metrics=MetricsProcessor.Config(log_freq=10**6),  # the trainer looks at a loss that it logs
             checkpoint=CheckpointManager.Config(
                 enable=True,
                 interval=max(1, self.every // self.accumulate),
@@ -185,7 +195,7 @@ class Job(job.HostJob):
                 async_mode="async" if self.beside else "disabled",
             ),
             validator=AfterEpochs.Config(
-                enable=True, freq=steps if self.validate else 10**9, steps=1, dataloader=Samples.Config(batches=1, seed=2)
+                enable=self.validate, freq=steps, steps=1, dataloader=Samples.Config(batches=1, seed=2)
             ),
         )
         self.steps = steps
@@ -234,4 +244,5 @@ class Job(job.HostJob):
 
     def parts(self):
         trainer = self.trainer
-        return [dict(vars(one)) for one in (trainer, trainer.checkpointer, trainer.validator, trainer.metrics_processor)]
+        owners = [trainer, trainer.checkpointer, trainer.metrics_processor, *filter(None, [getattr(trainer, "validator", None)])]
+        return [dict(vars(one)) for one in owners]

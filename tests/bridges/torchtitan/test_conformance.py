@@ -6,7 +6,9 @@ from trainbus.testing import HostChecks
 
 pytest.importorskip("torchtitan.trainer")
 
-from .job import Job
+from .job import WARNINGS, Job
+
+pytestmark = WARNINGS
 
 
 class TestTorchtitan(HostChecks):

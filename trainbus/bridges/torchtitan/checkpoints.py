@@ -46,10 +46,10 @@ class Checkpoints:
 
     # -------------------------------------------------------------------------------------------------------- save
 
-    def save(self, host: TrainerHost, state: dict[str, Any], path: str, mode: Any, *args: Any, **options: Any) -> Any:
+    def save(self, host: TrainerHost, state: dict[str, Any], path: str, *args: Any, **options: Any) -> Any:
         """Replace ``dcp_save`` of the manager: one of its own saves."""
         filled = self._filled(host, state, path)[0]
-        return self._written(host.saver.writing(as_path(path)), lambda: self._save(filled, path, mode, *args, **options))
+        return self._written(host.saver.writing(as_path(path)), lambda: self._save(filled, path, *args, **options))
 
     def write(self, host: TrainerHost, path: AnyPath) -> None:
         """Save a checkpoint that hooks have requested. It gets its name when it is complete and durable."""
@@ -67,19 +67,22 @@ class Checkpoints:
             temporary.mkdir()
             torch.save(rest, temporary / STATE_FILE)  # also tells that the folder is ours
 
+        def save() -> Any:
+            host.run.coordinator.from_first(prepare)
+            return self._save(filled, str(temporary), mode)
+
         def commit() -> None:
             if first:
                 commit_folder(temporary, path)
 
         mode = AsyncMode.DISABLED if manager.async_mode is AsyncMode.DISABLED else AsyncMode.ASYNC
         try:
-            host.run.coordinator.from_first(prepare)
-            result = self._written(writing, lambda: self._save(filled, str(temporary), mode), commit)
+            result = self._written(writing, save, commit)
         except BaseException:
             if first:
                 discard_folder(temporary)
             raise
-        if result is not None:
+        if isinstance(result, Future):
             manager.save_future = result
 
     def _filled(self, host: TrainerHost, state: Mapping[str, Any], path: str) -> tuple[dict[str, Any], Any]:
