@@ -159,12 +159,31 @@ class EMAHook(CopiedAnew, Hook):
         # Tensors that are not averaged (buffers) are the same in both, so the file stores them once.
         averaged = raw = weights
         if average is not None and average.steps:
-            self._warn_of_lacking(set(average.tensors) - weights.keys())
             swapped_in = {key: tensor for key, tensor in average.tensors.items() if key in weights}
+            if lacking := set(average.tensors) - weights.keys():
+                made = self._made(average, weights)
+                swapped_in |= made
+                self._warn_of_lacking(set() if made else lacking)
             other = with_metadata({**weights, **swapped_in}, metadata_of(weights))
             averaged, raw = (weights, other) if average.swapped else (other, weights)
         self._put(event.checkpoint, "state_dict", averaged)
         self._put(event.checkpoint, RAW_WEIGHTS, raw)
+
+    def _made(self, average: WeightAverage, weights: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        """Return the averages of what ``model.state_dict()`` makes of its weights, such as three matrices of a fused one."""
+        model, names = self._model, checkpoint_names(self._model)
+        own = {names.without(name) for name, _ in chain(model.named_parameters(), model.named_buffers())}
+        if not any(isinstance(weights[key], torch.Tensor) for key in weights.keys() - own):
+            return {}
+        swapped = average.swapped
+        try:
+            average.swap(model)
+            state = {names.short[name]: value for name, value in model.state_dict().items()}
+            found = {key: state[key] for key in weights.keys() & state.keys() - own}
+            return {key: value.clone() for key, value in found.items() if isinstance(value, torch.Tensor)}
+        finally:
+            if average.swapped is not swapped:
+                average.swap(model)
 
     def _warn_of_lacking(self, lacking: set[str]) -> None:
         """Warn once of trained weights that another trainer's checkpoint leaves out, or has other values for."""

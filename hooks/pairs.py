@@ -109,17 +109,21 @@ def _floating(model: torch.nn.Module, buffers: bool) -> Iterator[tuple[str, torc
         buffers_too = model.named_buffers(remove_duplicate=False)
         saved = ((name, buffer) for name, buffer in buffers_too if names.without(name) in names.long)
         named = chain(named, saved)
-    renamed: dict[int, str] = {}
+    renamed: dict[tuple[int, torch.Size], str] = {}
     for name, tensor in named:
         if not tensor.is_floating_point():
             continue
         key = names.without(name)
         if key not in names.long:  # a hook of the model has renamed it
-            renamed = renamed or {
-                _own(one).data_ptr(): names.short[long] for long, one in state.items() if torch.is_tensor(one)
-            }
-            key = renamed.get(_own(tensor).data_ptr(), key)
+            renamed = renamed or {_place(one): names.short[long] for long, one in state.items() if torch.is_tensor(one)}
+            key = renamed.get(_place(tensor), key)
         yield key, tensor
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, torch.Size]:
+    """Return where a tensor is in memory and its shape, because a part of a fused weight may begin where the weight does."""
+    own = _own(tensor)
+    return own.data_ptr(), own.shape
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

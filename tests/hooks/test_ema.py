@@ -378,6 +378,56 @@ def test_a_resumed_run_ends_with_the_same_bits(job, tmp_path, kind, stop):
     assert job.same(whole[1], rest[1])
 
 
+class Fused(nn.Linear):
+    """A layer whose ``state_dict`` has the halves of its weight, as torchtitan's attention has parts of a fused matrix."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes, bias=False)
+        self.register_state_dict_post_hook(self.divide)
+        self.register_load_state_dict_pre_hook(self.join)
+
+    @staticmethod
+    def divide(module, state, prefix, metadata):
+        state[f"{prefix}first"], state[f"{prefix}second"] = state.pop(f"{prefix}weight").chunk(2)
+
+    @staticmethod
+    def join(module, state, prefix, *_):
+        halves = [state.pop(f"{prefix}{half}") for half in ("first", "second") if f"{prefix}{half}" in state]
+        if halves:
+            state[f"{prefix}weight"] = torch.cat(halves)
+
+
+def test_averages_of_what_a_state_dict_makes_of_a_weight_are_saved_and_resumed(tmp_path, logs):
+    def run(bus, resume=None):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 3), Fused(3, 4))
+        return Run(bus, model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), work_dir=tmp_path, resume=resume)
+
+    def train(run, steps):
+        with run:
+            for _ in run.epochs(1):
+                for batch in run.train([torch.ones(2, 3)] * steps):
+                    (optimizer,) = run.optimizers.values()
+                    optimizer.zero_grad()
+                    run.model(batch).square().sum().backward()
+                    optimizer.step()
+
+    train(run(Bus(whole := EMAHook(momentum=0.3))), 4)
+    bus = Bus(EMAHook(momentum=0.3), CheckpointHook(1, by_epoch=False))
+    bus.on("after_train_iter", lambda event: event.run.stop(), once=2)
+    first = run(bus)
+    train(first, 4)
+    saved = load(tmp_path / "iter_2.safetensors")
+    again = run(Bus(ema := EMAHook(momentum=0.3)), tmp_path / "iter_2.safetensors")
+    halves = torch.cat([saved["state_dict"]["1.first"], saved["state_dict"]["1.second"]])
+    raw = torch.cat([saved["ema_state_dict"]["1.first"], saved["ema_state_dict"]["1.second"]])
+    assert not torch.equal(halves, raw)
+    assert torch.equal(raw, first.model[1].weight)
+    train(again, 4)
+    assert torch.equal(ema.average.tensors["1.weight"], whole.average.tensors["1.weight"])
+    assert "average-not-in-checkpoint" not in [one.get("id") for one in logs]
+
+
 @pytest.mark.parametrize("averaged", [True, False])
 def test_without_an_average_in_the_checkpoint_it_warns_and_begins_with_the_weights(job, tmp_path, averaged, logs):
     """Where the run had no average, or the file has lost it: none is taken from the hook's state."""
