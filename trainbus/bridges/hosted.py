@@ -80,6 +80,8 @@ class TrainerHost:
     window_open = False
     """True inside an accumulation window: set it before ``end_iteration``. Saves and a stop wait for its end."""
     around_rates: Callable[[Callable[[], None]], None] | None = None
+    convert: Callable[[Any], Any] = staticmethod(weights_only)
+    """Makes an entry what the trainer's format can hold, or raises CheckpointValueError."""
 
     run: HostedRun
     drive: Driver
@@ -137,19 +139,16 @@ class TrainerHost:
 
     # --------------------------------------------------------------------------------------------------- checkpoints
 
-    def gather_entry(
-        self, path: str, stored: Mapping[str, Any] | None = None, plain: Callable[[Any], Any] = weights_only
-    ) -> tuple[dict[str, Any], Weights]:
+    def gather_entry(self, path: str, stored: Mapping[str, Any] | None = None) -> tuple[Any, Weights]:
         """Return the state of the bus for the trainer's checkpoint ``path``, and the weights to store in the checkpoint.
 
-        The entry holds plain values and tensors by reference. The weights are only those that hooks replace (``EMAHook`` gives
-        the averaged ones); their raw values are in the entry.
+        The entry is as :attr:`convert` makes it, by default plain values and tensors by reference. The weights are only those
+        that hooks replace (``EMAHook`` gives the averaged ones); their raw values are in the entry.
 
         Args:
             path: the file; empty where the trainer names it later, and `CHECKED` where none is written.
             stored: the tensors that the checkpoint will hold, of the only model. Hooks get those that are the model's own, and
                 none that the user's code has left out or replaced. By default they get all.
-            plain: converts the entry to what the trainer's format can hold.
 
         Raises:
             CheckpointValueError: a value is neither a tensor nor a plain value; the error names its path.
@@ -165,7 +164,7 @@ class TrainerHost:
         changed = self._changed(own, entry.pop("state_dict"))
         if path not in ("", CHECKED) and self.run.running:
             self.run.publish(ev.CheckpointStaged, path=path)
-        return plain(entry), changed
+        return self.convert(entry), changed
 
     def restore_entry(self, entry: Mapping[str, Any], path: str = "", weights: Weights | None = None) -> None:
         """Restore what :meth:`gather_entry` returned, between ``begin_run`` and ``begin_train``; hooks keep the tensors.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .standins import trainer as titan  # first
-
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
@@ -25,6 +23,7 @@ from trainbus import attach
 from trainbus.bridges.torchtitan.host import TorchtitanBridge
 from trainbus.testing import host_job as job
 
+from .standins import trainer as titan  # first
 
 WARNINGS = [
     pytest.mark.filterwarnings(f"ignore:{message}")
@@ -243,6 +242,5 @@ class Job(job.HostJob):
         return inputs["input"], labels
 
     def parts(self):
-        trainer = self.trainer
-        owners = [trainer, trainer.checkpointer, trainer.metrics_processor, *filter(None, [getattr(trainer, "validator", None)])]
-        return [dict(vars(one)) for one in owners]
+        inside = ("checkpointer", "metrics_processor", "validator")
+        return [*super().parts(), *(dict(vars(getattr(self.trainer, name, self.trainer))) for name in inside)]

@@ -26,6 +26,7 @@ from trainbus.eventloop.checkpoint import (
     remove_leftover,
 )
 from trainbus.eventloop.errors import CheckpointError, ConfigurationError
+from trainbus.eventloop.training.saves.contents import gather_entry
 from trainbus.eventloop.training.saves.requests import SaveRequest
 
 Method = Callable[..., Any]
@@ -48,7 +49,7 @@ class Checkpoints:
 
     def save(self, host: TrainerHost, state: dict[str, Any], path: str, *args: Any, **options: Any) -> Any:
         """Replace ``dcp_save`` of the manager: one of its own saves."""
-        filled = self._filled(host, state, path)[0]
+        filled = self._filled(host, state, path)
         return self._written(host.saver.writing(as_path(path)), lambda: self._save(filled, path, *args, **options))
 
     def write(self, host: TrainerHost, path: AnyPath) -> None:
@@ -58,14 +59,14 @@ class Checkpoints:
         manager, first = self._manager, host.run.rank == 0
         temporary = path.parent / f"{TEMPORARY_PREFIX}{path.name}"
         manager.maybe_wait_for_saving()
-        filled, rest = self._filled(host, privates.states(manager), str(path))
+        filled = self._filled(host, privates.states(manager), str(path))
         writing = host.saver.writing(path)
 
         def prepare() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_leftover(temporary)
             temporary.mkdir()
-            torch.save(rest, temporary / STATE_FILE)  # also tells that the folder is ours
+            (temporary / STATE_FILE).write_bytes(filled[KEY]["rank_0"])  # also tells that the folder is ours
 
         def save() -> Any:
             host.run.coordinator.from_first(prepare)
@@ -85,16 +86,14 @@ class Checkpoints:
         if isinstance(result, Future):
             manager.save_future = result
 
-    def _filled(self, host: TrainerHost, state: Mapping[str, Any], path: str) -> tuple[dict[str, Any], Any]:
-        """Return what is saved, with the state of the bus and weights that hooks replace, and the plain part of that state."""
-        split = SplitEntry()
-        entry, weights = host.gather_entry(path, plain=split)
-        rest = {"entry": entry, "rates": self._rates.factors}
+    def _filled(self, host: TrainerHost, state: Mapping[str, Any], path: str) -> dict[str, Any]:
+        """Return what is saved, with the state of the bus, and weights that hooks replace."""
+        entry, weights = host.gather_entry(path)
         replaced = {name: tensor for tensors in weights.values() for name, tensor in tensors.items() if name in state}
         filled = {**state, **{name: tensor.to(state[name].dtype) for name, tensor in replaced.items()}}
         if privates.TRAIN_STATE in state:  # else it is the model alone, at the end of a training
-            filled[KEY] = split.stored(rest, host.run.rank)
-        return filled, rest
+            filled[KEY] = entry.stored(host.run.rank, rates=self._rates.factors)
+        return filled
 
     def _written(self, writing: Writing, save: Callable[[], Any], commit: Callable[[], object] = bool) -> Any:
         """Make a save, and report it when it is complete; return what ``dcp_save`` returns."""
@@ -151,8 +150,7 @@ class Checkpoints:
         """Replace ``dcp_load`` of the manager."""
         whole = privates.TRAIN_STATE in state
         if whole and not from_hf:
-            own = SplitEntry()
-            host.gather_entry("", plain=own)
+            own, _ = host.gather_entry("")
             entry = wanted(privates.saved_in(path), host.run.rank, own.sharded)
             if entry is not None:
                 state[KEY] = entry
@@ -177,12 +175,23 @@ def _is_checkpoint(folder: Path) -> bool:
     return (folder / STATE_FILE).is_file() and not folder.name.startswith((TEMPORARY_PREFIX, FORMER_PREFIX))
 
 
-class NoSaver(TrainerSaver):
-    """Refuses the saves of hooks in a trainer whose ``CheckpointManager`` is switched off."""
+class Saver(TrainerSaver):
+    """The saver of a run in a torchtitan ``Trainer``."""
+
+    def __init__(self, host: TrainerHost, *, enabled: bool) -> None:
+        super().__init__(host)
+        self._enabled = enabled
 
     def check(self, request: SaveRequest) -> None:
-        """Raise ConfigurationError."""
-        raise ConfigurationError(
-            "torchtitan saves nothing with checkpoint.enable=False, so no hook can save: set checkpoint.enable=True "
-            "(with checkpoint.load_only=True, only hooks save)"
-        )
+        """Raise ConfigurationError also if the ``CheckpointManager`` is switched off."""
+        super().check(request)
+        if not self._enabled:
+            raise ConfigurationError(
+                "torchtitan saves nothing with checkpoint.enable=False, so no hook can save: set checkpoint.enable=True "
+                "(with checkpoint.load_only=True, only hooks save)"
+            )
+
+    def rehearse(self, request: SaveRequest) -> list[str]:
+        """Gather the state of the hooks; not the weights, for which ranks wait for each other, and this is for the first."""
+        SplitEntry(gather_entry(self._run))
+        return []

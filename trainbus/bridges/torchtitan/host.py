@@ -15,8 +15,9 @@ from trainbus.bridges.bridge import Bridge
 from trainbus.bridges.copies import replaced
 from trainbus.bridges.hosted import TrainerHost
 from trainbus.bridges.torchtitan import privates
-from trainbus.bridges.torchtitan.checkpoints import Checkpoints, NoSaver
+from trainbus.bridges.torchtitan.checkpoints import Checkpoints, Saver
 from trainbus.bridges.torchtitan.rates import Rates
+from trainbus.bridges.torchtitan.state import SplitEntry
 from trainbus.eventloop import events as ev
 from trainbus.eventloop.bus import Bus
 from trainbus.eventloop.checks import check_options
@@ -141,12 +142,12 @@ class TorchtitanBridge(Bridge):
     def _begin_run(self, optimizers: Sequence[torch.optim.Optimizer] = ()) -> HostedRun:
         trainer, config = self.trainer, self.trainer.config
         host = TrainerHost(resume_way="the same command")
+        host.convert = SplitEntry
         several = {str(place): one for place, one in enumerate(optimizers)}
         models, folder = trainer.model_parts, Path(config.dump_folder)
         optimizer = optimizers[0] if len(optimizers) == 1 else several
         run = HostedRun(self.bus, model=models[0], optimizer=optimizer, work_dir=folder, host=host)
-        if self._checkpoints is None:
-            host.saver = NoSaver(host)
+        host.saver = Saver(host, enabled=self._checkpoints is not None)
         if not optimizers:
             host.continue_from(self.run)
         run.foreign.schedulers = trainer.lr_schedulers.schedulers if optimizers else ()

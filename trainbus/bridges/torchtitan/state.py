@@ -21,26 +21,28 @@ _CONTAINERS: Final = (dict, OrderedDict, Counter, defaultdict, list, tuple, set,
 
 
 class SplitEntry:
-    """Divide an entry into sharded tensors, which all ranks write together, and the rest, of which each rank has its own.
+    """An entry, divided into sharded tensors, which all ranks write together, and the rest, of which each rank has its own.
 
     DCP loads by the names and shapes that it is given, and the state of hooks has no fixed ones. So the rest is one value,
     bytes of ``torch.save``. The names and shapes of the sharded tensors are read from the checkpoint.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, entry: Any) -> None:
         self.sharded: dict[str, torch.Tensor] = {}
+        """The sharded tensors by the path to them."""
+        self.rest = self._without_sharded(entry)
+        """The entry with a path in the place of each sharded tensor."""
 
-    def __call__(self, value: Any, path: str = "") -> Any:
-        """Return a tree as ``weights_only`` does, with a name in the place of each sharded tensor."""
+    def _without_sharded(self, value: Any, path: str = "") -> Any:
         if is_dtensor(value):
             self.sharded[path] = value
             return {_SHARDED: path}
-        return convert_parts(value, path, self) if type(value) in _CONTAINERS else weights_only(value, path)
+        return convert_parts(value, path, self._without_sharded) if type(value) in _CONTAINERS else weights_only(value, path)
 
-    def stored(self, rest: Any, rank: int) -> dict[str, Any]:
+    def stored(self, rank: int, **more: Any) -> dict[str, Any]:
         """Return the values for the checkpoint, of which only the sharded tensors change later."""
         written = io.BytesIO()
-        torch.save(rest, written)
+        torch.save({"entry": self.rest, **more}, written)
         return {f"rank_{rank}": written.getvalue(), "sharded": self.sharded}
 
 
@@ -63,7 +65,7 @@ def _empty(saved: Any, own: torch.Tensor | None) -> torch.Tensor:
 
 
 def restored(filled: Mapping[str, Any]) -> Any:
-    """Return the entry from what DCP has filled."""
+    """Return the entry and what was stored beside it, from what DCP has filled."""
     sharded, (rest,) = filled["sharded"], (value for name, value in filled.items() if name != "sharded")
     tree = torch.load(io.BytesIO(rest), map_location="cpu", weights_only=True)
     return _with_tensors(tree, sharded)

@@ -1,0 +1,87 @@
+"""A tiny Llama 3 of torchtitan with its text loader, a tokenizer of 60 words and texts of them; nothing is downloaded.
+
+Its attention is torch's, because torchtitan's own is compiled. With several processes, FSDP2 divides sums by itself, because
+gloo cannot.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed.fsdp import FSDPModule
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.validate import Validator
+from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.llama3 import model_registry
+
+from .standins import trainer as titan  # first
+
+WORDS = ["<bos>", "<eos>", *(f"w{index}" for index in range(60))]
+
+
+def write_files(folder):
+    """Write the tokenizer and the texts."""
+    tokens, texts = folder / "tokenizer", folder / "texts"
+    for one in (tokens, texts):
+        one.mkdir(parents=True)
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tokens / "tokenizer.json"))
+    (tokens / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>", "eos_token": "<eos>"}))
+    lines = (json.dumps({"text": " ".join(f"w{(7 * text + place**2) % 60}" for place in range(30))}) for text in range(64))
+    (texts / "texts.json").write_text("\n".join(lines))
+
+
+def spec():
+    found = model_registry("debugmodel", attn_backend="flex")
+    config, parallelize = found.model, found.parallelize_fn
+    config.layers = config.layers[:2]
+    for layer in config.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+
+    def parallelized(model, **options):
+        model = parallelize(model, **options)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+        return model
+
+    return replace(found, parallelize_fn=parallelized)
+
+
+def make(files, folder, *, steps=6, training=None, validator=None, metrics=None, **checkpoint):
+    """Return a trainer. ``files`` has been filled by `write_files`."""
+    data = HuggingFaceTextDataLoader.Config(dataset="c4_test", dataset_path=str(files / "texts"))
+    defaults = {"enable": True, "interval": 2, "last_save_model_only": False}
+    options = {"local_batch_size": 2, "seq_len": 16, "steps": steps, "disable_cuda_graphs": True}
+    options |= {"mixed_precision_param": "float32"} | (training or {})
+    config = titan.Trainer.Config(
+        model_spec=(model := spec()),
+        hf_assets_path=str(files / "tokenizer"),
+        dump_folder=str(folder),
+        dataloader=data,
+        loss=CrossEntropyLoss.Config(global_vocab_size=model.model.vocab_size),
+        optimizer=default_adamw(lr=1e-3, fused=False, foreach=False),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2, decay_ratio=0.5, total_steps=10),
+        training=TrainingConfig(**options),
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
+        metrics=MetricsProcessor.Config(**({"log_freq": 2} | (metrics or {}))),
+        checkpoint=CheckpointManager.Config(**(defaults | checkpoint)),
+        activation_checkpoint=None,
+        validator=Validator.Config(**({"enable": True, "freq": 3, "steps": 2, "dataloader": data} | (validator or {}))),
+        debug=DebugConfig(seed=1),
+    )
+    return config.build()
+
+
+def weights(trainer):
+    """Return a copy of the whole weights."""
+    found = trainer.model_parts[0].state_dict()
+    return {name: (one.full_tensor() if hasattr(one, "full_tensor") else one).clone() for name, one in found.items()}
