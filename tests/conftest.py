@@ -57,6 +57,7 @@ ALONE = (
     "bridges/test_rounds.py",
     "bridges/torchft/test_groups.py",
     "bridges/torchft/test_kills.py",
+    "bridges/torchtitan/test_ranks.py",
     "ranks/",
     "test_alone.py",
     "device/test_ddp.py",

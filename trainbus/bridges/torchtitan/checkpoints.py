@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import distributed
 from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
 
 from trainbus.bridges.hosted import TrainerHost
@@ -28,8 +29,10 @@ from trainbus.eventloop.checkpoint import (
 from trainbus.eventloop.errors import CheckpointError, ConfigurationError
 from trainbus.eventloop.training.saves.contents import gather_entry
 from trainbus.eventloop.training.saves.requests import SaveRequest
+from trainbus.eventloop.user_errors import text_of
 
 Method = Callable[..., Any]
+T = TypeVar("T")
 
 _METADATA = ".metadata"
 """The file that DCP writes last into a checkpoint."""
@@ -47,10 +50,12 @@ class Checkpoints:
 
     # -------------------------------------------------------------------------------------------------------- save
 
-    def save(self, host: TrainerHost, state: dict[str, Any], path: str, *args: Any, **options: Any) -> Any:
+    def save(
+        self, host: TrainerHost, state_dict: dict[str, Any], checkpoint_id: str, async_mode: Any, *args: Any, **options: Any
+    ) -> Any:
         """Replace ``dcp_save`` of the manager: one of its own saves."""
-        filled = self._filled(host, state, path)
-        return self._written(host.saver.writing(as_path(path)), lambda: self._save(filled, path, *args, **options))
+        filled, writing = self._filled(host, state_dict, checkpoint_id), host.saver.writing(as_path(checkpoint_id))
+        return _written(writing, async_mode, lambda: self._save(filled, checkpoint_id, async_mode, *args, **options))
 
     def write(self, host: TrainerHost, path: AnyPath) -> None:
         """Save a checkpoint that hooks have requested. It gets its name when it is complete and durable."""
@@ -62,6 +67,8 @@ class Checkpoints:
         filled = self._filled(host, privates.states(manager), str(path))
         writing = host.saver.writing(path)
 
+        mode = AsyncMode.DISABLED if manager.async_mode is AsyncMode.DISABLED else AsyncMode.ASYNC
+
         def prepare() -> None:
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_leftover(temporary)
@@ -69,22 +76,16 @@ class Checkpoints:
             (temporary / STATE_FILE).write_bytes(filled[KEY]["rank_0"])  # also tells that the folder is ours
 
         def save() -> Any:
-            host.run.coordinator.from_first(prepare)
+            _from_first(prepare)
             return self._save(filled, str(temporary), mode)
 
-        def commit() -> None:
+        def end(error: Exception | None) -> None:
             if first:
-                commit_folder(temporary, path)
+                commit_folder(temporary, path) if error is None else discard_folder(temporary)
 
-        mode = AsyncMode.DISABLED if manager.async_mode is AsyncMode.DISABLED else AsyncMode.ASYNC
-        try:
-            result = self._written(writing, save, commit)
-        except BaseException:
-            if first:
-                discard_folder(temporary)
-            raise
-        if isinstance(result, Future):
-            manager.save_future = result
+        pending = _written(writing, mode, save, end)
+        if mode is not AsyncMode.DISABLED:
+            manager.save_future = pending
 
     def _filled(self, host: TrainerHost, state: Mapping[str, Any], path: str) -> dict[str, Any]:
         """Return what is saved, with the state of the bus, and weights that hooks replace."""
@@ -95,42 +96,6 @@ class Checkpoints:
             filled[KEY] = entry.stored(host.run.rank, rates=self._rates.factors)
         return filled
 
-    def _written(self, writing: Writing, save: Callable[[], Any], commit: Callable[[], object] = bool) -> Any:
-        """Make a save, and report it when it is complete; return what ``dcp_save`` returns."""
-        if self._manager.async_mode is AsyncMode.DISABLED:
-            with writing:
-                result = save()
-                commit()
-            return result
-        try:
-            with writing.copying():
-                result = save()
-        except Exception:
-            with writing:
-                raise
-        pending = getattr(result, "upload_completion", result)
-        if pending is None:  # the last save of a training, which is never beside it
-            with writing:
-                commit()
-            return result
-        ended: Future[Any] = Future()
-
-        def end(done: Future[Any]) -> None:
-            try:
-                with writing:
-                    done.result()
-                    commit()
-            except Exception as error:  # noqa: BLE001 - raised where the manager waits for the save
-                ended.set_exception(error)
-            else:
-                ended.set_result(None)
-
-        pending.add_done_callback(end)
-        if pending is result:
-            return ended
-        result.upload_completion = ended
-        return result
-
     # -------------------------------------------------------------------------------------------------------- load
 
     def load(self, host: TrainerHost, original: Method, step: int = -1) -> tuple[bool, tuple[str, Any] | None]:
@@ -139,28 +104,30 @@ class Checkpoints:
         Return whether one was loaded, and its path and the state of the bus in it, if it is not one of the model alone.
         """
         self._loaded = None
-        newest = host.run.coordinator.from_first(lambda: self._newest(host) if step == -1 else None)
+        newest = _from_first(lambda: self._newest(host) if step == -1 else None)
         if newest is None:
             return original(step), self._loaded
         with torch.no_grad():
             self.dcp_load(host, privates.states_to_load(self._manager), newest, from_hf=False, from_quantized=False)
         return True, self._loaded
 
-    def dcp_load(self, host: TrainerHost, state: dict[str, Any], path: str, from_hf: bool, from_quantized: bool) -> None:
+    def dcp_load(
+        self, host: TrainerHost, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
+    ) -> None:
         """Replace ``dcp_load`` of the manager."""
-        whole = privates.TRAIN_STATE in state
+        whole = privates.TRAIN_STATE in state_dict
         if whole and not from_hf:
             own, _ = host.gather_entry("")
-            entry = wanted(privates.saved_in(path), host.run.rank, own.sharded)
+            entry = wanted(privates.saved_in(checkpoint_id), host.run.rank, own.sharded)
             if entry is not None:
-                state[KEY] = entry
-        self._load(state, path, from_hf, from_quantized)
+                state_dict[KEY] = entry
+        self._load(state_dict, checkpoint_id, from_hf, from_quantized)
         if whole:
-            filled = state.pop(KEY, None)
+            filled = state_dict.pop(KEY, None)
             saved = None if filled is None else restored(filled)
             if saved is not None:
                 self._rates.restore(saved["rates"])
-            self._loaded = path, None if saved is None else saved["entry"]
+            self._loaded = checkpoint_id, None if saved is None else saved["entry"]
 
     def _newest(self, host: TrainerHost) -> str | None:
         """Return the newest checkpoint, if it is one of hooks; None if it is one of the manager."""
@@ -173,6 +140,67 @@ class Checkpoints:
 
 def _is_checkpoint(folder: Path) -> bool:
     return (folder / STATE_FILE).is_file() and not folder.name.startswith((TEMPORARY_PREFIX, FORMER_PREFIX))
+
+
+def _written(
+    writing: Writing, mode: Any, save: Callable[[], Any], end: Callable[[Exception | None], object] = lambda error: None
+) -> Any:
+    """Make a save; report it when it is complete, after ``end``; return what ``dcp_save`` returns."""
+
+    def finish(written: Callable[[], T]) -> T:
+        with writing:
+            try:
+                result = written()
+            except Exception as error:
+                end(error)
+                raise
+            end(None)
+            return result
+
+    if mode is AsyncMode.DISABLED:
+        return finish(save)
+    try:
+        with writing.copying():
+            result = save()
+    except Exception as error:  # noqa: BLE001 - raised by finish()
+        failed: Future[Any] = Future()
+        failed.set_exception(error)
+        return finish(failed.result)
+    pending, complete = getattr(result, "upload_completion", result), Future[Any]()
+
+    def tell(done: Future[Any]) -> None:
+        try:
+            complete.set_result(finish(done.result))
+        except Exception as error:  # noqa: BLE001 - raised where the manager waits for the save
+            complete.set_exception(error)
+
+    pending.add_done_callback(tell)
+    if pending is result:
+        return complete
+    result.upload_completion = complete
+    return result
+
+
+def _from_first(call: Callable[[], T]) -> T:
+    """Return on all ranks what a call returns on the first one; raise its error on all.
+
+    Raises:
+        CheckpointError: on the other ranks, if it failed.
+    """
+    found: list[Any] = [None]
+    failure: Exception | None = None
+    try:
+        found = [(call(), "")] if distributed.get_rank() == 0 else [None]
+    except Exception as error:  # noqa: BLE001 - raised below, on all ranks
+        found, failure = [(None, text_of(error))], error
+    distributed.broadcast_object_list(found)
+    result: T
+    result, problem = found[0]
+    if failure is not None:
+        raise failure
+    if problem:
+        raise CheckpointError(f"the first rank could not save or load: {problem}")
+    return result
 
 
 class Saver(TrainerSaver):

@@ -25,7 +25,7 @@ from trainbus.eventloop.errors import ConfigurationError, TrainingError
 from trainbus.eventloop.training import HostedRun
 from trainbus.eventloop.training.arguments import Limit
 from trainbus.eventloop.training.machine import EPOCH, ITERATION, TRAIN, VAL_ITERATION, Counters
-from trainbus.eventloop.user_errors import contextmanager
+from trainbus.eventloop.user_errors import add_note, contextmanager, text_of
 
 Method = Callable[..., Any]
 
@@ -132,6 +132,7 @@ class TorchtitanBridge(Bridge):
             yield
         except BaseException as error:
             if self.running is not None:
+                self._wait_for_files(error)
                 self._host.drive.fail(error)
             raise
         finally:
@@ -292,8 +293,17 @@ class TorchtitanBridge(Bridge):
         if TRAIN in machine:
             drive.end_train()
             self._save_due()
-        if self._checkpoints is not None:
+        self._wait_for_files()
+
+    def _wait_for_files(self, error: BaseException | None = None) -> None:
+        """Wait until the last save is complete; after ``error``, it is the one to raise."""
+        try:
             self.trainer.checkpointer.maybe_wait_for_saving()
+        except Exception as failure:
+            if error is None:
+                raise
+            if failure is not error:
+                add_note(error, f"and a checkpoint could not be written: {text_of(failure)}")
 
     # -------------------------------------------------------------------------------------------------- the validations
 
@@ -346,12 +356,12 @@ class TorchtitanBridge(Bridge):
 
     # -------------------------------------------------------------------------------------------------- the checkpoints
 
-    def _dcp_save(self, original: Method, state_dict: Any, checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:
+    def _dcp_save(self, original: Method, *args: Any, **kwargs: Any) -> Any:
         if self._training is None or self._checkpoints is None:
-            return original(state_dict, checkpoint_id, *args, **kwargs)
-        return self._checkpoints.save(self._host, state_dict, checkpoint_id, *args, **kwargs)
+            return original(*args, **kwargs)
+        return self._checkpoints.save(self._host, *args, **kwargs)
 
-    def _dcp_load(self, original: Method, state_dict: Any, checkpoint_id: str, *args: Any, **kwargs: Any) -> Any:
+    def _dcp_load(self, original: Method, *args: Any, **kwargs: Any) -> Any:
         if self._training is None or self._checkpoints is None:
-            return original(state_dict, checkpoint_id, *args, **kwargs)
-        return self._checkpoints.dcp_load(self._host, state_dict, checkpoint_id, *args, **kwargs)
+            return original(*args, **kwargs)
+        return self._checkpoints.dcp_load(self._host, *args, **kwargs)
