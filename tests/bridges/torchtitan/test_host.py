@@ -1,5 +1,10 @@
 """The bus in a torchtitan ``Trainer`` of a small language model: what the suite for all hosts does not have."""
 
+import functools
+import importlib
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch.distributed import checkpoint as dcp
@@ -9,12 +14,15 @@ pytest.importorskip("torchtitan.trainer")
 from torchtitan.components.checkpointer import BaseCheckpointManager
 
 from trainbus import Bus, CheckpointHook, EMAHook, LoggerHook, RuntimeInfoHook, attach
+from trainbus.bridges.torchtitan import privates
+from trainbus.bridges.torchtitan.host import TorchtitanBridge
 from trainbus.eventloop import ConfigurationError, TrainingError
+from trainbus.eventloop.events.event import registry
 from trainbus.hooks.writers import JSONLinesWriter
 from trainbus.testing.host_job import Counting, assert_same, checkpoints, fails, heard, noted
 
 from . import llama
-from .job import WARNINGS
+from .job import WARNINGS, Job
 
 pytestmark = [
     *WARNINGS,
@@ -230,7 +238,7 @@ def test_a_train_step_without_passes_is_an_error(make):
         trainer.train()
 
 
-def test_pipelines_are_refused(make, monkeypatch):
+def test_pipelines_are_refused(make):
     trainer = make()
     trainer.parallel_dims.pp = 2
     with pytest.raises(ConfigurationError, match="pipeline_parallel_degree=2"):
@@ -247,3 +255,32 @@ def test_another_checkpointer_is_refused(make):
 def test_an_option_of_other_bridges_names_the_way_out(make):
     with pytest.raises(ConfigurationError, match="dump_folder"):
         attach(Bus(), make(), work_dir="elsewhere")
+
+
+def test_the_table_of_the_page_agrees_with_missing():
+    page = (Path(__file__).parents[3] / "docs" / "engines" / "torchtitan.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| `")]
+    given = {name: not where.startswith("no:") for names, where in rows for name in re.findall(r"`(\w+)`", names)}
+    assert {name for name, comes in given.items() if not comes} == set(TorchtitanBridge.missing)
+    assert {name for name in given if "iter" in name or "epoch" in name} == {
+        name for name in registry if ("iter" in name or "epoch" in name) and name.count("_") == 2
+    }
+
+
+@pytest.mark.parametrize("path", [*privates.NAMES, *privates.SAVING_NAMES])
+def test_attaching_to_a_version_without_a_name_is_an_error(tmp_path, monkeypatch, path):
+    trainer = Job(tmp_path, every=1).trainer
+    root, *parts, name = path.split(".")
+    if root == "storage":
+        owner = importlib.import_module("torch.distributed.checkpoint._storage_utils")
+        monkeypatch.delattr(owner, name)
+    else:
+        owner = functools.reduce(getattr, parts, trainer if root == "trainer" else trainer.checkpointer)
+
+        def gone(self):
+            raise AttributeError(name)
+
+        monkeypatch.setattr(type(owner), name, property(gone, lambda self, value: None), raising=False)
+    with pytest.raises(ConfigurationError, match="pip install") as error:
+        attach(Bus(), trainer)
+    assert repr(name) in str(error.value)
