@@ -3,6 +3,7 @@
 import functools
 import importlib
 import re
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from torch.distributed import checkpoint as dcp
 
 pytest.importorskip("torchtitan.trainer")
 
-from torchtitan.components.checkpointer import BaseCheckpointManager
+from torchtitan.components.checkpointer import AsyncMode, BaseCheckpointManager
 
 from trainbus import Bus, CheckpointHook, EMAHook, LoggerHook, RuntimeInfoHook, attach
 from trainbus.bridges.torchtitan import privates
@@ -42,6 +43,12 @@ def files(tmp_path_factory):
 def make(files, tmp_path):
     """Return a function that makes a trainer, in a folder by name."""
     return lambda name="run", **options: llama.make(files, tmp_path / name, **options)
+
+
+def staged():
+    done = Future()
+    done.set_result(None)
+    return done
 
 
 class Other(BaseCheckpointManager):
@@ -166,6 +173,19 @@ def test_a_rate_that_a_hook_sets_scales_the_rest_of_the_schedule_also_after_a_re
     again, _, after = begin("cut")
     again.train()
     assert before[:4] + after == rates
+
+
+def test_a_validation_waits_for_copies_that_torchtitan_makes_beside_the_training(make):
+    """Else averages that are lent to the model would be copied in the place of its weights."""
+    trainer = make(steps=1, load_only=True)
+    manager = trainer.checkpointer
+    manager.async_mode = AsyncMode.ASYNC_WITH_PINNED_MEM
+    bus, seen = Bus(EMAHook()), []
+    bus.on("before_val", lambda event: seen.append(manager.staging_future))
+    bus.on("after_optimizer_step", lambda event: setattr(manager, "staging_future", staged()))
+    attach(bus, trainer)
+    trainer.train()
+    assert seen == [None]
 
 
 def test_the_newest_checkpoint_is_taken_whoever_made_it(make, tmp_path):

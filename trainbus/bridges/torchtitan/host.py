@@ -319,6 +319,7 @@ class TorchtitanBridge(Bridge):
         drive, steps = self._host.drive, getattr(self.trainer.validator.config, "steps", -1)
         self._host.evaluation_length = steps if steps > 0 else None
         self._validated = {}
+        self.trainer.checkpointer.maybe_wait_for_staging()  # hooks may lend averages to the model, which is being copied
         drive.begin_evaluation("val")
         result = original(*args, **kwargs)
         drive.end_evaluation(self._validated)
