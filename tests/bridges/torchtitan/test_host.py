@@ -14,7 +14,7 @@ pytest.importorskip("torchtitan.trainer")
 
 from torchtitan.components.checkpointer import AsyncMode, BaseCheckpointManager
 
-from trainbus import Bus, CheckpointHook, EMAHook, LoggerHook, RuntimeInfoHook, attach
+from trainbus import Bus, CheckpointHook, EMAHook, LoggerHook, ParamSchedulerHook, RuntimeInfoHook, attach
 from trainbus.bridges.torchtitan import privates
 from trainbus.bridges.torchtitan.host import TorchtitanBridge
 from trainbus.eventloop import ConfigurationError, TrainingError
@@ -258,11 +258,20 @@ def test_a_train_step_without_passes_is_an_error(make):
         trainer.train()
 
 
-def test_pipelines_are_refused(make):
+@pytest.mark.parametrize(("name", "value"), [("pp", 2), ("spmd_backend", "full_dtensor")])
+def test_parallelism_without_a_loss_on_each_rank_is_refused(make, name, value):
     trainer = make()
-    trainer.parallel_dims.pp = 2
-    with pytest.raises(ConfigurationError, match="pipeline_parallel_degree=2"):
+    setattr(trainer.parallel_dims, name, value)
+    with pytest.raises(ConfigurationError, match=f"={value!r}:"):
         attach(Bus(), trainer)
+
+
+def test_a_schedule_of_ours_beside_that_of_torchtitan_is_refused(make):
+    trainer = make()
+    schedule = torch.optim.lr_scheduler.StepLR(trainer.optimizers.optimizers[0], 1)
+    attach(Bus(ParamSchedulerHook(schedule, by="iter")), trainer)
+    with pytest.raises(ConfigurationError, match="ParamSchedulerHook"):
+        trainer.train()
 
 
 def test_another_checkpointer_is_refused(make):

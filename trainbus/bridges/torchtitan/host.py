@@ -54,7 +54,7 @@ class TorchtitanBridge(Bridge):
         epoch_steps: steps of an epoch, for hooks that count epochs. torchtitan has none: by default a training is one epoch.
 
     Raises:
-        ConfigurationError: pipeline parallelism, or a checkpointer that is no ``CheckpointManager``.
+        ConfigurationError: pipeline parallelism, losses that are DTensors, or a checkpointer that is no ``CheckpointManager``.
     """
 
     host, trains = "a torchtitan Trainer", "train"
@@ -69,12 +69,17 @@ class TorchtitanBridge(Bridge):
     def __init__(self, bus: Bus, trainer: Any, *, epoch_steps: Limit | None = None) -> None:
         privates.check(trainer)
         super().__init__(bus, trainer)
-        if trainer.parallel_dims.pp_enabled:
+        dims, manager = trainer.parallel_dims, trainer.checkpointer
+        if dims.pp_enabled:
             raise ConfigurationError(
-                f"pipeline_parallel_degree={trainer.parallel_dims.pp}: ranks of other stages have no loss, and the bus was not "
-                "tried with them; use other kinds of parallelism, or train without a bus"
+                f"pipeline_parallel_degree={dims.pp}: ranks of other stages have no loss, and the bus was not tried with them; "
+                "use other kinds of parallelism, or train without a bus"
             )
-        manager = trainer.checkpointer
+        if dims.spmd_backend == "full_dtensor":
+            raise ConfigurationError(
+                "spmd_backend='full_dtensor': its losses are DTensors, which no rank can read alone; use 'spmd_types' or "
+                "'partial_dtensor', or train without a bus"
+            )
         if manager.enable and not isinstance(manager, CheckpointManager):
             raise ConfigurationError(
                 f"the checkpointer is a {type(manager).__name__}; the state of the bus goes into those of "
@@ -86,7 +91,6 @@ class TorchtitanBridge(Bridge):
         self._training: HostedRun | None = None  # the run, while the trainer trains
         self._last: HostedRun | None = None  # the run before it
         self._loaded = False  # the run has resumed
-        dims = trainer.parallel_dims
         self._scale = self._window * dims.dp_replicate * dims.dp_shard * dims.cp
         self._rates = Rates(trainer.lr_schedulers.schedulers)
         self._checkpoints = Checkpoints(manager, self._rates) if manager.enable else None

@@ -14,7 +14,9 @@ TRAIN_STATE: Final = "train_state"
 _SEEN: Final = "0.3.0"
 NAMES: Final[Names] = {
     "trainer.config.training.steps": ("host.py: the length of a training", _SEEN),
-    "trainer.parallel_dims": ("host.py: the number of ranks that train on different data", _SEEN),
+    "trainer.parallel_dims.pp_enabled": ("host.py: what is refused", _SEEN),
+    "trainer.parallel_dims.spmd_backend": ("host.py: likewise", _SEEN),
+    "trainer.parallel_dims.dp_shard": ("host.py: the number of ranks that train on different data", _SEEN),
     "trainer.model_parts": ("host.py: the models of a run", _SEEN),
     "trainer.optimizers.optimizers": ("host.py: the optimizers of a run", _SEEN),
     "trainer.lr_schedulers.schedulers": ("host.py: run.set_lr()", _SEEN),
