@@ -188,19 +188,18 @@ def test_a_validation_waits_for_copies_that_torchtitan_makes_beside_the_training
     assert seen == [None]
 
 
-def test_the_newest_checkpoint_is_taken_whoever_made_it(make, tmp_path):
+@pytest.mark.parametrize(("end", "newest"), [(3, "iter_3"), (4, "checkpoint/step-4")])
+def test_the_newest_checkpoint_is_taken_whoever_made_it(make, tmp_path, end, newest):
     bus = Bus()
     bus.on("after_train_iter", lambda event: event.run.checkpoints.save(), when=lambda event: event.progress.iter == 2)
-    trainer = make(steps=3, interval=2, load_only=False)
-    attach(bus, trainer)
-    bus.on("after_train_iter", fails(KeyboardInterrupt), when=lambda event: event.progress.iter == 2, priority=90)
+    bus.on("before_train_iter", fails(KeyboardInterrupt), when=lambda event: event.progress.iter == end)
+    attach(bus, trainer := make())
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    again = make(steps=4)  # step-2 is newer than nothing; iter_3 was never written
-    loaded = noted(other := Bus(), "after_load_checkpoint", "path")
-    attach(other, again)
-    again.train()
-    assert loaded == [str(tmp_path / "run" / "checkpoint" / "step-2")]
+    loaded = noted(bus := Bus(), "after_load_checkpoint", "path")
+    attach(bus, trainer := make())
+    trainer.train()
+    assert loaded == [str(tmp_path / "run" / newest)]
 
 
 def test_the_last_save_of_the_model_alone_has_the_averages(make, tmp_path):
