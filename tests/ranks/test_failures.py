@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -78,32 +79,47 @@ def dies_before_it_joins() -> None:
     loop.run()
 
 
-def stands_still(work_dir: str) -> None:
+def stands_still(work_dir: str, which: int) -> None:
     agreements._ANSWER = 0.2
+    agreements._STORE_TIMEOUT = 2.0  # of a group that fails after 3 s
+    rank, size = jobs.rank_and_size()
+    if not which:  # with the store of the group
+        store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if not rank else None
+        ports = [store and store.port]
+        distributed.broadcast_object_list(ports)
+        store = store or distributed.TCPStore("127.0.0.1", ports[0])
+        distributed.destroy_process_group()
+        distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=3))
     loop = jobs.make_loop(work_dir, CheckpointHook(interval=1), shard=True)
     processes: list[Any] = [None, None]
     distributed.all_gather_object(processes, os.getpid())
 
     def stop(event: Any) -> None:
         if not os.fork():  # ends the one that stands still when the other has ended
-            while Path(f"/proc/{processes[0]}").exists():
+            while Path(f"/proc/{processes[1 - which]}").exists():
                 time.sleep(0.05)
-            os.kill(processes[1], signal.SIGKILL)
+            os.kill(processes[which], signal.SIGKILL)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGSTOP)
 
-    if jobs.rank_and_size()[0] == 1:
+    if rank == which:
         loop.bus.on("after_train_iter", stop, once=2)
     loop.run()
 
 
-@pytest.mark.parametrize("how", [dies_before_it_joins, pytest.param(stands_still, marks=pytest.mark.long)])
-def test_ranks_wait_at_most_the_users_timeout_and_the_error_names_missing_ranks(outcomes, tmp_path, how):
-    arguments = [str(tmp_path / "run")] if how is stands_still else []
-    first, second = outcomes(how, *arguments, group_timeout=3)
-    assert second.exitcode == (3 if how is dies_before_it_joins else -signal.SIGKILL)
-    assert first.exitcode == 1
+def test_ranks_wait_at_most_the_users_timeout_for_one_that_dies_before_it_joins(outcomes):
+    first, second = outcomes(dies_before_it_joins, group_timeout=3)
+    assert (first.exitcode, second.exitcode) == (1, 3)
     assert any(note.startswith("rank 1 did not answer") and "timeout=" in note for note in first.notes), first.output
+
+
+@pytest.mark.parametrize("which", [pytest.param(0, id="with the store"), pytest.param(1, id="without", marks=pytest.mark.long)])
+def test_ranks_wait_at_most_the_users_timeout_for_a_silent_one_and_name_it(outcomes, tmp_path, which):
+    found = outcomes(stands_still, str(tmp_path / "run"), which, group_timeout=3)
+    assert found[which].exitcode == -signal.SIGKILL
+    other = found[1 - which]
+    assert other.exitcode == 1
+    assert any(note.startswith(f"rank {which}") and "did not answer" in note for note in other.notes), other.output
 
 
 def fails_twice() -> list[str]:

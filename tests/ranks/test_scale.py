@@ -130,7 +130,7 @@ def test_beyond_512_ranks_their_times_are_compared_less_often():
 @pytest.mark.parametrize("size", [1, 2, 64, 65, 130, 4096, 20_000])
 def test_no_rank_has_messages_of_more_than_its_block_and_the_first_ranks_of_blocks(monkeypatch, size):
     monkeypatch.setattr(blocks, "default_store", lambda: None)
-    monkeypatch.setattr(blocks, "_tcp", lambda store: store or "a TCPStore")
+    monkeypatch.setattr(blocks, "tcp_store", lambda store: store or "a TCPStore")
     every = [blocks.Blocks(rank, size) for rank in range(size)]
     assert all(rank in one.members and one.leads == (rank == one.members[0]) for rank, one in enumerate(every))
     assert [one.first for one in every if one.leads] == [*every[0].firsts]

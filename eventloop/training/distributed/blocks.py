@@ -32,7 +32,7 @@ class Blocks:
     """Which ranks form the block of a rank, and which are the first ones of all blocks."""
 
     def __init__(self, rank: int, size: int) -> None:
-        several = size > BLOCK and _tcp(default_store()) is not None
+        several = size > BLOCK and tcp_store(default_store()) is not None
         length = max(BLOCK, math.isqrt(size)) if several else size
         self.first = rank - rank % length
         """The first rank of this block."""
@@ -68,7 +68,7 @@ class Blocks:
         return Mailbox(name, _kept[1])
 
 
-def _tcp(store: Any) -> Any:
+def tcp_store(store: Any) -> Any:
     """Return the TCPStore below prefixes; None if it is another kind, which no host and port lead to."""
     while hasattr(store, "underlying_store"):
         store = store.underlying_store
@@ -77,6 +77,6 @@ def _tcp(store: Any) -> Any:
 
 def _own_host(group: Any) -> str:
     """Return the address of this machine by which it reaches the process with the store."""
-    tcp = _tcp(group)
+    tcp = tcp_store(group)
     with socket.create_connection((tcp.host, tcp.port)) as connection:
         return str(connection.getsockname()[0])

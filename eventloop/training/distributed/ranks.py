@@ -11,6 +11,7 @@ from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from threading import Thread
 from typing import Any, Final
 
 import torch
@@ -23,6 +24,7 @@ from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.privates import default_store, default_timeout
 from trainbus.eventloop.training.coordinator import Coordinator, Requests
+from trainbus.eventloop.training.distributed.blocks import tcp_store
 from trainbus.eventloop.training.distributed.collectives import Collectives
 from trainbus.eventloop.training.distributed.layout import find_layout
 from trainbus.eventloop.training.distributed.mailbox import missing_of
@@ -30,7 +32,7 @@ from trainbus.eventloop.user_errors import add_note, described, notes_of
 
 _FAILURE: Final = "trainbus/failure"
 _OTHER_FIRST: Final = "another process failed first"
-_STORE_TIMEOUT: Final = timedelta(seconds=5)
+_STORE_TIMEOUT: Final = 5.0  # seconds
 _ANSWER: Final = 2.0  # seconds within which ranks that waited for the same rank fail
 _TIMED_OUT: Final = re.compile(r"time(d |-)?out", re.IGNORECASE)
 WAITING_FOR_RANKS: Final = "waiting for the other ranks"
@@ -177,18 +179,14 @@ def share_failure(error: BaseException) -> None:
     ``init_process_group(timeout=)``.) A timeout error gets a note with the ranks that did not answer.
     """
     mine = f"rank {this_rank()}: {described(error)}"
-    first, silent = mine, ""
-    store = default_store()
-    before = store.timeout
-    store.set_timeout(_STORE_TIMEOUT)
-    try:
-        first = bytes(store.compare_set(f"{_FAILURE}/{_runs}", "", mine)).decode()
-        if isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)):
-            silent = _silent(store)
-    except (RuntimeError, OSError):  # the process that holds the store has ended
-        silent = "the process with the store of the process group (rank 0's, or torchrun)"
-    finally:
-        store.set_timeout(before)
+    timed_out = isinstance(error, RuntimeError) and _TIMED_OUT.search(str(error)) is not None
+    found: list[tuple[str, str]] = []
+    # On a thread: a machine that vanished sends no reset, so that a call to a store on it waits for a quarter of an hour,
+    # whatever the timeout of the store (the kernel's tcp_retries2).
+    asks = Thread(target=lambda: found.append(_ask_store(mine, timed_out=timed_out)), name="trainbus failure", daemon=True)
+    asks.start()
+    asks.join(_STORE_TIMEOUT + 2 * _ANSWER)
+    first, silent = found[0] if found else (mine, _who_has_the_store())
     if first != mine:
         add_note(error, f"{_OTHER_FIRST}: {first}")
     if silent:
@@ -198,6 +196,26 @@ def share_failure(error: BaseException) -> None:
             "init_process_group() a longer timeout=",
         )
     log.error("a process failed and ends the others", id="rank-failed", first=first)
+
+
+def _ask_store(mine: str, *, timed_out: bool) -> tuple[str, str]:
+    """Return the first error of all ranks, and who did not answer: ranks after a timeout, or the process with the store."""
+    store = default_store()
+    before = store.timeout
+    store.set_timeout(timedelta(seconds=_STORE_TIMEOUT))
+    try:
+        first = bytes(store.compare_set(f"{_FAILURE}/{_runs}", "", mine)).decode()
+        return first, _silent(store) if timed_out else ""
+    except (RuntimeError, OSError):  # the process that holds the store has ended
+        return mine, _who_has_the_store()
+    finally:
+        store.set_timeout(before)
+
+
+def _who_has_the_store() -> str:
+    who = "torchrun's agent" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+    tcp = tcp_store(default_store())
+    return f"{who} (the process with the store of the process group{f', {tcp.host}:{tcp.port}' if tcp else ''})"
 
 
 def failed_first(error: BaseException) -> bool:
