@@ -14,6 +14,8 @@ After every fifth strike the store is away for 20 s, which must not end a proces
 
 At the end, each sample was used once per epoch, the newest checkpoints in the store are complete, and weights and momentum are
 bitwise those of one undisturbed process.
+
+Before all that, ``vanish.py`` cuts the link of a machine.
 """
 
 import argparse
@@ -39,7 +41,7 @@ import torch
 from rich.table import Table
 from torch.distributed import TCPStore
 
-from benchmarks import elastic_job, report
+from benchmarks import elastic_job, report, vanish
 from benchmarks.elastic_job import INTERVAL, KEPT, SAMPLES, URL, WORK_DIR
 from benchmarks.elastic_machine import LOGS, MACHINES
 from benchmarks.flaky import Faults, FlakyProxy, s3_server
@@ -456,12 +458,23 @@ def summary(strikes: list[dict[str, Any]]) -> Table:
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks elastic", description=__doc__)
-    parser.add_argument("--strikes", type=int, default=20)
-    parser.add_argument("--quick", action="store_true", help="one kill and one join")
+    parser.add_argument("--strikes", type=int, default=20, help="0 for the machine that vanishes alone")
+    parser.add_argument("--quick", action="store_true", help="one machine that vanishes, one kill and one join")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="file for the result, as JSON")
     options = parser.parse_args(arguments)
     where = environment()
+    vanished = vanish.run(quick=options.quick)
+    if vanished:
+        report.console.print(vanish.table(vanished))
+    result: dict[str, Any] = {"vanished": vanish.as_json(vanished)}
+    if options.strikes:
+        result |= strike(options)
+    if options.out is not None:
+        options.out.write_text(json.dumps({"environment": where, **result}, indent=1))
+
+
+def strike(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     place = Path(tempfile.mkdtemp(prefix="trainbus-elastic-"))
     try:
@@ -469,11 +482,10 @@ def main(arguments: list[str]) -> None:
     except LostError as error:
         sys.exit(f"lost: {error} (all files are in {place})")
     shutil.rmtree(place)
-    if options.out is not None:
-        options.out.write_text(json.dumps({"environment": where, **result}, indent=1))
     report.console.print(summary(result["strikes"]))
     print(f"the store: {result['store']['counts']}")
     print(
         f"{len(result['strikes'])} strikes in {result['seconds']:.0f} s: nothing lost, each sample once in {result['epochs']} "
         "epochs, the weights of an undisturbed training"
     )
+    return result

@@ -5,6 +5,7 @@ continues where it was, also with another number of processes.
 """
 
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -52,7 +53,7 @@ def make_loop(work_dir: Path, epochs: int = 5) -> TrainLoop:
 
 if __name__ == "__main__":
     if distributed.is_torchelastic_launched():
-        distributed.init_process_group("gloo")
+        distributed.init_process_group("gloo", timeout=timedelta(minutes=2))
     torch.set_num_threads(1)  # the network is too small for more
     make_loop(Path(sys.argv[1] if len(sys.argv) > 1 else "runs/ddp")).run(resume="auto")
     if distributed.is_initialized():

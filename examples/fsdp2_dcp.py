@@ -7,6 +7,7 @@ torchrun --nproc-per-node 2 examples/fsdp2_dcp.py SAVE LOAD
 
 import sys
 import warnings
+from datetime import timedelta
 
 import torch
 from torch import distributed, nn
@@ -52,7 +53,7 @@ def main(save: str, load: str | None = None) -> float:
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", "torch.distributed is disabled")  # one process needs none
     if distributed.is_torchelastic_launched():
-        distributed.init_process_group("gloo")
+        distributed.init_process_group("gloo", timeout=timedelta(minutes=2))
     torch.set_num_threads(1)  # the network is too small for more
     print(f"loss {main(*sys.argv[1:]):.6f}")
     if distributed.is_initialized():

@@ -8,6 +8,7 @@
 import os
 import sys
 import time
+from datetime import timedelta
 
 import torch
 from sklearn.datasets import load_digits
@@ -41,7 +42,7 @@ if __name__ == "__main__":
     data = TensorDataset(torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels))
     model: nn.Module = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 10))
     if distributed.is_torchelastic_launched():  # by ft_launcher, or torchrun
-        distributed.init_process_group("gloo")
+        distributed.init_process_group("gloo", timeout=timedelta(minutes=2))
         model = DistributedDataParallel(model)
     bus = Bus(LoggerHook(interval=50), CheckpointHook(interval=1, max_keep_ckpts=2), HeartbeatHook())
     if "--hang" in sys.argv:

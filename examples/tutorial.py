@@ -4,6 +4,7 @@ The module ``digits`` is on the page docs/start/tutorial.md: ``data()`` and ``ne
 """
 
 import os
+from datetime import timedelta
 
 import torch
 from digits import data, network
@@ -36,7 +37,7 @@ def main():
     torch.set_num_threads(1)
     several = distributed.is_torchelastic_launched()
     if several:
-        distributed.init_process_group("gloo")
+        distributed.init_process_group("gloo", timeout=timedelta(minutes=2))
     train_set, val_set = data()
     sampler = DistributedSampler(train_set, shuffle=True) if several else None
     train = DataLoader(train_set, batch_size=32, sampler=sampler, shuffle=sampler is None)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Sized
-from typing import Any, TypeGuard, cast
+from datetime import timedelta
+from typing import Any, Final, TypeGuard, cast
 
 from torch import distributed
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
@@ -19,6 +20,9 @@ from trainbus.eventloop.training.distributed.ranks import record_failure, this_r
 from trainbus.eventloop.training.distributed.samples import GlobalBatchSampler, global_sampler
 from trainbus.eventloop.training.loaders import rebuilt
 from trainbus.eventloop.user_errors import contextmanager
+
+_TIMEOUT: Final = timedelta(minutes=10)
+"""How long a process waits for one that is silent: torch's own limit for NCCL. That for gloo is 30 minutes."""
 
 log = get_logger()
 
@@ -35,7 +39,7 @@ def process_group() -> Iterator[None]:
         return
     use_device(int(os.environ.get("LOCAL_RANK", "0")))
     try:
-        distributed.init_process_group()
+        distributed.init_process_group(timeout=_TIMEOUT)
         wait_until_connected()
         yield
     except RunPreempted:  # on all ranks
