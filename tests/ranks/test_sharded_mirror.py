@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from trainbus.eventloop import CheckpointError
 from trainbus.eventloop.checkpoint import RemotePath, load, load_whole, sharded
 from trainbus.hooks import CheckpointHook
-from trainbus.hooks.mirror import Mirror
+from trainbus.hooks.sharded_mirror import ShardedMirror
 
 from ..training.conftest import damage
 from . import jobs
@@ -202,7 +202,7 @@ def test_a_kill_between_the_parts_and_the_file_leaves_the_save_before(outcomes, 
 def on_kill(folder: Path, disks: tuple[str, ...], options: dict[str, Any]) -> Any:
     """Like ``on_disks``; rank 0 dies at a step of saving or uploading, when it comes there for the n-th time."""
     step, calls, at = options.pop("dies"), [], options.pop("at", 1)
-    owner: Any = {"_finish": sharded.Parts, "_forget_copy": Mirror}.get(step, RemotePath)
+    owner: Any = {"_finish": sharded.Parts, "_forget_copy": ShardedMirror}.get(step, RemotePath)
     name = "upload" if owner is RemotePath else step
     real = getattr(owner, name)
 

@@ -20,10 +20,11 @@ from trainbus.eventloop.checkpoint import AnyPath, RemotePath, remove_whole
 from trainbus.eventloop.registry import register
 from trainbus.eventloop.seams import Seam
 from trainbus.hooks.copies import CopiedAnew
-from trainbus.hooks.mirror import Mirror, mirror_of
+from trainbus.hooks.mirror import Mirror
 from trainbus.hooks.options import added_late
 from trainbus.hooks.retention import KEPT, RetentionPolicy
 from trainbus.hooks.rules import BestMetrics
+from trainbus.hooks.sharded_mirror import mirror_of
 
 WORKER: Final = Seam(RayWorker)
 END: Final = Seam(30.0)  # seconds for Ray to take what is left at the end of a run; it takes a report each 2 s
