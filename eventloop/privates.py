@@ -313,6 +313,16 @@ def fsdp_mesh(module: torch.nn.Module) -> Any:
     return getattr(getattr(groups[0], "mesh_info", None), "mesh", None)
 
 
+def root_size(mesh: Any, dimension: str) -> int | None:
+    """Return the size of a dimension of the mesh that a mesh was cut from, 1 if it has none; None if that is unknown."""
+    try:
+        root = mesh._get_root_mesh()
+        names = root.mesh_dim_names or ()
+        return int(root.mesh.shape[names.index(dimension)]) if dimension in names else 1
+    except AttributeError:  # of another torch than 2.13 (torch/distributed/device_mesh.py)
+        return None
+
+
 def check_scaler(scaler: torch.amp.GradScaler) -> None:
     """Raise ConfigurationError if :func:`is_overflown` cannot look into a scaler that is enabled."""
     if scaler.is_enabled():

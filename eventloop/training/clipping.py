@@ -22,9 +22,10 @@ def clip_gradients(run: SavedRun, optimizers: Mapping[str, torch.optim.Optimizer
     and local experts, which only some ranks hold. Then it is a collective. ``options`` are those of ``clip_grad_norm_``.
     """
     parameters = [one for optimizer in optimizers.values() for one in parameters_of(optimizer) if one.grad is not None]
-    meshes, apart = {_mesh(one.grad) for one in parameters}, run.coordinator.layout.apart
+    apart, in_parts = run.coordinator.layout.apart, run.coordinator.layout.in_parts
+    meshes = {_mesh(one.grad) for one in parameters} if in_parts else set()
     order, foreach = float(options.get("norm_type", 2.0)), options.get("foreach")
-    largest = order == torch.inf and (apart or meshes != {None})
+    largest = order == torch.inf and in_parts
     if len(meshes) < 2 and not apart and not largest:
         return _whole(clip_grad_norm_(parameters, **options))
     if largest:  # torch's kernel fails for a rank whose part of a gradient is empty
@@ -59,12 +60,13 @@ def _norms(
     groups: dict[tuple[Any, int], list[torch.Tensor]] = {}
     names = parameter_names(run.models, optimizers)
     for name, optimizer in optimizers.items():
-        for parameter, key in zip(parameters_of(optimizer), names[name].split("\n"), strict=True):
+        for parameter, key in zip(some := parameters_of(optimizer), names[name].split("\n")[: len(some)], strict=True):
             if parameter.grad is not None:
                 counts = layout.holders.get(key, 0) if layout.apart else rank
                 groups.setdefault((_mesh(parameter.grad), counts), []).append(parameter.grad)
     norms = {key: _whole(get_total_norm(some, order, foreach=foreach)) for key, some in groups.items()}
-    return [norm.to(run.device) for (_, counts), norm in norms.items() if counts == rank]
+    # float32, as ranks may have others, and as half precision overflows where norms are raised to a power.
+    return [norm.to(run.device, torch.float32) for (_, counts), norm in norms.items() if counts == rank]
 
 
 def _largest_here(parameter: torch.nn.Parameter) -> torch.Tensor:

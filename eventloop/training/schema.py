@@ -133,7 +133,7 @@ class SavedRank(Struct):
     batch_rng: Any = None
     """random states at the beginning of the batch's body that begins once more; null if unknown"""
     data_rank: Count | UnsetType = UNSET
-    """number of the copy of the model, among those that train on different batches, if several processes hold one together"""
+    """number of the copy of the model, among those that train on different batches; of several processes"""
 
 
 class SavedBody(Struct):

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainbus.eventloop.checkpoint import WrapperNames, is_dtensor, is_sharded
 from trainbus.eventloop.errors import ConfigurationError
-from trainbus.eventloop.privates import fsdp_mesh
+from trainbus.eventloop.privates import fsdp_mesh, root_size
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,6 +45,10 @@ UNKNOWN = (
 )
 
 
+def _each_rank() -> DataRank:
+    return DataRank(distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else DataRank()
+
+
 def data_rank(models: Mapping[str, torch.nn.Module], mesh: DeviceMesh | None = None) -> DataRank:
     """Return the place of this process among those that train on different batches.
 
@@ -61,17 +65,22 @@ def data_rank(models: Mapping[str, torch.nn.Module], mesh: DeviceMesh | None = N
     world = distributed.get_world_size() if distributed.is_initialized() else 1
     if world == 1:
         return DataRank()
-    places = [DataRank(distributed.get_rank(), world)]
+    places = [_each_rank()]
     for label, model in models.items():
         found = [*_places(model, label)]
         if found:
             places.append(max(found, key=lambda one: one.size))
-        elif spread := [(name, one) for name, one in model.named_parameters() if is_dtensor(one)]:
+        elif spread := [(name, one) for name, one in model.named_parameters() if _is_spread(one)]:
             name, tensor = max(spread, key=lambda one: one[1].device_mesh.size())  # type: ignore[attr-defined]  # a DTensor
             if tensor.device_mesh.size() < world:  # type: ignore[attr-defined]
                 raise ConfigurationError(UNKNOWN.format(label=label, what=name))
             places.append(DataRank())
     return min(places, key=lambda one: one.size)
+
+
+def _is_spread(parameter: Any) -> bool:
+    """Return False also for whole copies, which data parallelism keeps as ``DTensor``, too (``distribute_module``)."""
+    return is_dtensor(parameter) and not all(one.is_replicate() for one in parameter.placements)
 
 
 def _places(model: torch.nn.Module, label: str) -> Iterator[DataRank]:
@@ -80,7 +89,7 @@ def _places(model: torch.nn.Module, label: str) -> Iterator[DataRank]:
             group = module.process_group
             yield DataRank(distributed.get_rank(group), group.size())
         elif (mesh := fsdp_mesh(module)) is not None and mesh.get_coordinate() is not None:
-            if any("cp" in str(dimension).split("_") for dimension in mesh.mesh_dim_names or ()):
+            if any("cp" in str(one).split("_") for one in mesh.mesh_dim_names or ()) and root_size(mesh, "cp") != 1:
                 raise ConfigurationError(UNKNOWN.format(label=label, what=f"the mesh of {name or 'it'}, {mesh.mesh_dim_names}"))
             yield _place_in(mesh)
 
@@ -113,7 +122,7 @@ class RankLayout:
         own: Collection[str] = (),
         holders: Mapping[str, int] | None = None,
     ) -> None:
-        self.data = data or DataRank()
+        self.data = data or _each_rank()
         self.problem = problem
         self.apart = holders is not None
         """True if ranks hold weights that others lack."""
@@ -135,7 +144,7 @@ def find_layout(
 
     The usual case takes one exchange of a few bytes, and no look at a ``state_dict``. ``mesh`` is that of :func:`data_rank`.
     """
-    data, problem = DataRank(distributed.get_rank(), distributed.get_world_size()), ""
+    data, problem = _each_rank(), ""
     try:
         data = data_rank(models, mesh)
     except ConfigurationError as error:
@@ -143,12 +152,17 @@ def find_layout(
             raise
         problem = str(error)
     copy = _copy_of_model(models) if problem else ()
-    found = distinct((_digest(models), any(map(is_sharded, models.values())), copy))
-    sharded = any(one for _, one, _ in found.values())
-    if len({digest for digest, *_ in found.values()}) == 1:
-        copies = sorted({one for *_, one in found.values()})
-        if all(copies) and sum(map(len, copies)) == distributed.get_world_size():
-            data, problem = DataRank(copies.index(copy), len(copies)), ""
+    told = mesh is not None or _is_wrapped(models)
+    found = distinct((_digest(models), any(map(is_sharded, models.values())), copy, problem, told, data.size))
+    digests, spread, copies, problems, alls_told, sizes = (sorted({*one}) for one in zip(*found.values(), strict=True))
+    sharded, apart = any(spread), len(digests) > 1
+    if not apart and all(copies) and sum(map(len, copies)) == distributed.get_world_size():
+        data, problem = DataRank(copies.index(copy), len(copies)), ""
+    elif any(problems) or len(sizes) > 1 or (apart and not all(alls_told)):
+        what = "its weights, of which ranks have different ones"
+        data = _each_rank()  # on all ranks alike
+        problem = next(filter(None, problems), "") or UNKNOWN.format(label=next(iter(models)), what=what)
+    if not apart:
         return RankLayout(data, problem, sharded=sharded)
     weights = dict(named_weights(models))
     own = [name for name, value in weights.items() if not (is_dtensor(value) and value.device_mesh.get_coordinate() is None)]
@@ -156,9 +170,12 @@ def find_layout(
     for rank, names in distinct(own).items():
         for name in names:
             holders.setdefault(name, rank)
-    if mesh is None and not problem and not any(any(_places(model, label)) for label, model in models.items()):
-        problem = UNKNOWN.format(label=next(iter(models)), what="its weights, of which ranks have different ones")
     return RankLayout(data, problem, sharded=sharded, own=weights, holders=holders)
+
+
+def _is_wrapped(models: Mapping[str, torch.nn.Module]) -> bool:
+    modules = [module for model in models.values() for module in model.modules()]
+    return any(isinstance(module, DistributedDataParallel) or fsdp_mesh(module) is not None for module in modules)
 
 
 def _copy_of_model(models: Mapping[str, torch.nn.Module]) -> tuple[int, ...]:

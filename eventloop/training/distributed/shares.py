@@ -100,7 +100,7 @@ def check_even(ranks: Coordinator, models: Iterable[torch.nn.Module], length: in
         return
     found = ranks.distinct((length, _seed(loader)))
     lengths, seeds = ({rank: one[at] for rank, one in found.items()} for at in (0, 1))
-    if len({*seeds.values()}) > 1 and not ranks.rank:
+    if len({*seeds.values()} - {None}) > 1 and not ranks.rank:
         log.warning(
             "the samplers of the ranks have different seeds, so they divide different orders of the samples, some of which "
             "come twice and others never: give all ranks the same seed",

@@ -77,7 +77,9 @@ def check_alike(
         ConfigurationError: a tensor of some ranks would not be in the checkpoint.
     """
     if ranks.layout.apart:  # since the run began the models may have got more
+        data, problem = ranks.layout.data, ranks.layout.problem
         ranks.layout = find_layout(models, ranks.distinct)
+        ranks.layout.data, ranks.layout.problem = data, problem  # they may be as the user has given them
     values = {(name, key): value for name, model in models.items() for key, value in model.state_dict().items()}
     labels = {key: _label(*key, models) for key in values}
     compared = {(name, key) for name, model in models.items() for key in _not_kept_equal(model, ranks.size)}

@@ -110,8 +110,7 @@ def gather_rank(run: SavedRun) -> SavedRank:
     rng = state.validation_rng if again is None else again.rng
     data = run.feeds.saved(validating=state.validation_rng is not None, repeats=again is not None)
     body_rng = None if state.beginning is None else state.beginning.rng
-    place = run.coordinator.layout.data
-    number = place.rank if place.shares else UNSET
+    number = run.coordinator.layout.data.rank if run.coordinator.size > 1 else UNSET
     return SavedRank(rng or get_rng_state(), data, body_rng, None if again is None else state.batch_rng, number)
 
 
@@ -201,7 +200,8 @@ def loose_parameters(run: SavedRun) -> Loose:
             continue  # the usual case, of maybe 20,000 parameters
         modules = [one for one in run.stateful.values() if isinstance(one, torch.nn.Module)]
         kept = {id(parameter) for module in modules for parameter in module.parameters()}
-        pairs = zip(parameters_of(run.optimizers[name]), lines.split("\n"), strict=True)
+        all_of_it = parameters_of(run.optimizers[name])
+        pairs = zip(all_of_it, lines.split("\n")[: len(all_of_it)], strict=True)  # "" has one line; there may be no parameter
         # A sharded model makes new parameters in its forward pass, so that its own seem to be in no model.
         some = [one for one, key in pairs if not key and id(one) not in kept and not is_dtensor(one)]
         if some:

@@ -21,7 +21,7 @@ from trainbus.eventloop.checkpoint.shards import stranded
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError, ConfigurationError, TrainingError
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.training.distributed.layout import DataRank
-from trainbus.eventloop.training.distributed.ranks import this_rank
+from trainbus.eventloop.training.distributed.ranks import this_rank, world_size
 from trainbus.eventloop.training.machine import RUN
 from trainbus.eventloop.training.optimizers import parameters_of
 from trainbus.eventloop.training.rng import other_rng_state
@@ -296,12 +296,14 @@ def state_of_rank(tree: Mapping[str, Any], rank: int, place: DataRank) -> Tree:
     ranks = saved.ranks or [SavedRank(saved.rng, saved.data, saved.body_rng, saved.batch_rng)]
     position = None if saved.data is None else saved.data.train
     numbers = [rank if one.data_rank is UNSET else one.data_rank for rank, one in enumerate(ranks)]
-    count = len({*numbers})
+    # Of 0.2, whose ranks of one copy each have its position.
+    old = len(ranks) == world_size() and all(one.data_rank is UNSET for one in ranks)
+    count = place.size if old else len({*numbers})
     if count != place.size and position is not None and position.used and position.samples is None:
         log.warning(
             _IN_A_STREAM if position.length is None else _IN_BATCHES, id="world-size-changed", saved=count, now=place.size
         )
-    data = ranks[numbers.index(place.rank) if place.rank in numbers else 0].data
+    data = ranks[rank if old else numbers.index(place.rank) if place.rank in numbers else 0].data
     own = replace(ranks[rank] if rank < len(ranks) else SavedRank(None, data), data=data, data_rank=UNSET)
     if own.rng is None:
         own = SavedRank(other_rng_state(ranks[0].rng, rank), data)

@@ -38,7 +38,7 @@ _METADATA = ".metadata"
 """The file that DCP writes last into a checkpoint."""
 
 
-class Checkpoints:
+class TitanCheckpoints:
     """Add the state of a run to what a ``CheckpointManager`` saves, and take it back from what it loads."""
 
     def __init__(self, manager: CheckpointManager, rates: Rates) -> None:
@@ -203,7 +203,7 @@ def _from_first(call: Callable[[], T]) -> T:
     return result
 
 
-class Saver(TrainerSaver):
+class TitanSaver(TrainerSaver):
     """The saver of a run in a torchtitan ``Trainer``."""
 
     def __init__(self, host: TrainerHost, *, enabled: bool) -> None:

@@ -15,7 +15,7 @@ from trainbus.bridges.bridge import Bridge
 from trainbus.bridges.copies import replaced
 from trainbus.bridges.hosted import TrainerHost
 from trainbus.bridges.torchtitan import privates
-from trainbus.bridges.torchtitan.checkpoints import Checkpoints, Saver
+from trainbus.bridges.torchtitan.checkpoints import TitanCheckpoints, TitanSaver
 from trainbus.bridges.torchtitan.rates import Rates
 from trainbus.bridges.torchtitan.state import SplitEntry
 from trainbus.eventloop import events as ev
@@ -93,7 +93,7 @@ class TorchtitanBridge(Bridge):
         self._loaded = False  # the run has resumed
         self._scale = self._window * dims.dp_replicate * dims.dp_shard * dims.cp
         self._rates = Rates(trainer.lr_schedulers.schedulers)
-        self._checkpoints = Checkpoints(manager, self._rates) if manager.enable else None
+        self._checkpoints = TitanCheckpoints(manager, self._rates) if manager.enable else None
         self._passes = 0  # of the present step
         self._outputs: dict[str, Any] | None = None  # of an iteration that has not ended
         self._validated: dict[str, Any] = {}
@@ -152,7 +152,7 @@ class TorchtitanBridge(Bridge):
         models, folder = trainer.model_parts, Path(config.dump_folder)
         optimizer = optimizers[0] if len(optimizers) == 1 else several
         run = HostedRun(self.bus, model=models[0], optimizer=optimizer, work_dir=folder, host=host)
-        host.saver = Saver(host, enabled=self._checkpoints is not None)
+        host.saver = TitanSaver(host, enabled=self._checkpoints is not None)
         if not optimizers:
             host.continue_from(self.run)
         run.foreign.schedulers = trainer.lr_schedulers.schedulers if optimizers else ()
