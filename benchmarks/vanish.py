@@ -24,7 +24,7 @@ from torch.distributed import TCPStore
 from benchmarks.elastic_machine import LOGS
 
 MACHINES = ("m1", "m2")
-NET = "198.18.0"  # reserved for benchmarks (RFC 2544)
+NET = f"198.18.{os.getpid() % 256}"  # of addresses for benchmarks (RFC 2544)
 HEALS = 20.0  # seconds that a cut lasts which heals
 TIMEOUT = 40.0  # seconds that ranks wait for one another
 UNTIL = 300.0  # seconds after which a training that still waits has lost
@@ -130,7 +130,7 @@ class Training:
         self._store = TCPStore(f"{NET}.254", 0, is_master=True, wait_for_workers=False)
         (place / "logs").mkdir()
         self._logs = place / "logs"
-        os.environ |= {
+        variables = os.environ | {
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]),
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -149,7 +149,11 @@ class Training:
             inside = ["ip", "netns", "exec", where.space(machine)]
             with (place / f"{machine}.log").open("wb") as log:
                 subprocess.Popen(  # noqa: S603
-                    [*inside, sys.executable, *TORCHRUN.split(), *options, *job], cwd=place / machine, stdout=log, stderr=log
+                    [*inside, sys.executable, *TORCHRUN.split(), *options, *job],
+                    cwd=place / machine,
+                    env=variables,
+                    stdout=log,
+                    stderr=log,
                 )
 
     def lines(self, machine: str) -> list[dict[str, Any]]:
