@@ -160,7 +160,8 @@ def test_hooks_use_public_names_of_eventloop_only_and_no_private_attributes_of_o
         public = getattr(module, "__all__", vars(module))
         assert one.name in public, f"{name}: {one!r} is not in {one.module}.__all__"
     tree = parsed(name)
-    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)} | {"self", "cls"}
+    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    own = {name for one in classes for name in (one.name, *map(ast.unparse, one.bases))} | {"self", "cls", "super()"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
             assert ast.unparse(node.value) in own, f"{name}:{node.lineno}: {ast.unparse(node)}"
