@@ -6,9 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from trainbus.bridges import TrainerHost
 from trainbus.eventloop import Bus, ConfigurationError, Run, TrainLoop
+from trainbus.eventloop.training import HostedRun
 from trainbus.hooks import OptimizerHook
 
 from . import meshes
@@ -158,11 +161,71 @@ def reports(kind: str) -> None:
                     run.report(loss=plain_value(loss))
 
 
-def trained_with_seeds(seeds: list[int]) -> None:
+def trained_with_seeds(seeds: list[int | None]) -> None:
     """Train with a sampler whose seed is that of this rank."""
     model, _ = meshes.build("FSDP2")
     with Run(Bus(), model=model, optimizer=meshes.make_optimizer(model)) as run:
-        sampler = DistributedSampler(rows(), seed=seeds[run.rank])
+        seed = seeds[run.rank]
+        sampler = DistributedSampler(rows(), shuffle=seed is not None, seed=seed or 0)
         for _ in run.epochs(2):
             for _ in run.train(DataLoader(rows(), 4, sampler=sampler)):
                 pass
+
+
+def places_after_a_save(kind: str, folder: str) -> tuple[int, int]:
+    """Return the place of this process that the user has given, after the first save has compared the ranks."""
+    model, step = meshes.build(kind)
+    with Run(
+        Bus(),
+        model=model,
+        optimizer=meshes.make_optimizer(model),
+        work_dir=folder,
+        data_mesh=meshes.square("data", "other")["data"],
+    ) as run:
+        for _ in run.epochs(1):
+            for _ in run.train([0, 1]):
+                step(model, *rows()[:8])
+                run.checkpoints.save("a.safetensors")
+        return run.data.rank, run.data.num_replicas
+
+
+def half_precision() -> tuple[float, float]:
+    """Return the norm of the gradients of two stages in half precision, whose square it cannot hold, and a clipped one."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).half()
+    delattr(model, str(1 - meshes.rank_and_size()[0]))
+    with Run(Bus(), model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)) as run:
+        for _ in run.epochs(1):
+            for _ in run.train([0]):
+                for one in model.parameters():
+                    one.grad = torch.full_like(one, 40.0)
+                norm = run.steps.clip_grad_norm(1.0)
+                return float(norm), float(next(model.parameters()).grad.flatten()[0])
+    return 0.0, 0.0
+
+
+def wrapped_in_part() -> tuple[tuple[int, int], Any]:
+    """Return what is told, and the mean of a validation, of a frozen stage and one in DistributedDataParallel."""
+    mesh = meshes.square("stage", "data")
+    stage = mesh.get_local_rank("stage")
+    model: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    delattr(model, str(1 - stage))
+    if stage:
+        model = DistributedDataParallel(model, process_group=mesh.get_group("data"))
+    else:
+        model.requires_grad_(False)
+    with Run(Bus(), model=model) as run:
+        batches = run.validate([0, 1])
+        for _ in batches:
+            if stage:
+                run.report(loss=torch.tensor(1.0))
+        return (run.data.rank, run.data.num_replicas), batches.metrics.get("loss")
+
+
+def hosted() -> tuple[int, int]:
+    """Return the place of this process in a run inside another trainer."""
+    host = TrainerHost(".pt")
+    run = HostedRun(Bus(), model=nn.Linear(1, 1), host=host)
+    host.drive.begin_run()
+    place = run.data.rank, run.data.num_replicas
+    host.drive.end_run()
+    return place

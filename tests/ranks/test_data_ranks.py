@@ -120,6 +120,26 @@ def test_a_pipeline_whose_loss_is_not_on_rank_0_is_told_so_once(outcomes):
 
 
 def test_samplers_that_shuffle_by_different_seeds_are_told_once(outcomes):
-    for seeds, told in (([1, 1], 0), ([1, 2], 1)):
+    for seeds, told in (([1, 1], 0), ([1, None], 0), ([1, 2], 1)):
         ended = outcomes(data_ranks.trained_with_seeds, seeds, size=2)
         assert sum(one.output.count("the samplers of the ranks have different seeds") for one in ended) == told
+
+
+def test_a_place_that_the_user_has_given_stays_when_a_save_compares_the_ranks(ranks, tmp_path):
+    for kind in ("PP", "experts"):
+        found = ranks(data_ranks.places_after_a_save, kind, str(tmp_path / kind.replace(" ", "_")), size=4)
+        assert found == [(rank // 2, 2) for rank in range(4)]
+
+
+def test_norms_of_stages_in_half_precision_do_not_overflow(ranks):
+    for norm, clipped in ranks(data_ranks.half_precision):
+        assert norm == pytest.approx(480, rel=1e-3)
+        assert clipped == pytest.approx(1 / 12, rel=1e-2)
+
+
+def test_all_ranks_take_the_same_view_of_data_ranks_also_if_only_some_are_wrapped(ranks):
+    assert ranks(data_ranks.wrapped_in_part, size=4) == [((rank, 4), 1.0) for rank in range(4)]
+
+
+def test_in_another_trainer_each_rank_has_data_of_its_own(ranks):
+    assert ranks(data_ranks.hosted) == [(0, 2), (1, 2)]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainbus.eventloop import ConfigurationError, TrainingError, Update
+from trainbus.eventloop import Bus, ConfigurationError, Run, TrainingError, Update
 
 
 def plain(parts, model, optimizer, loader, *, epochs=2, accumulate=1, clip=None):
@@ -145,3 +145,19 @@ def test_a_step_that_calls_the_optimizer_is_an_error_in_the_first_iteration(part
     loop = parts.loop(bus, step=step, sanity=0)
     with pytest.raises(TrainingError, match=r"step\(\).*backward\(\)"):
         loop.run()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_a_norm_without_any_gradient_is_0(norm_type):
+    model = torch.nn.Linear(1, 1)
+    with Run(Bus(), model=model, optimizer=torch.optim.SGD([{"params": model.parameters()}], lr=0.1)) as run:
+        assert run.steps.clip_grad_norm(1.0, norm_type) == 0
+
+
+def test_an_optimizer_may_have_no_parameter(tmp_path):
+    class Empty(torch.optim.SGD):
+        def __init__(self) -> None:
+            super().__init__([{"params": []}], lr=0.1)
+
+    with Run(Bus(), model=torch.nn.Linear(1, 1), optimizer={"empty": Empty()}, work_dir=tmp_path) as run:
+        assert run.steps.clip_grad_norm(1.0) == 0
