@@ -89,6 +89,7 @@ class Mirror(Hook):
         self.replaced: list[str] = []
         """Files to remove from the store, once that has what replaces them."""
         self._numbers: dict[str, int] = {}  # those of the replaced ones
+        self._stored: dict[str, int] = {}  # the numbers, below 0, of files that only the store had when the run began
         self._newest_sent: dict[str, int] = {}  # by series, the number of the newest file that the store has
         self._mine: set[str] = set()  # names that this run may replace in the store
         self._uploading = ""
@@ -183,7 +184,7 @@ class Mirror(Hook):
         with self._lock:
             file = self._files.pop(name, None)
             self.replaced.append(name)
-            self._numbers[name] = -1 if file is None else file.number
+            self._numbers[name] = self._stored.get(name, -sys.maxsize) if file is None else file.number
             mine = name != self._uploading  # else the other thread removes it when it is done
         if mine:
             self._remove_here(name, file)
@@ -268,12 +269,12 @@ class Mirror(Hook):
             sweep(self.store)
 
     def _keep_earlier(self, now: Progress) -> None:
-        found = dict[str, tuple[tuple[int, ...], float, Progress]]()
+        found, stored = dict[str, tuple[tuple[int, ...], float, Progress]](), list[str]()
         for name in dict.fromkeys(name for policy in self.policies for name in policy.durable()):
             here = self.directory / name
             if name in self._files or not here.exists():
                 if name in self.there:
-                    self._newest_sent.setdefault(_series(name), 0)
+                    stored.append(name)
                 continue
             try:
                 progress = peek(here) if here.suffix == SUFFIX else now  # of another trainer
@@ -285,6 +286,9 @@ class Mirror(Hook):
                     path=str(here),
                     error=str(error),
                 )
+        for number, name in enumerate(sorted(stored, key=_counts), -len(stored)):
+            self._stored[name] = number
+            self._newest_sent[_series(name)] = max(self._newest_sent.get(_series(name), number), number)
         for name in sorted(found, key=lambda name: found[name][:2]):
             self.keep(name, found[name][2])
             file = self._files[name]
@@ -378,9 +382,13 @@ class Mirror(Hook):
 
     def _sent(self, name: str, file: File) -> None:
         with self._lock:
-            self._newest_sent[_series(name)] = max(self._newest_sent.get(_series(name), -1), file.number)
+            self._newest_sent[_series(name)] = max(self._sent_number(name), file.number)
             if (now := self._files.get(name)) is not None and now.number == file.number:  # else it was saved anew meanwhile
                 now.sent, now.error = True, ""
+
+    def _sent_number(self, name: str) -> int:
+        """Return the number of the newest file of the series that the store has, below that of any file if it has none."""
+        return self._newest_sent.get(_series(name), -sys.maxsize)
 
     def _publish(self, publish: Callable[[], object]) -> None:
         """Tell an outcome. An error of a handler must not end a pass, which other ranks go on with."""
@@ -456,7 +464,7 @@ class Mirror(Hook):
         all_sent = not self._waiting()
         with self._lock:
             gone = [name for name in self.replaced if name not in self._files]
-            due = [name for name in gone if all_sent or self._newest_sent.get(_series(name), -1) > self._numbers.get(name, -1)]
+            due = [name for name in gone if all_sent or self._sent_number(name) > self._numbers.get(name, -sys.maxsize)]
             self.replaced = [name for name in gone if name not in due]
         for name in due:
             url = self.store / name
@@ -528,6 +536,11 @@ def far(at: Progress) -> tuple[int, ...]:
 def _remove_tree(url: RemotePath) -> None:
     files = [file for one in [url, *list_directories(url)] for file, _ in list_files(one)]
     url.remove_directory(files)
+
+
+def _counts(name: str) -> list[int]:
+    """Return the counts in the name of a file: the higher, the newer."""
+    return [int(count) for count in re.findall(r"\d+", name)]
 
 
 def _series(name: str) -> str:

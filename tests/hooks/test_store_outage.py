@@ -457,3 +457,16 @@ def test_a_file_that_arrived_without_its_pointer_is_uploaded_again_and_the_point
     assert pointers == [f"epoch_{number}.safetensors" for number in (1, 1, 3)]
     assert there() == {"epoch_3", "last_checkpoint"}
     assert files(tmp_path / "run") == {"epoch_3"}
+
+
+def test_what_only_the_store_has_stays_until_it_has_what_replaces_it(run, tmp_path, refuse, there):
+    run(CheckpointHook(1, out_dir=OUT, max_keep_ckpts=2), max_epochs=3)
+    assert there() == {"epoch_2", "epoch_3", "last_checkpoint"}
+    shutil.rmtree(tmp_path / "run")  # the run goes on with another disk
+    refuse("epoch_4", "epoch_5", "epoch_6")
+    _, _, error = run(CheckpointHook(1, out_dir=OUT, max_keep_ckpts=1), max_epochs=6, resume="auto")
+    assert error is not None
+    assert there() == {"epoch_3", "last_checkpoint"}  # of the two, the newer one
+    refuse()
+    run(CheckpointHook(1, out_dir=OUT, max_keep_ckpts=1), max_epochs=6, resume="auto")
+    assert there() == {"epoch_6", "last_checkpoint"}

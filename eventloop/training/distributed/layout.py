@@ -87,7 +87,7 @@ def _places(model: torch.nn.Module, label: str) -> Iterator[DataRank]:
     for name, module in model.named_modules():
         if isinstance(module, DistributedDataParallel):
             group = module.process_group
-            yield DataRank(distributed.get_rank(group), group.size())
+            yield DataRank(group.rank(), group.size())
         elif (mesh := fsdp_mesh(module)) is not None and mesh.get_coordinate() is not None:
             if any("cp" in str(one).split("_") for one in mesh.mesh_dim_names or ()) and root_size(mesh, "cp") != 1:
                 raise ConfigurationError(UNKNOWN.format(label=label, what=f"the mesh of {name or 'it'}, {mesh.mesh_dim_names}"))
