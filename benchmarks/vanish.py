@@ -1,4 +1,4 @@
-"""The scene of ``python -m benchmarks elastic`` in which a machine vanishes: its link is cut, so that nobody gets a reset.
+"""The scene of ``python -m benchmarks elastic`` in which a machine vanishes: its link is cut, and no connection is closed.
 
 Two ``torchrun`` agents train in two network namespaces, behind a bridge of this computer, which has the rendezvous. The link
 of one is cut and its processes are killed, or the link is up again after ``HEALS`` seconds. The same is done to a loop without

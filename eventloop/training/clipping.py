@@ -29,15 +29,13 @@ def clip_gradients(run: SavedRun, optimizers: Mapping[str, torch.optim.Optimizer
     if len(meshes) < 2 and not apart and not largest:
         return _whole(clip_grad_norm_(parameters, **options))
     if largest:  # torch's kernel fails for a rank whose part of a gradient is empty
-        total = torch.stack(
-            [torch.zeros((), device=run.device), *(_largest_here(one).to(run.device) for one in parameters)]
-        ).max()
+        largest_of_each = [_largest_here(one).to(run.device) for one in parameters]
+        total = torch.stack([torch.zeros((), device=run.device), *largest_of_each]).max()
         distributed.all_reduce(total, op=distributed.ReduceOp.MAX)
     else:
         norms = _norms(run, optimizers, order, foreach)
-        total = (
-            get_total_norm(norms, order) if norms else torch.zeros((), device=run.device)
-        )  # the norm of norms is that of all
+        # The norm of the norms is that of all gradients.
+        total = get_total_norm(norms, order) if norms else torch.zeros((), device=run.device)
         if apart:
             distributed.all_reduce(total := total**order)
             total = total ** (1 / order)
@@ -80,6 +78,6 @@ def _mesh(gradient: Any) -> Any:
 
 
 def _whole(norm: torch.Tensor) -> torch.Tensor:
-    """Return a norm over all parts; that of sharded gradients is the sum of parts until somebody looks."""
+    """Return a norm as a plain tensor; that of sharded gradients is a ``DTensor`` whose parts are not added up yet."""
     whole: Any = getattr(norm, "full_tensor", None)
     return norm if whole is None else whole()
