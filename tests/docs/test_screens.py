@@ -41,11 +41,11 @@ def test_a_moving_picture_is_still_where_less_motion_is_asked_for_and_can_be_sto
     page.goto((site / "guides" / "dashboard.html").as_uri())
     picture = page.locator("picture.moving img")
     picture.scroll_into_view_if_needed()
-    page.wait_for_function("document.querySelector('picture.moving img').currentSrc !== ''")
+    page.wait_for_function("() => document.querySelector('picture.moving img').currentSrc !== ''")
     assert picture.evaluate("image => image.currentSrc").endswith(f"dashboard.{shown}")
     page.get_by_role("button", name="Stop the picture" if shown == "webp" else "Play the picture").click()
     other = "png" if shown == "webp" else "webp"
-    page.wait_for_function(f"document.querySelector('picture.moving img').currentSrc.endsWith('{other}')")
+    page.wait_for_function(f"() => document.querySelector('picture.moving img').currentSrc.endsWith('{other}')")
     context.close()
 
 

@@ -294,7 +294,8 @@ def test_the_curves_of_runs_that_go_on_grow_in_the_shared_chart(server, tab):
         until(lambda: server.board.get(2) is not None)
         tab.goto(server.url)
         tab.wait_for_selector("figure canvas")
-        tab.wait_for_function(f"['first', 'second'].every(one => {LOSS}.includes(one))")
+        # A function: an expression is evaluated as text at each look, which the page's policy refuses from the second on.
+        tab.wait_for_function(f"() => ['first', 'second'].every(one => {LOSS}.includes(one))")
         before = tab.evaluate(LOSS)
         tab.wait_for_function(f"before => {LOSS} !== before", arg=before)
 
