@@ -77,6 +77,7 @@ class Feed:
         self._restored_state = False  # by the loader itself, in a resumed run
         self._generators: list[Any] = []  # their states in the saved run
         self._exhausted = False
+        self._cut: SavedPosition | None = None
         self._left: Any = _MISSING  # the loader's state one batch before the end of a pass that was left early
         self._draws = draws
         self.used = 0
@@ -127,7 +128,7 @@ class Feed:
 
     def _start_pass(self) -> None:
         self._ahead = self._position = _MISSING
-        self._exhausted = False
+        self._exhausted, self._cut = False, None
         if self._endless is not None:  # after the hooks, which only know the epoch
             set_sampler_epoch(self.loader, self._endless + self.passes)
         again, self._again = self._again, None
@@ -219,8 +220,9 @@ class Feed:
         set_random_states(self.loader, now)
         return iterator
 
-    def end(self) -> None:
-        """End the pass, and with its iterator the workers of a DataLoader."""
+    def end(self, *, cut: bool = False) -> None:
+        """End the pass, and with its iterator the workers of a DataLoader. It is saved as an open one if a limit ``cut`` it."""
+        self._cut = self.saved() if cut else None
         if self._has_state and self._iterator is not None and not self._exhausted and self._left is _MISSING:
             self._left = self._stateful.state_dict() if self._position is _MISSING else self._position
         self._iterator = None
@@ -276,6 +278,8 @@ class Feed:
 
         With ``repeats`` the present batch counts as not consumed, if the loader can read it again.
         """
+        if self._cut is not None:
+            return self._cut
         saved = SavedPosition(
             used=self.used - (repeats and self._can_repeat),
             repeats=repeats,

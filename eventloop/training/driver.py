@@ -221,15 +221,15 @@ class Driver(Session):
                 set_rng_state(rng)
         return () if feed is None else feed
 
-    def end_epoch(self) -> None:
-        """Publish ``after_train_epoch`` and count the epoch."""
+    def end_epoch(self, *, cut: bool = False) -> None:
+        """Publish ``after_train_epoch`` and count the epoch. A longer training goes on in one that a limit ``cut`` short."""
         state = self.state
         turn = state.machine.turn("end_epoch")
         state.show_last_iteration()
         self._announce(*turn.events)
-        state.count_epoch()
+        state.count_epoch(cut=cut)
         if self.feed is not None:
-            self.feed.end()
+            self.feed.end(cut=cut)
         state.collect_requests()
         if not (state.holds or state.by_calls):
             self._checkpointer.save_if_asked(force=True)

@@ -229,11 +229,11 @@ class OpenLoops:
         if ITERATION in self.machine:
             self.drive.leave_iteration()
 
-    def end_epoch(self) -> None:
+    def end_epoch(self, *, cut: bool = False) -> None:
         """End the open epoch, if any, and an iteration that ``break`` left open."""
         if EPOCH in self.machine:
             self.end_iteration()
-            self.drive.end_epoch()
+            self.drive.end_epoch(cut=cut)
             self._warn_without_update()
             self.end_pass()
             self._mark()
@@ -370,6 +370,8 @@ class Epochs(_Steps):
         if first and loops.in_body:
             return self._yield(loops.enter_again())
         state.go_on()
+        if counters.go_on_behind_limit():
+            return self._yield(loops.enter_again())
         reached = (counters.epoch, counters.iter, counters.batches)
         if reached == self._begun_at:
             raise TrainingError(
@@ -501,18 +503,19 @@ class TrainBatches(Batches):
         if (plan := state.plan) is not None and ended and (plan.comes_next or (plan.asked and not state.window_open)):
             plan.validate()
             ended = False
-        complete = counters.max_iters is not None and counters.iter >= counters.max_iters
-        complete = complete or (loops.drive.epoch_ends is True and not state.window_open)
+        limited = counters.max_iters is not None and counters.iter >= counters.max_iters
+        complete = limited or (loops.drive.epoch_ends is True and not state.window_open)
         stops = (state.urgent or not ended) and state.should_stop()
         if stops and not (complete or self._feed.last):  # else it cuts nothing short
             self._over = True
             loops.abandon_epoch()
             loops.stop()
             return None
-        batch = None if complete else self._feed.next()
-        if batch is None:
+        whole = complete and self._feed.last
+        batch = None if complete and not whole else self._feed.next()  # at its end, a sampler may draw once more
+        if complete or batch is None:
             self._over = True
-            loops.end_epoch()
+            loops.end_epoch(cut=limited and not whole and loops.drive.epoch_ends is not True)
             return None
         if loops.owned:
             loops.begin_batch()

@@ -46,11 +46,12 @@ from trainbus.eventloop.training.host import OwnLoop
 from trainbus.eventloop.training.iterators import EvaluationBatches
 from trainbus.eventloop.training.limits import limited, limited_to
 from trainbus.eventloop.training.loaders import has_one_pass
-from trainbus.eventloop.training.machine import Counters
+from trainbus.eventloop.training.machine import ITERATION, Counters
 from trainbus.eventloop.training.metrics import Metrics, NamedMetrics
 from trainbus.eventloop.training.preflight import check_first_batches
 from trainbus.eventloop.training.run import Run
 from trainbus.eventloop.training.saves.best import Best, best_of
+from trainbus.eventloop.training.schema import SavedData
 from trainbus.eventloop.training.state import ValidationPlan
 from trainbus.eventloop.training.update import Update
 from trainbus.eventloop.user_errors import contextmanager
@@ -159,6 +160,7 @@ class TrainLoop:
         self._options: dict[str, Any] = {"work_dir": work_dir, "device": device, "seed": seed}
         self._options |= {"stateful": stateful, "name": name, "config": config}
         self._data_mesh = data_mesh
+        self._position: SavedData | None = None  # where the last run has left its data, if in an epoch
         self._folder: Path | None = None  # of the first run of this loop; later ones continue in it
         self._history: deque[dict[str, Any]] = deque(maxlen=_REMEMBERED)
         self._given = self._new_run().work_dir  # checks the options
@@ -225,7 +227,8 @@ class TrainLoop:
     ) -> dict[str, Any]:
         """Train and validate; return the metrics of the last validation.
 
-        A second call trains on, if ``max_epochs`` or ``max_iters`` is larger than what is done.
+        A second call trains on, if ``max_epochs`` or ``max_iters`` is larger than what is done. It goes on in the data where
+        the last one was stopped, has failed, or has reached its limit of iterations.
 
         Args:
             resume: the checkpoint to continue from; see :class:`Run`.
@@ -458,9 +461,20 @@ class TrainLoop:
             self._expect(run)
             with run:
                 self._folder = run.work_dir
-                yield run
+                if trains and not run.state.resumed:
+                    run.feeds.restore(self._position)
+                try:
+                    yield run
+                finally:
+                    if trains:
+                        self._position = self._left_at(run)
         finally:
             self.bus.internal.steps = {}
+
+    def _left_at(self, run: Run) -> SavedData | None:
+        """Return the place in the data of a training that has not come to the end of its epoch."""
+        unfinished, feed = run.counters.batches or run.counters.cut, run.feeds.train
+        return SavedData(feed.saved(repeats=ITERATION in run.state.machine), []) if unfinished and feed else None
 
     def _expect(self, run: Run) -> None:
         run.validates = self._data["val"] is not None

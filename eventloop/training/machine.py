@@ -127,11 +127,18 @@ class Counters(SavedCounts):
         """Count an iteration with this many optimizer steps."""
         self.iter, self.batches, self.update, self.phase = self.iter + 1, self.batches + 1, self.update + steps, "train"
 
-    def end_epoch(self, *, validates: bool) -> None:
-        """Count an epoch. ``validates`` tells that a validation may follow it."""
+    def end_epoch(self, *, validates: bool, cut: bool) -> None:
+        """Count an epoch. ``validates`` tells that a validation may follow it, ``cut`` that a limit has cut it short."""
+        self.cut = self.batches if cut else 0
         self.epoch, self.batches = self.epoch + 1, 0
         if validates:
             self.phase = "val"
+
+    def go_on_behind_limit(self) -> bool:
+        """Return to the last epoch if a limit has cut it short; return whether it has."""
+        if cut := self.cut:
+            self.epoch, self.batches, self.cut = self.epoch - 1, cut, 0
+        return cut > 0
 
     def end_evaluation(self, stage: Stage) -> None:
         """Count a validation or test."""

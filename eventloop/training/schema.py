@@ -49,6 +49,8 @@ class SavedCounts(Struct):
     """index of the epoch in whose body the run is, in a loop of one's own; null between two epochs"""
     place: Count = 0
     """where in that body: how often a training pass, a validation or a test has begun or ended in it"""
+    cut: Count = 0
+    """batches of the last epoch if the limit of iterations has cut it short: a longer training begins behind them"""
 
 
 class SavedBus(Struct):

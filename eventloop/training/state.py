@@ -415,9 +415,10 @@ class RunState:
             update = counters.update - (self.steps > 0)
             self.progress = replace(self.progress, iter=counters.iter - 1, batch_idx=counters.batches - 1, update=update)
 
-    def count_epoch(self) -> None:
+    def count_epoch(self, *, cut: bool) -> None:
         """Count the epoch that ends here; without a plan, a validation follows it."""
-        self.counters.end_epoch(validates=self.plan is None or self.plan.due is None)  # else the last iteration has told it
+        validates = self.plan is None or self.plan.due is None  # else the last iteration has told it
+        self.counters.end_epoch(validates=validates, cut=cut)
 
     def begin_training(self) -> None:
         """Begin the training: from here on, saves write files."""
