@@ -22,6 +22,7 @@ from structlog.typing import FilteringBoundLogger
 
 from trainbus.eventloop.terminal import printable
 from trainbus.eventloop.user_errors import contextmanager, described
+from trainbus.eventloop.world import this_rank
 
 
 def get_logger() -> FilteringBoundLogger:
@@ -57,8 +58,7 @@ class _Logger:
 
 
 def _plain() -> Any:
-    distributed: Any = sys.modules.get("torch.distributed")  # without importing torch
-    rank = distributed.get_rank() if distributed and distributed.is_available() and distributed.is_initialized() else 0
+    rank = this_rank()
     colors = sys.stderr is not None and sys.stderr.isatty()
     return structlog.wrap_logger(
         _Stderr(),

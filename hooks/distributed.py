@@ -51,11 +51,11 @@ class SyncBuffersHook(Hook):
 
     def _sync(self, run: RunView) -> None:
         self._synced = True
-        if not distributed.is_available() or not distributed.is_initialized():
+        if run.world_size == 1:
             return
         for buffer in (buffer.detach() for model in run.models.values() for buffer in model.buffers()):
             if buffer.dtype is not torch.bool and buffer.numel():
                 total = buffer.clone(memory_format=torch.contiguous_format)
                 distributed.all_reduce(total)
                 exact = total.is_floating_point() or total.is_complex()
-                buffer.copy_(total.div_(distributed.get_world_size(), rounding_mode=None if exact else "floor"))
+                buffer.copy_(total.div_(run.world_size, rounding_mode=None if exact else "floor"))

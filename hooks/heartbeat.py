@@ -12,7 +12,6 @@ from types import NoneType
 from typing import Annotated, Any, ClassVar, Final
 
 from msgspec import Meta
-from torch import distributed
 
 from trainbus.eventloop import ConfigurationError, Hook, Priority, check_options, events, get_logger, mount
 from trainbus.eventloop.checkpoint import steps_awaited
@@ -21,6 +20,7 @@ from trainbus.eventloop.registry import register
 from trainbus.eventloop.seams import Seam
 from trainbus.eventloop.training import Mailbox
 from trainbus.eventloop.user_errors import contextmanager
+from trainbus.eventloop.world import is_joined
 from trainbus.hooks.copies import CopiedAnew
 from trainbus.hooks.options import added_late
 
@@ -91,7 +91,7 @@ class HeartbeatHook(CopiedAnew, Hook):
         if _SOCKET not in os.environ:
             log.info("ft_launcher did not start this process, so no heartbeats are sent", hook=self.label)
             return
-        if self.calculate_timeouts and not (distributed.is_available() and distributed.is_initialized()):
+        if self.calculate_timeouts and not is_joined():
             raise ConfigurationError(
                 f"{self.label}(calculate_timeouts=True) compares the ranks: call torch.distributed.init_process_group() before "
                 "the run, also for a single process"

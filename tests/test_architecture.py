@@ -29,6 +29,7 @@ PUBLIC = (
     "trainbus.eventloop.device",  # the accelerator
     "trainbus.eventloop.privates",  # undocumented names of torch that hooks use, too
     "trainbus.eventloop.seams",  # limits and clocks
+    "trainbus.eventloop.world",  # whether there is a process group
     "trainbus.eventloop.user_errors",  # context managers and notes that any exception passes
 )
 FILES = sorted(file for package in ("eventloop", "hooks", "trainbus") for file in (ROOT / package).rglob("*.py"))
@@ -254,6 +255,15 @@ def test_one_module_speaks_to_accelerators():
     assert SPEAKS_TO_ACCELERATORS.search("torch.empty(3, pin_memory=True)")
     found = {name for name in MODULES if SPEAKS_TO_ACCELERATORS.search(ast.unparse(parsed(name)))}
     assert found - {*under("trainbus.testing")} == {"trainbus.eventloop.device"}
+
+
+ASKS_FOR_ALL_PROCESSES = re.compile(r"distributed\.(is_initialized|get_rank|get_world_size)\(\)")
+
+
+def test_one_module_asks_which_process_this_is_and_how_many_there_are():
+    assert ASKS_FOR_ALL_PROCESSES.search("torch.distributed.get_rank()")
+    found = {name for name in MODULES if ASKS_FOR_ALL_PROCESSES.search(ast.unparse(parsed(name)))}
+    assert found - {*under("trainbus.bridges.ignite")} == {"trainbus.eventloop.world"}  # there it is Ignite's module
 
 
 def test_no_two_public_classes_share_a_name():

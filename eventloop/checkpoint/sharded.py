@@ -41,6 +41,7 @@ from trainbus.eventloop.checkpoint.store import AnyPath, commit_bytes, link, mak
 from trainbus.eventloop.checkpoint.together import Together
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError, CheckpointValueError
 from trainbus.eventloop.privates import chunk_of
+from trainbus.eventloop.world import world_size
 
 _WHOLE: Final = frozenset({"progress", "data", "rng", "ranks", "stateful", "info"})  # in a run's tree: no weights in them
 
@@ -157,7 +158,7 @@ class ShardStage:
                 box = Box(*chunk_of(value))
             except ValueError as error:
                 raise CheckpointValueError(f"{key}: cannot store a tensor whose parts are still to be added up") from error
-            first, all_here = int(value.device_mesh.mesh.min()), value.device_mesh.size() == distributed.get_world_size()
+            first, all_here = int(value.device_mesh.mesh.min()), value.device_mesh.size() == world_size()
             found = _Part(box, first if owner is None else owner, compared=owner is not None or all_here)
             self._parts[known] = found if _is_writer(key, value, owner) else None
         return self._parts[known]

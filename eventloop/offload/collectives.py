@@ -10,11 +10,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from torch import distributed
-
 from trainbus.eventloop.errors import OffloadError
 from trainbus.eventloop.offload.loops import await_through
 from trainbus.eventloop.privates import TorchDispatchMode
+from trainbus.eventloop.world import world_size
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 
@@ -27,11 +26,7 @@ def refuses_collectives(handler: Callable[[Any], Any], label: str, *, is_async: 
 
     Every operator that it calls then goes through Python code (some microseconds, off the training thread).
     """
-    if (
-        getattr(handler, "has_own_group", False)
-        or not (distributed.is_available() and distributed.is_initialized())
-        or distributed.get_world_size() == 1
-    ):
+    if getattr(handler, "has_own_group", False) or world_size() == 1:
         return handler
 
     def call(function: Callable[..., Any], *arguments: Any) -> Any:

@@ -29,12 +29,12 @@ from trainbus.eventloop.events.event import lineage, registry
 from trainbus.eventloop.events.mount_points import BUILTIN
 from trainbus.eventloop.log import collected
 from trainbus.eventloop.terminal import cell, plain, printable
-from trainbus.eventloop.training.distributed.ranks import world_size
 from trainbus.eventloop.training.limits import limited_to, shortest
 from trainbus.eventloop.training.loaders import length_of
 from trainbus.eventloop.training.preflight import copies_of, first_batches, unmet_needs
 from trainbus.eventloop.training.rng import random_states, set_random_states
 from trainbus.eventloop.user_errors import contextmanager, notes_of
+from trainbus.eventloop.world import world_size
 
 _BATCHES: Final = 2
 _RARE: Final = re.compile(r"test|exception|failed|skipped|load_checkpoint|train_epoch")

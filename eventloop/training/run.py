@@ -36,7 +36,6 @@ from trainbus.eventloop.training.arguments import (
 )
 from trainbus.eventloop.training.coordinator import Coordinator
 from trainbus.eventloop.training.data import Feeds
-from trainbus.eventloop.training.distributed.ranks import this_rank, world_size
 from trainbus.eventloop.training.driver import Driver
 from trainbus.eventloop.training.facts import carded, described, facts
 from trainbus.eventloop.training.host import Accelerator, Host, OwnLoop
@@ -51,6 +50,7 @@ from trainbus.eventloop.training.rng import checked_seed
 from trainbus.eventloop.training.saves.checkpointer import Checkpointer
 from trainbus.eventloop.training.session import DEFAULT_NAME
 from trainbus.eventloop.training.state import RunState
+from trainbus.eventloop.world import this_rank, world_size
 
 log = get_logger()
 

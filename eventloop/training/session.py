@@ -17,12 +17,13 @@ from trainbus.eventloop.events.run_view import RunView
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.notebook import shorten
 from trainbus.eventloop.offload import Deadline
-from trainbus.eventloop.training.distributed.ranks import record_failure, share_failure, world_size
+from trainbus.eventloop.training.distributed.ranks import record_failure, share_failure
 from trainbus.eventloop.training.folders import move_aside
 from trainbus.eventloop.training.machine import Turn
 from trainbus.eventloop.training.replicas import Replicas
 from trainbus.eventloop.training.saved_run import SavedRun
 from trainbus.eventloop.user_errors import add_note, described
+from trainbus.eventloop.world import world_size
 
 log = get_logger()
 

@@ -14,7 +14,6 @@ from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.privates import metadata_of, with_metadata
 from trainbus.eventloop.training import Driver, HostedRun, HostFacts, Update, checkpoint_keys
-from trainbus.eventloop.training.distributed.ranks import world_size
 from trainbus.eventloop.training.distributed.rounds import join_rounds
 from trainbus.eventloop.training.driver import Step, around_step, watch_steps
 from trainbus.eventloop.training.machine import Counters
@@ -32,6 +31,7 @@ from trainbus.eventloop.training.saves.loose import tell_of_loose
 from trainbus.eventloop.training.saves.restore import publish_loaded
 from trainbus.eventloop.training.schema import SavedEntry, read, upgraded
 from trainbus.eventloop.user_errors import contextmanager
+from trainbus.eventloop.world import world_size
 
 log = get_logger()
 

@@ -16,11 +16,11 @@ from trainbus.eventloop.bus import Bus
 from trainbus.eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, StagedTree, link
 from trainbus.eventloop.errors import ConfigurationError, RunCancelled
 from trainbus.eventloop.events import Progress
-from trainbus.eventloop.training.distributed.ranks import world_size
 from trainbus.eventloop.training.run import HostedRun
 from trainbus.eventloop.training.saves.capture import state_version
 from trainbus.eventloop.training.saves.requests import SaveJob, SaveOutcome, SaveRequest
 from trainbus.eventloop.user_errors import contextmanager
+from trainbus.eventloop.world import world_size
 
 CHECKED: Final = str(Path())  # the path that stands for a check: the state is gathered, but not written
 

@@ -23,13 +23,13 @@ from trainbus.eventloop.checkpoint import as_path
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.terminal import cell
 from trainbus.eventloop.training.distributed.launch import from_ranks, process_group
-from trainbus.eventloop.training.distributed.ranks import this_rank
 from trainbus.eventloop.training.folders import free_folder, newest_run
 from trainbus.eventloop.training.loop import TrainLoop
 from trainbus.eventloop.training.saves.discover import is_candidate
 from trainbus.eventloop.training.saves.restore import resumed_with
 from trainbus.eventloop.training.schema import LAST
 from trainbus.eventloop.user_errors import add_note, contextmanager
+from trainbus.eventloop.world import this_rank
 from trainbus.observe import is_run, last_lines
 
 

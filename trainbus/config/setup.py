@@ -24,9 +24,10 @@ from trainbus.eventloop.errors import ConfigurationError, SubscribeError
 from trainbus.eventloop.spelling import did_you_mean
 from trainbus.eventloop.training.arguments import device_of
 from trainbus.eventloop.training.distributed.launch import own_device, shared
-from trainbus.eventloop.training.distributed.ranks import is_parallel, world_size
+from trainbus.eventloop.training.distributed.ranks import is_parallel
 from trainbus.eventloop.training.loop import TrainLoop
 from trainbus.eventloop.training.rng import checked_seed, seed_everything
+from trainbus.eventloop.world import world_size
 
 Tables = Mapping[str, Mapping[str, Any]]
 Chosen = tuple[Hook, PriorityLike | None]  # a hook and its priority from the configuration; None keeps the hook's own priority

@@ -16,10 +16,11 @@ from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.training.coordinator import Coordinator, T
 from trainbus.eventloop.training.distributed.collectives import Collectives
 from trainbus.eventloop.training.distributed.layout import DataRank, RankLayout
-from trainbus.eventloop.training.distributed.ranks import record_failure, this_rank, wait_until_connected, world_size
+from trainbus.eventloop.training.distributed.ranks import record_failure, wait_until_connected
 from trainbus.eventloop.training.distributed.samples import GlobalBatchSampler, global_sampler
 from trainbus.eventloop.training.loaders import rebuilt
 from trainbus.eventloop.user_errors import contextmanager
+from trainbus.eventloop.world import is_joined, this_rank, world_size
 
 _TIMEOUT: Final = timedelta(minutes=10)
 """How long a process waits for one that is silent: torch's own limit for NCCL. That for gloo is 30 minutes."""
@@ -34,7 +35,7 @@ def process_group() -> Iterator[None]:
     The backend is torch's for the accelerator (NCCL on GPUs), and gloo on the CPU. After an error the group stays until the
     process ends, which ends the other processes.
     """
-    if not (distributed.is_available() and distributed.is_torchelastic_launched()) or distributed.is_initialized():
+    if not (distributed.is_available() and distributed.is_torchelastic_launched()) or is_joined():
         yield
         return
     use_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -68,7 +69,7 @@ def from_ranks(find: Callable[[], T]) -> list[T]:
 
 def own_device(device: Any) -> Any:
     """Return the accelerator of this process for its type, such as ``"cuda"``; any other device unchanged."""
-    own = current_device() if distributed.is_initialized() else None
+    own = current_device() if is_joined() else None
     return str(own) if own is not None and own.type == str(device) else device
 
 

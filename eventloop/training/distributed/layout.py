@@ -16,12 +16,12 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
 from trainbus.eventloop.checkpoint import WrapperNames, is_dtensor, is_sharded
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.privates import fsdp_mesh, root_size
+from trainbus.eventloop.world import this_rank, world_size
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,7 +36,7 @@ class DataRank(NamedTuple):
     @property
     def shares(self) -> bool:
         """True if several ranks train on the same batches."""
-        return self.size < (distributed.get_world_size() if distributed.is_initialized() else 1)
+        return self.size < world_size()
 
 
 UNKNOWN = (
@@ -46,7 +46,7 @@ UNKNOWN = (
 
 
 def _each_rank() -> DataRank:
-    return DataRank(distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else DataRank()
+    return DataRank(this_rank(), world_size())
 
 
 def data_rank(models: Mapping[str, torch.nn.Module], mesh: DeviceMesh | None = None) -> DataRank:
@@ -62,7 +62,7 @@ def data_rank(models: Mapping[str, torch.nn.Module], mesh: DeviceMesh | None = N
     """
     if mesh is not None:
         return _place_in(mesh)
-    world = distributed.get_world_size() if distributed.is_initialized() else 1
+    world = world_size()
     if world == 1:
         return DataRank()
     places = [_each_rank()]
@@ -97,7 +97,7 @@ def _places(model: torch.nn.Module, label: str) -> Iterator[DataRank]:
 def _place_in(mesh: DeviceMesh) -> DataRank:
     place = mesh.get_coordinate()
     if place is None:
-        raise ConfigurationError(f"data_mesh={mesh}: this process (rank {distributed.get_rank()}) is not in it")
+        raise ConfigurationError(f"data_mesh={mesh}: this process (rank {this_rank()}) is not in it")
     shape = tuple(mesh.mesh.shape)
     return DataRank(sum(at * prod(shape[number + 1 :]) for number, at in enumerate(place)), prod(shape))
 
@@ -156,7 +156,7 @@ def find_layout(
     found = distinct((_digest(models), any(map(is_sharded, models.values())), copy, problem, told, data.size))
     digests, spread, copies, problems, alls_told, sizes = (sorted({*one}) for one in zip(*found.values(), strict=True))
     sharded, apart = any(spread), len(digests) > 1
-    if not apart and all(copies) and sum(map(len, copies)) == distributed.get_world_size():
+    if not apart and all(copies) and sum(map(len, copies)) == world_size():
         data, problem = DataRank(copies.index(copy), len(copies)), ""
     elif any(problems) or len(sizes) > 1 or (apart and not all(alls_told)):
         what = "its weights, of which ranks have different ones"

@@ -29,6 +29,7 @@ from trainbus.eventloop.training.distributed.collectives import Collectives
 from trainbus.eventloop.training.distributed.layout import find_layout
 from trainbus.eventloop.training.distributed.mailbox import missing_of
 from trainbus.eventloop.user_errors import add_note, described, notes_of
+from trainbus.eventloop.world import is_joined, this_rank, world_size
 
 _FAILURE: Final = "trainbus/failure"
 _OTHER_FIRST: Final = "another process failed first"
@@ -39,16 +40,6 @@ WAITING_FOR_RANKS: Final = "waiting for the other ranks"
 """The part of the costs of a run in which a rank waits for messages of the others."""
 
 log = get_logger()
-
-
-def this_rank() -> int:
-    """Return the rank of this process in the default process group; 0 without a group."""
-    return distributed.get_rank() if world_size() > 1 else 0
-
-
-def world_size() -> int:
-    """Return the number of processes in the default process group; 1 without a group."""
-    return distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
 
 
 def is_parallel(model: torch.nn.Module) -> bool:
@@ -85,7 +76,7 @@ def join_ranks(
     if group == 1:
         bus.internal.set_rank(0, 1)
         return Coordinator(own)
-    if distributed.is_available() and distributed.is_torchelastic_launched() and not distributed.is_initialized():
+    if distributed.is_available() and distributed.is_torchelastic_launched() and not is_joined():
         raise ConfigurationError(
             "torchrun started this process, but torch.distributed is not initialised, so every process would train alone and "
             "write the same files: call torch.distributed.init_process_group() before the run, and wrap the model in "

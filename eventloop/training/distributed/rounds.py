@@ -32,7 +32,7 @@ from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.training.coordinator import Coordinator, Rates, Requests, first
 from trainbus.eventloop.training.distributed.blocks import Blocks
 from trainbus.eventloop.training.distributed.mailbox import Mailbox
-from trainbus.eventloop.training.distributed.ranks import this_rank, world_size
+from trainbus.eventloop.world import this_rank, world_size
 
 _IDLE: Final = 0.1
 """Seconds between two polls for a round of another rank."""

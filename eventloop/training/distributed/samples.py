@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Sampler
 from trainbus.eventloop.checks import check_options
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.log import get_logger
-from trainbus.eventloop.training.distributed.ranks import this_rank, world_size
+from trainbus.eventloop.world import this_rank, world_size
 
 log = get_logger()
 

@@ -21,7 +21,6 @@ from trainbus.eventloop.checkpoint.shards import stranded
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError, ConfigurationError, TrainingError
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.training.distributed.layout import DataRank
-from trainbus.eventloop.training.distributed.ranks import this_rank, world_size
 from trainbus.eventloop.training.machine import RUN
 from trainbus.eventloop.training.optimizers import parameters_of
 from trainbus.eventloop.training.rng import other_rng_state
@@ -33,6 +32,7 @@ from trainbus.eventloop.training.saves.discover import Found, Read, find_checkpo
 from trainbus.eventloop.training.saves.foreign import convert_foreign
 from trainbus.eventloop.training.schema import SavedCounts, SavedRank, SavedState, Tree, read, upgraded
 from trainbus.eventloop.user_errors import add_note, contextmanager
+from trainbus.eventloop.world import this_rank, world_size
 
 HOSTED: Final = "trainbus"
 """Key of the state that :meth:`trainbus.eventloop.Run.gather_state` adds to another checkpoint."""

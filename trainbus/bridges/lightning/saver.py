@@ -30,6 +30,7 @@ from trainbus.eventloop.device import current_device
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.user_errors import add_note, text_of
+from trainbus.eventloop.world import world_size
 
 log = get_logger()
 
@@ -169,7 +170,7 @@ def _remove(path: str) -> None:
 
 def _wait_for_ranks() -> None:
     """Hold all ranks until rank 0 has written its files, because all of them may read these next."""
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+    if world_size() > 1:
         on_device = distributed.get_backend() == "nccl"  # the only one that takes an index, and warns without one
         device = current_device()
         distributed.barrier(device_ids=[device.index] if on_device and device is not None else None)

@@ -11,11 +11,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from torch import distributed
-
 from trainbus.bridges.ray import privates
 from trainbus.eventloop.checkpoint import AnyPath, RemotePath, as_path
 from trainbus.eventloop.errors import CheckpointError, ConfigurationError, cannot_import
+from trainbus.eventloop.world import is_joined
 
 _PROTOCOLS: Final = {"s3": "s3", "gcs": "gs", "abfs": "abfs"}
 """By the names that pyarrow has for its own file systems."""
@@ -52,7 +51,7 @@ class RayWorker:
         self.size: int = context.get_world_size()
         self._files, self._folder = privates.storage_of(context)
         self._found: AnyPath | None = None
-        if self.size > 1 and not distributed.is_initialized():
+        if self.size > 1 and not is_joined():
             raise ConfigurationError(
                 f"Ray has {self.size} workers and torch has no process group: each would be a run of its own; use TorchTrainer"
             )

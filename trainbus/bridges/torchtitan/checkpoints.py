@@ -30,6 +30,7 @@ from trainbus.eventloop.errors import CheckpointError, ConfigurationError
 from trainbus.eventloop.training.saves.contents import gather_entry
 from trainbus.eventloop.training.saves.requests import SaveRequest
 from trainbus.eventloop.user_errors import text_of
+from trainbus.eventloop.world import this_rank
 
 Method = Callable[..., Any]
 T = TypeVar("T")
@@ -190,7 +191,7 @@ def _from_first(call: Callable[[], T]) -> T:
     found: list[Any] = [None]
     failure: Exception | None = None
     try:
-        found = [(call(), "")] if distributed.get_rank() == 0 else [None]
+        found = [(call(), "")] if this_rank() == 0 else [None]
     except Exception as error:  # noqa: BLE001 - raised below, on all ranks
         found, failure = [(None, text_of(error))], error
     distributed.broadcast_object_list(found)
