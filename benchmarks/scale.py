@@ -12,9 +12,10 @@ import argparse
 import json
 import multiprocessing
 import os
+import pickle
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,9 +26,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import distributed
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from benchmarks.harness import environment
-from trainbus.eventloop.checkpoint import packed, stage
+from trainbus.eventloop.checkpoint import packed, sharded, stage
 from trainbus.eventloop.training.coordinator import Requests
 from trainbus.eventloop.training.distributed import collectives, rounds
 from trainbus.eventloop.training.distributed.blocks import Blocks
@@ -141,7 +143,7 @@ def by_store(size: int) -> dict[str, float]:
     distributed.init_process_group("fake", store=store, rank=0, world_size=size)
     with ThreadPoolExecutor(CLIENTS) as clients:
         report, save = _report(Others(size, "costs/run", clients)), _save(Others(size, "saves/run/token", clients))
-        return {**report, **save, **_round(Others(size, "rounds/run", clients))}
+        return {**report, **save, **_mesh(size), **_round(Others(size, "rounds/run", clients))}
 
 
 class Others:
@@ -253,6 +255,39 @@ def _save(others: Others) -> dict[str, float]:
     return {"state_put": put, "state_bytes": len(state), "take": seconds, "take_busy": busy}
 
 
+# ------------------------------------------------------------------------------------------------- a mesh of two dimensions
+
+
+def _mesh(size: int) -> dict[str, float]:
+    """Return what a save of 200 tensors on a mesh of ``size`` / 2 × 2 costs rank 0: its copies, and the index of all parts."""
+    mesh = init_device_mesh("cpu", (size // 2, 2))
+    local = torch.zeros(16, 16)
+    state = {str(n): DTensor.from_local(local, mesh, [Shard(0), Shard(1)], run_check=False) for n in range(200)}
+    found: dict[str, float] = {}
+    keeps, group = sharded.ShardStage(), distributed.group.WORLD
+
+    def share(rank: int, keys: Iterable[str]) -> sharded._Share:
+        place, name = (16 * (rank // 2), 16 * (rank % 2)), sharded.shards.part_name(rank)
+        pieces = [sharded.Piece(place, (16, 16), name, 1024 * number, 1024) for number in range(len(state))]
+        return sharded._Share([*map(sharded._Written, keys, [0] * len(state), pieces)], {}, None)
+
+    for which in ("first", "mesh"):  # later saves have the same parts
+        for _ in range(3 if which == "mesh" else 1):
+            start = time.perf_counter()
+            _, parts = keeps.copy_parts(state, Path("mesh.safetensors"), "00000000", group)
+            copied = time.perf_counter() - start
+            same = sharded._Share(None, {}, None)
+            shares = [pickle.dumps(share(rank, parts._own) if which == "first" else same) for rank in range(size)]
+            start = time.perf_counter()
+            parts._put_together([pickle.loads(one) for one in shares])  # noqa: S301 - as gather_object does
+            layout = parts._layout
+            layout.packed = layout.packed or sharded.shards.packed_index(layout.index)
+            seconds = time.perf_counter() - start
+            parts.release()
+            found |= {f"{which}_copy": copied, f"{which}_index": seconds, f"{which}_bytes": len(shares[-1])}
+    return found
+
+
 # ------------------------------------------------------------------------------------------------------------ the table
 
 
@@ -286,6 +321,10 @@ def table(size: int, two: dict[str, float], store: dict[str, float]) -> list[dic
         row("stop", merged["messages"], merged["bytes"], merged["thread"], 0.0, "computed"),
         row("save", 4 * (size - 1), size * store["state_bytes"], save, store["take"], "computed"),
         row("sharded", *parts, save + merged["thread"], store["take"] + 3.5 * (size - 1) * two["ring"], "computed"),
+        *(
+            row(name, size - 1, size * store[f"{of}_bytes"], store[f"{of}_copy"], store[f"{of}_index"], "measured")
+            for name, of in (("mesh, first save", "first"), ("mesh", "mesh"))
+        ),
         row("resume", 2 * merged["messages"], 2 * merged["bytes"], 2 * merged["thread"], 0.0, "computed"),
         row("report", 4 * size, reports, 0.0, store["puts"] + store["compare"] + store["reads"], "measured"),
         row("round", 4 * size, size * (2 * store["answer_bytes"]), store["round"], store["looks"], "measured"),

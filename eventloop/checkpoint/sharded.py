@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -65,16 +65,57 @@ class _Written(NamedTuple):
     key: str
     origin: int
     piece: Piece
-    crc: int | None
-    """Of what was not compared."""
 
 
 class _Share(NamedTuple):
     """What process 0 gets to know of the part of another one."""
 
-    pieces: list[_Written]
+    pieces: list[_Written] | None
+    """None if they are those of the last save."""
+    crcs: dict[int, int]
+    """By the place in ``pieces``, of what was not compared."""
     graft: dict[str, Any] | None
     """See ``Places``."""
+
+
+class _Layout:
+    """Which process writes what, as the last save had it. It rarely changes, and thousands of processes have many pieces."""
+
+    told: list[_Written] | None = None
+    """The pieces of this process, if process 0 knows them."""
+
+    def __init__(self) -> None:
+        self.pieces: dict[int, list[_Written]] = {}
+        """By process, on process 0."""
+        self.index: dict[str, Indexed] = {}
+        self.packed: dict[str, bytes] = {}
+        """The index as the bytes of its file, once a reader would take it."""
+
+    def take(self, shares: Sequence[_Share], marks: Mapping[str, Mapping[str, Any]]) -> None:
+        """Make the index, if the pieces or the tensors have changed.
+
+        Raises:
+            CheckpointError: a process has a part of a tensor that nobody knows.
+        """
+        new = {rank: one.pieces for rank, one in enumerate(shares) if one.pieces is not None}
+        self.pieces.update(new)
+        tensors = {key: (mark["dtype"], tuple(mark["shape"])) for key, mark in marks.items()}
+        if not new and tensors == {key: (one.dtype, one.shape) for key, one in self.index.items()}:
+            return
+        self.packed = {}
+        self.index = {key: Indexed(*one, []) for key, one in tensors.items()}
+        origins: dict[str, int] = {}
+        for one in self.written():
+            origins[one.key] = min(one.origin, origins.get(one.key, one.origin))
+        for one in self.written():
+            if one.key not in self.index:
+                raise CheckpointError(f"{one.piece.file} has a part of {one.key}, and the tree of rank {one.origin} does not")
+            if one.origin == origins[one.key]:
+                self.index[one.key].pieces.append(one.piece)
+
+    def written(self) -> Iterator[_Written]:
+        """Return what all processes write, in their order."""
+        return chain.from_iterable(self.pieces[rank] for rank in sorted(self.pieces))
 
 
 class ShardStage:
@@ -83,7 +124,7 @@ class ShardStage:
     def __init__(self) -> None:
         self._buffer = StageBuffer()
         self._parts: dict[Any, _Part | None] = {}
-        self._checked: dict[str, Indexed] = {}
+        self._layout = _Layout()
 
     def copy_parts(
         self,
@@ -146,7 +187,7 @@ class ShardStage:
         name_of_all = f"{path.stem}-{token}{shards.SHARDS_SUFFIX}"
         # What another tree may lack is known to the first process of each mesh, or to that alone.
         graft = places.graft(tree) if rank in {part.origin for part in own.values()} - {0} else None
-        parts = Parts(marks, meshes, own, graft, staged, name_of_all, group, places, self._checked)
+        parts = Parts(marks, meshes, own, graft, staged, name_of_all, group, places, self._layout)
         return {**tree, shards.SHARDS: name_of_all}, parts
 
     def _part(self, key: str, value: DTensor, owner: int | None) -> _Part | None:
@@ -190,9 +231,9 @@ class Parts:
         name: str,
         group: distributed.ProcessGroup | None,
         places: Places,
-        checked: dict[str, Indexed],
+        layout: _Layout,
     ) -> None:
-        self._checked = checked  # the last index that was read as a reader would; layouts rarely change
+        self._layout = layout
         self._marks = marks
         self._meshes = meshes
         self._own = own
@@ -202,9 +243,6 @@ class Parts:
         """The name of the directories."""
         self._directories: list[AnyPath] = []
         """Those that have all parts."""
-        self._index: dict[str, Indexed] = {}
-        self._files: set[str] = set()
-        """The files of all parts, on rank 0."""
         self._all = Together(group)
         self._places = places
 
@@ -229,9 +267,10 @@ class Parts:
             if self._directories:
                 self._all.do(what, lambda: self._link_part(directory))
             else:
-                shares = self._all.gather(self._all.do(what, lambda: self._write_part(directory)))
-                self._files = {one.piece.file for share in shares for one in share.pieces}
+                pieces, share = self._all.do(what, lambda: self._write_part(directory))
+                self._layout.told, shares = None, self._all.gather(share)
                 self._all.do(what, lambda: self._put_together(shares) if first else None)
+                self._layout.told = pieces
         size = self._all.do(what, lambda: self._finish(directory, write, apart=apart) if first else 0)
         if apart and self._own:
             commit_bytes(directory / COMMITTED, b"")
@@ -243,20 +282,22 @@ class Parts:
         if self._own:
             link(self._directories[0] / (name := shards.part_name(self._all.rank)), directory / name)
 
-    def _write_part(self, directory: AnyPath) -> _Share:
+    def _write_part(self, directory: AnyPath) -> tuple[list[_Written], _Share]:
         if self._staged.released:
             raise CheckpointError("the save that had its tensors could not be written")
         name, begins = shards.part_name(self._all.rank), self._staged.offsets()
         pieces: list[_Written] = []
+        crcs: dict[int, int] = {}
         for (key, part), begin in zip(self._own.items(), begins, strict=True):
             size = torch.Size(part.box.shape).numel() * DTYPES[self._marks[key]["dtype"]].itemsize
-            crc = None if part.compared else self._staged.crc32(begin, size)
-            pieces.append(_Written(key, part.origin, Piece(*part.box, name, begin, size), crc))
+            if not part.compared:
+                crcs[len(pieces)] = self._staged.crc32(begin, size)
+            pieces.append(_Written(key, part.origin, Piece(*part.box, name, begin, size)))
         if isinstance(directory, Path) and not directory.is_dir():
             raise CheckpointError("it does not see the directory that rank 0 has made; give one that all share, or a URL")
         if pieces:
             write(self._staged, directory / name, release=False)  # another directory may need it, if this one fails
-        return _Share(pieces, self._graft)
+        return pieces, _Share(None if pieces == self._layout.told else pieces, crcs, self._graft)
 
     def _put_together(self, shares: list[_Share]) -> None:
         """Make the tree and the index on rank 0, and check that the pieces make up each tensor exactly."""
@@ -264,42 +305,36 @@ class Parts:
         if grafts and self.file is not None:
             joined = self.file.rewrite(set().union(*grafts), lambda tree: self._places.joined(tree, grafts))
             marks = {found[MARK]: found for found in shards.marks_in(joined)} | marks
-        index = {key: Indexed(mark["dtype"], tuple(mark["shape"]), []) for key, mark in marks.items()}
-        written = [*chain.from_iterable(one.pieces for one in shares)]
-        origins: dict[str, int] = {}
-        for one in written:
-            origins[one.key] = min(one.origin, origins.get(one.key, one.origin))
-        first: dict[tuple[str, Any], _Written] = {}
-        for one in written:
-            if one.key not in index:
-                raise CheckpointError(f"{one.piece.file} has a part of {one.key}, and the tree of rank {one.origin} does not")
-            if one.origin == origins[one.key]:
-                index[one.key].pieces.append(one.piece)
-            there = first.setdefault((one.key, (one.piece.offsets, one.piece.shape)), one)
-            if there.crc != one.crc:
-                raise CheckpointError(
-                    f"{one.key} has other values on rank {one.origin} than on rank {there.origin}, and a checkpoint holds one "
-                    "of them: give the tensors names of their own, or keep them equal"
-                )
-        if index != self._checked:
+        layout = self._layout
+        layout.take(shares, marks)
+        first: dict[tuple[str, Any], tuple[int, int]] = {}
+        for rank, share in enumerate(shares):
+            for number, crc in share.crcs.items():
+                one = layout.pieces[rank][number]
+                there, same = first.setdefault((one.key, (one.piece.offsets, one.piece.shape)), (one.origin, crc))
+                if same != crc:
+                    raise CheckpointError(
+                        f"{one.key} has other values on rank {one.origin} than on rank {there}, and a checkpoint holds one "
+                        "of them: give the tensors names of their own, or keep them equal"
+                    )
+        if not layout.packed:
             sizes: dict[str, int] = {}
-            for piece in shards.all_pieces(index):
+            for piece in shards.all_pieces(layout.index):
                 sizes[piece.file] = max(sizes.get(piece.file, 0), piece.begin + piece.bytes)
-            for key, tensor in index.items():
+            for key, tensor in layout.index.items():
                 if not shards.is_sound(tensor, sizes):
                     where = f": rank 0 has it on {self._meshes[key]}" if key in self._meshes else ""
                     raise CheckpointError(f"the parts of {key} do not make up the whole of {tensor.shape}{where}")
-        self._index = index
 
     def _finish(self, directory: AnyPath, write: Callable[[], int], *, apart: bool) -> int:
         if directory not in self._directories:
-            shards.check_parts(directory, self._files)
-            save(shards.packed_index(self._index), directory / INDEX)
-            if self._index != self._checked:
-                if not apart:  # else no process sees all files
-                    shards.read_index(directory)  # as a reader will
-                self._checked.clear()
-                self._checked.update(self._index)
+            layout = self._layout
+            packed = layout.packed or shards.packed_index(layout.index)
+            shards.check_parts(directory, {one.piece.file for some in layout.pieces.values() for one in some[:1]})
+            save(packed, directory / INDEX)
+            if not (apart or layout.packed):  # apart, no process sees all files
+                shards.read_index(directory)  # as a reader will
+            layout.packed = packed
             make_directory(directory)  # syncs its name
         return write()
 

@@ -28,6 +28,7 @@ from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError
 from trainbus.eventloop.training.saves.discover import find_checkpoint
 from trainbus.hooks import CheckpointHook
 
+from ..failing import fails
 from ..hooks.conftest import make_loop
 from .trees import canonical
 
@@ -429,3 +430,25 @@ def test_paths_that_differ_by_their_dots_alone_are_two_tensors(tmp_path):
         distributed.destroy_process_group()
     whole = load_whole(path)
     assert (whole["a.b"].tolist(), whole["a"]["b"].tolist()) == ([1.0, 1.0], [2.0, 2.0])
+
+
+def test_each_save_of_a_stage_has_its_own_tensors_also_after_one_that_failed(tmp_path):
+    """Processes tell rank 0 what they write only if it has changed since the last save."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    stage, mesh = ShardStage(), init_device_mesh("cpu", (1,))
+
+    def save_with(number: int, *lengths: int, write: Callable[[], int] | None = None) -> None:
+        path = tmp_path / f"{number}.safetensors"
+        tensors = {str(n): torch.full((length,), float(number)) for n, length in enumerate(lengths)}
+        state = {name: distribute_tensor(one, mesh, [Shard(0)]) for name, one in tensors.items()}
+        tree, parts = stage.copy_parts(state, path, f"{number:08x}", distributed.group.WORLD)
+        parts.commit(path, write or (lambda: save(tree, path).bytes))
+        assert {name: load_whole(path)[name].tolist() for name in tensors} == {n: one.tolist() for n, one in tensors.items()}
+
+    try:
+        for number, lengths in enumerate([(2, 3), (2, 3), (2, 3, 4), (2, 3, 4), (5, 3), (5, 3), ()]):
+            save_with(number, *lengths)
+            with pytest.raises(CheckpointError, match="no room"):
+                save_with(number + 100, 7, 8, *lengths, write=fails(OSError("no room")))
+    finally:
+        distributed.destroy_process_group()
