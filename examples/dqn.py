@@ -55,35 +55,32 @@ def train(work_dir, hooks=(), resume="auto"):
     models = {"q": q, "target": target}
     with Run(bus, model=models, optimizer=optimizer, work_dir=work_dir, seed=1, resume=resume) as run:
         kept = run.keep(env=env, obs=obs, buffer=buffer, lengths=[])
-        for _ in run.epochs(max_iters=TOTAL):
-            for step in run.train(range(TOTAL)):
-                epsilon = max(0.05, 1 - step / (0.5 * TOTAL))
-                if np.random.random() < epsilon:
-                    action = int(np.random.randint(2))
-                else:
-                    action = int(q(torch.as_tensor(kept.obs)).argmax())
-                following, reward, terminated, truncated, _ = env.step(action)
-                row = {"obs": kept.obs, "next": following, "action": action, "reward": reward, "ended": terminated}
-                for name, value in row.items():
-                    buffer[name][step % SIZE] = value
-                kept.obs = following
-                if terminated or truncated:
-                    kept.lengths.append(env.age)
-                    run.report(length=env.age)
-                    kept.obs, _ = env.reset()
-                if step >= LEARNS_FROM and step % TRAINS_EACH == 0:
-                    chosen = np.random.randint(min(step, SIZE), size=BATCH)
-                    batch = {name: torch.as_tensor(rows[chosen]) for name, rows in buffer.items()}
-                    with torch.no_grad():
-                        best = target(batch["next"]).max(dim=1).values
-                        wanted = batch["reward"] + GAMMA * best * (1 - batch["ended"])
-                    loss = mse_loss(q(batch["obs"]).gather(1, batch["action"]).squeeze(), wanted)
-                    optimizer.zero_grad()
-                    loss.backward()
-                    optimizer.step()
-                    run.report(loss=loss)
-                if step % TARGET_EACH == 0:
-                    target.load_state_dict(q.state_dict())
+        for step in run.iterations(TOTAL):
+            epsilon = max(0.05, 1 - step / (0.5 * TOTAL))
+            explores = np.random.random() < epsilon
+            action = int(np.random.randint(2) if explores else q(torch.as_tensor(kept.obs)).argmax())
+            following, reward, terminated, truncated, _ = env.step(action)
+            row = {"obs": kept.obs, "next": following, "action": action, "reward": reward, "ended": terminated}
+            for name, value in row.items():
+                buffer[name][step % SIZE] = value
+            kept.obs = following
+            if terminated or truncated:
+                kept.lengths.append(env.age)
+                run.report(length=env.age)
+                kept.obs, _ = env.reset()
+            if step >= LEARNS_FROM and step % TRAINS_EACH == 0:
+                chosen = np.random.randint(min(step, SIZE), size=BATCH)
+                batch = {name: torch.as_tensor(rows[chosen]) for name, rows in buffer.items()}
+                with torch.no_grad():
+                    best = target(batch["next"]).max(dim=1).values
+                    wanted = batch["reward"] + GAMMA * best * (1 - batch["ended"])
+                loss = mse_loss(q(batch["obs"]).gather(1, batch["action"]).squeeze(), wanted)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                run.report(loss=loss)
+            if step % TARGET_EACH == 0:
+                target.load_state_dict(q.state_dict())
     return q, kept.lengths
 
 

@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from sys import maxsize
 from typing import Any, Final, Self
 
 from trainbus.eventloop.errors import RunStopped, TrainingError, stopped
@@ -566,6 +567,30 @@ class TrainBatches(Batches):
         if rng is not None:
             set_rng_state(rng)
         return True
+
+
+class TrainIterations(TrainBatches):
+    """Yield the indices of the remaining iterations of a training without a loader: one epoch, as long as the training."""
+
+    _method = "run.iterations()"
+
+    def __init__(self, loops: OpenLoops, *, accumulate: int | None) -> None:
+        super().__init__(loops, range(maxsize), endless=True, accumulate=accumulate)
+        self._epochs = Epochs(loops)
+        self._entered = False
+
+    def _advance(self) -> tuple[int] | None:
+        if self._over:
+            return None
+        if not self._entered:
+            self._entered = True
+            if self._epochs._advance() is None:  # all are done
+                self._over = True
+                return None
+        if super()._advance() is not None:
+            return (self._drive.state.counters.iter,)
+        self._epochs._advance()  # ends the training
+        return None
 
 
 class EvaluationBatches(Batches):

@@ -39,7 +39,7 @@ from trainbus.eventloop.training.data import Feeds
 from trainbus.eventloop.training.driver import Driver
 from trainbus.eventloop.training.facts import carded, described, facts
 from trainbus.eventloop.training.host import Accelerator, Host, OwnLoop
-from trainbus.eventloop.training.iterators import Epochs, EvaluationBatches, OpenLoops, TrainBatches
+from trainbus.eventloop.training.iterators import Epochs, EvaluationBatches, OpenLoops, TrainBatches, TrainIterations
 from trainbus.eventloop.training.keep import KEPT, KeptValues
 from trainbus.eventloop.training.machine import ITERATIONS, Counters
 from trainbus.eventloop.training.metrics import NamedMetrics
@@ -598,6 +598,23 @@ class Run(HostedRun):
             raise ConfigurationError(f"max_epochs={max_epochs} and max_iters={max_iters}: give run.epochs() one of them")
         self.counters.limit(max_epochs, max_iters)
         return Epochs(self._loops)
+
+    @check_options
+    def iterations(self, max_iters: Limit, *, accumulate: Limit | None = None) -> TrainIterations:
+        """Iterate over the indices of the remaining iterations of a training without a loader, such as steps of an environment.
+
+            for step in run.iterations(100_000):
+                ...
+
+        The body is an iteration, as that of :meth:`train`; ``before_train``, one long epoch and ``after_train`` are around
+        all of them. ``break`` ends the training: a run that resumes says so, and trains on.
+
+        Args:
+            max_iters: the number of iterations of the whole training. A finished one goes on if it is resumed with more.
+            accumulate: as that of :meth:`train`.
+        """
+        self.counters.limit(None, max_iters)
+        return TrainIterations(self._loops, accumulate=accumulate)
 
     @check_options
     def train(self, loader: Data, *, endless: bool = False, accumulate: Limit | None = None) -> TrainBatches:
