@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainbus.bridges import attach as attach
     from trainbus.bridges.ignite.saver import TrainbusSaver as TrainbusSaver
     from trainbus.bridges.ray import RayTrainHook as RayTrainHook
+    from trainbus.bridges.torchtitan.manager import TrainbusCheckpointManager as TrainbusCheckpointManager
     from trainbus.compat import TransformersHook as TransformersHook
     from trainbus.config import add_hooks as add_hooks
     from trainbus.eventloop import (
@@ -118,7 +119,10 @@ _AROUND = {
     "attach": "trainbus.bridges",
 }
 """Names of the parts around the engine and the hooks, and their modules."""
-_OPTIONAL = {"TrainbusSaver": ("trainbus.bridges.ignite.saver", "ignite")}
+_OPTIONAL = {
+    "TrainbusCheckpointManager": ("trainbus.bridges.torchtitan.manager", "torchtitan"),
+    "TrainbusSaver": ("trainbus.bridges.ignite.saver", "ignite"),
+}
 """Names that need another library: their modules, and the library. ``from trainbus import *`` leaves them out."""
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 from trainbus.convert import Pickled
 from trainbus.eventloop.bus import Bus
-from trainbus.eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, StagedTree, link
+from trainbus.eventloop.checkpoint import AnyPath, AsyncSaver, CommitInfo, StagedTree, Staging, link
 from trainbus.eventloop.errors import ConfigurationError, RunCancelled
 from trainbus.eventloop.events import Progress
 from trainbus.eventloop.training.run import HostedRun
@@ -73,10 +73,14 @@ class TrainerSaver:
     hidden: tuple[type[BaseException], ...] = (RunCancelled, KeyboardInterrupt)  # Lightning exits instead of raising it
     sharded = False
     save = None
+    overlaps = False
+    """Whether the trainer can copy the state during the next forward and backward pass."""
+    way_to_overlap = "for a CheckpointHook, staging keeps its default"
 
     def __init__(self, host: Any) -> None:
         self._host = host
         self._run: HostedRun = host.run
+        self.staging: Staging = "block"  # of the current save
         self.raises = True  # True if a failure of the current save ends the training; False if a hook asked for a log line only
         self._others: list[Path] = []  # further names for the file that is being written
 
@@ -86,12 +90,16 @@ class TrainerSaver:
     def check(self, request: SaveRequest) -> None:
         """Raise ConfigurationError for an option that needs trainbus's own format."""
         request.check()
-        for option, value in (("staging", request.staging), ("leave_out", sorted(request.leave_out))):
-            if value not in ("block", []):
-                raise ConfigurationError(
-                    f"{option}={value!r} does not work here: another trainer writes the checkpoints, always whole, by its own "
-                    "saver (for a CheckpointHook: save_optimizer, save_param_scheduler and staging keep their defaults)"
-                )
+        if request.staging == "overlap" and not self.overlaps:
+            raise ConfigurationError(
+                "staging='overlap' does not work here: another trainer writes the checkpoints, by its own saver; "
+                + self.way_to_overlap
+            )
+        if request.leave_out:
+            raise ConfigurationError(
+                f"leave_out={sorted(request.leave_out)} does not work here: another trainer writes the checkpoints, always "
+                "whole (for a CheckpointHook: save_optimizer and save_param_scheduler keep their defaults)"
+            )
 
     def rehearse(self, request: SaveRequest) -> list[str]:
         """Gather the state. Return no keys, because those of the trainer's checkpoint are unknown."""
@@ -112,7 +120,7 @@ class TrainerSaver:
 
         def save(job: SaveJob) -> None:
             path, *self._others = job.paths
-            self.raises = job.request.on_error == "raise"
+            self.raises, self.staging = job.request.on_error == "raise", job.request.staging
             try:
                 write(path)
             except Exception:
@@ -120,7 +128,7 @@ class TrainerSaver:
                 if self.raises:
                     raise
             finally:
-                self._others, self.raises = [], True
+                self._others, self.raises, self.staging = [], True, "block"
 
         self._run.checkpointer.save_due(save)
 

@@ -47,6 +47,17 @@ def is_dcp(directory: AnyPath) -> bool:
     return (directory / _METADATA).exists()
 
 
+def check_dcp(directory: AnyPath) -> None:
+    """Compare a folder's index with itself and the sizes of its files.
+
+    Raises:
+        FileNotFoundError: there is no ``.metadata``, or a file is missing.
+        CheckpointDamagedError: they contradict each other.
+        CheckpointError: ``.metadata`` names code, or was written by an extension.
+    """
+    _read_index(directory)
+
+
 def open_dcp(*directories: AnyPath) -> Contents:
     """Open a DCP folder; its tree is what was saved, or the checkpoint that ``write_dcp`` made it from.
 

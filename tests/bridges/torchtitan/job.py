@@ -153,6 +153,7 @@ class Trainer(titan.Trainer):
 
 
 class Job(job.HostJob):
+    manager = CheckpointManager
     suffix = ""
     missing = TorchtitanBridge.missing
     window_ends_with_epoch = repeats_epoch_end = empty_epochs = False
@@ -185,7 +186,7 @@ class Job(job.HostJob):
                 mixed_precision_param="float32",
             ),
             metrics=MetricsProcessor.Config(log_freq=10**6),  # the trainer looks at a loss that it logs
-            checkpoint=CheckpointManager.Config(
+            checkpoint=self.manager.Config(
                 enable=True,
                 interval=max(1, self.every // self.accumulate),
                 load_only=not self.every,

@@ -56,7 +56,7 @@ def spec():
     return replace(found, parallelize_fn=parallelized)
 
 
-def make(files, folder, *, steps=6, training=None, validator=None, metrics=None, **checkpoint):
+def make(files, work, *, steps=6, training=None, validator=None, metrics=None, manager=CheckpointManager, **checkpoint):
     """Return a trainer. ``files`` has been filled by `write_files`."""
     data = HuggingFaceTextDataLoader.Config(dataset="c4_test", dataset_path=str(files / "texts"))
     defaults = {"enable": True, "interval": 2, "last_save_model_only": False}
@@ -65,7 +65,7 @@ def make(files, folder, *, steps=6, training=None, validator=None, metrics=None,
     config = titan.Trainer.Config(
         model_spec=(model := spec()),
         hf_assets_path=str(files / "tokenizer"),
-        dump_folder=str(folder),
+        dump_folder=str(work),
         dataloader=data,
         loss=CrossEntropyLoss.Config(global_vocab_size=model.model.vocab_size),
         optimizer=default_adamw(lr=1e-3, fused=False, foreach=False),
@@ -73,7 +73,7 @@ def make(files, folder, *, steps=6, training=None, validator=None, metrics=None,
         training=TrainingConfig(**options),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor"),
         metrics=MetricsProcessor.Config(**({"log_freq": 2} | (metrics or {}))),
-        checkpoint=CheckpointManager.Config(**(defaults | checkpoint)),
+        checkpoint=manager.Config(**(defaults | checkpoint)),
         activation_checkpoint=None,
         validator=Validator.Config(**({"enable": True, "freq": 3, "steps": 2, "dataloader": data} | (validator or {}))),
         debug=DebugConfig(seed=1),

@@ -17,7 +17,7 @@ from torchtitan.components.checkpointer import AsyncMode, BaseCheckpointManager
 from trainbus import Bus, CheckpointHook, EMAHook, LoggerHook, ParamSchedulerHook, RuntimeInfoHook, attach
 from trainbus.bridges.torchtitan import privates
 from trainbus.bridges.torchtitan.host import TorchtitanBridge
-from trainbus.eventloop import ConfigurationError, TrainingError
+from trainbus.eventloop import CheckpointError, ConfigurationError, TrainingError
 from trainbus.eventloop.events.event import registry
 from trainbus.hooks.writers import JSONLinesWriter
 from trainbus.testing.host_job import Counting, assert_same, checkpoints, fails, heard, noted
@@ -221,6 +221,21 @@ def test_without_a_bus_torchtitan_goes_on_from_a_checkpoint_with_the_state_of_on
     again = make(steps=3)
     again.train()
     assert again.step == 3
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("by", ["own", "hook"])
+def test_an_error_of_dcp_is_told_and_ends_the_training(make, tmp_path, monkeypatch, by, mode):
+    """DCP's error is no ``Exception``."""
+    bus = Bus(*[CheckpointHook(2, by_epoch=False)] * (by == "hook"))
+    told = noted(bus, "checkpoint_failed", "path")
+    trainer = make(steps=2, load_only=by == "hook", async_mode=mode)
+    attach(bus, trainer)
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", fails(OSError("the disk is full")))
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        trainer.train()
+    assert told == [str(tmp_path / "run" / ("checkpoint/step-2" if by == "own" else "iter_2"))]
+    assert not (tmp_path / "run/iter_2").exists()
 
 
 def test_hooks_cannot_save_where_torchtitan_saves_nothing(make):

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import distributed
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torchtitan.components.checkpoint import AsyncMode, CheckpointManager
 
 from trainbus.bridges.hosted import TrainerHost
 from trainbus.bridges.saves import TrainerSaver, Writing
 from trainbus.bridges.torchtitan import privates
+from trainbus.bridges.torchtitan.folders import FolderWriter, when_written
+from trainbus.bridges.torchtitan.manager import TrainbusCheckpointManager, copied_buffers
 from trainbus.bridges.torchtitan.rates import Rates
 from trainbus.bridges.torchtitan.state import KEY, SplitEntry, restored, wanted
 from trainbus.eventloop.checkpoint import (
@@ -22,15 +24,10 @@ from trainbus.eventloop.checkpoint import (
     TEMPORARY_PREFIX,
     AnyPath,
     as_path,
-    commit_folder,
-    discard_folder,
-    remove_leftover,
 )
 from trainbus.eventloop.errors import CheckpointError, ConfigurationError
 from trainbus.eventloop.training.saves.contents import gather_entry
 from trainbus.eventloop.training.saves.requests import SaveRequest
-from trainbus.eventloop.user_errors import text_of
-from trainbus.eventloop.world import this_rank
 
 Method = Callable[..., Any]
 T = TypeVar("T")
@@ -46,6 +43,9 @@ class TitanCheckpoints:
         self._manager: Any = manager
         self._rates = rates
         self._save: Method = self._manager.dcp_save
+        own = isinstance(manager, TrainbusCheckpointManager)  # it renames folders itself
+        self._writer = manager.writer if own else FolderWriter()
+        self._plain_save = partial(CheckpointManager.dcp_save, manager) if own else self._save
         self._load: Method = self._manager.dcp_load
         self._loaded: tuple[str, Any] | None = None
 
@@ -56,35 +56,21 @@ class TitanCheckpoints:
     ) -> Any:
         """Replace ``dcp_save`` of the manager: one of its own saves."""
         filled, writing = self._filled(host, state_dict, checkpoint_id), host.saver.writing(as_path(checkpoint_id))
-        return _written(writing, async_mode, lambda: self._save(filled, checkpoint_id, async_mode, *args, **options))
+        return _reported(writing, async_mode, lambda: self._save(filled, checkpoint_id, async_mode, *args, **options))
 
     def write(self, host: TrainerHost, path: AnyPath) -> None:
         """Save a checkpoint that hooks have requested. It gets its name when it is complete and durable."""
         if not isinstance(path, Path):
             raise CheckpointError(f"cannot write {path}: in torchtitan, hooks save to local directories only")
-        manager, first = self._manager, host.run.rank == 0
-        temporary = path.parent / f"{TEMPORARY_PREFIX}{path.name}"
+        manager = self._manager
         manager.maybe_wait_for_saving()
-        filled = self._filled(host, privates.states(manager), str(path))
-        writing = host.saver.writing(path)
-
-        mode = AsyncMode.DISABLED if manager.async_mode is AsyncMode.DISABLED else AsyncMode.ASYNC
-
-        def prepare() -> None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            remove_leftover(temporary)
-            temporary.mkdir()
-            (temporary / STATE_FILE).write_bytes(filled[KEY]["rank_0"])  # also tells that the folder is ours
-
-        def save() -> Any:
-            _from_first(prepare)
-            return self._save(filled, str(temporary), mode)
-
-        def end(error: Exception | None) -> None:
-            if first:
-                commit_folder(temporary, path) if error is None else discard_folder(temporary)
-
-        pending = _written(writing, mode, save, end)
+        mode = _mode(manager, overlap=host.saver.staging == "overlap")
+        filled = copied_buffers(manager, self._filled(host, privates.states(manager), str(path)), mode)
+        files = {STATE_FILE: filled[KEY]["rank_0"]}  # also tells that the folder is ours
+        write = partial(self._writer.write, path, mode, lambda folder: self._plain_save(filled, folder, mode), files=files)
+        pending = _reported(host.saver.writing(path), mode, write)
+        if mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
+            manager.staging_future, pending = pending.staging_completion, pending.upload_completion
         if mode is not AsyncMode.DISABLED:
             manager.save_future = pending
 
@@ -105,7 +91,9 @@ class TitanCheckpoints:
         Return whether one was loaded, and its path and the state of the bus in it, if it is not one of the model alone.
         """
         self._loaded = None
-        newest = _from_first(lambda: self._newest(host) if step == -1 else None)
+        ranks = self._writer.ranks
+        find = partial(self._newest, host) if step == -1 and ranks.first else lambda: None
+        newest = ranks.from_first(ranks.do("cannot find the newest checkpoint", find))
         if newest is None:
             return original(step), self._loaded
         with torch.no_grad():
@@ -143,78 +131,45 @@ def _is_checkpoint(folder: Path) -> bool:
     return (folder / STATE_FILE).is_file() and not folder.name.startswith((TEMPORARY_PREFIX, FORMER_PREFIX))
 
 
-def _written(
-    writing: Writing, mode: Any, save: Callable[[], Any], end: Callable[[Exception | None], object] = lambda error: None
-) -> Any:
-    """Make a save; report it when it is complete, after ``end``; return what ``dcp_save`` returns."""
+def _reported(writing: Writing, mode: AsyncMode, save: Callable[[], Any]) -> Any:
+    """Make a save, and report it when it is complete; return what ``dcp_save`` returns."""
+
+    def copied() -> Any:
+        with writing.copying():
+            return save()
 
     def finish(written: Callable[[], T]) -> T:
         with writing:
-            try:
-                result = written()
-            except Exception as error:
-                end(error)
-                raise
-            end(None)
-            return result
+            return written()
 
-    if mode is AsyncMode.DISABLED:
-        return finish(save)
-    try:
-        with writing.copying():
-            result = save()
-    except Exception as error:  # noqa: BLE001 - raised by finish()
-        failed: Future[Any] = Future()
-        failed.set_exception(error)
-        return finish(failed.result)
-    pending, complete = getattr(result, "upload_completion", result), Future[Any]()
-
-    def tell(done: Future[Any]) -> None:
-        try:
-            complete.set_result(finish(done.result))
-        except Exception as error:  # noqa: BLE001 - raised where the manager waits for the save
-            complete.set_exception(error)
-
-    pending.add_done_callback(tell)
-    if pending is result:
-        return complete
-    result.upload_completion = complete
-    return result
+    return when_written(mode, save if mode is AsyncMode.DISABLED else copied, finish)
 
 
-def _from_first(call: Callable[[], T]) -> T:
-    """Return on all ranks what a call returns on the first one; raise its error on all.
-
-    Raises:
-        CheckpointError: on the other ranks, if it failed.
-    """
-    found: list[Any] = [None]
-    failure: Exception | None = None
-    try:
-        found = [(call(), "")] if this_rank() == 0 else [None]
-    except Exception as error:  # noqa: BLE001 - raised below, on all ranks
-        found, failure = [(None, text_of(error))], error
-    distributed.broadcast_object_list(found)
-    result: T
-    result, problem = found[0]
-    if failure is not None:
-        raise failure
-    if problem:
-        raise CheckpointError(f"the first rank could not save or load: {problem}")
-    return result
+def _mode(manager: Any, *, overlap: bool) -> AsyncMode:
+    """Return how a checkpoint of hooks is written; prepare the manager for it."""
+    if manager.async_mode is AsyncMode.DISABLED:
+        return AsyncMode.DISABLED
+    if not overlap:
+        return AsyncMode.ASYNC
+    if manager.stager is None:  # as torchtitan makes it for its own first save
+        manager.stager = DefaultStager(StagingOptions())
+    return AsyncMode.ASYNC_WITH_PINNED_MEM
 
 
 class TitanSaver(TrainerSaver):
     """The saver of a run in a torchtitan ``Trainer``."""
 
-    def __init__(self, host: TrainerHost, *, enabled: bool) -> None:
+    way_to_overlap = "set checkpoint.async_mode='async_with_pinned_mem', or leave out staging"
+
+    def __init__(self, host: TrainerHost, manager: Any) -> None:
         super().__init__(host)
-        self._enabled = enabled
+        self._manager = manager
+        self.overlaps = manager.enable and manager.async_mode is AsyncMode.ASYNC_WITH_PINNED_MEM
 
     def check(self, request: SaveRequest) -> None:
         """Raise ConfigurationError also if the ``CheckpointManager`` is switched off."""
         super().check(request)
-        if not self._enabled:
+        if not self._manager.enable:
             raise ConfigurationError(
                 "torchtitan saves nothing with checkpoint.enable=False, so no hook can save: set checkpoint.enable=True "
                 "(with checkpoint.load_only=True, only hooks save)"

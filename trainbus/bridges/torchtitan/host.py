@@ -152,7 +152,7 @@ class TorchtitanBridge(Bridge):
         models, folder = trainer.model_parts, Path(config.dump_folder)
         optimizer = optimizers[0] if len(optimizers) == 1 else several
         run = HostedRun(self.bus, model=models[0], optimizer=optimizer, work_dir=folder, host=host)
-        host.saver = TitanSaver(host, enabled=self._checkpoints is not None)
+        host.saver = TitanSaver(host, trainer.checkpointer)
         if not optimizers:
             host.continue_from(self.run)
         run.foreign.schedulers = trainer.lr_schedulers.schedulers if optimizers else ()

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, Final
 
+import torch
+
 from trainbus.eventloop.privates import Names, check_names
 
 TRAIN_STATE: Final = "train_state"
@@ -34,11 +36,18 @@ SAVING_NAMES: Final[Names] = {
     "checkpointer.dcp_load": ("checkpoints.py: read the state of the bus", _SEEN),
     "checkpointer.async_mode": ("checkpoints.py: whether saves are written beside the training", _SEEN),
     "checkpointer.save_future": ("checkpoints.py: the save that is being written", _SEEN),
+    "checkpointer.staging_future": ("checkpoints.py: copies that are made beside the next passes", _SEEN),
+    "checkpointer.stager": ("checkpoints.py: likewise", _SEEN),
+    "checkpointer.states": ("manager.py: the model", _SEEN),
     "checkpointer.folder": ("checkpoints.py: find the newest checkpoint", _SEEN),
     "checkpointer.maybe_wait_for_saving": ("checkpoints.py: one save at a time", _SEEN),
     "checkpointer._flattened_model_states_sd": ("checkpoints.py: what a checkpoint holds", _SEEN),
     "checkpointer._states_to_load": ("checkpoints.py: what a resumed training loads", _SEEN),
     "storage._storage_setup": ("checkpoints.py: the names in a checkpoint", "torch 2.11.0 to 2.13.0"),
+}
+MANAGER_NAMES: Final[Names] = {
+    f"manager.{name}": (f"manager.py: TrainbusCheckpointManager.{name}()", _SEEN)
+    for name in ("dcp_save", "_load", "_wait_for_saving", "_close")
 }
 
 
@@ -47,6 +56,17 @@ def check(trainer: Any) -> None:
     check_names("torchtitan", "torchtitan", NAMES, trainer=trainer)
     if trainer.checkpointer.enable:
         check_names("torchtitan", "torchtitan", SAVING_NAMES, checkpointer=trainer.checkpointer, storage=_storage())
+
+
+def check_manager(manager: type) -> None:
+    """Raise ConfigurationError if the ``CheckpointManager`` of the installed version lacks a method that ours replaces."""
+    check_names("torchtitan", "torchtitan", MANAGER_NAMES, manager=manager)
+
+
+def models(checkpointer: Any) -> list[torch.nn.Module]:
+    """Return the parts of the model."""
+    found: list[torch.nn.Module] = checkpointer.states["model"].model
+    return found
 
 
 def states(checkpointer: Any) -> dict[str, Any]:
