@@ -29,7 +29,7 @@ ROOMS = {
 """The public packages, with the titles of their pages."""
 FURTHER = {
     "trainbus.eventloop.errors": ("trainbus.eventloop.log", "trainbus.eventloop.checks", "trainbus.eventloop.terminal"),
-    "trainbus.bridges": ("trainbus.bridges.ignite.saver", "trainbus.bridges.ray"),
+    "trainbus.bridges": ("trainbus.bridges.ignite.saver", "trainbus.bridges.ray", "trainbus.bridges.torchtitan.manager"),
     "trainbus.hooks": ("trainbus.compat",),
     "trainbus.config": ("trainbus.eventloop.registry",),
 }
@@ -69,7 +69,7 @@ def names(room: str) -> dict[str, str]:
     home = HOMES.get(room, room)
     found = {name: TRAINBUS if name in top else home for name in public(module) if not _elsewhere(room, getattr(module, name))}
     if room == "trainbus.bridges":
-        found["TrainbusSaver"] = TRAINBUS  # needs Ignite, so no list of names has it
+        found |= dict.fromkeys(trainbus._OPTIONAL, TRAINBUS)  # they need other libraries, so no list of names has them
     for package in PARTS:
         module = importlib.import_module(package)
         for name in public(module):
@@ -93,8 +93,9 @@ def _elsewhere(room: str, value: object) -> bool:
 
 def path_of(room: str, name: str) -> str:
     """Return the dotted path under which the documentation tool finds a name."""
-    if name == "TrainbusSaver":
-        return "trainbus.bridges.ignite.saver.TrainbusSaver"
+    optional = importlib.import_module(TRAINBUS)._OPTIONAL
+    if name in optional:
+        return f"{optional[name][0]}.{name}"
     for module_name in (room, *PARTS):
         module = importlib.import_module(module_name)
         if name in public(module):

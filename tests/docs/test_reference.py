@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import trainbus
 from trainbus.eventloop import Hook
 from trainbus.hooks import WeightAverage, Writer
 
@@ -25,8 +26,8 @@ finally:
     del sys.path[:2]
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of Ignite, when it is imported
-IGNITE = () if find_spec("ignite") else ("TrainbusSaver",)
-NAMES = [(room, name) for room in rooms.ROOMS for name in rooms.names(room) if name not in IGNITE]
+LACKING = {name for name, (_, library) in trainbus._OPTIONAL.items() if not find_spec(library)}
+NAMES = [(room, name) for room in rooms.ROOMS for name in rooms.names(room) if name not in LACKING]
 HANDLERS = Hook, Writer, WeightAverage
 CLASSES = [(name, cls) for kind in hook_options.TITLES for name, cls in hook_options.classes(kind)]
 

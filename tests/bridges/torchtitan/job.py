@@ -153,7 +153,7 @@ class Trainer(titan.Trainer):
 
 
 class Job(job.HostJob):
-    manager = CheckpointManager
+    manager, mode = CheckpointManager, "async"  # of checkpoints that are written beside the training
     suffix = ""
     missing = TorchtitanBridge.missing
     window_ends_with_epoch = repeats_epoch_end = empty_epochs = False
@@ -192,7 +192,7 @@ class Job(job.HostJob):
                 load_only=not self.every,
                 last_save_model_only=False,
                 keep_latest_k=2 if self.beside else 0,
-                async_mode="async" if self.beside else "disabled",
+                async_mode=self.mode if self.beside else "disabled",
             ),
             validator=AfterEpochs.Config(
                 enable=self.validate, freq=steps, steps=1, dataloader=Samples.Config(batches=1, seed=2)

@@ -1,13 +1,17 @@
 """Trainings of torchtitan in two processes that share a model by FSDP2."""
 
+import errno
 import os
 import warnings
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import patch
 
 from torch import distributed
+from torch.distributed import checkpoint as dcp
 
 from trainbus import Bus, CheckpointHook, EMAHook, attach
+from trainbus.eventloop import CheckpointError
 from trainbus.testing.host_job import Counting, fails, noted
 
 
@@ -50,4 +54,59 @@ def train(folder):
         seen[f"{name}, cut"] = seen[name]
         run(name, **only)
     run("stops", stops_at=3)
+    return seen
+
+
+def save(folder):
+    """Train with our checkpoints to a failure of the disk of one rank, and from there; return what is to compare."""
+    rank = distributed.get_rank()
+    os.environ["LOCAL_RANK"] = str(rank)
+    warnings.simplefilter("ignore")
+    from torchtitan.components.checkpoint import CheckpointManager
+
+    from trainbus import TrainbusCheckpointManager
+    from trainbus.bridges.torchtitan import folders
+
+    from . import llama
+
+    files, seen = Path(folder), {}
+
+    def run(name, *, full=None, hooks=(), **options):
+        trainer = llama.make(files / "files", files / name, steps=8, **{"manager": TrainbusCheckpointManager, **options})
+        if hooks:
+            attach(Bus(*hooks), trainer)
+        error, filled = "", []
+
+        def fail(*args, **kwargs):
+            raise OSError(errno.ENOSPC, "the disk is full")
+
+        def stepping(data):
+            if trainer.step == 4 and full is not None and rank == full[0]:
+                trainer.checkpointer.maybe_wait_for_saving()
+                filled.append(patch.object(*full[1], fail))
+                filled[0].start()
+            step(data)
+
+        step, trainer.train_step = trainer.train_step, stepping
+        try:
+            trainer.train()
+            trainer.close()
+        except CheckpointError as failure:
+            error = str(failure)
+        for one in filled:
+            one.stop()
+        distributed.barrier()  # the first rank removes what it has not named
+        names = sorted(path.name for path in (files / name).glob("[!.]*/") if path.name not in ("checkpoint", "logs"))
+        own = sorted(path.name for path in (files / name).glob("checkpoint/*"))
+        return {"weights": llama.weights(trainer), "error": error, "names": names, "own": own}
+
+    data, rename = (dcp.FileSystemWriter, "write_data"), (folders, "commit_folder")
+    seen["plain"] = run("plain", enable=False)
+    for mode in ("disabled", "async"):
+        seen[mode, "data"] = run(f"{mode} data", full=(1, data), async_mode=mode)
+        seen[mode, "rename"] = run(f"{mode} rename", full=(0, rename), async_mode=mode)
+        hooks = [CheckpointHook(2, by_epoch=False)]
+        theirs = {"manager": CheckpointManager, "load_only": True, "hooks": hooks, "async_mode": mode}
+        seen[mode, "hook"] = run(f"{mode} hook", full=(0, rename), **theirs)
+        seen[mode, "again"] = run(f"{mode} data", async_mode=mode)
     return seen

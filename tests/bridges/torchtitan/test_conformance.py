@@ -6,6 +6,8 @@ from trainbus.testing import HostChecks
 
 pytest.importorskip("torchtitan.trainer")
 
+from trainbus import TrainbusCheckpointManager
+
 from .job import WARNINGS, Job
 
 pytestmark = WARNINGS
@@ -13,3 +15,13 @@ pytestmark = WARNINGS
 
 class TestTorchtitan(HostChecks):
     job = Job
+
+
+class OwnJob(Job):
+    manager = TrainbusCheckpointManager
+
+
+class TestOwnCheckpoints(HostChecks):
+    """The same with our checkpointer in the configuration."""
+
+    job = OwnJob

@@ -12,10 +12,12 @@ from torch.distributed import checkpoint as dcp
 pytest.importorskip("torchtitan.trainer")
 
 from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.components.checkpointer import dcp as manager_of_titan
 from torchtitan.config import ConfigManager
 
 from trainbus import Bus, CheckpointHook, EMAHook, TrainbusCheckpointManager, attach
 from trainbus.bridges.torchtitan import privates
+from trainbus.convert.safetensors_folder import open_safetensors
 from trainbus.eventloop import CheckpointError, ConfigurationError
 from trainbus.eventloop.checkpoint import folder
 from trainbus.testing.host_job import Counting, assert_same, checkpoints, noted
@@ -301,3 +303,37 @@ def test_the_state_of_a_bus_is_in_its_checkpoints(make, tmp_path, whole, mode):
     assert_same(llama.weights(trainer), whole)
     assert_same(averages, average)
     assert hook.iters == counted.iters
+
+
+# ------------------------------------------------------------------------------------------------------- Hugging Face's format
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one file", "several files"])
+def test_a_last_save_in_the_format_of_hugging_face_has_its_name_when_it_is_complete(make, tmp_path, several):
+    trainer = make(steps=2, last_save_model_only=True, last_save_in_hf=True)
+    adapter, model = trainer.checkpointer.sd_adapter, llama.weights(trainer)
+    if several:
+        adapter.fqn_to_index_mapping = {name: 1 + place % 2 for place, name in enumerate(adapter.to_hf(model))}
+    trainer.train()
+    expected = adapter.to_hf(llama.weights(trainer))
+    contents = open_safetensors(tmp_path / "run/checkpoint/step-2")
+    assert_same({name: contents.read(one) for name, one in contents.tree.items()}, expected)
+    again = make("again", initial_load_path=str(tmp_path / "run/checkpoint/step-2"), initial_load_in_hf=True)
+    again.checkpointer.load()
+    assert_same(llama.weights(again), llama.weights(trainer))
+
+
+def test_a_last_save_in_the_format_of_hugging_face_without_a_file_gets_no_name(make, tmp_path, monkeypatch):
+    trainer = make(steps=2, last_save_model_only=True, last_save_in_hf=True)
+    adapter = trainer.checkpointer.sd_adapter
+    adapter.fqn_to_index_mapping = {name: 1 + place % 2 for place, name in enumerate(adapter.to_hf(llama.weights(trainer)))}
+    consolidate = manager_of_titan.consolidate_safetensors_files_on_every_rank
+
+    def lost(output_dir, **options):
+        consolidate(output_dir=output_dir, **options)
+        next(Path(output_dir).glob("model-00002-*")).unlink()
+
+    monkeypatch.setattr(manager_of_titan, "consolidate_safetensors_files_on_every_rank", lost)
+    with pytest.raises(CheckpointError, match="model-00002"):
+        trainer.train()
+    assert names(tmp_path / "run") == []

@@ -53,3 +53,31 @@ def test_a_stop_of_one_rank_ends_all_at_one_step(ranks):
 def test_the_first_rank_tells_of_checkpoints(ranks):
     assert [one["whole"]["committed"] for one in ranks][1] == []
     assert {"iter_2", "step-2", "step-8"} <= set(ranks[0]["whole"]["committed"])
+
+
+@pytest.fixture(scope="module")
+def saves(tmp_path_factory):
+    """What each rank has seen of saves by our manager."""
+    folder = tmp_path_factory.mktemp("saves")
+    llama.write_files(folder / "files")
+    outcomes = on_ranks(rank_jobs.save, str(folder), folder=folder, timeout=300)
+    assert [one.exitcode for one in outcomes] == [0, 0], [one.output for one in outcomes]
+    return [one.value for one in outcomes]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+@pytest.mark.parametrize("place", ["data", "rename", "hook"])
+def test_a_save_that_one_rank_cannot_make_fails_on_all(saves, mode, place):
+    for one in saves:
+        assert "the disk is full" in one[mode, place]["error"]
+        assert f"rank {int(place == 'data')}: OSError" in one[mode, place]["error"]
+        assert one[mode, place]["own"] == ([] if place == "hook" else ["step-2"])
+        assert one[mode, place]["names"] == (["iter_2"] if place == "hook" else [])
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_after_a_failed_save_all_ranks_go_on_from_the_one_before(saves, mode):
+    for one in saves:
+        assert one[mode, "again"]["error"] == ""
+        assert one[mode, "again"]["own"] == ["step-2", "step-4", "step-6", "step-8"]
+        assert_same(one[mode, "again"]["weights"], one["plain"]["weights"])

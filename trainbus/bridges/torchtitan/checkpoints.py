@@ -66,7 +66,7 @@ class TitanCheckpoints:
         manager.maybe_wait_for_saving()
         mode = _mode(manager, overlap=host.saver.staging == "overlap")
         filled = copied_buffers(manager, self._filled(host, privates.states(manager), str(path)), mode)
-        files = {STATE_FILE: filled[KEY]["rank_0"]}  # also tells that the folder is ours
+        files = {STATE_FILE: filled[KEY][f"rank_{host.run.rank}"]}  # of the first rank; also tells that the folder is ours
         write = partial(self._writer.write, path, mode, lambda folder: self._plain_save(filled, folder, mode), files=files)
         pending = _reported(host.saver.writing(path), mode, write)
         if mode is AsyncMode.ASYNC_WITH_PINNED_MEM:
