@@ -4,6 +4,7 @@ import errno
 import os
 from functools import partial
 from pathlib import Path
+from threading import Event
 
 import pytest
 import torch
@@ -238,6 +239,17 @@ def test_the_end_of_a_trainer_waits_for_its_last_save(make, tmp_path):
     last = (trainer.step - 1) // 3 * 3  # the data ended in a step that was not made
     trainer.close()
     assert f"step-{last}" in names(tmp_path / "run")
+
+
+def test_a_load_waits_for_the_save_that_is_being_written(make, monkeypatch):
+    go, finish = Event(), dcp.FileSystemWriter.finish
+    monkeypatch.setattr(dcp.FileSystemWriter, "finish", lambda *args, **options: go.wait(60) and finish(*args, **options))
+    manager = make(**BESIDE).checkpointer
+    manager.save(2)
+    wait = manager.maybe_wait_for_saving
+    manager.maybe_wait_for_saving = lambda: (go.set(), wait())
+    assert manager.load()
+    manager.close()
 
 
 # -------------------------------------------------------------------------------------------------------------- its options

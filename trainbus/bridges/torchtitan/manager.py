@@ -62,6 +62,7 @@ class TrainbusCheckpointManager(CheckpointManager):  # type: ignore[misc]  # typ
         )
 
     def _load(self, step: int = -1) -> bool:
+        self.maybe_wait_for_saving()
         if not self.load_only:
             self.writer.ranks.do(f"cannot load from {self.folder}", lambda: self.writer.remove_leftovers(Path(self.folder)))
         loaded: bool = super()._load(step)
