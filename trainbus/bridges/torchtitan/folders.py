@@ -25,6 +25,7 @@ from trainbus.eventloop.checkpoint import (
 )
 from trainbus.eventloop.errors import CheckpointError
 from trainbus.eventloop.user_errors import described
+from trainbus.eventloop.world import world_size
 
 T = TypeVar("T")
 
@@ -40,7 +41,7 @@ class FolderWriter:
     @cached_property
     def ranks(self) -> Together:
         """All ranks, in a group of their own: a save may be committed while the training uses the default one."""
-        return Together(distributed.new_group(backend="gloo") if distributed.get_world_size() > 1 else None)
+        return Together(distributed.new_group(backend="gloo") if world_size() > 1 else None)
 
     def write(
         self,
