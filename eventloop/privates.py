@@ -18,6 +18,7 @@ from importlib import import_module
 from operator import attrgetter
 from types import CodeType
 from typing import Any, Final
+from uuid import uuid4
 from weakref import WeakKeyDictionary
 
 import torch
@@ -332,6 +333,26 @@ def check_scaler(scaler: torch.amp.GradScaler) -> None:
 def default_store() -> Any:
     """Return the store of the default process group. Its type stub lacks some methods."""
     return distributed.distributed_c10d._get_default_store()
+
+
+def tcp_store(store: Any) -> Any:
+    """Return the TCPStore below prefixes; None if it is another kind, which no host and port lead to."""
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    return store if isinstance(store, distributed.TCPStore) else None  # type: ignore[attr-defined]
+
+
+def second_connection(store: Any) -> Any:
+    """Return a store with the same keys: a thread that waits in a TCPStore keeps its lock."""
+    if hasattr(store, "clone"):
+        return store.clone()
+    tcp = tcp_store(store)  # older torches have no clone()
+    if tcp is None:
+        return store
+    # Prefixes cannot be read, so all ranks take another one, which is new for each of these stores.
+    prefix = store.compare_set("trainbus/connection", "", uuid4().hex).decode()
+    again = distributed.TCPStore(tcp.host, tcp.port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
+    return distributed.PrefixStore(prefix, again)  # type: ignore[attr-defined]
 
 
 def default_timeout() -> timedelta | None:

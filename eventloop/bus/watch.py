@@ -120,9 +120,7 @@ def _tap_class() -> type[_Tap]:
     """Return the class of hooks that torch.compile does not trace. Made late: importing the compiler takes a second."""
 
     class Tap(_Tap):
-        __call__ = torch.compiler.disable(  # type: ignore[no-untyped-call]
-            _Tap.__call__, reason="a bus publishes events of this module: bus.watch"
-        )
+        __call__ = torch.compiler.disable(_Tap.__call__)  # type: ignore[no-untyped-call]
 
     return Tap
 

@@ -16,7 +16,7 @@ from typing import Any, Final
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from trainbus.eventloop.privates import default_store
+from trainbus.eventloop.privates import default_store, tcp_store
 from trainbus.eventloop.training.distributed.mailbox import Mailbox
 
 BLOCK: Final = 64
@@ -66,13 +66,6 @@ class Blocks:
                 store = TCPStore(host, port, is_master=False, timeout=_CONNECT)
             _kept = group, store
         return Mailbox(name, _kept[1])
-
-
-def tcp_store(store: Any) -> Any:
-    """Return the TCPStore below prefixes; None if it is another kind, which no host and port lead to."""
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store
-    return store if isinstance(store, TCPStore) else None
 
 
 def _own_host(group: Any) -> str:

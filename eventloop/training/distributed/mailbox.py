@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from trainbus.eventloop.privates import default_store
+from trainbus.eventloop.privates import default_store, second_connection
 
 T = TypeVar("T")
 
@@ -33,7 +33,7 @@ class Mailbox:
     """
 
     def __init__(self, name: str, store: Any = None) -> None:
-        self._store = (store or default_store()).clone()  # a thread that waits in the other one keeps its lock
+        self._store = second_connection(store or default_store())
         self._name = name
 
     def put(self, key: str, message: object = None) -> None:

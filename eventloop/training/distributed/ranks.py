@@ -22,9 +22,8 @@ from trainbus.eventloop.bus import Bus
 from trainbus.eventloop.checkpoint import is_sharded
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.log import get_logger
-from trainbus.eventloop.privates import default_store, default_timeout
+from trainbus.eventloop.privates import default_store, default_timeout, tcp_store
 from trainbus.eventloop.training.coordinator import Coordinator, Requests
-from trainbus.eventloop.training.distributed.blocks import tcp_store
 from trainbus.eventloop.training.distributed.collectives import Collectives
 from trainbus.eventloop.training.distributed.layout import find_layout
 from trainbus.eventloop.training.distributed.mailbox import missing_of
