@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
-from importlib import metadata
 from typing import Any, TypeVar
 
 K = TypeVar("K")
@@ -18,11 +17,15 @@ def load_builtin(part: str = "") -> None:
 
     By the entry points of the distribution, because this package must not import them.
     """
+    from importlib import metadata
+
     with suppress(metadata.PackageNotFoundError):  # a checkout that is not installed
         for point in metadata.distribution("trainbus").entry_points.select(group="trainbus"):
             if part in ("", point.name):
                 try:
-                    point.load()
+                    part_found = point.load()
+                    for name in getattr(part_found, "__all__", ()):  # a package loads its names when they are used
+                        getattr(part_found, name)
                 except ModuleNotFoundError as error:
                     if not f"{point.module}.".startswith(f"{error.name}."):  # else this part is not there
                         raise

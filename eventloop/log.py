@@ -6,6 +6,8 @@ warnings and errors, with their rank.
 
 Each warning and error has an ``id`` that stays the same when its text is improved, by which to filter and to test. Lines on a
 terminal leave it out.
+
+structlog is imported with the first line: it takes longer than a command that logs nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ import logging
 import sys
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, TextIO, cast
-
-import structlog
-from structlog.typing import FilteringBoundLogger
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from trainbus.eventloop.terminal import printable
 from trainbus.eventloop.user_errors import contextmanager, described
 from trainbus.eventloop.world import this_rank
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
 
 
 def get_logger() -> FilteringBoundLogger:
@@ -54,10 +56,14 @@ class _Logger:
     def __getattr__(self, name: str) -> Any:
         if _collections and name in ("debug", "info", "warning", "error", "exception", "critical"):
             return partial(_collect, name)
+        import structlog
+
         return getattr(structlog.get_logger("trainbus") if structlog.is_configured() else _plain(), name)
 
 
 def _plain() -> Any:
+    import structlog
+
     rank = this_rank()
     colors = sys.stderr is not None and sys.stderr.isatty()
     return structlog.wrap_logger(
@@ -78,9 +84,11 @@ def _escaped(value: Any) -> Any:
 
 
 def _traceback(file: TextIO, exc_info: Any) -> None:
+    from structlog.dev import plain_traceback
+
     whole = io.StringIO()
     try:
-        structlog.dev.plain_traceback(whole, exc_info)
+        plain_traceback(whole, exc_info)
     except Exception as second:  # noqa: BLE001 - a property or __str__ of the user's exception raises
         whole.write(f"{described(exc_info[1])} (its traceback cannot be printed: {described(second)})")
     file.write(printable(whole.getvalue(), keep="\n"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -19,9 +20,7 @@ from typing import Any, Final, NamedTuple
 from uuid import UUID
 
 import msgspec
-import numpy as np
 import orjson
-import torch
 
 HIDDEN: Final = "(not stored)"
 """Stands for a value whose name says that it is a secret."""
@@ -34,7 +33,7 @@ _DEEPEST_OPTION: Final = 20
 _DEEPEST: Final = 50
 _SMALL: Final = 1_000  # numbers of an array that are listed
 _KEYS: Final = (str, int, float, NoneType)
-_AS_TEXT: Final = (PurePath, torch.dtype, torch.device, date, time, timedelta, Decimal, UUID, Enum)
+_AS_TEXT: Final = (PurePath, date, time, timedelta, Decimal, UUID, Enum)
 _ADDRESS_IN_MEMORY: Final = re.compile(r" at 0x[0-9a-fA-F]+")
 _PAIR: Final = re.compile(r"""(?P<name>\b\w+)(?P<equals>['"]?\s*[=:]\s*)(?P<value>'[^']*'|"[^"]*"|[^\s,()'"\]}]+)""")
 _SECRET: Final = re.compile(
@@ -46,6 +45,12 @@ _ADDRESS: Final = re.compile(r"https?://[^/?#@\s]+(?=[/?#])")
 _QUERY: Final = re.compile(
     r"([?&][^=&\s#]*(?:token|key|secret|signature|sig|password|credential)[^=&\s#]*=)[^&\s#]+", re.IGNORECASE
 )
+
+
+def _is(value: Any, module: str, *names: str) -> bool:
+    """Return whether a value is of one of these classes of torch or numpy: without the import, there is no such value."""
+    found = sys.modules.get(module)
+    return isinstance(value, tuple(getattr(found, name) for name in names if hasattr(found, name)))
 
 
 def plain(value: Any) -> Any:
@@ -157,17 +162,17 @@ def _any_entries(value: Any) -> _Entries | None:
         return _Entries([field.name for field in fields(value)], partial(getattr, value))
     if isinstance(value, msgspec.Struct):
         return _Entries(value.__struct_fields__, partial(getattr, value))
-    small = isinstance(value, np.ndarray) and value.size <= _SMALL
-    if small or (isinstance(value, torch.Tensor) and value.is_cpu and value.numel() <= _SMALL):
+    small = _is(value, "numpy", "ndarray") and value.size <= _SMALL
+    if small or (_is(value, "torch", "Tensor") and value.is_cpu and value.numel() <= _SMALL):
         return _list(value.tolist())
     return None
 
 
 def _scalar(value: Any) -> Any:
     """Return a number or text of another type as Python's own; any other value as it is."""
-    if isinstance(value, np.generic | np.ndarray) and value.ndim == 0:
+    if _is(value, "numpy", "generic", "ndarray") and value.ndim == 0:
         value = value.item()
-    elif isinstance(value, torch.Tensor) and value.is_cpu and value.dim() == 0:
+    elif _is(value, "torch", "Tensor") and value.is_cpu and value.dim() == 0:
         value = value.item()  # reading another device would wait for it
     if isinstance(value, bool) or type(value) in (int, float, str):
         return value
@@ -177,7 +182,7 @@ def _scalar(value: Any) -> Any:
             return kind(value)
     if isinstance(value, str):
         return str.__str__(value)
-    return str(value) if isinstance(value, _AS_TEXT) else value
+    return str(value) if isinstance(value, _AS_TEXT) or _is(value, "torch", "dtype", "device") else value
 
 
 def _key(name: Any) -> str:
@@ -199,7 +204,7 @@ def described(value: Any) -> str:
     """Return the ``repr`` of an object, without its address and without secrets; of a class or function its name."""
     if isinstance(value, type) or inspect.isroutine(value):
         return _named(value)
-    if isinstance(value, torch.Tensor):
+    if _is(value, "torch", "Tensor"):
         return f"Tensor({tuple(value.shape)}, {value.dtype}, {value.device})"  # its values may be on another device
     try:
         text = _ADDRESS_IN_MEMORY.sub("", repr(value))
@@ -223,9 +228,9 @@ def numbers_in(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_scalar(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1
-    return isinstance(value, np.ndarray | np.generic) and value.size == 1
+    if _is(value, "torch", "Tensor"):
+        return bool(value.numel() == 1)
+    return _is(value, "numpy", "ndarray", "generic") and value.size == 1
 
 
 def encodable(value: Any) -> Any:

@@ -114,7 +114,7 @@ def find(kind: str, name: str) -> type[Any]:
     if isinstance(elsewhere, type):
         return elsewhere
     hint = did_you_mean(name, _found[kind])
-    known = "" if hint else f"; registered: {names or 'none (`import trainbus.hooks` registers the built-in ones)'}"
+    known = "" if hint else f"; registered: {names or 'none (`from trainbus.hooks import *` registers the built-in ones)'}"
     raise UnknownNameError(f"{name!r} is not a registered {kind}{hint}{known}{elsewhere and f' ({elsewhere})'}")
 
 

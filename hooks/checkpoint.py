@@ -28,8 +28,9 @@ from trainbus.hooks.copies import CopiedAnew
 from trainbus.hooks.options import NonNegativeInt, check_epochs, one_or_more
 from trainbus.hooks.publishing import keys_to_publish, publish_checkpoint, remove_copies
 from trainbus.hooks.retention import KEPT, REGULAR, SUFFIX, RetentionPolicy, sweep
-from trainbus.hooks.rules import BestMetrics, Rule, check_validated, warn_unvalidated
+from trainbus.hooks.rules import Rule
 from trainbus.hooks.schedule import KEY as SCHEDULES
+from trainbus.hooks.scores import BestMetrics, check_validated, warn_unvalidated
 from trainbus.hooks.sharded_mirror import mirror_of
 
 log = get_logger()

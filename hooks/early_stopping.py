@@ -11,7 +11,8 @@ from trainbus.eventloop.events import AfterRun, AfterValEpoch, BeforeTrain, RunV
 from trainbus.eventloop.registry import register
 from trainbus.eventloop.training import missing_metric
 from trainbus.hooks.options import Distance, Finite, Name, PositiveInt
-from trainbus.hooks.rules import Rule, check_validated, find_rule, is_better, value_of, warn_unvalidated
+from trainbus.hooks.rules import Rule, find_rule, is_better
+from trainbus.hooks.scores import check_validated, value_of, warn_unvalidated
 
 log = get_logger()
 

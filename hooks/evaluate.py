@@ -24,7 +24,8 @@ from trainbus.eventloop.events import (
 from trainbus.eventloop.registry import register
 from trainbus.eventloop.training import enter_training_mode, in_training_mode, missing_metric
 from trainbus.hooks.options import Name, NonNegativeInt, check_epochs
-from trainbus.hooks.rules import Rule, find_rule, is_better, score_of
+from trainbus.hooks.rules import Rule, find_rule, is_better
+from trainbus.hooks.scores import score_of
 
 log = get_logger()
 

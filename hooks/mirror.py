@@ -36,7 +36,7 @@ from trainbus.eventloop.checkpoint import (
     list_files,
     make_directory,
     note_scores,
-    outline,
+    plain_tree,
     read_scores,
     remove,
     remove_whole,
@@ -309,7 +309,7 @@ class Mirror(Hook):
     def _newest(self) -> tuple[int, ...]:
         """Return how far the newest save in the store has come; () if there is none."""
         path = newest_candidate(self.store)
-        return () if path is None else how_far(outline(path))[:3]
+        return () if path is None else how_far(plain_tree(path))[:3]
 
     def _waiting(self) -> list[str]:
         with self._lock:

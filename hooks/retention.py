@@ -25,7 +25,7 @@ from trainbus.eventloop.checkpoint import (
 )
 from trainbus.eventloop.events import Progress, Slot
 from trainbus.hooks.copies import CopiedAnew
-from trainbus.hooks.rules import BestMetrics
+from trainbus.hooks.scores import BestMetrics
 
 log = get_logger()
 

@@ -15,7 +15,7 @@ from trainbus.eventloop.events import Slot
 from trainbus.eventloop.privates import schedulers_in
 from trainbus.eventloop.registry import register
 from trainbus.hooks.options import check_epochs
-from trainbus.hooks.rules import check_validated, value_of, warn_unvalidated
+from trainbus.hooks.scores import check_validated, value_of, warn_unvalidated
 
 log = get_logger()
 

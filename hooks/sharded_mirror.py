@@ -28,9 +28,9 @@ from trainbus.eventloop.checkpoint import (
     list_directories,
     list_files,
     make_directory,
-    outline,
     own_parts,
     part_files,
+    plain_tree,
     remove,
     remove_parts,
     sharded_in,
@@ -100,7 +100,7 @@ class ShardedMirror(Mirror):
         return self._all.from_first(own)
 
     def _shards_of(self, name: str) -> str | None:
-        return sharded_in(outline(self.directory / name))
+        return sharded_in(plain_tree(self.directory / name))
 
     def _saved_anew(self, former: File) -> None:
         if former.shards is not None:
@@ -356,7 +356,7 @@ def _mains(directory: Path) -> list[AnyPath]:
 
 def _shards_in(main: AnyPath) -> str | None:
     try:
-        return sharded_in(outline(main))
+        return sharded_in(plain_tree(main))
     except (TrainbusError, OSError):  # damaged, or removed meanwhile
         return None
 

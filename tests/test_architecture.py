@@ -23,7 +23,7 @@ ROOT = Path(eventloop.__file__).resolve().parent.parent
 PUBLIC = (
     "trainbus.eventloop",
     *(f"trainbus.eventloop.{name}" for name in ("bus", "checkpoint", "errors", "events", "spelling", "training")),
-    *(f"trainbus.eventloop.{name}" for name in ("annotations", "bounds", "checks", "plain", "registry")),
+    *(f"trainbus.eventloop.{name}" for name in ("annotations", "bounds", "checks", "lazy", "plain", "registry")),
     "trainbus.eventloop.terminal",
     "trainbus.eventloop.notebook",
     "trainbus.eventloop.device",  # the accelerator
@@ -121,7 +121,7 @@ def test_rooms_import_rooms_above_them_neither_late_nor_by_name():
     assert {
         "trainbus.eventloop.bus",
         "trainbus.eventloop.offload.lane",
-        "trainbus.eventloop.checkpoint.stage",
+        "trainbus.eventloop.checkpoint.staging",
         "trainbus.hooks",
     } <= set(MODULES)
     for name in MODULES:

@@ -8,7 +8,6 @@ The classes of mount points are in ``trainbus.events``, errors in ``trainbus.err
 from __future__ import annotations
 
 import importlib
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,7 +129,7 @@ def main() -> int:
     """Run the command line; return its exit status."""
     try:
         from trainbus.cli import main as command
-    except KeyboardInterrupt:  # while torch was being imported
+    except KeyboardInterrupt:  # while modules were being imported
         return 130
     return command()
 
@@ -147,13 +146,15 @@ if not TYPE_CHECKING:  # with __getattr__, a type checker would accept any name
 
 def _find(name: str) -> Any:
     if name == "__version__":
+        from importlib import metadata
+
         try:
             return metadata.version("trainbus")
         except metadata.PackageNotFoundError:  # run from a checkout that is not installed
             return "0+unknown"
     if name == "__all__":
         return _public()
-    if name in _PARTS or f"trainbus.{name}" in _ELSEWHERE:
+    if not name.startswith("_") and find_spec(f"trainbus.{name}"):
         return importlib.import_module(f"trainbus.{name}")
     if name in _OPTIONAL:
         return getattr(importlib.import_module(_OPTIONAL[name][0]), name)

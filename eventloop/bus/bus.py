@@ -85,7 +85,8 @@ class Bus(TypedOn, Streams):
         super().__init__(backend=backend, drain_timeout=drain_timeout, abort_timeout=abort_timeout)
         self.internal = Internal(self, self._known.__getitem__)
         """What the rest of trainbus uses; it may change in any version."""
-        load_builtin("bridges")  # now, as an open bus may be on an event loop, which must not import
+        for part in ("bridges", "hooks"):  # now, as an open bus may be on an event loop, which must not import
+            load_builtin(part)
         self.hooks: tuple[Hook, ...] = ()
         """The hooks that were added, in order."""
         self._stateful: dict[str, Hook] = {}  # by label

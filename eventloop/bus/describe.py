@@ -10,9 +10,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from trainbus.eventloop import notebook
-from trainbus.eventloop.bus.handler import title, without_method
 from trainbus.eventloop.bus.priority import Priority
 from trainbus.eventloop.bus.subscription import Stats, Subscription
+from trainbus.eventloop.bus.titles import title, without_method
 from trainbus.eventloop.events import Event
 from trainbus.eventloop.events.event import lineage, mount_points, resolve
 from trainbus.eventloop.events.mount_points import BUILTIN

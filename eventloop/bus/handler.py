@@ -6,7 +6,7 @@ import functools
 import inspect
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypedDict, cast
 
@@ -163,17 +163,6 @@ def label_of(handler: object, hook: Hook | None) -> str:
     if name == "<lambda>":  # several have this name
         name = f"lambda at {location_of(handler).rpartition('/')[2]}"
     return name if hook is None else f"{hook.label}.{name}"
-
-
-def without_method(name: str, mount_points: Collection[str]) -> str:
-    """Return the name of a hook's handler without its method, if the method has the name of one of its mount points."""
-    hook, _, method = name.rpartition(".")
-    return hook if hook and method in mount_points else name
-
-
-def title(name: str, mount_point: str) -> str:
-    """Return the title of a handler at a mount point, without repetition: ``"EMAHook, after_train_iter"``."""
-    return f"{without_method(name, [mount_point])}, {mount_point}"
 
 
 def location_of(handler: Callable[..., Any]) -> str:

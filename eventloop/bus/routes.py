@@ -27,9 +27,9 @@ from typing import Any, Protocol
 from torch.profiler import record_function
 
 from trainbus.eventloop.bus.filters import COUNTS
-from trainbus.eventloop.bus.handler import title
 from trainbus.eventloop.bus.priority import Priority
 from trainbus.eventloop.bus.subscription import Subscription
+from trainbus.eventloop.bus.titles import title
 from trainbus.eventloop.checks import check_returned
 from trainbus.eventloop.events import Event
 from trainbus.eventloop.events.event import name_of

@@ -4,76 +4,82 @@ Knows nothing of the bus. A checkpoint is a tree (dicts, lists, tuples … of nu
 file that the safetensors package opens.
 """
 
-from trainbus.eventloop.checkpoint.background import BackgroundWriter, Busy, PendingSaves, awaiting_steps, steps_awaited
-from trainbus.eventloop.checkpoint.commit import TEMPORARY_PREFIX
-from trainbus.eventloop.checkpoint.folder import (
-    FORMER_PREFIX,
-    STATE_FILE,
-    commit_folder,
-    discard_folder,
-    files_in,
-    free_name,
-    is_folder,
-    keep_as_old,
-    remove_leftover,
-    sync_folder,
-)
-from trainbus.eventloop.checkpoint.load import (
-    checkpoints_in,
-    content_of,
-    file_kind,
-    inspect,
-    is_checkpoint,
-    load,
-    outline,
-    verify,
-)
-from trainbus.eventloop.checkpoint.overlap import Overlap, Staging
-from trainbus.eventloop.checkpoint.plain_types import weights_only
-from trainbus.eventloop.checkpoint.remote import RemotePath
-from trainbus.eventloop.checkpoint.saver import AsyncSaver
-from trainbus.eventloop.checkpoint.scores import SCORES, FileScores, note_scores, read_scores, scores_of
-from trainbus.eventloop.checkpoint.shards import (
-    COMMITTED,
-    INDEX,
-    SHARDS_SUFFIX,
-    check_parts,
-    is_dtensor,
-    is_sharded,
-    own_parts,
-    part_files,
-    read_shards,
-    remove_parts,
-    remove_whole,
-    sharded_in,
-    sweep_shards,
-    verify_shards,
-)
-from trainbus.eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, WriteFile, save, stage, write
-from trainbus.eventloop.checkpoint.store import (
-    AnyPath,
-    AsPath,
-    as_path,
-    check_regular,
-    commit_bytes,
-    is_plain_name,
-    link,
-    list_directories,
-    list_files,
-    make_directory,
-    open_file,
-    remove,
-    symlink,
-)
-from trainbus.eventloop.checkpoint.together import Together
-from trainbus.eventloop.checkpoint.tree import packed
-from trainbus.eventloop.checkpoint.weights import is_weights, load_whole, pick_weights
-from trainbus.eventloop.checkpoint.wrappers import (
-    WrapperNames,
-    same_but_for_wrappers,
-    unwrapped,
-    without_wrappers,
-)
+from typing import TYPE_CHECKING
+
+from trainbus.eventloop.lazy import lazy
+
+if TYPE_CHECKING:
+    from trainbus.eventloop.checkpoint.background import BackgroundWriter, Busy, PendingSaves, awaiting_steps, steps_awaited
+    from trainbus.eventloop.checkpoint.commit import TEMPORARY_PREFIX
+    from trainbus.eventloop.checkpoint.folder import (
+        FORMER_PREFIX,
+        STATE_FILE,
+        commit_folder,
+        discard_folder,
+        files_in,
+        free_name,
+        is_folder,
+        keep_as_old,
+        remove_leftover,
+        sync_folder,
+    )
+    from trainbus.eventloop.checkpoint.header import (
+        checkpoints_in,
+        content_of,
+        file_kind,
+        inspect,
+        is_checkpoint,
+        plain_tree,
+        verify,
+    )
+    from trainbus.eventloop.checkpoint.marks import is_dtensor, is_sharded
+    from trainbus.eventloop.checkpoint.overlap import Overlap, Staging
+    from trainbus.eventloop.checkpoint.plain_types import weights_only
+    from trainbus.eventloop.checkpoint.reading import load, outline
+    from trainbus.eventloop.checkpoint.remote import RemotePath
+    from trainbus.eventloop.checkpoint.saver import AsyncSaver
+    from trainbus.eventloop.checkpoint.scores import SCORES, FileScores, note_scores, read_scores, scores_of
+    from trainbus.eventloop.checkpoint.shards import (
+        COMMITTED,
+        INDEX,
+        SHARDS_SUFFIX,
+        check_parts,
+        own_parts,
+        part_files,
+        read_shards,
+        remove_parts,
+        remove_whole,
+        sharded_in,
+        sweep_shards,
+        verify_shards,
+    )
+    from trainbus.eventloop.checkpoint.staging import CommitInfo, StageBuffer, StagedTree, WriteFile, save, stage, write
+    from trainbus.eventloop.checkpoint.store import (
+        AnyPath,
+        AsPath,
+        as_path,
+        check_regular,
+        commit_bytes,
+        is_plain_name,
+        link,
+        list_directories,
+        list_files,
+        make_directory,
+        open_file,
+        remove,
+        symlink,
+    )
+    from trainbus.eventloop.checkpoint.together import Together
+    from trainbus.eventloop.checkpoint.tree import packed
+    from trainbus.eventloop.checkpoint.weights import is_weights, load_whole, pick_weights
+    from trainbus.eventloop.checkpoint.wrappers import (
+        WrapperNames,
+        same_but_for_wrappers,
+        unwrapped,
+        without_wrappers,
+    )
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "COMMITTED",
@@ -132,6 +138,7 @@ __all__ = [
     "packed",
     "part_files",
     "pick_weights",
+    "plain_tree",
     "read_scores",
     "read_shards",
     "remove",

@@ -4,6 +4,8 @@ It is ``u64 header length | JSON header | data``. The data are the user's tensor
 aligned without holes, which safetensors forbids), then ``__tree__`` (see ``tree``), then ``__digest__``: the CRC-32 of every
 byte before it. The order of the names in the header is the order of the data.
 
+It imports no torch, as ``header`` and ``packed``: a command that lists files waits for nothing.
+
 Source: https://huggingface.co/docs/safetensors/index#format
 """
 
@@ -14,7 +16,6 @@ from typing import Annotated, Final
 
 import msgspec
 import orjson
-import torch
 
 from trainbus.eventloop.checkpoint.commit import DIGEST_BYTES
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointValueError
@@ -32,36 +33,43 @@ MAX_HEADER_BYTES: Final = 100_000_000  # safetensors refuses more
 MAX_TREE_BYTES: Final = 1 << 32
 """Bytes of everything in a checkpoint except its tensors. MessagePack cannot hold more in one piece."""
 
-# What every safetensors since 0.4.5 reads. Other dtypes are stored as U8, with their dtype and shape in the tree.
-SAFE_NAMES: Final[dict[torch.dtype, str]] = {
-    torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.float32: "F32",
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.uint64: "U64",
+SAFE: Final = {
+    "bool": ("BOOL", 1),
+    "uint8": ("U8", 1),
+    "int8": ("I8", 1),
+    "float8_e5m2": ("F8_E5M2", 1),
+    "float8_e4m3fn": ("F8_E4M3", 1),
+    "int16": ("I16", 2),
+    "uint16": ("U16", 2),
+    "float16": ("F16", 2),
+    "bfloat16": ("BF16", 2),
+    "int32": ("I32", 4),
+    "uint32": ("U32", 4),
+    "float32": ("F32", 4),
+    "float64": ("F64", 8),
+    "int64": ("I64", 8),
+    "uint64": ("U64", 8),
 }
-SAFE_DTYPES: Final = {name: dtype for dtype, name in SAFE_NAMES.items()}
+"""The dtypes that every safetensors since 0.4.5 reads: its name, and the bytes of an element, by torch's name."""
+FOREIGN: Final = {
+    "complex32": 4,
+    "complex64": 8,
+    "complex128": 16,
+    "float8_e4m3fnuz": 1,
+    "float8_e5m2fnuz": 1,
+    "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+}
+"""Dense dtypes that safetensors, or an older one, lacks: they are stored as U8, with their dtype and shape in the tree.
 
-# Dense dtypes that safetensors, or an older one, lacks. The sub-byte integers are missing: torch cannot copy them.
-_FOREIGN: Final = "complex32 complex64 complex128 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2"
-FOREIGN_DTYPES: Final[dict[str, torch.dtype]] = {
-    name: getattr(torch, name) for name in _FOREIGN.split() if hasattr(torch, name)
-}
-FOREIGN_NAMES: Final = {dtype: name for name, dtype in FOREIGN_DTYPES.items()}
-DTYPES: Final = {str(dtype).removeprefix("torch."): dtype for dtype in (*SAFE_NAMES, *FOREIGN_NAMES)}
-"""All dtypes of tensors in a file, by torch's name. torch crashes where it makes a tensor of some of the others."""
+The sub-byte integers are missing: torch cannot copy them.
+"""
+ITEM_BYTES: Final = FOREIGN | {name: size for name, (_, size) in SAFE.items()}
+"""Bytes of an element, by torch's name of the dtype."""
+_SAFE_BYTES: Final = dict(SAFE.values())
 
 _Size = Annotated[int, msgspec.Meta(ge=0)]
+Strides = tuple[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)], ...]
 
 
 class NewerError(Exception):
@@ -147,9 +155,9 @@ def _decoding() -> Iterator[None]:
 def _check_tensors(tensors: dict[str, TensorInfo], data_bytes: int) -> None:
     end = 0
     for name, info in tensors.items():
-        dtype = SAFE_DTYPES.get(info.dtype)
+        size = _SAFE_BYTES.get(info.dtype)
         begin, after = info.data_offsets
-        if dtype is None or begin != end or after - begin != elements(info.shape, after - begin) * dtype.itemsize:
+        if size is None or begin != end or after - begin != elements(info.shape, after - begin) * size:
             raise CheckpointDamagedError(f"the header contradicts itself at {name!r}")
         end = after
     if end != data_bytes:

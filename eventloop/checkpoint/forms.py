@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Annotated, Final
+from typing import Final
 
-import msgspec
 import torch
 
-from trainbus.eventloop.checkpoint.container import FOREIGN_NAMES, SAFE_NAMES
+from trainbus.eventloop.checkpoint.dtypes import FOREIGN_NAMES, SAFE_NAMES
 from trainbus.eventloop.errors import CheckpointValueError
 
 GRAD: Final = 1
@@ -25,7 +24,6 @@ GRAD: Final = 1
 PARAMETER: Final = 2
 """of a ``Parameter``."""
 
-Strides = tuple[Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)], ...]
 needs_grad: Final = attrgetter("requires_grad")
 
 

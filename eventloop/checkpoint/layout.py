@@ -21,16 +21,15 @@ import torch
 from trainbus.eventloop.checkpoint.commit import DIGEST_BYTES
 from trainbus.eventloop.checkpoint.container import (
     DIGEST,
-    FOREIGN_NAMES,
     LENGTH_BYTES,
     MAX_TREE_BYTES,
-    SAFE_NAMES,
     TREE,
     ForeignInfo,
     TensorInfo,
     render_start,
     unique_name,
 )
+from trainbus.eventloop.checkpoint.dtypes import FOREIGN_NAMES, SAFE_NAMES
 from trainbus.eventloop.checkpoint.forms import (
     check_storable,
     in_tree,

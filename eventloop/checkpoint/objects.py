@@ -14,27 +14,12 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any, Final
 
-import msgspec
 import torch
 
 from trainbus.eventloop.checkpoint.container import NewerError
 from trainbus.eventloop.checkpoint.forms import kind_of, with_kind
+from trainbus.eventloop.checkpoint.unpack import ObjectParts
 from trainbus.eventloop.privates import sparse_parts
-
-
-class ObjectParts(msgspec.Struct, frozen=True, eq=False):  # equal to nothing else, so that it may be a key
-    """A value that was not put together: where the data of tensors are not read, or its class is not imported."""
-
-    type: str
-    """Its name: ``"deque"``, or ``"package.module:Name"`` of a class that is not Python's or torch's."""
-    content: dict[str, Any]
-
-    def __repr__(self) -> str:
-        return f"{self.type}({', '.join(f'{name}={value!r}' for name, value in self.content.items())})"
-
-
-Rebuild = Callable[[str, dict[str, Any]], Any]
-"""Makes a value of the name of its type and its content."""
 
 
 def taken_apart(value: Any) -> ObjectParts | None:

@@ -13,7 +13,7 @@ from typing import Any, BinaryIO, Final
 
 import torch
 
-from trainbus.eventloop.checkpoint.load import LEGACY, ZIP, check_memory
+from trainbus.eventloop.checkpoint.header import LEGACY, ZIP, check_memory
 from trainbus.eventloop.checkpoint.store import open_file
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError
 

@@ -8,12 +8,12 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from trainbus.eventloop.checkpoint.load import read_exactly
-from trainbus.eventloop.checkpoint.objects import ObjectParts
+from trainbus.eventloop.checkpoint.header import read_exactly
 from trainbus.eventloop.checkpoint.pickled import load_pickled
 from trainbus.eventloop.checkpoint.rebuild import DTYPES
 from trainbus.eventloop.checkpoint.shards import OLD_PART, Indexed, Piece
 from trainbus.eventloop.checkpoint.store import AnyPath, open_file
+from trainbus.eventloop.checkpoint.unpack import ObjectParts
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError
 
 Keys = tuple[str | int, ...]

@@ -8,8 +8,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from trainbus.eventloop.checkpoint.objects import ObjectParts
 from trainbus.eventloop.checkpoint.rebuild import convert_parts
+from trainbus.eventloop.checkpoint.unpack import ObjectParts
 from trainbus.eventloop.errors import CheckpointValueError
 
 _LONGEST_INT: Final = 255 * 8 - 1  # bits; weights_only knows the pickle of no longer one

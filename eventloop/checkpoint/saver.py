@@ -11,7 +11,7 @@ import torch
 
 from trainbus.eventloop.checkpoint.background import BackgroundWriter, Busy
 from trainbus.eventloop.checkpoint.overlap import Overlap
-from trainbus.eventloop.checkpoint.stage import CommitInfo, StageBuffer, StagedTree, WriteFile, stage, write
+from trainbus.eventloop.checkpoint.staging import CommitInfo, StageBuffer, StagedTree, WriteFile, stage, write
 from trainbus.eventloop.checkpoint.store import AnyPath, AsPath, as_path
 from trainbus.eventloop.checks import check_value
 from trainbus.eventloop.errors import CheckpointError

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from trainbus.eventloop.checkpoint.load import inspect
+from trainbus.eventloop.checkpoint.header import inspect
 from trainbus.eventloop.checkpoint.store import AnyPath, AsPath, as_path, commit_bytes, open_file
 from trainbus.eventloop.errors import CheckpointError
 from trainbus.eventloop.log import get_logger

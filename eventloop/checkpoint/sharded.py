@@ -31,12 +31,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainbus.eventloop.checkpoint import shards
 from trainbus.eventloop.checkpoint.forms import strides_like, with_kind
+from trainbus.eventloop.checkpoint.marks import mark
 from trainbus.eventloop.checkpoint.overlap import Overlap
 from trainbus.eventloop.checkpoint.pieces import Box, Keys, ReadTarget, fill, mapped, shared_box
 from trainbus.eventloop.checkpoint.places import Places
 from trainbus.eventloop.checkpoint.rebuild import DTYPES
 from trainbus.eventloop.checkpoint.shards import COMMITTED, INDEX, MARK, Indexed, Piece
-from trainbus.eventloop.checkpoint.stage import StageBuffer, StagedTree, save, stage, write
+from trainbus.eventloop.checkpoint.staging import StageBuffer, StagedTree, save, stage, write
 from trainbus.eventloop.checkpoint.store import AnyPath, commit_bytes, link, make_directory, open_file
 from trainbus.eventloop.checkpoint.together import Together
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError, CheckpointValueError
@@ -176,7 +177,7 @@ class ShardStage:
             else:
                 whole = _Part(Box((0,) * value.dim(), tuple(value.shape)), rank, compared=True)
                 part, tensor = whole if owner == rank else None, value
-            marks[key] = shards.mark(key, value, tensor)
+            marks[key] = mark(key, value, tensor)
             if part is not None and 0 not in part.box.shape:
                 own[key], tensors[key] = part, tensor
             return marks[key]

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -18,14 +17,10 @@ from pathlib import Path
 from typing import Annotated, Any, Final
 
 import msgspec
-import torch
 
 from trainbus.eventloop.checkpoint.commit import CHUNK, TEMPORARY_PREFIX, crc32, readable
-from trainbus.eventloop.checkpoint.container import elements
-from trainbus.eventloop.checkpoint.forms import contiguous_strides, kind_of, strides_like
-from trainbus.eventloop.checkpoint.load import file_kind, load, outline, verify
-from trainbus.eventloop.checkpoint.objects import ObjectParts
-from trainbus.eventloop.checkpoint.rebuild import DTYPES
+from trainbus.eventloop.checkpoint.container import ITEM_BYTES, elements
+from trainbus.eventloop.checkpoint.header import file_kind, load_plain, plain_tree, verify
 from trainbus.eventloop.checkpoint.remote import RemotePath
 from trainbus.eventloop.checkpoint.store import (
     AnyPath,
@@ -38,6 +33,7 @@ from trainbus.eventloop.checkpoint.store import (
     remove,
     remove_directory,
 )
+from trainbus.eventloop.checkpoint.unpack import ObjectParts
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.user_errors import contextmanager
@@ -90,21 +86,6 @@ class Indexed(msgspec.Struct, frozen=True):
     pieces: list[Piece]
 
 
-def mark(name: str, tensor: torch.Tensor, part: torch.Tensor | None = None) -> dict[str, Any]:
-    """Return what stands in the tree for a sharded tensor.
-
-    Of its form (see ``forms``) this is the kind, and the strides that the whole has with its dimensions in the order in memory
-    of ``part``; without ``part`` that order is unknown.
-    """
-    made: dict[str, Any] = {MARK: name, "shape": list(tensor.shape), "dtype": str(tensor.dtype).removeprefix("torch.")}
-    if part is not None and part.dim() > 1:
-        plain = contiguous_strides(part.shape) == part.stride()
-        made["strides"] = list(contiguous_strides(tensor.shape) if plain else strides_like(tensor.shape, part.stride()))
-    if kind := kind_of(tensor):
-        made["kind"] = kind
-    return made
-
-
 def marks_in(tree: Any) -> Iterator[dict[str, Any]]:
     """Yield what stands in a tree for tensors in the directory."""
     if isinstance(tree, Mapping) and MARK in tree:
@@ -115,17 +96,6 @@ def marks_in(tree: Any) -> Iterator[dict[str, Any]]:
         yield from chain.from_iterable(map(marks_in, tree))
     elif isinstance(tree, ObjectParts):
         yield from marks_in(tree.content)
-
-
-def is_dtensor(value: object) -> bool:
-    """Return True for a tensor that is spread over processes."""
-    tensors = sys.modules.get("torch.distributed.tensor")  # without that import there is none
-    return tensors is not None and isinstance(value, tensors.DTensor)
-
-
-def is_sharded(model: torch.nn.Module) -> bool:
-    """Return True if parameters of ``model`` are spread over processes."""
-    return any(map(is_dtensor, model.parameters()))
 
 
 def sharded_in(state: object) -> str | None:
@@ -161,7 +131,7 @@ def read_index(directory: AnyPath) -> dict[str, Indexed]:
     old = isinstance(directory, Path) and (directory / _OLD_INDEX).exists()
     path = directory / (_OLD_INDEX if old else INDEX)
     try:
-        text = read_small(Path(str(path)), _MAX_INDEX_BYTES) if old else load(path)["index"]
+        text = read_small(Path(str(path)), _MAX_INDEX_BYTES) if old else load_plain(path)["index"]
         index = msgspec.json.decode(text, type=dict[str, Indexed])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, KeyError) as error:
         raise CheckpointDamagedError(f"{path} cannot be read: {error}") from error
@@ -199,7 +169,7 @@ def part_files(directory: AnyPath) -> set[str]:
     """
     path = directory / INDEX
     try:
-        index = msgspec.json.decode(load(path)["index"], type=dict[str, Indexed])
+        index = msgspec.json.decode(load_plain(path)["index"], type=dict[str, Indexed])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError, KeyError) as error:
         raise CheckpointDamagedError(f"{path} cannot be read: {error}") from error
     return {piece.file for piece in all_pieces(index)}
@@ -257,8 +227,8 @@ def all_pieces(index: Mapping[Any, Indexed]) -> Iterator[Piece]:
 
 def is_sound(tensor: Indexed, sizes: Mapping[str, int]) -> bool:
     """Return whether pieces make up a tensor exactly, within files of these ``sizes`` in bytes."""
-    dtype = DTYPES.get(tensor.dtype)
-    if dtype is None:
+    itemsize = ITEM_BYTES.get(tensor.dtype)
+    if itemsize is None:
         return False
     held = 0
     for piece in tensor.pieces:
@@ -266,7 +236,7 @@ def is_sound(tensor: Indexed, sizes: Mapping[str, int]) -> bool:
         inside = len(piece.offsets) == len(piece.shape) == len(tensor.shape) and all(
             offset + size <= whole for offset, size, whole in zip(piece.offsets, piece.shape, tensor.shape, strict=True)
         )
-        size = count * dtype.itemsize
+        size = count * itemsize
         fits = size <= piece.bytes if piece.file.endswith(OLD_PART) else size == piece.bytes  # those were files of torch.save
         if not (inside and fits) or piece.begin + piece.bytes > sizes[piece.file]:
             return False
@@ -353,7 +323,7 @@ def sweep_shards(directory: AnyPath, *, still: float = 60.0) -> bool:
         try:
             if file.suffix != ".safetensors" and (not file.is_file() or file_kind(file) != "checkpoint"):
                 continue
-            tree = outline(file)
+            tree = plain_tree(file)
         except (CheckpointError, OSError) as error:
             if _is_foreign(file):
                 continue
@@ -401,7 +371,7 @@ def remove_whole(path: AnyPath) -> None:
         CheckpointError: it cannot be removed.
     """
     try:
-        name = sharded_in(outline(path)) if path.suffix == ".safetensors" else None
+        name = sharded_in(plain_tree(path)) if path.suffix == ".safetensors" else None
     except (CheckpointError, OSError):
         name = None
     remove(path)

@@ -23,31 +23,17 @@ import numpy as np
 import torch
 from msgspec.msgpack import Ext
 
-from trainbus.eventloop.checkpoint.container import DTYPES
+from trainbus.eventloop.checkpoint.dtypes import DTYPES
 from trainbus.eventloop.checkpoint.forms import kind_of, strides_to_keep
-from trainbus.eventloop.checkpoint.objects import ObjectParts, sparse_apart, taken_apart
+from trainbus.eventloop.checkpoint.objects import sparse_apart, taken_apart
+from trainbus.eventloop.checkpoint.unpack import FACTORIES, MAX_DEPTH, MAX_VALUES, Code, ObjectParts, join, short
 from trainbus.eventloop.errors import CheckpointValueError
-
-MAX_DEPTH: Final = 100
-MAX_VALUES: Final = 20_000_000
-"""In one tree, tensors and the bytes of arrays not counted; files that promise more are not read."""
-
-
-class Code:
-    """Types of extensions. The numbers are part of the file format: never reuse one, only add."""
-
-    TENSOR, INT, STR, COMPLEX, TUPLE, SIZE, SET, FROZENSET, DICT, ORDERED = range(1, 11)
-    COUNTER, DEFAULT, ARRAY, SCALAR, DTYPE, DEVICE, INLINE, OBJECT = range(11, 19)
-
 
 _TENSOR_MARK: Final = Ext(Code.TENSOR, b"")
 _TENSOR_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})
 _ATOMS: Final = frozenset({type(None), bool, float, bytes})
 _ONLY_STR: Final = frozenset({str})
 _NUMERIC_KINDS: Final = frozenset("biufc")
-FACTORIES: Final[dict[str, Callable[[], object]]] = {
-    factory.__name__: factory for factory in (bool, bytes, dict, float, int, list, set, str, tuple)
-}
 _pack = msgspec.msgpack.Encoder().encode
 
 
@@ -260,25 +246,6 @@ _ENCODE_CONTAINER: Final[dict[type, Callable[[FlatTree, str, Any], object]]] = {
     set: partial(FlatTree._sequence, code=Code.SET),
     frozenset: partial(FlatTree._sequence, code=Code.FROZENSET),
 }
-
-
-def join(parent: str, key: object) -> str:
-    """Return the dotted path of ``key`` in ``parent``."""
-    name = key if isinstance(key, str) else text_of(key)
-    return f"{parent}.{name}" if parent else name
-
-
-def text_of(key: object) -> str:
-    """Return the text of a key for messages."""
-    try:
-        return repr(key)
-    except ValueError:  # Python makes no digits of integers as long as that
-        return f"({type(key).__name__})"
-
-
-def short(path: str) -> str:
-    """Return a path, cut to the length that a message can have."""
-    return path if len(path) <= 200 else f"{path[:200]}…"
 
 
 def _way_out(value: object) -> str:

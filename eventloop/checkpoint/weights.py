@@ -7,11 +7,11 @@ from typing import Any, Final
 
 import torch
 
-from trainbus.eventloop.checkpoint.load import load
 from trainbus.eventloop.checkpoint.objects import together_if_known
+from trainbus.eventloop.checkpoint.reading import load
 from trainbus.eventloop.checkpoint.shards import sharded_in, verify_shards
 from trainbus.eventloop.checkpoint.store import AsPath, as_path
-from trainbus.eventloop.checkpoint.tree import text_of
+from trainbus.eventloop.checkpoint.unpack import text_of
 from trainbus.eventloop.checkpoint.wrappers import without_wrappers
 from trainbus.eventloop.errors import CheckpointError
 

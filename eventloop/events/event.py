@@ -24,6 +24,7 @@ import msgspec
 import torch
 
 from trainbus.eventloop.annotations import fields_of, members
+from trainbus.eventloop.builtin import load_builtin
 from trainbus.eventloop.errors import EventDefinitionError, UnknownEventError
 from trainbus.eventloop.spelling import did_you_mean
 
@@ -185,10 +186,16 @@ def lineage(event: type[Event]) -> list[str]:
     return [name_of(base) for base in event.__mro__ if issubclass(base, Event)]
 
 
+def declared() -> dict[str, type[Event]]:
+    """Return the events of all mount points by name, with those that hooks declare."""
+    load_builtin("hooks")
+    return registry
+
+
 def resolve(event: type[Event] | str) -> type[Event]:
     """Return the event class for a class or a mount-point name; raise UnknownEventError, or TypeError if it is neither."""
     if isinstance(event, str):
-        found = Event if event == "event" else registry.get(event)
+        found = Event if event == "event" else registry.get(event) or declared().get(event)
         if found is None:
             raise UnknownEventError(f"{event!r} is not a mount point{suggest(event)}")
         return found
@@ -210,7 +217,7 @@ def _misused(event: Any) -> str:
 def suggest(name: str) -> str:
     """Return the end of an error message: the mount points nearest to ``name``."""
     ours = _translated(name.lower())
-    found = did_you_mean(ours, [ours] if ours in registry else registry, most=3)
+    found = did_you_mean(ours, [ours] if ours in registry else declared(), most=3)
     return found or "; declare it by subclassing Event, or see the known ones with `trainbus events`"
 
 
@@ -229,7 +236,7 @@ def _translated(name: str) -> str:
 
 def mount_points() -> list[str]:
     """Return the names of all mount points in the order of a run, users' own last."""
-    return [name for name, event in registry.items() if not event.group]
+    return [name for name, event in declared().items() if not event.group]
 
 
 _SPELLED = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}

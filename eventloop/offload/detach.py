@@ -15,7 +15,7 @@ import torch
 
 from trainbus.eventloop.errors import EventDefinitionError, LiveFieldError
 from trainbus.eventloop.events import Event, Progress
-from trainbus.eventloop.events.event import ABSENT, hints_of, mixed_fields, name_of, registry, suggest, unspell
+from trainbus.eventloop.events.event import ABSENT, declared, hints_of, mixed_fields, name_of, registry, suggest, unspell
 from trainbus.eventloop.offload.scalars import DeviceStack, ScalarTaker, Stack
 from trainbus.eventloop.offload.snapshot import IMMUTABLE, Copies, Snapshot
 
@@ -124,7 +124,7 @@ class _Tag(msgspec.Struct):
 
 
 def _tagged(name: str) -> type[Event]:
-    if name not in registry:
+    if name not in registry and name not in declared():
         raise msgspec.ValidationError(f"{name!r} is not a mount point{suggest(name)}")
     return detached_type(registry[name])
 

@@ -1,4 +1,4 @@
-"""The lines of ``media.jsonl``: images, histograms and texts that a run has reported."""
+"""The files of what a run has reported, and the lines of ``media.jsonl``: images, histograms and texts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from trainbus.eventloop.bounds import Count, Number, Time
 
 SCALARS: Final = "scalars.jsonl"
 """Name of the file with the scalars, one JSON object a line."""
+PLACES: Final = ("step", "epoch", "iter", "time")
+"""What a line of it has beside the scalars."""
 MEDIA: Final = "media.jsonl"
 """Name of the file with the images, histograms and texts of a run, one JSON object a line."""
 PICTURES: Final = "media"

@@ -16,7 +16,7 @@ from structlog.testing import capture_logs
 from tests.checkpoint.sealed import assert_refused, header_of, prefixed, seal
 from tests.failing import fails
 from trainbus.cli import main
-from trainbus.eventloop.checkpoint import inspect, is_plain_name, load, outline, rebuild, save, verify
+from trainbus.eventloop.checkpoint import inspect, is_plain_name, load, outline, save, unpack, verify
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointValueError
 from trainbus.eventloop.training.saves.discover import find_checkpoint
 
@@ -95,7 +95,7 @@ def test_a_tree_of_ten_gigabytes_is_not_read(tmp_path):
 
 @pytest.mark.parametrize("token", [b"\x90", b"\x80", b"\xc0", Ext], ids=["lists", "dicts", "None", "sets"])
 def test_values_are_counted_before_they_are_made(tmp_path, monkeypatch, token):
-    monkeypatch.setattr(rebuild, "_TOKENS", 1000)
+    monkeypatch.setattr(unpack, "_TOKENS", 1000)
     item = pack(Ext(7, b"\x90")) if token is Ext else token
     count = (6 << 20) // len(item)
     path = with_tree(tmp_path / "a", b"\x93\x90\x80\xdd" + count.to_bytes(4, "big") + item * count)
@@ -117,13 +117,13 @@ VALUES: list[Any] = [
 
 
 def test_every_value_is_counted_to_its_end_and_is_worth_eight_tokens_at_most(tmp_path, monkeypatch):
-    monkeypatch.setattr(rebuild, "_SMALL", 0)
+    monkeypatch.setattr(unpack, "_SMALL", 0)
     for value in VALUES:
         tree = [value] * 3
         save(tree, tmp_path / "a")
-        monkeypatch.setattr(rebuild, "_TOKENS", 8 * (4 + 3 * (2 * len(value) if hasattr(value, "__len__") else 1)) + 20)
+        monkeypatch.setattr(unpack, "_TOKENS", 8 * (4 + 3 * (2 * len(value) if hasattr(value, "__len__") else 1)) + 20)
         load(tmp_path / "a")
-    monkeypatch.setattr(rebuild, "_TOKENS", 3)
+    monkeypatch.setattr(unpack, "_TOKENS", 3)
     with pytest.raises(CheckpointDamagedError, match=" 3 "):
         load(with_tree(tmp_path / "a", of([1, 2, 3])))
 

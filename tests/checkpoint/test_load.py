@@ -224,7 +224,7 @@ def test_names_in_a_tree_are_not_imported(path, monkeypatch):
 
 def test_a_disk_that_cannot_read_a_file_has_damaged_it(good, path, monkeypatch):
     path.write_bytes(good)
-    monkeypatch.setattr(sys.modules[load.__module__], "read_exactly", fails(OSError(errno.EIO, os.strerror(errno.EIO))))
+    monkeypatch.setattr(sys.modules[verify.__module__], "read_exactly", fails(OSError(errno.EIO, os.strerror(errno.EIO))))
     assert_refused(path, load, verify, inspect, match=r"damaged\.safetensors.*Input/output error")
 
 

@@ -311,7 +311,7 @@ def test_a_kernel_that_does_not_map_ahead_and_another_system(monkeypatch, owner,
 
 def test_memory_may_be_a_part_of_a_larger_piece(monkeypatch):
     """As aligned memory is: small tensors of equal shape, which are copied together, have their own place in it."""
-    module = sys.modules["trainbus.eventloop.checkpoint.stage"]  # the package has a function of this name
+    module = sys.modules["trainbus.eventloop.checkpoint.staging"]  # the package has a function of this name
     monkeypatch.setattr(module, "allocate", lambda size: torch.zeros(size + 4096, dtype=torch.uint8)[4096:])
     tree = {"large": torch.ones(10_000), "small": [torch.full((1000,), float(index)) for index in range(50)]}
     assert canonical(stage(tree).tree()) == canonical(tree)

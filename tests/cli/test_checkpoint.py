@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 from trainbus.convert import copy_in
 from trainbus.eventloop.checkpoint import inspect, link, load, note_scores, save
-from trainbus.eventloop.checkpoint.objects import ObjectParts
+from trainbus.eventloop.checkpoint.unpack import ObjectParts
 
 from ..failing import fails
 

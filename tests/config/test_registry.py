@@ -64,7 +64,7 @@ def test_names_with_a_colon_and_classes_without_a_declared_base_are_refused(name
         ("hook", "EMAHok", "EMAHook"),
         ("average", "Momentum", "MomentumAnnealingEMA"),
         ("writer", "zzz", "JSONLinesWriter"),  # far from all: those that are registered
-        ("kind_of_these_tests", "x", "import trainbus.hooks"),
+        ("kind_of_these_tests", "x", "from trainbus.hooks import"),
         ("hooks", "EMAHook", "'hook'"),
     ],
 )

@@ -38,7 +38,7 @@ class Mutation(NamedTuple):
     tests: str
 
 
-DOOR, STAGE, LATE = "eventloop/device.py", "eventloop/checkpoint/stage.py", "eventloop/checkpoint/overlap.py"
+DOOR, STAGE, LATE = "eventloop/device.py", "eventloop/checkpoint/staging.py", "eventloop/checkpoint/overlap.py"
 SCALARS, SNAPSHOT = "eventloop/offload/scalars.py", "eventloop/offload/snapshot.py"
 MUTATIONS = [
     Mutation(

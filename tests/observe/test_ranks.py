@@ -3,7 +3,8 @@ from structlog.testing import capture_logs
 
 from trainbus.eventloop.terminal import plain
 from trainbus.observe.exchange import Comparison, Report
-from trainbus.observe.ranks import Spent, compare
+from trainbus.observe.ranks import Spent
+from trainbus.observe.straggler import compare
 
 PARTS = {
     "training": {"waiting for data": 0.1, "forward": 1.0, "backward": 2.0, "waiting for the other ranks": 0.0, "rest": 0.0},

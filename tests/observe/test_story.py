@@ -8,8 +8,9 @@ from trainbus import eventloop
 from trainbus.eventloop.events import BeforeBackward, Progress
 from trainbus.hooks import CheckpointHook
 from trainbus.observe import RunFolder, RunRecordHook, RunStatus
+from trainbus.observe.entries import entry_of
 from trainbus.observe.latest import LatestHook
-from trainbus.observe.record import FailedCheckpoint, Validation, entry_of
+from trainbus.observe.record import FailedCheckpoint, Validation
 from trainbus.observe.states import ENDED
 
 from ..hooks.conftest import batches, loss_of, make_loop

@@ -6,16 +6,23 @@
 - ``setup``: creates hooks and a whole loop.
 """
 
-from trainbus.config.names import (
-    Migration,
-    OptionChange,
-    PriorityScale,
-    option_descriptions,
-    register_migrations,
-    register_priorities,
-)
+from typing import TYPE_CHECKING
+
 from trainbus.config.read import override, read
-from trainbus.config.setup import Setup, add_hooks
+from trainbus.eventloop.lazy import lazy
+
+if TYPE_CHECKING:
+    from trainbus.config.names import (
+        Migration,
+        OptionChange,
+        PriorityScale,
+        option_descriptions,
+        register_migrations,
+        register_priorities,
+    )
+    from trainbus.config.setup import Setup, add_hooks
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "Migration",

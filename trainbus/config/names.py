@@ -16,6 +16,7 @@ import msgspec
 from docstring_parser import DocstringStyle, parse
 
 from trainbus.config.read import all_parsed, inside, kind_of, wrong
+from trainbus.eventloop.builtin import load_builtin
 from trainbus.eventloop.errors import UnknownNameError
 from trainbus.eventloop.registry import add_aliases, register_finder
 from trainbus.eventloop.spelling import did_you_mean
@@ -171,7 +172,8 @@ priority_scales: dict[str, PriorityScale] = {}  # the scales of other systems by
 
 
 def register_migrations(table: Iterable[Migration]) -> None:
-    """Let lists of hooks use the names and options of other systems. Register trainbus's classes first."""
+    """Let lists of hooks use the names and options of other systems."""
+    load_builtin("hooks")  # the classes that get further names
     for entry in table:
         names = (entry.name, *entry.aliases)
         for name in names:

@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -120,6 +119,12 @@ def _check_once(names: Iterable[str], at: str = "") -> None:
         raise ValueError(f"the key {twice[0]!r} appears twice in one table{at}")
 
 
+def _toml(text: str) -> Any:
+    import tomllib
+
+    return tomllib.loads(text)
+
+
 def _yaml(text: str) -> Any:
     try:
         import yaml
@@ -163,7 +168,7 @@ def _at(mark: Any) -> str:
 
 
 _READERS: dict[str, Callable[[str], Any]] = {
-    ".toml": tomllib.loads,
+    ".toml": _toml,
     ".yaml": _yaml,
     ".yml": _yaml,
     ".json": partial(json.loads, object_pairs_hook=_table),
@@ -200,7 +205,7 @@ def parsed(value: Any) -> Any:
     """Return ``value``; parse text from the command line as TOML, JSON or Python, or else keep it as plain text."""
     if not isinstance(value, FromText):
         return value
-    for parser in (lambda text: tomllib.loads(f"value = {text}")["value"], json.loads, _python):
+    for parser in (lambda text: _toml(f"value = {text}")["value"], json.loads, _python):
         with suppress(ValueError):
             return parser(value)
     return str(value)

@@ -3,16 +3,22 @@
 Nothing of a file is run when it is read.
 """
 
-from trainbus.convert.contents import Contents, open_contents
-from trainbus.convert.copy_in import save_contents
-from trainbus.convert.dcp import is_dcp, open_dcp
-from trainbus.convert.export import export_tree, export_weights
-from trainbus.convert.folder_files import FolderFiles, verify_folder
-from trainbus.convert.layouts import DCP_CHECKPOINTS, convert_folder, from_dcp, open_folder, to_dcp
-from trainbus.convert.pth import load_pth, register_objects
-from trainbus.convert.safetensors_folder import open_safetensors, write_safetensors
-from trainbus.convert.torch_file import Pickled
-from trainbus.eventloop.training import register_format
+from typing import TYPE_CHECKING
+
+from trainbus.eventloop.lazy import lazy
+
+if TYPE_CHECKING:
+    from trainbus.convert.contents import Contents, open_contents
+    from trainbus.convert.copy_in import save_contents
+    from trainbus.convert.dcp import is_dcp, open_dcp
+    from trainbus.convert.export import export_tree, export_weights
+    from trainbus.convert.folder_files import FolderFiles, verify_folder
+    from trainbus.convert.layouts import convert_folder, from_dcp, open_folder, to_dcp
+    from trainbus.convert.pth import load_pth, register_objects
+    from trainbus.convert.safetensors_folder import open_safetensors, write_safetensors
+    from trainbus.convert.torch_file import Pickled
+else:
+    __getattr__, __dir__ = lazy(__name__)
 
 __all__ = [
     "Contents",
@@ -34,5 +40,3 @@ __all__ = [
     "verify_folder",
     "write_safetensors",
 ]
-
-register_format(DCP_CHECKPOINTS)

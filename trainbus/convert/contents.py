@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import torch
 
 from trainbus.eventloop.checkpoint.forms import contiguous_strides, kind_of, strides_to_keep, with_kind, with_strides
-from trainbus.eventloop.checkpoint.load import outline_placed, verify
-from trainbus.eventloop.checkpoint.objects import ObjectParts
+from trainbus.eventloop.checkpoint.header import verify
+from trainbus.eventloop.checkpoint.marks import mark
 from trainbus.eventloop.checkpoint.pieces import Box, Keys, mapped, read_box
+from trainbus.eventloop.checkpoint.reading import outline_placed
 from trainbus.eventloop.checkpoint.rebuild import DTYPES, unflatten
 from trainbus.eventloop.checkpoint.shards import (
     MARK,
     SHARDS,
     Indexed,
     Piece,
-    mark,
     naming_damage,
     read_shards,
     sharded_in,
@@ -25,6 +25,7 @@ from trainbus.eventloop.checkpoint.shards import (
 )
 from trainbus.eventloop.checkpoint.store import AnyPath, AsPath, as_path
 from trainbus.eventloop.checkpoint.tree import FlatTree
+from trainbus.eventloop.checkpoint.unpack import ObjectParts
 
 
 class Place(NamedTuple):

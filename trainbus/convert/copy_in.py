@@ -11,11 +11,11 @@ import torch
 
 from trainbus.convert.contents import Contents, replace_tensors
 from trainbus.eventloop.checkpoint import shards
-from trainbus.eventloop.checkpoint.objects import ObjectParts
 from trainbus.eventloop.checkpoint.pieces import Box, Keys, mapped
 from trainbus.eventloop.checkpoint.shards import SHARDS, Indexed, Piece
-from trainbus.eventloop.checkpoint.stage import CommitInfo, StageBuffer, save, stage, write
+from trainbus.eventloop.checkpoint.staging import CommitInfo, StageBuffer, save, stage, write
 from trainbus.eventloop.checkpoint.store import AnyPath, AsPath, as_path, list_files, make_directory, remove_directory
+from trainbus.eventloop.checkpoint.unpack import ObjectParts
 from trainbus.eventloop.errors import CheckpointValueError
 from trainbus.eventloop.seams import Seam
 

@@ -15,14 +15,13 @@ import torch
 
 from trainbus.convert.contents import Contents, Place
 from trainbus.convert.pth import Placeholder, load_pickled
-from trainbus.eventloop.checkpoint.container import DTYPES
-from trainbus.eventloop.checkpoint.load import LEGACY, ZIP, read_exactly
-from trainbus.eventloop.checkpoint.objects import ObjectParts
+from trainbus.eventloop.checkpoint.dtypes import DTYPES
+from trainbus.eventloop.checkpoint.header import LEGACY, ZIP, read_exactly
 from trainbus.eventloop.checkpoint.pieces import Keys
-from trainbus.eventloop.checkpoint.rebuild import check_packed, unflatten
+from trainbus.eventloop.checkpoint.rebuild import unflatten
 from trainbus.eventloop.checkpoint.shards import Indexed, Piece, check_index, naming_damage
 from trainbus.eventloop.checkpoint.store import AnyPath, is_plain_name, open_file
-from trainbus.eventloop.checkpoint.tree import MAX_DEPTH
+from trainbus.eventloop.checkpoint.unpack import MAX_DEPTH, ObjectParts, check_packed
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError
 
 OURS: Final = "trainbus"

@@ -21,10 +21,10 @@ from trainbus.convert.contents import Contents, replace_tensors
 from trainbus.convert.dcp import OURS, TREE
 from trainbus.eventloop.checkpoint.commit import failing, temporary_name
 from trainbus.eventloop.checkpoint.folder import commit_folder, discard_folder
-from trainbus.eventloop.checkpoint.objects import ObjectParts
 from trainbus.eventloop.checkpoint.pieces import Box
 from trainbus.eventloop.checkpoint.scores import Score
 from trainbus.eventloop.checkpoint.tree import packed
+from trainbus.eventloop.checkpoint.unpack import ObjectParts
 from trainbus.eventloop.errors import CheckpointError, CheckpointValueError
 from trainbus.eventloop.seams import Seam
 

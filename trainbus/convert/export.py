@@ -14,12 +14,13 @@ import torch
 
 from trainbus.convert.torch_file import Pickled
 from trainbus.eventloop.checkpoint.commit import commit_file, crc32, write_all
-from trainbus.eventloop.checkpoint.container import LENGTH_BYTES, METADATA, SAFE_NAMES
+from trainbus.eventloop.checkpoint.container import LENGTH_BYTES, METADATA
+from trainbus.eventloop.checkpoint.dtypes import SAFE_NAMES
 from trainbus.eventloop.checkpoint.layout import with_length
-from trainbus.eventloop.checkpoint.objects import ObjectParts
 from trainbus.eventloop.checkpoint.plain_types import weights_only
 from trainbus.eventloop.checkpoint.scores import as_metadata, scores_of
 from trainbus.eventloop.checkpoint.store import AnyPath, AsPath, as_path, link
+from trainbus.eventloop.checkpoint.unpack import ObjectParts
 from trainbus.eventloop.checkpoint.weights import WEIGHTS, load_whole, pick_weights
 from trainbus.eventloop.errors import CheckpointError, CheckpointValueError
 

@@ -27,7 +27,7 @@ from trainbus.convert.export import safetensors_file
 from trainbus.convert.torch_file import Pickled
 from trainbus.eventloop.checkpoint.commit import CHUNK, crc32, discard, failing, readable
 from trainbus.eventloop.checkpoint.folder import commit_folder
-from trainbus.eventloop.checkpoint.stage import CommitInfo, StagedTree
+from trainbus.eventloop.checkpoint.staging import CommitInfo, StagedTree
 from trainbus.eventloop.checkpoint.store import AnyPath
 from trainbus.eventloop.errors import CheckpointDamagedError
 from trainbus.eventloop.user_errors import contextmanager

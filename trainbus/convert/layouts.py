@@ -19,7 +19,7 @@ from trainbus.convert.safetensors_folder import open_safetensors
 from trainbus.eventloop import get_logger
 from trainbus.eventloop.checkpoint import AnyPath, is_weights, list_directories
 from trainbus.eventloop.errors import CheckpointError
-from trainbus.eventloop.training import ForeignFormat, imported_state
+from trainbus.eventloop.training import ForeignFormat, imported_state, register_format
 
 log = get_logger()
 
@@ -299,3 +299,4 @@ def _dotted(prefix: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 DCP_CHECKPOINTS: Final = ForeignFormat(recognises=is_by_name, convert=convert_folder)
+register_format(DCP_CHECKPOINTS)

@@ -20,7 +20,7 @@ import torch
 from trainbus.eventloop.builtin import load_builtin
 from trainbus.eventloop.checkpoint.pickled import load_pickled as load_plain
 from trainbus.eventloop.checkpoint.rebuild import convert_parts, number_array
-from trainbus.eventloop.checkpoint.tree import MAX_DEPTH
+from trainbus.eventloop.checkpoint.unpack import MAX_DEPTH
 from trainbus.eventloop.errors import CheckpointError
 
 _CONTAINERS: Final = frozenset({dict, OrderedDict, Counter, list, tuple, set})

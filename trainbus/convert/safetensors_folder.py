@@ -19,9 +19,10 @@ from trainbus.convert.contents import Contents, Place
 from trainbus.convert.export import safetensors_file
 from trainbus.eventloop.checkpoint import container
 from trainbus.eventloop.checkpoint.commit import commit_file, failing, temporary_name
-from trainbus.eventloop.checkpoint.container import LENGTH_BYTES, SAFE_DTYPES, TensorInfo
+from trainbus.eventloop.checkpoint.container import LENGTH_BYTES, TensorInfo
+from trainbus.eventloop.checkpoint.dtypes import SAFE_DTYPES
 from trainbus.eventloop.checkpoint.folder import commit_folder, discard_folder
-from trainbus.eventloop.checkpoint.load import read_exactly
+from trainbus.eventloop.checkpoint.header import read_exactly
 from trainbus.eventloop.checkpoint.scores import Score, as_metadata
 from trainbus.eventloop.checkpoint.shards import Indexed, Piece, is_sound, naming_damage
 from trainbus.eventloop.checkpoint.store import AnyPath, commit_bytes, is_plain_name, list_files, open_file

@@ -23,9 +23,9 @@ from torch.serialization import location_tag
 from trainbus.convert.zip_file import ZipLayout
 from trainbus.eventloop.checkpoint.commit import CHUNK, commit_file, crc32, readable, write_all
 from trainbus.eventloop.checkpoint.remote import RemotePath
-from trainbus.eventloop.checkpoint.stage import CommitInfo, StagedTree
+from trainbus.eventloop.checkpoint.staging import CommitInfo, StagedTree
 from trainbus.eventloop.checkpoint.store import AnyPath
-from trainbus.eventloop.checkpoint.tree import join
+from trainbus.eventloop.checkpoint.unpack import join
 from trainbus.eventloop.errors import CheckpointError, CheckpointValueError
 from trainbus.eventloop.privates import address_of, backward_hooks_of, rebuild_tensor, storage_kinds, untyped_bytes
 

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 
 from trainbus.eventloop.measure.spans import BEGIN, END, FIELDS, NAME, Spans
 from trainbus.eventloop.seams import Seam
-from trainbus.observe.totals import BINS, Totals, at
+from trainbus.observe.costs import BINS
+from trainbus.observe.totals import Totals, at
 
 Ints = NDArray[np.int64]
 

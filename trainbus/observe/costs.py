@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Final, Literal
 
 import msgspec
@@ -9,12 +10,23 @@ from rich.console import Group, RenderableType
 
 from trainbus.eventloop import notebook
 from trainbus.eventloop.bounds import Change, Count, Number
-from trainbus.eventloop.bus.handler import title, without_method
+from trainbus.eventloop.bus.titles import title, without_method
 from trainbus.eventloop.terminal import Figures, plain
 from trainbus.observe.ranks import RankCosts
-from trainbus.observe.totals import BINS, quantile
 
+BINS: Final = 8
+"""Bins per doubling: quantiles are exact to 5 %."""
 Bin = Annotated[int, msgspec.Meta(ge=0, le=64 * BINS)]
+
+
+def quantile(counts: Mapping[int, int], share: float) -> float:
+    """Return the duration in ns that ``share`` of the durations do not exceed, from their counts by bin; 0 without any."""
+    wanted, seen = share * sum(counts.values()), 0
+    for index in sorted(counts):
+        seen += counts[index]
+        if seen >= wanted:
+            return float(2.0 ** ((index + 0.5) / BINS))
+    return 0.0
 
 
 class Durations(msgspec.Struct, frozen=True):

@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 
 from trainbus.eventloop.bounds import LATEST
 from trainbus.eventloop.seams import Seam
+from trainbus.hooks.writers.media import PLACES
 from trainbus.observe.story import Cut
 
 Array = NDArray[np.float64]
 
-PLACES: Final = ("step", "epoch", "iter", "time")
 _MOST: Final = 2.0**53  # of epochs and iterations: larger ones are damaged
 BATCH: Final = Seam(50_000)  # lines read before they become arrays
 

@@ -10,16 +10,13 @@ import subprocess
 import sys
 import tempfile
 from contextlib import suppress
-from importlib import metadata
 from pathlib import Path
 from subprocess import DEVNULL
 from typing import Final
 
 import msgspec
-import torch
 
 from trainbus.eventloop.bounds import Count
-from trainbus.eventloop.device import device_names
 from trainbus.eventloop.plain import command_without_secrets
 
 _LIBRARIES: Final = {
@@ -103,6 +100,8 @@ def _exists(pid: int) -> bool:
 
 
 def _machine() -> Computer:
+    from trainbus.eventloop.device import device_names
+
     names = [line.partition(":")[2].strip() for line in _read("/proc/cpuinfo").splitlines() if line.startswith("model name")]
     memory = 0
     with suppress(ValueError, OSError):
@@ -126,6 +125,10 @@ def _system() -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions of Python, torch and trainbus; without the latter in a checkout that is not installed."""
+    from importlib import metadata
+
+    import torch
+
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}
     with suppress(metadata.PackageNotFoundError):
         found["trainbus"] = metadata.version("trainbus")
@@ -134,6 +137,8 @@ def versions() -> dict[str, str]:
 
 def _libraries() -> dict[str, str]:
     """Return the versions of the imported libraries on which results may depend."""
+    from importlib import metadata
+
     found = {}
     for module, distribution in _LIBRARIES.items():
         if module in sys.modules:

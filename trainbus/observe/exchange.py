@@ -20,7 +20,8 @@ import msgspec
 
 from trainbus.eventloop.log import get_logger
 from trainbus.eventloop.training.distributed.mailbox import Mailbox
-from trainbus.observe.ranks import RankCosts, Spent, Straggler, compare, seconds_of, slow_at
+from trainbus.observe.ranks import RankCosts, Spent, Straggler, slow_at
+from trainbus.observe.straggler import compare, seconds_of
 
 PERIOD: Final = 2.0  # seconds between two comparisons of up to 512 ranks
 

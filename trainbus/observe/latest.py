@@ -13,7 +13,7 @@ import torch
 
 from trainbus.eventloop import events as ev
 from trainbus.eventloop.bus import Hook, Priority, mount
-from trainbus.observe.record import CHECKPOINTS, begin_of, entry_of, scalars
+from trainbus.observe.entries import CHECKPOINTS, begin_of, entry_of, scalars
 from trainbus.observe.states import ENDED
 from trainbus.observe.story import RunStory
 

@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, BinaryIO, Final, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, Final, TypeVar
 
 import msgspec
 import orjson
@@ -25,11 +25,13 @@ from trainbus.eventloop.checkpoint import commit_bytes
 from trainbus.eventloop.errors import TrainbusError
 from trainbus.eventloop.plain import as_json, encodable
 from trainbus.eventloop.user_errors import contextmanager
-from trainbus.hooks.writers.media import MEDIA, PICTURES, SCALARS, AnyReported
-from trainbus.observe.curves import PLACES, Curve, read_curves
+from trainbus.hooks.writers.media import MEDIA, PICTURES, PLACES, SCALARS, AnyReported
 from trainbus.observe.media import read_reported
 from trainbus.observe.record import AnyLine, read_line
 from trainbus.observe.story import RunManifest, RunSession, RunStory
+
+if TYPE_CHECKING:
+    from trainbus.observe.curves import Curve
 
 MANIFEST: Final = "run.json"
 """Name of the file that describes a run."""
@@ -129,6 +131,8 @@ class RunFolder:
 
     def curves(self) -> dict[str, Curve]:
         """Return the curve of each scalar, by its name, without what the run abandoned."""
+        from trainbus.observe.curves import read_curves
+
         return read_curves(self.scalars(), RunStory(lines=self.lines()).cuts)
 
     def _ends(self, sessions: Sequence[RunSession]) -> list[float]:

@@ -14,8 +14,9 @@ from trainbus.eventloop.registry import register
 from trainbus.hooks.copies import CopiedAnew
 from trainbus.hooks.writers.base import RunFacts
 from trainbus.hooks.writers.files import FileWriter, claim
+from trainbus.observe.entries import entry_of
 from trainbus.observe.environment import environment
-from trainbus.observe.record import Begin, Compared, End, Entry, Measured, Resume, Stage, entry_of, fields_of
+from trainbus.observe.record import Begin, Compared, End, Entry, Measured, Resume, Stage, fields_of
 from trainbus.observe.run_folder import MANIFEST, RECORD, RunFolderError, encode_line, read_manifest, write_manifest
 from trainbus.observe.settings import data_settings, settings_of
 from trainbus.observe.story import RunSession, RunStory

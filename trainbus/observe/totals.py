@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-BINS: Final = 8  # bins per doubling: quantiles are exact to 5 %
+from trainbus.observe.costs import BINS, quantile
+
 _DOUBLINGS: Final = 48
-
-
-def quantile(counts: Mapping[int, int], share: float) -> float:
-    """Return the duration in ns that ``share`` of the durations do not exceed, from their counts by bin; 0 without any."""
-    wanted, seen = share * sum(counts.values()), 0
-    for index in sorted(counts):
-        seen += counts[index]
-        if seen >= wanted:
-            return float(2.0 ** ((index + 0.5) / BINS))
-    return 0.0
 
 
 def at(values: NDArray[np.int64], name: int) -> int:

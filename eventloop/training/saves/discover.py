@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from trainbus.eventloop.checkpoint import (
     AnyPath,
@@ -14,16 +14,16 @@ from trainbus.eventloop.checkpoint import (
     check_regular,
     is_plain_name,
     list_files,
-    load,
     open_file,
-    outline,
+    plain_tree,
     verify_shards,
 )
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError, CheckpointNotFoundError
-from trainbus.eventloop.events import Progress
 from trainbus.eventloop.log import get_logger
-from trainbus.eventloop.training.machine import Counters
 from trainbus.eventloop.training.schema import LAST, how_far, lacking, read_counts
+
+if TYPE_CHECKING:
+    from trainbus.eventloop.events import Progress
 
 _MOST: Final = 1 << 16  # bytes to read of a last_checkpoint file
 
@@ -45,9 +45,11 @@ def peek(path: str | os.PathLike[str] | AnyPath) -> Progress:
         CheckpointDamagedError: the header is damaged, or the headers of all checkpoints in the directory are.
         CheckpointError: the file is not a checkpoint of a run, the directory holds none, or the store does not answer.
     """
-    file, state = read_checkpoint(as_path(path), outline, "give a checkpoint, or a directory of checkpoints")
+    file, state = read_checkpoint(as_path(path), plain_tree, "give a checkpoint, or a directory of checkpoints")
     if lacking(state) or not how_far(state):
         raise CheckpointError(f"{file} is not a checkpoint of a run, so it has no progress")
+    from trainbus.eventloop.training.machine import Counters
+
     counters = Counters()
     counters.restore(read_counts(state))
     return counters.snapshot("val", 0) if counters.phase == "val" else counters.snapshot()
@@ -68,6 +70,8 @@ def read_checkpoint(path: AnyPath, read: Read, way_out: str, known: Iterable[Any
 
 def load_verified(path: AnyPath) -> Any:
     """Load a checkpoint, and verify its sharded tensors if it has any."""
+    from trainbus.eventloop.checkpoint import load
+
     state = load(path)
     verify_shards(state, path)
     return state
@@ -159,7 +163,7 @@ def newest_first(
 def _far(path: AnyPath) -> tuple[int, ...] | None:
     try:
         check_regular(path)
-        return how_far(outline(path))
+        return how_far(plain_tree(path))
     except (CheckpointDamagedError, OSError):
         return None
 

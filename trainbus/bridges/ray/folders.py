@@ -22,7 +22,7 @@ from trainbus.eventloop.checkpoint import (
     link,
     list_directories,
     list_files,
-    outline,
+    plain_tree,
     sharded_in,
 )
 from trainbus.eventloop.errors import CheckpointError
@@ -201,7 +201,7 @@ def _parts(file: AnyPath) -> Iterator[tuple[AnyPath, str]]:
         yield from ((one, f"{file.name}/{one.relative_to(file).as_posix()}") for one in inner)
         return
     yield file, file.name
-    if is_candidate(file) and (shards := sharded_in(outline(file))) is not None:  # beside the file, which names them so
+    if is_candidate(file) and (shards := sharded_in(plain_tree(file))) is not None:  # beside the file, which names them so
         for part, _ in list_files(file.with_name(shards)):
             yield part, f"{shards}/{part.name}"
 

@@ -23,7 +23,7 @@ from trainbus.hooks.copies import CopiedAnew
 from trainbus.hooks.mirror import Mirror
 from trainbus.hooks.options import added_late
 from trainbus.hooks.retention import KEPT, RetentionPolicy
-from trainbus.hooks.rules import BestMetrics
+from trainbus.hooks.scores import BestMetrics
 from trainbus.hooks.sharded_mirror import mirror_of
 
 WORKER: Final = Seam(RayWorker)

@@ -13,8 +13,7 @@ from rich.filesize import decimal
 
 from trainbus.cli.common import FileOrURL, Positive, check_checkpoint, say, to_terminal
 from trainbus.eventloop.checkpoint import inspect, outline, scores_of
-from trainbus.eventloop.checkpoint.objects import ObjectParts
-from trainbus.eventloop.checkpoint.tree import join
+from trainbus.eventloop.checkpoint.unpack import ObjectParts, join
 from trainbus.eventloop.errors import CheckpointError
 from trainbus.eventloop.spelling import nearest
 from trainbus.eventloop.terminal import printable

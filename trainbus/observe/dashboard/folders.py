@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from trainbus.eventloop.log import get_logger
-from trainbus.hooks.writers.media import SCALARS
+from trainbus.hooks.writers.media import PLACES, SCALARS
 from trainbus.observe.compared import settings_of
-from trainbus.observe.curves import PLACES
 from trainbus.observe.dashboard.page import Board, RunPage
 from trainbus.observe.dashboard.watcher import shortened
 from trainbus.observe.record import Begin, End, Measured

@@ -16,7 +16,8 @@ from trainbus.eventloop.errors import TrainbusError
 from trainbus.observe.curves import Curve, stage_and_name
 from trainbus.observe.dashboard.checkpoint_files import CheckpointFiles, last_part
 from trainbus.observe.dashboard.message_log import MessageLog
-from trainbus.observe.record import Begin, Checkpoint, End, Entry, Evaluation, Pause, Resume, begin_of, fields_of
+from trainbus.observe.entries import begin_of
+from trainbus.observe.record import Begin, Checkpoint, End, Entry, Evaluation, Pause, Resume, fields_of
 from trainbus.observe.states import ENDED, RunStatus
 from trainbus.observe.story import RunStory
 

@@ -16,7 +16,7 @@ from trainbus.eventloop.bus.hook import Hook, mount
 from trainbus.eventloop.bus.priority import Priority
 from trainbus.observe.costs import Costs
 from trainbus.observe.dashboard.page import Board, RunPage
-from trainbus.observe.record import CHECKPOINTS, entry_of
+from trainbus.observe.entries import CHECKPOINTS, entry_of
 
 _MOST_PARTS = 40
 _MOST_LANES = 40

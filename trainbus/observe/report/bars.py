@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from trainbus.eventloop.bus.handler import without_method
+from trainbus.eventloop.bus.titles import without_method
 from trainbus.observe.costs import Costs, Part
 
 _COLOURED: Final = 7  # parts with a colour; the eighth colour is for all others

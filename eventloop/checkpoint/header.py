@@ -1,4 +1,4 @@
-"""Reading checkpoints. All functions raise the errors of ``load``; any damage to a file is a ``CheckpointDamagedError``."""
+"""What the header of a checkpoint tells, and its digest: what can be read without torch. The errors are those of ``load``."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ import errno
 import io
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Final, Literal, NamedTuple
+from typing import Any, BinaryIO, Final, Literal
 
 import msgspec
-import torch
 
 from trainbus.eventloop.checkpoint import container
 from trainbus.eventloop.checkpoint.commit import CHUNK, DIGEST_BYTES, chunks, crc32, readable
-from trainbus.eventloop.checkpoint.container import LENGTH_BYTES, ForeignInfo, Header, TensorInfo
-from trainbus.eventloop.checkpoint.forms import Strides, in_tree, reinterpreted, with_strides
-from trainbus.eventloop.checkpoint.objects import ObjectParts, Rebuild, put_together
-from trainbus.eventloop.checkpoint.rebuild import check_packed, unflatten
+from trainbus.eventloop.checkpoint.container import LENGTH_BYTES, Header, TensorInfo
 from trainbus.eventloop.checkpoint.store import AnyPath, AsPath, as_path, list_files, open_file
+from trainbus.eventloop.checkpoint.unpack import body_of, plain
 from trainbus.eventloop.errors import CheckpointDamagedError, CheckpointError
 from trainbus.eventloop.user_errors import contextmanager
 
@@ -47,70 +44,6 @@ class CheckpointInfo(msgspec.Struct, frozen=True):
     """By dotted path; a dtype that safetensors lacks is described as the U8 it is stored as."""
 
 
-class _Tree(msgspec.Struct, array_like=True):
-    slots: list[Annotated[int, msgspec.Meta(ge=0)]]
-    foreign: dict[int, ForeignInfo]
-    tree: msgspec.Raw
-    strides: dict[int, Strides] = {}
-    """Of tensors in the file, by their place in the header."""
-    kinds: dict[int, int] = {}
-    """Of tensors in the tree, by their place in ``slots``."""
-
-
-class _Form(NamedTuple):
-    """A tensor in the file."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: Strides | None
-    begin: int
-    """Its first byte within the data."""
-
-
-def load(
-    path: AsPath,
-    map_location: str | torch.device = "cpu",
-    *,
-    content: memoryview | None = None,
-    make: Rebuild = put_together,
-) -> Any:
-    """Read and verify a checkpoint, a file or a URL, and rebuild the tree with all tensors on the device ``map_location``.
-
-    With its ``content``, which comes from elsewhere, ``path`` only names it in errors. ``make`` decides about values of classes
-    that are not imported (see ``objects``).
-
-    Each tensor has memory of its own, aligned as torch aligns it, and the strides that it had (see ``forms``). Nothing is
-    rebuilt before the digest of the whole file was right.
-
-    Raises:
-        FileNotFoundError: the file does not exist.
-        CheckpointDamagedError: the bytes differ from those that were written, or are not a checkpoint.
-        CheckpointError: a newer trainbus or torch wrote it, or it holds a value of a class that is not imported.
-    """
-    device = torch.device(map_location)
-    with _opened(path, content) as (file, size, header, crc):
-        check_memory(size)
-        sizes = [end - begin for begin, end in (*(info.data_offsets for info in header.tensors.values()), header.tree)]
-        *tensors, tree = raw = _allocated(sizes)
-        _read_checked(file, crc, sum(sizes), [one.numpy().data for one in raw])
-        with _rebuilding():
-            body = _body(tree.numpy().data)
-            del raw
-            for place, form in enumerate(_forms(header, body)):  # one after the other: no more than one is there twice
-                tensors[place] = with_strides(reinterpreted(tensors[place], form.dtype, form.shape), form.strides)
-        for place, tensor in enumerate(tensors):
-            tensors[place] = tensor.to(device)
-        with _rebuilding():
-            return unflatten(body.tree, in_tree(body.slots, body.kinds, tensors), make)
-
-
-def _allocated(sizes: Iterable[int]) -> list[torch.Tensor]:
-    try:
-        return [torch.empty(size, dtype=torch.uint8) for size in sizes]
-    except RuntimeError as error:
-        raise MemoryError(str(error)) from error
-
-
 def content_of(path: AsPath) -> memoryview:
     """Return all bytes of a checkpoint, unverified."""
     with open_file(as_path(path)) as (file, size):
@@ -119,42 +52,46 @@ def content_of(path: AsPath) -> memoryview:
 
 def verify(path: AsPath) -> None:
     """Read a checkpoint through a small buffer and check its header and every byte."""
-    with _opened(path) as (file, size, header, crc):
-        _read_checked(file, crc, size - header.bytes - DIGEST_BYTES)
+    with opened(path) as (file, size, header, crc):
+        read_checked(file, crc, size - header.bytes - DIGEST_BYTES)
 
 
 def inspect(path: AsPath) -> CheckpointInfo:
     """Describe a checkpoint from its header alone. The data are not read, so damage to them is not seen."""
     path = as_path(path)
-    with _opened(path) as (file, size, header, _):
+    with opened(path) as (file, size, header, _):
         file.seek(size - DIGEST_BYTES)
         digest = readable(_read_digest(file))
     return CheckpointInfo(path, size, header.version, digest, header.tensors)
 
 
-def outline(path: AsPath) -> Any:
-    """Rebuild the tree of a checkpoint with tensors on the device ``meta``: their shapes and dtypes, and none of their data.
+def plain_tree(path: AsPath) -> Any:
+    """Rebuild the tree of a checkpoint with its numbers, texts and containers, without a tensor and without torch.
 
-    Only the header and the tree are read, so it is quick for a file of any size. Nothing is verified but the length of the
-    file. Tied tensors are one tensor. What is an object (see ``objects``) is left in parts.
+    Only the header and the tree are read. What is an object (see ``objects``) is left in parts, and a tensor has none.
     """
-    return outline_placed(path)[0]
+    with opened(path) as (file, _, header, _):
+        packed = read_tree(file, header)
+        with rebuilding():
+            return plain(body_of(packed).tree)
 
 
-def outline_placed(path: AsPath) -> tuple[Any, list[tuple[torch.Tensor, int]]]:
-    """Return what ``outline`` does, and each tensor with its first byte in the file."""
-    with _opened(path) as (file, _, header, _):
+def load_plain(path: AsPath) -> Any:
+    """Read and verify a checkpoint, and rebuild its tree as ``plain_tree`` does."""
+    with opened(path) as (file, size, header, crc):
+        check_memory(size)
+        data = memoryview(bytearray(size - header.bytes - DIGEST_BYTES))
+        read_checked(file, crc, len(data), [data])
         start, end = header.tree
-        file.seek(header.bytes + start)
-        packed = read_exactly(file, end - start)
-        with _rebuilding():
-            body = _body(packed)
-            forms = list(_forms(header, body))
-            empty = [with_strides(torch.empty(form.shape, dtype=form.dtype, device="meta"), form.strides) for form in forms]
-            tensors = list(in_tree(body.slots, body.kinds, empty))
-            tree = unflatten(body.tree, iter(tensors), ObjectParts)
-    begins = {id(tensor): header.bytes + forms[slot].begin for tensor, slot in zip(tensors, body.slots, strict=True)}
-    return tree, [(tensor, begins.pop(id(tensor))) for tensor in tensors if id(tensor) in begins]
+        with rebuilding():
+            return plain(body_of(data[start:end]).tree)
+
+
+def read_tree(file: BinaryIO, header: Header) -> memoryview:
+    """Return the packed tree of an open checkpoint."""
+    start, end = header.tree
+    file.seek(header.bytes + start)
+    return read_exactly(file, end - start)
 
 
 def file_kind(path: AsPath) -> Kind:
@@ -206,7 +143,7 @@ class _ForeignError(CheckpointDamagedError):
 
 
 @contextmanager
-def _opened(path: AsPath, content: memoryview | None = None) -> Iterator[tuple[BinaryIO, int, Header, int]]:
+def opened(path: AsPath, content: memoryview | None = None) -> Iterator[tuple[BinaryIO, int, Header, int]]:
     """Open a checkpoint and read its header; yield the file, its size, the header and the CRC-32 of that."""
     there = None if content is None else nullcontext((io.BytesIO(content), len(content)))
     with there or open_file(as_path(path)) as (file, size):
@@ -222,7 +159,7 @@ def _opened(path: AsPath, content: memoryview | None = None) -> Iterator[tuple[B
                 yield file, size, container.parse(text, size - LENGTH_BYTES - len(text)), crc32((prefix, text))
             except container.NewerError as error:  # unless a bit has flipped
                 file.seek(0)
-                _read_checked(file, 0, size - DIGEST_BYTES)
+                read_checked(file, 0, size - DIGEST_BYTES)
                 raise CheckpointError(f"{path} cannot be read here: {error}") from None
         except _ForeignError:
             raise
@@ -236,7 +173,7 @@ def _opened(path: AsPath, content: memoryview | None = None) -> Iterator[tuple[B
             raise CheckpointDamagedError(f"{path} is damaged: its disk cannot read it ({error})") from error
 
 
-def _read_checked(file: BinaryIO, crc: int, size: int, into: Sequence[memoryview] = ()) -> None:
+def read_checked(file: BinaryIO, crc: int, size: int, into: Sequence[memoryview] = ()) -> None:
     """Read ``size`` bytes, ``into`` memory or through a small buffer, and the digest; check it from ``crc`` on."""
     scratch = memoryview(bytearray(min(size, _TOGETHER if into else CHUNK)))
     for parts in _groups(into) if into else ([scratch[: size - start]] for start in range(0, size, CHUNK)):
@@ -283,34 +220,11 @@ def read_exactly(file: BinaryIO, size: int, into: memoryview | None = None) -> m
 
 
 @contextmanager
-def _rebuilding() -> Iterator[None]:
+def rebuilding() -> Iterator[None]:
+    """Report an error of a tree's contents as damage."""
     # The digest was right, so the disk is not damaged: another program wrote a file of this format.
     try:
         yield
     except (ValueError, TypeError, LookupError, OverflowError, RuntimeError, struct.error, msgspec.MsgspecError) as error:
         first = str(error).partition("\n")[0][:200]  # torch adds a trace of its own
         raise CheckpointDamagedError(f"the tree cannot be rebuilt ({type(error).__name__}: {first})") from error
-
-
-def _body(packed: memoryview) -> _Tree:
-    check_packed(packed)
-    return msgspec.msgpack.decode(packed, type=_Tree)
-
-
-def _forms(header: Header, body: _Tree) -> Iterator[_Form]:
-    """Yield the forms of the tensors in the order of the file."""
-    for rank, info in enumerate(header.tensors.values()):
-        foreign = body.foreign.get(rank)
-        if foreign is None:
-            dtype, shape = container.SAFE_DTYPES[info.dtype], info.shape
-        elif foreign.dtype in container.FOREIGN_DTYPES:
-            dtype, shape = container.FOREIGN_DTYPES[foreign.dtype], foreign.shape
-        else:
-            raise container.NewerError(
-                f"it holds a tensor of dtype {foreign.dtype[:60]!r}, which torch {torch.__version__} lacks; upgrade torch"
-            )
-        begin, end = info.data_offsets
-        # The header is checked already, but not the tree.
-        if container.elements(shape, end - begin) * dtype.itemsize != end - begin:
-            raise ValueError(f"a {dtype} tensor of {len(shape)} dimensions in {end - begin} bytes")
-        yield _Form(dtype, shape, body.strides.get(rank), begin)

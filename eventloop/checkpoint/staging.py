@@ -16,11 +16,11 @@ import torch
 from trainbus.eventloop.checkpoint.commit import DIGEST_BYTES, Pieces, crc32, readable
 from trainbus.eventloop.checkpoint.layout import Batch, Changed, Layout, Pair, Tensors, by_device, copy
 from trainbus.eventloop.checkpoint.memory import allocate
-from trainbus.eventloop.checkpoint.objects import ObjectParts
 from trainbus.eventloop.checkpoint.overlap import Overlap
 from trainbus.eventloop.checkpoint.rebuild import unflatten
 from trainbus.eventloop.checkpoint.store import AnyPath, AsPath, as_path, write_pieces
 from trainbus.eventloop.checkpoint.tree import FlatTree, entries_of, with_entries, with_list
+from trainbus.eventloop.checkpoint.unpack import ObjectParts
 from trainbus.eventloop.device import DeviceEvent, end_of_queue, is_asynchronous, pinned_bytes
 from trainbus.eventloop.errors import CheckpointError
 
