@@ -2,6 +2,9 @@
 
 A command is a function: its parameters are the arguments and options, its docstring is the help, and it returns the exit
 status, or None for 0. Only these modules import ``hooks``, and only when a command needs it.
+
+A module is imported for its command, for help and for completion, so none of them imports torch at its top: that takes
+seconds. What needs torch is imported where the command does it.
 """
 
 from __future__ import annotations
@@ -14,54 +17,50 @@ from collections.abc import Sequence
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownOptionError, UnusedCliTokensError
 from rich.console import Console
 from rich.text import Text
-from torch.distributed import is_torchelastic_launched
 
-from trainbus.cli import catalogue, configuration, dashboard, doctor, init, migrate, report, run, runs, trace
-from trainbus.cli.checkpoint import exchange, listing, show
+from trainbus.cli.words import expanded, with_auto
 from trainbus.config.read import shortened
 from trainbus.eventloop.errors import CheckpointDamagedError, TrainbusError
 from trainbus.eventloop.terminal import cell
-from trainbus.eventloop.training.distributed.ranks import record_failure
 from trainbus.eventloop.user_errors import notes_of
-from trainbus.observe import RunDamagedError
-from trainbus.observe.environment import versions
 
 app = App(
     name="trainbus",
     help="An async event-bus runtime for PyTorch training.",
-    version=lambda: f"trainbus {versions().get('trainbus', '0+unknown')}",
+    version=lambda: f"trainbus {_version()}",
+    version_format="plaintext",
     default_parameter=Parameter(negative=()),
     suppress_keyboard_interrupt=False,
     exit_on_error=False,
     print_error=False,
     result_action="return_value",
 )
-app.command(run.demo)
-app.command(run.run)
-app.command(init.init)
-app.command(runs.list_runs, name="runs")
-app.command(report.report)
-app.command(dashboard.dashboard)
-app.command(catalogue.list_hooks, name="hooks")
-app.command(catalogue.list_events, name="events")
+app.command("trainbus.cli.run:demo", name="demo")
+app.command("trainbus.cli.run:run", name="run")
+app.command("trainbus.cli.init:init", name="init")
+app.command("trainbus.cli.runs:list_runs", name="runs")
+app.command("trainbus.cli.report:report", name="report")
+app.command("trainbus.cli.dashboard:dashboard", name="dashboard")
+app.command("trainbus.cli.catalogue:list_hooks", name="hooks")
+app.command("trainbus.cli.catalogue:list_events", name="events")
 traces = App(name="trace", help="Merge traces of TraceHook and of torch's profiler.")
-traces.command(trace.merge_files, name="merge")
+traces.command("trainbus.cli.trace:merge_files", name="merge")
 app.command(traces)
-app.command(doctor.doctor)
-app.command(migrate.migrate)
+app.command("trainbus.cli.doctor:doctor", name="doctor")
+app.command("trainbus.cli.migrate:migrate", name="migrate")
 configurations = App(name="config", help="Say what a configuration may contain.")
-configurations.command(configuration.schema)
+configurations.command("trainbus.cli.configuration:schema", name="schema")
 app.command(configurations)
 files = App(
     name="checkpoint",
     help="List, verify, show, export and import checkpoints.",
     help_epilogue="Exit status: 0 for success, 1 for a damaged file or a failed write, 2 for a usage error.",
 )
-files.command(listing.ls)
-files.command(listing.verify_all, name="verify")
-files.command(show.show)
-files.command(exchange.export)
-files.command(exchange.import_, name="import")
+files.command("trainbus.cli.checkpoint.listing:ls", name="ls")
+files.command("trainbus.cli.checkpoint.listing:verify_all", name="verify")
+files.command("trainbus.cli.checkpoint.show:show", name="show")
+files.command("trainbus.cli.checkpoint.exchange:export", name="export")
+files.command("trainbus.cli.checkpoint.exchange:import_", name="import")
 app.command(files)
 app.register_install_completion_command(add_to_startup=False)
 
@@ -74,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for arrows and rules, which the terminal's encoding may lack
     given = sys.argv[1:] if arguments is None else arguments
-    words = run.with_auto([_expanded(word) for word in given])
+    words = with_auto([expanded(word) for word in given])
     names, groups, rest = app.parse_commands(words)
     if not rest and groups[-1].default_command is None:
         app.help_print(words, console=Console(stderr=True))
@@ -87,6 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (TrainbusError, OSError) as error:
         if isinstance(error, OSError) and tuple(names[:1]) in (("run",), ("demo",)):
             raise  # an error of the user's code
+        from trainbus.observe import RunDamagedError
+
         is_damage = isinstance(error, CheckpointDamagedError | RunDamagedError | OSError) or isinstance(
             error.__cause__, OSError
         )
@@ -98,10 +99,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(130, command, "interrupted", interrupt)
 
 
-def _expanded(word: str) -> str:
-    """Return an argument with ``~`` replaced in ``--out=~/x``: a shell expands it in ``--out ~/x`` only."""
-    option, equals, value = word.partition("=")
-    return f"{option}={os.path.expanduser(value)}" if equals and option.startswith("-") else word  # noqa: PTH111
+def _version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("trainbus")
+    except metadata.PackageNotFoundError:  # a checkout that is not installed
+        return "0+unknown"
 
 
 def _mistake(error: CycloptsError, names: Sequence[str]) -> str:
@@ -116,8 +120,12 @@ def _mistake(error: CycloptsError, names: Sequence[str]) -> str:
 
 
 def _fail(status: int, command: str, message: str, error: BaseException) -> int:
-    record_failure(error)
-    rank = f" (rank {os.environ['RANK']})" if is_torchelastic_launched() else ""
+    rank = ""
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun started this process
+        from trainbus.eventloop.training.distributed.ranks import record_failure
+
+        record_failure(error)
+        rank = f" (rank {os.environ['RANK']})"
     lines = "\n".join([message, *notes_of(error)])
     # One write, so that the lines of several ranks do not mix.
     text = Text.assemble((f"{command}{rank}:", "bold red"), " ", cell(lines, keep="\n"))

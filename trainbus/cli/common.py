@@ -32,6 +32,9 @@ Seed = Annotated[int, Parameter(converter=_as_integer, validator=Number(gte=0, l
 FileOrURL = Annotated[AnyPath, Parameter(converter=lambda _, tokens: as_path(tokens[0].value), accepts_keys=False)]
 
 
+Modules = Annotated[list[str] | None, Parameter(name="--import", metavar="MODULE")]
+
+
 RUNS = Path("runs")
 """The folder in which the commands make and look for runs."""
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainbus.cli.catalogue import Modules
-from trainbus.cli.common import write_json
-from trainbus.config.names import Imports
-from trainbus.config.schema import schema_of
+from trainbus.cli.common import Modules, write_json
 
 
 def schema(*, imports: Modules = None) -> None:
@@ -20,6 +17,8 @@ def schema(*, imports: Modules = None) -> None:
         imports: a module of yours that registers hooks.
     """
     from trainbus.config.defaults import DEFAULT_HOOKS
+    from trainbus.config.names import Imports
+    from trainbus.config.schema import schema_of
 
     Imports(imports or (), [Path.cwd()])
     write_json(schema_of(DEFAULT_HOOKS))

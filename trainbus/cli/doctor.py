@@ -12,13 +12,11 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from rich import filesize
 from rich.console import Console
 from rich.table import Table
 
 from trainbus.cli.common import to_terminal, write_json
-from trainbus.config import Setup, read
 from trainbus.eventloop.errors import TrainbusError
 from trainbus.eventloop.plain import without_secrets
 from trainbus.eventloop.terminal import cell
@@ -71,6 +69,8 @@ def doctor(config: Path | None = None, /, *, json: bool = False) -> int:
 
 
 def _facts() -> dict[str, dict[str, Any]]:
+    import torch
+
     here = environment()
     machine = here.machine
     return {
@@ -113,6 +113,8 @@ def _disks() -> Iterator[tuple[str, Path]]:
 
 def _problems() -> Iterator[str]:
     """Look for what commonly goes wrong; each line says what to do."""
+    import torch
+
     for name, path in _disks():
         if (free := shutil.disk_usage(path).free) < _LEAST:
             what = "workers of loaders pass batches in it" if name == "shared memory" else "checkpoints need room"
@@ -128,7 +130,9 @@ def _problems() -> Iterator[str]:
         yield "WORLD_SIZE is set without MASTER_ADDR: start the processes by torchrun, or unset it"
     for module in ("trainbus.eventloop", "trainbus.hooks"):
         try:
-            import_module(module)
+            found = import_module(module)
+            for name in found.__all__:
+                getattr(found, name)
         except Exception as error:  # noqa: BLE001 - which is what to tell
             yield f"{module} cannot be imported: {described(error)}"
     yield from _too_old()
@@ -158,6 +162,7 @@ def _too_old() -> Iterator[str]:
 
 
 def _of_config(config: Path) -> list[str]:
+    from trainbus.config import Setup, read
     from trainbus.config.defaults import DEFAULT_HOOKS
 
     try:

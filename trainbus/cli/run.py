@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 from cyclopts import Parameter
@@ -16,21 +16,18 @@ from rich.table import Table
 from rich.text import Text
 
 from trainbus.cli.common import RUNS, Positive, Seed, check_checkpoint, write_json
-from trainbus.config import Setup, override, read
-from trainbus.config.read import SUFFIXES, all_parsed, shortened
-from trainbus.config.schema import with_defaults
+from trainbus.config import override, read
+from trainbus.config.read import all_parsed, shortened
 from trainbus.eventloop.checkpoint import as_path
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.terminal import cell
-from trainbus.eventloop.training.distributed.launch import from_ranks, process_group
-from trainbus.eventloop.training.folders import free_folder, newest_run
-from trainbus.eventloop.training.loop import TrainLoop
 from trainbus.eventloop.training.saves.discover import is_candidate
-from trainbus.eventloop.training.saves.restore import resumed_with
 from trainbus.eventloop.training.schema import LAST
 from trainbus.eventloop.user_errors import add_note, contextmanager
-from trainbus.eventloop.world import this_rank
-from trainbus.observe import is_run, last_lines
+from trainbus.observe import is_run
+
+if TYPE_CHECKING:
+    from trainbus.eventloop.training import TrainLoop
 
 
 def run(
@@ -77,8 +74,10 @@ def run(
     """
     if (check and (resume is not None or dry_run)) or (json and not check):
         raise ConfigurationError("--check goes without --resume and --dry-run, and --json with --check only")
+    from trainbus.config import Setup
     from trainbus.config.defaults import default_hooks
-    from trainbus.observe.trace.hook import TraceHook
+    from trainbus.eventloop.training.distributed.launch import from_ranks, process_group
+    from trainbus.eventloop.world import this_rank
 
     folders = config.parent, Path.cwd()
     given = override(read(config), changes)
@@ -86,6 +85,8 @@ def run(
     defaults = default_hooks(loop if isinstance(loop := parsed.get("loop"), dict) else {})
     setup = Setup(given, default_hooks=defaults, folders=folders)
     if print_config:
+        from trainbus.config.schema import with_defaults
+
         write_json(with_defaults(parsed, defaults))
         return None
     with process_group():
@@ -99,8 +100,8 @@ def run(
             return _check(loop, as_json=json)
         if costs:
             loop.bus.timing = True
-        if trace and not any(isinstance(hook, TraceHook) for hook in loop.bus.hooks):
-            loop.bus.add(TraceHook())
+        if trace:
+            _add_trace(loop)
         if dashboard is not None:
             _add_dashboard(loop, dashboard)
         console.print(Text.assemble(("trainbus run", "bold"), cell(f" {config} → {work_dir}")))
@@ -114,6 +115,8 @@ def run(
             finally:  # also of a run that failed or was interrupted
                 if costs:
                     console.print("", loop.bus.costs())
+                from trainbus.observe import last_lines
+
                 console.print("", last_lines(work_dir, loop.bus))
             if is_run(work_dir):
                 console.print(cell(f"\nnext: trainbus report {work_dir}", keep="\n"), soft_wrap=True)
@@ -140,6 +143,7 @@ def demo(*, out: Path | None = None, epochs: Positive = 20, seed: Seed = 0, resu
         hooks: also print the table of hooks, with what each did.
     """
     from trainbus.demo import run_demo
+    from trainbus.eventloop.training.folders import free_folder, newest_run
 
     default = RUNS / "digits"
     work_dir = _with_checkpoint(out or newest_run(default)) if resume else free_folder(out or default)
@@ -147,21 +151,11 @@ def demo(*, out: Path | None = None, epochs: Positive = 20, seed: Seed = 0, resu
         return run_demo(work_dir, epochs=epochs, seed=seed, resume=resume, table=hooks)
 
 
-def with_auto(words: list[str]) -> list[str]:
-    """Insert a value after a ``--resume`` or ``--dashboard`` of ``run`` that has none."""
-    if words[:1] != ["run"]:
-        return words
-    for option, value, is_value in (("--resume", "newest", _is_run), ("--dashboard", "auto", str.isdecimal)):
-        end = words.index(option) + 1 if option in words else 0
-        if end and not (end < len(words) and is_value(words[end])):
-            words = [*words[:end], value, *words[end:]]
-    return words
+def _add_trace(loop: TrainLoop) -> None:
+    from trainbus.observe import TraceHook
 
-
-def _is_run(word: str) -> bool:
-    """Return True for a word that can name a run, and is neither a change nor a configuration."""
-    is_change = "=" in word and "/" not in word.partition("=")[0]
-    return not (word.startswith("-") or is_change or Path(word).suffix.lower() in SUFFIXES)
+    if not any(isinstance(hook, TraceHook) for hook in loop.bus.hooks):
+        loop.bus.add(TraceHook())
 
 
 def _add_dashboard(loop: TrainLoop, port: str) -> None:
@@ -196,6 +190,8 @@ def _shown(value: Any) -> str:
 
 def _work_dir(loop: dict[str, Any], config: Path, resume: str | None) -> tuple[Path, str | None]:
     """Return the folder of the run, and the value for the loop's ``resume``."""
+    from trainbus.eventloop.training.folders import free_folder, newest_run
+
     chosen, default = loop.get("work_dir"), RUNS / config.stem
     if resume in ("auto", "newest"):
         found = newest_run(default if chosen is None else Path(chosen).expanduser())
@@ -226,6 +222,8 @@ def _resumable(work_dir: Path, arguments: str) -> Iterator[None]:
         work_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"{work_dir}: cannot create this folder: {error.strerror}") from None
+    from trainbus.eventloop.training.saves.restore import resumed_with
+
     with resumed_with(arguments):
         try:
             yield

@@ -10,7 +10,6 @@ from cyclopts import Parameter
 from trainbus.cli.common import say
 from trainbus.eventloop.checkpoint import commit_bytes
 from trainbus.eventloop.errors import ConfigurationError
-from trainbus.observe.trace import merge, read_trace
 
 
 def merge_files(
@@ -30,6 +29,8 @@ def merge_files(
         out: the file to write.
         force: replace it if it exists.
     """
+    from trainbus.observe.trace import merge, read_trace
+
     if not files:
         raise ConfigurationError("no files to merge; name them, such as trace.rank0.json trace.rank1.json")
     for path in (*files, out.parent):

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.filesize import decimal
 
 from trainbus import convert
 from trainbus.cli.common import FileOrURL, check_checkpoint, check_file, say, status_of
 from trainbus.eventloop import checkpoint
-from trainbus.eventloop.checkpoint import AnyPath, CommitInfo, RemotePath, outline
+from trainbus.eventloop.checkpoint import AnyPath, RemotePath, plain_tree
 from trainbus.eventloop.errors import CheckpointError
 from trainbus.eventloop.training import convert_foreign
 from trainbus.eventloop.training.schema import lacking
+
+if TYPE_CHECKING:
+    from trainbus.eventloop.checkpoint import CommitInfo
 
 
 def export(
@@ -87,7 +90,7 @@ def _key_of_weights(file: AnyPath, *, raw: bool) -> str:
         return "state_dict"
     from trainbus.hooks.ema import RAW_WEIGHTS
 
-    tree = outline(file)
+    tree = plain_tree(file)
     if isinstance(tree, Mapping) and RAW_WEIGHTS not in tree and "state_dict" in tree:
         raise CheckpointError("this checkpoint has no averaged weights: its state_dict is raw already; leave out --raw")
     return RAW_WEIGHTS
@@ -144,7 +147,7 @@ def _import_folder(folder: Path, out: AnyPath) -> tuple[CommitInfo, dict[str, st
     contents.tree, notes = convert.convert_folder(contents.tree) if lacking(contents.tree) else _converted(contents.tree)
     written = convert.save_contents(contents, out)
     checkpoint.sweep_shards(out.parent)  # those of a checkpoint that this one has replaced
-    if (shards := checkpoint.sharded_in(outline(out))) is not None:
+    if (shards := checkpoint.sharded_in(plain_tree(out))) is not None:
         notes = {"sharded": f"the tensors are in {shards} beside it", **notes}
     return written, notes
 

@@ -20,7 +20,7 @@ from trainbus.eventloop.checkpoint import (
     file_kind,
     inspect,
     list_files,
-    outline,
+    plain_tree,
     read_scores,
     read_shards,
     sharded_in,
@@ -159,7 +159,7 @@ def _find(directory: AnyPath) -> list[Found]:
 def _examined(found: Found, *, every_byte: bool) -> Found:
     path = found.names[0]
     try:
-        tree = outline(path)
+        tree = plain_tree(path)
         found.progress = how_far(tree)
         if every_byte:
             verify(path)
