@@ -89,7 +89,7 @@ def _full_name(cls: type) -> str:
 
 def kind_of_base(base: type | None) -> str | None:
     """Return the kind of a declared base, such as ``"writer"`` for ``Writer``; None for any other class."""
-    load_builtin()
+    load_builtin("hooks")  # which declare them
     return next((kind for kind, declared in _bases.items() if declared is base), None)
 
 
@@ -107,6 +107,10 @@ def registered(kind: str) -> list[Registered]:
 
 def find(kind: str, name: str) -> type[Any]:
     """Return the class registered under a name or alias; raise UnknownNameError with the nearest names."""
+    for part in ("hooks", "observe"):  # most names are there, and the other parts take as long to import
+        load_builtin(part)
+        if name in _found[kind]:
+            return _found[kind][name].cls
     names = ", ".join(entry.name for entry in registered(kind))
     if name in _found[kind]:
         return _found[kind][name].cls

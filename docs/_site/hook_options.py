@@ -6,7 +6,7 @@ import re
 
 from descriptions import as_markdown, shown, summary, unit
 
-from trainbus import hooks  # registers them
+from trainbus import hooks
 from trainbus.config import option_descriptions
 from trainbus.config.defaults import DEFAULT_HOOKS
 from trainbus.eventloop.annotations import Signature, describe

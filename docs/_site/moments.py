@@ -7,7 +7,6 @@ import typing
 
 from descriptions import as_markdown
 
-from trainbus import hooks  # noqa: F401 - declares those of hooks
 from trainbus.eventloop.events.event import mount_points, resolve
 from trainbus.eventloop.events.mount_points import BUILTIN
 

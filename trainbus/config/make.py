@@ -16,6 +16,7 @@ import msgspec
 from trainbus.config.names import Imports, is_reference, translated
 from trainbus.config.read import FromText, all_parsed, check_keys, inside, kind_of, parsed, wrong
 from trainbus.eventloop.annotations import Member, Signature, describe, members
+from trainbus.eventloop.builtin import load_builtin
 from trainbus.eventloop.errors import TrainbusError
 from trainbus.eventloop.registry import find, kind_of_base, registered
 from trainbus.eventloop.spelling import did_you_mean
@@ -38,6 +39,7 @@ class Maker:
     """
 
     def __init__(self, imports: Imports | None = None, system: str = "", /, **given: Any) -> None:
+        load_builtin("compat")  # registers the names of other systems
         self.imports = imports or Imports()
         self._system = system
         self._optimizers: Mapping[str, Any] = {}

@@ -62,7 +62,7 @@ def add_hooks(
             the ``system`` is unknown.
         SubscribeError: as for :meth:`Bus.add`.
     """
-    load_builtin()  # which registers the systems
+    load_builtin("compat")  # registers the systems
     maker = Maker(Imports(imports), checked_system(system), model=model, optimizer=optimizer)
     bus.internal.add_chosen(hooks_in(hooks, maker, "hooks"))
 
