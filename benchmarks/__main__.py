@@ -5,7 +5,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from benchmarks import crash, elastic, gpu, nvrx, ray_train, replicas, report, scale, soak
+from benchmarks import crash, elastic, gpu, nvrx, ray_train, replicas, report, scale, soak, startup
 from benchmarks.harness import Settings, environment
 
 BENCHMARKS = (
@@ -33,6 +33,7 @@ def main() -> None:
         ("gpu", gpu),
         ("ray", ray_train),
         ("scale", scale),
+        ("startup", startup),
         ("torchft", replicas),
     ):  # not comparisons: they have their own options and verdicts
         if sys.argv[1:2] == [name]:
