@@ -13,13 +13,13 @@ import io
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from cyclopts import App, CycloptsError, MissingArgumentError, Parameter, UnknownOptionError, UnusedCliTokensError
 from rich.console import Console
 from rich.text import Text
 
-from trainbus.cli.words import expanded, with_auto
-from trainbus.config.read import shortened
+from trainbus.config.read import SUFFIXES, shortened
 from trainbus.eventloop.errors import CheckpointDamagedError, TrainbusError
 from trainbus.eventloop.terminal import cell
 from trainbus.eventloop.user_errors import notes_of
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # for arrows and rules, which the terminal's encoding may lack
     given = sys.argv[1:] if arguments is None else arguments
-    words = with_auto([expanded(word) for word in given])
+    words = _with_auto([_expanded(word) for word in given])
     names, groups, rest = app.parse_commands(words)
     if not rest and groups[-1].default_command is None:
         app.help_print(words, console=Console(stderr=True))
@@ -97,6 +97,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(1 if is_damage else 2, command, message, error)
     except KeyboardInterrupt as interrupt:
         return _fail(130, command, "interrupted", interrupt)
+
+
+def _expanded(word: str) -> str:
+    """Return an argument with ``~`` replaced in ``--out=~/x``: a shell expands it in ``--out ~/x`` only."""
+    option, equals, value = word.partition("=")
+    return f"{option}={os.path.expanduser(value)}" if equals and option.startswith("-") else word  # noqa: PTH111
+
+
+def _with_auto(words: list[str]) -> list[str]:
+    """Insert a value after a ``--resume`` or ``--dashboard`` of ``run`` that has none."""
+    if words[:1] != ["run"]:
+        return words
+    for option, value, is_value in (("--resume", "newest", _is_run), ("--dashboard", "auto", str.isdecimal)):
+        end = words.index(option) + 1 if option in words else 0
+        if end and not (end < len(words) and is_value(words[end])):
+            words = [*words[:end], value, *words[end:]]
+    return words
+
+
+def _is_run(word: str) -> bool:
+    """Return True for a word that can name a run, and is neither a change nor a configuration."""
+    is_change = "=" in word and "/" not in word.partition("=")[0]
+    return not (word.startswith("-") or is_change or Path(word).suffix.lower() in SUFFIXES)
 
 
 def _version() -> str:
