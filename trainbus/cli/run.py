@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainbus.cli.common import RUNS, Positive, Seed, check_checkpoint, write_json
+from trainbus.cli.sweep import sweep, trainings
 from trainbus.config import override, read
 from trainbus.config.read import all_parsed, shortened
 from trainbus.eventloop.checkpoint import as_path
@@ -39,6 +41,7 @@ def run(
     dashboard: Annotated[str | None, Parameter(metavar="[PORT]")] = None,
     dry_run: bool = False,
     json: bool = False,
+    parallel: Annotated[Positive | None, Parameter(alias="-n")] = None,
     print_config: bool = False,
     resume: Annotated[str | None, Parameter(metavar="[RUN]")] = None,
     trace: bool = False,
@@ -52,6 +55,9 @@ def run(
     A configuration is a program: it imports modules and calls functions in them, with your rights. Run only
     configurations that you trust, as with scripts.
 
+    Several values (optimizer.lr=0.1,0.01) are several trainings, of all products: a process and a folder each, and a table of
+    all at the end. Commas in brackets belong to a value; a text with a comma belongs in the file.
+
     Several processes: torchrun --nproc-per-node N -m trainbus run CONFIG
 
     Args:
@@ -64,6 +70,7 @@ def run(
             is printed. Without a port: 8000, or any if that is taken.
         dry_run: create all objects and print the table of hooks, without training.
         json: with --check, print the result as JSON.
+        parallel: how many trainings of several values run at the same time; by default one. All use the same accelerators.
         print_config: print the configuration with the changes and all defaults, as JSON, and do nothing else. A run of what
             is printed is the same run.
         resume: resume a run. Without a value (or with newest): the newest run of this configuration, or of
@@ -72,6 +79,18 @@ def run(
         trace: write trace.json with 50 iterations after the first 100, to open in https://ui.perfetto.dev. For other
             iterations, add TraceHook(first=..., iterations=...) to custom_hooks.
     """
+    several = trainings(changes)
+    if len(several) > 1:
+        if check or dashboard is not None or dry_run or print_config:
+            way_out = "give each option one value with them"
+            raise ConfigurationError(f"--check, --dashboard, --dry-run and --print-config go with one training: {way_out}")
+        options = [name for name, given in (("--costs", costs), ("--trace", trace)) if given]
+        options += ["--resume", "auto"] if resume else []
+        changed = all_parsed(override(read(config), several[0].changes))
+        folder = _folder_of_several(changed, config, resume)
+        return sweep(config, several, folder, options, parallel or 1)
+    if parallel is not None:
+        raise ConfigurationError(f"-n {parallel} needs an option with several values, such as optimizer.lr=0.1,0.01")
     if (check and (resume is not None or dry_run)) or (json and not check):
         raise ConfigurationError("--check goes without --resume and --dry-run, and --json with --check only")
     from trainbus.config import Setup
@@ -121,6 +140,24 @@ def run(
             if is_run(work_dir):
                 console.print(cell(f"\nnext: trainbus report {work_dir}", keep="\n"), soft_wrap=True)
     return None
+
+
+def _folder_of_several(config: dict[str, Any], path: Path, resume: str | None) -> Path:
+    """Return the folder for the trainings of several values: a new one, or the newest one to resume."""
+    loop = config.get("loop")
+    chosen = loop.get("work_dir") if isinstance(loop, dict) else None
+    base = RUNS / path.stem if chosen is None else Path(str(chosen)).expanduser()
+    if resume not in (None, "auto", "newest"):
+        if not Path(resume).is_dir():
+            raise ConfigurationError(f"--resume {resume}: no such folder; give the folder of trainings with several values")
+        return Path(resume)
+    numbered = (base.with_name(f"{base.name}-{number}") for number in count(2))
+    there = [*takewhile(Path.exists, chain([base], numbered))]
+    if resume is None or not there:
+        if resume == "newest":
+            raise ConfigurationError(f"--resume found no {base}; leave out --resume to begin")
+        return base.with_name(f"{base.name}-{len(there) + 1}") if there else base
+    return there[-1]
 
 
 def _check(loop: TrainLoop, *, as_json: bool) -> int:

@@ -27,7 +27,7 @@ from trainbus.observe.states import RunStatus
 _STYLES = {RunStatus.RUNNING: "green", RunStatus.FAILED: "red", RunStatus.KILLED: "red", RunStatus.INTERRUPTED: "yellow"}
 _FIRST, _LAST = ("run", "state", "epochs"), ("best", "time", "size")
 _TEXTS = ("run", "state", "best", "began")
-_NOT_SHOWN = ("command",)  # too long to show unless --columns asks for it
+_NOT_SHOWN = ("command", "loop.work_dir")  # too long, or what the run is called; shown if --columns asks for it
 
 
 def list_runs(
@@ -85,6 +85,21 @@ def list_runs(
     for message in damaged:
         say((message, "red"), console=errors)
     return 1 if damaged else 0
+
+
+def show_best(folder: Path) -> None:
+    """Print the table of the runs in a folder, the best one first, and which that is, if a metric's name implies it."""
+    rows, damaged = _read(folder)
+    rules = rules_of(name for row in rows for name in list(row)[: list(row).index("path")])
+    metric = next((name for name, rule in rules.items() if rule == "greater"), next(iter(rules), None))
+    if metric is not None:
+        rows = ordered(rows, metric, greatest=rules[metric] == "greater")
+    if rows:
+        _show(rows, [], [] if metric is None else [metric])
+    if metric is not None:
+        say(f"best {metric}: {_text(metric, rows[0])}, {rows[0]['run']}")
+    for message in damaged:
+        say((message, "red"))
 
 
 def _read(folder: Path) -> tuple[list[Row], list[str]]:

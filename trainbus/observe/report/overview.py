@@ -26,7 +26,7 @@ _TOP, _BOTTOM, _NONE = 40.0, 250.0, 280.0  # of a drawing 1000 wide and 300 high
 _LEFT, _RIGHT = 60.0, 940.0
 _LOG: Final = 30.0  # ratio of the greatest to the least value from which on an axis is logarithmic
 _TOLD: Final = 4  # settings of the best run and of the worst one
-_NOT_SHOWN: Final = ("command",)  # too long for a column
+_NOT_SHOWN: Final = ("command", "loop.work_dir")  # too long for a column, or what the run is called
 
 Rules = Callable[[Iterable[str]], Mapping[str, str]]
 """Takes names of metrics. Returns ``"greater"`` or ``"less"``, whichever is better, for those whose names imply it."""
