@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from importlib import import_module
+from inspect import signature
 from operator import attrgetter
 from types import CodeType
 from typing import Any, Final
@@ -333,6 +334,12 @@ def check_scaler(scaler: torch.amp.GradScaler) -> None:
 def default_store() -> Any:
     """Return the store of the default process group. Its type stub lacks some methods."""
     return distributed.distributed_c10d._get_default_store()
+
+
+def not_compiled(function: Any, reason: str) -> Any:
+    """Return a function that ``torch.compile`` does not trace; its errors give the reason."""
+    disable: Any = torch.compiler.disable
+    return disable(function, reason=reason) if "reason" in signature(disable).parameters else disable(function)  # torch 2.7
 
 
 def tcp_store(store: Any) -> Any:

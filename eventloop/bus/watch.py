@@ -27,7 +27,7 @@ from trainbus.eventloop.events import (
     BeforeModuleForward,
     ModuleEvent,
 )
-from trainbus.eventloop.privates import inner_of
+from trainbus.eventloop.privates import inner_of, not_compiled
 from trainbus.eventloop.spelling import did_you_mean
 from trainbus.eventloop.user_errors import add_note
 
@@ -120,7 +120,7 @@ def _tap_class() -> type[_Tap]:
     """Return the class of hooks that torch.compile does not trace. Made late: importing the compiler takes a second."""
 
     class Tap(_Tap):
-        __call__ = torch.compiler.disable(_Tap.__call__)  # type: ignore[no-untyped-call]
+        __call__ = not_compiled(_Tap.__call__, "a bus publishes events of this module: bus.watch")
 
     return Tap
 
