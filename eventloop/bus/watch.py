@@ -15,7 +15,6 @@ from collections.abc import Callable, Collection, Iterator
 from fnmatch import fnmatchcase
 from typing import Any, Self
 
-import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
