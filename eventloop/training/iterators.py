@@ -415,11 +415,26 @@ class Epochs(_Steps):
 class Batches(_Steps):
     """Batches for one ``for`` statement, or for the block ``with run.train(loader) as batches:`` (or ``run.validate``)."""
 
+    _loader: Any
     _in_block = False
     _statement: weakref.finalize[..., _Body] | None = None  # the last `for` statement: alive as long as that has its iterator
 
     def __iter__(self) -> Iterator[Any]:
         return self if self._in_block else self._begin_statement()
+
+    def __len__(self) -> int:
+        """Return the length of the loader: the batches of a whole epoch, also in one that a resumed run enters again."""
+        return len(self._loader)
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset of the loader."""
+        return self._loader.dataset
+
+    @property
+    def sampler(self) -> Any:
+        """The sampler of the loader."""
+        return self._loader.sampler
 
     def _begin_statement(self) -> _Body:
         body = _Body(self)
@@ -476,6 +491,11 @@ class TrainBatches(Batches):
         ``enumerate(batches, start=batches.start)`` numbers batches as in a run that was never stopped.
         """
         return self._loops.batches_before() if self._start is None else self._start
+
+    def __len__(self) -> int:
+        if self._endless:
+            raise TypeError("run.train(loader, endless=True) has no length: it begins the loader anew until the training ends")
+        return super().__len__()
 
     def __iter__(self) -> Iterator[Any]:
         loops = self._loops
@@ -579,6 +599,10 @@ class TrainIterations(TrainBatches):
         self._epochs = Epochs(loops)
         self._entered = False
 
+    def __len__(self) -> int:
+        """Return the number of iterations of the whole training."""
+        return int(self._drive.state.counters.max_iters or 0)
+
     def _advance(self) -> tuple[int] | None:
         if self._over:
             return None
@@ -598,7 +622,7 @@ class EvaluationBatches(Batches):
 
     def __init__(self, loops: OpenLoops, feed: Feed, metrics: Metrics, stage: EvaluationStage) -> None:
         self._loops = loops
-        self._feed = feed
+        self._feed, self._loader = feed, feed.loader
         self._validates = stage == "val"
         self._method = "run.validate()" if self._validates else "run.test()"
         self._start = partial(loops.drive.begin_evaluation, stage, feed, metrics)

@@ -160,3 +160,32 @@ def test_a_loader_that_ends_before_its_length_is_warned_of_once(parts, logs):
     (line,) = [line for line in logs if line["log_level"] == "warning"]
     assert line.get("id") == "loader-ended-early"
     assert (line["data"], line["batches"], line["length"]) == ("train_data", 3, 5)
+
+
+@pytest.mark.parametrize("which", ["train", "validate", "test"])
+def test_the_iterator_of_a_loader_has_its_length_dataset_and_sampler(parts, which):
+    dataset = [torch.rand(4) for _ in range(6)]
+    loader = DataLoader(dataset, batch_size=2)
+    with Run(model=parts.model()) as run:
+        batches = getattr(run, which)(loader)
+        assert len(batches) == len(list(batches)) == 3
+        assert batches.dataset is dataset
+        assert batches.sampler is loader.sampler
+
+
+@pytest.mark.parametrize("options", [{"endless": True}, {}])
+def test_an_iterator_without_a_length_is_a_loop_all_the_same(parts, options):
+    data = range(3) if options else (index for index in range(3))
+    with Run(model=parts.model()) as run:
+        for _ in run.epochs(max_iters=3):
+            batches = run.train(data, **options)
+            with pytest.raises(TypeError):
+                len(batches)
+            assert not hasattr(batches, "dataset")
+            assert list(batches) == [0, 1, 2]
+
+
+def test_the_indices_of_iterations_have_their_number(parts):
+    with Run(model=parts.model()) as run:
+        indices = run.iterations(4)
+        assert len(indices) == len(list(indices)) == 4
