@@ -625,8 +625,8 @@ class Run(HostedRun):
         The end of a block ``with run.train(loader) as batches:`` does the same. A second loop in the body of ``run.epochs()``
         is a second pass of the same epoch.
 
-        ``len(batches)``, ``batches.dataset`` and ``batches.sampler`` are the loader's. ``batches.start`` is the number of batches
-        of this epoch that were trained before a resume: ``enumerate(batches, start=batches.start)``.
+        ``len(batches)``, ``batches.dataset`` and ``batches.sampler`` are those of the loader. ``batches.start`` is the number
+        of batches of this epoch that were trained before a resume: ``enumerate(batches, start=batches.start)``.
 
         Args:
             loader: an iterable of batches that can be iterated again.
