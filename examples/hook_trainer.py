@@ -31,7 +31,9 @@ class EventStorage:
 
 
 class HookBase:
-    """Act before and after the training, and before and after each step; ``trainer`` is set by ``register_hooks``."""
+    """Act before and after the training, and before and after each step."""
+
+    trainer: "Trainer"
 
     def before_train(self): ...
 
