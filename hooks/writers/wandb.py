@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import errno
 import html
+import inspect
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Final, Literal
 
 from trainbus.eventloop import ConfigurationError, check_options
 from trainbus.eventloop.registry import register
@@ -19,6 +20,17 @@ from trainbus.hooks.writers.files import run_id
 from trainbus.hooks.writers.histogram import BinCounts
 
 _ID = "wandb/run_id"  # file with the id of the run
+_BY_ID = "a resumed training continues the W&B run in wandb/run_id, or that of id="
+_OWN: Final = {
+    "config": "give the run config=, which is written",
+    "dir": "it is the work dir of the run",
+    "fork_from": _BY_ID,
+    "reinit": "your own W&B run stays as it is",
+    "resume": _BY_ID,
+    "resume_from": _BY_ID,
+    "settings": "set the variables WANDB_... of the environment",
+}
+"""Options of ``wandb.init`` that the writer sets itself, and why."""
 
 
 @register
@@ -39,7 +51,9 @@ class WandbWriter(Writer):
         group: name of a group of runs, such as those of one experiment with several seeds.
         tags: tags of the run, for W&B's filters.
         name: name of the run in W&B; by default that of the run here.
+        id: id of a W&B run to continue; by default the one in ``wandb/run_id``, or a new one.
         interval: iterations between training scalars; None uses the logger's.
+        **options: further options of ``wandb.init``, such as ``notes`` and ``job_type``.
 
     Raises:
         ConfigurationError: wandb is not installed, an option is invalid, or ``mode="online"`` finds no API key.
@@ -59,19 +73,31 @@ class WandbWriter(Writer):
         group: Name | None = None,
         tags: str | Sequence[str] = (),
         name: Name | None = None,
+        id: Name | None = None,  # noqa: A002 - as in wandb.init
         interval: PositiveInt | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(interval)
         # W&B needs PIL for images.
         self._wandb: Any = load("WandbWriter", "wandb", "wandb", "PIL")[0]
         self.project = project
         self.mode = mode
-        self.entity, self.group, self.name = entity, group, name
+        self.entity, self.group, self.name, self.id = entity, group, name, id
+        self.options = self._checked(options)
         self.tags = one_or_more("tags", tags, "a tag or a list of tags") if tags else ()
         if mode == "online" and not self._wandb.api.api_key:  # else W&B would ask for it, on the logger's thread
             raise ConfigurationError(
                 'WandbWriter(mode="online") found no API key: run `wandb login`, or set the environment variable WANDB_API_KEY'
             )
+
+    def _checked(self, options: dict[str, Any]) -> dict[str, Any]:
+        taken = inspect.signature(self._wandb.init).parameters
+        for option, value in options.items():
+            if option in _OWN:
+                raise ConfigurationError(f"WandbWriter sets {option}= of wandb.init itself: {_OWN[option]}")
+            if option not in taken:
+                raise ConfigurationError.unknown_option("WandbWriter", option, [one for one in taken if one not in _OWN], value)
+        return options
 
     def in_check(self) -> Writer:
         self.mode = "offline"
@@ -84,7 +110,8 @@ class WandbWriter(Writer):
         """Begin a W&B run; the user's global W&B run stays untouched."""
         run.folder.mkdir(parents=True, exist_ok=True)
         self._iter, self._failed = 0, False
-        stored_id = run_id(run.work_dir, _ID, lambda: secrets.token_hex(4))
+        given = self.id
+        stored_id = run_id(run.work_dir, _ID, lambda: given or secrets.token_hex(4), lambda known: given in (None, known))
         kind = "run" if self.mode == "online" else "offline-run"
         # W&B names a folder by second and id, and would overwrite the folder of a training that ended in the same second.
         while (run.folder / "wandb" / f"{kind}-{datetime.now().astimezone():%Y%m%d_%H%M%S}-{stored_id}").exists():
@@ -100,6 +127,7 @@ class WandbWriter(Writer):
             id=stored_id,
             resume="allow" if self.mode == "online" else None,
             reinit="create_new",
+            **self.options,
             # A logger does not record the terminal, the code and the machine.
             settings=self._wandb.Settings(console="off", silent=True, x_disable_stats=True, disable_git=True, save_code=False),
         )

@@ -52,6 +52,34 @@ def test_the_run_has_its_entity_group_tags_and_name(wandb, tmp_path):
     assert found == ("digits", "ada", "seeds", ["fast", "small"], "trial")
 
 
+def test_further_options_of_wandb_init_are_passed_on_by_name(wandb, tmp_path):
+    write(WandbWriter("digits", notes="with warm-up", job_type="trial"), tmp_path)
+    run = next(one.run for one in records(files(tmp_path)[0]) if one.WhichOneof("record_type") == "run")
+    assert (run.notes, run.job_type) == ("with warm-up", "trial")
+
+
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ("job_typ", "job_type"),
+        *((name, name) for name in ("config", "dir", "fork_from", "reinit", "resume", "resume_from", "settings")),
+    ],
+)
+def test_an_option_that_wandb_init_lacks_or_that_the_writer_sets_itself_is_an_error(wandb, option, named):
+    with pytest.raises(ConfigurationError, match=rf"\b{named}="):
+        WandbWriter(**{option: "x"})
+
+
+def test_a_run_of_wandb_is_continued_by_its_id_from_a_new_folder(wandb, tmp_path):
+    for _ in range(2):
+        write(WandbWriter("digits", id="abc123"), tmp_path)
+    assert {path.name for path in files(tmp_path)} == {"run-abc123.wandb"}
+    write(WandbWriter("digits", id="other"), tmp_path)
+    write(WandbWriter("digits"), tmp_path)
+    names = [path.name for path in files(tmp_path)]
+    assert [names.count(f"run-{one}.wandb") for one in ("abc123", "other")] == [2, 2]
+
+
 def test_an_online_run_is_made_and_continued_by_its_id(wandb, tmp_path, monkeypatch):
     """W&B's server is not here: what it would be asked for is noted."""
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
