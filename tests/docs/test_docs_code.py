@@ -32,7 +32,7 @@ def outcomes(request, tmp_path_factory):
     tested = {one.callspec.params["page"] for one in here}
     results = tmp_path_factory.mktemp("docs") / "results.jsonl"
     run = f"import runpy; runpy.run_path({str(Path(__file__).with_name('run_pages.py'))!r}, run_name='__main__')"
-    environment = {"PYTHONPATH": ROOT, "COLUMNS": 80}
+    environment = {"PYTHONPATH": ROOT, "COLUMNS": 80, "TRACKIO_DIR": results.parent}
     chosen = [page for page in RUN if page in tested]
     done = run_script(run, results.parent, arguments=[results, *chosen], environment=environment, cwd=results.parent)
     assert done.returncode == 0, done.stderr[-4000:]
