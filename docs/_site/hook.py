@@ -19,11 +19,13 @@ _LIST = re.compile(
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that are made from the code and from the results of the benchmarks."""
+    """Add the pages that are made from the code and from the results of the benchmarks; in a checkout, some say where to look."""
     sys.path[:0] = [str(ROOT), str(Path(__file__).parent)]  # mkdocs puts back what a hook changes when it is loaded
     import generated
 
     for path, content in generated.pages().items():
+        if (told := files.get_file_from_path(path)) is not None:
+            files.remove(told)
         files.append(File.generated(config, path, content=content))
     return files
 

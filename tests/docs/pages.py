@@ -7,6 +7,7 @@ A comment stands alone on the line before a block:
 - ``<!-- raises: ConfigurationError -->``: the block ends with this error.
 - ``<!-- slow -->``: the block is run by ``.ci/run`` only.
 - ``<!-- once: REASON -->``: a process can run the block once only.
+- ``<!-- file: examples/ppo.py -->``: ``.ci/write_shown_files.py`` writes this file into the block.
 
 A block with a file name as its title (``title="name.py"``) is a file in the folder of the page's blocks. It is not run
 by itself.
@@ -21,8 +22,7 @@ ROOT = Path(__file__).parent.parent.parent
 DOCS = ROOT / "docs"
 
 _FENCE = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>```+)(?P<info>[^`\n]*)$")
-_MARK = re.compile(r"^\s*<!-- (shown|needs|raises|slow|once)(?:: (.*?))? -->$")
-_INCLUDE = re.compile(r'^[ \t]*--8<-- "(?P<path>[^"]+)"$', re.MULTILINE)
+_MARK = re.compile(r"^\s*<!-- (shown|needs|raises|slow|once|file)(?:: (.*?))? -->$")
 
 
 class Block(NamedTuple):
@@ -43,7 +43,7 @@ def pages() -> list[str]:
 
 
 def blocks(page: str) -> list[Block]:
-    """Return the blocks of a page, with included files in them."""
+    """Return the blocks of a page."""
     lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
     found, number, marks = [], 0, dict[str, str]()
     while number < len(lines):
@@ -60,7 +60,7 @@ def blocks(page: str) -> list[Block]:
         first = number
         while lines[number].strip() != fence["fence"]:
             number += 1
-        code = _INCLUDE.sub(_included, textwrap.dedent("\n".join(lines[first:number]))) + "\n"
+        code = textwrap.dedent("\n".join(lines[first:number])) + "\n"
         number += 1
         language, _, rest = fence["info"].strip().partition(" ")
         title = re.search(r'title="([^"]+)"', rest)
@@ -73,7 +73,3 @@ def run_together(page: str) -> list[Block]:
     """Return the blocks of Python that are run one after the other, in one namespace."""
     python = (block for block in blocks(page) if block.language == "python")
     return [block for block in python if not Path(block.title).suffix and "shown" not in block.marks]
-
-
-def _included(found: re.Match[str]) -> str:
-    return (ROOT / found["path"]).read_text(encoding="utf-8").rstrip("\n")

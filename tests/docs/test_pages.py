@@ -5,7 +5,7 @@ import tomllib
 
 import pytest
 
-from .pages import DOCS, ROOT, blocks
+from .pages import DOCS, ROOT, blocks, pages
 
 NAVIGATION = [
     "Home",
@@ -60,6 +60,21 @@ def test_the_page_of_the_installation_has_every_extra():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     text = (DOCS / "start" / "install.md").read_text(encoding="utf-8")
     assert not [extra for extra in project["optional-dependencies"] if f"`{extra}`" not in text]
+
+
+@pytest.mark.parametrize("page", [*pages(), "CHANGELOG.md", "benchmarks/README.md"])
+def test_links_lead_to_files_of_the_checkout(page):
+    """The site is another way to read the pages: on it, some of these files are made from the code."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    targets = re.findall(r'\]\(([^)\s#]+)[^)]*\)|(?:src|srcset|href)="([^"#]+)', text)
+    links = {link for found in targets for link in found if link and "://" not in link}
+    assert not [link for link in links if not (ROOT / page).parent.joinpath(link).exists()]
+
+
+def test_a_block_that_shows_a_file_has_its_text():
+    shown = [block for page in pages() for block in blocks(page) if "file" in block.marks]
+    assert len(shown) > 10
+    assert not [block.page for block in shown if block.code != (ROOT / block.marks["file"]).read_text(encoding="utf-8")]
 
 
 @pytest.mark.parametrize("folder", ["concepts", "guides", "engines", "migrate", "internals"])
