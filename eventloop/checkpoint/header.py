@@ -7,7 +7,9 @@ import io
 import os
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from itertools import cycle
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal
 
@@ -29,6 +31,8 @@ LEGACY: Final = b"\x80\x02\x8a\x0a"
 """and before."""
 _TOGETHER: Final = 1 << 20
 """Bytes of small tensors that are read by one call, which stay in the processor's cache until they are copied."""
+_AT_ONCE: Final = 1 << 18
+"""Bytes up to which the digest takes about as long as handing it to a thread."""
 # Format names of other programs. Any other name may be trainbus's own with a flipped bit.
 _OTHER_FORMATS: Final = frozenset({None, "pt", "np", "numpy", "tf", "flax", "mlx"})
 
@@ -175,16 +179,32 @@ def opened(path: AsPath, content: memoryview | None = None) -> Iterator[tuple[Bi
 
 def read_checked(file: BinaryIO, crc: int, size: int, into: Sequence[memoryview] = ()) -> None:
     """Read ``size`` bytes, ``into`` memory or through a small buffer, and the digest; check it from ``crc`` on."""
-    scratch = memoryview(bytearray(min(size, _TOGETHER if into else CHUNK)))
-    for parts in _groups(into) if into else ([scratch[: size - start]] for start in range(0, size, CHUNK)):
-        together = parts[0] if len(parts) == 1 else scratch[: sum(map(len, parts))]
-        crc = crc32((read_exactly(file, len(together), together),), crc)  # while it is still in the processor's cache
-        begin = 0
-        for part in parts if len(parts) > 1 else ():
-            part[:] = scratch[begin : begin + len(part)]
-            begin += len(part)
+    # The digest of a piece is made while the next one is read: both release the GIL, and fresh memory makes reading slow.
+    most = _TOGETHER if into else CHUNK // 2
+    buffers = cycle([memoryview(bytearray(min(size, most))) for _ in range(2)])
+    with ThreadPoolExecutor(1, "trainbus-digest") as thread:
+        digest = _digest_of(memoryview(b""), crc, thread)
+        for parts in _groups(into) if into else ([next(buffers)[: size - start]] for start in range(0, size, most)):
+            together = parts[0] if len(parts) == 1 else next(buffers)[: sum(map(len, parts))]
+            read_exactly(file, len(together), together)
+            digest = _digest_of(together, digest.result(), thread)
+            begin = 0
+            for part in parts if len(parts) > 1 else ():
+                part[:] = together[begin : begin + len(part)]
+                begin += len(part)
+        crc = digest.result()
     if crc != (written := _read_digest(file)):
         raise CheckpointDamagedError(f"its bytes have the digest {readable(crc)}, but {readable(written)} was written")
+
+
+def _digest_of(piece: memoryview, crc: int, thread: ThreadPoolExecutor) -> Future[int]:
+    """Begin the CRC-32 of what has ``crc`` and a piece."""
+    if len(piece) > _AT_ONCE:
+        with suppress(RuntimeError):  # the interpreter is shutting down, and starts no thread
+            return thread.submit(crc32, (piece,), crc)
+    made = Future[int]()
+    made.set_result(crc32((piece,), crc))
+    return made
 
 
 def _groups(into: Sequence[memoryview]) -> Iterator[list[memoryview]]:

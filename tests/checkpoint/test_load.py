@@ -6,6 +6,7 @@ import tracemalloc
 import weakref
 from collections import OrderedDict, deque
 from pathlib import Path
+from threading import Semaphore
 from typing import Any
 
 import msgspec
@@ -255,6 +256,43 @@ def test_verifying_reads_a_large_file_through_a_small_buffer(tmp_path):
         assert tracemalloc.get_traced_memory()[1] < 20 << 20
     finally:
         tracemalloc.stop()
+
+
+def test_damage_is_found_in_each_piece_of_a_large_file(tmp_path):
+    path = tmp_path / "damaged.safetensors"
+    small = [torch.randn(1000) for _ in range(900)]
+    tree = {"large": torch.randn(9 << 20), "small": small, "odd": torch.ones(700_001, dtype=torch.int8)}
+    save(tree, path)
+    assert canonical(load(path)) == canonical(tree)
+    verify(path)
+    whole = path.read_bytes()
+    for place in (*range(1 << 20, len(whole), 5_000_011), len(whole) - 900_000, len(whole) - 1):
+        assert_damaged(path, whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :], "digest")
+    assert_damaged(path, whole[: len(whole) // 2])
+
+
+@pytest.mark.parametrize("read", [load, verify])
+def test_a_piece_is_read_while_the_digest_of_the_one_before_is_made(tmp_path, monkeypatch, read):
+    save({"w": torch.randn(12 << 20)}, tmp_path / "c")
+    module, reads, met = sys.modules[verify.__module__], Semaphore(0), []
+    crc32, read_exactly = module.crc32, module.read_exactly
+
+    def make_digest(parts, crc=0):
+        if len(parts[0]) > 4 << 20:
+            met.append(reads.acquire(timeout=5) and reads.acquire(timeout=5))  # of this piece and of the next one
+            reads.release()
+        return crc32(parts, crc)
+
+    def read_piece(file, size, into=None):
+        if into is not None:  # not the header
+            reads.release()
+        return read_exactly(file, size, into)
+
+    monkeypatch.setattr(module, "crc32", make_digest)
+    monkeypatch.setattr(module, "read_exactly", read_piece)
+    read(tmp_path / "c")
+    assert met
+    assert all(met)
 
 
 def test_loaded_tensors_can_be_changed_one_without_the_other(tmp_path):

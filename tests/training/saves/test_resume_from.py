@@ -1,7 +1,9 @@
 """What a run may be told to go on from, and ``peek`` tells of: directories, here and elsewhere, and what does not fit."""
 
 import errno
+import gc
 import os
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,49 @@ def test_auto_handles_an_invalid_last_checkpoint_and_passes_over_files_that_were
     pointer = tmp_path / "last_checkpoint"
     pointer.unlink() if content is None else pointer.write_bytes(content)
     assert began(parts, "auto", work_dir=tmp_path) == (3, tmp_path / "epoch_1.safetensors")
+
+
+def test_a_large_file_is_checked_to_its_end_before_a_model_loads_any_of_it(parts, tmp_path):
+    class Wide(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.extra = parts.model(), torch.nn.Parameter(torch.zeros(3 << 20))
+            self.loaded = []
+
+        def forward(self, batch):
+            return self.body(batch) + self.extra[0]
+
+        def load_state_dict(self, state, *args, **options):
+            self.loaded.append(state["extra"][0].item())
+            return super().load_state_dict(state, *args, **options)
+
+    bus, model = Bus(), Wide()
+    bus.on("after_train_epoch", lambda e: model.extra.data.fill_(e.progress.epoch + 1.0), priority=90)
+    saving(parts, tmp_path, bus=bus, model=model)
+    newest = tmp_path / "epoch_3.safetensors"
+    whole = newest.read_bytes()
+    newest.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    model = Wide()
+    with pytest.raises(CheckpointDamagedError):
+        parts.loop(Bus(), model=model, val_data=None, max_epochs=3).run(resume=newest)
+    assert not model.loaded
+    assert not model.extra.any()
+    assert began(parts, "auto", work_dir=tmp_path, model=model) == (6, tmp_path / "epoch_2.safetensors")
+    assert len(model.loaded) == 1
+
+
+def test_a_resumed_run_holds_no_second_copy_of_the_weights(parts, tmp_path):
+    path = saving(parts, tmp_path, max_epochs=1) / "epoch_1.safetensors"
+    bus, read = Bus(), []
+    bus.on("after_load_checkpoint", lambda e: read.extend(map(weakref.ref, e.checkpoint["state_dict"].values())))
+    bus.on("before_train", lambda e: read.append([one() for one in read]))
+    gc.disable()
+    try:
+        parts.loop(bus, max_epochs=2).run(resume=path)
+    finally:
+        gc.enable()
+    assert len(read) > 1
+    assert not any(one is not None for one in read[-1])
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
