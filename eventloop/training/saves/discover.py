@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -144,13 +145,14 @@ def newest_first(
         far: returns the progress in a file, as a tuple to compare; None if it cannot be read.
     """
 
+    @cache  # with 20,000 tensors a header takes 0.3 s
     def rank(path: AnyPath) -> tuple[bool, tuple[int, ...], bool, str]:
         # An unreadable file comes first: it is logged, and may be the newest.
         progress = far(path)
         return progress is None, progress or (), not path.name.startswith("best_"), path.name
 
     first = sorted(dict.fromkeys(named), key=rank, reverse=True)
-    limit, since = next(((rank(path), files.get(path)) for path in first if far(path)), (None, None))
+    limit, since = next(((rank(path), files.get(path)) for path in first if rank(path)[1]), (None, None))
     if limit is not None and since is not None:
         later = {path: rank(path) for path, changed in files.items() if changed is None or changed >= since}
         ahead = [path for path, found in later.items() if found[:2] > limit[:2]]

@@ -25,6 +25,7 @@ from trainbus.eventloop import (
 from trainbus.eventloop.checkpoint import load, save
 from trainbus.eventloop.training import peek
 from trainbus.eventloop.training.folders import has_run
+from trainbus.eventloop.training.saves.discover import newest_first
 from trainbus.hooks import CheckpointHook, EMAHook
 
 from ..conftest import assert_same
@@ -126,6 +127,19 @@ def test_a_large_file_is_checked_to_its_end_before_a_model_loads_any_of_it(parts
     assert not model.extra.any()
     assert began(parts, "auto", work_dir=tmp_path, model=model) == (6, tmp_path / "epoch_2.safetensors")
     assert len(model.loaded) == 1
+
+
+@pytest.mark.parametrize("named", [[], ["epoch_2"], ["epoch_3", "missing"]])
+def test_the_progress_in_each_file_is_read_once(named):
+    files, read = {Path(f"epoch_{number}"): float(number) for number in (1, 2, 3)}, []
+
+    def far(path):
+        read.append(path)
+        return (int(path.name[-1]),) if path in files else None
+
+    order = [path.name for path in newest_first(files, map(Path, named), far) if path in files]
+    assert order == ["epoch_3", "epoch_2", "epoch_1"]
+    assert len(read) == len(set(read))
 
 
 def test_a_resumed_run_holds_no_second_copy_of_the_weights(parts, tmp_path):
