@@ -17,6 +17,7 @@ BENCHMARKS = (
     "exchange",
     "logging",
     "offload",
+    "resuming",
     "savers",
     "sharded",
     "stores",

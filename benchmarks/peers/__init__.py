@@ -8,6 +8,7 @@ A module may define any of
 - ``LOGS = {name: logs}``: ways to log the scalars of an iteration (see ``Logs``);
 - ``SAVERS = {name: savers}``: ways to save the weights of a model (see ``Savers``);
 - ``STORES = {name: savers}``: the same with the URL of an S3 store for the path;
+- ``RESUMES = {name: resume}``: ways to save a model and its optimizer, and to give others that state (see ``Resume``);
 - ``PROFILERS = {name: profiled}``: the job of ``train`` under a profiler (see ``Profiled``);
 - ``train(job, work_dir)`` with ``CHECKPOINTS`` and ``SCALARS`` (patterns of the files it writes): the digits job; and
   ``weights(path)``: the trained weights of the model in such a checkpoint, in the order of its parameters.
@@ -26,6 +27,7 @@ from typing import Any
 
 import msgspec
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 TITLES = {
     "mmengine": "MMEngine",
@@ -113,6 +115,17 @@ class Saver:
 
 Savers = Callable[[nn.Module, Any], AbstractContextManager[Saver]]
 """Prepares repeated saves of this model, with a directory or the URL of a store for further files."""
+
+
+Trained = tuple[nn.Module, Optimizer]
+
+
+@dataclass(frozen=True)
+class Resume:
+    """One way to save a model and its optimizer, and to restore the state of others from that."""
+
+    save: Callable[[Trained, Path], object]
+    resume: Callable[[Trained, Path], object]
 
 
 Report = Callable[[], str]

@@ -15,9 +15,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from benchmarks.peers import Saver
+from benchmarks.peers import Resume, Saver, Trained
 
 SPARE_FILES = 1000
 
@@ -174,6 +175,20 @@ def hushed() -> Iterator[None]:
         os.close(nowhere)
 
 
+def save_both(trained: Trained, path: Path) -> None:
+    with group():
+        weights, state = get_state_dict(*trained)
+        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=path)
+
+
+def resume(trained: Trained, path: Path) -> None:
+    with group():
+        weights, state = get_state_dict(*trained)
+        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=path)
+        set_state_dict(*trained, model_state_dict=weights, optim_state_dict=state)
+
+
+RESUMES = {"DCP": Resume(save_both, resume)}
 THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
 SAVERS = {
     "DCP": at_once,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.digits import MOMENTUM, Batch, Job
-from benchmarks.peers import Logged, Saver, Statement
+from benchmarks.peers import Logged, Resume, Saver, Statement, Trained
 
 CHECKPOINTS = "*.pth"
 SCALARS = "scalars.jsonl"
@@ -95,6 +95,21 @@ def savers(model: nn.Module, work_dir: Path) -> Iterator[Saver]:
 
 
 SAVERS = {"torch.save + fsync": savers}
+
+
+def save_both(trained: Trained, path: Path) -> None:
+    model, optimizer = trained
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+
+
+def resume(trained: Trained, path: Path) -> None:
+    model, optimizer = trained
+    saved = torch.load(path, weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+
+
+RESUMES = {"torch.load + load_state_dict": Resume(save_both, resume)}
 
 
 @contextmanager

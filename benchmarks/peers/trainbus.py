@@ -20,9 +20,11 @@ from benchmarks.peers import (
     Profiled,
     Receive,
     Report,
+    Resume,
     Saver,
     Statement,
     Told,
+    Trained,
     direct,
     no_op_handlers,
 )
@@ -210,6 +212,23 @@ def savers(model: nn.Module, work_dir: Path) -> Iterator[Saver]:
 
 
 SAVERS = {SUBJECT: savers}
+
+
+def save_both(trained: Trained, path: Path) -> None:
+    model, optimizer = trained
+    with Run(Bus(), model=model, optimizer=optimizer, work_dir=path.parent) as run:
+        for _ in run.iterations(1):
+            optimizer.step()
+            run.checkpoints.save(path.name)
+
+
+def resume(trained: Trained, path: Path) -> None:
+    model, optimizer = trained
+    with Run(Bus(), model=model, optimizer=optimizer, work_dir=path.parent, resume=path):
+        pass
+
+
+RESUMES = {SUBJECT: Resume(save_both, resume)}
 STORES = SAVERS
 
 
