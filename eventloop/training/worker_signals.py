@@ -32,7 +32,7 @@ class WorkerSignals:
     """
 
     def __init__(self, signals: Collection[signal.Signals]) -> None:
-        self._signals = tuple(signals)
+        self.signals = tuple(signals)
         self._told = False
         self._ignored = torch.zeros((), dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]  # torch
 
@@ -64,7 +64,7 @@ class WorkerSignals:
 
     def __call__(self, worker: int) -> None:
         """Handle the signals in a worker; torch has installed its own handlers before."""
-        for number in self._signals:
+        for number in self.signals:
             # A handler instead of SIG_IGN, which programs started by the dataset would inherit.
             signal.signal(number, self._on_signal)
             signal.siginterrupt(number, False)  # do not interrupt reads in C code
@@ -85,17 +85,24 @@ def starting_workers(loader: Iterable[Any]) -> Iterator[None]:
     if not _active or not getattr(held, "num_workers", 0) or not hasattr(held, "worker_init_fn"):
         yield
         return
-    own = held.worker_init_fn
-    held.worker_init_fn = partial(_begin, [*_active], own)
+    own, blocked = held.worker_init_fn, set[signal.Signals]()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     if (held.multiprocessing_context or multiprocessing).get_start_method() == "forkserver":
-        _active[0].tell_of_fork_server()
+        _active[0].tell_of_fork_server()  # it would keep a mask for all processes that it will ever start
+    else:  # a worker inherits the mask, so that a signal waits until its handler is there
+        blocked.update(number for one in _active for number in one.signals if number not in before)
+    held.worker_init_fn = partial(_begin, [*_active], own, blocked)
+    signal.pthread_sigmask(signal.SIG_BLOCK, blocked)
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         held.worker_init_fn = own
 
 
-def _begin(active: list[WorkerSignals], own: Any, worker: int) -> None:
-    for one in (*active, own):
-        if one is not None:
-            one(worker)
+def _begin(active: list[WorkerSignals], own: Any, blocked: set[signal.Signals], worker: int) -> None:
+    for one in active:
+        one(worker)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
+    if own is not None:
+        own(worker)

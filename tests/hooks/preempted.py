@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,16 @@ def main(
     early: bool = False,
     moment: float = 60.0,
     late: str = "",
+    hold: str = "",
+    held: int = 0,
 ) -> None:
     os.setsid()
+    if hold:
+        forks: list[None] = []
+        os.register_at_fork(
+            before=lambda: forks.append(None),
+            after_in_child=lambda: _wait_for(Path(hold)) if len(forks) == held else None,
+        )
     torch.set_num_threads(1)
     preemption._ONE_REQUEST = moment
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with SIGINT ignored
@@ -88,6 +97,11 @@ def main(
         if late == "except":
             wait_once()
         raise
+
+
+def _wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(0.01)
 
 
 def say(line: str) -> None:

@@ -184,6 +184,17 @@ def test_the_workers_of_loaders_outlive_a_signal_to_the_process_group_and_the_ru
     assert load(tmp_path / f"iter_{done}.safetensors")["progress"]["iter"] == done
 
 
+@pytest.mark.parametrize(("at", "done", "held"), [("before_forward", 1, 2), ("before_val_iter", 5, 4)])
+def test_a_worker_that_is_still_starting_outlives_the_signal_too(start, tmp_path, at, done, held):
+    """The second worker has not come to its ``worker_init_fn`` when the signal comes."""
+    hold = tmp_path / "go on"
+    with start(tmp_path, at=at, iteration=1, workers=WORKERS, hold=str(hold), held=held) as child:
+        child.gets(signal.SIGTERM, group=True)
+        hold.touch()
+        status, said, log = child.end()
+    assert (status, said[:2]) == (75, ["signal SIGTERM", f"{done} iterations"]), log
+
+
 def test_without_a_work_dir_a_signal_ends_the_run_and_logs_that_nothing_is_saved(start):
     with start(None, signals=[signal.SIGUSR1, signal.SIGTERM]) as child:
         child.gets(signal.SIGUSR1)
