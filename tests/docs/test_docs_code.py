@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ..scripts import run_script
+from ..scripts import Script
 from .pages import DOCS, ROOT, Block, blocks, pages, run_together
 
 sys.path.insert(0, str(DOCS / "_site"))
@@ -17,7 +17,10 @@ try:
 finally:
     del sys.path[0]
 
-pytestmark = pytest.mark.xdist_group("docs")  # one process runs all pages
+pytestmark = [
+    pytest.mark.xdist_group("docs"),  # one process runs all pages
+    pytest.mark.timeout(700),  # all of them take two minutes, and on busy cores longer
+]
 
 ALL = {page: blocks(page) for page in pages()}
 FIRST = ("README.md", "docs/start/first-run.md", "docs/start/your-loop.md")
@@ -34,7 +37,8 @@ def outcomes(request, tmp_path_factory):
     run = f"import runpy; runpy.run_path({str(Path(__file__).with_name('run_pages.py'))!r}, run_name='__main__')"
     environment = {"PYTHONPATH": ROOT, "COLUMNS": 80, "TRACKIO_DIR": results.parent}
     chosen = [page for page in RUN if page in tested]
-    done = run_script(run, results.parent, arguments=[results, *chosen], environment=environment, cwd=results.parent)
+    script = Script(run, results.parent, arguments=[results, *chosen], environment=environment, cwd=results.parent)
+    done = script.wait(600)
     assert done.returncode == 0, done.stderr[-4000:]
     found = {page: [] for page in RUN}
     for line in results.read_text().splitlines():
