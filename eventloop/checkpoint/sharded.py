@@ -96,7 +96,7 @@ class _Layout:
         """Make the index, if the pieces or the tensors have changed.
 
         Raises:
-            CheckpointError: a process has a part of a tensor that nobody knows.
+            CheckpointError: a process has a part of a tensor that is in no tree.
         """
         new = {rank: one.pieces for rank, one in enumerate(shares) if one.pieces is not None}
         self.pieces.update(new)

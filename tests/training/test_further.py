@@ -20,7 +20,7 @@ pytestmark = [
 
 
 class Stream(IterableDataset[Any]):
-    """Ten samples, of which nobody knows the number."""
+    """Ten samples, without a length."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from torch.arange(10.0)[:, None]
