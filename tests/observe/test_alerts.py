@@ -142,11 +142,12 @@ def test_a_long_error_is_cut(server):
     assert len(server.wait(1)[0]["message"]) == 2001
 
 
-def test_ctrl_c_is_told_by_nothing(server):
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit()])
+def test_ctrl_c_and_an_exit_without_a_status_are_told_by_nothing(server, error):
     def interrupt(run):
-        raise KeyboardInterrupt
+        raise error
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(type(error)):
         train(AlertHook(server.url), each=interrupt)
     assert server.got == []
 

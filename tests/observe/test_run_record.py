@@ -104,7 +104,14 @@ def test_a_test_of_an_earlier_checkpoint_resumes_nothing(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("raised", "state"), [(ValueError("a bad batch"), "failed"), (KeyboardInterrupt(), "interrupted")], ids=["error", "Ctrl-C"]
+    ("raised", "state"),
+    [
+        (ValueError("a bad batch"), "failed"),
+        (KeyboardInterrupt(), "interrupted"),
+        (SystemExit(0), "stopped"),
+        (SystemExit("no data"), "failed"),
+    ],
+    ids=["error", "Ctrl-C", "exit", "exit with a reason"],
 )
 def test_a_run_that_ends_by_an_exception_says_so(tmp_path, raised, state):
     loop = make_loop(RunRecordHook(), work_dir=tmp_path)

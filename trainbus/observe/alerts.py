@@ -25,6 +25,7 @@ from trainbus.hooks.options import Name, one_or_more
 from trainbus.observe.costs import Costs, LaneCosts
 from trainbus.observe.ranks import slow_at
 from trainbus.observe.run_folder import encode_line
+from trainbus.observe.states import RunStatus, after_error
 from trainbus.observe.webhook import Webhook, address
 
 Occasion = Literal["nan", "stall", "slow_rank", "full_lane", "finished", "preempted", "failed"]
@@ -309,7 +310,7 @@ def _ended(event: events.AfterRun) -> tuple[Occasion, str]:
 
 
 def _failed(event: events.OnException) -> tuple[Occasion, str] | None:
-    if isinstance(event.exception, KeyboardInterrupt) or not failed_first(event.exception):
+    if after_error(event.exception) is not RunStatus.FAILED or not failed_first(event.exception):
         return None
     where = f" on rank {event.run.rank}" if event.run.world_size > 1 else ""
     return "failed", f"the run failed{where} after {_count(event.progress.iter, 'iteration')}: {event.error}"

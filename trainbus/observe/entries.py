@@ -28,7 +28,7 @@ from trainbus.observe.record import (
     Test,
     Validation,
 )
-from trainbus.observe.states import RunStatus
+from trainbus.observe.states import RunStatus, after_error
 
 CHECKPOINTS: Final = (ev.CheckpointCommitted, ev.CheckpointFailed, ev.CheckpointSkipped)
 _STAGES: Final = {ev.BeforeTrain: "train", ev.BeforeVal: "val", ev.BeforeTest: "test"}
@@ -66,8 +66,7 @@ def entry_of(event: Any) -> Entry:
         case ev.RanksMeasured():
             return Compared(**at, ranks=event.ranks)
         case ev.OnException():
-            interrupted = isinstance(event.exception, KeyboardInterrupt)
-            return End(**at, state=RunStatus.INTERRUPTED if interrupted else RunStatus.FAILED, reason=event.error)
+            return End(**at, state=after_error(event.exception), reason=event.error)
         case ev.AfterRun():
             return End(**at, state=RunStatus.STOPPED if event.stopped else RunStatus.FINISHED, reason=event.reason)
     raise TypeError(f"{type(event).__name__} is not a part of the story of a run")

@@ -28,3 +28,10 @@ class RunStatus(StrEnum):
 
 ENDED: Final = (RunStatus.FINISHED, RunStatus.STOPPED, RunStatus.INTERRUPTED, RunStatus.FAILED)
 """The states in which a run ends by itself."""
+
+
+def after_error(error: BaseException) -> RunStatus:
+    """Return the state of a run that ``error`` has ended: ``sys.exit()`` without a status is no failure."""
+    if isinstance(error, KeyboardInterrupt):
+        return RunStatus.INTERRUPTED
+    return RunStatus.STOPPED if isinstance(error, SystemExit) and not error.code else RunStatus.FAILED
