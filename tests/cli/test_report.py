@@ -17,7 +17,7 @@ from trainbus.observe import Costs, LaneCosts, Part, RankCosts, RankTimes, RunMa
 from trainbus.observe.report import ReportedRun, verdict
 
 from ..failing import fails
-from ..observe.folders import BEGAN, loss_lines, session, write_record, write_run, write_scalars
+from ..observe.folders import BEGAN, entry, loss_lines, session, write_record, write_run, write_scalars
 
 
 def test_a_report_is_written_in_the_folder_of_the_run_and_its_verdict_is_printed(trainbus, here):
@@ -40,6 +40,17 @@ def test_a_report_on_several_runs_is_written_in_the_current_folder_or_where_it_i
     for option, name in (("-o", "c.html"), ("--output", "d.html")):
         trainbus("report", "a", "b", option, name)
         assert Path(name).is_file()
+
+
+def test_a_report_on_several_runs_prints_their_table_and_the_best_in_words(here, trainbus):
+    write_run(Path("runs/a"), session(settings={"lr": 0.1, "loop.work_dir": "a"}))
+    write_run(Path("runs/deep/b"), session(settings={"lr": 0.2, "loop.work_dir": "b"}))
+    write_record(Path("runs/deep/b"), entry(80, "validation", 9, 90, metrics={"accuracy": 0.95}))
+    lines = trainbus("report", "runs").out.splitlines()
+    assert lines[0].split() == ["run", "state", "epochs", "accuracy", "lr", "time", "size"]
+    assert [line.split()[0] for line in lines[1:3]] == ["deep/b", "a"]
+    assert lines[3] == "best accuracy: 0.95, deep/b"
+    assert lines[-1].startswith("report.html ")
 
 
 def test_without_a_folder_the_report_is_of_the_run_that_was_written_last(here, trainbus):

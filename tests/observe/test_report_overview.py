@@ -95,3 +95,24 @@ def test_a_metric_that_is_never_finite_or_only_in_some_runs_ranks_those_that_hav
     [column] = [one for one in found.metrics if one.name == "f1"]
     assert column.texts == ["", "0.5", *[""] * 7]
     assert found.order == [8, 7, 6, 5, 4, 3, 2, 1, 0]
+
+
+@pytest.mark.parametrize("number", [2, 9])
+def test_a_comparison_begins_with_the_best_run_in_words_and_the_table(tmp_path, number):
+    page = Page(build_report(search(tmp_path, number), best_metric, rules_of))
+    best, last = f"Best accuracy: {0.9 + (number - 1) / 1000:.4g}, search {number - 1} (lr 1", f"search {number - 1}"
+    assert page.text.index(f"{number} runs: {number} finished.") < page.text.index(best) < page.text.rindex("accuracy")
+    sections = [one for one in page.ids if one in ("runs", "table", "verdict", "curves")]
+    assert sections[:2] == ["runs", "table"]
+    assert [row[0] for row in page.rows[: number + 1]][-1] == last
+
+
+def test_where_a_run_is_saved_is_neither_a_column_nor_an_axis(tmp_path):
+    runs = []
+    for i in range(9):
+        own = session(settings={"lr": i / 10, "loop.work_dir": f"runs/{i}"}, epoch=10, iter=100)
+        config = {"work_dir": f"out/{i}", "data": {"work_dir": f"data/{i}"}}
+        runs.append(ReportedRun(write_run(tmp_path / f"{i}", own, config=config)))
+    found = overview(runs, rules_of)
+    assert [one.name for one in found.settings] == ["lr"]
+    assert not [axis for axis in found.axes if "work_dir" in axis.column.name]

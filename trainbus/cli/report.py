@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -9,7 +10,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from trainbus.cli.common import RUNS, say, to_terminal, write_json
-from trainbus.cli.runs import best_metric, rules_of
+from trainbus.cli.runs import best_metric, rules_of, show_best
 from trainbus.eventloop.checkpoint import commit_bytes
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.observe import RunFolderError, find_runs
@@ -28,7 +29,8 @@ def report(*runs: Path, output: Annotated[Path | None, Parameter(alias="-o")] = 
     """Write a report on a run, or a comparison of several runs: one HTML file that needs no network.
 
     It has a verdict in plain sentences, the curves, costs, step times, lanes, checkpoints, validations, resumes and stops,
-    the environment and the configuration. The run may still be training, or may have been killed.
+    the environment and the configuration. The run may still be training, or may have been killed. The command prints the
+    verdict; of several runs the table, and which of them is the best.
 
     Exit status 1: a file of a run is damaged. Damaged lines are left out of the report, and so is a run whose run.json is
     damaged, if others remain.
@@ -57,9 +59,12 @@ def report(*runs: Path, output: Annotated[Path | None, Parameter(alias="-o")] = 
         raise ConfigurationError(f"{path} cannot be written ({error.strerror}); give another file with -o") from error
     if json:
         write_json({"path": str(path), "bytes": len(page), "runs": summaries(reported, best_metric, rules_of)})
-    for one in reported if len(reported) == 1 and not json else ():
-        for sentence in verdict(one, best_metric):
+    elif len(reported) == 1:
+        for sentence in verdict(reported[0], best_metric):
             say(sentence)
+    else:
+        paths = [one.path.absolute() for one in reported]
+        show_best(paths, Path(os.path.commonpath(paths)))
     errors = Console(stderr=True, highlight=False) if json else to_terminal()
     damaged = [(one.path / name, damage) for one in reported for name, damage in one.damaged.items()]
     for message in unreadable:

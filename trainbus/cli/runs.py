@@ -19,7 +19,7 @@ from trainbus.cli.common import RUNS, say, to_terminal, write_json
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.terminal import cell
 from trainbus.observe import RunFolder, RunFolderError, find_runs
-from trainbus.observe.compared import Row, began, differing, metrics_of, settings_of, short_names
+from trainbus.observe.compared import Row, began, differing, is_shown, metrics_of, settings_of, short_names
 from trainbus.observe.record import Validation
 from trainbus.observe.run_folder import bytes_in
 from trainbus.observe.states import RunStatus
@@ -27,7 +27,6 @@ from trainbus.observe.states import RunStatus
 _STYLES = {RunStatus.RUNNING: "green", RunStatus.FAILED: "red", RunStatus.KILLED: "red", RunStatus.INTERRUPTED: "yellow"}
 _FIRST, _LAST = ("run", "state", "epochs"), ("best", "time", "size")
 _TEXTS = ("run", "state", "best", "began")
-_NOT_SHOWN = ("command", "loop.work_dir")  # too long, or what the run is called; shown if --columns asks for it
 
 
 def list_runs(
@@ -59,7 +58,7 @@ def list_runs(
     if not folder.is_dir():
         raise ConfigurationError(f"{folder}: no such folder; name the folder that contains your runs")
     conditions = [parse(text) for text in where or ()]
-    found, damaged = _read(folder)
+    found, damaged = _read(find_runs(folder), folder)
     known = list(dict.fromkeys(name for one in found for name in one))
     rows, asked = _chosen(found, known, conditions), []
     if sort is not None and found:
@@ -87,9 +86,9 @@ def list_runs(
     return 1 if damaged else 0
 
 
-def show_best(folder: Path) -> None:
-    """Print the table of the runs in a folder, the best one first, and which that is, if a metric's name implies it."""
-    rows, damaged = _read(folder)
+def show_best(runs: Iterable[Path], folder: Path) -> None:
+    """Print the table of runs in a folder, the best one first, and which that is, if a metric's name implies it."""
+    rows, damaged = _read(runs, folder)
     rules = rules_of(name for row in rows for name in list(row)[: list(row).index("path")])
     metric = next((name for name, rule in rules.items() if rule == "greater"), next(iter(rules), None))
     if metric is not None:
@@ -102,10 +101,10 @@ def show_best(folder: Path) -> None:
         say((message, "red"))
 
 
-def _read(folder: Path) -> tuple[list[Row], list[str]]:
-    """Return the rows of the runs in a folder, and messages about damaged ones."""
+def _read(runs: Iterable[Path], folder: Path) -> tuple[list[Row], list[str]]:
+    """Return the rows of runs in a folder, and messages about damaged ones."""
     rows, damaged = [], []
-    for path in find_runs(folder):
+    for path in runs:
         try:
             rows.append(_row(RunFolder(path), folder))
         except RunFolderError as error:
@@ -146,7 +145,7 @@ def _show(rows: Sequence[Row], shown: Sequence[str], asked: Sequence[str]) -> No
     heads = short_names(name for row in rows for name in row)  # --columns understands them
     left_out: list[str] = []
     if not shown:
-        differ = [name for name in differing([*map(_settings, rows)]) if name not in (*asked, *_NOT_SHOWN)]
+        differ = [name for name in differing([*map(_settings, rows)]) if is_shown(name) and name not in asked]
         shown, left_out = _fitting(rows, heads, asked, differ, console.width if console.is_terminal else math.inf)
     table = Table(box=None, padding=(0, 2, 0, 0))
     for name in shown:

@@ -21,6 +21,7 @@ from trainbus.cli.common import say
 from trainbus.cli.runs import show_best
 from trainbus.eventloop.errors import ConfigurationError
 from trainbus.eventloop.user_errors import contextmanager
+from trainbus.observe import find_runs
 
 OUTPUT: Final = "output.log"
 _LONGEST: Final = 120  # characters of a folder's name
@@ -109,7 +110,7 @@ def sweep(config: Path, several: Sequence[Training], folder: Path, options: Sequ
                 for line in output.read_text(errors="replace").splitlines()[-_LAST_LINES:]:
                     say((f"    {line}", "dim"))
     say("")
-    show_best(folder)
+    show_best(find_runs(folder), folder)
     if processes.stopped:
         raise KeyboardInterrupt
     return 1 if failed else 0

@@ -89,6 +89,11 @@ def differing(rows: Sequence[Row]) -> list[str]:
     return list(found.values())
 
 
+def is_shown(name: str) -> bool:
+    """Return False for a setting that is too long for a column, or what the run is called."""
+    return name != "command" and name.rpartition(".")[2] != "work_dir"
+
+
 def short_names(names: Iterable[str]) -> dict[str, str]:
     """Return the ends of dotted names, where no other name has the same end; else the whole names."""
     names = dict.fromkeys(names)

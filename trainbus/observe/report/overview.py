@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
-from trainbus.observe.compared import Row, differing, metrics_of, settings_of, short_names
+from trainbus.observe.compared import Row, differing, is_shown, metrics_of, settings_of, short_names
 from trainbus.observe.curves import stage_and_name
 from trainbus.observe.record import Evaluation
 from trainbus.observe.report.facts import shortened, text_of
@@ -26,7 +26,6 @@ _TOP, _BOTTOM, _NONE = 40.0, 250.0, 280.0  # of a drawing 1000 wide and 300 high
 _LEFT, _RIGHT = 60.0, 940.0
 _LOG: Final = 30.0  # ratio of the greatest to the least value from which on an axis is logarithmic
 _TOLD: Final = 4  # settings of the best run and of the worst one
-_NOT_SHOWN: Final = ("command", "loop.work_dir")  # too long for a column, or what the run is called
 
 Rules = Callable[[Iterable[str]], Mapping[str, str]]
 """Takes names of metrics. Returns ``"greater"`` or ``"less"``, whichever is better, for those whose names imply it."""
@@ -86,7 +85,7 @@ def overview(runs: Sequence[ReportedRun], rules: Rules) -> Overview:
     settings = [settings_of(run.story) for run in runs]
     known = _known(runs, rules)
     results = [metrics_of(RunFolder(run.path), run.story, known) for run in runs]
-    differ = [name for name in differing(settings) if name not in _NOT_SHOWN]
+    differ = [*filter(is_shown, differing(settings))]
     heads = short_names(dict.fromkeys(name for row in settings for name in row))
     columns = [_column(name, heads[name], settings) for name in differ]
     taken = {name for row in settings for name in row}  # a rate that is logged, too, did not come out
