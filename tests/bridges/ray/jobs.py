@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import signal
 import tempfile
 import time
@@ -206,3 +207,25 @@ def train_with_transformers(config: dict[str, Any]) -> None:
     bus = Bus(RayTrainHook(), Witness(config))
     attach(bus, trainer)
     trainer.train(resume_from_checkpoint=newest_known())
+
+
+class Fails(Hook):
+    """Fails once at an iteration; ``FOLDER/began-TRIAL`` has the iterations that the trial began at, a line each."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._at, self._folder = config["fails_at"], Path(config["folder"])
+
+    def before_train(self, event: events.BeforeTrain) -> None:
+        self._began = self._folder / f"began-{event.run.work_dir.name}"
+        with self._began.open("a") as file:
+            file.write(f"{event.progress.iter}\n")
+
+    def after_train_iter(self, event: events.AfterTrainIter) -> None:
+        if event.progress.iter + 1 == self._at and len(self._began.read_text().split()) == 1:
+            raise OSError("the disk is gone")
+
+
+def train_in_tune(config: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    example = runpy.run_path(str(ROOT / "examples" / "ray_tune_digits.py"))
+    example["train"](config, [Fails(config)])
