@@ -225,6 +225,10 @@ class Fails(Hook):
             raise OSError("the disk is gone")
 
 
+def train_in_tune_with_the_hook_of_train(config: dict[str, Any]) -> None:
+    Run(Bus(RayTrainHook()), model=nn.Linear(1, 1))
+
+
 def train_in_tune(config: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     example = runpy.run_path(str(ROOT / "examples" / "ray_tune_digits.py"))

@@ -70,3 +70,10 @@ def test_a_trial_that_is_behind_is_ended_and_the_record_says_that_it_was_stopped
     assert (good.metrics["epoch"], bad.metrics["epoch"]) == (3, 1)
     states = [json.loads((folder / name(one) / "run.json").read_text())["sessions"][-1]["state"] for one in (good, bad)]
     assert states == ["finished", "stopped"]
+
+
+def test_the_hook_for_ray_train_is_an_error_in_a_function_of_tune(cluster: Any, tmp_path: Path):
+    run_config = tune.RunConfig(storage_path=str(tmp_path), verbose=0)
+    [error] = tune.Tuner(jobs.train_in_tune_with_the_hook_of_train, run_config=run_config).fit().errors
+    assert "ConfigurationError" in str(error)
+    assert "tune.report()" in str(error)

@@ -35,12 +35,12 @@ class RayWorker:
             context = self._train.get_context()
         except ImportError as error:
             raise cannot_import("RayTrainHook", "Ray", "ray", error, "ray", "ray.train") from error
-        except RuntimeError:  # Ray's check of the caller
+        except (RuntimeError, DeprecationWarning):  # Ray's checks of the caller; the second in a function of Ray Tune
             context = None
         if context is None or not hasattr(self._train, "get_preemption_info"):
             raise ConfigurationError(
                 "RayTrainHook needs a worker of Ray Train: use the bus in the train_func of a TorchTrainer (Ray 2.60 or later, "
-                "without RAY_TRAIN_V2_ENABLED=0), or remove the hook"
+                "without RAY_TRAIN_V2_ENABLED=0), or remove the hook; a function of Ray Tune calls tune.report() itself"
             )
         try:
             privates.check(context)
