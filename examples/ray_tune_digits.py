@@ -64,7 +64,7 @@ def train(config, hooks=()):
         seed=0,
         config=config,
     )
-    reported = tune.get_checkpoint()  # of the trial that failed or was paused
+    reported = tune.get_checkpoint()  # by this trial, before it failed
     if reported is None:
         loop.run()
     else:
